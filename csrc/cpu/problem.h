@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a call is asked to do. binding.cpp fills it in; rows.cpp does it.
+#pragma once
+
+#include <vector>
+
+#include "vector_kernels.h"
+
+namespace fused_topk::cpu {
+
+enum class MaskKind : u32 { kNone = 0, kBools = 1, kBits = 2 };
+enum class ValueKind : u32 { kLogits = 0, kProbabilities = 1, kLogProbabilities = 2 };
+// What the probabilities are relative to: the allowed tokens, the whole row, or the k chosen.
+enum class NormalizeOver : u32 { kAllowed = 0, kAll = 1, kTopK = 2 };
+
+// Strides count elements (words, for kBits). Those of the leading dimensions may be anything, zero included.
+struct Problem {
+  const VectorKernels* kernels;
+  u32 threads;  // at most this many, the caller's included
+
+  std::vector<i64> sizes;  // of the leading dimensions; their product is the number of rows
+  u32 vocab_size;
+  u32 k;
+  DType dtype;
+  ValueKind value_kind;
+  NormalizeOver normalize_over;
+
+  const char* logits;  // [sizes..., vocab_size]
+  std::vector<i64> logits_strides;
+  i64 logits_element_stride;
+
+  double temperature;
+  const float* row_temperature;  // nullable; [sizes...]
+  std::vector<i64> temperature_strides;
+
+  const char* mask;  // null for kNone; [sizes..., vocab_size] bytes, or [sizes..., ceil(vocab_size / 32)] words
+  MaskKind mask_kind;
+  std::vector<i64> mask_strides;
+  i64 mask_element_stride;
+
+  void* values;      // [sizes..., k] float, or dtype for kLogits; [batch, k] with beams
+  i64* indices;      // like values
+  float* logsumexp;  // [sizes...]
+
+  const float* beam_scores;  // nullable; [batch, beams] where sizes = {batch, beams}
+  i64 beam_scores_strides[2];
+};
+
+// The k best of every row; with beam_scores, of every batch entry over its beams. Throws std::bad_alloc.
+void solve(const Problem& problem);
+
+}  // namespace fused_topk::cpu

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "selection.h"
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <limits>
+
+namespace fused_topk::cpu {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+u32 bits_of(float x) {
+  u32 bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+float float_of(u32 bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// The least logit that ranks before `x`, whatever their indices; +inf where only a NaN does.
+float least_above(u32 key) { return key >= kPositiveInfinityKey ? kInfinity : float_of(bits_of_key(key + 1)); }
+
+// Guesses, within which comparisons beat counting.
+constexpr u32 kFewToSelect = 512;
+constexpr u32 kFewToSort = 512;
+
+// The k-th greatest of list[0 .. size]. Counting: the range of the values is cut into up to 2048 buckets; only the
+// bucket that holds the k-th greatest is looked at again.
+u64 kth_greatest(const u64* list, u32 size, u32 k, u64* scratch) {
+  while (size > kFewToSelect) {
+    const auto [least, greatest] = std::minmax_element(list, list + size);
+    const u64 base = *least;
+    const u64 range = *greatest - base;
+    const u32 width = range == 0 ? 0 : 64 - u32(__builtin_clzll(range));
+    const u32 shift = width > 11 ? width - 11 : 0;
+    u32 counts[2048] = {};
+    for (u32 i = 0; i < size; ++i) ++counts[(list[i] - base) >> shift];
+    u32 bucket = u32(range >> shift);
+    for (; counts[bucket] < k; --bucket) k -= counts[bucket];
+    u32 kept = 0;
+    // In place from the second time on: it writes behind where it reads.
+    for (u32 i = 0; i < size; ++i) {
+      const u64 candidate = list[i];
+      scratch[kept] = candidate;
+      kept += (candidate - base) >> shift == bucket;
+    }
+    list = scratch;
+    size = kept;
+  }
+  if (list != scratch) std::copy(list, list + size, scratch);
+  std::nth_element(scratch, scratch + (k - 1), scratch + size, std::greater<>());
+  return scratch[k - 1];
+}
+
+// By key, greatest first, keeping the order of equal keys: radix sort, least significant digit first. Returns where the
+// result is, `list` or `scratch`.
+u64* sort_by_key(u64* list, u32 size, u64* scratch) {
+  constexpr u32 kDigits = 3;
+  constexpr u32 kBits = 11;
+  constexpr u32 kMask = (1u << kBits) - 1;
+  u32 counts[kDigits][1u << kBits] = {};
+  for (u32 i = 0; i < size; ++i) {
+    const u32 key = ~key_of(list[i]);
+    for (u32 digit = 0; digit < kDigits; ++digit) ++counts[digit][key >> (digit * kBits) & kMask];
+  }
+  for (u32 digit = 0; digit < kDigits; ++digit) {
+    u32* start = counts[digit];
+    const u32 shift = digit * kBits;
+    // All alike: as the low bits of a float that was a bfloat16.
+    if (start[~key_of(list[0]) >> shift & kMask] == size) continue;
+    u32 sum = 0;
+    for (u32 value = 0; value <= kMask; ++value) {
+      const u32 count = start[value];
+      start[value] = sum;
+      sum += count;
+    }
+    for (u32 i = 0; i < size; ++i) scratch[start[~key_of(list[i]) >> shift & kMask]++] = list[i];
+    std::swap(list, scratch);
+  }
+  return list;
+}
+
+}  // namespace
+
+Selection::Selection(const VectorKernels& kernels, u32 k, u64 row_length) : kernels_(kernels), k_(k) {
+  // Trimmed late enough that it pays, and early enough that the threshold stays sharp. Guesses.
+  const u64 trim_at = 2 * u64(k) + 64;
+  const u64 capacity = 4 * u64(k) + 256;
+  // A list that takes the whole row needs no trimming until the end.
+  const u64 whole_row = row_length + kMostLanes;
+  capacity_ = u32(std::min(capacity, whole_row));
+  trim_at_ = u32(std::min(trim_at, whole_row));
+  list_.resize(capacity_);
+  restart();
+}
+
+void Selection::restart() {
+  size_ = 0;
+  threshold_ = -kInfinity;
+}
+
+void Selection::add_block(const float* x, u32 n, u32 first_index, float greatest, bool may_have_nan) {
+  if (greatest < threshold_ && !may_have_nan) return;
+  const u32 before = size_;
+  const auto append = [&](u32 begin, u32 capacity) {
+    return kernels_.append_candidates(x, begin, n, first_index, threshold_, list_.data(), &size_, capacity);
+  };
+  u32 begin = 0;
+  if (threshold_ > -kInfinity) begin = append(0, std::min(capacity_, before + k_ + k_ / 2 + 2 * kMostLanes));
+  if (begin < n) {
+    // The first block, or one where many pass, as in an ascending row: a threshold from the block itself.
+    const float bound = kernels_.lower_bound_of_kth(x, n, k_);
+    if (bound > threshold_) {
+      threshold_ = bound;
+      size_ = before;
+      begin = 0;
+    }
+    while ((begin = append(begin, capacity_)) < n) trim();
+    // k of this block are not below the bound, and they have the smaller indices.
+    if (bound > -kInfinity) raise_threshold(least_above(order_key(bits_of(bound))));
+  }
+  if (size_ >= trim_at_) trim();
+}
+
+void Selection::add_candidates(const u64* candidates, u32 count) {
+  if (size_ + u64(count) > list_.size()) list_.resize(size_ + u64(count));
+  std::copy(candidates, candidates + count, list_.begin() + size_);
+  size_ += count;
+}
+
+void Selection::raise_threshold(float least) {
+  if (least > threshold_) threshold_ = least;
+}
+
+void Selection::trim() {
+  if (size_ < k_) return;
+  scratch_.resize(std::max<size_t>(scratch_.size(), size_));
+  const u64 kth = kth_greatest(list_.data(), size_, k_, scratch_.data());
+  u32 kept = 0;
+  for (u32 i = 0; i < size_; ++i) {
+    const u64 candidate = list_[i];
+    list_[kept] = candidate;
+    kept += candidate >= kth;
+  }
+  size_ = kept;
+  raise_threshold(least_above(key_of(kth)));
+}
+
+const u64* Selection::trimmed(u32* count) {
+  if (size_ > k_) trim();
+  *count = size_;
+  return list_.data();
+}
+
+const u64* Selection::sorted() {
+  if (size_ <= kFewToSort) {
+    std::sort(list_.begin(), list_.begin() + size_, std::greater<>());
+    return list_.data();
+  }
+  if (size_ > k_) trim();
+  scratch_.resize(std::max<size_t>(scratch_.size(), size_));
+  return sort_by_key(list_.data(), size_, scratch_.data());
+}
+
+}  // namespace fused_topk::cpu

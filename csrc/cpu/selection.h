@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// The k best candidates of a row, or of a part of one, found block by block.
+//
+// A list takes every candidate that could still be among the k best: those whose logit is not below a threshold, which
+// rises as the list is trimmed to its k best. What the threshold lets through in excess costs time, never correctness.
+// The list is in the order of the indices throughout, so that a stable sort by logit alone gives the final order.
+#pragma once
+
+#include <vector>
+
+#include "vector_kernels.h"
+
+namespace fused_topk::cpu {
+
+class Selection {
+ public:
+  // For at most row_length elements between two calls of `restart`.
+  Selection(const VectorKernels& kernels, u32 k, u64 row_length);
+
+  void restart();
+
+  // Blocks come in the order of their indices. `greatest`: no element of x is greater, NaNs apart.
+  void add_block(const float* x, u32 n, u32 first_index, float greatest, bool may_have_nan);
+
+  // Candidates with indices beyond all those seen so far.
+  void add_candidates(const u64* candidates, u32 count);
+
+  // The k best in the order of their indices; fewer where fewer were seen. Valid until the next non-const call.
+  const u64* trimmed(u32* count);
+
+  // The k best, best first.
+  const u64* sorted();
+
+ private:
+  void trim();
+  void raise_threshold(float least);
+
+  const VectorKernels& kernels_;
+  u32 k_;
+  u32 trim_at_;
+  u32 capacity_;
+  u32 size_ = 0;
+  float threshold_;
+  std::vector<u64> list_;
+  std::vector<u64> scratch_;
+};
+
+}  // namespace fused_topk::cpu

@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: Apache-2.0
+// One instruction set's table of vector_kernels.h: built with -DFUSED_TOPK_KERNELS=<name of the table> and the
+// compiler's options for that set. Written with the vector types of GCC and Clang; intrinsics only where those have no
+// word for it (comparisons to a bit mask, conversion from float16). Everything but the table has internal linkage.
+#include "vector_kernels.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace fused_topk::cpu {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr u32 kLanes = 16;
+#elif defined(__AVX2__)
+constexpr u32 kLanes = 8;
+#else
+constexpr u32 kLanes = 4;
+#endif
+static_assert(kLanes <= kMostLanes && kBlock % kLanes == 0);
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int Ints __attribute__((vector_size(4 * kLanes)));
+typedef double Doubles __attribute__((vector_size(8 * kLanes)));
+typedef float UnalignedFloats __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+
+constexpr float kInfinity = __builtin_huge_valf();
+
+inline Floats load(const float* x) { return *reinterpret_cast<const UnalignedFloats*>(x); }
+
+// x[0 .. n], the other lanes `fill`.
+inline Floats load_some(const float* x, u32 n, float fill) {
+  float lanes[kLanes];
+  for (u32 i = 0; i < kLanes; ++i) lanes[i] = fill;
+  __builtin_memcpy(lanes, x, n * sizeof(float));
+  return load(lanes);
+}
+
+// Minus zero, so that -0 is broadcast as it is.
+inline Floats broadcast(float x) { return x - Floats{}; }
+
+inline u32 bits_of(float x) {
+  u32 bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+inline float float_of(u32 bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// b where one of the two is NaN.
+inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
+
+// ---- Reading ----
+
+// Elements may lie at any byte address.
+template <class T>
+inline T element(const void* source, i64 i) {
+  T x;
+  __builtin_memcpy(&x, static_cast<const char*>(source) + i * i64(sizeof(T)), sizeof x);
+  return x;
+}
+
+inline float float_of_bfloat16(u16 bits) { return float_of(u32(bits) << 16); }
+
+// float16 has 5 bits of exponent, biased by 15. Works on integers up to the last step, so that it does not depend on how
+// the thread treats denormals.
+inline float float_of_half(u16 half) {
+  constexpr u32 kRebias = u32(127 - 15) << 23;
+  const u32 magnitude = half & 0x7FFFu;
+  u32 bits = (magnitude << 13) + kRebias;
+  // Infinity and NaN have all bits of the exponent set, here as there.
+  bits += magnitude >= 0x7C00u ? kRebias : 0u;
+  // Below 2^-14 there is no leading one to share.
+  const u32 subnormal = bits_of(float(int(magnitude)) * 0x1p-24f);
+  bits = magnitude < 0x0400u ? subnormal : bits;
+  return float_of(bits | u32(half & 0x8000u) << 16);
+}
+
+void load_float32(const void* source, i64 stride, u32 n, float* x) {
+  if (stride == 1) {
+    __builtin_memcpy(x, source, n * sizeof(float));
+    return;
+  }
+  for (u32 i = 0; i < n; ++i) x[i] = element<float>(source, i * stride);
+}
+
+void load_bfloat16(const void* source, i64 stride, u32 n, float* x) {
+  if (stride == 1) {
+    for (u32 i = 0; i < n; ++i) x[i] = float_of_bfloat16(element<u16>(source, i));
+    return;
+  }
+  for (u32 i = 0; i < n; ++i) x[i] = float_of_bfloat16(element<u16>(source, i * stride));
+}
+
+void load_float16(const void* source, i64 stride, u32 n, float* x) {
+  u32 i = 0;
+  if (stride == 1) {
+#if defined(__F16C__)
+    for (; i + 8 <= n; i += 8) {
+      const char* eight = static_cast<const char*>(source) + 2 * i;
+      _mm256_storeu_ps(x + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(eight))));
+    }
+#endif
+    for (; i < n; ++i) x[i] = float_of_half(element<u16>(source, i));
+    return;
+  }
+  for (; i < n; ++i) x[i] = float_of_half(element<u16>(source, i * stride));
+}
+
+// ---- Masking ----
+
+void mask_bools(const u8* mask, i64 stride, u32 n, float* x) {
+  if (stride == 1) {
+    for (u32 i = 0; i < n; ++i) x[i] = mask[i] ? x[i] : -kInfinity;
+    return;
+  }
+  for (u32 i = 0; i < n; ++i) x[i] = mask[i * stride] ? x[i] : -kInfinity;
+}
+
+void mask_bits(const void* words, i64 stride, u32 n, float* x) {
+  for (u32 i = 0; i < n; i += 32) {
+    const u32 word = element<u32>(words, i / 32 * stride);
+    const u32 tokens = n - i < 32 ? n - i : 32;
+    for (u32 bit = 0; bit < tokens; ++bit) x[i + bit] = word >> bit & 1u ? x[i + bit] : -kInfinity;
+  }
+}
+
+// ---- The normalizer ----
+
+float maximum(const float* x, u32 n) {
+  const Floats none = broadcast(-kInfinity);
+  Floats best[4] = {none, none, none, none};
+  u32 i = 0;
+  // A NaN is the first operand, so that the other one is kept.
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    for (u32 j = 0; j < 4; ++j) best[j] = greater(load(x + i + j * kLanes), best[j]);
+  }
+  for (; i + kLanes <= n; i += kLanes) best[0] = greater(load(x + i), best[0]);
+  if (i < n) best[1] = greater(load_some(x + i, n - i, -kInfinity), best[1]);
+  const Floats all = greater(greater(best[0], best[1]), greater(best[2], best[3]));
+  float result = all[0];
+  for (u32 lane = 1; lane < kLanes; ++lane) result = all[lane] > result ? all[lane] : result;
+  return result;
+}
+
+bool has_nan(const float* x, u32 n) {
+  u32 nans = 0;
+  for (u32 i = 0; i < n; ++i) nans += (bits_of(x[i]) & 0x7FFFFFFFu) > 0x7F800000u;
+  return nans != 0;
+}
+
+// Relative error at most 5.1 units of 2^-24, beyond what rounding x - reference itself does to e^x:
+//   - n c_high and (x - reference) - n c_high are exact (Sterbenz), so r is off by the rounding of the last
+//     subtraction, and f = r / c, |f| <= 1/2 (a little more at a tie), by 3 roundings: 3/2 units, times ln 2: 1.1.
+//   - The polynomial, minimax of degree 6 on [-1/2, 1/2] with 1 as its constant term, is off by 0.1 and rounds to 1.6
+//     units without and 1.3 with fused multiply-add (every float32 argument tried).
+//   - The multiplication by 2^n is exact.
+inline Floats exp_of(Floats x, const Exponential& e) {
+  // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
+  constexpr float kRound = 0x1.8p23f;
+  const Floats difference = x - e.reference;
+  const Floats shifted = difference * e.inverse_c + kRound;
+  const Floats n = shifted - kRound;
+  const Floats f = ((difference - n * e.c_high) - n * e.c_low) * e.inverse_c;
+  Floats p = f * 0x1.41d334p-13f + 0x1.5f456ap-10f;
+  p = p * f + 0x1.3b2dbcp-7f;
+  p = p * f + 0x1.c6aed4p-5f;
+  p = p * f + 0x1.ebfbdap-3f;
+  p = p * f + 0x1.62e430p-1f;
+  p = p * f + 1.0f;
+  // Only the low bits of `shifted` survive the shift: n, added to the exponent.
+  const Floats scaled = (Floats)((Ints)p + ((Ints)shifted << 23));
+  // Written so that a NaN stays one.
+  return difference < e.lowest ? Floats{} : scaled;
+}
+
+// A float32 lane adds up at most 4 exponentials before it goes on in float64: with the two additions that join four
+// vectors, 5 roundings, whatever the length of the row.
+double sum_exp(const float* x, u32 n, const Exponential& e, const void* next, u32 bytes) {
+  constexpr u32 kRun = 16 * kLanes;
+  const char* fetch = static_cast<const char*>(next);
+  Doubles total = {};
+  u32 i = 0;
+  for (; i + kRun <= n; i += kRun) {
+    for (u32 line = 0; line < kRun * bytes; line += 64) __builtin_prefetch(fetch + i * bytes + line);
+    Floats sum[4] = {};
+    for (u32 j = 0; j < kRun; j += kLanes) sum[j / kLanes % 4] += exp_of(load(x + i + j), e);
+    total += __builtin_convertvector((sum[0] + sum[1]) + (sum[2] + sum[3]), Doubles);
+  }
+  for (; i + kLanes <= n; i += kLanes) total += __builtin_convertvector(exp_of(load(x + i), e), Doubles);
+  if (i < n) total += __builtin_convertvector(exp_of(load_some(x + i, n - i, -kInfinity), e), Doubles);
+  double result = 0.0;
+  for (u32 lane = 0; lane < kLanes; ++lane) result += total[lane];
+  return result;
+}
+
+// ---- Selection ----
+
+// Signed integers in the order of the floats; NaNs do not come here.
+inline int ordered(int bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }
+
+// The maxima of disjoint groups of x: k groups have an element not below the k-th greatest of them. That one is found
+// by bisection; a count of a few hundred integers is a few instructions.
+float lower_bound_of_kth(const float* x, u32 n, u32 k) {
+  const u32 vectors = n / kLanes;
+  // About 4 k groups: then about 1.15 k elements are not below the bound, if they lie at random.
+  u32 groups = (4 * k + kLanes - 1) / kLanes;
+  groups = groups < 4 ? 4 : groups;
+  groups = groups > vectors / 2 ? vectors / 2 : groups;
+  const u32 maxima = groups * kLanes;
+  if (k > maxima / 2) return -kInfinity;
+
+  int best[kBlock / 2];
+  for (u32 group = 0; group < groups; ++group) {
+    Floats m = broadcast(-kInfinity);
+    for (u32 v = group; v < vectors; v += groups) m = greater(load(x + v * kLanes), m);
+    __builtin_memcpy(best + group * kLanes, &m, sizeof m);
+  }
+  int low = 0x7FFFFFFF;
+  int high = -0x7FFFFFFF - 1;
+  for (u32 i = 0; i < maxima; ++i) {
+    best[i] = ordered(best[i]);
+    low = best[i] < low ? best[i] : low;
+    high = best[i] > high ? best[i] : high;
+  }
+  // At least k of the maxima are >= low, fewer than k are > high.
+  while (low < high) {
+    const int middle = int(((i64)low + high + 1) >> 1);
+    u32 count = 0;
+    for (u32 i = 0; i < maxima; ++i) count += best[i] >= middle;
+    if (count >= k) {
+      low = middle;
+      if (count <= k + k / 8) break;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return float_of(u32(ordered(low)));
+}
+
+inline u32 lanes_not_below(Floats x, Floats threshold) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)x, (__m512)threshold, _CMP_NLT_UQ);
+#elif defined(__AVX__)
+  return u32(_mm256_movemask_ps(_mm256_cmp_ps((__m256)x, (__m256)threshold, _CMP_NLT_UQ)));
+#elif defined(__SSE__)
+  return u32(_mm_movemask_ps(_mm_cmpnlt_ps((__m128)x, (__m128)threshold)));
+#else
+  const Ints below = x < threshold;
+  u32 lanes = 0;
+  for (u32 lane = 0; lane < kLanes; ++lane) lanes |= u32(below[lane] + 1) << lane;
+  return lanes;
+#endif
+}
+
+u32 append_candidates(const float* x, u32 begin, u32 n, u32 first_index, float threshold, u64* list, u32* size,
+                      u32 capacity) {
+  constexpr u32 kAllLanes = (1u << kLanes) - 1;
+  constexpr u32 kStep = 4;
+  const Floats limit = broadcast(threshold);
+  u32 end = *size;
+  u32 i = begin;
+  while (i < n) {
+    // Mostly there is nothing, for long.
+    for (; i + kStep * kLanes <= n; i += kStep * kLanes) {
+      u32 any = 0;
+      for (u32 j = 0; j < kStep; ++j) any |= lanes_not_below(load(x + i + j * kLanes), limit);
+      if (any) break;
+    }
+    const u32 stop = n - i < kStep * kLanes ? n : i + kStep * kLanes;
+    for (; i < stop; i += kLanes) {
+      const u32 rest = stop - i;
+      const bool whole = rest >= kLanes;
+      u32 lanes = lanes_not_below(whole ? load(x + i) : load_some(x + i, rest, 0.0f), limit);
+      if (!whole) lanes &= (1u << rest) - 1;
+      if (lanes == 0) continue;
+      if (capacity - end < kLanes) {
+        *size = end;
+        return i;
+      }
+      if (lanes == kAllLanes) {
+        for (u32 lane = 0; lane < kLanes; ++lane) {
+          list[end + lane] = make_candidate(order_key(bits_of(x[i + lane])), first_index + i + lane);
+        }
+        end += kLanes;
+        continue;
+      }
+      for (; lanes != 0; lanes &= lanes - 1) {
+        const u32 lane = u32(__builtin_ctz(lanes));
+        list[end++] = make_candidate(order_key(bits_of(x[i + lane])), first_index + i + lane);
+      }
+    }
+  }
+  *size = end;
+  return n;
+}
+
+}  // namespace
+
+#if defined(__AVX512F__)
+#define FUSED_TOPK_NAME "avx512"
+#elif defined(__AVX2__)
+#define FUSED_TOPK_NAME "avx2"
+#else
+#define FUSED_TOPK_NAME "baseline"
+#endif
+
+extern const VectorKernels FUSED_TOPK_KERNELS = {
+    FUSED_TOPK_NAME, {load_float32, load_float16, load_bfloat16},
+    mask_bools,      mask_bits,
+    maximum,         has_nan,
+    sum_exp,         lower_bound_of_kth,
+    append_candidates,
+};
+
+}  // namespace fused_topk::cpu

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loops over elements: everything whose speed depends on the instruction set, and nothing else.
+//
+// vector_kernels.cpp is compiled once per instruction set, each time into one VectorKernels table; vector_kernels.cpp
+// must not use the standard library, because a template that two of those builds instantiate would be merged by the
+// linker, and code for a newer CPU could run on an older one. Reading order: order.h, this file, vector_kernels.cpp.
+#pragma once
+
+#include "../order.h"
+
+namespace fused_topk::cpu {
+
+using u8 = unsigned char;
+using i64 = long long;
+
+// A row is read in blocks of this many elements, so that a block is in the first-level cache while it is maximised,
+// summed and searched. A multiple of 32, the tokens of a packed mask's word.
+constexpr u32 kBlock = 4096;
+
+enum DType : u32 { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+constexpr u32 kDTypes = 3;
+
+// e^((x - reference) / T), prepared for a block. With c = ln 2 * T, x - reference = n c + r, |r| <= c / 2, and
+// e^((x - reference) / T) = 2^n 2^(r / c).
+struct Exponential {
+  float reference;  // not less than any x of the block, unless x is NaN
+  float inverse_c;  // log2(e) / T
+  float c_high;     // c to 16 bits: times an n of up to 8 bits it is exact, without fused multiply-add too
+  float c_low;      // the rest of c
+  float lowest;     // x - reference below this gives 0: 2^-125 is the smallest result
+};
+
+struct VectorKernels {
+  const char* name;
+
+  // Elements 0 .. n of a row of the table's dtype, `stride` elements apart, as float32. x: [n], n <= kBlock.
+  void (*load[kDTypes])(const void* source, i64 stride, u32 n, float* x);
+
+  // -inf into x[i] where mask[i * stride] is false; where bit i % 32 of words[i / 32 * stride] is 0.
+  void (*mask_bools)(const u8* mask, i64 stride, u32 n, float* x);
+  void (*mask_bits)(const void* words, i64 stride, u32 n, float* x);
+
+  // The greatest of x that is not a NaN; -inf if there is none.
+  float (*maximum)(const float* x, u32 n);
+
+  // Whether one of x is NaN.
+  bool (*has_nan)(const float* x, u32 n);
+
+  // The sum of the exponentials of x. NaN if one of x is. `next` is what will be read next, [n * bytes]: it is fetched
+  // into the cache meanwhile, because the sum is bound by arithmetic and the reading by memory.
+  double (*sum_exp)(const float* x, u32 n, const Exponential& exponential, const void* next, u32 bytes);
+
+  // A value that at least k of x are not below, and not many more than k, NaNs apart; -inf where that is hard to tell
+  // (k > n / 4).
+  float (*lower_bound_of_kth)(const float* x, u32 n, u32 k);
+
+  // Appends the candidates of those x[i], begin <= i < n, that are not below `threshold` (NaN is not), in their order,
+  // with index first_index + i. Stops in time if there might be more than `capacity` in the list. Returns where it
+  // stopped, n at the end; a new start at that place loses nothing.
+  u32 (*append_candidates)(const float* x, u32 begin, u32 n, u32 first_index, float threshold, u64* list, u32* size,
+                           u32 capacity);
+};
+
+// append_candidates stops when fewer than this many slots are left.
+constexpr u32 kMostLanes = 16;
+
+extern const VectorKernels kBaselineKernels;
+#if defined(__x86_64__)
+extern const VectorKernels kAvx2Kernels;
+extern const VectorKernels kAvx512Kernels;
+#endif
+
+}  // namespace fused_topk::cpu

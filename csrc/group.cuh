@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// The threads that own a row together: one warp, or all warps of a block. The same code serves both scopes.
+#pragma once
+
+#include "platform.cuh"
+
+namespace fused_topk {
+
+template <u32 WARPS>
+struct Group {
+  static constexpr u32 kWarps = WARPS;
+  static constexpr u32 kThreads = WARPS * kWarpSize;
+  static constexpr bool kIsWarp = WARPS == 1;
+
+  // A warp that is a group of its own has rank 0 however many such groups share its block.
+  static __device__ __forceinline__ u32 warp() { return kIsWarp ? 0 : threadIdx.x / kWarpSize; }
+  static __device__ __forceinline__ u32 thread() { return kIsWarp ? lane_id() : threadIdx.x; }
+
+  // A barrier among the group's threads; shared memory written before it is seen after it. All of them call it.
+  static __device__ __forceinline__ void sync() {
+    if constexpr (kIsWarp) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // A barrier too. True in every thread if it is true in any.
+  static __device__ __forceinline__ bool any(bool claim) {
+    if constexpr (kIsWarp) {
+      const bool result = __any_sync(kAllLanes, claim);
+      // The vote orders no memory access; the barrier that a block's version brings along does.
+      __syncwarp();
+      return result;
+    } else {
+      return __syncthreads_or(claim);
+    }
+  }
+};
+
+}  // namespace fused_topk

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decodes with a real language model and shows what choosing the next tokens in one read saves.
+
+Beam search runs twice over the same prompts, once following torch operations and once following
+`fused_topk.beam_topk`. At each step both choose from the same logits, so their answers and times compare one to one.
+
+    python demos/decoding_latency.py                                  # a tiny model, trained here in about a minute
+    python demos/decoding_latency.py --random-weights llama-1b        # a true shape, for a GPU
+    python demos/decoding_latency.py --model path/to/any/causal-lm
+
+Reading order: beam_search.py (the search), selection_comparison.py (times and checks), causal_models.py and
+tiny_language_model.py (what it decodes with), decoding_report.py (what it prints and plots).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+try:
+    import torch
+    import transformers
+    import typer
+    from beam_search import Beams, Selection, beam_search, select_fused, select_with_torch
+    from causal_models import RANDOM_SHAPES, CausalModel, encode, from_disk, random_prompts, tiny, with_random_weights
+    from decoding_report import Measurement, print_agreement, print_beams, print_table, save_json, save_plot
+    from rich.console import Console
+    from selection_comparison import Agreement, Comparison, StepTimes
+    from tiny_language_model import Recipe
+    from torch import Tensor
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"this demo needs the package {error.name!r}, which is not installed; "
+        "run: pip install 'fused_topk[demo]' (in a checkout: pip install '.[demo]')"
+    ) from error
+
+# None ends in a space: the tokenizer joins a space to the word after it.
+PROMPTS = [
+    "class Parser:\n    def __init__(self,",
+    "import os\n\n\ndef read_file(path):",
+    "    for name in names:\n        if not",
+    "        try:\n            return",
+    "        if not isinstance(",
+    "    while True:\n        line =",
+    "    def close(self):",
+    "def main():",
+]
+RANDOM_PROMPT_LENGTH = 32
+WARM_UP_TOKENS = 4
+PIPE_WIDTH = 130
+
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+
+@app.command(help=__doc__.partition("\n\n    ")[0])
+def main(
+    model: Annotated[
+        str, typer.Option(metavar="NAME_OR_PATH", help="A causal LM on this disk; nothing is fetched.")
+    ] = "",
+    random_weights: Annotated[
+        str, typer.Option(metavar="|".join(RANDOM_SHAPES), help="A true shape with random weights.")
+    ] = "",
+    beams: Annotated[int, typer.Option(help="Hypotheses kept per prompt.")] = 4,
+    batch: Annotated[
+        int, typer.Option(help="Prompts decoded together; by default 4, or as many as --prompt gives.")
+    ] = 0,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to add to each prompt.")] = 64,
+    prompt: Annotated[list[str], typer.Option(help="A prompt; may be given several times.")] = [],  # noqa: B006
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; by default a GPU where there is one.")] = "",
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16; by default bfloat16 on a GPU.")] = "",
+    backend: Annotated[str, typer.Option(help="Of beam_topk: cuda, cpu or reference; by default the device's.")] = "",
+    training_steps: Annotated[int, typer.Option(help="Of the tiny model: more give better text.")] = Recipe.steps,
+    output: Annotated[Path, typer.Option(help="Where the plot goes, as a PNG.")] = Path("out/decoding_latency.png"),
+    json_path: Annotated[str, typer.Option("--json", metavar="PATH", help="Also write every number there.")] = "",
+) -> None:
+    for option, value, least in (
+        ("beams", beams, 1),
+        ("new-tokens", new_tokens, 3),
+        ("training-steps", training_steps, 1),
+    ):
+        if value < least:
+            _fail(f"`--{option}` must be at least {least}, got {value}; give a greater number")
+    if batch < 0:
+        _fail(f"`--batch` must be at least 1, got {batch}; give a greater number, or leave it out")
+    if 0 < batch < len(prompt):
+        _fail(f"`--batch` must be at least the number of prompts ({len(prompt)}), got {batch}; leave --batch out")
+    if model and random_weights:
+        _fail(f"`--model` and `--random-weights` exclude each other, got {model!r} and {random_weights!r}; give one")
+    if prompt and random_weights:
+        _fail("`--prompt` needs a tokenizer, which random weights do not have; leave --prompt or --random-weights out")
+    if output.suffix.lower() != ".png":
+        _fail(f"`--output` must end in .png, got {str(output)!r}; rename it")
+    place = _device(device)
+    precision = _dtype(dtype, place)
+
+    transformers.logging.set_verbosity_error()
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    try:
+        if model:
+            chosen = from_disk(model, place, precision)
+        elif random_weights:
+            chosen = with_random_weights(random_weights, place, precision)
+        else:
+            chosen = tiny(place, precision, Recipe(steps=training_steps))
+        texts = _repeated(prompt or PROMPTS, batch or len(prompt) or 4)
+        tokens, mask = (
+            random_prompts(chosen, len(texts), RANDOM_PROMPT_LENGTH, place)
+            if chosen.tokenizer is None
+            else encode(chosen, texts, place)
+        )
+        measured, found = measure(chosen, tokens, mask, beams=beams, new_tokens=new_tokens, backend=backend or None)
+    except (ValueError, RuntimeError) as error:
+        _fail(str(error))
+
+    if chosen.tokenizer is None:
+        console.print("Random weights write no text, so no beams are shown.")
+    else:
+        print_beams(console, chosen, texts, found)
+    print_table(console, measured)
+    print_agreement(console, measured)
+    try:
+        save_plot(output, measured)
+        console.print(f"Plot: {output}")
+        if json_path:
+            save_json(Path(json_path), measured)
+            console.print(f"Numbers: {json_path}")
+    except OSError as error:
+        _fail(
+            f"`--output` and `--json` must be writable paths, got {error.filename!r} ({error.strerror}); give another"
+        )
+    if not measured.is_right:
+        raise typer.Exit(1)
+
+
+def measure(
+    chosen: CausalModel, prompts: Tensor, mask: Tensor, *, beams: int, new_tokens: int, backend: str | None
+) -> tuple[Measurement, Beams]:
+    """Decodes twice, following each selection in turn; what was measured, and the beams of the fused selection."""
+    device = prompts.device
+    selections: dict[str, Selection] = {"torch": select_with_torch, "fused": partial(select_fused, backend=backend)}
+
+    def decode(select: Selection, tokens: int) -> Beams:
+        return beam_search(
+            chosen.model, prompts, mask, beams=beams, new_tokens=tokens, end_token=chosen.end_token, select=select
+        )
+
+    first_call = _first_call(selections, chosen, len(prompts), beams, device)
+    decode(Comparison(selections, "torch", device), min(WARM_UP_TOKENS, new_tokens))
+
+    steps: list[StepTimes] = []
+    agreements: list[Agreement] = []
+    found: dict[str, Beams] = {}
+    for follow in selections:
+        with tqdm(total=new_tokens, desc=f"Decoding, following {follow}", unit=" steps") as bar:
+            comparison = Comparison(selections, follow, device, on_step=bar.update)
+            found[follow] = decode(comparison, new_tokens)
+        steps += comparison.times()
+        agreements.append(comparison.agreement())
+
+    measured = Measurement(
+        model=chosen.name,
+        device=str(device),
+        dtype=str(next(chosen.model.parameters()).dtype).removeprefix("torch."),
+        batch=len(prompts),
+        beams=beams,
+        vocab_size=chosen.vocab_size,
+        new_tokens=new_tokens,
+        first_call=first_call,
+        steps=steps,
+        agreement=agreements[0] | agreements[1],
+        same_tokens=torch.equal(found["torch"].tokens, found["fused"].tokens),
+    )
+    return measured, found["fused"]
+
+
+def _first_call(
+    selections: dict[str, Selection], chosen: CausalModel, batch: int, beams: int, device: torch.device
+) -> float:
+    """Seconds of the fused selection's first call, at the shape that will be decoded."""
+    dtype = next(chosen.model.parameters()).dtype
+    logits = torch.zeros((batch, beams, chosen.vocab_size), dtype=dtype, device=device)
+    scores = torch.zeros((batch, beams), device=device)
+    # First torch, so that starting the device itself is not counted.
+    for name in ("torch", "fused"):
+        started = time.perf_counter()
+        values, _ = selections[name](logits, scores, min(2 * beams, beams * chosen.vocab_size))
+        # Copying a number to the host waits for the device.
+        values[0, 0].item()
+    return time.perf_counter() - started
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        _fail(f"`--device` must name a device of torch, got {name!r}; give cpu or cuda")
+    if device.type not in ("cpu", "cuda"):
+        _fail(f"`--device` must be a CPU or a CUDA GPU, got {name!r}; give cpu or cuda")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            _fail(f"`--device` must be a GPU that torch sees (it sees {count}), got {name!r}; give --device cpu")
+        # Kernels that torch itself launches go to the current device.
+        torch.cuda.set_device(device)
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    name = name or ("bfloat16" if device.type == "cuda" else "float32")
+    if name not in dtypes:
+        _fail(f"`--dtype` must be one of {', '.join(dtypes)}, got {name!r}; choose one of these")
+    return dtypes[name]
+
+
+def _repeated(prompts: list[str], batch: int) -> list[str]:
+    return [prompts[i % len(prompts)] for i in range(batch)]
+
+
+def _fail(message: str) -> NoReturn:
+    """Ends the run with one line rather than a traceback: what is wrong is in the message."""
+    typer.echo(f"Error: {message}", err=True)
+    raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of every public argument. Each error names the argument, the rule, the value that broke it, and the remedy.
+
+They run before anything is allocated or launched, and none of them waits for a device: what a CUDA tensor holds is not
+looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import backends
+from .problem import TopK
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_NORMALIZE = ("allowed", "all", "topk")
+
+
+def check_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}; convert it with torch.as_tensor")
+    if value.layout != torch.strided:
+        raise TypeError(f"`{name}` must be a dense tensor, got layout {value.layout}; convert it with .to_dense()")
+
+
+def check_logits(logits: Any) -> None:
+    check_tensor("logits", logits)
+    if logits.dtype not in _DTYPES:
+        raise TypeError(
+            f"`logits` must be float32, float16, bfloat16 or float64, got {logits.dtype}; convert them with .float()"
+        )
+    if logits.dim() == 0:
+        raise ValueError("`logits` must have at least one dimension, the vocabulary, got a 0-d tensor; use .reshape(1)")
+
+
+def check_dim(dim: Any, dims: int) -> int:
+    """The dimension counted from the front."""
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"`dim` must be an int, got {type(dim).__name__}; pass the position of the vocabulary dimension")
+    if not -dims <= dim < dims:
+        raise ValueError(f"`dim` must satisfy {-dims} <= dim < {dims}, got dim={dim}; the vocabulary is usually dim=-1")
+    return dim % dims
+
+
+def check_vocabulary(vocab_size: int) -> None:
+    if vocab_size == 0:
+        raise ValueError("`logits` must have at least one logit along the vocabulary, got a dimension of size 0")
+    if vocab_size > 2**31 - 1:
+        raise ValueError(f"`logits` must have at most 2^31 - 1 logits along the vocabulary, got {vocab_size}; split the row")
+
+
+def check_k(k: Any, most: int, what: str = "the vocabulary size") -> None:
+    if isinstance(k, (bool, float, str, bytes, Tensor)) or not hasattr(k, "__index__"):
+        raise TypeError(f"`k` must be an int, got {type(k).__name__}; use int(k)")
+    if not 1 <= k <= most:
+        raise ValueError(f"`k` must satisfy 1 <= k <= {most} ({what}), got k={k}; pass min(k, {most})")
+
+
+def check_temperature(temperature: Any, logits: Tensor, dtype: torch.dtype) -> tuple[float, Tensor | None]:
+    """(temperature of all rows, or a tensor of leading shape with each row's)."""
+    if temperature is None:
+        return 1.0, None
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float, Tensor)):
+        raise TypeError(f"`temperature` must be a number or a tensor, got {type(temperature).__name__}; use float(...)")
+    if not isinstance(temperature, Tensor):
+        if not (temperature > 0 and math.isfinite(temperature)):
+            raise ValueError(f"`temperature` must be positive and finite, got {temperature}; for the best token use k=1")
+        return float(temperature), None
+    check_tensor("temperature", temperature)
+    if not temperature.is_floating_point():
+        raise TypeError(f"`temperature` must be a floating-point tensor, got {temperature.dtype}; use .float()")
+    check_same_device("temperature", temperature, logits)
+    rows = logits.shape[:-1]
+    if temperature.dim() > len(rows) or not _broadcasts(temperature.shape, rows):
+        raise ValueError(
+            f"`temperature` must be one number a row, broadcastable to {tuple(rows)}, got shape {tuple(temperature.shape)}; "
+            "drop its vocabulary dimension if it has one"
+        )
+    if temperature.requires_grad:
+        raise ValueError("`temperature` must not require a gradient, got requires_grad=True; use .detach()")
+    # Only a CPU tensor can be looked at without waiting for a device.
+    if temperature.device.type == "cpu" and not torch.compiler.is_compiling():
+        ok = (temperature > 0) & temperature.isfinite()
+        if type(temperature) is Tensor and not bool(ok.all()):
+            worst = temperature[~ok].reshape(-1)[0].item()
+            raise ValueError(f"`temperature` must be positive and finite in every row, got {worst}; clamp it")
+    return 1.0, temperature.to(dtype).expand(rows)
+
+
+def check_mask(mask: Any, logits: Tensor) -> Tensor | None:
+    """The mask with the logits' leading shape, without a copy."""
+    if mask is None:
+        return None
+    check_tensor("mask", mask)
+    if mask.dtype not in (torch.bool, torch.int32):
+        raise TypeError(
+            f"`mask` must be bool (one a token) or int32 (32 tokens a word), got {mask.dtype}; use mask.bool()"
+        )
+    check_same_device("mask", mask, logits)
+    *rows, vocab_size = logits.shape
+    if mask.dtype == torch.bool:
+        if mask.dim() > logits.dim() or not _broadcasts(mask.shape, logits.shape):
+            raise ValueError(
+                f"`mask` of bool must broadcast to the shape {tuple(logits.shape)} of `logits`, got {tuple(mask.shape)}; "
+                "use True for the tokens that are allowed"
+            )
+        return mask.expand(logits.shape)
+    words = (vocab_size + 31) // 32
+    if mask.dim() == 0 or mask.dim() > logits.dim() or mask.shape[-1] != words or not _broadcasts(mask.shape[:-1], rows):
+        raise ValueError(
+            f"`mask` of int32 must broadcast to {(*rows, words)}, 32 tokens a word, got {tuple(mask.shape)}; "
+            "bit j of word i stands for token 32 i + j"
+        )
+    return mask.expand(*rows, words)
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        listed = ", ".join(repr(a) for a in allowed)
+        raise ValueError(f"`{name}` must be one of {listed}, got {value!r}; check the spelling")
+
+
+def check_normalize(normalize: Any) -> None:
+    check_choice("normalize", normalize, _NORMALIZE)
+
+
+def check_backend(backend: Any) -> None:
+    if backend is not None:
+        check_choice("backend", backend, backends.NAMES)
+
+
+def check_beam_scores(beam_scores: Any, logits: Tensor) -> None:
+    if logits.dim() != 3:
+        raise ValueError(
+            f"`logits` must have the shape (batch, beams, vocabulary) for beam search, got {tuple(logits.shape)}; "
+            "reshape them, for example with .unflatten(0, (-1, beams))"
+        )
+    check_tensor("beam_scores", beam_scores)
+    if not beam_scores.is_floating_point():
+        raise TypeError(f"`beam_scores` must be floating point, got {beam_scores.dtype}; convert them with .float()")
+    check_same_device("beam_scores", beam_scores, logits)
+    if beam_scores.shape != logits.shape[:2]:
+        raise ValueError(
+            f"`beam_scores` must have the shape {tuple(logits.shape[:2])} of the beams, got {tuple(beam_scores.shape)}; "
+            "there is one score a beam"
+        )
+
+
+def check_out(out: Any, expected: TopK, inputs: Sequence[Tensor | None]) -> None:
+    """`out` must match `expected`, tensors without data that show the result's shapes and dtypes."""
+    if not isinstance(out, (tuple, list)) or len(out) != 3:
+        raise TypeError("`out` must be a tuple of three tensors (values, indices, logsumexp), got " + type(out).__name__)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, *out) if isinstance(t, Tensor)):
+        raise ValueError("`out` cannot be used where a gradient is wanted; detach the tensors or leave out=None")
+    ranges = []
+    for name, tensor, like in zip(TopK._fields, out, expected, strict=True):
+        check_tensor(f"out.{name}", tensor)
+        if tensor.dtype != like.dtype:
+            raise TypeError(f"`out.{name}` must have dtype {like.dtype}, got {tensor.dtype}; allocate it so")
+        if tensor.shape != like.shape:
+            raise ValueError(
+                f"`out.{name}` must have shape {tuple(like.shape)}, got {tuple(tensor.shape)}; it is never resized"
+            )
+        if inputs[0] is not None and tensor.device != inputs[0].device:
+            raise ValueError(
+                f"`out.{name}` must be on {inputs[0].device}, the device of `logits`, got {tensor.device}; allocate it there"
+            )
+        if tensor.numel() and _overlaps_itself(tensor):
+            raise ValueError(
+                f"`out.{name}` must not overlap itself, got strides {tensor.stride()}; use .contiguous() or torch.empty"
+            )
+        ranges.append((f"out.{name}", tensor))
+    others = [(name, t) for name, t in zip(("logits", "mask", "temperature"), inputs, strict=False) if t is not None]
+    for i, (name, tensor) in enumerate(ranges):
+        for other_name, other in others + ranges[:i]:
+            if _share_memory(tensor, other):
+                raise ValueError(f"`{name}` must not overlap `{other_name}` in memory; allocate a tensor of its own")
+
+
+def check_same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
+    if tensor.device != logits.device:
+        raise ValueError(f"`{name}` must be on {logits.device}, the device of `logits`, got {tensor.device}; use .to(...)")
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    offset = len(to) - len(shape)
+    return offset >= 0 and all(s in (1, to[offset + i]) for i, s in enumerate(shape))
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    # Dimensions in the order of their strides must each step over everything inside them.
+    reach = 0
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    if a.device != b.device or a.device.type == "meta" or not a.numel() or not b.numel():
+        return False
+    (first_a, last_a), (first_b, last_b) = _bytes(a), _bytes(b)
+    return first_a < last_b and first_b < last_a
+
+
+def _bytes(tensor: Tensor) -> tuple[int, int]:
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (reach + 1) * tensor.element_size()

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which code runs a request: the CUDA kernels, the native CPU kernel, or the reference in torch operations."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import cpu, cuda, reference
+
+_BACKENDS: dict[str, ModuleType] = {"cuda": cuda, "cpu": cpu, "reference": reference}
+NAMES = tuple(_BACKENDS)
+
+
+def available() -> dict[str, str | None]:
+    """For each backend None if it works here, else the cause and the remedy in one sentence."""
+    return {name: backend.unavailable() for name, backend in _BACKENDS.items()}
+
+
+def pick(logits: Tensor, k: int, requested: str | None) -> ModuleType:
+    """The backend that serves `logits` and `k`.
+
+    Raises:
+        ValueError: the requested backend cannot take this device, dtype or k.
+        RuntimeError: the requested backend does not work in this environment.
+    """
+    if requested is None:
+        name = logits.device.type
+        backend = _BACKENDS.get(name)
+        works = backend is not None and backend.supports(logits.dtype, k) and backend.unavailable() is None
+        return backend if backend is not None and works else reference
+    backend = _BACKENDS[requested]
+    if backend is reference:
+        return backend
+    if logits.device.type != requested:
+        raise ValueError(
+            f"`backend` must fit the device of `logits`, got backend={requested!r} with logits on {logits.device}; "
+            "move the logits or leave backend=None"
+        )
+    cause = backend.unavailable()
+    if cause is not None:
+        raise RuntimeError(f"`backend`={requested!r} does not work here: {cause}")
+    if not backend.supports(logits.dtype, k):
+        limit = f" and k <= {cuda.MAX_K}" if backend is cuda else ""
+        raise ValueError(
+            f"`backend`={requested!r} takes float32, float16 and bfloat16 logits{limit}, got {logits.dtype} and k={k}; "
+            "leave backend=None to fall back to torch operations"
+        )
+    return backend
+
+
+def result_dtype(logits_dtype: torch.dtype) -> torch.dtype:
+    """dtype of probabilities and logsumexp: float32, and float64 for float64 logits."""
+    return torch.float64 if logits_dtype == torch.float64 else torch.float32

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What else computes the same, or a part of it. A peer that is not installed says so and is left out."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .suites import Case
+from .timing import Function
+
+
+class Peer(NamedTuple):
+    """A contender: what it does, why it cannot run on a device, and how to make its function for a case."""
+
+    does: str
+    unavailable: Callable[[torch.device], str | None]
+    make: Callable[[Case, torch.device], Function | None]  # None: not for this case
+    capturable: bool = True  # by a CUDA graph
+
+
+def beam_scores(case: Case, device: torch.device) -> Tensor:
+    """Scores (batch, beams) of beams that are some tokens long, the same in every run."""
+    generator = torch.Generator().manual_seed(case.rows * 1000 + case.beams)
+    scores = torch.rand((case.rows, case.beams), generator=generator) * -10.0
+    return scores.to(device)
+
+
+def _torch(case: Case, device: torch.device) -> Function:
+    k = case.k
+    if not case.beams:
+        return lambda logits: torch.topk(torch.log_softmax(logits, -1, dtype=torch.float32), k)
+    scores = beam_scores(case, device)[..., None]
+    return lambda logits: torch.topk((torch.log_softmax(logits, -1, dtype=torch.float32) + scores).flatten(1), k)
+
+
+def _compiled(case: Case, device: torch.device) -> Function:
+    # Each case compiled for its own shape: without a reset, the second would make the shapes dynamic and the ninth
+    # would hit the limit of recompilations and run uncompiled.
+    torch.compiler.reset()
+    compiled: Function = torch.compile(_torch(case, device), dynamic=False)
+    return compiled
+
+
+def _flashinfer(case: Case, device: torch.device) -> Function | None:
+    if case.beams:
+        return None
+    flashinfer, k = importlib.import_module("flashinfer"), case.k
+    return lambda logits: flashinfer.top_k(logits, k)
+
+
+def _cupy(case: Case, device: torch.device) -> Function | None:
+    # CuPy has no bfloat16 that its sorts take.
+    if case.beams or case.dtype == "bf16":
+        return None
+    cupy, k = importlib.import_module("cupy"), case.k
+
+    def log_softmax_topk(logits: Tensor) -> object:
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            x = cupy.from_dlpack(logits).astype(cupy.float32, copy=False)
+            shifted = x - x.max(axis=-1, keepdims=True)
+            log_probs = shifted - cupy.log(cupy.exp(shifted).sum(axis=-1, keepdims=True))
+            chosen = cupy.argpartition(log_probs, -k, axis=-1)[:, -k:]
+            return cupy.take_along_axis(log_probs, chosen, axis=-1), chosen
+
+    return log_softmax_topk
+
+
+def _always(device: torch.device) -> str | None:
+    return None
+
+
+def _needs_gpu_package(name: str) -> Callable[[torch.device], str | None]:
+    def unavailable(device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"{name} runs on CUDA only"
+        return None if importlib.util.find_spec(name) else f"{name} is not installed"
+
+    return unavailable
+
+
+PEERS = {
+    "torch": Peer("torch.topk(torch.log_softmax(logits, -1, dtype=float32), k)", _always, _torch),
+    "compiled": Peer("torch.compile of the same", _always, _compiled),
+    "flashinfer": Peer("radix top-k alone: no softmax, unsorted", _needs_gpu_package("flashinfer"), _flashinfer),
+    # Its allocator and its sorts synchronise, which a capture forbids.
+    "cupy": Peer("log_softmax and argpartition, unsorted; eager", _needs_gpu_package("cupy"), _cupy, capturable=False),
+}

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shapes that are timed, as tables, with the time that each should reach on an H200 (on any CPU for `cpu`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+# How logits are drawn; inputs.py makes them.
+DISTRIBUTIONS = ("normal", "peaked", "ascending", "descending", "equal", "sparse")
+ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+# Host time of an eager call from Python, µs.
+HOST_TARGET_US = 12.0
+
+
+class Target(NamedTuple):
+    """At most `times` x (the time of `of` in the same run) + `plus` µs."""
+
+    times: float
+    of: str  # "read", "torch", "rows" (the row function at a beam case's rows) or "normal" (the same shape, normal data)
+    plus: float = 0.0
+
+    def limit(self, measured: dict[str, float]) -> float | None:
+        """The limit in µs, or None where what it is relative to was not measured."""
+        if self.times == 0:
+            return self.plus
+        return self.times * measured[self.of] + self.plus if self.of in measured else None
+
+
+def read(times: float, plus: float = 0.0) -> Target:
+    return Target(times, "read", plus)
+
+
+def micros(limit: float) -> Target:
+    return Target(0, "read", limit)
+
+
+class Case(NamedTuple):
+    """One shape. With `beams`, `rows` counts batch entries and the operation is beam_topk."""
+
+    rows: int
+    vocab: int
+    k: int
+    dtype: str
+    target: Target | None = None
+    hot: Target | None = None  # where it differs from `target`, which is for inputs that come from memory
+    distribution: str = "normal"
+    beams: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows * max(self.beams, 1)
+
+    @property
+    def input_bytes(self) -> int:
+        return self.num_rows * self.vocab * ITEM_BYTES[self.dtype]
+
+    @property
+    def bytes_moved(self) -> int:
+        """Logits read once; float32 values, int64 indices and a float32 logsumexp written once."""
+        return self.input_bytes + self.rows * self.k * 12 + self.num_rows * 4
+
+    @property
+    def label(self) -> str:
+        rows = f"{self.rows} x {self.beams} beams" if self.beams else f"{self.rows}"
+        data = "" if self.distribution == "normal" else f" {self.distribution}"
+        return f"{rows} x {self.vocab} {self.dtype} k={self.k}{data}"
+
+    def target_for(self, cache: str) -> Target | None:
+        return self.hot if cache == "hot" and self.hot else self.target
+
+
+_FEW_ROWS = read(1, plus=4)
+# The paper's and the decoding tables, where no closer target is set.
+_ANY_DECODE = read(3, plus=5)
+_ROUTING = read(1.5, plus=2)
+_FLAT_IN_K = read(1.25)
+_BEAMS = Target(1, "rows", plus=2)
+
+_DECODE = (
+    Case(1, 32000, 8, "bf16", _FEW_ROWS),
+    Case(1, 128256, 8, "bf16", _FEW_ROWS),
+    Case(1, 128256, 8, "fp32", _FEW_ROWS),
+    Case(1, 262144, 64, "bf16", _FEW_ROWS),
+    Case(4, 128256, 8, "bf16", _FEW_ROWS),
+    Case(8, 50257, 50, "fp32", _FEW_ROWS),
+    Case(16, 128256, 8, "bf16", _FEW_ROWS),
+    Case(16, 262144, 64, "bf16", _FEW_ROWS),
+    Case(32, 151936, 50, "bf16", micros(9.5)),
+    Case(32, 262144, 20, "bf16", micros(11)),
+    Case(64, 32000, 8, "fp32", _ANY_DECODE),
+    Case(64, 128256, 8, "bf16", micros(10), hot=micros(9)),
+    Case(64, 128256, 8, "fp32", micros(14)),
+    Case(64, 128256, 128, "fp32", micros(18)),
+    Case(64, 128256, 1024, "fp32", micros(35)),
+    Case(256, 128256, 8, "bf16", micros(22)),
+    Case(256, 128256, 8, "fp32", micros(36)),
+)
+
+# Online normalizer calculation for softmax (Milakov & Gimelshein 2018), its two batch sizes.
+_PAPER = (
+    *(Case(10, vocab, 5, "fp32", _FEW_ROWS) for vocab in (1000, 4000, 10000, 25000, 100000)),
+    Case(4000, 1000, 5, "fp32", _ANY_DECODE),
+    *(Case(4000, vocab, 5, "fp32", read(1.15)) for vocab in (4000, 10000, 25000, 100000)),
+)
+
+_ROUTING_SHAPES = ((4096, 64), (4096, 256), (16384, 128), (65536, 256))
+
+_LONG = (
+    Case(1, 1048576, 5, "fp32", _ANY_DECODE),
+    Case(1, 4194304, 5, "fp32", micros(12)),
+    Case(128, 1048576, 5, "fp32", read(1.2)),
+)
+
+_K = (
+    *(Case(4000, 25000, k, "fp32", _FLAT_IN_K) for k in (5, 10, 16, 30, 64)),
+    *(Case(64, 128256, k, "fp32") for k in (1, 8, 32, 64)),
+    Case(64, 128256, 128, "fp32", micros(18)),
+    *(Case(64, 128256, k, "fp32") for k in (256, 512)),
+    Case(64, 128256, 1024, "fp32", micros(35)),
+    Case(64, 128256, 2048, "fp32"),
+)
+
+# No distribution may be much slower than normal logits: each shape's first row is the normal one.
+_DISTRIBUTION_SHAPES = (
+    (1, 128256, 8, "bf16"),
+    (64, 128256, 8, "bf16"),
+    (64, 128256, 128, "fp32"),
+    (16, 262144, 64, "bf16"),
+    (4000, 25000, 5, "fp32"),
+    (65536, 256, 8, "fp32"),
+)
+
+# Against torch on the same threads in the same run.
+_AS_TORCH = Target(1, "torch")
+_CPU_SHAPES = (
+    *((1, vocab) for vocab in (1000, 32000, 128256, 262144)),
+    *((8, vocab) for vocab in (1000, 32000)),
+    *((64, vocab) for vocab in (1000, 32000, 262144)),
+    (4096, 128),
+)
+
+SUITES: dict[str, tuple[Case, ...]] = {
+    "decode": _DECODE,
+    "paper": _PAPER,
+    "routing": tuple(Case(*shape, 8, dtype, _ROUTING) for shape in _ROUTING_SHAPES for dtype in ("fp32", "bf16")),
+    "long": _LONG,
+    "k": _K,
+    "beams": tuple(
+        Case(batch, 128256, 2 * beams, "bf16", _BEAMS, beams=beams) for batch, beams in ((8, 4), (16, 5), (32, 8))
+    ),
+    "distributions": tuple(
+        Case(*shape, None if data == "normal" else Target(2.5, "normal"), distribution=data)
+        for shape in _DISTRIBUTION_SHAPES
+        for data in DISTRIBUTIONS
+    ),
+    "cpu": (
+        *(Case(8, 128256, k, dtype, Target(1 / 5, "torch")) for k in (8, 50) for dtype in ("fp32", "bf16")),
+        *(Case(*shape, 8, "fp32", _AS_TORCH) for shape in _CPU_SHAPES),
+        *(Case(*shape, 50, "bf16", _AS_TORCH) for shape in _CPU_SHAPES),
+        Case(8, 32000, 128, "fp32", _AS_TORCH),
+        *(Case(8, 32000, k, "fp32", Target(1.2, "torch")) for k in (1000, 32000)),
+    ),
+}
+
+
+def select(
+    names: Iterable[str],
+    rows: Iterable[int] = (),
+    vocab: Iterable[int] = (),
+    k: Iterable[int] = (),
+    dtype: Iterable[str] = (),
+) -> list[tuple[str, Case]]:
+    """The named suites' cases, with their suite; each filter, where given, lists the values that pass."""
+    filters = [(name, set(wanted)) for name, wanted in (("rows", rows), ("vocab", vocab), ("k", k), ("dtype", dtype))]
+    return [
+        (name, case)
+        for name in names
+        for case in SUITES[name]
+        if all(not wanted or getattr(case, field) in wanted for field, wanted in filters)
+    ]

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `info` tells what works on this machine, `bench` how fast it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .benchmark.runner import Result, Settings
+    from .benchmark.suites import Case
+
+# What only one command needs (rich's tables, matplotlib, the benchmark) is imported by that command.
+app = typer.Typer(
+    help="Softmax and top-k in one read of the logits.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+_MIB = 1 << 20
+# Wide enough for every column where the output is no terminal but a file or a pipe.
+_PIPE_WIDTH = 200
+
+
+@app.command()
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """Versions, devices, which backends work and if not why, and where compiled kernels are cached."""
+    from .machine import describe
+
+    found = describe()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        _print_info(found, _console())
+
+
+@app.command()
+def bench(
+    suite: Annotated[
+        str,
+        typer.Option(help="Comma-separated: decode, paper, routing, long, k, beams, distributions, cpu, or all."),
+    ] = "",
+    device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu; by default a GPU where there is one.")] = "",
+    backend: Annotated[str, typer.Option(help="cuda, cpu or reference; by default the device's own.")] = "",
+    rows: Annotated[str, typer.Option(help="Only these row counts (batch entries, for beams), as 1,64.")] = "",
+    vocab: Annotated[str, typer.Option(help="Only these row lengths.")] = "",
+    k: Annotated[str, typer.Option(help="Only these k.")] = "",
+    dtype: Annotated[str, typer.Option(help="Only these dtypes: fp32, fp16, bf16.")] = "",
+    peers: Annotated[str, typer.Option(help="Comma-separated: torch, compiled, flashinfer, cupy.")] = "torch",
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Time only ours and the plain read.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Few samples and no hot cache: for a first look.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all numbers here.")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw a figure here (PNG, SVG, PDF).")] = None,
+    compare: Annotated[Path | None, typer.Option(help="Show the change since this older JSON.")] = None,
+) -> None:
+    """Check every answer, and time it against a plain read of the logits and against torch.
+
+    Exits with 1 if any answer was wrong or any shape failed.
+    """
+    import torch
+
+    from . import backends
+    from .benchmark import compare as comparison
+    from .benchmark import report
+    from .benchmark.peers import PEERS
+    from .benchmark.runner import Settings, empty_kernel_time, host_times
+    from .benchmark.timing import warm_up_gpu
+    from .machine import describe
+
+    chosen_device = _device(device)
+    on_gpu = chosen_device.type == "cuda"
+    chosen_peers = () if no_peers else tuple(_words(peers, PEERS, "--peers"))
+    settings = Settings(chosen_device, backend or chosen_device.type, chosen_peers, quick)
+    cases = _cases(suite, on_gpu, rows, vocab, k, dtype)
+    old = report.load(compare) if compare else None
+
+    # What every case would fail with, said once.
+    available = backends.available()
+    if settings.backend not in available:
+        raise typer.BadParameter(f"--backend must be of {', '.join(available)}, got {settings.backend!r}")
+    if cause := available[settings.backend]:
+        typer.echo(f"Backend {settings.backend!r} does not work here: {cause}", err=True)
+        raise typer.Exit(1)
+
+    if on_gpu:
+        torch.cuda.set_device(chosen_device)
+        warm_up_gpu()
+    empty_kernel = empty_kernel_time(settings) if on_gpu else None
+    host = host_times(settings) if on_gpu else {}
+    results = _run(cases, settings)
+    run = report.document(results, settings, describe(), empty_kernel, host)
+
+    console = _console()
+    report.print_results(run, console)
+    if old:
+        comparison.print_changes(old, run, console)
+    if json_path:
+        _parent(json_path).write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+        console.print(f"Wrote {json_path}")
+    if plot_path:
+        from .benchmark.plot import plot
+
+        plot(run, _parent(plot_path))
+        console.print(f"Wrote {plot_path}")
+    if any(result.failure for result in results):
+        raise typer.Exit(1)
+
+
+def _run(cases: list[tuple[str, Case]], settings: Settings) -> list[Result]:
+    """Runs the cases behind a progress bar; where there is no terminal, a line per case tells a log how far it is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from .benchmark import runner
+    from .benchmark.report import three_digits
+
+    console = Console(stderr=True)
+    results: list[Result] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("", total=len(cases))
+
+        def show(case: Case) -> None:
+            progress.update(task, description=case.label)
+
+        for finished in runner.run(cases, settings, on_start=show):
+            results += finished
+            progress.advance(task)
+            if not console.is_terminal:
+                for result in finished:
+                    time = result.failure or f"{three_digits(result.fused.median if result.fused else None)} µs"
+                    typer.echo(f"{result.case.label}, {result.cache}: {time}", err=True)
+    return results
+
+
+def _cases(suite: str, on_gpu: bool, rows: str, vocab: str, k: str, dtype: str) -> list[tuple[str, Case]]:
+    from .benchmark.suites import ITEM_BYTES, SUITES, select
+
+    # The cpu suite's targets are about the CPU kernel; and the largest inputs take a CPU minutes each.
+    names = [name for name in SUITES if name != "cpu" or not on_gpu]
+    if suite != "all":
+        names = _words(suite or ("decode,paper" if on_gpu else "cpu"), SUITES, "--suite")
+    filters = (_numbers(rows, "--rows"), _numbers(vocab, "--vocab"), _numbers(k, "--k"))
+    cases = select(names, *filters, _words(dtype, ITEM_BYTES, "--dtype"))
+    if not on_gpu:
+        small = [(name, case) for name, case in cases if case.input_bytes <= 256 * _MIB]
+        if len(small) < len(cases):
+            typer.echo(f"Left out on the CPU: {len(cases) - len(small)} shapes over 256 MiB.", err=True)
+        cases = small
+    if not cases:
+        raise typer.BadParameter("no shape of the chosen suites passes the filters")
+    return cases
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    try:
+        chosen = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise typer.BadParameter(f"--device must be cuda, cuda:N or cpu, got {name!r}") from error
+    if chosen.type not in ("cuda", "cpu"):
+        raise typer.BadParameter(f"--device must be cuda, cuda:N or cpu, got {name!r}")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("--device cuda needs a GPU that torch sees; `info` says what is missing")
+    # With its index: set_device asks for one.
+    return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
+
+
+def _words(text: str, known: Any, option: str) -> list[str]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    for word in words:
+        if word not in known:
+            raise typer.BadParameter(f"{option} must be of {', '.join(known)}, got {word!r}")
+    return words
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",") if word.strip()]
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} must be whole numbers with commas between, got {text!r}") from error
+
+
+def _parent(path: Path) -> Path:
+    """`path`, its folder made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+
+
+def _print_info(found: dict[str, Any], console: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, version in found["versions"].items():
+        table.add_row(name, escape(version or "not found"))
+    cpu = found["cpu"]
+    kernel = f"native kernel: {cpu['instructions']}" if cpu["instructions"] else "no native kernel"
+    table.add_row("CPU", escape(f"{cpu['model']}, {kernel}, {cpu['threads']} threads"))
+    # A list, or the reason why there is none.
+    gpus = found["gpus"] if isinstance(found["gpus"], list) else []
+    if not gpus:
+        table.add_row("GPU", escape(found["gpus"] or "none that torch sees"))
+    for number, gpu in enumerate(gpus):
+        table.add_row(
+            f"GPU {number}",
+            f"{gpu['name']}, compute capability {gpu['compute_capability']}, {gpu['multiprocessors']} multiprocessors, "
+            f"{gpu['l2_bytes'] / _MIB:.0f} MiB L2, {gpu['memory_bytes'] / _MIB / 1024:.0f} GiB",
+        )
+    for name, cause in found["backends"].items():
+        table.add_row(f"backend {name}", "[green]works[/]" if cause is None else f"[yellow]no:[/] {escape(cause)}")
+    cache = found["kernel_cache"]
+    held = cache.get("error") or f"{cache['files']} files, {cache['bytes'] / _MIB:.1f} MiB"
+    table.add_row("compiled kernels", escape(f"{cache['path']} ({held})"))
+    console.print(table)

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA backend: compiles csrc/ with NVRTC and launches it, both through CuPy. No other module knows CuPy.
+
+A launch goes to torch's current stream on the logits' device, waits for nothing, and takes all its memory from torch's
+caching allocator, so it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import threading
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import env, kernel_source
+from .kernel_choice import MAX_K, KernelChoice, choose
+from .layout import collapse
+from .problem import Problem, TopK
+
+_FORMATS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
+_VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2}
+_MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
+_LEADING_DIMS = 4
+# struct Problem of csrc/problem.cuh, field by field: 13 pointers, 15 strides, 7 sizes, the temperature, 9 numbers.
+_PROBLEM = struct.Struct("<13Q15q7If9I4x")
+_PROBLEM_DTYPE = np.dtype(f"V{_PROBLEM.size}")
+_MAX_ROWS = 2**31 - 1
+
+
+def unavailable() -> str | None:
+    """None if the CUDA kernels can run here, else the cause and the remedy in one sentence."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device; install a CUDA build of torch on a machine with an NVIDIA GPU and its driver"
+    return _cupy_problem()
+
+
+def supports(dtype: torch.dtype, k: int) -> bool:
+    """Whether the kernels take logits of that dtype and that k."""
+    return dtype in _FORMATS and k <= MAX_K
+
+
+def row_topk(problem: Problem, out: TopK) -> None:
+    """Launches the kernel on the rows of `problem` and writes `out`."""
+    _launch(problem, None, out)
+
+
+def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK) -> None:
+    """The same, then the merge over the beams of each batch entry, in the same launch."""
+    _launch(problem, beam_scores, out)
+
+
+def read_rows(logits: Tensor) -> None:
+    """Reads the tensor's bytes with 16-byte loads and writes nothing: the floor that a single pass is measured against.
+
+    Args:
+        logits: contiguous CUDA tensor whose data starts at a multiple of 16 bytes; a tail below 16 bytes is not read.
+    """
+    device = logits.get_device()
+    vectors = logits.numel() * logits.element_size() // 16
+    threads, per_thread = 256, 8
+    blocks = max(1, min(-(-vectors // (threads * per_thread)), 2**31 - 1))
+    function = _function(device, "fused_topk::read_rows_kernel")
+    arguments = (np.uint64(logits.data_ptr()), np.int64(vectors), np.uint64(0))
+    _call(function, blocks, threads, arguments, 0, device)
+
+
+def kernel_names() -> list[str]:
+    """Every variant that a launch can ask for, as name expressions for NVRTC."""
+    names = ["fused_topk::read_rows_kernel"]
+    for dtype, name in _FORMATS.items():
+        for warps, vectors in ((1, dtype.itemsize // 2), (1, 4), (8, 4), (16, 4)):
+            for aligned in (True, False):
+                names += [_kernel_name(name, warps, vectors, aligned, mask) for mask in (0, 1, 2)]
+    return names
+
+
+def compile_kernel(kernel: str, architecture: int) -> tuple[bytes, str, str]:
+    """Compiles one variant. Needs NVRTC but no GPU.
+
+    Returns:
+        (binary, mangled name of its entry, the compiler's log with registers, stack and spills).
+
+    Raises:
+        RuntimeError: the code does not compile; carries the compiler's log.
+    """
+    nvrtc: Any = _nvrtc()
+    program = nvrtc.createProgram(kernel_source.translation_unit(), "fused_topk.cu", [], [])
+    try:
+        nvrtc.addNameExpression(program, kernel)
+        options = (*kernel_source.OPTIONS, f"-arch=sm_{architecture}", "--ptxas-options=-v")
+        try:
+            nvrtc.compileProgram(program, list(options))
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            message = f"NVRTC could not compile {kernel} for sm_{architecture} with {' '.join(options)}:\n{log}"
+            raise RuntimeError(message) from error
+        return nvrtc.getCUBIN(program), nvrtc.getLoweredName(program, kernel), nvrtc.getProgramLog(program)
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def choice_of(problem: Problem) -> KernelChoice:
+    """The layout over the GPU that a launch of `problem` gets."""
+    vocab_size = problem.logits.shape[-1]
+    rows = problem.logits.numel() // vocab_size
+    return _choice(rows, vocab_size, problem.k, problem.logits.element_size(), problem.logits.get_device())
+
+
+def _launch(problem: Problem, beam_scores: Tensor | None, out: TopK, choice: KernelChoice | None = None) -> None:
+    logits, mask, row_temperature = _readable(problem.logits, problem.mask), problem.mask, problem.row_temperature
+    *leading, vocab_size = logits.shape
+    rows = logits.numel() // vocab_size
+    if rows == 0:
+        return
+    if rows > _MAX_ROWS:
+        raise ValueError(f"`logits` must have at most {_MAX_ROWS} rows for the CUDA kernel, got {rows}; pass them in parts")
+    # One description of the rows for all tensors that have one entry a row.
+    per_row = [logits.stride()[:-1]]
+    per_row += [mask.stride()[:-1] if mask is not None else (0,) * len(leading)]
+    per_row += [row_temperature.stride() if row_temperature is not None else (0,) * len(leading)]
+    sizes, strides = collapse(leading, per_row if mask is not None or row_temperature is not None else per_row[:1])
+    if len(sizes) > _LEADING_DIMS:
+        # More unrelated strides than the kernel walks: the one case in which rows are copied.
+        contiguous = problem._replace(
+            logits=logits.contiguous(),
+            mask=None if mask is None else mask.contiguous(),
+            row_temperature=None if row_temperature is None else row_temperature.contiguous(),
+        )
+        return _launch(contiguous, beam_scores, out, choice)
+    strides += [[0] * len(sizes)] * (3 - len(strides))
+    padding = _LEADING_DIMS - len(sizes)
+
+    device = logits.get_device()
+    itemsize = logits.element_size()
+    k = problem.k
+    if choice is None:
+        choice = _choice(rows, vocab_size, k, itemsize, device)
+    address = logits.data_ptr()
+    is_aligned = address % 16 == 0 and all(stride * itemsize % 16 == 0 for stride in strides[0])
+    mask_use = 0 if mask is None else 1 if problem.values == "logits" else _MASK_USES[problem.normalize]
+    function = _function(
+        device, _kernel_name(_FORMATS[logits.dtype], choice.warps, choice.vectors, is_aligned, mask_use)
+    )
+
+    splits = choice.splits
+    beams = 0 if beam_scores is None else leading[1]
+    k_row = min(k, vocab_size)
+    # 8-byte words: candidates and (m, d) of the row's blocks, then candidates and tokens of the beams.
+    lists = rows * splits * k_row if splits > 1 else 0
+    parts = rows * choice.parts if splits > 1 else 0
+    beam_lists = rows * k_row if beams else 0
+    workspace = lists_at = parts_at = beam_lists_at = beam_tokens_at = row_tickets_at = beam_tickets_at = 0
+    if splits > 1 or beams:
+        scratch = torch.empty(lists + parts + 2 * beam_lists, dtype=torch.int64, device=logits.device)
+        workspace = scratch.data_ptr()
+        lists_at, parts_at = workspace, workspace + 8 * lists
+        beam_lists_at = parts_at + 8 * parts
+        beam_tokens_at = beam_lists_at + 8 * beam_lists
+        row_tickets_at = _tickets(device, 2 * rows)
+        beam_tickets_at = row_tickets_at + 4 * rows
+
+    packed = _PROBLEM.pack(
+        address,
+        out.values.data_ptr(),
+        out.indices.data_ptr(),
+        out.logsumexp.data_ptr(),
+        0 if mask is None else mask.data_ptr(),
+        0 if row_temperature is None else row_temperature.data_ptr(),
+        0 if beam_scores is None else beam_scores.data_ptr(),
+        lists_at,
+        parts_at,
+        beam_lists_at,
+        beam_tokens_at,
+        row_tickets_at,
+        beam_tickets_at,
+        *([0] * padding + strides[0]),
+        *([0] * padding + strides[1]),
+        *([0] * padding + strides[2]),
+        *((0, 0) if beam_scores is None else beam_scores.stride()),
+        0 if mask is None else mask.stride(-1),
+        *([1] * padding + sizes),
+        rows,
+        vocab_size,
+        k,
+        problem.temperature,
+        _VALUE_KINDS[problem.values],
+        problem.normalize == "topk",
+        0 if mask is None or mask.dtype == torch.bool else 1,
+        beams,
+        splits,
+        choice.parts,
+        choice.tiles_per_part.bit_length() - 1,
+        choice.capacity,
+        choice.trim_at,
+    )
+    # One element of 296 bytes: CuPy passes it by value.
+    argument = np.frombuffer(packed, _PROBLEM_DTYPE)
+    _call(function, choice.blocks(rows), choice.threads, (argument,), choice.shared_bytes, device)
+
+
+def _readable(logits: Tensor, mask: Tensor | None) -> Tensor:
+    """The logits themselves, unless their elements are not adjacent or not aligned to their own size."""
+    if (logits.stride(-1) != 1 and logits.shape[-1] > 1) or logits.data_ptr() % logits.element_size():
+        return logits.clone(memory_format=torch.contiguous_format)
+    return logits
+
+
+def _call(function: Any, blocks: int, threads: int, arguments: tuple[Any, ...], shared_bytes: int, device: int) -> None:
+    stream = _stream(torch._C._cuda_getCurrentRawStream(device))
+    if device == torch.cuda.current_device():
+        function((blocks,), (threads,), arguments, shared_bytes, stream)
+    else:
+        with torch.cuda.device(device):
+            function((blocks,), (threads,), arguments, shared_bytes, stream)
+
+
+@cache
+def _stream(handle: int) -> Any:
+    """A CuPy name for torch's stream. Given to the launch itself: CuPy's own current stream is another one."""
+    import cupy
+
+    return cupy.cuda.ExternalStream(handle)
+
+
+@cache
+def _choice(rows: int, vocab_size: int, k: int, itemsize: int, device: int) -> KernelChoice:
+    choice = choose(rows, vocab_size, k, itemsize, torch.cuda.get_device_properties(device).multi_processor_count)
+    if env.print_choice():
+        print(f"fused_topk: {rows} x {vocab_size} of {itemsize} bytes, k={k}: {choice.regime}, {choice}", file=sys.stderr)
+    return choice
+
+
+def _kernel_name(element: str, warps: int, vectors: int, is_aligned: bool, mask_use: int) -> str:
+    flags = f"{warps}, {vectors}, {str(is_aligned).lower()}, {mask_use}"
+    return f"fused_topk::softmax_topk_kernel<fused_topk::{element}, {flags}>"
+
+
+_loading = threading.Lock()
+_loaded: dict[tuple[int, str], Any] = {}
+
+
+def _function(device: int, kernel: str) -> Any:
+    """The loaded kernel, compiled on first use in this process unless an earlier one has left it on disk."""
+    function = _loaded.get((device, kernel))
+    if function is None:
+        # One thread compiles; the others find its result.
+        with _loading:
+            function = _loaded.get((device, kernel))
+            if function is None:
+                function = _loaded[device, kernel] = _load(device, kernel)
+    return function
+
+
+def _load(device: int, kernel: str) -> Any:
+    import cupy
+
+    cause = _cupy_problem()
+    if cause is not None:
+        raise RuntimeError(cause)
+    major, minor = torch.cuda.get_device_capability(device)
+    architecture = 10 * major + minor
+    version = ".".join(map(str, _nvrtc().getVersion()))
+    key = kernel_source.cache_key(kernel, architecture, version)
+    stored = kernel_source.load_compiled(key)
+    if stored is None:
+        binary, name, _ = compile_kernel(kernel, architecture)
+        # The entry's mangled name travels in front of the binary.
+        stored = name.encode() + b"\0" + binary
+        kernel_source.store_compiled(key, stored)
+    entry, _, binary = stored.partition(b"\0")
+    with torch.cuda.device(device):
+        # torch makes the device's context current; CuPy then loads into the same one.
+        torch.cuda.current_stream()
+        module = cupy.cuda.function.Module()
+        module.load(binary)
+        _reserve_tickets(device)
+        return module.get_function(entry.decode())
+
+
+@cache
+def _cupy_problem() -> str | None:
+    try:
+        import cupy  # noqa: F401
+    except ImportError as error:
+        toolkit = "cuda12" if (torch.version.cuda or "13").startswith("12") else "cuda13"
+        return f"CuPy cannot be imported ({error}); install it with `pip install 'fused_topk[{toolkit}]'`"
+    try:
+        _nvrtc().getVersion()
+    except Exception as error:  # noqa: BLE001 (whatever a missing library raises, the reader needs to see it)
+        return f"CuPy finds no NVRTC ({error}); install it with `pip install 'cupy-cuda13x[ctk]'` (or cupy-cuda12x)"
+    return None
+
+
+@cache
+def _nvrtc() -> Any:
+    from cupy.cuda import nvrtc
+
+    return nvrtc
+
+
+class _TicketReserve(NamedTuple):
+    """Zeroed counters for captured graphs, and how many are taken: graphs may replay at any time, so none is reused."""
+
+    tickets: Tensor
+    taken: list[int]
+
+
+_RESERVED_TICKETS = 1 << 18
+_reserves: dict[int, _TicketReserve] = {}
+_stream_tickets: dict[tuple[int, int], Tensor] = {}
+
+
+def _reserve_tickets(device: int) -> None:
+    if device not in _reserves and not torch.cuda.is_current_stream_capturing():
+        tickets = torch.zeros(_RESERVED_TICKETS, dtype=torch.int32, device=f"cuda:{device}")
+        # Once for each device: a graph may be replayed on another stream than this one.
+        torch.cuda.current_stream(device).synchronize()
+        _reserves[device] = _TicketReserve(tickets, [0])
+
+
+def _tickets(device: int, count: int) -> int:
+    """Address of `count` zeroed counters that no launch running at the same time uses.
+
+    A launch leaves them zero, so the launches of one stream share one set. A captured launch gets a set of its own.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        with _loading:
+            reserve = _reserves.get(device)
+            if reserve is not None and reserve.taken[0] + count <= _RESERVED_TICKETS:
+                first = reserve.taken[0]
+                reserve.taken[0] += count
+                return reserve.tickets.data_ptr() + 4 * first
+        # None left: zeroed by the graph itself, in its own memory, at every replay.
+        return torch.zeros(count, dtype=torch.int32, device=f"cuda:{device}").data_ptr()
+    key = device, torch._C._cuda_getCurrentRawStream(device)
+    tickets = _stream_tickets.get(key)
+    if tickets is None or tickets.numel() < count:
+        tickets = _stream_tickets[key] = torch.zeros(max(count, 4096), dtype=torch.int32, device=f"cuda:{device}")
+    return tickets.data_ptr()

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions: check the arguments, bring the vocabulary to the end, call the operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import backends, operators
+from .arguments import (
+    check_backend,
+    check_beam_scores,
+    check_dim,
+    check_k,
+    check_logits,
+    check_mask,
+    check_normalize,
+    check_out,
+    check_temperature,
+    check_vocabulary,
+)
+from .problem import TopK
+
+# The operators themselves, without the look-up through torch.ops at every call.
+_row_topk = torch.ops.fused_topk.row_topk.default
+_row_topk_out = torch.ops.fused_topk.row_topk_out.default
+_beam_topk = torch.ops.fused_topk.beam_topk.default
+
+
+def softmax_topk(
+    logits: Tensor,
+    k: int,
+    dim: int = -1,
+    *,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    normalize: str = "allowed",
+    backend: str | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> TopK:
+    """The k largest probabilities of `softmax(logits / temperature)`, sorted, in one read of the logits.
+
+    Online normalizer with a running top-k: Milakov & Gimelshein 2018, Algorithm 4 (https://arxiv.org/abs/1805.02867).
+
+    Args:
+        logits: shape (..., V), float32, float16, bfloat16 or float64, on any device; any strides. Rows whose elements
+            are adjacent are read in place, others are copied first.
+        k: how many, 1 <= k <= V.
+        dim: the vocabulary dimension.
+        temperature: divides the logits: a positive number, or a floating-point tensor with one a row, broadcastable to
+            the shape of `logits` without `dim`. In a row where a CUDA tensor holds no positive number, values and
+            logsumexp are NaN (a CPU tensor is checked).
+        mask: the tokens that may be chosen: bool, broadcastable to `logits`, True where allowed; or int32 of shape
+            (..., ceil(V / 32)), bit j of word i for token 32 i + j, the vocabulary last. A token that is not allowed is
+            treated as a logit of -inf.
+        normalize: what the probabilities are relative to. "allowed": the allowed tokens. "all": the whole row, as if the
+            mask came after softmax. "topk": the k chosen, which then sum to 1.
+        backend: None picks the fastest that works, and falls back to torch operations with the same answer. "cuda",
+            "cpu" (native) or "reference" (torch operations) is used or raises.
+        out: (values, indices, logsumexp) to write into instead of new tensors.
+
+    Returns:
+        TopK with values float32 (..., k), indices int64 (..., k) along `dim`, and logsumexp float32 (...) of the scaled
+        logits: of the whole row with normalize="all", else of the allowed tokens. float64 logits give float64 results.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: a value, shape or device that breaks a rule above, or `out` overlapping an input.
+        RuntimeError: the requested backend does not work here, or a kernel does not compile.
+
+    Contract:
+        Order: greater logits first; equal logits (-0 equals +0) by smaller index; NaN above +inf. So the indices are
+        fully determined: equal on every backend and in every run. They are in range and distinct whatever the input.
+        Always k results: where fewer are allowed or finite, the rest have probability 0.
+        A row with NaN has NaN for values and logsumexp; one with +inf has NaN and +inf; one of only -inf, or with
+        nothing allowed, has NaN and -inf, and the indices 0 ... k - 1.
+        Deterministic: the same row gives the same bits in every call, and in whatever batch it comes.
+        Does not wait for the device; can be captured in a CUDA graph and compiled with fullgraph=True. Values and
+        logsumexp are differentiable with respect to the logits.
+
+    Example:
+        >>> import torch, fused_topk
+        >>> fused_topk.softmax_topk(torch.tensor([1.0, 3.0, 2.0]), 2).indices
+        tensor([1, 2])
+    """
+    return _row("softmax", logits, k, dim, temperature, mask, normalize, backend, out)
+
+
+def log_softmax_topk(
+    logits: Tensor,
+    k: int,
+    dim: int = -1,
+    *,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    normalize: str = "allowed",
+    backend: str | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> TopK:
+    """The k largest log-probabilities of `log_softmax(logits / temperature)`, sorted, in one read of the logits.
+
+    As :func:`softmax_topk` in all but the values, which are formed as (x - m) / T - log d with the row's maximum m: a
+    large common offset of the logits costs no accuracy. A token that is not allowed has the value -inf.
+
+    Args:
+        logits: see :func:`softmax_topk`, as for all arguments.
+        k: how many, 1 <= k <= V.
+        dim: the vocabulary dimension.
+        temperature: a positive number, or a tensor with one a row.
+        mask: the tokens that may be chosen, bool or packed int32.
+        normalize: "allowed", "all" (log-probabilities of the whole row, as in beam search) or "topk".
+        backend: None, "cuda", "cpu" or "reference".
+        out: (values, indices, logsumexp) to write into.
+
+    Returns:
+        TopK with values float32 (..., k), indices int64 (..., k), logsumexp float32 (...).
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
+    """
+    return _row("log_softmax", logits, k, dim, temperature, mask, normalize, backend, out)
+
+
+def topk(
+    logits: Tensor,
+    k: int,
+    dim: int = -1,
+    *,
+    mask: Tensor | None = None,
+    backend: str | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> TopK:
+    """The k largest logits themselves, sorted, and each row's logsumexp from the same read.
+
+    Like `torch.topk` with the ties determined: the order and the contract are those of :func:`softmax_topk`.
+
+    Args:
+        logits: see :func:`softmax_topk`, as for all arguments.
+        k: how many, 1 <= k <= V.
+        dim: the vocabulary dimension.
+        mask: the tokens that may be chosen; the others have the value -inf.
+        backend: None, "cuda", "cpu" or "reference".
+        out: (values, indices, logsumexp) to write into.
+
+    Returns:
+        TopK with values (..., k), bit-exact copies in the dtype of `logits`; indices int64 (..., k); logsumexp float32
+        (...) of the allowed logits.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
+    """
+    return _row("logits", logits, k, dim, None, mask, "allowed", backend, out)
+
+
+def beam_topk(
+    logits: Tensor,
+    beam_scores: Tensor,
+    k: int,
+    *,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    normalize: str = "allowed",
+    backend: str | None = None,
+) -> TopK:
+    """The k best continuations of every sequence over all of its beams: one step of beam search in one read.
+
+    Equals `torch.topk((log_softmax(logits.float(), -1) + beam_scores[..., None]).flatten(1), k)`.
+
+    Args:
+        logits: shape (batch, beams, V); see :func:`softmax_topk`, as for all arguments.
+        beam_scores: shape (batch, beams), the accumulated log-probability of each beam.
+        k: how many for each sequence, 1 <= k <= beams * V.
+        temperature: a positive number, or a tensor with one a row, broadcastable to (batch, beams).
+        mask: the tokens that may be chosen.
+        normalize: "allowed" (the mask comes before log_softmax) or "all" (after it, as in transformers' beam search).
+        backend: None, "cuda", "cpu" or "reference".
+
+    Returns:
+        TopK with values float32 (batch, k), accumulated log-probabilities; indices int64 (batch, k), beam * V + token;
+        logsumexp float32 (batch, beams).
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
+
+    Contract:
+        Greater accumulated values first. Equal ones (their sum is rounded to float32) by smaller beam, and within a beam
+        by the order of its logits: so a beam contributes its own best tokens, even where its score is so low that all
+        of its sums round to the same number. Otherwise as :func:`softmax_topk`.
+    """
+    check_logits(logits)
+    check_beam_scores(beam_scores, logits)
+    check_vocabulary(logits.shape[-1])
+    check_k(k, max(logits.shape[1], 1) * logits.shape[2], "beams times the vocabulary size")
+    check_normalize(normalize)
+    if normalize == "topk":
+        raise ValueError("`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure")
+    check_backend(backend)
+    number, row_temperature = check_temperature(temperature, logits, backends.result_dtype(logits.dtype))
+    mask = check_mask(mask, logits)
+    return TopK(*_beam_topk(logits, beam_scores, k, number, row_temperature, mask, normalize, backend))
+
+
+def _row(
+    values: str,
+    logits: Tensor,
+    k: int,
+    dim: int,
+    temperature: float | Tensor | None,
+    mask: Tensor | None,
+    normalize: str,
+    backend: str | None,
+    out: tuple[Tensor, Tensor, Tensor] | None,
+) -> TopK:
+    check_logits(logits)
+    dims = logits.dim()
+    dim = check_dim(dim, dims)
+    moved = dim != dims - 1
+    if moved:
+        logits = logits.movedim(dim, -1)
+        # A bool mask follows the logits' dimensions; missing leading ones are size 1. A packed one has the words last.
+        if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() <= dims:
+            mask = mask.reshape((1,) * (dims - mask.dim()) + mask.shape).movedim(dim, -1)
+    vocab_size = logits.shape[-1]
+    check_vocabulary(vocab_size)
+    check_k(k, vocab_size)
+    check_normalize(normalize)
+    check_backend(backend)
+    number, row_temperature = check_temperature(temperature, logits, backends.result_dtype(logits.dtype))
+    mask = check_mask(mask, logits)
+    if out is None:
+        result = TopK(*_row_topk(logits, k, number, row_temperature, mask, values, normalize, backend))
+        if not moved:
+            return result
+        return TopK(result.values.movedim(-1, dim), result.indices.movedim(-1, dim), result.logsumexp)
+
+    expected = operators.empty_row_result(logits.to("meta"), k, values)
+    if moved:
+        expected = TopK(expected.values.movedim(-1, dim), expected.indices.movedim(-1, dim), expected.logsumexp)
+    check_out(out, expected, (logits, mask, row_temperature))
+    written = TopK(*out)
+    last = TopK(written.values.movedim(dim, -1), written.indices.movedim(dim, -1), written.logsumexp) if moved else written
+    _row_topk_out(logits, k, number, row_temperature, mask, values, normalize, backend, *last)
+    return written

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA source as one translation unit, and the folder where compiled kernels are kept."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from . import env
+
+SOURCES = (
+    "order.h",
+    "normalizer.h",
+    "platform.cuh",
+    "row.cuh",
+    "group.cuh",
+    "candidates.cuh",
+    "problem.cuh",
+    "scan.cuh",
+    "merge.cuh",
+    "softmax_topk.cu",
+    "read_rows.cu",
+)
+"""Reading order, and the order in which they are joined. Their own #include lines are for editors and C++ compilers."""
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 120)
+"""Compute capabilities (times ten) that every kernel is compiled for in the tests."""
+
+OPTIONS = (
+    "-std=c++17",
+    # Functions without an annotation are device functions: the headers shared with the CPU then need no macro for it.
+    "-default-device",
+)
+
+
+def source_folder() -> Path:
+    """Where csrc/ is: inside an installed package, or beside it in a checkout."""
+    here = Path(__file__).resolve().parent
+    installed = here / "csrc"
+    return installed if installed.is_dir() else here.parent / "csrc"
+
+
+@cache
+def translation_unit() -> str:
+    """All of the CUDA code, one file after the other. Compiling it needs no include path."""
+    folder = source_folder()
+    pieces = []
+    for name in SOURCES:
+        text = (folder / name).read_text(encoding="utf-8")
+        pieces.append(f'#line 1 "{name}"\n' + re.sub(r'^[ \t]*#[ \t]*(include "|pragma once).*$', "", text, flags=re.M))
+    return "\n".join(pieces)
+
+
+def cache_key(kernel: str, architecture: int, compiler_version: str) -> str:
+    """A name for a compiled kernel that changes with everything that changes the binary."""
+    parts = (kernel, str(architecture), compiler_version, *OPTIONS, translation_unit())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def load_compiled(key: str) -> bytes | None:
+    """The compiled kernel of that key, or None if it is not there or cannot be read."""
+    try:
+        return (env.kernel_cache_dir() / f"{key}.cubin").read_bytes() or None
+    except OSError:
+        return None
+
+
+def store_compiled(key: str, binary: bytes) -> None:
+    """Keeps a compiled kernel for the next process. Where the folder cannot be written, that process compiles again."""
+    folder = env.kernel_cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Written beside its final place and renamed: another process sees the whole file or none.
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(binary)
+            os.replace(temporary, folder / f"{key}.cubin")
+        except OSError:
+            Path(temporary).unlink(missing_ok=True)
+    except OSError:
+        return

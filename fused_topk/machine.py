@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine has and what of the package works on it. What is missing or broken is a value, never an error."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import __version__, backends, env
+
+
+def describe() -> dict[str, Any]:
+    """Versions, devices, backends and the cache of compiled kernels, as plain JSON values."""
+    return {
+        "versions": versions(),
+        "cpu": {
+            "model": _cpu_model(),
+            "instructions": _or_cause(_cpu_instructions),
+            "threads": torch.get_num_threads(),
+        },
+        "gpus": _or_cause(_gpus),
+        "backends": backends.available(),
+        "kernel_cache": _kernel_cache(env.kernel_cache_dir()),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Version of each part, None where it is not installed."""
+    return {
+        "fused_topk": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": _installed("numpy"),
+        "transformers": _installed("transformers"),
+        "cupy": _installed("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+        "cuda driver": _or_cause(_driver_version),
+        "cuda runtime of torch": torch.version.cuda,
+        "nvrtc": _or_cause(_nvrtc_version),
+    }
+
+
+def _or_cause(read: Callable[[], Any]) -> Any:
+    """What `read` gives, or the error in one line: a broken driver or half an install is what `info` is asked about."""
+    try:
+        return read()
+    except Exception as error:  # noqa: BLE001
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _installed(*distributions: str) -> str | None:
+    for name in distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _driver_version() -> str | None:
+    """The newest CUDA that the driver supports."""
+    # Only builds of torch for CUDA have it.
+    number = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else 0  # type: ignore[attr-defined]
+    return f"{number // 1000}.{number % 1000 // 10}" if number else None
+
+
+def _nvrtc_version() -> str | None:
+    if _installed("cupy-cuda13x", "cupy-cuda12x", "cupy") is None:
+        return None
+    nvrtc = importlib.import_module("cupy_backends.cuda.libs.nvrtc")
+    return ".".join(str(part) for part in nvrtc.getVersion())
+
+
+def _gpus() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [
+        {
+            "name": gpu.name,
+            "compute_capability": f"{gpu.major}.{gpu.minor}",
+            "multiprocessors": gpu.multi_processor_count,
+            "l2_bytes": gpu.L2_cache_size,
+            "memory_bytes": gpu.total_memory,
+        }
+        for gpu in found
+    ]
+
+
+def _cpu_instructions() -> str | None:
+    """The instruction set that the native kernel chose, None where it does not work."""
+    if backends.available().get("cpu") is not None:
+        return None
+    return str(importlib.import_module("fused_topk.cpu").instruction_set())
+
+
+def _cpu_model() -> str:
+    if sys.platform == "linux":
+        try:
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+        except OSError:
+            pass
+    return platform.processor() or platform.machine()
+
+
+def _kernel_cache(folder: Path) -> dict[str, Any]:
+    try:
+        sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    except OSError as error:
+        return {"path": str(folder), "error": str(error)}
+    return {"path": str(folder), "files": len(sizes), "bytes": sum(sizes)}

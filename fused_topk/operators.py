@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators of `torch.ops.fused_topk`: what torch.compile, fake tensors, autograd and CUDA graphs see.
+
+    row_topk        softmax_topk, log_softmax_topk and topk
+    row_topk_out    the same into given tensors
+    beam_topk       beam_topk
+
+Arguments are checked in functional.py; logits have the vocabulary last. Gradients come in closed form from logsumexp:
+with p = exp(x / T - logsumexp), the gradient of logsumexp is p / T, that of a log-probability of token j is
+(1[i = j] - p_i) / T.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import backends
+from .problem import Problem, TopK
+
+_library = torch.library.Library("fused_topk", "DEF")
+_ROW_ARGUMENTS = (
+    "Tensor logits, SymInt k, float temperature, Tensor? row_temperature, Tensor? mask, "
+    "str values, str normalize, str? backend"
+)
+_library.define(f"row_topk({_ROW_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
+_library.define(
+    f"row_topk_out({_ROW_ARGUMENTS}, Tensor(a!) out_values, Tensor(b!) out_indices, Tensor(c!) out_logsumexp) -> ()"
+)
+_library.define(
+    "beam_topk(Tensor logits, Tensor beam_scores, SymInt k, float temperature, Tensor? row_temperature, Tensor? mask, "
+    "str normalize, str? backend) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def empty_row_result(logits: Tensor, k: int, values: str) -> TopK:
+    """Uninitialised tensors for the result of a row operation."""
+    dtype = backends.result_dtype(logits.dtype)
+    shape = (*logits.shape[:-1], k)
+    return TopK(
+        logits.new_empty(shape, dtype=logits.dtype if values == "logits" else dtype),
+        logits.new_empty(shape, dtype=torch.int64),
+        logits.new_empty(logits.shape[:-1], dtype=dtype),
+    )
+
+
+def empty_beam_result(logits: Tensor, k: int) -> TopK:
+    """Uninitialised tensors for the result of beam_topk."""
+    batch, beams, _ = logits.shape
+    dtype = backends.result_dtype(logits.dtype)
+    return TopK(
+        logits.new_empty((batch, k), dtype=dtype),
+        logits.new_empty((batch, k), dtype=torch.int64),
+        logits.new_empty((batch, beams), dtype=dtype),
+    )
+
+
+def _row_topk(
+    logits: Tensor,
+    k: int,
+    temperature: float,
+    row_temperature: Tensor | None,
+    mask: Tensor | None,
+    values: str,
+    normalize: str,
+    backend: str | None,
+) -> TopK:
+    out = empty_row_result(logits, k, values)
+    if logits.numel():
+        problem = Problem(logits, k, temperature, row_temperature, mask, values, normalize)
+        backends.pick(logits, k, backend).row_topk(problem, out)
+    return out
+
+
+def _row_topk_out(
+    logits: Tensor,
+    k: int,
+    temperature: float,
+    row_temperature: Tensor | None,
+    mask: Tensor | None,
+    values: str,
+    normalize: str,
+    backend: str | None,
+    out_values: Tensor,
+    out_indices: Tensor,
+    out_logsumexp: Tensor,
+) -> None:
+    out = TopK(out_values, out_indices, out_logsumexp)
+    if not logits.numel():
+        return
+    problem = Problem(logits, k, temperature, row_temperature, mask, values, normalize)
+    run = backends.pick(logits, k, backend).row_topk
+    if all(t.is_contiguous() for t in out):
+        run(problem, out)
+        return
+    # Backends write contiguous tensors.
+    result = empty_row_result(logits, k, values)
+    run(problem, result)
+    for given, computed in zip(out, result, strict=True):
+        given.copy_(computed)
+
+
+def _beam_topk(
+    logits: Tensor,
+    beam_scores: Tensor,
+    k: int,
+    temperature: float,
+    row_temperature: Tensor | None,
+    mask: Tensor | None,
+    normalize: str,
+    backend: str | None,
+) -> TopK:
+    out = empty_beam_result(logits, k)
+    if logits.numel():
+        problem = Problem(logits, k, temperature, row_temperature, mask, "log_softmax", normalize)
+        backends.pick(logits, k, backend).beam_topk(problem, beam_scores.to(out.values.dtype), out)
+    return out
+
+
+def _fake_row_topk(
+    logits: Tensor,
+    k: int,
+    temperature: float,
+    row_temperature: Tensor | None,
+    mask: Tensor | None,
+    values: str,
+    normalize: str,
+    backend: str | None,
+) -> TopK:
+    return empty_row_result(logits, k, values)
+
+
+def _fake_row_topk_out(*args: Any) -> None:
+    return None
+
+
+def _fake_beam_topk(
+    logits: Tensor,
+    beam_scores: Tensor,
+    k: int,
+    temperature: float,
+    row_temperature: Tensor | None,
+    mask: Tensor | None,
+    normalize: str,
+    backend: str | None,
+) -> TopK:
+    return empty_beam_result(logits, k)
+
+
+_library.impl("row_topk", _row_topk, "CompositeExplicitAutograd")
+_library.impl("row_topk_out", _row_topk_out, "CompositeExplicitAutograd")
+_library.impl("beam_topk", _beam_topk, "CompositeExplicitAutograd")
+torch.library.register_fake("fused_topk::row_topk", _fake_row_topk, lib=_library)
+torch.library.register_fake("fused_topk::row_topk_out", _fake_row_topk_out, lib=_library)
+torch.library.register_fake("fused_topk::beam_topk", _fake_beam_topk, lib=_library)
+
+
+def _unpacked(mask: Tensor, vocab_size: int) -> Tensor:
+    """A mask as bool, one a token."""
+    if mask.dtype == torch.bool:
+        return mask
+    bits = torch.arange(32, dtype=torch.int32, device=mask.device)
+    return ((mask.unsqueeze(-1) >> bits) & 1).flatten(-2)[..., :vocab_size].bool()
+
+
+def _row_gradient(
+    logits: Tensor,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    normalize: str,
+    logsumexp: Tensor,
+    indices: Tensor,
+    grad_log_probabilities: Tensor,
+    grad_logsumexp: Tensor,
+) -> Tensor:
+    """Gradient with respect to the logits, given those with respect to log-probabilities (..., k) and logsumexp (...)."""
+    scaled = logits.to(logsumexp.dtype) / temperature
+    p = (scaled - logsumexp.unsqueeze(-1)).exp()
+    allowed = None if mask is None else _unpacked(mask, logits.shape[-1])
+    if allowed is not None and normalize != "all":
+        p = p.where(allowed, 0.0)
+    gradient = p * (grad_logsumexp - grad_log_probabilities.sum(-1)).unsqueeze(-1)
+    gradient = gradient.scatter_add(-1, indices, grad_log_probabilities) / temperature
+    # What the mask hides is a constant -inf to the choice, even where it is among the k.
+    if allowed is not None and normalize != "all":
+        gradient = gradient.where(allowed, 0.0)
+    return gradient.to(logits.dtype)
+
+
+def _row_setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None:
+    logits, _, ctx.temperature, row_temperature, mask, ctx.values, ctx.normalize, _ = inputs
+    values, indices, logsumexp = output
+    ctx.mark_non_differentiable(indices)
+    ctx.save_for_backward(logits, row_temperature, mask, values, indices, logsumexp)
+
+
+def _row_backward(
+    ctx: Any, grad_values: Tensor, grad_indices: Tensor | None, grad_logsumexp: Tensor
+) -> tuple[Tensor | None, ...]:
+    logits, row_temperature, mask, values, indices, logsumexp = ctx.saved_tensors
+    temperature = ctx.temperature if row_temperature is None else row_temperature.unsqueeze(-1)
+    if ctx.values == "logits":
+        # The logits themselves: their gradient goes back to where they came from.
+        from_values = torch.zeros_like(logits).scatter_add(-1, indices, grad_values)
+        zero = torch.zeros_like(indices, dtype=logsumexp.dtype)
+        rest = _row_gradient(logits, 1.0, mask, "allowed", logsumexp, indices, zero, grad_logsumexp)
+        if mask is not None:
+            from_values = from_values.where(_unpacked(mask, logits.shape[-1]), 0.0)
+        return from_values + rest, *(None,) * 7
+    # d p = p d(log p)
+    grad_log = grad_values * values if ctx.values == "softmax" else grad_values
+    if ctx.normalize == "topk":
+        # Relative to the k chosen: (1[i = j] - p_i) over those k only.
+        p = values if ctx.values == "softmax" else values.exp()
+        grad_log = grad_log - p * grad_log.sum(-1, keepdim=True)
+        zero = torch.zeros_like(grad_log)
+        gradient = _row_gradient(logits, temperature, mask, "topk", logsumexp, indices, zero, grad_logsumexp)
+        chosen = torch.zeros_like(gradient).scatter_add(-1, indices, (grad_log / temperature).to(gradient.dtype))
+        if mask is not None:
+            chosen = chosen.where(_unpacked(mask, logits.shape[-1]), 0.0)
+        return gradient + chosen, *(None,) * 7
+    if mask is not None:
+        # A token that is not allowed has the constant value -inf or 0.
+        grad_log = grad_log.where(_unpacked(mask, logits.shape[-1]).gather(-1, indices), 0.0)
+    gradient = _row_gradient(logits, temperature, mask, ctx.normalize, logsumexp, indices, grad_log, grad_logsumexp)
+    return gradient, *(None,) * 7
+
+
+def _beam_setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None:
+    logits, beam_scores, _, ctx.temperature, row_temperature, mask, ctx.normalize, _ = inputs
+    _, indices, logsumexp = output
+    ctx.mark_non_differentiable(indices)
+    ctx.scores_dtype = beam_scores.dtype
+    ctx.save_for_backward(logits, row_temperature, mask, indices, logsumexp)
+
+
+def _beam_backward(
+    ctx: Any, grad_values: Tensor, grad_indices: Tensor | None, grad_logsumexp: Tensor
+) -> tuple[Tensor | None, ...]:
+    logits, row_temperature, mask, indices, logsumexp = ctx.saved_tensors
+    batch, beams, vocab_size = logits.shape
+    temperature = ctx.temperature if row_temperature is None else row_temperature.unsqueeze(-1)
+    # Spread the k gradients over the beams that they came from: (batch, beams, k), zero for the others.
+    is_of_beam = (indices // vocab_size).unsqueeze(1) == torch.arange(beams, device=indices.device).unsqueeze(-1)
+    of_beam = grad_values.unsqueeze(1).where(is_of_beam, 0.0)
+    tokens = (indices % vocab_size).unsqueeze(1).expand(batch, beams, -1)
+    grad_scores = of_beam.sum(-1).to(ctx.scores_dtype)
+    if mask is not None:
+        of_beam = of_beam.where(_unpacked(mask, vocab_size).gather(-1, tokens), 0.0)
+    gradient = _row_gradient(logits, temperature, mask, ctx.normalize, logsumexp, tokens, of_beam, grad_logsumexp)
+    return gradient, grad_scores, *(None,) * 6
+
+
+torch.library.register_autograd(
+    "fused_topk::row_topk", _row_backward, setup_context=_row_setup_context, lib=_library
+)
+torch.library.register_autograd(
+    "fused_topk::beam_topk", _beam_backward, setup_context=_beam_setup_context, lib=_library
+)

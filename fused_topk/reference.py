@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operation written for reading, in torch operations and several passes.
+
+It is the oracle that the fast backends are tested against, and what runs where they do not: on MPS and XPU, on meta
+tensors, and for a k beyond the native limit. It never waits for the device, so it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .problem import Problem, TopK
+
+
+def unavailable() -> str | None:
+    """None: torch is all that it needs."""
+    return None
+
+
+def row_topk(problem: Problem, out: TopK) -> None:
+    """The k best of every row, their values, and the row's logsumexp."""
+    candidates = _candidates(problem)
+    indices = _ranking(candidates)[..., : problem.k]
+    chosen = candidates.gather(-1, indices)
+    out.indices.copy_(indices)
+
+    # The raw logits have no temperature, and nothing is relative to a token that may not be chosen.
+    raw = problem.values == "logits"
+    temperature = 1.0 if raw else _temperature(problem)
+    dtype = _working_dtype(problem.logits)
+    whole_row = problem.normalize == "all" and not raw
+    m, d = _normalizer((problem.logits if whole_row else candidates).to(dtype), temperature)
+    out.logsumexp.copy_((m / temperature + d.log()).squeeze(-1))
+    if raw:
+        out.values.copy_(chosen)
+        return
+
+    # (x - m) - log d rather than x - logsumexp: a large common offset of the logits then costs no accuracy.
+    shifted = (chosen.to(dtype) - m) / temperature
+    total = shifted.exp().sum(-1, keepdim=True) if problem.normalize == "topk" else d
+    values = shifted.exp() / total if problem.values == "softmax" else shifted - total.log()
+    # A row without a finite normalizer has no probabilities at all, as in torch.softmax.
+    out.values.copy_(values.where(d.log().isfinite(), torch.nan))
+
+
+def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK) -> None:
+    """The k best continuations of every batch entry over all of its beams: the top-k of each beam, then of those."""
+    batch, beams, vocab_size = problem.logits.shape
+    dtype = out.values.dtype
+    # No beam can contribute more than k, nor more than it has.
+    k_of_beam = min(problem.k, vocab_size)
+    of_beam = TopK(
+        out.values.new_empty(batch, beams, k_of_beam),
+        out.indices.new_empty(batch, beams, k_of_beam),
+        out.logsumexp,
+    )
+    row_topk(problem._replace(k=k_of_beam), of_beam)
+
+    accumulated = (of_beam.values + beam_scores.to(dtype).unsqueeze(-1)).flatten(1)
+    first_of_beam = torch.arange(beams, device=out.indices.device).unsqueeze(-1) * vocab_size
+    flat_indices = (of_beam.indices + first_of_beam).flatten(1)
+    # A stable sort of the beams' lists one after another: equal values go to the smaller beam, then in the row's order.
+    best = _ranking(accumulated)[:, : problem.k]
+    out.values.copy_(accumulated.gather(1, best))
+    out.indices.copy_(flat_indices.gather(1, best))
+
+
+def _candidates(problem: Problem) -> Tensor:
+    """The logits, -inf where a token is not allowed."""
+    if problem.mask is None:
+        return problem.logits
+    allowed = problem.mask
+    if allowed.dtype != torch.bool:
+        bits = torch.arange(32, dtype=torch.int32, device=allowed.device)
+        allowed = ((allowed.unsqueeze(-1) >> bits) & 1).flatten(-2)[..., : problem.logits.shape[-1]].bool()
+    return problem.logits.masked_fill(~allowed, -torch.inf)
+
+
+def _ranking(x: Tensor) -> Tensor:
+    """Positions along the last dimension in the project's order: NaN, then greater values, then smaller positions."""
+    # A radix sort, which torch uses for long rows on a GPU, would tell NaNs of different bits apart.
+    canonical = x.masked_fill(x.isnan(), torch.nan).masked_fill(x == 0, 0.0)
+    return canonical.sort(dim=-1, descending=True, stable=True).indices
+
+
+def _temperature(problem: Problem) -> float | Tensor:
+    """The temperature in a form that divides rows; NaN where a row's is not positive, so that the row becomes NaN."""
+    if problem.row_temperature is None:
+        return problem.temperature
+    temperature = problem.row_temperature.to(_working_dtype(problem.logits)).unsqueeze(-1)
+    return temperature.where(temperature > 0, torch.nan)
+
+
+def _normalizer(x: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+    """(m, d) of every row, so that its logsumexp is m / temperature + log d."""
+    m = x.amax(-1, keepdim=True)
+    # Against an infinite maximum every difference would be NaN; against 0, d becomes 0 or inf, and log d -inf or inf.
+    m = m.where(m.isfinite(), 0.0)
+    return m, ((x - m) / temperature).exp().sum(-1, keepdim=True)
+
+
+def _working_dtype(logits: Tensor) -> torch.dtype:
+    """float64 where the device has it; MPS and some XPUs do not."""
+    return torch.promote_types(logits.dtype, torch.float32) if logits.device.type in ("mps", "xpu") else torch.float64

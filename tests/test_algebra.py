@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The laws of csrc/order.h and csrc/normalizer.h, on those files themselves: compiled by g++ and called through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+INF, NAN = float("inf"), float("nan")
+LOG2_E = math.log2(math.e)
+# The bound of one merge: two exponentials with arguments of a few dozen, two products and a sum.
+MERGE_ERROR = 2e-5
+
+floats = st.floats(width=32)
+finite = st.floats(-1e4, 1e4, width=32)
+float_bits = st.integers(0, 2**32 - 1)
+indices = st.integers(0, 2**31 - 2)
+temperatures = st.sampled_from([0.1, 0.7, 1.0, 5.0])
+logits = st.lists(st.floats(-50, 50, width=32) | st.just(-INF), min_size=1, max_size=12)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    directory = Path(__file__).parent
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    assert compiler, "these tests need a C++ compiler"
+    library = _library.directory / "libalgebra.so"
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, str(directory / "cpp/algebra.cpp"), "-o", str(library)], check=True)
+    loaded = ctypes.CDLL(str(library))
+    u32, u64, f32 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float
+    for name, result, arguments in (
+        ("order_key", u32, [u32]),
+        ("bits_of_key", u32, [u32]),
+        ("make_candidate", u64, [u32, u32]),
+        ("key_of", u32, [u64]),
+        ("index_of", u32, [u64]),
+        ("merge", None, [f32] * 5 + [ctypes.POINTER(f32)] * 2),
+    ):
+        function = getattr(loaded, f"algebra_{name}")
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built(tmp_path_factory):
+    _library.directory = tmp_path_factory.mktemp("algebra")
+    _library()
+
+
+def bits_of(x: float) -> int:
+    return struct.unpack("<I", struct.pack("<f", x))[0]
+
+
+def float_of(bits: int) -> float:
+    return struct.unpack("<f", struct.pack("<I", bits))[0]
+
+
+def order_key(bits: int) -> int:
+    return _library().algebra_order_key(bits)
+
+
+def candidate(bits: int, index: int) -> int:
+    return _library().algebra_make_candidate(order_key(bits), index)
+
+
+State = tuple[float, float]
+IDENTITY: State = (-INF, 0.0)
+
+
+def merge(a: State, b: State, temperature: float = 1.0) -> State:
+    m, d = ctypes.c_float(), ctypes.c_float()
+    _library().algebra_merge(*a, *b, LOG2_E / temperature, ctypes.byref(m), ctypes.byref(d))
+    return m.value, d.value
+
+
+def of_row(row: list[float], temperature: float = 1.0) -> State:
+    return functools.reduce(lambda state, x: merge(state, (x, 1.0), temperature), row, IDENTITY)
+
+
+def assert_close(a: State, b: State) -> None:
+    """The same maximum exactly, the same sum up to rounding, NaN and the infinities apart."""
+    assert a[0] == b[0] or (math.isnan(a[0]) and math.isnan(b[0]))
+    assert (math.isnan(a[1]) and math.isnan(b[1])) or math.isclose(a[1], b[1], rel_tol=MERGE_ERROR)
+
+
+# The order.
+
+
+@given(float_bits, float_bits)
+def test_order_key_is_the_order_of_the_logits(a, b):
+    x, y = float_of(a), float_of(b)
+    if math.isnan(x) or math.isnan(y):
+        assert (order_key(a) > order_key(b)) == (math.isnan(x) and not math.isnan(y))
+    else:
+        assert (order_key(a) > order_key(b)) == (x > y)
+        assert (order_key(a) == order_key(b)) == (x == y)
+
+
+def test_order_key_named_values():
+    keys = (ctypes.c_uint32 * 5)()
+    _library().algebra_named_keys(keys)
+    nan, positive_infinity, zero, negative_infinity, nothing = keys
+    assert [order_key(bits_of(x)) for x in (NAN, INF, 0.0, -INF)] == [nan, positive_infinity, zero, negative_infinity]
+    assert order_key(bits_of(-0.0)) == zero
+    assert {order_key(bits) for bits in (0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFFFFFF)} == {nan}
+    assert nothing < negative_infinity < zero < positive_infinity < nan
+    largest, smallest = 0x7F7FFFFF, 0xFF7FFFFF
+    assert negative_infinity < order_key(smallest) and order_key(largest) < positive_infinity
+    # The denormals next to zero.
+    assert order_key(0x80000001) < zero < order_key(0x00000001)
+
+
+@given(float_bits)
+def test_bits_of_key_inverts_order_key(bits):
+    back = _library().algebra_bits_of_key(order_key(bits))
+    if math.isnan(float_of(bits)):
+        assert math.isnan(float_of(back))
+    else:
+        assert float_of(back) == float_of(bits)
+    assert order_key(back) == order_key(bits)
+
+
+@given(float_bits, indices, float_bits, indices)
+def test_candidate_ranks_by_logit_then_smaller_index(a, i, b, j):
+    first, second = candidate(a, i), candidate(b, j)
+    if order_key(a) != order_key(b):
+        assert (first > second) == (order_key(a) > order_key(b))
+    else:
+        assert (first > second) == (i < j)
+        assert (first == second) == (i == j)
+
+
+@given(float_bits, indices)
+def test_candidate_holds_key_and_index(bits, index):
+    packed = candidate(bits, index)
+    assert _library().algebra_key_of(packed) == order_key(bits)
+    assert _library().algebra_index_of(packed) == index
+    # Every candidate ranks before the empty slot.
+    assert packed > 0
+
+
+@given(
+    st.lists(st.tuples(float_bits, indices), max_size=12),
+    st.lists(st.tuples(float_bits, indices), max_size=12),
+    st.integers(1, 8),
+)
+def test_best_k_of_parts_is_best_k_of_all(a, b, k):
+    """The T of the algebra: the best k of two lists need only the best k of each."""
+    a, b = ([candidate(*pair) for pair in part] for part in (a, b))
+    best = lambda part: sorted(part, reverse=True)[:k]  # noqa: E731
+    assert best(a + b) == best(best(a) + best(b)) == best(best(b) + best(a))
+
+
+# The normalizer.
+
+
+def test_normalizer_identity_is_the_default():
+    m, d = ctypes.c_float(), ctypes.c_float()
+    _library().algebra_identity(ctypes.byref(m), ctypes.byref(d))
+    assert (m.value, d.value) == IDENTITY
+
+
+@given(logits, temperatures)
+def test_merge_identity(row, temperature):
+    state = of_row(row, temperature)
+    assert merge(state, IDENTITY, temperature) == state
+    assert merge(IDENTITY, state, temperature) == state
+    assert merge(IDENTITY, IDENTITY, temperature) == IDENTITY
+
+
+@given(logits, logits, temperatures)
+def test_merge_commutes_exactly(a, b, temperature):
+    a, b = of_row(a, temperature), of_row(b, temperature)
+    assert merge(a, b, temperature) == merge(b, a, temperature)
+
+
+@given(logits, logits, logits, temperatures)
+def test_merge_is_associative(a, b, c, temperature):
+    a, b, c = (of_row(row, temperature) for row in (a, b, c))
+    left = merge(merge(a, b, temperature), c, temperature)
+    assert_close(left, merge(a, merge(b, c, temperature), temperature))
+
+
+@given(logits, st.integers(1, 20), temperatures)
+def test_merge_with_a_part_of_negative_infinity_changes_nothing(row, length, temperature):
+    masked = of_row([-INF] * length, temperature)
+    # Its sum may be anything finite: it weighs e^-inf.
+    state = of_row(row, temperature)
+    assume(state[0] > -INF)
+    assert merge(state, masked, temperature) == merge(masked, state, temperature) == state
+    assert masked[0] == -INF and not math.isnan(masked[1])
+
+
+@given(logits, st.data(), temperatures)
+def test_concatenation_is_merge(row, data, temperature):
+    cut = data.draw(st.integers(0, len(row)))
+    parts = merge(of_row(row[:cut], temperature), of_row(row[cut:], temperature), temperature)
+    assert_close(parts, of_row(row, temperature))
+    assert_close(of_row(data.draw(st.permutations(row)), temperature), of_row(row, temperature))
+
+
+@given(logits, temperatures)
+def test_normalizer_is_logsumexp(row, temperature):
+    m, d = of_row(row, temperature)
+    assert m == max(row)
+    if m > -INF:
+        assert math.isclose(d, math.fsum(math.exp((x - m) / temperature) for x in row), rel_tol=MERGE_ERROR)
+
+
+@given(st.lists(finite, min_size=1, max_size=8), st.sampled_from([NAN, INF]), st.data())
+def test_normalizer_keeps_nan_and_infinity(row, special, data):
+    """Wherever the value is and however the row is cut; a NaN outweighs an infinity."""
+    row.insert(data.draw(st.integers(0, len(row))), special)
+    with_infinity = data.draw(st.booleans())
+    if with_infinity:
+        row.insert(data.draw(st.integers(0, len(row))), INF)
+    cut = data.draw(st.integers(0, len(row)))
+    m, d = merge(of_row(row[:cut]), of_row(row[cut:]))
+    assert math.isnan(m) if math.isnan(special) else m == INF
+    # No finite sum: probabilities of such a row are NaN.
+    assert not math.isfinite(d)
+
+
+@given(floats, floats, floats, floats)
+def test_merge_maximum_never_loses_a_nan(a, b, c, d):
+    m, _ = merge(merge((a, 1.0), (b, 1.0)), merge((c, 1.0), (d, 1.0)))
+    values = (a, b, c, d)
+    assert math.isnan(m) if any(map(math.isnan, values)) else m == max(values)

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every argument is checked, and every error has one form: `argument` rule, value; remedy."""
+
+from __future__ import annotations
+
+import fused_topk
+import numpy as np
+import pytest
+import torch
+from fused_topk import TopK
+from oracle import assert_same
+from rows import random_logits, random_mask
+
+ROW_ENTRIES = ("softmax_topk", "log_softmax_topk", "topk")
+NORMALIZED = ("softmax_topk", "log_softmax_topk")
+
+
+def call(entry: str, logits, k=2, **kwargs) -> TopK:
+    """beam_topk is given scores of zero."""
+    if entry == "beam_topk":
+        scores = kwargs.pop("beam_scores") if "beam_scores" in kwargs else logits.new_zeros(logits.shape[:2])
+        return fused_topk.beam_topk(logits, scores, k, **kwargs)
+    return getattr(fused_topk, entry)(logits, k, **kwargs)
+
+
+def assert_raises(error: type[Exception], argument: str, entry: str, *args, **kwargs) -> str:
+    with pytest.raises(error) as caught:
+        call(entry, *args, **kwargs)
+    message = str(caught.value)
+    assert type(caught.value) is error
+    # The name of the argument or of a part of it, a rule, and after a semicolon what to do.
+    assert message.startswith((f"`{argument}`", f"`{argument}.")), message
+    rule, _, remedy = message.partition("; ")
+    assert " must " in rule, message
+    assert remedy, f"no remedy: {message}"
+    return message
+
+
+def logits_for(entry: str, *, vocab_size: int = 10, **kwargs) -> torch.Tensor:
+    return random_logits(2, 3, vocab_size, **kwargs)
+
+
+@pytest.mark.parametrize("entry", [*ROW_ENTRIES, "beam_topk"])
+class TestEveryEntry:
+    @pytest.mark.parametrize("k", [0, -1, -(2**70), 2**70])
+    def test_k_out_of_range(self, entry, k):
+        assert f"{k}" in assert_raises(ValueError, "k", entry, logits_for(entry), k)
+
+    def test_k_above_the_vocabulary(self, entry):
+        most = 30 if entry == "beam_topk" else 10
+        call(entry, logits_for(entry), most)
+        assert str(most) in assert_raises(ValueError, "k", entry, logits_for(entry), most + 1)
+
+    @pytest.mark.parametrize("k", [2.0, "2", None, True, torch.tensor(2.0), torch.tensor([2]), [2], 1j])
+    def test_k_not_an_int(self, entry, k):
+        assert_raises(TypeError, "k", entry, logits_for(entry), k)
+
+    def test_k_of_numpy(self, entry):
+        logits = logits_for(entry)
+        assert_same(call(entry, logits, np.int64(2)), call(entry, logits, 2))
+
+    def test_empty_vocabulary(self, entry):
+        assert_raises(ValueError, "logits", entry, torch.empty(2, 3, 0), 1)
+
+    def test_logits_not_a_tensor(self, entry):
+        scores = {"beam_scores": torch.zeros(1, 1)} if entry == "beam_topk" else {}
+        for logits in ([[[1.0, 2.0]]], np.zeros((1, 1, 2), np.float32), None, 3.0):
+            assert_raises(TypeError, "logits", entry, logits, 1, **scores)
+
+    def test_logits_without_dimensions(self, entry):
+        scores = {"beam_scores": torch.zeros(())} if entry == "beam_topk" else {}
+        assert_raises(ValueError, "logits", entry, torch.tensor(1.0), 1, **scores)
+
+    @pytest.mark.parametrize(
+        "dtype",
+        [torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2],
+    )
+    def test_logits_of_another_dtype(self, entry, dtype):
+        assert str(dtype) in assert_raises(TypeError, "logits", entry, torch.zeros(2, 3, 10).to(dtype))
+
+    def test_logits_sparse(self, entry):
+        scores = {"beam_scores": torch.zeros(2, 3)} if entry == "beam_topk" else {}
+        assert_raises(TypeError, "logits", entry, logits_for(entry).to_sparse(), **scores)
+
+    def test_logits_meta(self, entry):
+        """Shapes only."""
+        got, want = call(entry, logits_for(entry).to("meta")), call(entry, logits_for(entry))
+        for of_got, of_want in zip(got, want, strict=True):
+            assert of_got.is_meta and of_got.shape == of_want.shape and of_got.dtype == of_want.dtype
+
+    def test_logits_of_a_subclass(self, entry):
+        class Tagged(torch.Tensor):
+            pass
+
+        logits = logits_for(entry)
+        for special in (logits.as_subclass(Tagged), torch.nn.Parameter(logits)):
+            got = TopK(*(x.detach().as_subclass(torch.Tensor) for x in call(entry, special)))
+            assert_same(got, call(entry, logits))
+
+    def test_logits_with_a_lazy_sign(self, entry):
+        """A view that torch negates when it is read."""
+        logits = logits_for(entry)
+        lazy = torch.complex(torch.zeros_like(logits), -logits).conj().imag
+        assert lazy.is_neg()
+        assert_same(call(entry, lazy), call(entry, logits))
+
+    def test_backend_unknown(self, entry):
+        message = assert_raises(ValueError, "backend", entry, logits_for(entry), backend="tpu")
+        assert all(name in message for name in ("cuda", "cpu", "reference", "tpu"))
+        assert_raises(TypeError, "backend", entry, logits_for(entry), backend=1)
+
+    def test_backend_of_another_device(self, entry):
+        """Refused, and not quietly replaced: with a GPU for the device of the logits, without one for its absence."""
+        with pytest.raises((ValueError, RuntimeError), match="cuda"):
+            call(entry, logits_for(entry), backend="cuda")
+
+    @pytest.mark.parametrize("shape", [(9,), (11,), (20,), (3, 10, 1), (4, 10), (1, 2, 3, 10), (0,)], ids=str)
+    def test_mask_of_the_wrong_shape(self, entry, shape):
+        assert_raises(ValueError, "mask", entry, logits_for(entry), mask=torch.ones(shape, dtype=torch.bool))
+
+    @pytest.mark.parametrize("shape", [(), (2,), (10,), (4, 1), (3, 2, 1), (1, 2, 3, 1)], ids=str)
+    def test_packed_mask_of_the_wrong_shape(self, entry, shape):
+        assert_raises(ValueError, "mask", entry, logits_for(entry), mask=torch.ones(shape, dtype=torch.int32))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8, torch.int8])
+    def test_mask_of_another_dtype(self, entry, dtype):
+        assert_raises(TypeError, "mask", entry, logits_for(entry), mask=torch.ones(10, dtype=dtype))
+
+    def test_mask_not_a_tensor(self, entry):
+        assert_raises(TypeError, "mask", entry, logits_for(entry), mask=[True] * 10)
+        assert_raises(TypeError, "mask", entry, logits_for(entry), mask=True)
+
+    def test_mask_on_another_device(self, entry):
+        assert_raises(
+            ValueError, "mask", entry, logits_for(entry), mask=torch.ones(10, dtype=torch.bool, device="meta")
+        )
+
+    def test_mask_with_nothing_allowed(self, entry):
+        """No error: whether a row allows anything cannot be known without waiting for the device."""
+        got = call(entry, logits_for(entry), mask=torch.zeros(10, dtype=torch.bool))
+        assert (got.indices < 10).all()
+
+    def test_logits_requiring_grad(self, entry):
+        logits = logits_for(entry).requires_grad_()
+        got = call(entry, logits)
+        assert got.values.requires_grad and got.logsumexp.requires_grad and not got.indices.requires_grad
+        with torch.no_grad():
+            assert not call(entry, logits).values.requires_grad
+
+
+@pytest.mark.parametrize("entry", [*NORMALIZED, "beam_topk"])
+class TestNormalizedEntries:
+    def test_normalize_unknown(self, entry):
+        assert_raises(ValueError, "normalize", entry, logits_for(entry), normalize="row")
+        assert_raises(TypeError, "normalize", entry, logits_for(entry), normalize=None)
+
+    @pytest.mark.parametrize("temperature", [0, 0.0, -1.0, -0.0, float("nan"), float("inf"), -float("inf")])
+    def test_temperature_not_positive(self, entry, temperature):
+        assert_raises(ValueError, "temperature", entry, logits_for(entry), temperature=temperature)
+        rows = torch.ones(2, 3)
+        rows[1, 2] = temperature
+        assert_raises(ValueError, "temperature", entry, logits_for(entry), temperature=rows)
+
+    @pytest.mark.parametrize("shape", [(2,), (4,), (2, 3, 1), (1, 2, 3), (0,)], ids=str)
+    def test_temperature_of_the_wrong_shape(self, entry, shape):
+        assert_raises(ValueError, "temperature", entry, logits_for(entry), temperature=torch.ones(shape))
+
+    @pytest.mark.parametrize(
+        "temperature", ["1", [1.0], True, 1j, torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool)]
+    )
+    def test_temperature_of_the_wrong_kind(self, entry, temperature):
+        assert_raises(TypeError, "temperature", entry, logits_for(entry), temperature=temperature)
+
+    def test_temperature_on_another_device(self, entry):
+        assert_raises(ValueError, "temperature", entry, logits_for(entry), temperature=torch.ones(2, 3, device="meta"))
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+    def test_temperature_of_another_floating_dtype(self, entry, dtype):
+        logits = logits_for(entry)
+        assert_same(
+            call(entry, logits, temperature=torch.full((3,), 0.5, dtype=dtype)), call(entry, logits, temperature=0.5)
+        )
+
+
+@pytest.mark.parametrize("entry", ROW_ENTRIES)
+class TestRowEntries:
+    @pytest.mark.parametrize("dim", [3, -4, 100])
+    def test_dim_out_of_range(self, entry, dim):
+        assert_raises(ValueError, "dim", entry, logits_for(entry), dim=dim)
+
+    @pytest.mark.parametrize("dim", [1.0, "1", None, True])
+    def test_dim_not_an_int(self, entry, dim):
+        assert_raises(TypeError, "dim", entry, logits_for(entry), dim=dim)
+
+    def test_k_above_another_dimension(self, entry):
+        assert_raises(ValueError, "k", entry, logits_for(entry), 4, dim=1)
+
+    def _out(self, entry) -> list[torch.Tensor]:
+        return list(call(entry, logits_for(entry)))
+
+    @pytest.mark.parametrize("field", TopK._fields)
+    def test_out_of_the_wrong_shape(self, entry, field):
+        for shape in ((2, 3, 3), (2, 3, 1), (6, 2), (2, 3, 2, 1), ()):
+            out = self._out(entry)
+            i = TopK._fields.index(field)
+            out[i] = torch.empty(shape, dtype=out[i].dtype)
+            assert_raises(ValueError, "out", entry, logits_for(entry), out=tuple(out))
+
+    @pytest.mark.parametrize("field", TopK._fields)
+    def test_out_of_another_dtype(self, entry, field):
+        for dtype in (torch.float64, torch.float16, torch.int32):
+            out = self._out(entry)
+            i = TopK._fields.index(field)
+            out[i] = out[i].to(dtype)
+            assert_raises(TypeError, "out", entry, logits_for(entry), out=tuple(out))
+
+    @pytest.mark.parametrize("field", TopK._fields)
+    def test_out_on_another_device(self, entry, field):
+        out = self._out(entry)
+        i = TopK._fields.index(field)
+        out[i] = out[i].to("meta")
+        assert_raises(ValueError, "out", entry, logits_for(entry), out=tuple(out))
+
+    def test_out_not_three_tensors(self, entry):
+        out = self._out(entry)
+        for wrong in (out[0], tuple(out[:2]), (*out, out[0]), "abc", (out[0], out[1], None)):
+            assert_raises(TypeError, "out", entry, logits_for(entry), out=wrong)
+
+    def test_out_overlapping_the_logits(self, entry):
+        buffer = torch.zeros(200)
+        logits = buffer[:60].view(2, 3, 10)
+        _, indices, logsumexp = self._out(entry)
+        for start in (0, 30, 59):
+            values = buffer[start : start + 12].view(2, 3, 2)
+            assert_raises(ValueError, "out", entry, logits, out=(values, indices, logsumexp))
+        call(entry, logits, out=(buffer[60:72].view(2, 3, 2), indices, logsumexp))
+
+    def test_out_overlapping_the_mask(self, entry):
+        indices = torch.zeros(2, 3, 2, dtype=torch.int64)
+        mask = indices.view(torch.bool).flatten()[40:50]
+        values, _, logsumexp = self._out(entry)
+        assert_raises(ValueError, "out", entry, logits_for(entry), mask=mask, out=(values, indices, logsumexp))
+
+    def test_out_overlapping_itself(self, entry):
+        values, indices, logsumexp = self._out(entry)
+        buffer = torch.zeros(20)
+        shared = buffer[:12].view(2, 3, 2), indices, buffer[11:17].view(2, 3)
+        assert_raises(ValueError, "out", entry, logits_for(entry), out=shared)
+        expanded = torch.zeros(1, 1, 2).expand(2, 3, 2), indices, logsumexp
+        assert_raises(ValueError, "out", entry, logits_for(entry), out=expanded)
+
+    def test_out_with_a_gradient(self, entry):
+        assert_raises(ValueError, "out", entry, logits_for(entry).requires_grad_(), out=tuple(self._out(entry)))
+        with torch.no_grad():
+            call(entry, logits_for(entry).requires_grad_(), out=tuple(self._out(entry)))
+
+    def test_nothing_is_written_when_an_argument_is_wrong(self, entry):
+        out = TopK(torch.full((2, 3, 2), 7.0), torch.full((2, 3, 2), 7), torch.full((2, 3), 7.0, dtype=torch.float64))
+        with pytest.raises(TypeError):
+            call(entry, logits_for(entry), out=out)
+        assert all((field == 7).all() for field in out)
+
+
+def test_softmax_topk_temperature_overlapping_out():
+    buffer = torch.ones(20)
+    temperature = buffer[:6].view(2, 3)
+    out = buffer[5:17].view(2, 3, 2), torch.zeros(2, 3, 2, dtype=torch.int64), torch.zeros(2, 3)
+    assert_raises(ValueError, "out", "softmax_topk", random_logits(2, 3, 10), temperature=temperature, out=out)
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 10), (2, 3, 1, 10)], ids=str)
+def test_beam_topk_logits_of_the_wrong_shape(shape):
+    assert_raises(ValueError, "logits", "beam_topk", torch.zeros(shape), beam_scores=torch.zeros(2, 3))
+
+
+def test_beam_topk_scores():
+    logits = random_logits(2, 3, 10)
+    for shape in ((3,), (2, 1), (3, 2), (2, 3, 1), ()):
+        assert_raises(ValueError, "beam_scores", "beam_topk", logits, beam_scores=torch.zeros(shape))
+    for scores in (torch.zeros(2, 3, dtype=torch.int64), [[0.0] * 3] * 2, None, 0.0):
+        assert_raises(TypeError, "beam_scores", "beam_topk", logits, beam_scores=scores)
+    assert_raises(ValueError, "beam_scores", "beam_topk", logits, beam_scores=torch.zeros(2, 3, device="meta"))
+
+
+def test_beam_topk_normalize_topk():
+    assert_raises(ValueError, "normalize", "beam_topk", random_logits(2, 3, 10), normalize="topk")
+
+
+def test_topk_takes_no_temperature():
+    with pytest.raises(TypeError):
+        fused_topk.topk(torch.zeros(5), 2, temperature=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_beam_topk_scores_of_another_dtype(backend, dtype):
+    logits = random_logits(2, 3, 100, device=backend.device)
+    scores = random_logits(2, 3, dtype=dtype, device=backend.device)
+    assert_same(backend("beam_topk", logits, scores, 5), backend("beam_topk", logits, scores.float(), 5))
+
+
+def test_automatic_backend_gives_the_same_answer(native):
+    """Also beyond what the kernels take: float64 logits and a large k."""
+    logits = random_logits(2, 5000, device=native.device)
+    mask = random_mask(2, 5000, device=native.device)
+    assert_same(fused_topk.softmax_topk(logits, 9, mask=mask), native("softmax_topk", logits, 9, mask=mask))
+    for entry in ROW_ENTRIES:
+        all_of_it, reference = call(entry, logits, 5000), call(entry, logits, 5000, backend="reference")
+        assert torch.equal(all_of_it.indices, reference.indices)
+        in_double = call(entry, logits.double(), 5000)
+        assert torch.equal(in_double.indices, reference.indices) and in_double.logsumexp.dtype == torch.float64
+
+
+def test_native_backend_refuses_float64(native):
+    with pytest.raises((TypeError, ValueError), match="float64"):
+        native("softmax_topk", random_logits(2, 10, dtype=torch.float64, device=native.device), 2)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""beam_topk: the merge of the beams' own top-k lists.
+
+Accumulated log-probabilities of different beams may round to equal or swapped values, so the order is exact with
+respect to the log-probabilities that the same backend computes, and these are checked elsewhere against float64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from fused_topk import TopK
+from torch import Tensor
+
+from oracle import DTYPES, bits
+from rows import INF, NAN, packed, random_logits, random_mask
+
+SHAPES = [
+    (1, 1, 1, 1), (2, 3, 7, 5), (3, 4, 33, 8), (1, 5, 1000, 10), (2, 4, 5003, 65), (37, 4, 1000, 8), (2, 16, 32000, 32),
+    (1, 3, 50257, 6),
+]  # fmt: skip
+
+
+def merged(backend, logits: Tensor, scores: Tensor, k: int, **settings) -> TopK:
+    """The contract: each beam's log_softmax_topk, its score added in float32, and a stable merge."""
+    batch, beams, vocab_size = logits.shape
+    rows = backend("log_softmax_topk", logits, min(k, vocab_size), **settings)
+    values = rows.values + scores.float().unsqueeze(-1)
+    flat = rows.indices + torch.arange(beams, device=logits.device).view(-1, 1) * vocab_size
+    values, flat = values.flatten(1), flat.flatten(1)
+    # On the CPU, where a sort puts every NaN first, whatever its bits.
+    order = values.cpu().sort(dim=-1, descending=True, stable=True).indices[:, :k].to(logits.device)
+    return TopK(values.gather(1, order), flat.gather(1, order), rows.logsumexp)
+
+
+def check_beams(backend, logits: Tensor, scores: Tensor, k: int, **settings) -> TopK:
+    got = backend("beam_topk", logits, scores, k, **settings)
+    want = merged(backend, logits, scores, k, **settings)
+    assert got.values.dtype == torch.float32 and got.indices.dtype == torch.int64
+    assert got.logsumexp.dtype == torch.float32
+    assert torch.equal(got.indices, want.indices)
+    assert torch.equal(got.values.isnan(), want.values.isnan())
+    assert torch.equal(got.values.nan_to_num(nan=1.0), want.values.nan_to_num(nan=1.0))
+    assert torch.equal(bits(got.logsumexp.nan_to_num(nan=1.0)), bits(want.logsumexp.nan_to_num(nan=1.0)))
+    return got
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "batch{}-beams{}-V{}-k{}".format(*s))
+def test_beam_topk_merges_rows(backend, dtype, shape):
+    batch, beams, vocab_size, k = shape
+    logits = random_logits(batch, beams, vocab_size, dtype=DTYPES[dtype], device=backend.device)
+    scores = random_logits(batch, beams, device=backend.device, seed=1) - 20
+    got = check_beams(backend, logits, scores, k)
+    literal = torch.topk((logits.double().log_softmax(-1) + scores.double().unsqueeze(-1)).flatten(1), k)
+    torch.testing.assert_close(got.values.double(), literal.values, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [3, 40, 2000])
+def test_beam_topk_k_of_all_tokens(backend, vocab_size):
+    """k up to beams * V: more than one row has."""
+    logits = random_logits(2, 3, vocab_size, device=backend.device)
+    scores = random_logits(2, 3, device=backend.device)
+    for k in {vocab_size, vocab_size + 1, 3 * vocab_size}:
+        got = check_beams(backend, logits, scores, k)
+        assert all(row.unique().numel() == k for row in got.indices)
+
+
+@pytest.mark.parametrize("normalize", ["allowed", "all"])
+@pytest.mark.parametrize("form", ["bool", "packed"])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5])
+def test_beam_topk_mask(backend, normalize, form, share):
+    logits = random_logits(2, 3, 1000, device=backend.device)
+    scores = random_logits(2, 3, device=backend.device)
+    mask = random_mask(2, 3, 1000, share=share)
+    mask = (packed(mask) if form == "packed" else mask).to(backend.device)
+    check_beams(backend, logits, scores, 12, mask=mask, normalize=normalize)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0, "rows"])
+def test_beam_topk_temperature(backend, temperature):
+    logits = random_logits(2, 3, 1000, device=backend.device)
+    scores = random_logits(2, 3, device=backend.device)
+    if temperature == "rows":
+        temperature = torch.rand(2, 3, device=backend.device) + 0.5
+    check_beams(backend, logits, scores, 12, temperature=temperature)
+
+
+def test_beam_topk_ties_between_beams(backend):
+    """Equal values: the smaller beam first, then the smaller index in it."""
+    logits = torch.zeros(2, 4, 50, device=backend.device)
+    got = check_beams(backend, logits, torch.zeros(2, 4, device=backend.device), 120)
+    assert got.indices.tolist() == [list(range(120))] * 2
+    logits[:, 2, 30] = 1.0
+    logits[:, 1, 20] = 1.0
+    got = check_beams(backend, logits, torch.zeros(2, 4, device=backend.device), 6)
+    assert got.indices[:, :2].tolist() == [[50 + 20, 100 + 30]] * 2
+
+
+def test_beam_topk_keeps_the_order_of_a_row_where_values_round_together(backend):
+    """A large score swallows the differences in a row, yet its better logits come first."""
+    logits = random_logits(3, 1, 300, device=backend.device)
+    scores = torch.full((3, 1), -1e8, device=backend.device)
+    got = check_beams(backend, logits, scores, 40)
+    assert torch.equal(got.indices, backend("topk", logits[:, 0], 40).indices)
+
+
+@pytest.mark.parametrize("vocab_size", [6, 700, 5000])
+def test_beam_topk_special_values(backend, vocab_size):
+    """Beams of score -inf (the first step of a beam search), and rows with -inf, +inf or NaN."""
+    logits = random_logits(6, 4, vocab_size, device=backend.device)
+    scores = random_logits(6, 4, device=backend.device)
+    scores[0, 1:] = -INF
+    scores[1] = -INF
+    scores[2, 1] = NAN
+    logits[3, 2] = -INF
+    logits[4, 0, 5] = NAN
+    logits[5, 3, 1] = INF
+    for k in (1, 5, vocab_size + 2):
+        got = check_beams(backend, logits, scores, k)
+        assert ((got.indices >= 0) & (got.indices < 4 * vocab_size)).all()
+        assert (got.values[1] == -INF).all()
+        for row, beam in ((2, 1), (3, 2), (4, 0), (5, 3)):
+            assert got.values[row, 0].isnan() and got.indices[row, 0] // vocab_size == beam
+    first_step = backend("beam_topk", logits[:1], scores[:1], 5)
+    assert (first_step.indices < vocab_size).all() and first_step.values.isfinite().all()
+
+
+def test_beam_topk_empty_batch(backend):
+    got = backend("beam_topk", torch.empty(0, 3, 9, device=backend.device), torch.empty(0, 3, device=backend.device), 5)
+    assert got.values.shape == got.indices.shape == (0, 5) and got.logsumexp.shape == (0, 3)
+
+
+def test_beam_topk_of_one_beam_is_log_softmax_topk(backend):
+    logits = random_logits(4, 1, 3001, device=backend.device)
+    got = backend("beam_topk", logits, torch.zeros(4, 1, device=backend.device), 7)
+    want = backend("log_softmax_topk", logits[:, 0], 7)
+    assert torch.equal(got.indices, want.indices) and torch.equal(got.values, want.values)
+
+
+def test_beam_topk_over_steps_finds_the_best_sequences(backend):
+    """A beam search over a small space, with as many beams as there are prefixes, is exhaustive."""
+    vocab_size, steps = 4, 3
+    tables = [random_logits(vocab_size**step, vocab_size, device=backend.device, seed=step) for step in range(steps)]
+    scores = torch.zeros(1, 1, device=backend.device)
+    prefixes = [()]
+    for table in tables:
+        rows = [sum(t * vocab_size**i for i, t in enumerate(reversed(p))) for p in prefixes]
+        best = backend("beam_topk", table[rows].unsqueeze(0), scores, len(prefixes) * vocab_size)
+        prefixes = [(*prefixes[i // vocab_size], i % vocab_size) for i in best.indices[0].tolist()]
+        scores = best.values
+    log_probs = [table.double().log_softmax(-1) for table in tables]
+
+    def score(sequence) -> float:
+        row, total = 0, 0.0
+        for token, table in zip(sequence, log_probs):
+            total += float(table[row, token])
+            row = row * vocab_size + token
+        return total
+
+    assert len(set(prefixes)) == vocab_size**steps
+    assert all(math.isclose(score(p), v, rel_tol=1e-5) for p, v in zip(prefixes, scores[0].tolist()))
+    assert scores[0].tolist() == sorted(scores[0].tolist(), reverse=True)

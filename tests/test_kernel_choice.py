@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How rows are laid over a GPU: the pure function that decides it, tested without one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from fused_topk import cuda
+from fused_topk.kernel_choice import MAX_K, KernelChoice, choose
+
+ROWS = (1, 2, 3, 8, 37, 64, 132, 500, 1000, 2112, 4096, 100_000, 2**31 - 1)
+VOCABS = (
+    1,
+    2,
+    31,
+    32,
+    33,
+    255,
+    256,
+    257,
+    511,
+    512,
+    513,
+    1000,
+    1023,
+    1024,
+    1025,
+    2048,
+    4097,
+    32000,
+    50257,
+    128256,
+    151936,
+)
+LONG_VOCABS = (2**20 - 1, 2**20, 2**20 + 1, 2**21 + 7, 2**25 + 3, 2**31 - 1)
+KS = (1, 2, 8, 32, 33, 63, 64, 65, 128, 255, 256, 257, 1000, 1024, MAX_K)
+MULTIPROCESSORS = (1, 20, 132, 160)
+LANES, VECTOR_BYTES = 32, 16
+
+
+def problems():
+    for rows, vocab_size, k, itemsize, multiprocessors in itertools.product(
+        ROWS, VOCABS + LONG_VOCABS, KS, (2, 4), MULTIPROCESSORS
+    ):
+        if k <= vocab_size:
+            yield rows, vocab_size, k, itemsize, multiprocessors
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "k", "itemsize", "regime"),
+    [
+        (4096, 128, 8, 4, "short rows"),
+        (1, 200, 5, 2, "short rows"),
+        (37, 512, 64, 4, "short rows"),
+        (37, 1024, 64, 2, "short rows"),
+        (4000, 4000, 5, 4, "warp per row"),
+        (4000, 100000, 5, 4, "warp per row"),
+        (4000, 100, 100, 4, "block per row"),
+        (4000, 25000, 300, 4, "block per row"),
+        (1, 128256, 8, 2, "split row"),
+        (64, 128256, 8, 2, "split row"),
+        (8, 32000, 1000, 4, "split row"),
+    ],
+)
+def test_choose_regime(rows, vocab_size, k, itemsize, regime):
+    """On an H200 (132 multiprocessors)."""
+    assert choose(rows, vocab_size, k, itemsize, 132).regime == regime
+
+
+def test_choose_covers_the_row():
+    """The parts hold every token, and none of them is empty."""
+    for problem in problems():
+        _, vocab_size, _, itemsize, _ = problem
+        choice = choose(*problem)
+        tile = choice.vectors * LANES * VECTOR_BYTES // itemsize
+        part = tile * choice.tiles_per_part
+        assert part * choice.parts >= vocab_size, (problem, choice)
+        assert part * (choice.parts - 1) < vocab_size, (problem, choice)
+
+
+def test_choose_fits_the_machine():
+    """Within what every GPU since compute capability 7.5 grants a launch without asking."""
+    for problem in problems():
+        choice = choose(*problem)
+        assert choice.shared_bytes <= 48 * 1024, (problem, choice)
+        assert choice.threads <= 1024 and choice.threads % LANES == 0
+        assert 1 <= choice.splits <= choice.parts, (problem, choice)
+        # The first dimension of a grid. Several blocks share a row only where rows are few.
+        assert 1 <= choice.blocks(problem[0]) <= 2**31 - 1, (problem, choice)
+
+
+def test_choose_leaves_room_for_candidates():
+    """After a cut to the best k, a warp's next 32 fit before the next cut."""
+    for problem in problems():
+        choice = choose(*problem)
+        assert problem[2] < choice.trim_at <= choice.capacity - LANES, (problem, choice)
+
+
+def test_choose_cuts_a_row_by_its_length_alone():
+    """So that the sum of a row is added in the same order in any batch, for any k and on any GPU."""
+    for vocab_size, itemsize in itertools.product(VOCABS + LONG_VOCABS, (2, 4)):
+        cuts = set()
+        for rows, k, multiprocessors in itertools.product(ROWS, KS, MULTIPROCESSORS):
+            if k <= vocab_size:
+                choice = choose(rows, vocab_size, k, itemsize, multiprocessors)
+                cuts.add((choice.parts, choice.tiles_per_part))
+        assert len(cuts) == 1, (vocab_size, itemsize, cuts)
+
+
+def test_choose_asks_only_for_kernels_that_are_compiled():
+    """test_cuda_compile.py compiles the list of names: a choice outside it would be untested."""
+    names = set(cuda.kernel_names())
+    elements = {2: ("Float16", "BFloat16"), 4: ("Float32",)}
+    asked = {(i, choose(r, v, k, i, m).warps, choose(r, v, k, i, m).vectors) for r, v, k, i, m in problems()}
+    for itemsize, warps, vectors in asked:
+        for element, aligned, mask in itertools.product(elements[itemsize], (True, False), (0, 1, 2)):
+            assert cuda._kernel_name(element, warps, vectors, aligned, mask) in names
+
+
+def test_every_compiled_kernel_is_asked_for():
+    asked = {(i, choose(r, v, k, i, m).warps, choose(r, v, k, i, m).vectors) for r, v, k, i, m in problems()}
+    elements = {2: ("Float16", "BFloat16"), 4: ("Float32",)}
+    used = {
+        cuda._kernel_name(element, warps, vectors, aligned, mask)
+        for itemsize, warps, vectors in asked
+        for element in elements[itemsize]
+        for aligned, mask in itertools.product((True, False), (0, 1, 2))
+    }
+    assert {name for name in cuda.kernel_names() if "softmax_topk_kernel" in name} == used
+
+
+def test_kernel_choice_is_a_plain_tuple():
+    choice = choose(4, 1000, 5, 4, 132)
+    assert isinstance(choice, KernelChoice) and choice == choose(4, 1000, 5, 4, 132)

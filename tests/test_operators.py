@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Citizenship of torch: operators, fake tensors, torch.compile, inference mode, threads."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import fused_topk
+import pytest
+import torch
+from fused_topk import TopK
+from oracle import assert_same, assert_topk, expected
+from rows import packed, random_logits, random_mask
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+ENTRIES = ("softmax_topk", "log_softmax_topk", "topk")
+
+
+@pytest.mark.parametrize("values", ["softmax", "log_softmax", "logits"])
+@pytest.mark.parametrize("settings", ["plain", "masked", "packed"])
+def test_row_topk_opcheck(backend, values, settings):
+    logits = random_logits(3, 40, device=backend.device).requires_grad_()
+    mask = {"plain": None, "masked": random_mask(3, 40), "packed": packed(random_mask(3, 40))}[settings]
+    mask = mask if mask is None else mask.to(backend.device)
+    temperature = None if settings == "plain" else torch.tensor([0.5, 1.0, 2.0], device=backend.device)
+    for normalize in ("allowed", "all", "topk"):
+        arguments = logits, 4, 1.5, temperature, mask, values, normalize, backend.name
+        torch.library.opcheck(torch.ops.fused_topk.row_topk.default, arguments)
+
+
+@pytest.mark.parametrize("shape", [(40,), (2, 3, 40), (0, 40)], ids=str)
+def test_row_topk_opcheck_shapes(backend, shape):
+    logits = random_logits(*shape, device=backend.device)
+    arguments = logits, 4, 1.0, None, None, "softmax", "allowed", backend.name
+    torch.library.opcheck(torch.ops.fused_topk.row_topk.default, arguments)
+
+
+def test_row_topk_out_opcheck(backend):
+    logits = random_logits(3, 40, device=backend.device)
+    out = fused_topk.softmax_topk(logits, 4)
+    arguments = logits, 4, 1.0, None, None, "softmax", "allowed", backend.name, *(x.clone() for x in out)
+    torch.library.opcheck(torch.ops.fused_topk.row_topk_out.default, arguments)
+
+
+@pytest.mark.parametrize("normalize", ["allowed", "all"])
+def test_beam_topk_opcheck(backend, normalize):
+    logits = random_logits(2, 3, 40, device=backend.device).requires_grad_()
+    scores = random_logits(2, 3, device=backend.device).requires_grad_()
+    mask = random_mask(2, 3, 40, device=backend.device)
+    for arguments in (
+        (logits, scores, 4, 1.5, None, None, normalize, backend.name),
+        (logits, scores, 50, 1.0, torch.ones(2, 3, device=backend.device), mask, normalize, backend.name),
+    ):
+        torch.library.opcheck(torch.ops.fused_topk.beam_topk.default, arguments)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_row_topk_compile(backend, entry, dynamic):
+    """Without graph breaks, and for other shapes without a new graph where shapes are dynamic."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(logits, mask):
+        result = backend(entry, logits * 2, 5, mask=mask)
+        return result.values + 1, result.indices, result.logsumexp
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend=count)
+    shapes = [(2, 50), (3, 70), (4, 1030)] if dynamic else [(2, 50), (2, 50)]
+    for rows, vocab_size in shapes:
+        logits = random_logits(rows, vocab_size, device=backend.device)
+        mask = random_mask(rows, vocab_size, device=backend.device)
+        assert_same(TopK(*compiled(logits, mask)), TopK(*step(logits, mask)))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("entry", [*ENTRIES, "beam_topk"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compile_forward_and_backward(backend, entry, dynamic, compiler):
+    if compiler == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("inductor needs a C++ compiler")
+    torch._dynamo.reset()
+
+    def step(logits, scores):
+        arguments = (logits * 2, scores, 5) if entry == "beam_topk" else (logits * 2, 5)
+        values, indices, logsumexp = backend(entry, *arguments)
+        return (values.square().sum() + logsumexp.sum()), indices
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend=compiler)
+    for shape in ((2, 3, 50), (4, 3, 60)) if dynamic else ((2, 3, 50),):
+        gradients = []
+        for function in (step, compiled):
+            logits = random_logits(*shape, device=backend.device).requires_grad_()
+            scores = random_logits(*shape[:2], device=backend.device)
+            loss, indices = function(logits, scores)
+            loss.backward()
+            gradients.append((loss.detach(), indices, logits.grad))
+        for eager, of_compiled in zip(*gradients, strict=True):
+            torch.testing.assert_close(of_compiled, eager, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_row_topk_compile_with_every_argument(backend, dynamic):
+    torch._dynamo.reset()
+
+    def step(logits, temperature, mask):
+        return backend("softmax_topk", logits, 5, 0, temperature=temperature, mask=mask, normalize="all")
+
+    logits = random_logits(60, 4, device=backend.device)
+    temperature = torch.rand(4, device=backend.device) + 0.5
+    mask = random_mask(60, 1, device=backend.device)
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    got, want = compiled(logits, temperature, mask), step(logits, temperature, mask)
+    assert got.values.shape == (5, 4)
+    assert_same(TopK(*got), want)
+
+
+def test_row_topk_compile_with_out(backend):
+    torch._dynamo.reset()
+    logits = random_logits(3, 60, device=backend.device)
+    want = backend("softmax_topk", logits, 5)
+    out = TopK(*(torch.zeros_like(x) for x in want))
+
+    def step(logits, out):
+        backend("softmax_topk", logits, 5, out=out)
+        return out[0] * 2
+
+    doubled = torch.compile(step, fullgraph=True, backend="aot_eager")(logits, out)
+    assert_same(out, want)
+    assert torch.equal(doubled, want.values * 2)
+
+
+def test_topk_compile_with_k_from_a_shape(backend):
+    """A k that is symbolic when shapes are dynamic."""
+    torch._dynamo.reset()
+
+    def step(logits, like):
+        return backend("topk", logits, like.shape[0])
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    logits = random_logits(3, 60, device=backend.device)
+    for k in (4, 9):
+        like = torch.empty(k, device=backend.device)
+        assert_same(TopK(*compiled(logits, like)), step(logits, like))
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_row_topk_fake_tensors(entry, dtype):
+    """Shapes, dtypes, devices and strides without data, for a GPU that may not be there."""
+    with FakeTensorMode():
+        for device in ("cpu", "cuda"):
+            logits = torch.empty(2, 3, 50, dtype=dtype, device=device)
+            mask = torch.empty(3, 50, dtype=torch.bool, device=device)
+            got = getattr(fused_topk, entry)(logits, 4, mask=mask)
+            floating = torch.float64 if dtype == torch.float64 else torch.float32
+            assert got.values.dtype == (dtype if entry == "topk" else floating)
+            assert got.indices.dtype == torch.int64 and got.logsumexp.dtype == floating
+            assert got.values.shape == got.indices.shape == (2, 3, 4) and got.logsumexp.shape == (2, 3)
+            assert all(x.device.type == device and x.is_contiguous() for x in got)
+            assert getattr(fused_topk, entry)(logits, 2, 1).values.shape == (2, 2, 50)
+
+
+def test_beam_topk_fake_tensors():
+    with FakeTensorMode():
+        got = fused_topk.beam_topk(torch.empty(2, 3, 50, dtype=torch.bfloat16), torch.empty(2, 3), 100)
+        assert got.values.shape == got.indices.shape == (2, 100) and got.logsumexp.shape == (2, 3)
+        assert got.values.dtype == torch.float32
+
+
+def test_row_topk_inference_mode(backend):
+    logits = random_logits(3, 500, device=backend.device)
+    want = backend("softmax_topk", logits, 4)
+    with torch.inference_mode():
+        got = backend("softmax_topk", logits, 4)
+        inside = backend("softmax_topk", logits.clone(), 4, out=TopK(*(x.clone() for x in want)))
+    assert got.values.is_inference()
+    for result in (got, inside):
+        assert_same(TopK(*(x.clone() for x in result)), want)
+
+
+def test_row_topk_outputs_do_not_alias(backend):
+    """Writing into a result changes no other result and no input."""
+    logits = random_logits(3, 500, device=backend.device)
+    before = logits.clone()
+    first = backend("topk", logits, 500)
+    second = backend("topk", logits, 500)
+    first.values.zero_(), first.indices.zero_(), first.logsumexp.zero_()
+    assert torch.equal(logits, before)
+    assert_topk(second, expected("topk", logits, 500), logits, "topk")
+
+
+def test_row_topk_keeps_the_number_of_threads(backend, threads):
+    threads(2)
+    backend("softmax_topk", random_logits(50, 5000, device=backend.device), 4)
+    assert torch.get_num_threads() == 2
+
+
+def test_row_topk_from_many_threads(backend):
+    """Callers share nothing that a neighbour could disturb."""
+    shapes = [(1, 40000, 8), (3, 5003, 65), (40, 1000, 5), (2, 300, 300), (5, 128256, 20), (1, 100000, 600)]
+    cases = [(random_logits(rows, v, device=backend.device, seed=v), k) for rows, v, k in shapes]
+    wants = [backend("softmax_topk", logits, k) for logits, k in cases]
+
+    def work(number: int) -> None:
+        for turn in range(8):
+            logits, k = cases[(number + turn) % len(cases)]
+            assert_same(backend("softmax_topk", logits, k), wants[(number + turn) % len(cases)])
+
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(work, number) for number in range(16)]:
+            future.result()
+
+
+def test_beam_topk_from_many_threads(backend):
+    logits, scores = random_logits(4, 5, 3001, device=backend.device), random_logits(4, 5, device=backend.device)
+    want = backend("beam_topk", logits, scores, 9)
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(backend, "beam_topk", logits, scores, 9) for _ in range(40)]:
+            assert_same(future.result(), want)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_row_topk_autocast(backend, entry):
+    """Autocast changes neither the type nor the bits."""
+    logits = random_logits(3, 100, device=backend.device)
+    want = backend(entry, logits, 4)
+    with torch.autocast(backend.device, dtype=torch.bfloat16):
+        assert_same(backend(entry, logits, 4), want)

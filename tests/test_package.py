@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package as an import: light, documented, and honest about what is missing."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+
+import fused_topk
+import pytest
+from fused_topk import backends
+
+FUNCTIONS = [name for name in fused_topk.__all__ if inspect.isfunction(getattr(fused_topk, name))]
+
+
+def run_python(code: str, *flags: str) -> str:
+    done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_is_light():
+    """Nothing optional is imported, and little that torch has not imported already."""
+    code = """
+        import sys, torch
+        before = set(sys.modules)
+        import fused_topk
+        new = sorted(name for name in set(sys.modules) - before)
+        print(*new, sep="\\n")
+    """
+    new = run_python(inspect.cleandoc(code)).split()
+    optional = {"cupy", "cupy_backends", "transformers", "tokenizers", "matplotlib", "typer", "click", "rich", "tqdm"}
+    assert not {name.split(".")[0] for name in new} & optional
+    of_others = [name for name in new if not name.startswith("fused_topk")]
+    assert len(of_others) < 100, of_others
+
+
+def test_import_without_optional_packages():
+    """The functions work where none of the extras is installed."""
+    code = """
+        import sys
+        for name in ("cupy", "transformers", "matplotlib", "typer", "rich", "tqdm"):
+            sys.modules[name] = None
+        import torch, fused_topk
+        print(fused_topk.softmax_topk(torch.tensor([1.0, 3.0, 2.0]), 2).indices.tolist())
+    """
+    assert run_python(inspect.cleandoc(code)).strip() == "[1, 2]"
+
+
+def test_unavailable_says_cause_and_remedy():
+    available = backends.available()
+    assert set(available) == {"cuda", "cpu", "reference"}
+    assert available["reference"] is None
+    for cause in available.values():
+        assert cause is None or (isinstance(cause, str) and len(cause) > 20 and "\n" not in cause)
+
+
+def test_cuda_without_cupy_names_the_extra():
+    code = """
+        import sys
+        sys.modules["cupy"] = None
+        import torch
+        torch.cuda.is_available = lambda: True
+        from fused_topk import backends
+        print(backends.available()["cuda"])
+    """
+    assert re.search(r"CuPy.*fused_topk\[cuda1[23]\]", run_python(inspect.cleandoc(code)))
+
+
+def test_all_is_sorted_and_exists():
+    assert fused_topk.__all__ == sorted(fused_topk.__all__)
+    expected = {"softmax_topk", "log_softmax_topk", "topk", "beam_topk", "TopK", "__version__"}
+    assert expected <= set(fused_topk.__all__)
+    assert all(hasattr(fused_topk, name) for name in fused_topk.__all__)
+    assert re.match(r"\d+\.\d+", fused_topk.__version__) or fused_topk.__version__ == "0+unknown"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstring_names_the_parameters(name):
+    """The Args section lists exactly the parameters, in their order."""
+    function = getattr(fused_topk, name)
+    docstring = inspect.getdoc(function)
+    assert docstring and docstring.splitlines()[0].endswith((".", ":"))
+    sections = re.split(r"^(\w+):$", docstring, flags=re.MULTILINE)
+    sections = dict(zip(sections[1::2], sections[2::2], strict=True))
+    assert {"Args", "Returns", "Raises"} <= set(sections)
+    documented = re.findall(r"^    (\w+): ", sections["Args"], flags=re.MULTILINE)
+    assert documented == list(inspect.signature(function).parameters)
+
+
+def test_docstring_of_topk_names_the_fields():
+    for field in fused_topk.TopK._fields:
+        assert f"{field}: " in fused_topk.TopK.__doc__
+
+
+@pytest.mark.parametrize(
+    "module", ["fused_topk", "fused_topk.functional", "fused_topk.backends", "fused_topk.reference"]
+)
+def test_module_has_a_docstring(module):
+    assert importlib.import_module(module).__doc__
+
+
+def test_docstring_examples():
+    module = importlib.import_module("fused_topk.functional")
+    result = doctest.testmod(module)
+    assert result.attempted > 0 and result.failed == 0
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_annotations_are_complete(name):
+    signature = inspect.signature(getattr(fused_topk, name))
+    assert signature.return_annotation is not signature.empty
+    assert all(p.annotation is not p.empty for p in signature.parameters.values())

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What README.md shows is what happens: its Python blocks run, and print what it says they print."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import fused_topk
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+# A python block, and the text block that follows it with nothing but blank lines between them.
+_BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\s*\n(?:\s*```text\n(?P<output>.*?)^```)?", re.MULTILINE | re.DOTALL)
+
+
+def _blocks() -> list[tuple[str, str | None]]:
+    text = README.read_text() if README.exists() else ""
+    return [(match["code"], match["output"]) for match in _BLOCK.finditer(text)]
+
+
+def _runs_here(code: str) -> bool:
+    return torch.cuda.is_available() or "cuda" not in code
+
+
+def test_readme_has_an_example_with_its_output():
+    assert any(output is not None for _, output in _blocks())
+
+
+def test_readme_examples_print_what_they_say():
+    """In the order of the text, in one namespace, as a reader would type them."""
+    namespace: dict[str, object] = {}
+    torch.manual_seed(0)
+    for code, output in _blocks():
+        if not _runs_here(code):
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, str(README), "exec"), namespace)
+        if output is not None:
+            assert printed.getvalue().strip() == output.strip()
+
+
+def test_readme_names_every_public_function():
+    text = README.read_text()
+    for name in fused_topk.__all__:
+        assert name.startswith("__") or re.search(rf"\b{name}\b", text), f"README.md does not mention {name}"
+
+
+@pytest.mark.parametrize("pattern", [r"\]\((?!https?:|#)([^)\s#]+)", r"`((?:fused_topk|csrc|tests|demos)/[\w./-]*\w)`"])
+def test_readme_paths_exist(pattern):
+    """Links and file names that moved are the commonest stale line."""
+    for path in re.findall(pattern, README.read_text()):
+        assert (ROOT / path).exists(), f"README.md names {path}"

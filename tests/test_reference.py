@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference against the contract, by an oracle in numpy (extended precision) that shares no code with it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fused_topk import TopK, reference
+
+from oracle import DTYPES, bits, expected, numpy_topk, problem_of
+from rows import adversarial_rows, packed, random_logits, random_mask
+
+NORMALIZE = ("allowed", "all", "topk")
+ALL_DTYPES = {**DTYPES, "fp64": torch.float64}
+
+
+def _assert_row(got: TopK, row: torch.Tensor, name: str, k: int, *, values: str, **settings) -> None:
+    want_values, want_indices, want_logsumexp = numpy_topk(row.double().numpy(), k, values=values, **settings)
+    np.testing.assert_array_equal(got.indices.numpy(), want_indices, err_msg=name)
+    close = {"rtol": 1e-13, "atol": 1e-13}
+    np.testing.assert_allclose(got.values.double().numpy(), want_values.astype(np.float64), err_msg=name, **close)
+    np.testing.assert_allclose(got.logsumexp.numpy(), np.float64(want_logsumexp), err_msg=name, **close)
+
+
+@pytest.mark.parametrize("entry", ["softmax_topk", "log_softmax_topk", "topk"])
+@pytest.mark.parametrize("dtype", ALL_DTYPES.values(), ids=ALL_DTYPES)
+@pytest.mark.parametrize(("vocab_size", "k"), [(1, 1), (2, 2), (7, 3), (33, 33), (1000, 5), (1023, 200)])
+def test_reference_adversarial_rows(entry, dtype, vocab_size, k):
+    rows = adversarial_rows(vocab_size, k, dtype)
+    for normalize in NORMALIZE if entry != "topk" else NORMALIZE[:1]:
+        got = expected(entry, torch.stack(list(rows.values())), k, normalize=normalize)
+        for i, (name, row) in enumerate(rows.items()):
+            of_row = TopK(*(field[i] for field in got))
+            _assert_row(
+                of_row, row, f"{name} {normalize}", k, values=problem_of(entry, row, k).values, normalize=normalize
+            )
+
+
+@pytest.mark.parametrize("entry", ["softmax_topk", "log_softmax_topk", "topk"])
+@pytest.mark.parametrize("normalize", NORMALIZE)
+@pytest.mark.parametrize("form", ["bool", "packed"])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+def test_reference_mask(entry, normalize, form, share):
+    k, vocab_size = 6, 203
+    rows = adversarial_rows(vocab_size, k, torch.float32)
+    logits = torch.stack(list(rows.values()))
+    mask = random_mask(*logits.shape, share=share)
+    words = mask if form == "bool" else packed(mask)
+    got = expected(entry, logits, k, mask=words, normalize=normalize)
+    for i, (name, row) in enumerate(rows.items()):
+        of_row = TopK(*(field[i] for field in got))
+        values = problem_of(entry, row, k).values
+        _assert_row(of_row, row, name, k, values=values, normalize=normalize, allowed=mask[i].numpy())
+
+
+@pytest.mark.parametrize("temperature", [0.25, 0.7, 1.0, 3.0])
+@pytest.mark.parametrize("normalize", NORMALIZE)
+def test_reference_temperature(temperature, normalize):
+    logits = random_logits(4, 500)
+    by_number = expected("log_softmax_topk", logits, 9, temperature=temperature, normalize=normalize)
+    per_row = torch.tensor([temperature, 1.0, 2.0, temperature], dtype=torch.float64)
+    by_row = expected("log_softmax_topk", logits, 9, temperature=per_row, normalize=normalize)
+    for i in range(4):
+        settings = {"values": "log_softmax", "normalize": normalize}
+        _assert_row(TopK(*(f[i] for f in by_number)), logits[i], "", 9, temperature=temperature, **settings)
+        _assert_row(TopK(*(f[i] for f in by_row)), logits[i], "", 9, temperature=float(per_row[i]), **settings)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_reference_row_temperature_not_positive(temperature):
+    logits = random_logits(2, 50)
+    want = expected("softmax_topk", logits, 4)
+    got = expected("softmax_topk", logits, 4, temperature=torch.tensor([temperature, 1.0]))
+    assert torch.equal(got.indices, want.indices)
+    assert got.values[0].isnan().all() and got.logsumexp[0].isnan()
+    assert torch.equal(got.values[1], want.values[1]) and got.logsumexp[1] == want.logsumexp[1]
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES.values(), ids=ALL_DTYPES)
+def test_reference_topk_values_are_copies(dtype):
+    k = 40
+    logits = torch.stack(list(adversarial_rows(90, k, dtype).values()))
+    got = expected("topk", logits, k)
+    assert torch.equal(bits(got.values), bits(logits.gather(-1, got.indices)))
+
+
+@pytest.mark.parametrize("normalize", ["allowed", "all"])
+@pytest.mark.parametrize("beams", [1, 2, 5])
+def test_reference_beam_topk(normalize, beams):
+    """In float64 there are no near ties: the definition of beam_topk can be taken literally."""
+    batch, vocab_size, k = 3, 101, 20
+    logits = random_logits(batch, beams, vocab_size, dtype=torch.float64)
+    logits[0, 0, 3] = logits[0, 0, 9] = 40.0
+    mask = random_mask(batch, beams, vocab_size)
+    scores = random_logits(batch, beams, dtype=torch.float64, seed=1)
+    if beams > 1:
+        scores[1, 0] = -torch.inf
+    out = _beam_out(batch, beams, k, torch.float64)
+    reference.beam_topk(problem_of("log_softmax_topk", logits, k, mask=mask, normalize=normalize), scores, out)
+    masked = logits.masked_fill(~mask, -torch.inf)
+    log_probs = masked - (logits if normalize == "all" else masked).logsumexp(-1, keepdim=True)
+    flat = (log_probs + scores.unsqueeze(-1)).flatten(1)
+    want = [np.lexsort((np.arange(flat.shape[1]), -flat[i].numpy()))[:k] for i in range(batch)]
+    for i in range(batch):
+        finite = out.values[i].isfinite()
+        np.testing.assert_array_equal(out.indices[i][finite], want[i][finite])
+        torch.testing.assert_close(out.values[i], flat[i][out.indices[i]], rtol=1e-12, atol=1e-12)
+        assert out.indices[i].unique().numel() == k
+
+
+def test_reference_beam_topk_order_of_equal_values():
+    """Equal accumulated values: the smaller beam first, then the order of the row."""
+    logits = torch.tensor([[[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [float("nan"), 0.0, 0.0]]])
+    out = _beam_out(1, 3, 9)
+    reference.beam_topk(problem_of("log_softmax_topk", logits, 9), torch.zeros(1, 3), out)
+    assert out.indices.tolist() == [[6, 7, 8, 0, 1, 2, 3, 4, 5]]
+    # At -1e4 float32 is so coarse that all of these are one value.
+    logits = torch.tensor([[[0.0, 1e-7, 2e-7], [1e-7, 0.0, 0.0]]])
+    out = _beam_out(1, 2, 6)
+    reference.beam_topk(problem_of("log_softmax_topk", logits, 6), torch.tensor([[-1e4, -1e4]]), out)
+    assert out.indices.tolist() == [[2, 1, 0, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (3, 0, 7), (0, 2, 7)])
+def test_reference_empty_batch(shape):
+    got = expected("softmax_topk", torch.empty(shape), 5)
+    assert got.values.shape == (*shape[:-1], 5) and got.logsumexp.shape == shape[:-1]
+
+
+def test_reference_meta():
+    got = expected(
+        "softmax_topk", torch.empty(2, 7, device="meta"), 5, mask=torch.empty(7, dtype=torch.bool, device="meta")
+    )
+    assert got.values.shape == (2, 5) and got.values.is_meta
+
+
+def _beam_out(batch: int, beams: int, k: int, dtype=torch.float32) -> TopK:
+    return TopK(
+        torch.empty(batch, k, dtype=dtype),
+        torch.empty(batch, k, dtype=torch.int64),
+        torch.empty(batch, beams, dtype=dtype),
+    )

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Temperatures: one number, one per row, and those that are no temperatures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from oracle import DTYPES, assert_same, check
+from rows import random_logits, random_mask
+
+ENTRIES = ("softmax_topk", "log_softmax_topk")
+NORMALIZE = ("allowed", "all", "topk")
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 1, 2.5, 100.0])
+@pytest.mark.parametrize(("vocab_size", "k"), [(100, 5), (5003, 65)])
+def test_row_topk_temperature(backend, entry, dtype, temperature, vocab_size, k):
+    logits = random_logits(3, vocab_size, dtype=DTYPES[dtype], device=backend.device)
+    for normalize in NORMALIZE:
+        check(backend, entry, logits, k, temperature=temperature, normalize=normalize)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("normalize", NORMALIZE)
+@pytest.mark.parametrize(("vocab_size", "k"), [(100, 5), (5003, 65)])
+def test_row_topk_temperature_per_row(backend, entry, normalize, vocab_size, k):
+    logits = random_logits(2, 3, vocab_size, device=backend.device)
+    mask = random_mask(2, 3, vocab_size, device=backend.device)
+    temperature = torch.tensor([[0.1, 0.7, 1.0], [1.5, 3.0, 50.0]], device=backend.device)
+    check(backend, entry, logits, k, temperature=temperature, mask=mask, normalize=normalize)
+
+
+def test_row_topk_temperature_broadcasts_and_strides(backend):
+    """A tensor of temperatures broadcasts to the rows, in any layout."""
+    logits = random_logits(2, 3, 200, device=backend.device)
+    rows = torch.rand(2, 3, device=backend.device) + 0.5
+    want = backend("softmax_topk", logits, 4, temperature=rows)
+    assert_same(backend("softmax_topk", logits, 4, temperature=rows.t().contiguous().t()), want)
+    for narrow in (rows[0], rows[:, :1], rows[0, 0]):
+        want = backend("softmax_topk", logits, 4, temperature=narrow.expand(2, 3).contiguous())
+        assert_same(backend("softmax_topk", logits, 4, temperature=narrow), want)
+
+
+def test_row_topk_temperature_of_one_is_none(backend):
+    logits = random_logits(3, 3001, device=backend.device)
+    want = backend("log_softmax_topk", logits, 9)
+    ones = torch.ones(3, device=backend.device)
+    for temperature in (1, 1.0, ones):
+        assert_same(backend("log_softmax_topk", logits, 9, temperature=temperature), want)
+
+
+@pytest.mark.parametrize("vocab_size", [200, 5000])
+def test_row_topk_temperature_does_not_change_the_order(backend, vocab_size):
+    """The selection is on the raw logits, whatever rounding makes of the values."""
+    logits = random_logits(2, vocab_size, dtype=torch.bfloat16, device=backend.device)
+    want = backend("topk", logits, 20).indices
+    for temperature in (1e-20, 1e-3, 1e3, 1e20):
+        assert torch.equal(backend("softmax_topk", logits, 20, temperature=temperature).indices, want)
+
+
+def test_row_topk_temperature_towards_the_ends(backend):
+    """Towards 0 the best token has everything, towards infinity all have the same."""
+    logits = random_logits(2, 1000, device=backend.device)
+    cold = backend("softmax_topk", logits, 3, temperature=1e-20)
+    assert cold.values.tolist() == [[1.0, 0.0, 0.0]] * 2
+    hot = backend("softmax_topk", logits, 3, temperature=1e20)
+    torch.testing.assert_close(hot.values, torch.full_like(hot.values, 1e-3))
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("vocab_size", [200, 5000])
+def test_row_topk_row_temperature_not_positive(native, temperature, vocab_size):
+    """On a GPU, where looking at the numbers would mean waiting: NaN in that row, and only there. On a CPU an error."""
+    logits = random_logits(3, vocab_size, device=native.device)
+    rows = torch.tensor([1.0, temperature, 2.0], device=native.device)
+    if native.device == "cpu":
+        with pytest.raises(ValueError, match="temperature"):
+            native("softmax_topk", logits, 4, temperature=rows)
+        return
+    got = check(native, "softmax_topk", logits, 4, temperature=rows)
+    assert got.values[1].isnan().all() and got.logsumexp[1].isnan()
+    assert got.values[::2].isfinite().all()
