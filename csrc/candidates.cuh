@@ -16,18 +16,31 @@
 namespace fused_topk {
 
 // A lower bound of the `wanted`-th largest of 32 x N keys (one warp's): at least `wanted` of them are >= the result.
-// Bisects the upper half of the bits only: a bound 2^-8 below the exact one admits few more candidates, and all of a
-// bfloat16 key is there. All 32 lanes call it; every lane has the result.
+// Bisects from the highest bit in which the keys differ, until the bound is exact or kBoundBits deep: one a little too
+// low admits few more candidates. All 32 lanes call it; every lane has the result.
 template <u32 N>
 __device__ __forceinline__ u32 warp_lower_bound(const u32 (&keys)[N], u32 wanted) {
-  u32 bound = 0;
+  constexpr u32 kBoundBits = 16;
+  u32 least = keys[0];
+  u32 greatest = keys[0];
+#pragma unroll
+  for (u32 i = 1; i < N; ++i) {
+    least = min(least, keys[i]);
+    greatest = max(greatest, keys[i]);
+  }
+  least = warp_min(least);
+  greatest = warp_max(greatest);
+  if (least == greatest) return least;
+  // All keys share the bits above this one; with none of the others set, the bound is at most the least key.
+  u32 bit = 1u << (31 - __clz(least ^ greatest));
+  u32 bound = greatest & ~(2 * bit - 1);
 #pragma unroll 1
-  for (u32 bit = 1u << 31; bit >= 1u << 16; bit >>= 1) {
-    const u32 trial = bound | bit;
+  for (u32 step = 0; step < kBoundBits && bit != 0; ++step, bit >>= 1) {
     u32 count = 0;
 #pragma unroll
-    for (u32 i = 0; i < N; ++i) count += __popc(__ballot_sync(kAllLanes, keys[i] >= trial));
-    if (count >= wanted) bound = trial;
+    for (u32 i = 0; i < N; ++i) count += __popc(__ballot_sync(kAllLanes, keys[i] >= (bound | bit)));
+    if (count >= wanted) bound |= bit;
+    if (count == wanted) break;
   }
   return bound;
 }
@@ -80,9 +93,7 @@ class Candidates {
   __device__ __forceinline__ bool is_crowded() const { return last_slot_ >= trim_at_; }
 
   // Raises the threshold so that only keys >= bound pass.
-  __device__ __forceinline__ void raise(u32 bound) {
-    raise_candidate(u64(bound) << 32);
-  }
+  __device__ __forceinline__ void raise(u32 bound) { raise_candidate(u64(bound) << 32); }
 
   // Raises the threshold so that only candidates >= least pass.
   __device__ __forceinline__ void raise_candidate(u64 least) {

@@ -99,7 +99,9 @@ struct Tile {
   Vector vectors[VECTORS];
   u32 first;
 
-  __device__ __forceinline__ u32 index(u32 u, u32 e) const { return first + (u * kWarpSize + lane_id()) * kPerVector + e; }
+  __device__ __forceinline__ u32 index(u32 u, u32 e) const {
+    return first + (u * kWarpSize + lane_id()) * kPerVector + e;
+  }
   __device__ __forceinline__ float logit(u32 u, u32 e) const { return FORMAT::decode(vectors[u].words, e); }
 
   // Every load of the tile is issued before the first is used: that is what keeps the memory busy.

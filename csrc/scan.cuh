@@ -88,7 +88,7 @@ class RowScan {
   // A bound such that at least `wanted` of the elements read so far have keys >= it.
   __device__ __forceinline__ u32 lower_bound(u32 wanted) const {
     // The maxima of 32 lanes are enough while few of them are wanted; past that they are too loose.
-    if (VECTORS == 1 || wanted <= kWarpSize / 2) {
+    if (VECTORS == 1 || wanted <= kWarpSize / 4) {
       float best = best_[0];
 #pragma unroll
       for (u32 u = 1; u < VECTORS; ++u) best = max_nan(best, best_[u]);
@@ -160,7 +160,7 @@ class RowScan {
   u32 allowed_;
   float best_[VECTORS];  // the maxima of all that each of the lane's vectors has held
   float lane_max_;       // of this tile
-  Normalizer part_;  // m: of the part so far; d: of this lane's share of it
+  Normalizer part_;      // m: of the part so far; d: of this lane's share of it
 };
 
 // Reads parts [first_part, last_part) of a row with all threads of a group and leaves the best k of them (and a few

@@ -173,7 +173,8 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
       for (u32 i = GROUP::thread(); i < k; i += GROUP::kThreads) list[i] = i < k_share ? slots[i] : kNoCandidate;
       if (!arrives_last<GROUP>(problem.row_tickets + row, splits, shared.is_last)) return;
       for (u32 part = lane_id(); part < parts; part += kWarpSize) {
-        const float2 state = load_from_other_block(reinterpret_cast<const float2*>(problem.parts) + i64(row) * parts + part);
+        const float2 state =
+            load_from_other_block(reinterpret_cast<const float2*>(problem.parts) + i64(row) * parts + part);
         lane_state = merge(lane_state, {state.x, state.y}, scale, exp2_approx);
       }
       lists = problem.lists + i64(row) * splits * k;

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tiny_language_model import Recipe, folder_of_trained
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -16,31 +15,55 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2Config,
 )
+
+from tiny_language_model import Recipe, folder_of_trained
 
 
 class CausalModel(NamedTuple):
     """A model ready to decode with. `tokenizer` is None where weights are random and text would mean nothing."""
 
     name: str
-    model: torch.nn.Module
+    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     vocab_size: int
     end_token: int | None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def longest_text(self) -> int | None:
+        """The most tokens it can take, prompt and answer together; None where its config does not say."""
+        return getattr(self.model.config, "max_position_embeddings", None)
+
 
 # The shapes as published (position scaling left out: it changes no shape). The vocabulary decides the selection's cost.
-def _llama(**shape: int | bool) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=128256, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192, **shape
-    )
-
-
 RANDOM_SHAPES: dict[str, PretrainedConfig] = {
-    "llama-1b": _llama(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, tie_word_embeddings=True),
-    "llama-8b": _llama(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, tie_word_embeddings=False),
+    "llama-1b": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    ),
+    "llama-8b": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    ),
     "gpt2": GPT2Config(),
     "qwen2.5-0.5b": Qwen2Config(
         vocab_size=151936,
@@ -67,7 +90,8 @@ def from_disk(name_or_path: str, device: torch.device, dtype: torch.dtype) -> Ca
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, local_files_only=True, padding_side="left")
         model = AutoModelForCausalLM.from_pretrained(name_or_path, local_files_only=True, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
+    # The loaders raise errors of many kinds, and all of them mean the same here.
+    except Exception as error:
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             "`--model` must be a causal LM on this disk (a folder with its config, weights and tokenizer, or a name in "
@@ -114,9 +138,10 @@ def _free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
         return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def encode(model: CausalModel, texts: list[str], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -124,6 +149,8 @@ def encode(model: CausalModel, texts: list[str], device: torch.device) -> tuple[
     if model.tokenizer is None:
         raise ValueError("random weights have no tokenizer; use random_prompts")
     model.tokenizer.padding_side = "left"
+    if not all(model.tokenizer(text)["input_ids"] for text in texts):
+        raise ValueError("`--prompt` must have at least one token, got ''; give some text")
     encoded = model.tokenizer(texts, return_tensors="pt", padding=True)
     return encoded["input_ids"].to(device), encoded["attention_mask"].to(device)
 

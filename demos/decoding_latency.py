@@ -24,17 +24,20 @@ try:
     import torch
     import transformers
     import typer
+    from rich.console import Console
+    from rich.markup import escape
+    from torch import Tensor
+    from tqdm import tqdm
+
+    import fused_topk.backends
     from beam_search import Beams, Selection, beam_search, select_fused, select_with_torch
     from causal_models import RANDOM_SHAPES, CausalModel, encode, from_disk, random_prompts, tiny, with_random_weights
     from decoding_report import Measurement, print_agreement, print_beams, print_table, save_json, save_plot
-    from rich.console import Console
     from selection_comparison import Agreement, Comparison, StepTimes
     from tiny_language_model import Recipe
-    from torch import Tensor
-    from tqdm import tqdm
 except ModuleNotFoundError as error:
     raise SystemExit(
-        f"this demo needs the package {error.name!r}, which is not installed; "
+        f"this demo needs the package {(error.name or '?').partition('.')[0]!r}, which is not installed; "
         "run: pip install 'fused_topk[demo]' (in a checkout: pip install '.[demo]')"
     ) from error
 
@@ -56,7 +59,7 @@ PIPE_WIDTH = 130
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 
-@app.command(help=__doc__.partition("\n\n    ")[0])
+@app.command(help=(__doc__ or "").partition("\n\n    ")[0])
 def main(
     model: Annotated[
         str, typer.Option(metavar="NAME_OR_PATH", help="A causal LM on this disk; nothing is fetched.")
@@ -66,7 +69,8 @@ def main(
     ] = "",
     beams: Annotated[int, typer.Option(help="Hypotheses kept per prompt.")] = 4,
     batch: Annotated[
-        int, typer.Option(help="Prompts decoded together; by default 4, or as many as --prompt gives.")
+        int,
+        typer.Option(help="Prompts decoded together; by default 4, or as many as --prompt gives.", show_default=False),
     ] = 0,
     new_tokens: Annotated[int, typer.Option(help="Tokens to add to each prompt.")] = 64,
     prompt: Annotated[list[str], typer.Option(help="A prompt; may be given several times.")] = [],  # noqa: B006
@@ -112,6 +116,8 @@ def main(
             if chosen.tokenizer is None
             else encode(chosen, texts, place)
         )
+        _check_length(chosen, tokens.shape[1], new_tokens)
+        _say_if_not_native(console, place, backend)
         measured, found = measure(chosen, tokens, mask, beams=beams, new_tokens=new_tokens, backend=backend or None)
     except (ValueError, RuntimeError) as error:
         _fail(str(error))
@@ -164,7 +170,7 @@ def measure(
     measured = Measurement(
         model=chosen.name,
         device=str(device),
-        dtype=str(next(chosen.model.parameters()).dtype).removeprefix("torch."),
+        dtype=str(chosen.dtype).removeprefix("torch."),
         batch=len(prompts),
         beams=beams,
         vocab_size=chosen.vocab_size,
@@ -181,8 +187,7 @@ def _first_call(
     selections: dict[str, Selection], chosen: CausalModel, batch: int, beams: int, device: torch.device
 ) -> float:
     """Seconds of the fused selection's first call, at the shape that will be decoded."""
-    dtype = next(chosen.model.parameters()).dtype
-    logits = torch.zeros((batch, beams, chosen.vocab_size), dtype=dtype, device=device)
+    logits = torch.zeros((batch, beams, chosen.vocab_size), dtype=chosen.dtype, device=device)
     scores = torch.zeros((batch, beams), device=device)
     # First torch, so that starting the device itself is not counted.
     for name in ("torch", "fused"):
@@ -204,6 +209,7 @@ def _device(name: str) -> torch.device:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             _fail(f"`--device` must be a GPU that torch sees (it sees {count}), got {name!r}; give --device cpu")
+        device = torch.device("cuda", device.index or 0)
         # Kernels that torch itself launches go to the current device.
         torch.cuda.set_device(device)
     return device
@@ -215,6 +221,22 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in dtypes:
         _fail(f"`--dtype` must be one of {', '.join(dtypes)}, got {name!r}; choose one of these")
     return dtypes[name]
+
+
+def _check_length(chosen: CausalModel, prompt_length: int, new_tokens: int) -> None:
+    longest = chosen.longest_text
+    if longest is not None and prompt_length + new_tokens > longest:
+        raise ValueError(
+            f"`--new-tokens` and the longest prompt must fit into the model's {longest} positions, got {new_tokens} "
+            f"and {prompt_length}; give fewer new tokens or shorter prompts"
+        )
+
+
+def _say_if_not_native(console: Console, device: torch.device, backend: str) -> None:
+    """Without its kernel, beam_topk falls back to torch operations: exact, but nothing to measure."""
+    cause = fused_topk.backends.available()[device.type]
+    if cause and not backend:
+        console.print(f"[bold yellow]Note[/]: beam_topk runs in torch operations, not in its kernel: {escape(cause)}")
 
 
 def _repeated(prompts: list[str], batch: int) -> list[str]:

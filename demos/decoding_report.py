@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -11,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from beam_search import Beams
-from causal_models import CausalModel
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogLocator
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
-from selection_comparison import TOLERANCE, Agreement, StepTimes
 
+from beam_search import Beams
+from causal_models import CausalModel
 from fused_topk.machine import describe
+from selection_comparison import TOLERANCE, Agreement, StepTimes
 
 # Okabe and Ito's palette: tells apart for every kind of colour vision.
 _COLORS = {"torch": "#D55E00", "fused": "#0072B2", "rest": "#999999"}
@@ -157,30 +158,34 @@ def save_plot(path: Path, measured: Measurement) -> None:
         by_step.plot(range(1, len(times) + 1), times, marker, markersize=3, alpha=0.6, color=_COLORS[name])
         by_step.axhline(statistics.median(times), color=_COLORS[name], label=label)
     by_step.set_yscale("log")
-    for axis_ticks in (by_step.yaxis.set_major_formatter, by_step.yaxis.set_minor_formatter):
-        axis_ticks(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+    # Plain numbers (0.5, 20), and between powers of ten only as many as there is room for.
+    by_step.yaxis.set_major_formatter("{x:g}")
+    by_step.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    by_step.yaxis.set_minor_formatter("{x:g}")
     by_step.set_xlabel("Decoding step (first the decoding that follows torch, then the one that follows beam_topk)")
     by_step.set_ylabel(f"Latency of the selection ({unit})")
-    by_step.set_title("Selection at each step, both on the same logits")
-    by_step.legend()
+    by_step.set_title("Selection at each step, both on the same logits", pad=28)
+    # Above the axes, where it hides no point.
+    by_step.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     by_step.grid(alpha=0.3, which="both")
 
     step_scale, step_unit = _unit(statistics.median(measured.whole_steps("torch")))
-    rest = statistics.median(step.rest for step in measured.steps) * step_scale
     for place, name in enumerate(_NAMES):
+        whole = statistics.median(measured.whole_steps(name)) * step_scale
         selection = statistics.median(measured.selection(name)) * step_scale
+        rest = whole - selection
         by_part.bar(place, rest, color=_COLORS["rest"], label=None if place else "model, cache, bookkeeping")
         by_part.bar(place, selection, bottom=rest, color=_COLORS[name], label=f"selection, {_NAMES[name]}")
         by_part.annotate(
-            f"{rest + selection:,.2f} {step_unit}",
-            (place, rest + selection),
+            f"{whole:,.2f} {step_unit}",
+            (place, whole),
             xytext=(0, 3),
             textcoords="offset points",
             ha="center",
         )
     by_part.set_xticks(range(len(_NAMES)), list(_NAMES.values()))
     by_part.set_ylabel(f"Median time of a step ({step_unit})")
-    by_part.set_title("What a decoding step is made of")
+    by_part.set_title("What a decoding step is made of", pad=28)
     # Room above the bars for the legend.
     by_part.set_ylim(0, by_part.get_ylim()[1] * 1.3)
     by_part.legend(loc="upper center")
@@ -231,7 +236,9 @@ def _machine(measured: Measurement) -> str:
 def _text(model: CausalModel, tokens: list[int]) -> str:
     if model.tokenizer is None:
         return " ".join(map(str, tokens))
-    return str(model.tokenizer.decode(tokens, skip_special_tokens=True))
+    text = str(model.tokenizer.decode(tokens, skip_special_tokens=True))
+    # A small model can like line breaks too much to print them all.
+    return re.sub(r"\n{4,}", lambda breaks: f"\n\n({len(breaks[0]) - 1} empty lines)\n\n", text)
 
 
 def _shared_length(one: list[int], other: list[int]) -> int:
@@ -248,6 +255,6 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 def _time(seconds: float) -> str:
     if seconds >= 1:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.2f} s"
     scale, unit = _unit(seconds)
     return f"{seconds * scale:.{1 if unit == 'µs' else 2}f} {unit}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from beam_search import Selection
 from torch import Tensor
+
+from beam_search import Selection
 
 # An accumulated log-probability may be off by this times max(1, |value|): 16 times the spacing of float32 above 1.
 TOLERANCE = 2e-6
@@ -57,8 +58,14 @@ class Agreement(NamedTuple):
 
     def __or__(self, other: Agreement) -> Agreement:
         """Both together: the sum of the choices, the greater of the errors."""
-        counts = [a + b for a, b in zip(self[:4], other[:4], strict=True)]
-        return Agreement(*counts, max(self.torch_error, other.torch_error), max(self.fused_error, other.fused_error))
+        return Agreement(
+            self.identical + other.identical,
+            self.tied + other.tied,
+            self.torch_worse + other.torch_worse,
+            self.wrong + other.wrong,
+            max(self.torch_error, other.torch_error),
+            max(self.fused_error, other.fused_error),
+        )
 
 
 class Comparison:
@@ -109,7 +116,9 @@ class Comparison:
 
     def agreement(self) -> Agreement:
         counts, errors = torch.stack(self._checks).cpu().tensor_split([4], dim=1)
-        return Agreement(*map(int, counts.sum(0).tolist()), *errors.amax(0).tolist())
+        identical, tied, torch_worse, wrong = (int(count) for count in counts.sum(0))
+        torch_error, fused_error = (float(error) for error in errors.amax(0))
+        return Agreement(identical, tied, torch_worse, wrong, torch_error, fused_error)
 
 
 class _StepMarks(NamedTuple):
@@ -168,8 +177,6 @@ class _Clock:
             torch.cuda.synchronize(self._device)
 
     @staticmethod
-    def seconds(start: Mark, end: Mark) -> float:
-        """Between two marks; on a GPU only after `synchronize`."""
-        if isinstance(start, torch.cuda.Event):
-            return start.elapsed_time(end) / 1e3
-        return end - start
+    def seconds(start: Any, end: Any) -> float:
+        """Between two marks of one clock; on a GPU only after `synchronize`."""
+        return float(start.elapsed_time(end) / 1e3 if isinstance(start, torch.cuda.Event) else end - start)

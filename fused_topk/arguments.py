@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +42,9 @@ def check_logits(logits: Any) -> None:
 def check_dim(dim: Any, dims: int) -> int:
     """The dimension counted from the front."""
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"`dim` must be an int, got {type(dim).__name__}; pass the position of the vocabulary dimension")
+        raise TypeError(
+            f"`dim` must be an int, got {type(dim).__name__}; pass the position of the vocabulary dimension"
+        )
     if not -dims <= dim < dims:
         raise ValueError(f"`dim` must satisfy {-dims} <= dim < {dims}, got dim={dim}; the vocabulary is usually dim=-1")
     return dim % dims
@@ -49,19 +52,26 @@ def check_dim(dim: Any, dims: int) -> int:
 
 def check_vocabulary(vocab_size: int) -> None:
     if vocab_size == 0:
-        raise ValueError("`logits` must have at least one logit along the vocabulary, got a dimension of size 0")
+        raise ValueError(
+            "`logits` must have at least one logit along the vocabulary, got a dimension of size 0; skip empty rows"
+        )
     if vocab_size > 2**31 - 1:
-        raise ValueError(f"`logits` must have at most 2^31 - 1 logits along the vocabulary, got {vocab_size}; split the row")
+        raise ValueError(
+            f"`logits` must have at most 2^31 - 1 logits along the vocabulary, got {vocab_size}; split the row"
+        )
 
 
 def check_k(k: Any, most: int, what: str = "the vocabulary size") -> None:
-    if isinstance(k, (bool, float, str, bytes, Tensor)) or not hasattr(k, "__index__"):
+    # A symbolic k of torch.compile passes as an int; NumPy's integers are not ints.
+    if isinstance(k, (bool, Tensor)) or not isinstance(k, (int, torch.SymInt, np.integer)):
         raise TypeError(f"`k` must be an int, got {type(k).__name__}; use int(k)")
     if not 1 <= k <= most:
         raise ValueError(f"`k` must satisfy 1 <= k <= {most} ({what}), got k={k}; pass min(k, {most})")
 
 
-def check_temperature(temperature: Any, logits: Tensor, dtype: torch.dtype) -> tuple[float, Tensor | None]:
+def check_temperature(
+    temperature: float | Tensor | None, logits: Tensor, dtype: torch.dtype
+) -> tuple[float, Tensor | None]:
     """(temperature of all rows, or a tensor of leading shape with each row's)."""
     if temperature is None:
         return 1.0, None
@@ -69,7 +79,9 @@ def check_temperature(temperature: Any, logits: Tensor, dtype: torch.dtype) -> t
         raise TypeError(f"`temperature` must be a number or a tensor, got {type(temperature).__name__}; use float(...)")
     if not isinstance(temperature, Tensor):
         if not (temperature > 0 and math.isfinite(temperature)):
-            raise ValueError(f"`temperature` must be positive and finite, got {temperature}; for the best token use k=1")
+            raise ValueError(
+                f"`temperature` must be positive and finite, got {temperature}; for the best token use k=1"
+            )
         return float(temperature), None
     check_tensor("temperature", temperature)
     if not temperature.is_floating_point():
@@ -92,7 +104,7 @@ def check_temperature(temperature: Any, logits: Tensor, dtype: torch.dtype) -> t
     return 1.0, temperature.to(dtype).expand(rows)
 
 
-def check_mask(mask: Any, logits: Tensor) -> Tensor | None:
+def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:
     """The mask with the logits' leading shape, without a copy."""
     if mask is None:
         return None
@@ -111,7 +123,12 @@ def check_mask(mask: Any, logits: Tensor) -> Tensor | None:
             )
         return mask.expand(logits.shape)
     words = (vocab_size + 31) // 32
-    if mask.dim() == 0 or mask.dim() > logits.dim() or mask.shape[-1] != words or not _broadcasts(mask.shape[:-1], rows):
+    if (
+        mask.dim() == 0
+        or mask.dim() > logits.dim()
+        or mask.shape[-1] != words
+        or not _broadcasts(mask.shape[:-1], rows)
+    ):
         raise ValueError(
             f"`mask` of int32 must broadcast to {(*rows, words)}, 32 tokens a word, got {tuple(mask.shape)}; "
             "bit j of word i stands for token 32 i + j"
@@ -154,8 +171,12 @@ def check_beam_scores(beam_scores: Any, logits: Tensor) -> None:
 def check_out(out: Any, expected: TopK, inputs: Sequence[Tensor | None]) -> None:
     """`out` must match `expected`, tensors without data that show the result's shapes and dtypes."""
     if not isinstance(out, (tuple, list)) or len(out) != 3:
-        raise TypeError("`out` must be a tuple of three tensors (values, indices, logsumexp), got " + type(out).__name__)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, *out) if isinstance(t, Tensor)):
+        raise TypeError(
+            "`out` must be a tuple of three tensors (values, indices, logsumexp), got " + type(out).__name__
+        )
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (*inputs, *out) if isinstance(t, Tensor)
+    ):
         raise ValueError("`out` cannot be used where a gradient is wanted; detach the tensors or leave out=None")
     ranges = []
     for name, tensor, like in zip(TopK._fields, out, expected, strict=True):
@@ -175,6 +196,9 @@ def check_out(out: Any, expected: TopK, inputs: Sequence[Tensor | None]) -> None
                 f"`out.{name}` must not overlap itself, got strides {tensor.stride()}; use .contiguous() or torch.empty"
             )
         ranges.append((f"out.{name}", tensor))
+    if torch.compiler.is_compiling():
+        # Tensors have no addresses while a graph is traced.
+        return
     others = [(name, t) for name, t in zip(("logits", "mask", "temperature"), inputs, strict=False) if t is not None]
     for i, (name, tensor) in enumerate(ranges):
         for other_name, other in others + ranges[:i]:
@@ -184,7 +208,9 @@ def check_out(out: Any, expected: TopK, inputs: Sequence[Tensor | None]) -> None
 
 def check_same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
     if tensor.device != logits.device:
-        raise ValueError(f"`{name}` must be on {logits.device}, the device of `logits`, got {tensor.device}; use .to(...)")
+        raise ValueError(
+            f"`{name}` must be on {logits.device}, the device of `logits`, got {tensor.device}; use .to(...)"
+        )
 
 
 def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import cpu, cuda, reference
+from .kernel_choice import MAX_K
 
 _BACKENDS: dict[str, ModuleType] = {"cuda": cuda, "cpu": cpu, "reference": reference}
 NAMES = tuple(_BACKENDS)
@@ -43,7 +44,7 @@ def pick(logits: Tensor, k: int, requested: str | None) -> ModuleType:
     if cause is not None:
         raise RuntimeError(f"`backend`={requested!r} does not work here: {cause}")
     if not backend.supports(logits.dtype, k):
-        limit = f" and k <= {cuda.MAX_K}" if backend is cuda else ""
+        limit = f" and k <= {MAX_K}" if backend is cuda else ""
         raise ValueError(
             f"`backend`={requested!r} takes float32, float16 and bfloat16 logits{limit}, got {logits.dtype} and k={k}; "
             "leave backend=None to fall back to torch operations"

@@ -1,8 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""placeholder until the native kernel lands (to be overwritten by the owner of this file; needs `supports(dtype, k)`)"""
+"""The native CPU backend: the only module that knows the extension `fused_topk._cpu`, which csrc/cpu is built into."""
+
 from __future__ import annotations
+
+import importlib
+from typing import Any
+
 import torch
+from torch import Tensor
+
+from .problem import Problem, TopK
+
+_cpu: Any
+try:
+    _cpu = importlib.import_module("fused_topk._cpu")
+    _import_error = ""
+except ImportError as error:
+    _cpu = None
+    _import_error = str(error)
+
+# The enumerations of csrc/cpu/problem.h and vector_kernels.h.
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_NO_MASK, _BOOL_MASK, _PACKED_MASK = 0, 1, 2
+_VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2}
+_NORMALIZE_OVER = {"allowed": 0, "all": 1, "topk": 2}
+
+
 def unavailable() -> str | None:
-    return "the native extension is not built"
+    """None when the extension can be used, else why not and what to do."""
+    if _cpu is None:
+        return (
+            f"the native CPU kernel is not built or does not load ({_import_error}); "
+            "install the package with a C++17 compiler present: pip install --force-reinstall ."
+        )
+    return None
+
+
 def supports(dtype: torch.dtype, k: int) -> bool:
-    return False
+    """Whether the kernel takes logits of this dtype; it takes any k."""
+    return dtype in _DTYPES
+
+
+def row_topk(problem: Problem, out: TopK, instruction_set: str = "") -> None:
+    """The k best of every row, their values, and the row's logsumexp.
+
+    `instruction_set`: one of `_cpu.instruction_sets()` instead of the best, for tests.
+    """
+    _topk(problem, 0, (), out, instruction_set)
+
+
+def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK, instruction_set: str = "") -> None:
+    """The k best continuations of every batch entry over all of its beams."""
+    _topk(problem, beam_scores.data_ptr(), beam_scores.stride(), out, instruction_set)
+
+
+def _topk(
+    problem: Problem,
+    beam_scores: int,
+    beam_scores_strides: tuple[int, ...],
+    out: TopK,
+    instruction_set: str,
+) -> None:
+    logits, k, temperature, row_temperature, mask, values, normalize = problem
+    # The raw logits have no temperature, and nothing is relative to a token that may not be chosen.
+    if values == "logits":
+        temperature, row_temperature, normalize = 1.0, None, "allowed"
+    mask_kind = _NO_MASK if mask is None else _BOOL_MASK if mask.dtype is torch.bool else _PACKED_MASK
+    _cpu.topk(
+        logits.data_ptr(),
+        _DTYPES[logits.dtype],
+        logits.shape,
+        logits.stride(),
+        temperature,
+        0 if row_temperature is None else row_temperature.data_ptr(),
+        () if row_temperature is None else row_temperature.stride(),
+        0 if mask is None else mask.data_ptr(),
+        mask_kind,
+        () if mask is None else mask.stride(),
+        k,
+        _VALUE_KINDS[values],
+        _NORMALIZE_OVER[normalize],
+        out.values.data_ptr(),
+        out.indices.data_ptr(),
+        out.logsumexp.data_ptr(),
+        beam_scores,
+        beam_scores_strides,
+        torch.get_num_threads(),
+        instruction_set,
+    )

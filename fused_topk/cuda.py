@@ -22,7 +22,11 @@ from .kernel_choice import MAX_K, KernelChoice, choose
 from .layout import collapse
 from .problem import Problem, TopK
 
-_FORMATS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
+_FORMATS = {
+    torch.float32: "Float32",
+    torch.float16: "Float16",
+    torch.bfloat16: "BFloat16",
+}
 _VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2}
 _MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
 _LEADING_DIMS = 4
@@ -92,14 +96,22 @@ def compile_kernel(kernel: str, architecture: int) -> tuple[bytes, str, str]:
     program = nvrtc.createProgram(kernel_source.translation_unit(), "fused_topk.cu", [], [])
     try:
         nvrtc.addNameExpression(program, kernel)
-        options = (*kernel_source.OPTIONS, f"-arch=sm_{architecture}", "--ptxas-options=-v")
+        options = (
+            *kernel_source.OPTIONS,
+            f"-arch=sm_{architecture}",
+            "--ptxas-options=-v",
+        )
         try:
             nvrtc.compileProgram(program, list(options))
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program)
             message = f"NVRTC could not compile {kernel} for sm_{architecture} with {' '.join(options)}:\n{log}"
             raise RuntimeError(message) from error
-        return nvrtc.getCUBIN(program), nvrtc.getLoweredName(program, kernel), nvrtc.getProgramLog(program)
+        return (
+            nvrtc.getCUBIN(program),
+            nvrtc.getLoweredName(program, kernel),
+            nvrtc.getProgramLog(program),
+        )
     finally:
         nvrtc.destroyProgram(program)
 
@@ -108,22 +120,42 @@ def choice_of(problem: Problem) -> KernelChoice:
     """The layout over the GPU that a launch of `problem` gets."""
     vocab_size = problem.logits.shape[-1]
     rows = problem.logits.numel() // vocab_size
-    return _choice(rows, vocab_size, problem.k, problem.logits.element_size(), problem.logits.get_device())
+    return _choice(
+        rows,
+        vocab_size,
+        problem.k,
+        problem.logits.element_size(),
+        problem.logits.get_device(),
+    )
 
 
-def _launch(problem: Problem, beam_scores: Tensor | None, out: TopK, choice: KernelChoice | None = None) -> None:
-    logits, mask, row_temperature = _readable(problem.logits, problem.mask), problem.mask, problem.row_temperature
+def _launch(
+    problem: Problem,
+    beam_scores: Tensor | None,
+    out: TopK,
+    choice: KernelChoice | None = None,
+) -> None:
+    logits, mask, row_temperature = (
+        _readable(problem.logits, problem.mask),
+        problem.mask,
+        problem.row_temperature,
+    )
     *leading, vocab_size = logits.shape
     rows = logits.numel() // vocab_size
     if rows == 0:
         return
     if rows > _MAX_ROWS:
-        raise ValueError(f"`logits` must have at most {_MAX_ROWS} rows for the CUDA kernel, got {rows}; pass them in parts")
+        raise ValueError(
+            f"`logits` must have at most {_MAX_ROWS} rows for the CUDA kernel, got {rows}; pass them in parts"
+        )
     # One description of the rows for all tensors that have one entry a row.
     per_row = [logits.stride()[:-1]]
     per_row += [mask.stride()[:-1] if mask is not None else (0,) * len(leading)]
     per_row += [row_temperature.stride() if row_temperature is not None else (0,) * len(leading)]
-    sizes, strides = collapse(leading, per_row if mask is not None or row_temperature is not None else per_row[:1])
+    sizes, strides = collapse(
+        leading,
+        per_row if mask is not None or row_temperature is not None else per_row[:1],
+    )
     if len(sizes) > _LEADING_DIMS:
         # More unrelated strides than the kernel walks: the one case in which rows are copied.
         contiguous = problem._replace(
@@ -144,7 +176,8 @@ def _launch(problem: Problem, beam_scores: Tensor | None, out: TopK, choice: Ker
     is_aligned = address % 16 == 0 and all(stride * itemsize % 16 == 0 for stride in strides[0])
     mask_use = 0 if mask is None else 1 if problem.values == "logits" else _MASK_USES[problem.normalize]
     function = _function(
-        device, _kernel_name(_FORMATS[logits.dtype], choice.warps, choice.vectors, is_aligned, mask_use)
+        device,
+        _kernel_name(_FORMATS[logits.dtype], choice.warps, choice.vectors, is_aligned, mask_use),
     )
 
     splits = choice.splits
@@ -161,8 +194,9 @@ def _launch(problem: Problem, beam_scores: Tensor | None, out: TopK, choice: Ker
         lists_at, parts_at = workspace, workspace + 8 * lists
         beam_lists_at = parts_at + 8 * parts
         beam_tokens_at = beam_lists_at + 8 * beam_lists
-        row_tickets_at = _tickets(device, 2 * rows)
-        beam_tickets_at = row_tickets_at + 4 * rows
+        row_tickets = rows if splits > 1 else 0
+        row_tickets_at = _tickets(device, row_tickets + (leading[0] if beams else 0))
+        beam_tickets_at = row_tickets_at + 4 * row_tickets
 
     packed = _PROBLEM.pack(
         address,
@@ -200,7 +234,14 @@ def _launch(problem: Problem, beam_scores: Tensor | None, out: TopK, choice: Ker
     )
     # One element of 296 bytes: CuPy passes it by value.
     argument = np.frombuffer(packed, _PROBLEM_DTYPE)
-    _call(function, choice.blocks(rows), choice.threads, (argument,), choice.shared_bytes, device)
+    _call(
+        function,
+        choice.blocks(rows),
+        choice.threads,
+        (argument,),
+        choice.shared_bytes,
+        device,
+    )
 
 
 def _readable(logits: Tensor, mask: Tensor | None) -> Tensor:
@@ -210,7 +251,14 @@ def _readable(logits: Tensor, mask: Tensor | None) -> Tensor:
     return logits
 
 
-def _call(function: Any, blocks: int, threads: int, arguments: tuple[Any, ...], shared_bytes: int, device: int) -> None:
+def _call(
+    function: Any,
+    blocks: int,
+    threads: int,
+    arguments: tuple[Any, ...],
+    shared_bytes: int,
+    device: int,
+) -> None:
     stream = _stream(torch._C._cuda_getCurrentRawStream(device))
     if device == torch.cuda.current_device():
         function((blocks,), (threads,), arguments, shared_bytes, stream)
@@ -229,9 +277,18 @@ def _stream(handle: int) -> Any:
 
 @cache
 def _choice(rows: int, vocab_size: int, k: int, itemsize: int, device: int) -> KernelChoice:
-    choice = choose(rows, vocab_size, k, itemsize, torch.cuda.get_device_properties(device).multi_processor_count)
+    choice = choose(
+        rows,
+        vocab_size,
+        k,
+        itemsize,
+        torch.cuda.get_device_properties(device).multi_processor_count,
+    )
     if env.print_choice():
-        print(f"fused_topk: {rows} x {vocab_size} of {itemsize} bytes, k={k}: {choice.regime}, {choice}", file=sys.stderr)
+        print(
+            f"fused_topk: {rows} x {vocab_size} of {itemsize} bytes, k={k}: {choice.regime}, {choice}",
+            file=sys.stderr,
+        )
     return choice
 
 
@@ -291,7 +348,7 @@ def _cupy_problem() -> str | None:
         return f"CuPy cannot be imported ({error}); install it with `pip install 'fused_topk[{toolkit}]'`"
     try:
         _nvrtc().getVersion()
-    except Exception as error:  # noqa: BLE001 (whatever a missing library raises, the reader needs to see it)
+    except Exception as error:
         return f"CuPy finds no NVRTC ({error}); install it with `pip install 'cupy-cuda13x[ctk]'` (or cupy-cuda12x)"
     return None
 
@@ -310,7 +367,7 @@ class _TicketReserve(NamedTuple):
     taken: list[int]
 
 
-_RESERVED_TICKETS = 1 << 18
+_RESERVED_TICKETS = 1 << 20
 _reserves: dict[int, _TicketReserve] = {}
 _stream_tickets: dict[tuple[int, int], Tensor] = {}
 

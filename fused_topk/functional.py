@@ -193,7 +193,9 @@ def beam_topk(
     check_k(k, max(logits.shape[1], 1) * logits.shape[2], "beams times the vocabulary size")
     check_normalize(normalize)
     if normalize == "topk":
-        raise ValueError("`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure")
+        raise ValueError(
+            "`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure"
+        )
     check_backend(backend)
     number, row_temperature = check_temperature(temperature, logits, backends.result_dtype(logits.dtype))
     mask = check_mask(mask, logits)
@@ -238,6 +240,8 @@ def _row(
         expected = TopK(expected.values.movedim(-1, dim), expected.indices.movedim(-1, dim), expected.logsumexp)
     check_out(out, expected, (logits, mask, row_temperature))
     written = TopK(*out)
-    last = TopK(written.values.movedim(dim, -1), written.indices.movedim(dim, -1), written.logsumexp) if moved else written
+    last = (
+        TopK(written.values.movedim(dim, -1), written.indices.movedim(dim, -1), written.logsumexp) if moved else written
+    )
     _row_topk_out(logits, k, number, row_temperature, mask, values, normalize, backend, *last)
     return written

@@ -51,7 +51,15 @@ def translation_unit() -> str:
     pieces = []
     for name in SOURCES:
         text = (folder / name).read_text(encoding="utf-8")
-        pieces.append(f'#line 1 "{name}"\n' + re.sub(r'^[ \t]*#[ \t]*(include "|pragma once).*$', "", text, flags=re.M))
+        pieces.append(
+            f'#line 1 "{name}"\n'
+            + re.sub(
+                r'^[ \t]*#[ \t]*(include "|pragma once).*$',
+                "",
+                text,
+                flags=re.MULTILINE,
+            )
+        )
     return "\n".join(pieces)
 
 

@@ -50,7 +50,7 @@ def _or_cause(read: Callable[[], Any]) -> Any:
     """What `read` gives, or the error in one line: a broken driver or half an install is what `info` is asked about."""
     try:
         return read()
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -5,9 +5,9 @@
     row_topk_out    the same into given tensors
     beam_topk       beam_topk
 
-Arguments are checked in functional.py; logits have the vocabulary last. Gradients come in closed form from logsumexp:
-with p = exp(x / T - logsumexp), the gradient of logsumexp is p / T, that of a log-probability of token j is
-(1[i = j] - p_i) / T.
+Arguments are checked in functional.py; logits have the vocabulary last. Gradients come in closed form: with p the
+softmax of the row, the gradient of logsumexp is p / T, and that of the log-probability of token j is (1[i = j] - p_i) / T.
+p is computed anew rather than as exp(x / T - logsumexp), which would lose the digits that a large common offset takes.
 """
 
 from __future__ import annotations
@@ -170,42 +170,37 @@ def _row_gradient(
     temperature: float | Tensor,
     mask: Tensor | None,
     normalize: str,
-    logsumexp: Tensor,
     indices: Tensor,
     grad_log_probabilities: Tensor,
     grad_logsumexp: Tensor,
 ) -> Tensor:
     """Gradient with respect to the logits, given those with respect to log-probabilities (..., k) and logsumexp (...)."""
-    scaled = logits.to(logsumexp.dtype) / temperature
-    p = (scaled - logsumexp.unsqueeze(-1)).exp()
-    allowed = None if mask is None else _unpacked(mask, logits.shape[-1])
-    if allowed is not None and normalize != "all":
-        p = p.where(allowed, 0.0)
+    hidden = None if mask is None or normalize == "all" else ~_unpacked(mask, logits.shape[-1])
+    scaled = logits.to(grad_log_probabilities.dtype) / temperature
+    p = (scaled if hidden is None else scaled.masked_fill(hidden, -torch.inf)).softmax(-1)
     gradient = p * (grad_logsumexp - grad_log_probabilities.sum(-1)).unsqueeze(-1)
     gradient = gradient.scatter_add(-1, indices, grad_log_probabilities) / temperature
     # What the mask hides is a constant -inf to the choice, even where it is among the k.
-    if allowed is not None and normalize != "all":
-        gradient = gradient.where(allowed, 0.0)
-    return gradient.to(logits.dtype)
+    return (gradient if hidden is None else gradient.masked_fill(hidden, 0.0)).to(logits.dtype)
 
 
 def _row_setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None:
     logits, _, ctx.temperature, row_temperature, mask, ctx.values, ctx.normalize, _ = inputs
-    values, indices, logsumexp = output
+    values, indices, _ = output
     ctx.mark_non_differentiable(indices)
-    ctx.save_for_backward(logits, row_temperature, mask, values, indices, logsumexp)
+    ctx.save_for_backward(logits, row_temperature, mask, values, indices)
 
 
 def _row_backward(
     ctx: Any, grad_values: Tensor, grad_indices: Tensor | None, grad_logsumexp: Tensor
 ) -> tuple[Tensor | None, ...]:
-    logits, row_temperature, mask, values, indices, logsumexp = ctx.saved_tensors
+    logits, row_temperature, mask, values, indices = ctx.saved_tensors
     temperature = ctx.temperature if row_temperature is None else row_temperature.unsqueeze(-1)
     if ctx.values == "logits":
         # The logits themselves: their gradient goes back to where they came from.
         from_values = torch.zeros_like(logits).scatter_add(-1, indices, grad_values)
-        zero = torch.zeros_like(indices, dtype=logsumexp.dtype)
-        rest = _row_gradient(logits, 1.0, mask, "allowed", logsumexp, indices, zero, grad_logsumexp)
+        zero = torch.zeros_like(indices, dtype=grad_logsumexp.dtype)
+        rest = _row_gradient(logits, 1.0, mask, "allowed", indices, zero, grad_logsumexp)
         if mask is not None:
             from_values = from_values.where(_unpacked(mask, logits.shape[-1]), 0.0)
         return from_values + rest, *(None,) * 7
@@ -216,7 +211,7 @@ def _row_backward(
         p = values if ctx.values == "softmax" else values.exp()
         grad_log = grad_log - p * grad_log.sum(-1, keepdim=True)
         zero = torch.zeros_like(grad_log)
-        gradient = _row_gradient(logits, temperature, mask, "topk", logsumexp, indices, zero, grad_logsumexp)
+        gradient = _row_gradient(logits, temperature, mask, "topk", indices, zero, grad_logsumexp)
         chosen = torch.zeros_like(gradient).scatter_add(-1, indices, (grad_log / temperature).to(gradient.dtype))
         if mask is not None:
             chosen = chosen.where(_unpacked(mask, logits.shape[-1]), 0.0)
@@ -224,22 +219,22 @@ def _row_backward(
     if mask is not None:
         # A token that is not allowed has the constant value -inf or 0.
         grad_log = grad_log.where(_unpacked(mask, logits.shape[-1]).gather(-1, indices), 0.0)
-    gradient = _row_gradient(logits, temperature, mask, ctx.normalize, logsumexp, indices, grad_log, grad_logsumexp)
+    gradient = _row_gradient(logits, temperature, mask, ctx.normalize, indices, grad_log, grad_logsumexp)
     return gradient, *(None,) * 7
 
 
 def _beam_setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None:
     logits, beam_scores, _, ctx.temperature, row_temperature, mask, ctx.normalize, _ = inputs
-    _, indices, logsumexp = output
+    _, indices, _ = output
     ctx.mark_non_differentiable(indices)
     ctx.scores_dtype = beam_scores.dtype
-    ctx.save_for_backward(logits, row_temperature, mask, indices, logsumexp)
+    ctx.save_for_backward(logits, row_temperature, mask, indices)
 
 
 def _beam_backward(
     ctx: Any, grad_values: Tensor, grad_indices: Tensor | None, grad_logsumexp: Tensor
 ) -> tuple[Tensor | None, ...]:
-    logits, row_temperature, mask, indices, logsumexp = ctx.saved_tensors
+    logits, row_temperature, mask, indices = ctx.saved_tensors
     batch, beams, vocab_size = logits.shape
     temperature = ctx.temperature if row_temperature is None else row_temperature.unsqueeze(-1)
     # Spread the k gradients over the beams that they came from: (batch, beams, k), zero for the others.
@@ -249,13 +244,19 @@ def _beam_backward(
     grad_scores = of_beam.sum(-1).to(ctx.scores_dtype)
     if mask is not None:
         of_beam = of_beam.where(_unpacked(mask, vocab_size).gather(-1, tokens), 0.0)
-    gradient = _row_gradient(logits, temperature, mask, ctx.normalize, logsumexp, tokens, of_beam, grad_logsumexp)
+    gradient = _row_gradient(logits, temperature, mask, ctx.normalize, tokens, of_beam, grad_logsumexp)
     return gradient, grad_scores, *(None,) * 6
 
 
 torch.library.register_autograd(
-    "fused_topk::row_topk", _row_backward, setup_context=_row_setup_context, lib=_library
+    "fused_topk::row_topk",
+    _row_backward,
+    setup_context=_row_setup_context,
+    lib=_library,
 )
 torch.library.register_autograd(
-    "fused_topk::beam_topk", _beam_backward, setup_context=_beam_setup_context, lib=_library
+    "fused_topk::beam_topk",
+    _beam_backward,
+    setup_context=_beam_setup_context,
+    lib=_library,
 )

@@ -22,7 +22,7 @@ def row_topk(problem: Problem, out: TopK) -> None:
     """The k best of every row, their values, and the row's logsumexp."""
     candidates = _candidates(problem)
     indices = _ranking(candidates)[..., : problem.k]
-    chosen = candidates.gather(-1, indices)
+    chosen = _gather(candidates, indices)
     out.indices.copy_(indices)
 
     # The raw logits have no temperature, and nothing is relative to a token that may not be chosen.
@@ -82,6 +82,12 @@ def _ranking(x: Tensor) -> Tensor:
     # A radix sort, which torch uses for long rows on a GPU, would tell NaNs of different bits apart.
     canonical = x.masked_fill(x.isnan(), torch.nan).masked_fill(x == 0, 0.0)
     return canonical.sort(dim=-1, descending=True, stable=True).indices
+
+
+def _gather(x: Tensor, indices: Tensor) -> Tensor:
+    """The elements at the indices, bit for bit: of 16-bit floats torch.gather on the CPU may rewrite the NaNs."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return x.view(bits).gather(-1, indices).view(x.dtype)
 
 
 def _temperature(problem: Problem) -> float | Tensor:

@@ -26,9 +26,10 @@ import math
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from fused_topk import TopK, reference
 from fused_topk.problem import Problem
-from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 VALUES_OF = {"softmax_topk": "softmax", "log_softmax_topk": "log_softmax", "topk": "logits"}

@@ -22,7 +22,6 @@ def random_logits(*shape: int, dtype: torch.dtype = torch.float32, device="cpu",
 def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Every bit pattern is as likely as any other: NaNs with payloads, infinities, denormals."""
     generator = torch.Generator().manual_seed(seed)
-    width = torch.finfo(dtype).bits
     return torch.randint(0, 2**32, shape, generator=generator).to(bits(torch.empty(0, dtype=dtype)).dtype).view(dtype)
 
 

@@ -36,7 +36,10 @@ def _library() -> ctypes.CDLL:
     assert compiler, "these tests need a C++ compiler"
     library = _library.directory / "libalgebra.so"
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, str(directory / "cpp/algebra.cpp"), "-o", str(library)], check=True)
+    subprocess.run(
+        [compiler, *flags, str(directory / "cpp/algebra.cpp"), "-o", str(library)],
+        check=True,
+    )
     loaded = ctypes.CDLL(str(library))
     u32, u64, f32 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float
     for name, result, arguments in (
@@ -111,7 +114,12 @@ def test_order_key_named_values():
     keys = (ctypes.c_uint32 * 5)()
     _library().algebra_named_keys(keys)
     nan, positive_infinity, zero, negative_infinity, nothing = keys
-    assert [order_key(bits_of(x)) for x in (NAN, INF, 0.0, -INF)] == [nan, positive_infinity, zero, negative_infinity]
+    assert [order_key(bits_of(x)) for x in (NAN, INF, 0.0, -INF)] == [
+        nan,
+        positive_infinity,
+        zero,
+        negative_infinity,
+    ]
     assert order_key(bits_of(-0.0)) == zero
     assert {order_key(bits) for bits in (0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFFFFFF)} == {nan}
     assert nothing < negative_infinity < zero < positive_infinity < nan
@@ -158,7 +166,10 @@ def test_candidate_holds_key_and_index(bits, index):
 def test_best_k_of_parts_is_best_k_of_all(a, b, k):
     """The T of the algebra: the best k of two lists need only the best k of each."""
     a, b = ([candidate(*pair) for pair in part] for part in (a, b))
-    best = lambda part: sorted(part, reverse=True)[:k]  # noqa: E731
+
+    def best(part):
+        return sorted(part, reverse=True)[:k]
+
     assert best(a + b) == best(best(a) + best(b)) == best(best(b) + best(a))
 
 
@@ -215,7 +226,11 @@ def test_normalizer_is_logsumexp(row, temperature):
     m, d = of_row(row, temperature)
     assert m == max(row)
     if m > -INF:
-        assert math.isclose(d, math.fsum(math.exp((x - m) / temperature) for x in row), rel_tol=MERGE_ERROR)
+        assert math.isclose(
+            d,
+            math.fsum(math.exp((x - m) / temperature) for x in row),
+            rel_tol=MERGE_ERROR,
+        )
 
 
 @given(st.lists(finite, min_size=1, max_size=8), st.sampled_from([NAN, INF]), st.data())

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import fused_topk
 import numpy as np
 import pytest
 import torch
+
+import fused_topk
 from fused_topk import TopK
 from oracle import assert_same
 from rows import random_logits, random_mask

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import fused_topk
 import pytest
 import torch
+
+import fused_topk
 from oracle import DTYPES
 from rows import INF, packed, random_logits, random_mask
 

@@ -11,9 +11,9 @@ import math
 
 import pytest
 import torch
-from fused_topk import TopK
 from torch import Tensor
 
+from fused_topk import TopK
 from oracle import DTYPES, bits
 from rows import INF, NAN, packed, random_logits, random_mask
 
@@ -59,7 +59,7 @@ def test_beam_topk_merges_rows(backend, dtype, shape):
     torch.testing.assert_close(got.values.double(), literal.values, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("vocab_size", [3, 40, 2000])
+@pytest.mark.parametrize("vocab_size", [3, 40, 600])
 def test_beam_topk_k_of_all_tokens(backend, vocab_size):
     """k up to beams * V: more than one row has."""
     logits = random_logits(2, 3, vocab_size, device=backend.device)

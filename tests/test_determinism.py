@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import fused_topk
 import pytest
 import torch
-from fused_topk import TopK
 
+import fused_topk
+from fused_topk import TopK
 from oracle import DTYPES, assert_same, bits
 from rows import adversarial_rows, random_logits, random_mask
 

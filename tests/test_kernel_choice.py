@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+
 from fused_topk import cuda
 from fused_topk.kernel_choice import MAX_K, KernelChoice, choose
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
-import fused_topk
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fused_topk
 from fused_topk import TopK
 from oracle import assert_same, assert_topk, expected
 from rows import packed, random_logits, random_mask
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 ENTRIES = ("softmax_topk", "log_softmax_topk", "topk")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fused_topk import TopK
 from torch import Tensor
 
+from fused_topk import TopK
 from oracle import DTYPES, assert_topk, expected
 from rows import adversarial_rows, random_logits
 

@@ -10,8 +10,9 @@ import re
 import subprocess
 import sys
 
-import fused_topk
 import pytest
+
+import fused_topk
 from fused_topk import backends
 
 FUNCTIONS = [name for name in fused_topk.__all__ if inspect.isfunction(getattr(fused_topk, name))]

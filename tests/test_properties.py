@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fused_topk import TopK
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fused_topk import TopK
 from oracle import DTYPES, bits, check
 from rows import INF, NAN
 

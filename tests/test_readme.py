@@ -8,9 +8,10 @@ import io
 import re
 from pathlib import Path
 
-import fused_topk
 import pytest
 import torch
+
+import fused_topk
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fused_topk import TopK, reference
 
+from fused_topk import TopK, reference
 from oracle import DTYPES, bits, expected, numpy_topk, problem_of
 from rows import adversarial_rows, packed, random_logits, random_mask
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from fused_topk import TopK
 from torch import Tensor
 
+from fused_topk import TopK
 from oracle import DTYPES, assert_topk, expected
 from rows import random_logits
 

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// One instruction set's table of vector_kernels.h: built with -DFUSED_TOPK_KERNELS=<name of the table> and the
-// compiler's options for that set. Written with the vector types of GCC and Clang; intrinsics only where those have no
-// word for it (comparisons to a bit mask, conversion from float16). Everything but the table has internal linkage.
+// One instruction set's table of vector_kernels.h: built with
+// -DFUSED_TOPK_KERNELS=<name of the table> and the compiler's options for that
+// set. Written with the vector types of GCC and Clang; intrinsics only where
+// those have no word for it (comparisons to a bit mask, conversion from
+// float16). Everything but the table has internal linkage.
 #include "vector_kernels.h"
 
 #if defined(__x86_64__)
@@ -22,6 +24,7 @@ static_assert(kLanes <= kMostLanes && kBlock % kLanes == 0);
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int Ints __attribute__((vector_size(4 * kLanes)));
+typedef u32 UInts __attribute__((vector_size(4 * kLanes)));
 typedef double Doubles __attribute__((vector_size(8 * kLanes)));
 typedef float UnalignedFloats __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 
@@ -67,9 +70,14 @@ inline T element(const void* source, i64 i) {
 
 inline float float_of_bfloat16(u16 bits) { return float_of(u32(bits) << 16); }
 
-// float16 has 5 bits of exponent, biased by 15. Works on integers up to the last step, so that it does not depend on how
-// the thread treats denormals.
+// float16 has 5 bits of exponent, biased by 15. Works on integers up to the
+// last step, so that it does not depend on how the thread treats denormals.
 inline float float_of_half(u16 half) {
+#if defined(__aarch64__)
+  __fp16 x;
+  __builtin_memcpy(&x, &half, sizeof x);
+  return x;
+#else
   constexpr u32 kRebias = u32(127 - 15) << 23;
   const u32 magnitude = half & 0x7FFFu;
   u32 bits = (magnitude << 13) + kRebias;
@@ -79,6 +87,7 @@ inline float float_of_half(u16 half) {
   const u32 subnormal = bits_of(float(int(magnitude)) * 0x1p-24f);
   bits = magnitude < 0x0400u ? subnormal : bits;
   return float_of(bits | u32(half & 0x8000u) << 16);
+#endif
 }
 
 void load_float32(const void* source, i64 stride, u32 n, float* x) {
@@ -154,46 +163,68 @@ bool has_nan(const float* x, u32 n) {
   return nans != 0;
 }
 
-// Relative error at most 5.1 units of 2^-24, beyond what rounding x - reference itself does to e^x:
-//   - n c_high and (x - reference) - n c_high are exact (Sterbenz), so r is off by the rounding of the last
-//     subtraction, and f = r / c, |f| <= 1/2 (a little more at a tie), by 3 roundings: 3/2 units, times ln 2: 1.1.
-//   - The polynomial, minimax of degree 6 on [-1/2, 1/2] with 1 as its constant term, is off by 0.1 and rounds to 1.6
-//     units without and 1.3 with fused multiply-add (every float32 argument tried).
+// Relative error at most 5.1 units of 2^-24, beyond what rounding x - reference
+// itself does to e^x:
+//   - n c_high and (x - reference) - n c_high are exact (Sterbenz), so r is off
+//   by the rounding of the last
+//     subtraction, and f = r / c, |f| <= 1/2 (a little more at a tie), by 3
+//     roundings: 3/2 units, times ln 2: 1.1.
+//   - The polynomial, minimax of degree 6 on [-1/2, 1/2] with 1 as its constant
+//   term, is off by 0.1 and rounds to 1.6
+//     units without and 1.3 with fused multiply-add (every float32 argument
+//     tried).
 //   - The multiplication by 2^n is exact.
-inline Floats exp_of(Floats x, const Exponential& e) {
-  // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
-  constexpr float kRound = 0x1.8p23f;
-  const Floats difference = x - e.reference;
-  const Floats shifted = difference * e.inverse_c + kRound;
-  const Floats n = shifted - kRound;
-  const Floats f = ((difference - n * e.c_high) - n * e.c_low) * e.inverse_c;
-  Floats p = f * 0x1.41d334p-13f + 0x1.5f456ap-10f;
-  p = p * f + 0x1.3b2dbcp-7f;
-  p = p * f + 0x1.c6aed4p-5f;
-  p = p * f + 0x1.ebfbdap-3f;
-  p = p * f + 0x1.62e430p-1f;
-  p = p * f + 1.0f;
-  // Only the low bits of `shifted` survive the shift: n, added to the exponent.
-  const Floats scaled = (Floats)((Ints)p + ((Ints)shifted << 23));
-  // Written so that a NaN stays one.
-  return difference < e.lowest ? Floats{} : scaled;
+//
+// Several vectors at a time, step by step: one alone is a chain of operations
+// that each wait for the one before.
+template <u32 COUNT>
+inline void exp_in_place(Floats (&x)[COUNT], const Exponential& e) {
+  // Adding 1.5 * 2^23 leaves the nearest integer in the low bits, here with a
+  // float's exponent bias added to it.
+  constexpr float kRound = 0x1.8p23f + 127.0f;
+  Floats shifted[COUNT], f[COUNT], p[COUNT];
+  for (u32 v = 0; v < COUNT; ++v) x[v] -= e.reference;
+  for (u32 v = 0; v < COUNT; ++v) shifted[v] = x[v] * e.inverse_c + kRound;
+  for (u32 v = 0; v < COUNT; ++v) p[v] = shifted[v] - kRound;
+  for (u32 v = 0; v < COUNT; ++v) f[v] = x[v] - p[v] * e.c_high;
+  for (u32 v = 0; v < COUNT; ++v) f[v] = f[v] - p[v] * e.c_low;
+  for (u32 v = 0; v < COUNT; ++v) f[v] = f[v] * e.inverse_c;
+  for (u32 v = 0; v < COUNT; ++v) p[v] = f[v] * 0x1.41d334p-13f + 0x1.5f456ap-10f;
+  for (u32 v = 0; v < COUNT; ++v) p[v] = p[v] * f[v] + 0x1.3b2dbcp-7f;
+  for (u32 v = 0; v < COUNT; ++v) p[v] = p[v] * f[v] + 0x1.c6aed4p-5f;
+  for (u32 v = 0; v < COUNT; ++v) p[v] = p[v] * f[v] + 0x1.ebfbdap-3f;
+  for (u32 v = 0; v < COUNT; ++v) p[v] = p[v] * f[v] + 0x1.62e430p-1f;
+  for (u32 v = 0; v < COUNT; ++v) p[v] = p[v] * f[v] + 1.0f;
+  // Only the low bits survive the shift. The choice is written so that a NaN
+  // stays one.
+  for (u32 v = 0; v < COUNT; ++v) x[v] = x[v] < e.lowest ? Floats{} : p[v] * (Floats)((UInts)shifted[v] << 23);
 }
 
-// A float32 lane adds up at most 4 exponentials before it goes on in float64: with the two additions that join four
-// vectors, 5 roundings, whatever the length of the row.
+// A float32 lane adds up at most 4 exponentials before it goes on in float64:
+// with the two additions that join four vectors, 5 roundings, whatever the
+// length of the row.
 double sum_exp(const float* x, u32 n, const Exponential& e, const void* next, u32 bytes) {
-  constexpr u32 kRun = 16 * kLanes;
+  constexpr u32 kGroup = 4;
+  constexpr u32 kRun = 4 * kGroup * kLanes;
   const char* fetch = static_cast<const char*>(next);
   Doubles total = {};
   u32 i = 0;
   for (; i + kRun <= n; i += kRun) {
     for (u32 line = 0; line < kRun * bytes; line += 64) __builtin_prefetch(fetch + i * bytes + line);
-    Floats sum[4] = {};
-    for (u32 j = 0; j < kRun; j += kLanes) sum[j / kLanes % 4] += exp_of(load(x + i + j), e);
+    Floats sum[kGroup] = {};
+    for (u32 j = i; j < i + kRun; j += kGroup * kLanes) {
+      Floats group[kGroup];
+      for (u32 v = 0; v < kGroup; ++v) group[v] = load(x + j + v * kLanes);
+      exp_in_place(group, e);
+      for (u32 v = 0; v < kGroup; ++v) sum[v] += group[v];
+    }
     total += __builtin_convertvector((sum[0] + sum[1]) + (sum[2] + sum[3]), Doubles);
   }
-  for (; i + kLanes <= n; i += kLanes) total += __builtin_convertvector(exp_of(load(x + i), e), Doubles);
-  if (i < n) total += __builtin_convertvector(exp_of(load_some(x + i, n - i, -kInfinity), e), Doubles);
+  for (; i < n; i += kLanes) {
+    Floats one[1] = {n - i >= kLanes ? load(x + i) : load_some(x + i, n - i, -kInfinity)};
+    exp_in_place(one, e);
+    total += __builtin_convertvector(one[0], Doubles);
+  }
   double result = 0.0;
   for (u32 lane = 0; lane < kLanes; ++lane) result += total[lane];
   return result;
@@ -204,11 +235,13 @@ double sum_exp(const float* x, u32 n, const Exponential& e, const void* next, u3
 // Signed integers in the order of the floats; NaNs do not come here.
 inline int ordered(int bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }
 
-// The maxima of disjoint groups of x: k groups have an element not below the k-th greatest of them. That one is found
-// by bisection; a count of a few hundred integers is a few instructions.
+// The maxima of disjoint groups of x: k groups have an element not below the
+// k-th greatest of them. That one is found by bisection; a count of a few
+// hundred integers is a few instructions.
 float lower_bound_of_kth(const float* x, u32 n, u32 k) {
   const u32 vectors = n / kLanes;
-  // About 4 k groups: then about 1.15 k elements are not below the bound, if they lie at random.
+  // About 4 k groups: then about 1.15 k elements are not below the bound, if
+  // they lie at random.
   u32 groups = (4 * k + kLanes - 1) / kLanes;
   groups = groups < 4 ? 4 : groups;
   groups = groups > vectors / 2 ? vectors / 2 : groups;
@@ -258,10 +291,20 @@ inline u32 lanes_not_below(Floats x, Floats threshold) {
 #endif
 }
 
+// All of x, in a loop that the compiler can vectorise.
+void make_candidates(const float* x, u32 n, u32 first_index, u64* candidates) {
+  for (u32 i = 0; i < n; ++i) candidates[i] = make_candidate(order_key(bits_of(x[i])), first_index + i);
+}
+
 u32 append_candidates(const float* x, u32 begin, u32 n, u32 first_index, float threshold, u64* list, u32* size,
                       u32 capacity) {
-  constexpr u32 kAllLanes = (1u << kLanes) - 1;
   constexpr u32 kStep = 4;
+  if (threshold == -kInfinity) {
+    const u32 stop = capacity - *size < n - begin ? begin + (capacity - *size) / kLanes * kLanes : n;
+    make_candidates(x + begin, stop - begin, first_index + begin, list + *size);
+    *size += stop - begin;
+    return stop;
+  }
   const Floats limit = broadcast(threshold);
   u32 end = *size;
   u32 i = begin;
@@ -282,13 +325,6 @@ u32 append_candidates(const float* x, u32 begin, u32 n, u32 first_index, float t
       if (capacity - end < kLanes) {
         *size = end;
         return i;
-      }
-      if (lanes == kAllLanes) {
-        for (u32 lane = 0; lane < kLanes; ++lane) {
-          list[end + lane] = make_candidate(order_key(bits_of(x[i + lane])), first_index + i + lane);
-        }
-        end += kLanes;
-        continue;
       }
       for (; lanes != 0; lanes &= lanes - 1) {
         const u32 lane = u32(__builtin_ctz(lanes));
@@ -311,10 +347,10 @@ u32 append_candidates(const float* x, u32 begin, u32 n, u32 first_index, float t
 #endif
 
 extern const VectorKernels FUSED_TOPK_KERNELS = {
-    FUSED_TOPK_NAME, {load_float32, load_float16, load_bfloat16},
-    mask_bools,      mask_bits,
-    maximum,         has_nan,
-    sum_exp,         lower_bound_of_kth,
+    FUSED_TOPK_NAME,   {load_float32, load_float16, load_bfloat16},
+    mask_bools,        mask_bits,
+    maximum,           has_nan,
+    sum_exp,           lower_bound_of_kth,
     append_candidates,
 };
 

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+// The Python module fused_topk._cpu. It takes addresses, sizes and strides, so
+// that it knows neither torch nor numpy; fused_topk/cpu.py, its only caller,
+// has checked them all.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "problem.h"
+
+namespace nb = nanobind;
+
+namespace fused_topk::cpu {
+namespace {
+
+#if defined(__x86_64__)
+// Not every compiler's __builtin_cpu_supports knows it. AVX, which it also
+// needs of the system, is asked for besides.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
+// The tables that this machine can run, best first.
+const std::vector<const VectorKernels*>& supported_kernels() {
+  static const std::vector<const VectorKernels*> supported = [] {
+    std::vector<const VectorKernels*> result;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (avx512) result.push_back(&kAvx512Kernels);
+    if (avx2) result.push_back(&kAvx2Kernels);
+#endif
+    result.push_back(&kBaselineKernels);
+    return result;
+  }();
+  return supported;
+}
+
+const VectorKernels& kernels_named(std::string_view name) {
+  if (name.empty()) return *supported_kernels().front();
+  for (const VectorKernels* kernels : supported_kernels()) {
+    if (name == kernels->name) return *kernels;
+  }
+  throw std::invalid_argument("this machine has no instruction set named '" + std::string(name) + "'");
+}
+
+template <class T>
+T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Splits the last one off, that of the vocabulary.
+i64 pop(std::vector<i64>& strides) {
+  const i64 last = strides.back();
+  strides.pop_back();
+  return last;
+}
+
+// clang-format off: one argument group a line, in the order in which cpu.py passes them
+void topk(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
+          double temperature, std::uintptr_t row_temperature, std::vector<i64> temperature_strides,
+          std::uintptr_t mask, u32 mask_kind, std::vector<i64> mask_strides,
+          u32 k, u32 value_kind, u32 normalize_over,
+          std::uintptr_t values, std::uintptr_t indices, std::uintptr_t logsumexp,
+          std::uintptr_t beam_scores, std::vector<i64> beam_scores_strides,
+          u32 threads, std::string_view instruction_set) {
+  // clang-format on
+  Problem p{};
+  p.kernels = &kernels_named(instruction_set);
+  p.threads = threads;
+  p.vocab_size = u32(pop(shape));
+  p.sizes = std::move(shape);
+  p.k = k;
+  p.dtype = DType(dtype);
+  p.value_kind = ValueKind(value_kind);
+  p.normalize_over = NormalizeOver(normalize_over);
+  p.logits = pointer<const char>(logits);
+  p.logits_element_stride = pop(logits_strides);
+  p.logits_strides = std::move(logits_strides);
+  p.temperature = temperature;
+  p.row_temperature = pointer<const float>(row_temperature);
+  p.temperature_strides = std::move(temperature_strides);
+  p.mask = pointer<const char>(mask);
+  p.mask_kind = MaskKind(mask_kind);
+  if (p.mask) p.mask_element_stride = pop(mask_strides);
+  p.mask_strides = std::move(mask_strides);
+  p.values = pointer<void>(values);
+  p.indices = pointer<i64>(indices);
+  p.logsumexp = pointer<float>(logsumexp);
+  p.beam_scores = pointer<const float>(beam_scores);
+  if (p.beam_scores) {
+    p.beam_scores_strides[0] = beam_scores_strides.at(0);
+    p.beam_scores_strides[1] = beam_scores_strides.at(1);
+  }
+
+  const nb::gil_scoped_release without_gil;
+  solve(p);
+}
+
+}  // namespace
+
+NB_MODULE(_cpu, module) {
+  module.def("topk", &topk);
+  module.def(
+      "instruction_set", [] { return supported_kernels().front()->name; },
+      "The best instruction set of this machine that the kernels are compiled "
+      "for.");
+  module.def(
+      "instruction_sets",
+      [] {
+        std::vector<std::string> names;
+        for (const VectorKernels* kernels : supported_kernels()) names.emplace_back(kernels->name);
+        return names;
+      },
+      "All that this machine can run, best first: each may be asked for by "
+      "name.");
+}
+
+}  // namespace fused_topk::cpu

@@ -1,0 +1,393 @@
+// SPDX-License-Identifier: Apache-2.0
+// The rows of a problem, on several threads.
+//
+// A task is a part of a row, a range of its blocks: a whole row where rows are
+// many, and less where they are fewer than the threads can share evenly.
+// Whoever finishes the last part of a row joins the parts and writes the row's
+// results; whoever finishes the last beam of a batch entry joins the beams. The
+// results do not depend on any of this, to the last bit: the k best are exact,
+// and a row's normalizer is the sum of its blocks' normalizers in their order,
+// whoever computed them.
+//
+// Error of logsumexp and log-probabilities: see docs of exp_of and sum_exp in
+// vector_kernels.cpp for a block's d. From there on everything is float64, and
+// is rounded to float32 once.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <numeric>
+
+#include "../normalizer.h"
+#include "problem.h"
+#include "selection.h"
+#include "thread_pool.h"
+
+namespace fused_topk::cpu {
+namespace {
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+// Fewer elements than this for a thread are not worth waking it, fewer blocks
+// not worth joining. Guesses.
+constexpr u64 kElementsPerThread = 16384;
+constexpr u32 kBlocksPerPart = 4;
+// Rows of fewer elements than this are handed out several at a time.
+constexpr u64 kElementsPerTask = 16384;
+
+constexpr u32 kItemSize[kDTypes] = {4, 2, 2};
+
+// The normalizer of a block: d in float64, so that the blocks of a row add no
+// error.
+struct BlockNormalizer {
+  float m;
+  double d;
+};
+
+// `merge` of normalizer.h.
+BlockNormalizer merge(const BlockNormalizer& a, const BlockNormalizer& b, double inverse_temperature) {
+  const float m = max_or_nan(a.m, b.m);
+  const double base = reference_point(m);
+  const auto relative_to_m = [&](const BlockNormalizer& x) {
+    return x.m == m ? x.d : x.d * std::exp((x.m - base) * inverse_temperature);
+  };
+  return {m, relative_to_m(a) + relative_to_m(b)};
+}
+
+// A row's temperature in the forms that the arithmetic wants.
+struct Temperature {
+  double inverse;
+  Exponential exponential;  // all but its reference
+
+  // One that is not positive makes a NaN of everything but the indices. Others
+  // are brought within what float32 arithmetic can multiply and divide by.
+  explicit Temperature(double t) {
+    t = t > 0.0 ? std::clamp(t, 0x1p-120, 0x1p126) : kNaN;
+    inverse = 1.0 / t;
+    const double c = t * 0.6931471805599453;
+    // The upper 16 of 24 bits.
+    const float rounded = float(c);
+    u32 bits;
+    std::memcpy(&bits, &rounded, sizeof bits);
+    bits &= 0xFFFFFF00u;
+    float high;
+    std::memcpy(&high, &bits, sizeof high);
+    // Not -inf, so that a logit of -inf is always below.
+    const double lowest = std::max(-125.0 * c, -double(std::numeric_limits<float>::max()));
+    exponential = {0.0f, float(1.0 / c), high, float(c - high), std::isnan(t) ? float(t) : float(lowest)};
+  }
+};
+
+i64 offset_of(u64 row, const std::vector<i64>& sizes, const std::vector<i64>& strides) {
+  i64 offset = 0;
+  for (size_t dim = sizes.size(); dim-- > 0 && row != 0;) {
+    const u64 size = u64(sizes[dim]);
+    // Mostly there is one dimension, or the others are 1: no division then.
+    const u64 outer = row < size ? 0 : row / size;
+    offset += i64(row - outer * size) * strides[dim];
+    row = outer;
+  }
+  return offset;
+}
+
+// Where a row's logits, mask and results are.
+struct Row {
+  u64 number;
+  const char* logits;
+  const char* mask;  // nullable
+  Temperature temperature;
+};
+
+struct Solver;
+
+// What a thread needs to work on a part.
+struct Workspace {
+  explicit Workspace(const Solver& solver);
+
+  alignas(64) float buffer[kBlock];
+  std::vector<BlockNormalizer> normalizers;
+  Selection selection;
+  std::unique_ptr<Selection> beam_selection;
+};
+
+struct Solver {
+  const Problem& problem;
+  u64 rows;
+  u32 blocks;  // of a row
+  u32 parts;   // of a row
+  u32 k;       // of a row: less than the problem's k where a beam has fewer tokens
+  u64 beams = 0;
+
+  std::atomic<u64> next_task{0};
+  u64 tasks_at_once = 1;
+
+  // What parts leave for the last of their row: only where parts > 1.
+  std::unique_ptr<BlockNormalizer[]> normalizers;  // [rows, blocks]
+  std::vector<u64> part_lists;                     // [rows, parts, k]
+  std::vector<u32> part_sizes;                     // [rows, parts]
+  std::unique_ptr<std::atomic<u32>[]> parts_left;  // [rows]
+
+  // What rows leave for the last beam of their batch entry: only with beams.
+  std::vector<float> beam_values;                  // [rows, k]
+  std::vector<u32> beam_tokens;                    // [rows, k]
+  std::unique_ptr<std::atomic<u32>[]> beams_left;  // [rows / beams]
+
+  explicit Solver(const Problem& p) : problem(p) {
+    rows = 1;
+    for (const i64 size : p.sizes) rows *= u64(size);
+    blocks = (p.vocab_size - 1) / kBlock + 1;
+    k = std::min(p.k, p.vocab_size);
+    parts = parts_of_a_row();
+    tasks_at_once = std::max<u64>(1, kElementsPerTask / p.vocab_size);
+    if (parts > 1) {
+      normalizers.reset(new BlockNormalizer[rows * blocks]);
+      part_lists.resize(rows * parts * k);
+      part_sizes.resize(rows * parts);
+      parts_left = counters(rows, parts);
+    }
+    if (p.beam_scores) {
+      beams = u64(p.sizes[1]);
+      beam_values.resize(rows * k);
+      beam_tokens.resize(rows * k);
+      beams_left = counters(rows / std::max<u64>(beams, 1), u32(beams));
+    }
+  }
+
+  u32 threads() const {
+    const u64 useful = rows * problem.vocab_size / kElementsPerThread;
+    return u32(std::clamp<u64>(useful, 1, problem.threads));
+  }
+
+  // So many that the threads have equal shares, where rows are too few for that
+  // to come by itself.
+  u32 parts_of_a_row() const {
+    const u32 sharing = threads();
+    if (rows == 0 || rows >= 8 * u64(sharing)) return 1;
+    const u32 wanted = sharing / u32(std::gcd(u64(sharing), rows));
+    return std::clamp(blocks / kBlocksPerPart, 1u, wanted);
+  }
+
+  static std::unique_ptr<std::atomic<u32>[]> counters(u64 count, u32 value) {
+    std::unique_ptr<std::atomic<u32>[]> result(new std::atomic<u32>[count]);
+    for (u64 i = 0; i < count; ++i) result[i].store(value, std::memory_order_relaxed);
+    return result;
+  }
+
+  void run() {
+    if (rows == 0) return;
+    run_on_threads(threads(), [this] {
+      Workspace workspace(*this);
+      const u64 tasks = rows * parts;
+      for (;;) {
+        const u64 first = next_task.fetch_add(tasks_at_once, std::memory_order_relaxed);
+        if (first >= tasks) return;
+        const u64 end = std::min(tasks, first + tasks_at_once);
+        for (u64 task = first; task < end; ++task) do_part(task / parts, u32(task % parts), workspace);
+      }
+    });
+  }
+
+  Row row_at(u64 number) const {
+    const Problem& p = problem;
+    const i64 logits_offset = offset_of(number, p.sizes, p.logits_strides);
+    const u32 mask_item_size = p.mask_kind == MaskKind::kBits ? 4 : 1;
+    double t = p.temperature;
+    if (p.row_temperature) t = p.row_temperature[offset_of(number, p.sizes, p.temperature_strides)];
+    return {number, p.logits + logits_offset * kItemSize[p.dtype],
+            p.mask ? p.mask + offset_of(number, p.sizes, p.mask_strides) * mask_item_size : nullptr, Temperature(t)};
+  }
+
+  void do_part(u64 number, u32 part, Workspace& workspace) {
+    const Row row = row_at(number);
+    workspace.selection.restart();
+    const u32 first = u32(u64(blocks) * part / parts);
+    const u32 end = u32(u64(blocks) * (part + 1) / parts);
+    if (parts == 1) {
+      scan(row, first, end, workspace.normalizers.data(), workspace);
+      finish_row(row, workspace.normalizers.data(), workspace);
+      return;
+    }
+    BlockNormalizer* const row_normalizers = normalizers.get() + number * blocks;
+    scan(row, first, end, row_normalizers + first, workspace);
+    u32* const sizes = part_sizes.data() + number * parts;
+    u64* const lists = part_lists.data() + number * parts * k;
+    const u64* best = workspace.selection.trimmed(&sizes[part]);
+    std::copy(best, best + sizes[part], lists + u64(part) * k);
+
+    // Releases what this part wrote, and acquires what the others did.
+    if (parts_left[number].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    workspace.selection.restart();
+    for (u32 i = 0; i < parts; ++i) workspace.selection.add_candidates(lists + u64(i) * k, sizes[i]);
+    finish_row(row, row_normalizers, workspace);
+  }
+
+  // Reads blocks first .. end once: their normalizers, and their candidates
+  // into the workspace's selection.
+  void scan(const Row& row, u32 first, u32 end, BlockNormalizer* block_normalizers, Workspace& workspace) const {
+    const Problem& p = problem;
+    const VectorKernels& kernels = *p.kernels;
+    const bool mask_first = row.mask && p.normalize_over != NormalizeOver::kAll;
+    const bool mask_later = row.mask && !mask_first;
+    const i64 step = p.logits_element_stride * kItemSize[p.dtype];
+    // float32 as the loops want it is read where it lies.
+    const bool in_place = p.dtype == kFloat32 && p.logits_element_stride == 1 && !row.mask &&
+                          reinterpret_cast<std::uintptr_t>(row.logits) % alignof(float) == 0;
+    Exponential exponential = row.temperature.exponential;
+
+    for (u32 block = first; block < end; ++block) {
+      const u32 begin = block * kBlock;
+      const u32 n = std::min(kBlock, p.vocab_size - begin);
+      const char* const source = row.logits + begin * step;
+      const float* x = reinterpret_cast<const float*>(source);
+      if (!in_place) {
+        kernels.load[p.dtype](source, p.logits_element_stride, n, workspace.buffer);
+        x = workspace.buffer;
+      }
+      if (mask_first) apply_mask(row, begin, n, workspace.buffer);
+
+      float greatest = kernels.maximum(x, n);
+      exponential.reference = reference_point(greatest);
+      const double d = kernels.sum_exp(x, n, exponential, source + n * step, kItemSize[p.dtype]);
+      // So a NaN is noticed without looking for it. A maximum of +inf gives NaN
+      // too, and so does a temperature.
+      const bool may_have_nan = d != d;
+      const bool has_nan = may_have_nan && kernels.has_nan(x, n);
+      *block_normalizers++ = {has_nan ? float(kNaN) : greatest, d};
+
+      if (mask_later) {
+        apply_mask(row, begin, n, workspace.buffer);
+        greatest = kernels.maximum(x, n);
+      }
+      workspace.selection.add_block(x, n, begin, greatest, has_nan);
+    }
+  }
+
+  void apply_mask(const Row& row, u32 begin, u32 n, float* x) const {
+    const i64 stride = problem.mask_element_stride;
+    if (problem.mask_kind == MaskKind::kBools) {
+      problem.kernels->mask_bools(reinterpret_cast<const u8*>(row.mask) + begin * stride, stride, n, x);
+    } else {
+      problem.kernels->mask_bits(row.mask + begin / 32 * stride * 4, stride, n, x);
+    }
+  }
+
+  // The results of a row whose candidates are in the workspace's selection.
+  void finish_row(const Row& row, const BlockNormalizer* block_normalizers, Workspace& workspace) {
+    BlockNormalizer sum = block_normalizers[0];
+    for (u32 i = 1; i < blocks; ++i) sum = merge(sum, block_normalizers[i], row.temperature.inverse);
+    const double m = sum.m;
+    const double log_d = std::log(sum.d);
+    // Against a maximum of +inf, d would be NaN; the temperature may be NaN,
+    // and the logsumexp is then too.
+    const double logsumexp = std::isinf(m) ? m * row.temperature.inverse : m * row.temperature.inverse + log_d;
+    problem.logsumexp[row.number] = float(logsumexp);
+
+    const u64* best = workspace.selection.sorted();
+    if (problem.value_kind == ValueKind::kLogits) {
+      write_logits(row, best);
+    } else if (!problem.beam_scores) {
+      write_indices(row, best);
+      write_values(row, best, m, log_d, static_cast<float*>(problem.values) + row.number * k);
+    } else {
+      for (u32 i = 0; i < k; ++i) beam_tokens[row.number * k + i] = index_of(best[i]);
+      write_values(row, best, m, log_d, beam_values.data() + row.number * k);
+      if (beams_left[row.number / beams].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        finish_beams(row.number / beams, *workspace.beam_selection);
+      }
+    }
+  }
+
+  void write_indices(const Row& row, const u64* best) const {
+    i64* const indices = problem.indices + row.number * k;
+    for (u32 i = 0; i < k; ++i) indices[i] = index_of(best[i]);
+  }
+
+  // Probabilities or log-probabilities.
+  void write_values(const Row& row, const u64* best, double m, double log_d, float* values) const {
+    // No finite normalizer, no probabilities: NaN, as torch.softmax has it.
+    if (!std::isfinite(log_d) || !std::isfinite(m)) {
+      std::fill(values, values + k, float(kNaN));
+      return;
+    }
+    const auto shifted = [&](u32 i) { return (double(logit_of(best[i])) - m) * row.temperature.inverse; };
+    double log_total = log_d;
+    if (problem.normalize_over == NormalizeOver::kTopK) {
+      double total = 0.0;
+      for (u32 i = 0; i < k; ++i) total += std::exp(shifted(i));
+      log_total = std::log(total);
+    }
+    if (problem.value_kind == ValueKind::kProbabilities) {
+      for (u32 i = 0; i < k; ++i) values[i] = float(std::exp(shifted(i) - log_total));
+    } else {
+      for (u32 i = 0; i < k; ++i) values[i] = float(shifted(i) - log_total);
+    }
+  }
+
+  static float logit_of(u64 candidate) {
+    const u32 bits = bits_of_key(key_of(candidate));
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+  }
+
+  // The chosen logits bit for bit, and -inf for tokens that are not allowed.
+  void write_logits(const Row& row, const u64* best) const {
+    write_indices(row, best);
+    const u32 item_size = kItemSize[problem.dtype];
+    constexpr u32 kNegativeInfinity[kDTypes] = {0xFF800000u, 0xFC00u, 0xFF80u};
+    char* value = static_cast<char*>(problem.values) + row.number * k * item_size;
+    for (u32 i = 0; i < k; ++i, value += item_size) {
+      if (key_of(best[i]) == kNegativeInfinityKey) {
+        std::memcpy(value, &kNegativeInfinity[problem.dtype], item_size);
+      } else {
+        std::memcpy(value, row.logits + i64(index_of(best[i])) * problem.logits_element_stride * item_size, item_size);
+      }
+    }
+  }
+
+  // The k best of a batch entry: those of its beams' lists, one after another,
+  // by their accumulated value. An equal value goes to the smaller beam, and
+  // within a beam to the order of its row.
+  void finish_beams(u64 entry, Selection& selection) {
+    const u64 first_row = entry * beams;
+    const char* const scores = reinterpret_cast<const char*>(problem.beam_scores);
+    std::vector<u64> candidates(beams * k);
+    std::vector<float> accumulated(beams * k);
+    for (u64 beam = 0; beam < beams; ++beam) {
+      float score;
+      const i64 at = i64(entry) * problem.beam_scores_strides[0] + i64(beam) * problem.beam_scores_strides[1];
+      std::memcpy(&score, scores + at * i64(sizeof score), sizeof score);
+      for (u32 i = 0; i < k; ++i) {
+        const u64 place = beam * k + i;
+        accumulated[place] = score + beam_values[first_row * k + place];
+        u32 bits;
+        std::memcpy(&bits, &accumulated[place], sizeof bits);
+        candidates[place] = make_candidate(order_key(bits), u32(place));
+      }
+    }
+    selection.restart();
+    selection.add_candidates(candidates.data(), u32(candidates.size()));
+    const u64* best = selection.sorted();
+    float* const values = static_cast<float*>(problem.values) + entry * problem.k;
+    i64* const indices = problem.indices + entry * problem.k;
+    for (u32 i = 0; i < problem.k; ++i) {
+      const u32 place = index_of(best[i]);
+      values[i] = accumulated[place];
+      indices[i] = i64(place / k) * problem.vocab_size + beam_tokens[first_row * k + place];
+    }
+  }
+};
+
+Workspace::Workspace(const Solver& solver)
+    : normalizers(solver.parts == 1 ? solver.blocks : 0),
+      selection(*solver.problem.kernels, solver.k, solver.problem.vocab_size),
+      beam_selection(solver.beams ? new Selection(*solver.problem.kernels, solver.problem.k, 0) : nullptr) {}
+
+}  // namespace
+
+void solve(const Problem& problem) { Solver(problem).run(); }
+
+}  // namespace fused_topk::cpu

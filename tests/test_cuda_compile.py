@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every CUDA kernel compiles for every supported architecture and spills no register. Needs NVRTC, but no GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from fused_topk import cuda, kernel_source
+
+DTYPES = ("Float32", "Float16", "BFloat16")
+
+
+@pytest.fixture(scope="module")
+def nvrtc():
+    try:
+        return cuda._nvrtc().getVersion()
+    except Exception as error:  # whatever a missing library raises
+        if os.environ.get("FUSED_TOPK_REQUIRE_NVRTC", "") not in ("", "0"):
+            raise
+        pytest.skip(f"no NVRTC: {error}")
+
+
+def kernels_of(dtype: str) -> list[str]:
+    return [name for name in cuda.kernel_names() if f"::{dtype}," in name]
+
+
+def test_kernel_names_are_all_tested():
+    tested = sum((kernels_of(dtype) for dtype in DTYPES), [])
+    assert len(tested) == len(set(tested)) == len(cuda.kernel_names()) - 1 == 72
+
+
+@pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_compile_without_spills(nvrtc, dtype, architecture):
+    for kernel in kernels_of(dtype):
+        binary, entry, log = cuda.compile_kernel(kernel, architecture)
+        assert binary[:4] == b"\x7fELF"
+        assert "softmax_topk_kernel" in entry
+        assert_no_spills(kernel, log)
+
+
+@pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
+def test_read_rows_compiles_without_spills(nvrtc, architecture):
+    _, _, log = cuda.compile_kernel("fused_topk::read_rows_kernel", architecture)
+    assert_no_spills("read_rows_kernel", log)
+
+
+def test_compile_error_carries_the_log(nvrtc, monkeypatch):
+    monkeypatch.setattr(kernel_source, "translation_unit", lambda: "__global__ void broken() { undeclared(); }")
+    with pytest.raises(RuntimeError, match=r"(?s)NVRTC could not compile broken for sm_90 .*undeclared"):
+        cuda.compile_kernel("broken", 90)
+
+
+def test_cache_key_covers_every_source(monkeypatch):
+    """A binary is found again only if nothing that shapes it has changed."""
+    key = kernel_source.cache_key("kernel", 90, "13.0")
+    assert key != kernel_source.cache_key("other", 90, "13.0")
+    assert key != kernel_source.cache_key("kernel", 80, "13.0")
+    assert key != kernel_source.cache_key("kernel", 90, "13.1")
+    monkeypatch.setattr(kernel_source, "OPTIONS", ("-std=c++20",))
+    assert key != kernel_source.cache_key("kernel", 90, "13.0")
+    monkeypatch.undo()
+    unit = kernel_source.translation_unit()
+    for name in kernel_source.SOURCES:
+        first_lines = (kernel_source.source_folder() / name).read_text().splitlines()[:2]
+        assert f'#line 1 "{name}"' in unit
+        assert first_lines[1] in unit
+    monkeypatch.setattr(kernel_source, "translation_unit", lambda: unit.replace("kLn2", "kLnTwo"))
+    assert key != kernel_source.cache_key("kernel", 90, "13.0")
+
+
+def test_compiled_kernels_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSED_TOPK_CACHE_DIR", str(tmp_path / "kernels"))
+    assert kernel_source.load_compiled("key") is None
+    kernel_source.store_compiled("key", b"first")
+    kernel_source.store_compiled("key", b"second")
+    assert kernel_source.load_compiled("key") == b"second"
+    assert [p.name for p in (tmp_path / "kernels").iterdir()] == ["key.cubin"]
+
+
+def test_unwritable_cache_is_no_error(tmp_path, monkeypatch):
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    monkeypatch.setenv("FUSED_TOPK_CACHE_DIR", str(in_the_way / "kernels"))
+    kernel_source.store_compiled("key", b"binary")
+    assert kernel_source.load_compiled("key") is None
+
+
+def assert_no_spills(kernel: str, log: str) -> None:
+    """The compiler's log must tell of every entry, and of no byte of local memory."""
+    found = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert found, f"{kernel}: no resource report in the compiler's log:\n{log}"
+    assert set(found) == {("0", "0", "0")}, f"{kernel} uses local memory:\n{log}"
+    assert re.search(r"Used \d+ registers", log)
