@@ -137,6 +137,10 @@ def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(
+            f"`{name}` must be a str, got {type(value).__name__}; pass one of {', '.join(map(repr, allowed))}"
+        )
     if value not in allowed:
         listed = ", ".join(repr(a) for a in allowed)
         raise ValueError(f"`{name}` must be one of {listed}, got {value!r}; check the spelling")
@@ -172,12 +176,14 @@ def check_out(out: Any, expected: TopK, inputs: Sequence[Tensor | None]) -> None
     """`out` must match `expected`, tensors without data that show the result's shapes and dtypes."""
     if not isinstance(out, (tuple, list)) or len(out) != 3:
         raise TypeError(
-            "`out` must be a tuple of three tensors (values, indices, logsumexp), got " + type(out).__name__
+            f"`out` must be a tuple (values, indices, logsumexp), got {type(out).__name__}; pass three tensors"
         )
     if torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (*inputs, *out) if isinstance(t, Tensor)
     ):
-        raise ValueError("`out` cannot be used where a gradient is wanted; detach the tensors or leave out=None")
+        raise ValueError(
+            "`out` must not be used where a gradient is wanted, got requires_grad=True; detach or leave out=None"
+        )
     ranges = []
     for name, tensor, like in zip(TopK._fields, out, expected, strict=True):
         check_tensor(f"out.{name}", tensor)

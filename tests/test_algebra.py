@@ -23,7 +23,9 @@ MERGE_ERROR = 2e-5
 
 floats = st.floats(width=32)
 finite = st.floats(-1e4, 1e4, width=32)
-float_bits = st.integers(0, 2**32 - 1)
+# Zeros, the smallest and largest denormals, the ends of the finite, infinities, and the first and last NaNs.
+_ENDS = (0x00000000, 0x00000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF)
+float_bits = st.sampled_from([*_ENDS, *(bits | 0x80000000 for bits in _ENDS)]) | st.integers(0, 2**32 - 1)
 indices = st.integers(0, 2**31 - 2)
 temperatures = st.sampled_from([0.1, 0.7, 1.0, 5.0])
 logits = st.lists(st.floats(-50, 50, width=32) | st.just(-INF), min_size=1, max_size=12)

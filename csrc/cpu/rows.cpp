@@ -19,7 +19,6 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <numeric>
 
 #include "../normalizer.h"
 #include "problem.h"
@@ -35,6 +34,7 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 // not worth joining. Guesses.
 constexpr u64 kElementsPerThread = 16384;
 constexpr u32 kBlocksPerPart = 4;
+constexpr u32 kTasksPerThread = 4;
 // Rows of fewer elements than this are handed out several at a time.
 constexpr u64 kElementsPerTask = 16384;
 
@@ -161,13 +161,11 @@ struct Solver {
     return u32(std::clamp<u64>(useful, 1, problem.threads));
   }
 
-  // So many that the threads have equal shares, where rows are too few for that
-  // to come by itself.
+  // So many that the threads have about equal shares, though one may come late.
   u32 parts_of_a_row() const {
-    const u32 sharing = threads();
-    if (rows == 0 || rows >= 8 * u64(sharing)) return 1;
-    const u32 wanted = sharing / u32(std::gcd(u64(sharing), rows));
-    return std::clamp(blocks / kBlocksPerPart, 1u, wanted);
+    const u64 tasks = threads() == 1 ? 1 : kTasksPerThread * u64(threads());
+    if (rows == 0 || rows >= tasks) return 1;
+    return u32(std::clamp<u64>(blocks / kBlocksPerPart, 1, (tasks - 1) / rows + 1));
   }
 
   static std::unique_ptr<std::atomic<u32>[]> counters(u64 count, u32 value) {

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <functional>
 #include <limits>
 
 namespace fused_topk::cpu {
@@ -26,52 +25,19 @@ float float_of(u32 bits) {
 // The least logit that ranks before `x`, whatever their indices; +inf where only a NaN does.
 float least_above(u32 key) { return key >= kPositiveInfinityKey ? kInfinity : float_of(bits_of_key(key + 1)); }
 
-// Guesses, within which comparisons beat counting.
-constexpr u32 kFewToSelect = 512;
-constexpr u32 kFewToSort = 512;
-
-// The k-th greatest of list[0 .. size]. Counting: the range of the values is cut into up to 2048 buckets; only the
-// bucket that holds the k-th greatest is looked at again.
-u64 kth_greatest(const u64* list, u32 size, u32 k, u64* scratch) {
-  while (size > kFewToSelect) {
-    const auto [least, greatest] = std::minmax_element(list, list + size);
-    const u64 base = *least;
-    const u64 range = *greatest - base;
-    const u32 width = range == 0 ? 0 : 64 - u32(__builtin_clzll(range));
-    const u32 shift = width > 11 ? width - 11 : 0;
-    u32 counts[2048] = {};
-    for (u32 i = 0; i < size; ++i) ++counts[(list[i] - base) >> shift];
-    u32 bucket = u32(range >> shift);
-    for (; counts[bucket] < k; --bucket) k -= counts[bucket];
-    u32 kept = 0;
-    // In place from the second time on: it writes behind where it reads.
-    for (u32 i = 0; i < size; ++i) {
-      const u64 candidate = list[i];
-      scratch[kept] = candidate;
-      kept += (candidate - base) >> shift == bucket;
-    }
-    list = scratch;
-    size = kept;
-  }
-  if (list != scratch) std::copy(list, list + size, scratch);
-  std::nth_element(scratch, scratch + (k - 1), scratch + size, std::greater<>());
-  return scratch[k - 1];
-}
-
 // By key, greatest first, keeping the order of equal keys: radix sort, least significant digit first. Returns where the
 // result is, `list` or `scratch`.
+template <u32 DIGITS, u32 BITS>
 u64* sort_by_key(u64* list, u32 size, u64* scratch) {
-  constexpr u32 kDigits = 3;
-  constexpr u32 kBits = 11;
-  constexpr u32 kMask = (1u << kBits) - 1;
-  u32 counts[kDigits][1u << kBits] = {};
+  constexpr u32 kMask = (1u << BITS) - 1;
+  u32 counts[DIGITS][1u << BITS] = {};
   for (u32 i = 0; i < size; ++i) {
     const u32 key = ~key_of(list[i]);
-    for (u32 digit = 0; digit < kDigits; ++digit) ++counts[digit][key >> (digit * kBits) & kMask];
+    for (u32 digit = 0; digit < DIGITS; ++digit) ++counts[digit][key >> (digit * BITS) & kMask];
   }
-  for (u32 digit = 0; digit < kDigits; ++digit) {
+  for (u32 digit = 0; digit < DIGITS; ++digit) {
     u32* start = counts[digit];
-    const u32 shift = digit * kBits;
+    const u32 shift = digit * BITS;
     // All alike: as the low bits of a float that was a bfloat16.
     if (start[~key_of(list[0]) >> shift & kMask] == size) continue;
     u32 sum = 0;
@@ -85,6 +51,11 @@ u64* sort_by_key(u64* list, u32 size, u64* scratch) {
   }
   return list;
 }
+
+// More candidates than this pay for the longer tables of fewer passes.
+constexpr u32 kManyToSort = 4096;
+// With no more than this, sorting them all is quicker than finding the k best first.
+constexpr u32 kFew = 64;
 
 }  // namespace
 
@@ -139,33 +110,27 @@ void Selection::raise_threshold(float least) {
 }
 
 void Selection::trim() {
-  if (size_ < k_) return;
-  scratch_.resize(std::max<size_t>(scratch_.size(), size_));
-  const u64 kth = kth_greatest(list_.data(), size_, k_, scratch_.data());
-  u32 kept = 0;
-  for (u32 i = 0; i < size_; ++i) {
-    const u64 candidate = list_[i];
-    list_[kept] = candidate;
-    kept += candidate >= kth;
-  }
-  size_ = kept;
-  raise_threshold(least_above(key_of(kth)));
+  if (size_ <= k_) return;
+  keys_.resize(std::max<size_t>(keys_.size(), size_));
+  raise_threshold(least_above(kernels_.keep_best(list_.data(), size_, k_, keys_.data())));
+  size_ = k_;
 }
 
 const u64* Selection::trimmed(u32* count) {
-  if (size_ > k_) trim();
+  trim();
   *count = size_;
   return list_.data();
 }
 
 const u64* Selection::sorted() {
-  if (size_ <= kFewToSort) {
-    std::sort(list_.begin(), list_.begin() + size_, std::greater<>());
-    return list_.data();
-  }
-  if (size_ > k_) trim();
+  if (size_ > kFew) trim();
   scratch_.resize(std::max<size_t>(scratch_.size(), size_));
-  return sort_by_key(list_.data(), size_, scratch_.data());
+  if (size_ <= kMostToSort) {
+    kernels_.sort_few(list_.data(), size_, scratch_.data());
+    return scratch_.data();
+  }
+  return size_ <= kManyToSort ? sort_by_key<4, 8>(list_.data(), size_, scratch_.data())
+                              : sort_by_key<3, 11>(list_.data(), size_, scratch_.data());
 }
 
 }  // namespace fused_topk::cpu

@@ -43,6 +43,7 @@ class Selection {
   float threshold_;
   std::vector<u64> list_;
   std::vector<u64> scratch_;
+  std::vector<int> keys_;
 };
 
 }  // namespace fused_topk::cpu

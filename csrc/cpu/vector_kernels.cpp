@@ -43,6 +43,14 @@ inline Floats load_some(const float* x, u32 n, float fill) {
 // Minus zero, so that -0 is broadcast as it is.
 inline Floats broadcast(float x) { return x - Floats{}; }
 
+inline Ints broadcast(int x) { return x - Ints{}; }
+
+inline Ints load_ints(const int* x) {
+  Ints lanes;
+  __builtin_memcpy(&lanes, x, sizeof lanes);
+  return lanes;
+}
+
 inline u32 bits_of(float x) {
   u32 bits;
   __builtin_memcpy(&bits, &x, sizeof bits);
@@ -235,13 +243,36 @@ double sum_exp(const float* x, u32 n, const Exponential& e, const void* next, u3
 // Signed integers in the order of the floats; NaNs do not come here.
 inline int ordered(int bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }
 
-// The maxima of disjoint groups of x: k groups have an element not below the
-// k-th greatest of them. That one is found by bisection; a count of a few
-// hundred integers is a few instructions.
+// The greatest of x that at least k of x are not below; or another that at most k + slack are not below. By bisection:
+// to count some hundred integers takes a few instructions, and 32 rounds are the most, whatever lies in x.
+inline int kth_greatest(const int* x, u32 n, u32 k, u32 slack) {
+  int low = 0x7FFFFFFF;
+  int high = -0x7FFFFFFF - 1;
+  for (u32 i = 0; i < n; ++i) {
+    low = x[i] < low ? x[i] : low;
+    high = x[i] > high ? x[i] : high;
+  }
+  // At least k are not below low, fewer than k are above high.
+  while (low < high) {
+    const int middle = int((i64(low) + high + 1) >> 1);
+    u32 count = 0;
+    for (u32 i = 0; i < n; ++i) count += x[i] >= middle;
+    if (count < k) {
+      high = middle - 1;
+      continue;
+    }
+    low = middle;
+    if (count <= k + slack) break;
+  }
+  int least = 0x7FFFFFFF;
+  for (u32 i = 0; i < n; ++i) least = x[i] >= low && x[i] < least ? x[i] : least;
+  return least;
+}
+
+// The maxima of disjoint groups of x: k groups have an element not below the k-th greatest of them.
 float lower_bound_of_kth(const float* x, u32 n, u32 k) {
   const u32 vectors = n / kLanes;
-  // About 4 k groups: then about 1.15 k elements are not below the bound, if
-  // they lie at random.
+  // About 4 k groups: then about 1.15 k elements are not below the bound, if they lie at random.
   u32 groups = (4 * k + kLanes - 1) / kLanes;
   groups = groups < 4 ? 4 : groups;
   groups = groups > vectors / 2 ? vectors / 2 : groups;
@@ -254,26 +285,52 @@ float lower_bound_of_kth(const float* x, u32 n, u32 k) {
     for (u32 v = group; v < vectors; v += groups) m = greater(load(x + v * kLanes), m);
     __builtin_memcpy(best + group * kLanes, &m, sizeof m);
   }
-  int low = 0x7FFFFFFF;
-  int high = -0x7FFFFFFF - 1;
-  for (u32 i = 0; i < maxima; ++i) {
-    best[i] = ordered(best[i]);
-    low = best[i] < low ? best[i] : low;
-    high = best[i] > high ? best[i] : high;
+  for (u32 i = 0; i < maxima; ++i) best[i] = ordered(best[i]);
+  return float_of(u32(ordered(kth_greatest(best, maxima, k, k / 8))));
+}
+
+// Keys as signed integers, because vectors of those are easier to compare.
+inline int signed_key(u64 candidate) { return int(key_of(candidate) ^ 0x80000000u); }
+
+u32 keep_best(u64* list, u32 size, u32 k, int* keys) {
+  for (u32 i = 0; i < size; ++i) keys[i] = signed_key(list[i]);
+  const int kth = kth_greatest(keys, size, k, 0);
+  u32 above = 0;
+  for (u32 i = 0; i < size; ++i) above += keys[i] > kth;
+  u32 ties = k - above;
+  u32 kept = 0;
+  for (u32 i = 0; i < size; ++i) {
+    const u64 candidate = list[i];
+    list[kept] = candidate;
+    const u32 is_tie = (keys[i] == kth) & (ties != 0);
+    ties -= is_tie;
+    kept += (keys[i] > kth) | is_tie;
   }
-  // At least k of the maxima are >= low, fewer than k are > high.
-  while (low < high) {
-    const int middle = int(((i64)low + high + 1) >> 1);
-    u32 count = 0;
-    for (u32 i = 0; i < maxima; ++i) count += best[i] >= middle;
-    if (count >= k) {
-      low = middle;
-      if (count <= k + k / 8) break;
-    } else {
-      high = middle - 1;
+  return u32(kth) ^ 0x80000000u;
+}
+
+// The place of each is the number of those that rank before it.
+void sort_few(const u64* list, u32 size, u64* sorted) {
+  int keys[kMostToSort];
+  const u32 padded = (size + kLanes - 1) / kLanes * kLanes;
+  for (u32 i = 0; i < size; ++i) keys[i] = signed_key(list[i]);
+  for (u32 i = size; i < padded; ++i) keys[i] = 0;
+  int lane_numbers[kLanes];
+  for (u32 lane = 0; lane < kLanes; ++lane) lane_numbers[lane] = int(lane);
+  const Ints lanes = load_ints(lane_numbers);
+  for (u32 first = 0; first < size; first += kLanes) {
+    const Ints mine = load_ints(keys + first);
+    const u32 end = size - first < kLanes ? size : first + kLanes;
+    // A comparison that holds is -1.
+    Ints place = {};
+    for (u32 i = 0; i < first; ++i) place -= broadcast(keys[i]) >= mine;
+    for (u32 i = first; i < end; ++i) {
+      const Ints key = broadcast(keys[i]);
+      place -= (key > mine) | ((key == mine) & (broadcast(int(i - first)) < lanes));
     }
+    for (u32 i = end; i < size; ++i) place -= broadcast(keys[i]) > mine;
+    for (u32 i = first; i < end; ++i) sorted[place[i - first]] = list[i];
   }
-  return float_of(u32(ordered(low)));
 }
 
 inline u32 lanes_not_below(Floats x, Floats threshold) {
@@ -346,12 +403,20 @@ u32 append_candidates(const float* x, u32 begin, u32 n, u32 first_index, float t
 #define FUSED_TOPK_NAME "baseline"
 #endif
 
+// clang-format off: one a line
 extern const VectorKernels FUSED_TOPK_KERNELS = {
-    FUSED_TOPK_NAME,   {load_float32, load_float16, load_bfloat16},
-    mask_bools,        mask_bits,
-    maximum,           has_nan,
-    sum_exp,           lower_bound_of_kth,
+    FUSED_TOPK_NAME,
+    {load_float32, load_float16, load_bfloat16},
+    mask_bools,
+    mask_bits,
+    maximum,
+    has_nan,
+    sum_exp,
+    lower_bound_of_kth,
     append_candidates,
+    keep_best,
+    sort_few,
 };
+// clang-format on
 
 }  // namespace fused_topk::cpu

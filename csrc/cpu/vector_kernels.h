@@ -59,7 +59,17 @@ struct VectorKernels {
   // stopped, n at the end; a new start at that place loses nothing.
   u32 (*append_candidates)(const float* x, u32 begin, u32 n, u32 first_index, float threshold, u64* list, u32* size,
                            u32 capacity);
+
+  // Of list[0 .. size], in the order of their indices, leaves the k best at its beginning, k <= size, in that order.
+  // Returns the key of the last of them. keys: [size], for its own use.
+  u32 (*keep_best)(u64* list, u32 size, u32 k, int* keys);
+
+  // list[0 .. size], size <= kMostToSort and in the order of their indices, into `sorted`, best first.
+  void (*sort_few)(const u64* list, u32 size, u64* sorted);
 };
+
+// Comparing each with each grows with the square.
+constexpr u32 kMostToSort = 128;
 
 // append_candidates stops when fewer than this many slots are left.
 constexpr u32 kMostLanes = 16;

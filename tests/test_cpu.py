@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native CPU kernel: every instruction set of this machine, its threads, and processes that fork."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fused_topk import TopK
+from fused_topk import cpu as native_cpu
+from oracle import DTYPES, assert_same, assert_topk, expected, problem_of
+from rows import adversarial_rows, packed, random_logits, random_mask
+
+if native_cpu.unavailable() is None:
+    from fused_topk import _cpu
+
+    INSTRUCTION_SETS = _cpu.instruction_sets()
+else:
+    # The tests that name them then fail or are skipped by the fixture `cpu`.
+    INSTRUCTION_SETS = ["baseline"]
+
+
+def empty(entry: str, logits: torch.Tensor, k: int) -> TopK:
+    lead = logits.shape[:-1]
+    dtype = logits.dtype if entry == "topk" else torch.float32
+    return TopK(torch.empty(*lead, k, dtype=dtype), torch.empty(*lead, k, dtype=torch.int64), torch.empty(lead))
+
+
+def run(entry: str, logits: torch.Tensor, k: int, instruction_set: str, **settings) -> TopK:
+    out = empty(entry, logits, k)
+    native_cpu.row_topk(problem_of(entry, logits, k, **settings), out, instruction_set)
+    return out
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab_size", "k"), [(1, 1), (7, 3), (33, 33), (511, 8), (4097, 65), (9001, 300), (20011, 5)])
+def test_cpu_instruction_sets_adversarial_rows(cpu, instruction_set, dtype, vocab_size, k):
+    rows = adversarial_rows(vocab_size, k, DTYPES[dtype])
+    logits = torch.stack(list(rows.values()))
+    for entry in ("softmax_topk", "log_softmax_topk", "topk"):
+        got = run(entry, logits, k, instruction_set)
+        assert_topk(got, expected(entry, logits, k), logits, entry, row_names=list(rows))
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalize", ["allowed", "all", "topk"])
+def test_cpu_instruction_sets_masks(cpu, instruction_set, dtype, normalize):
+    for vocab_size, k in ((40, 9), (1003, 20), (20011, 700)):
+        logits = random_logits(4, vocab_size, dtype=DTYPES[dtype])
+        rows = torch.tensor([0.3, 1.0, 1.7, 20.0])
+        for mask in (random_mask(4, vocab_size), packed(random_mask(4, vocab_size, share=0.05)), None):
+            settings = {"mask": mask, "normalize": normalize, "temperature": rows}
+            got = run("log_softmax_topk", logits, k, instruction_set, **settings)
+            want = expected("log_softmax_topk", logits, k, **settings)
+            assert_topk(got, want, logits, "log_softmax_topk", temperature=rows)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_cpu_instruction_sets_every_tail(cpu, instruction_set):
+    """Every number of elements after the last whole vector, the best of them in the last place."""
+    for dtype in DTYPES.values():
+        for vocab_size in (*range(1, 140), *range(4090, 4104)):
+            logits = random_logits(2, vocab_size, dtype=dtype)
+            logits[0, -1] = 30.0
+            k = min(vocab_size, 6)
+            got = run("softmax_topk", logits, k, instruction_set)
+            assert_topk(got, expected("softmax_topk", logits, k), logits, "softmax_topk")
+
+
+def test_cpu_instruction_set_unknown(cpu):
+    with pytest.raises(ValueError, match="mmx"):
+        run("topk", random_logits(2, 10), 2, "mmx")
+
+
+@pytest.mark.parametrize("number", [1, 2, 5, 64])
+def test_cpu_threads_beyond_the_work(cpu, threads, number):
+    """More threads than rows, than parts, than cores."""
+    threads(number)
+    for rows, vocab_size, k in ((1, 1, 1), (1, 5000, 5), (3, 200003, 40), (500, 64, 4)):
+        logits = random_logits(rows, vocab_size)
+        got = cpu("softmax_topk", logits, k)
+        assert_topk(got, expected("softmax_topk", logits, k), logits, "softmax_topk")
+
+
+def test_cpu_while_the_number_of_threads_changes(cpu, threads):
+    logits = random_logits(2, 200003)
+    want = cpu("softmax_topk", logits, 40)
+    for number in (4, 1, 3, 2, 8, 1, 2) * 5:
+        threads(number)
+        assert_same(cpu("softmax_topk", logits, 40), want)
+
+
+def test_cpu_in_a_forked_process(cpu):
+    """A child has none of its parent's threads: a pool that counts on them would wait for ever."""
+    code = """
+        import os, torch, fused_topk
+        torch.set_num_threads(4)
+        logits = torch.randn(2, 300000)
+        want = fused_topk.topk(logits, 8, backend="cpu")
+        child = os.fork()
+        if child == 0:
+            got = fused_topk.topk(logits, 8, backend="cpu")
+            os._exit(0 if got.indices.tolist() == want.indices.tolist() else 3)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    done = subprocess.run([sys.executable, "-c", inspect.cleandoc(code)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "0", done.stderr
+
+
+def test_cpu_at_the_end_of_a_process(cpu):
+    """Threads that still wait for work do not keep a process from ending, nor make it crash."""
+    code = "import torch, fused_topk; fused_topk.topk(torch.randn(4, 300000), 8, backend='cpu')"
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
