@@ -7,6 +7,7 @@ import os
 import re
 
 import pytest
+
 from fused_topk import cuda, kernel_source
 
 DTYPES = ("Float32", "Float16", "BFloat16")
@@ -27,7 +28,7 @@ def kernels_of(dtype: str) -> list[str]:
 
 
 def test_kernel_names_are_all_tested():
-    tested = sum((kernels_of(dtype) for dtype in DTYPES), [])
+    tested = [name for dtype in DTYPES for name in kernels_of(dtype)]
     assert len(tested) == len(set(tested)) == len(cuda.kernel_names()) - 1 == 72
 
 

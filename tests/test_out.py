@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_topk import TopK
-from oracle import DTYPES, assert_topk, expected
+from oracle import DTYPES, assert_same, assert_topk, expected
 from rows import adversarial_rows, random_logits
 
 ENTRIES = ("log_softmax_topk", "softmax_topk", "topk")
@@ -100,3 +100,29 @@ def test_row_topk_out_is_reused(backend):
         logits = random_logits(3, 4099, device=backend.device, seed=seed)
         out = backend("softmax_topk", logits, 8, out=out) if out else backend("softmax_topk", logits, 8)
         assert_topk(out, expected("softmax_topk", logits, 8), logits, "softmax_topk")
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_row_topk_out_with_strides(backend, entry):
+    """Fields that are views with gaps: these stay as they are."""
+    logits = random_logits(3, 500, device=backend.device)
+    want = backend(entry, logits, 4)
+    wide = [torch.full((*x.shape, 3), SENTINEL, dtype=x.dtype, device=x.device) for x in want]
+    out = TopK(*(x[..., 1] for x in wide))
+    backend(entry, logits, 4, out=out)
+    assert_same(TopK(*(x.contiguous() for x in out)), want)
+    assert all((x[..., ::2] == SENTINEL).all() for x in wide)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_row_topk_out_with_dim(backend, dim):
+    logits = random_logits(6, 7, 5, device=backend.device)
+    want = backend("softmax_topk", logits, 4, dim=dim)
+    out, buffers = [], []
+    for x in want:
+        field, buffer = guarded(*x.shape, dtype=x.dtype, device=backend.device)
+        out.append(field)
+        buffers.append(buffer)
+    backend("softmax_topk", logits, 4, dim=dim, out=tuple(out))
+    assert_guards_intact(TopK(*out), tuple(buffers))
+    assert_same(TopK(*out), TopK(*(x.contiguous() for x in want)))

@@ -208,30 +208,31 @@ inline void exp_in_place(Floats (&x)[COUNT], const Exponential& e) {
   for (u32 v = 0; v < COUNT; ++v) x[v] = x[v] < e.lowest ? Floats{} : p[v] * (Floats)((UInts)shifted[v] << 23);
 }
 
-// A float32 lane adds up at most 4 exponentials before it goes on in float64:
-// with the two additions that join four vectors, 5 roundings, whatever the
-// length of the row.
+// A float32 lane adds up at most 4 exponentials before it goes on in float64: with the two additions that join four
+// vectors, 5 roundings, whatever the length of the row.
 double sum_exp(const float* x, u32 n, const Exponential& e, const void* next, u32 bytes) {
-  constexpr u32 kGroup = 4;
-  constexpr u32 kRun = 4 * kGroup * kLanes;
+  constexpr u32 kGroup = 4 * kLanes;
+  constexpr u32 kGroupsOfRun = 4;
   const char* fetch = static_cast<const char*>(next);
+  const u32 groups = n / kGroup;
   Doubles total = {};
   u32 i = 0;
-  for (; i + kRun <= n; i += kRun) {
-    for (u32 line = 0; line < kRun * bytes; line += 64) __builtin_prefetch(fetch + i * bytes + line);
-    Floats sum[kGroup] = {};
-    for (u32 j = i; j < i + kRun; j += kGroup * kLanes) {
-      Floats group[kGroup];
-      for (u32 v = 0; v < kGroup; ++v) group[v] = load(x + j + v * kLanes);
-      exp_in_place(group, e);
-      for (u32 v = 0; v < kGroup; ++v) sum[v] += group[v];
+  for (u32 group = 0; group < groups;) {
+    const u32 end = groups - group < kGroupsOfRun ? groups : group + kGroupsOfRun;
+    Floats sum[4] = {};
+    for (; group < end; ++group, i += kGroup) {
+      for (u32 byte = 0; byte < kGroup * bytes; byte += 64) __builtin_prefetch(fetch + i * bytes + byte);
+      Floats terms[4];
+      for (u32 v = 0; v < 4; ++v) terms[v] = load(x + i + v * kLanes);
+      exp_in_place(terms, e);
+      for (u32 v = 0; v < 4; ++v) sum[v] += terms[v];
     }
     total += __builtin_convertvector((sum[0] + sum[1]) + (sum[2] + sum[3]), Doubles);
   }
   for (; i < n; i += kLanes) {
-    Floats one[1] = {n - i >= kLanes ? load(x + i) : load_some(x + i, n - i, -kInfinity)};
-    exp_in_place(one, e);
-    total += __builtin_convertvector(one[0], Doubles);
+    Floats term[1] = {n - i >= kLanes ? load(x + i) : load_some(x + i, n - i, -kInfinity)};
+    exp_in_place(term, e);
+    total += __builtin_convertvector(term[0], Doubles);
   }
   double result = 0.0;
   for (u32 lane = 0; lane < kLanes; ++lane) result += total[lane];
@@ -252,6 +253,7 @@ inline int kth_greatest(const int* x, u32 n, u32 k, u32 slack) {
     low = x[i] < low ? x[i] : low;
     high = x[i] > high ? x[i] : high;
   }
+  if (k == 1) return high;
   // At least k are not below low, fewer than k are above high.
   while (low < high) {
     const int middle = int((i64(low) + high + 1) >> 1);
@@ -286,7 +288,7 @@ float lower_bound_of_kth(const float* x, u32 n, u32 k) {
     __builtin_memcpy(best + group * kLanes, &m, sizeof m);
   }
   for (u32 i = 0; i < maxima; ++i) best[i] = ordered(best[i]);
-  return float_of(u32(ordered(kth_greatest(best, maxima, k, k / 8))));
+  return float_of(u32(ordered(kth_greatest(best, maxima, k, k / 8 + 2))));
 }
 
 // Keys as signed integers, because vectors of those are easier to compare.
