@@ -14,6 +14,7 @@ tiny_language_model.py (what it decodes with), decoding_report.py (what it print
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from functools import partial
@@ -98,6 +99,7 @@ def main(
         _fail("`--prompt` needs a tokenizer, which random weights do not have; leave --prompt or --random-weights out")
     if output.suffix.lower() != ".png":
         _fail(f"`--output` must end in .png, got {str(output)!r}; rename it")
+    load_before = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     place = _device(device)
     precision = _dtype(dtype, place)
 
@@ -118,7 +120,9 @@ def main(
         )
         _check_length(chosen, tokens.shape[1], new_tokens)
         _say_if_not_native(console, place, backend)
-        measured, found = measure(chosen, tokens, mask, beams=beams, new_tokens=new_tokens, backend=backend or None)
+        measured, found = measure(
+            chosen, tokens, mask, beams=beams, new_tokens=new_tokens, backend=backend or None, load_before=load_before
+        )
     except (ValueError, RuntimeError) as error:
         _fail(str(error))
 
@@ -143,7 +147,14 @@ def main(
 
 
 def measure(
-    chosen: CausalModel, prompts: Tensor, mask: Tensor, *, beams: int, new_tokens: int, backend: str | None
+    chosen: CausalModel,
+    prompts: Tensor,
+    mask: Tensor,
+    *,
+    beams: int,
+    new_tokens: int,
+    backend: str | None,
+    load_before: float | None,
 ) -> tuple[Measurement, Beams]:
     """Decodes twice, following each selection in turn; what was measured, and the beams of the fused selection."""
     device = prompts.device
@@ -179,6 +190,7 @@ def measure(
         steps=steps,
         agreement=agreements[0] | agreements[1],
         same_tokens=torch.equal(found["torch"].tokens, found["fused"].tokens),
+        load_before=load_before,
     )
     return measured, found["fused"]
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 from dataclasses import asdict, dataclass
@@ -31,7 +32,10 @@ _NAMES = {"torch": "torch operations", "fused": "fused_topk.beam_topk"}
 
 @dataclass(frozen=True)
 class Measurement:
-    """All that one run of the demo found. Times are in seconds, of the steps of both decodings."""
+    """All that one run of the demo found. Times are in seconds, of the steps of both decodings.
+
+    `load_before` is the system's load average before the run, None where the system has none.
+    """
 
     model: str
     device: str
@@ -44,6 +48,12 @@ class Measurement:
     steps: list[StepTimes]
     agreement: Agreement
     same_tokens: bool
+    load_before: float | None
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other processes took so much of the CPU that times on it say little."""
+        return self.device == "cpu" and (self.load_before or 0.0) > (os.cpu_count() or 1) / 2
 
     @property
     def is_right(self) -> bool:
@@ -118,6 +128,12 @@ def print_table(console: Console, measured: Measurement) -> None:
         f"{summaries['fused']['tokens_per_s'] / summaries['torch']['tokens_per_s']:.2f}x",
     )
     console.print(table)
+    if measured.is_disturbed:
+        console.print(
+            f"[bold yellow]Note[/]: other processes keep this machine busy (load {measured.load_before:.1f} on "
+            f"{os.cpu_count()} cores). That lengthens long operations more than short ones, so the speed-ups above are "
+            "not to be trusted; run again when it is idle."
+        )
 
 
 def print_agreement(console: Console, measured: Measurement) -> None:
@@ -227,6 +243,8 @@ def _machine(measured: Measurement) -> str:
         versions = {**versions, "cuda": versions["cuda runtime of torch"]}
     else:
         hardware = f"{facts['cpu']['model']}, {facts['cpu']['threads']} threads"
+    if measured.is_disturbed:
+        hardware += f" (busy: load {measured.load_before:.1f})"
     names = ("fused_topk", "torch", "transformers", "cuda", "python")
     return "; ".join(
         [hardware, *(f"{name} {versions[name]}" for name in names if versions.get(name)), str(date.today())]
