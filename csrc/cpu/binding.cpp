@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Python module fused_topk._cpu. It takes addresses, sizes and strides, so
-// that it knows neither torch nor numpy; fused_topk/cpu.py, its only caller,
-// has checked them all.
+// The Python module fused_topk._cpu. It takes addresses, sizes and strides, so that it knows neither torch nor numpy;
+// fused_topk/cpu.py, its only caller, has checked them all.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -25,8 +24,7 @@ namespace fused_topk::cpu {
 namespace {
 
 #if defined(__x86_64__)
-// Not every compiler's __builtin_cpu_supports knows it. AVX, which it also
-// needs of the system, is asked for besides.
+// Not every compiler's __builtin_cpu_supports knows it. AVX, which it also needs of the system, is asked for besides.
 bool has_f16c() {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);

@@ -20,8 +20,8 @@ constexpr u32 kBlock = 4096;
 enum DType : u32 { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 constexpr u32 kDTypes = 3;
 
-// e^((x - reference) / T), prepared for a block. With c = ln 2 * T, x - reference = n c + r, |r| <= c / 2, and
-// e^((x - reference) / T) = 2^n 2^(r / c).
+// e^((x - reference) / T), prepared for a block. With c = ln 2 * T and x - reference = n c + r, |r| <= c / 2,
+// it is 2^n 2^(r / c).
 struct Exponential {
   float reference;  // not less than any x of the block, unless x is NaN
   float inverse_c;  // log2(e) / T
