@@ -305,25 +305,25 @@ struct Solver {
       std::fill(values, values + k, float(kNaN));
       return;
     }
-    const auto shifted = [&](u32 i) { return (double(logit_of(best[i])) - m) * row.temperature.inverse; };
+    // The logits first: a loop of conversions alone, without a wait for the last one's arithmetic, is several times as
+    // fast.
+    for (u32 i = 0; i < k; ++i) {
+      const u32 bits = bits_of_key(key_of(best[i]));
+      std::memcpy(values + i, &bits, sizeof bits);
+    }
+    const double inverse = row.temperature.inverse;
+    const auto shifted = [=](float logit) { return (logit - m) * inverse; };
     double log_total = log_d;
     if (problem.normalize_over == NormalizeOver::kTopK) {
       double total = 0.0;
-      for (u32 i = 0; i < k; ++i) total += std::exp(shifted(i));
+      for (u32 i = 0; i < k; ++i) total += std::exp(shifted(values[i]));
       log_total = std::log(total);
     }
     if (problem.value_kind == ValueKind::kProbabilities) {
-      for (u32 i = 0; i < k; ++i) values[i] = float(std::exp(shifted(i) - log_total));
+      for (u32 i = 0; i < k; ++i) values[i] = float(std::exp(shifted(values[i]) - log_total));
     } else {
-      for (u32 i = 0; i < k; ++i) values[i] = float(shifted(i) - log_total);
+      for (u32 i = 0; i < k; ++i) values[i] = float(shifted(values[i]) - log_total);
     }
-  }
-
-  static float logit_of(u64 candidate) {
-    const u32 bits = bits_of_key(key_of(candidate));
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
   }
 
   // The chosen logits bit for bit, and -inf for tokens that are not allowed.

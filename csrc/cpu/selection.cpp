@@ -61,10 +61,10 @@ constexpr u32 kFew = 64;
 
 Selection::Selection(const VectorKernels& kernels, u32 k, u64 row_length) : kernels_(kernels), k_(k) {
   // Trimmed late enough that it pays, and early enough that the threshold stays sharp. Guesses.
-  const u64 trim_at = 2 * u64(k) + 64;
+  const u64 trim_at = 3 * u64(k) + 64;
   const u64 capacity = 4 * u64(k) + 256;
   // A list that takes the whole row needs no trimming until the end.
-  const u64 whole_row = row_length + kMostLanes;
+  const u64 whole_row = row_length + kMostAtOnce;
   capacity_ = u32(std::min(capacity, whole_row));
   trim_at_ = u32(std::min(trim_at, whole_row));
   list_.resize(capacity_);
@@ -83,7 +83,7 @@ void Selection::add_block(const float* x, u32 n, u32 first_index, float greatest
     return kernels_.append_candidates(x, begin, n, first_index, threshold_, list_.data(), &size_, capacity);
   };
   u32 begin = 0;
-  if (threshold_ > -kInfinity) begin = append(0, std::min(capacity_, before + k_ + k_ / 2 + 2 * kMostLanes));
+  if (threshold_ > -kInfinity) begin = append(0, std::min(capacity_, before + k_ + k_ / 2 + 2 * kMostAtOnce));
   if (begin < n) {
     // The first block, or one where many pass, as in an ascending row: a threshold from the block itself.
     const float bound = kernels_.lower_bound_of_kth(x, n, k_);

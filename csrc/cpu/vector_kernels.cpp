@@ -18,7 +18,7 @@ constexpr u32 kLanes = 8;
 #else
 constexpr u32 kLanes = 4;
 #endif
-static_assert(kLanes <= kMostLanes && kBlock % kLanes == 0);
+static_assert(64 % kLanes == 0 && kBlock % 64 == 0);
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int Ints __attribute__((vector_size(4 * kLanes)));
@@ -260,9 +260,13 @@ inline int kth_greatest(const int* x, u32 n, u32 k, u32 slack) {
     low = middle;
     if (count <= k + slack) break;
   }
-  int least = 0x7FFFFFFF;
-  for (u32 i = 0; i < n; ++i) least = x[i] >= low && x[i] < least ? x[i] : least;
-  return least;
+  // The least that is not below low. What is below wraps around, to more than any that is not.
+  u32 least = ~0u;
+  for (u32 i = 0; i < n; ++i) {
+    const u32 above_low = u32(x[i]) - u32(low);
+    least = above_low < least ? above_low : least;
+  }
+  return int(u32(low) + least);
 }
 
 // The maxima of disjoint groups of x: k groups have an element not below the k-th greatest of them.
@@ -293,14 +297,17 @@ u32 keep_best(u64* list, u32 size, u32 k, int* keys) {
   const int kth = kth_greatest(keys, size, k, 0);
   u32 above = 0;
   for (u32 i = 0; i < size; ++i) above += keys[i] > kth;
-  u32 ties = k - above;
+  // Those that tie with the last are kept up to the first place where there are enough of them.
   u32 kept = 0;
-  for (u32 i = 0; i < size; ++i) {
-    const u64 candidate = list[i];
-    list[kept] = candidate;
-    const u32 is_tie = (keys[i] == kth) & (ties != 0);
-    ties -= is_tie;
-    kept += (keys[i] > kth) | is_tie;
+  u32 i = 0;
+  for (u32 ties = k - above; ties != 0; ++i) {
+    list[kept] = list[i];
+    ties -= keys[i] == kth;
+    kept += keys[i] >= kth;
+  }
+  for (; i < size; ++i) {
+    list[kept] = list[i];
+    kept += keys[i] > kth;
   }
   return u32(kth) ^ 0x80000000u;
 }
@@ -349,11 +356,17 @@ void make_candidates(const float* x, u32 n, u32 first_index, u64* candidates) {
   for (u32 i = 0; i < n; ++i) candidates[i] = make_candidate(order_key(bits_of(x[i])), first_index + i);
 }
 
+// Bit i: x[i] is not below the threshold. x: [64]
+inline u64 bits_not_below(const float* x, Floats threshold) {
+  u64 bits = 0;
+  for (u32 i = 0; i < 64; i += kLanes) bits |= u64(lanes_not_below(load(x + i), threshold)) << i;
+  return bits;
+}
+
 u32 append_candidates(const float* x, u32 begin, u32 n, u32 first_index, float threshold, u64* list, u32* size,
                       u32 capacity) {
-  constexpr u32 kStep = 4;
   if (threshold == -kInfinity) {
-    const u32 stop = capacity - *size < n - begin ? begin + (capacity - *size) / kLanes * kLanes : n;
+    const u32 stop = capacity - *size < n - begin ? begin + (capacity - *size) : n;
     make_candidates(x + begin, stop - begin, first_index + begin, list + *size);
     *size += stop - begin;
     return stop;
@@ -361,32 +374,30 @@ u32 append_candidates(const float* x, u32 begin, u32 n, u32 first_index, float t
   const Floats limit = broadcast(threshold);
   u32 end = *size;
   u32 i = begin;
-  while (i < n) {
+  for (; i < n && capacity - end >= kMostAtOnce; i += 64) {
+    u64 bits = 0;
     // Mostly there is nothing, for long.
-    for (; i + kStep * kLanes <= n; i += kStep * kLanes) {
-      u32 any = 0;
-      for (u32 j = 0; j < kStep; ++j) any |= lanes_not_below(load(x + i + j * kLanes), limit);
-      if (any) break;
+    for (; i + 64 <= n && bits == 0; i += 64) bits = bits_not_below(x + i, limit);
+    if (bits != 0) {
+      i -= 64;
+    } else if (i < n) {
+      float rest[64] = {};
+      __builtin_memcpy(rest, x + i, (n - i) * sizeof(float));
+      bits = bits_not_below(rest, limit) & ((1ull << (n - i)) - 1);
     }
-    const u32 stop = n - i < kStep * kLanes ? n : i + kStep * kLanes;
-    for (; i < stop; i += kLanes) {
-      const u32 rest = stop - i;
-      const bool whole = rest >= kLanes;
-      u32 lanes = lanes_not_below(whole ? load(x + i) : load_some(x + i, rest, 0.0f), limit);
-      if (!whole) lanes &= (1u << rest) - 1;
-      if (lanes == 0) continue;
-      if (capacity - end < kLanes) {
-        *size = end;
-        return i;
-      }
-      for (; lanes != 0; lanes &= lanes - 1) {
-        const u32 lane = u32(__builtin_ctz(lanes));
-        list[end++] = make_candidate(order_key(bits_of(x[i + lane])), first_index + i + lane);
-      }
+    // As in rows that ascend, or are all equal.
+    if (bits == ~0ull) {
+      make_candidates(x + i, 64, first_index + i, list + end);
+      end += 64;
+      continue;
+    }
+    for (; bits != 0; bits &= bits - 1) {
+      const u32 at = i + u32(__builtin_ctzll(bits));
+      list[end++] = make_candidate(order_key(bits_of(x[at])), first_index + at);
     }
   }
   *size = end;
-  return n;
+  return i < n ? i : n;
 }
 
 }  // namespace

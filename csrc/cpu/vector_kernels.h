@@ -72,7 +72,7 @@ struct VectorKernels {
 constexpr u32 kMostToSort = 128;
 
 // append_candidates stops when fewer than this many slots are left.
-constexpr u32 kMostLanes = 16;
+constexpr u32 kMostAtOnce = 64;
 
 extern const VectorKernels kBaselineKernels;
 #if defined(__x86_64__)
