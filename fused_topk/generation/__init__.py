@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face decoding that reads the vocabulary once. The only part of the package that knows transformers.
+
+    with fused_decoding(model):                       # or enable(model) ... disable(model)
+        model.generate(...)                           # unchanged: beam search and greedy; sampling=True adds sampling
+    model.generate(..., custom_generate=generate)     # the same for one call
+    FusedTopKLogitsProcessor(k, ...)                  # an ordinary LogitsProcessor
+    stats()                                           # what was fused, what was not, and why
+    next_token_topk, topk_logprobs                    # compact results without generate()
+
+How stock loops are served without a copy of any
+------------------------------------------------
+transformers' own loops run (`_sample`, `_beam_search`, and models' overrides of them); only what they compute on is other:
+
+1. Outside generate() nothing changes. Inside, a forward hook marks the logits that the model returns
+   (:class:`model_logits.ModelLogits`: real logits, usable for everything). Where a loop takes the last ones in float32, it gets
+   :class:`scores.LazyScores`: a value that has not been computed.
+2. A lazy value recognises what the loops do with it: log_softmax, the processors, adding the beams' scores, reshaping,
+   and last topk, argmax or softmax + multinomial. Until then nothing is computed; the last one runs `beam_topk` or
+   `topk` on the model's own logits (:mod:`selection`).
+3. Any other operation, known or not, gets the values that the stock operations compute, and the step goes on with
+   stock operations. So a change in transformers can cost speed, never a result.
+4. Processors that touch few tokens become edits (:mod:`edits`): those tokens are left out of the one scan by a mask, a
+   bit for a token, and merged in with their new values. Which processors: those of exactly a known class with exactly
+   the known attributes. One that is anything else makes the step run the stock ones.
+
+Beside public API (forward hooks, generate, get_compiled_call) one private name is used, `_get_logits_processor`, to
+learn the processors and the configuration of a call. Without it generate() stays stock, with one warning.
+"""
+
+from .custom_generate import generate
+from .decoding import FusedDecoding, disable, enable, fused_decoding
+from .logprobs import TokenLogprobs, next_token_topk, topk_logprobs
+from .statistics import Stats, stats
+from .warpers import FusedTopKLogitsProcessor
+
+__all__ = [
+    "FusedDecoding",
+    "FusedTopKLogitsProcessor",
+    "Stats",
+    "TokenLogprobs",
+    "disable",
+    "enable",
+    "fused_decoding",
+    "generate",
+    "next_token_topk",
+    "stats",
+    "topk_logprobs",
+]

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores that a decoding loop computes on instead of a tensor, computed only when tokens are chosen.
+
+The package's docstring has the idea. Here are the stages that the loops go through; an operation that leads from one to
+the next is recognised, and any other gets the tensor that the stock operations give.
+
+    greedy, sampling    LOGITS -> processors -> argmax, or PROBS -> multinomial
+    beam search         LOGITS -> LOG_PROBS -> processors -> BEAMS -> BEAM_TOTALS -> TOTALS -> topk
+    beam sampling       the same up to TOTALS -> PROBS -> multinomial, then TOTALS -> gather
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import selection, warpers
+from .edits import NotSparse, Plan
+from .selection import Edit, Rows
+from .statistics import count_fallback, count_fused
+
+
+class Step:
+    """The last logits of one forward pass, and how its tokens came to be chosen."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows: Rows | None = rows
+        self.is_counted = False
+
+    @property
+    def rows(self) -> Rows:
+        if self._rows is None:
+            raise RuntimeError(
+                "the scores of a decoding step were used after the model's next step, when they are gone; "
+                "call disable(model), and please report the versions of transformers and fused_topk"
+            )
+        return self._rows
+
+    def release(self) -> None:
+        """Frees the logits before the model computes the next ones."""
+        self._rows = None
+
+    def count_fused(self) -> None:
+        if not self.is_counted:
+            self.is_counted = True
+            count_fused()
+
+    def count_fallback(self, reason: str) -> None:
+        if not self.is_counted:
+            self.is_counted = True
+            count_fallback(reason)
+
+
+class Stage(Enum):
+    LOGITS = "logits [R, V]"
+    LOG_PROBS = "log-probabilities [R, V]"
+    BEAMS = "log-probabilities [batch, beams, V]"
+    BEAM_TOTALS = "with the beams' scores added [batch, beams, V]"
+    TOTALS = "all continuations of a sequence in a row [batch, beams * V]"
+    PROBS = "softmax of LOGITS or TOTALS"
+
+
+class LazyScores:
+    """Scores float32 that have not been computed. Stands in for a tensor in a decoding loop."""
+
+    __slots__ = ("_beam_scores", "_chosen", "_compute", "_dense", "_edits", "_filters", "_stage", "_step", "shape")
+
+    def __init__(
+        self,
+        step: Step,
+        stage: Stage,
+        shape: tuple[int, ...],
+        compute: Callable[[], Tensor],
+        edits: Sequence[Edit] = (),
+        filters: Sequence[warpers.Filter] | None = None,
+        beam_scores: Tensor | None = None,
+    ) -> None:
+        self.shape = torch.Size(shape)
+        self._step = step
+        self._stage = stage
+        # Gives what the stock operations give.
+        self._compute = compute
+        self._dense: Tensor | None = None
+        # What the processors do. No filters before they have run, an empty list where there is no warper among them.
+        self._edits = edits
+        self._filters = filters
+        # [batch, beams], once they have been added.
+        self._beam_scores = beam_scores
+        # (flat indices, their scores) that sampling among TOTALS has given.
+        self._chosen: list[tuple[Tensor, Tensor]] = []
+
+    @classmethod
+    def of(cls, rows: Rows) -> LazyScores:
+        """The model's last logits in float32, as a loop takes them."""
+        step = Step(rows)
+        return cls(step, Stage.LOGITS, rows.logits.shape, lambda: step.rows.logits.to(copy=True, dtype=torch.float32))
+
+    @property
+    def step(self) -> Step:
+        return self._step
+
+    # What a tensor has.
+
+    dtype = torch.float32
+    requires_grad = False
+
+    @property
+    def device(self) -> torch.device:
+        return self._step.rows.logits.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def clone(self, **kwargs: Any) -> Tensor:
+        """The tensor, for the record: the step can still be fused."""
+        return self._compute() if self._dense is None else self._dense.clone()
+
+    def dense(self, reason: str) -> Tensor:
+        """The tensor, because of an operation that can not be fused; from here on it is this tensor."""
+        if self._dense is None:
+            self._step.count_fallback(reason)
+            self._dense = self._compute()
+        return self._dense
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dense(f"Tensor.{name}"), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        recognised = _RECOGNISED.get(func)
+        if recognised is not None:
+            first, *others = args or (kwargs.pop("input"),)
+            if type(first) is LazyScores and first._dense is None:
+                result = recognised(first, *others, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            args = (first, *others)
+        reason = f"operation {getattr(func, '__name__', func)}"
+        return func(*_without_lazy(args, reason), **_without_lazy(kwargs, reason))
+
+    # What the loops do, in their order.
+
+    def processed(self, plan: Plan, input_ids: Tensor, run_stock: Callable[[Tensor], Tensor]) -> Any:
+        """These scores after the logits processors, which `run_stock` runs on a tensor."""
+        is_known_place = self._stage in (Stage.LOGITS, Stage.LOG_PROBS) and self._filters is None
+        if self._dense is not None or not is_known_place:
+            return run_stock(self.dense("logits processors in an unknown place"))
+        if plan.reason is not None:
+            return run_stock(self.dense(plan.reason))
+        try:
+            edits = plan.edits(input_ids, self._step.rows, self._stage is Stage.LOG_PROBS)
+        except NotSparse as cause:
+            return run_stock(self.dense(str(cause)))
+        return LazyScores(self._step, self._stage, self.shape, lambda: run_stock(self._tensor()), edits, plan.filters)
+
+    def _log_softmax(self, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+        if self._stage is not Stage.LOGITS or self._filters is not None or dim not in (-1, 1) or dtype is not None:
+            return NotImplemented
+        return self._next(Stage.LOG_PROBS, self.shape, lambda: F.log_softmax(self._tensor(), dim=-1))
+
+    def reshape(self, *shape: Any) -> Any:
+        if len(shape) == 1 and not isinstance(shape[0], int):
+            shape = tuple(shape[0])
+        stage = None
+        if self._dense is None and self._stage is Stage.LOG_PROBS:
+            # The beams apart.
+            rows, vocab_size = self.shape
+            if len(shape) == 3 and shape[0] * shape[1] == rows and shape[2] == vocab_size:
+                stage = Stage.BEAMS
+        elif self._dense is None and self._stage is Stage.BEAM_TOTALS:
+            # And together again.
+            batch, beams, vocab_size = self.shape
+            if len(shape) == 2 and shape[0] == batch and shape[1] in (-1, beams * vocab_size):
+                stage, shape = Stage.TOTALS, (batch, beams * vocab_size)
+        if stage is None:
+            return self.dense("operation reshape").reshape(*shape)
+        return self._next(stage, shape, lambda: self._tensor().reshape(shape))
+
+    def __add__(self, other: Any) -> Any:
+        if (
+            self._stage is Stage.BEAMS
+            and self._dense is None
+            and type(other) is Tensor
+            and other.dtype is torch.float32
+            and other.shape == (*self.shape[:2], 1)
+        ):
+            return self._next(Stage.BEAM_TOTALS, self.shape, lambda: self._tensor() + other, other[..., 0])
+        return self.dense("operation add") + other
+
+    def _topk(self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+        rows = self._step.rows
+        is_known = self._stage is Stage.TOTALS and not self._filters and dim in (-1, 1) and largest
+        if not is_known or not rows.supports(k):
+            return NotImplemented
+        assert self._beam_scores is not None
+        found = selection.best_continuations(rows, self._edits, self._beam_scores, k)
+        self._step.count_fused()
+        return torch.return_types.topk(found)
+
+    def _argmax(self, dim: int | None = None, keepdim: bool = False) -> Any:
+        if self._stage is not Stage.LOGITS or self._filters or dim not in (-1, 1) or keepdim:
+            return NotImplemented
+        found = selection.best(self._step.rows, self._edits, 1, False)
+        self._step.count_fused()
+        return found.ids[:, 0]
+
+    def _softmax(self, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+        if self._stage not in (Stage.LOGITS, Stage.TOTALS) or dim not in (-1, 1) or dtype is not None:
+            return NotImplemented
+        result = self._next(Stage.PROBS, self.shape, lambda: F.softmax(self._tensor(), dim=-1))
+        # What is drawn by the probabilities is asked of the scores.
+        result._chosen = self._chosen
+        return result
+
+    def _multinomial(self, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
+        """Samples among the few tokens that the warpers leave: the same distribution, other random numbers."""
+        rows, beams, filters = self._step.rows, self._beam_scores, self._filters or ()
+        if self._stage is not Stage.PROBS or replacement:
+            return NotImplemented
+        length = warpers.list_length(filters, rows.vocab_size)
+        if length is None:
+            return self._stock_multinomial("sampling from the whole vocabulary", num_samples, generator)
+        if beams is not None:
+            # As many as are drawn must be there, if need be with probability 0.
+            length = min(rows.vocab_size, max(length, -(-num_samples // beams.shape[1])))
+        if not rows.supports(length):
+            return NotImplemented
+        are_log_probs = beams is not None
+        best = selection.best(rows, self._edits, length, are_log_probs)
+        scores, was_enough = warpers.apply(
+            filters,
+            best.scores,
+            rows.vocab_size,
+            lambda temperature: selection.logsumexp(rows, self._edits, temperature, are_log_probs),
+        )
+        if was_enough is not None and (_is_capturing(scores) or not bool(was_enough.all())):
+            return self._stock_multinomial("the warpers keep more tokens than were listed", num_samples, generator)
+        self._step.count_fused()
+        if beams is None:
+            drawn = torch.multinomial(scores.softmax(-1), num_samples, generator=generator)
+            return best.ids.gather(1, drawn)
+        batch, num_beams = beams.shape
+        total = (scores.view(batch, num_beams, -1) + beams.unsqueeze(-1)).flatten(1)
+        drawn = torch.multinomial(total.softmax(-1), num_samples, generator=generator)
+        tokens = best.ids.view(batch, -1).gather(1, drawn)
+        indices = drawn.div(length, rounding_mode="floor").mul_(rows.vocab_size).add_(tokens)
+        self._chosen.append((indices, total.gather(1, drawn)))
+        return indices
+
+    def _stock_multinomial(self, reason: str, num_samples: int, generator: Any) -> Tensor:
+        return torch.multinomial(self.dense(reason), num_samples, generator=generator)
+
+    def _gather(self, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
+        for indices, scores in self._chosen:
+            if index is indices and dim in (-1, 1):
+                return scores
+        return NotImplemented
+
+    def _next(
+        self, stage: Stage, shape: tuple[int, ...], compute: Callable[[], Tensor], beam_scores: Tensor | None = None
+    ) -> LazyScores:
+        if beam_scores is None:
+            beam_scores = self._beam_scores
+        return LazyScores(self._step, stage, shape, compute, self._edits, self._filters, beam_scores)
+
+    def _tensor(self) -> Tensor:
+        return self._compute() if self._dense is None else self._dense
+
+
+_RECOGNISED: dict[Any, Callable[..., Any]] = {
+    F.log_softmax: LazyScores._log_softmax,
+    F.softmax: LazyScores._softmax,
+    torch.reshape: LazyScores.reshape,
+    torch.topk: LazyScores._topk,
+    torch.argmax: LazyScores._argmax,
+    torch.multinomial: LazyScores._multinomial,
+    torch.gather: LazyScores._gather,
+    torch.clone: LazyScores.clone,
+}
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _without_lazy(value: Any, reason: str) -> Any:
+    if isinstance(value, LazyScores):
+        return value.dense(reason)
+    if isinstance(value, dict):
+        return {key: _without_lazy(each, reason) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_without_lazy(each, reason) for each in value)
+    return value
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operate(self: LazyScores, *args: Any, **kwargs: Any) -> Any:
+        reason = f"operation {name}"
+        return getattr(self.dense(reason), name)(*_without_lazy(args, reason), **kwargs)
+
+    operate.__name__ = name
+    return operate
+
+
+# Python looks operators up on the class, where __getattr__ does not see them.
+_OPERATORS = (
+    "__getitem__ __setitem__ __iter__ __bool__ __float__ __int__ __index__ __contains__ __array__",
+    "__neg__ __abs__ __invert__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__",
+    "__truediv__ __rtruediv__ __itruediv__ __floordiv__ __mod__ __pow__ __rpow__ __matmul__",
+    "__lt__ __le__ __gt__ __ge__ __eq__ __ne__ __and__ __or__ __xor__",
+)
+for _name in " ".join(_OPERATORS).split():
+    setattr(LazyScores, _name, _operator(_name))
+LazyScores.__hash__ = object.__hash__  # type: ignore[method-assign]

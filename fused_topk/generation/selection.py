@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of tokens from logits and sparse edits of them, in one scan of each row.
+
+What processors make of a row's scores is described by a few edits, in order. Each knows the few tokens that it touches.
+With S the tokens that any edit touches, and V the vocabulary, exactly
+
+    best k of edited row  =  best k of ( best k of V \\ S as it was  +  S with its edited values ).
+
+The scan leaves S out by its mask. Scores are the logits themselves (greedy decoding, sampling) or log-probabilities of
+the whole row (beam search, where processors come after log_softmax). Greater scores first, equal ones by smaller index.
+Nothing here waits for the device or has a shape that depends on what a tensor holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from types import ModuleType
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..operators import empty_beam_result, empty_row_result
+from ..problem import Problem, TopK
+from . import packed
+
+
+class Edit(Protocol):
+    """What one processor does to the scores of one step.
+
+    scanned: words [1 or R, W] of the tokens that the scan may choose; None for all.
+    ids: int64 [1 or R, S], touched tokens that may still be chosen; those >= V are ignored. None where there are none.
+    replaces_row: the scores before it do not matter, and all tokens but `ids` have -inf after it.
+    """
+
+    @property
+    def scanned(self) -> Tensor | None: ...
+
+    @property
+    def ids(self) -> Tensor | None: ...
+
+    @property
+    def replaces_row(self) -> bool: ...
+
+    def apply(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """The new scores [R, S] of any tokens `ids` [R, S] of the vocabulary that had `scores` before."""
+        ...
+
+
+class Candidates(NamedTuple):
+    """Some tokens of each row, among them its best. Tokens that are not listed have no greater scores."""
+
+    scores: Tensor  # float32 [R, n]
+    ids: Tensor  # int64 [R, n]
+
+
+class Rows(NamedTuple):
+    """The last logits of a forward pass, and the backend whose kernels read them.
+
+    Its methods are the package's functions for what a decoding step asks them: arguments are right by construction and
+    nothing needs a gradient, so the checks and the operators around the kernels are left out. They cost more than the
+    launch, at every step.
+    """
+
+    logits: Tensor  # [R, V], in the model's dtype
+    backend: ModuleType
+
+    @property
+    def vocab_size(self) -> int:
+        return self.logits.shape[-1]
+
+    def supports(self, k: int) -> bool:
+        """Whether the kernels can list k tokens of a row."""
+        return bool(self.backend.supports(self.logits.dtype, k))
+
+    def topk(self, k: int, mask: Tensor | None = None) -> TopK:
+        """The k greatest logits, in the model's dtype, and the logsumexp of the tokens in `mask` [1 or R, W]."""
+        return self._scan(k, mask, "logits", "allowed", 1.0)
+
+    def log_softmax_topk(
+        self, k: int, mask: Tensor | None = None, normalize: str = "all", temperature: float = 1.0
+    ) -> TopK:
+        """The k greatest log-probabilities of the tokens in `mask` [1 or R, W]."""
+        return self._scan(k, mask, "log_softmax", normalize, temperature)
+
+    def beam_topk(self, beam_scores: Tensor, k: int, mask: Tensor | None = None) -> TopK:
+        """The k best continuations over all beams of a sequence, of the tokens in `mask` [1 or R, W].
+
+        Args:
+            beam_scores: float32 [batch, beams], batch * beams = R.
+        """
+        batch, beams = beam_scores.shape
+        logits = self.logits.view(batch, beams, -1)
+        if mask is not None:
+            mask = mask.expand(batch * beams, -1).view(batch, beams, -1)
+        out = empty_beam_result(logits, k)
+        self.backend.beam_topk(Problem(logits, k, 1.0, None, mask, "log_softmax", "all"), beam_scores, out)
+        return out
+
+    def _scan(self, k: int, mask: Tensor | None, values: str, normalize: str, temperature: float) -> TopK:
+        logits = self.logits
+        if mask is not None:
+            mask = mask.expand(len(logits), -1)
+        out = empty_row_result(logits, k, values)
+        self.backend.row_topk(Problem(logits, k, temperature, None, mask, values, normalize), out)
+        return out
+
+
+def best(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> Candidates:
+    """The k best tokens of each row, best first.
+
+    Args:
+        rows: the model's logits.
+        edits: what the processors do, in order.
+        k: how many, 1 <= k <= V.
+        are_log_probs: whether scores are log-probabilities of the whole row, or the logits.
+    """
+    if not _must_merge(edits):
+        found = _scan(rows, k, _scanned_by(edits), are_log_probs)
+        return Candidates(found.values, found.indices)
+    return _best_of(rows.backend, _merged(rows, edits, k, are_log_probs), k)
+
+
+def best_continuations(rows: Rows, edits: Sequence[Edit], beam_scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """One step of beam search: the k best continuations of each sequence over all of its beams.
+
+    Args:
+        rows: the model's logits, of batch * beams rows.
+        edits: what the processors do to log-probabilities, in order.
+        beam_scores: float32 [batch, beams].
+        k: 1 <= k <= beams * V.
+
+    Returns:
+        Accumulated log-probabilities float32 [batch, k], best first, and int64 [batch, k], beam * V + token.
+    """
+    if not _must_merge(edits):
+        chosen = rows.beam_topk(beam_scores, k, _scanned_by(edits))
+        return chosen.values, chosen.indices
+    batch, beams = beam_scores.shape
+    merged = _merged(rows, edits, min(k, rows.vocab_size), True)
+    total = merged.scores.view(batch, beams, -1) + beam_scores.unsqueeze(-1)
+    beam = torch.arange(beams, device=total.device).view(beams, 1)
+    ids = merged.ids.view(batch, beams, -1) + beam * rows.vocab_size
+    # In the order of beam * V + token, so that equal ones are taken by the smaller.
+    return _best_of(rows.backend, Candidates(total.flatten(1), ids.flatten(1)), k)
+
+
+def logsumexp(rows: Rows, edits: Sequence[Edit], temperature: float, are_log_probs: bool) -> Tensor:
+    """float32 [R, 1]: the log of the sum of exp(score / temperature) over all tokens of each row."""
+    if edits and edits[0].replaces_row:
+        return (_merged(rows, edits, 1, are_log_probs).scores / temperature).logsumexp(-1, keepdim=True)
+    mask = _scanned_by(edits)
+    result = rows.log_softmax_topk(1, mask, "allowed", temperature).logsumexp.unsqueeze(-1)
+    if are_log_probs:
+        result = result - rows.topk(1).logsumexp.unsqueeze(-1) / temperature
+    if not _must_merge(edits):
+        return result
+    merged = _merged(rows, edits, 1, are_log_probs)
+    # Of the scanned tokens only the best is among these; its share must not count twice.
+    touched = merged.scores if mask is None else merged.scores.masked_fill(packed.holds(mask, merged.ids), -torch.inf)
+    return torch.logaddexp(result, (touched / temperature).logsumexp(-1, keepdim=True))
+
+
+def _must_merge(edits: Sequence[Edit]) -> bool:
+    return any(edit.ids is not None for edit in edits)
+
+
+def _scanned_by(edits: Sequence[Edit]) -> Tensor | None:
+    """The words of the tokens that no edit touches."""
+    words = [edit.scanned for edit in edits if edit.scanned is not None]
+    return reduce(torch.bitwise_and, words) if words else None
+
+
+def _scan(rows: Rows, k: int, mask: Tensor | None, are_log_probs: bool) -> TopK:
+    if are_log_probs:
+        return rows.log_softmax_topk(k, mask)
+    found = rows.topk(k, mask)
+    return found._replace(values=found.values.float())
+
+
+def _best_of(backend: ModuleType, candidates: Candidates, k: int) -> Candidates:
+    """The k best, best first; among equal ones those that are listed first."""
+    chosen = Rows(candidates.scores, backend).topk(k)
+    return Candidates(chosen.values, candidates.ids.gather(1, chosen.indices))
+
+
+def _merged(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> Candidates:
+    """At least the k best tokens of each row, each once, by ascending token."""
+    logits, vocab_size = rows.logits, rows.vocab_size
+    touched = [edit.ids.expand(len(logits), -1) for edit in edits if edit.ids is not None]
+    ids = torch.cat(touched, 1) if len(touched) > 1 else touched[0]
+    within = ids.clamp(max=vocab_size - 1)
+    if edits[0].replaces_row:
+        # Nothing of the logits is left. Tokens with -inf fill up, those of the smallest indices.
+        scanned = torch.arange(min(vocab_size, k + ids.shape[1]), device=logits.device).expand(len(logits), -1)
+        scores = torch.full_like(within, -torch.inf, dtype=torch.float32)
+        fill = torch.full_like(scanned, -torch.inf, dtype=torch.float32)
+    else:
+        found = _scan(rows, k, _scanned_by(edits), are_log_probs)
+        fill, scanned = found.values, found.indices
+        scores = logits.gather(1, within).float()
+        if are_log_probs:
+            scores = _log_probs(logits, scores, found)
+    for edit in edits:
+        scores = edit.apply(within, scores)
+
+    # Touched tokens first, so that the sort keeps them before the same token among those that fill up the scan.
+    ids, order = torch.cat([ids, scanned], 1).sort(stable=True)
+    scores = torch.cat([scores, fill], 1).gather(1, order)
+    is_void = ids >= vocab_size
+    is_void[:, 1:] |= ids[:, 1:] == ids[:, :-1]
+    return Candidates(scores.masked_fill_(is_void, -torch.inf), ids.clamp_(max=vocab_size - 1))
+
+
+def _log_probs(logits: Tensor, chosen: Tensor, scanned: TopK) -> Tensor:
+    """The log-probabilities of tokens with the logits `chosen` [R, S].
+
+    As the difference to the best token of the scan, whose log-probability is known: unlike logit - logsumexp that loses
+    no digits to a large common offset. Where the scan had no token, logit - logsumexp it is.
+    """
+    best_score = scanned.values[:, :1]
+    best_logit = logits.gather(1, scanned.indices[:, :1]).float()
+    is_known = best_score > -torch.inf
+    return torch.where(is_known, best_score + (chosen - best_logit), chosen - scanned.logsumexp.unsqueeze(-1))

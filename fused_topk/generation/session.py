@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One running generate() call: which of its steps can be fused, and what the loop gets instead of logits and processors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation.configuration_utils import GenerationMode
+
+from .. import backends, functional, reference
+from ..problem import TopK
+from .edits import Plan
+from .model_logits import ModelLogits
+from .scores import LazyScores, Step
+from .selection import Rows
+from .statistics import count_fallback
+
+SEARCH = (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH)
+SAMPLING = (GenerationMode.SAMPLE, GenerationMode.BEAM_SAMPLE)
+BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
+
+
+class Options(NamedTuple):
+    """What a user asks for: see :func:`fused_topk.generation.fused_decoding`."""
+
+    sampling: bool = False
+    topk_per_step: int = 0
+
+    @staticmethod
+    def checked(sampling: Any, topk_per_step: Any) -> Options:
+        if not isinstance(sampling, bool):
+            raise TypeError(f"`sampling` must be a bool, got {type(sampling).__name__}; pass True or False")
+        if isinstance(topk_per_step, bool) or not isinstance(topk_per_step, int):
+            raise TypeError(f"`topk_per_step` must be an int, got {type(topk_per_step).__name__}; pass 0 for no record")
+        if topk_per_step < 0:
+            raise ValueError(f"`topk_per_step` must not be negative, got {topk_per_step}; pass 0 for no record")
+        return Options(sampling, topk_per_step)
+
+
+class Session:
+    """One running generate() call of one model.
+
+    Args:
+        reason: why no step of it can be fused; None if some can.
+    """
+
+    def __init__(self, model: nn.Module, options: Options, reason: str | None = None) -> None:
+        self.model = model
+        self.topk: list[TopK] = []
+        self._options = options
+        self._reason_of_call = reason
+        # The same for the loop that runs; none does before its processors are known.
+        self._reason: str | None = None
+        self._is_ready = False
+        self._step: Step | None = None
+        self._num_marked = self._num_taken = 0
+        # The backend for logits of the kind that came last, or why none serves them.
+        self._kind: tuple[Any, ...] = ()
+        self._backend: ModuleType = reference
+        self._reason_of_kind: str | None = None
+
+    def begin(self, config: GenerationConfig, processors: LogitsProcessorList) -> LogitsProcessorList:
+        """Before a loop with that configuration; gives the processors that it is to use."""
+        self._is_ready = True
+        self._reason = self._reason_of_call or self._reason_of_loop(config)
+        return processors if self._reason is not None else _Processors(processors, _mode(config) in SAMPLING)
+
+    def before_forward(self) -> None:
+        if self._step is not None and self._step.is_counted:
+            self._step.release()
+            self._step = None
+
+    def after_forward(self, output: Any) -> Any:
+        """Marks the logits that the model has returned."""
+        if not self._is_ready:
+            return output
+        logits = getattr(output, "logits", None)
+        if logits is None:
+            return output
+        reason = self._reason or self._unserved(logits)
+        if reason is not None:
+            count_fallback(reason)
+        else:
+            self._num_marked += 1
+            output.logits = ModelLogits.mark(logits, self._take)
+        return output
+
+    def close(self) -> None:
+        self.before_forward()
+        if not self._num_taken:
+            for _ in range(self._num_marked):
+                count_fallback(f"the loop of {type(self.model).__name__} does not take the last logits in float32")
+
+    def _reason_of_loop(self, config: GenerationConfig) -> str | None:
+        mode = _mode(config)
+        if mode not in SEARCH + SAMPLING:
+            return f"generation mode {mode.value}"
+        if mode in SAMPLING and not self._options.sampling:
+            return "do_sample without sampling=True"
+        is_recorded = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+        if is_recorded and mode not in BEAMS:
+            # What would be saved is to be returned.
+            return "output_scores or output_logits without beams"
+        return None
+
+    def _unserved(self, logits: Any) -> str | None:
+        """Why these logits would be served by torch operations, or not at all; None if by `self._backend`."""
+        if type(logits) is not Tensor or logits.dim() != 3:
+            dims = f" of {logits.dim()} dimensions" if isinstance(logits, Tensor) else ""
+            return f"logits that are a {type(logits).__name__}{dims}"
+        if logits.requires_grad:
+            return "logits that require a gradient"
+        kind = (logits.dtype, logits.device)
+        if kind != self._kind:
+            self._kind = kind
+            self._backend = backends.pick(logits, 1, None)
+            self._reason_of_kind = None
+            if self._backend is reference:
+                cause = backends.available().get(logits.device.type, f"no kernels for {logits.device.type}")
+                self._reason_of_kind = cause or f"no kernels for {logits.dtype}"
+        return self._reason_of_kind
+
+    def _take(self, logits: Tensor) -> LazyScores:
+        self._num_taken += 1
+        rows = Rows(logits, self._backend)
+        scores = LazyScores.of(rows)
+        self._step = scores.step
+        k = min(self._options.topk_per_step, rows.vocab_size)
+        if k:
+            self.topk.append(functional.log_softmax_topk(logits, k))
+        return scores
+
+
+def _mode(config: GenerationConfig) -> GenerationMode:
+    mode: GenerationMode = config.get_generation_mode()
+    return mode
+
+
+# The generate() call that this thread is in.
+_current: ContextVar[Session | None] = ContextVar("fused_topk_session", default=None)
+
+
+@contextmanager
+def running(session: Session) -> Iterator[None]:
+    """The session is the current one of this thread within the block."""
+    token = _current.set(session)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        session.close()
+
+
+def session_of(model: nn.Module) -> Session | None:
+    """The generate() call of that model that this thread is in."""
+    session = _current.get()
+    return session if session is not None and session.model is model else None
+
+
+class _Processors(LogitsProcessorList):
+    """A loop's processors, that turn lazy scores into lazy scores where all of them can be fused."""
+
+    def __init__(self, processors: LogitsProcessorList, is_sampling: bool) -> None:
+        super().__init__(processors)
+        self._is_sampling = is_sampling
+        self._plan: Plan | None = None
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        run_stock = super().__call__
+        if not isinstance(scores, LazyScores):
+            return run_stock(input_ids, scores, **kwargs)
+        # Loops may add processors of their own.
+        if self._plan is None or self._plan.processors != list(self):
+            self._plan = Plan(self, self._is_sampling)
+        return scores.processed(self._plan, input_ids, lambda tensor: run_stock(input_ids, tensor, **kwargs))

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The warpers of sampling on the best tokens of each row instead of on the vocabulary.
+
+Temperature, top-k, top-p and min-p only ever keep the best tokens of a row: how many depends on the scores. So they run
+on a list of the best, and find out whether it was long enough: it was if they removed its last token. top-k keeps every
+token that ties with the k-th, as transformers does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+from transformers.generation import logits_process as stock
+
+from .. import functional
+from ..kernel_choice import MAX_K
+
+# Length of the list where no top-k bounds it: what top-p and min-p keep in practice is far less.
+_WINDOW = 1024
+# Room for tokens that tie with the k-th: with bfloat16 logits of 152k tokens, k = 1024 has 15 to 22 of them.
+_ROOM_FOR_TIES = 64
+
+
+class Filter(NamedTuple):
+    """One step of the chain: "temperature", "top_k", "top_p" or "min_p", its number, and how many it keeps at least."""
+
+    kind: str
+    number: float
+    at_least: int = 1
+
+
+def filters_of(processor: Any) -> list[Filter] | None:
+    """What a warper does, or None for anything else. Only exact classes with the known attributes and -inf as filter."""
+    kind = type(processor)
+    known = _ATTRIBUTES.get(kind)
+    if (
+        known is None
+        or not vars(processor).keys() <= known
+        or getattr(processor, "filter_value", -math.inf) != -math.inf
+    ):
+        return None
+    p = processor
+    if kind is stock.TemperatureLogitsWarper:
+        return [Filter("temperature", p.temperature)]
+    if kind is stock.TopKLogitsWarper:
+        return [Filter("top_k", p.top_k)]
+    if kind is stock.TopPLogitsWarper:
+        return [Filter("top_p", p.top_p, p.min_tokens_to_keep)]
+    if kind is stock.MinPLogitsWarper:
+        return [Filter("min_p", p.min_p, p.min_tokens_to_keep)]
+    return list(p.filters)
+
+
+def list_length(filters: Sequence[Filter], vocab_size: int) -> int | None:
+    """How many of a row's best tokens the filters need to see; None where they may keep the whole vocabulary."""
+    for kind, number, _ in filters:
+        if kind == "top_k":
+            k = int(number)
+            # The kernels' limit is taken as it is if k itself is within it.
+            length = k + max(_ROOM_FOR_TIES, k // 4)
+            return min(vocab_size, length if length <= MAX_K else max(k, MAX_K))
+    if any(kind != "temperature" for kind, *_ in filters):
+        return min(vocab_size, _WINDOW)
+    return None
+
+
+def apply(
+    filters: Sequence[Filter],
+    scores: Tensor,
+    vocab_size: int,
+    log_total: Callable[[float], Tensor],
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor | None]:
+    """What the filters make of the best tokens of each row.
+
+    Args:
+        filters: in order.
+        scores: float32 [R, n], the best of each row, best first.
+        vocab_size: of the rows; a list of as many is always long enough.
+        log_total: given a temperature, float32 [R, 1]: log of the sum of exp(score / temperature) over the row.
+        dtype: that the stock warpers would compute in; it decides what ties.
+
+    Returns:
+        New scores [R, n], -inf where removed; and bool [R], whether the list was long enough, None where it surely was.
+    """
+    is_whole = scores.shape[1] == vocab_size
+    # Whether everything beyond the list is out, if the list was long enough.
+    is_cut = is_whole
+    temperature = 1.0
+    was_enough: Tensor | None = None
+    for kind, number, at_least in filters:
+        if kind == "temperature":
+            scores = (scores / number).to(dtype).float()
+            temperature *= number
+            continue
+        if kind == "top_k":
+            kth = min(int(number), vocab_size) - 1
+            is_out = scores < scores[:, kth : kth + 1]
+        elif kind == "min_p":
+            is_out = (scores - scores[:, :1]).exp() < number
+        else:
+            probs = scores.softmax(-1) if is_cut else (scores - log_total(temperature)).exp()
+            # Ascending, and what is beyond the list first, as transformers adds them up.
+            shares = probs.flip(-1).cumsum(-1).flip(-1)
+            if not is_cut:
+                shares += 1 - shares[:, :1]
+            is_out = shares <= 1 - number
+        if kind != "top_k":
+            is_out[:, :at_least] = False
+        if not is_cut:
+            is_cut = True
+            last_out = is_out[:, -1] | scores[:, -1].isneginf()
+            was_enough = last_out if was_enough is None else was_enough & last_out
+        scores = scores.masked_fill(is_out, -torch.inf)
+    return scores, was_enough
+
+
+class FusedTopKLogitsProcessor(LogitsProcessor):
+    r"""
+    [`LogitsProcessor`] that performs temperature, top-k, top-p and min-p filtering in one pass over the scores. Keeps
+    what [`TemperatureLogitsWarper`], [`TopKLogitsWarper`], [`TopPLogitsWarper`] and [`MinPLogitsWarper`] keep one after
+    the other: all tokens that tie with the k-th are kept. Among equal tokens at the boundary of top-p, where those keep
+    an arbitrary one, the smaller index is kept.
+
+    `scores` are never changed in place. On a CUDA device it waits for the scores, to know whether more tokens tie with
+    the k-th than it made room for.
+
+    Args:
+        k (`int`):
+            The number of highest probability tokens to keep.
+        temperature (`float`, *optional*, defaults to 1.0):
+            Strictly positive value that the scores are divided by. Smaller than `1` makes the distribution sharper,
+            greater flatter.
+        top_p (`float`, *optional*, defaults to 1.0):
+            Of what `k` keeps, only the most probable tokens with probabilities that add up to `top_p` or higher.
+        min_p (`float`, *optional*, defaults to 0.0):
+            Tokens with less than `min_p` times the probability of the most probable one are removed.
+        filter_value (`float`, *optional*, defaults to -inf):
+            All filtered values will be set to this float value.
+
+    Examples:
+
+    ```python
+    >>> import torch
+    >>> from fused_topk.generation import FusedTopKLogitsProcessor
+
+    >>> processor = FusedTopKLogitsProcessor(k=2, temperature=0.5)
+    >>> processor(None, torch.tensor([[1.0, 3.0, 2.0, 2.0]]))
+    tensor([[-inf, 6., 4., 4.]])
+    ```
+    """
+
+    def __init__(
+        self,
+        k: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        filter_value: float = -float("inf"),
+    ) -> None:
+        if isinstance(k, bool) or not isinstance(k, int):
+            raise TypeError(f"`k` must be an int, got {type(k).__name__}; use int(k)")
+        if k < 1:
+            raise ValueError(f"`k` must be at least 1, got {k}; leave the processor out to keep all tokens")
+        for name, number in (
+            ("temperature", temperature),
+            ("top_p", top_p),
+            ("min_p", min_p),
+            ("filter_value", filter_value),
+        ):
+            if isinstance(number, bool) or not isinstance(number, (int, float)):
+                raise TypeError(f"`{name}` must be a number, got {type(number).__name__}; use float(...)")
+        if not (temperature > 0 and math.isfinite(temperature)):
+            raise ValueError(
+                f"`temperature` must be positive and finite, got {temperature}; for the best token use k=1"
+            )
+        if not 0 < top_p <= 1:
+            raise ValueError(f"`top_p` must satisfy 0 < top_p <= 1, got {top_p}; 1.0 keeps everything")
+        if not 0 <= min_p <= 1:
+            raise ValueError(f"`min_p` must satisfy 0 <= min_p <= 1, got {min_p}; 0.0 keeps everything")
+        self.k = k
+        self.temperature = float(temperature)
+        self.top_p = float(top_p)
+        self.min_p = float(min_p)
+        self.filter_value = float(filter_value)
+
+    @property
+    def filters(self) -> list[Filter]:
+        """The chain of warpers that this one stands for, those without effect left out."""
+        chain = [Filter("temperature", self.temperature), Filter("top_k", self.k)]
+        chain += [Filter("top_p", self.top_p), Filter("min_p", self.min_p)]
+        without_effect = {Filter("temperature", 1.0), Filter("top_p", 1.0), Filter("min_p", 0.0)}
+        return [each for each in chain if each not in without_effect]
+
+    def __call__(self, input_ids: torch.LongTensor | None, scores: Tensor) -> Tensor:
+        """
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`):
+                Not looked at.
+            scores (`torch.Tensor` of shape `(batch_size, vocab_size)`):
+                Prediction scores of a language modeling head.
+
+        Return:
+            `torch.Tensor` of shape `(batch_size, vocab_size)`: The processed prediction scores.
+        """
+        vocab_size = scores.shape[-1]
+        length = list_length(self.filters, vocab_size)
+        assert length is not None  # there is a top_k
+        found = functional.topk(scores, length)
+        kept, was_enough = apply(self.filters, found.values.float(), vocab_size, _no_total, scores.dtype)
+        if was_enough is not None and not bool(was_enough.all()):
+            # More ties than there was room for: the whole row as the list.
+            found = functional.topk(scores, vocab_size)
+            kept, _ = apply(self.filters, found.values.float(), vocab_size, _no_total, scores.dtype)
+        kept = kept.masked_fill(kept.isneginf(), self.filter_value).to(scores.dtype)
+        return torch.full_like(scores, self.filter_value).scatter_(-1, found.indices, kept)
+
+
+def _no_total(temperature: float) -> Tensor:
+    raise AssertionError("top_k comes before top_p")
+
+
+_ATTRIBUTES: dict[type, frozenset[str]] = {
+    stock.TemperatureLogitsWarper: frozenset({"temperature"}),
+    stock.TopKLogitsWarper: frozenset({"top_k", "filter_value", "min_tokens_to_keep"}),
+    stock.TopPLogitsWarper: frozenset({"top_p", "filter_value", "min_tokens_to_keep"}),
+    stock.MinPLogitsWarper: frozenset({"min_p", "filter_value", "min_tokens_to_keep"}),
+    FusedTopKLogitsProcessor: frozenset({"k", "temperature", "top_p", "min_p", "filter_value"}),
+}

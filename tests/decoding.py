@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny transformers models with random weights, and the comparison of stock and fused generate()."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import transformers
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fused_topk.generation import fused_decoding, stats
+
+transformers.logging.set_verbosity_error()
+
+PAD, BOS, EOS = 0, 1, 5
+NAMES = ("gpt2", "llama", "t5", "bart", "whisper", "mixtral", "mamba")
+ENCODER_DECODERS = ("t5", "bart", "whisper")
+
+_TOKENS = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+_DECODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 96}
+_BOTH = {
+    "d_model": 32,
+    **{f"{side}_{part}": n for side in ("encoder", "decoder") for part, n in (("layers", 2), ("attention_heads", 4))},
+    **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
+}
+# Weights large enough that the next token is neither certain nor uniform, and that some hypotheses end early.
+_CONFIGS = {
+    "gpt2": ("GPT2", "LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96}),
+    "llama": ("Llama", "ForCausalLM", {**_DECODER, "intermediate_size": 64, "num_key_value_heads": 2}),
+    "mixtral": (
+        "Mixtral",
+        "ForCausalLM",
+        {**_DECODER, "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4},
+    ),
+    "mamba": ("Mamba", "ForCausalLM", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+    "t5": (
+        "T5",
+        "ForConditionalGeneration",
+        {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "initializer_factor": 3.0},
+    ),
+    "bart": ("Bart", "ForConditionalGeneration", {**_BOTH, "max_position_embeddings": 96, "forced_eos_token_id": None}),
+    "whisper": (
+        "Whisper",
+        "ForConditionalGeneration",
+        {**_BOTH, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 96},
+    ),
+}
+
+
+@functools.cache
+def tiny(name: str, dtype: torch.dtype = torch.float32, vocab_size: int = 211, seed: int = 0):
+    """A model with random weights, the same for the same arguments. Not to be changed: it is kept."""
+    family, head, options = _CONFIGS[name]
+    options = {**_TOKENS, "vocab_size": vocab_size, **options}
+    if name in ENCODER_DECODERS:
+        options["decoder_start_token_id"] = 2
+    if "initializer_factor" not in options:
+        options["init_std" if name in ("bart", "whisper") else "initializer_range"] = 0.3
+    torch.manual_seed(seed)
+    model = getattr(transformers, family + head)(getattr(transformers, f"{family}Config")(**options))
+    return model.to(dtype).eval()
+
+
+def inputs_for(model, batch: int = 2, length: int = 6, padding: int = 0) -> dict[str, Tensor]:
+    """Random inputs; `padding` places on the left of the first text are padding."""
+    generator = torch.Generator().manual_seed(batch * 100 + length)
+    if model.config.model_type == "whisper":
+        shape = (batch, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        return {"input_features": torch.randn(shape, generator=generator).to(model.dtype).to(model.device)}
+    ids = torch.randint(8, model.config.vocab_size, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    ids[0, :padding], mask[0, :padding] = PAD, 0
+    return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+
+
+class SmallerIndexFirst(TorchFunctionMode):
+    """Within it torch.topk of plain tensors takes the smaller index among equals, where it promises none."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not torch.topk or type(args[0]) is not Tensor:
+            return func(*args, **kwargs)
+        k = kwargs["k"] if "k" in kwargs else args[1]
+        values, indices = args[0].sort(dim=-1, descending=True, stable=True)
+        return torch.return_types.topk((values[..., :k], indices[..., :k]))
+
+
+def generate_both(model, inputs=None, *, fused=fused_decoding, **options):
+    """What stock and fused generate() give, and the steps of the fused one, as stats()."""
+    inputs = inputs_for(model) if inputs is None else inputs
+    options = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True, **options}
+    # Without it beam search gives no scores of its sequences.
+    options.setdefault("output_scores", options.get("num_beams", 1) > 1)
+    with SmallerIndexFirst():
+        stock = model.generate(**inputs, **options)
+        stats(reset=True)
+        with fused(model):
+            given = model.generate(**inputs, **options)
+    return stock, given, stats(reset=True)
+
+
+def assert_same(stock, given) -> None:
+    """Same sequences; scores of sequences and of tokens within 2e-5."""
+    torch.testing.assert_close(given["sequences"], stock["sequences"], rtol=0, atol=0)
+    for name in ("sequences_scores", "scores", "logits"):
+        assert (given.get(name) is None) == (stock.get(name) is None), name
+        if stock.get(name) is not None:
+            torch.testing.assert_close(given[name], stock[name], rtol=0, atol=2e-5)
+    if stock.get("beam_indices") is not None:
+        torch.testing.assert_close(given["beam_indices"], stock["beam_indices"], rtol=0, atol=0)
+
+
+def assert_fused(model, inputs=None, **options) -> None:
+    """Stock and fused generate() agree, and every step of the latter was fused."""
+    stock, given, steps = generate_both(model, inputs, **options)
+    assert_same(stock, given)
+    assert steps.fused > 0, "no step was fused"
+    assert steps.fallback == 0, steps.reasons
