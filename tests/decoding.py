@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -47,6 +48,12 @@ _CONFIGS = {
         {**_BOTH, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 96},
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads):
+    """For the tests of modules that import it: models this small spend ten times as long where threads wait in turns."""
+    threads(1)
 
 
 @functools.cache
@@ -102,12 +109,12 @@ def generate_both(model, inputs=None, *, fused=fused_decoding, **options):
 
 
 def assert_same(stock, given) -> None:
-    """Same sequences; scores of sequences and of tokens within 2e-5."""
+    """Same sequences; scores of sequences and of tokens within 2e-5, or some units in the last place of float32."""
     torch.testing.assert_close(given["sequences"], stock["sequences"], rtol=0, atol=0)
     for name in ("sequences_scores", "scores", "logits"):
         assert (given.get(name) is None) == (stock.get(name) is None), name
         if stock.get(name) is not None:
-            torch.testing.assert_close(given[name], stock[name], rtol=0, atol=2e-5)
+            torch.testing.assert_close(given[name], stock[name], rtol=5e-7, atol=2e-5)
     if stock.get("beam_indices") is not None:
         torch.testing.assert_close(given["beam_indices"], stock["beam_indices"], rtol=0, atol=0)
 

@@ -6,11 +6,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="4.57", reason="needs transformers: pip install 'fused_topk[transformers]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-from decoding import NAMES, assert_fused, assert_same, generate_both, inputs_for, tiny
+from decoding import (
+    EOS,
+    NAMES,
+    assert_fused,
+    assert_same,
+    generate_both,
+    inputs_for,
+    one_thread,  # noqa: F401
+    tiny,
+)
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+DECODERS = ("gpt2", "llama", "mixtral", "mamba")
 
 
 @DTYPES
@@ -20,3 +30,92 @@ def test_generate_gives_the_stock_sequences(name, num_beams, dtype):
     # bfloat16 logits tie at the k-th place in most rows.
     for seed in range(2):
         assert_fused(tiny(name, dtype, seed=seed), num_beams=num_beams, num_return_sequences=min(2, num_beams))
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("name", "vocab_size"), [("gpt2", 50257), ("llama", 128256), ("t5", 32128), ("whisper", 51865)]
+)
+def test_generate_at_real_vocabulary_sizes(name, vocab_size, dtype):
+    model = tiny(name, dtype, vocab_size)
+    for num_beams in (1, 4):
+        assert_fused(model, num_beams=num_beams, max_new_tokens=6)
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 2.0])
+def test_generate_with_every_rule_of_stopping(length_penalty, early_stopping):
+    for name in ("llama", "bart"):
+        options = {"length_penalty": length_penalty, "early_stopping": early_stopping, "eos_token_id": [5, 6, 7, 40]}
+        assert_fused(tiny(name), num_beams=4, num_return_sequences=4, max_new_tokens=14, **options)
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"max_new_tokens": 1},
+        {"eos_token_id": [EOS, 6]},
+        {"return_dict_in_generate": False, "output_scores": False},
+        {"output_attentions": True},
+        {"prefill_chunk_size": 2},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_generate_with_options_of_the_loop(options, num_beams):
+    model = tiny("llama")
+    if options.get("return_dict_in_generate", True):
+        assert_fused(model, num_beams=num_beams, **options)
+    else:
+        stock, given, steps = generate_both(model, num_beams=num_beams, **options)
+        assert torch.equal(stock, given) and steps.fused and not steps.fallback
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_generate_with_left_padding(name):
+    model = tiny(name)
+    for num_beams in (1, 4):
+        assert_fused(model, inputs_for(model, batch=3, padding=3), num_beams=num_beams)
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_generate_from_embeddings(num_beams):
+    model = tiny("llama")
+    inputs = inputs_for(model)
+    embeddings = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    assert_fused(model, {"inputs_embeds": embeddings, "attention_mask": inputs["attention_mask"]}, num_beams=num_beams)
+
+
+def test_beam_search_returns_the_scores_it_would_and_is_still_fused():
+    options = {"output_scores": True, "output_logits": True, "num_return_sequences": 3}
+    for name in ("llama", "t5"):
+        assert_fused(tiny(name), num_beams=4, **options)
+        assert_fused(tiny(name), num_beams=4, repetition_penalty=1.5, no_repeat_ngram_size=2, **options)
+
+
+def test_greedy_search_with_scores_to_return_runs_stock_operations():
+    stock, given, steps = generate_both(tiny("llama"), output_scores=True, output_logits=True)
+    assert_same(stock, given)
+    assert steps.fused == 0 and list(steps.reasons) == ["output_scores or output_logits without beams"]
+
+
+def test_wide_beams_of_a_small_vocabulary():
+    # More candidates are kept than a row has tokens, so beams that are no candidates in the first step come in.
+    assert_fused(tiny("llama"), num_beams=130, eos_token_id=[5, 6, 7], max_new_tokens=4)
+
+
+def test_more_candidates_than_the_kernels_list(monkeypatch):
+    from fused_topk import cpu
+
+    monkeypatch.setattr(cpu, "supports", lambda dtype, k: k <= 7)
+    stock, given, steps = generate_both(tiny("llama"), num_beams=4)
+    assert_same(stock, given)
+    assert steps.fused == 0 and list(steps.reasons) == ["operation topk"]
+
+
+def test_float64_logits_run_stock_operations():
+    stock, given, steps = generate_both(tiny("llama", torch.float64), num_beams=3)
+    assert_same(stock, given)
+    assert steps.fused == 0 and list(steps.reasons) == ["no kernels for torch.float64"]

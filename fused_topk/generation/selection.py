@@ -119,7 +119,8 @@ def best(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> Cand
     if not _must_merge(edits):
         found = _scan(rows, k, _scanned_by(edits), are_log_probs)
         return Candidates(found.values, found.indices)
-    return _best_of(rows.backend, _merged(rows, edits, k, are_log_probs), k)
+    merged = _merged(rows, edits, k, are_log_probs)
+    return _best_of(rows.backend, merged.scores, merged.ids, merged.is_void, k)
 
 
 def best_continuations(rows: Rows, edits: Sequence[Edit], beam_scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -143,7 +144,7 @@ def best_continuations(rows: Rows, edits: Sequence[Edit], beam_scores: Tensor, k
     beam = torch.arange(beams, device=total.device).view(beams, 1)
     ids = merged.ids.view(batch, beams, -1) + beam * rows.vocab_size
     # In the order of beam * V + token, so that equal ones are taken by the smaller.
-    return _best_of(rows.backend, Candidates(total.flatten(1), ids.flatten(1)), k)
+    return _best_of(rows.backend, total.flatten(1), ids.flatten(1), merged.is_void.view(batch, -1), k)
 
 
 def logsumexp(rows: Rows, edits: Sequence[Edit], temperature: float, are_log_probs: bool) -> Tensor:
@@ -179,14 +180,26 @@ def _scan(rows: Rows, k: int, mask: Tensor | None, are_log_probs: bool) -> TopK:
     return found._replace(values=found.values.float())
 
 
-def _best_of(backend: ModuleType, candidates: Candidates, k: int) -> Candidates:
-    """The k best, best first; among equal ones those that are listed first."""
-    chosen = Rows(candidates.scores, backend).topk(k)
-    return Candidates(chosen.values, candidates.ids.gather(1, chosen.indices))
+# The lowest finite float32: in place of -inf where there must be something lower still.
+_LOWEST = torch.finfo(torch.float32).min
 
 
-def _merged(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> Candidates:
-    """At least the k best tokens of each row, each once, by ascending token."""
+def _best_of(backend: ModuleType, scores: Tensor, ids: Tensor, is_void: Tensor, k: int) -> Candidates:
+    """The k best that are not void, best first; among equal ones, such as those with -inf, those listed first."""
+    chosen = Rows(scores.clamp(min=_LOWEST).masked_fill_(is_void, -torch.inf), backend).topk(k)
+    values = chosen.values.masked_fill(chosen.values == _LOWEST, -torch.inf)
+    return Candidates(values, ids.gather(1, chosen.indices))
+
+
+class _Merged(NamedTuple):
+    """At least the k best tokens of each row, by ascending token; a place that repeats one or holds none is void."""
+
+    scores: Tensor  # float32 [R, n], -inf where void
+    ids: Tensor  # int64 [R, n]
+    is_void: Tensor  # bool [R, n]
+
+
+def _merged(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> _Merged:
     logits, vocab_size = rows.logits, rows.vocab_size
     touched = [edit.ids.expand(len(logits), -1) for edit in edits if edit.ids is not None]
     ids = torch.cat(touched, 1) if len(touched) > 1 else touched[0]
@@ -201,7 +214,10 @@ def _merged(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> C
         fill, scanned = found.values, found.indices
         scores = logits.gather(1, within).float()
         if are_log_probs:
-            scores = _log_probs(logits, scores, found)
+            # All by one formula, so that equal logits stay equal.
+            of_scanned = logits.gather(1, scanned).float()
+            scores = _log_probs(scores, found, of_scanned[:, :1])
+            fill = _log_probs(of_scanned, found, of_scanned[:, :1]).where(fill > -torch.inf, -torch.inf)
     for edit in edits:
         scores = edit.apply(within, scores)
 
@@ -210,16 +226,15 @@ def _merged(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> C
     scores = torch.cat([scores, fill], 1).gather(1, order)
     is_void = ids >= vocab_size
     is_void[:, 1:] |= ids[:, 1:] == ids[:, :-1]
-    return Candidates(scores.masked_fill_(is_void, -torch.inf), ids.clamp_(max=vocab_size - 1))
+    return _Merged(scores.masked_fill_(is_void, -torch.inf), ids.clamp_(max=vocab_size - 1), is_void)
 
 
-def _log_probs(logits: Tensor, chosen: Tensor, scanned: TopK) -> Tensor:
-    """The log-probabilities of tokens with the logits `chosen` [R, S].
+def _log_probs(logits: Tensor, scanned: TopK, best_logit: Tensor) -> Tensor:
+    """The log-probabilities of any tokens with these logits [R, S].
 
     As the difference to the best token of the scan, whose log-probability is known: unlike logit - logsumexp that loses
     no digits to a large common offset. Where the scan had no token, logit - logsumexp it is.
     """
     best_score = scanned.values[:, :1]
-    best_logit = logits.gather(1, scanned.indices[:, :1]).float()
     is_known = best_score > -torch.inf
-    return torch.where(is_known, best_score + (chosen - best_logit), chosen - scanned.logsumexp.unsqueeze(-1))
+    return torch.where(is_known, best_score + (logits - best_logit), logits - scanned.logsumexp.unsqueeze(-1))

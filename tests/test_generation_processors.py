@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits processors as sparse edits: each against transformers' own, alone, in chains, and in generate()."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+from decoding import BOS, EOS, assert_fused, assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
+from fused_topk import cpu
+from fused_topk.generation.edits import Plan
+from fused_topk.generation.selection import Rows, best, best_continuations, logsumexp
+from transformers.generation import logits_process as stock
+
+BATCH, BEAMS, VOCAB_SIZE, LENGTH = 3, 2, 101, 12
+NUM_ROWS = BATCH * BEAMS
+MASKED = -math.inf
+
+
+def encoder_ids():
+    return torch.randint(0, VOCAB_SIZE, (BATCH, 9), generator=torch.Generator().manual_seed(5))
+
+
+def allowed_tokens(batch, ids):
+    # Depends on the prompt and on what was chosen; unsorted.
+    return [(7 * batch + 3 * i + int(ids[-1])) % VOCAB_SIZE for i in range(11)]
+
+
+def sequence_bias(*items):
+    return {tuple(tokens): bias for tokens, bias in items}
+
+
+# Name: the processor, made anew for each test, as some keep state.
+PROCESSORS = {
+    "min_length": lambda: stock.MinLengthLogitsProcessor(20, [EOS, 9]),
+    "min_length_reached": lambda: stock.MinLengthLogitsProcessor(LENGTH, EOS),
+    "min_new_tokens": lambda: stock.MinNewTokensLengthLogitsProcessor(4, 10, EOS),
+    "min_new_tokens_reached": lambda: stock.MinNewTokensLengthLogitsProcessor(4, 3, EOS),
+    "suppress": lambda: stock.SuppressTokensLogitsProcessor([1, 2, 50, 100]),
+    "suppress_at_begin": lambda: stock.SuppressTokensAtBeginLogitsProcessor([3, 4], LENGTH),
+    "suppress_not_at_begin": lambda: stock.SuppressTokensAtBeginLogitsProcessor([3, 4], 2),
+    "no_repeat_1gram": lambda: stock.NoRepeatNGramLogitsProcessor(1),
+    "no_repeat_2gram": lambda: stock.NoRepeatNGramLogitsProcessor(2),
+    "no_repeat_20gram": lambda: stock.NoRepeatNGramLogitsProcessor(20),
+    "encoder_no_repeat_1gram": lambda: stock.EncoderNoRepeatNGramLogitsProcessor(1, encoder_ids()),
+    "encoder_no_repeat_2gram": lambda: stock.EncoderNoRepeatNGramLogitsProcessor(2, encoder_ids()),
+    "repetition_penalty": lambda: stock.RepetitionPenaltyLogitsProcessor(1.7),
+    "repetition_reward": lambda: stock.RepetitionPenaltyLogitsProcessor(0.4),
+    "repetition_penalty_after_prompt": lambda: stock.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=5),
+    "no_bad_words": lambda: stock.NoBadWordsLogitsProcessor([[8], [10]], EOS),
+    "no_bad_phrases": lambda: stock.NoBadWordsLogitsProcessor([[8], [11, 12], [13, 14, 15]], EOS),
+    "sequence_bias": lambda: stock.SequenceBiasLogitsProcessor(
+        sequence_bias(([20], 5.0), ([11, 21], -3.0), ([11, 20], 2.0), ([30, 31, 32], 9.0), ([33], MASKED))
+    ),
+    "forced_bos": lambda: stock.ForcedBOSTokenLogitsProcessor(BOS),
+    "forced_eos": lambda: stock.ForcedEOSTokenLogitsProcessor(LENGTH + 1, [EOS, 9]),
+    "forced_eos_later": lambda: stock.ForcedEOSTokenLogitsProcessor(40, EOS),
+    "prefix_constrained": lambda: stock.PrefixConstrainedLogitsProcessor(allowed_tokens, BEAMS),
+}
+CHAINS = [
+    ("repetition_penalty", "no_repeat_2gram", "min_length"),
+    ("sequence_bias", "repetition_penalty", "suppress"),
+    ("no_bad_phrases", "encoder_no_repeat_2gram", "no_repeat_1gram", "min_new_tokens"),
+    ("sequence_bias", "no_bad_words", "min_length", "prefix_constrained"),
+    ("repetition_reward", "sequence_bias", "repetition_penalty"),
+    ("repetition_penalty", "forced_eos", "suppress"),
+    ("forced_eos", "min_length"),
+    ("forced_eos", "sequence_bias", "repetition_reward"),
+    ("prefix_constrained", "repetition_penalty", "min_length"),
+    tuple(name for name in PROCESSORS if not name.startswith(("forced", "prefix"))),
+]
+
+
+def history():
+    """Input ids [R, LENGTH] with repetitions, and with the beginnings of the phrases above."""
+    ids = torch.randint(0, 12, (NUM_ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
+    ids[0, -1], ids[1, -2:], ids[2, -2:] = 11, torch.tensor([13, 14]), torch.tensor([30, 31])
+    ids[3] = 7
+    return ids
+
+
+def logits_of(dtype, are_log_probs):
+    logits = 3 * torch.randn(NUM_ROWS, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+    # Coarse, so that many are equal.
+    return (logits.mul(4).round() / 4).to(dtype) if dtype == torch.bfloat16 else logits.to(dtype)
+
+
+def stock_scores(names, logits, are_log_probs):
+    scores = logits.float().log_softmax(-1) if are_log_probs else logits.float()
+    return transformers.LogitsProcessorList([PROCESSORS[name]() for name in names])(history(), scores)
+
+
+def planned(names, logits, are_log_probs):
+    rows = Rows(logits, cpu)
+    plan = Plan([PROCESSORS[name]() for name in names], is_sampling=False)
+    assert plan.reason is None
+    return rows, plan.edits(history(), rows, are_log_probs)
+
+
+def assert_best(scores, ids, dense):
+    """The scores [R, k] of the tokens `ids` are the greatest of `dense` [R, V]; of equal ones the smaller index first."""
+    k = ids.shape[1]
+    expected = dense.sort(dim=-1, descending=True, stable=True)
+    torch.testing.assert_close(scores, expected.values[:, :k], rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores, dense.gather(1, ids), rtol=0, atol=1e-5)
+    # Log-probabilities may differ from transformers' in the last places, and then what is that close changes places.
+    gaps = expected.values.nan_to_num().diff().abs()
+    is_clear = ((gaps == 0) | (gaps > 1e-5)).float()
+    one = torch.ones(len(dense), 1)
+    is_clear = (torch.cat([one, is_clear], 1) * torch.cat([is_clear, one], 1)).bool()[:, :k]
+    assert is_clear.float().mean() > 0.9
+    assert torch.equal(ids[is_clear], expected.indices[:, :k][is_clear])
+    assert all(len(set(row)) == k for row in ids.tolist())
+
+
+ALL = [(name,) for name in PROCESSORS] + CHAINS
+NAMED = pytest.mark.parametrize("names", ALL, ids=lambda names: "-".join(names) if len(names) < 9 else "all")
+
+
+@NAMED
+@pytest.mark.parametrize("are_log_probs", [True, False], ids=["log_probs", "logits"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_edits_choose_what_the_stock_processors_leave_best(names, are_log_probs, dtype):
+    logits = logits_of(dtype, are_log_probs)
+    dense = stock_scores(names, logits, are_log_probs)
+    rows, edits = planned(names, logits, are_log_probs)
+    for k in (1, 5, 40, VOCAB_SIZE):
+        found = best(rows, edits, k, are_log_probs)
+        assert_best(found.scores, found.ids, dense)
+    # Sampling needs the sum over all tokens, too.
+    for temperature in (1.0, 0.7):
+        expected = (dense.double() / temperature).logsumexp(-1, keepdim=True)
+        total = logsumexp(rows, edits, temperature, are_log_probs)
+        torch.testing.assert_close(total.double(), expected, rtol=0, atol=1e-5)
+
+
+@NAMED
+def test_best_continuations_over_all_beams(names):
+    logits = logits_of(torch.float32, True)
+    dense = stock_scores(names, logits, True)
+    rows, edits = planned(names, logits, True)
+    beam_scores = torch.tensor([[-1.0, -2.5], [0.0, -1e9], [-3.0, -3.0]])
+    total = (dense.view(BATCH, BEAMS, -1) + beam_scores[..., None]).flatten(1)
+    for k in (1, 2 * BEAMS, 3 * BEAMS):
+        values, indices = best_continuations(rows, edits, beam_scores, k)
+        assert_best(values, indices, total)
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_length": 12},
+        {"min_new_tokens": 8},
+        {"suppress_tokens": list(range(8, 60))},
+        {"begin_suppress_tokens": list(range(8, 120))},
+        {"no_repeat_ngram_size": 2},
+        {"repetition_penalty": 1.8},
+        {"repetition_penalty": 0.6},
+        {"bad_words_ids": [[i] for i in range(8, 80)]},
+        {"bad_words_ids": [[i] for i in range(8, 80)] + [[100, 101], [102, 103, 104]]},
+        {"sequence_bias": [[[20], 4.0], [[20, 21], 6.0], [[21, 22], -6.0]]},
+        {"forced_eos_token_id": EOS},
+        {"prefix_allowed_tokens_fn": lambda batch, ids: range(8 + int(ids[-1]) % 5, 100, 3)},
+        {"prefix_allowed_tokens_fn": lambda batch, ids: [10 + len(ids)]},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 6, "bad_words_ids": [[9], [17, 18]]},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_generate_with_processors(options, num_beams):
+    for name, padding in (("llama", 2), ("gpt2", 0)):
+        model = tiny(name)
+        assert_fused(model, inputs_for(model, padding=padding), num_beams=num_beams, **options)
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"forced_bos_token_id": 9},
+        {"forced_bos_token_id": 9, "forced_eos_token_id": EOS, "no_repeat_ngram_size": 3},
+        {"encoder_no_repeat_ngram_size": 1},
+        {"encoder_no_repeat_ngram_size": 2, "repetition_penalty": 1.2},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_generate_with_processors_of_encoder_decoders(options, num_beams):
+    for name in ("bart", "t5"):
+        assert_fused(tiny(name), num_beams=num_beams, **options)
+
+
+def test_whisper_with_its_suppressed_tokens():
+    model = tiny("whisper")
+    for num_beams in (1, 4):
+        assert_fused(model, num_beams=num_beams, suppress_tokens=[7, 8, 9], begin_suppress_tokens=[10, EOS])
+
+
+class Doubled(stock.RepetitionPenaltyLogitsProcessor):
+    """A subclass that does something else."""
+
+    def __call__(self, input_ids, scores):
+        return super().__call__(input_ids, super().__call__(input_ids, scores))
+
+
+def with_extra_attribute():
+    processor = stock.RepetitionPenaltyLogitsProcessor(1.5)
+    processor.option_of_a_later_version = True
+    return processor
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"renormalize_logits": True}, "logits processor LogitNormalization"),
+        ({"remove_invalid_values": True}, "logits processor InfNanRemoveLogitsProcessor"),
+        ({"exponential_decay_length_penalty": (2, 1.5)}, "logits processor ExponentialDecayLengthPenalty"),
+        ({"logits_processor": [Doubled(1.5)]}, "logits processor Doubled"),
+        ({"logits_processor": [with_extra_attribute()]}, "logits processor RepetitionPenaltyLogitsProcessor"),
+        ({"logits_processor": [lambda ids, scores: scores.flip(-1)]}, "logits processor function"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_any_other_processor_runs_stock_operations(options, reason):
+    for num_beams in (1, 4):
+        if "logits_processor" in options:
+            options = {"logits_processor": transformers.LogitsProcessorList(options["logits_processor"])}
+        stock_result, given, steps = generate_both(tiny("llama"), num_beams=num_beams, **options)
+        assert_same(stock_result, given)
+        assert steps.fused == 0 and list(steps.reasons) == [reason]
+
+
+def test_no_allowed_token_left_is_for_the_stock_processor():
+    # Nothing of what the prefix allows survives the processor before it.
+    model = tiny("llama")
+    options = {"bad_words_ids": [[20], [21]], "prefix_allowed_tokens_fn": lambda batch, ids: [20, 21]}
+    try:
+        stock_result, given, steps = generate_both(model, num_beams=3, **options)
+    except (ValueError, RuntimeError):
+        pytest.skip("this version of transformers refuses it")
+    assert_same(stock_result, given)
+    assert steps.fused == 0 and list(steps.reasons) == ["no allowed token has a finite score"]
+
+
+def test_tokens_outside_the_vocabulary_are_left_to_the_stock_processor():
+    processors = [stock.SequenceBiasLogitsProcessor(sequence_bias(([VOCAB_SIZE + 3], 2.0)))]
+    logits = logits_of(torch.float32, False)
+    from fused_topk.generation.edits import NotSparse
+
+    with pytest.raises(NotSparse, match="outside the vocabulary"):
+        Plan(processors, False).edits(history(), Rows(logits, cpu), False)
