@@ -199,7 +199,8 @@ def beam_topk(
     check_backend(backend)
     number, row_temperature = check_temperature(temperature, logits, backends.result_dtype(logits.dtype))
     mask = check_mask(mask, logits)
-    return TopK(*_beam_topk(logits, beam_scores, k, number, row_temperature, mask, normalize, backend))
+    run = _beam_topk if operators.need_dispatcher(logits, beam_scores, row_temperature, mask) else operators.beam_topk
+    return TopK(*run(logits, beam_scores, k, number, row_temperature, mask, normalize, backend))
 
 
 def _row(
@@ -230,7 +231,8 @@ def _row(
     number, row_temperature = check_temperature(temperature, logits, backends.result_dtype(logits.dtype))
     mask = check_mask(mask, logits)
     if out is None:
-        result = TopK(*_row_topk(logits, k, number, row_temperature, mask, values, normalize, backend))
+        run = _row_topk if operators.need_dispatcher(logits, row_temperature, mask) else operators.row_topk
+        result = TopK(*run(logits, k, number, row_temperature, mask, values, normalize, backend))
         if not moved:
             return result
         return TopK(result.values.movedim(-1, dim), result.indices.movedim(-1, dim), result.logsumexp)

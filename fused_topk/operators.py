@@ -12,6 +12,8 @@ p is computed anew rather than as exp(x / T - logsumexp), which would lose the d
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import torch
@@ -35,14 +37,46 @@ _library.define(
 )
 
 
+def _keys(*names: str) -> int:
+    sets = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr() for name in names)
+    return functools.reduce(operator.or_, sets)
+
+
+# The dispatcher's keys that every dense CPU or CUDA tensor has, and every thread. Any other stands for something that
+# must see the call: a transform, a mode, a tracer, a subclass, a negation that is still to be done.
+_TENSOR_KEYS = _keys("CPU", "AutogradCPU", "AutocastCPU", "CUDA", "AutogradCUDA", "AutocastCUDA", "ADInplaceOrView")
+_THREAD_KEYS = _keys("BackendSelect", "ADInplaceOrView")
+
+
+def need_dispatcher(*tensors: Tensor | None) -> bool:
+    """Whether a call with these tensors must go through torch: for gradients, torch.compile, vmap, a mode and the like.
+
+    If not, the operator's implementation may be called directly: the dispatcher takes 40 µs for an operator that is
+    written in Python, and torch less than that for all of a short row.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._dispatch_tls_local_include_set().raw_repr() & ~_THREAD_KEYS:
+        return True
+    with_grad = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is not None:
+            if with_grad and tensor.requires_grad:
+                return True
+            if torch._C._dispatch_keys(tensor).raw_repr() & ~_TENSOR_KEYS:
+                return True
+    return False
+
+
 def empty_row_result(logits: Tensor, k: int, values: str) -> TopK:
     """Uninitialised tensors for the result of a row operation."""
-    dtype = backends.result_dtype(logits.dtype)
-    shape = (*logits.shape[:-1], k)
+    dtype, device, rows = backends.result_dtype(logits.dtype), logits.device, logits.shape[:-1]
+    shape = (*rows, k)
+    # By keyword: torch takes 1 µs longer to see that a positional tuple is a size.
     return TopK(
-        logits.new_empty(shape, dtype=logits.dtype if values == "logits" else dtype),
-        logits.new_empty(shape, dtype=torch.int64),
-        logits.new_empty(logits.shape[:-1], dtype=dtype),
+        torch.empty(size=shape, dtype=logits.dtype if values == "logits" else dtype, device=device),
+        torch.empty(size=shape, dtype=torch.int64, device=device),
+        torch.empty(size=rows, dtype=dtype, device=device),
     )
 
 
@@ -57,7 +91,7 @@ def empty_beam_result(logits: Tensor, k: int) -> TopK:
     )
 
 
-def _row_topk(
+def row_topk(
     logits: Tensor,
     k: int,
     temperature: float,
@@ -102,7 +136,7 @@ def _row_topk_out(
         given.copy_(computed)
 
 
-def _beam_topk(
+def beam_topk(
     logits: Tensor,
     beam_scores: Tensor,
     k: int,
@@ -149,9 +183,9 @@ def _fake_beam_topk(
     return empty_beam_result(logits, k)
 
 
-_library.impl("row_topk", _row_topk, "CompositeExplicitAutograd")
+_library.impl("row_topk", row_topk, "CompositeExplicitAutograd")
 _library.impl("row_topk_out", _row_topk_out, "CompositeExplicitAutograd")
-_library.impl("beam_topk", _beam_topk, "CompositeExplicitAutograd")
+_library.impl("beam_topk", beam_topk, "CompositeExplicitAutograd")
 torch.library.register_fake("fused_topk::row_topk", _fake_row_topk, lib=_library)
 torch.library.register_fake("fused_topk::row_topk_out", _fake_row_topk_out, lib=_library)
 torch.library.register_fake("fused_topk::beam_topk", _fake_beam_topk, lib=_library)

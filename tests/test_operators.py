@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_topk
 from fused_topk import TopK
@@ -234,3 +235,34 @@ def test_row_topk_autocast(backend, entry):
     want = backend(entry, logits, 4)
     with torch.autocast(backend.device, dtype=torch.bfloat16):
         assert_same(backend(entry, logits, 4), want)
+
+
+def test_modes_see_every_operator(backend):
+    """A plain call goes past torch's dispatcher, which must not be so where something listens there."""
+    seen = []
+
+    class Listener(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    logits = random_logits(2, 3, 40, device=backend.device)
+    with Listener():
+        for entry in ENTRIES:
+            backend(entry, logits, 4)
+        backend("beam_topk", logits, torch.zeros(2, 3, device=backend.device), 4)
+    assert seen.count(torch.ops.fused_topk.row_topk.default) == len(ENTRIES)
+    assert seen.count(torch.ops.fused_topk.beam_topk.default) == 1
+
+
+def test_row_topk_under_vmap(backend):
+    logits = random_logits(3, 2, 40, device=backend.device)
+    got = torch.vmap(lambda part: tuple(backend("softmax_topk", part, 4)))(logits)
+    assert_same(TopK(*got), backend("softmax_topk", logits, 4))
+
+
+def test_row_topk_of_a_lazy_negation(backend):
+    """The imaginary part of a conjugate has its sign flipped only when it is read through torch."""
+    logits = torch.complex(random_logits(3, 40), random_logits(3, 40)).to(backend.device).conj().imag
+    assert logits.is_neg()
+    assert_same(backend("softmax_topk", logits, 4), backend("softmax_topk", logits.resolve_neg(), 4))
