@@ -18,6 +18,7 @@ transformers.logging.set_verbosity_error()
 PAD, BOS, EOS = 0, 1, 5
 NAMES = ("gpt2", "llama", "t5", "bart", "whisper", "mixtral", "mamba")
 ENCODER_DECODERS = ("t5", "bart", "whisper")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 _TOKENS = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 _DECODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 96}

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from decoding import (
+    DTYPES,
     EOS,
     NAMES,
     assert_fused,
@@ -19,7 +20,6 @@ from decoding import (
     tiny,
 )
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 DECODERS = ("gpt2", "llama", "mixtral", "mamba")
 
 

@@ -8,13 +8,15 @@ import math
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+import transformers
+from transformers.generation import logits_process as stock
 
 from decoding import BOS, EOS, assert_fused, assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk import cpu
 from fused_topk.generation.edits import Plan
 from fused_topk.generation.selection import Rows, best, best_continuations, logsumexp
-from transformers.generation import logits_process as stock
 
 BATCH, BEAMS, VOCAB_SIZE, LENGTH = 3, 2, 101, 12
 NUM_ROWS = BATCH * BEAMS

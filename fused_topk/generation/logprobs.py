@@ -54,8 +54,8 @@ def topk_logprobs(logits: Tensor, k: int, targets: Tensor | None = None) -> Toke
         TypeError, ValueError: an argument of a wrong kind, dtype, shape or device.
 
     Contract:
-        Order, ties and special rows as in :func:`fused_topk.log_softmax_topk`. Does not wait for the device. Targets
-        of V or more are not looked for on CUDA tensors and must not occur.
+        Order, ties and special rows as in :func:`fused_topk.log_softmax_topk`; in a row with NaN ranks mean nothing.
+        Does not wait for the device. Targets of V or more are not looked for on CUDA tensors and must not occur.
 
     Example:
         >>> import torch
@@ -82,7 +82,8 @@ def topk_logprobs(logits: Tensor, k: int, targets: Tensor | None = None) -> Toke
     their_logits = logits.gather(-1, tokens)
     # As the difference to the best token: a common offset of the logits costs no digits.
     best_logits = logits.gather(-1, best.indices[..., :1])
-    logprobs = best.values[..., :1] + (their_logits - best_logits).to(best.values.dtype)
+    dtype = best.values.dtype
+    logprobs = best.values[..., :1] + (their_logits.to(dtype) - best_logits.to(dtype))
     logprobs = logprobs.squeeze(-1).where(has_target, torch.nan)
     ranks = _ranks(logits.detach(), tokens, their_logits.detach()).where(has_target, 0)
     return TokenLogprobs(*best, logprobs, ranks)
@@ -91,17 +92,23 @@ def topk_logprobs(logits: Tensor, k: int, targets: Tensor | None = None) -> Toke
 def _ranks(logits: Tensor, tokens: Tensor, their_logits: Tensor) -> Tensor:
     """int64 [...]: 1 + the number of tokens that come before each given one."""
     vocab_size = logits.shape[-1]
-    shape = tokens.shape[:-1]
-    rows, tokens, theirs = logits.reshape(-1, vocab_size), tokens.reshape(-1, 1), their_logits.reshape(-1, 1)
+    try:
+        rows = logits.view(-1, vocab_size)
+    except RuntimeError:
+        # Leading dimensions that do not merge, as after dropping the last position: one by one rather than copied.
+        return torch.stack([_ranks(*each) for each in zip(logits, tokens, their_logits, strict=True)])
+    theirs = their_logits.reshape(-1, 1)
+    index = torch.arange(vocab_size, device=logits.device)
+    tokens = tokens.reshape(-1, 1)
     ranks = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     size = max(1, _CHUNK // vocab_size)
-    index = torch.arange(vocab_size, device=logits.device)
     for start in range(0, len(rows), size):
         part = slice(start, start + size)
-        is_before = rows[part] > theirs[part]
-        is_before |= (rows[part] == theirs[part]) & (index < tokens[part])
+        is_before = rows[part] == theirs[part]
+        is_before &= index < tokens[part]
+        is_before |= rows[part] > theirs[part]
         ranks[part] = is_before.sum(-1)
-    return ranks.add_(1).view(shape)
+    return ranks.add_(1).view(logits.shape[:-1])
 
 
 @torch.no_grad()

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling: what the warpers keep, the distribution of the draws, and the processor that does it in one pass."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from decoding import assert_fused, generate_both, inputs_for, one_thread, tiny  # noqa: F401
+from fused_topk import cpu
+from fused_topk.generation import FusedTopKLogitsProcessor, fused_decoding, stats, warpers
+from fused_topk.generation.selection import Rows, best, logsumexp
+
+CHAINS = {
+    "top_k": lambda: [TopKLogitsWarper(7)],
+    "top_k_of_one": lambda: [TopKLogitsWarper(1)],
+    "top_k_of_more_than_all": lambda: [TopKLogitsWarper(5000)],
+    "top_p": lambda: [TopPLogitsWarper(0.8)],
+    "top_p_of_little": lambda: [TopPLogitsWarper(0.01, min_tokens_to_keep=3)],
+    "min_p": lambda: [MinPLogitsWarper(0.05)],
+    "temperature_top_p": lambda: [TemperatureLogitsWarper(0.6), TopPLogitsWarper(0.9)],
+    "temperature_min_p": lambda: [TemperatureLogitsWarper(1.4), MinPLogitsWarper(0.1)],
+    "all": lambda: [TemperatureLogitsWarper(0.8), TopKLogitsWarper(50), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)],
+    "twice": lambda: [TopKLogitsWarper(40), TemperatureLogitsWarper(0.5), TopKLogitsWarper(20), TopPLogitsWarper(0.7)],
+}
+
+
+def logits_of(vocab_size, step=None, seed=0):
+    """float32 [6, V]; with `step` multiples of it, many of which are equal."""
+    logits = 2.5 * torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(seed))
+    return logits if step is None else (logits / step).round() * step
+
+
+def kept_by_lists(filters, logits):
+    """What the warpers on lists of the best leave of the logits [R, V], and whether the lists were long enough."""
+    rows = Rows(logits, cpu)
+    vocab_size = logits.shape[-1]
+    found = best(rows, (), warpers.list_length(filters, vocab_size), False)
+    kept, was_enough = warpers.apply(
+        filters, found.scores, vocab_size, lambda temperature: logsumexp(rows, (), temperature, False)
+    )
+    return torch.full_like(logits, -math.inf).scatter(1, found.ids, kept), was_enough
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("vocab_size", [29, 3000])
+def test_lists_of_the_best_keep_what_the_stock_warpers_keep(chain, vocab_size):
+    for seed in range(5):
+        logits = logits_of(vocab_size, seed=seed)
+        filters = [each for warper in CHAINS[chain]() for each in warpers.filters_of(warper)]
+        expected = LogitsProcessorList(CHAINS[chain]())(None, logits)
+        given, was_enough = kept_by_lists(filters, logits)
+        assert was_enough is None or was_enough.all()
+        torch.testing.assert_close(given, expected, rtol=0, atol=1e-6)
+
+
+def test_all_tokens_that_tie_with_the_kth_are_kept():
+    logits = logits_of(3000, step=0.25)
+    for k in (5, 30, 200):
+        given, was_enough = kept_by_lists([warpers.Filter("top_k", k)], logits)
+        expected = TopKLogitsWarper(k)(None, logits)
+        assert (expected.isfinite().sum(-1) > k).any()
+        if bool(was_enough.all()):
+            assert torch.equal(given, expected)
+    # A row with more ties than there is room for is noticed.
+    _, was_enough = kept_by_lists([warpers.Filter("top_k", 5)], logits_of(3000, step=100.0))
+    assert not was_enough.any()
+    # So is a nucleus that is longer than the list.
+    _, was_enough = kept_by_lists([warpers.Filter("top_p", 0.99)], torch.zeros(2, 3000))
+    assert not was_enough.any()
+
+
+def is_likely(counts, probabilities, draws):
+    """Pearson's chi-square test: False for what 1 in 10,000 sets of draws from the distribution would show.
+
+    Tokens with fewer than five draws expected count together.
+    """
+    expected = probabilities.double() * draws
+    assert counts[expected == 0].sum() == 0, "a token with probability 0 was drawn"
+    is_rare = expected < 5
+    observed = torch.cat([counts[~is_rare], counts[is_rare].sum()[None]]).double()
+    expected = torch.cat([expected[~is_rare], expected[is_rare].sum()[None]])
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    degrees = len(expected) - 1
+    # The upper tail of the chi-square distribution.
+    return float(torch.special.gammaincc(torch.tensor(degrees / 2).double(), statistic / 2)) > 1e-4
+
+
+def first_tokens(model, draws, **options):
+    """The first sampled tokens of `draws` copies of one prompt: counts [V]."""
+    inputs = inputs_for(model, batch=1, length=1)
+    inputs = {name: tensor.expand(draws, *tensor.shape[1:]) for name, tensor in inputs.items()}
+    found = model.generate(**inputs, do_sample=True, max_new_tokens=1, **options)
+    return found[:, -1].bincount(minlength=model.config.vocab_size)
+
+
+DRAWS = 10_000
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 20},
+        {"top_k": 0, "top_p": 0.8},
+        {"top_k": 0, "min_p": 0.05},
+        {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "temperature": 1.5},
+        {"top_k": 30, "repetition_penalty": 1.4, "bad_words_ids": [[9], [30]], "min_new_tokens": 3},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_sampled_tokens_have_the_stock_distribution(options):
+    model = tiny("llama", vocab_size=1211)
+    torch.manual_seed(0)
+    stock = model.generate(
+        **inputs_for(model, batch=1, length=1),
+        do_sample=True,
+        max_new_tokens=1,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **options,
+    )
+    probabilities = stock.scores[0][0].softmax(-1)
+    assert 3 < (probabilities > 0).sum() < 1211
+    stats(reset=True)
+    with fused_decoding(model, sampling=True):
+        counts = first_tokens(model, DRAWS, **options)
+    steps = stats(reset=True)
+    assert steps.fused == 1 and steps.fallback == 0, steps.reasons
+    assert is_likely(counts, probabilities, DRAWS)
+    # The test can tell: a slightly different distribution fails.
+    assert not is_likely(counts, (probabilities * torch.linspace(1, 1.3, 1211)).div(probabilities.sum()), DRAWS)
+
+
+def test_beam_sampling_has_the_stock_distribution():
+    # The best of two beams after one step, among all pairs of first tokens.
+    model = tiny("llama")
+    options = {"num_beams": 2, "top_k": 6, "eos_token_id": None}
+    torch.manual_seed(1)
+    stock = first_tokens(model, DRAWS, **options)
+    stats(reset=True)
+    with fused_decoding(model, sampling=True):
+        fused = first_tokens(model, DRAWS, **options)
+    steps = stats(reset=True)
+    assert steps.fused == 1 and steps.fallback == 0, steps.reasons
+    # Both are samples: the pooled counts are the expectation, with twice the variance of one known exactly.
+    pooled = (stock + fused).double() / (2 * DRAWS)
+    statistic = ((stock - fused).double() ** 2 / (stock + fused).clamp(min=1)).sum()
+    degrees = int((pooled > 0).sum()) - 1
+    assert degrees >= 3
+    assert float(torch.special.gammaincc(torch.tensor(degrees / 2).double(), statistic / 2)) > 1e-4
+
+
+def test_beam_sampling_of_more_continuations_than_multinomial_takes():
+    # 140 beams of 128256 tokens are more than 2^24.
+    model = tiny("llama", vocab_size=128256)
+    options = {"num_beams": 140, "do_sample": True, "max_new_tokens": 2, "top_k": 50, "num_return_sequences": 3}
+    inputs = inputs_for(model, batch=1)
+    with pytest.raises(RuntimeError, match=r"2\^24"):
+        model.generate(**inputs, **options)
+    stats(reset=True)
+    with fused_decoding(model, sampling=True):
+        found = model.generate(**inputs, **options)
+    steps = stats(reset=True)
+    assert steps.fused == 2 and steps.fallback == 0, steps.reasons
+    assert len(found) == 3 and (found >= 0).all() and (found < 128256).all()
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_chain_that_leaves_one_token_samples_the_stock_sequence(num_beams):
+    # With one token left of each row there is nothing random, so fused and stock sequences are comparable.
+    options = {"do_sample": True, "top_k": 1, "repetition_penalty": 1.2, "num_beams": num_beams}
+    if num_beams > 1:
+        # Beam sampling keeps at least one token more than there are end tokens.
+        options |= {"top_k": 2, "temperature": 0.01}
+    stock, given, steps = generate_both(
+        tiny("llama"), fused=lambda model: fused_decoding(model, sampling=True), output_scores=False, **options
+    )
+    assert steps.fused > 0 and steps.fallback == 0, steps.reasons
+    if num_beams == 1:
+        assert torch.equal(stock["sequences"], given["sequences"])
+    assert given["sequences"].shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"top_k": 0}, "sampling from the whole vocabulary"),
+        ({"top_k": 5, "typical_p": 0.5}, "logits processor TypicalLogitsWarper"),
+        ({"top_k": 5, "epsilon_cutoff": 0.01}, "logits processor EpsilonLogitsWarper"),
+        ({"top_k": 0, "temperature": 1e6, "top_p": 0.99}, "the warpers keep more tokens than were listed"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_other_sampling_draws_the_stock_tokens(options, reason):
+    model = tiny("llama", vocab_size=3000)
+    inputs = inputs_for(model)
+    torch.manual_seed(3)
+    stock = model.generate(**inputs, do_sample=True, max_new_tokens=6, **options)
+    stats(reset=True)
+    torch.manual_seed(3)
+    with fused_decoding(model, sampling=True):
+        given = model.generate(**inputs, do_sample=True, max_new_tokens=6, **options)
+    steps = stats(reset=True)
+    assert torch.equal(stock, given)
+    assert steps.fused == 0 and list(steps.reasons) == [reason]
+
+
+def test_sampling_without_the_option_draws_the_stock_tokens():
+    model = tiny("llama")
+    drawn = []
+    for fused in (False, True):
+        torch.manual_seed(3)
+        stats(reset=True)
+        if fused:
+            with fused_decoding(model):
+                drawn.append(model.generate(**inputs_for(model), do_sample=True, max_new_tokens=6))
+        else:
+            drawn.append(model.generate(**inputs_for(model), do_sample=True, max_new_tokens=6))
+    assert torch.equal(*drawn)
+    assert stats(reset=True).reasons == {"do_sample without sampling=True": 6}
+
+
+def stock_chain(k, temperature=1.0, top_p=1.0, min_p=0.0):
+    chain = [TemperatureLogitsWarper(float(temperature)), TopKLogitsWarper(k)]
+    chain += [TopPLogitsWarper(float(top_p))] if top_p < 1 else []
+    return LogitsProcessorList(chain + ([MinPLogitsWarper(float(min_p))] if min_p > 0 else []))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"k": 1},
+        {"k": 50},
+        {"k": 50, "temperature": 0.7},
+        {"k": 20, "temperature": 2.0, "min_p": 0.1},
+        {"k": 2999},
+        {"k": 10**6},
+        {"k": 40, "temperature": 1.3, "top_p": 0.9, "min_p": 0.01},
+    ],
+    ids=lambda arguments: "-".join(arguments),
+)
+def test_processor_keeps_what_the_chain_of_warpers_keeps(arguments, dtype):
+    scores = logits_of(3000).to(dtype)
+    before = scores.clone()
+    given = FusedTopKLogitsProcessor(**arguments)(None, scores)
+    assert torch.equal(scores, before), "scores were changed in place"
+    assert given.dtype == dtype and given.shape == scores.shape
+    expected = stock_chain(**arguments)(None, scores)
+    if dtype == torch.float32 or "top_p" not in arguments:
+        assert torch.equal(given, expected)
+        return
+    # Among equals at the boundary transformers' sort keeps any, the processor those of smaller index: as many, and
+    # differences only between equals.
+    assert torch.equal(given.sort().values, expected.sort().values)
+
+
+def test_processor_keeps_ties_beyond_its_room_for_them():
+    scores = logits_of(3000, step=100.0)
+    assert torch.equal(FusedTopKLogitsProcessor(k=5)(None, scores), TopKLogitsWarper(5)(None, scores))
+
+
+def test_processor_sets_its_filter_value():
+    given = FusedTopKLogitsProcessor(k=2, filter_value=-7.0)(None, torch.tensor([[1.0, 3.0, 2.0]]))
+    assert given.tolist() == [[-7.0, 3.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"k": 0}, ValueError, "`k` must be at least 1, got 0"),
+        ({"k": 2.0}, TypeError, "`k` must be an int, got float"),
+        ({"k": True}, TypeError, "`k` must be an int, got bool"),
+        ({"k": 2, "temperature": 0.0}, ValueError, "`temperature` must be positive and finite, got 0.0"),
+        ({"k": 2, "temperature": "hot"}, TypeError, "`temperature` must be a number, got str"),
+        ({"k": 2, "top_p": 0.0}, ValueError, "`top_p` must satisfy 0 < top_p <= 1, got 0.0"),
+        ({"k": 2, "min_p": 1.5}, ValueError, "`min_p` must satisfy 0 <= min_p <= 1, got 1.5"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_processor_says_what_is_wrong_with_an_argument(arguments, error, message):
+    with pytest.raises(error, match=message):
+        FusedTopKLogitsProcessor(**arguments)
+
+
+def test_processor_in_generate():
+    model = tiny("llama")
+    processors = LogitsProcessorList([FusedTopKLogitsProcessor(k=5, temperature=0.8, top_p=0.9)])
+    options = {"do_sample": True, "max_new_tokens": 6, "top_k": 0}
+    # In stock generate() it draws what the chain of warpers draws.
+    torch.manual_seed(0)
+    expected = model.generate(**inputs_for(model), **options | {"top_k": 5, "temperature": 0.8, "top_p": 0.9})
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(**inputs_for(model), logits_processor=processors, **options), expected)
+    # In fused generate() it is fused.
+    stats(reset=True)
+    with fused_decoding(model, sampling=True):
+        model.generate(**inputs_for(model), logits_processor=processors, **options)
+    steps = stats(reset=True)
+    assert steps.fused == 6 and steps.fallback == 0, steps.reasons
+    # Greedy search takes the best token whatever is filtered; there it is not known.
+    assert generate_both(model, logits_processor=processors)[2].reasons == {
+        "logits processor FusedTopKLogitsProcessor": 10
+    }
