@@ -41,6 +41,18 @@ def supports(dtype: torch.dtype, k: int) -> bool:
     return dtype in _DTYPES
 
 
+def instruction_set() -> str:
+    """The one that the kernel uses on this machine: "avx512", "avx2", or "baseline" for what every CPU of its kind has.
+
+    Raises:
+        RuntimeError: the extension cannot be used.
+    """
+    cause = unavailable()
+    if cause is not None:
+        raise RuntimeError(cause)
+    return str(_cpu.instruction_set())
+
+
 def row_topk(problem: Problem, out: TopK, instruction_set: str = "") -> None:
     """The k best of every row, their values, and the row's logsumexp.
 

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Builds the CPU kernel with AddressSanitizer and UndefinedBehaviorSanitizer, with g++, in a temporary folder, and runs
+# tests on it. Arguments go to pytest; without any, the tests of the CPU kernel are run. Needs the package installed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+work=$(mktemp -d "${TMPDIR:-/tmp}/fused_topk-sanitize.XXXXXX")
+readonly work
+trap 'rm -rf "$work"' EXIT
+
+cmake -S . -B "$work/build" -DFUSED_TOPK_SANITIZE=ON -DCMAKE_CXX_COMPILER=g++ \
+  -DPython_EXECUTABLE="$(command -v python)" -Dnanobind_DIR="$(python -m nanobind --cmake_dir)"
+cmake --build "$work/build" --parallel
+
+# Takes the place of the installed extension before anything imports it.
+cat >"$work/sanitized.py" <<PYTHON
+import glob, importlib.util, sys
+
+(path,) = glob.glob("$work/build/_cpu*.so")
+spec = importlib.util.spec_from_file_location("fused_topk._cpu", path)
+sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules[spec.name])
+PYTHON
+
+# Python itself keeps memory until the end: its leaks are not the kernel's. The C++ runtime comes along because the
+# sanitizer looks up where exceptions are thrown before torch has loaded it.
+export LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)"
+export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$work
+if (($# == 0)); then
+  set -- tests/test_cpu.py tests/test_adversarial.py tests/test_layouts.py tests/test_masks.py tests/test_properties.py \
+    -k "not reference"
+fi
+python -m pytest -p sanitized -q "$@"
