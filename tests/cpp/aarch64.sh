@@ -11,7 +11,8 @@ trap 'rm -rf "$work"' EXIT
 
 mapfile -t sources < <(find csrc/cpu -name '*.cpp' ! -name binding.cpp)
 aarch64-linux-gnu-g++ -std=c++17 -O3 -fno-math-errno -Wall -Wextra -static -pthread \
-  -DFUSED_TOPK_KERNELS=kBaselineKernels tests/cpp/rows.cpp "${sources[@]}" -o "$work/rows"
+  -DFUSED_TOPK_KERNELS=kBaselineKernels -DFUSED_TOPK_FULL_ROW_KERNELS=kBaselineFullRowKernels \
+  tests/cpp/rows.cpp "${sources[@]}" -o "$work/rows"
 run=(qemu-aarch64)
 if [[ $(uname -m) == aarch64 ]]; then run=(); fi
 "${run[@]}" "$work/rows" "${1:-1000}"
