@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from fused_topk import cuda, kernel_source
+from fused_topk import cuda, cuda_full_rows, kernel_source
 
 DTYPES = ("Float32", "Float16", "BFloat16")
 
@@ -48,8 +48,19 @@ def test_read_rows_compiles_without_spills(nvrtc, architecture):
     assert_no_spills("read_rows_kernel", log)
 
 
+@pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_full_row_kernels_compile_without_spills(nvrtc, dtype, architecture):
+    kernels = [name for name in cuda_full_rows.kernel_names(architecture) if f"<fused_topk::{dtype}," in name]
+    assert len(kernels) == (6 if architecture < 90 else 12) * (1 if dtype == "Float32" else 2)
+    for kernel in kernels:
+        _, entry, log = cuda.compile_kernel(kernel, architecture)
+        assert "softmax_" in entry
+        assert_no_spills(kernel, log)
+
+
 def test_compile_error_carries_the_log(nvrtc, monkeypatch):
-    monkeypatch.setattr(kernel_source, "translation_unit", lambda: "__global__ void broken() { undeclared(); }")
+    monkeypatch.setattr(kernel_source, "translation_unit", lambda kernel: "__global__ void broken() { undeclared(); }")
     with pytest.raises(RuntimeError, match=r"(?s)NVRTC could not compile broken for sm_90 .*undeclared"):
         cuda.compile_kernel("broken", 90)
 
@@ -63,12 +74,12 @@ def test_cache_key_covers_every_source(monkeypatch):
     monkeypatch.setattr(kernel_source, "OPTIONS", ("-std=c++20",))
     assert key != kernel_source.cache_key("kernel", 90, "13.0")
     monkeypatch.undo()
-    unit = kernel_source.translation_unit()
+    unit = kernel_source.translation_unit("kernel")
     for name in kernel_source.SOURCES:
         first_lines = (kernel_source.source_folder() / name).read_text().splitlines()[:2]
         assert f'#line 1 "{name}"' in unit
         assert first_lines[1] in unit
-    monkeypatch.setattr(kernel_source, "translation_unit", lambda: unit.replace("kLn2", "kLnTwo"))
+    monkeypatch.setattr(kernel_source, "translation_unit", lambda kernel: unit.replace("kLn2", "kLnTwo"))
     assert key != kernel_source.cache_key("kernel", 90, "13.0")
 
 

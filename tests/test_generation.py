@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
+import transformers
+
 from decoding import (
     DTYPES,
     EOS,
@@ -60,7 +62,11 @@ def test_generate_with_every_rule_of_stopping(length_penalty, early_stopping):
         {"eos_token_id": [EOS, 6]},
         {"return_dict_in_generate": False, "output_scores": False},
         {"output_attentions": True},
-        {"prefill_chunk_size": 2},
+        # transformers 5.0 itself fails with it.
+        pytest.param(
+            {"prefill_chunk_size": 2},
+            marks=pytest.mark.skipif(transformers.__version__.startswith("5.0."), reason="broken in transformers 5.0"),
+        ),
     ],
     ids=lambda options: "-".join(options),
 )

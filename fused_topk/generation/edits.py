@@ -74,7 +74,8 @@ class Force:
         self.ids = ids
 
     def apply(self, ids: Tensor, scores: Tensor) -> Tensor:
-        return torch.zeros_like(scores).where(torch.isin(ids, self.ids), -torch.inf)
+        is_forced = (ids.unsqueeze(-1) == self.ids.view(1, 1, -1)).any(-1)
+        return torch.zeros_like(scores).where(is_forced, -torch.inf)
 
 
 class Step(NamedTuple):
@@ -296,10 +297,16 @@ def _within_vocabulary(adapter: Adapter, greatest: int) -> Adapter:
 
 
 def _forced(tokens: Any, applies: Callable[[Step], bool]) -> Adapter:
-    listed = torch.as_tensor(tokens).flatten()
+    listed = torch.as_tensor(tokens).flatten().unsqueeze(0)
+    made: dict[torch.device, Force] = {}
 
     def adapter(step: Step) -> Edit | None:
-        return Force(listed.to(step.rows.logits.device).unsqueeze(0)) if applies(step) else None
+        if not applies(step):
+            return None
+        device = step.rows.logits.device
+        if device not in made:
+            made[device] = Force(listed.to(device))
+        return made[device]
 
     return adapter
 

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Runs the tests of fused_topk.generation with other versions of transformers than the one that is installed.
+#
+#     tests/transformers_versions.sh [VERSION ...]
+#
+# To be run in an environment that has the package and its tests' requirements. Each version gets a virtual environment
+# on top of it, which holds only what must differ: transformers, and what it needs in another version.
+set -euo pipefail
+tests=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+# The oldest that pyproject.toml allows, the first of the fifth series, and one between it and the newest.
+versions=("$@")
+((${#versions[@]})) || versions=(4.57.6 5.0.0 5.17.0)
+
+work=$(mktemp -d "${TMPDIR:-/tmp}/transformers-versions.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+# Away from the checkout, so that the installed package is imported, which has its native kernel.
+cd "$work"
+# The environment below, with its .pth files: an editable install is one of them.
+below=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+
+for version in "${versions[@]}"; do
+  printf '\n== transformers %s\n' "$version"
+  environment=$work/$version
+  python -m venv "$environment"
+  above=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  # site.addsitedir appends: what is installed here comes first.
+  echo "import site; site.addsitedir('$below')" >"$above/environment_below.pth"
+  "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "transformers==$version"
+  "$environment/bin/python" -c "import transformers; assert transformers.__version__ == '$version', transformers.__file__"
+  # Models this small are slowed down by threads that wait in turns; two processes are not.
+  timeout 600 "$environment/bin/python" -m pytest -q -n 2 -p no:cacheprovider "$tests"/test_generation*.py
+done
