@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Softmax + top-k that reads the logits once, on CUDA and CPU tensors."""
 
+from .full_rows import log_softmax, logsumexp, softmax
 from .functional import beam_topk, log_softmax_topk, softmax_topk, topk
 from .problem import TopK
 
@@ -10,7 +11,10 @@ __all__ = [
     "TopK",
     "__version__",
     "beam_topk",
+    "log_softmax",
     "log_softmax_topk",
+    "logsumexp",
+    "softmax",
     "softmax_topk",
     "topk",
 ]

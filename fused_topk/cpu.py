@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .problem import Problem, TopK
+from .problem import FullRowProblem, Problem, TopK
 
 _cpu: Any
 try:
@@ -19,10 +19,11 @@ except ImportError as error:
     _cpu = None
     _import_error = str(error)
 
-# The enumerations of csrc/cpu/problem.h and vector_kernels.h.
+# The enumerations of csrc/cpu/problem.h, full_rows.h and vector_kernels.h.
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _NO_MASK, _BOOL_MASK, _PACKED_MASK = 0, 1, 2
 _VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2}
+_FULL_ROW_KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
 _NORMALIZE_OVER = {"allowed": 0, "all": 1, "topk": 2}
 
 
@@ -64,6 +65,25 @@ def row_topk(problem: Problem, out: TopK, instruction_set: str = "") -> None:
 def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK, instruction_set: str = "") -> None:
     """The k best continuations of every batch entry over all of its beams."""
     _topk(problem, beam_scores.data_ptr(), beam_scores.stride(), out, instruction_set)
+
+
+def full_rows(problem: FullRowProblem, out: Tensor, instruction_set: str = "") -> None:
+    """Probabilities, log-probabilities or the logsumexp of every row, into the contiguous `out`."""
+    logits, temperature, row_temperature, values = problem
+    _cpu.full_rows(
+        logits.data_ptr(),
+        _DTYPES[logits.dtype],
+        logits.shape,
+        logits.stride(),
+        temperature,
+        0 if row_temperature is None else row_temperature.data_ptr(),
+        () if row_temperature is None else row_temperature.stride(),
+        _FULL_ROW_KINDS[values],
+        out.data_ptr(),
+        _DTYPES[out.dtype],
+        torch.get_num_threads(),
+        instruction_set,
+    )
 
 
 def _topk(

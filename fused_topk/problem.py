@@ -32,3 +32,12 @@ class Problem(NamedTuple):
     mask: Tensor | None  # bool of logits.shape, or int32 of logits.shape[:-1] + (ceil(V / 32),), any strides
     values: str  # "softmax", "log_softmax" or "logits"
     normalize: str  # "allowed", "all" or "topk"
+
+
+class FullRowProblem(NamedTuple):
+    """A checked request for full rows. A backend reads it and writes the contiguous tensor that the caller allocated."""
+
+    logits: Tensor  # (..., V), any strides
+    temperature: float  # positive and finite; ignored where row_temperature is given
+    row_temperature: Tensor | None  # logits.shape[:-1], float32, any strides
+    values: str  # "softmax" or "log_softmax", each for a result of logits.shape; "logsumexp", of logits.shape[:-1]

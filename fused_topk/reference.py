@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .problem import Problem, TopK
+from .problem import FullRowProblem, Problem, TopK
 
 
 def unavailable() -> str | None:
@@ -66,6 +66,20 @@ def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK) -> None:
     out.indices.copy_(flat_indices.gather(1, best))
 
 
+def full_rows(problem: FullRowProblem, out: Tensor) -> None:
+    """Probabilities, log-probabilities or the logsumexp of every row."""
+    x = problem.logits.to(_working_dtype(problem.logits))
+    temperature = _temperature(problem)
+    m, d = _normalizer(x, temperature)
+    log_d = d.log()
+    if problem.values == "logsumexp":
+        out.copy_((m / temperature + log_d).squeeze(-1))
+        return
+    shifted = (x - m) / temperature
+    values = shifted.exp() / d if problem.values == "softmax" else shifted - log_d
+    out.copy_(values.where(log_d.isfinite(), torch.nan))
+
+
 def _candidates(problem: Problem) -> Tensor:
     """The logits, -inf where a token is not allowed."""
     if problem.mask is None:
@@ -90,7 +104,7 @@ def _gather(x: Tensor, indices: Tensor) -> Tensor:
     return x.view(bits).gather(-1, indices).view(x.dtype)
 
 
-def _temperature(problem: Problem) -> float | Tensor:
+def _temperature(problem: Problem | FullRowProblem) -> float | Tensor:
     """The temperature in a form that divides rows; NaN where a row's is not positive, so that the row becomes NaN."""
     if problem.row_temperature is None:
         return problem.temperature

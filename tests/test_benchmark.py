@@ -75,7 +75,8 @@ def test_suite_holds_valid_and_distinct_cases(name):
     assert cases
     assert len({case.label for case in cases}) == len(cases)
     for case in cases:
-        assert 1 <= case.k <= case.vocab * max(case.beams, 1)
+        # k = 0: softmax.
+        assert (name != "softmax") <= case.k <= (name != "softmax") * case.vocab * max(case.beams, 1)
         assert case.dtype in inputs.DTYPES
         assert case.distribution in suites.DISTRIBUTIONS
 
@@ -310,6 +311,27 @@ def test_torch_peer_computes_what_we_do():
         ours = runner._fused(case, SETTINGS)(logits)
         theirs = PEERS["torch"].make(case, CPU)(logits)
         torch.testing.assert_close(ours.values, theirs.values)
+
+
+def test_softmax_cases_are_timed_against_a_copy():
+    case = Case(3, 500, 0, "bf16", suites.copy(1000))
+    ((result,),) = runner.run([("softmax", case)], SETTINGS)
+    assert result.failure is None and result.meets_target
+    assert set(result.times) == {"copy", "fused", "torch"}
+    assert case.bytes_moved == 2 * 3 * 500 * 2
+    assert case.label == "3 x 500 bf16 softmax"
+
+
+@pytest.mark.parametrize("dtype", inputs.DTYPES)
+def test_softmax_check_sees_a_wrong_element(dtype):
+    (logits,) = inputs.make_inputs(Case(4, 300, 0, dtype), CPU, 1)
+    right = logits.double().softmax(-1).to(logits.dtype)
+    assert check.softmax_error(logits, right) is None
+    wrong = right.clone()
+    at = int(logits[2].argmax())
+    wrong[2, at] *= 1.02
+    assert f"element {at} of row 2" in check.softmax_error(logits, wrong)
+    assert "must be" in check.softmax_error(logits, right[:2])
 
 
 def test_host_times_cover_ours_and_torch():

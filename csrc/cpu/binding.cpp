@@ -16,6 +16,7 @@
 #include <string_view>
 #include <vector>
 
+#include "full_rows.h"
 #include "problem.h"
 
 namespace nb = nanobind;
@@ -110,10 +111,37 @@ void topk(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vector<
   solve(p);
 }
 
+// clang-format off: one argument group a line, in the order in which cpu.py passes them
+void full_rows(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
+               double temperature, std::uintptr_t row_temperature, std::vector<i64> temperature_strides,
+               u32 kind, std::uintptr_t out, u32 out_dtype,
+               u32 threads, std::string_view instruction_set) {
+  // clang-format on
+  FullRowProblem p{};
+  p.kernels = &kernels_named(instruction_set);
+  p.threads = threads;
+  p.vocab_size = u32(pop(shape));
+  p.sizes = std::move(shape);
+  p.dtype = DType(dtype);
+  p.out_dtype = DType(out_dtype);
+  p.kind = FullRowKind(kind);
+  p.logits = pointer<const char>(logits);
+  p.logits_element_stride = pop(logits_strides);
+  p.logits_strides = std::move(logits_strides);
+  p.temperature = temperature;
+  p.row_temperature = pointer<const float>(row_temperature);
+  p.temperature_strides = std::move(temperature_strides);
+  p.out = pointer<char>(out);
+
+  const nb::gil_scoped_release without_gil;
+  solve(p);
+}
+
 }  // namespace
 
 NB_MODULE(_cpu, module) {
   module.def("topk", &topk);
+  module.def("full_rows", &full_rows);
   module.def(
       "instruction_set", [] { return supported_kernels().front()->name; },
       "The best instruction set of this machine that the kernels are compiled "

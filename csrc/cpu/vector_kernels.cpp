@@ -1,68 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // One instruction set's table of vector_kernels.h: built with -DFUSED_TOPK_KERNELS=<name of the table> and the
-// compiler's options for that set. Written with the vector types of GCC and Clang; intrinsics only where those have no
+// compiler's options for that set. Written with the vector types of vectors.h; intrinsics only where those have no
 // word for it (comparisons to a bit mask, conversion from float16). Everything but the table has internal linkage.
 #include "vector_kernels.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "full_row_kernels.h"
+#include "vectors.h"
 
 namespace fused_topk::cpu {
 namespace {
-
-#if defined(__AVX512F__)
-constexpr u32 kLanes = 16;
-#elif defined(__AVX2__)
-constexpr u32 kLanes = 8;
-#else
-constexpr u32 kLanes = 4;
-#endif
-static_assert(64 % kLanes == 0 && kBlock % 64 == 0);
-
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int Ints __attribute__((vector_size(4 * kLanes)));
-typedef u32 UInts __attribute__((vector_size(4 * kLanes)));
-typedef double Doubles __attribute__((vector_size(8 * kLanes)));
-typedef float UnalignedFloats __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
-
-constexpr float kInfinity = __builtin_huge_valf();
-
-inline Floats load(const float* x) { return *reinterpret_cast<const UnalignedFloats*>(x); }
-
-// x[0 .. n], the other lanes `fill`.
-inline Floats load_some(const float* x, u32 n, float fill) {
-  float lanes[kLanes];
-  for (u32 i = 0; i < kLanes; ++i) lanes[i] = fill;
-  __builtin_memcpy(lanes, x, n * sizeof(float));
-  return load(lanes);
-}
-
-// Minus zero, so that -0 is broadcast as it is.
-inline Floats broadcast(float x) { return x - Floats{}; }
-
-inline Ints broadcast(int x) { return x - Ints{}; }
-
-inline Ints load_ints(const int* x) {
-  Ints lanes;
-  __builtin_memcpy(&lanes, x, sizeof lanes);
-  return lanes;
-}
-
-inline u32 bits_of(float x) {
-  u32 bits;
-  __builtin_memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
-inline float float_of(u32 bits) {
-  float x;
-  __builtin_memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-// b where one of the two is NaN.
-inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
 
 // ---- Reading ----
 
@@ -157,49 +103,13 @@ float maximum(const float* x, u32 n) {
   }
   for (; i + kLanes <= n; i += kLanes) best[0] = greater(load(x + i), best[0]);
   if (i < n) best[1] = greater(load_some(x + i, n - i, -kInfinity), best[1]);
-  const Floats all = greater(greater(best[0], best[1]), greater(best[2], best[3]));
-  float result = all[0];
-  for (u32 lane = 1; lane < kLanes; ++lane) result = all[lane] > result ? all[lane] : result;
-  return result;
+  return greatest_lane(greater(greater(best[0], best[1]), greater(best[2], best[3])));
 }
 
 bool has_nan(const float* x, u32 n) {
   u32 nans = 0;
   for (u32 i = 0; i < n; ++i) nans += (bits_of(x[i]) & 0x7FFFFFFFu) > 0x7F800000u;
   return nans != 0;
-}
-
-// Relative error at most 2.7 units of 2^-24, beyond what the rounding of x - reference does to e^x:
-//   - (x - reference) - n c_high is exact, with or without fused multiply-add: c_high has 16 bits, n has 7, and the two
-//     numbers are within a factor of 2 of each other (Sterbenz). c_high + c_low is c to 40 bits. So f = r / c is off by
-//     three roundings, those of r, of 1 / c and of their product, each of |f| <= 1/2: 1.5 units, and 2^f by ln 2 times
-//     that, 1.1.
-//   - The polynomial, minimax of degree 6 on [-1/2, 1/2] with 1 as its constant term, and its roundings: 1.6 units, or
-//     1.3 with fused multiply-add (the most over 200,000 arguments; 0.03 of it is the polynomial's own).
-//   - The multiplication by 2^n is exact.
-// Measured: 2.13 units over every float32 argument at T = 1, 1.76 with fused multiply-add; 2.35 at other T.
-//
-// Several vectors at a time, step by step: one alone is a chain of operations that each wait for the one before.
-template <u32 COUNT>
-inline void exp_in_place(Floats (&x)[COUNT], const Exponential& e) {
-  // Adding 1.5 * 2^23 leaves the nearest integer in the low bits, here with a float's exponent bias added to it.
-  constexpr float kRound = 0x1.8p23f + 127.0f;
-  // p is n first, the polynomial later.
-  Floats shifted[COUNT], f[COUNT], p[COUNT];
-  for (u32 v = 0; v < COUNT; ++v) x[v] -= e.reference;
-  for (u32 v = 0; v < COUNT; ++v) shifted[v] = x[v] * e.inverse_c + kRound;
-  for (u32 v = 0; v < COUNT; ++v) p[v] = shifted[v] - kRound;
-  for (u32 v = 0; v < COUNT; ++v) f[v] = x[v] - p[v] * e.c_high;
-  for (u32 v = 0; v < COUNT; ++v) f[v] = f[v] - p[v] * e.c_low;
-  for (u32 v = 0; v < COUNT; ++v) f[v] = f[v] * e.inverse_c;
-  for (u32 v = 0; v < COUNT; ++v) p[v] = f[v] * 0x1.41d334p-13f + 0x1.5f456ap-10f;
-  for (u32 v = 0; v < COUNT; ++v) p[v] = p[v] * f[v] + 0x1.3b2dbcp-7f;
-  for (u32 v = 0; v < COUNT; ++v) p[v] = p[v] * f[v] + 0x1.c6aed4p-5f;
-  for (u32 v = 0; v < COUNT; ++v) p[v] = p[v] * f[v] + 0x1.ebfbdap-3f;
-  for (u32 v = 0; v < COUNT; ++v) p[v] = p[v] * f[v] + 0x1.62e430p-1f;
-  for (u32 v = 0; v < COUNT; ++v) p[v] = p[v] * f[v] + 1.0f;
-  // Only the low bits survive the shift. The choice is written so that a NaN stays one.
-  for (u32 v = 0; v < COUNT; ++v) x[v] = x[v] < e.lowest ? Floats{} : p[v] * (Floats)((UInts)shifted[v] << 23);
 }
 
 // A float32 lane adds up at most 4 exponentials before it goes on in float64: with the two additions that join four
@@ -228,9 +138,7 @@ double sum_exp(const float* x, u32 n, const Exponential& e, const void* next, u3
     exp_in_place(term, e);
     total += __builtin_convertvector(term[0], Doubles);
   }
-  double result = 0.0;
-  for (u32 lane = 0; lane < kLanes; ++lane) result += total[lane];
-  return result;
+  return sum_of_lanes(total);
 }
 
 // ---- Selection ----
@@ -423,6 +331,7 @@ extern const VectorKernels FUSED_TOPK_KERNELS = {
     append_candidates,
     keep_best,
     sort_few,
+    &FUSED_TOPK_FULL_ROW_KERNELS,
 };
 // clang-format on
 

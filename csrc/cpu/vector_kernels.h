@@ -30,6 +30,8 @@ struct Exponential {
   float lowest;     // x - reference below this gives 0: 2^-125 is the smallest result
 };
 
+struct FullRowKernels;
+
 struct VectorKernels {
   const char* name;
 
@@ -66,6 +68,8 @@ struct VectorKernels {
 
   // list[0 .. size], size <= kMostToSort and in the order of their indices, into `sorted`, best first.
   void (*sort_few)(const u64* list, u32 size, u64* sorted);
+
+  const FullRowKernels* full_rows;
 };
 
 // Comparing each with each grows with the square.

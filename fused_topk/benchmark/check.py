@@ -38,6 +38,26 @@ def log_softmax_topk_error(logits: Tensor, k: int, got: TopK) -> str | None:
     return None
 
 
+def softmax_error(logits: Tensor, got: Tensor) -> str | None:
+    """What is wrong with `got` as softmax(logits), or None. `logits` is (rows, V)."""
+    if got.shape != logits.shape or got.dtype != logits.dtype:
+        return (
+            f"the result must be {logits.dtype} of shape {tuple(logits.shape)}, got {got.dtype} of {tuple(got.shape)}"
+        )
+    # Relative to each probability: of 32-bit results the rounding of the exponent's argument counts, some tens of units.
+    info = torch.finfo(got.dtype)
+    relative = 64 * info.eps if got.dtype == torch.float32 else info.eps
+    smallest = info.smallest_normal * info.eps
+    step = max(_CHUNK // logits.shape[-1], 1)
+    for start in range(0, logits.shape[0], step):
+        expected = logits[start : start + step].double().softmax(-1)
+        far = ((got[start : start + step] - expected).abs() > relative * expected + smallest).nonzero()
+        if far.numel():
+            row, at = (int(i) for i in far[0])
+            return f"element {at} of row {start + row} is {got[start + row, at]:.9g}, expected {expected[row, at]:.9g}"
+    return None
+
+
 def beam_topk_error(logits: Tensor, beam_scores: Tensor, k: int, got: TopK) -> str | None:
     """What is wrong with `got` as the answer of beam_topk(logits, beam_scores, k), or None. `logits` is (b, beams, V).
 

@@ -33,6 +33,8 @@ def beam_scores(case: Case, device: torch.device) -> Tensor:
 
 def _torch(case: Case, device: torch.device) -> Function:
     k = case.k
+    if k == 0:
+        return lambda logits: torch.softmax(logits, -1)
     if not case.beams:
         return lambda logits: torch.topk(torch.log_softmax(logits, -1, dtype=torch.float32), k)
     scores = beam_scores(case, device)[..., None]
@@ -48,7 +50,7 @@ def _compiled(case: Case, device: torch.device) -> Function:
 
 
 def _flashinfer(case: Case, device: torch.device) -> Function | None:
-    if case.beams:
+    if case.beams or case.k == 0:
         return None
     flashinfer, k = importlib.import_module("flashinfer"), case.k
     return lambda logits: flashinfer.top_k(logits, k)
@@ -56,7 +58,7 @@ def _flashinfer(case: Case, device: torch.device) -> Function | None:
 
 def _cupy(case: Case, device: torch.device) -> Function | None:
     # CuPy has no bfloat16 that its sorts take.
-    if case.beams or case.dtype == "bf16":
+    if case.beams or case.k == 0 or case.dtype == "bf16":
         return None
     cupy, k = importlib.import_module("cupy"), case.k
 
@@ -85,7 +87,9 @@ def _needs_gpu_package(name: str) -> Callable[[torch.device], str | None]:
 
 
 PEERS = {
-    "torch": Peer("torch.topk(torch.log_softmax(logits, -1, dtype=float32), k)", _always, _torch),
+    "torch": Peer(
+        "torch.topk(torch.log_softmax(logits, -1, dtype=float32), k), or torch.softmax(logits, -1)", _always, _torch
+    ),
     "compiled": Peer("torch.compile of the same", _always, _compiled),
     "flashinfer": Peer("radix top-k alone: no softmax, unsorted", _needs_gpu_package("flashinfer"), _flashinfer),
     # Its allocator and its sorts synchronise, which a capture forbids.

@@ -11,9 +11,10 @@ from .runner import FUSED
 # name -> (marker, colour, label), in the order of the legend
 _MARKS = {
     "read": ("|", "#444444", "plain read of the same bytes"),
-    FUSED: ("o", "#d62728", "fused_topk: softmax + sorted top-k"),
+    "copy": ("|", "#8c564b", "plain copy"),
+    FUSED: ("o", "#d62728", "fused_topk"),
     "rows": ("D", "#ff9896", "fused_topk, rows one by one"),
-    "torch": ("s", "#1f77b4", "torch: log_softmax, then topk"),
+    "torch": ("s", "#1f77b4", "torch (log_softmax, then topk)"),
     "compiled": ("^", "#17becf", "torch.compile of the same"),
     "flashinfer": ("v", "#2ca02c", "FlashInfer: top-k alone, unsorted"),
     "cupy": ("P", "#9467bd", "CuPy: log_softmax, argpartition"),

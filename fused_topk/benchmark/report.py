@@ -73,7 +73,7 @@ def print_results(run: Document, console: Console) -> None:
     table.add_column("suite")
     table.add_column("rows x V", no_wrap=True)
     table.add_column("cache")
-    for heading in ("µs", "p10 to p90", "GB/s", "read", "/ read", "target", "torch", "torch /"):
+    for heading in ("µs", "p10 to p90", "GB/s", "floor", "/ floor", "target", "torch", "torch /"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)
@@ -113,6 +113,7 @@ def _entry(result: Result) -> dict[str, Any]:
         "times": {name: timing._asdict() for name, timing in result.times.items()},
         "gigabytes_per_second": result.gigabytes_per_second,
         "ratio_to_read": result.ratio("read"),
+        "ratio_to_copy": result.ratio("copy"),
         "ratio_to_torch": result.ratio("torch"),
         "target": result.target_us,
         "meets_target": result.meets_target,
@@ -129,14 +130,15 @@ def _cells(entry: Mapping[str, Any], others: Iterable[str]) -> list[str]:
     def median(name: str) -> str:
         return three_digits(times[name]["median"]) if name in times else "-"
 
-    fused, to_read, to_torch = times[FUSED], entry["ratio_to_read"], entry["ratio_to_torch"]
+    floor = "read" if "read" in times else "copy"
+    fused, to_floor, to_torch = times[FUSED], entry[f"ratio_to_{floor}"], entry["ratio_to_torch"]
     verdict = {None: "", True: " [green]pass[/]", False: " [red]miss[/]"}[entry["meets_target"]]
     return [
         f"[bold]{median(FUSED)}[/]",
         f"{three_digits(fused['p10'])} to {three_digits(fused['p90'])}",
         three_digits(entry["gigabytes_per_second"]),
-        median("read"),
-        f"{to_read:.2f}" if to_read else "-",
+        median(floor),
+        f"{to_floor:.2f}" if to_floor else "-",
         three_digits(entry["target"]) + verdict,
         median("torch"),
         f"{1 / to_torch:.2f}x" if to_torch else "-",
@@ -149,12 +151,12 @@ def title(run: Document) -> str:
     where = machine["cpu"]["model"] + f", {machine['cpu']['threads']} threads"
     if run["device"].startswith("cuda") and machine["gpus"]:
         where = machine["gpus"][int(run["device"].partition(":")[2] or 0)]["name"]
-    return f"fused softmax + top-k, backend {run['backend']}, {where}, µs per call"
+    return f"fused softmax (+ top-k), backend {run['backend']}, {where}, µs per call"
 
 
 def _caption(others: Iterable[str]) -> str:
     states = (
-        "read: a plain kernel over the same bytes (CPU: amax). cold: inputs from memory, hot: one input from the L2, "
+        "floor: a plain read of the same bytes (CPU: amax), for softmax a copy. cold: inputs from memory, hot: one input from the L2, "
         "cpu: one input, rounds interleaved."
     )
     return "\n".join([states, *(f"{name}: {PEERS[name].does}" for name in ("torch", *others))])

@@ -13,7 +13,7 @@ from torch import Tensor
 import fused_topk
 from fused_topk.problem import TopK
 
-from .check import beam_topk_error, log_softmax_topk_error
+from .check import beam_topk_error, log_softmax_topk_error, softmax_error
 from .inputs import fits_in_cache, make_inputs, rotation_count
 from .peers import PEERS, beam_scores
 from .suites import Case
@@ -123,7 +123,7 @@ def _run_on_gpu(suite: str, case: Case, settings: Settings) -> list[Result]:
     results = [Result(suite, case, "cold", rotation)]
     if fits_in_cache(case.input_bytes, cache_bytes) and not settings.quick:
         results.append(Result(suite, case, "hot", 1))
-    ours = {"read": _read(device), FUSED: fused, **_rows_function(case, settings)}
+    ours = {**_floor(case, device), FUSED: fused, **_rows_function(case, settings)}
     peers, unavailable = _peers(case, settings)
     for result in results:
         result.notes.update(unavailable)
@@ -146,7 +146,7 @@ def _run_on_cpu(suite: str, case: Case, settings: Settings) -> Result:
     if result.failure:
         return result
     peers, result.notes = _peers(case, settings)
-    functions = {"read": _read(device), FUSED: fused, **_rows_function(case, settings), **peers}
+    functions = {**_floor(case, device), FUSED: fused, **_rows_function(case, settings), **peers}
     result.times = time_interleaved(_bound(functions, inputs[0]), settings.effort)
     return result
 
@@ -155,6 +155,11 @@ def _answer_error(case: Case, fused: Function, inputs: Sequence[Tensor], device:
     """What is wrong with our answers on the first and the last input, or None."""
     for logits in {id(x): x for x in (inputs[0], inputs[-1])}.values():
         got = fused(logits)
+        if case.k == 0 and isinstance(got, Tensor):
+            error = softmax_error(logits, got)
+            if error:
+                return f"wrong answer: {error}"
+            continue
         if not isinstance(got, TopK):
             return f"expected a TopK, got {type(got).__name__}"
         if case.beams:
@@ -168,6 +173,8 @@ def _answer_error(case: Case, fused: Function, inputs: Sequence[Tensor], device:
 
 def _fused(case: Case, settings: Settings) -> Function:
     k, backend = case.k, settings.backend
+    if k == 0:
+        return lambda logits: fused_topk.softmax(logits, backend=backend)
     if not case.beams:
         return lambda logits: fused_topk.log_softmax_topk(logits, k, backend=backend)
     scores = beam_scores(case, settings.device)
@@ -180,6 +187,11 @@ def _rows_function(case: Case, settings: Settings) -> dict[str, Function]:
         return {}
     rows = _fused(case._replace(rows=case.num_rows, beams=0), settings)
     return {"rows": lambda logits: rows(logits.flatten(0, 1))}
+
+
+def _floor(case: Case, device: torch.device) -> dict[str, Function]:
+    """What nobody beats who reads, and for full rows writes, the same bytes."""
+    return {"read": _read(device)} if case.k else {"copy": Tensor.clone}
 
 
 def _read(device: torch.device) -> Function:

@@ -19,7 +19,7 @@ class Target(NamedTuple):
     """At most `times` x (the time of `of` in the same run) + `plus` µs."""
 
     times: float
-    of: str  # "read", "torch", "rows" (the row function at a beam case's rows) or "normal" (the same shape, normal data)
+    of: str  # "read", "copy", "torch", "rows" (the row function at a beam case's rows) or "normal" (the same shape, normal data)
     plus: float = 0.0
 
     def limit(self, measured: dict[str, float]) -> float | None:
@@ -33,12 +33,16 @@ def read(times: float, plus: float = 0.0) -> Target:
     return Target(times, "read", plus)
 
 
+def copy(times: float) -> Target:
+    return Target(times, "copy")
+
+
 def micros(limit: float) -> Target:
     return Target(0, "read", limit)
 
 
 class Case(NamedTuple):
-    """One shape. With `beams`, `rows` counts batch entries and the operation is beam_topk."""
+    """One shape. With `beams`, `rows` counts batch entries and the operation is beam_topk; with k = 0, it is softmax."""
 
     rows: int
     vocab: int
@@ -59,14 +63,17 @@ class Case(NamedTuple):
 
     @property
     def bytes_moved(self) -> int:
-        """Logits read once; float32 values, int64 indices and a float32 logsumexp written once."""
+        """Logits read once; float32 values, int64 indices and a float32 logsumexp written once. softmax: as a copy."""
+        if self.k == 0:
+            return 2 * self.input_bytes
         return self.input_bytes + self.rows * self.k * 12 + self.num_rows * 4
 
     @property
     def label(self) -> str:
         rows = f"{self.rows} x {self.beams} beams" if self.beams else f"{self.rows}"
         data = "" if self.distribution == "normal" else f" {self.distribution}"
-        return f"{rows} x {self.vocab} {self.dtype} k={self.k}{data}"
+        what = f"k={self.k}" if self.k else "softmax"
+        return f"{rows} x {self.vocab} {self.dtype} {what}{data}"
 
     def target_for(self, cache: str) -> Target | None:
         return self.hot if cache == "hot" and self.hot else self.target
@@ -142,6 +149,13 @@ _CPU_SHAPES = (
     (4096, 128),
 )
 
+# Rows, length, and how many times a copy softmax may take: the paper's two batches, and longer rows.
+_SOFTMAX_SHAPES = (
+    *((128, vocab, 1.1) for vocab in (2048, 32728, 65536, 131072, 262144)),
+    *((128, vocab, 1.35) for vocab in (1048576, 2097152, 4194304)),
+    *((4000, vocab, 1.1) for vocab in (1000, 4000, 10000, 25000, 100000)),
+)
+
 SUITES: dict[str, tuple[Case, ...]] = {
     "decode": _DECODE,
     "paper": _PAPER,
@@ -150,6 +164,14 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "k": _K,
     "beams": tuple(
         Case(batch, 128256, 2 * beams, "bf16", _BEAMS, beams=beams) for batch, beams in ((8, 4), (16, 5), (32, 8))
+    ),
+    "softmax": (
+        *(
+            Case(rows, vocab, 0, dtype, copy(times))
+            for dtype in ("fp32", "bf16")
+            for rows, vocab, times in _SOFTMAX_SHAPES
+        ),
+        *(Case(1, vocab, 0, "fp32", copy(1.5)) for vocab in (4194304, 67108864)),
     ),
     "distributions": tuple(
         Case(*shape, None if data == "normal" else Target(2.5, "normal"), distribution=data)

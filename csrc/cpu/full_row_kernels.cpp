@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+// One instruction set's table of full_row_kernels.h, built like vector_kernels.cpp.
+#include "full_row_kernels.h"
+
+#include "vectors.h"
+
+namespace fused_topk::cpu {
+namespace {
+
+constexpr u32 kGroup = 4 * kLanes;
+
+typedef u16 Shorts __attribute__((vector_size(2 * kLanes)));
+
+inline void store_vector(float* y, Floats lanes) { *reinterpret_cast<UnalignedFloats*>(y) = lanes; }
+
+// The first n lanes.
+inline void store_some(float* y, u32 n, Floats lanes) { __builtin_memcpy(y, &lanes, n * sizeof(float)); }
+
+// As sum_exp of vector_kernels.cpp, whose error bound holds here too.
+double exp_terms(const float* x, u32 n, const Exponential& e, float* terms, const void* next, u32 bytes) {
+  constexpr u32 kGroupsOfRun = 4;
+  const char* fetch = static_cast<const char*>(next);
+  const u32 groups = n / kGroup;
+  Doubles total = {};
+  u32 i = 0;
+  for (u32 group = 0; group < groups;) {
+    const u32 end = groups - group < kGroupsOfRun ? groups : group + kGroupsOfRun;
+    Floats sum[4] = {};
+    for (; group < end; ++group, i += kGroup) {
+      for (u32 byte = 0; byte < kGroup * bytes; byte += 64) __builtin_prefetch(fetch + i * bytes + byte);
+      Floats t[4];
+      for (u32 v = 0; v < 4; ++v) t[v] = load(x + i + v * kLanes);
+      exp_in_place(t, e);
+      for (u32 v = 0; v < 4; ++v) sum[v] += t[v];
+      for (u32 v = 0; v < 4; ++v) store_vector(terms + i + v * kLanes, t[v]);
+    }
+    total += __builtin_convertvector((sum[0] + sum[1]) + (sum[2] + sum[3]), Doubles);
+  }
+  for (; i < n; i += kLanes) {
+    const u32 rest = n - i < kLanes ? n - i : kLanes;
+    Floats t[1] = {rest == kLanes ? load(x + i) : load_some(x + i, rest, -kInfinity)};
+    exp_in_place(t, e);
+    store_some(terms + i, rest, t[0]);
+    total += __builtin_convertvector(t[0], Doubles);
+  }
+  return sum_of_lanes(total);
+}
+
+// y = make(x), a vector at a time: unlike of a plain loop, the compiler need not know whether y is x.
+template <class MAKE>
+inline void map(const float* x, u32 n, float* y, const MAKE& make) {
+  u32 i = 0;
+  for (; i + kLanes <= n; i += kLanes) store_vector(y + i, make(load(x + i)));
+  if (i < n) store_some(y + i, n - i, make(load_some(x + i, n - i, 0.0f)));
+}
+
+void scale(const float* terms, u32 n, float factor, float* y) {
+  map(terms, n, y, [=](Floats x) { return x * factor; });
+}
+
+void exp_scaled(const float* x, u32 n, const Exponential& e, float factor, float* y) {
+  u32 i = 0;
+  for (; i + kGroup <= n; i += kGroup) {
+    Floats t[4];
+    for (u32 v = 0; v < 4; ++v) t[v] = load(x + i + v * kLanes);
+    exp_in_place(t, e);
+    for (u32 v = 0; v < 4; ++v) store_vector(y + i + v * kLanes, t[v] * factor);
+  }
+  for (; i < n; i += kLanes) {
+    const u32 rest = n - i < kLanes ? n - i : kLanes;
+    Floats t[1] = {rest == kLanes ? load(x + i) : load_some(x + i, rest, -kInfinity)};
+    exp_in_place(t, e);
+    store_some(y + i, rest, t[0] * factor);
+  }
+}
+
+void log_values(const float* x, u32 n, float m, float inverse_temperature, float log_d, float* y) {
+  map(x, n, y, [=](Floats lanes) { return (lanes - m) * inverse_temperature - log_d; });
+}
+
+void store_float32(const float* y, u32 n, void* destination) { __builtin_memcpy(destination, y, n * sizeof(float)); }
+
+void store_bfloat16(const float* y, u32 n, void* destination) {
+  char* out = static_cast<char*>(destination);
+  for (u32 i = 0; i < n; i += kLanes) {
+    const bool is_whole = n - i >= kLanes;
+    const UInts bits = (UInts)(is_whole ? load(y + i) : load_some(y + i, n - i, 0.0f));
+    // Half a unit less than the last kept bit's parity makes ties go to even. A NaN would overflow.
+    const UInts rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+    const UInts result = (bits & 0x7FFFFFFFu) > 0x7F800000u ? UInts{} + 0x7FC0u : rounded;
+    const auto narrow = __builtin_convertvector(result, Shorts);
+    __builtin_memcpy(out + 2 * i, &narrow, 2 * (is_whole ? kLanes : n - i));
+  }
+}
+
+inline u16 half_of_float(float x) {
+#if defined(__aarch64__)
+  const __fp16 rounded = __fp16(x);
+  u16 bits;
+  __builtin_memcpy(&bits, &rounded, sizeof bits);
+  return bits;
+#else
+  const u32 bits = bits_of(x);
+  const u32 magnitude = bits & 0x7FFFFFFFu;
+  // float16 has 5 bits of exponent, biased by 15, and 13 bits of fraction less.
+  constexpr u32 kRebias = u32(127 - 15) << 23;
+  u32 half = (magnitude - kRebias + 0xFFFu + (magnitude >> 13 & 1u)) >> 13;
+  // Below 2^-14 the last place is 2^-24, as it is in a float from 0.5 to 1.
+  const u32 subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+  half = magnitude < 0x38800000u ? subnormal : half;
+  // What rounds to 65536 or more.
+  half = magnitude >= 0x477FF000u ? 0x7C00u : half;
+  half = magnitude > 0x7F800000u ? 0x7E00u : half;
+  return u16(half | (bits >> 16 & 0x8000u));
+#endif
+}
+
+void store_float16(const float* y, u32 n, void* destination) {
+  char* out = static_cast<char*>(destination);
+  u32 i = 0;
+#if defined(__F16C__)
+  for (; i + 8 <= n; i += 8) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * i),
+                     _mm256_cvtps_ph(_mm256_loadu_ps(y + i), _MM_FROUND_TO_NEAREST_INT));
+  }
+#endif
+  for (; i < n; ++i) {
+    const u16 result = half_of_float(y[i]);
+    __builtin_memcpy(out + 2 * i, &result, sizeof result);
+  }
+}
+
+}  // namespace
+
+// clang-format off: one a line
+extern const FullRowKernels FUSED_TOPK_FULL_ROW_KERNELS = {
+    exp_terms,
+    scale,
+    exp_scaled,
+    log_values,
+    {store_float32, store_float16, store_bfloat16},
+};
+// clang-format on
+
+}  // namespace fused_topk::cpu

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loops over elements of full rows: a second table for each instruction set, under the rules of vector_kernels.h.
+#pragma once
+
+#include "vector_kernels.h"
+
+namespace fused_topk::cpu {
+
+struct FullRowKernels {
+  // The exponentials of x into terms, and their sum, as of sum_exp. x and terms: [n]; `next` likewise.
+  double (*exp_terms)(const float* x, u32 n, const Exponential& exponential, float* terms, const void* next, u32 bytes);
+
+  // y = factor * terms. y may be terms.
+  void (*scale)(const float* terms, u32 n, float factor, float* y);
+
+  // y = factor * e^((x - reference) / T). y may be x.
+  void (*exp_scaled)(const float* x, u32 n, const Exponential& exponential, float factor, float* y);
+
+  // y = (x - m) * inverse_temperature - log_d. y may be x.
+  void (*log_values)(const float* x, u32 n, float m, float inverse_temperature, float log_d, float* y);
+
+  // y, rounded to the table's dtype (to nearest, ties to even), into adjacent elements.
+  void (*store[kDTypes])(const float* y, u32 n, void* destination);
+};
+
+extern const FullRowKernels kBaselineFullRowKernels;
+#if defined(__x86_64__)
+extern const FullRowKernels kAvx2FullRowKernels;
+extern const FullRowKernels kAvx512FullRowKernels;
+#endif
+
+}  // namespace fused_topk::cpu

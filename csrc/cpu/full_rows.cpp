@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+// softmax, log_softmax and logsumexp of full rows, on several threads.
+//
+// A row is read in blocks; each block gets a normalizer, and the row's is their sum, in their order, whoever computed
+// them: so the result does not depend on the threads. Softmax of a row that the cache holds keeps the exponentials,
+// relative to their block's maximum, where the result will be, and scales them at the end: one exponential an element
+// and one read from memory. Of a longer row the exponentials are computed again, which costs less than to write and
+// read them.
+//
+// A task is a row, or several short ones, where rows are many; where they are fewer than the threads can share evenly, a
+// part of a row, and all parts are summed before the first is written.
+#include "full_rows.h"
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "full_row_kernels.h"
+#include "row_state.h"
+#include "thread_pool.h"
+
+namespace fused_topk::cpu {
+namespace {
+
+// Fewer elements than this for a thread are not worth waking it. A guess.
+constexpr u64 kElementsPerThread = 16384;
+constexpr u32 kBlocksPerPart = 4;
+constexpr u32 kTasksPerThread = 4;
+// Rows of fewer elements than this are handed out several at a time.
+constexpr u64 kElementsPerTask = 16384;
+// Elements whose exponentials a core's second-level cache holds until they are scaled.
+constexpr u32 kMostKept = 1u << 17;
+
+// A row's normalizer, and what its logits are turned into results with.
+struct RowResult {
+  double m;
+  double d;
+  double log_d;  // of log_softmax and logsumexp
+  bool is_finite;
+};
+
+struct Workspace {
+  alignas(64) float buffer[kBlock];
+  std::vector<BlockNormalizer> normalizers;  // of a row's blocks, where nobody else needs them
+  std::vector<float> terms;
+};
+
+struct Solver {
+  const FullRowProblem& problem;
+  const VectorKernels& kernels = *problem.kernels;
+  u64 rows = 1;
+  u32 blocks;  // of a row
+  u32 parts;   // of a row
+  Temperature temperature;
+  // Where there is more than one part.
+  std::vector<BlockNormalizer> normalizers;  // [rows, blocks]
+  std::unique_ptr<float[]> kept;             // nullable; [rows, vocab_size]
+  std::vector<RowResult> results;            // [rows]
+
+  explicit Solver(const FullRowProblem& p) : problem(p), temperature(p.temperature) {
+    for (const i64 size : p.sizes) rows *= u64(size);
+    blocks = (p.vocab_size - 1) / kBlock + 1;
+    parts = parts_of_a_row();
+  }
+
+  u32 threads() const {
+    return u32(std::clamp<u64>(rows * problem.vocab_size / kElementsPerThread, 1, problem.threads));
+  }
+
+  u32 parts_of_a_row() const {
+    const u64 tasks = threads() == 1 ? 1 : kTasksPerThread * u64(threads());
+    if (rows == 0 || rows >= tasks) return 1;
+    return u32(std::clamp<u64>(blocks / kBlocksPerPart, 1, (tasks - 1) / rows + 1));
+  }
+
+  void run() {
+    if (parts == 1) {
+      for_each_task(rows, std::max<u64>(1, kElementsPerTask / problem.vocab_size),
+                    [this](u64 row, Workspace& workspace) {
+                      workspace.normalizers.resize(blocks);
+                      float* const terms = terms_of(row, workspace);
+                      sum_blocks(row, 0, blocks, terms, workspace.normalizers.data(), workspace);
+                      const RowResult result = finish(row, workspace.normalizers.data());
+                      write_blocks(row, 0, blocks, terms, workspace.normalizers.data(), result, workspace);
+                    });
+      return;
+    }
+    normalizers.resize(rows * blocks);
+    if (keeps_terms() && problem.out_dtype != kFloat32) kept.reset(new float[rows * problem.vocab_size]);
+    for_each_part([this](u64 row, u32 first, u32 end, Workspace& workspace) {
+      sum_blocks(row, first, end, terms_of(row, workspace), &normalizers[row * blocks], workspace);
+    });
+    for (u64 row = 0; row < rows; ++row) results.push_back(finish(row, &normalizers[row * blocks]));
+    if (problem.kind == FullRowKind::kLogSumExp) return;
+    for_each_part([this](u64 row, u32 first, u32 end, Workspace& workspace) {
+      write_blocks(row, first, end, terms_of(row, workspace), &normalizers[row * blocks], results[row], workspace);
+    });
+  }
+
+  // Calls do_task(task, the thread's workspace) for all tasks.
+  template <class TASK>
+  void for_each_task(u64 tasks, u64 tasks_at_once, const TASK& do_task) const {
+    std::atomic<u64> next_task{0};
+    run_on_threads(u32(std::min<u64>(threads(), tasks)), [&] {
+      Workspace workspace;
+      for (;;) {
+        const u64 first = next_task.fetch_add(tasks_at_once, std::memory_order_relaxed);
+        if (first >= tasks) return;
+        for (u64 task = first; task < std::min(tasks, first + tasks_at_once); ++task) do_task(task, workspace);
+      }
+    });
+  }
+
+  template <class PART>
+  void for_each_part(const PART& do_part) const {
+    for_each_task(rows * parts, 1, [&](u64 task, Workspace& workspace) {
+      const u64 part = task % parts;
+      do_part(task / parts, u32(blocks * part / parts), u32(blocks * (part + 1) / parts), workspace);
+    });
+  }
+
+  Temperature temperature_of(u64 row) const {
+    if (!problem.row_temperature) return temperature;
+    return Temperature(problem.row_temperature[offset_of(row, problem.sizes, problem.temperature_strides)]);
+  }
+
+  char* out_of(u64 row) const { return problem.out + row * problem.vocab_size * kItemSize[problem.out_dtype]; }
+
+  // By the length of a row alone, so that its bits depend on nothing else.
+  bool keeps_terms() const { return problem.kind == FullRowKind::kSoftmax && problem.vocab_size <= kMostKept; }
+
+  // Where a row's exponentials are kept, [vocab_size], or null where they are not.
+  float* terms_of(u64 row, Workspace& workspace) const {
+    if (!keeps_terms()) return nullptr;
+    if (problem.out_dtype == kFloat32) return reinterpret_cast<float*>(out_of(row));
+    if (kept) return kept.get() + row * problem.vocab_size;
+    workspace.terms.resize(problem.vocab_size);
+    return workspace.terms.data();
+  }
+
+  // Block by block of a row's elements: calls do_block(number, first element, how many, them as floats, what follows them
+  // in memory).
+  template <class BLOCK>
+  void for_each_block(u64 row, u32 first, u32 end, Workspace& workspace, const BLOCK& do_block) const {
+    const i64 item_size = kItemSize[problem.dtype];
+    const i64 step = problem.logits_element_stride * item_size;
+    const char* const logits = problem.logits + offset_of(row, problem.sizes, problem.logits_strides) * item_size;
+    // float32 as the loops want it is read where it lies.
+    const bool in_place = problem.dtype == kFloat32 && problem.logits_element_stride == 1 &&
+                          reinterpret_cast<std::uintptr_t>(logits) % alignof(float) == 0;
+    for (u32 block = first; block < end; ++block) {
+      const u32 begin = block * kBlock;
+      const u32 n = std::min(kBlock, problem.vocab_size - begin);
+      const char* const source = logits + begin * step;
+      const float* x = reinterpret_cast<const float*>(source);
+      if (!in_place) {
+        kernels.load[problem.dtype](source, problem.logits_element_stride, n, workspace.buffer);
+        x = workspace.buffer;
+      }
+      do_block(block, begin, n, x, source + n * step);
+    }
+  }
+
+  // block_normalizers: of the row, [blocks].
+  void sum_blocks(u64 row, u32 first, u32 end, float* terms, BlockNormalizer* block_normalizers,
+                  Workspace& workspace) const {
+    Exponential exponential = temperature_of(row).exponential;
+    const u32 item_size = kItemSize[problem.dtype];
+    for_each_block(row, first, end, workspace, [&](u32 block, u32 begin, u32 n, const float* x, const char* next) {
+      const float greatest = kernels.maximum(x, n);
+      exponential.reference = reference_point(greatest);
+      const double d = terms ? kernels.full_rows->exp_terms(x, n, exponential, terms + begin, next, item_size)
+                             : kernels.sum_exp(x, n, exponential, next, item_size);
+      // So a NaN is noticed without looking for it. A maximum of +inf gives NaN too, and so does a temperature.
+      const bool has_nan = d != d && kernels.has_nan(x, n);
+      block_normalizers[block] = {has_nan ? std::numeric_limits<float>::quiet_NaN() : greatest, d};
+    });
+  }
+
+  RowResult finish(u64 row, const BlockNormalizer* block_normalizers) const {
+    const double inverse = temperature_of(row).inverse;
+    BlockNormalizer sum = block_normalizers[0];
+    for (u32 i = 1; i < blocks; ++i) sum = merge(sum, block_normalizers[i], inverse);
+    const double m = sum.m;
+    const double log_d = problem.kind == FullRowKind::kSoftmax ? 0.0 : std::log(sum.d);
+    if (problem.kind == FullRowKind::kLogSumExp) {
+      // Against a maximum of +inf, d would be NaN; the temperature may be NaN, and the result is then too.
+      reinterpret_cast<float*>(problem.out)[row] = float(std::isinf(m) ? m * inverse : m * inverse + log_d);
+    }
+    return {m, sum.d, log_d, std::isfinite(m) && std::isfinite(sum.d)};
+  }
+
+  void write_blocks(u64 row, u32 first, u32 end, const float* terms, const BlockNormalizer* block_normalizers,
+                    const RowResult& result, Workspace& workspace) const {
+    if (problem.kind == FullRowKind::kLogSumExp) return;
+    const Temperature t = temperature_of(row);
+    char* const out = out_of(row);
+    const u32 out_size = kItemSize[problem.out_dtype];
+    const FullRowKernels& full_rows = *kernels.full_rows;
+    // y: where the block's results are formed, [n]. The buffer serves for those of 16 bits.
+    const auto place = [&](u32 begin) {
+      return problem.out_dtype == kFloat32 ? reinterpret_cast<float*>(out) + begin : workspace.buffer;
+    };
+    const auto store = [&](u32 begin, u32 n, const float* y) {
+      if (problem.out_dtype != kFloat32) full_rows.store[problem.out_dtype](y, n, out + u64(begin) * out_size);
+    };
+
+    // No finite normalizer, no probabilities: NaN, as torch has it. And exponentials that were kept need no logits.
+    if (!result.is_finite || terms) {
+      for (u32 block = first; block < end; ++block) {
+        const u32 begin = block * kBlock;
+        const u32 n = std::min(kBlock, problem.vocab_size - begin);
+        float* const y = place(begin);
+        if (result.is_finite) {
+          const double below = block_normalizers[block].m - result.m;
+          const double relative = below == 0.0 ? 1.0 : std::exp(below * t.inverse);
+          full_rows.scale(terms + begin, n, float(relative / result.d), y);
+        } else {
+          std::fill(y, y + n, std::numeric_limits<float>::quiet_NaN());
+        }
+        store(begin, n, y);
+      }
+      return;
+    }
+    Exponential exponential = t.exponential;
+    exponential.reference = float(result.m);
+    for_each_block(row, first, end, workspace, [&](u32, u32 begin, u32 n, const float* x, const char*) {
+      float* const y = place(begin);
+      if (problem.kind == FullRowKind::kSoftmax) {
+        full_rows.exp_scaled(x, n, exponential, float(1.0 / result.d), y);
+      } else {
+        full_rows.log_values(x, n, float(result.m), float(t.inverse), float(result.log_d), y);
+      }
+      store(begin, n, y);
+    });
+  }
+};
+
+}  // namespace
+
+void solve(const FullRowProblem& problem) { Solver(problem).run(); }
+
+}  // namespace fused_topk::cpu

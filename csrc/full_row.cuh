@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: Apache-2.0
+// Full rows: what a launch is asked to do, how a vector of a row is read, made into results and written.
+//
+// Which element lands in which thread depends on the element's index alone, never on the address, so a row has the same
+// sum, bit for bit, wherever it lies. Assumes: the row's elements are adjacent and aligned to their own size.
+#pragma once
+
+#include "row.cuh"
+
+namespace fused_topk {
+
+// What is written.
+enum FullRowKind : u32 { kSoftmax = 0, kLogSoftmax = 1, kLogSumExp = 2 };
+
+// One struct, passed by value and kept small: each 64 bytes of it cost a launch a fetch from memory. fused_topk/
+// cuda_rows.py packs it field by field, in this order.
+struct FullRows {
+  const void* logits;  // [rows, V]; row r at (r / inner_rows) * outer_stride + (r % inner_rows) * inner_stride
+  void* out;           // [rows, V] of the OUT format; [rows] float for kLogSumExp
+  const float* row_temperature;  // nullable; [rows]
+  i64 inner_stride;              // in elements, as outer_stride
+  i64 outer_stride;
+  u32 inner_rows;
+  u32 rows;
+  u32 V;
+  float temperature;
+  u32 kind;               // FullRowKind
+  u32 vectors_per_block;  // the part of a row that a block owns, in input vectors; see softmax_rows.cu
+  Normalizer* parts;      // nullable; [rows, blocks of a row], then [rows]: for rows that blocks read twice
+  u32* counters;          // nullable; [1 + 3 rows], zero before and after each launch: likewise
+};
+static_assert(sizeof(FullRows) == 80, "fused_topk/cuda_rows.py packs 80 bytes");
+
+// Words of 16-bit floats, rounded to nearest even.
+__device__ __forceinline__ u32 half_pair(float low, float high) {
+  u32 word;
+#if __CUDA_ARCH__ >= 800
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+#else
+  u16 bits[2];
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits[0]) : "f"(low));
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits[1]) : "f"(high));
+  word = bits[0] | u32(bits[1]) << 16;
+#endif
+  return word;
+}
+
+#if __CUDA_ARCH__ < 800
+__device__ __forceinline__ u32 bfloat16_bits(float x) {
+  const u32 bits = __float_as_uint(x);
+  return x != x ? 0x7FFFu : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+}
+#endif
+
+__device__ __forceinline__ u32 bfloat16_pair(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+  u32 word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+#else
+  return bfloat16_bits(low) | bfloat16_bits(high) << 16;
+#endif
+}
+
+// 16 bytes of a format from its floats. y: [FORMAT::kPerVector].
+__device__ __forceinline__ Vector encode(Float32, const float* y) {
+  return {{__float_as_uint(y[0]), __float_as_uint(y[1]), __float_as_uint(y[2]), __float_as_uint(y[3])}};
+}
+__device__ __forceinline__ Vector encode(Float16, const float* y) {
+  return {{half_pair(y[0], y[1]), half_pair(y[2], y[3]), half_pair(y[4], y[5]), half_pair(y[6], y[7])}};
+}
+__device__ __forceinline__ Vector encode(BFloat16, const float* y) {
+  return {{bfloat16_pair(y[0], y[1]), bfloat16_pair(y[2], y[3]), bfloat16_pair(y[4], y[5]), bfloat16_pair(y[6], y[7])}};
+}
+
+// What a row's logits are turned into, once its normalizer is known.
+struct RowValues {
+  float m;
+  float inverse_temperature;
+  float scale;    // log2(e) / T
+  float inverse;  // 1 / d
+  float log_d;
+  u32 kind;
+
+  __device__ __forceinline__ RowValues(Normalizer row, float inverse_temperature, u32 kind)
+      : m(row.m), inverse_temperature(inverse_temperature), scale(inverse_temperature * kLog2E), kind(kind) {
+    // A row with NaN or +inf, or of only -inf, has no probabilities, as in torch.
+    const float d = fabsf(m) < FUSED_TOPK_INFINITY ? row.d : __uint_as_float(0x7FC00000u);
+    inverse = __frcp_rn(d);
+    log_d = logf(d);
+  }
+  __device__ __forceinline__ float logsumexp() const {
+    return m * inverse_temperature + (fabsf(m) == FUSED_TOPK_INFINITY ? 0.0f : log_d);
+  }
+  // x: [COUNT] logits, which become results.
+  template <u32 COUNT>
+  __device__ __forceinline__ void apply(float (&x)[COUNT]) const {
+    if (kind == kLogSoftmax) {
+#pragma unroll
+      for (u32 e = 0; e < COUNT; ++e) x[e] = (x[e] - m) * inverse_temperature - log_d;
+    } else {
+#pragma unroll
+      for (u32 e = 0; e < COUNT; ++e) x[e] = exp2_approx((x[e] - m) * scale) * inverse;
+    }
+  }
+};
+
+// A row, or a block's part of it: elements [0, end) of the row may be touched, a vector at a time.
+template <class IN, class OUT, bool ALIGNED>
+struct FullRow {
+  static constexpr u32 kPerVector = IN::kPerVector;
+  static constexpr u32 kOutVectors = kPerVector / OUT::kPerVector;
+
+  const char* in;
+  char* out;
+  u32 end;
+  float inverse_temperature;
+  float scale;
+
+  __device__ __forceinline__ FullRow(const FullRows& problem, u32 row) : end(problem.V) {
+    const u32 outer = row / problem.inner_rows;
+    const u32 inner = row - outer * problem.inner_rows;
+    in = static_cast<const char*>(problem.logits) +
+         (outer * problem.outer_stride + inner * problem.inner_stride) * i64(sizeof(typename IN::Bits));
+    out = static_cast<char*>(problem.out) + i64(row) * problem.V * i64(sizeof(typename OUT::Bits));
+    // A temperature that is not positive makes NaNs; one so small that 1 / T overflows acts like the smallest whose
+    // inverse is finite, so that (m - m) / T stays 0.
+    const float t = problem.row_temperature ? __ldg(problem.row_temperature + row) : problem.temperature;
+    inverse_temperature = t > 0.0f ? fminf(__frcp_rn(t), 2e38f) : __uint_as_float(0x7FC00000u);
+    scale = inverse_temperature * kLog2E;
+  }
+
+  // The vector whose first element is `token`, a multiple of kPerVector; -inf past the end.
+  __device__ __forceinline__ Vector load(u32 token) const {
+    if (token >= end) return all_negative_infinity();
+    const char* address = in + u64(token) * sizeof(typename IN::Bits);
+    if constexpr (ALIGNED) return load_16_bytes(address);
+    const u32 shift = u32(reinterpret_cast<u64>(in) % 16);
+    // The straddling read also touches the 16 bytes before and after the vector's own.
+    if (token > 0 && token + 2 * kPerVector <= end) {
+      return straddle(load_16_bytes(address - shift), load_16_bytes(address - shift + 16), shift);
+    }
+    return load_elements(address, token);
+  }
+
+  // Writes results for the vector's logits. All lanes of a warp call it, with vectors that follow each other.
+  // STREAMING: what is written should leave the cache first.
+  template <bool STREAMING>
+  __device__ __forceinline__ void write(u32 token, const Vector& logits, const RowValues& values) const {
+    float y[kPerVector];
+#pragma unroll
+    for (u32 e = 0; e < kPerVector; ++e) y[e] = IN::decode(logits.words, e);
+    values.apply(y);
+    Vector results[kOutVectors];
+#pragma unroll
+    for (u32 o = 0; o < kOutVectors; ++o) results[o] = encode(OUT(), y + o * OUT::kPerVector);
+    if constexpr (ALIGNED) {
+      if (token >= end) return;
+#pragma unroll
+      for (u32 o = 0; o < kOutVectors; ++o) {
+        store_16_bytes<STREAMING>(out_address(token + o * OUT::kPerVector), results[o]);
+      }
+    } else {
+      write_unaligned<STREAMING>(token, results);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ char* out_address(u32 token) const {
+    return out + u64(token) * sizeof(typename OUT::Bits);
+  }
+
+  static __device__ __forceinline__ Vector all_negative_infinity() {
+    constexpr u32 kWord = IN::kNegativeInfinity << (sizeof(typename IN::Bits) == 2 ? 16 : 0) | IN::kNegativeInfinity;
+    return {{kWord, kWord, kWord, kWord}};
+  }
+
+  __device__ __forceinline__ Vector load_elements(const char* address, u32 token) const {
+    const auto* elements = reinterpret_cast<const typename IN::Bits*>(address);
+    Vector result = {{0, 0, 0, 0}};
+#pragma unroll
+    for (u32 e = 0; e < kPerVector; ++e) {
+      const u32 bits = token + e < end ? __ldg(elements + e) : IN::kNegativeInfinity;
+      result.words[e * 4 / kPerVector] |= bits << (kPerVector == 8 ? e % 2 * 16 : 0);
+    }
+    return result;
+  }
+
+  template <bool STREAMING>
+  static __device__ __forceinline__ void store_16_bytes(char* address, const Vector& v) {
+    const uint4 words = {v.words[0], v.words[1], v.words[2], v.words[3]};
+    if constexpr (STREAMING) {
+      __stcs(reinterpret_cast<uint4*>(address), words);
+    } else {
+      *reinterpret_cast<uint4*>(address) = words;
+    }
+  }
+
+  // The row starts somewhere between two 16-byte boundaries, so that each 16 aligned bytes hold the tail of one vector
+  // and the head of the next: whoever has the head writes them, with a tail handed on by the lane before. What is left
+  // at the ends of the warp's stretch and of the row goes element by element.
+  template <bool STREAMING>
+  __device__ __forceinline__ void write_unaligned(u32 token, const Vector (&results)[kOutVectors]) const {
+    constexpr u32 n = OUT::kPerVector;
+    constexpr u32 kSize = sizeof(typename OUT::Bits);
+    const u32 before = u32(reinterpret_cast<u64>(out) % 16);
+    const u32 head = (16 - before) / kSize;
+    bool is_whole[kOutVectors + 1];
+    u32 count[kOutVectors];
+#pragma unroll
+    for (u32 o = 0; o < kOutVectors; ++o) {
+      const u32 first = token + o * n;
+      count[o] = first < end ? min(end - first, n) : 0;
+      const bool has_tail_before = o > 0 || lane_id() > 0 || before == 0;
+      is_whole[o] = has_tail_before && count[o] >= head;
+    }
+    is_whole[kOutVectors] = __shfl_down_sync(kAllLanes, u32(is_whole[0]), 1) && lane_id() + 1 < kWarpSize;
+    Vector previous;
+#pragma unroll
+    for (u32 w = 0; w < 4; ++w) previous.words[w] = __shfl_up_sync(kAllLanes, results[kOutVectors - 1].words[w], 1);
+#pragma unroll
+    for (u32 o = 0; o < kOutVectors; ++o) {
+      char* address = out_address(token + o * n);
+      if (is_whole[o]) {
+        Vector low;
+#pragma unroll
+        for (u32 w = 0; w < 4; ++w) {
+          const u32 tail = o > 0 ? results[o > 0 ? o - 1 : 0].words[w] : previous.words[w];
+          low.words[w] = before == 0 ? results[o].words[w] : tail;
+        }
+        store_16_bytes<STREAMING>(address - before, straddle(low, results[o], (16 - before) % 16));
+      }
+#pragma unroll
+      for (u32 e = 0; e < n; ++e) {
+        if (e < count[o] && !(e < head ? is_whole[o] : is_whole[o + 1])) {
+          reinterpret_cast<typename OUT::Bits*>(address)[e] =
+              typename OUT::Bits(results[o].words[e * 4 / n] >> (n == 8 ? e % 2 * 16 : 0));
+        }
+      }
+    }
+  }
+};
+
+// The normalizer of a row's part: the online step of the paper, COUNT vectors at a time.
+template <class IN, u32 COUNT>
+__device__ __forceinline__ void fold(Normalizer& state, Vector (&vectors)[COUNT], float scale) {
+  float m = state.m;
+#pragma unroll
+  for (u32 u = 0; u < COUNT; ++u) {
+    const u32(&words)[4] = vectors[u].words;
+    if constexpr (IN::kHasMaxPairs) {
+      const u32 pair[4] = {IN::max_pairs(IN::max_pairs(words[0], words[1]), IN::max_pairs(words[2], words[3]))};
+      m = max_nan(m, max_nan(IN::decode(pair, 0), IN::decode(pair, 1)));
+    } else {
+#pragma unroll
+      for (u32 e = 0; e < IN::kPerVector; ++e) m = max_nan(m, IN::decode(words, e));
+    }
+  }
+  // Decoded anew below: to keep all the floats from above would take a register for each.
+  if constexpr (IN::kPerVector == 8) {
+#pragma unroll
+    for (u32 i = 0; i < 4 * COUNT; ++i) keep_opaque(vectors[i / 4].words[i % 4]);
+  }
+  const float base = reference_point(m);
+  float d = state.d * exp2_approx((state.m - base) * scale);
+#pragma unroll
+  for (u32 u = 0; u < COUNT; ++u) {
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (u32 e = 0; e < IN::kPerVector; ++e)
+      sum[e % 2] += exp2_approx((IN::decode(vectors[u].words, e) - base) * scale);
+    d += sum[0] + sum[1];
+  }
+  state = {m, d};
+}
+
+}  // namespace fused_topk

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions of full rows: check the arguments, bring the vocabulary to the end, call the operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import backends, full_row_operators
+from .arguments import check_backend, check_dim, check_logits, check_temperature, check_vocabulary
+from .operators import need_dispatcher
+
+# The operator itself, without the look-up through torch.ops at every call.
+_full_rows = torch.ops.fused_topk.full_rows.default
+
+
+def softmax(
+    logits: Tensor,
+    dim: int = -1,
+    *,
+    temperature: float | Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The probabilities `softmax(logits / temperature)` of full rows: each logit is read once, or twice in long rows.
+
+    Online normalizer: Milakov & Gimelshein 2018, Algorithm 3 (https://arxiv.org/abs/1805.02867).
+
+    Args:
+        logits: shape (..., V), float32, float16, bfloat16 or float64, on any device; any strides. Rows whose elements
+            are adjacent are read in place, others are copied first.
+        dim: the dimension that sums to 1.
+        temperature: divides the logits: a positive number, or a floating-point tensor with one a row, broadcastable to
+            the shape of `logits` without `dim`. In a row where a CUDA tensor holds no positive number, the result is NaN
+            (a CPU tensor is checked).
+        dtype: of the result: None for that of `logits`, or torch.float32.
+        backend: None picks the fastest that works, and falls back to torch operations. "cuda", "cpu" (native) or
+            "reference" (torch operations) is used or raises.
+
+    Returns:
+        A tensor of the shape of `logits`.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: a value, shape or device that breaks a rule above.
+        RuntimeError: the requested backend does not work here, or a kernel does not compile.
+
+    Contract:
+        The sum is float32 or better whatever the dtype, and rounded once to that of the result. A row with a NaN or a
+        +inf, or of only -inf, is NaN, as in torch. Deterministic: the same row gives the same bits in every call, and in
+        whatever batch it comes. Does not wait for the device; can be captured in a CUDA graph and compiled with
+        fullgraph=True. Differentiable with respect to the logits.
+
+    Example:
+        >>> import torch, fused_topk
+        >>> fused_topk.softmax(torch.tensor([0.0, 0.0]))
+        tensor([0.5000, 0.5000])
+    """
+    return _values("softmax", logits, dim, temperature, dtype, backend)
+
+
+def log_softmax(
+    logits: Tensor,
+    dim: int = -1,
+    *,
+    temperature: float | Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The log-probabilities `log_softmax(logits / temperature)` of full rows: as :func:`softmax` in all else.
+
+    Formed as (x - m) / T - log d with the row's maximum m: a large common offset of the logits costs no accuracy.
+
+    Args:
+        logits: see :func:`softmax`, as for all arguments.
+        dim: the vocabulary dimension.
+        temperature: a positive number, or a tensor with one a row.
+        dtype: None, or torch.float32.
+        backend: None, "cuda", "cpu" or "reference".
+
+    Returns:
+        A tensor of the shape of `logits`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`softmax`.
+    """
+    return _values("log_softmax", logits, dim, temperature, dtype, backend)
+
+
+def logsumexp(
+    logits: Tensor,
+    dim: int = -1,
+    *,
+    temperature: float | Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """`logsumexp(logits / temperature)` of every row, in one read.
+
+    Args:
+        logits: see :func:`softmax`, as for all arguments.
+        dim: the vocabulary dimension.
+        temperature: a positive number, or a tensor with one a row.
+        backend: None, "cuda", "cpu" or "reference".
+
+    Returns:
+        float32 of the shape of `logits` without `dim` (float64 for float64 logits). +inf for a row with +inf, -inf for
+        one of only -inf, NaN for one with NaN.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`softmax`.
+    """
+    rows, number, row_temperature = _checked(logits, dim, temperature, backend)
+    return _run(rows, number, row_temperature, "logsumexp", backends.result_dtype(logits.dtype), backend)
+
+
+def _values(
+    values: str,
+    logits: Tensor,
+    dim: int,
+    temperature: float | Tensor | None,
+    dtype: torch.dtype | None,
+    backend: str | None,
+) -> Tensor:
+    rows, number, row_temperature = _checked(logits, dim, temperature, backend)
+    if dtype is None:
+        dtype = logits.dtype
+    elif not isinstance(dtype, torch.dtype):
+        raise TypeError(
+            f"`dtype` must be a torch.dtype, got {type(dtype).__name__}; pass torch.float32 or leave it out"
+        )
+    elif dtype not in (logits.dtype, torch.float32):
+        raise ValueError(
+            f"`dtype` must be torch.float32 or that of `logits`, {logits.dtype}, got {dtype}; convert the result with .to()"
+        )
+    result = _run(rows, number, row_temperature, values, dtype, backend)
+    return result if rows is logits else result.movedim(-1, dim)
+
+
+def _run(
+    logits: Tensor,
+    temperature: float,
+    row_temperature: Tensor | None,
+    values: str,
+    dtype: torch.dtype,
+    backend: str | None,
+) -> Tensor:
+    run = _full_rows if need_dispatcher(logits, row_temperature) else full_row_operators.full_rows
+    result: Tensor = run(logits, temperature, row_temperature, values, dtype, backend)
+    return result
+
+
+def _checked(
+    logits: Tensor, dim: int, temperature: float | Tensor | None, backend: str | None
+) -> tuple[Tensor, float, Tensor | None]:
+    """(logits with the vocabulary last, temperature of all rows, or a tensor with each row's)."""
+    check_logits(logits)
+    dims = logits.dim()
+    dim = check_dim(dim, dims)
+    if dim != dims - 1:
+        logits = logits.movedim(dim, -1)
+    check_vocabulary(logits.shape[-1])
+    check_backend(backend)
+    return logits, *check_temperature(temperature, logits, backends.result_dtype(logits.dtype))

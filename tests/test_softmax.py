@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""softmax, log_softmax and logsumexp of full rows, against float64.
+
+With u = 2^-24 and z = (x - m) / T, as in oracle.py: a log-probability may be off by u (7 |z| + 7 log V + 22), a
+probability relatively by the same, logsumexp by u (5 |m / T| + 7 log V + 22). A result of 16 bits is rounded once more.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import fused_topk
+from fused_topk import full_rows
+from fused_topk.full_row_choice import choose_full_row
+from oracle import DTYPES, bits
+from rows import INF, NAN, adversarial_rows, layouts, random_logits, shifted
+
+VALUES = ("softmax", "log_softmax")
+ENTRIES = (*VALUES, "logsumexp")
+TORCH = {"softmax": torch.softmax, "log_softmax": torch.log_softmax, "logsumexp": torch.logsumexp}
+U = 2.0**-24
+# Where the CUDA kernels change hands, in elements of 4 bytes: a warp, 4 or 8 vectors a thread, a block's registers, its
+# shared memory, clusters of 2, 4 and 8, long rows; and the blocks and parts of the CPU's.
+EDGES = (128, 1024, 4096, 16384, 32768, 65536, 131072, 262144)
+
+
+def expected(entry: str, logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+    """float64, by torch."""
+    scale = temperature.double().unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
+    return TORCH[entry](logits.double() / scale, -1)
+
+
+def check(backend, entry: str, logits: Tensor, *, row_names=None, **settings) -> Tensor:
+    """Runs a function on a backend and compares the result with float64's; the vocabulary is last."""
+    got = backend(entry, logits, **settings)
+    temperature = (
+        settings.get("temperature") or 1.0
+        if not isinstance(settings.get("temperature"), Tensor)
+        else settings["temperature"]
+    )
+    want = expected(entry, logits, temperature)
+    scale = temperature.double().unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
+    assert got.shape == want.shape and got.device == logits.device and got.is_contiguous()
+    log_v = math.log(logits.shape[-1])
+    if entry == "logsumexp":
+        assert got.dtype == torch.float32
+        largest = logits.double().where(logits.isfinite(), 0.0).abs().amax(-1, keepdim=True)
+        bound = (U * (5 * largest / scale + 7 * log_v + 22)).squeeze(-1)
+    else:
+        assert got.dtype == (settings.get("dtype") or logits.dtype)
+        log_probs = expected("log_softmax", logits, temperature)
+        # |z| <= |log-probability| + log V.
+        bound = U * (7 * log_probs.abs() + 14 * log_v + 22)
+        rounding = torch.finfo(got.dtype).eps / 2 if got.dtype != torch.float32 else 0.0
+        if entry == "softmax":
+            # The exponential is 0 below 2^-125 on the CPU, 2^-126 on a GPU; 16-bit results have fixed steps at their end.
+            info = torch.finfo(got.dtype)
+            fixed = max(info.smallest_normal * rounding, 2.0**-125)
+            bound = (bound.clamp(max=1000) + rounding) * want + fixed
+        else:
+            bound = bound + rounding * want.abs()
+    rounded = want.to(got.dtype).double()
+    special = ~rounded.isfinite() | ~got.isfinite()
+    same = (rounded == got) | (rounded.isnan() & got.isnan())
+    wrong = torch.where(special, ~same, ~((got.double() - want).abs() <= bound))
+    if wrong.any():
+        place = tuple(wrong.nonzero()[0].tolist())
+        name = f" ({row_names[place[0]]})" if row_names else ""
+        raise AssertionError(
+            f"{entry}: {int(wrong.sum())} wrong, first at {place}{name}: got {got[place].item()!r}, "
+            f"want {want[place].item()!r}"
+        )
+    return got
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("vocab_size", (1, 2, 7, 8, 31, 33, 100, 257, 1000, 4095, 5000))
+def test_sizes(backend, entry, dtype, vocab_size):
+    check(backend, entry, random_logits(3, vocab_size, dtype=dtype, device=backend.device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("edge", EDGES)
+def test_around_the_edges_of_the_regimes(native, edge, dtype):
+    edge *= 4 // dtype.itemsize
+    for vocab_size in (edge - 1, edge, edge + 4, edge + 1):
+        logits = random_logits(2, vocab_size, dtype=dtype, device=native.device, seed=vocab_size)
+        for entry in ENTRIES:
+            check(native, entry, logits)
+
+
+@pytest.mark.parametrize("vocab_size", (300_000, 1_000_003))
+def test_long_rows(native, vocab_size):
+    logits = random_logits(5, vocab_size, device=native.device)
+    for entry in ENTRIES:
+        check(native, entry, logits)
+
+
+def test_single_vector(native):
+    logits = random_logits(4_194_304, device=native.device) + 1e4
+    for entry in ENTRIES:
+        check(native, entry, logits)
+
+
+@pytest.mark.parametrize("rows", (1, 2, 5, 37, 199, 1000))
+def test_row_counts(backend, rows):
+    for vocab_size in (64, 1500):
+        logits = random_logits(rows, vocab_size, device=backend.device)
+        for entry in ENTRIES:
+            check(backend, entry, logits)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("vocab_size", (40, 1001, 9000))
+def test_adversarial_rows(backend, entry, dtype, vocab_size):
+    rows = adversarial_rows(vocab_size, 5, dtype)
+    logits = torch.stack(list(rows.values())).to(backend.device)
+    check(backend, entry, logits, row_names=list(rows))
+    check(backend, entry, logits, row_names=list(rows), temperature=0.37)
+
+
+@pytest.mark.parametrize("vocab_size", (20_000, 50_001, 120_000, 270_000))
+def test_adversarial_long_rows(native, vocab_size):
+    rows = adversarial_rows(vocab_size, 5, torch.float32)
+    logits = torch.stack(list(rows.values())).to(native.device)
+    for entry in ENTRIES:
+        check(native, entry, logits, row_names=list(rows))
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=("fp16", "bf16"))
+@pytest.mark.parametrize("vocab_size", (100, 5001, 70_000))
+def test_float32_of_16_bits(backend, values, dtype, vocab_size):
+    logits = random_logits(3, vocab_size, dtype=dtype, device=backend.device)
+    wide = check(backend, values, logits, dtype=torch.float32)
+    narrow = backend(values, logits)
+    # The same numbers, rounded to nearest even.
+    assert torch.equal(bits(wide.to(dtype)), bits(narrow))
+
+
+def test_float64(backend):
+    if backend.name != "reference":
+        pytest.skip("the kernels compute in float32")
+    logits = random_logits(3, 100, device=backend.device).double()
+    for entry in ENTRIES:
+        got = backend(entry, logits)
+        assert got.dtype == torch.float64
+        torch.testing.assert_close(got, expected(entry, logits), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("temperature", (0.01, 0.5, 1.7, 100.0))
+def test_temperature(backend, temperature):
+    logits = random_logits(3, 1000, device=backend.device)
+    for entry in ENTRIES:
+        check(backend, entry, logits, temperature=temperature)
+
+
+def test_row_temperature(backend):
+    logits = random_logits(2, 3, 700, device=backend.device)
+    temperature = torch.tensor([[0.3, 1.0, 4.0]], device=backend.device)
+    for entry in ENTRIES:
+        check(backend, entry, logits, temperature=temperature.expand(2, 3))
+        assert torch.equal(
+            backend(entry, logits, temperature=temperature),
+            backend(entry, logits, temperature=temperature.expand(2, 3)),
+        )
+
+
+def test_temperature_that_is_not_positive(cuda):
+    logits = random_logits(3, 700, device="cuda")
+    for entry in ENTRIES:
+        got = cuda(entry, logits, temperature=torch.tensor([0.0, 1.0, -2.0], device="cuda"))
+        assert got[0].isnan().all() and got[2].isnan().all() and not got[1].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("vocab_size", (50, 1003, 5000))
+def test_layouts(backend, dtype, vocab_size):
+    logits = random_logits(5, vocab_size, dtype=dtype, device=backend.device)
+    want = {entry: backend(entry, logits) for entry in ENTRIES}
+    for name, view in layouts(logits):
+        for entry in ENTRIES:
+            assert torch.equal(bits(backend(entry, view)), bits(want[entry])), (name, entry)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("vocab_size", (100, 2051, 70_001))
+def test_every_start_address(native, dtype, vocab_size):
+    logits = random_logits(2, vocab_size, dtype=dtype, device=native.device)
+    want = {entry: native(entry, logits) for entry in ENTRIES}
+    for start in range(16 // dtype.itemsize):
+        for entry in ENTRIES:
+            assert torch.equal(bits(native(entry, shifted(logits, start))), bits(want[entry])), (start, entry)
+
+
+def test_leading_dimensions(backend):
+    base = random_logits(2, 3, 4, 5, 64, device=backend.device)
+    for logits in (
+        base,
+        base[1],
+        base[:, 1:],
+        base.transpose(0, 2),
+        base.transpose(1, 3)[:, ::2],
+        base[:1].expand(3, -1, -1, -1, -1),
+    ):
+        for entry in ENTRIES:
+            check(backend, entry, logits)
+
+
+@pytest.mark.parametrize("dim", (0, 1, -3))
+def test_other_dimension(backend, dim):
+    logits = random_logits(20, 30, 40, device=backend.device)
+    for entry in ENTRIES:
+        got = backend(entry, logits, dim)
+        torch.testing.assert_close(got.double(), TORCH[entry](logits.double(), dim), rtol=1e-5, atol=1e-6)
+
+
+def test_empty(backend):
+    for entry in VALUES:
+        assert backend(entry, torch.empty(0, 5, device=backend.device)).shape == (0, 5)
+    assert backend("logsumexp", torch.empty(2, 0, 5, device=backend.device)).shape == (2, 0)
+
+
+@pytest.mark.parametrize("vocab_size", (100, 5000, 50_000, 300_000))
+def test_batch_changes_nothing(native, vocab_size):
+    """The same row gives the same bits alone, among others, and wherever it lies."""
+    logits = random_logits(7, vocab_size, device=native.device)
+    for entry in ENTRIES:
+        together = native(entry, logits)
+        for row in (0, 3, 6):
+            assert torch.equal(bits(native(entry, logits[row])), bits(together[row])), entry
+
+
+def test_threads_change_nothing(cpu, threads):
+    for shape in ((3, 100_000), (40, 3000), (200_000,)):
+        logits = random_logits(*shape)
+        want = {}
+        for count in (1, 2, 5):
+            threads(count)
+            for entry in ENTRIES:
+                got = bits(cpu(entry, logits))
+                assert torch.equal(got, want.setdefault(entry, got)), (shape, count, entry)
+
+
+def test_instruction_sets_agree(cpu):
+    from fused_topk import cpu as backend
+    from fused_topk.problem import FullRowProblem
+
+    for dtype in DTYPES.values():
+        logits = torch.stack(list(adversarial_rows(4999, 5, dtype).values()))
+        for values in ENTRIES:
+            for name in backend._cpu.instruction_sets():
+
+                def run(entry, logits, values=values, name=name):
+                    is_sum = values == "logsumexp"
+                    out = torch.empty(
+                        logits.shape[:-1] if is_sum else logits.shape, dtype=torch.float32 if is_sum else logits.dtype
+                    )
+                    backend.full_rows(FullRowProblem(logits, 1.0, None, values), out, name)
+                    return out
+
+                check(run, values, logits)
+
+
+# ---- Gradients, torch.library, graphs ----
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_gradcheck(entry):
+    logits = random_logits(3, 11).double().requires_grad_()
+    temperature = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
+
+    def run(x: Tensor) -> Tensor:
+        return getattr(fused_topk, entry)(x, temperature=temperature)
+
+    assert torch.autograd.gradcheck(run, logits)
+    assert torch.autograd.gradgradcheck(run, logits)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_gradient_is_torchs(backend, entry):
+    logits = random_logits(4, 500, device=backend.device)
+    ours, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    got, want = backend(entry, ours), TORCH[entry](theirs, -1)
+    weight = random_logits(*got.shape, device=backend.device, seed=1)
+    got.backward(weight)
+    want.backward(weight.double())
+    torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_gradient_along_another_dimension():
+    logits = random_logits(6, 5, 4).double().requires_grad_()
+    for entry in ENTRIES:
+        assert torch.autograd.gradcheck(lambda x, entry=entry: getattr(fused_topk, entry)(x, 1), logits)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_opcheck(backend, entry, dtype):
+    logits = random_logits(3, 40, dtype=dtype, device=backend.device).requires_grad_()
+    temperature = torch.full((3,), 0.7, device=backend.device)
+    out_dtype = torch.float32 if entry == "logsumexp" else dtype
+    torch.library.opcheck(
+        torch.ops.fused_topk.full_rows.default, (logits, 1.0, temperature, entry, out_dtype, backend.name)
+    )
+
+
+def test_compiles_without_a_break(backend):
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(backend(entry, x * 2) for entry in ENTRIES)
+
+    logits = random_logits(3, 300, device=backend.device)
+    for got, want in zip(torch.compile(run, fullgraph=True, backend="aot_eager")(logits), run(logits)):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("vocab_size", (500, 100_000, 400_000))
+def test_cuda_graph(cuda, vocab_size):
+    logits = random_logits(3, vocab_size, device="cuda")
+    for entry in ENTRIES:
+        cuda(entry, logits)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = cuda(entry, logits)
+        for seed in (1, 2):
+            logits.copy_(random_logits(3, vocab_size, seed=seed))
+            graph.replay()
+            assert torch.equal(captured, cuda(entry, logits))
+
+
+def test_streams_do_not_share_counters(cuda):
+    logits = random_logits(4, 600_000, device="cuda")
+    want = cuda("softmax", logits)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(cuda("softmax", logits))
+    torch.cuda.synchronize()
+    assert all(torch.equal(result, want) for result in results)
+
+
+def test_offsets_beyond_32_bits(cuda):
+    rows, vocab_size = 70_000, 32_768
+    if torch.cuda.mem_get_info()[0] < 3 * rows * vocab_size * 2:
+        pytest.skip("not enough memory")
+    logits = torch.zeros(rows, vocab_size, dtype=torch.bfloat16, device="cuda")
+    logits[-1] = random_logits(vocab_size, dtype=torch.bfloat16)
+    got = cuda("softmax", logits)
+    assert torch.equal(got[-1], cuda("softmax", logits[-1]))
+    assert (got[0] == 2.0**-15).all()
+
+
+# ---- Arguments ----
+
+
+def test_argument_errors():
+    logits = random_logits(2, 5)
+    with pytest.raises(TypeError, match="`logits` must be float32"):
+        fused_topk.softmax(logits.int())
+    with pytest.raises(ValueError, match="`dim` must satisfy"):
+        fused_topk.log_softmax(logits, 2)
+    with pytest.raises(ValueError, match="at least one logit"):
+        fused_topk.logsumexp(torch.empty(2, 0))
+    with pytest.raises(ValueError, match="`temperature` must be positive"):
+        fused_topk.softmax(logits, temperature=0.0)
+    with pytest.raises(TypeError, match=r"`dtype` must be a torch.dtype, got str"):
+        fused_topk.softmax(logits, dtype="float32")
+    with pytest.raises(
+        ValueError, match=r"`dtype` must be torch.float32 or that of `logits`, torch.float32, got torch.float16"
+    ):
+        fused_topk.softmax(logits, dtype=torch.float16)
+    with pytest.raises(ValueError, match="`backend` must be one of"):
+        fused_topk.softmax(logits, backend="gpu")
+    with pytest.raises(ValueError, match="`backend` must fit the device"):
+        fused_topk.softmax(logits, backend="cuda")
+
+
+def test_specials_on_cpu_by_torch_itself():
+    logits = torch.tensor([[1.0, NAN], [1.0, INF], [-INF, -INF], [0.0, -INF]])
+    for entry in ENTRIES:
+        torch.testing.assert_close(getattr(fused_topk, entry)(logits), TORCH[entry](logits, -1), equal_nan=True)
+
+
+# ---- The choice of kernel ----
+
+H200_SHARED = 227 << 10
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "itemsize", "kernel", "blocks"),
+    (
+        (1, 4, "warp", 1),
+        (1024, 4, "warp", 1),
+        (1025, 4, "block", 1),
+        (32768, 4, "block", 1),
+        (32769, 4, "cluster", 2),
+        (65537, 4, "cluster", 4),
+        (262144, 4, "cluster", 8),
+        (262145, 4, "long", 33),
+        (2048, 2, "warp", 1),
+        (65536, 2, "block", 1),
+        (524289, 2, "long", 33),
+    ),
+)
+def test_choice(vocab_size, itemsize, kernel, blocks):
+    choice = choose_full_row(vocab_size, itemsize, 90, H200_SHARED)
+    assert (choice.kernel, choice.blocks_per_row) == (kernel, blocks)
+
+
+@pytest.mark.parametrize(("capability", "shared"), ((75, 64 << 10), (80, 163 << 10), (89, 99 << 10), (90, 227 << 10)))
+@pytest.mark.parametrize("itemsize", (2, 4))
+def test_every_choice_holds_its_row(capability, shared, itemsize):
+    for vocab_size in (1, 9, 1000, 1025, 5000, 16384, 16385, 32768, 33000, 65536, 99999, 262144, 262145, 2**31 - 1):
+        choice = choose_full_row(vocab_size, itemsize, capability, shared)
+        vectors = -(-vocab_size * itemsize // 16)
+        assert (
+            choice.blocks_per_row * choice.vectors_per_block
+            >= vectors
+            > (choice.blocks_per_row - 1) * choice.vectors_per_block
+        )
+        held = 8 * (32 if choice.kernel == "warp" else choice.threads) + choice.shared_bytes // 16
+        assert choice.vectors_per_block <= held
+        assert choice.shared_bytes + 1024 <= shared and choice.threads % 32 == 0
+        assert capability >= 90 or choice.kernel != "cluster"
+
+
+def test_docstrings_name_every_argument():
+    for function in (full_rows.softmax, full_rows.log_softmax, full_rows.logsumexp):
+        names = function.__code__.co_varnames[: function.__code__.co_argcount + function.__code__.co_kwonlyargcount]
+        assert all(f"        {name}: " in function.__doc__ for name in names)
