@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decodes with a real language model and shows what choosing the next tokens in one read saves.
 
-Beam search runs twice over the same prompts, once following torch operations and once following
-`fused_topk.beam_topk`. At each step both choose from the same logits, so their answers and times compare one to one.
+transformers' generate() runs stock and fused in turns: beam search, greedy search and sampling, on the same prompts.
 
     python demos/decoding_latency.py                                  # a tiny model, trained here in about a minute
     python demos/decoding_latency.py --random-weights llama-1b        # a true shape, for a GPU
     python demos/decoding_latency.py --model path/to/any/causal-lm
 
-Reading order: beam_search.py (the search), selection_comparison.py (times and checks), causal_models.py and
-tiny_language_model.py (what it decodes with), decoding_report.py (what it prints and plots).
+Reading order: generate_comparison.py (both ways, times and checks), selection_step.py (the step by itself),
+causal_models.py and tiny_language_model.py (what it decodes with), decoding_report.py (what it prints and plots).
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import time
-from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -31,10 +28,9 @@ try:
     from tqdm import tqdm
 
     import fused_topk.backends
-    from beam_search import Beams, Selection, beam_search, select_fused, select_with_torch
     from causal_models import RANDOM_SHAPES, CausalModel, encode, from_disk, random_prompts, tiny, with_random_weights
-    from decoding_report import Measurement, print_agreement, print_beams, print_table, save_json, save_plot
-    from selection_comparison import Agreement, Comparison, StepTimes
+    from decoding_report import Measurement, print_checks, print_table, print_texts, save_json, save_plot
+    from generate_comparison import Comparison, compare
     from tiny_language_model import Recipe
 except ModuleNotFoundError as error:
     raise SystemExit(
@@ -54,7 +50,7 @@ PROMPTS = [
     "def main():",
 ]
 RANDOM_PROMPT_LENGTH = 32
-WARM_UP_TOKENS = 4
+MODES = ("beam search", "greedy", "sampling")
 PIPE_WIDTH = 130
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
@@ -68,7 +64,7 @@ def main(
     random_weights: Annotated[
         str, typer.Option(metavar="|".join(RANDOM_SHAPES), help="A true shape with random weights.")
     ] = "",
-    beams: Annotated[int, typer.Option(help="Hypotheses kept per prompt.")] = 4,
+    beams: Annotated[int, typer.Option(help="Hypotheses kept per prompt in beam search.")] = 4,
     batch: Annotated[
         int,
         typer.Option(help="Prompts decoded together; by default 4, or as many as --prompt gives.", show_default=False),
@@ -77,7 +73,7 @@ def main(
     prompt: Annotated[list[str], typer.Option(help="A prompt; may be given several times.")] = [],  # noqa: B006
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; by default a GPU where there is one.")] = "",
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16; by default bfloat16 on a GPU.")] = "",
-    backend: Annotated[str, typer.Option(help="Of beam_topk: cuda, cpu or reference; by default the device's.")] = "",
+    rounds: Annotated[int, typer.Option(help="Calls of generate() each way and mode.")] = 3,
     training_steps: Annotated[int, typer.Option(help="Of the tiny model: more give better text.")] = Recipe.steps,
     output: Annotated[Path, typer.Option(help="Where the plot goes, as a PNG.")] = Path("out/decoding_latency.png"),
     json_path: Annotated[str, typer.Option("--json", metavar="PATH", help="Also write every number there.")] = "",
@@ -85,6 +81,7 @@ def main(
     for option, value, least in (
         ("beams", beams, 1),
         ("new-tokens", new_tokens, 3),
+        ("rounds", rounds, 1),
         ("training-steps", training_steps, 1),
     ):
         if value < least:
@@ -119,19 +116,19 @@ def main(
             else encode(chosen, texts, place)
         )
         _check_length(chosen, tokens.shape[1], new_tokens)
-        _say_if_not_native(console, place, backend)
-        measured, found = measure(
-            chosen, tokens, mask, beams=beams, new_tokens=new_tokens, backend=backend or None, load_before=load_before
+        _say_if_not_native(console, place)
+        measured, written = measure(
+            chosen, tokens, mask, beams=beams, new_tokens=new_tokens, rounds=rounds, load_before=load_before
         )
     except (ValueError, RuntimeError) as error:
         _fail(str(error))
 
     if chosen.tokenizer is None:
-        console.print("Random weights write no text, so no beams are shown.")
+        console.print("Random weights write no text, so none is shown.")
     else:
-        print_beams(console, chosen, texts, found)
+        print_texts(console, chosen, texts, written, tokens.shape[1])
     print_table(console, measured)
-    print_agreement(console, measured)
+    print_checks(console, measured)
     try:
         save_plot(output, measured)
         console.print(f"Plot: {output}")
@@ -153,61 +150,33 @@ def measure(
     *,
     beams: int,
     new_tokens: int,
-    backend: str | None,
+    rounds: int,
     load_before: float | None,
-) -> tuple[Measurement, Beams]:
-    """Decodes twice, following each selection in turn; what was measured, and the beams of the fused selection."""
-    device = prompts.device
-    selections: dict[str, Selection] = {"torch": select_with_torch, "fused": partial(select_fused, backend=backend)}
-
-    def decode(select: Selection, tokens: int) -> Beams:
-        return beam_search(
-            chosen.model, prompts, mask, beams=beams, new_tokens=tokens, end_token=chosen.end_token, select=select
-        )
-
-    first_call = _first_call(selections, chosen, len(prompts), beams, device)
-    decode(Comparison(selections, "torch", device), min(WARM_UP_TOKENS, new_tokens))
-
-    steps: list[StepTimes] = []
-    agreements: list[Agreement] = []
-    found: dict[str, Beams] = {}
-    for follow in selections:
-        with tqdm(total=new_tokens, desc=f"Decoding, following {follow}", unit=" steps") as bar:
-            comparison = Comparison(selections, follow, device, on_step=bar.update)
-            found[follow] = decode(comparison, new_tokens)
-        steps += comparison.times()
-        agreements.append(comparison.agreement())
-
+) -> tuple[Measurement, Tensor]:
+    """Decodes in every mode, each way; what was measured, and the sequences of fused beam search."""
+    # Without an end token every run has the same number of steps, and so the same work.
+    chosen.model.generation_config.eos_token_id = None
+    chosen.model.generation_config.pad_token_id = chosen.end_token or 0
+    inputs = {"input_ids": prompts, "attention_mask": mask}
+    modes: list[Comparison] = []
+    written = prompts
+    for mode in tqdm(MODES, desc="generate(), stock and fused in turns", unit=" modes"):
+        comparison, sequences = compare(chosen, inputs, mode, beams=beams, new_tokens=new_tokens, rounds=rounds)
+        modes.append(comparison)
+        if mode == "beam search":
+            written = sequences
     measured = Measurement(
         model=chosen.name,
-        device=str(device),
+        device=str(prompts.device),
         dtype=str(chosen.dtype).removeprefix("torch."),
         batch=len(prompts),
         beams=beams,
         vocab_size=chosen.vocab_size,
         new_tokens=new_tokens,
-        first_call=first_call,
-        steps=steps,
-        agreement=agreements[0] | agreements[1],
-        same_tokens=torch.equal(found["torch"].tokens, found["fused"].tokens),
+        modes=modes,
         load_before=load_before,
     )
-    return measured, found["fused"]
-
-
-def _first_call(
-    selections: dict[str, Selection], chosen: CausalModel, batch: int, beams: int, device: torch.device
-) -> float:
-    """Seconds of the fused selection's first call, at the shape that will be decoded."""
-    logits = torch.zeros((batch, beams, chosen.vocab_size), dtype=chosen.dtype, device=device)
-    scores = torch.zeros((batch, beams), device=device)
-    # First torch, so that starting the device itself is not counted.
-    for name in ("torch", "fused"):
-        started = time.perf_counter()
-        values, _ = selections[name](logits, scores, min(2 * beams, beams * chosen.vocab_size))
-        # Copying a number to the host waits for the device.
-        values[0, 0].item()
-    return time.perf_counter() - started
+    return measured, written
 
 
 def _device(name: str) -> torch.device:
@@ -244,11 +213,11 @@ def _check_length(chosen: CausalModel, prompt_length: int, new_tokens: int) -> N
         )
 
 
-def _say_if_not_native(console: Console, device: torch.device, backend: str) -> None:
-    """Without its kernel, beam_topk falls back to torch operations: exact, but nothing to measure."""
+def _say_if_not_native(console: Console, device: torch.device) -> None:
+    """Without its kernel nothing is fused, and there is nothing to measure."""
     cause = fused_topk.backends.available()[device.type]
-    if cause and not backend:
-        console.print(f"[bold yellow]Note[/]: beam_topk runs in torch operations, not in its kernel: {escape(cause)}")
+    if cause:
+        console.print(f"[bold yellow]Note[/]: generate() stays stock, as there is no kernel: {escape(cause)}")
 
 
 def _repeated(prompts: list[str], batch: int) -> list[str]:

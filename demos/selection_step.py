@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from fused_topk.generation.session import Options, Session
 
@@ -44,7 +44,7 @@ class BeamStep:
         self.beam_scores = torch.rand((batch, beams), **made).neg_()
         self.input_ids = torch.randint(0, 100, (batch * beams, 12), **made)
         self._processors = LogitsProcessorList(processors)
-        self.session = Session(torch.nn.Identity(), Options())
+        self.session = Session(torch.nn.Identity(), Options(sampling=True))
         self._fused_processors = self.session.begin(self._config(), LogitsProcessorList(processors))
 
     @torch.no_grad()
@@ -85,3 +85,18 @@ class GreedyStep(BeamStep):
         logits = output.logits[:, -1].to(copy=True, dtype=torch.float32, device=self.input_ids.device)
         scores = processors(self.input_ids, logits)
         return scores, torch.argmax(scores, dim=-1)
+
+
+class SamplingStep(GreedyStep):
+    """The sampling step for `batch` texts, with top-k and top-p."""
+
+    def __init__(self, batch: int, vocab_size: int, top_k: int, top_p: float, **options: Any) -> None:
+        super().__init__(batch, vocab_size, processors=[TopKLogitsWarper(top_k), TopPLogitsWarper(top_p)], **options)
+
+    def _config(self) -> GenerationConfig:
+        return GenerationConfig(do_sample=True)
+
+    def _select(self, output: Any, processors: LogitsProcessorList) -> tuple[Tensor, Tensor]:
+        logits = output.logits[:, -1].to(copy=True, dtype=torch.float32, device=self.input_ids.device)
+        probs = torch.nn.functional.softmax(processors(self.input_ids, logits), dim=-1)
+        return probs, torch.multinomial(probs, num_samples=1).squeeze(1)
