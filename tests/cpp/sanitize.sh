@@ -31,4 +31,5 @@ if (($# == 0)); then
   set -- tests/test_cpu.py tests/test_adversarial.py tests/test_layouts.py tests/test_masks.py tests/test_properties.py \
     -k "not reference"
 fi
-python -m pytest -p sanitized -q "$@"
+# Uncaptured, because a report ends the process.
+python -m pytest -p sanitized --capture=no -q "$@"
