@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import struct
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +20,6 @@ _KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
 _PROBLEM = struct.Struct("<3Q2q3If2I2Q")
 _PROBLEM_DTYPE = np.dtype(f"V{_PROBLEM.size}")
 _LEADING_DIMS = 2
-# Beyond this a block's dynamic shared memory has to be asked for: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
-_PLAIN_SHARED_BYTES = 48 << 10
-_MAX_DYNAMIC_SHARED = 8
 # cudaDevAttrMaxSharedMemoryPerBlockOptin
 _MAX_SHARED_PER_BLOCK = 97
 
@@ -54,7 +50,6 @@ def full_rows(problem: FullRowProblem, out: Tensor) -> None:
     bytes_that_align += [out.data_ptr(), vocab_size * out_dtype.itemsize] if is_written else []
     is_aligned = all(count % 16 == 0 for count in bytes_that_align)
     name = kernel_name(choice.kernel, choice.blocks_per_row, logits.dtype, out_dtype, is_aligned)
-    function = _function(device, name, choice.shared_bytes if is_written else 0)
 
     parts = counters = 0
     if choice.kernel == "long":
@@ -78,7 +73,7 @@ def full_rows(problem: FullRowProblem, out: Tensor) -> None:
         counters,
     )
     cuda._call(
-        function,
+        cuda._function(device, name),
         (choice.blocks(rows, is_written),),
         choice.threads,
         (np.frombuffer(packed, _PROBLEM_DTYPE),),
@@ -115,14 +110,3 @@ def _choice(device: int, vocab_size: int, itemsize: int) -> FullRowChoice:
     major, minor = torch.cuda.get_device_capability(device)
     shared_per_block = runtime.deviceGetAttribute(_MAX_SHARED_PER_BLOCK, device)
     return choose_full_row(vocab_size, itemsize, 10 * major + minor, shared_per_block)
-
-
-@cache
-def _function(device: int, name: str, shared_bytes: int) -> Any:
-    function = cuda._function(device, name)
-    if shared_bytes > _PLAIN_SHARED_BYTES:
-        from cupy_backends.cuda.api import driver
-
-        with torch.cuda.device(device):
-            driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED, shared_bytes)
-    return function

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "full_rows.h"
+#include "ladder.h"
 #include "problem.h"
 
 namespace nb = nanobind;
@@ -137,11 +138,19 @@ void full_rows(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::ve
   solve(p);
 }
 
+void ladder(u32 rung, u64 rows, u32 vocab_size, u32 k, std::uintptr_t x, std::uintptr_t y, std::uintptr_t values,
+            std::uintptr_t indices, u32 threads) {
+  const nb::gil_scoped_release without_gil;
+  climb({&kernels_named(""), threads, Rung(rung), rows, vocab_size, k, pointer<const float>(x), pointer<float>(y),
+         pointer<float>(values), pointer<i64>(indices)});
+}
+
 }  // namespace
 
 NB_MODULE(_cpu, module) {
   module.def("topk", &topk);
   module.def("full_rows", &full_rows);
+  module.def("ladder", &ladder);
   module.def(
       "instruction_set", [] { return supported_kernels().front()->name; },
       "The best instruction set of this machine that the kernels are compiled "

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of csrc/softmax_rows.cu on the emulated machine: every read and write checked, under several schedules."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_topk import cuda_full_rows
+from fused_topk.full_row_choice import FullRowChoice
+from fused_topk.problem import FullRowProblem
+from oracle import DTYPES
+from rows import INF, NAN, random_logits, shifted
+from simt import build
+from simt.emulate import emulated
+from simt.launch import SCHEDULES, Array
+from test_softmax import check
+
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+
+def run(problem: FullRowProblem, choice: FullRowChoice, out_dtype: torch.dtype, **how) -> Tensor:
+    """What the kernel of `choice` makes of CPU tensors, with all that the machine checks."""
+    is_sum = problem.values == "logsumexp"
+    shape = problem.logits.shape[:-1] if is_sum else problem.logits.shape
+    out = torch.empty(shape, dtype=torch.float32 if is_sum else out_dtype)
+    arrays = [Array("logits", problem.logits, "input"), Array("out", out, "output")]
+    if problem.row_temperature is not None:
+        arrays.append(Array("row_temperature", problem.row_temperature, "input"))
+    with (
+        emulated(arrays, **how) as outcomes,
+        mock.patch.object(cuda_full_rows, "_choice", lambda device, vocab_size, itemsize: choice),
+    ):
+        cuda_full_rows.full_rows(problem, out)
+    outcomes[0].check()
+    return out
+
+
+def small_choice(kernel: str, vocab_size: int, itemsize: int, blocks: int = 1, warps: int = 2) -> FullRowChoice:
+    """As choose_full_row's, with so few threads that short rows go through every branch."""
+    vectors = -(-vocab_size * itemsize // 16)
+    threads = 32 * warps
+    if kernel == "warp":
+        return FullRowChoice("warp", 128, 1, vectors)
+    if kernel == "long":
+        share = 8 * threads
+        return FullRowChoice("long", threads, -(-vectors // share), share)
+    share = -(-vectors // blocks)
+    return FullRowChoice(kernel, threads, blocks, share, threads * 8 * 16 if share > 8 * threads else 0)
+
+
+# (kernel, blocks, elements of 4 bytes; of 2 bytes there are twice as many)
+SHAPES = [
+    ("warp", 1, 37), ("warp", 1, 500), ("warp", 1, 1024),
+    ("block", 1, 36), ("block", 1, 1000), ("block", 1, 2049), ("block", 1, 3333), ("block", 1, 4096),
+    ("cluster", 2, 4099), ("cluster", 4, 12000), ("cluster", 8, 16001), ("cluster", 8, 200),
+    ("long", 1, 40), ("long", 1, 2048), ("long", 1, 2049), ("long", 1, 9001),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(("kernel", "blocks", "vocab_size"), SHAPES)
+def test_kernels(kernel, blocks, vocab_size, dtype):
+    vocab_size *= 4 // dtype.itemsize
+    logits = random_logits(5, vocab_size, dtype=dtype)
+    logits[1, 0] = NAN
+    logits[2] = -INF
+    logits[3, : vocab_size // 2] = -INF
+    choice = small_choice(kernel, vocab_size, dtype.itemsize, blocks)
+    turn = SHAPES.index((kernel, blocks, vocab_size * dtype.itemsize // 4))
+    for number, start in enumerate((0, 1, 3)):
+        x = shifted(logits, start)
+        for values, out_dtype in (("softmax", dtype), ("log_softmax", torch.float32), ("logsumexp", torch.float32)):
+
+            def of_choice(entry, x, values=values, out_dtype=out_dtype, number=number, **settings):
+                problem = FullRowProblem(x, 0.7, None, values)
+                schedule = SCHEDULES[(turn + number) % len(SCHEDULES)]
+                return run(problem, choice, out_dtype, schedule=schedule, seed=turn)
+
+            wants = {} if values == "logsumexp" else {"dtype": out_dtype}
+            check(of_choice, values, x, temperature=0.7, **wants)
+
+
+@pytest.mark.parametrize("architecture", (75, 90))
+@pytest.mark.parametrize("kernel", ("warp", "block", "long"))
+def test_before_and_after_packed_maxima(kernel, architecture):
+    for dtype in DTYPES.values():
+        logits = random_logits(3, 777, dtype=dtype)
+        choice = small_choice(kernel, 777, dtype.itemsize)
+
+        def of_choice(entry, x, choice=choice, dtype=dtype, **settings):
+            return run(FullRowProblem(x, 1.0, None, "softmax"), choice, dtype, architecture=architecture)
+
+        check(of_choice, "softmax", logits)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("max_blocks", (1, 2, 5, 64))
+def test_long_rows_cannot_hang(schedule, max_blocks):
+    """Blocks that write wait for blocks that sum: with few running at a time, and in whatever order."""
+    logits = random_logits(3, 3000)
+    choice = small_choice("long", 3000, 4, warps=1)
+
+    def of_choice(entry, x, **settings):
+        return run(
+            FullRowProblem(x, 1.0, None, entry), choice, torch.float32, schedule=schedule, seed=7, max_blocks=max_blocks
+        )
+
+    for values in ("softmax", "logsumexp"):
+        check(of_choice, values, logits)
+
+
+def test_row_temperature_and_strides():
+    logits = random_logits(2, 3, 300)[:, ::2]
+    temperature = torch.tensor([[0.5, 2.0], [1.0, 3.0]])
+
+    def of_choice(entry, x, **settings):
+        return run(FullRowProblem(x, 1.0, temperature, entry), small_choice("block", 300, 4), torch.float32)
+
+    check(of_choice, "log_softmax", logits, temperature=temperature)
