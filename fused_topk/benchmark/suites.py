@@ -148,6 +148,14 @@ _CPU_SHAPES = (
     *((64, vocab) for vocab in (1000, 32000, 262144)),
     (4096, 128),
 )
+# Where most of a row is wanted there is little to save.
+_CPU_LARGE_K = (
+    *((1, 32000, k) for k in (16000, 32000)),
+    *((8, 32000, k) for k in (1000, 32000)),
+    *((64, 1000, k) for k in (500, 1000)),
+    (1, 262144, 131072),
+    (4096, 128, 128),
+)
 
 # Rows, length, and how many times a copy softmax may take: the paper's two batches, and longer rows.
 _SOFTMAX_SHAPES = (
