@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles kernels together with the emulated machine into shared libraries, each once for each text and set of options."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from .translate import translate
+
+_HERE = Path(__file__).parent
+_FOR_KERNELS = ("simt.h", "cuda.h", "ptx.h")
+_COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or "g++"
+_COMMON = ("-std=c++17", "-fPIC", "-fno-exceptions", "-ffp-contract=off", f"-I{_HERE}")
+# Only has a kernel call the machine's own functions (kernel_calls.cpp, ubsan.cpp): no sanitizer is linked. Pointers are
+# the business of memory.cpp.
+_INSTRUMENT = (
+    "-fsanitize=thread,undefined",
+    "--param=tsan-distinguish-volatile=1",
+    "-fno-sanitize=null,alignment,object-size,vptr,pointer-overflow",
+)
+# The real sanitizers, in place of the harness's own checks.
+_ADDRESS_SANITIZER = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+_FOLDER = Path(tempfile.gettempdir()) / f"fused_topk-simt-{os.getuid()}"
+
+
+class Kernel(NamedTuple):
+    """What to compile."""
+
+    source: str  # CUDA
+    name: str  # in C++, with its template arguments
+    architecture: int = 90
+    address_sanitizer: bool = (
+        False  # with AddressSanitizer and UndefinedBehaviorSanitizer, not with the harness's checks
+    )
+    debug: bool = False  # unoptimised, for a debugger
+
+
+def unavailable() -> str | None:
+    """None if the harness works on this machine, else why not."""
+    if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
+        return "the emulated machine switches its threads with x86-64 instructions, on Linux"
+    if shutil.which(_COMPILER) is None:
+        return f"no C++ compiler {_COMPILER!r}; install g++ or set CXX"
+    version = subprocess.run([_COMPILER, "--version"], capture_output=True, text=True).stdout
+    if "Free Software Foundation" not in version:
+        return f"{_COMPILER!r} is not GCC, whose -fsanitize=thread tells volatile accesses apart; set CXX to a g++"
+    return None
+
+
+@functools.cache
+def library(kernel: Kernel) -> Path:
+    """The shared library of a kernel."""
+    sanitize = _ADDRESS_SANITIZER if kernel.address_sanitizer else ()
+    options = (*_COMMON, *(sanitize or _INSTRUMENT), *(("-O0", "-g") if kernel.debug else ("-O1", "-g1")))
+    options += (f"-D__CUDA_ARCH__={kernel.architecture}0", "-w")
+    text = (
+        f'#include "ptx.h"\n#line 1 "kernel.cu"\n{translate(kernel.source)}\n#line 1 "host.cpp"\n'
+        f'extern "C" void simt_kernel(void** arguments) {{ simt_call({kernel.name}, arguments); }}\n'
+    )
+    machine = str(machine_library())
+
+    def build(folder: Path, path: Path) -> None:
+        (folder / "kernel.cpp").write_text(text)
+        compile_ = (*options, "-c", "kernel.cpp", "-o", "kernel.o")
+        _run(folder, *compile_)
+        _run(folder, "-shared", *sanitize, "-Wl,-z,now", "kernel.o", machine, "-o", str(path))
+
+    return _built(f"{_key(text, _texts(_FOR_KERNELS), *options, machine)}.so", build)
+
+
+def address_sanitizer_environment() -> dict[str, str]:
+    """The variables of a process that can load libraries of `address_sanitizer` kernels."""
+    shared = [
+        subprocess.run(
+            [_COMPILER, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    # Python never gives back all of its memory.
+    return {**os.environ, "LD_PRELOAD": " ".join(shared), "ASAN_OPTIONS": "detect_leaks=0"}
+
+
+@functools.cache
+def machine_library() -> Path:
+    """The emulated machine, which all kernels of a process share."""
+    options = (*_COMMON, "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-Wl,-z,now")
+    names = sorted(path.name for path in _HERE.glob("*.cpp"))
+    headers = sorted(path.name for path in _HERE.glob("*.h") if path.name not in ("cuda.h", "ptx.h"))
+
+    def build(folder: Path, path: Path) -> None:
+        # One unit: to read the standard headers takes longer than to compile any of the files.
+        (folder / "machine_library.cpp").write_text("".join(f'#include "{name}"\n' for name in names))
+        _run(folder, *options, "machine_library.cpp", "-o", str(path))
+
+    return _built(f"{_key(_texts((*names, *headers)), *options)}.so", build)
+
+
+def _texts(names: Sequence[str]) -> str:
+    return "".join((_HERE / name).read_text() for name in names)
+
+
+def _built(name: str, build: Callable[[Path, Path], None]) -> Path:
+    """The file of that name, built unless it is there; whoever else wants it meanwhile waits."""
+    _FOLDER.mkdir(exist_ok=True)
+    path = _FOLDER / name
+    with _lock(_FOLDER / f"{name}.lock"):
+        if path.exists():
+            os.utime(path)
+            return path
+        _remove_old()
+        with tempfile.TemporaryDirectory(dir=_FOLDER) as folder:
+            unfinished = Path(folder) / name
+            build(Path(folder), unfinished)
+            unfinished.rename(path)
+    return path
+
+
+@contextmanager
+def _lock(path: Path):
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_old() -> None:
+    """What no one has used for a day is of a text that is no more."""
+    for path in _FOLDER.iterdir():
+        try:
+            if path.is_file() and path.stat().st_mtime < time.time() - 86400:
+                path.unlink()
+        except FileNotFoundError:
+            continue
+
+
+def _run(folder: Path, *arguments: str) -> None:
+    command = [_COMPILER, *arguments]
+    # AddressSanitizer is for the kernel, not for its compiler.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[:10000]}")
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join((_COMPILER, *parts)).encode()).hexdigest()[:24]

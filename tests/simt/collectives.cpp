@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where threads wait for each other: the warp's collectives, the block's barriers, the cluster's.
+#include <cstdio>
+#include <cstring>
+
+#include "machine.h"
+
+namespace simt {
+
+namespace {
+
+std::string hex(u32 mask) {
+  char text[16];
+  std::snprintf(text, sizeof text, "%08x", mask);
+  return text;
+}
+
+[[noreturn]] void fail(const std::string& what, const void* code) {
+  machine.report("divergence", machine.name_of(current->id, current->past.time) + what + Machine::place(code), code,
+                 true);
+  __builtin_unreachable();
+}
+
+// Every lane of `mask` comes here with the same name and mask; the last one calls complete(lanes), which sets `result` of
+// each lane from what all of them brought.
+template <class COMPLETE>
+u64 meet(const char* name, u32 mask, u64 value, u32 source_lane, const void* code, COMPLETE complete) {
+  machine.step(code);
+  Thread& self = *current;
+  Warp& warp = *self.warp;
+  if (!(mask >> self.lane & 1))
+    fail(" calls " + std::string(name) + " with a mask that leaves itself out, " + hex(mask), code);
+  if (mask & ~warp.present || mask & warp.exited)
+    fail(" calls " + std::string(name) + " with a mask that names lanes which have exited or never were, " +
+             hex(mask & (~warp.present | warp.exited)) + " of " + hex(mask),
+         code);
+  self.brought = value;
+  self.source_lane = source_lane;
+  const u32 own = 1u << self.lane;
+  // Lanes may wait at other collectives for the time being, of other masks.
+  bool is_last = (mask & ~warp.meeting) == own;
+  for (u32 rest = mask & ~own; is_last && rest; rest &= rest - 1) {
+    const Thread& other = warp.lanes[__builtin_ctz(rest)];
+    is_last = other.waits_with == mask && (other.waits_at == name || std::strcmp(other.waits_at, name) == 0);
+  }
+  if (!is_last) {
+    warp.meeting |= own;
+    machine.wait(name, mask, true, code);
+    return self.result;
+  }
+  ++machine.counts.warp_collectives;
+  self.code = code;
+  complete(warp);
+  warp.meeting &= ~mask;
+  for (u32 rest = mask & ~own; rest; rest &= rest - 1) machine.wake(warp.lanes[__builtin_ctz(rest)]);
+  return self.result;
+}
+
+template <class FUNCTION>
+void for_each_lane(const Warp& warp, u32 mask, FUNCTION function) {
+  for (u32 rest = mask; rest; rest &= rest - 1) function(warp.lanes[__builtin_ctz(rest)]);
+}
+
+// Orders what the lanes of `mask` did before against what they do after.
+void order_lanes(const Warp& warp, u32 mask) {
+  if (!machine.launch().tracks_memory) return;
+  Gathering gathering;
+  for_each_lane(warp, mask, [&](Thread& lane) { gathering.tell(lane); });
+  for_each_lane(warp, mask, [&](Thread& lane) { gathering.listen(lane); });
+}
+
+}  // namespace
+
+void sync_warp(u32 mask) {
+  meet("__syncwarp", mask, 0, 0, __builtin_return_address(0), [mask](Warp& warp) { order_lanes(warp, mask); });
+}
+
+u64 shuffle(const char* name, u32 mask, u64 value, u32 source_lane) {
+  const void* code = __builtin_return_address(0);
+  return meet(name, mask, value, source_lane, code, [=](Warp& warp) {
+    for_each_lane(warp, mask, [&](Thread& lane) {
+      if (!(mask >> lane.source_lane & 1))
+        fail(" completes " + std::string(name) + " of lanes " + hex(mask) + ", in which lane " +
+                 std::to_string(lane.lane) + " reads lane " + std::to_string(lane.source_lane),
+             code);
+      lane.result = warp.lanes[lane.source_lane].brought;
+    });
+  });
+}
+
+u32 ballot(const char* name, u32 mask, bool claim) {
+  return u32(meet(name, mask, claim, 0, __builtin_return_address(0), [mask](Warp& warp) {
+    u32 claims = 0;
+    for_each_lane(warp, mask, [&](Thread& lane) { claims |= u32(lane.brought) << lane.lane; });
+    for_each_lane(warp, mask, [&](Thread& lane) { lane.result = claims; });
+  }));
+}
+
+u32 reduce(const char* name, u32 mask, u32 value, Reduction reduction) {
+  return u32(meet(name, mask, value, 0, __builtin_return_address(0), [=](Warp& warp) {
+    auto both = [reduction](u32 a, u32 b) {
+      switch (reduction) {
+        case Reduction::kAdd:
+          return a + b;
+        case Reduction::kMin:
+          return a < b ? a : b;
+        case Reduction::kMax:
+          return a < b ? b : a;
+        case Reduction::kSignedMin:
+          return int(a) < int(b) ? a : b;
+        case Reduction::kSignedMax:
+          return int(a) < int(b) ? b : a;
+        case Reduction::kAnd:
+          return a & b;
+        case Reduction::kOr:
+          return a | b;
+        case Reduction::kXor:
+          return a ^ b;
+      }
+      return 0u;
+    };
+    const u32 first = __builtin_ctz(mask);
+    u32 all = u32(warp.lanes[first].brought);
+    for_each_lane(warp, mask & (mask - 1), [&](Thread& lane) { all = both(all, u32(lane.brought)); });
+    for_each_lane(warp, mask, [&](Thread& lane) { lane.result = all; });
+  }));
+}
+
+u32 match_any(u32 mask, u64 value) {
+  return u32(meet("__match_any_sync", mask, value, 0, __builtin_return_address(0), [mask](Warp& warp) {
+    for_each_lane(warp, mask, [&](Thread& lane) {
+      lane.result = 0;
+      for_each_lane(warp, mask,
+                    [&](Thread& other) { lane.result |= u64(lane.brought == other.brought) << other.lane; });
+    });
+  }));
+}
+
+u32 match_all(u32 mask, u64 value) {
+  return u32(meet("__match_all_sync", mask, value, 0, __builtin_return_address(0), [mask](Warp& warp) {
+    bool is_equal = true;
+    for_each_lane(warp, mask,
+                  [&](Thread& lane) { is_equal &= lane.brought == warp.lanes[__builtin_ctz(mask)].brought; });
+    for_each_lane(warp, mask, [&](Thread& lane) { lane.result = is_equal ? mask : 0; });
+  }));
+}
+
+u32 block_barrier(const char* name, u32 id, u32 threads, bool claim, bool waits) {
+  const void* code = __builtin_return_address(0);
+  machine.step(code);
+  Thread& self = *current;
+  const Index size = machine.launch().block;
+  const u32 all = size.x * size.y * size.z;
+  const u32 expected = threads ? threads : all;
+  if (id >= kMaxBarriers || expected > all || (threads && threads % kWarpSize))
+    fail(" calls " + std::string(name) + " with barrier " + std::to_string(id) + " and " + std::to_string(threads) +
+             " threads: there are 16 barriers, and whole warps of the block's " + std::to_string(all) + " threads",
+         code);
+  Barrier& barrier = self.block->barriers[id];
+  if (barrier.arrived && (std::strcmp(barrier.name, name) != 0 || barrier.expected != expected))
+    fail(" calls " + std::string(name) + " for " + std::to_string(expected) + " threads with barrier " +
+             std::to_string(id) + ", at which others have called " + barrier.name + " for " +
+             std::to_string(barrier.expected),
+         code);
+  barrier.name = name;
+  barrier.expected = expected;
+  barrier.claims += claim;
+  if (machine.launch().tracks_memory) barrier.gathering.tell(self);
+  if (waits) barrier.waiting.push_back(&self);
+  if (++barrier.arrived < expected) {
+    if (waits) machine.wait(name, id, false, code);
+    return u32(self.result);
+  }
+  ++machine.counts.block_barriers;
+  for (Thread* thread : barrier.waiting) {
+    thread->result = barrier.claims;
+    if (machine.launch().tracks_memory) barrier.gathering.listen(*thread);
+    machine.wake(*thread);
+  }
+  barrier.waiting.clear();
+  barrier.arrived = barrier.claims = 0;
+  barrier.gathering = Gathering();
+  return u32(self.result);
+}
+
+void cluster_arrive() {
+  const void* code = __builtin_return_address(0);
+  machine.step(code);
+  Thread& self = *current;
+  Cluster& cluster = *self.block->cluster;
+  if (self.cluster_phase > cluster.phase) fail(" arrives twice at the cluster's barrier", code);
+  self.cluster_phase = cluster.phase + 1;
+  if (machine.launch().tracks_memory) cluster.gathering.tell(self);
+  ++cluster.arrived;
+  cluster.complete();
+}
+
+void cluster_wait() {
+  const void* code = __builtin_return_address(0);
+  machine.step(code);
+  Thread& self = *current;
+  Cluster& cluster = *self.block->cluster;
+  if (self.cluster_phase == 0) fail(" waits at the cluster's barrier before it arrives", code);
+  if (self.cluster_phase > cluster.phase) {
+    cluster.waiting.push_back(&self);
+    machine.wait("the cluster's barrier", 0, false, code);
+  }
+  if (machine.launch().tracks_memory) cluster.last_gathering.listen(self);
+}
+
+void Cluster::complete() {
+  if (arrived == 0 || arrived < alive) return;
+  ++phase;
+  arrived = 0;
+  last_gathering = gathering;
+  gathering = Gathering();
+  for (Thread* thread : waiting) machine.wake(*thread);
+  waiting.clear();
+}
+
+}  // namespace simt

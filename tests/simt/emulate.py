@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the emulated machine in the GPU's place: what fused_topk/cuda.py launches runs there, packed as it packs it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fused_topk import cuda, kernel_source
+
+from .build import Kernel
+from .launch import Array, Outcome, launch
+
+
+@contextmanager
+def emulated(
+    arrays: Sequence[Array],
+    *,
+    edit: Callable[[str], str] | None = None,
+    architecture: int = 90,
+    address_sanitizer: bool = False,
+    debug: bool = False,
+    **how: Any,
+) -> Iterator[list[Outcome]]:
+    """Within it, launches of CPU tensors run at once, and leave what came of them in the list that it gives.
+
+    Args:
+        arrays: what the caller of cuda.py gives to the kernel; what cuda.py allocates itself is found out.
+        edit: makes the text to compile from that of csrc/.
+        architecture, address_sanitizer, debug: see Kernel.
+        how: see launch().
+    """
+    outcomes: list[Outcome] = []
+    allocations = _Allocations()
+    tickets: list[Array] = []
+    call = inspect.signature(cuda._call)
+
+    def kernel_of(_device: int, name: str) -> Kernel:
+        source = kernel_source.translation_unit(name)
+        return Kernel(edit(source) if edit else source, name, architecture, address_sanitizer, debug)
+
+    def launch_here(*args: Any, **kwargs: Any) -> None:
+        given = call.bind(*args, **kwargs).arguments
+        outcomes.append(
+            launch(
+                given["function"],
+                given["grid"],
+                given["threads"],
+                given["arguments"],
+                [*arrays, *allocations.arrays, *tickets],
+                shared_bytes=given.get("shared_bytes", 0),
+                **how,
+            )
+        )
+
+    def zeroed(_device: int, count: int) -> int:
+        counters = torch.zeros(count, dtype=torch.int32)
+        tickets.append(Array("tickets", counters, "zeros"))
+        return counters.data_ptr()
+
+    with mock.patch.multiple(cuda, _function=kernel_of, _call=launch_here, _tickets=zeroed), allocations:
+        yield outcomes
+
+
+class _Allocations(TorchDispatchMode):
+    """The tensors that the launching code makes for itself: copies of inputs, and scratch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrays: list[Array] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        known = [x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)]
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
+            name = function.overloadpacket.__name__
+            self.arrays.append(Array(f"{name} #{len(self.arrays)}", result, "scratch" if name == "empty" else "input"))
+        return result

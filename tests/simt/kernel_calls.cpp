@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a kernel calls that needs nobody to wait for: who am I, memory, fences. And what the compiler has it call: with
+// -fsanitize=thread, one of the functions __tsan_* before every load and store. ThreadSanitizer's own library is not
+// linked; the names are all that is used of it.
+#include <cstring>
+
+#include "machine.h"
+
+namespace simt {
+
+namespace {
+
+void check(const void* address, size_t size, Access access, const void* code) {
+  // The host's own code, or a local variable.
+  if (!current || size_t(static_cast<const u8*>(address) - current->fiber.stack) < kStackSize) return;
+  ++machine.counts.accesses;
+  machine.step(code);
+  if (machine.launch().tracks_memory) memory.access(*current, address, size, access, code);
+}
+
+}  // namespace
+
+Index thread_index() { return current->index; }
+Index block_index() { return current->block->index; }
+Index block_size() { return machine.launch().block; }
+Index grid_size() { return machine.launch().grid; }
+u32 block_rank_in_cluster() { return current->block->rank; }
+u32 blocks_in_cluster() { return machine.blocks_in_cluster(); }
+
+void declare_cluster(u32 blocks, u32 along_y, u32 along_z) {
+  if (along_y * along_z != 1) trap("is declared with a cluster that is not one along x: the machine has no other");
+  machine.declare_cluster(blocks);
+}
+
+void* shared_variable(const void* tag, size_t size, size_t alignment, const char* name) {
+  return machine.shared_variable(tag, size, alignment, name);
+}
+void* dynamic_shared(size_t alignment) {
+  return machine.shared_variable(nullptr, machine.launch().dynamic_shared, alignment, "dynamic shared memory");
+}
+
+void load(void* to, const void* from, size_t size, Cache cache) {
+  check(from, size, cache == Cache::kReadOnly ? Access::kReadOnlyCache : Access::kRead, __builtin_return_address(0));
+  std::memcpy(to, from, size);
+}
+
+void store(void* to, const void* from, size_t size) {
+  check(to, size, Access::kWrite, __builtin_return_address(0));
+  std::memcpy(to, from, size);
+}
+
+void copy_unseen(void* to, const void* from, size_t size) { std::memcpy(to, from, size); }
+
+u32 shared_address(const void* pointer) { return u32(static_cast<const u8*>(pointer) - machine.shared_windows); }
+void* shared_pointer(u32 address) { return machine.shared_windows + address; }
+u32 shared_address_in_cluster(u32 address, u32 rank) {
+  return address + (rank - current->block->rank) * u32(kSharedWindow);
+}
+
+void copy_later(void* to, const void* from, size_t size, size_t zeros) {
+  const void* code = __builtin_return_address(0);
+  if (size) check(from, size, Access::kRead, code);
+  check(to, size + zeros, Access::kWrite, code);
+  // Until it has been waited for, nobody may count on what is there.
+  if (machine.launch().tracks_memory) memory.forget(to, size + zeros);
+  if (current->copies.empty()) current->copies.emplace_back();
+  current->copies.back().push_back({static_cast<u8*>(to), static_cast<const u8*>(from), size, zeros});
+}
+
+void commit_copies() {
+  if (current->copies.empty()) current->copies.emplace_back();
+  current->copies.emplace_back();
+}
+
+void wait_for_copies(u32 groups_under_way) {
+  const void* code = __builtin_return_address(0);
+  std::vector<std::vector<Copy>>& groups = current->copies;
+  // The open group is not waited for.
+  while (groups.size() > groups_under_way + 1) {
+    for (const Copy& copy : groups.front()) {
+      check(copy.to, copy.size + copy.zeros, Access::kWrite, code);
+      std::memcpy(copy.to, copy.from, copy.size);
+      std::memset(copy.to + copy.size, 0, copy.zeros);
+    }
+    groups.erase(groups.begin());
+  }
+}
+
+void before_atomic(const void* word, size_t size, Atomic operation, bool acquires, bool releases) {
+  const void* code = __builtin_return_address(0);
+  ++machine.counts.atomics;
+  const bool reads = operation != Atomic::kStore;
+  const bool writes = operation != Atomic::kLoad;
+  check(word, size, !writes ? Access::kAtomicRead : reads ? Access::kAtomic : Access::kAtomicWrite, code);
+  if (machine.launch().tracks_memory) memory.order_atomic(*current, word, reads, writes, acquires, releases);
+}
+
+void fence(Scope scope) {
+  ++machine.counts.fences;
+  machine.step(__builtin_return_address(0));
+  if (machine.launch().tracks_memory) memory.fence(*current, scope);
+}
+
+void rest() { machine.rest(__builtin_return_address(0)); }
+
+void trap(const char* message) {
+  const void* code = __builtin_return_address(0);
+  machine.report("trap", machine.name_of(current->id, current->past.time) + " " + message + Machine::place(code), code,
+                 true);
+  __builtin_unreachable();
+}
+
+}  // namespace simt
+
+extern "C" {
+
+#define SIMT_CHECK(name, size, access) \
+  void __tsan_##name(void* address) { simt::check(address, size, simt::Access::access, __builtin_return_address(0)); }
+#define SIMT_CHECK_RANGE(name, access)                                                                    \
+  void __tsan_##name(void* address, size_t size) {                                                        \
+    for (size_t i = 0; i < size; ++i)                                                                     \
+      simt::check(static_cast<char*>(address) + i, 1, simt::Access::access, __builtin_return_address(0)); \
+  }
+#define SIMT_CHECK_UNALIGNED(name, size, access)                                                          \
+  void __tsan_##name(void* address) {                                                                     \
+    for (size_t i = 0; i < size; ++i)                                                                     \
+      simt::check(static_cast<char*>(address) + i, 1, simt::Access::access, __builtin_return_address(0)); \
+  }
+
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+SIMT_CHECK(read1, 1, kRead)
+SIMT_CHECK(read2, 2, kRead)
+SIMT_CHECK(read4, 4, kRead)
+SIMT_CHECK(read8, 8, kRead)
+SIMT_CHECK(read16, 16, kRead)
+SIMT_CHECK(write1, 1, kWrite)
+SIMT_CHECK(write2, 2, kWrite)
+SIMT_CHECK(write4, 4, kWrite)
+SIMT_CHECK(write8, 8, kWrite)
+SIMT_CHECK(write16, 16, kWrite)
+SIMT_CHECK_UNALIGNED(unaligned_read2, 2, kRead)
+SIMT_CHECK_UNALIGNED(unaligned_read4, 4, kRead)
+SIMT_CHECK_UNALIGNED(unaligned_read8, 8, kRead)
+SIMT_CHECK_UNALIGNED(unaligned_read16, 16, kRead)
+SIMT_CHECK_UNALIGNED(unaligned_write2, 2, kWrite)
+SIMT_CHECK_UNALIGNED(unaligned_write4, 4, kWrite)
+SIMT_CHECK_UNALIGNED(unaligned_write8, 8, kWrite)
+SIMT_CHECK_UNALIGNED(unaligned_write16, 16, kWrite)
+// By PTX's memory model a volatile access is a relaxed atomic one.
+SIMT_CHECK(volatile_read1, 1, kAtomicRead)
+SIMT_CHECK(volatile_read2, 2, kAtomicRead)
+SIMT_CHECK(volatile_read4, 4, kAtomicRead)
+SIMT_CHECK(volatile_read8, 8, kAtomicRead)
+SIMT_CHECK(volatile_read16, 16, kAtomicRead)
+SIMT_CHECK(volatile_write1, 1, kAtomicWrite)
+SIMT_CHECK(volatile_write2, 2, kAtomicWrite)
+SIMT_CHECK(volatile_write4, 4, kAtomicWrite)
+SIMT_CHECK(volatile_write8, 8, kAtomicWrite)
+SIMT_CHECK(volatile_write16, 16, kAtomicWrite)
+SIMT_CHECK_RANGE(read_range, kRead)
+SIMT_CHECK_RANGE(write_range, kWrite)
+}

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a launch may touch, and who touched it when: bounds, alignment, uninitialised bytes, and races.
+//
+// Two accesses to a byte, one of them a write, not both atomic, race unless one happened before the other: by the order
+// of one thread, by a barrier that both threads' paths go through, or by a fence, an atomic that writes, an atomic that
+// reads what it wrote, and a fence. Vector clocks (clock.h) decide that for any schedule, whichever came first in this one.
+#pragma once
+
+#include <map>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "clock.h"
+
+namespace simt {
+
+struct Thread;
+
+// What memory knows of a thread.
+struct Past {
+  Clock known;        // of the other threads' times, and of its own up to its last barrier
+  u32 time = 1;       // its own
+  u32 born = 1;       // earlier times are those of a thread that this one has replaced
+  Clock released[2];  // by Scope: what its next atomic write tells, as of its last fence
+  Clock read[2];      // by Scope: what its atomics have been told, for its next fence to learn
+};
+
+enum ByteState : u8 { kOutside = 0, kUninitialised = 1, kInitialised = 2 };
+
+// The accesses to a byte of which none is known to come after another, at most one of a thread.
+class AccessSet {
+ public:
+  AccessSet() = default;
+  AccessSet(const AccessSet&) = delete;
+  AccessSet& operator=(const AccessSet&) = delete;
+  ~AccessSet() { clear(); }
+
+  bool is_empty() const { return word_ == 0; }
+  void clear();
+  // Adds the thread's access, `first_thread` and `threads` being those that may touch the byte.
+  void add(const Thread& thread, u32 first_thread, u32 threads);
+  // Copies another's accesses into this empty one.
+  void copy(const AccessSet& other);
+  // An access that is not known to have happened before: the thread's number, or -1.
+  int unordered_with(const Thread& thread) const;
+  // The time of that thread's access.
+  u32 time_of(u32 thread) const;
+
+ private:
+  struct Many {
+    u32 first_thread;
+    std::vector<u32> times;  // [threads], 0: none
+  };
+  static constexpr u64 kMany = 1ull << 63;
+  Many* many() const { return reinterpret_cast<Many*>(word_ & ~kMany); }
+
+  // 0: none; thread << 32 | time: one; kMany | address of a Many.
+  u64 word_ = 0;
+};
+
+// The accesses to a byte since its last plain write, that one included, and where the latest of each kind was.
+enum EarlierKind { kWritten, kRead, kAtomicallyWritten, kAtomicallyRead, kEarlierKinds };
+struct Cell {
+  AccessSet earlier[kEarlierKinds];
+  const void* code[kEarlierKinds] = {};
+};
+
+struct Region {
+  std::string name;
+  u8* begin;
+  size_t size;
+  bool is_read_only, is_shared;
+  u8* state;                  // [size], ByteState
+  u32 first_thread, threads;  // that may touch it; no `threads`: all
+  // One cell for each byte; the first of a word speaks for all four until an access smaller than a word splits it.
+  std::vector<Cell> cells;
+  std::vector<bool> is_split;
+  std::vector<u8> own_state;
+};
+
+enum class Access { kRead, kReadOnlyCache, kWrite, kAtomicRead, kAtomicWrite, kAtomic };
+
+// What the threads of a barrier tell each other.
+class Gathering {
+ public:
+  // All that the thread did until now happened before what those do who listen.
+  void tell(Thread& thread);
+  // For one that has told and waited: it knows what the others do.
+  void listen(Thread& thread) const;
+
+ private:
+  Clock told_, last_;
+};
+
+class Memory {
+ public:
+  // Forgets everything.
+  void clear();
+
+  // `state` null: uninitialised, and kept here.
+  void add(std::string name, void* begin, size_t size, bool is_read_only, bool is_shared, u8* state, u32 first_thread,
+           u32 threads);
+  void remove_within(const u8* begin, size_t size);
+
+  void access(Thread& thread, const void* address, size_t size, Access access, const void* code);
+  // The bytes hold nothing that may be read.
+  void forget(const void* address, size_t size);
+  // Called when `current` has stored what it was last about to: reports a doubt that the store did not settle.
+  void settle();
+  // The order that an atomic operation makes: what it is told by the word, and what it tells.
+  void order_atomic(Thread& thread, const void* word, bool reads, bool writes, bool acquires, bool releases);
+  void fence(Thread& thread, Scope scope);
+
+ private:
+  struct Told {
+    Clock by_scope[2];
+  };
+  // Two lanes of a warp store to the same bytes in one instruction: CUDA lets one of them win, so it is no fault if both
+  // bring the same value. The instrumented store comes after its check, hence the doubt in between.
+  struct Doubt {
+    const u8* address = nullptr;
+    size_t size;
+    u8 before[16];
+    std::string text;
+    const void* code;
+  };
+
+  Region* find(const u8* address);
+  bool is_shared(const void* address);
+  void check_order(Thread& thread, const Region& region, Cell& cell, size_t offset, size_t size, Access access,
+                   const void* code);
+  void acquire(Thread& thread, Scope scope);
+  void release(Thread& thread, Scope scope);
+
+  std::map<const u8*, Region> regions_;
+  Region* last_ = nullptr;
+  std::unordered_map<const u8*, Told> told_;
+  Doubt doubt_;
+};
+
+}  // namespace simt

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// The PTX instructions of csrc/, one function each. translate.py makes a call of every instruction of an asm statement:
+// `ex2.approx.ftz.f32 %0, %1;` becomes simt::ptx::ex2_approx_ftz_f32(operand 0, operand 1), results first.
+#pragma once
+
+#include "cuda.h"
+
+namespace simt::ptx {
+
+inline float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
+
+// The hardware's result may be off by 2^-22; this one is rounded.
+inline void ex2_approx_ftz_f32(float& y, float x) { y = flushed(std::exp2(flushed(x))); }
+
+// The hardware's arithmetic makes one NaN of all.
+inline void add_rn_f32(float& y, float a, float b) {
+  y = a + b;
+  if (y != y) y = __uint_as_float(0x7FFFFFFFu);
+}
+
+inline void max_NaN_f32(float& y, float a, float b) {
+  y = a != a || b != b ? __uint_as_float(0x7FFFFFFFu) : a == b ? (std::signbit(a) ? b : a) : a > b ? a : b;
+}
+
+inline void cvt_f32_f16(float& y, u16 bits) {
+  const u32 sign = u32(bits & 0x8000) << 16;
+  const u32 exponent = bits >> 10 & 31;
+  const u32 fraction = bits & 0x3FF;
+  if (exponent == 0) {
+    y = copysignf(float(fraction) * 0x1p-24f, __uint_as_float(sign | 0x3F800000u));
+  } else {
+    y = __uint_as_float(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13);
+  }
+}
+
+// Both halves of a word.
+template <class DECODE>
+u32 max_nan_pair(u32 a, u32 b, DECODE decode, u16 nan) {
+  auto larger = [&](u16 x, u16 y) -> u16 {
+    const float of_x = decode(x), of_y = decode(y);
+    if (of_x != of_x || of_y != of_y) return nan;
+    return of_x == of_y ? x & y : of_x > of_y ? x : y;
+  };
+  return u32(larger(a >> 16, b >> 16)) << 16 | larger(a, b);
+}
+inline void max_NaN_bf16x2(u32& y, u32 a, u32 b) {
+  y = max_nan_pair(a, b, [](u16 bits) { return __uint_as_float(u32(bits) << 16); }, 0x7FFF);
+}
+inline void max_NaN_f16x2(u32& y, u32 a, u32 b) {
+  y = max_nan_pair(
+      a, b,
+      [](u16 bits) {
+        float x;
+        cvt_f32_f16(x, bits);
+        return x;
+      },
+      0x7FFF);
+}
+
+// Rounded to nearest even.
+inline u32 rounded_to_half(float x) {
+  const u32 sign = __float_as_uint(x) >> 16 & 0x8000;
+  const float magnitude = fabsf(x);
+  if (x != x) return 0x7FFF;
+  if (magnitude >= 65520.0f) return sign | 0x7C00;
+  // Its last bit; below 2^-14 the steps grow no smaller.
+  const float unit = magnitude < 0x1p-14f ? 0x1p-24f : std::ldexp(1.0f, std::ilogb(magnitude) - 10);
+  const float rounded = std::nearbyint(magnitude / unit) * unit;
+  if (rounded < 0x1p-14f) return sign | u32(rounded * 0x1p24f);
+  return sign | ((__float_as_uint(rounded) >> 13) - (112 << 10));
+}
+inline u32 rounded_to_bfloat16(float x) {
+  const u32 bits = __float_as_uint(x);
+  return x != x ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+inline void cvt_rn_f16_f32(u16& y, float x) { y = rounded_to_half(x); }
+inline void cvt_rn_f16x2_f32(u32& y, float high, float low) { y = rounded_to_half(high) << 16 | rounded_to_half(low); }
+inline void cvt_rn_bf16x2_f32(u32& y, float high, float low) {
+  y = rounded_to_bfloat16(high) << 16 | rounded_to_bfloat16(low);
+}
+
+// Atomics of every order; relaxed is the default.
+#define SIMT_ATOM_ORDERED(order, acquires, releases, suffix, T, update)                \
+  inline void atom_##order##suffix(T& old, T* word, T value) {                         \
+    simt::before_atomic(word, sizeof(T), simt::Atomic::kExchange, acquires, releases); \
+    old = simt_##update(word, value);                                                  \
+  }
+#define SIMT_ATOM(suffix, T, update)                               \
+  SIMT_ATOM_ORDERED(, false, false, suffix, T, update)             \
+  SIMT_ATOM_ORDERED(relaxed_gpu_, false, false, suffix, T, update) \
+  SIMT_ATOM_ORDERED(acquire_gpu_, true, false, suffix, T, update)  \
+  SIMT_ATOM_ORDERED(release_gpu_, false, true, suffix, T, update)  \
+  SIMT_ATOM_ORDERED(acq_rel_gpu_, true, true, suffix, T, update)
+SIMT_ATOM(global_inc_u32, u32, atomicInc)
+SIMT_ATOM(global_add_u32, u32, atomicAdd)
+SIMT_ATOM(global_exch_b32, u32, atomicExch)
+#undef SIMT_ATOM
+#undef SIMT_ATOM_ORDERED
+
+inline void atom_shared_add_u32(u32& old, u32 address, u32 value) {
+  atom_global_add_u32(old, static_cast<u32*>(simt::shared_pointer(address)), value);
+}
+
+// Loads and stores between blocks.
+template <class T>
+T unseen(const T* word) {
+  T value;
+  simt::copy_unseen(&value, word, sizeof(T));
+  return value;
+}
+#define SIMT_LD_ST(type, T)                                                  \
+  inline void ld_relaxed_gpu_global_##type(T& value, const T* word) {        \
+    simt::before_atomic(word, sizeof(T), simt::Atomic::kLoad);               \
+    value = unseen(word);                                                    \
+  }                                                                          \
+  inline void ld_acquire_gpu_global_##type(T& value, const T* word) {        \
+    simt::before_atomic(word, sizeof(T), simt::Atomic::kLoad, true, false);  \
+    value = unseen(word);                                                    \
+  }                                                                          \
+  inline void st_relaxed_gpu_global_##type(T* word, T value) {               \
+    simt::before_atomic(word, sizeof(T), simt::Atomic::kStore);              \
+    simt::copy_unseen(word, &value, sizeof(T));                              \
+  }                                                                          \
+  inline void st_release_gpu_global_##type(T* word, T value) {               \
+    simt::before_atomic(word, sizeof(T), simt::Atomic::kStore, false, true); \
+    simt::copy_unseen(word, &value, sizeof(T));                              \
+  }                                                                          \
+  inline void ld_shared__cluster_##type(T& value, u32 address) {             \
+    value = __ldcg(static_cast<T*>(simt::shared_pointer(address)));          \
+  }                                                                          \
+  inline void st_shared__cluster_##type(u32 address, T value) {              \
+    __stcg(static_cast<T*>(simt::shared_pointer(address)), value);           \
+  }
+SIMT_LD_ST(u32, u32)
+SIMT_LD_ST(b32, u32)
+SIMT_LD_ST(f32, float)
+SIMT_LD_ST(u64, u64)
+SIMT_LD_ST(b64, u64)
+#undef SIMT_LD_ST
+inline void mapa_shared__cluster_u32(u32& mapped, u32 address, u32 rank) {
+  mapped = simt::shared_address_in_cluster(address, rank);
+}
+
+// Barriers of some warps of a block, and of a cluster.
+inline void bar_sync(u32 id, u32 threads) { simt::block_barrier("bar.sync", id, threads, false, true); }
+inline void bar_arrive(u32 id, u32 threads) { simt::block_barrier("bar.sync", id, threads, false, false); }
+inline void barrier_cluster_arrive_release_aligned() { simt::cluster_arrive(); }
+inline void barrier_cluster_wait_acquire_aligned() { simt::cluster_wait(); }
+inline void mov_u32(u32& to, u32 from) { to = from; }
+inline u32 special_laneid() { return simt_lane(); }
+inline u32 special_cluster_ctarank() { return simt::block_rank_in_cluster(); }
+inline u32 special_cluster_nctarank() { return simt::blocks_in_cluster(); }
+
+// Asynchronous copies.
+inline void cp_async_cg_shared_global(u32 to, const void* from, u32 size) {
+  simt::copy_later(simt::shared_pointer(to), from, size, 0);
+}
+inline void cp_async_cg_shared_global(u32 to, const void* from, u32 size, u32 copied) {
+  simt::copy_later(simt::shared_pointer(to), from, copied, size - copied);
+}
+inline void cp_async_commit_group() { simt::commit_copies(); }
+inline void cp_async_wait_group(u32 under_way) { simt::wait_for_copies(under_way); }
+
+}  // namespace simt::ptx

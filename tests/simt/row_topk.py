@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launches of fused_topk/cuda.py on the emulated machine, one function each: what memory each may touch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_topk import TopK, cuda
+from fused_topk.kernel_choice import KernelChoice
+from fused_topk.problem import Problem
+
+from .emulate import emulated
+from .launch import Array, Outcome
+
+
+def row_topk(
+    problem: Problem, choice: KernelChoice, *, beam_scores: Tensor | None = None, **how: Any
+) -> tuple[TopK, Outcome]:
+    """What the kernel of `choice` makes of CPU tensors. `how`: see emulated()."""
+    out = empty_result(problem, beam_scores)
+    inputs = {
+        "logits": problem.logits,
+        "mask": problem.mask,
+        "row_temperature": problem.row_temperature,
+        "beam_scores": beam_scores,
+    }
+    arrays = [Array(name, tensor, "input") for name, tensor in inputs.items() if tensor is not None]
+    arrays += [Array(name, tensor, "output") for name, tensor in out._asdict().items()]
+    with emulated(arrays, **how) as outcomes:
+        cuda._launch(problem, beam_scores, out, choice)
+    return out, outcomes[0]
+
+
+def empty_result(problem: Problem, beam_scores: Tensor | None = None) -> TopK:
+    """Memory for the result."""
+    logits, k = problem.logits, problem.k
+    shape = (*(logits.shape[:-1] if beam_scores is None else logits.shape[:1]), k)
+    values = logits.dtype if problem.values == "logits" else torch.float32
+    return TopK(
+        torch.empty(shape, dtype=values, device=logits.device),
+        torch.empty(shape, dtype=torch.int64, device=logits.device),
+        torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device),
+    )
+
+
+def read_rows(logits: Tensor, **how: Any) -> Outcome:
+    """The kernel that reads all and writes nothing."""
+    with emulated([Array("logits", logits, "input")], **how) as outcomes:
+        cuda.read_rows(logits)
+    return outcomes[0]

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the emulated machine offers to the code it runs; cuda.h and ptx.h dress it up as CUDA. Nothing here is inlined
+// into a kernel: the kernel's loads and stores are instrumented (memory.cpp), the machine's own are not.
+#pragma once
+
+#include <cstddef>
+
+namespace simt {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i64 = long long;
+using u64 = unsigned long long;
+
+constexpr u32 kWarpSize = 32;
+
+struct Index {
+  u32 x, y, z;
+};
+
+// Of the thread that asks. `const`: a thread never sees another value, whoever ran in between.
+__attribute__((const)) Index thread_index();
+__attribute__((const)) Index block_index();
+__attribute__((const)) Index block_size();
+__attribute__((const)) Index grid_size();
+__attribute__((const)) u32 block_rank_in_cluster();
+__attribute__((const)) u32 blocks_in_cluster();
+
+// The first thing that a kernel with __cluster_dims__ calls.
+void declare_cluster(u32 blocks, u32 along_y = 1, u32 along_z = 1);
+
+// Storage of the thread's block for one `__shared__` declaration, known by the address of its `tag`.
+__attribute__((const)) void* shared_variable(const void* tag, size_t size, size_t alignment, const char* name);
+__attribute__((const)) void* dynamic_shared(size_t alignment);
+// The 32-bit address that PTX knows shared memory by, and back. A rank's own addresses name its own block.
+u32 shared_address(const void* pointer);
+void* shared_pointer(u32 address);
+// Where another block of the cluster has what lies at that address here.
+u32 shared_address_in_cluster(u32 address, u32 rank);
+
+// The warp's collectives: each of the lanes in `mask` calls the same one with the same mask. `name` is for reports.
+enum class Reduction { kAdd, kMin, kMax, kSignedMin, kSignedMax, kAnd, kOr, kXor };
+void sync_warp(u32 mask);
+u64 shuffle(const char* name, u32 mask, u64 value, u32 source_lane);
+u32 ballot(const char* name, u32 mask, bool claim);
+u32 reduce(const char* name, u32 mask, u32 value, Reduction reduction);
+u32 match_any(u32 mask, u64 value);
+u32 match_all(u32 mask, u64 value);
+
+// A block's barriers. `threads` arrive at barrier `id` (0: all of the block); the result is how many claim, and it is for
+// those that wait.
+u32 block_barrier(const char* name, u32 id, u32 threads, bool claim, bool waits);
+// The cluster's barrier: every thread of it that has not exited arrives, then waits.
+void cluster_arrive();
+void cluster_wait();
+
+enum class Scope { kBlock, kDevice };
+void fence(Scope scope);
+
+// A load or store that is not the compiler's own: through a cache operator.
+enum class Cache { kAny, kReadOnly };
+void load(void* to, const void* from, size_t size, Cache cache);
+void store(void* to, const void* from, size_t size);
+// Without a check.
+void copy_unseen(void* to, const void* from, size_t size);
+
+// cp.async: copies to shared memory, in groups; the machine makes a copy as late as it may, when its group is waited for.
+void copy_later(void* to, const void* from, size_t size, size_t zeros);
+void commit_copies();
+void wait_for_copies(u32 groups_under_way);
+
+// Called by an atomic operation on the word before it reads and writes it: the check, the turn of another thread, and
+// what the memory model makes of it. `acquires` and `releases`: of atomics that are fences too.
+enum class Atomic { kLoad, kStore, kExchange };
+void before_atomic(const void* word, size_t size, Atomic operation, bool acquires = false, bool releases = false);
+
+// Lets others go first: what a thread that polls must call.
+void rest();
+[[noreturn]] void trap(const char* message);
+
+}  // namespace simt

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of csrc/ themselves, on the emulated machine (tests/simt/README.md) and, where there is one, on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_topk import cuda as kernels
+from oracle import DTYPES, assert_same
+from rows import random_logits
+from simt import build
+from simt.cases import Case, Laid, check, kernel_of
+from simt.launch import SCHEDULES
+from simt.row_topk import read_rows
+
+# (V, k, whose rows, blocks a row), on both sides of every number at which the kernels, or their choice, change course:
+# a vector, a lane, a tile, two of them, a part for each warp; the k that a warp, 8 warps and 16 warps take; more blocks.
+SIZES = {
+    "warp": [
+        (1, 1, "few", 0), (2, 2, "few", 0), (31, 5, "many", 0), (33, 32, "few", 0), (255, 8, "few", 0),
+        (256, 32, "few", 0), (257, 9, "few", 0), (1023, 32, "few", 0), (1024, 1, "many", 0), (1025, 31, "few", 0),
+        (2047, 8, "few", 0), (2049, 3, "many", 0), (4097, 32, "many", 0),
+    ],
+    "8 warps": [
+        (33, 33, "few", 0), (257, 64, "few", 0), (1025, 65, "many", 0), (2049, 5, "few", 0), (3001, 192, "few", 0),
+        (8193, 33, "few", 1), (8193, 8, "few", 0), (4097, 40, "few", 3), (9001, 128, "few", 2),
+    ],
+    "16 warps": [
+        (193, 193, "few", 0), (300, 256, "few", 0), (1000, 257, "many", 0), (2049, 300, "few", 2),
+        (4097, 2048, "few", 0), (9001, 600, "few", 3),
+    ],
+}  # fmt: skip
+ENTRIES = ("log_softmax_topk", "softmax_topk", "topk")
+
+
+def cases() -> list[Case]:
+    """Every kernel; every size with each dtype and alignment, a third of them with each use of a mask."""
+    turns = itertools.count()
+    found = []
+    for dtype, is_aligned, mask_use in itertools.product(DTYPES, (True, False), ("none", "allowed", "all")):
+        for sizes in SIZES.values():
+            chosen = sizes if mask_use == "none" else sizes[next(turns) % 3 :: 3]
+            for vocab_size, k, owner, splits in chosen:
+                turn = next(turns)
+                # topk() takes neither a temperature nor what to normalize by.
+                entry = ENTRIES[turn % 3] if mask_use != "all" else ENTRIES[turn % 2]
+                found.append(
+                    Case(
+                        vocab_size,
+                        k,
+                        dtype,
+                        # Each of the rows comes with many a size.
+                        rows=f"{turn % 4}/4" if vocab_size < 1500 else f"{turn % 16}/16",
+                        entry=entry,
+                        owner=owner,
+                        splits=splits,
+                        mask="none" if mask_use == "none" else ("bool", "packed")[turn % 2],
+                        normalize="all"
+                        if mask_use == "all"
+                        else ("allowed", "topk")[turn % 4 == 1 and entry != "topk"],
+                        temperature="none" if entry == "topk" else ("none", "0.7", "rows")[turn // 3 % 3],
+                        start=0 if is_aligned else turn % 7 + 1,
+                        padding=16 + -vocab_size % 16 if is_aligned else 1 + turn % 5,
+                    )
+                )
+    return found
+
+
+CASES: dict[str, list[Case]] = {}
+for _case in cases():
+    CASES.setdefault(kernel_of(_case), []).append(_case)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def machine():
+    if cause := build.unavailable():
+        pytest.skip(cause)
+
+
+def short(kernel: str) -> str:
+    return kernel.replace("fused_topk::", "").replace(" ", "")
+
+
+@pytest.mark.parametrize("kernel", CASES, ids=short)
+def test_kernel(kernel):
+    for turn, case in enumerate(CASES[kernel]):
+        schedule = SCHEDULES[turn % len(SCHEDULES)]
+        try:
+            check(case, schedule=schedule, seed=turn)
+        except AssertionError as error:
+            command = f"python -m tests.simt {case} --schedule {schedule} --seed {turn}"
+            raise AssertionError(f"{command}\n{error}") from error
+
+
+@pytest.mark.parametrize("kernel", CASES, ids=short)
+def test_kernel_on_a_gpu(cuda, kernel):
+    """The same cases there, hence the same indices."""
+    for case in CASES[kernel]:
+        check(case, cuda.device)
+
+
+def test_every_kernel_is_tested():
+    tested = {*CASES, "fused_topk::read_rows_kernel"}
+    assert tested == set(kernels.kernel_names())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_of_an_older_gpu(dtype):
+    """Compute capability 7.5 has neither the warp's reductions nor maxima of pairs."""
+    for vocab_size, k in [(257, 9), (1025, 65)]:
+        check(Case(vocab_size, k, dtype, rows="0/2", start=1), schedule="random", architecture=75)
+
+
+ARRIVALS = {
+    "blocks": Case(9001, 40, rows="1", splits=9, entry="softmax_topk"),
+    "ties between blocks": Case(6001, 5, "bf16", rows="few_levels", splits=6),
+    "beams": Case(300, 8, "fp16", beams=5, start=1),
+    "beams of blocks": Case(3001, 4, beams=3, splits=3, mask="packed", normalize="all"),
+    "more than one row has": Case(33, 60, beams=3),
+}
+
+
+@pytest.mark.parametrize("case", ARRIVALS.values(), ids=list(ARRIVALS))
+def test_blocks_arrive_in_any_order(case):
+    """Bit for bit the same, whoever comes last."""
+    logits, settings, _ = case.arguments("cpu")
+    entry, scores = case.entry, []
+    if case.beams:
+        entry, scores = "beam_topk", [random_logits(2, case.beams, seed=1)]
+    want = None
+    for schedule in SCHEDULES:
+        for seed in range(1 if schedule in ("forward", "reverse") else 5):
+            got = Laid(case, schedule=schedule, seed=seed)(entry, logits, *scores, case.k, **settings)
+            assert_same(got, want or got)
+            want = got
+    check(case)
+
+
+def test_blocks_take_turns():
+    """The seed decides who runs when, and nothing else does."""
+    case = Case(3001, 40, rows="2", splits=3)
+    switches = [
+        check(case, schedule=schedule, seed=seed)[0].counts["switches"]
+        for schedule in ("random", "starve", "rush")
+        for seed in (1, 2, 1)
+    ]
+    for first, second, again in zip(switches[::3], switches[1::3], switches[2::3]):
+        assert first == again != second
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [0, 1, 8, 8 * 256 * 8 - 1, 40_000])
+def test_read_rows(dtype, count):
+    """Also where the last vector is not whole, and where there is none."""
+    read_rows(torch.zeros(count, dtype=DTYPES[dtype]), schedule="random").check()
+
+
+def test_under_address_sanitizer():
+    """Some kernels: 11 is coprime to the number of dtypes, alignments, masks and owners."""
+    chosen = [case for cases_of_kernel in list(CASES.values())[::11] for case in cases_of_kernel[:3]]
+    done = run_under_address_sanitizer(chosen)
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
+
+
+def test_address_sanitizer_sees_local_variables():
+    """Which the harness's own checks leave to it."""
+    done = run_under_address_sanitizer([Case(300, 5, rows="1")], "__frcp_rn(t);", "(&t)[1 + (t < 0.0f)];")
+    assert done.returncode != 0, done.stdout
+    assert re.search("insufficient space|stack-buffer-overflow", done.stderr), done.stderr[-3000:]
+
+
+def run_under_address_sanitizer(cases: list[Case], old: str = "", new: str = "") -> subprocess.CompletedProcess:
+    """A process that runs them, with `old` in csrc/ replaced by `new`."""
+    program = """if True:
+        import pickle, sys
+        sys.path[:0] = sys.argv[1:]
+        from simt.cases import check
+        cases, old, new = pickle.load(sys.stdin.buffer)
+        for case in cases:
+            print(case, flush=True)
+            check(case, address_sanitizer=True, schedule="random", edit=lambda source: source.replace(old, new))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(Path(__file__).parent)],
+        input=pickle.dumps((cases, old or "\0", new)),
+        env=build.address_sanitizer_environment(),
+        capture_output=True,
+    )
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())

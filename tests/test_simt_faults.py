@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults planted in copies of the kernels: the emulated machine must report each of them, whatever the schedule."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import pytest
+
+from simt import build
+from simt.cases import Case, Laid, check
+
+ONE_WARP = Case(257, 5, rows="2")
+# Its loads go to registers; those of longer rows may go to shared memory in the background.
+ONE_TILE = Case(256, 5, rows="2", padding=16)
+ONE_BLOCK = Case(3001, 40, rows="2", splits=1)
+TWO_BLOCKS = Case(3001, 40, rows="2", splits=2)
+
+
+class Fault(NamedTuple):
+    """A fault, and what tells of it."""
+
+    old: str  # a regular expression: what to replace in csrc/, wherever it is
+    new: str
+    case: Case
+    kinds: set[str]  # one of these is reported
+    text: str = ""  # and this regular expression matches one of the reports
+
+
+FAULTS = {
+    "missing __syncthreads": Fault(r"__syncthreads\(\);", ";", ONE_BLOCK, {"race", "uninitialised"}),
+    "missing __syncwarp": Fault(r"__syncwarp\(\);", ";", ONE_WARP, {"race", "uninitialised"}),
+    "barrier that a warp does not reach": Fault(
+        r"__syncthreads\(\);",
+        "if (threadIdx.x / 32 != 3) __syncthreads();",
+        ONE_BLOCK,
+        {"deadlock", "divergence"},
+        "__syncthreads",
+    ),
+    "shuffle that a lane does not reach": Fault(
+        r"return __shfl_xor_sync\(|value \+= __shfl_xor_sync\(",
+        r"if (lane_id() != 7) \g<0>",
+        ONE_WARP,
+        {"deadlock", "divergence"},
+        "of lanes ffffffff",
+    ),
+    "two collectives at a time": Fault(
+        r"__reduce_max_sync\(kAllLanes, value\)",
+        "(lane_id() == 7 ? __reduce_min_sync(kAllLanes, value) : __reduce_max_sync(kAllLanes, value))",
+        ONE_WARP,
+        {"deadlock"},
+        "wait at __reduce_min_sync",
+    ),
+    "mask without the caller": Fault(
+        r"__reduce_max_sync\(kAllLanes, value\)", "__reduce_max_sync(0x7FFFFFFF, value)", ONE_WARP, {"divergence"}
+    ),
+    "two threads at one word": Fault(
+        r"add_to_shared\(&shared_\.count, (\w+)\)", r"(shared_.count += \1) - \1", ONE_BLOCK, {"race"}, "all_shared"
+    ),
+    "read outside of an array": Fault(
+        r"(__ldg\(static_cast<const uint4\*>\(address\))\)", r"\1 + 4096)", ONE_TILE, {"out of bounds"}
+    ),
+    "read between the rows": Fault(
+        r"(__ldg\(static_cast<const uint4\*>\(address\))\)",
+        r"\1 + 1)",
+        ONE_TILE,
+        {"out of bounds"},
+        "in a gap between its rows|past its end",
+    ),
+    "write outside of an array": Fault(
+        r"problem\.logsumexp\[row\] =", "problem.logsumexp[row + 1] =", ONE_WARP, {"out of bounds"}, "past its end"
+    ),
+    "write outside of shared memory": Fault(
+        r"shared_\.count = 0;", "(&shared_.count)[1 << 14] = 0;", ONE_BLOCK, {"out of bounds"}, "writes 4 bytes"
+    ),
+    "write to an input": Fault(
+        r"problem\.logsumexp\[row\] =", "((float*)problem.logits)[row] =", ONE_WARP, {"write to an input"}
+    ),
+    "result left out": Fault(
+        r"problem\.logsumexp\[row\] =", "if (row) problem.logsumexp[row] =", ONE_WARP, {"not written"}, "logsumexp"
+    ),
+    "uninitialised shared memory": Fault(r"shared_\.count = 0;", ";", ONE_BLOCK, {"uninitialised"}, "all_shared"),
+    "misaligned vector": Fault(
+        r"static_cast<const uint4\*>\(address\)", "(const uint4*)((const char*)address + 4)", ONE_TILE, {"misaligned"}
+    ),
+    "no fence before the ticket": Fault(
+        r"atom\.acq_rel\.gpu\.global\.inc", "atom.acquire.gpu.global.inc", TWO_BLOCKS, {"race"}, "empty"
+    ),
+    "no fence behind the ticket": Fault(
+        r"atom\.acq_rel\.gpu\.global\.inc", "atom.release.gpu.global.inc", TWO_BLOCKS, {"race"}, "empty"
+    ),
+    "no barrier before the ticket": Fault(
+        r"(arrives_last\(u32\* ticket, u32 expected, u32& shared_flag\) \{[^}]*?)GROUP::sync\(\);",
+        r"\1",
+        TWO_BLOCKS,
+        {"race"},
+    ),
+    "ticket not reset": Fault(r'"r"\(count - 1\)', '"r"(count)', TWO_BLOCKS, {"not reset"}, "tickets"),
+    "part read through a cache that is not kept coherent": Fault(
+        r"return __ldcg\(address\);", "return __ldg(address);", TWO_BLOCKS, {"stale cache"}
+    ),
+    "copy that is not waited for": Fault(
+        r"cp\.async\.wait_group %0", "cp.async.wait_group 7", ONE_BLOCK, {"uninitialised"}, "tile_slots|dynamic"
+    ),
+    "copy from outside of an array": Fault(
+        r"cp\.async\.cg\.shared\.global \[%0\], \[%1\], 16;",
+        "cp.async.cg.shared.global [%0], [%1 + 65536], 16;",
+        ONE_BLOCK,
+        {"out of bounds"},
+    ),
+    "shift by the width of a type": Fault(
+        r"u64\(key\) << 32", "u64(key << (32 + 0 * index))", ONE_WARP, {"undefined behaviour"}, "shifts"
+    ),
+    "no end": Fault(
+        r"problem\.logsumexp\[row\] =",
+        "while (*(volatile float*)problem.values == 0.0f) {} problem.logsumexp[row] =",
+        Case(300, 5, rows="1", entry="topk"),
+        {"no end", "uninitialised"},
+    ),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def machine():
+    if cause := build.unavailable():
+        pytest.skip(cause)
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
+def test_fault_is_reported(fault):
+    for schedule in ("forward", "reverse", "random", "starve", "rush"):
+        laid = Laid(fault.case, edit=planted(fault), schedule=schedule, max_steps=3_000_000)
+        logits, settings, _ = fault.case.arguments("cpu")
+        with pytest.raises(AssertionError):
+            laid(fault.case.entry, logits, fault.case.k, **settings)
+        found = laid.outcomes[-1].faults
+        assert fault.kinds & {report.kind for report in found}, (schedule, found)
+        assert any(re.search(fault.text, report.text) for report in found), (schedule, found)
+
+
+@pytest.mark.parametrize("case", {fault.case for fault in FAULTS.values()}, ids=str)
+def test_without_a_fault_nothing_is_reported(case):
+    check(case)
+
+
+def test_wrong_results_are_reported():
+    """Nothing but the comparison with the reference can tell."""
+    fault = Fault(r"result\.logsumexp\(\);", "result.logsumexp() * 1.0001f;", ONE_BLOCK, set())
+    with pytest.raises(AssertionError, match="logsumexp differ"):
+        check(fault.case, edit=planted(fault))
+
+
+def test_report_names_the_seed_and_the_place():
+    fault = FAULTS["two threads at one word"]
+    with pytest.raises(AssertionError) as raised:
+        check(fault.case, edit=planted(fault), schedule="random", seed=17)
+    report = str(raised.value)
+    assert "schedule=random, seed=17" in report
+    assert re.search(r"block \d+(,\d+)* thread \d+ \(warp \d+, lane \d+\) .*candidates\.cuh:\d+", report), report
+
+
+def planted(fault: Fault):
+    """The edit that plants it."""
+
+    def edit(source: str) -> str:
+        changed, count = re.subn(fault.old, fault.new, source)
+        assert count, f"csrc/ no longer has {fault.old!r}: plant this fault elsewhere"
+        return changed
+
+    return edit
