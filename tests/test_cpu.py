@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import inspect
+import math
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +77,36 @@ def test_cpu_instruction_sets_every_tail(cpu, instruction_set):
             assert_topk(got, expected("softmax_topk", logits, k), logits, "softmax_topk")
 
 
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("vocab_size", [50257, 1 << 22])
+def test_cpu_instruction_sets_error_bound(cpu, instruction_set, vocab_size):
+    """The bound that csrc/cpu/rows.cpp derives, tighter than that of all backends which the other tests use."""
+    unit, k = 2.0**-24, 50
+    normal = random_logits(1, vocab_size)
+    one_high = torch.full((1, vocab_size), -17.0).index_fill_(1, torch.tensor([vocab_size // 3]), 0.0)
+    for logits in (
+        normal,
+        normal + 1e4,
+        normal - 1e4,
+        torch.rand(1, vocab_size) * 20,
+        torch.zeros_like(normal),
+        one_high,
+    ):
+        got = run("log_softmax_topk", logits, k, instruction_set)
+        m = logits.double().max()
+        log_d = (logits.double() - m).exp().sum().log()
+        bound = (7.7 + math.log(vocab_size) - log_d) * unit
+        for result, want in (
+            (got.values, logits.gather(-1, got.indices).double() - m - log_d),
+            (got.logsumexp, m + log_d),
+        ):
+            assert ((result.double() - want).abs() <= bound + unit * want.abs()).all()
+
+
+def test_cpu_instruction_set_is_the_best(cpu):
+    assert native_cpu.instruction_set() == INSTRUCTION_SETS[0]
+
+
 def test_cpu_instruction_set_unknown(cpu):
     with pytest.raises(ValueError, match="mmx"):
         run("topk", random_logits(2, 10), 2, "mmx")
@@ -94,6 +128,25 @@ def test_cpu_while_the_number_of_threads_changes(cpu, threads):
     for number in (4, 1, 3, 2, 8, 1, 2) * 5:
         threads(number)
         assert_same(cpu("softmax_topk", logits, 40), want)
+
+
+def test_cpu_threads_do_not_race(tmp_path):
+    """tests/cpp/rows.cpp, in the C++ of this machine's baseline, under ThreadSanitizer."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    folder = Path(__file__).parent
+    sources = [path for path in (folder.parent / "csrc/cpu").glob("*.cpp") if path.name != "binding.cpp"]
+    program = tmp_path / "rows"
+    options = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread", "-Wno-psabi"]
+    options += ["-DFUSED_TOPK_KERNELS=kBaselineKernels", "-DFUSED_TOPK_FULL_ROW_KERNELS=kBaselineFullRowKernels"]
+    command = [compiler, *options, folder / "cpp/rows.cpp", *sources, "-o", program]
+    built = subprocess.run(command, capture_output=True, text=True)
+    if "libtsan" in built.stderr:
+        pytest.skip("the compiler has no ThreadSanitizer")
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([program, "100"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_cpu_in_a_forked_process(cpu):
