@@ -2,244 +2,312 @@
 // The best k of what a group has seen: a buffer of candidates in shared memory and a threshold that all of it passed.
 //
 // Algorithm 4 of the paper keeps a sorted list of k in each thread and inserts into it element by element. Here one list
-// serves the whole group, unsorted, and almost every element fails one comparison with a shared threshold:
-//   - the threshold is a proven lower bound of the k-th best (raise), so a candidate at or below it can be dropped;
-//   - what passes is appended (offer); when the buffer fills up, it is cut back to the best k (trim), and the k-th
-//     becomes the new threshold.
-// The answer is exact whatever the bound: a loose one costs trims, never a candidate.
-// Comes after order.h, group.cuh, row.cuh.
+// serves the whole group, unsorted, and almost every element fails one comparison with a threshold:
+//   - the threshold is a proven lower bound of the k-th best (bound.cuh), so a candidate below it can be dropped;
+//   - what passes is appended (add), by any warp at any time;
+//   - should the buffer fill up, the group cuts it back to little more than the best k (cut), which raises the threshold.
+// The answer is exact whatever the bound: a loose one costs time, never a candidate.
+// Comes after order.h, group.cuh.
 #pragma once
 
 #include "group.cuh"
-#include "row.cuh"
 
 namespace fused_topk {
 
-// A lower bound of the `wanted`-th largest of 32 x N keys (one warp's): at least `wanted` of them are >= the result.
-// Bisects from the highest bit in which the keys differ, until the bound is exact or kBoundBits deep: one a little too
-// low admits few more candidates. All 32 lanes call it; every lane has the result.
-template <u32 N>
-__device__ __forceinline__ u32 warp_lower_bound(const u32 (&keys)[N], u32 wanted) {
-  constexpr u32 kBoundBits = 16;
-  u32 least = keys[0];
-  u32 greatest = keys[0];
-#pragma unroll
-  for (u32 i = 1; i < N; ++i) {
-    least = min(least, keys[i]);
-    greatest = max(greatest, keys[i]);
-  }
-  least = warp_min(least);
-  greatest = warp_max(greatest);
-  if (least == greatest) return least;
-  // All keys share the bits above this one; with none of the others set, the bound is at most the least key.
-  u32 bit = 1u << (31 - __clz(least ^ greatest));
-  u32 bound = greatest & ~(2 * bit - 1);
-#pragma unroll 1
-  for (u32 step = 0; step < kBoundBits && bit != 0; ++step, bit >>= 1) {
-    u32 count = 0;
-#pragma unroll
-    for (u32 i = 0; i < N; ++i) count += __popc(__ballot_sync(kAllLanes, keys[i] >= (bound | bit)));
-    if (count >= wanted) bound |= bit;
-    if (count == wanted) break;
-  }
-  return bound;
-}
-
-// The part of a Candidates object that lives in shared memory. A group that is one warp uses none of it.
-template <u32 WARPS>
+// The part of a Candidates object that lives in shared memory.
+template <class GROUP>
 struct CandidatesShared {
-  u32 count;          // slots reserved so far; may run past the capacity
-  u32 limit;          // the first reservation that did not fit: all slots below min(count, limit) are filled
-  u32 bounds[WARPS];  // each warp's bound in raise()
+  u32 count;  // slots asked for so far; may run past the capacity
+  typename GROUP::Words words;
 };
 
 template <class GROUP>
 class Candidates {
  public:
-  using Shared = CandidatesShared<GROUP::kWarps>;
+  using Shared = CandidatesShared<GROUP>;
+  // Slots that a thread takes care of. They bound k: a cut must leave room.
+  static constexpr u32 kOwn = GROUP::kIsWarp ? 4 : GROUP::kWarps <= 8 ? 2 : 8;
+  static constexpr u32 kCapacity = kOwn * GROUP::kThreads;
 
-  // slots: [capacity], shared memory; capacity is a power of two, k < trim_at <= capacity - 32.
-  __device__ __forceinline__ Candidates(u64* slots, u32 capacity, u32 trim_at, Shared& shared)
-      : slots_(slots), capacity_(capacity), trim_at_(trim_at), shared_(shared) {}
+  // slots: [kCapacity], shared memory; k < kCapacity.
+  __device__ __forceinline__ Candidates(u64* slots, Shared& shared) : slots_(slots), shared_(shared) {}
 
   // Forgets everything; from now on the best `k` are kept. All threads of the group call it, after a barrier that
-  // follows the last use; another barrier must follow before the first offer.
+  // follows the last use; another barrier must follow before the first add.
   __device__ __forceinline__ void restart(u32 k) {
     k_ = k;
-    threshold_ = kNoCandidate;
-    last_slot_ = 0;
-    if constexpr (!GROUP::kIsWarp)
-      if (GROUP::thread() == 0) reset(0);
+    set_threshold(kNoCandidate);
+    if (GROUP::thread() == 0) shared_.count = 0;
   }
 
-  // Only a candidate greater than this can be among the best k. The same in every thread of the group.
+  // Only a candidate greater than this can be among the best k. May differ between warps.
   __device__ __forceinline__ u64 threshold() const { return threshold_; }
-  // After trim(): the best k, best first.
-  __device__ __forceinline__ const u64* sorted() const { return slots_; }
-
-  // Appends one candidate for each lane that has one (0 or below the threshold: none). All lanes of a warp call it.
-  // False: it did not fit, nothing was written, call again after a trim.
-  __device__ __forceinline__ bool offer(u64 candidate) {
-    const bool is_wanted = candidate > threshold_;
-    const u32 lanes = __ballot_sync(kAllLanes, is_wanted);
-    if (lanes == 0) return true;
-    const u32 slot = reserve(__popc(lanes));
-    if (slot == kNoSlot) return false;
-    if (is_wanted) slots_[slot + __popc(lanes & ((1u << lane_id()) - 1))] = candidate;
-    return true;
-  }
-
-  // Whether the buffer is full enough for a trim to pay. May differ between warps: decide with GROUP::any.
-  __device__ __forceinline__ bool is_crowded() const { return last_slot_ >= trim_at_; }
+  // No logit below this can. NaN, which no logit is below, while there is no threshold.
+  __device__ __forceinline__ float least() const { return least_; }
+  // [kCapacity], what is stored first, in no order.
+  __device__ __forceinline__ const u64* slots() const { return slots_; }
+  // What a cut should leave to make room: each candidate more than k saves steps of the cut.
+  __device__ __forceinline__ u32 enough() const { return k_ + (kCapacity - k_) / 4; }
 
   // Raises the threshold so that only keys >= bound pass.
-  __device__ __forceinline__ void raise(u32 bound) { raise_candidate(u64(bound) << 32); }
-
-  // Raises the threshold so that only candidates >= least pass.
-  __device__ __forceinline__ void raise_candidate(u64 least) {
-    if (least > kNoCandidate) threshold_ = max(threshold_, least - 1);
+  __device__ __forceinline__ void raise(u32 bound) {
+    if (bound > kNoKey) set_threshold(max(threshold_, (u64(bound) << 32) - 1));
   }
 
-  // raise() with each warp's own bound, of which the smallest counts: if each of the warps that took part holds
-  // ceil(k / warps) keys >= its bound, then k keys are >= the smallest. A warp that took no part passes ~0.
-  // All threads call it; contains a barrier, and needs one before it is called again.
-  __device__ __forceinline__ void raise_together(u32 bound) {
-    if constexpr (GROUP::kIsWarp) {
-      raise(bound);
-    } else {
-      if (lane_id() == 0) shared_.bounds[GROUP::warp()] = bound;
-      GROUP::sync();
-      raise(warp_min(shared_.bounds[lane_id() % GROUP::kWarps]));
+  // Appends the lanes' candidates, up to N of each lane, and takes out of `own` what found room; the rest is to be added
+  // after a cut. False if there is a rest in any lane. The 32 lanes of a warp call it together, at any time.
+  template <u32 N>
+  __device__ __forceinline__ bool add(u64 (&own)[N]) {
+    u32 with[N];
+    u32 count = 0;
+#pragma unroll
+    for (u32 c = 0; c < N; ++c) {
+      with[c] = __ballot_sync(kAllLanes, own[c] > threshold_);
+      count += __popc(with[c]);
     }
-  }
-
-  // Cuts the buffer back to the best k, sorted, best first, and makes the k-th the threshold. All threads call it, after
-  // a barrier that follows the last offer; ends with a barrier. With k or fewer there is nothing to cut: they are only
-  // sorted, and only if `must_sort`.
-  __device__ __forceinline__ void trim(bool must_sort = false) {
-    u32 count;
-    if constexpr (GROUP::kIsWarp) {
-      count = last_slot_;
-    } else {
-      count = min(shared_.count, shared_.limit);
-      // Everyone must have read the count before it is reset below.
-      GROUP::sync();
-    }
-    const u32 kept = min(count, k_);
-    const bool is_sorting = must_sort || count > k_;
-    if (is_sorting) {
-      if (count <= min(GROUP::kThreads, kCountingMax)) {
-        sort_by_counting<1>(count);
-      } else if constexpr (GROUP::kIsWarp) {
-        sort_by_counting<4>(count);
-      } else {
-        sort_by_exchanges(count);
+    if (count == 0) return true;
+    u32 slot = 0;
+    if (lane_id() == 0) slot = add_to_shared(&shared_.count, count);
+    slot = __shfl_sync(kAllLanes, slot, 0);
+    const bool is_full = slot + count > kCapacity;
+#pragma unroll
+    for (u32 c = 0; c < N; ++c) {
+      const u32 i = slot + lanes_before(with[c]);
+      if (own[c] > threshold_ && i < kCapacity) {
+        slots_[i] = own[c];
+        own[c] = kNoCandidate;
       }
+      slot += __popc(with[c]);
     }
-    if constexpr (!GROUP::kIsWarp)
-      if (GROUP::thread() == 0) reset(kept);
-    GROUP::sync();
-    last_slot_ = kept;
-    if (is_sorting && kept == k_) threshold_ = max(threshold_, slots_[k_ - 1]);
+    return !is_full;
+  }
+
+  // Makes room for `count` candidates of each lane: `place` is the first one's, for store(). False if there is too little,
+  // so that some places are past the end. The 32 lanes of a warp call it together, at any time.
+  __device__ __forceinline__ bool reserve(u32 count, u32& place) {
+    const u32 lanes = __ballot_sync(kAllLanes, count != 0);
+    u32 before = lanes_before(lanes);
+    u32 total = __popc(lanes);
+    if (__any_sync(kAllLanes, count > 1)) {
+      const u32 with_own = warp_inclusive_sum(count);
+      before = with_own - count;
+      total = __shfl_sync(kAllLanes, with_own, kWarpSize - 1);
+    }
+    u32 first = 0;
+    if (lane_id() == 0) first = add_to_shared(&shared_.count, total);
+    first = __shfl_sync(kAllLanes, first, 0);
+    place = first + before;
+    return first + total <= kCapacity;
+  }
+  // False past the end: to be reserved again after a cut.
+  __device__ __forceinline__ bool store(u32 place, u64 candidate) {
+    if (place < kCapacity) slots_[place] = candidate;
+    return place < kCapacity;
+  }
+
+  // Drops all but the best `enough`, at least k, or fewer, and raises the threshold so that no worse candidate passes. All
+  // threads call it, after a barrier that follows the last add; ends with a barrier.
+  __device__ __forceinline__ void cut(u32 enough) {
+    u64 own[kOwn];
+    take(own);
+    const u64 least = lower_bound(own, enough);
+    if (least > kNoCandidate) set_threshold(max(threshold_, least - 1));
+    put_back(own);
+  }
+
+  // Drops all but the best `length` or fewer, if there are more. What the threshold forbids by now goes first, since that
+  // is cheap. Gives the number left. Called like cut().
+  __device__ __forceinline__ u32 shorten(u32 length) {
+    if (stored() > length) {
+      u64 own[kOwn];
+      take(own);
+      put_back(own);
+      if (stored() > length) cut(length);
+    }
+    return stored();
+  }
+
+  // The best k, best first, in shared memory. All threads call it, after a barrier that follows the last add; ends with a
+  // barrier. More may be added only after restart().
+  __device__ __forceinline__ const u64* sort() {
+    if (stored() > sortable()) cut(sortable());
+    const u32 count = stored();
+    if (GROUP::kIsWarp || count <= kCountingMax) return sort_by_counting(count);
+    if constexpr (kPerThread > 1) {
+      if (count > 2 * GROUP::kThreads) return sort_bitonic<4>(count);
+      if (count > GROUP::kThreads) return sort_bitonic<2>(count);
+    }
+    return sort_bitonic<1>(count);
   }
 
  private:
-  static constexpr u32 kNoSlot = ~0u;
-  // Sorting by counting compares all pairs: no barriers, but quadratic. A warp of its own has no more than 128 slots.
-  static constexpr u32 kCountingMax = 256;
-
-  __device__ __forceinline__ void reset(u32 count) {
-    shared_.count = count;
-    shared_.limit = capacity_;
+  // Sorting by counting compares all pairs. Its sorted copy fits in the other half of the slots.
+  static constexpr u32 kCountingMax = GROUP::kIsWarp ? 64 : 128;
+  // Candidates of a thread in the largest bitonic sort.
+  static constexpr u32 kPerThread = GROUP::kWarps <= 8 ? 1 : 4;
+  static constexpr u32 kSortMax = GROUP::kIsWarp ? kCountingMax : kPerThread * GROUP::kThreads;
+  // What is worth sorting without a cut before: all, unless k needs but half of the largest sort.
+  __device__ __forceinline__ u32 sortable() const {
+    return kPerThread > 1 && k_ > GROUP::kThreads && k_ <= kSortMax / 2 ? kSortMax / 2 : kSortMax;
   }
 
-  // `amount` adjoining slots for the calling warp, or kNoSlot. All 32 lanes call it.
-  __device__ __forceinline__ u32 reserve(u32 amount) {
-    u32 slot;
-    if constexpr (GROUP::kIsWarp) {
-      slot = last_slot_;
-      if (slot + amount > capacity_) return kNoSlot;
-    } else {
-      if (lane_id() == 0) {
-        slot = atomicAdd(&shared_.count, amount);
-        if (slot + amount > capacity_) {
-          atomicMin(&shared_.limit, slot);
-          slot = kNoSlot;
-        }
-      }
-      slot = __shfl_sync(kAllLanes, slot, 0);
-      if (slot == kNoSlot) {
-        last_slot_ = capacity_;
-        return kNoSlot;
-      }
-    }
-    last_slot_ = slot + amount;
-    return slot;
+  __device__ __forceinline__ void set_threshold(u64 threshold) {
+    threshold_ = threshold;
+    // The first key that can still pass.
+    least_ = __uint_as_float(bits_of_key(key_of(threshold + 1)));
   }
 
-  // A candidate's place is the number of candidates that rank before it.
-  template <u32 OWN>
-  __device__ __forceinline__ void sort_by_counting(u32 count) {
-    u64 own[OWN];
-    u32 place[OWN];
+  __device__ __forceinline__ u32 stored() const { return min(shared_.count, kCapacity); }
+
+  // Empties the slots into the threads' hands, and fills them again with what passes.
+  __device__ __forceinline__ void take(u64 (&own)[kOwn]) {
+    const u32 count = stored();
 #pragma unroll
-    for (u32 c = 0; c < OWN; ++c) {
+    for (u32 c = 0; c < kOwn; ++c) {
       const u32 i = c * GROUP::kThreads + GROUP::thread();
       own[c] = i < count ? slots_[i] : kNoCandidate;
-      place[c] = 0;
-    }
-#pragma unroll 4
-    for (u32 j = 0; j < count; ++j) {
-      const u64 other = slots_[j];
-#pragma unroll
-      for (u32 c = 0; c < OWN; ++c) place[c] += other > own[c];
-    }
-    // Everyone must have compared before the slots are overwritten.
-    GROUP::sync();
-#pragma unroll
-    for (u32 c = 0; c < OWN; ++c) {
-      const u32 i = c * GROUP::kThreads + GROUP::thread();
-      if (i < count && place[c] < k_) slots_[place[c]] = own[c];
     }
   }
-
-  // Bitonic sort, descending, of the next power of two of `count` slots (the capacity is one).
-  __device__ __forceinline__ void sort_by_exchanges(u32 count) {
-    const u32 size = 1u << (32 - __clz(count - 1));
-    for (u32 i = count + GROUP::thread(); i < size; i += GROUP::kThreads) slots_[i] = kNoCandidate;
+  __device__ __forceinline__ void put_back(u64 (&own)[kOwn]) {
+    // Everyone must have read the count before it is reset.
     GROUP::sync();
-    for (u32 run = 2; run <= size; run *= 2) {
-      for (u32 stride = run / 2; stride > 0; stride /= 2) {
-        for (u32 pair = GROUP::thread(); pair < size / 2; pair += GROUP::kThreads) {
-          const u32 i = 2 * pair - (pair & (stride - 1));
-          const bool is_descending = (i & run) == 0;
-          const u64 a = slots_[i];
-          const u64 b = slots_[i + stride];
-          if ((a < b) == is_descending) {
-            slots_[i] = b;
-            slots_[i + stride] = a;
-          }
-        }
-        // Below a stride of 32 a warp exchanges within the 64 slots that are its own.
-        if (stride > kWarpSize) {
-          GROUP::sync();
-        } else if (stride == 1 && run >= 2 * kWarpSize) {
-          GROUP::sync();
-        } else {
-          __syncwarp();
-        }
+    if (GROUP::thread() == 0) shared_.count = 0;
+    GROUP::sync();
+    add(own);
+    GROUP::sync();
+  }
+
+  // A candidate such that at least k of the group's are >= it, and at most `enough`. kNoCandidate if there are fewer.
+  // Bisects from the highest bit in which they differ. All threads call it; barriers separate its calls.
+  __device__ __forceinline__ u64 lower_bound(const u64 (&own)[kOwn], u32 enough) const {
+    u32 greatest = 0;
+    u32 least_inverted = 0;
+#pragma unroll
+    for (u32 c = 0; c < kOwn; ++c) {
+      if (own[c] == kNoCandidate) continue;
+      greatest = max(greatest, key_of(own[c]));
+      least_inverted = max(least_inverted, ~key_of(own[c]));
+    }
+    greatest = GROUP::maximum(greatest, shared_.words, 0);
+    const u32 differing = greatest ^ ~GROUP::maximum(least_inverted, shared_.words, 1);
+    // All keys share the bits above this one; where all are equal, the indices decide.
+    u64 bit = differing ? u64(1u << (31 - __clz(differing))) << 32 : u64(1) << 31;
+    u64 bound = (u64(greatest) << 32) & ~(2 * bit - 1);
+    u64 trial = bound;
+    // The first count asks whether there are enough at all.
+#pragma unroll 1
+    for (u32 turn = 0;; ++turn) {
+      u32 count = 0;
+#pragma unroll
+      for (u32 c = 0; c < kOwn; ++c) count += own[c] >= trial && own[c] != kNoCandidate;
+      count = GROUP::sum(count, shared_.words, turn);
+      if (count >= k_) {
+        bound = trial;
+        if (count <= enough) break;
+      } else if (turn == 0) {
+        return kNoCandidate;
       }
+      if (bit == 0) break;
+      trial = bound | bit;
+      bit >>= 1;
+    }
+    return bound;
+  }
+
+  // A candidate's place is the number of candidates that rank before it. Eight lanes share a candidate's comparisons.
+  __device__ __forceinline__ const u64* sort_by_counting(u32 count) {
+    constexpr u32 kSharing = 8;
+    u64* const sorted = slots_ + kCapacity / 2;
+    for (u32 first = 0; first < count; first += GROUP::kThreads / kSharing) {
+      const u32 i = first + GROUP::thread() / kSharing;
+      const u64 own = i < count ? slots_[i] : kNoCandidate;
+      u32 place = 0;
+#pragma unroll 4
+      for (u32 j = GROUP::thread() % kSharing; j < count; j += kSharing) place += slots_[j] > own;
+#pragma unroll
+      for (u32 step = kSharing / 2; step > 0; step /= 2) place += __shfl_xor_sync(kAllLanes, place, step);
+      if (i < count && place < k_) sorted[place] = own;
     }
     GROUP::sync();
+    return sorted;
+  }
+
+  // Bitonic sort of up to N * threads candidates, N neighbours in each thread: partners meet through shared memory, through
+  // shuffles, or in registers, by their distance.
+  template <u32 N>
+  __device__ __forceinline__ const u64* sort_bitonic(u32 count) {
+    const u32 first = GROUP::thread() * N;
+    u64 own[N];
+#pragma unroll
+    for (u32 c = 0; c < N; ++c) own[c] = first + c < count ? slots_[first + c] : kNoCandidate;
+    GROUP::sync();
+    sort_in_thread(own);
+#pragma unroll 1
+    for (u32 run = 2 * N; run < 2 * count; run *= 2) {
+      // Every other run ascends: upside down, it descends too.
+      const u64 upside_down = first & run ? ~u64(0) : 0;
+#pragma unroll
+      for (u32 c = 0; c < N; ++c) own[c] ^= upside_down;
+#pragma unroll 1
+      for (u32 distance = run / (2 * N); distance >= kWarpSize; distance /= 2) {
+#pragma unroll
+        for (u32 c = 0; c < N; ++c) slots_[c * GROUP::kThreads + GROUP::thread()] = own[c];
+        GROUP::sync();
+#pragma unroll
+        for (u32 c = 0; c < N; ++c)
+          keep(own[c], slots_[c * GROUP::kThreads + (GROUP::thread() ^ distance)], GROUP::thread() & distance);
+        GROUP::sync();
+      }
+#pragma unroll
+      for (u32 distance = kWarpSize / 2; distance > 0; distance /= 2) {
+        if (run <= distance * N) continue;
+#pragma unroll
+        for (u32 c = 0; c < N; ++c)
+          keep(own[c], __shfl_xor_sync(kAllLanes, own[c], distance), GROUP::thread() & distance);
+      }
+#pragma unroll
+      for (u32 distance = N / 2; distance > 0; distance /= 2)
+#pragma unroll
+        for (u32 c = 0; c < N; ++c)
+          if (!(c & distance)) put_greater_first(own[c], own[c + distance]);
+#pragma unroll
+      for (u32 c = 0; c < N; ++c) own[c] ^= upside_down;
+    }
+#pragma unroll
+    for (u32 c = 0; c < N; ++c) slots_[first + c] = own[c];
+    GROUP::sync();
+    return slots_;
+  }
+
+  // Makes a run of the thread's own, descending in threads of even number, ascending in the others.
+  template <u32 N>
+  __device__ __forceinline__ void sort_in_thread(u64 (&own)[N]) const {
+    if constexpr (N == 1) return;
+    const u64 upside_down = GROUP::thread() & 1 ? ~u64(0) : 0;
+#pragma unroll
+    for (u32 c = 0; c < N; ++c) own[c] ^= upside_down;
+    // Odd-even transposition: N rounds of neighbours.
+#pragma unroll
+    for (u32 round = 0; round < N; ++round)
+#pragma unroll
+      for (u32 c = round % 2; c + 1 < N; c += 2) put_greater_first(own[c], own[c + 1]);
+#pragma unroll
+    for (u32 c = 0; c < N; ++c) own[c] ^= upside_down;
+  }
+  static __device__ __forceinline__ void put_greater_first(u64& a, u64& b) {
+    const u64 greater = max(a, b);
+    b = min(a, b);
+    a = greater;
+  }
+  static __device__ __forceinline__ void keep(u64& own, u64 other, bool lesser) {
+    if (lesser != (other > own)) own = other;
   }
 
   u64* slots_;
-  u32 capacity_;
-  u32 trim_at_;
   Shared& shared_;
   u32 k_;
   u64 threshold_;
-  u32 last_slot_;  // one past the last slot that this warp knows to be taken
+  float least_;
 };
 
 }  // namespace fused_topk

@@ -12,6 +12,11 @@ struct Group {
   static constexpr u32 kThreads = WARPS * kWarpSize;
   static constexpr bool kIsWarp = WARPS == 1;
 
+  // One word for each warp, twice, so that a reduction can begin while some warps still read the last one's words.
+  struct Words {
+    u32 words[2][WARPS];
+  };
+
   // A warp that is a group of its own has rank 0 however many such groups share its block.
   static __device__ __forceinline__ u32 warp() { return kIsWarp ? 0 : threadIdx.x / kWarpSize; }
   static __device__ __forceinline__ u32 thread() { return kIsWarp ? lane_id() : threadIdx.x; }
@@ -35,6 +40,28 @@ struct Group {
     } else {
       return __syncthreads_or(claim);
     }
+  }
+
+  // Sum and maximum over the group's threads, in every thread. All of them call it; `turn` counts the calls since a
+  // barrier that followed the last use of `shared`.
+  static __device__ __forceinline__ u32 sum(u32 value, Words& shared, u32 turn) {
+    value = warp_sum(value);
+    if constexpr (kIsWarp) return value;
+    return warp_sum(exchange(value, 0u, shared, turn));
+  }
+  static __device__ __forceinline__ u32 maximum(u32 value, Words& shared, u32 turn) {
+    value = warp_max(value);
+    if constexpr (kIsWarp) return value;
+    return warp_max(exchange(value, 0u, shared, turn));
+  }
+
+ private:
+  // Lane w gets what warp w gave, the lanes beyond `none`.
+  static __device__ __forceinline__ u32 exchange(u32 value, u32 none, Words& shared, u32 turn) {
+    u32* words = shared.words[turn % 2];
+    if (lane_id() == 0) words[warp()] = value;
+    sync();
+    return lane_id() < kWarps ? words[lane_id()] : none;
   }
 };
 

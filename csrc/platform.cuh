@@ -14,6 +14,9 @@ constexpr u32 kAllLanes = 0xFFFFFFFFu;
 
 __device__ __forceinline__ u32 lane_id() { return threadIdx.x % kWarpSize; }
 
+// How many of a ballot's lanes come before this one.
+__device__ __forceinline__ u32 lanes_before(u32 ballot) { return __popc(ballot & ((1u << lane_id()) - 1)); }
+
 // 2^x on the special-function unit: relative error at most 2^-22, 2^-inf = 0, NaN stays NaN.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
@@ -30,6 +33,35 @@ __device__ __forceinline__ float max_nan(float a, float b) {
 #else
   return max_or_nan(a, b);
 #endif
+}
+
+// max_nan of two pairs of 16-bit floats at a time. Before compute capability 8.0 there is no such instruction; callers
+// unpack the pairs there (kHasPackedMax).
+#if __CUDA_ARCH__ >= 800
+constexpr bool kHasPackedMax = true;
+__device__ __forceinline__ u32 max_nan_bfloat16x2(u32 a, u32 b) {
+  u32 y;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+__device__ __forceinline__ u32 max_nan_half2(u32 a, u32 b) {
+  u32 y;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+#else
+constexpr bool kHasPackedMax = false;
+__device__ __forceinline__ u32 max_nan_bfloat16x2(u32 a, u32) { return a; }
+__device__ __forceinline__ u32 max_nan_half2(u32 a, u32) { return a; }
+#endif
+
+// order_key (order.h) of a float in four instructions: an addition of +0 makes +0 of -0, and the one positive NaN, all of
+// whose bits are set, of any NaN.
+__device__ __forceinline__ u32 order_key(float x) {
+  float y;
+  asm("add.rn.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+  const u32 bits = __float_as_uint(y);
+  return bits ^ (u32(int(bits) >> 31) | 0x80000000u);
 }
 
 __device__ __forceinline__ float half_to_float(u16 bits) {
@@ -54,14 +86,13 @@ __device__ __forceinline__ u32 warp_max(u32 value) {
 // Smallest value over the warp, in every lane. All 32 lanes call it.
 __device__ __forceinline__ u32 warp_min(u32 value) { return ~warp_max(~value); }
 
-// Number of bits set in the warp's words, in every lane. All 32 lanes call it.
-__device__ __forceinline__ u32 warp_count(u32 word) {
+// Sum over the warp, in every lane. All 32 lanes call it.
+__device__ __forceinline__ u32 warp_sum(u32 value) {
 #if __CUDA_ARCH__ >= 800
-  return __reduce_add_sync(kAllLanes, __popc(word));
+  return __reduce_add_sync(kAllLanes, value);
 #else
-  u32 count = __popc(word);
-  for (u32 step = kWarpSize / 2; step > 0; step /= 2) count += __shfl_xor_sync(kAllLanes, count, step);
-  return count;
+  for (u32 step = kWarpSize / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
+  return value;
 #endif
 }
 
@@ -72,15 +103,77 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
+// Sum over this lane and those before it. All 32 lanes call it.
+__device__ __forceinline__ u32 warp_inclusive_sum(u32 value) {
+#pragma unroll
+  for (u32 step = 1; step < kWarpSize; step *= 2) {
+    const u32 before = __shfl_up_sync(kAllLanes, value, step);
+    if (lane_id() >= step) value += before;
+  }
+  return value;
+}
+
+// The largest over the warp, NaN above all, in every lane; values are results of max_nan (a NaN is a positive one). All 32
+// lanes call it.
+__device__ __forceinline__ float warp_max(float value) {
+#if __CUDA_ARCH__ >= 800
+  // As integers, floats are in order once the negative ones are turned around.
+  const int bits = __float_as_int(value);
+  const int greatest = __reduce_max_sync(kAllLanes, bits ^ ((bits >> 31) & 0x7FFFFFFF));
+  return __int_as_float(greatest ^ ((greatest >> 31) & 0x7FFFFFFF));
+#else
+  for (u32 step = kWarpSize / 2; step > 0; step /= 2) value = max_nan(value, __shfl_xor_sync(kAllLanes, value, step));
+  return value;
+#endif
+}
+
 // Threads into a warp: the merge of normalizer.h over the lanes, the same bits in every lane. All 32 lanes call it.
 __device__ __forceinline__ Normalizer warp_merge(Normalizer a, float scale) {
-#pragma unroll
-  for (u32 step = kWarpSize / 2; step > 0; step /= 2) {
-    const Normalizer b = {__shfl_xor_sync(kAllLanes, a.m, step), __shfl_xor_sync(kAllLanes, a.d, step)};
-    a = merge(a, b, scale, exp2_approx);
-  }
-  return a;
+  const float m = warp_max(a.m);
+  return {m, warp_sum(a.d * exp2_approx((a.m - reference_point(m)) * scale))};
 }
+
+// Adds to a counter in shared memory and gives what it was.
+__device__ __forceinline__ u32 add_to_shared(u32* counter, u32 count) {
+  u32 before;
+  // Not atomicAdd: for that, the compiler would first add up the warp's lanes, of which only one calls this.
+  asm volatile("atom.shared.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "r"(u32(__cvta_generic_to_shared(counter))), "r"(count)
+               : "memory");
+  return before;
+}
+
+// Adds 1 to a counter between blocks, and gives what it was; the `count`-th finds count - 1 and leaves 0. Orders memory:
+// what this block wrote before the barrier that led here is seen by every block that finds a greater number.
+__device__ __forceinline__ u32 take_ticket(u32* counter, u32 count) {
+  u32 ticket;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(ticket) : "l"(counter), "r"(count - 1) : "memory");
+  return ticket;
+}
+
+// Copies 16 bytes to shared memory in the background, without passing through registers. Both addresses are multiples of
+// 16. Compute capability 8.0 and later (kHasAsyncCopy); before, callers load to registers.
+#if __CUDA_ARCH__ >= 800
+constexpr bool kHasAsyncCopy = true;
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(u32(__cvta_generic_to_shared(shared))), "l"(global)
+               : "memory");
+}
+// Closes the group of copies that this thread has begun since the last call; it may be empty.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until only the newest `PENDING` groups of this thread are still on their way.
+template <u32 PENDING>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+#else
+constexpr bool kHasAsyncCopy = false;
+__device__ __forceinline__ void copy_async(void*, const void*) {}
+__device__ __forceinline__ void commit_copies() {}
+template <u32 PENDING>
+__device__ __forceinline__ void wait_copies() {}
+#endif
 
 // What another block wrote: read past this multiprocessor's L1, which is not kept coherent.
 template <class T>

@@ -10,36 +10,43 @@
 
 namespace fused_topk {
 
-// The three element formats: how many fit in 16 bytes, how to decode one, and the bits of -inf.
+// The three element formats: how many fit in 16 bytes, how to decode one, and the bits of -inf. `max_pairs` is the
+// larger of two words' elements, element by element, where a word holds two.
 struct Float32 {
   using Bits = u32;
   static constexpr u32 kPerVector = 4;
   static constexpr Bits kNegativeInfinity = 0xFF800000u;
+  static constexpr bool kHasMaxPairs = false;
   static __device__ __forceinline__ float decode(Bits bits) { return __uint_as_float(bits); }
   static __device__ __forceinline__ float decode(const u32 (&words)[4], u32 e) { return decode(words[e]); }
+  static __device__ __forceinline__ u32 max_pairs(u32 a, u32) { return a; }
 };
 
 struct BFloat16 {
   using Bits = u16;
   static constexpr u32 kPerVector = 8;
   static constexpr Bits kNegativeInfinity = 0xFF80u;
+  static constexpr bool kHasMaxPairs = kHasPackedMax;
   static __device__ __forceinline__ float decode(Bits bits) { return __uint_as_float(u32(bits) << 16); }
   static __device__ __forceinline__ float decode(const u32 (&words)[4], u32 e) {
     return __uint_as_float(e % 2 == 0 ? words[e / 2] << 16 : words[e / 2] & 0xFFFF0000u);
   }
+  static __device__ __forceinline__ u32 max_pairs(u32 a, u32 b) { return max_nan_bfloat16x2(a, b); }
 };
 
 struct Float16 {
   using Bits = u16;
   static constexpr u32 kPerVector = 8;
   static constexpr Bits kNegativeInfinity = 0xFC00u;
+  static constexpr bool kHasMaxPairs = kHasPackedMax;
   static __device__ __forceinline__ float decode(Bits bits) { return half_to_float(bits); }
   static __device__ __forceinline__ float decode(const u32 (&words)[4], u32 e) {
     return decode(Bits(e % 2 == 0 ? words[e / 2] : words[e / 2] >> 16));
   }
+  static __device__ __forceinline__ u32 max_pairs(u32 a, u32 b) { return max_nan_half2(a, b); }
 };
 
-struct Vector {
+struct alignas(16) Vector {
   u32 words[4];
 };
 
@@ -94,6 +101,8 @@ struct Tile {
   static constexpr u32 kPerVector = FORMAT::kPerVector;
   static constexpr u32 kPerLane = VECTORS * kPerVector;
   static constexpr u32 kElements = kPerLane * kWarpSize;
+  static constexpr u32 kLog2Elements = kElements == 1024 ? 10 : 8;
+  static_assert(kElements == 1u << kLog2Elements, "a power of two");
   static_assert(kPerLane <= 32, "one bit of a word for each of a lane's elements");
 
   Vector vectors[VECTORS];
@@ -103,25 +112,30 @@ struct Tile {
     return first + (u * kWarpSize + lane_id()) * kPerVector + e;
   }
   __device__ __forceinline__ float logit(u32 u, u32 e) const { return FORMAT::decode(vectors[u].words, e); }
-
-  // Every load of the tile is issued before the first is used: that is what keeps the memory busy.
-  template <bool ALIGNED>
-  __device__ __forceinline__ void load(const typename FORMAT::Bits* row, u32 V, u32 first_token) {
-    first = first_token;
-    const u32 shift = ALIGNED ? 0 : u32(reinterpret_cast<u64>(row) % 16);
-    const char* start = reinterpret_cast<const char*>(row) - shift;
-    // The straddling read also touches the 16 bytes before and after the tile's own.
-    const bool is_inner = ALIGNED ? V - first >= kElements : first > 0 && V - first >= kElements + kPerVector;
-    if (is_inner) {
+  // Bit u * n + e: whether that element of the lane lies within the row.
+  __device__ __forceinline__ u32 is_element(u32 V) const {
+    if (V - first >= kElements) return ~0u;
+    u32 result = 0;
 #pragma unroll
-      for (u32 u = 0; u < VECTORS; ++u) vectors[u] = load_vector<ALIGNED>(start, index(u, 0), shift);
+    for (u32 u = 0; u < VECTORS; ++u) {
+      const u32 token = index(u, 0);
+      const u32 count = token < V ? min(V - token, kPerVector) : 0;
+      result |= ((1u << count) - 1) << (u * kPerVector);
+    }
+    return result;
+  }
+  // The greatest logit of a vector, NaN if one is.
+  __device__ __forceinline__ float maximum(u32 u) const {
+    const u32(&words)[4] = vectors[u].words;
+    if constexpr (FORMAT::kHasMaxPairs) {
+      const u32 pair[4] = {FORMAT::max_pairs(FORMAT::max_pairs(words[0], words[1]),
+                                             FORMAT::max_pairs(words[2], words[3]))};
+      return max_nan(FORMAT::decode(pair, 0), FORMAT::decode(pair, 1));
     } else {
+      float greatest = logit(u, 0);
 #pragma unroll
-      for (u32 u = 0; u < VECTORS; ++u) {
-        const u32 token = index(u, 0);
-        const bool is_whole = ALIGNED ? token + kPerVector <= V : token > 0 && token + 2 * kPerVector <= V;
-        vectors[u] = is_whole ? load_vector<ALIGNED>(start, token, shift) : load_edge(row, V, token);
-      }
+      for (u32 e = 1; e < kPerVector; ++e) greatest = max_nan(greatest, logit(u, e));
+      return greatest;
     }
   }
 
@@ -132,31 +146,133 @@ struct Tile {
 #pragma unroll
       for (u32 w = 0; w < 4; ++w) keep_opaque(vectors[u].words[w]);
   }
+};
 
- private:
-  template <bool ALIGNED>
-  static __device__ __forceinline__ Vector load_vector(const char* start, u32 token, u32 shift) {
-    const char* address = start + u64(token) * sizeof(typename FORMAT::Bits);
-    const Vector low = load_16_bytes(address);
-    if constexpr (ALIGNED) return low;
-    return straddle(low, load_16_bytes(address + 16), shift);
+// The tiles of one row, as one warp asks for them. Where the hardware copies in the background, the next two tiles are on
+// their way to the warp's two slots of shared memory; elsewhere, and for rows of one tile (IN_BACKGROUND = false), a
+// tile's loads are all issued before the first is used. Either way the memory is kept busy.
+template <class FORMAT, u32 VECTORS, bool ALIGNED, bool IN_BACKGROUND>
+class TileStream {
+ public:
+  using Bits = typename FORMAT::Bits;
+  using RowTile = Tile<FORMAT, VECTORS>;
+  static constexpr bool kInBackground = IN_BACKGROUND && kHasAsyncCopy;
+  // An unaligned row's vector straddles two of memory's.
+  static constexpr u32 kSlotVectors = kWarpSize * VECTORS + (ALIGNED ? 0 : 1);
+  // Of a warp's share of shared memory, for any architecture; fused_topk/kernel_choice.py knows it too.
+  static constexpr u32 kWarpVectors = IN_BACKGROUND ? 2 * kSlotVectors : 0;
+
+  // row: [V]; slots: [kWarpVectors], this warp's own
+  __device__ __forceinline__ TileStream(const Bits* row, u32 V, Vector* slots)
+      : row_(row), V_(V), before_(ALIGNED ? 0 : u32(reinterpret_cast<u64>(row) % 16 / sizeof(Bits))), slots_(slots), slot_(0) {
+    const u32 covered = kSlotVectors * FORMAT::kPerVector;
+    first_inner_ = ALIGNED ? 0 : 1;
+    inner_tiles_ = V + before_ >= covered ? (V + before_ - covered) / RowTile::kElements + 1 - first_inner_ : 0;
   }
 
-  static __device__ __forceinline__ Vector load_edge(const typename FORMAT::Bits* row, u32 V, u32 token) {
-    constexpr u32 kPerWord = kPerVector / 4;
+  __device__ __forceinline__ Bits raw_logit(u32 index) const { return __ldg(row_ + index); }
+
+  // Begins to fetch a tile; nothing for one past the end. The 32 lanes call it together: twice before the first take(),
+  // and once after each, when the tile is no longer needed.
+  __device__ __forceinline__ void request(u32 tile) {
+    if constexpr (kInBackground) {
+      Vector* const slot = slots_ + slot_ + lane_id();
+      const char* const source = address(tile * RowTile::kElements + lane_id() * FORMAT::kPerVector);
+      // Every lane is done with the slot.
+      __syncwarp();
+      if (is_inner(tile)) {
+#pragma unroll
+        for (u32 u = 0; u < VECTORS; ++u) copy_async(slot + u * kWarpSize, source + u * kWarpSize * 16);
+        if (!ALIGNED && lane_id() == 0) copy_async(slot + VECTORS * kWarpSize, source + VECTORS * kWarpSize * 16);
+      } else if (tile * RowTile::kElements < V_) {
+#pragma unroll 1
+        for (u32 i = lane_id(); i < kSlotVectors; i += kWarpSize) {
+          const u32 first = tile * RowTile::kElements + i * FORMAT::kPerVector;
+          if (is_whole(first)) {
+            copy_async(slots_ + slot_ + i, address(first));
+          } else {
+            slots_[slot_ + i] = load_edge(first - before_);
+          }
+        }
+      }
+      commit_copies();
+      turn_slot();
+    }
+  }
+
+  // A tile, in registers.
+  __device__ __forceinline__ void take(RowTile& tile, u32 number) const {
+    tile.first = number * RowTile::kElements;
+    if constexpr (kInBackground) {
+      wait_copies<1>();
+      // The other lanes' copies too.
+      __syncwarp();
+#pragma unroll
+      for (u32 u = 0; u < VECTORS; ++u) tile.vectors[u] = vector_of_slot(u);
+    } else {
+#pragma unroll
+      for (u32 u = 0; u < VECTORS; ++u) tile.vectors[u] = load(tile.index(u, 0));
+    }
+  }
+
+  // One of the lane's vectors, or one logit, of the tile that was taken last.
+  __device__ __forceinline__ Vector vector_again(const RowTile& tile, u32 u) const {
+    return kInBackground ? vector_of_slot(u) : load(tile.index(u, 0));
+  }
+  __device__ __forceinline__ Bits logit_again(u32 index, const RowTile& tile) const {
+    if constexpr (!kInBackground) return raw_logit(index);
+    return reinterpret_cast<const Bits*>(slots_ + slot_)[before_ + index - tile.first];
+  }
+
+ private:
+  __device__ __forceinline__ void turn_slot() { slot_ = kSlotVectors - slot_; }
+
+  // Where the 16 bytes of memory start that hold token `first` in an aligned row; else `before_` tokens earlier.
+  __device__ __forceinline__ const char* address(u32 first) const {
+    return reinterpret_cast<const char*>(row_ - before_) + u64(first) * sizeof(Bits);
+  }
+  // Whether these bytes lie within the row; those of a whole tile.
+  __device__ __forceinline__ bool is_whole(u32 first) const {
+    return first >= before_ && first < V_ + before_ && V_ + before_ - first >= FORMAT::kPerVector;
+  }
+  __device__ __forceinline__ bool is_inner(u32 tile) const { return tile - first_inner_ < inner_tiles_; }
+
+  __device__ __forceinline__ Vector vector_of_slot(u32 u) const {
+    const Vector* const vector = slots_ + slot_ + u * kWarpSize + lane_id();
+    if constexpr (ALIGNED) return vector[0];
+    return straddle(vector[0], vector[1], before_ * sizeof(Bits));
+  }
+
+  // Element by element, with -inf for what lies outside the row. `first` may be negative, modulo 2^32.
+  __device__ __forceinline__ Vector load_edge(u32 first) const {
+    constexpr u32 kPerWord = FORMAT::kPerVector / 4;
     Vector out;
 #pragma unroll
     for (u32 w = 0; w < 4; ++w) {
       out.words[w] = 0;
 #pragma unroll
       for (u32 h = 0; h < kPerWord; ++h) {
-        const u32 t = token + w * kPerWord + h;
-        const u32 bits = t < V ? __ldg(row + t) : FORMAT::kNegativeInfinity;
+        const u32 token = first + w * kPerWord + h;
+        const u32 bits = token < V_ ? __ldg(row_ + token) : FORMAT::kNegativeInfinity;
         out.words[w] |= bits << (16 * h);
       }
     }
     return out;
   }
+
+  __device__ __forceinline__ Vector load(u32 first) const {
+    if constexpr (ALIGNED) return is_whole(first) ? load_16_bytes(address(first)) : load_edge(first);
+    // A straddling vector lies within the row if both of memory's do.
+    if (!is_whole(first) || !is_whole(first + FORMAT::kPerVector)) return load_edge(first);
+    return straddle(load_16_bytes(address(first)), load_16_bytes(address(first) + 16), before_ * sizeof(Bits));
+  }
+
+  const Bits* row_;  // [V]
+  u32 V_;
+  u32 before_;  // elements from the 16-byte boundary before the row to the row
+  Vector* slots_;
+  u32 slot_;  // of the tile that take() gives next
+  u32 first_inner_, inner_tiles_;
 };
 
 }  // namespace fused_topk

@@ -7,9 +7,10 @@
 //     m' = max(m, tile)     d' = d e^((m - m')/T) + sum e^((x - m')/T)     T' = best k of T and the tile
 //
 // Elements are never rescaled one by one, and most are compared with the threshold many at a time, through their maximum.
-// Comes after row.cuh and candidates.cuh.
+// Comes after row.cuh, bound.cuh and candidates.cuh.
 #pragma once
 
+#include "bound.cuh"
 #include "candidates.cuh"
 #include "problem.cuh"
 
@@ -18,130 +19,183 @@ namespace fused_topk {
 // Which tokens a mask takes part for. kMaskChoice ("all"): a token that is not allowed still counts in (m, d).
 enum MaskUse : u32 { kNoMask = 0, kMaskBoth = 1, kMaskChoice = 2 };
 
-template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 MASK>
+template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 MASK, bool IN_BACKGROUND>
 class RowScan {
  public:
-  using RowTile = Tile<FORMAT, VECTORS>;
+  using Stream = TileStream<FORMAT, VECTORS, ALIGNED, IN_BACKGROUND>;
+  using RowTile = typename Stream::RowTile;
   static constexpr u32 kPerVector = RowTile::kPerVector;
 
-  __device__ __forceinline__ RowScan(const Problem& problem, u32 row) : V_(problem.V) {
-    const Problem::Offsets offsets = problem.offsets(row);
-    row_ = static_cast<const typename FORMAT::Bits*>(problem.logits) + offsets.logits;
-    inverse_temperature_ = problem.inverse_temperature(offsets.temperature);
-    scale_ = kLog2E * inverse_temperature_;
-    if constexpr (MASK != kNoMask) mask_ = problem.row_mask(offsets.mask);
+  // slots: [Stream::kWarpVectors], this warp's own
+  __device__ __forceinline__ RowScan(const Problem& problem, u32 row, Vector* slots)
+      : stream_(static_cast<const typename FORMAT::Bits*>(problem.logits) + problem.logits_offset(row), problem.V, slots),
+        V_(problem.V),
+        inverse_temperature_(problem.inverse_temperature(row)),
+        scale_(kLog2E * inverse_temperature_),
+        offered_(0),
+        best_(-FUSED_TOPK_INFINITY) {
+    if constexpr (MASK != kNoMask) mask_ = problem.row_mask(row);
   }
 
   // log2(e) / T of the row.
   __device__ __forceinline__ float scale() const { return scale_; }
   __device__ __forceinline__ float inverse_temperature() const { return inverse_temperature_; }
-  __device__ __forceinline__ typename FORMAT::Bits raw_logit(u32 index) const { return __ldg(row_ + index); }
+  __device__ __forceinline__ typename FORMAT::Bits raw_logit(u32 index) const { return stream_.raw_logit(index); }
+  __device__ __forceinline__ u32 tiles() const { return (V_ - 1) / RowTile::kElements + 1; }
 
-  __device__ __forceinline__ void begin_row() {
-#pragma unroll
-    for (u32 u = 0; u < VECTORS; ++u) best_[u] = -FUSED_TOPK_INFINITY;
-  }
+  __device__ __forceinline__ void request(u32 tile) { stream_.request(tile); }
+
   __device__ __forceinline__ void begin_part() { part_ = Normalizer{}; }
 
-  // Reads a tile, folds it into the part's (m, d) and finds the maxima of its vectors.
-  __device__ __forceinline__ void read(u32 first) {
-    tile_.template load<ALIGNED>(row_, V_, first);
+  // Takes a requested tile and finds each lane's maximum.
+  __device__ __forceinline__ void read(u32 tile) {
+    stream_.take(tile_, tile);
     if constexpr (MASK != kNoMask) {
       allowed_ = 0;
 #pragma unroll
       for (u32 u = 0; u < VECTORS; ++u)
         allowed_ |= mask_.template allowed<kPerVector>(tile_.index(u, 0), V_) << (u * kPerVector);
     }
-    float tile_max = -FUSED_TOPK_INFINITY;
     lane_max_ = -FUSED_TOPK_INFINITY;
 #pragma unroll
-    for (u32 u = 0; u < VECTORS; ++u) {
-      float vector_max = choosable(u, 0);
-#pragma unroll
-      for (u32 e = 1; e < kPerVector; ++e) vector_max = max_nan(vector_max, choosable(u, e));
-      best_[u] = max_nan(best_[u], vector_max);
-      lane_max_ = max_nan(lane_max_, vector_max);
-      if constexpr (MASK == kMaskChoice)
-#pragma unroll
-        for (u32 e = 0; e < kPerVector; ++e) tile_max = max_nan(tile_max, tile_.logit(u, e));
-    }
-    if constexpr (MASK != kMaskChoice) tile_max = lane_max_;
+    for (u32 u = 0; u < VECTORS; ++u) lane_max_ = max_nan(lane_max_, choosable_maximum(u));
+    best_ = max_nan(best_, lane_max_);
+    offered_of_tile_ = 0;
+  }
 
-    // The same m in every lane of the warp, so that the lanes' sums need no exponentials to be added up.
-    const u32 max_key = warp_max(order_key(__float_as_uint(tile_max)));
-    const float m = max_nan(part_.m, __uint_as_float(bits_of_key(max_key)));
+  // Folds the tile into the part's (m, d). m is the same in every lane of the warp, so that the lanes' sums need no
+  // exponentials to be added up.
+  __device__ __forceinline__ void fold() {
+    float tile_max = lane_max_;
+    if constexpr (MASK == kMaskChoice) {
+      tile_max = -FUSED_TOPK_INFINITY;
+#pragma unroll
+      for (u32 u = 0; u < VECTORS; ++u) tile_max = max_nan(tile_max, tile_.maximum(u));
+    }
+    const float m = max_nan(part_.m, warp_max(tile_max));
     const float base = reference_point(m);
+    // (x - base) * scale as one multiply-add, x * scale - offset. What rounding took from the offset is the same for all
+    // elements, and known exactly: it is put back into the sum.
+    const float offset = base * scale_;
+    const float lost = fmaf(base, scale_, -offset);
     tile_.forget_decoded();
     // Four chains of additions, so that none waits for another.
-    float d[4] = {part_.d * exp2_approx((part_.m - base) * scale_), 0.0f, 0.0f, 0.0f};
+    float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (fabsf(offset) < kLargestOffset) {
 #pragma unroll
-    for (u32 u = 0; u < VECTORS; ++u)
+      for (u32 u = 0; u < VECTORS; ++u)
 #pragma unroll
-      for (u32 e = 0; e < kPerVector; ++e) d[e % 4] += exp2_approx((normalized(u, e) - base) * scale_);
-    part_ = {m, (d[0] + d[1]) + (d[2] + d[3])};
+        for (u32 e = 0; e < kPerVector; ++e) d[e % 4] += exp2_approx(fmaf(normalized(u, e), scale_, -offset));
+      d[0] = ((d[0] + d[1]) + (d[2] + d[3])) * exp2_approx(-lost);
+    } else {
+      // Infinite, NaN, or so large that `lost` would be too: rare, so short rather than quick.
+#pragma unroll 1
+      for (u32 bit = 0; bit < RowTile::kPerLane; ++bit)
+        if (const u32 index = tile_.index(bit / kPerVector, bit % kPerVector); index < V_)
+          d[0] += exp2_approx((normalized_again(index, bit) - base) * scale_);
+    }
+    part_ = {m, part_.d * exp2_approx((part_.m - base) * scale_) + d[0]};
     tile_.forget_decoded();
   }
 
   // (m, d) of the part, the same in every lane. All 32 lanes call it.
   __device__ __forceinline__ Normalizer end_part() const { return {part_.m, warp_sum(part_.d)}; }
 
-  // A bound such that at least `wanted` of the elements read so far have keys >= it.
-  __device__ __forceinline__ u32 lower_bound(u32 wanted) const {
-    // The maxima of 32 lanes are enough while few of them are wanted; past that they are too loose.
-    if (VECTORS == 1 || wanted <= kWarpSize / 4) {
-      float best = best_[0];
+  // Publishes what the warp has read of the row.
+  template <class GROUP>
+  __device__ __forceinline__ void publish(KthBound<GROUP>& bound) const {
+    if (GROUP::kWarps > 8 && bound.needs_many()) {
+      u32 keys[VECTORS];
 #pragma unroll
-      for (u32 u = 1; u < VECTORS; ++u) best = max_nan(best, best_[u]);
-      const u32 keys[1] = {order_key(__float_as_uint(best))};
-      return warp_lower_bound(keys, wanted);
+      for (u32 u = 0; u < VECTORS; ++u) keys[u] = order_key(choosable_maximum(u));
+      bound.publish(keys);
+    } else {
+      bound.publish(order_key(best_));
     }
-    u32 keys[VECTORS];
-#pragma unroll
-    for (u32 u = 0; u < VECTORS; ++u) keys[u] = order_key(__float_as_uint(best_[u]));
-    return warp_lower_bound(keys, wanted);
   }
 
-  // Which of the lane's elements may be among the best: bit u * n + e for element e of vector u.
-  __device__ __forceinline__ u32 hits(u64 threshold) const {
-    // Behind the k-th best so far an equal logit has lost already: its index is greater.
-    const u32 key = key_of(threshold);
-    const bool is_behind = tile_.first > index_of(threshold);
-    const float least = __uint_as_float(bits_of_key(is_behind && key < kNanKey ? key + 1 : key));
-    // `not less` instead of `greater or equal`: a NaN must pass.
-    if (!__any_sync(kAllLanes, !(lane_max_ < least))) return 0;
-    u32 result = 0;
-#pragma unroll
-    for (u32 u = 0; u < VECTORS; ++u)
-#pragma unroll
-      for (u32 e = 0; e < kPerVector; ++e)
-        if (!(choosable(u, e) < least)) result |= 1u << (u * kPerVector + e);
-    return result;
-  }
-
-  // Offers the lane's elements in `todo` and returns those that did not fit.
-  template <class CANDIDATES>
-  __device__ __forceinline__ u32 offer(CANDIDATES& candidates, u32 todo) const {
-    while (__any_sync(kAllLanes, todo != 0)) {
-      u64 candidate = kNoCandidate;
-      if (todo != 0) {
-        const u32 bit = __ffs(todo) - 1;
-        const u32 index = tile_.index(bit / kPerVector, bit % kPerVector);
-        // Read again, from L1: registers cannot be indexed, and hits are few.
-        if (index < V_) candidate = make_candidate(key_at(index, bit), index);
-      }
-      if (!candidates.offer(candidate)) break;
-      todo &= todo - 1;
+  // Offers the tile's elements that may be among the best. False if the candidates are full: to be called again after a
+  // cut. All 32 lanes call it.
+  template <class GROUP>
+  __device__ __forceinline__ bool offer(Candidates<GROUP>& candidates, KthBound<GROUP>& bound) {
+    u32 lanes = lanes_with_hits(candidates);
+    if (lanes == 0) return true;
+    offered_ += __popc(lanes);
+    if (offered_ >= bound.worth()) {
+      publish(bound);
+      candidates.raise(bound.found());
+      lanes = lanes_with_hits(candidates);
+      if (lanes == 0) return true;
+      offered_ = __popc(lanes);
     }
-    return todo;
+    u32 todo = hits(candidates) & ~offered_of_tile_;
+    if (V_ - tile_.first < RowTile::kElements) todo &= tile_.is_element(V_);
+    if (!__any_sync(kAllLanes, todo != 0)) return true;
+    u32 place;
+    const bool is_enough = candidates.reserve(__popc(todo), place);
+    for (; todo != 0; todo &= todo - 1) {
+      const u32 bit = __ffs(todo) - 1;
+      const u32 index = tile_.index(bit / kPerVector, bit % kPerVector);
+      if (!candidates.store(place++, make_candidate(key_again(index, bit), index))) break;
+      offered_of_tile_ |= 1u << bit;
+    }
+    return is_enough;
   }
 
  private:
+  // The lanes of which an element may be among the best. `not less` instead of `greater or equal`: a NaN must pass.
+  template <class CANDIDATES>
+  __device__ __forceinline__ u32 lanes_with_hits(const CANDIDATES& candidates) const {
+    return __ballot_sync(kAllLanes, !(lane_max_ < candidates.least()));
+  }
+
+  // Which of the lane's elements may be: bit u * n + e for element e of vector u.
+  template <class CANDIDATES>
+  __device__ __forceinline__ u32 hits(const CANDIDATES& candidates) const {
+    // Behind the k-th best so far an equal logit has lost already: its index is greater.
+    const u32 key = key_of(candidates.threshold());
+    float least = candidates.least();
+    if (tile_.first > index_of(candidates.threshold())) {
+      if (key == kNanKey) return 0;
+      least = __uint_as_float(bits_of_key(key + 1));
+    }
+    u32 vectors = 0;
+#pragma unroll
+    for (u32 u = 0; u < VECTORS; ++u)
+      if (!(choosable_maximum(u) < least)) vectors |= 1u << u;
+    u32 result = 0;
+    // One vector of a few lanes, usually. It is read once more, since registers cannot be indexed.
+    for (; vectors != 0; vectors &= vectors - 1) {
+      const u32 u = __ffs(vectors) - 1;
+      const Vector vector = stream_.vector_again(tile_, u);
+      u32 bits = 0;
+#pragma unroll
+      for (u32 e = 0; e < kPerVector; ++e)
+        if (!(FORMAT::decode(vector.words, e) < least)) bits |= 1u << e;
+      result |= bits << (u * kPerVector);
+    }
+    return MASK == kNoMask ? result : result & allowed_or_lowest(least);
+  }
+
   __device__ __forceinline__ bool is_allowed(u32 u, u32 e) const {
     return MASK == kNoMask || (allowed_ >> (u * kPerVector + e)) & 1;
   }
-  __device__ __forceinline__ u32 key_at(u32 index, u32 bit) const {
+  // With a mask: the lane's elements that it allows, and if even -inf may be among the best, those that it hides.
+  __device__ __forceinline__ u32 allowed_or_lowest(float least) const {
+    return -FUSED_TOPK_INFINITY < least ? allowed_ : ~0u;
+  }
+
+  // Elements read once more, from where the tile came.
+  __device__ __forceinline__ float logit_again(u32 index) const {
+    return FORMAT::decode(stream_.logit_again(index, tile_));
+  }
+  __device__ __forceinline__ u32 key_again(u32 index, u32 bit) const {
     if (MASK != kNoMask && !((allowed_ >> bit) & 1)) return kNegativeInfinityKey;
-    return order_key(__float_as_uint(FORMAT::decode(raw_logit(index))));
+    return order_key(logit_again(index));
+  }
+  __device__ __forceinline__ float normalized_again(u32 index, u32 bit) const {
+    if (MASK == kMaskBoth && !((allowed_ >> bit) & 1)) return -FUSED_TOPK_INFINITY;
+    return logit_again(index);
   }
   // The logit as the choice of tokens sees it, and as (m, d) sees it.
   __device__ __forceinline__ float choosable(u32 u, u32 e) const {
@@ -150,63 +204,88 @@ class RowScan {
   __device__ __forceinline__ float normalized(u32 u, u32 e) const {
     return MASK == kMaskChoice ? tile_.logit(u, e) : choosable(u, e);
   }
+  __device__ __forceinline__ float choosable_maximum(u32 u) const {
+    if constexpr (MASK == kNoMask) return tile_.maximum(u);
+    float greatest = choosable(u, 0);
+#pragma unroll
+    for (u32 e = 1; e < kPerVector; ++e) greatest = max_nan(greatest, choosable(u, e));
+    return greatest;
+  }
 
-  const typename FORMAT::Bits* row_;  // [V]
+  // Past it, an offset's rounding error would exceed 1/4.
+  static constexpr float kLargestOffset = 4194304.0f;
+
+  Stream stream_;
   u32 V_;
   float inverse_temperature_;
   float scale_;
   RowMask mask_;
   RowTile tile_;
-  u32 allowed_;
-  float best_[VECTORS];  // the maxima of all that each of the lane's vectors has held
-  float lane_max_;       // of this tile
+  u32 allowed_;          // the lane's elements of the tile that the mask allows
+  u32 offered_of_tile_;  // those that have been offered
+  u32 offered_;          // lanes' hits since the warp last updated the bound
+  float lane_max_;       // of the tile
+  float best_;           // the greatest logit that the lane has read
   Normalizer part_;      // m: of the part so far; d: of this lane's share of it
 };
 
+// The tiles of a warp: those of part first_part + warp, then of every WARPS-th part after it.
+struct TileOrder {
+  u32 end;        // tile
+  u32 last_in;    // tiles of a part - 1
+  u32 to_next;    // from the last tile of a part to the warp's next
+
+  __device__ __forceinline__ bool ends_part(u32 tile) const { return (tile & last_in) == last_in || tile + 1 == end; }
+  __device__ __forceinline__ u32 after(u32 tile) const { return tile + ((tile & last_in) == last_in ? to_next : 1); }
+};
+
 // Reads parts [first_part, last_part) of a row with all threads of a group and leaves the best k of them (and a few
-// more, unsorted) in `candidates`; a barrier has followed the last offer. `finish_part(part, normalizer)` is called once for each part, by the whole warp that read it.
+// more, unsorted) in `candidates`; a barrier has followed the last add. `finish_part(part, normalizer)` is called once
+// for each part, by the whole warp that read it.
+//
+// The warps run free of each other but for the first bound and for cuts.
 template <class GROUP, class SCAN, class FINISH_PART>
 __device__ __forceinline__ void scan_parts(const Problem& problem, SCAN& scan, u32 first_part, u32 last_part, u32 k,
-                                           Candidates<GROUP>& candidates, FINISH_PART finish_part) {
-  constexpr u32 kTile = SCAN::RowTile::kElements;
-  constexpr u32 kMaxima = kWarpSize * (SCAN::RowTile::kPerLane / SCAN::kPerVector);
-  const u32 tiles = (problem.V + kTile - 1) / kTile;
-  // If each warp that reads anything has this many elements above a bound, the group has k.
-  const u32 warps = min(GROUP::kWarps, last_part - first_part);
-  const u32 wanted = (k + warps - 1) / warps;
-  const bool is_bounded = wanted <= kMaxima;
+                                           Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
+                                           FINISH_PART finish_part) {
+  const u32 log2 = problem.tiles_per_part_log2;
+  const TileOrder order = {min(last_part << log2, scan.tiles()), (1u << log2) - 1, ((GROUP::kWarps - 1) << log2) + 1};
+  u32 tile = (first_part + GROUP::warp()) << log2;
+  u32 ahead = tile;
+#pragma unroll
+  for (u32 i = 0; i < 2; ++i) {
+    scan.request(ahead < order.end ? ahead : ~0u);
+    ahead = order.after(ahead);
+  }
   candidates.restart(k);
+  bool is_open = tile < order.end;
+  scan.begin_part();
+  if (is_open) {
+    scan.read(tile);
+    scan.publish(bound);
+    scan.fold();
+  } else {
+    bound.abstain();
+  }
   GROUP::sync();
-  scan.begin_row();
-  u32 turn = 0;
-  for (u32 round = first_part; round < last_part; round += GROUP::kWarps) {
-    const u32 part = round + GROUP::warp();
-    scan.begin_part();
-    for (u32 t = 0; t < 1u << problem.tiles_per_part_log2; ++t) {
-      // Only the row's last part can be short of tiles.
-      if ((round << problem.tiles_per_part_log2) + t >= tiles) break;
-      const u32 tile = (part << problem.tiles_per_part_log2) + t;
-      const bool has_tile = part < last_part && tile < tiles;
-      if (has_tile) scan.read(tile * kTile);
-
-      // A new bound each time twice as much has been read: as the bound improves, ever fewer elements pass it.
-      ++turn;
-      bool is_raising = is_bounded && (turn & (turn - 1)) == 0;
-      bool is_first_try = true;
-      u32 todo = ~0u;
-      while (true) {
-        if (is_raising) candidates.raise_together(GROUP::warp() < warps ? scan.lower_bound(wanted) : ~0u);
-        todo = has_tile ? todo & scan.hits(candidates.threshold()) : 0;
-        // So many hits call for a better bound first (a row in ascending order, where every element beats the last).
-        const bool is_flood = is_first_try && is_bounded && !is_raising && warp_count(todo) > kWarpSize + 2 * wanted;
-        if (!is_flood) todo = scan.offer(candidates, todo);
-        if (!GROUP::any(todo != 0 || candidates.is_crowded())) break;
-        candidates.trim();
-        is_raising = is_first_try && is_bounded && !is_raising;
-        is_first_try = false;
-      }
+  candidates.raise(bound.found());
+  while (true) {
+    while (is_open) {
+      if (!scan.offer(candidates, bound)) break;
+      scan.request(ahead < order.end ? ahead : ~0u);
+      ahead = order.after(ahead);
+      const bool ends_part = order.ends_part(tile);
+      if (ends_part) finish_part(tile >> log2, scan.end_part());
+      tile = order.after(tile);
+      is_open = tile < order.end;
+      if (!is_open) break;
+      scan.read(tile);
+      if (ends_part) scan.begin_part();
+      scan.fold();
     }
-    if (part < last_part) finish_part(part, scan.end_part());
+    // Whoever still has something to offer has found the candidates full.
+    if (!GROUP::any(is_open)) break;
+    candidates.cut(candidates.enough());
   }
 }
 

@@ -13,9 +13,12 @@
 
 namespace fused_topk {
 
-template <u32 WARPS>
+// What a group keeps in shared memory, besides its warps' tiles.
+template <class GROUP>
 struct GroupShared {
-  CandidatesShared<WARPS> candidates;
+  typename KthBound<GROUP>::Shared bound, share_bound;
+  u64 slots[Candidates<GROUP>::kCapacity];
+  CandidatesShared<GROUP> candidates;
   float2 lanes[kWarpSize];
   u32 is_last;
 };
@@ -72,14 +75,14 @@ __device__ __forceinline__ void write_row(const Problem& problem, u32 row, u32 k
 // Leaves a row's sorted `chosen` [k] where the sequence's last row finds them. They are sorted by logit, hence by
 // accumulated value; among equal values the place in the lists decides: smaller beam first, then the row's own order.
 template <class GROUP>
-__device__ __forceinline__ void hand_over_beam(const Problem& problem, u32 row, u32 k, const u64* chosen,
+__device__ __forceinline__ void hand_over_beam(const Problem& problem, u32 row, u32 sequence, u32 k, const u64* chosen,
                                                const RowResult& result) {
-  const u32 beam = u32(row % problem.beams);
-  const float score = __ldg(problem.beam_scores + i64(row / problem.beams) * problem.beam_scores_strides[0] +
+  const u32 beam = row - sequence * problem.beams;
+  const float score = __ldg(problem.beam_scores + sequence * problem.beam_scores_strides[0] +
                             beam * problem.beam_scores_strides[1]);
   for (u32 i = GROUP::thread(); i < k; i += GROUP::kThreads) {
     const float value = score + result.log_probability(logit_of(chosen[i]));
-    problem.beam_lists[i64(row) * k + i] = make_candidate(order_key(__float_as_uint(value)), beam * k + i);
+    problem.beam_lists[i64(row) * k + i] = make_candidate(order_key(value), beam * k + i);
     problem.beam_tokens[i64(row) * k + i] = index_of(chosen[i]);
   }
 }
@@ -96,8 +99,22 @@ __device__ __forceinline__ void write_sequence(const Problem& problem, u32 seque
   }
 }
 
-// What a group's candidates are the best of.
-enum Scope : u32 { kShareOfRow, kRow, kSequence };
+// Blocks into a row: lane a's merge of the states of parts a, a + 32, ..., that the blocks left in `states` [parts].
+__device__ __forceinline__ Normalizer merge_parts(const float2* states, u32 parts, float scale) {
+  constexpr u32 kAtATime = 4;
+  Normalizer result;
+  for (u32 first = lane_id(); first < parts; first += kAtATime * kWarpSize) {
+    float2 state[kAtATime];
+#pragma unroll
+    for (u32 i = 0; i < kAtATime; ++i) {
+      const u32 part = first + i * kWarpSize;
+      state[i] = part < parts ? load_from_other_block(states + part) : float2{-FUSED_TOPK_INFINITY, 0.0f};
+    }
+#pragma unroll
+    for (u32 i = 0; i < kAtATime; ++i) result = merge(result, {state[i].x, state[i].y}, scale, exp2_approx);
+  }
+  return result;
+}
 
 // Warps that must fit on a multiprocessor, which caps a thread's registers: at 80 up to compute capability 9.0. A mask
 // needs some more, and later compilers' targets too: with fewer, NVRTC 13.4 spills (tests/test_cuda_compile.py).
@@ -109,41 +126,44 @@ constexpr u32 resident_warps(u32 mask) {
 #endif
 }
 
+// Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors.
 template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED, u32 MASK>
 __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident_warps(MASK) / (WARPS == 1 ? 4 : WARPS))
     softmax_topk_kernel(const __grid_constant__ Problem problem) {
   using GROUP = Group<WARPS>;
-  using Bits = typename FORMAT::Bits;
+  // Where a row is one tile there is nothing to fetch ahead, and where k is large the candidates take the room.
+  constexpr bool kInBackground = WARPS <= 8 && Tile<FORMAT, VECTORS>::kElements > 256;
+  using SCAN = RowScan<FORMAT, VECTORS, ALIGNED, MASK, kInBackground>;
   constexpr u32 kRowsPerBlock = GROUP::kIsWarp ? 4 : 1;
-  extern __shared__ __align__(16) u64 all_slots[];  // [kRowsPerBlock, problem.capacity]
-  __shared__ GroupShared<WARPS> all_shared[kRowsPerBlock];
+  __shared__ GroupShared<GROUP> all_shared[kRowsPerBlock];
+  extern __shared__ Vector tile_slots[];
 
   const u32 own = GROUP::kIsWarp ? threadIdx.x / kWarpSize : 0;
-  const u32 splits = GROUP::kIsWarp ? 1 : problem.splits;
-  const u32 split = blockIdx.x % splits;
-  const u32 row = blockIdx.x / splits * kRowsPerBlock + own;
+  const u32 splits = GROUP::kIsWarp ? 1 : gridDim.y;
+  const u32 split = GROUP::kIsWarp ? 0 : blockIdx.y;
+  const u32 row = blockIdx.x * kRowsPerBlock + own;
   // Only whole groups leave, so no barrier misses a thread.
   if (row >= problem.rows) return;
-  GroupShared<WARPS>& shared = all_shared[own];
-  u64* slots = all_slots + own * problem.capacity;
+  GroupShared<GROUP>& shared = all_shared[own];
 
   // With beams, k is the sequence's; a row gives at most its V.
   const u32 k = problem.beams ? min(problem.k, problem.V) : problem.k;
   const u32 parts = problem.parts_per_row;
-  // There are at most 1024 parts, so nothing overflows.
-  const u32 first_part = parts * split / splits;
-  const u32 last_part = parts * (split + 1) / splits;
-  const u64 part_length = u64(Tile<FORMAT, VECTORS>::kElements) << problem.tiles_per_part_log2;
-  const u64 share = min(last_part * part_length, u64(problem.V)) - first_part * part_length;
-  const u32 k_share = u32(min(u64(k), share));
+  const u32 first_part = split * problem.parts_per_split + min(split, problem.splits_with_one_more);
+  const u32 last_part = first_part + problem.parts_per_split + (split < problem.splits_with_one_more);
+  // V < 2^31 and a part has at most 2^21 tokens, so nothing overflows.
+  const u32 log2_length = problem.tiles_per_part_log2 + SCAN::RowTile::kLog2Elements;
+  const u32 k_share = min(k, min(last_part << log2_length, problem.V) - (first_part << log2_length));
 
-  RowScan<FORMAT, VECTORS, ALIGNED, MASK> scan(problem, row);
+  SCAN scan(problem, row, tile_slots + threadIdx.x / kWarpSize * SCAN::Stream::kWarpVectors);
   const float scale = scan.scale();
-  Candidates<GROUP> candidates(slots, problem.capacity, problem.trim_at, shared.candidates);
+  Candidates<GROUP> candidates(shared.slots, shared.candidates);
+  const u32 readers = min(last_part - first_part, WARPS);
+  KthBound<GROUP> bound(shared.bound, k_share, readers);
   // Lane a holds the merge of parts a, a + 32, ... in that order, however many warps and blocks the row has: so the same
   // row gives the same bits.
   Normalizer lane_state;
-  scan_parts(problem, scan, first_part, last_part, k_share, candidates, [&](u32 part, Normalizer state) {
+  scan_parts(problem, scan, first_part, last_part, k_share, candidates, bound, [&](u32 part, Normalizer state) {
     if (splits > 1) {
       if (lane_id() == 0) problem.parts[i64(row) * parts + part] = state;
     } else if (lane_id() == part % kWarpSize) {
@@ -160,49 +180,69 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
     }
   }
 
-  // Blocks into a row, rows into a sequence: the group sorts what it has; unless that is the answer, it hands its list
-  // over, and the last group to arrive merges all of them and goes round again.
   RowResult result = {0.0f, 0.0f, scan.inverse_temperature()};
-  Scope scope = splits > 1 ? kShareOfRow : kRow;
-  while (true) {
-    candidates.trim(/*must_sort=*/true);
-    const u64* lists;
-    u32 num_lists, wanted;
-    if (scope == kShareOfRow) {
-      u64* list = problem.lists + (i64(row) * splits + split) * k;
-      for (u32 i = GROUP::thread(); i < k; i += GROUP::kThreads) list[i] = i < k_share ? slots[i] : kNoCandidate;
-      if (!arrives_last<GROUP>(problem.row_tickets + row, splits, shared.is_last)) return;
-      for (u32 part = lane_id(); part < parts; part += kWarpSize) {
-        const float2 state =
-            load_from_other_block(reinterpret_cast<const float2*>(problem.parts) + i64(row) * parts + part);
-        lane_state = merge(lane_state, {state.x, state.y}, scale, exp2_approx);
-      }
-      lists = problem.lists + i64(row) * splits * k;
-      num_lists = splits;
-      wanted = k;
-      scope = kRow;
-    } else if (scope == kRow) {
-      const Normalizer state = warp_merge(lane_state, scale);
-      result.m = state.m;
-      result.d = state.d;
-      if (GROUP::thread() == 0) problem.logsumexp[row] = result.logsumexp();
-      if (problem.beams == 0) {
-        write_row<GROUP, FORMAT>(problem, row, k, slots, scan, result);
-        return;
-      }
-      hand_over_beam<GROUP>(problem, row, k, slots, result);
-      const u32 sequence = row / problem.beams;
-      if (!arrives_last<GROUP>(problem.beam_tickets + sequence, problem.beams, shared.is_last)) return;
-      lists = problem.beam_lists + i64(sequence) * problem.beams * k;
-      num_lists = problem.beams;
-      wanted = problem.k;
-      scope = kSequence;
+  const u64* chosen;  // [k], best first
+  u32 lists = splits;
+  u32 length = problem.list_length;
+  const u64* source = problem.lists + i64(row) * splits * (length + 1);
+  const u64* bounds = source + splits * length;
+  u32 bounds_stride = 1;
+  u32 sequence = 0;
+  if (splits > 1) {
+    // Blocks into a row: whoever is not alone hands over what may be among the best, and a bound; the last to arrive
+    // gathers all of it.
+    // What all of the share's elements prove by now is the bound to hand over, and drops most of what passed early.
+    KthBound<GROUP> share_bound(shared.share_bound, (k + splits - 1) / splits, readers);
+    if (GROUP::warp() < readers && !bound.needs_many()) {
+      scan.publish(bound);
+      scan.publish(share_bound);
+    } else if (GROUP::warp() < readers) {
+      // Too many numbers for what they would tell.
+      share_bound.publish(kNoKey);
     } else {
-      write_sequence<GROUP>(problem, row / problem.beams, k, slots);
+      share_bound.abstain();
+    }
+    GROUP::sync();
+    candidates.raise(bound.found());
+    const u32 key = share_bound.found();
+    if (GROUP::thread() == 0) const_cast<u64*>(bounds)[split] = make_candidate(key, 0);
+    u64* list = const_cast<u64*>(source) + split * length;
+    const u32 count = candidates.shorten(length);
+    for (u32 i = GROUP::thread(); i < length; i += GROUP::kThreads)
+      list[i] = i < count ? candidates.slots()[i] : kNoCandidate;
+    if (!arrives_last<GROUP>(problem.row_tickets + row, splits, shared.is_last)) return;
+  }
+  bool is_sequence = false;
+#pragma unroll 1
+  while (true) {
+    if (splits > 1 || is_sequence)
+      gather(source, lists, length, bounds, bounds_stride, is_sequence ? problem.k : k, candidates, [&] {
+        if (!is_sequence)
+          lane_state = merge_parts(reinterpret_cast<const float2*>(problem.parts) + i64(row) * parts, parts, scale);
+      });
+    chosen = candidates.sort();
+    if (is_sequence) break;
+    const Normalizer state = warp_merge(lane_state, scale);
+    result.m = state.m;
+    result.d = state.d;
+    if (GROUP::thread() == 0) problem.logsumexp[row] = result.logsumexp();
+    if (problem.beams == 0) {
+      write_row<GROUP, FORMAT>(problem, row, k, chosen, scan, result);
       return;
     }
-    merge_lists(lists, num_lists, k, wanted, candidates);
+    // Rows into a sequence, likewise.
+    sequence = row / problem.beams;
+    hand_over_beam<GROUP>(problem, row, sequence, k, chosen, result);
+    if (!arrives_last<GROUP>(problem.beam_tickets + sequence, problem.beams, shared.is_last)) return;
+    lists = problem.beams;
+    length = k;
+    source = problem.beam_lists + i64(sequence) * lists * k;
+    // Sorted lists: each one's ceil(problem.k / beams)-th candidate is its bound.
+    bounds = source + (problem.k + lists - 1) / lists - 1;
+    bounds_stride = k;
+    is_sequence = true;
   }
+  write_sequence<GROUP>(problem, sequence, k, chosen);
 }
 
 }  // namespace fused_topk

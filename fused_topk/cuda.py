@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import env, kernel_source
-from .kernel_choice import MAX_K, KernelChoice, choose
+from .kernel_choice import MAX_K, VARIANTS, KernelChoice, choose, list_length
 from .layout import collapse
 from .problem import Problem, TopK
 
@@ -30,10 +30,13 @@ _FORMATS = {
 _VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2}
 _MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
 _LEADING_DIMS = 4
-# struct Problem of csrc/problem.cuh, field by field: 13 pointers, 15 strides, 7 sizes, the temperature, 9 numbers.
-_PROBLEM = struct.Struct("<13Q15q7If9I4x")
+# struct Problem of csrc/problem.cuh, field by field.
+_PROBLEM = struct.Struct("<Qq7If7Q10I12qQqQ2q3Q")
 _PROBLEM_DTYPE = np.dtype(f"V{_PROBLEM.size}")
 _MAX_ROWS = 2**31 - 1
+# Of the driver's enumeration CUfunction_attribute.
+_SHARED_SIZE_BYTES = 1
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
 
 def unavailable() -> str | None:
@@ -70,14 +73,14 @@ def read_rows(logits: Tensor) -> None:
     blocks = max(1, min(-(-vectors // (threads * per_thread)), 2**31 - 1))
     function = _function(device, "fused_topk::read_rows_kernel")
     arguments = (np.uint64(logits.data_ptr()), np.int64(vectors), np.uint64(0))
-    _call(function, blocks, threads, arguments, 0, device)
+    _call(function, (blocks,), threads, arguments, device)
 
 
 def kernel_names() -> list[str]:
     """Every variant that a launch can ask for, as name expressions for NVRTC."""
     names = ["fused_topk::read_rows_kernel"]
     for dtype, name in _FORMATS.items():
-        for warps, vectors in ((1, dtype.itemsize // 2), (1, 4), (8, 4), (16, 4)):
+        for warps, vectors in VARIANTS[dtype.itemsize]:
             for aligned in (True, False):
                 names += [_kernel_name(name, warps, vectors, aligned, mask) for mask in (0, 1, 2)]
     return names
@@ -93,7 +96,7 @@ def compile_kernel(kernel: str, architecture: int) -> tuple[bytes, str, str]:
         RuntimeError: the code does not compile; carries the compiler's log.
     """
     nvrtc: Any = _nvrtc()
-    program = nvrtc.createProgram(kernel_source.translation_unit(), "fused_topk.cu", [], [])
+    program = nvrtc.createProgram(kernel_source.translation_unit(kernel), "fused_topk.cu", [], [])
     try:
         nvrtc.addNameExpression(program, kernel)
         options = (
@@ -165,7 +168,7 @@ def _launch(
         )
         return _launch(contiguous, beam_scores, out, choice)
     strides += [[0] * len(sizes)] * (3 - len(strides))
-    padding = _LEADING_DIMS - len(sizes)
+    padding = [0] * (_LEADING_DIMS - len(sizes))
 
     device = logits.get_device()
     itemsize = logits.element_size()
@@ -184,7 +187,8 @@ def _launch(
     beams = 0 if beam_scores is None else leading[1]
     k_row = min(k, vocab_size)
     # 8-byte words: candidates and (m, d) of the row's blocks, then candidates and tokens of the beams.
-    lists = rows * splits * k_row if splits > 1 else 0
+    length = list_length(k_row)
+    lists = rows * splits * (length + 1) if splits > 1 else 0
     parts = rows * choice.parts if splits > 1 else 0
     beam_lists = rows * k_row if beams else 0
     workspace = lists_at = parts_at = beam_lists_at = beam_tokens_at = row_tickets_at = beam_tickets_at = 0
@@ -200,47 +204,48 @@ def _launch(
 
     packed = _PROBLEM.pack(
         address,
-        out.values.data_ptr(),
-        out.indices.data_ptr(),
-        out.logsumexp.data_ptr(),
-        0 if mask is None else mask.data_ptr(),
-        0 if row_temperature is None else row_temperature.data_ptr(),
-        0 if beam_scores is None else beam_scores.data_ptr(),
-        lists_at,
-        parts_at,
-        beam_lists_at,
-        beam_tokens_at,
-        row_tickets_at,
-        beam_tickets_at,
-        *([0] * padding + strides[0]),
-        *([0] * padding + strides[1]),
-        *([0] * padding + strides[2]),
-        *((0, 0) if beam_scores is None else beam_scores.stride()),
-        0 if mask is None else mask.stride(-1),
-        *([1] * padding + sizes),
+        strides[0][-1],
         rows,
         vocab_size,
         k,
-        problem.temperature,
-        _VALUE_KINDS[problem.values],
-        problem.normalize == "topk",
-        0 if mask is None or mask.dtype == torch.bool else 1,
-        beams,
-        splits,
         choice.parts,
         choice.tiles_per_part.bit_length() - 1,
-        choice.capacity,
-        choice.trim_at,
+        *divmod(choice.parts, splits),
+        problem.temperature,
+        0 if row_temperature is None else row_temperature.data_ptr(),
+        lists_at,
+        parts_at,
+        row_tickets_at,
+        out.logsumexp.data_ptr(),
+        out.values.data_ptr(),
+        out.indices.data_ptr(),
+        length,
+        _VALUE_KINDS[problem.values],
+        problem.normalize == "topk",
+        beams,
+        len(sizes),
+        *(sizes[::-1] + padding),
+        0 if mask is None or mask.dtype == torch.bool else 1,
+        *(strides[0][::-1] + padding),
+        *(strides[1][::-1] + padding),
+        *(strides[2][::-1] + padding),
+        0 if mask is None else mask.data_ptr(),
+        0 if mask is None else mask.stride(-1),
+        0 if beam_scores is None else beam_scores.data_ptr(),
+        *((0, 0) if beam_scores is None else beam_scores.stride()),
+        beam_lists_at,
+        beam_tokens_at,
+        beam_tickets_at,
     )
-    # One element of 296 bytes: CuPy passes it by value.
+    # One element of 304 bytes: CuPy passes it by value.
     argument = np.frombuffer(packed, _PROBLEM_DTYPE)
     _call(
         function,
-        choice.blocks(rows),
+        choice.grid(rows),
         choice.threads,
         (argument,),
-        choice.shared_bytes,
         device,
+        choice.tile_slot_bytes,
     )
 
 
@@ -253,18 +258,18 @@ def _readable(logits: Tensor, mask: Tensor | None) -> Tensor:
 
 def _call(
     function: Any,
-    blocks: int,
+    grid: tuple[int, ...],
     threads: int,
     arguments: tuple[Any, ...],
-    shared_bytes: int,
     device: int,
+    shared_bytes: int = 0,
 ) -> None:
     stream = _stream(torch._C._cuda_getCurrentRawStream(device))
     if device == torch.cuda.current_device():
-        function((blocks,), (threads,), arguments, shared_bytes, stream)
+        function(grid, (threads,), arguments, shared_bytes, stream)
     else:
         with torch.cuda.device(device):
-            function((blocks,), (threads,), arguments, shared_bytes, stream)
+            function(grid, (threads,), arguments, shared_bytes, stream)
 
 
 @cache
@@ -336,7 +341,12 @@ def _load(device: int, kernel: str) -> Any:
         module = cupy.cuda.function.Module()
         module.load(binary)
         _reserve_tickets(device)
-        return module.get_function(entry.decode())
+        function = module.get_function(entry.decode())
+        # More than 48 KiB of dynamic shared memory must be asked for.
+        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        static = cupy.cuda.driver.funcGetAttribute(_SHARED_SIZE_BYTES, function.ptr)
+        cupy.cuda.driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, limit - static)
+        return function
 
 
 @cache

@@ -6,14 +6,14 @@ The kernel (csrc/softmax_topk.cu) is one algorithm; the choice is who owns a row
 =============== ======================================================= ====================================
 regime          owner                                                   when
 =============== ======================================================= ====================================
-short rows      one warp, the row in registers (one tile)               V <= TILE, k <= 64
+short rows      one warp, the row in registers (one tile)               k <= 32 and V <= 1024
 warp per row    one warp, tile by tile, four rows a block               rows fill the GPU, k <= 64
 block per row   all warps of a block                                    rows fill the GPU, k > 64
 split row       several blocks; the last to arrive merges               too few rows for that
 =============== ======================================================= ====================================
 
-How a row is cut into parts, and in which order their sums are added, follows from V and the dtype alone. So a row has
-the same result, bit for bit, in whatever batch it comes and whichever regime is chosen.
+How a row is cut into parts, and in which order their sums are added, follows from V alone. So a row has the same result,
+bit for bit, in whatever batch it comes and whichever regime is chosen.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ from typing import NamedTuple
 MAX_K = 2048
 """The largest k that the kernels take. Beyond, an automatic choice of backend falls back to torch operations."""
 
+VARIANTS = {2: ((1, 1), (1, 4), (8, 4), (16, 4)), 4: ((1, 2), (1, 8), (8, 8), (16, 8))}
+"""(warps, vectors) of the kernels that there are, for elements of 2 and of 4 bytes: tiles of 256 or 1024 elements."""
+
 _MAX_PARTS = 1024
-_PART = 1024
-_VECTOR_BYTES = 16
-_WARP = 32
+_TILE = 1024
+_SHORT_TILE = 256
+_WARP_BYTES = 512  # that a warp reads with one load of 16 bytes a lane
+_WARPS_PER_ROW_GROUP = 4  # where a warp owns a row, a block packs four
 
 
 class KernelChoice(NamedTuple):
@@ -37,20 +41,21 @@ class KernelChoice(NamedTuple):
     splits: int  # blocks that share a row
     parts: int  # pieces of a row, each summed by one warp
     tiles_per_part: int  # a power of two
-    capacity: int  # slots for candidates in shared memory
-    trim_at: int  # how full they may get before they are cut back to the best k
 
     @property
     def rows_per_block(self) -> int:
-        return 4 if self.warps == 1 else 1
+        return _WARPS_PER_ROW_GROUP if self.warps == 1 else 1
 
     @property
     def threads(self) -> int:
-        return _WARP * (4 if self.warps == 1 else self.warps)
+        return 32 * self.warps * self.rows_per_block
 
     @property
-    def shared_bytes(self) -> int:
-        return 8 * self.capacity * self.rows_per_block
+    def tile_slot_bytes(self) -> int:
+        """Dynamic shared memory: two tiles for each warp, and 16 bytes each for the straddle of an unaligned row."""
+        if self.warps > 8 or self.vectors < 4:
+            return 0
+        return self.threads // 32 * 2 * (self.vectors * _WARP_BYTES + 16)
 
     @property
     def regime(self) -> str:
@@ -58,49 +63,49 @@ class KernelChoice(NamedTuple):
             return "short rows" if self.parts * self.tiles_per_part == 1 else "warp per row"
         return "block per row" if self.splits == 1 else "split row"
 
-    def blocks(self, rows: int) -> int:
-        return -(-rows // self.rows_per_block) * self.splits
+    def grid(self, rows: int) -> tuple[int, int]:
+        """Blocks: over the rows, and over a row."""
+        return -(-rows // self.rows_per_block), self.splits
 
 
 def choose(rows: int, vocab_size: int, k: int, itemsize: int, multiprocessors: int) -> KernelChoice:
-    """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors."""
-    vectors, parts, tiles_per_part = _cut(vocab_size, itemsize)
-    if k <= 64 and (parts * tiles_per_part <= 2 or rows >= 16 * multiprocessors):
-        return KernelChoice(1, vectors, 1, parts, tiles_per_part, *_buffer(1, k))
-    warps = 8 if k <= 256 else 16
-    splits = _splits(rows, parts, warps, multiprocessors)
-    return KernelChoice(warps, max(vectors, _tile_vectors(itemsize)), splits, parts, tiles_per_part, *_buffer(warps, k))
+    """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors.
+
+    What the limits were measured with, on an H200 (132 multiprocessors), in µs:
+
+    - a warp or 8 warps a row: 4000 x 25000 fp32 k = 5: 110 or 125; k = 64: 169 or 177;
+    - 8 or 16 warps: 16 x 128256 bf16 k = 8: 11.0 or 10.1, 10 x 25000 fp32 k = 5: 8.6 or 7.4, 128 x 1048576: 157 or 129,
+      but 32 x 262144 bf16 k = 20: 19.1 or 21.1, 16 x 262144 bf16 k = 64: 17.7 or 19.3, 256 x 128256 fp32 k = 8: 43 or 46;
+      and where k is larger again 64 x 128256 fp32 k = 128: 30.2 or 25.6.
+    """
+    tile, parts, tiles_per_part = _cut(vocab_size)
+    if (k <= 32 and parts == 1) or (k <= 64 and rows >= 16 * multiprocessors):
+        return KernelChoice(1, tile * itemsize // _WARP_BYTES, 1, parts, tiles_per_part)
+    warps = 8 if 16 < k <= 64 or (k <= 16 and rows > multiprocessors) else 16
+    splits = _splits(rows, parts, warps, k, multiprocessors)
+    return KernelChoice(warps, _TILE * itemsize // _WARP_BYTES, splits, parts, tiles_per_part)
 
 
-def _tile_vectors(itemsize: int) -> int:
-    return 4
+def list_length(k: int) -> int:
+    """Candidates that a block of a split row hands over at most: each one more than k saves steps of the cut before
+    (Candidates::shorten() of csrc/candidates.cuh), and costs after."""
+    return 2 * k + 32 if k <= 64 else max(512, 2 * k)
 
 
-def _cut(vocab_size: int, itemsize: int) -> tuple[int, int, int]:
-    """(vectors of a tile, parts of a row, tiles of a part)."""
-    per_vector = _VECTOR_BYTES // itemsize
-    if vocab_size <= 256:
-        return 256 // (_WARP * per_vector), 1, 1
-    tile = 4 * _WARP * per_vector
-    part = _PART
-    while part * _MAX_PARTS < vocab_size:
-        part *= 2
-    if vocab_size <= tile:
-        return 4, 1, 1
-    return 4, -(-vocab_size // part), max(part // tile, 1)
+def _cut(vocab_size: int) -> tuple[int, int, int]:
+    """(elements of a tile, parts of a row, tiles of a part)."""
+    if vocab_size <= _SHORT_TILE:
+        return _SHORT_TILE, 1, 1
+    tiles_per_part = 1
+    while _TILE * tiles_per_part * _MAX_PARTS < vocab_size:
+        tiles_per_part *= 2
+    return _TILE, -(-vocab_size // (_TILE * tiles_per_part)), tiles_per_part
 
 
-def _buffer(warps: int, k: int) -> tuple[int, int]:
-    """(capacity, trim_at), so that k < trim_at <= capacity - 32."""
-    if warps == 1:
-        return 128, 64 if k <= 32 else 96
-    if k <= 64:
-        return 256, 160
-    capacity = min(4096, 1 << (4 * k - 1).bit_length())
-    return capacity, capacity * 3 // 4
-
-
-def _splits(rows: int, parts: int, warps: int, multiprocessors: int) -> int:
-    """Enough blocks to fill the GPU, but none with less than one part for each of its warps."""
+def _splits(rows: int, parts: int, warps: int, k: int, multiprocessors: int) -> int:
+    """Enough blocks to fill the GPU, but none with less than a part for each of its warps, two where k is large and
+    merging dear; and no more than it takes for a warp's number of parts."""
     resident = multiprocessors * (24 // warps)
-    return max(1, min(resident // max(rows, 1), -(-parts // warps)))
+    most = max(1, min(resident // max(rows, 1), -(-parts // warps)))
+    parts_per_warp = max(-(-parts // (most * warps)), 2 if k > 32 else 1)
+    return -(-parts // (warps * parts_per_warp))

@@ -18,6 +18,7 @@ SOURCES = (
     "platform.cuh",
     "row.cuh",
     "group.cuh",
+    "bound.cuh",
     "candidates.cuh",
     "problem.cuh",
     "scan.cuh",
@@ -26,6 +27,12 @@ SOURCES = (
     "read_rows.cu",
 )
 """Reading order, and the order in which they are joined. Their own #include lines are for editors and C++ compilers."""
+
+FULL_ROW_SOURCES = (*SOURCES[:4], "cluster.cuh", "full_row.cuh", "softmax_rows.cu")
+"""Likewise of the kernels in the namespace fused_topk::full_rows: a unit of their own, so that each compiles quickly."""
+
+LADDER_SOURCES = (*SOURCES[:3], "ladder.cu")
+"""Likewise of the namespace fused_topk::ladder."""
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 120)
 """Compute capabilities (times ten) that every kernel is compiled for in the tests."""
@@ -44,12 +51,23 @@ def source_folder() -> Path:
     return installed if installed.is_dir() else here.parent / "csrc"
 
 
+def sources_of(kernel: str) -> tuple[str, ...]:
+    """The files that a kernel, named as NVRTC wants it, is compiled from."""
+    if kernel.startswith("fused_topk::full_rows::"):
+        return FULL_ROW_SOURCES
+    return LADDER_SOURCES if kernel.startswith("fused_topk::ladder::") else SOURCES
+
+
+def translation_unit(kernel: str) -> str:
+    """The CUDA code that has a kernel, one file after the other. Compiling it needs no include path."""
+    return _joined(sources_of(kernel))
+
+
 @cache
-def translation_unit() -> str:
-    """All of the CUDA code, one file after the other. Compiling it needs no include path."""
+def _joined(sources: tuple[str, ...]) -> str:
     folder = source_folder()
     pieces = []
-    for name in SOURCES:
+    for name in sources:
         text = (folder / name).read_text(encoding="utf-8")
         pieces.append(
             f'#line 1 "{name}"\n'
@@ -65,7 +83,7 @@ def translation_unit() -> str:
 
 def cache_key(kernel: str, architecture: int, compiler_version: str) -> str:
     """A name for a compiled kernel that changes with everything that changes the binary."""
-    parts = (kernel, str(architecture), compiler_version, *OPTIONS, translation_unit())
+    parts = (kernel, str(architecture), compiler_version, *OPTIONS, translation_unit(kernel))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from fused_topk import cuda
-from fused_topk.kernel_choice import MAX_K, KernelChoice, choose
+from fused_topk.kernel_choice import MAX_K, KernelChoice, choose, list_length
 
 ROWS = (1, 2, 3, 8, 37, 64, 132, 500, 1000, 2112, 4096, 100_000, 2**31 - 1)
 VOCABS = (
@@ -53,15 +53,16 @@ def problems():
     [
         (4096, 128, 8, 4, "short rows"),
         (1, 200, 5, 2, "short rows"),
-        (37, 512, 64, 4, "short rows"),
-        (37, 1024, 64, 2, "short rows"),
+        (37, 512, 32, 4, "short rows"),
+        (37, 1024, 32, 2, "short rows"),
+        (37, 1024, 64, 2, "block per row"),
         (4000, 4000, 5, 4, "warp per row"),
         (4000, 100000, 5, 4, "warp per row"),
         (4000, 100, 100, 4, "block per row"),
         (4000, 25000, 300, 4, "block per row"),
         (1, 128256, 8, 2, "split row"),
         (64, 128256, 8, 2, "split row"),
-        (8, 32000, 1000, 4, "split row"),
+        (8, 128256, 1000, 4, "split row"),
     ],
 )
 def test_choose_regime(rows, vocab_size, k, itemsize, regime):
@@ -81,21 +82,29 @@ def test_choose_covers_the_row():
 
 
 def test_choose_fits_the_machine():
-    """Within what every GPU since compute capability 7.5 grants a launch without asking."""
+    """Dynamic and static shared memory (at most 35 KiB of it) within what a block gets since compute capability 8.0."""
     for problem in problems():
         choice = choose(*problem)
-        assert choice.shared_bytes <= 48 * 1024, (problem, choice)
+        assert choice.tile_slot_bytes <= (64 << 10) + 256, (problem, choice)
         assert choice.threads <= 1024 and choice.threads % LANES == 0
         assert 1 <= choice.splits <= choice.parts, (problem, choice)
-        # The first dimension of a grid. Several blocks share a row only where rows are few.
-        assert 1 <= choice.blocks(problem[0]) <= 2**31 - 1, (problem, choice)
+        across, along = choice.grid(problem[0])
+        # The first and the second dimension of a grid. Several blocks share a row only where rows are few.
+        assert 1 <= across <= 2**31 - 1 and 1 <= along <= 65535, (problem, choice)
 
 
-def test_choose_leaves_room_for_candidates():
-    """After a cut to the best k, a warp's next 32 fit before the next cut."""
+def test_choose_gives_every_block_a_share():
+    """At least one part for each warp of each block of a split row."""
     for problem in problems():
         choice = choose(*problem)
-        assert problem[2] < choice.trim_at <= choice.capacity - LANES, (problem, choice)
+        assert choice.splits == 1 or choice.parts // choice.splits * 2 > choice.warps, (problem, choice)
+
+
+def test_list_length_leaves_room_for_candidates():
+    """What a block hands over holds k, and a list of them fits where the row's last block gathers it."""
+    for k in range(1, MAX_K + 1):
+        capacity = 512 if k <= 64 else 4096
+        assert k <= list_length(k) <= capacity
 
 
 def test_choose_cuts_a_row_by_its_length_alone():
