@@ -127,18 +127,22 @@ __device__ __forceinline__ void softmax_of_block(const FullRows& problem) {
 }
 
 // Threads that must fit on a multiprocessor: at 1024 a thread has 64 registers. So one block of 512 can load while
-// another writes. Compute capability 7.5, which has no packed maximum, needs more registers.
-constexpr u32 kResidentThreads = __CUDA_ARCH__ >= 800 ? 1024 : 512;
+// another writes. Compute capability 7.5, which has no packed maximum, needs more registers, and so does an unaligned row
+// that is written with twice the bytes that it was read with.
+template <class IN, class OUT, bool ALIGNED>
+constexpr u32 resident_threads() {
+  return __CUDA_ARCH__ >= 800 && (ALIGNED || sizeof(typename IN::Bits) == sizeof(typename OUT::Bits)) ? 1024 : 512;
+}
 
 template <class IN, class OUT, bool ALIGNED>
-__global__ void __launch_bounds__(512, kResidentThreads / 512)
+__global__ void __launch_bounds__(512, resident_threads<IN, OUT, ALIGNED>() / 512)
     softmax_block_rows_kernel(const __grid_constant__ FullRows problem) {
   softmax_of_block<IN, OUT, 1, ALIGNED>(problem);
 }
 
 #if __CUDA_ARCH__ >= 900
 template <class IN, class OUT, u32 BLOCKS, bool ALIGNED>
-__global__ void __cluster_dims__(BLOCKS) __launch_bounds__(512, kResidentThreads / 512)
+__global__ void __cluster_dims__(BLOCKS) __launch_bounds__(512, resident_threads<IN, OUT, ALIGNED>() / 512)
     softmax_cluster_rows_kernel(const __grid_constant__ FullRows problem) {
   softmax_of_block<IN, OUT, BLOCKS, ALIGNED>(problem);
 }
@@ -184,7 +188,7 @@ __device__ __forceinline__ void set(u32* flag, u32 value) {
 // once another writes it. Blocks take their turn when they begin to run, so whatever a block waits for has a block that
 // runs and that waits for nothing: it cannot hang, however few blocks run at a time.
 template <class IN, class OUT, bool ALIGNED>
-__global__ void __launch_bounds__(256, kResidentThreads / 256)
+__global__ void __launch_bounds__(256, resident_threads<IN, OUT, ALIGNED>() / 256)
     softmax_long_rows_kernel(const __grid_constant__ FullRows problem) {
   __shared__ BlockShared shared;
   u32* const turns = problem.counters;

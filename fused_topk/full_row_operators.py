@@ -16,7 +16,7 @@ from torch import Tensor
 from . import backends, cpu, cuda, cuda_full_rows, reference
 from .problem import FullRowProblem
 
-_RUN = {cuda: cuda_full_rows.full_rows, cpu: cpu.full_rows, reference: reference.full_rows}
+RUN = {cuda: cuda_full_rows.full_rows, cpu: cpu.full_rows, reference: reference.full_rows}
 
 _library = torch.library.Library("fused_topk", "FRAGMENT")
 _library.define(
@@ -35,7 +35,7 @@ def full_rows(
 ) -> Tensor:
     out = _empty(logits, temperature, row_temperature, values, dtype, backend)
     if logits.numel():
-        run = _RUN[backends.pick(logits, 1, backend)]
+        run = RUN[backends.pick(logits, 1, backend)]
         run(FullRowProblem(logits, temperature, row_temperature, values), out)
     return out
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import cpu, cuda
+from . import backends, cpu, cuda, full_row_operators
+from .problem import FullRowProblem, Problem, TopK
 
 GPU_K = (5, 10, 15, 30)
 """The k that the GPU's lists are compiled for."""
@@ -48,6 +49,9 @@ RUNGS = (
     Rung("7b", "online_then_topk", "online softmax, then top-k", 3, 1, "topk"),
     Rung("7c", "safe_topk", "safe softmax + top-k fused", 2, 0, "topk"),
     Rung("7d", "online_topk", "online softmax + top-k fused (Algorithm 4)", 1, 0, "topk"),
+    # Of a row that no cluster of blocks holds, or no CPU cache, it reads twice.
+    Rung("8a", "package_softmax", "this package: softmax", 1, 1, "softmax"),
+    Rung("8b", "package_topk", "this package: softmax_topk", 1, 0, "topk"),
 )
 BY_NAME = {rung.name: rung for rung in RUNGS}
 
@@ -71,6 +75,7 @@ class Scratch(NamedTuple):
     y: Tensor  # (rows, V)
     values: Tensor  # (rows, k)
     indices: Tensor  # (rows, k) int64
+    logsumexp: Tensor  # (rows)
     partial: Tensor  # (rows, parts, 2)
 
 
@@ -80,6 +85,7 @@ def scratch_for(logits: Tensor, k: int = 0) -> Scratch:
         torch.empty_like(logits),
         logits.new_empty(rows, k),
         logits.new_empty((rows, k), dtype=torch.int64),
+        logits.new_empty(rows),
         logits.new_empty((rows, _MOST_PARTS, 2)),
     )
 
@@ -87,8 +93,7 @@ def scratch_for(logits: Tensor, k: int = 0) -> Scratch:
 def unavailable(rung: Rung, device: torch.device, vocab_size: int, k: int) -> str | None:
     """None if the rung can run there, else why not."""
     if device.type == "cpu":
-        cause = cpu.unavailable()
-        return cause or (None if rung.name in _ON_CPU else "a CPU has no warps")
+        return cpu.unavailable() or ("a CPU has no warps" if rung.name == "shuffle" else None)
     cause = cuda.unavailable()
     if cause:
         return cause
@@ -96,14 +101,22 @@ def unavailable(rung: Rung, device: torch.device, vocab_size: int, k: int) -> st
         return f"the registers of a block hold {rung.largest} elements"
     if rung.name == "registers" and vocab_size % 4:
         return "a row of 16-byte vectors has a multiple of 4 elements"
-    if rung.gives == "topk" and k not in GPU_K:
+    if rung.number.startswith("7") and k not in GPU_K:
         return f"compiled for k of {', '.join(map(str, GPU_K))}"
     return None
 
 
 def climb(rung: Rung, logits: Tensor, scratch: Scratch) -> None:
     """Runs a rung on contiguous float32 logits (rows, V); k is that of the scratch. Checks nothing."""
-    if logits.device.type == "cpu":
+    if rung.name == "package_softmax":
+        run = full_row_operators.RUN[backends.pick(logits, 1, logits.device.type)]
+        run(FullRowProblem(logits, 1.0, None, "softmax"), scratch.y)
+    elif rung.name == "package_topk":
+        k = scratch.values.shape[-1]
+        out = TopK(scratch.values, scratch.indices, scratch.logsumexp)
+        problem = Problem(logits, k, 1.0, None, None, "softmax", "allowed")
+        backends.pick(logits, k, logits.device.type).row_topk(problem, out)
+    elif logits.device.type == "cpu":
         _climb_on_cpu(rung, logits, scratch)
     else:
         _climb_on_gpu(rung, logits, scratch)

@@ -77,6 +77,7 @@ def check(backend, entry: str, logits: Tensor, *, row_names=None, **settings) ->
     return got
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("vocab_size", (1, 2, 7, 8, 31, 33, 100, 257, 1000, 4095, 5000))
@@ -94,6 +95,7 @@ def test_around_the_edges_of_the_regimes(native, edge, dtype):
             check(native, entry, logits)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("vocab_size", (300_000, 1_000_003))
 def test_long_rows(native, vocab_size):
     logits = random_logits(5, vocab_size, device=native.device)
@@ -189,6 +191,7 @@ def test_layouts(backend, dtype, vocab_size):
             assert torch.equal(bits(backend(entry, view)), bits(want[entry])), (name, entry)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("vocab_size", (100, 2051, 70_001))
 def test_every_start_address(native, dtype, vocab_size):
