@@ -47,7 +47,9 @@ def info(
 def bench(
     suite: Annotated[
         str,
-        typer.Option(help="Comma-separated: decode, paper, routing, long, k, beams, softmax, distributions, cpu, or all."),
+        typer.Option(
+            help="Comma-separated: decode, paper, routing, long, k, beams, softmax, distributions, cpu, or all."
+        ),
     ] = "",
     device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu; by default a GPU where there is one.")] = "",
     backend: Annotated[str, typer.Option(help="cuda, cpu or reference; by default the device's own.")] = "",
