@@ -20,8 +20,13 @@ if not _DEMOS.is_dir():
 sys.path.insert(0, str(_DEMOS))
 
 decoding_latency = importlib.import_module("decoding_latency")
+causal_models = importlib.import_module("causal_models")
+distillation = importlib.import_module("distillation")
+generation_cost = importlib.import_module("generation_cost")
+translation = importlib.import_module("translation")
 tiny_language_model = importlib.import_module("tiny_language_model")
 
+transformers = importlib.import_module("transformers")
 CPU = torch.device("cpu")
 RECIPE = tiny_language_model.Recipe(
     vocab_size=600,
@@ -122,3 +127,62 @@ def test_demo_refuses_more_tokens_than_the_model_has_positions(tiny_model):
     result = run_demo("--model", tiny_model, "--device", "cpu", "--new-tokens", 5000)
     assert result.exit_code == 2
     assert "must fit into the model's 1024 positions" in result.output
+
+
+def test_translation_knows_its_numbers():
+    assert translation.english(21) == ["twenty", "one"]
+    german = {1: "eins", 21: "einundzwanzig", 941: "neunhunderteinundvierzig", 7062: "siebentausendzweiundsechzig"}
+    assert {number: "".join(translation.german(number)) for number in german} == german
+    assert all(
+        set(translation.english(n) + translation.german(n)) <= set(translation.PIECE_OF) for n in range(1, 10_000)
+    )
+
+
+def test_translation_and_its_options(capsys, threads):
+    threads(1)
+    translation.main(["twenty one", "nine hundred"], model="", target="", beams=3, steps=2)
+    shown = capsys.readouterr().out
+    assert "twenty one: " in shown and "nine hundred: " in shown and "with stock operations: none" in shown
+    with pytest.raises(Exception, match="number words such as 'forty', got 'million'"):
+        translation.main(["one million"], model="", target="", beams=3, steps=2)
+
+
+def test_distillation_stores_little_and_teaches(tiny_model, capsys, monkeypatch, threads):
+    threads(1)
+    teacher = causal_models.from_disk(str(tiny_model), CPU, torch.float32)
+    monkeypatch.setattr(distillation, "tiny", lambda *_: teacher)
+    # After a few steps of training it has no opinions yet.
+    with torch.no_grad():
+        teacher.model.lm_head.weight.mul_(30)
+    distillation.main(k=20, steps=30, num_texts=16, training_steps=1)
+    lines = capsys.readouterr().out.splitlines()
+    divergence = {line[:28].strip(): float(line[28:48]) for line in lines[-4:]}
+    assert abs(divergence["teacher"]) < 1e-5
+    assert divergence["student, from the best 20"] < divergence["student, untrained"]
+
+
+def test_distillation_losses_are_those_of_the_definition():
+    theirs, ours = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(0)).double()
+    expected = torch.nn.functional.kl_div(
+        ours.log_softmax(-1), theirs.log_softmax(-1), log_target=True, reduction="none"
+    )
+    torch.testing.assert_close(distillation.from_all(ours, theirs), expected.sum(-1).mean())
+    # With all but one token listed, the others as one are that token.
+    lesson = distillation.topk_logprobs(theirs, 39)
+    torch.testing.assert_close(distillation.from_best(ours, lesson), expected.sum(-1).mean(), rtol=1e-6, atol=1e-6)
+
+
+def test_cost_of_generation_on_a_cpu(monkeypatch, tmp_path, capsys, threads):
+    threads(1)
+    small = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    cases = {"beam": generation_cost.Case(small, 2, 3, 4), "greedy": generation_cost.Case(small, 2, 1, 4)}
+    monkeypatch.setattr(generation_cost, "CASES", cases)
+    generation_cost.main(case=[], device="cpu", seconds=0.1, json_path=str(tmp_path / "cost.json"))
+    assert "beam: selection" in capsys.readouterr().out
+    found = json.loads((tmp_path / "cost.json").read_text(encoding="utf-8"))["cases"]
+    for each in found.values():
+        assert each["steps_fallback"] == {} and each["steps_fused"] > 0
+        assert each["share_of_same_sequences"] == 1.0
+        assert each["stock"]["generate_step"] > 0 and each["fused"]["selection_gpu"] > 0

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distillation from a teacher's top-k log-probabilities: what is stored, and that a student learns as much from it.
+
+    python demos/distillation.py
+
+The teacher is the small language model of decoding_latency.py, trained there or here. Of each of its distributions over
+32,000 tokens the k best log-probabilities are kept. One student of half the width learns from those, one from all of the
+teacher's logits, and both are compared with the teacher on held-out text.
+"""
+
+from __future__ import annotations
+
+import copy
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from torch import Tensor
+from tqdm import trange
+from transformers import AutoModelForCausalLM
+
+from causal_models import CausalModel, tiny
+from fused_topk.generation import TokenLogprobs, topk_logprobs
+from tiny_language_model import Recipe
+
+LENGTH, BATCH = 64, 8
+
+
+def texts(teacher: CausalModel, count: int) -> Tensor:
+    """Token ids [count, LENGTH + 1] of the standard library's source."""
+    root = Path(sysconfig.get_path("stdlib"))
+    ids: list[int] = []
+    for path in sorted(root.glob("*.py")):
+        if len(ids) >= count * (LENGTH + 1):
+            break
+        assert teacher.tokenizer is not None
+        ids += teacher.tokenizer(path.read_text(encoding="utf-8", errors="replace"))["input_ids"]
+    return torch.tensor(ids[: count * (LENGTH + 1)]).view(count, LENGTH + 1)
+
+
+@torch.no_grad()
+def lessons_of(teacher: Any, tokens: Tensor, k: int) -> list[TokenLogprobs]:
+    """The teacher's k best log-probabilities at each position, for each batch: all that has to be stored."""
+    return [topk_logprobs(teacher(batch[:, :-1]).logits, k) for batch in tokens.split(BATCH)]
+
+
+def from_best(logits: Tensor, lesson: TokenLogprobs) -> Tensor:
+    """Kullback-Leibler divergence of the student from the teacher, over the k tokens and all others as one."""
+    ours, theirs = logits.log_softmax(-1).gather(-1, lesson.indices), lesson.values
+    # What is left of each distribution; never quite nothing.
+    our_rest = torch.log1p(-ours.exp().sum(-1).clamp(max=1 - 1e-6))
+    their_rest = torch.log1p(-theirs.exp().sum(-1).clamp(max=1 - 1e-6))
+    of_best = (theirs.exp() * (theirs - ours)).sum(-1)
+    return (of_best + their_rest.exp() * (their_rest - our_rest)).mean()
+
+
+def from_all(logits: Tensor, lesson: Tensor) -> Tensor:
+    """The same over all tokens; `lesson` are the teacher's logits."""
+    theirs = lesson.log_softmax(-1)
+    return (theirs.exp() * (theirs - logits.log_softmax(-1))).sum(-1).mean()
+
+
+def trained(student: Any, tokens: Tensor, loss_of: Callable[[Tensor, int], Tensor], steps: int, name: str) -> Any:
+    """A copy of the student after some steps; `loss_of` its logits and the number of the batch."""
+    student = copy.deepcopy(student).train()
+    optimizer = torch.optim.AdamW(student.parameters(), lr=4e-3)
+    batches = tokens.split(BATCH)
+    for step in (bar := trange(steps, desc=f"Student, {name}", mininterval=1.0)):
+        number = step % len(batches)
+        loss = loss_of(student(batches[number][:, :-1]).logits, number)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 10 == 0:
+            bar.set_postfix(loss=f"{loss.item():.2f}")
+    return student.eval()
+
+
+@torch.no_grad()
+def scored(model: Any, teacher: Any, tokens: Tensor) -> tuple[float, float, float]:
+    """On texts: divergence from the teacher, mean log-probability of the next token, how often it is among the ten best."""
+    found, divergence = [], 0.0
+    for batch in tokens.split(BATCH):
+        logits = model(batch[:, :-1]).logits
+        divergence += float(from_all(logits, teacher(batch[:, :-1]).logits)) * len(batch) / len(tokens)
+        found.append(topk_logprobs(logits, 1, targets=batch[:, 1:]))
+    logprobs = torch.cat([each.target_logprobs.flatten() for each in found if each.target_logprobs is not None])
+    ranks = torch.cat([each.target_ranks.flatten() for each in found if each.target_ranks is not None])
+    return divergence, float(logprobs.mean()), float((ranks <= 10).float().mean())
+
+
+def main(
+    k: Annotated[int, typer.Option(help="Log-probabilities kept at each position.")] = 256,
+    steps: Annotated[int, typer.Option(help="Of each student's training.")] = 100,
+    num_texts: Annotated[int, typer.Option(help=f"Texts of {LENGTH} tokens to learn from.")] = 256,
+    training_steps: Annotated[int, typer.Option(help="Of the teacher.")] = Recipe.steps,
+) -> None:
+    transformers.logging.set_verbosity_error()
+    teacher = tiny(torch.device("cpu"), torch.float32, Recipe(steps=training_steps))
+    everything = texts(teacher, num_texts + 32)
+    tokens, held_out = everything[:-32], everything[-32:]
+    lessons = lessons_of(teacher.model, tokens, k)
+    stored = sum(each.values.numel() * (4 + 4) + each.logsumexp.numel() * 4 for each in lessons)
+    full = tokens[:, 1:].numel() * teacher.vocab_size * 4
+    print(f"Stored: {stored / 1e6:.0f} MB (float32 and int32), where the logits are {full / 1e6:,.0f} MB.", flush=True)
+
+    @torch.no_grad()
+    def all_logits(number: int) -> Tensor:
+        # Too many to keep: computed anew each time.
+        logits: Tensor = teacher.model(tokens.split(BATCH)[number][:, :-1]).logits
+        return logits
+
+    config = copy.deepcopy(teacher.model.config)
+    config.hidden_size //= 2
+    config.intermediate_size //= 2
+    config.num_attention_heads = config.num_key_value_heads = max(1, config.num_attention_heads // 2)
+    torch.manual_seed(0)
+    student = AutoModelForCausalLM.from_config(config)
+    best, whole = f"from the best {k}", "from all logits"
+    models = {
+        "teacher": teacher.model,
+        "student, untrained": student,
+        f"student, {best}": trained(student, tokens, lambda x, n: from_best(x, lessons[n]), steps, best),
+        f"student, {whole}": trained(student, tokens, lambda x, n: from_all(x, all_logits(n)), steps, whole),
+    }
+    print(f"On held-out text:           {'KL from teacher':>20} {'log p(next token)':>20} {'among the ten best':>20}")
+    for name, model in models.items():
+        divergence, mean, share = scored(model, teacher.model, held_out)
+        print(f"{name:28}{divergence:20.3f} {mean:20.3f} {share:20.1%}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
