@@ -60,7 +60,10 @@ class KthBound {
 
   // readers: warps of the group that read something; the others abstain.
   __device__ __forceinline__ KthBound(Shared& shared, u32 k, u32 readers)
-      : shared_(shared), k_(k), readers_(readers), of_warp_(GROUP::kIsWarp ? k : (k + readers - 1) / readers) {}
+      : shared_(shared), k_(k), readers_(readers), of_warp_(GROUP::kIsWarp ? k : (k + readers - 1) / readers) {
+    if constexpr (!GROUP::kIsWarp)
+      if (lane_id() == 0) shared_.published[GROUP::warp()] = kNoKey;
+  }
 
   // Whether the bests of 32 lanes say too little.
   __device__ __forceinline__ bool needs_many() const { return of_warp_ > kWarpSize / 2; }
@@ -80,7 +83,7 @@ class KthBound {
 
   __device__ __forceinline__ u32 found() const {
     if constexpr (GROUP::kIsWarp) return own_;
-    const u32 key = published(lane_id() % GROUP::kWarps);
+    const u32 key = load_unordered(&shared_.published[lane_id() % GROUP::kWarps]);
     if (k_ >= readers_) return warp_min(key);
     return nth_greatest(lane_id() < GROUP::kWarps ? key : kNoKey, k_);
   }
@@ -89,10 +92,8 @@ class KthBound {
   __device__ __forceinline__ void publish_own(u32 key) {
     own_ = key;
     if constexpr (!GROUP::kIsWarp)
-      if (lane_id() == 0) published(GROUP::warp()) = key;
+      if (lane_id() == 0) store_unordered(&shared_.published[GROUP::warp()], key);
   }
-  // Written and read by different warps without a barrier.
-  __device__ __forceinline__ volatile u32& published(u32 i) const { return shared_.published[i]; }
 
   Shared& shared_;
   u32 k_;

@@ -46,6 +46,8 @@ class Candidates {
   __device__ __forceinline__ float least() const { return least_; }
   // [kCapacity], what is stored first, in no order.
   __device__ __forceinline__ const u64* slots() const { return slots_; }
+  // How many. After a barrier that follows the last add.
+  __device__ __forceinline__ u32 stored() const { return min(shared_.count, kCapacity); }
   // What a cut should leave to make room: each candidate more than k saves steps of the cut.
   __device__ __forceinline__ u32 enough() const { return k_ + (kCapacity - k_) / 4; }
 
@@ -156,8 +158,6 @@ class Candidates {
     // The first key that can still pass.
     least_ = __uint_as_float(bits_of_key(key_of(threshold + 1)));
   }
-
-  __device__ __forceinline__ u32 stored() const { return min(shared_.count, kCapacity); }
 
   // Empties the slots into the threads' hands, and fills them again with what passes.
   __device__ __forceinline__ void take(u64 (&own)[kOwn]) {

@@ -144,6 +144,24 @@ __device__ __forceinline__ u32 add_to_shared(u32* counter, u32 count) {
   return before;
 }
 
+// A word of shared memory that warps write and read without a barrier between them: any value that was ever stored may
+// be read.
+__device__ __forceinline__ void store_unordered(u32* word, u32 value) {
+  u32 before;
+  asm volatile("atom.shared.exch.b32 %0, [%1], %2;"
+               : "=r"(before)
+               : "r"(u32(__cvta_generic_to_shared(word))), "r"(value)
+               : "memory");
+}
+__device__ __forceinline__ u32 load_unordered(u32* word) {
+  u32 value;
+  asm volatile("atom.shared.add.u32 %0, [%1], %2;"
+               : "=r"(value)
+               : "r"(u32(__cvta_generic_to_shared(word))), "r"(0)
+               : "memory");
+  return value;
+}
+
 // Adds 1 to a counter between blocks, and gives what it was; the `count`-th finds count - 1 and leaves 0. Orders memory:
 // what this block wrote before the barrier that led here is seen by every block that finds a greater number.
 __device__ __forceinline__ u32 take_ticket(u32* counter, u32 count) {

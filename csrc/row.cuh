@@ -172,8 +172,8 @@ class TileStream {
 
   __device__ __forceinline__ Bits raw_logit(u32 index) const { return __ldg(row_ + index); }
 
-  // Begins to fetch a tile; nothing for one past the end. The 32 lanes call it together: twice before the first take(),
-  // and once after each, when the tile is no longer needed.
+  // Begins to fetch a tile. The 32 lanes call it together: at most twice before the first take(), and once after each, when
+  // the tile taken is no longer needed.
   __device__ __forceinline__ void request(u32 tile) {
     if constexpr (kInBackground) {
       Vector* const slot = slots_ + slot_ + lane_id();
@@ -184,7 +184,7 @@ class TileStream {
 #pragma unroll
         for (u32 u = 0; u < VECTORS; ++u) copy_async(slot + u * kWarpSize, source + u * kWarpSize * 16);
         if (!ALIGNED && lane_id() == 0) copy_async(slot + VECTORS * kWarpSize, source + VECTORS * kWarpSize * 16);
-      } else if (tile * RowTile::kElements < V_) {
+      } else {
 #pragma unroll 1
         for (u32 i = lane_id(); i < kSlotVectors; i += kWarpSize) {
           const u32 first = tile * RowTile::kElements + i * FORMAT::kPerVector;
@@ -196,15 +196,21 @@ class TileStream {
         }
       }
       commit_copies();
-      turn_slot();
+      slot_ = kSlotVectors - slot_;
     }
   }
+  // The tile taken is no longer needed, nor is another requested in its place.
+  __device__ __forceinline__ void release() { slot_ = kSlotVectors - slot_; }
 
-  // A tile, in registers.
-  __device__ __forceinline__ void take(RowTile& tile, u32 number) const {
+  // The first tile of those requested, in registers. is_last: no other is on its way.
+  __device__ __forceinline__ void take(RowTile& tile, u32 number, bool is_last) const {
     tile.first = number * RowTile::kElements;
     if constexpr (kInBackground) {
-      wait_copies<1>();
+      if (is_last) {
+        wait_copies<0>();
+      } else {
+        wait_copies<1>();
+      }
       // The other lanes' copies too.
       __syncwarp();
 #pragma unroll
@@ -225,8 +231,6 @@ class TileStream {
   }
 
  private:
-  __device__ __forceinline__ void turn_slot() { slot_ = kSlotVectors - slot_; }
-
   // Where the 16 bytes of memory start that hold token `first` in an aligned row; else `before_` tokens earlier.
   __device__ __forceinline__ const char* address(u32 first) const {
     return reinterpret_cast<const char*>(row_ - before_) + u64(first) * sizeof(Bits);

@@ -43,13 +43,20 @@ class RowScan {
   __device__ __forceinline__ typename FORMAT::Bits raw_logit(u32 index) const { return stream_.raw_logit(index); }
   __device__ __forceinline__ u32 tiles() const { return (V_ - 1) / RowTile::kElements + 1; }
 
-  __device__ __forceinline__ void request(u32 tile) { stream_.request(tile); }
+  // Asks for the tile after the next, or, past the end, for none: the slot of the last tile read is free again.
+  __device__ __forceinline__ void request(u32 tile, u32 end) {
+    if (tile < end) {
+      stream_.request(tile);
+    } else {
+      stream_.release();
+    }
+  }
 
   __device__ __forceinline__ void begin_part() { part_ = Normalizer{}; }
 
-  // Takes a requested tile and finds each lane's maximum.
-  __device__ __forceinline__ void read(u32 tile) {
-    stream_.take(tile_, tile);
+  // Takes the next requested tile, the last of them or not, and finds each lane's maximum.
+  __device__ __forceinline__ void read(u32 tile, bool is_last) {
+    stream_.take(tile_, tile, is_last);
     if constexpr (MASK != kNoMask) {
       allowed_ = 0;
 #pragma unroll
@@ -254,14 +261,14 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, SCAN& scan, u
   u32 ahead = tile;
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
-    scan.request(ahead < order.end ? ahead : ~0u);
+    scan.request(ahead, order.end);
     ahead = order.after(ahead);
   }
   candidates.restart(k);
   bool is_open = tile < order.end;
   scan.begin_part();
   if (is_open) {
-    scan.read(tile);
+    scan.read(tile, order.after(tile) >= order.end);
     scan.publish(bound);
     scan.fold();
   } else {
@@ -272,14 +279,14 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, SCAN& scan, u
   while (true) {
     while (is_open) {
       if (!scan.offer(candidates, bound)) break;
-      scan.request(ahead < order.end ? ahead : ~0u);
+      scan.request(ahead, order.end);
       ahead = order.after(ahead);
       const bool ends_part = order.ends_part(tile);
       if (ends_part) finish_part(tile >> log2, scan.end_part());
       tile = order.after(tile);
       is_open = tile < order.end;
       if (!is_open) break;
-      scan.read(tile);
+      scan.read(tile, order.after(tile) >= order.end);
       if (ends_part) scan.begin_part();
       scan.fold();
     }

@@ -191,19 +191,19 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
   if (splits > 1) {
     // Blocks into a row: whoever is not alone hands over what may be among the best, and a bound; the last to arrive
     // gathers all of it.
-    // What all of the share's elements prove by now is the bound to hand over, and drops most of what passed early.
     KthBound<GROUP> share_bound(shared.share_bound, (k + splits - 1) / splits, readers);
-    if (GROUP::warp() < readers && !bound.needs_many()) {
-      scan.publish(bound);
-      scan.publish(share_bound);
-    } else if (GROUP::warp() < readers) {
-      // Too many numbers for what they would tell.
-      share_bound.publish(kNoKey);
-    } else {
+    // Many candidates passed early: what all of the share's elements prove by now drops most of them.
+    const bool are_many = candidates.stored() > length && !bound.needs_many();
+    if (GROUP::warp() >= readers) {
       share_bound.abstain();
+    } else if (bound.needs_many()) {
+      share_bound.publish(kNoKey);  // too many numbers for what they would tell
+    } else {
+      scan.publish(share_bound);
+      if (are_many) scan.publish(bound);
     }
     GROUP::sync();
-    candidates.raise(bound.found());
+    if (are_many) candidates.raise(bound.found());
     const u32 key = share_bound.found();
     if (GROUP::thread() == 0) const_cast<u64*>(bounds)[split] = make_candidate(key, 0);
     u64* list = const_cast<u64*>(source) + split * length;

@@ -277,7 +277,18 @@ def _stream(handle: int) -> Any:
     """A CuPy name for torch's stream. Given to the launch itself: CuPy's own current stream is another one."""
     import cupy
 
-    return cupy.cuda.ExternalStream(handle)
+    if not hasattr(cupy.cuda.Stream, "from_external"):  # before CuPy 14
+        return cupy.cuda.ExternalStream(handle)
+    return cupy.cuda.Stream.from_external(_StreamHandle(handle))
+
+
+class _StreamHandle(NamedTuple):
+    """The CUDA stream protocol: a version and the stream's address."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
 
 
 @cache

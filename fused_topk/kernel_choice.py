@@ -89,7 +89,7 @@ def choose(rows: int, vocab_size: int, k: int, itemsize: int, multiprocessors: i
 def list_length(k: int) -> int:
     """Candidates that a block of a split row hands over at most: each one more than k saves steps of the cut before
     (Candidates::shorten() of csrc/candidates.cuh), and costs after."""
-    return 2 * k + 32 if k <= 64 else max(512, 2 * k)
+    return 3 * k + 48 if k <= 64 else max(512, 2 * k)
 
 
 def _cut(vocab_size: int) -> tuple[int, int, int]:

@@ -101,6 +101,10 @@ inline void atom_shared_add_u32(u32& old, u32 address, u32 value) {
   atom_global_add_u32(old, static_cast<u32*>(simt::shared_pointer(address)), value);
 }
 
+inline void atom_shared_exch_b32(u32& old, u32 address, u32 value) {
+  atom_global_exch_b32(old, static_cast<u32*>(simt::shared_pointer(address)), value);
+}
+
 // Loads and stores between blocks.
 template <class T>
 T unseen(const T* word) {
