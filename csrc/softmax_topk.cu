@@ -117,9 +117,9 @@ __device__ __forceinline__ Normalizer merge_parts(const float2* states, u32 part
 }
 
 // Warps that must fit on a multiprocessor, which caps a thread's registers: at 80 up to compute capability 9.0. A mask
-// needs some more, and later compilers' targets too: with fewer, NVRTC 13.4 spills (tests/test_cuda_compile.py).
+// needs some more, and so do the targets before and after: with fewer, NVRTC 13.4 spills (tests/test_cuda_compile.py).
 constexpr u32 resident_warps(u32 mask) {
-#if __CUDA_ARCH__ >= 1000
+#if __CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1000
   return 16;
 #else
   return mask == kNoMask ? 24 : 16;

@@ -7,7 +7,6 @@ caching allocator, so it can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-import struct
 import sys
 import threading
 from functools import cache
@@ -17,31 +16,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import env, kernel_source
-from .kernel_choice import MAX_K, VARIANTS, KernelChoice, choose, list_length
-from .layout import collapse
+from . import env, kernel_source, launch
+from .kernel_choice import MAX_K, KernelChoice, choose
 from .problem import Problem, TopK
 
-_FORMATS = {
-    torch.float32: "Float32",
-    torch.float16: "Float16",
-    torch.bfloat16: "BFloat16",
-}
-_VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2}
-_MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
-_LEADING_DIMS = 4
-# struct Problem of csrc/problem.cuh, field by field.
-_PROBLEM = struct.Struct("<Qq7If7Q10I12qQqQ2q3Q")
-_PROBLEM_DTYPE = np.dtype(f"V{_PROBLEM.size}")
-_MAX_ROWS = 2**31 - 1
-# Of the driver's enumeration CUfunction_attribute.
+_PROBLEM_DTYPE = np.dtype(f"V{launch.PROBLEM_BYTES}")
+_FORMATS = launch.FORMATS
+_MAX_ROWS = launch.MAX_ROWS
+# Of the driver's enumerations CUfunction_attribute and CUdevice_attribute.
 _SHARED_SIZE_BYTES = 1
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_MAX_SHARED_BYTES_PER_BLOCK = 97  # what a kernel may ask for
 
 
 def unavailable() -> str | None:
     """None if the CUDA kernels can run here, else the cause and the remedy in one sentence."""
-    if not torch.cuda.is_available():
+    # Where there is a CUDA tensor, torch is initialized: that is quicker to see than the device.
+    if not (torch.cuda.is_initialized() or torch.cuda.is_available()):  # type: ignore[no-untyped-call]
         return "torch sees no CUDA device; install a CUDA build of torch on a machine with an NVIDIA GPU and its driver"
     return _cupy_problem()
 
@@ -78,12 +69,7 @@ def read_rows(logits: Tensor) -> None:
 
 def kernel_names() -> list[str]:
     """Every variant that a launch can ask for, as name expressions for NVRTC."""
-    names = ["fused_topk::read_rows_kernel"]
-    for dtype, name in _FORMATS.items():
-        for warps, vectors in VARIANTS[dtype.itemsize]:
-            for aligned in (True, False):
-                names += [_kernel_name(name, warps, vectors, aligned, mask) for mask in (0, 1, 2)]
-    return names
+    return ["fused_topk::read_rows_kernel", *launch.kernel_names()]
 
 
 def compile_kernel(kernel: str, architecture: int) -> tuple[bytes, str, str]:
@@ -138,28 +124,28 @@ def _launch(
     out: TopK,
     choice: KernelChoice | None = None,
 ) -> None:
-    logits, mask, row_temperature = (
-        _readable(problem.logits, problem.mask),
-        problem.mask,
-        problem.row_temperature,
-    )
-    *leading, vocab_size = logits.shape
-    rows = logits.numel() // vocab_size
+    logits, mask, row_temperature = _readable(problem.logits, problem.mask), problem.mask, problem.row_temperature
+    shape, device, address = logits.shape, logits.get_device(), logits.data_ptr()
+    rows = launch.row_count(shape)
     if rows == 0:
         return
-    if rows > _MAX_ROWS:
-        raise ValueError(
-            f"`logits` must have at most {_MAX_ROWS} rows for the CUDA kernel, got {rows}; pass them in parts"
-        )
-    # One description of the rows for all tensors that have one entry a row.
-    per_row = [logits.stride()[:-1]]
-    per_row += [mask.stride()[:-1] if mask is not None else (0,) * len(leading)]
-    per_row += [row_temperature.stride() if row_temperature is not None else (0,) * len(leading)]
-    sizes, strides = collapse(
-        leading,
-        per_row if mask is not None or row_temperature is not None else per_row[:1],
+    if choice is None:
+        choice = _choice(rows, shape[-1], problem.k, logits.element_size(), device)
+    layout = launch.Layout(
+        shape,
+        logits.stride(),
+        logits.dtype,
+        address % 16 == 0,
+        problem.k,
+        problem.values,
+        problem.normalize,
+        mask is not None and mask.dtype != torch.bool,
+        None if mask is None else mask.stride(),
+        None if row_temperature is None else row_temperature.stride(),
+        None if beam_scores is None else beam_scores.stride(),
     )
-    if len(sizes) > _LEADING_DIMS:
+    planned = launch.plan(layout, choice)
+    if planned is None:
         # More unrelated strides than the kernel walks: the one case in which rows are copied.
         contiguous = problem._replace(
             logits=logits.contiguous(),
@@ -167,86 +153,27 @@ def _launch(
             row_temperature=None if row_temperature is None else row_temperature.contiguous(),
         )
         return _launch(contiguous, beam_scores, out, choice)
-    strides += [[0] * len(sizes)] * (3 - len(strides))
-    padding = [0] * (_LEADING_DIMS - len(sizes))
-
-    device = logits.get_device()
-    itemsize = logits.element_size()
-    k = problem.k
-    if choice is None:
-        choice = _choice(rows, vocab_size, k, itemsize, device)
-    address = logits.data_ptr()
-    is_aligned = address % 16 == 0 and all(stride * itemsize % 16 == 0 for stride in strides[0])
-    mask_use = 0 if mask is None else 1 if problem.values == "logits" else _MASK_USES[problem.normalize]
-    function = _function(
-        device,
-        _kernel_name(_FORMATS[logits.dtype], choice.warps, choice.vectors, is_aligned, mask_use),
-    )
-
-    splits = choice.splits
-    beams = 0 if beam_scores is None else leading[1]
-    k_row = min(k, vocab_size)
-    # 8-byte words: candidates and (m, d) of the row's blocks, then candidates and tokens of the beams.
-    length = list_length(k_row)
-    lists = rows * splits * (length + 1) if splits > 1 else 0
-    parts = rows * choice.parts if splits > 1 else 0
-    beam_lists = rows * k_row if beams else 0
-    workspace = lists_at = parts_at = beam_lists_at = beam_tokens_at = row_tickets_at = beam_tickets_at = 0
-    if splits > 1 or beams:
-        scratch = torch.empty(lists + parts + 2 * beam_lists, dtype=torch.int64, device=logits.device)
-        workspace = scratch.data_ptr()
-        lists_at, parts_at = workspace, workspace + 8 * lists
-        beam_lists_at = parts_at + 8 * parts
-        beam_tokens_at = beam_lists_at + 8 * beam_lists
-        row_tickets = rows if splits > 1 else 0
-        row_tickets_at = _tickets(device, row_tickets + (leading[0] if beams else 0))
-        beam_tickets_at = row_tickets_at + 4 * row_tickets
-
-    packed = _PROBLEM.pack(
+    function = _function(device, planned.kernel)
+    scratch = tickets = 0
+    if planned.scratch_words:
+        workspace = torch.empty(planned.scratch_words, dtype=torch.int64, device=logits.device)
+        scratch = workspace.data_ptr()
+        tickets = _tickets(device, planned.row_tickets + planned.beam_tickets)
+    filled = planned.fill(
         address,
-        strides[0][-1],
-        rows,
-        vocab_size,
-        k,
-        choice.parts,
-        choice.tiles_per_part.bit_length() - 1,
-        *divmod(choice.parts, splits),
         problem.temperature,
         0 if row_temperature is None else row_temperature.data_ptr(),
-        lists_at,
-        parts_at,
-        row_tickets_at,
-        out.logsumexp.data_ptr(),
+        0 if mask is None else mask.data_ptr(),
+        0 if beam_scores is None else beam_scores.data_ptr(),
+        scratch,
+        tickets,
         out.values.data_ptr(),
         out.indices.data_ptr(),
-        length,
-        _VALUE_KINDS[problem.values],
-        problem.normalize == "topk",
-        beams,
-        len(sizes),
-        *(sizes[::-1] + padding),
-        0 if mask is None or mask.dtype == torch.bool else 1,
-        *(strides[0][::-1] + padding),
-        *(strides[1][::-1] + padding),
-        *(strides[2][::-1] + padding),
-        0 if mask is None else mask.data_ptr(),
-        0 if mask is None else mask.stride(-1),
-        0 if beam_scores is None else beam_scores.data_ptr(),
-        *((0, 0) if beam_scores is None else beam_scores.stride()),
-        beam_lists_at,
-        beam_tokens_at,
-        beam_tickets_at,
+        out.logsumexp.data_ptr(),
     )
-    # One element of 304 bytes: CuPy passes it by value.
-    argument = np.frombuffer(packed, _PROBLEM_DTYPE)
-    _call(
-        function,
-        choice.grid(rows),
-        choice.threads,
-        (argument,),
-        device,
-        choice.tile_slot_bytes,
-    )
+    # One element of that many bytes: CuPy passes it by value.
+    argument = np.frombuffer(filled, _PROBLEM_DTYPE)
+    _call(function, planned.grid, planned.threads, (argument,), device, planned.shared_bytes)
 
 
 def _readable(logits: Tensor, mask: Tensor | None) -> Tensor:
@@ -265,7 +192,7 @@ def _call(
     shared_bytes: int = 0,
 ) -> None:
     stream = _stream(torch._C._cuda_getCurrentRawStream(device))
-    if device == torch.cuda.current_device():
+    if device == torch._C._cuda_getDevice():
         function(grid, (threads,), arguments, shared_bytes, stream)
     else:
         with torch.cuda.device(device):
@@ -306,11 +233,6 @@ def _choice(rows: int, vocab_size: int, k: int, itemsize: int, device: int) -> K
             file=sys.stderr,
         )
     return choice
-
-
-def _kernel_name(element: str, warps: int, vectors: int, is_aligned: bool, mask_use: int) -> str:
-    flags = f"{warps}, {vectors}, {str(is_aligned).lower()}, {mask_use}"
-    return f"fused_topk::softmax_topk_kernel<fused_topk::{element}, {flags}>"
 
 
 _loading = threading.Lock()
@@ -354,7 +276,7 @@ def _load(device: int, kernel: str) -> Any:
         _reserve_tickets(device)
         function = module.get_function(entry.decode())
         # More than 48 KiB of dynamic shared memory must be asked for.
-        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        limit = cupy.cuda.runtime.deviceGetAttribute(_MAX_SHARED_BYTES_PER_BLOCK, device)
         static = cupy.cuda.driver.funcGetAttribute(_SHARED_SIZE_BYTES, function.ptr)
         cupy.cuda.driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, limit - static)
         return function

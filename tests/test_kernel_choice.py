@@ -9,6 +9,7 @@ import pytest
 
 from fused_topk import cuda
 from fused_topk.kernel_choice import MAX_K, KernelChoice, choose, list_length
+from fused_topk.launch import kernel_name
 
 ROWS = (1, 2, 3, 8, 37, 64, 132, 500, 1000, 2112, 4096, 100_000, 2**31 - 1)
 VOCABS = (
@@ -125,14 +126,14 @@ def test_choose_asks_only_for_kernels_that_are_compiled():
     asked = {(i, choose(r, v, k, i, m).warps, choose(r, v, k, i, m).vectors) for r, v, k, i, m in problems()}
     for itemsize, warps, vectors in asked:
         for element, aligned, mask in itertools.product(elements[itemsize], (True, False), (0, 1, 2)):
-            assert cuda._kernel_name(element, warps, vectors, aligned, mask) in names
+            assert kernel_name(element, warps, vectors, aligned, mask) in names
 
 
 def test_every_compiled_kernel_is_asked_for():
     asked = {(i, choose(r, v, k, i, m).warps, choose(r, v, k, i, m).vectors) for r, v, k, i, m in problems()}
     elements = {2: ("Float16", "BFloat16"), 4: ("Float32",)}
     used = {
-        cuda._kernel_name(element, warps, vectors, aligned, mask)
+        kernel_name(element, warps, vectors, aligned, mask)
         for itemsize, warps, vectors in asked
         for element in elements[itemsize]
         for aligned, mask in itertools.product((True, False), (0, 1, 2))

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launch of csrc/softmax_topk.cu looks like: a pure function of shapes and strides, kept for the next such call.
+
+All that is left for a call is to fill in the addresses: an eager call of a small problem costs the host as much as all of
+its Python, so nothing is computed twice. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from .kernel_choice import VARIANTS, KernelChoice, list_length
+from .layout import collapse
+
+FORMATS = {
+    torch.float32: "Float32",
+    torch.float16: "Float16",
+    torch.bfloat16: "BFloat16",
+}
+"""The element types that the kernels read, by their names in csrc/row.cuh."""
+
+MAX_ROWS = 2**31 - 1
+
+_VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2}
+_MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
+_LEADING_DIMS = 4
+
+# struct Problem of csrc/problem.cuh, field by field, and where the fields lie that change from call to call.
+_PROBLEM = struct.Struct("<Qq7If7Q10I12qQqQ2q3Q")
+_LOGITS = struct.Struct("<Q"), 0
+_TEMPERATURE_TO_INDICES = struct.Struct("<f7Q"), 44
+_MASK = struct.Struct("<Q"), 240
+_BEAM_SCORES = struct.Struct("<Q"), 256
+_BEAM_LISTS_TO_TICKETS = struct.Struct("<3Q"), 280
+PROBLEM_BYTES = _PROBLEM.size
+
+
+class Layout(NamedTuple):
+    """Everything about a request but addresses and numbers that change from call to call."""
+
+    shape: Sequence[int]  # (..., V)
+    strides: Sequence[int]
+    dtype: torch.dtype
+    is_aligned: bool  # whether the logits start at a multiple of 16 bytes
+    k: int
+    values: str
+    normalize: str
+    mask_is_packed: bool = False
+    mask_strides: Sequence[int] | None = None  # (..., V) or (..., words); None without a mask
+    temperature_strides: Sequence[int] | None = None  # (...,); None without a tensor of them
+    beam_strides: Sequence[int] | None = None  # (batch, beams); None without beam search
+
+
+class Launch(NamedTuple):
+    """A launch but for its addresses."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    threads: int
+    shared_bytes: int
+    problem: bytes  # struct Problem with the addresses left zero
+    # Scratch, in words of 8 bytes: candidates and (m, d) of a row's blocks, then candidates and tokens of the beams.
+    lists: int
+    parts: int
+    beam_lists: int
+    # Zeroed counters, of 4 bytes.
+    row_tickets: int
+    beam_tickets: int
+
+    @property
+    def scratch_words(self) -> int:
+        return self.lists + self.parts + 2 * self.beam_lists
+
+    def fill(
+        self,
+        logits: int,
+        temperature: float,
+        row_temperature: int,
+        mask: int,
+        beam_scores: int,
+        scratch: int,
+        tickets: int,
+        values: int,
+        indices: int,
+        logsumexp: int,
+    ) -> bytearray:
+        """The struct with the addresses of a call, 0 for what it has not."""
+        filled = bytearray(self.problem)
+        parts = scratch + 8 * self.lists
+        _put(filled, _LOGITS, logits)
+        _put(
+            filled,
+            _TEMPERATURE_TO_INDICES,
+            temperature,
+            row_temperature,
+            scratch,
+            parts,
+            tickets,
+            logsumexp,
+            values,
+            indices,
+        )
+        if mask:
+            _put(filled, _MASK, mask)
+        if beam_scores:
+            beam_lists = parts + 8 * self.parts
+            _put(filled, _BEAM_SCORES, beam_scores)
+            beam_tokens, beam_tickets = beam_lists + 8 * self.beam_lists, tickets + 4 * self.row_tickets
+            _put(filled, _BEAM_LISTS_TO_TICKETS, beam_lists, beam_tokens, beam_tickets)
+        return filled
+
+
+@lru_cache(maxsize=4096)
+def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
+    """The launch for a layout of at least one row, or None if its rows have more unrelated strides than the kernel walks.
+
+    Raises:
+        ValueError: more rows than a launch can take.
+    """
+    *leading, vocab_size = layout.shape
+    rows = row_count(layout.shape)
+    if rows > MAX_ROWS:
+        raise ValueError(
+            f"`logits` must have at most {MAX_ROWS} rows for the CUDA kernel, got {rows}; pass them in parts"
+        )
+    # One description of the rows for all tensors that have one entry a row.
+    per_row = [layout.strides[:-1]]
+    if layout.mask_strides is not None or layout.temperature_strides is not None:
+        none = (0,) * len(leading)
+        per_row.append(none if layout.mask_strides is None else layout.mask_strides[:-1])
+        per_row.append(none if layout.temperature_strides is None else layout.temperature_strides)
+    sizes, strides = collapse(leading, per_row)
+    if len(sizes) > _LEADING_DIMS:
+        return None
+    strides += [[0] * len(sizes)] * (3 - len(strides))
+
+    itemsize = layout.dtype.itemsize
+    is_aligned = layout.is_aligned and all(stride * itemsize % 16 == 0 for stride in strides[0])
+    mask_use = 0
+    if layout.mask_strides is not None:
+        mask_use = 1 if layout.values == "logits" else _MASK_USES[layout.normalize]
+
+    splits = choice.splits
+    beams = 0 if layout.beam_strides is None else leading[1]
+    k_row = min(layout.k, vocab_size)
+    length = list_length(k_row)
+    problem = _PROBLEM.pack(
+        0,
+        strides[0][-1],
+        rows,
+        vocab_size,
+        layout.k,
+        choice.parts,
+        choice.tiles_per_part.bit_length() - 1,
+        *divmod(choice.parts, splits),
+        *(0,) * 8,
+        length,
+        _VALUE_KINDS[layout.values],
+        layout.normalize == "topk",
+        beams,
+        len(sizes),
+        *_innermost_first(sizes, 1),
+        layout.mask_is_packed,
+        *_innermost_first(strides[0], 0),
+        *_innermost_first(strides[1], 0),
+        *_innermost_first(strides[2], 0),
+        0,
+        0 if layout.mask_strides is None else layout.mask_strides[-1],
+        0,
+        *((0, 0) if layout.beam_strides is None else layout.beam_strides),
+        *(0,) * 3,
+    )
+    return Launch(
+        kernel_name(FORMATS[layout.dtype], choice.warps, choice.vectors, is_aligned, mask_use),
+        choice.grid(rows),
+        choice.threads,
+        choice.tile_slot_bytes,
+        problem,
+        lists=rows * splits * (length + 1) if splits > 1 else 0,
+        parts=rows * choice.parts if splits > 1 else 0,
+        beam_lists=rows * k_row if beams else 0,
+        row_tickets=rows if splits > 1 else 0,
+        beam_tickets=leading[0] if beams else 0,
+    )
+
+
+def row_count(shape: Sequence[int]) -> int:
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows
+
+
+def kernel_name(element: str, warps: int, vectors: int, is_aligned: bool, mask_use: int) -> str:
+    """A kernel of csrc/softmax_topk.cu, as NVRTC wants it named."""
+    flags = f"{warps}, {vectors}, {str(is_aligned).lower()}, {mask_use}"
+    return f"fused_topk::softmax_topk_kernel<fused_topk::{element}, {flags}>"
+
+
+def kernel_names() -> list[str]:
+    """Every variant that a launch can ask for."""
+    return [
+        kernel_name(name, warps, vectors, is_aligned, mask_use)
+        for dtype, name in FORMATS.items()
+        for warps, vectors in VARIANTS[dtype.itemsize]
+        for is_aligned in (True, False)
+        for mask_use in (0, 1, 2)
+    ]
+
+
+def _innermost_first(numbers: list[int], filler: int) -> list[int]:
+    return numbers[::-1] + [filler] * (_LEADING_DIMS - len(numbers))
+
+
+def _put(buffer: bytearray, field: tuple[struct.Struct, int], *numbers: float) -> None:
+    layout, offset = field
+    layout.pack_into(buffer, offset, *numbers)
