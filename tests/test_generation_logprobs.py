@@ -59,6 +59,12 @@ def test_topk_logprobs_loses_nothing_to_a_common_offset():
     assert_right(found, logits, 3, random_targets(logits))
 
 
+def test_of_equal_tokens_the_smaller_index_ranks_first():
+    logits = random_logits(40, 33).round()
+    targets = random_targets(logits)
+    assert_right(topk_logprobs(logits, 4, targets), logits, 4, targets)
+
+
 def test_positions_without_target_and_no_targets():
     logits = random_logits(4, 33)
     targets = torch.tensor([3, -100, 0, -1])

@@ -140,6 +140,17 @@ def test_edits_choose_what_the_stock_processors_leave_best(names, are_log_probs,
         torch.testing.assert_close(total.double(), expected, rtol=0, atol=1e-5)
 
 
+def test_merged_scores_lose_nothing_to_a_common_offset():
+    logits = logits_of(torch.float32, True) + 1e4
+    names = ("sequence_bias", "repetition_penalty")
+    exact = logits.double().log_softmax(-1)
+    dense = transformers.LogitsProcessorList([PROCESSORS[name]() for name in names])(history(), exact)
+    rows, edits = planned(names, logits, True)
+    found = best(rows, edits, 20, True)
+    # The spacing of float32 at 1e4 is 1e-3: what logit - logsumexp would be off by.
+    torch.testing.assert_close(found.scores.double(), dense.gather(1, found.ids), rtol=0, atol=1e-5)
+
+
 @NAMED
 def test_best_continuations_over_all_beams(names):
     logits = logits_of(torch.float32, True)
