@@ -214,9 +214,10 @@ class Candidates {
     return bound;
   }
 
-  // A candidate's place is the number of candidates that rank before it. Eight lanes share a candidate's comparisons.
+  // A candidate's place is the number of candidates that rank before it. Where there are more threads than candidates,
+  // eight lanes share a candidate's comparisons.
   __device__ __forceinline__ const u64* sort_by_counting(u32 count) {
-    constexpr u32 kSharing = 8;
+    constexpr u32 kSharing = GROUP::kIsWarp ? 1 : 8;
     u64* const sorted = slots_ + kCapacity / 2;
     for (u32 first = 0; first < count; first += GROUP::kThreads / kSharing) {
       const u32 i = first + GROUP::thread() / kSharing;

@@ -111,7 +111,7 @@ class RowScan {
   // Publishes what the warp has read of the row.
   template <class GROUP>
   __device__ __forceinline__ void publish(KthBound<GROUP>& bound) const {
-    if (GROUP::kWarps > 8 && bound.needs_many()) {
+    if (bound.needs_many()) {
       u32 keys[VECTORS];
 #pragma unroll
       for (u32 u = 0; u < VECTORS; ++u) keys[u] = order_key(choosable_maximum(u));

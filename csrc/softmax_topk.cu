@@ -116,9 +116,11 @@ __device__ __forceinline__ Normalizer merge_parts(const float2* states, u32 part
   return result;
 }
 
-// Warps that must fit on a multiprocessor, which caps a thread's registers: at 80 up to compute capability 9.0. A mask
-// needs some more, and so do the targets before and after: with fewer, NVRTC 13.4 spills (tests/test_cuda_compile.py).
-constexpr u32 resident_warps(u32 mask) {
+// Warps that must fit on a multiprocessor, which caps a thread's registers: at 80 for 24 warps up to compute capability
+// 9.0. A mask needs some more, and so do the targets before and after, and a small tile less: with fewer registers, NVRTC
+// 13.4 spills (tests/test_cuda_compile.py).
+constexpr u32 resident_warps(u32 mask, u32 tile) {
+  if (tile <= 256) return 28;
 #if __CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1000
   return 16;
 #else
@@ -128,7 +130,8 @@ constexpr u32 resident_warps(u32 mask) {
 
 // Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors.
 template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED, u32 MASK>
-__global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident_warps(MASK) / (WARPS == 1 ? 4 : WARPS))
+__global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
+                                  resident_warps(MASK, Tile<FORMAT, VECTORS>::kElements) / (WARPS == 1 ? 4 : WARPS))
     softmax_topk_kernel(const __grid_constant__ Problem problem) {
   using GROUP = Group<WARPS>;
   // Where a row is one tile there is nothing to fetch ahead, and where k is large the candidates take the room.
@@ -184,13 +187,15 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
   const u64* chosen;  // [k], best first
   u32 lists = splits;
   u32 length = problem.list_length;
-  const u64* source = problem.lists + i64(row) * splits * (length + 1);
-  const u64* bounds = source + splits * length;
+  const u64* source = nullptr;
+  const u64* bounds = nullptr;
   u32 bounds_stride = 1;
   u32 sequence = 0;
   if (splits > 1) {
     // Blocks into a row: whoever is not alone hands over what may be among the best, and a bound; the last to arrive
     // gathers all of it.
+    source = problem.lists + i64(row) * splits * (length + 1);
+    bounds = source + splits * length;
     KthBound<GROUP> share_bound(shared.share_bound, (k + splits - 1) / splits, readers);
     // Many candidates passed early: what all of the share's elements prove by now drops most of them.
     const bool are_many = candidates.stored() > length && !bound.needs_many();
