@@ -243,7 +243,7 @@ struct FullRow {
 
 // The normalizer of a row's part: the online step of the paper, COUNT vectors at a time.
 template <class IN, u32 COUNT>
-__device__ __forceinline__ void fold(Normalizer& state, Vector (&vectors)[COUNT], float scale) {
+__device__ __forceinline__ void fold(Normalizer& state, const Vector (&vectors)[COUNT], float scale) {
   float m = state.m;
 #pragma unroll
   for (u32 u = 0; u < COUNT; ++u) {
@@ -256,19 +256,20 @@ __device__ __forceinline__ void fold(Normalizer& state, Vector (&vectors)[COUNT]
       for (u32 e = 0; e < IN::kPerVector; ++e) m = max_nan(m, IN::decode(words, e));
     }
   }
-  // Decoded anew below: to keep all the floats from above would take a register for each.
-  if constexpr (IN::kPerVector == 8) {
-#pragma unroll
-    for (u32 i = 0; i < 4 * COUNT; ++i) keep_opaque(vectors[i / 4].words[i % 4]);
-  }
   const float base = reference_point(m);
   float d = state.d * exp2_approx((state.m - base) * scale);
 #pragma unroll
   for (u32 u = 0; u < COUNT; ++u) {
+    // A copy that the compiler takes for another vector: it decodes it anew, where to keep all the floats from above would
+    // take a register for each.
+    Vector v = vectors[u];
+    if constexpr (IN::kPerVector == 8) {
+#pragma unroll
+      for (u32 w = 0; w < 4; ++w) keep_opaque(v.words[w]);
+    }
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll
-    for (u32 e = 0; e < IN::kPerVector; ++e)
-      sum[e % 2] += exp2_approx((IN::decode(vectors[u].words, e) - base) * scale);
+    for (u32 e = 0; e < IN::kPerVector; ++e) sum[e % 2] += exp2_approx((IN::decode(v.words, e) - base) * scale);
     d += sum[0] + sum[1];
   }
   state = {m, d};
