@@ -95,8 +95,8 @@ def scored(model: Any, teacher: Any, tokens: Tensor) -> tuple[float, float, floa
 
 def main(
     k: Annotated[int, typer.Option(help="Log-probabilities kept at each position.")] = 256,
-    steps: Annotated[int, typer.Option(help="Of each student's training.")] = 100,
-    num_texts: Annotated[int, typer.Option(help=f"Texts of {LENGTH} tokens to learn from.")] = 256,
+    steps: Annotated[int, typer.Option(help="Of each student's training.")] = 60,
+    num_texts: Annotated[int, typer.Option(help=f"Texts of {LENGTH} tokens to learn from.")] = 128,
     training_steps: Annotated[int, typer.Option(help="Of the teacher.")] = Recipe.steps,
 ) -> None:
     transformers.logging.set_verbosity_error()
