@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -126,3 +127,37 @@ def assert_fused(model, inputs=None, **options) -> None:
     assert_same(stock, given)
     assert steps.fused > 0, "no step was fused"
     assert steps.fallback == 0, steps.reasons
+
+
+OPTIONS = {"max_new_tokens": 6, "do_sample": False}
+
+
+def run(model, **options):
+    """The sequences of generate() on two prompts, and its steps as stats()."""
+    stats(reset=True)
+    with SmallerIndexFirst():
+        found = model.generate(**inputs_for(model), **{**OPTIONS, **options})
+    return found, stats(reset=True)
+
+
+@pytest.fixture(name="model")
+def own_model():
+    """A model of its own for each test, which may change it."""
+    return copy.deepcopy(tiny("llama"))
+
+
+class Recorder(transformers.generation.streamers.BaseStreamer):
+    """A streamer that keeps what it is given."""
+
+    def __init__(self):
+        self.pieces = []
+
+    def put(self, value):
+        self.pieces.append(value.tolist())
+
+    def end(self):
+        self.pieces.append("end")
+
+
+def one_prompt(model):
+    return inputs_for(model, batch=1)

@@ -18,31 +18,19 @@ import transformers
 from transformers import LogitsProcessorList
 from transformers.generation import utils as generation_utils
 
-from decoding import (
-    SmallerIndexFirst,
+from decoding import (  # noqa: F401
+    OPTIONS,
+    Recorder,
     assert_same,
     generate_both,
     inputs_for,
-    one_thread,  # noqa: F401
+    one_prompt,
+    one_thread,
+    own_model,
+    run,
     tiny,
 )
 from fused_topk.generation import disable, enable, fused_decoding, generate, statistics, stats
-
-OPTIONS = {"max_new_tokens": 6, "do_sample": False}
-
-
-def run(model, **options):
-    """The sequences of generate(), and its steps as stats()."""
-    stats(reset=True)
-    with SmallerIndexFirst():
-        found = model.generate(**inputs_for(model), **{**OPTIONS, **options})
-    return found, stats(reset=True)
-
-
-@pytest.fixture
-def model():
-    """A model of its own for each test, which may change it."""
-    return copy.deepcopy(tiny("llama"))
 
 
 def test_enable_and_disable(model):
@@ -161,21 +149,6 @@ def test_the_first_fallback_of_a_kind_is_logged_once(model, caplog, monkeypatch)
 # What is not served runs as it would.
 
 
-class Recorder(transformers.generation.streamers.BaseStreamer):
-    def __init__(self):
-        self.pieces = []
-
-    def put(self, value):
-        self.pieces.append(value.tolist())
-
-    def end(self):
-        self.pieces.append("end")
-
-
-def one_prompt(model):
-    return inputs_for(model, batch=1)
-
-
 def test_streamers_get_the_tokens(model):
     def streamed(**options):
         recorder = Recorder()
@@ -230,6 +203,23 @@ def test_stop_strings(model):
         stock, given, steps = generate_both(model, inputs_for(model, batch=1), **options)
         assert_same(stock, given)
         assert steps.fused and not steps.fallback
+
+
+def test_whisper_with_timestamps():
+    # Its processor of timestamps compares sums of probabilities, so steps run stock operations; short and long form.
+    whisper = copy.deepcopy(tiny("whisper"))
+    config = whisper.generation_config
+    config.no_timestamps_token_id, config.max_initial_timestamp_index = 190, 10
+    config.begin_suppress_tokens, config.eos_token_id = None, 5
+    for inputs in (inputs_for(whisper), {"input_features": torch.randn(1, 8, 100)}):
+        options = {**OPTIONS, "return_timestamps": True, "num_beams": 2}
+        expected = whisper.generate(**inputs, **options)
+        stats(reset=True)
+        with fused_decoding(whisper):
+            given = whisper.generate(**inputs, **options)
+        steps = stats(reset=True)
+        assert torch.equal(given, expected)
+        assert steps.fused == 0 and list(steps.reasons) == ["logits processor WhisperTimeStampLogitsProcessor"]
 
 
 def test_pipelines(model):
@@ -361,74 +351,3 @@ def test_without_optional_names_decoding_is_fused(model, monkeypatch, name):
     monkeypatch.delattr(owner, name)
     with fused_decoding(model):
         assert run(model, num_beams=3)[1] == (6, 0, {})
-
-
-# custom_generate=
-
-
-@pytest.mark.parametrize("num_beams", [1, 4])
-@pytest.mark.parametrize("name", ["llama", "t5", "whisper"])
-def test_custom_generate_gives_the_stock_sequences(name, num_beams):
-    model = tiny(name)
-    expected, _ = run(model, num_beams=num_beams, suppress_tokens=[20, 21])
-    given, steps = run(model, num_beams=num_beams, suppress_tokens=[20, 21], custom_generate=generate)
-    assert torch.equal(given, expected)
-    assert steps == (6, 0, {})
-
-
-def test_custom_generate_samples_where_asked_to(model):
-    _, steps = run(model, do_sample=True, top_k=3, custom_generate=generate, sampling=True)
-    assert steps == (6, 0, {})
-    _, steps = run(model, do_sample=True, top_k=3, num_beams=2, custom_generate=generate, sampling=True)
-    assert steps == (6, 0, {})
-
-
-def test_custom_generate_of_an_enabled_model(model):
-    enable(model)
-    assert run(model, custom_generate=generate)[1] == (6, 0, {})
-    assert run(model)[1] == (6, 0, {})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"do_sample": True}, "`do_sample` must be False unless sampling=True is given"),
-        (
-            {"prompt_lookup_num_tokens": 2},
-            "`custom_generate` of fused_topk serves greedy search.*got assisted_generation",
-        ),
-        ({"num_beams": 3, "sampling": "yes"}, "`sampling` must be a bool, got str"),
-        ({"num_beams": 2, "streamer": Recorder()}, "streamer"),
-    ],
-    ids=["do_sample", "assisted", "sampling", "streamer"],
-)
-def test_custom_generate_refuses_what_it_does_not_serve(model, options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        model.generate(**one_prompt(model), custom_generate=generate, **{**OPTIONS, **options})
-
-
-def test_custom_generate_refuses_an_assistant(model):
-    with pytest.raises(ValueError, match="got assisted_generation"):
-        model.generate(**one_prompt(model), custom_generate=generate, assistant_model=tiny("llama", seed=1), **OPTIONS)
-
-
-@pytest.mark.parametrize("num_beams", [1, 3])
-def test_custom_generate_passes_synced_gpus_on(model, monkeypatch, num_beams):
-    seen = []
-    name = "_beam_search" if num_beams > 1 else "_sample"
-    loop = getattr(type(model), name)
-
-    def recording(self, *args, synced_gpus=False, **kwargs):
-        seen.append(synced_gpus)
-        return loop(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(model), name, recording)
-    run(model, num_beams=num_beams, custom_generate=generate, synced_gpus=True)
-    run(model, num_beams=num_beams, custom_generate=generate)
-    assert seen == [True, False]
-
-
-def test_custom_generate_without_its_loop_says_what_to_do(model, monkeypatch):
-    monkeypatch.delattr(transformers.GenerationMixin, "_beam_search")
-    with pytest.raises(RuntimeError, match="this version of transformers has no _beam_search; use fused_decoding"):
-        run(model, num_beams=3, custom_generate=generate)
