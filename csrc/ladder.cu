@@ -104,11 +104,11 @@ __global__ void __launch_bounds__(kThreads) shuffle_softmax_kernel(const float* 
 }
 
 // ---- 5. 16 bytes a load, and the row stays in registers: 1 read, 1 write. As many threads as the row needs, V a
-//         multiple of 4 and at most 32768. ----
+//         multiple of 4 and at most 16384. ----
 
 constexpr u32 kHeld = 8;  // vectors a thread
 
-__global__ void __launch_bounds__(1024) register_softmax_kernel(const float4* x, float4* y, u32 V) {
+__global__ void __launch_bounds__(512) register_softmax_kernel(const float4* x, float4* y, u32 V) {
   __shared__ Normalizer warps[kWarpSize];
   const u32 vectors = V / 4;
   x += u64(blockIdx.x) * vectors;
@@ -136,13 +136,13 @@ __global__ void __launch_bounds__(1024) register_softmax_kernel(const float4* x,
     state.d += exponential(held[u].z - base) + exponential(held[u].w - base);
   }
   const Normalizer row = block_shuffle_tree(state, warps);
-  const float m = reference_point(row.m);
+  const float m = reference_point(row.m), inverse = 1.0f / row.d;
 #pragma unroll
   for (u32 u = 0; u < kHeld; ++u) {
     const u32 i = u * blockDim.x + threadIdx.x;
     if (i < vectors) {
-      y[i] = {exponential(held[u].x - m) / row.d, exponential(held[u].y - m) / row.d,
-              exponential(held[u].z - m) / row.d, exponential(held[u].w - m) / row.d};
+      y[i] = {exponential(held[u].x - m) * inverse, exponential(held[u].y - m) * inverse,
+              exponential(held[u].z - m) * inverse, exponential(held[u].w - m) * inverse};
     }
   }
 }
@@ -241,7 +241,7 @@ __device__ bool block_best(TopList<K>& list, u64 (&lists)[kWarps + 1][K]) {
 // Unfused: what reads the probabilities that a softmax has written. With safe softmax 5 accesses an element (3 reads and
 // 1 write, then this read); with online softmax 4.
 template <u32 K>
-__global__ void __launch_bounds__(kThreads) topk_kernel(const float* y, float* values, i64* indices, u32 V) {
+__global__ void __launch_bounds__(kThreads, 1) topk_kernel(const float* y, float* values, i64* indices, u32 V) {
   __shared__ u64 lists[kWarps + 1][K];
   y += u64(blockIdx.x) * V;
   TopList<K> list;

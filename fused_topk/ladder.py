@@ -17,7 +17,7 @@ from .problem import FullRowProblem, Problem, TopK
 
 GPU_K = (5, 10, 15, 30)
 """The k that the GPU's lists are compiled for."""
-_HELD = 32768
+_HELD = 16384
 _THREADS = 256
 _MOST_PARTS = 256
 
