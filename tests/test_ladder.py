@@ -13,8 +13,8 @@ from fused_topk import cpu, cuda, kernel_source, ladder
 from fused_topk.ladder import BY_NAME, GPU_K, RUNGS
 from rows import INF, random_logits
 from simt import build
-from simt.emulate import emulated
-from simt.launch import Array
+from simt.emulate import emulated, recorded
+from simt.launch import SCHEDULES, Array
 from test_cuda_compile import assert_no_spills, nvrtc  # noqa: F401  (a fixture)
 
 PLACES = ("cpu", "emulated", "cuda")
@@ -33,7 +33,7 @@ def place(request):
     return request.param
 
 
-def climb(place: str, rung: ladder.Rung, logits: Tensor, k: int = 5) -> ladder.Scratch:
+def climb(place: str, rung: ladder.Rung, logits: Tensor, k: int = 5, schedule: str = "random") -> ladder.Scratch:
     """Runs a rung somewhere, on CPU tensors; skips what there is not."""
     k = k if rung.gives == "topk" else 0
     device = torch.device("cuda" if place == "cuda" else "cpu")
@@ -57,15 +57,15 @@ def climb(place: str, rung: ladder.Rung, logits: Tensor, k: int = 5) -> ladder.S
         for name, tensor in scratch._asdict().items()
         if tensor.numel()
     ]
-    with emulated(arrays) as outcomes:
+    with emulated(arrays, schedule=schedule) as outcomes:
         ladder._climb_on_gpu(rung, x, scratch)
     for outcome in outcomes:
         outcome.check()
     return scratch
 
 
-def check(place: str, rung: ladder.Rung, logits: Tensor, k: int = 5) -> None:
-    got = climb(place, rung, logits, k)
+def check(place: str, rung: ladder.Rung, logits: Tensor, k: int = 5, schedule: str = "random") -> None:
+    got = climb(place, rung, logits, k, schedule)
     want = logits.double().softmax(-1)
     if rung.gives == "softmax":
         # A few hundred roundings at the most, of 2^-24; terms below 2^-125 may be 0.
@@ -79,9 +79,9 @@ def check(place: str, rung: ladder.Rung, logits: Tensor, k: int = 5) -> None:
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
-@pytest.mark.parametrize("vocab_size", (31, 256, 1000, 4100, 9001))
-def test_rungs(place, rung, vocab_size):
-    check(place, rung, random_logits(3, vocab_size))
+@pytest.mark.parametrize(("vocab_size", "schedule"), list(zip((31, 256, 1000, 4100, 9001), SCHEDULES)))
+def test_rungs(place, rung, vocab_size, schedule):
+    check(place, rung, random_logits(3, vocab_size), schedule=schedule)
 
 
 @pytest.mark.sanitize
@@ -138,3 +138,14 @@ def test_kernels_compile_without_spills(nvrtc, architecture):  # noqa: F811
 def test_every_kernel_is_named():
     defined = set(re.findall(r"(\w+_kernel)\(", kernel_source.translation_unit("fused_topk::ladder::")))
     assert {re.split("::|<", name)[2] for name in ladder.kernel_names()} == defined
+
+
+def test_every_kernel_is_climbed():
+    """By test_rungs and test_every_k."""
+    with recorded() as launched:
+        for rung in RUNGS:
+            for k in GPU_K if rung.gives == "topk" else (0,):
+                logits = torch.empty(1, 256)
+                if not rung.name.startswith("package"):
+                    ladder._climb_on_gpu(rung, logits, ladder.scratch_for(logits, k))
+    assert set(launched) == set(ladder.kernel_names())

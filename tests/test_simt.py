@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from fused_topk import cuda as kernels
+from fused_topk import cuda_full_rows, ladder
+from fused_topk.kernel_source import source_folder
 from oracle import DTYPES, assert_same
 from rows import random_logits
 from simt import build
@@ -108,8 +110,35 @@ def test_kernel_on_a_gpu(cuda, kernel):
 
 
 def test_every_kernel_is_tested():
+    """Here, and by files of their own that show the same of theirs: test_simt_full_rows.py, test_ladder.py."""
     tested = {*CASES, "fused_topk::read_rows_kernel"}
     assert tested == set(kernels.kernel_names())
+    named = {re.split("<", name)[0] for name in (*tested, *cuda_full_rows.kernel_names(90), *ladder.kernel_names())}
+    sources = (path.read_text() for path in source_folder().glob("*.cu"))
+    defined = [name for source in sources for name in re.findall(r"__global__[^{;]*?(\w+)\(const", source)]
+    assert defined and sorted(name.split("::")[-1] for name in named) == sorted(defined)
+
+
+# As rows of more than 2^20 elements are cut, with the parts' ends on both sides of a tile's and of the row's.
+LONG_PARTS = [
+    Case(8192, 8, owner="many", tiles_per_part=2),
+    Case(8193, 8, "bf16", rows="0/4", owner="many", tiles_per_part=4, mask="packed", start=1, padding=3),
+    Case(25003, 16, "fp16", rows="1/4", splits=1, tiles_per_part=2, normalize="topk"),
+    Case(8191, 40, rows="2/4", splits=1, tiles_per_part=2, entry="softmax_topk", start=3),
+    Case(12289, 33, "bf16", rows="3/4", splits=2, tiles_per_part=4, mask="bool", normalize="all", padding=7),
+    Case(9001, 300, "fp16", rows="0/4", splits=3, tiles_per_part=2, entry="topk", start=5),
+]
+
+
+@pytest.mark.parametrize("case", LONG_PARTS, ids=str)
+def test_several_tiles_a_part(case):
+    for seed, schedule in enumerate(SCHEDULES):
+        check(case._replace(rows="1") if seed else case, schedule=schedule, seed=seed)
+
+
+@pytest.mark.parametrize("case", LONG_PARTS, ids=str)
+def test_several_tiles_a_part_on_a_gpu(cuda, case):
+    check(case, cuda.device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

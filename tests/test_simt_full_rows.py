@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from fused_topk.problem import FullRowProblem
 from oracle import DTYPES
 from rows import INF, NAN, random_logits, shifted
 from simt import build
-from simt.emulate import emulated
+from simt.emulate import emulated, recorded
 from simt.launch import SCHEDULES, Array
 from test_softmax import check
 
@@ -24,19 +25,27 @@ pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(buil
 
 def run(problem: FullRowProblem, choice: FullRowChoice, out_dtype: torch.dtype, **how) -> Tensor:
     """What the kernel of `choice` makes of CPU tensors, with all that the machine checks."""
-    is_sum = problem.values == "logsumexp"
-    shape = problem.logits.shape[:-1] if is_sum else problem.logits.shape
-    out = torch.empty(shape, dtype=torch.float32 if is_sum else out_dtype)
+    out = empty_result(problem, out_dtype)
     arrays = [Array("logits", problem.logits, "input"), Array("out", out, "output")]
     if problem.row_temperature is not None:
         arrays.append(Array("row_temperature", problem.row_temperature, "input"))
-    with (
-        emulated(arrays, **how) as outcomes,
-        mock.patch.object(cuda_full_rows, "_choice", lambda device, vocab_size, itemsize: choice),
-    ):
-        cuda_full_rows.full_rows(problem, out)
+    with emulated(arrays, **how) as outcomes:
+        launch(problem, choice, out)
     outcomes[0].check()
     return out
+
+
+def empty_result(problem: FullRowProblem, out_dtype: torch.dtype) -> Tensor:
+    """Memory for the result."""
+    if problem.values == "logsumexp":
+        return torch.empty(problem.logits.shape[:-1])
+    return torch.empty(problem.logits.shape, dtype=out_dtype)
+
+
+def launch(problem: FullRowProblem, choice: FullRowChoice, out: Tensor) -> None:
+    """As the backend does, but for its choice."""
+    with mock.patch.object(cuda_full_rows, "_choice", lambda device, vocab_size, itemsize: choice):
+        cuda_full_rows.full_rows(problem, out)
 
 
 def small_choice(kernel: str, vocab_size: int, itemsize: int, blocks: int = 1, warps: int = 2) -> FullRowChoice:
@@ -56,9 +65,17 @@ def small_choice(kernel: str, vocab_size: int, itemsize: int, blocks: int = 1, w
 SHAPES = [
     ("warp", 1, 37), ("warp", 1, 500), ("warp", 1, 1024),
     ("block", 1, 36), ("block", 1, 1000), ("block", 1, 2049), ("block", 1, 3333), ("block", 1, 4096),
-    ("cluster", 2, 4099), ("cluster", 4, 12000), ("cluster", 8, 16001), ("cluster", 8, 200),
+    ("cluster", 2, 1032), ("cluster", 2, 4099), ("cluster", 4, 12000), ("cluster", 8, 16001), ("cluster", 8, 200),
     ("long", 1, 40), ("long", 1, 2048), ("long", 1, 2049), ("long", 1, 9001),
 ]  # fmt: skip
+
+
+STARTS = (0, 1, 3)
+
+
+def results(dtype: torch.dtype) -> tuple[tuple[str, torch.dtype], ...]:
+    """What is asked for, and in which dtype."""
+    return ("softmax", dtype), ("log_softmax", torch.float32), ("logsumexp", torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -71,9 +88,9 @@ def test_kernels(kernel, blocks, vocab_size, dtype):
     logits[3, : vocab_size // 2] = -INF
     choice = small_choice(kernel, vocab_size, dtype.itemsize, blocks)
     turn = SHAPES.index((kernel, blocks, vocab_size * dtype.itemsize // 4))
-    for number, start in enumerate((0, 1, 3)):
+    for number, start in enumerate(STARTS):
         x = shifted(logits, start)
-        for values, out_dtype in (("softmax", dtype), ("log_softmax", torch.float32), ("logsumexp", torch.float32)):
+        for values, out_dtype in results(dtype):
 
             def of_choice(entry, x, values=values, out_dtype=out_dtype, number=number, **settings):
                 problem = FullRowProblem(x, 0.7, None, values)
@@ -82,6 +99,19 @@ def test_kernels(kernel, blocks, vocab_size, dtype):
 
             wants = {} if values == "logsumexp" else {"dtype": out_dtype}
             check(of_choice, values, x, temperature=0.7, **wants)
+
+
+def test_every_kernel_is_tested():
+    """By test_kernels."""
+    with recorded() as launched:
+        for dtype, (kernel, blocks, size) in itertools.product(DTYPES.values(), SHAPES):
+            vocab_size = size * 4 // dtype.itemsize
+            choice = small_choice(kernel, vocab_size, dtype.itemsize, blocks)
+            for start, (values, out_dtype) in itertools.product(STARTS, results(dtype)):
+                logits = shifted(torch.zeros(2, vocab_size, dtype=dtype), start)
+                problem = FullRowProblem(logits, 0.7, None, values)
+                launch(problem, choice, empty_result(problem, out_dtype))
+    assert set(launched) == set(cuda_full_rows.kernel_names(90))
 
 
 @pytest.mark.parametrize("architecture", (75, 90))

@@ -39,6 +39,9 @@ def main(
     entry: Annotated[str, typer.Option(help="softmax_topk, log_softmax_topk or topk.")] = "log_softmax_topk",
     owner: Annotated[_Owner, typer.Option(help="Laid over the GPU as one row is, or as a million are.")] = _Owner.few,
     splits: Annotated[int, typer.Option(help="Blocks that share a row; 0: as many as fused_topk chooses.")] = 0,
+    tiles_per_part: Annotated[
+        int, typer.Option(help="Tiles of 1024 elements that a warp sums as one; 0: as fused_topk chooses.")
+    ] = 0,
     mask: Annotated[str, typer.Option(help="none, bool or packed.")] = "none",
     normalize: Annotated[str, typer.Option(help="allowed, all or topk.")] = "allowed",
     temperature: Annotated[str, typer.Option(help="none, a number, or rows: one for each.")] = "none",
@@ -65,6 +68,7 @@ def main(
         entry,
         owner.value,
         splits,
+        tiles_per_part,
         mask,
         normalize,
         temperature,

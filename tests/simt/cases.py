@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from oracle import DTYPES, problem_of
 from rows import NAN, adversarial_rows, packed, random_logits, random_mask, shifted
 from test_beam import check_beams
 
+from .emulate import recorded
 from .launch import Outcome
 from .row_topk import empty_result, row_topk
 
@@ -34,6 +34,7 @@ class Case(NamedTuple):
         "few"  # whose rows these are: the layout that an H200 gives to one row ("few") or to a million ("many")
     )
     splits: int = 0  # blocks that share a row; 0: as many as the layout says
+    tiles_per_part: int = 0  # a power of two: as where V needs it; 0: as this V needs
     mask: str = "none"  # or "bool", "packed"
     normalize: str = "allowed"
     temperature: str = "none"  # or a number, or "rows": one each
@@ -50,6 +51,10 @@ class Case(NamedTuple):
         """The layout over the machine."""
         rows = {"few": 1, "many": 10**6}[self.owner]
         chosen = choose(rows, self.vocab_size, self.k, DTYPES[self.dtype].itemsize, 132)
+        if self.tiles_per_part:
+            tile = 32 * chosen.vectors * 16 // DTYPES[self.dtype].itemsize
+            parts = -(-self.vocab_size // (tile * self.tiles_per_part))
+            chosen = chosen._replace(parts=parts, tiles_per_part=self.tiles_per_part, splits=min(chosen.splits, parts))
         return chosen._replace(splits=self.splits) if self.splits else chosen
 
     def arguments(self, device: str) -> tuple[Tensor, dict[str, Any], list[str] | None]:
@@ -125,13 +130,8 @@ def check(case: Case, device: str = "cpu", **how: Any) -> list[Outcome]:
 
 def kernel_of(case: Case) -> str:
     """The name of the kernel that a case launches."""
-    names = []
-
-    def record(_device: int, name: str) -> None:
-        names.append(name)
-
     logits, settings, _ = case._replace(rows="1").arguments("cpu")
     problem = problem_of(case.entry, logits, case.k, **settings)
-    with mock.patch.multiple(cuda, _function=record, _call=lambda *args, **kwargs: None, _tickets=lambda *args: 0):
+    with recorded() as names:
         cuda._launch(problem, None, empty_result(problem), case.choice())
     return names[0]

@@ -69,6 +69,18 @@ def emulated(
         yield outcomes
 
 
+@contextmanager
+def recorded() -> Iterator[list[str]]:
+    """Within it, launches do nothing but leave the names of their kernels in the list that it gives."""
+    names: list[str] = []
+
+    def record(_device: int, name: str) -> None:
+        names.append(name)
+
+    with mock.patch.multiple(cuda, _function=record, _call=lambda *args, **kwargs: None, _tickets=lambda *args: 0):
+        yield names
+
+
 class _Allocations(TorchDispatchMode):
     """The tensors that the launching code makes for itself: copies of inputs, and scratch."""
 
