@@ -56,16 +56,10 @@ class _LastLogits(Tensor):
         return self._on_last(rows if device is None or device == rows.device else rows.to(device))
 
 
-_ALL = slice(None)
+# Those of x[:, -1] and x[:, -1, :].
+_LAST = ((slice(None), -1), (slice(None), -1, slice(None)))
 
 
 def _is_last(index: Any) -> bool:
-    """Whether it is that of x[:, -1] or x[:, -1, :]."""
-    if type(index) is not tuple or not 2 <= len(index) <= 3:
-        return False
-    # The types first: a tensor compares elementwise.
-    return (
-        type(index[1]) is int
-        and index[1] == -1
-        and all(type(index[dim]) is slice and index[dim] == _ALL for dim in range(0, len(index), 2))
-    )
+    # Only with the types known: a tensor in an index compares elementwise.
+    return type(index) is tuple and all(type(each) in (slice, int) for each in index) and index in _LAST

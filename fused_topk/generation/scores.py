@@ -147,12 +147,13 @@ class LazyScores:
         kwargs = kwargs or {}
         recognised = _RECOGNISED.get(func)
         if recognised is not None:
-            first, *others = args or (kwargs.pop("input"),)
+            if not args:
+                args = (kwargs.pop("input"),)
+            first = args[0]
             if type(first) is LazyScores and first._dense is None:
-                result = recognised(first, *others, **kwargs)
+                result = recognised(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
-            args = (first, *others)
         reason = f"operation {getattr(func, '__name__', func)}"
         return func(*_without_lazy(args, reason), **_without_lazy(kwargs, reason))
 
@@ -202,7 +203,7 @@ class LazyScores:
             and other.dtype is torch.float32
             and other.shape == (*self.shape[:2], 1)
         ):
-            return self._next(Stage.BEAM_TOTALS, self.shape, lambda: self._tensor() + other, other[..., 0])
+            return self._next(Stage.BEAM_TOTALS, self.shape, lambda: self._tensor() + other, other.squeeze(-1))
         return self.dense("operation add") + other
 
     def _topk(self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:

@@ -136,8 +136,8 @@ def best_continuations(rows: Rows, edits: Sequence[Edit], beam_scores: Tensor, k
         Accumulated log-probabilities float32 [batch, k], best first, and int64 [batch, k], beam * V + token.
     """
     if not _must_merge(edits):
-        chosen = rows.beam_topk(beam_scores, k, _scanned_by(edits))
-        return chosen.values, chosen.indices
+        values, indices, _ = rows.beam_topk(beam_scores, k, _scanned_by(edits))
+        return values, indices
     batch, beams = beam_scores.shape
     merged = _merged(rows, edits, min(k, rows.vocab_size), True)
     total = merged.scores.view(batch, beams, -1) + beam_scores.unsqueeze(-1)
@@ -164,11 +164,13 @@ def logsumexp(rows: Rows, edits: Sequence[Edit], temperature: float, are_log_pro
 
 
 def _must_merge(edits: Sequence[Edit]) -> bool:
-    return any(edit.ids is not None for edit in edits)
+    return bool(edits) and any(edit.ids is not None for edit in edits)
 
 
 def _scanned_by(edits: Sequence[Edit]) -> Tensor | None:
     """The words of the tokens that no edit touches."""
+    if not edits:
+        return None
     words = [edit.scanned for edit in edits if edit.scanned is not None]
     return reduce(torch.bitwise_and, words) if words else None
 
