@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import backends
 from .problem import TopK
@@ -37,6 +38,12 @@ def check_logits(logits: Any) -> None:
         )
     if logits.dim() == 0:
         raise ValueError("`logits` must have at least one dimension, the vocabulary, got a 0-d tensor; use .reshape(1)")
+    # Without this a derivative of zero would come out. Outside of jvp the level is -1.
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(logits).tangent is not None:
+        raise RuntimeError(
+            "`logits` must not carry a forward-mode derivative, got a dual tensor; use reverse mode: .backward() or "
+            "torch.autograd.grad"
+        )
 
 
 def check_dim(dim: Any, dims: int) -> int:

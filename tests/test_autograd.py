@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import fused_topk
 from oracle import DTYPES
@@ -156,3 +157,15 @@ def test_beam_topk_gradient_of_a_score_alone():
     scores = torch.tensor([[0.5, 0.1]], requires_grad=True)
     fused_topk.beam_topk(distinct(1, 2, 5).detach(), scores, 4).values.sum().backward()
     assert scores.grad.sum() == 4
+
+
+@pytest.mark.parametrize("function", [fused_topk.log_softmax_topk, fused_topk.topk])
+def test_forward_mode_is_refused(function):
+    """Rather than to give a derivative of zero."""
+    logits, tangent = torch.randn(2, 3, 40)
+    with pytest.raises(RuntimeError, match="forward-mode"):
+        torch.func.jvp(lambda x: function(x, 4).values, (logits,), (tangent,))
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        function(forward_ad.make_dual(logits, tangent), 4)
+    with forward_ad.dual_level():
+        assert torch.equal(function(logits, 4).indices, function(logits, 4).indices)
