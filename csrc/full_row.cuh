@@ -12,24 +12,25 @@ namespace fused_topk {
 // What is written.
 enum FullRowKind : u32 { kSoftmax = 0, kLogSoftmax = 1, kLogSumExp = 2 };
 
-// One struct, passed by value and kept small: each 64 bytes of it cost a launch a fetch from memory. fused_topk/
-// cuda_rows.py packs it field by field, in this order.
+// One struct, passed by value and kept small: each 64 bytes of it cost a launch a fetch from memory, so that what a launch
+// cannot do without comes first. fused_topk/cuda_full_rows.py packs it field by field, in this order.
 struct FullRows {
   const void* logits;  // [rows, V]; row r at (r / inner_rows) * outer_stride + (r % inner_rows) * inner_stride
   void* out;           // [rows, V] of the OUT format; [rows] float for kLogSumExp
   const float* row_temperature;  // nullable; [rows]
   i64 inner_stride;              // in elements, as outer_stride
-  i64 outer_stride;
   u32 inner_rows;
-  u32 rows;
   u32 V;
   float temperature;
-  u32 kind;               // FullRowKind
-  u32 vectors_per_block;  // the part of a row that a block owns, in input vectors; see softmax_rows.cu
-  Normalizer* parts;      // nullable; [rows, blocks of a row], then [rows]: for rows that blocks read twice
-  u32* counters;          // nullable; [1 + 3 rows], zero before and after each launch: likewise
+  u16 kind;            // FullRowKind
+  u16 shared_vectors;  // of each thread, in shared memory; a multiple of 4
+  i64 outer_stride;
+  u32 rows;
+  u32 blocks_per_row;
+  Normalizer* parts;  // nullable; [groups of blocks, 2, blocks_per_row]: for rows that a group of blocks owns
+  u32* counters;      // nullable; [groups of blocks], zero before and after each launch: likewise
 };
-static_assert(sizeof(FullRows) == 80, "fused_topk/cuda_rows.py packs 80 bytes");
+static_assert(sizeof(FullRows) == 80, "fused_topk/cuda_full_rows.py packs 80 bytes");
 
 // Words of 16-bit floats, rounded to nearest even.
 __device__ __forceinline__ u32 half_pair(float low, float high) {
@@ -78,16 +79,16 @@ struct RowValues {
   float m;
   float inverse_temperature;
   float scale;    // log2(e) / T
-  float inverse;  // 1 / d
-  float log_d;
+  float inverse;  // 1 / d: of kSoftmax
+  float log_d;    // of the others
   u32 kind;
 
   __device__ __forceinline__ RowValues(Normalizer row, float inverse_temperature, u32 kind)
       : m(row.m), inverse_temperature(inverse_temperature), scale(inverse_temperature * kLog2E), kind(kind) {
     // A row with NaN or +inf, or of only -inf, has no probabilities, as in torch.
     const float d = fabsf(m) < FUSED_TOPK_INFINITY ? row.d : __uint_as_float(0x7FC00000u);
-    inverse = __frcp_rn(d);
-    log_d = logf(d);
+    inverse = kind == kSoftmax ? __frcp_rn(d) : 0.0f;
+    log_d = kind == kSoftmax ? 0.0f : logf(d);
   }
   __device__ __forceinline__ float logsumexp() const {
     return m * inverse_temperature + (fabsf(m) == FUSED_TOPK_INFINITY ? 0.0f : log_d);
@@ -118,10 +119,13 @@ struct FullRow {
   float scale;
 
   __device__ __forceinline__ FullRow(const FullRows& problem, u32 row) : end(problem.V) {
-    const u32 outer = row / problem.inner_rows;
-    const u32 inner = row - outer * problem.inner_rows;
-    in = static_cast<const char*>(problem.logits) +
-         (outer * problem.outer_stride + inner * problem.inner_stride) * i64(sizeof(typename IN::Bits));
+    i64 offset = row * problem.inner_stride;
+    // Seldom, and a division takes as long as a barrier.
+    if (row >= problem.inner_rows) {
+      const u32 outer = row / problem.inner_rows;
+      offset += outer * (problem.outer_stride - problem.inner_rows * problem.inner_stride);
+    }
+    in = static_cast<const char*>(problem.logits) + offset * i64(sizeof(typename IN::Bits));
     out = static_cast<char*>(problem.out) + i64(row) * problem.V * i64(sizeof(typename OUT::Bits));
     // A temperature that is not positive makes NaNs; one so small that 1 / T overflows acts like the smallest whose
     // inverse is finite, so that (m - m) / T stays 0.
@@ -141,6 +145,16 @@ struct FullRow {
       return straddle(load_16_bytes(address - shift), load_16_bytes(address - shift + 16), shift);
     }
     return load_elements(address, token);
+  }
+
+  // The same to a slot of shared memory, in the background where it can be: for the thread that calls it, and after its
+  // wait_copies.
+  __device__ __forceinline__ void copy(Vector* slot, u32 token) const {
+    if (ALIGNED && kHasAsyncCopy && token < end) {
+      copy_async(slot, in + u64(token) * sizeof(typename IN::Bits));
+    } else {
+      *slot = load(token);
+    }
   }
 
   // Writes results for the vector's logits. All lanes of a warp call it, with vectors that follow each other.

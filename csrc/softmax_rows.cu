@@ -4,27 +4,21 @@
 //     out[row][i] = e^((x_i - m) / T) / d,   or (x_i - m) / T - log d,   or one m / T + log d a row
 //
 // A row can be written only when all of it has been read. So the logits wait on the chip, and memory sees one read and
-// one write of each; the kernels differ in where they wait, and that depends on V alone:
-//   softmax_warp_rows_kernel     registers of a warp
-//   softmax_block_rows_kernel    registers of a block, and its shared memory for the first half of longer rows
-//   softmax_cluster_rows_kernel  the same of 2, 4 or 8 blocks, which exchange their (m, d) through shared memory
-//   softmax_long_rows_kernel     nowhere: read twice, the second time from the L2 cache where the row fits
+// one write of each; the kernels differ in who owns a row, and that depends on V alone:
+//   softmax_warp_rows_kernel     a warp
+//   softmax_block_rows_kernel    a block
+//   softmax_cluster_rows_kernel  2, 4 or 8 blocks, which exchange their (m, d) through shared memory
+//   softmax_grid_rows_kernel     up to one block on each multiprocessor, which exchange them through global memory
+// A thread keeps a few vectors in registers and the block the rest in shared memory. Of a row too long for even the last
+// of them, what does not fit is read twice.
 // Reading order: order.h, normalizer.h, platform.cuh, row.cuh (formats), cluster.cuh, full_row.cuh, this file.
 #include "cluster.cuh"
 #include "full_row.cuh"
 
 namespace fused_topk::full_rows {
 
-// Vectors that a thread loads before it uses the first: 128 bytes, so that 1024 threads keep memory busy.
-constexpr u32 kVectorsInFlight = 8;
-constexpr u32 kMostWarps = 16;
+constexpr u32 kMostWarps = 32;
 constexpr u32 kMostBlocks = 8;
-
-struct BlockShared {
-  Normalizer warps[kMostWarps];
-  Normalizer blocks[kMostBlocks];
-  u32 ticket;
-};
 
 // Writes a row's logsumexp, if that is what is asked for.
 __device__ __forceinline__ bool write_logsumexp(const FullRows& problem, u32 row, const RowValues& values,
@@ -35,26 +29,27 @@ __device__ __forceinline__ bool write_logsumexp(const FullRows& problem, u32 row
 }
 
 // A warp owns a row, and 4 warps make a block.
-template <class IN, class OUT, bool ALIGNED>
+template <class IN, class OUT, u32 VECTORS, bool ALIGNED>
 __global__ void __launch_bounds__(128) softmax_warp_rows_kernel(const __grid_constant__ FullRows problem) {
   const u32 row = blockIdx.x * 4 + threadIdx.x / kWarpSize;
   if (row >= problem.rows) return;
   const FullRow<IN, OUT, ALIGNED> x(problem, row);
   constexpr u32 kStep = kWarpSize * IN::kPerVector;
-  Vector vectors[kVectorsInFlight];
+  Vector vectors[VECTORS];
 #pragma unroll
-  for (u32 u = 0; u < kVectorsInFlight; ++u) vectors[u] = x.load(u * kStep + lane_id() * IN::kPerVector);
+  for (u32 u = 0; u < VECTORS; ++u) vectors[u] = x.load(u * kStep + lane_id() * IN::kPerVector);
   Normalizer state;
   fold<IN>(state, vectors, x.scale);
   const RowValues values(warp_merge(state, x.scale), x.inverse_temperature, problem.kind);
   if (write_logsumexp(problem, row, values, lane_id() == 0)) return;
 #pragma unroll
-  for (u32 u = 0; u < kVectorsInFlight; ++u) {
+  for (u32 u = 0; u < VECTORS; ++u) {
     if (u * kStep < x.end) x.template write<false>(u * kStep + lane_id() * IN::kPerVector, vectors[u], values);
   }
 }
 
-// Warps into a block: the merge over the threads, in every thread. All threads call it, once; it has one barrier.
+// Warps into a block: the merge over the threads, in every thread. All threads call it; it has one barrier, and another
+// must come before `warps` is used again.
 __device__ __forceinline__ Normalizer block_merge(Normalizer state, float scale, Normalizer (&warps)[kMostWarps]) {
   state = warp_merge(state, scale);
   if (lane_id() == 0) warps[threadIdx.x / kWarpSize] = state;
@@ -63,193 +58,204 @@ __device__ __forceinline__ Normalizer block_merge(Normalizer state, float scale,
   return warp_merge(is_warp ? warps[lane_id()] : Normalizer(), scale);
 }
 
-// BLOCKS blocks own a row, each vectors_per_block of its vectors: at most kVectorsInFlight a thread in registers, and
-// as many in dynamic shared memory, where only the thread that wrote a vector reads it: no barrier.
-template <class IN, class OUT, u32 BLOCKS, bool ALIGNED>
+// How many of a row's elements each of `blocks` blocks owns: whole warps' vectors, so that no two share a line of memory.
+template <class IN>
+__device__ __forceinline__ u32 elements_per_block(u32 V, u32 blocks) {
+  constexpr u32 kWarpElements = kWarpSize * IN::kPerVector;
+  return ((V - 1) / kWarpElements / blocks + 1) * kWarpElements;
+}
+
+// The vectors of a row that wait in a block: of each thread VECTORS in registers, and more in shared memory, where only
+// the thread that asked for a vector touches it: no barrier. A thread's vectors are blockDim.x vectors apart.
+template <class IN, class OUT, u32 VECTORS, bool ALIGNED>
+class WaitingVectors {
+ public:
+  using Row = FullRow<IN, OUT, ALIGNED>;
+
+  // slots: [shared_vectors, blockDim.x]
+  __device__ __forceinline__ WaitingVectors(Vector* slots, u32 shared_vectors)
+      : step_(blockDim.x * IN::kPerVector), shared_vectors_(shared_vectors), slots_(slots + threadIdx.x) {}
+
+  __device__ __forceinline__ u32 elements() const { return (VECTORS + shared_vectors_) * step_; }
+
+  // Asks for all vectors from the row's element `first` on, then adds them to `state` as they come.
+  __device__ __forceinline__ void load(const Row& x, u32 first, Normalizer& state) {
+    const u32 token = first + threadIdx.x * IN::kPerVector;
+#pragma unroll
+    for (u32 u = 0; u < VECTORS; ++u) vectors_[u] = x.load(token + u * step_);
+    // Two halves, so that there is less left to add when the last has come.
+    const u32 half = shared_vectors_ / 2;
+    copy(x, token, 0, half);
+    copy(x, token, half, shared_vectors_);
+    fold<IN>(state, vectors_, x.scale);
+    wait_copies<1>();
+    add_shared(state, x.scale, 0, half);
+    wait_copies<0>();
+    add_shared(state, x.scale, half, shared_vectors_);
+  }
+
+  // Writes what was loaded from `first` on.
+  template <bool STREAMING>
+  __device__ __forceinline__ void write(const Row& x, u32 first, const RowValues& values) const {
+    const u32 token = first + threadIdx.x * IN::kPerVector;
+    // The condition is the block's: a warp writes together.
+#pragma unroll
+    for (u32 u = 0; u < VECTORS; ++u) {
+      if (first + u * step_ < x.end) x.template write<STREAMING>(token + u * step_, vectors_[u], values);
+    }
+#pragma unroll 2
+    for (u32 u = 0; u < shared_vectors_; ++u) {
+      const u32 past = (VECTORS + u) * step_;
+      if (first + past < x.end) x.template write<STREAMING>(token + past, slots_[u * blockDim.x], values);
+    }
+  }
+
+ private:
+  Vector vectors_[VECTORS];
+  u32 step_;
+  u32 shared_vectors_;
+  Vector* slots_;
+
+  __device__ __forceinline__ void copy(const Row& x, u32 token, u32 begin, u32 end) {
+#pragma unroll 4
+    for (u32 u = begin; u < end; ++u) x.copy(slots_ + u * blockDim.x, token + (VECTORS + u) * step_);
+    commit_copies();
+  }
+
+  __device__ __forceinline__ void add_shared(Normalizer& state, float scale, u32 begin, u32 end) const {
+#pragma unroll 1
+    for (u32 u = begin; u < end; u += 2) {
+      const Vector pair[2] = {slots_[u * blockDim.x], slots_[(u + 1) * blockDim.x]};
+      fold<IN>(state, pair, scale);
+    }
+  }
+};
+
+// BLOCKS blocks own a row.
+template <class IN, class OUT, u32 VECTORS, u32 BLOCKS, bool ALIGNED>
 __device__ __forceinline__ void softmax_of_block(const FullRows& problem) {
-  extern __shared__ uint4 kept[];  // [kVectorsInFlight, blockDim.x], or none
-  __shared__ BlockShared shared;
+  extern __shared__ Vector slots[];  // [shared_vectors, blockDim.x]
+  __shared__ Normalizer warps[kMostWarps];
+  __shared__ Normalizer blocks[kMostBlocks];
   const u32 rank = blockIdx.x % BLOCKS;
   const u32 row = blockIdx.x / BLOCKS;
   if constexpr (BLOCKS > 1) cluster_arrive();
 
   FullRow<IN, OUT, ALIGNED> x(problem, row);
-  const u32 step = blockDim.x * IN::kPerVector;
-  // Of the row's elements, this block's.
-  const u32 begin = rank * problem.vectors_per_block * IN::kPerVector;
-  x.end = min(x.end, begin + problem.vectors_per_block * IN::kPerVector);
-  const bool uses_shared = problem.vectors_per_block > kVectorsInFlight * blockDim.x;
-  u32 token = begin + threadIdx.x * IN::kPerVector;
-
-  Normalizer state;
-  Vector vectors[kVectorsInFlight];
-  if (uses_shared) {
-#pragma unroll
-    for (u32 u = 0; u < kVectorsInFlight; ++u) vectors[u] = x.load(token + u * step);
-    fold<IN>(state, vectors, x.scale);
-#pragma unroll
-    for (u32 u = 0; u < kVectorsInFlight; ++u) {
-      const u32(&w)[4] = vectors[u].words;
-      kept[u * blockDim.x + threadIdx.x] = {w[0], w[1], w[2], w[3]};
-    }
-    token += kVectorsInFlight * step;
+  u32 first = 0;
+  if constexpr (BLOCKS > 1) {
+    const u32 count = elements_per_block<IN>(problem.V, BLOCKS);
+    first = rank * count;
+    x.end = min(x.end, first + count);
   }
-#pragma unroll
-  for (u32 u = 0; u < kVectorsInFlight; ++u) vectors[u] = x.load(token + u * step);
-  fold<IN>(state, vectors, x.scale);
-
-  state = block_merge(state, x.scale, shared.warps);
+  WaitingVectors<IN, OUT, VECTORS, ALIGNED> waiting(slots, problem.shared_vectors);
+  Normalizer state;
+  waiting.load(x, first, state);
+  state = block_merge(state, x.scale, warps);
   if constexpr (BLOCKS > 1) {
     // All blocks of the cluster have begun.
     cluster_wait();
-    if (threadIdx.x < BLOCKS) store_in_block(&shared.blocks[rank], threadIdx.x, state);
+    if (threadIdx.x < BLOCKS) store_in_block(&blocks[rank], threadIdx.x, state);
     cluster_arrive();
     cluster_wait();
-    state = warp_merge(lane_id() < BLOCKS ? shared.blocks[lane_id()] : Normalizer(), x.scale);
+    state = warp_merge(lane_id() < BLOCKS ? blocks[lane_id()] : Normalizer(), x.scale);
   }
-
   const RowValues values(state, x.inverse_temperature, problem.kind);
   if (write_logsumexp(problem, row, values, rank == 0 && threadIdx.x == 0)) return;
-  // The condition is the block's: a warp writes together.
-  const u32 first = token - threadIdx.x * IN::kPerVector;
-#pragma unroll
-  for (u32 u = 0; u < kVectorsInFlight; ++u) {
-    if (first + u * step < x.end) x.template write<false>(token + u * step, vectors[u], values);
-  }
-  if (uses_shared) {
-    token -= kVectorsInFlight * step;
-#pragma unroll
-    for (u32 u = 0; u < kVectorsInFlight; ++u) {
-      const uint4 w = kept[u * blockDim.x + threadIdx.x];
-      x.template write<false>(token + u * step, {{w.x, w.y, w.z, w.w}}, values);
-    }
-  }
+  waiting.template write<false>(x, first, values);
 }
 
-// Threads that must fit on a multiprocessor: at 1024 a thread has 64 registers. So one block of 512 can load while
-// another writes. Compute capability 7.5, which has no packed maximum, needs more registers, and so does an unaligned row
-// that is written with twice the bytes that it was read with.
-template <class IN, class OUT, bool ALIGNED>
-constexpr u32 resident_threads() {
-  return __CUDA_ARCH__ >= 800 && (ALIGNED || sizeof(typename IN::Bits) == sizeof(typename OUT::Bits)) ? 1024 : 512;
-}
-
-template <class IN, class OUT, bool ALIGNED>
-__global__ void __launch_bounds__(512, resident_threads<IN, OUT, ALIGNED>() / 512)
-    softmax_block_rows_kernel(const __grid_constant__ FullRows problem) {
-  softmax_of_block<IN, OUT, 1, ALIGNED>(problem);
+template <class IN, class OUT, u32 VECTORS, bool ALIGNED>
+__global__ void __launch_bounds__(1024) softmax_block_rows_kernel(const __grid_constant__ FullRows problem) {
+  softmax_of_block<IN, OUT, VECTORS, 1, ALIGNED>(problem);
 }
 
 #if __CUDA_ARCH__ >= 900
-template <class IN, class OUT, u32 BLOCKS, bool ALIGNED>
-__global__ void __cluster_dims__(BLOCKS) __launch_bounds__(512, resident_threads<IN, OUT, ALIGNED>() / 512)
+template <class IN, class OUT, u32 VECTORS, u32 BLOCKS, bool ALIGNED>
+__global__ void __cluster_dims__(BLOCKS) __launch_bounds__(1024)
     softmax_cluster_rows_kernel(const __grid_constant__ FullRows problem) {
-  softmax_of_block<IN, OUT, BLOCKS, ALIGNED>(problem);
+  softmax_of_block<IN, OUT, VECTORS, BLOCKS, ALIGNED>(problem);
 }
 #endif
 
-// A block's turn in softmax_long_rows_kernel: which chunk of which row, and whether to sum it or to write it.
-struct Turn {
-  bool writes;
-  u32 row;
-  u32 chunk;
-
-  // Sums run ahead of writes by a row and some more, so that a row's sum is mostly complete when its first write asks
-  // for it; and not by more than that, so that the row is still in the L2 cache. A row is written last chunk first: of
-  // a row that is longer than the cache, the end is what is in it.
-  __device__ __forceinline__ Turn(u32 turn, u32 rows, u32 chunks, bool sums_only) {
-    constexpr u32 kAhead = 128;
-    const u32 total = rows * chunks;
-    const u32 lead = sums_only ? total : min(total, chunks + kAhead);
-    u32 number = turn;
-    writes = false;
-    if (turn >= lead) {
-      const u32 rest = turn - lead;
-      const u32 pairs = total - lead;
-      writes = rest >= 2 * pairs || rest % 2 == 0;
-      number = rest >= 2 * pairs ? rest - pairs : rest / 2 + (writes ? 0 : lead);
-    }
-    row = number / chunks;
-    chunk = number - row * chunks;
-    if (writes) chunk = chunks - 1 - chunk;
-  }
-};
-
-__device__ __forceinline__ bool is_set(const u32* flag) {
+__device__ __forceinline__ u32 load_acquire(const u32* counter) {
   u32 value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-  return value != 0;
-}
-__device__ __forceinline__ void set(u32* flag, u32 value) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
 }
 
-// A block owns a chunk of vectors_per_block = blockDim.x * kVectorsInFlight vectors, twice: once one block sums it, and
-// once another writes it. Blocks take their turn when they begin to run, so whatever a block waits for has a block that
-// runs and that waits for nothing: it cannot hang, however few blocks run at a time.
-template <class IN, class OUT, bool ALIGNED>
-__global__ void __launch_bounds__(256, resident_threads<IN, OUT, ALIGNED>() / 256)
-    softmax_long_rows_kernel(const __grid_constant__ FullRows problem) {
-  __shared__ BlockShared shared;
-  u32* const turns = problem.counters;
-  u32* const arrivals = problem.counters + 1;        // [rows] chunks summed
-  u32* const is_summed = arrivals + problem.rows;    // [rows] flags
-  u32* const departures = is_summed + problem.rows;  // [rows] chunks written
-  const bool sums_only = problem.kind == kLogSumExp;
-  const u32 chunk_length = problem.vectors_per_block * IN::kPerVector;
-  const u32 chunks = (problem.V - 1) / chunk_length + 1;
-  Normalizer* const row_sums = problem.parts + u64(problem.rows) * chunks;
-
-  if (threadIdx.x == 0) shared.ticket = take_ticket(turns, gridDim.x);
-  __syncthreads();
-  const Turn turn(shared.ticket, problem.rows, chunks, sums_only);
-  const FullRow<IN, OUT, ALIGNED> x(problem, turn.row);
-  const u32 first = turn.chunk * chunk_length;
+// Groups of blocks_per_row blocks, each of which takes every so-many-th row. The blocks of a group wait for each other, so
+// all blocks of the launch must run at the same time: a cooperative launch.
+template <class IN, class OUT, u32 VECTORS, bool ALIGNED>
+__global__ void __launch_bounds__(512, 1) softmax_grid_rows_kernel(const __grid_constant__ FullRows problem) {
+  extern __shared__ Vector slots[];  // [shared_vectors, blockDim.x]
+  __shared__ Normalizer warps[2][kMostWarps];
+  const u32 blocks = problem.blocks_per_row;
+  const u32 groups = gridDim.x / blocks;
+  const u32 group = blockIdx.x / blocks;
+  const u32 rank = blockIdx.x - group * blocks;
+  u32* const counter = problem.counters + group;
+  const u32 arrivals = blocks * ((problem.rows - group - 1) / groups + 1);
+  const u32 count = elements_per_block<IN>(problem.V, blocks);
+  const u32 begin = rank * count;
   const u32 step = blockDim.x * IN::kPerVector;
-  const u32 token = first + threadIdx.x * IN::kPerVector;
-  Vector vectors[kVectorsInFlight];
-#pragma unroll
-  for (u32 u = 0; u < kVectorsInFlight; ++u) vectors[u] = x.load(token + u * step);
+  WaitingVectors<IN, OUT, VECTORS, ALIGNED> waiting(slots, problem.shared_vectors);
+  // What does not fit on the chip comes first, in whole turns of a loop.
+  const u32 excess = count > waiting.elements() ? count - waiting.elements() : 0;
+  const u32 first = begin + (excess + VECTORS * step - 1) / (VECTORS * step) * (VECTORS * step);
 
-  if (turn.writes) {
+  u32 turn = 0;
+#pragma unroll 1
+  for (u32 row = group; row < problem.rows; row += groups, ++turn) {
+    FullRow<IN, OUT, ALIGNED> x(problem, row);
+    x.end = min(x.end, begin + count);
+    Normalizer state;
+    Vector vectors[VECTORS];
+#pragma unroll 1
+    for (u32 token = begin + threadIdx.x * IN::kPerVector; token < first; token += VECTORS * step) {
+#pragma unroll
+      for (u32 u = 0; u < VECTORS; ++u) vectors[u] = x.load(token + u * step);
+      fold<IN>(state, vectors, x.scale);
+    }
+    waiting.load(x, first, state);
+    state = block_merge(state, x.scale, warps[0]);
+
+    // Twice as many parts as blocks: one may begin the next row while another still reads this one's.
+    Normalizer* const parts = problem.parts + (group * 2 + turn % 2) * blocks;
     if (threadIdx.x == 0) {
-      while (!is_set(is_summed + turn.row)) __nanosleep(100);
+      parts[rank] = state;
+      take_ticket(counter, arrivals);
+      // The last arrival of all leaves 0.
+      while (true) {
+        const u32 arrived = load_acquire(counter);
+        if (arrived == 0 || arrived >= blocks * (turn + 1)) break;
+        __nanosleep(20);
+      }
     }
     __syncthreads();
-    const float2 row = load_from_other_block(reinterpret_cast<const float2*>(row_sums) + turn.row);
-    const RowValues values({row.x, row.y}, x.inverse_temperature, problem.kind);
-    // The last to have read the flag leaves it as it was found.
-    if (threadIdx.x == 0 && take_ticket(departures + turn.row, chunks) == chunks - 1) set(is_summed + turn.row, 0);
-#pragma unroll
-    for (u32 u = 0; u < kVectorsInFlight; ++u) {
-      if (first + u * step < x.end) x.template write<true>(token + u * step, vectors[u], values);
+    // Every block merges them, in an order that depends on their number alone.
+    state = Normalizer();
+    for (u32 i = threadIdx.x; i < blocks; i += blockDim.x) {
+      const float2 part = load_from_other_block(reinterpret_cast<const float2*>(parts) + i);
+      state = merge(state, {part.x, part.y}, x.scale, exp2_approx);
     }
-    return;
-  }
+    state = block_merge(state, x.scale, warps[1]);
 
-  Normalizer state;
-  fold<IN>(state, vectors, x.scale);
-  state = block_merge(state, x.scale, shared.warps);
-  Normalizer* const parts = problem.parts + u64(turn.row) * chunks;
-  if (threadIdx.x == 0) {
-    parts[turn.chunk] = state;
-    shared.ticket = take_ticket(arrivals + turn.row, chunks);
-  }
-  __syncthreads();
-  if (shared.ticket != chunks - 1) return;
-
-  // The last of the row's chunks merges them, in an order that depends on their number alone.
-  state = Normalizer();
-  for (u32 i = threadIdx.x; i < chunks; i += blockDim.x) {
-    const float2 part = load_from_other_block(reinterpret_cast<const float2*>(parts) + i);
-    state = merge(state, {part.x, part.y}, x.scale, exp2_approx);
-  }
-  state = block_merge(state, x.scale, shared.warps);
-  const RowValues values(state, x.inverse_temperature, problem.kind);
-  if (write_logsumexp(problem, turn.row, values, threadIdx.x == 0)) return;
-  if (threadIdx.x == 0) {
-    row_sums[turn.row] = state;
-    set(is_summed + turn.row, 1);
+    const RowValues values(state, x.inverse_temperature, problem.kind);
+    if (write_logsumexp(problem, row, values, rank == 0 && threadIdx.x == 0)) continue;
+    waiting.template write<true>(x, first, values);
+    // Last read first: of a row that is longer than the L2 cache, the end is what is in it.
+#pragma unroll 1
+    for (u32 at = first; at > begin;) {
+      at -= VECTORS * step;
+      const u32 token = at + threadIdx.x * IN::kPerVector;
+#pragma unroll
+      for (u32 u = 0; u < VECTORS; ++u) vectors[u] = x.load(token + u * step);
+#pragma unroll
+      for (u32 u = 0; u < VECTORS; ++u) {
+        if (at + u * step < x.end) x.template write<true>(token + u * step, vectors[u], values);
+      }
+    }
   }
 }
 

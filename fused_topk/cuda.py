@@ -190,13 +190,15 @@ def _call(
     arguments: tuple[Any, ...],
     device: int,
     shared_bytes: int = 0,
+    is_cooperative: bool = False,
 ) -> None:
+    """Launches; all blocks of a cooperative launch run at the same time, so that they may wait for each other."""
     stream = _stream(torch._C._cuda_getCurrentRawStream(device))
     if device == torch._C._cuda_getDevice():
-        function(grid, (threads,), arguments, shared_bytes, stream)
+        function(grid, (threads,), arguments, shared_bytes, stream, is_cooperative)
     else:
         with torch.cuda.device(device):
-            function(grid, (threads,), arguments, shared_bytes, stream)
+            function(grid, (threads,), arguments, shared_bytes, stream, is_cooperative)
 
 
 @cache

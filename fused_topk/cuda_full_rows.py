@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from . import cuda
-from .full_row_choice import FullRowChoice, choose_full_row
+from .full_row_choice import FullRowChoice, choose_full_row, kernel_variants
 from .layout import collapse
 from .problem import FullRowProblem
 
 _KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
 # struct FullRows of csrc/full_row.cuh, field by field.
-_PROBLEM = struct.Struct("<3Q2q3If2I2Q")
+_PROBLEM = struct.Struct("<3Qq2If2Hq2I2Q")
 _PROBLEM_DTYPE = np.dtype(f"V{_PROBLEM.size}")
 _LEADING_DIMS = 2
 # cudaDevAttrMaxSharedMemoryPerBlockOptin
@@ -49,56 +49,57 @@ def full_rows(problem: FullRowProblem, out: Tensor) -> None:
     bytes_that_align += [stride * logits.element_size() for stride in strides]
     bytes_that_align += [out.data_ptr(), vocab_size * out_dtype.itemsize] if is_written else []
     is_aligned = all(count % 16 == 0 for count in bytes_that_align)
-    name = kernel_name(choice.kernel, choice.blocks_per_row, logits.dtype, out_dtype, is_aligned)
 
     parts = counters = 0
-    if choice.kernel == "long":
-        # (m, d) of each chunk, then of each row.
-        workspace = torch.empty(rows * (choice.blocks_per_row + 1), dtype=torch.int64, device=logits.device)
+    if choice.kernel == "grid":
+        groups = choice.groups_for(rows)
+        workspace = torch.empty(groups * 2 * choice.blocks_per_row, dtype=torch.int64, device=logits.device)
         parts = workspace.data_ptr()
-        counters = cuda._tickets(device, 1 + 3 * rows)
+        counters = cuda._tickets(device, groups)
     packed = _PROBLEM.pack(
         logits.data_ptr(),
         out.data_ptr(),
         0 if temperature is None else temperature.data_ptr(),
         strides[-1],
-        strides[0] if len(sizes) == 2 else 0,
         sizes[-1],
-        rows,
         vocab_size,
         problem.temperature,
         _KINDS[problem.values],
-        choice.vectors_per_block,
+        choice.shared_vectors,
+        strides[0] if len(sizes) == 2 else 0,
+        rows,
+        choice.blocks_per_row,
         parts,
         counters,
     )
     cuda._call(
-        cuda._function(device, name),
-        (choice.blocks(rows, is_written),),
+        cuda._function(device, kernel_name(choice, logits.dtype, out_dtype, is_aligned)),
+        (choice.blocks(rows),),
         choice.threads,
         (np.frombuffer(packed, _PROBLEM_DTYPE),),
         device,
         choice.shared_bytes,
+        is_cooperative=choice.kernel == "grid",
     )
 
 
-def kernel_name(kernel: str, blocks: int, dtype: torch.dtype, out_dtype: torch.dtype, is_aligned: bool) -> str:
+def kernel_name(choice: FullRowChoice, dtype: torch.dtype, out_dtype: torch.dtype, is_aligned: bool) -> str:
     """A kernel of csrc/softmax_rows.cu, as NVRTC wants it named."""
     formats = f"fused_topk::{cuda._FORMATS[dtype]}, fused_topk::{cuda._FORMATS[out_dtype]}"
-    cluster = f"{blocks}, " if kernel == "cluster" else ""
-    return f"fused_topk::full_rows::softmax_{kernel}_rows_kernel<{formats}, {cluster}{str(is_aligned).lower()}>"
+    numbers = f"{choice.vectors}, {choice.blocks_per_row}" if choice.kernel == "cluster" else f"{choice.vectors}"
+    kernel = f"fused_topk::full_rows::softmax_{choice.kernel}_rows_kernel"
+    return f"{kernel}<{formats}, {numbers}, {str(is_aligned).lower()}>"
 
 
 def kernel_names(compute_capability: int) -> list[str]:
     """Every variant that a launch can ask for on a GPU of that compute capability (times ten)."""
-    kernels = [("warp", 1), ("block", 1), ("long", 1)]
-    if compute_capability >= 90:
-        kernels += [("cluster", blocks) for blocks in (2, 4, 8)]
+    variants = kernel_variants(compute_capability)
+    choices = [FullRowChoice(kernel, 0, vectors, 0, blocks) for kernel, vectors, blocks in variants]
     return [
-        kernel_name(kernel, blocks, dtype, out_dtype, is_aligned)
+        kernel_name(choice, dtype, out_dtype, is_aligned)
         for dtype in cuda._FORMATS
         for out_dtype in dict.fromkeys((dtype, torch.float32))
-        for kernel, blocks in kernels
+        for choice in choices
         for is_aligned in (True, False)
     ]
 
@@ -107,6 +108,12 @@ def kernel_names(compute_capability: int) -> list[str]:
 def _choice(device: int, vocab_size: int, itemsize: int) -> FullRowChoice:
     from cupy.cuda import runtime
 
-    major, minor = torch.cuda.get_device_capability(device)
+    properties = torch.cuda.get_device_properties(device)
     shared_per_block = runtime.deviceGetAttribute(_MAX_SHARED_PER_BLOCK, device)
-    return choose_full_row(vocab_size, itemsize, 10 * major + minor, shared_per_block)
+    return choose_full_row(
+        vocab_size,
+        itemsize,
+        10 * properties.major + properties.minor,
+        shared_per_block,
+        properties.multi_processor_count,
+    )

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a full row waits between its read and its write: a pure function of its length and the GPU, testable without one.
+"""Who owns a full row between its read and its write: a pure function of its length and the GPU, testable without one.
 
-======== ======================================================= =========================================
-kernel   the row waits in                                        when
-======== ======================================================= =========================================
-warp     registers of a warp                                     V <= 1024 (2048 of 16-bit elements)
-block    registers of a block, then its shared memory too        V <= 32768 (65536)
-cluster  the same of 2, 4 or 8 blocks                            V <= 262144 (524288), compute capability 9.0
-long     nowhere: it is read twice, the second time from the L2  longer rows
-======== ======================================================= =========================================
+======== ================================================== ===========================================
+kernel   the row waits in                                   when
+======== ================================================== ===========================================
+warp     registers of a warp                                up to 2 KiB
+block    registers of a block, then its shared memory too   up to 256 KiB, or what shared memory allows
+cluster  the same of 2, 4 or 8 blocks                       up to 2 MiB, compute capability 9.0
+grid     the same of up to a block on each multiprocessor   longer rows; what does not fit is read twice
+======== ================================================== ===========================================
 
 The number of rows plays no part: how a row is cut, and in which order its sums are added, follows from V, the dtype and
 the GPU. So a row has the same result, bit for bit, in whatever batch it comes.
@@ -18,13 +18,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-_VECTOR_BYTES = 16
+VECTOR_BYTES = 16
 _WARP = 32
-# Of a thread in registers, and again in shared memory: kVectorsInFlight of csrc/softmax_rows.cu.
-_VECTORS = 8
-_BLOCK_THREADS = 512
-_LONG_THREADS = 256
 _WARP_ROWS = 4
+_GRID_THREADS = 512
 # For the kernel's own variables and the system's.
 _STATIC_SHARED = 2048
 
@@ -32,43 +29,78 @@ _STATIC_SHARED = 2048
 class FullRowChoice(NamedTuple):
     """The kernel of a launch, and how it cuts a row."""
 
-    kernel: str  # "warp", "block", "cluster" or "long"
+    kernel: str  # "warp", "block", "cluster" or "grid"
     threads: int
-    blocks_per_row: int  # of a cluster; chunks of a long row
-    vectors_per_block: int  # of 16 bytes
-    shared_bytes: int = 0
+    vectors: int  # of 16 bytes: of each thread, in registers
+    shared_vectors: int = 0  # and in shared memory
+    blocks_per_row: int = 1
+    groups: int = 0  # of blocks that run at a time: of "grid"
 
-    def blocks(self, rows: int, is_written: bool = True) -> int:
-        """The grid for that many rows, whose elements are written or only summed."""
+    @property
+    def shared_bytes(self) -> int:
+        return self.shared_vectors * self.threads * VECTOR_BYTES
+
+    def groups_for(self, rows: int) -> int:
+        """How many groups of blocks share that many rows."""
+        return min(rows, self.groups)
+
+    def blocks(self, rows: int) -> int:
+        """The grid for that many rows."""
         if self.kernel == "warp":
             return -(-rows // _WARP_ROWS)
-        turns = 2 if self.kernel == "long" and is_written else 1
-        return rows * self.blocks_per_row * turns
+        return (self.groups_for(rows) if self.kernel == "grid" else rows) * self.blocks_per_row
 
 
-def choose_full_row(vocab_size: int, itemsize: int, compute_capability: int, shared_per_block: int) -> FullRowChoice:
+def kernel_variants(compute_capability: int) -> tuple[tuple[str, int, int], ...]:
+    """What a choice can name: a kernel, a thread's vectors in registers, and the blocks of a cluster."""
+    clusters = (("cluster", 4, 4), ("cluster", 4, 8)) if compute_capability >= 90 else ()
+    return ("warp", 4, 1), ("block", 2, 1), ("block", 4, 1), ("grid", _grid_vectors(compute_capability), 1), *clusters
+
+
+def choose_full_row(
+    vocab_size: int, itemsize: int, compute_capability: int, shared_per_block: int, multiprocessors: int
+) -> FullRowChoice:
     """The choice for rows of `vocab_size` logits of `itemsize` bytes.
 
     Args:
         compute_capability: times ten: 90 for 9.0.
         shared_per_block: bytes of shared memory that a block may have at the most.
+        multiprocessors: how many the GPU has.
     """
-    vectors = -(-vocab_size * itemsize // _VECTOR_BYTES)
-    if vectors <= _VECTORS * _WARP:
-        return FullRowChoice("warp", _WARP * _WARP_ROWS, 1, vectors)
-    in_registers = _VECTORS * _BLOCK_THREADS
-    if vectors <= in_registers:
-        # The shorter the row, the more its latency counts, which more threads shorten: 4 vectors each, then 8. A guess.
-        per_thread = 4 if vectors <= 1024 else 8
-        return FullRowChoice("block", _round_up(-(-vectors // per_thread), _WARP), 1, vectors)
-    shared_bytes = in_registers * _VECTOR_BYTES
-    if shared_bytes + _STATIC_SHARED <= shared_per_block:
-        for blocks in (1, 2, 4, 8) if compute_capability >= 90 else (1,):
-            share = -(-vectors // blocks)
-            if share <= 2 * in_registers:
-                return FullRowChoice("block" if blocks == 1 else "cluster", _BLOCK_THREADS, blocks, share, shared_bytes)
-    share = _VECTORS * _LONG_THREADS
-    return FullRowChoice("long", _LONG_THREADS, -(-vectors // share), share)
+    vectors = -(-vocab_size * itemsize // VECTOR_BYTES)
+    if vectors <= 4 * _WARP:
+        return FullRowChoice("warp", _WARP * _WARP_ROWS, 4)
+    if vectors <= 512:
+        # The shorter the row, the more its latency counts, which more threads shorten. A guess.
+        return FullRowChoice("block", _round_up(-(-vectors // 2), _WARP), 2)
+    if vectors <= 4096:
+        return FullRowChoice("block", _round_up(-(-vectors // 4), _WARP), 4)
+    most_shared = (shared_per_block - _STATIC_SHARED) // VECTOR_BYTES
+    # (threads, blocks): as few threads as leave room for two blocks on a multiprocessor, but where one row fills it.
+    cuts = [(1024, 1)]
+    if compute_capability >= 90:
+        cuts += [(512, 4), (512, 8), (1024, 8)]
+    for threads, blocks in cuts:
+        shared_vectors = _shared_vectors(-(-vectors // blocks), threads, 4)
+        if shared_vectors * threads <= most_shared and shared_vectors <= 12:
+            return FullRowChoice("block" if blocks == 1 else "cluster", threads, 4, shared_vectors, blocks)
+    in_registers = _grid_vectors(compute_capability)
+    blocks = min(-(-vectors // (_GRID_THREADS * in_registers)), multiprocessors)
+    shared_vectors = _shared_vectors(-(-vectors // blocks), _GRID_THREADS, in_registers)
+    shared_vectors = min(shared_vectors, most_shared // _GRID_THREADS // 4 * 4)
+    return FullRowChoice("grid", _GRID_THREADS, in_registers, shared_vectors, blocks, groups=multiprocessors // blocks)
+
+
+def _grid_vectors(compute_capability: int) -> int:
+    """As many as 512 threads have registers for: the compiler spills some of 16 before 9.0."""
+    return 16 if compute_capability >= 90 else 8
+
+
+def _shared_vectors(share: int, threads: int, in_registers: int) -> int:
+    """How many vectors of shared memory a thread needs: a multiple of 4, as the kernel asks for them."""
+    # A block's share is rounded up to whole warps' vectors.
+    share = _round_up(share, _WARP)
+    return _round_up(max(-(-share // threads) - in_registers, 0), 4)
 
 
 def _round_up(count: int, multiple: int) -> int:

@@ -23,9 +23,9 @@ VALUES = ("softmax", "log_softmax")
 ENTRIES = (*VALUES, "logsumexp")
 TORCH = {"softmax": torch.softmax, "log_softmax": torch.log_softmax, "logsumexp": torch.logsumexp}
 U = 2.0**-24
-# Where the CUDA kernels change hands, in elements of 4 bytes: a warp, 4 or 8 vectors a thread, a block's registers, its
-# shared memory, clusters of 2, 4 and 8, long rows; and the blocks and parts of the CPU's.
-EDGES = (128, 1024, 4096, 16384, 32768, 65536, 131072, 262144)
+# Where the CUDA kernels change hands, in elements of 4 bytes: a warp, 2 or 4 vectors a thread, a block's registers, its
+# shared memory, clusters of 4 and 8, the whole GPU; and the blocks and parts of the CPU's.
+EDGES = (128, 512, 1024, 2048, 4096, 16384, 32768, 65536, 131072, 262144, 524288)
 
 
 def expected(entry: str, logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
@@ -127,7 +127,7 @@ def test_adversarial_rows(backend, entry, dtype, vocab_size):
     check(backend, entry, logits, row_names=list(rows), temperature=0.37)
 
 
-@pytest.mark.parametrize("vocab_size", (20_000, 50_001, 120_000, 270_000))
+@pytest.mark.parametrize("vocab_size", (20_000, 50_001, 120_000, 270_000, 600_000))
 def test_adversarial_long_rows(native, vocab_size):
     rows = adversarial_rows(vocab_size, 5, torch.float32)
     logits = torch.stack(list(rows.values())).to(native.device)
@@ -402,38 +402,40 @@ H200_SHARED = 227 << 10
     ("vocab_size", "itemsize", "kernel", "blocks"),
     (
         (1, 4, "warp", 1),
-        (1024, 4, "warp", 1),
-        (1025, 4, "block", 1),
-        (32768, 4, "block", 1),
-        (32769, 4, "cluster", 2),
+        (512, 4, "warp", 1),
+        (513, 4, "block", 1),
+        (65536, 4, "block", 1),
         (65537, 4, "cluster", 4),
-        (262144, 4, "cluster", 8),
-        (262145, 4, "long", 33),
-        (2048, 2, "warp", 1),
-        (65536, 2, "block", 1),
-        (524289, 2, "long", 33),
+        (131073, 4, "cluster", 8),
+        (524288, 4, "cluster", 8),
+        (524289, 4, "grid", 17),
+        (1 << 26, 4, "grid", 132),
+        (1024, 2, "warp", 1),
+        (131072, 2, "block", 1),
+        (1048577, 2, "grid", 17),
     ),
 )
 def test_choice(vocab_size, itemsize, kernel, blocks):
-    choice = choose_full_row(vocab_size, itemsize, 90, H200_SHARED)
+    choice = choose_full_row(vocab_size, itemsize, 90, H200_SHARED, 132)
     assert (choice.kernel, choice.blocks_per_row) == (kernel, blocks)
 
 
 @pytest.mark.parametrize(("capability", "shared"), ((75, 64 << 10), (80, 163 << 10), (89, 99 << 10), (90, 227 << 10)))
+@pytest.mark.parametrize("multiprocessors", (1, 7, 132))
 @pytest.mark.parametrize("itemsize", (2, 4))
-def test_every_choice_holds_its_row(capability, shared, itemsize):
+def test_every_choice_holds_its_row(capability, shared, multiprocessors, itemsize):
     for vocab_size in (1, 9, 1000, 1025, 5000, 16384, 16385, 32768, 33000, 65536, 99999, 262144, 262145, 2**31 - 1):
-        choice = choose_full_row(vocab_size, itemsize, capability, shared)
+        choice = choose_full_row(vocab_size, itemsize, capability, shared, multiprocessors)
         vectors = -(-vocab_size * itemsize // 16)
-        assert (
-            choice.blocks_per_row * choice.vectors_per_block
-            >= vectors
-            > (choice.blocks_per_row - 1) * choice.vectors_per_block
-        )
-        held = 8 * (32 if choice.kernel == "warp" else choice.threads) + choice.shared_bytes // 16
-        assert choice.vectors_per_block <= held
+        # As elements_per_block of csrc/softmax_rows.cu has it.
+        share = -(-vectors // 32 // choice.blocks_per_row) * 32
+        threads = 32 if choice.kernel == "warp" else choice.threads
+        assert choice.kernel == "grid" or share <= (choice.vectors + choice.shared_vectors) * threads
         assert choice.shared_bytes + 1024 <= shared and choice.threads % 32 == 0
+        assert choice.shared_vectors % 4 == 0
         assert capability >= 90 or choice.kernel != "cluster"
+        for rows in (1, 5, 1000):
+            assert choice.kernel != "grid" or choice.blocks_per_row <= choice.blocks(rows) <= multiprocessors
 
 
 def test_docstrings_name_every_argument():
