@@ -73,7 +73,9 @@ class KthBound {
   // Tells the group the best keys that each lane of this warp has read, of different elements. found() gives the bound
   // that all warps' numbers prove, kNoKey for none. The 32 lanes of a warp call them together. A barrier comes between
   // the first of each.
-  __device__ __forceinline__ void publish(u32 key) { publish_own(of_warp_ > kWarpSize ? kNoKey : nth_greatest(key, of_warp_)); }
+  __device__ __forceinline__ void publish(u32 key) {
+    publish_own(of_warp_ > kWarpSize ? kNoKey : nth_greatest(key, of_warp_));
+  }
   template <u32 N>
   __device__ __forceinline__ void publish(const u32 (&keys)[N]) {
     publish_own(nth_greatest(keys, of_warp_));

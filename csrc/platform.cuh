@@ -166,7 +166,10 @@ __device__ __forceinline__ u32 load_unordered(u32* word) {
 // what this block wrote before the barrier that led here is seen by every block that finds a greater number.
 __device__ __forceinline__ u32 take_ticket(u32* counter, u32 count) {
   u32 ticket;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(ticket) : "l"(counter), "r"(count - 1) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(ticket)
+               : "l"(counter), "r"(count - 1)
+               : "memory");
   return ticket;
 }
 

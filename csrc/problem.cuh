@@ -25,16 +25,16 @@ struct Problem {
   u32 k;
   u32 parts_per_row;
   u32 tiles_per_part_log2;
-  u32 parts_per_split;         // parts_per_row / splits, and the remainder: the first blocks of a row take one more
+  u32 parts_per_split;  // parts_per_row / splits, and the remainder: the first blocks of a row take one more
   u32 splits_with_one_more;
   float temperature;
   const float* row_temperature;  // nullable; [rows]
-  u64* lists;                    // nullable; [rows, splits * (list_length + 1)]: candidates and bounds that blocks hand over
-  Normalizer* parts;             // nullable; [rows, parts] likewise
-  u32* row_tickets;              // nullable; [rows], zero before and after each launch
-  float* logsumexp;              // [rows]
-  void* values;                  // [rows, k] float, or the logits' format for kLogits; [rows / beams, k] with beams
-  i64* indices;                  // like values
+  u64* lists;         // nullable; [rows, splits * (list_length + 1)]: candidates and bounds that blocks hand over
+  Normalizer* parts;  // nullable; [rows, parts] likewise
+  u32* row_tickets;   // nullable; [rows], zero before and after each launch
+  float* logsumexp;   // [rows]
+  void* values;       // [rows, k] float, or the logits' format for kLogits; [rows / beams, k] with beams
+  i64* indices;       // like values
   u32 list_length;
   u32 value_kind;
   u32 normalize_topk;  // 1: values are relative to the k chosen

@@ -128,8 +128,8 @@ struct Tile {
   __device__ __forceinline__ float maximum(u32 u) const {
     const u32(&words)[4] = vectors[u].words;
     if constexpr (FORMAT::kHasMaxPairs) {
-      const u32 pair[4] = {FORMAT::max_pairs(FORMAT::max_pairs(words[0], words[1]),
-                                             FORMAT::max_pairs(words[2], words[3]))};
+      const u32 pair[4] = {
+          FORMAT::max_pairs(FORMAT::max_pairs(words[0], words[1]), FORMAT::max_pairs(words[2], words[3]))};
       return max_nan(FORMAT::decode(pair, 0), FORMAT::decode(pair, 1));
     } else {
       float greatest = logit(u, 0);
@@ -164,7 +164,11 @@ class TileStream {
 
   // row: [V]; slots: [kWarpVectors], this warp's own
   __device__ __forceinline__ TileStream(const Bits* row, u32 V, Vector* slots)
-      : row_(row), V_(V), before_(ALIGNED ? 0 : u32(reinterpret_cast<u64>(row) % 16 / sizeof(Bits))), slots_(slots), slot_(0) {
+      : row_(row),
+        V_(V),
+        before_(ALIGNED ? 0 : u32(reinterpret_cast<u64>(row) % 16 / sizeof(Bits))),
+        slots_(slots),
+        slot_(0) {
     const u32 covered = kSlotVectors * FORMAT::kPerVector;
     first_inner_ = ALIGNED ? 0 : 1;
     inner_tiles_ = V + before_ >= covered ? (V + before_ - covered) / RowTile::kElements + 1 - first_inner_ : 0;

@@ -28,7 +28,8 @@ class RowScan {
 
   // slots: [Stream::kWarpVectors], this warp's own
   __device__ __forceinline__ RowScan(const Problem& problem, u32 row, Vector* slots)
-      : stream_(static_cast<const typename FORMAT::Bits*>(problem.logits) + problem.logits_offset(row), problem.V, slots),
+      : stream_(static_cast<const typename FORMAT::Bits*>(problem.logits) + problem.logits_offset(row), problem.V,
+                slots),
         V_(problem.V),
         inverse_temperature_(problem.inverse_temperature(row)),
         scale_(kLog2E * inverse_temperature_),
@@ -238,9 +239,9 @@ class RowScan {
 
 // The tiles of a warp: those of part first_part + warp, then of every WARPS-th part after it.
 struct TileOrder {
-  u32 end;        // tile
-  u32 last_in;    // tiles of a part - 1
-  u32 to_next;    // from the last tile of a part to the warp's next
+  u32 end;      // tile
+  u32 last_in;  // tiles of a part - 1
+  u32 to_next;  // from the last tile of a part to the warp's next
 
   __device__ __forceinline__ bool ends_part(u32 tile) const { return (tile & last_in) == last_in || tile + 1 == end; }
   __device__ __forceinline__ u32 after(u32 tile) const { return tile + ((tile & last_in) == last_in ? to_next : 1); }

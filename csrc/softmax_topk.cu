@@ -78,8 +78,8 @@ template <class GROUP>
 __device__ __forceinline__ void hand_over_beam(const Problem& problem, u32 row, u32 sequence, u32 k, const u64* chosen,
                                                const RowResult& result) {
   const u32 beam = row - sequence * problem.beams;
-  const float score = __ldg(problem.beam_scores + sequence * problem.beam_scores_strides[0] +
-                            beam * problem.beam_scores_strides[1]);
+  const float score =
+      __ldg(problem.beam_scores + sequence * problem.beam_scores_strides[0] + beam * problem.beam_scores_strides[1]);
   for (u32 i = GROUP::thread(); i < k; i += GROUP::kThreads) {
     const float value = score + result.log_probability(logit_of(chosen[i]));
     problem.beam_lists[i64(row) * k + i] = make_candidate(order_key(value), beam * k + i);

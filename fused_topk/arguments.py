@@ -39,7 +39,7 @@ def check_logits(logits: Any) -> None:
     if logits.dim() == 0:
         raise ValueError("`logits` must have at least one dimension, the vocabulary, got a 0-d tensor; use .reshape(1)")
     # Without this a derivative of zero would come out. Outside of jvp the level is -1.
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(logits).tangent is not None:
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(logits).tangent is not None:  # type: ignore[no-untyped-call]
         raise RuntimeError(
             "`logits` must not carry a forward-mode derivative, got a dual tensor; use reverse mode: .backward() or "
             "torch.autograd.grad"

@@ -54,7 +54,7 @@ def small_choice(kernel: str, vocab_size: int, itemsize: int, blocks: int = 1, w
     threads = 32 * warps
     if kernel == "warp":
         return FullRowChoice("warp", 128, 4)
-    in_registers = 16 if kernel == "grid" else 2 if kernel == "block" and vectors <= 2 * threads else 4
+    in_registers = 8 if kernel == "grid" else 2 if kernel == "block" and vectors <= 2 * threads else 4
     share = -(-vectors // (32 * blocks)) * 32
     shared_vectors = -(-max(-(-share // threads) - in_registers, 0) // 4) * 4
     # Of a long row no more fits.
