@@ -32,7 +32,11 @@ void fiber_entry() {
 // Address space for that many objects, kept for the next launch; memory only where it is touched.
 u8* reserve(u8*& area, size_t& reserved, size_t count, size_t size, size_t guard) {
   if (count * size > reserved) {
-    if (area) munmap(area, reserved);
+    if (area) {
+      // What is mapped there next, such as a kernel's library, would be poisoned still.
+      unpoison(area, reserved);
+      munmap(area, reserved);
+    }
     reserved = count * size;
     area = static_cast<u8*>(
         mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
