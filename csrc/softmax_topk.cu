@@ -117,21 +117,22 @@ __device__ __forceinline__ Normalizer merge_parts(const float2* states, u32 part
 }
 
 // Warps that must fit on a multiprocessor, which caps a thread's registers: at 80 for 24 warps up to compute capability
-// 9.0. A mask needs some more, and so do the targets before and after, and a small tile less: with fewer registers, NVRTC
-// 13.4 spills (tests/test_cuda_compile.py).
-constexpr u32 resident_warps(u32 mask, u32 tile) {
+// 9.0. A mask needs some more, and so do the targets before and after, and large tiles of unaligned rows; small tiles need
+// less. With fewer registers, NVRTC 13.4 spills (tests/test_cuda_compile.py).
+constexpr u32 resident_warps(u32 mask, u32 tile, u32 vectors, bool aligned) {
   if (tile <= 256) return 28;
 #if __CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1000
   return 16;
 #else
-  return mask == kNoMask ? 24 : 16;
+  return mask == kNoMask && (aligned || vectors <= 4) ? 24 : 16;
 #endif
 }
 
 // Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors.
 template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED, u32 MASK>
 __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
-                                  resident_warps(MASK, Tile<FORMAT, VECTORS>::kElements) / (WARPS == 1 ? 4 : WARPS))
+                                  resident_warps(MASK, Tile<FORMAT, VECTORS>::kElements, VECTORS, ALIGNED) /
+                                      (WARPS == 1 ? 4 : WARPS))
     softmax_topk_kernel(const __grid_constant__ Problem problem) {
   using GROUP = Group<WARPS>;
   // Where a row is one tile there is nothing to fetch ahead, and where k is large the candidates take the room.
