@@ -152,15 +152,9 @@ __device__ __forceinline__ void store_unordered(u32* word, u32 value) {
                : "=r"(before)
                : "r"(u32(__cvta_generic_to_shared(word))), "r"(value)
                : "memory");
+  (void)before;
 }
-__device__ __forceinline__ u32 load_unordered(u32* word) {
-  u32 value;
-  asm volatile("atom.shared.add.u32 %0, [%1], %2;"
-               : "=r"(value)
-               : "r"(u32(__cvta_generic_to_shared(word))), "r"(0)
-               : "memory");
-  return value;
-}
+__device__ __forceinline__ u32 load_unordered(u32* word) { return add_to_shared(word, 0); }
 
 // Adds 1 to a counter between blocks, and gives what it was; the `count`-th finds count - 1 and leaves 0. Orders memory:
 // what this block wrote before the barrier that led here is seen by every block that finds a greater number.

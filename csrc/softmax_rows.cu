@@ -165,8 +165,17 @@ __device__ __forceinline__ void softmax_of_block(const FullRows& problem) {
   waiting.template write<false>(x, first, values);
 }
 
+// Blocks that must fit on a multiprocessor. 0 leaves it to the compiler, which then spends few registers on a thread: as it
+// was measured on compute capability 9.0; on other targets it even spills for that.
+#if __CUDA_ARCH__ == 900
+constexpr u32 kResidentBlocks = 0;
+#else
+constexpr u32 kResidentBlocks = 1;
+#endif
+
 template <class IN, class OUT, u32 VECTORS, bool ALIGNED>
-__global__ void __launch_bounds__(1024) softmax_block_rows_kernel(const __grid_constant__ FullRows problem) {
+__global__ void __launch_bounds__(1024, kResidentBlocks)
+    softmax_block_rows_kernel(const __grid_constant__ FullRows problem) {
   softmax_of_block<IN, OUT, VECTORS, 1, ALIGNED>(problem);
 }
 

@@ -4,10 +4,10 @@
 //     values[row] = the k largest of softmax(logits[row] / T) (or log_softmax, or the logits), sorted
 //     logsumexp[row] = m / T + log d
 //
-// One algorithm; the template says who owns a row. WARPS = 1: a warp, four rows a block. WARPS > 1: a block, or, with
-// problem.splits > 1, several blocks, of which the last to arrive merges. Beam search merges once more, over the rows of
-// a sequence. Reading order: order.h, normalizer.h, platform.cuh, row.cuh, group.cuh, candidates.cuh, problem.cuh,
-// scan.cuh, merge.cuh, this file.
+// One algorithm; the template says who owns a row. WARPS = 1: a warp, four rows a block. WARPS > 1: a block, or the
+// blocks of a column of the grid, of which the last to arrive merges. Beam search merges once more, over the rows of a
+// sequence. Reading order: order.h, normalizer.h, platform.cuh, row.cuh, group.cuh, bound.cuh, candidates.cuh,
+// problem.cuh, scan.cuh, merge.cuh, this file.
 #include "merge.cuh"
 #include "scan.cuh"
 
@@ -116,16 +116,15 @@ __device__ __forceinline__ Normalizer merge_parts(const float2* states, u32 part
   return result;
 }
 
-// Warps that must fit on a multiprocessor, which caps a thread's registers: at 80 for 24 warps up to compute capability
-// 9.0. A mask needs some more, and so do the targets before and after, and large tiles of unaligned rows; small tiles need
-// less. With fewer registers, NVRTC 13.4 spills (tests/test_cuda_compile.py).
+// Warps that must fit on a multiprocessor, which caps a thread's registers: at 72 for 28 warps, 80 for 24, 128 for 16.
+// Where more warps were measured to be worth it; a mask, and large tiles of unaligned rows, need the registers. On other
+// targets there are enough of them that no compiler has to spill (tests/test_cuda_compile.py).
 constexpr u32 resident_warps(u32 mask, u32 tile, u32 vectors, bool aligned) {
+#if __CUDA_ARCH__ == 900
   if (tile <= 256) return 28;
-#if __CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1000
-  return 16;
-#else
-  return mask == kNoMask && (aligned || vectors <= 4) ? 24 : 16;
+  if (mask == kNoMask && (aligned || vectors <= 4)) return 24;
 #endif
+  return 16;
 }
 
 // Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors.
@@ -195,8 +194,10 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
   if (splits > 1) {
     // Blocks into a row: whoever is not alone hands over what may be among the best, and a bound; the last to arrive
     // gathers all of it.
-    source = problem.lists + i64(row) * splits * (length + 1);
-    bounds = source + splits * length;
+    u64* const all_lists = problem.lists + i64(row) * splits * (length + 1);
+    u64* const all_bounds = all_lists + splits * length;
+    source = all_lists;
+    bounds = all_bounds;
     KthBound<GROUP> share_bound(shared.share_bound, (k + splits - 1) / splits, readers);
     // Many candidates passed early: what all of the share's elements prove by now drops most of them.
     const bool are_many = candidates.stored() > length && !bound.needs_many();
@@ -211,8 +212,8 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
     GROUP::sync();
     if (are_many) candidates.raise(bound.found());
     const u32 key = share_bound.found();
-    if (GROUP::thread() == 0) const_cast<u64*>(bounds)[split] = make_candidate(key, 0);
-    u64* list = const_cast<u64*>(source) + split * length;
+    if (GROUP::thread() == 0) all_bounds[split] = make_candidate(key, 0);
+    u64* list = all_lists + split * length;
     const u32 count = candidates.shorten(length);
     for (u32 i = GROUP::thread(); i < length; i += GROUP::kThreads)
       list[i] = i < count ? candidates.slots()[i] : kNoCandidate;
