@@ -69,16 +69,9 @@ def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK, instruction_set:
 
 def full_rows(problem: FullRowProblem, out: Tensor, instruction_set: str = "") -> None:
     """Probabilities, log-probabilities or the logsumexp of every row, into the contiguous `out`."""
-    logits, temperature, row_temperature, values = problem
     _cpu.full_rows(
-        logits.data_ptr(),
-        _DTYPES[logits.dtype],
-        logits.shape,
-        logits.stride(),
-        temperature,
-        0 if row_temperature is None else row_temperature.data_ptr(),
-        () if row_temperature is None else row_temperature.stride(),
-        _FULL_ROW_KINDS[values],
+        *_rows(problem.logits, problem.temperature, problem.row_temperature),
+        _FULL_ROW_KINDS[problem.values],
         out.data_ptr(),
         _DTYPES[out.dtype],
         torch.get_num_threads(),
@@ -99,13 +92,7 @@ def _topk(
         temperature, row_temperature, normalize = 1.0, None, "allowed"
     mask_kind = _NO_MASK if mask is None else _BOOL_MASK if mask.dtype is torch.bool else _PACKED_MASK
     _cpu.topk(
-        logits.data_ptr(),
-        _DTYPES[logits.dtype],
-        logits.shape,
-        logits.stride(),
-        temperature,
-        0 if row_temperature is None else row_temperature.data_ptr(),
-        () if row_temperature is None else row_temperature.stride(),
+        *_rows(logits, temperature, row_temperature),
         0 if mask is None else mask.data_ptr(),
         mask_kind,
         () if mask is None else mask.stride(),
@@ -119,4 +106,17 @@ def _topk(
         beam_scores_strides,
         torch.get_num_threads(),
         instruction_set,
+    )
+
+
+def _rows(logits: Tensor, temperature: float, row_temperature: Tensor | None) -> tuple[Any, ...]:
+    """The arguments that say where the rows are: struct LogitRows of csrc/cpu/logit_rows.h."""
+    return (
+        logits.data_ptr(),
+        _DTYPES[logits.dtype],
+        logits.shape,
+        logits.stride(),
+        temperature,
+        0 if row_temperature is None else row_temperature.data_ptr(),
+        () if row_temperature is None else row_temperature.stride(),
     )

@@ -72,6 +72,26 @@ i64 pop(std::vector<i64>& strides) {
 }
 
 // clang-format off: one argument group a line, in the order in which cpu.py passes them
+LogitRows logit_rows(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
+                     double temperature, std::uintptr_t row_temperature, std::vector<i64> temperature_strides,
+                     u32 threads, std::string_view instruction_set) {
+  // clang-format on
+  LogitRows rows{};
+  rows.kernels = &kernels_named(instruction_set);
+  rows.threads = threads;
+  rows.vocab_size = u32(pop(shape));
+  rows.sizes = std::move(shape);
+  rows.dtype = DType(dtype);
+  rows.logits = pointer<const char>(logits);
+  rows.logits_element_stride = pop(logits_strides);
+  rows.logits_strides = std::move(logits_strides);
+  rows.temperature = temperature;
+  rows.row_temperature = pointer<const float>(row_temperature);
+  rows.temperature_strides = std::move(temperature_strides);
+  return rows;
+}
+
+// clang-format off: likewise
 void topk(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
           double temperature, std::uintptr_t row_temperature, std::vector<i64> temperature_strides,
           std::uintptr_t mask, u32 mask_kind, std::vector<i64> mask_strides,
@@ -81,20 +101,11 @@ void topk(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vector<
           u32 threads, std::string_view instruction_set) {
   // clang-format on
   Problem p{};
-  p.kernels = &kernels_named(instruction_set);
-  p.threads = threads;
-  p.vocab_size = u32(pop(shape));
-  p.sizes = std::move(shape);
+  static_cast<LogitRows&>(p) = logit_rows(logits, dtype, std::move(shape), std::move(logits_strides), temperature,
+                                          row_temperature, std::move(temperature_strides), threads, instruction_set);
   p.k = k;
-  p.dtype = DType(dtype);
   p.value_kind = ValueKind(value_kind);
   p.normalize_over = NormalizeOver(normalize_over);
-  p.logits = pointer<const char>(logits);
-  p.logits_element_stride = pop(logits_strides);
-  p.logits_strides = std::move(logits_strides);
-  p.temperature = temperature;
-  p.row_temperature = pointer<const float>(row_temperature);
-  p.temperature_strides = std::move(temperature_strides);
   p.mask = pointer<const char>(mask);
   p.mask_kind = MaskKind(mask_kind);
   if (p.mask) p.mask_element_stride = pop(mask_strides);
@@ -112,26 +123,17 @@ void topk(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vector<
   solve(p);
 }
 
-// clang-format off: one argument group a line, in the order in which cpu.py passes them
+// clang-format off: likewise
 void full_rows(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
                double temperature, std::uintptr_t row_temperature, std::vector<i64> temperature_strides,
                u32 kind, std::uintptr_t out, u32 out_dtype,
                u32 threads, std::string_view instruction_set) {
   // clang-format on
   FullRowProblem p{};
-  p.kernels = &kernels_named(instruction_set);
-  p.threads = threads;
-  p.vocab_size = u32(pop(shape));
-  p.sizes = std::move(shape);
-  p.dtype = DType(dtype);
+  static_cast<LogitRows&>(p) = logit_rows(logits, dtype, std::move(shape), std::move(logits_strides), temperature,
+                                          row_temperature, std::move(temperature_strides), threads, instruction_set);
   p.out_dtype = DType(out_dtype);
   p.kind = FullRowKind(kind);
-  p.logits = pointer<const char>(logits);
-  p.logits_element_stride = pop(logits_strides);
-  p.logits_strides = std::move(logits_strides);
-  p.temperature = temperature;
-  p.row_temperature = pointer<const float>(row_temperature);
-  p.temperature_strides = std::move(temperature_strides);
   p.out = pointer<char>(out);
 
   const nb::gil_scoped_release without_gil;

@@ -16,34 +16,14 @@ inline void store_vector(float* y, Floats lanes) { *reinterpret_cast<UnalignedFl
 // The first n lanes.
 inline void store_some(float* y, u32 n, Floats lanes) { __builtin_memcpy(y, &lanes, n * sizeof(float)); }
 
-// As sum_exp of vector_kernels.cpp, whose error bound holds here too.
 double exp_terms(const float* x, u32 n, const Exponential& e, float* terms, const void* next, u32 bytes) {
-  constexpr u32 kGroupsOfRun = 4;
-  const char* fetch = static_cast<const char*>(next);
-  const u32 groups = n / kGroup;
-  Doubles total = {};
-  u32 i = 0;
-  for (u32 group = 0; group < groups;) {
-    const u32 end = groups - group < kGroupsOfRun ? groups : group + kGroupsOfRun;
-    Floats sum[4] = {};
-    for (; group < end; ++group, i += kGroup) {
-      for (u32 byte = 0; byte < kGroup * bytes; byte += 64) __builtin_prefetch(fetch + i * bytes + byte);
-      Floats t[4];
-      for (u32 v = 0; v < 4; ++v) t[v] = load(x + i + v * kLanes);
-      exp_in_place(t, e);
-      for (u32 v = 0; v < 4; ++v) sum[v] += t[v];
-      for (u32 v = 0; v < 4; ++v) store_vector(terms + i + v * kLanes, t[v]);
+  return sum_of_exp(x, n, e, next, bytes, [=](Floats lanes, u32 i, u32 count) {
+    if (count == kLanes) {
+      store_vector(terms + i, lanes);
+    } else {
+      store_some(terms + i, count, lanes);
     }
-    total += __builtin_convertvector((sum[0] + sum[1]) + (sum[2] + sum[3]), Doubles);
-  }
-  for (; i < n; i += kLanes) {
-    const u32 rest = n - i < kLanes ? n - i : kLanes;
-    Floats t[1] = {rest == kLanes ? load(x + i) : load_some(x + i, rest, -kInfinity)};
-    exp_in_place(t, e);
-    store_some(terms + i, rest, t[0]);
-    total += __builtin_convertvector(t[0], Doubles);
-  }
-  return sum_of_lanes(total);
+  });
 }
 
 // y = make(x), a vector at a time: unlike of a plain loop, the compiler need not know whether y is x.

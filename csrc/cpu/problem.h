@@ -2,9 +2,7 @@
 // What a call is asked to do. binding.cpp fills it in; rows.cpp does it.
 #pragma once
 
-#include <vector>
-
-#include "vector_kernels.h"
+#include "logit_rows.h"
 
 namespace fused_topk::cpu {
 
@@ -13,26 +11,12 @@ enum class ValueKind : u32 { kLogits = 0, kProbabilities = 1, kLogProbabilities 
 // What the probabilities are relative to: the allowed tokens, the whole row, or the k chosen.
 enum class NormalizeOver : u32 { kAllowed = 0, kAll = 1, kTopK = 2 };
 
-// Strides count elements (words, for kBits). Those of the leading dimensions may be anything, zero included.
-struct Problem {
-  const VectorKernels* kernels;
-  u32 threads;  // at most this many, the caller's included
-
-  std::vector<i64> sizes;  // of the leading dimensions; their product is the number of rows
-  u32 vocab_size;
+struct Problem : LogitRows {
   u32 k;
-  DType dtype;
   ValueKind value_kind;
   NormalizeOver normalize_over;
 
-  const char* logits;  // [sizes..., vocab_size]
-  std::vector<i64> logits_strides;
-  i64 logits_element_stride;
-
-  double temperature;
-  const float* row_temperature;  // nullable; [sizes...]
-  std::vector<i64> temperature_strides;
-
+  // Strides as of LogitRows, but of kBits they count words.
   const char* mask;  // null for kNone; [sizes..., vocab_size] bytes, or [sizes..., ceil(vocab_size / 32)] words
   MaskKind mask_kind;
   std::vector<i64> mask_strides;

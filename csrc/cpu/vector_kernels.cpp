@@ -112,33 +112,8 @@ bool has_nan(const float* x, u32 n) {
   return nans != 0;
 }
 
-// A float32 lane adds up at most 4 exponentials before it goes on in float64: with the two additions that join four
-// vectors, 5 roundings, whatever the length of the row.
 double sum_exp(const float* x, u32 n, const Exponential& e, const void* next, u32 bytes) {
-  constexpr u32 kGroup = 4 * kLanes;
-  constexpr u32 kGroupsOfRun = 4;
-  const char* fetch = static_cast<const char*>(next);
-  const u32 groups = n / kGroup;
-  Doubles total = {};
-  u32 i = 0;
-  for (u32 group = 0; group < groups;) {
-    const u32 end = groups - group < kGroupsOfRun ? groups : group + kGroupsOfRun;
-    Floats sum[4] = {};
-    for (; group < end; ++group, i += kGroup) {
-      for (u32 byte = 0; byte < kGroup * bytes; byte += 64) __builtin_prefetch(fetch + i * bytes + byte);
-      Floats terms[4];
-      for (u32 v = 0; v < 4; ++v) terms[v] = load(x + i + v * kLanes);
-      exp_in_place(terms, e);
-      for (u32 v = 0; v < 4; ++v) sum[v] += terms[v];
-    }
-    total += __builtin_convertvector((sum[0] + sum[1]) + (sum[2] + sum[3]), Doubles);
-  }
-  for (; i < n; i += kLanes) {
-    Floats term[1] = {n - i >= kLanes ? load(x + i) : load_some(x + i, n - i, -kInfinity)};
-    exp_in_place(term, e);
-    total += __builtin_convertvector(term[0], Doubles);
-  }
-  return sum_of_lanes(total);
+  return sum_of_exp(x, n, e, next, bytes, [](Floats, u32, u32) {});
 }
 
 // ---- Selection ----

@@ -118,5 +118,41 @@ inline void exp_in_place(Floats (&x)[COUNT], const Exponential& e) {
   for (u32 v = 0; v < COUNT; ++v) x[v] = x[v] < e.lowest ? Floats{} : p[v] * (Floats)((UInts)shifted[v] << 23);
 }
 
+// The sum of the exponentials of x [n], each vector of which `keep(terms, i, lanes)` gets: the first `lanes` of `terms`
+// are those of x + i. Fetches n elements of `bytes` each from `next` on.
+//
+// A float32 lane adds up at most 4 exponentials before it goes on in float64: with the two additions that join four
+// vectors, 5 roundings, whatever the length of the row.
+template <class KEEP>
+inline double sum_of_exp(const float* x, u32 n, const Exponential& e, const void* next, u32 bytes, const KEEP& keep) {
+  constexpr u32 kGroup = 4 * kLanes;
+  constexpr u32 kGroupsOfRun = 4;
+  const char* fetch = static_cast<const char*>(next);
+  const u32 groups = n / kGroup;
+  Doubles total = {};
+  u32 i = 0;
+  for (u32 group = 0; group < groups;) {
+    const u32 end = groups - group < kGroupsOfRun ? groups : group + kGroupsOfRun;
+    Floats sum[4] = {};
+    for (; group < end; ++group, i += kGroup) {
+      for (u32 byte = 0; byte < kGroup * bytes; byte += 64) __builtin_prefetch(fetch + i * bytes + byte);
+      Floats terms[4];
+      for (u32 v = 0; v < 4; ++v) terms[v] = load(x + i + v * kLanes);
+      exp_in_place(terms, e);
+      for (u32 v = 0; v < 4; ++v) sum[v] += terms[v];
+      for (u32 v = 0; v < 4; ++v) keep(terms[v], i + v * kLanes, kLanes);
+    }
+    total += __builtin_convertvector((sum[0] + sum[1]) + (sum[2] + sum[3]), Doubles);
+  }
+  for (; i < n; i += kLanes) {
+    const u32 rest = n - i < kLanes ? n - i : kLanes;
+    Floats term[1] = {rest == kLanes ? load(x + i) : load_some(x + i, rest, -kInfinity)};
+    exp_in_place(term, e);
+    keep(term[0], i, rest);
+    total += __builtin_convertvector(term[0], Doubles);
+  }
+  return sum_of_lanes(total);
+}
+
 }  // namespace
 }  // namespace fused_topk::cpu

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// The rows of logits that a call is about.
+#pragma once
+
+#include <vector>
+
+#include "vector_kernels.h"
+
+namespace fused_topk::cpu {
+
+// Strides count elements. Those of the leading dimensions may be anything, zero included.
+struct LogitRows {
+  const VectorKernels* kernels;
+  u32 threads;  // at most this many, the caller's included
+
+  std::vector<i64> sizes;  // of the leading dimensions; their product is the number of rows
+  u32 vocab_size;
+  DType dtype;
+
+  const char* logits;  // [sizes..., vocab_size]
+  std::vector<i64> logits_strides;
+  i64 logits_element_stride;
+
+  double temperature;
+  const float* row_temperature;  // nullable; [sizes...]
+  std::vector<i64> temperature_strides;
+};
+
+}  // namespace fused_topk::cpu
