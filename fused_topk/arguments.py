@@ -7,7 +7,6 @@ looked at.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,9 @@ from .problem import TopK
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NORMALIZE = ("allowed", "all", "topk")
+# The kernels scale by 1 / T in float32.
+_LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
+_GREATEST_TEMPERATURE = torch.finfo(torch.float32).max
 
 
 def check_tensor(name: str, value: Any) -> None:
@@ -85,9 +87,10 @@ def check_temperature(
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float, Tensor)):
         raise TypeError(f"`temperature` must be a number or a tensor, got {type(temperature).__name__}; use float(...)")
     if not isinstance(temperature, Tensor):
-        if not (temperature > 0 and math.isfinite(temperature)):
+        if not _LEAST_TEMPERATURE <= temperature <= _GREATEST_TEMPERATURE:
             raise ValueError(
-                f"`temperature` must be positive and finite, got {temperature}; for the best token use k=1"
+                f"`temperature` must be positive and finite in float32 ({_LEAST_TEMPERATURE:.2g} to "
+                f"{_GREATEST_TEMPERATURE:.2g}), got {temperature}; for the best token use k=1"
             )
         return float(temperature), None
     check_tensor("temperature", temperature)
@@ -104,7 +107,7 @@ def check_temperature(
         raise ValueError("`temperature` must not require a gradient, got requires_grad=True; use .detach()")
     # Only a CPU tensor can be looked at without waiting for a device.
     if temperature.device.type == "cpu" and not torch.compiler.is_compiling():
-        ok = (temperature > 0) & temperature.isfinite()
+        ok = (temperature >= _LEAST_TEMPERATURE) & (temperature <= _GREATEST_TEMPERATURE)
         if type(temperature) is Tensor and not bool(ok.all()):
             worst = temperature[~ok].reshape(-1)[0].item()
             raise ValueError(f"`temperature` must be positive and finite in every row, got {worst}; clamp it")

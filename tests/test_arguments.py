@@ -155,10 +155,12 @@ class TestNormalizedEntries:
         assert_raises(ValueError, "normalize", entry, logits_for(entry), normalize="row")
         assert_raises(TypeError, "normalize", entry, logits_for(entry), normalize=None)
 
-    @pytest.mark.parametrize("temperature", [0, 0.0, -1.0, -0.0, float("nan"), float("inf"), -float("inf")])
+    @pytest.mark.parametrize(
+        "temperature", [0, 0.0, -1.0, -0.0, 1e-39, 1e39, 1e300, float("nan"), float("inf"), -float("inf")]
+    )
     def test_temperature_not_positive(self, entry, temperature):
         assert_raises(ValueError, "temperature", entry, logits_for(entry), temperature=temperature)
-        rows = torch.ones(2, 3)
+        rows = torch.ones(2, 3, dtype=torch.float64)
         rows[1, 2] = temperature
         assert_raises(ValueError, "temperature", entry, logits_for(entry), temperature=rows)
 
