@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `info` tells what works on this machine, `bench` how fast it is."""
+"""The command line: `info` tells what works on this machine, `bench` how fast it is, `sweep` how fast it could be."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
     from .benchmark.runner import Result, Settings
     from .benchmark.suites import Case
+    from .benchmark.sweep import Sweep
 
 # What only one command needs (rich's tables, matplotlib, the benchmark) is imported by that command.
 app = typer.Typer(
@@ -117,31 +120,95 @@ def bench(
         raise typer.Exit(1)
 
 
+@app.command()
+def sweep(
+    suite: Annotated[
+        str, typer.Option(help="Comma-separated: decode, paper, routing, long, k, beams, softmax, or all.")
+    ] = "decode,paper,routing,long",
+    device: Annotated[str, typer.Option(help="cuda or cuda:1.")] = "cuda",
+    rows: Annotated[str, typer.Option(help="Only these row counts.")] = "",
+    vocab: Annotated[str, typer.Option(help="Only these row lengths.")] = "",
+    k: Annotated[str, typer.Option(help="Only these k.")] = "",
+    dtype: Annotated[str, typer.Option(help="Only these dtypes: fp32, fp16, bf16.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Few samples: for a first look.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all numbers here.")] = None,
+) -> None:
+    """Time every shape with every choice of kernel, to see what this GPU should choose. Each answer is checked.
+
+    Exits with 1 if any answer was wrong or any launch failed.
+    """
+    import torch
+
+    from .benchmark import sweep as sweeping
+    from .benchmark.runner import Settings
+    from .benchmark.timing import warm_up_gpu
+    from .machine import describe
+
+    settings = Settings(_device(device), "cuda", (), quick)
+    if settings.device.type != "cuda":
+        raise typer.BadParameter(f"--device must be cuda or cuda:N, got {device!r}")
+    cases = [case for _, case in _cases(suite, True, rows, vocab, k, dtype) if case.distribution == "normal"]
+    torch.cuda.set_device(settings.device)
+    warm_up_gpu()
+    sweeps: list[Sweep] = []
+    with _progress(len(cases)) as (show, advance):
+        for swept in sweeping.run(cases, settings, on_start=show):
+            sweeps.append(swept)
+            best = swept.times[swept.best].median if swept.times else None
+            advance(f"{swept.case.label}: {len(swept.times)} choices, best {_micros(best)}")
+    console = _console()
+    sweeping.print_sweeps(sweeps, console)
+    if json_path:
+        _parent(json_path).write_text(
+            json.dumps(sweeping.document(sweeps, describe()), indent=1) + "\n", encoding="utf-8"
+        )
+        console.print(f"Wrote {json_path}")
+    if any(swept.failures for swept in sweeps):
+        raise typer.Exit(1)
+
+
 def _run(cases: list[tuple[str, Case]], settings: Settings) -> list[Result]:
-    """Runs the cases behind a progress bar; where there is no terminal, a line per case tells a log how far it is."""
+    from .benchmark import runner
+
+    results: list[Result] = []
+    with _progress(len(cases)) as (show, advance):
+        for finished in runner.run(cases, settings, on_start=show):
+            results += finished
+            lines = (
+                f"{result.case.label}, {result.cache}: {result.failure or _micros(result.fused and result.fused.median)}"
+                for result in finished
+            )
+            advance("\n".join(lines))
+    return results
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[tuple[Callable[[Case], None], Callable[[str], None]]]:
+    """A progress bar, as what names the case that begins and what counts one that is done. Where there is no terminal, the
+    text that the latter gets tells a log how far it is."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from .benchmark import runner
-    from .benchmark.report import three_digits
-
     console = Console(stderr=True)
-    results: list[Result] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task("", total=len(cases))
+        task = progress.add_task("", total=total)
 
         def show(case: Case) -> None:
             progress.update(task, description=case.label)
 
-        for finished in runner.run(cases, settings, on_start=show):
-            results += finished
+        def advance(done: str) -> None:
             progress.advance(task)
             if not console.is_terminal:
-                for result in finished:
-                    time = result.failure or f"{three_digits(result.fused.median if result.fused else None)} µs"
-                    typer.echo(f"{result.case.label}, {result.cache}: {time}", err=True)
-    return results
+                typer.echo(done, err=True)
+
+        yield show, advance
+
+
+def _micros(time: float | None) -> str:
+    from .benchmark.report import three_digits
+
+    return f"{three_digits(time)} µs"
 
 
 def _cases(suite: str, on_gpu: bool, rows: str, vocab: str, k: str, dtype: str) -> list[tuple[str, Case]]:

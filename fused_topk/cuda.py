@@ -42,9 +42,9 @@ def supports(dtype: torch.dtype, k: int) -> bool:
     return dtype in _FORMATS and k <= MAX_K
 
 
-def row_topk(problem: Problem, out: TopK) -> None:
-    """Launches the kernel on the rows of `problem` and writes `out`."""
-    _launch(problem, None, out)
+def row_topk(problem: Problem, out: TopK, choice: KernelChoice | None = None) -> None:
+    """Launches the kernel on the rows of `problem` and writes `out`; with another layout than its own if one is given."""
+    _launch(problem, None, out, choice)
 
 
 def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK) -> None:
@@ -124,7 +124,7 @@ def _launch(
     out: TopK,
     choice: KernelChoice | None = None,
 ) -> None:
-    logits, mask, row_temperature = _readable(problem.logits, problem.mask), problem.mask, problem.row_temperature
+    logits, mask, row_temperature = readable(problem.logits), problem.mask, problem.row_temperature
     shape, device, address = logits.shape, logits.get_device(), logits.data_ptr()
     rows = launch.row_count(shape)
     if rows == 0:
@@ -176,7 +176,7 @@ def _launch(
     _call(function, planned.grid, planned.threads, (argument,), device, planned.shared_bytes)
 
 
-def _readable(logits: Tensor, mask: Tensor | None) -> Tensor:
+def readable(logits: Tensor) -> Tensor:
     """The logits themselves, unless their elements are not adjacent or not aligned to their own size."""
     if (logits.stride(-1) != 1 and logits.shape[-1] > 1) or logits.data_ptr() % logits.element_size():
         return logits.clone(memory_format=torch.contiguous_format)
@@ -237,6 +237,14 @@ def _choice(rows: int, vocab_size: int, k: int, itemsize: int, device: int) -> K
     return choice
 
 
+@cache
+def max_shared_bytes_per_block(device: int) -> int:
+    """How much shared memory, static and dynamic, a block of a kernel that asks for it can have."""
+    from cupy.cuda import runtime
+
+    return int(runtime.deviceGetAttribute(_MAX_SHARED_BYTES_PER_BLOCK, device))
+
+
 _loading = threading.Lock()
 _loaded: dict[tuple[int, str], Any] = {}
 
@@ -278,7 +286,7 @@ def _load(device: int, kernel: str) -> Any:
         _reserve_tickets(device)
         function = module.get_function(entry.decode())
         # More than 48 KiB of dynamic shared memory must be asked for.
-        limit = cupy.cuda.runtime.deviceGetAttribute(_MAX_SHARED_BYTES_PER_BLOCK, device)
+        limit = max_shared_bytes_per_block(device)
         static = cupy.cuda.driver.funcGetAttribute(_SHARED_SIZE_BYTES, function.ptr)
         cupy.cuda.driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, limit - static)
         return function

@@ -20,13 +20,12 @@ _KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
 _PROBLEM = struct.Struct("<3Qq2If2Hq2I2Q")
 _PROBLEM_DTYPE = np.dtype(f"V{_PROBLEM.size}")
 _LEADING_DIMS = 2
-# cudaDevAttrMaxSharedMemoryPerBlockOptin
-_MAX_SHARED_PER_BLOCK = 97
 
 
-def full_rows(problem: FullRowProblem, out: Tensor) -> None:
-    """Launches the kernel on the rows of `problem` and writes `out`, which is contiguous."""
-    logits = cuda._readable(problem.logits, None)
+def full_rows(problem: FullRowProblem, out: Tensor, choice: FullRowChoice | None = None) -> None:
+    """Launches the kernel on the rows of `problem` and writes `out`, which is contiguous; with another cut of the rows
+    than its own if one is given."""
+    logits = cuda.readable(problem.logits)
     *leading, vocab_size = logits.shape
     sizes, (strides,) = collapse(leading, [logits.stride()[:-1]])
     if len(sizes) > _LEADING_DIMS:
@@ -43,7 +42,8 @@ def full_rows(problem: FullRowProblem, out: Tensor) -> None:
 
     device = logits.get_device()
     is_written = problem.values != "logsumexp"
-    choice = _choice(device, vocab_size, logits.element_size())
+    if choice is None:
+        choice = _choice(device, vocab_size, logits.element_size())
     out_dtype = out.dtype if is_written else logits.dtype
     bytes_that_align = [logits.data_ptr(), vocab_size * logits.element_size()]
     bytes_that_align += [stride * logits.element_size() for stride in strides]
@@ -106,14 +106,11 @@ def kernel_names(compute_capability: int) -> list[str]:
 
 @cache
 def _choice(device: int, vocab_size: int, itemsize: int) -> FullRowChoice:
-    from cupy.cuda import runtime
-
     properties = torch.cuda.get_device_properties(device)
-    shared_per_block = runtime.deviceGetAttribute(_MAX_SHARED_PER_BLOCK, device)
     return choose_full_row(
         vocab_size,
         itemsize,
         10 * properties.major + properties.minor,
-        shared_per_block,
+        cuda.max_shared_bytes_per_block(device),
         properties.multi_processor_count,
     )

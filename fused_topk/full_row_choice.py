@@ -96,6 +96,32 @@ def choose_full_row(
     )
 
 
+def alternatives(
+    vocab_size: int, itemsize: int, compute_capability: int, shared_per_block: int, multiprocessors: int
+) -> list[FullRowChoice]:
+    """Every choice worth timing, for benchmark/sweep.py: the one of choose_full_row() first."""
+    vectors = -(-vocab_size * itemsize // VECTOR_BYTES)
+    most_shared = (shared_per_block - _STATIC_SHARED) // VECTOR_BYTES
+    found = [choose_full_row(vocab_size, itemsize, compute_capability, shared_per_block, multiprocessors)]
+    for kernel, registers, cluster in kernel_variants(compute_capability):
+        if kernel == "warp":
+            if vectors <= registers * _WARP:
+                found.append(FullRowChoice(kernel, _WARP * _WARP_ROWS, registers))
+            continue
+        cuts = [(threads, cluster) for threads in (64, 128, 256, 512, 1024)]
+        if kernel == "grid":
+            cuts = [
+                (_GRID_THREADS, blocks) for blocks in (16, 32, 64, 128, multiprocessors) if blocks <= multiprocessors
+            ]
+        for threads, blocks in cuts:
+            shared_vectors = _shared_vectors(-(-vectors // blocks), threads, registers)
+            # Neither threads without a vector, nor a row that does not fit.
+            if vectors > (threads - _WARP) * blocks and shared_vectors * threads <= most_shared:
+                groups = multiprocessors // blocks if kernel == "grid" else 0
+                found.append(FullRowChoice(kernel, threads, registers, shared_vectors, blocks, groups))
+    return list(dict.fromkeys(found))
+
+
 def _shared_vectors(share: int, threads: int, in_registers: int) -> int:
     """How many vectors of shared memory a thread needs: a multiple of 4, as the kernel asks for them."""
     # A block's share is rounded up to whole warps' vectors.

@@ -8,6 +8,8 @@ two take p from the result that was returned.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +18,11 @@ from torch import Tensor
 from . import backends, cpu, cuda, cuda_full_rows, reference
 from .problem import FullRowProblem
 
-RUN = {cuda: cuda_full_rows.full_rows, cpu: cpu.full_rows, reference: reference.full_rows}
+RUN: dict[ModuleType, Callable[[FullRowProblem, Tensor], None]] = {
+    cuda: cuda_full_rows.full_rows,
+    cpu: cpu.full_rows,
+    reference: reference.full_rows,
+}
 
 _library = torch.library.Library("fused_topk", "FRAGMENT")
 _library.define(

@@ -30,7 +30,8 @@ _MAX_PARTS = 1024
 _TILE = 1024
 _SHORT_TILE = 256
 _WARP_BYTES = 512  # that a warp reads with one load of 16 bytes a lane
-_WARPS_PER_ROW_GROUP = 4  # where a warp owns a row, a block packs four
+_MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csrc/candidates.cuh has room for
+_ROWS_PER_BLOCK = 4  # where a warp owns a row
 
 
 class KernelChoice(NamedTuple):
@@ -44,7 +45,7 @@ class KernelChoice(NamedTuple):
 
     @property
     def rows_per_block(self) -> int:
-        return _WARPS_PER_ROW_GROUP if self.warps == 1 else 1
+        return _ROWS_PER_BLOCK if self.warps == 1 else 1
 
     @property
     def threads(self) -> int:
@@ -71,7 +72,7 @@ class KernelChoice(NamedTuple):
 def choose(rows: int, vocab_size: int, k: int, itemsize: int, multiprocessors: int) -> KernelChoice:
     """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors.
 
-    What the limits were measured with, on an H200 (132 multiprocessors), in µs:
+    What the limits rest on, in µs on an H200 (132 multiprocessors); `python -m fused_topk sweep` measures it anew:
 
     - a warp or 8 warps a row: 4000 x 25000 fp32 k = 5: 110 or 125; k = 64: 169 or 177;
     - 8 or 16 warps: 16 x 128256 bf16 k = 8: 11.0 or 10.1, 10 x 25000 fp32 k = 5: 8.6 or 7.4, 128 x 1048576: 157 or 129,
@@ -84,6 +85,20 @@ def choose(rows: int, vocab_size: int, k: int, itemsize: int, multiprocessors: i
     warps = 8 if 16 < k <= 64 or (k <= 16 and rows > multiprocessors) else 16
     splits = _splits(rows, parts, warps, k, multiprocessors)
     return KernelChoice(warps, _TILE * itemsize // _WARP_BYTES, splits, parts, tiles_per_part)
+
+
+def alternatives(rows: int, vocab_size: int, k: int, itemsize: int, multiprocessors: int) -> list[KernelChoice]:
+    """Every choice worth timing, for benchmark/sweep.py: the one of choose() first."""
+    tile, parts, tiles_per_part = _cut(vocab_size)
+    found = [choose(rows, vocab_size, k, itemsize, multiprocessors)]
+    for warps, vectors in VARIANTS[itemsize]:
+        if k > _MOST_K[warps] or (warps == 1 and vectors * _WARP_BYTES != tile * itemsize):
+            continue
+        most = 1 if warps == 1 else -(-parts // warps)
+        for splits in sorted({1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32, most}):
+            if splits <= most and (splits == 1 or rows * splits <= 16 * multiprocessors):
+                found.append(KernelChoice(warps, vectors, splits, parts, tiles_per_part))
+    return list(dict.fromkeys(found))
 
 
 def list_length(k: int) -> int:

@@ -316,8 +316,9 @@ def test_torch_peer_computes_what_we_do():
 def test_softmax_cases_are_timed_against_a_copy():
     case = Case(3, 500, 0, "bf16", suites.copy(1000))
     ((result,),) = runner.run([("softmax", case)], SETTINGS)
-    assert result.failure is None and result.meets_target
+    assert result.failure is None
     assert set(result.times) == {"copy", "fused", "torch"}
+    assert result.target_us == pytest.approx(1000 * result.times["copy"].median)
     assert case.bytes_moved == 2 * 3 * 500 * 2
     assert case.label == "3 x 500 bf16 softmax"
 

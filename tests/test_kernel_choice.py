@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from fused_topk import cuda
-from fused_topk.kernel_choice import MAX_K, KernelChoice, choose, list_length
+from fused_topk.kernel_choice import MAX_K, VARIANTS, KernelChoice, alternatives, choose, list_length
 from fused_topk.launch import kernel_name
 
 ROWS = (1, 2, 3, 8, 37, 64, 132, 500, 1000, 2112, 4096, 100_000, 2**31 - 1)
@@ -139,6 +139,21 @@ def test_every_compiled_kernel_is_asked_for():
         for aligned, mask in itertools.product((True, False), (0, 1, 2))
     }
     assert {name for name in cuda.kernel_names() if "softmax_topk_kernel" in name} == used
+
+
+def test_alternatives_are_choices_that_could_be_made():
+    seen = set()
+    for problem in problems():
+        rows, _, k, itemsize, _ = problem
+        chosen, *others = alternatives(*problem)
+        assert chosen == choose(*problem) and chosen not in others and len(set(others)) == len(others)
+        for choice in others:
+            assert (choice.warps, choice.vectors) in VARIANTS[itemsize]
+            assert (choice.parts, choice.tiles_per_part) == (chosen.parts, chosen.tiles_per_part)
+            assert 1 <= choice.splits <= choice.parts and choice.grid(rows)[0] <= 2**31 - 1
+            assert k < {1: 128, 8: 512, 16: 4096}[choice.warps]
+            seen.add((choice.warps, choice.splits > 1))
+    assert seen == {(1, False), (8, False), (8, True), (16, False), (16, True)}
 
 
 def test_kernel_choice_is_a_plain_tuple():

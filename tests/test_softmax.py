@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fused_topk
 from fused_topk import full_rows
-from fused_topk.full_row_choice import choose_full_row
+from fused_topk.full_row_choice import alternatives, choose_full_row
 from oracle import DTYPES, bits
 from rows import INF, NAN, adversarial_rows, layouts, random_logits, shifted
 
@@ -425,17 +425,20 @@ def test_choice(vocab_size, itemsize, kernel, blocks):
 @pytest.mark.parametrize("itemsize", (2, 4))
 def test_every_choice_holds_its_row(capability, shared, multiprocessors, itemsize):
     for vocab_size in (1, 9, 1000, 1025, 5000, 16384, 16385, 32768, 33000, 65536, 99999, 262144, 262145, 2**31 - 1):
-        choice = choose_full_row(vocab_size, itemsize, capability, shared, multiprocessors)
-        vectors = -(-vocab_size * itemsize // 16)
-        # As elements_per_block of csrc/softmax_rows.cu has it.
-        share = -(-vectors // 32 // choice.blocks_per_row) * 32
-        threads = 32 if choice.kernel == "warp" else choice.threads
-        assert choice.kernel == "grid" or share <= (choice.vectors + choice.shared_vectors) * threads
-        assert choice.shared_bytes + 1024 <= shared and choice.threads % 32 == 0
-        assert choice.shared_vectors % 4 == 0
-        assert capability >= 90 or choice.kernel != "cluster"
-        for rows in (1, 5, 1000):
-            assert choice.kernel != "grid" or choice.blocks_per_row <= choice.blocks(rows) <= multiprocessors
+        machine = capability, shared, multiprocessors
+        choices = alternatives(vocab_size, itemsize, *machine)
+        assert choices[0] == choose_full_row(vocab_size, itemsize, *machine)
+        for choice in choices:
+            vectors = -(-vocab_size * itemsize // 16)
+            # As elements_per_block of csrc/softmax_rows.cu has it.
+            share = -(-vectors // 32 // choice.blocks_per_row) * 32
+            threads = 32 if choice.kernel == "warp" else choice.threads
+            assert choice.kernel == "grid" or share <= (choice.vectors + choice.shared_vectors) * threads
+            assert choice.shared_bytes + 1024 <= shared and choice.threads % 32 == 0
+            assert choice.shared_vectors % 4 == 0
+            assert capability >= 90 or choice.kernel != "cluster"
+            for rows in (1, 5, 1000):
+                assert choice.kernel != "grid" or choice.blocks_per_row <= choice.blocks(rows) <= multiprocessors
 
 
 def test_docstrings_name_every_argument():

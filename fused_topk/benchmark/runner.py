@@ -100,58 +100,15 @@ def host_times(settings: Settings) -> dict[str, Timing]:
     return {name: time_host(function, synchronize, settings.effort) for name, function in functions.items()}
 
 
-def _run_case(suite: str, case: Case, settings: Settings) -> list[Result]:
-    try:
-        if settings.device.type == "cuda":
-            return _run_on_gpu(suite, case, settings)
-        return [_run_on_cpu(suite, case, settings)]
-    except Exception as error:
-        return [Result(suite, case, "-", 1, failure=_first_line(error))]
-
-
-def _run_on_gpu(suite: str, case: Case, settings: Settings) -> list[Result]:
-    device, effort = settings.device, settings.effort
+def inputs_from_memory(case: Case, device: torch.device) -> list[Tensor]:
+    """As many inputs as it takes that each, in its turn, comes from the GPU's memory."""
     torch.cuda.empty_cache()  # The last case's inputs and its graphs' memory.
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     rotation = rotation_count(case.input_bytes, cache_bytes, torch.cuda.mem_get_info(device)[0])
-    inputs = make_inputs(case, device, rotation)
-    fused = _fused(case, settings)
-    failure = _answer_error(case, fused, inputs, device)
-    if failure:
-        return [Result(suite, case, "-", rotation, failure=failure)]
-
-    results = [Result(suite, case, "cold", rotation)]
-    if fits_in_cache(case.input_bytes, cache_bytes) and not settings.quick:
-        results.append(Result(suite, case, "hot", 1))
-    ours = {**_floor(case, device), FUSED: fused, **_rows_function(case, settings)}
-    peers, unavailable = _peers(case, settings)
-    for result in results:
-        result.notes.update(unavailable)
-        rotated = inputs[: result.rotation]
-        result.times.update({name: time_graph(function, rotated, effort) for name, function in ours.items()})
-        for name, function in peers.items():
-            timer = time_graph if PEERS[name].capturable else time_eager
-            try:
-                result.times[name] = timer(function, rotated, effort)
-            except Exception as error:
-                result.notes[name] = _first_line(error)
-    return results
+    return make_inputs(case, device, rotation)
 
 
-def _run_on_cpu(suite: str, case: Case, settings: Settings) -> Result:
-    device = settings.device
-    inputs = make_inputs(case, device, 1)
-    fused = _fused(case, settings)
-    result = Result(suite, case, "cpu", 1, failure=_answer_error(case, fused, inputs, device))
-    if result.failure:
-        return result
-    peers, result.notes = _peers(case, settings)
-    functions = {**_floor(case, device), FUSED: fused, **_rows_function(case, settings), **peers}
-    result.times = time_interleaved(_bound(functions, inputs[0]), settings.effort)
-    return result
-
-
-def _answer_error(case: Case, fused: Function, inputs: Sequence[Tensor], device: torch.device) -> str | None:
+def answer_error(case: Case, fused: Function, inputs: Sequence[Tensor], device: torch.device) -> str | None:
     """What is wrong with our answers on the first and the last input, or None."""
     for logits in {id(x): x for x in (inputs[0], inputs[-1])}.values():
         got = fused(logits)
@@ -171,6 +128,65 @@ def _answer_error(case: Case, fused: Function, inputs: Sequence[Tensor], device:
     return None
 
 
+def floor(case: Case, device: torch.device) -> dict[str, Function]:
+    """What nobody beats who reads, and for full rows writes, the same bytes."""
+    return {"read": _read(device)} if case.k else {"copy": Tensor.clone}
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}".rstrip(": ")
+
+
+def _run_case(suite: str, case: Case, settings: Settings) -> list[Result]:
+    try:
+        if settings.device.type == "cuda":
+            return _run_on_gpu(suite, case, settings)
+        return [_run_on_cpu(suite, case, settings)]
+    except Exception as error:
+        return [Result(suite, case, "-", 1, failure=first_line(error))]
+
+
+def _run_on_gpu(suite: str, case: Case, settings: Settings) -> list[Result]:
+    device, effort = settings.device, settings.effort
+    inputs = inputs_from_memory(case, device)
+    rotation = len(inputs)
+    fused = _fused(case, settings)
+    failure = answer_error(case, fused, inputs, device)
+    if failure:
+        return [Result(suite, case, "-", rotation, failure=failure)]
+
+    results = [Result(suite, case, "cold", rotation)]
+    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    if fits_in_cache(case.input_bytes, cache_bytes) and not settings.quick:
+        results.append(Result(suite, case, "hot", 1))
+    ours = {**floor(case, device), FUSED: fused, **_rows_function(case, settings)}
+    peers, unavailable = _peers(case, settings)
+    for result in results:
+        result.notes.update(unavailable)
+        rotated = inputs[: result.rotation]
+        result.times.update({name: time_graph(function, rotated, effort) for name, function in ours.items()})
+        for name, function in peers.items():
+            timer = time_graph if PEERS[name].capturable else time_eager
+            try:
+                result.times[name] = timer(function, rotated, effort)
+            except Exception as error:
+                result.notes[name] = first_line(error)
+    return results
+
+
+def _run_on_cpu(suite: str, case: Case, settings: Settings) -> Result:
+    device = settings.device
+    inputs = make_inputs(case, device, 1)
+    fused = _fused(case, settings)
+    result = Result(suite, case, "cpu", 1, failure=answer_error(case, fused, inputs, device))
+    if result.failure:
+        return result
+    peers, result.notes = _peers(case, settings)
+    functions = {**floor(case, device), FUSED: fused, **_rows_function(case, settings), **peers}
+    result.times = time_interleaved(_bound(functions, inputs[0]), settings.effort)
+    return result
+
+
 def _fused(case: Case, settings: Settings) -> Function:
     k, backend = case.k, settings.backend
     if k == 0:
@@ -187,11 +203,6 @@ def _rows_function(case: Case, settings: Settings) -> dict[str, Function]:
         return {}
     rows = _fused(case._replace(rows=case.num_rows, beams=0), settings)
     return {"rows": lambda logits: rows(logits.flatten(0, 1))}
-
-
-def _floor(case: Case, device: torch.device) -> dict[str, Function]:
-    """What nobody beats who reads, and for full rows writes, the same bytes."""
-    return {"read": _read(device)} if case.k else {"copy": Tensor.clone}
 
 
 def _read(device: torch.device) -> Function:
@@ -220,10 +231,6 @@ def _bound(functions: Mapping[str, Function], logits: Tensor) -> dict[str, Calla
         return lambda: function(logits)
 
     return {name: bind(function) for name, function in functions.items()}
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}".rstrip(": ")
 
 
 def _no_wait() -> None:

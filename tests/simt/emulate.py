@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -48,6 +49,8 @@ def emulated(
 
     def launch_here(*args: Any, **kwargs: Any) -> None:
         given = call.bind(*args, **kwargs).arguments
+        # The blocks of a cooperative launch wait for each other.
+        together = {"max_blocks": math.prod(given["grid"])} if given.get("is_cooperative") else {}
         outcomes.append(
             launch(
                 given["function"],
@@ -56,7 +59,7 @@ def emulated(
                 given["arguments"],
                 [*arrays, *allocations.arrays, *tickets],
                 shared_bytes=given.get("shared_bytes", 0),
-                **how,
+                **{**together, **how},
             )
         )
 
