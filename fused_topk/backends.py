@@ -6,7 +6,6 @@ from __future__ import annotations
 from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from . import cpu, cuda, reference
 from .kernel_choice import MAX_K
@@ -20,33 +19,32 @@ def available() -> dict[str, str | None]:
     return {name: backend.unavailable() for name, backend in _BACKENDS.items()}
 
 
-def pick(logits: Tensor, k: int, requested: str | None) -> ModuleType:
-    """The backend that serves `logits` and `k`.
+def pick(device: torch.device, dtype: torch.dtype, k: int, requested: str | None) -> ModuleType:
+    """The backend that serves logits of that dtype on that device, and that `k`.
 
     Raises:
         ValueError: the requested backend cannot take this device, dtype or k.
         RuntimeError: the requested backend does not work in this environment.
     """
     if requested is None:
-        name = logits.device.type
-        backend = _BACKENDS.get(name)
-        works = backend is not None and backend.supports(logits.dtype, k) and backend.unavailable() is None
+        backend = _BACKENDS.get(device.type)
+        works = backend is not None and backend.supports(dtype, k) and backend.unavailable() is None
         return backend if backend is not None and works else reference
     backend = _BACKENDS[requested]
     if backend is reference:
         return backend
-    if logits.device.type != requested:
+    if device.type != requested:
         raise ValueError(
-            f"`backend` must fit the device of `logits`, got backend={requested!r} with logits on {logits.device}; "
+            f"`backend` must fit the device of `logits`, got backend={requested!r} with logits on {device}; "
             "move the logits or leave backend=None"
         )
     cause = backend.unavailable()
     if cause is not None:
         raise RuntimeError(f"`backend`={requested!r} does not work here: {cause}")
-    if not backend.supports(logits.dtype, k):
+    if not backend.supports(dtype, k):
         limit = f" and k <= {MAX_K}" if backend is cuda else ""
         raise ValueError(
-            f"`backend`={requested!r} takes float32, float16 and bfloat16 logits{limit}, got {logits.dtype} and k={k}; "
+            f"`backend`={requested!r} takes float32, float16 and bfloat16 logits{limit}, got {dtype} and k={k}; "
             "leave backend=None to fall back to torch operations"
         )
     return backend

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,6 +61,20 @@ def row_topk(problem: Problem, out: TopK, instruction_set: str = "") -> None:
     `instruction_set`: one of `_cpu.instruction_sets()` instead of the best, for tests.
     """
     _topk(problem, 0, (), out, instruction_set)
+
+
+def prepare(problem: Problem, device: torch.device) -> Callable[[Tensor, TopK], None]:
+    """row_topk() of logits like those of `problem`, which has none of the tensors besides: all but their addresses."""
+    _, *rows = _rows(problem.logits, problem.temperature, None)
+    kinds = _VALUE_KINDS[problem.values], _NORMALIZE_OVER[problem.normalize]
+    before, after = (*rows, 0, _NO_MASK, (), problem.k, *kinds), (0, ())
+
+    def run(logits: Tensor, out: TopK) -> None:
+        values, indices, logsumexp = out
+        results = values.data_ptr(), indices.data_ptr(), logsumexp.data_ptr()
+        _cpu.topk(logits.data_ptr(), *before, *results, *after, torch.get_num_threads(), "")
+
+    return run
 
 
 def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK, instruction_set: str = "") -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -45,6 +46,25 @@ def supports(dtype: torch.dtype, k: int) -> bool:
 def row_topk(problem: Problem, out: TopK, choice: KernelChoice | None = None) -> None:
     """Launches the kernel on the rows of `problem` and writes `out`; with another layout than its own if one is given."""
     _launch(problem, None, out, choice)
+
+
+def prepare(problem: Problem, device: torch.device) -> Callable[[Tensor, TopK], None]:
+    """row_topk() of logits like those of `problem`, which has none of the tensors besides: all but their addresses."""
+    shape, strides, itemsize = problem.logits.shape, problem.logits.stride(), problem.logits.element_size()
+    index = device.index
+    choice = _choice(launch.row_count(shape), shape[-1], problem.k, itemsize, index)
+    unaligned, aligned = (launch.plan(_layout(problem, is_aligned, None), choice) for is_aligned in (False, True))
+    has_adjacent = strides[-1] == 1 or shape[-1] == 1
+
+    def run(logits: Tensor, out: TopK) -> None:
+        address = logits.data_ptr()
+        planned = unaligned if address % 16 else aligned
+        if planned is None or not has_adjacent or address % itemsize:
+            row_topk(problem._replace(logits=logits), out)
+        else:
+            _start(planned, index, address, problem.temperature, 0, 0, 0, out)
+
+    return run
 
 
 def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK) -> None:
@@ -131,20 +151,7 @@ def _launch(
         return
     if choice is None:
         choice = _choice(rows, shape[-1], problem.k, logits.element_size(), device)
-    layout = launch.Layout(
-        shape,
-        logits.stride(),
-        logits.dtype,
-        address % 16 == 0,
-        problem.k,
-        problem.values,
-        problem.normalize,
-        mask is not None and mask.dtype != torch.bool,
-        None if mask is None else mask.stride(),
-        None if row_temperature is None else row_temperature.stride(),
-        None if beam_scores is None else beam_scores.stride(),
-    )
-    planned = launch.plan(layout, choice)
+    planned = launch.plan(_layout(problem._replace(logits=logits), address % 16 == 0, beam_scores), choice)
     if planned is None:
         # More unrelated strides than the kernel walks: the one case in which rows are copied.
         contiguous = problem._replace(
@@ -153,18 +160,58 @@ def _launch(
             row_temperature=None if row_temperature is None else row_temperature.contiguous(),
         )
         return _launch(contiguous, beam_scores, out, choice)
-    function = _function(device, planned.kernel)
-    scratch = tickets = 0
-    if planned.scratch_words:
-        workspace = torch.empty(planned.scratch_words, dtype=torch.int64, device=logits.device)
-        scratch = workspace.data_ptr()
-        tickets = _tickets(device, planned.row_tickets + planned.beam_tickets)
-    filled = planned.fill(
+    _start(
+        planned,
+        device,
         address,
         problem.temperature,
         0 if row_temperature is None else row_temperature.data_ptr(),
         0 if mask is None else mask.data_ptr(),
         0 if beam_scores is None else beam_scores.data_ptr(),
+        out,
+    )
+
+
+def _layout(problem: Problem, is_aligned: bool, beam_scores: Tensor | None) -> launch.Layout:
+    logits, mask, row_temperature = problem.logits, problem.mask, problem.row_temperature
+    return launch.Layout(
+        logits.shape,
+        logits.stride(),
+        logits.dtype,
+        is_aligned,
+        problem.k,
+        problem.values,
+        problem.normalize,
+        mask is not None and mask.dtype != torch.bool,
+        None if mask is None else mask.stride(),
+        None if row_temperature is None else row_temperature.stride(),
+        None if beam_scores is None else beam_scores.stride(),
+    )
+
+
+def _start(
+    planned: launch.Launch,
+    device: int,
+    logits: int,
+    temperature: float,
+    row_temperature: int,
+    mask: int,
+    beam_scores: int,
+    out: TopK,
+) -> None:
+    """Launches what is planned, with the addresses of this call."""
+    function = _function(device, planned.kernel)
+    scratch = tickets = 0
+    if planned.scratch_words:
+        workspace = torch.empty(planned.scratch_words, dtype=torch.int64, device=out.values.device)
+        scratch = workspace.data_ptr()
+        tickets = _tickets(device, planned.row_tickets + planned.beam_tickets)
+    filled = planned.fill(
+        logits,
+        temperature,
+        row_temperature,
+        mask,
+        beam_scores,
         scratch,
         tickets,
         out.values.data_ptr(),

@@ -41,7 +41,7 @@ def full_rows(
 ) -> Tensor:
     out = _empty(logits, temperature, row_temperature, values, dtype, backend)
     if logits.numel():
-        run = RUN[backends.pick(logits, 1, backend)]
+        run = RUN[backends.pick(logits.device, logits.dtype, 1, backend)]
         run(FullRowProblem(logits, temperature, row_temperature, values), out)
     return out
 

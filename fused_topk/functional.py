@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,12 +22,13 @@ from .arguments import (
     check_temperature,
     check_vocabulary,
 )
-from .problem import TopK
+from .problem import Problem, TopK
 
 # The operators themselves, without the look-up through torch.ops at every call.
 _row_topk = torch.ops.fused_topk.row_topk.default
 _row_topk_out = torch.ops.fused_topk.row_topk_out.default
 _beam_topk = torch.ops.fused_topk.beam_topk.default
+_BACKENDS = (None, *backends.NAMES)
 
 
 def softmax_topk(
@@ -203,6 +207,36 @@ def beam_topk(
     return TopK(*run(logits, beam_scores, k, number, row_temperature, mask, normalize, backend))
 
 
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    values: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    k: int,
+    backend: str | None,
+) -> Callable[[Tensor], TopK]:
+    """What is left of a call with nothing but dense logits and k, once all that does not change from one such call to the
+    next is checked and computed: for a short row that is most of the time."""
+    logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    check_logits(logits)
+    check_vocabulary(logits.shape[-1])
+    check_k(k, logits.shape[-1])
+    result = operators.row_result(logits, k, values)
+    chosen = backends.pick(device, dtype, k, backend)
+    if logits.numel() == 0:
+        return lambda logits: result.empty(device)
+    start = chosen.prepare(Problem(logits, k, 1.0, None, None, values, "allowed"), device)
+
+    def run(logits: Tensor) -> TopK:
+        out = result.empty(device)
+        start(logits, out)
+        return out
+
+    return run
+
+
 def _row(
     values: str,
     logits: Tensor,
@@ -214,6 +248,10 @@ def _row(
     backend: str | None,
     out: tuple[Tensor, Tensor, Tensor] | None,
 ) -> TopK:
+    is_plain = temperature is None and mask is None and out is None and normalize == "allowed"
+    is_plain = is_plain and type(logits) is Tensor and type(k) is int and type(dim) is int and backend in _BACKENDS
+    if is_plain and dim in (-1, logits.dim() - 1) and not operators.need_dispatcher(logits):
+        return _plan(values, logits.dtype, logits.device, logits.shape, logits.stride(), k, backend)(logits)
     check_logits(logits)
     dims = logits.dim()
     dim = check_dim(dim, dims)

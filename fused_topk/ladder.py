@@ -109,13 +109,13 @@ def unavailable(rung: Rung, device: torch.device, vocab_size: int, k: int) -> st
 def climb(rung: Rung, logits: Tensor, scratch: Scratch) -> None:
     """Runs a rung on contiguous float32 logits (rows, V); k is that of the scratch. Checks nothing."""
     if rung.name == "package_softmax":
-        run = full_row_operators.RUN[backends.pick(logits, 1, logits.device.type)]
+        run = full_row_operators.RUN[backends.pick(logits.device, logits.dtype, 1, logits.device.type)]
         run(FullRowProblem(logits, 1.0, None, "softmax"), scratch.y)
     elif rung.name == "package_topk":
         k = scratch.values.shape[-1]
         out = TopK(scratch.values, scratch.indices, scratch.logsumexp)
         problem = Problem(logits, k, 1.0, None, None, "softmax", "allowed")
-        backends.pick(logits, k, logits.device.type).row_topk(problem, out)
+        backends.pick(logits.device, logits.dtype, k, logits.device.type).row_topk(problem, out)
     elif logits.device.type == "cpu":
         _climb_on_cpu(rung, logits, scratch)
     else:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import backends
 from .problem import Problem, TopK
@@ -46,6 +47,8 @@ def _keys(*names: str) -> int:
 # must see the call: a transform, a mode, a tracer, a subclass, a negation that is still to be done.
 _TENSOR_KEYS = _keys("CPU", "AutogradCPU", "AutocastCPU", "CUDA", "AutogradCUDA", "AutocastCUDA", "ADInplaceOrView")
 _THREAD_KEYS = _keys("BackendSelect", "ADInplaceOrView")
+_keys_of_tensor = torch._C._dispatch_keys
+_keys_of_thread = torch._C._dispatch_tls_local_include_set
 
 
 def need_dispatcher(*tensors: Tensor | None) -> bool:
@@ -54,30 +57,46 @@ def need_dispatcher(*tensors: Tensor | None) -> bool:
     If not, the operator's implementation may be called directly: the dispatcher takes 40 µs for an operator that is
     written in Python, and torch less than that for all of a short row.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return True
-    if torch._C._dispatch_tls_local_include_set().raw_repr() & ~_THREAD_KEYS:
+    if _keys_of_thread().raw_repr() & ~_THREAD_KEYS:
         return True
-    with_grad = torch.is_grad_enabled()
     for tensor in tensors:
         if tensor is not None:
-            if with_grad and tensor.requires_grad:
+            if tensor.requires_grad and torch.is_grad_enabled():
                 return True
-            if torch._C._dispatch_keys(tensor).raw_repr() & ~_TENSOR_KEYS:
+            if _keys_of_tensor(tensor).raw_repr() & ~_TENSOR_KEYS:
                 return True
     return False
 
 
+class RowResult(NamedTuple):
+    """What the result of a row operation looks like."""
+
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+    dtype: torch.dtype
+    value_dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> TopK:
+        """Uninitialised tensors for it."""
+        shape, rows, dtype, value_dtype = self
+        # By keyword: torch takes 1 µs longer to see that a positional tuple is a size.
+        return TopK(
+            torch.empty(size=shape, dtype=value_dtype, device=device),
+            torch.empty(size=shape, dtype=torch.int64, device=device),
+            torch.empty(size=rows, dtype=dtype, device=device),
+        )
+
+
+def row_result(logits: Tensor, k: int, values: str) -> RowResult:
+    rows, dtype = tuple(logits.shape[:-1]), backends.result_dtype(logits.dtype)
+    return RowResult((*rows, k), rows, dtype, logits.dtype if values == "logits" else dtype)
+
+
 def empty_row_result(logits: Tensor, k: int, values: str) -> TopK:
     """Uninitialised tensors for the result of a row operation."""
-    dtype, device, rows = backends.result_dtype(logits.dtype), logits.device, logits.shape[:-1]
-    shape = (*rows, k)
-    # By keyword: torch takes 1 µs longer to see that a positional tuple is a size.
-    return TopK(
-        torch.empty(size=shape, dtype=logits.dtype if values == "logits" else dtype, device=device),
-        torch.empty(size=shape, dtype=torch.int64, device=device),
-        torch.empty(size=rows, dtype=dtype, device=device),
-    )
+    return row_result(logits, k, values).empty(logits.device)
 
 
 def empty_beam_result(logits: Tensor, k: int) -> TopK:
@@ -104,7 +123,7 @@ def row_topk(
     out = empty_row_result(logits, k, values)
     if logits.numel():
         problem = Problem(logits, k, temperature, row_temperature, mask, values, normalize)
-        backends.pick(logits, k, backend).row_topk(problem, out)
+        backends.pick(logits.device, logits.dtype, k, backend).row_topk(problem, out)
     return out
 
 
@@ -125,7 +144,7 @@ def _row_topk_out(
     if not logits.numel():
         return
     problem = Problem(logits, k, temperature, row_temperature, mask, values, normalize)
-    run = backends.pick(logits, k, backend).row_topk
+    run = backends.pick(logits.device, logits.dtype, k, backend).row_topk
     if all(t.is_contiguous() for t in out):
         run(problem, out)
         return
@@ -149,7 +168,7 @@ def beam_topk(
     out = empty_beam_result(logits, k)
     if logits.numel():
         problem = Problem(logits, k, temperature, row_temperature, mask, "log_softmax", normalize)
-        backends.pick(logits, k, backend).beam_topk(problem, beam_scores.to(out.values.dtype), out)
+        backends.pick(logits.device, logits.dtype, k, backend).beam_topk(problem, beam_scores.to(out.values.dtype), out)
     return out
 
 

@@ -7,6 +7,8 @@ tensors, and for a k beyond the native limit. It never waits for the device, so 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,11 @@ def row_topk(problem: Problem, out: TopK) -> None:
     values = shifted.exp() / total if problem.values == "softmax" else shifted - total.log()
     # A row without a finite normalizer has no probabilities at all, as in torch.softmax.
     out.values.copy_(values.where(d.log().isfinite(), torch.nan))
+
+
+def prepare(problem: Problem, device: torch.device) -> Callable[[Tensor, TopK], None]:
+    """row_topk() of logits like those of `problem`, which has none of the tensors besides."""
+    return lambda logits, out: row_topk(problem._replace(logits=logits), out)
 
 
 def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK) -> None:

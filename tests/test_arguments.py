@@ -54,6 +54,9 @@ class TestEveryEntry:
 
     @pytest.mark.parametrize("k", [2.0, "2", None, True, torch.tensor(2.0), torch.tensor([2]), [2], 1j])
     def test_k_not_an_int(self, entry, k):
+        # What is kept of calls with the k that these are equal to lets nothing else through.
+        call(entry, logits_for(entry), 1)
+        call(entry, logits_for(entry), 2)
         assert_raises(TypeError, "k", entry, logits_for(entry), k)
 
     def test_k_of_numpy(self, entry):

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +17,14 @@ import torch
 from fused_topk import cuda as kernels
 from fused_topk import cuda_full_rows, ladder
 from fused_topk.kernel_source import source_folder
+from fused_topk.problem import Problem
 from oracle import DTYPES, assert_same
 from rows import random_logits
 from simt import build
 from simt.cases import Case, Laid, check, kernel_of
-from simt.launch import SCHEDULES
-from simt.row_topk import read_rows
+from simt.emulate import emulated
+from simt.launch import SCHEDULES, Array
+from simt.row_topk import empty_result, read_rows
 
 # (V, k, whose rows, blocks a row), on both sides of every number at which the kernels, or their choice, change course:
 # a vector, a lane, a tile, two of them, a part for each warp; the k that a warp, 8 warps and 16 warps take; more blocks.
@@ -117,6 +120,39 @@ def test_every_kernel_is_tested():
     sources = (path.read_text() for path in source_folder().glob("*.cu"))
     defined = [name for source in sources for name in re.findall(r"__global__[^{;]*?(\w+)\(const", source)]
     assert defined and sorted(name.split("::")[-1] for name in named) == sorted(defined)
+
+
+# 8 rows of 100: at a multiple of 16 bytes, not at one, and with elements that are not adjacent.
+PREPARED = {
+    "aligned": lambda memory: memory[:3200].view(torch.float32).view(8, 100),
+    "unaligned": lambda memory: memory[4:3204].view(torch.float32).view(8, 100),
+    "transposed": lambda memory: memory[:3200].view(torch.float32).view(100, 8).t(),
+}
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_prepared_call_is_the_same_launch(name, monkeypatch):
+    """What functional.py keeps for calls like this one, against the launch that is computed anew."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
+    monkeypatch.setattr(kernels, "_choice", kernels._choice.__wrapped__)
+    memory = torch.randn(1000).view(torch.uint8)
+    logits = PREPARED[name](memory)
+    problem = Problem(logits, 5, 1.0, None, None, "log_softmax", "allowed")
+    results = []
+    for is_prepared in (False, True):
+        out = empty_result(problem)
+        arrays = [Array(key, tensor, "output") for key, tensor in out._asdict().items()]
+        with emulated([Array("logits", logits, "input"), *arrays]) as outcomes:
+            if is_prepared:
+                like = torch.empty_strided(logits.shape, logits.stride(), device="meta")
+                kernels.prepare(problem._replace(logits=like), torch.device("cuda", 0))(logits, out)
+            else:
+                kernels.row_topk(problem, out)
+        outcomes[0].check()
+        results.append(out)
+    for anew, prepared in zip(*results, strict=True):
+        torch.testing.assert_close(prepared, anew, rtol=0, atol=0)
+    assert torch.equal(results[0].indices, logits.topk(5).indices)
 
 
 # As rows of more than 2^20 elements are cut, with the parts' ends on both sides of a tile's and of the row's.

@@ -119,7 +119,7 @@ class Session:
         kind = (logits.dtype, logits.device)
         if kind != self._kind:
             self._kind = kind
-            self._backend = backends.pick(logits, 1, None)
+            self._backend = backends.pick(logits.device, logits.dtype, 1, None)
             self._reason_of_kind = None
             if self._backend is reference:
                 cause = backends.available().get(logits.device.type, f"no kernels for {logits.device.type}")
