@@ -42,8 +42,12 @@ class Candidates {
 
   // Only a candidate greater than this can be among the best k. May differ between warps.
   __device__ __forceinline__ u64 threshold() const { return threshold_; }
-  // No logit below this can. NaN, which no logit is below, while there is no threshold.
-  __device__ __forceinline__ float least() const { return least_; }
+  // No logit of the tokens from `first` on can that is below this. NaN, which no logit is below, while there is no
+  // threshold. Behind the threshold's own token an equal logit has lost already: its index is greater.
+  __device__ __forceinline__ float least(u32 first) const {
+    return first > index_of(threshold_) ? least_behind_ : least_;
+  }
+  __device__ __forceinline__ u32 k() const { return k_; }
   // [kCapacity], what is stored first, in no order.
   __device__ __forceinline__ const u64* slots() const { return slots_; }
   // How many. After a barrier that follows the last add.
@@ -53,8 +57,10 @@ class Candidates {
 
   // Raises the threshold so that only keys >= bound pass.
   __device__ __forceinline__ void raise(u32 bound) {
-    if (bound > kNoKey) set_threshold(max(threshold_, (u64(bound) << 32) - 1));
+    if (bound > kNoKey) raise_to(u64(bound) << 32);
   }
+  // Raises the threshold so that no candidate less than this passes.
+  __device__ __forceinline__ void raise_to(u64 least) { set_threshold(max(threshold_, least - 1)); }
 
   // Appends the lanes' candidates, up to N of each lane, and takes out of `own` what found room; the rest is to be added
   // after a cut. False if there is a rest in any lane. The 32 lanes of a warp call it together, at any time.
@@ -110,10 +116,11 @@ class Candidates {
   // Drops all but the best `enough`, at least k, or fewer, and raises the threshold so that no worse candidate passes. All
   // threads call it, after a barrier that follows the last add; ends with a barrier.
   __device__ __forceinline__ void cut(u32 enough) {
+    share_threshold();
     u64 own[kOwn];
     take(own);
     const u64 least = lower_bound(own, enough);
-    if (least > kNoCandidate) set_threshold(max(threshold_, least - 1));
+    if (least > kNoCandidate) raise_to(least);
     put_back(own);
   }
 
@@ -155,8 +162,17 @@ class Candidates {
 
   __device__ __forceinline__ void set_threshold(u64 threshold) {
     threshold_ = threshold;
-    // The first key that can still pass.
+    // The first key that can still pass, and the first behind the threshold's token.
     least_ = __uint_as_float(bits_of_key(key_of(threshold + 1)));
+    least_behind_ = __uint_as_float(bits_of_key(min(key_of(threshold), kPositiveInfinityKey - 1) + 1));
+  }
+
+  // What one warp has proven holds for all. All threads call it, and a barrier before the words are used again.
+  __device__ __forceinline__ void share_threshold() {
+    if constexpr (GROUP::kIsWarp) return;
+    const u32 key = GROUP::maximum(key_of(threshold_), shared_.words, 0);
+    const u32 rest = GROUP::maximum(key_of(threshold_) == key ? u32(threshold_) : 0, shared_.words, 1);
+    set_threshold(u64(key) << 32 | rest);
   }
 
   // Empties the slots into the threads' hands, and fills them again with what passes.
@@ -165,7 +181,7 @@ class Candidates {
 #pragma unroll
     for (u32 c = 0; c < kOwn; ++c) {
       const u32 i = c * GROUP::kThreads + GROUP::thread();
-      own[c] = i < count ? slots_[i] : kNoCandidate;
+      own[c] = i < count && slots_[i] > threshold_ ? slots_[i] : kNoCandidate;
     }
   }
   __device__ __forceinline__ void put_back(u64 (&own)[kOwn]) {
@@ -308,7 +324,7 @@ class Candidates {
   Shared& shared_;
   u32 k_;
   u64 threshold_;
-  float least_;
+  float least_, least_behind_;
 };
 
 }  // namespace fused_topk

@@ -128,6 +128,8 @@ class RowScan {
   __device__ __forceinline__ bool offer(Candidates<GROUP>& candidates, KthBound<GROUP>& bound) {
     u32 lanes = lanes_with_hits(candidates);
     if (lanes == 0) return true;
+    // A NaN passes every comparison; but if there were k before, not even that is among the best.
+    if (make_candidate(kNanKey, tile_.first) <= candidates.threshold()) return true;
     offered_ += __popc(lanes);
     if (offered_ >= bound.worth()) {
       publish(bound);
@@ -136,9 +138,11 @@ class RowScan {
       if (lanes == 0) return true;
       offered_ = __popc(lanes);
     }
-    u32 todo = hits(candidates) & ~offered_of_tile_;
+    const bool are_many = __popc(lanes) >= kManyLanes;
+    u32 todo = (are_many ? not_below(candidates.least(tile_.first)) : hits(candidates)) & ~offered_of_tile_;
     if (V_ - tile_.first < RowTile::kElements) todo &= tile_.is_element(V_);
     if (!__any_sync(kAllLanes, todo != 0)) return true;
+    if (are_many && warp_sum(u32(__popc(todo))) > candidates.k() + kFewMore) todo = best_of(todo, candidates);
     u32 place;
     const bool is_enough = candidates.reserve(__popc(todo), place);
     for (; todo != 0; todo &= todo - 1) {
@@ -154,19 +158,13 @@ class RowScan {
   // The lanes of which an element may be among the best. `not less` instead of `greater or equal`: a NaN must pass.
   template <class CANDIDATES>
   __device__ __forceinline__ u32 lanes_with_hits(const CANDIDATES& candidates) const {
-    return __ballot_sync(kAllLanes, !(lane_max_ < candidates.least()));
+    return __ballot_sync(kAllLanes, !(lane_max_ < candidates.least(tile_.first)));
   }
 
   // Which of the lane's elements may be: bit u * n + e for element e of vector u.
   template <class CANDIDATES>
   __device__ __forceinline__ u32 hits(const CANDIDATES& candidates) const {
-    // Behind the k-th best so far an equal logit has lost already: its index is greater.
-    const u32 key = key_of(candidates.threshold());
-    float least = candidates.least();
-    if (tile_.first > index_of(candidates.threshold())) {
-      if (key == kNanKey) return 0;
-      least = __uint_as_float(bits_of_key(key + 1));
-    }
+    const float least = candidates.least(tile_.first);
     u32 vectors = 0;
 #pragma unroll
     for (u32 u = 0; u < VECTORS; ++u)
@@ -183,6 +181,70 @@ class RowScan {
       result |= bits << (u * kPerVector);
     }
     return MASK == kNoMask ? result : result & allowed_or_lowest(least);
+  }
+
+  // The same of all elements. A tile in shared memory is read from there: that takes fewer registers.
+  __device__ __forceinline__ u32 not_below(float least) {
+    u32 result = 0;
+#pragma unroll(Stream::kInBackground ? 1 : VECTORS)
+    for (u32 u = 0; u < VECTORS; ++u) {
+      const Vector vector = Stream::kInBackground ? stream_.vector_again(tile_, u) : tile_.vectors[u];
+#pragma unroll
+      for (u32 e = 0; e < kPerVector; ++e)
+        if (!(FORMAT::decode(vector.words, e) < least)) result |= 1u << (u * kPerVector + e);
+    }
+    tile_.forget_decoded();
+    return MASK == kNoMask ? result : result & allowed_or_lowest(least);
+  }
+  __device__ __forceinline__ u32 not_below_key(u32 key) { return not_below(__uint_as_float(bits_of_key(key))); }
+
+  // Of the lane's elements `todo`, those that can be among the best k of all lanes', and few more; raises the threshold to
+  // what they prove. Where logits ascend, every tile beats all before it, and where they are equal, none is worse than any:
+  // this is what keeps either from filling the candidates. All 32 lanes call it.
+  template <class GROUP>
+  __device__ __forceinline__ u32 best_of(u32 todo, Candidates<GROUP>& candidates) {
+    const float greatest_logit = warp_max(lane_max_);
+    // A NaN would be counted as not below anything.
+    if (greatest_logit != greatest_logit) return todo;
+    const u32 k = candidates.k();
+    const u32 greatest = order_key(__float_as_uint(greatest_logit));
+    const u32 least = key_of(candidates.threshold() + 1);
+    // Bisection from the first bit in which they differ.
+    const u32 below_differing = greatest == least ? 0 : ~0u >> __clz(greatest ^ least);
+    u32 bound = greatest & ~below_differing;
+    u32 count = ~0u;
+#pragma unroll 1
+    for (u32 bit = below_differing - below_differing / 2; bit != 0 && count > k + kFewMore; bit /= 2) {
+      const u32 trial = bound | bit;
+      if (trial > greatest) continue;
+      const u32 passing = warp_sum(u32(__popc(todo & not_below_key(trial))));
+      if (passing < k) continue;
+      bound = trial;
+      count = passing;
+    }
+    todo &= not_below_key(bound);
+    candidates.raise(bound);
+    if (warp_sum(u32(__popc(todo))) <= k + kFewMore) return todo;
+
+    // Too many are equal to the k-th best: the first k of those, in the order of tokens, are enough.
+    const u32 greater = bound == greatest ? 0 : todo & not_below_key(bound + 1);
+    const u32 equal = todo & ~greater;
+    u32 kept = 0;
+    u32 before = 0;
+#pragma unroll 1
+    for (u32 first = 0; first < RowTile::kPerLane && before < k; first += kPerVector) {
+      u32 of_vector = equal & (((1u << kPerVector) - 1) << first);
+      const u32 with_own = before + warp_inclusive_sum(__popc(of_vector));
+      before = __shfl_sync(kAllLanes, with_own, kWarpSize - 1);
+      // The last of them are too many.
+      for (u32 excess = with_own > k ? with_own - k : 0; excess != 0 && of_vector != 0; --excess)
+        of_vector &= ~(1u << (31 - __clz(of_vector)));
+      kept |= of_vector;
+    }
+    const u32 last = kept == 0 ? 0 : 31 - __clz(kept);
+    const u32 last_index = warp_max(kept == 0 ? 0 : tile_.index(last / kPerVector, last % kPerVector));
+    candidates.raise_to(make_candidate(bound, last_index));
+    return greater | kept;
   }
 
   __device__ __forceinline__ bool is_allowed(u32 u, u32 e) const {
@@ -220,6 +282,10 @@ class RowScan {
     return greatest;
   }
 
+  // From so many lanes with a hit on, all elements are compared at once.
+  static constexpr u32 kManyLanes = 24;
+  // So many candidates more than k are no reason to look for the best of them.
+  static constexpr u32 kFewMore = 32;
   // Past it, an offset's rounding error would exceed 1/4.
   static constexpr float kLargestOffset = 4194304.0f;
 
