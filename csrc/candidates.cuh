@@ -42,10 +42,13 @@ class Candidates {
 
   // Only a candidate greater than this can be among the best k. May differ between warps.
   __device__ __forceinline__ u64 threshold() const { return threshold_; }
-  // No logit of the tokens from `first` on can that is below this. NaN, which no logit is below, while there is no
-  // threshold. Behind the threshold's own token an equal logit has lost already: its index is greater.
-  __device__ __forceinline__ float least(u32 first) const {
-    return first > index_of(threshold_) ? least_behind_ : least_;
+  // No logit below this can. NaN, which no logit is below, while there is no threshold.
+  __device__ __forceinline__ float least() const { return least_; }
+  // From here on this warp asks about the tokens from `first` on alone: behind the threshold's own token, an equal logit
+  // has lost already, because its index is greater.
+  __device__ __forceinline__ void look_behind(u32 first) {
+    if (first > index_of(threshold_))
+      least_ = __uint_as_float(bits_of_key(min(key_of(threshold_), kPositiveInfinityKey - 1) + 1));
   }
   __device__ __forceinline__ u32 k() const { return k_; }
   // [kCapacity], what is stored first, in no order.
@@ -60,7 +63,9 @@ class Candidates {
     if (bound > kNoKey) raise_to(u64(bound) << 32);
   }
   // Raises the threshold so that no candidate less than this passes.
-  __device__ __forceinline__ void raise_to(u64 least) { set_threshold(max(threshold_, least - 1)); }
+  __device__ __forceinline__ void raise_to(u64 least) {
+    if (least - 1 > threshold_) set_threshold(least - 1);
+  }
 
   // Appends the lanes' candidates, up to N of each lane, and takes out of `own` what found room; the rest is to be added
   // after a cut. False if there is a rest in any lane. The 32 lanes of a warp call it together, at any time.
@@ -162,9 +167,8 @@ class Candidates {
 
   __device__ __forceinline__ void set_threshold(u64 threshold) {
     threshold_ = threshold;
-    // The first key that can still pass, and the first behind the threshold's token.
+    // The first key that can still pass.
     least_ = __uint_as_float(bits_of_key(key_of(threshold + 1)));
-    least_behind_ = __uint_as_float(bits_of_key(min(key_of(threshold), kPositiveInfinityKey - 1) + 1));
   }
 
   // What one warp has proven holds for all. All threads call it, and a barrier before the words are used again.
@@ -324,7 +328,7 @@ class Candidates {
   Shared& shared_;
   u32 k_;
   u64 threshold_;
-  float least_, least_behind_;
+  float least_;
 };
 
 }  // namespace fused_topk

@@ -130,6 +130,9 @@ class RowScan {
     if (lanes == 0) return true;
     // A NaN passes every comparison; but if there were k before, not even that is among the best.
     if (make_candidate(kNanKey, tile_.first) <= candidates.threshold()) return true;
+    candidates.look_behind(tile_.first);
+    lanes = lanes_with_hits(candidates);
+    if (lanes == 0) return true;
     offered_ += __popc(lanes);
     if (offered_ >= bound.worth()) {
       publish(bound);
@@ -139,7 +142,7 @@ class RowScan {
       offered_ = __popc(lanes);
     }
     const bool are_many = __popc(lanes) >= kManyLanes;
-    u32 todo = (are_many ? not_below(candidates.least(tile_.first)) : hits(candidates)) & ~offered_of_tile_;
+    u32 todo = (are_many ? not_below(candidates.least()) : hits(candidates)) & ~offered_of_tile_;
     if (V_ - tile_.first < RowTile::kElements) todo &= tile_.is_element(V_);
     if (!__any_sync(kAllLanes, todo != 0)) return true;
     if (are_many && warp_sum(u32(__popc(todo))) > candidates.k() + kFewMore) todo = best_of(todo, candidates);
@@ -158,13 +161,13 @@ class RowScan {
   // The lanes of which an element may be among the best. `not less` instead of `greater or equal`: a NaN must pass.
   template <class CANDIDATES>
   __device__ __forceinline__ u32 lanes_with_hits(const CANDIDATES& candidates) const {
-    return __ballot_sync(kAllLanes, !(lane_max_ < candidates.least(tile_.first)));
+    return __ballot_sync(kAllLanes, !(lane_max_ < candidates.least()));
   }
 
   // Which of the lane's elements may be: bit u * n + e for element e of vector u.
   template <class CANDIDATES>
   __device__ __forceinline__ u32 hits(const CANDIDATES& candidates) const {
-    const float least = candidates.least(tile_.first);
+    const float least = candidates.least();
     u32 vectors = 0;
 #pragma unroll
     for (u32 u = 0; u < VECTORS; ++u)
