@@ -82,7 +82,9 @@ def alternatives(case: Case, device: torch.device) -> list[Choice]:
     itemsize = DTYPES[case.dtype].itemsize
     properties = torch.cuda.get_device_properties(device)
     if case.k:
-        return [*kernel_choice.alternatives(case.rows, case.vocab, case.k, itemsize, properties.multi_processor_count)]
+        shape = case.rows, case.vocab, case.k, itemsize
+        has_clusters = properties.major >= 9
+        return [*kernel_choice.alternatives(*shape, properties.multi_processor_count, has_clusters)]
     return [
         *full_row_choice.alternatives(
             case.vocab,
@@ -165,6 +167,6 @@ def print_sweeps(sweeps: Iterable[Sweep], console: Console, runners_up: int = 3)
 def label(choice: Choice) -> str:
     """A choice in a few words."""
     if isinstance(choice, KernelChoice):
-        return f"({choice.warps} warps x {choice.splits})"
+        return f"({choice.warps} warps x {choice.splits}{' cluster' if choice.in_cluster else ''})"
     waiting = f"{choice.vectors}+{choice.shared_vectors}"
     return f"({choice.kernel}, {choice.threads} threads of {waiting}, {choice.blocks_per_row} blocks)"
