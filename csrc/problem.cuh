@@ -12,6 +12,12 @@ constexpr u32 kLeadingDims = 4;
 // Times log2(e) still finite.
 constexpr float kLargestInverse = 2e38f;
 
+// Of the row's maximum times log2(e) / T. Past it, its rounding error would exceed 1/4.
+constexpr float kLargestOffset = 4194304.0f;
+
+// Which tokens a mask takes part for. kMaskChoice ("all"): a token that is not allowed still counts in (m, d).
+enum MaskUse : u32 { kNoMask = 0, kMaskBoth = 1, kMaskChoice = 2 };
+
 // What `values` holds.
 enum ValueKind : u32 { kLogits = 0, kProbabilities = 1, kLogProbabilities = 2 };
 

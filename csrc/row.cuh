@@ -176,6 +176,14 @@ class TileStream {
 
   __device__ __forceinline__ Bits raw_logit(u32 index) const { return __ldg(row_ + index); }
 
+  // The vector that starts at token `first`, a multiple of its elements.
+  __device__ __forceinline__ Vector load(u32 first) const {
+    if constexpr (ALIGNED) return is_whole(first) ? load_16_bytes(address(first)) : load_edge(first);
+    // A straddling vector lies within the row if both of memory's do.
+    if (!is_whole(first) || !is_whole(first + FORMAT::kPerVector)) return load_edge(first);
+    return straddle(load_16_bytes(address(first)), load_16_bytes(address(first) + 16), before_ * sizeof(Bits));
+  }
+
   // Begins to fetch a tile. The 32 lanes call it together: at most twice before the first take(), and once after each, when
   // the tile taken is no longer needed.
   __device__ __forceinline__ void request(u32 tile) {
@@ -266,13 +274,6 @@ class TileStream {
       }
     }
     return out;
-  }
-
-  __device__ __forceinline__ Vector load(u32 first) const {
-    if constexpr (ALIGNED) return is_whole(first) ? load_16_bytes(address(first)) : load_edge(first);
-    // A straddling vector lies within the row if both of memory's do.
-    if (!is_whole(first) || !is_whole(first + FORMAT::kPerVector)) return load_edge(first);
-    return straddle(load_16_bytes(address(first)), load_16_bytes(address(first) + 16), before_ * sizeof(Bits));
   }
 
   const Bits* row_;  // [V]

@@ -16,9 +16,6 @@
 
 namespace fused_topk {
 
-// Which tokens a mask takes part for. kMaskChoice ("all"): a token that is not allowed still counts in (m, d).
-enum MaskUse : u32 { kNoMask = 0, kMaskBoth = 1, kMaskChoice = 2 };
-
 template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 MASK, bool IN_BACKGROUND>
 class RowScan {
  public:
@@ -210,7 +207,7 @@ class RowScan {
     // A NaN would be counted as not below anything.
     if (greatest_logit != greatest_logit) return todo;
     const u32 k = candidates.k();
-    const u32 greatest = order_key(__float_as_uint(greatest_logit));
+    const u32 greatest = order_key(greatest_logit);
     const u32 least = key_of(candidates.threshold() + 1);
     // Bisection from the first bit in which they differ.
     const u32 below_differing = greatest == least ? 0 : ~0u >> __clz(greatest ^ least);
@@ -289,9 +286,6 @@ class RowScan {
   static constexpr u32 kManyLanes = 24;
   // So many candidates more than k are no reason to look for the best of them.
   static constexpr u32 kFewMore = 32;
-  // Past it, an offset's rounding error would exceed 1/4.
-  static constexpr float kLargestOffset = 4194304.0f;
-
   Stream stream_;
   u32 V_;
   float inverse_temperature_;

@@ -7,9 +7,11 @@
 // One algorithm; the template says who owns a row. WARPS = 1: a warp, four rows a block. WARPS > 1: a block, or the
 // blocks of a column of the grid, of which the last to arrive merges. Beam search merges once more, over the rows of a
 // sequence. Reading order: order.h, normalizer.h, platform.cuh, row.cuh, cluster.cuh, group.cuh, bound.cuh, candidates.cuh,
-// problem.cuh, scan.cuh, merge.cuh, this file.
+// problem.cuh, result.cuh, scan.cuh, merge.cuh,
+// this file.
 #include "cluster.cuh"
 #include "merge.cuh"
+#include "result.cuh"
 #include "scan.cuh"
 
 namespace fused_topk {
@@ -22,24 +24,6 @@ struct GroupShared {
   CandidatesShared<GROUP> candidates;
   float2 lanes[kWarpSize];
   u32 is_last;
-};
-
-// m and d of the row, and the values that they make of its logits.
-struct RowResult {
-  float m, d;
-  float inverse_temperature;
-
-  __device__ __forceinline__ bool is_finite() const { return fabsf(m) < FUSED_TOPK_INFINITY; }
-  // A row with NaN or +inf, or of only -inf, has no probabilities, as in torch.
-  __device__ __forceinline__ float log_probability(float x) const {
-    return is_finite() ? (x - m) * inverse_temperature - logf(d) : __uint_as_float(0x7FC00000u);
-  }
-  __device__ __forceinline__ float probability(float x) const {
-    return is_finite() ? expf((x - m) * inverse_temperature) / d : __uint_as_float(0x7FC00000u);
-  }
-  __device__ __forceinline__ float logsumexp() const {
-    return m * inverse_temperature + (is_finite() ? logf(d) : 0.0f);
-  }
 };
 
 __device__ __forceinline__ float logit_of(u64 candidate) { return __uint_as_float(bits_of_key(key_of(candidate))); }
@@ -57,20 +41,9 @@ template <class GROUP, class FORMAT, class SCAN>
 __device__ __forceinline__ void write_row(const Problem& problem, u32 row, u32 k, const u64* chosen, const SCAN& scan,
                                           const RowResult& result) {
   const RowResult relative_to = problem.normalize_topk ? among_chosen(result, chosen, k) : result;
-  for (u32 i = GROUP::thread(); i < k; i += GROUP::kThreads) {
-    const u64 candidate = chosen[i];
-    const i64 out = i64(row) * k + i;
-    problem.indices[out] = index_of(candidate);
-    if (problem.value_kind == kLogits) {
-      // The input's own bits: a key forgets the sign of zero and the payload of a NaN. What the mask hides is -inf.
-      static_cast<typename FORMAT::Bits*>(problem.values)[out] =
-          key_of(candidate) == kNegativeInfinityKey ? FORMAT::kNegativeInfinity : scan.raw_logit(index_of(candidate));
-    } else {
-      const float x = logit_of(candidate);
-      static_cast<float*>(problem.values)[out] =
-          problem.value_kind == kProbabilities ? relative_to.probability(x) : relative_to.log_probability(x);
-    }
-  }
+  const auto raw_logit = [&](u32 index) { return scan.raw_logit(index); };
+  for (u32 i = GROUP::thread(); i < k; i += GROUP::kThreads)
+    write_chosen<FORMAT>(problem, row, k, i, index_of(chosen[i]), logit_of(chosen[i]), relative_to, raw_logit);
 }
 
 // Leaves a row's sorted `chosen` [k] where the sequence's last row finds them. They are sorted by logit, hence by
@@ -117,12 +90,11 @@ __device__ __forceinline__ Normalizer merge_parts(const float2* states, u32 part
   return result;
 }
 
-// Warps that must fit on a multiprocessor, which caps a thread's registers: at 72 for 28 warps, 80 for 24, 128 for 16.
+// Warps that must fit on a multiprocessor, which caps a thread's registers: at 80 for 24 warps, 128 for 16.
 // Where more warps were measured to be worth it; a mask, and large tiles of unaligned rows, need the registers. On other
 // targets there are enough of them that no compiler has to spill (tests/test_cuda_compile.py).
-constexpr u32 resident_warps(u32 mask, u32 tile, u32 vectors, bool aligned) {
+constexpr u32 resident_warps(u32 mask, u32 vectors, bool aligned) {
 #if __CUDA_ARCH__ == 900
-  if (tile <= 256) return 28;
   if (mask == kNoMask && (aligned || vectors <= 4)) return 24;
 #endif
   return 16;
@@ -131,12 +103,11 @@ constexpr u32 resident_warps(u32 mask, u32 tile, u32 vectors, bool aligned) {
 // Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors.
 template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED, u32 MASK>
 __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
-                                  resident_warps(MASK, Tile<FORMAT, VECTORS>::kElements, VECTORS, ALIGNED) /
-                                      (WARPS == 1 ? 4 : WARPS))
+                                  resident_warps(MASK, VECTORS, ALIGNED) / (WARPS == 1 ? 4 : WARPS))
     softmax_topk_kernel(const __grid_constant__ Problem problem) {
   using GROUP = Group<WARPS>;
-  // Where a row is one tile there is nothing to fetch ahead, and where k is large the candidates take the room.
-  constexpr bool kInBackground = WARPS <= 8 && Tile<FORMAT, VECTORS>::kElements > 256;
+  // Where k is large the candidates take the room.
+  constexpr bool kInBackground = WARPS <= 8;
   using SCAN = RowScan<FORMAT, VECTORS, ALIGNED, MASK, kInBackground>;
   constexpr u32 kRowsPerBlock = GROUP::kIsWarp ? 4 : 1;
   __shared__ GroupShared<GROUP> all_shared[kRowsPerBlock];

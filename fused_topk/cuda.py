@@ -151,7 +151,7 @@ def _launch(
     if rows == 0:
         return
     if choice is None:
-        choice = _choice(rows, shape[-1], problem.k, logits.element_size(), device)
+        choice = _choice(rows, shape[-1], problem.k, logits.element_size(), device, beam_scores is not None)
     planned = launch.plan(_layout(problem._replace(logits=logits), address % 16 == 0, beam_scores), choice)
     if planned is None:
         # More unrelated strides than the kernel walks: the one case in which rows are copied.
@@ -270,9 +270,13 @@ class _StreamHandle(NamedTuple):
 
 
 @cache
-def _choice(rows: int, vocab_size: int, k: int, itemsize: int, device: int) -> KernelChoice:
+def _choice(
+    rows: int, vocab_size: int, k: int, itemsize: int, device: int, has_beams: bool = False
+) -> KernelChoice:
     properties = torch.cuda.get_device_properties(device)
-    choice = choose(rows, vocab_size, k, itemsize, properties.multi_processor_count, properties.major >= 9)
+    choice = choose(
+        rows, vocab_size, k, itemsize, properties.multi_processor_count, properties.major >= 9, has_beams
+    )
     if env.print_choice():
         print(
             f"fused_topk: {rows} x {vocab_size} of {itemsize} bytes, k={k}: {choice.regime}, {choice}",

@@ -6,8 +6,8 @@ The kernel (csrc/softmax_topk.cu) is one algorithm; the choice is who owns a row
 =============== ======================================================= ====================================
 regime          owner                                                   when
 =============== ======================================================= ====================================
-short rows      one warp, the row in registers (one tile)               k <= 32 and V <= 1024
-warp per row    one warp, tile by tile, four rows a block               rows fill the GPU, k <= 64
+short rows      8, 16 or 32 lanes of a warp                             k <= 32 and V <= 256
+warp per row    one warp, tile by tile, four rows a block               rows fill the GPU, k <= 64; V <= 1024, k <= 32
 block per row   all warps of a block                                    rows fill the GPU, k > 64
 split row       several blocks; the last to arrive merges               too few rows for that
 =============== ======================================================= ====================================
@@ -23,17 +23,18 @@ from typing import NamedTuple
 MAX_K = 2048
 """The largest k that the kernels take. Beyond, an automatic choice of backend falls back to torch operations."""
 
-VARIANTS = {2: ((1, 1), (1, 4), (8, 4), (16, 4)), 4: ((1, 2), (1, 8), (8, 8), (16, 8))}
-"""(warps, vectors) of the kernels that there are, for elements of 2 and of 4 bytes: tiles of 256 or 1024 elements."""
+VARIANTS = {2: ((1, 4), (8, 4), (16, 4)), 4: ((1, 8), (8, 8), (16, 8))}
+"""(warps, vectors) of csrc/softmax_topk.cu, for elements of 2 and of 4 bytes: tiles of 1024 elements."""
 
 _MAX_PARTS = 1024
 _TILE = 1024
-_SHORT_TILE = 256
+# Of csrc/short_rows.cu: logits and k at the most, and logits of a lane.
+_SHORT_ROW, _SHORT_K, _SHORT_LANE = 256, 32, 8
 _WARP_BYTES = 512  # that a warp reads with one load of 16 bytes a lane
 _MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csrc/candidates.cuh has room for
 _MOST_IN_CLUSTER = 8  # blocks, of any GPU that has clusters
 _MOST_SHARED = 160 << 10  # bytes for tiles and inbox: with the candidates, what a block gets since 9.0
-_ROWS_PER_BLOCK = 4  # where a warp owns a row
+_WARPS_PER_BLOCK = 4  # where a warp owns a row, or several
 
 
 class KernelChoice(NamedTuple):
@@ -45,19 +46,22 @@ class KernelChoice(NamedTuple):
     parts: int  # pieces of a row, each summed by one warp
     tiles_per_part: int  # a power of two
     in_cluster: bool = False  # the blocks that share a row, which then merge through shared memory
+    lanes: int = 0  # of a warp that share a row, in csrc/short_rows.cu; 0: csrc/softmax_topk.cu
 
     @property
     def rows_per_block(self) -> int:
-        return _ROWS_PER_BLOCK if self.warps == 1 else 1
+        if self.lanes:
+            return _WARPS_PER_BLOCK * 32 // self.lanes
+        return _WARPS_PER_BLOCK if self.warps == 1 else 1
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps * self.rows_per_block
+        return 32 * (_WARPS_PER_BLOCK if self.warps == 1 else self.warps)
 
     @property
     def tile_slot_bytes(self) -> int:
         """Shared memory for two tiles of each warp, and 16 bytes each for the straddle of an unaligned row."""
-        if self.warps > 8 or self.vectors < 4:
+        if self.warps > 8 or self.lanes:
             return 0
         return self.threads // 32 * 2 * (self.vectors * _WARP_BYTES + 16)
 
@@ -72,8 +76,10 @@ class KernelChoice(NamedTuple):
 
     @property
     def regime(self) -> str:
+        if self.lanes:
+            return "short rows"
         if self.warps == 1:
-            return "short rows" if self.parts * self.tiles_per_part == 1 else "warp per row"
+            return "warp per row"
         return "block per row" if self.splits == 1 else "split row"
 
     def grid(self, rows: int) -> tuple[int, int]:
@@ -82,7 +88,13 @@ class KernelChoice(NamedTuple):
 
 
 def choose(
-    rows: int, vocab_size: int, k: int, itemsize: int, multiprocessors: int, has_clusters: bool = False
+    rows: int,
+    vocab_size: int,
+    k: int,
+    itemsize: int,
+    multiprocessors: int,
+    has_clusters: bool = False,
+    has_beams: bool = False,
 ) -> KernelChoice:
     """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors.
 
@@ -93,12 +105,16 @@ def choose(
       but 32 x 262144 bf16 k = 20: 19.1 or 21.1, 16 x 262144 bf16 k = 64: 17.7 or 19.3, 256 x 128256 fp32 k = 8: 43 or 46;
       and where k is larger again 64 x 128256 fp32 k = 128: 30.2 or 25.6.
     """
-    tile, parts, tiles_per_part = _cut(vocab_size)
+    parts, tiles_per_part = _cut(vocab_size)
+    vectors = _TILE * itemsize // _WARP_BYTES
+    if vocab_size <= _SHORT_ROW and k <= _SHORT_K and not has_beams:
+        lanes = max(8, 1 << (-(-vocab_size // _SHORT_LANE) - 1).bit_length())
+        return KernelChoice(1, _SHORT_LANE * itemsize // 16, 1, 1, 1, lanes=lanes)
     if (k <= 32 and parts == 1) or (k <= 64 and rows >= 16 * multiprocessors):
-        return KernelChoice(1, tile * itemsize // _WARP_BYTES, 1, parts, tiles_per_part)
+        return KernelChoice(1, vectors, 1, parts, tiles_per_part)
     warps = 8 if 16 < k <= 64 or (k <= 16 and rows > multiprocessors) else 16
     splits = _splits(rows, parts, warps, k, multiprocessors)
-    choice = KernelChoice(warps, _TILE * itemsize // _WARP_BYTES, splits, parts, tiles_per_part)
+    choice = KernelChoice(warps, vectors, splits, parts, tiles_per_part)
     return choice._replace(in_cluster=has_clusters and _fits_cluster(choice, k))
 
 
@@ -106,10 +122,10 @@ def alternatives(
     rows: int, vocab_size: int, k: int, itemsize: int, multiprocessors: int, has_clusters: bool = False
 ) -> list[KernelChoice]:
     """Every choice worth timing, for benchmark/sweep.py: the one of choose() first."""
-    tile, parts, tiles_per_part = _cut(vocab_size)
+    parts, tiles_per_part = _cut(vocab_size)
     found = [choose(rows, vocab_size, k, itemsize, multiprocessors, has_clusters)]
     for warps, vectors in VARIANTS[itemsize]:
-        if k > _MOST_K[warps] or (warps == 1 and vectors * _WARP_BYTES != tile * itemsize):
+        if k > _MOST_K[warps]:
             continue
         most = 1 if warps == 1 else -(-parts // warps)
         for splits in sorted({1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32, most}):
@@ -126,14 +142,12 @@ def list_length(k: int) -> int:
     return 3 * k + 48 if k <= 64 else max(512, 2 * k)
 
 
-def _cut(vocab_size: int) -> tuple[int, int, int]:
-    """(elements of a tile, parts of a row, tiles of a part)."""
-    if vocab_size <= _SHORT_TILE:
-        return _SHORT_TILE, 1, 1
+def _cut(vocab_size: int) -> tuple[int, int]:
+    """(parts of a row, tiles of a part)."""
     tiles_per_part = 1
     while _TILE * tiles_per_part * _MAX_PARTS < vocab_size:
         tiles_per_part *= 2
-    return _TILE, -(-vocab_size // (_TILE * tiles_per_part)), tiles_per_part
+    return -(-vocab_size // (_TILE * tiles_per_part)), tiles_per_part
 
 
 def _fits_cluster(choice: KernelChoice, k: int) -> bool:

@@ -22,9 +22,11 @@ SOURCES = (
     "bound.cuh",
     "candidates.cuh",
     "problem.cuh",
+    "result.cuh",
     "scan.cuh",
     "merge.cuh",
     "softmax_topk.cu",
+    "short_rows.cu",
     "read_rows.cu",
 )
 """Reading order, and the order in which they are joined. Their own #include lines are for editors and C++ compilers."""

@@ -174,7 +174,7 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         *(0,) * 3,
     )
     return Launch(
-        kernel_name(FORMATS[layout.dtype], choice.warps, choice.vectors, is_aligned, mask_use),
+        kernel_name(FORMATS[layout.dtype], choice, is_aligned, mask_use),
         choice.grid(rows),
         choice.threads,
         choice.shared_bytes(k_row),
@@ -194,18 +194,21 @@ def row_count(shape: Sequence[int]) -> int:
     return rows
 
 
-def kernel_name(element: str, warps: int, vectors: int, is_aligned: bool, mask_use: int) -> str:
-    """A kernel of csrc/softmax_topk.cu, as NVRTC wants it named."""
-    flags = f"{warps}, {vectors}, {str(is_aligned).lower()}, {mask_use}"
-    return f"fused_topk::softmax_topk_kernel<fused_topk::{element}, {flags}>"
+def kernel_name(element: str, choice: KernelChoice, is_aligned: bool, mask_use: int) -> str:
+    """A kernel of csrc/softmax_topk.cu or csrc/short_rows.cu, as NVRTC wants it named."""
+    flags = f"{str(is_aligned).lower()}, {mask_use}"
+    if choice.lanes:
+        return f"fused_topk::short_rows_topk_kernel<fused_topk::{element}, {flags}>"
+    return f"fused_topk::softmax_topk_kernel<fused_topk::{element}, {choice.warps}, {choice.vectors}, {flags}>"
 
 
 def kernel_names() -> list[str]:
     """Every variant that a launch can ask for."""
+    short = KernelChoice(1, 1, 1, 1, 1, lanes=32)
     return [
-        kernel_name(name, warps, vectors, is_aligned, mask_use)
+        kernel_name(name, choice, is_aligned, mask_use)
         for dtype, name in FORMATS.items()
-        for warps, vectors in VARIANTS[dtype.itemsize]
+        for choice in (short, *(KernelChoice(*variant, 1, 1, 1) for variant in VARIANTS[dtype.itemsize]))
         for is_aligned in (True, False)
         for mask_use in (0, 1, 2)
     ]

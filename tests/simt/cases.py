@@ -50,7 +50,8 @@ class Case(NamedTuple):
     def choice(self) -> KernelChoice:
         """The layout over the machine."""
         rows = {"few": 1, "many": 10**6}[self.owner]
-        chosen = choose(rows, self.vocab_size, self.k, DTYPES[self.dtype].itemsize, 132)
+        itemsize = DTYPES[self.dtype].itemsize
+        chosen = choose(rows, self.vocab_size, self.k, itemsize, 132, has_beams=bool(self.beams))
         if self.tiles_per_part:
             tile = 32 * chosen.vectors * 16 // DTYPES[self.dtype].itemsize
             parts = -(-self.vocab_size // (tile * self.tiles_per_part))
