@@ -270,13 +270,9 @@ class _StreamHandle(NamedTuple):
 
 
 @cache
-def _choice(
-    rows: int, vocab_size: int, k: int, itemsize: int, device: int, has_beams: bool = False
-) -> KernelChoice:
+def _choice(rows: int, vocab_size: int, k: int, itemsize: int, device: int, has_beams: bool = False) -> KernelChoice:
     properties = torch.cuda.get_device_properties(device)
-    choice = choose(
-        rows, vocab_size, k, itemsize, properties.multi_processor_count, properties.major >= 9, has_beams
-    )
+    choice = choose(rows, vocab_size, k, itemsize, properties.multi_processor_count, properties.major >= 9, has_beams)
     if env.print_choice():
         print(
             f"fused_topk: {rows} x {vocab_size} of {itemsize} bytes, k={k}: {choice.regime}, {choice}",

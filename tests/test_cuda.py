@@ -48,7 +48,7 @@ def gigabytes_free() -> float:
     ("rows", "vocab_size", "k", "regime"),
     [
         (5000, 100, 5, "short rows"),
-        (3, 400, 32, "short rows"),
+        (3, 400, 32, "warp per row"),
         (3, 400, 64, "block per row"),
         (6000, 3000, 5, "warp per row"),
         (6000, 5003, 64, "warp per row"),

@@ -54,8 +54,10 @@ def problems():
     [
         (4096, 128, 8, 4, "short rows"),
         (1, 200, 5, 2, "short rows"),
-        (37, 512, 32, 4, "short rows"),
-        (37, 1024, 32, 2, "short rows"),
+        (37, 256, 32, 4, "short rows"),
+        (37, 256, 33, 4, "block per row"),
+        (37, 257, 32, 4, "warp per row"),
+        (37, 1024, 32, 2, "warp per row"),
         (37, 1024, 64, 2, "block per row"),
         (4000, 4000, 5, 4, "warp per row"),
         (4000, 100000, 5, 4, "warp per row"),
@@ -76,7 +78,7 @@ def test_choose_covers_the_row():
     for problem in problems():
         _, vocab_size, _, itemsize, _ = problem
         choice = choose(*problem)
-        tile = choice.vectors * LANES * VECTOR_BYTES // itemsize
+        tile = choice.vectors * (choice.lanes or LANES) * VECTOR_BYTES // itemsize
         part = tile * choice.tiles_per_part
         assert part * choice.parts >= vocab_size, (problem, choice)
         assert part * (choice.parts - 1) < vocab_size, (problem, choice)
@@ -121,24 +123,45 @@ def test_choose_cuts_a_row_by_its_length_alone():
 
 def test_choose_asks_only_for_kernels_that_are_compiled():
     """test_cuda_compile.py compiles the list of names: a choice outside it would be untested."""
-    names = set(cuda.kernel_names())
-    elements = {2: ("Float16", "BFloat16"), 4: ("Float32",)}
-    asked = {(i, choose(r, v, k, i, m).warps, choose(r, v, k, i, m).vectors) for r, v, k, i, m in problems()}
-    for itemsize, warps, vectors in asked:
-        for element, aligned, mask in itertools.product(elements[itemsize], (True, False), (0, 1, 2)):
-            assert kernel_name(element, warps, vectors, aligned, mask) in names
+    assert asked_kernels() <= set(cuda.kernel_names())
 
 
 def test_every_compiled_kernel_is_asked_for():
-    asked = {(i, choose(r, v, k, i, m).warps, choose(r, v, k, i, m).vectors) for r, v, k, i, m in problems()}
+    assert asked_kernels() == {name for name in cuda.kernel_names() if "topk_kernel" in name}
+
+
+def asked_kernels():
     elements = {2: ("Float16", "BFloat16"), 4: ("Float32",)}
-    used = {
-        kernel_name(element, warps, vectors, aligned, mask)
-        for itemsize, warps, vectors in asked
+    # One of each variant.
+    choices = {
+        (i, c.warps, c.vectors, c.lanes > 0): c for i, c in ((problem[3], choose(*problem)) for problem in problems())
+    }
+    return {
+        kernel_name(element, choice, aligned, mask)
+        for (itemsize, *_), choice in choices.items()
         for element in elements[itemsize]
         for aligned, mask in itertools.product((True, False), (0, 1, 2))
     }
-    assert {name for name in cuda.kernel_names() if "softmax_topk_kernel" in name} == used
+
+
+def test_choose_gives_short_rows_all_the_lanes_that_they_need():
+    for vocab_size in range(1, 257):
+        choice = choose(100, vocab_size, 1, 4, 132)
+        assert choice.lanes in (8, 16, 32) and 8 * choice.lanes >= vocab_size
+        assert choice.lanes == 8 or 4 * choice.lanes < vocab_size
+        assert choice.rows_per_block * choice.lanes == choice.threads == 128
+        # Rows of a sequence merge elsewhere.
+        assert choose(100, vocab_size, 1, 4, 132, has_beams=True).lanes == 0
+
+
+def test_choose_makes_clusters_of_few_blocks_only():
+    for problem in problems():
+        choice = choose(*problem, has_clusters=True)
+        assert choice._replace(in_cluster=False) == choose(*problem)
+        assert not choice.in_cluster or 2 <= choice.splits <= 8
+        # With its candidates, 35 KiB, what a block gets since compute capability 9.0.
+        assert choice.shared_bytes(problem[2]) + (35 << 10) <= 227 << 10
+    assert choose(1, 128256, 8, 2, 132, has_clusters=True).in_cluster
 
 
 def test_alternatives_are_choices_that_could_be_made():
@@ -149,7 +172,7 @@ def test_alternatives_are_choices_that_could_be_made():
         assert chosen == choose(*problem) and chosen not in others and len(set(others)) == len(others)
         for choice in others:
             assert (choice.warps, choice.vectors) in VARIANTS[itemsize]
-            assert (choice.parts, choice.tiles_per_part) == (chosen.parts, chosen.tiles_per_part)
+            assert chosen.lanes or (choice.parts, choice.tiles_per_part) == (chosen.parts, chosen.tiles_per_part)
             assert 1 <= choice.splits <= choice.parts and choice.grid(rows)[0] <= 2**31 - 1
             assert k < {1: 128, 8: 512, 16: 4096}[choice.warps]
             seen.add((choice.warps, choice.splits > 1))

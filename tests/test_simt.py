@@ -27,11 +27,15 @@ from simt.launch import SCHEDULES, Array
 from simt.row_topk import empty_result, read_rows
 
 # (V, k, whose rows, blocks a row), on both sides of every number at which the kernels, or their choice, change course:
-# a vector, a lane, a tile, two of them, a part for each warp; the k that a warp, 8 warps and 16 warps take; more blocks.
+# a vector, a lane, 8, 16 and 32 lanes, a tile, two of them, a part for each warp; the k that a warp, 8 warps and 16 warps take; more blocks.
 SIZES = {
+    "lanes of a warp": [
+        (1, 1, "few", 0), (2, 2, "few", 0), (8, 8, "many", 0), (9, 5, "few", 0), (31, 5, "many", 0), (33, 32, "few", 0),
+        (64, 8, "few", 0), (65, 17, "many", 0), (128, 16, "few", 0), (129, 9, "few", 0), (255, 8, "few", 0),
+        (256, 32, "few", 0),
+    ],
     "warp": [
-        (1, 1, "few", 0), (2, 2, "few", 0), (31, 5, "many", 0), (33, 32, "few", 0), (255, 8, "few", 0),
-        (256, 32, "few", 0), (257, 9, "few", 0), (1023, 32, "few", 0), (1024, 1, "many", 0), (1025, 31, "few", 0),
+        (257, 9, "few", 0), (300, 33, "many", 0), (1023, 32, "few", 0), (1024, 1, "many", 0), (1025, 31, "few", 0),
         (2047, 8, "few", 0), (2049, 3, "many", 0), (4097, 32, "many", 0),
     ],
     "8 warps": [
@@ -67,6 +71,7 @@ def cases() -> list[Case]:
                         entry=entry,
                         owner=owner,
                         splits=splits,
+                        in_cluster=splits > 1 and turn % 2 == 1,
                         mask="none" if mask_use == "none" else ("bool", "packed")[turn % 2],
                         normalize="all"
                         if mask_use == "all"
@@ -180,7 +185,7 @@ def test_several_tiles_a_part_on_a_gpu(cuda, case):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel_of_an_older_gpu(dtype):
     """Compute capability 7.5 has neither the warp's reductions nor maxima of pairs."""
-    for vocab_size, k in [(257, 9), (1025, 65)]:
+    for vocab_size, k in [(100, 9), (257, 9), (1025, 65)]:
         check(Case(vocab_size, k, dtype, rows="0/2", start=1), schedule="random", architecture=75)
 
 
@@ -190,6 +195,9 @@ ARRIVALS = {
     "beams": Case(300, 8, "fp16", beams=5, start=1),
     "beams of blocks": Case(3001, 4, beams=3, splits=3, mask="packed", normalize="all"),
     "more than one row has": Case(33, 60, beams=3),
+    "a cluster": Case(9001, 40, rows="1", splits=9, entry="softmax_topk", in_cluster=True),
+    "ties in a cluster": Case(6001, 5, "bf16", rows="few_levels", splits=6, in_cluster=True),
+    "beams of clusters": Case(3001, 4, beams=3, splits=3, mask="packed", normalize="all", in_cluster=True),
 }
 
 
