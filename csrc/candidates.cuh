@@ -174,9 +174,9 @@ class Candidates {
   // What one warp has proven holds for all. All threads call it, and a barrier before the words are used again.
   __device__ __forceinline__ void share_threshold() {
     if constexpr (GROUP::kIsWarp) return;
-    const u32 key = GROUP::maximum(key_of(threshold_), shared_.words, 0);
-    const u32 rest = GROUP::maximum(key_of(threshold_) == key ? u32(threshold_) : 0, shared_.words, 1);
-    set_threshold(u64(key) << 32 | rest);
+    const u32 greatest = GROUP::maximum(key_of(threshold_), shared_.words, 0);
+    const u32 rest = GROUP::maximum(key_of(threshold_) == greatest ? u32(threshold_) : 0, shared_.words, 1);
+    set_threshold(u64(greatest) << 32 | rest);
   }
 
   // Empties the slots into the threads' hands, and fills them again with what passes.
