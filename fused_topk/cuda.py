@@ -28,6 +28,8 @@ _MAX_ROWS = launch.MAX_ROWS
 _SHARED_SIZE_BYTES = 1
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _REQUIRED_CLUSTER = 11, 12, 13  # width, height, depth
+_NON_PORTABLE_CLUSTER = 14
+_PORTABLE_CLUSTER = 8  # blocks; more must be asked for
 _MAX_SHARED_BYTES_PER_BLOCK = 97  # what a kernel may ask for
 
 
@@ -272,13 +274,20 @@ class _StreamHandle(NamedTuple):
 @cache
 def _choice(rows: int, vocab_size: int, k: int, itemsize: int, device: int, has_beams: bool = False) -> KernelChoice:
     properties = torch.cuda.get_device_properties(device)
-    choice = choose(rows, vocab_size, k, itemsize, properties.multi_processor_count, properties.major >= 9, has_beams)
+    choice = choose(
+        rows, vocab_size, k, itemsize, properties.multi_processor_count, most_in_cluster(properties.major), has_beams
+    )
     if env.print_choice():
         print(
             f"fused_topk: {rows} x {vocab_size} of {itemsize} bytes, k={k}: {choice.regime}, {choice}",
             file=sys.stderr,
         )
     return choice
+
+
+def most_in_cluster(major: int) -> int:
+    """How many blocks a cluster may have, by the major number of the compute capability; 1 where there are none."""
+    return 1 if major < 9 else 16 if major <= 10 else _PORTABLE_CLUSTER
 
 
 @cache
@@ -337,6 +346,8 @@ def _load(device: int, kernel: str, blocks_in_cluster: int) -> Any:
         limit = max_shared_bytes_per_block(device)
         static = cupy.cuda.driver.funcGetAttribute(_SHARED_SIZE_BYTES, function.ptr)
         cupy.cuda.driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, limit - static)
+        if blocks_in_cluster > _PORTABLE_CLUSTER:
+            cupy.cuda.driver.funcSetAttribute(function.ptr, _NON_PORTABLE_CLUSTER, 1)
         if blocks_in_cluster > 1:
             for attribute, blocks in zip(_REQUIRED_CLUSTER, (1, blocks_in_cluster, 1), strict=True):
                 cupy.cuda.driver.funcSetAttribute(function.ptr, attribute, blocks)

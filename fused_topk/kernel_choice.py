@@ -32,7 +32,6 @@ _TILE = 1024
 _SHORT_ROW, _SHORT_K, _SHORT_LANE = 256, 32, 8
 _WARP_BYTES = 512  # that a warp reads with one load of 16 bytes a lane
 _MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csrc/candidates.cuh has room for
-_MOST_IN_CLUSTER = 8  # blocks, of any GPU that has clusters
 _MOST_SHARED = 160 << 10  # bytes for tiles and inbox: with the candidates, what a block gets since 9.0
 _WARPS_PER_BLOCK = 4  # where a warp owns a row, or several
 
@@ -93,10 +92,11 @@ def choose(
     k: int,
     itemsize: int,
     multiprocessors: int,
-    has_clusters: bool = False,
+    most_in_cluster: int = 1,
     has_beams: bool = False,
 ) -> KernelChoice:
-    """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors.
+    """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors, of which
+    so many can form a cluster.
 
     What the limits rest on, in µs on an H200 (132 multiprocessors); `python -m fused_topk sweep` measures it anew:
 
@@ -115,15 +115,15 @@ def choose(
     warps = 8 if 16 < k <= 64 or (k <= 16 and rows > multiprocessors) else 16
     splits = _splits(rows, parts, warps, k, multiprocessors)
     choice = KernelChoice(warps, vectors, splits, parts, tiles_per_part)
-    return choice._replace(in_cluster=has_clusters and _fits_cluster(choice, k))
+    return choice._replace(in_cluster=_fits_cluster(choice, k, most_in_cluster))
 
 
 def alternatives(
-    rows: int, vocab_size: int, k: int, itemsize: int, multiprocessors: int, has_clusters: bool = False
+    rows: int, vocab_size: int, k: int, itemsize: int, multiprocessors: int, most_in_cluster: int = 1
 ) -> list[KernelChoice]:
     """Every choice worth timing, for benchmark/sweep.py: the one of choose() first."""
     parts, tiles_per_part = _cut(vocab_size)
-    found = [choose(rows, vocab_size, k, itemsize, multiprocessors, has_clusters)]
+    found = [choose(rows, vocab_size, k, itemsize, multiprocessors, most_in_cluster)]
     for warps, vectors in VARIANTS[itemsize]:
         if k > _MOST_K[warps]:
             continue
@@ -131,7 +131,7 @@ def alternatives(
         for splits in sorted({1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32, most}):
             if splits <= most and (splits == 1 or rows * splits <= 16 * multiprocessors):
                 choice = KernelChoice(warps, vectors, splits, parts, tiles_per_part)
-                found += [choice._replace(in_cluster=True)] if has_clusters and _fits_cluster(choice, k) else []
+                found += [choice._replace(in_cluster=True)] if _fits_cluster(choice, k, most_in_cluster) else []
                 found.append(choice)
     return list(dict.fromkeys(found))
 
@@ -150,8 +150,8 @@ def _cut(vocab_size: int) -> tuple[int, int]:
     return -(-vocab_size // (_TILE * tiles_per_part)), tiles_per_part
 
 
-def _fits_cluster(choice: KernelChoice, k: int) -> bool:
-    return 1 < choice.splits <= _MOST_IN_CLUSTER and choice._replace(in_cluster=True).shared_bytes(k) <= _MOST_SHARED
+def _fits_cluster(choice: KernelChoice, k: int, most_in_cluster: int) -> bool:
+    return 1 < choice.splits <= most_in_cluster and choice._replace(in_cluster=True).shared_bytes(k) <= _MOST_SHARED
 
 
 def _splits(rows: int, parts: int, warps: int, k: int, multiprocessors: int) -> int:

@@ -67,7 +67,9 @@ def test_row_topk_regime(cuda, dtype, rows, vocab_size, k, regime):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("vocab_size", "k"), [(700, 20), (5003, 20), (5003, 300), (50257, 64), (50257, 2000)])
+@pytest.mark.parametrize(
+    ("vocab_size", "k"), [(100, 20), (250, 32), (700, 20), (5003, 20), (5003, 300), (50257, 64), (50257, 2000)]
+)
 def test_row_topk_regimes_agree_bit_for_bit(cuda, dtype, vocab_size, k):
     """A row laid over the GPU in every way that its size allows."""
     rows = adversarial_rows(vocab_size, k, DTYPES[dtype])
@@ -78,6 +80,9 @@ def test_row_topk_regimes_agree_bit_for_bit(cuda, dtype, vocab_size, k):
     few = choose(1, vocab_size, k, logits.element_size(), 132)
     many = choose(10**6, vocab_size, k, logits.element_size(), 132)
     choices = [many, *(few._replace(splits=splits) for splits in {1, 2, 3, few.splits} if splits <= few.splits)]
+    choices.append(choose(1, vocab_size, k, logits.element_size(), 132, has_beams=True))
+    if torch.cuda.get_device_capability()[0] >= 9:
+        choices += [choice._replace(in_cluster=True) for choice in choices if 1 < choice.splits <= 8]
     for choice in choices:
         got = empty_like(want)
         kernels._launch(problem, None, got, choice)

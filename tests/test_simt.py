@@ -16,15 +16,16 @@ import torch
 
 from fused_topk import cuda as kernels
 from fused_topk import cuda_full_rows, ladder
+from fused_topk.kernel_choice import choose
 from fused_topk.kernel_source import source_folder
 from fused_topk.problem import Problem
 from oracle import DTYPES, assert_same
-from rows import random_logits
+from rows import adversarial_rows, random_logits
 from simt import build
 from simt.cases import Case, Laid, check, kernel_of
 from simt.emulate import emulated
 from simt.launch import SCHEDULES, Array
-from simt.row_topk import empty_result, read_rows
+from simt.row_topk import empty_result, read_rows, row_topk
 
 # (V, k, whose rows, blocks a row), on both sides of every number at which the kernels, or their choice, change course:
 # a vector, a lane, 8, 16 and 32 lanes, a tile, two of them, a part for each warp; the k that a warp, 8 warps and 16 warps take; more blocks.
@@ -138,7 +139,9 @@ PREPARED = {
 @pytest.mark.parametrize("name", PREPARED)
 def test_prepared_call_is_the_same_launch(name, monkeypatch):
     """What functional.py keeps for calls like this one, against the launch that is computed anew."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4, major=9))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4, major=9)
+    )
     monkeypatch.setattr(kernels, "_choice", kernels._choice.__wrapped__)
     memory = torch.randn(1000).view(torch.uint8)
     logits = PREPARED[name](memory)
@@ -187,6 +190,20 @@ def test_kernel_of_an_older_gpu(dtype):
     """Compute capability 7.5 has neither the warp's reductions nor maxima of pairs."""
     for vocab_size, k in [(100, 9), (257, 9), (1025, 65)]:
         check(Case(vocab_size, k, dtype, rows="0/2", start=1), schedule="random", architecture=75)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_short_rows_have_the_bits_of_longer_ones(dtype):
+    """A row's sums are added in one order, whichever kernel k and beams choose."""
+    for vocab_size in (1, 8, 33, 64, 65, 100, 128, 129, 200, 256):
+        k = min(vocab_size, 9)
+        logits = torch.stack(list(adversarial_rows(vocab_size, k, DTYPES[dtype]).values())[::3])
+        problem = Problem(logits, k, 0.7, None, None, "softmax", "topk")
+        short, tiles = (
+            choose(1, vocab_size, k, logits.element_size(), 132, has_beams=has_beams) for has_beams in (False, True)
+        )
+        assert short.lanes and not tiles.lanes
+        assert_same(row_topk(problem, short)[0], row_topk(problem, tiles)[0])
 
 
 ARRIVALS = {

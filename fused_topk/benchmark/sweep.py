@@ -83,8 +83,8 @@ def alternatives(case: Case, device: torch.device) -> list[Choice]:
     properties = torch.cuda.get_device_properties(device)
     if case.k:
         shape = case.rows, case.vocab, case.k, itemsize
-        has_clusters = properties.major >= 9
-        return [*kernel_choice.alternatives(*shape, properties.multi_processor_count, has_clusters)]
+        in_cluster = cuda.most_in_cluster(properties.major)
+        return [*kernel_choice.alternatives(*shape, properties.multi_processor_count, in_cluster)]
     return [
         *full_row_choice.alternatives(
             case.vocab,
