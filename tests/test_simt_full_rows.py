@@ -153,6 +153,17 @@ def test_before_and_after_packed_maxima(kernel, architecture):
         check(of_choice, "softmax", logits)
 
 
+def test_blocks_that_wait_for_each_other_all_run():
+    """9 x 512 threads: more than the machine runs at a time, unless it is a cooperative launch."""
+    choice = small_choice("grid", 3400, 4, 9, warps=16)._replace(groups=1)
+    assert choice.blocks(1) * choice.threads > 4096
+
+    def of_choice(entry, x, **settings):
+        return run(FullRowProblem(x, 1.0, None, entry), choice, torch.float32)
+
+    check(of_choice, "softmax", random_logits(1, 3400))
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("rows", "blocks", "groups"), ((1, 5, 1), (5, 2, 2), (5, 2, 3), (3, 4, 1)))
 def test_blocks_that_share_rows(schedule, rows, blocks, groups):
