@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +23,7 @@ try:
     from tqdm import tqdm
 
     from fused_topk import backends
-    from fused_topk.benchmark.report import git_commit
+    from fused_topk.benchmark.report import origin
     from fused_topk.benchmark.timing import warm_up_gpu
     from fused_topk.machine import describe
     from ladder_measure import measure, naive_overflow, shapes
@@ -84,9 +83,7 @@ def climb(device: torch.device, most: int) -> Document:
             if on_gpu:
                 torch.cuda.empty_cache()
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "git_commit": git_commit(),
-        "machine": describe(),
+        **origin(describe()),
         "device": str(device),
         "overflow": naive_overflow(device),
         "points": points,

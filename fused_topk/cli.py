@@ -31,6 +31,13 @@ _MIB = 1 << 20
 # Wide enough for every column where the output is no terminal but a file or a pipe.
 _PIPE_WIDTH = 200
 
+# What several commands take.
+_Rows = Annotated[str, typer.Option(help="Only these row counts (batch entries, for beams), as 1,64.")]
+_Vocab = Annotated[str, typer.Option(help="Only these row lengths.")]
+_K = Annotated[str, typer.Option(help="Only these k.")]
+_Dtypes = Annotated[str, typer.Option(help="Only these dtypes: fp32, fp16, bf16.")]
+_JsonPath = Annotated[Path | None, typer.Option("--json", help="Write all numbers here.")]
+
 
 @app.command()
 def info(
@@ -56,14 +63,14 @@ def bench(
     ] = "",
     device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu; by default a GPU where there is one.")] = "",
     backend: Annotated[str, typer.Option(help="cuda, cpu or reference; by default the device's own.")] = "",
-    rows: Annotated[str, typer.Option(help="Only these row counts (batch entries, for beams), as 1,64.")] = "",
-    vocab: Annotated[str, typer.Option(help="Only these row lengths.")] = "",
-    k: Annotated[str, typer.Option(help="Only these k.")] = "",
-    dtype: Annotated[str, typer.Option(help="Only these dtypes: fp32, fp16, bf16.")] = "",
+    rows: _Rows = "",
+    vocab: _Vocab = "",
+    k: _K = "",
+    dtype: _Dtypes = "",
     peers: Annotated[str, typer.Option(help="Comma-separated: torch, compiled, flashinfer, cupy.")] = "torch",
     no_peers: Annotated[bool, typer.Option("--no-peers", help="Time only ours and the plain read.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Few samples and no hot cache: for a first look.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write all numbers here.")] = None,
+    json_path: _JsonPath = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw a figure here (PNG, SVG, PDF).")] = None,
     compare: Annotated[Path | None, typer.Option(help="Show the change since this older JSON.")] = None,
 ) -> None:
@@ -126,12 +133,12 @@ def sweep(
         str, typer.Option(help="Comma-separated: decode, paper, routing, long, k, beams, softmax, or all.")
     ] = "decode,paper,routing,long",
     device: Annotated[str, typer.Option(help="cuda or cuda:1.")] = "cuda",
-    rows: Annotated[str, typer.Option(help="Only these row counts.")] = "",
-    vocab: Annotated[str, typer.Option(help="Only these row lengths.")] = "",
-    k: Annotated[str, typer.Option(help="Only these k.")] = "",
-    dtype: Annotated[str, typer.Option(help="Only these dtypes: fp32, fp16, bf16.")] = "",
+    rows: _Rows = "",
+    vocab: _Vocab = "",
+    k: _K = "",
+    dtype: _Dtypes = "",
     quick: Annotated[bool, typer.Option("--quick", help="Few samples: for a first look.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write all numbers here.")] = None,
+    json_path: _JsonPath = None,
 ) -> None:
     """Time every shape with every choice of kernel, to see what this GPU should choose. Each answer is checked.
 

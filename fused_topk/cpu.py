@@ -60,31 +60,26 @@ def row_topk(problem: Problem, out: TopK, instruction_set: str = "") -> None:
 
     `instruction_set`: one of `_cpu.instruction_sets()` instead of the best, for tests.
     """
-    _topk(problem, 0, (), out, instruction_set)
+    before, after = _constants(problem, 0, ())
+    _topk(problem.logits, before, out, after, instruction_set)
 
 
 def prepare(problem: Problem, device: torch.device) -> Callable[[Tensor, TopK], None]:
     """row_topk() of logits like those of `problem`, which has none of the tensors besides: all but their addresses."""
-    _, *rows = _rows(problem.logits, problem.temperature, None)
-    kinds = _VALUE_KINDS[problem.values], _NORMALIZE_OVER[problem.normalize]
-    before, after = (*rows, 0, _NO_MASK, (), problem.k, *kinds), (0, ())
-
-    def run(logits: Tensor, out: TopK) -> None:
-        values, indices, logsumexp = out
-        results = values.data_ptr(), indices.data_ptr(), logsumexp.data_ptr()
-        _cpu.topk(logits.data_ptr(), *before, *results, *after, torch.get_num_threads(), "")
-
-    return run
+    before, after = _constants(problem, 0, ())
+    return lambda logits, out: _topk(logits, before, out, after, "")
 
 
 def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK, instruction_set: str = "") -> None:
     """The k best continuations of every batch entry over all of its beams."""
-    _topk(problem, beam_scores.data_ptr(), beam_scores.stride(), out, instruction_set)
+    before, after = _constants(problem, beam_scores.data_ptr(), beam_scores.stride())
+    _topk(problem.logits, before, out, after, instruction_set)
 
 
 def full_rows(problem: FullRowProblem, out: Tensor, instruction_set: str = "") -> None:
     """Probabilities, log-probabilities or the logsumexp of every row, into the contiguous `out`."""
     _cpu.full_rows(
+        problem.logits.data_ptr(),
         *_rows(problem.logits, problem.temperature, problem.row_temperature),
         _FULL_ROW_KINDS[problem.values],
         out.data_ptr(),
@@ -94,19 +89,16 @@ def full_rows(problem: FullRowProblem, out: Tensor, instruction_set: str = "") -
     )
 
 
-def _topk(
-    problem: Problem,
-    beam_scores: int,
-    beam_scores_strides: tuple[int, ...],
-    out: TopK,
-    instruction_set: str,
-) -> None:
+def _constants(
+    problem: Problem, beam_scores: int, beam_scores_strides: tuple[int, ...]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arguments of _cpu.topk between the addresses of the logits and of the result, and those after."""
     logits, k, temperature, row_temperature, mask, values, normalize = problem
     # The raw logits have no temperature, and nothing is relative to a token that may not be chosen.
     if values == "logits":
         temperature, row_temperature, normalize = 1.0, None, "allowed"
     mask_kind = _NO_MASK if mask is None else _BOOL_MASK if mask.dtype is torch.bool else _PACKED_MASK
-    _cpu.topk(
+    before = (
         *_rows(logits, temperature, row_temperature),
         0 if mask is None else mask.data_ptr(),
         mask_kind,
@@ -114,20 +106,20 @@ def _topk(
         k,
         _VALUE_KINDS[values],
         _NORMALIZE_OVER[normalize],
-        out.values.data_ptr(),
-        out.indices.data_ptr(),
-        out.logsumexp.data_ptr(),
-        beam_scores,
-        beam_scores_strides,
-        torch.get_num_threads(),
-        instruction_set,
     )
+    return before, (beam_scores, beam_scores_strides)
+
+
+def _topk(logits: Tensor, before: tuple[Any, ...], out: TopK, after: tuple[Any, ...], instruction_set: str) -> None:
+    values, indices, logsumexp = out
+    results = values.data_ptr(), indices.data_ptr(), logsumexp.data_ptr()
+    _cpu.topk(logits.data_ptr(), *before, *results, *after, torch.get_num_threads(), instruction_set)
 
 
 def _rows(logits: Tensor, temperature: float, row_temperature: Tensor | None) -> tuple[Any, ...]:
-    """The arguments that say where the rows are: struct LogitRows of csrc/cpu/logit_rows.h."""
+    """The arguments that say where the rows are, behind the address of the logits: struct LogitRows of csrc/cpu/
+    logit_rows.h."""
     return (
-        logits.data_ptr(),
         _DTYPES[logits.dtype],
         logits.shape,
         logits.stride(),

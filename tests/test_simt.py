@@ -4,11 +4,7 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +17,7 @@ from fused_topk.kernel_source import source_folder
 from fused_topk.problem import Problem
 from oracle import DTYPES, assert_same
 from rows import adversarial_rows, random_logits
-from simt import build
+from simt import build, sanitized
 from simt.cases import Case, Laid, check, kernel_of
 from simt.emulate import emulated
 from simt.launch import SCHEDULES, Array
@@ -253,35 +249,25 @@ def test_read_rows(dtype, count):
     read_rows(torch.zeros(count, dtype=DTYPES[dtype]), schedule="random").check()
 
 
-def test_under_address_sanitizer():
-    """Some kernels: 11 is coprime to the number of dtypes, alignments, masks and owners."""
-    chosen = [case for cases_of_kernel in list(CASES.values())[::11] for case in cases_of_kernel[:3]]
-    done = run_under_address_sanitizer(chosen)
+SHARDS = 6
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_under_address_sanitizer(shard):
+    """Every kernel, in one of its cases."""
+    chosen = [(cases_of[turn % len(cases_of)],) for turn, cases_of in enumerate(CASES.values())]
+    done = sanitized.call("test_simt", "check_sanitized", chosen[shard::SHARDS])
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
 
 
 def test_address_sanitizer_sees_local_variables():
     """Which the harness's own checks leave to it."""
-    done = run_under_address_sanitizer([Case(300, 5, rows="1")], "__frcp_rn(t);", "(&t)[1 + (t < 0.0f)];")
+    calls = [(Case(300, 5, rows="1"), "__frcp_rn(t);", "(&t)[1 + (t < 0.0f)];")]
+    done = sanitized.call("test_simt", "check_sanitized", calls)
     assert done.returncode != 0, done.stdout
     assert re.search("insufficient space|stack-buffer-overflow", done.stderr), done.stderr[-3000:]
 
 
-def run_under_address_sanitizer(cases: list[Case], old: str = "", new: str = "") -> subprocess.CompletedProcess:
-    """A process that runs them, with `old` in csrc/ replaced by `new`."""
-    program = """if True:
-        import pickle, sys
-        sys.path[:0] = sys.argv[1:]
-        from simt.cases import check
-        cases, old, new = pickle.load(sys.stdin.buffer)
-        for case in cases:
-            print(case, flush=True)
-            check(case, address_sanitizer=True, schedule="random", edit=lambda source: source.replace(old, new))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(Path(__file__).parent)],
-        input=pickle.dumps((cases, old or "\0", new)),
-        env=build.address_sanitizer_environment(),
-        capture_output=True,
-    )
-    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+def check_sanitized(case: Case, old: str = "\0", new: str = "") -> None:
+    """check() under AddressSanitizer, with `old` in csrc/ replaced by `new`."""
+    check(case, address_sanitizer=True, schedule="random", edit=lambda source: source.replace(old, new))

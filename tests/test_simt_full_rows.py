@@ -15,7 +15,7 @@ from fused_topk.full_row_choice import FullRowChoice
 from fused_topk.problem import FullRowProblem
 from oracle import DTYPES
 from rows import INF, NAN, random_logits, shifted
-from simt import build
+from simt import build, sanitized
 from simt.emulate import emulated, recorded
 from simt.launch import SCHEDULES, Array
 from test_softmax import check
@@ -102,17 +102,42 @@ def test_kernels(kernel, blocks, vocab_size, dtype):
             check(of_choice, values, x, temperature=0.7, **wants)
 
 
+def a_case_of_each_kernel() -> dict[str, tuple]:
+    """By the kernel's name, the arguments of run_sanitized for it: of what test_kernels runs."""
+    found: dict[str, tuple] = {}
+    for dtype, (kernel, blocks, size), start in itertools.product(DTYPES.values(), SHAPES, STARTS):
+        for values, out_dtype in results(dtype):
+            case = (kernel, blocks, size * 4 // dtype.itemsize, dtype, start, values, out_dtype)
+            problem, choice = laid(*case)
+            with recorded() as launched:
+                launch(problem, choice, empty_result(problem, out_dtype))
+            found.setdefault(launched[0], case)
+    return found
+
+
+def laid(kernel, blocks, vocab_size, dtype, start, values, out_dtype) -> tuple[FullRowProblem, FullRowChoice]:
+    logits = shifted(random_logits(2, vocab_size, dtype=dtype), start)
+    return FullRowProblem(logits, 0.7, None, values), small_choice(kernel, vocab_size, dtype.itemsize, blocks)
+
+
 def test_every_kernel_is_tested():
     """By test_kernels."""
-    with recorded() as launched:
-        for dtype, (kernel, blocks, size) in itertools.product(DTYPES.values(), SHAPES):
-            vocab_size = size * 4 // dtype.itemsize
-            choice = small_choice(kernel, vocab_size, dtype.itemsize, blocks)
-            for start, (values, out_dtype) in itertools.product(STARTS, results(dtype)):
-                logits = shifted(torch.zeros(2, vocab_size, dtype=dtype), start)
-                problem = FullRowProblem(logits, 0.7, None, values)
-                launch(problem, choice, empty_result(problem, out_dtype))
-    assert set(launched) == set(cuda_full_rows.kernel_names(90))
+    assert set(a_case_of_each_kernel()) == set(cuda_full_rows.kernel_names(90))
+
+
+SHARDS = 4
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_under_address_sanitizer(shard):
+    """Every kernel, once."""
+    done = sanitized.call("test_simt_full_rows", "run_sanitized", list(a_case_of_each_kernel().values())[shard::SHARDS])
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
+
+
+def run_sanitized(*case) -> None:
+    problem, choice = laid(*case)
+    run(problem, choice, case[-1], address_sanitizer=True, schedule="random")
 
 
 @pytest.mark.parametrize("architecture", (75, 90))
@@ -126,6 +151,17 @@ def test_before_and_after_packed_maxima(kernel, architecture):
             return run(FullRowProblem(x, 1.0, None, "softmax"), choice, dtype, architecture=architecture)
 
         check(of_choice, "softmax", logits)
+
+
+def test_blocks_that_wait_for_each_other_all_run():
+    """9 x 512 threads: more than the machine runs at a time, unless it is a cooperative launch."""
+    choice = small_choice("grid", 3400, 4, 9, warps=16)._replace(groups=1)
+    assert choice.blocks(1) * choice.threads > 4096
+
+    def of_choice(entry, x, **settings):
+        return run(FullRowProblem(x, 1.0, None, entry), choice, torch.float32)
+
+    check(of_choice, "softmax", random_logits(1, 3400))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

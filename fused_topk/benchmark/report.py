@@ -33,16 +33,23 @@ def document(
     """Everything that a later run needs to be compared with this one. All times are µs."""
     return {
         "format": FORMAT,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["python -m fused_topk", *sys.argv[1:]]),
-        "git_commit": git_commit(),
-        "machine": dict(machine),
+        **origin(machine),
         "device": str(settings.device),
         "backend": settings.backend,
         "quick": settings.quick,
         "empty_kernel": empty_kernel._asdict() if empty_kernel else None,
         "host": {name: timing._asdict() for name, timing in host.items()},
         "results": [_entry(result) for result in results],
+    }
+
+
+def origin(machine: Mapping[str, Any]) -> Document:
+    """When, from which source and on which machine (as describe() has it) a document was made."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "git_commit": git_commit(),
+        "machine": dict(machine),
     }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from fused_topk.operators import empty_row_result
 from fused_topk.problem import FullRowProblem, Problem
 
 from .inputs import DTYPES
-from .report import git_commit, three_digits
+from .report import origin, three_digits
 from .runner import Settings, answer_error, first_line, floor, inputs_from_memory
 from .suites import Case
 from .timing import Function, Timing, time_graph
@@ -117,9 +116,7 @@ def launcher(case: Case, choice: Choice) -> Function:
 def document(sweeps: Iterable[Sweep], machine: Mapping[str, Any]) -> dict[str, Any]:
     """All of it, for JSON. All times are µs."""
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "git_commit": git_commit(),
-        "machine": dict(machine),
+        **origin(machine),
         "shapes": [
             {
                 "shape": swept.case.label,
