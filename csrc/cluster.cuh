@@ -8,7 +8,6 @@
 namespace fused_topk {
 
 #if __CUDA_ARCH__ >= 900
-constexpr bool kHasClusters = true;
 
 // The cluster's barrier, in two halves. All threads of all its blocks call both; what they wrote before the first half,
 // to any block's shared memory, is seen after the second.
@@ -26,23 +25,10 @@ __device__ __forceinline__ void store_in_block(Normalizer* slot, u32 rank, Norma
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address + 4), "f"(value.d) : "memory");
 }
 
-// Where the block of that rank has what this block has at `slot`, to be written to as to any other memory.
-template <class T>
-__device__ __forceinline__ T* in_block(T* slot, u32 rank) {
-  u64 address;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(slot), "r"(rank));
-  return reinterpret_cast<T*>(address);
-}
-
 #else
-constexpr bool kHasClusters = false;
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void store_in_block(Normalizer*, u32, Normalizer) {}
-template <class T>
-__device__ __forceinline__ T* in_block(T* slot, u32) {
-  return slot;
-}
 #endif
 
 }  // namespace fused_topk

@@ -28,19 +28,13 @@ __device__ __forceinline__ bool arrives_last(u32* ticket, u32 expected, u32& sha
   return shared_flag;
 }
 
-// What another block left in global memory, or in this block's shared memory.
-template <class T>
-__device__ __forceinline__ T load_left(const T* address, bool is_shared) {
-  return is_shared ? *address : load_from_other_block(address);
-}
-
 // Leaves the best k of `lists` lists of `length` candidates (kNoCandidate where shorter), and a few more, unsorted, in
 // `candidates`; a barrier has followed the last add. At bounds[i * bounds_stride] is a candidate whose key bounds the
 // ceil(k / lists)-th best of list i: if each list has that many, all have k. All threads of the group call it, after a
 // barrier that follows the last use of `candidates`. `meanwhile()` is called while the first loads are on their way.
 template <class GROUP, class MEANWHILE>
 __device__ __forceinline__ void gather(const u64* source, u32 lists, u32 length, const u64* bounds, u32 bounds_stride,
-                                       bool is_shared, u32 k, Candidates<GROUP>& candidates, MEANWHILE meanwhile) {
+                                       u32 k, Candidates<GROUP>& candidates, MEANWHILE meanwhile) {
   constexpr u32 kAtATime = 8;
   candidates.restart(k);
   GROUP::sync();
@@ -50,14 +44,14 @@ __device__ __forceinline__ void gather(const u64* source, u32 lists, u32 length,
 #pragma unroll
     for (u32 c = 0; c < kAtATime; ++c) {
       const u32 i = start + c * GROUP::kThreads + GROUP::thread();
-      own[c] = i < lists * length ? load_left(source + i, is_shared) : kNoCandidate;
+      own[c] = i < lists * length ? load_from_other_block(source + i) : kNoCandidate;
     }
     if (start == 0) {
       // Or, where k < lists, the k-th greatest of the bounds, if a warp holds them all.
       const bool by_rank = k < lists && lists <= kWarpSize;
       u32 least = by_rank ? kNoKey : kNanKey;
       for (u32 list = lane_id(); list < lists; list += kWarpSize) {
-        const u32 key = key_of(load_left(bounds + list * bounds_stride, is_shared));
+        const u32 key = key_of(load_from_other_block(bounds + list * bounds_stride));
         least = by_rank ? key : min(least, key);
       }
       meanwhile();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a launch is asked to do: one struct, passed by value. fused_topk/launch.py packs it field by field, in this order.
+// What a launch is asked to do: one struct, passed by value. fused_topk/cuda.py packs it field by field, in this order.
 #pragma once
 
 #include "row.cuh"
@@ -35,11 +35,12 @@ struct Problem {
   u32 splits_with_one_more;
   float temperature;
   const float* row_temperature;  // nullable; [rows]
-  u64* inboxes;      // nullable; [rows, splits * (list_length + 1) + parts]: what the blocks of a row hand over
-  u32* row_tickets;  // nullable; [rows], zero before and after each launch
-  float* logsumexp;  // [rows]
-  void* values;      // [rows, k] float, or the logits' format for kLogits; [rows / beams, k] with beams
-  i64* indices;      // like values
+  u64* lists;         // nullable; [rows, splits * (list_length + 1)]: candidates and bounds that blocks hand over
+  Normalizer* parts;  // nullable; [rows, parts] likewise
+  u32* row_tickets;   // nullable; [rows], zero before and after each launch
+  float* logsumexp;   // [rows]
+  void* values;       // [rows, k] float, or the logits' format for kLogits; [rows / beams, k] with beams
+  i64* indices;       // like values
   u32 list_length;
   u32 value_kind;
   u32 normalize_topk;  // 1: values are relative to the k chosen
@@ -54,7 +55,7 @@ struct Problem {
   i64 mask_element_stride;
   const float* beam_scores;  // nullable; [rows / beams, beams]
   i64 beam_scores_strides[2];
-  u64* beam_lists;    // nullable; [rows, k_row]: candidates from the rows (beams) of a sequence
+  u64* beam_lists;    // nullable; [rows, k_row] like `lists`, from the rows (beams) of a sequence
   u32* beam_tokens;   // nullable; [rows, k_row]
   u32* beam_tickets;  // nullable; [rows / beams], like row_tickets
 
@@ -89,6 +90,6 @@ struct Problem {
     return result + row * strides[leading_dims - 1];
   }
 };
-static_assert(sizeof(Problem) == 296, "fused_topk/launch.py packs 296 bytes");
+static_assert(sizeof(Problem) == 304, "fused_topk/cuda.py packs 304 bytes");
 
 }  // namespace fused_topk

@@ -6,10 +6,8 @@
 //
 // One algorithm; the template says who owns a row. WARPS = 1: a warp, four rows a block. WARPS > 1: a block, or the
 // blocks of a column of the grid, of which the last to arrive merges. Beam search merges once more, over the rows of a
-// sequence. Reading order: order.h, normalizer.h, platform.cuh, row.cuh, cluster.cuh, group.cuh, bound.cuh, candidates.cuh,
-// problem.cuh, result.cuh, scan.cuh, merge.cuh,
-// this file.
-#include "cluster.cuh"
+// sequence. Reading order: order.h, normalizer.h, platform.cuh, row.cuh, group.cuh, bound.cuh, candidates.cuh,
+// problem.cuh, result.cuh, scan.cuh, merge.cuh, this file.
 #include "merge.cuh"
 #include "result.cuh"
 #include "scan.cuh"
@@ -74,7 +72,7 @@ __device__ __forceinline__ void write_sequence(const Problem& problem, u32 seque
 }
 
 // Blocks into a row: lane a's merge of the states of parts a, a + 32, ..., that the blocks left in `states` [parts].
-__device__ __forceinline__ Normalizer merge_parts(const float2* states, u32 parts, bool is_shared, float scale) {
+__device__ __forceinline__ Normalizer merge_parts(const float2* states, u32 parts, float scale) {
   constexpr u32 kAtATime = 4;
   Normalizer result;
   for (u32 first = lane_id(); first < parts; first += kAtATime * kWarpSize) {
@@ -82,7 +80,7 @@ __device__ __forceinline__ Normalizer merge_parts(const float2* states, u32 part
 #pragma unroll
     for (u32 i = 0; i < kAtATime; ++i) {
       const u32 part = first + i * kWarpSize;
-      state[i] = part < parts ? load_left(states + part, is_shared) : float2{-FUSED_TOPK_INFINITY, 0.0f};
+      state[i] = part < parts ? load_from_other_block(states + part) : float2{-FUSED_TOPK_INFINITY, 0.0f};
     }
 #pragma unroll
     for (u32 i = 0; i < kAtATime; ++i) result = merge(result, {state[i].x, state[i].y}, scale, exp2_approx);
@@ -117,9 +115,6 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
   const u32 splits = GROUP::kIsWarp ? 1 : gridDim.y;
   const u32 split = GROUP::kIsWarp ? 0 : blockIdx.y;
   const u32 row = blockIdx.x * kRowsPerBlock + own;
-  // Blocks into a row: through shared memory if they are a cluster. Else there is room in global memory.
-  const bool in_cluster = kHasClusters && splits > 1 && problem.inboxes == nullptr;
-  if (in_cluster) cluster_arrive();
   // Only whole groups leave, so no barrier misses a thread.
   if (row >= problem.rows) return;
   GroupShared<GROUP>& shared = all_shared[own];
@@ -137,18 +132,13 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
   const float scale = scan.scale();
   Candidates<GROUP> candidates(shared.slots, shared.candidates);
   const u32 readers = min(last_part - first_part, WARPS);
-  // Dynamic shared memory, behind the tiles: the states of this block's parts [parts_per_split + 1], then, in a cluster's
-  // first block, the inbox.
-  Normalizer* const states = reinterpret_cast<Normalizer*>(tile_slots + WARPS * SCAN::Stream::kWarpVectors);
-  // The others run by now, so that their shared memory may be written to.
-  if (in_cluster) cluster_wait();
   KthBound<GROUP> bound(shared.bound, k_share, readers);
   // Lane a holds the merge of parts a, a + 32, ... in that order, however many warps and blocks the row has: so the same
   // row gives the same bits.
   Normalizer lane_state;
   scan_parts(problem, scan, first_part, last_part, k_share, candidates, bound, [&](u32 part, Normalizer state) {
     if (splits > 1) {
-      if (lane_id() == 0) states[part - first_part] = state;
+      if (lane_id() == 0) problem.parts[i64(row) * parts + part] = state;
     } else if (lane_id() == part % kWarpSize) {
       lane_state = merge(lane_state, state, scale, exp2_approx);
     }
@@ -170,17 +160,14 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
   const u64* source = nullptr;
   const u64* bounds = nullptr;
   u32 bounds_stride = 1;
-  Normalizer* all_states = nullptr;
   u32 sequence = 0;
   if (splits > 1) {
-    // Whoever is not alone hands over its parts' states, what may be among the best, and a bound: to the first block of the
-    // cluster, or to the last to arrive, which gathers all of it.
-    u64* const inbox = in_cluster ? in_block(reinterpret_cast<u64*>(states + problem.parts_per_split + 1), 0)
-                                  : problem.inboxes + i64(row) * (splits * (length + 1) + parts);
-    u64* const all_bounds = inbox + splits * length;
-    source = inbox;
+    // Blocks into a row: whoever is not alone hands over what may be among the best, and a bound; the last to arrive
+    // gathers all of it.
+    u64* const all_lists = problem.lists + i64(row) * splits * (length + 1);
+    u64* const all_bounds = all_lists + splits * length;
+    source = all_lists;
     bounds = all_bounds;
-    all_states = reinterpret_cast<Normalizer*>(all_bounds + splits);
     KthBound<GROUP> share_bound(shared.share_bound, (k + splits - 1) / splits, readers);
     // Many candidates passed early: what all of the share's elements prove by now drops most of them.
     const bool are_many = candidates.stored() > length && !bound.needs_many();
@@ -196,29 +183,20 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
     if (are_many) candidates.raise(bound.found());
     const u32 key = share_bound.found();
     if (GROUP::thread() == 0) all_bounds[split] = make_candidate(key, 0);
-    u64* list = inbox + split * length;
+    u64* list = all_lists + split * length;
     const u32 count = candidates.shorten(length);
     for (u32 i = GROUP::thread(); i < length; i += GROUP::kThreads)
       list[i] = i < count ? candidates.slots()[i] : kNoCandidate;
-    for (u32 i = GROUP::thread(); i < last_part - first_part; i += GROUP::kThreads)
-      all_states[first_part + i] = states[i];
-    if (in_cluster) {
-      cluster_arrive();
-      cluster_wait();
-      if (split != 0) return;
-    } else if (!arrives_last<GROUP>(problem.row_tickets + row, splits, shared.is_last)) {
-      return;
-    }
+    if (!arrives_last<GROUP>(problem.row_tickets + row, splits, shared.is_last)) return;
   }
   bool is_sequence = false;
 #pragma unroll 1
   while (true) {
     if (splits > 1 || is_sequence)
-      gather(source, lists, length, bounds, bounds_stride, in_cluster && !is_sequence, is_sequence ? problem.k : k,
-             candidates, [&] {
-               if (!is_sequence)
-                 lane_state = merge_parts(reinterpret_cast<const float2*>(all_states), parts, in_cluster, scale);
-             });
+      gather(source, lists, length, bounds, bounds_stride, is_sequence ? problem.k : k, candidates, [&] {
+        if (!is_sequence)
+          lane_state = merge_parts(reinterpret_cast<const float2*>(problem.parts) + i64(row) * parts, parts, scale);
+      });
     chosen = candidates.sort();
     if (is_sequence) break;
     const Normalizer state = warp_merge(lane_state, scale);

@@ -27,9 +27,6 @@ _MAX_ROWS = launch.MAX_ROWS
 # Of the driver's enumerations CUfunction_attribute and CUdevice_attribute.
 _SHARED_SIZE_BYTES = 1
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-_REQUIRED_CLUSTER = 11, 12, 13  # width, height, depth
-_NON_PORTABLE_CLUSTER = 14
-_PORTABLE_CLUSTER = 8  # blocks; more must be asked for
 _MAX_SHARED_BYTES_PER_BLOCK = 97  # what a kernel may ask for
 
 
@@ -203,12 +200,11 @@ def _start(
     out: TopK,
 ) -> None:
     """Launches what is planned, with the addresses of this call."""
-    function = _function(device, planned.kernel, planned.blocks_in_cluster)
+    function = _function(device, planned.kernel)
     scratch = tickets = 0
     if planned.scratch_words:
         workspace = torch.empty(planned.scratch_words, dtype=torch.int64, device=out.values.device)
         scratch = workspace.data_ptr()
-    if planned.row_tickets + planned.beam_tickets:
         tickets = _tickets(device, planned.row_tickets + planned.beam_tickets)
     filled = planned.fill(
         logits,
@@ -273,9 +269,8 @@ class _StreamHandle(NamedTuple):
 
 @cache
 def _choice(rows: int, vocab_size: int, k: int, itemsize: int, device: int, has_beams: bool = False) -> KernelChoice:
-    properties = torch.cuda.get_device_properties(device)
     choice = choose(
-        rows, vocab_size, k, itemsize, properties.multi_processor_count, most_in_cluster(properties.major), has_beams
+        rows, vocab_size, k, itemsize, torch.cuda.get_device_properties(device).multi_processor_count, has_beams
     )
     if env.print_choice():
         print(
@@ -283,11 +278,6 @@ def _choice(rows: int, vocab_size: int, k: int, itemsize: int, device: int, has_
             file=sys.stderr,
         )
     return choice
-
-
-def most_in_cluster(major: int) -> int:
-    """How many blocks a cluster may have, by the major number of the compute capability; 1 where there are none."""
-    return 1 if major < 9 else 16 if major <= 10 else _PORTABLE_CLUSTER
 
 
 @cache
@@ -299,26 +289,22 @@ def max_shared_bytes_per_block(device: int) -> int:
 
 
 _loading = threading.Lock()
-_loaded: dict[tuple[int, str, int], Any] = {}
+_loaded: dict[tuple[int, str], Any] = {}
 
 
-def _function(device: int, kernel: str, blocks_in_cluster: int = 1) -> Any:
-    """The loaded kernel, compiled on first use in this process unless an earlier one has left it on disk.
-
-    blocks_in_cluster: along y, of every launch of it; 1 for no clusters.
-    """
-    key = device, kernel, blocks_in_cluster
-    function = _loaded.get(key)
+def _function(device: int, kernel: str) -> Any:
+    """The loaded kernel, compiled on first use in this process unless an earlier one has left it on disk."""
+    function = _loaded.get((device, kernel))
     if function is None:
         # One thread compiles; the others find its result.
         with _loading:
-            function = _loaded.get(key)
+            function = _loaded.get((device, kernel))
             if function is None:
-                function = _loaded[key] = _load(*key)
+                function = _loaded[device, kernel] = _load(device, kernel)
     return function
 
 
-def _load(device: int, kernel: str, blocks_in_cluster: int) -> Any:
+def _load(device: int, kernel: str) -> Any:
     import cupy
 
     cause = _cupy_problem()
@@ -346,11 +332,6 @@ def _load(device: int, kernel: str, blocks_in_cluster: int) -> Any:
         limit = max_shared_bytes_per_block(device)
         static = cupy.cuda.driver.funcGetAttribute(_SHARED_SIZE_BYTES, function.ptr)
         cupy.cuda.driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, limit - static)
-        if blocks_in_cluster > _PORTABLE_CLUSTER:
-            cupy.cuda.driver.funcSetAttribute(function.ptr, _NON_PORTABLE_CLUSTER, 1)
-        if blocks_in_cluster > 1:
-            for attribute, blocks in zip(_REQUIRED_CLUSTER, (1, blocks_in_cluster, 1), strict=True):
-                cupy.cuda.driver.funcSetAttribute(function.ptr, attribute, blocks)
         return function
 
 

@@ -32,7 +32,6 @@ _TILE = 1024
 _SHORT_ROW, _SHORT_K, _SHORT_LANE = 256, 32, 8
 _WARP_BYTES = 512  # that a warp reads with one load of 16 bytes a lane
 _MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csrc/candidates.cuh has room for
-_MOST_SHARED = 160 << 10  # bytes for tiles and inbox: with the candidates, what a block gets since 9.0
 _WARPS_PER_BLOCK = 4  # where a warp owns a row, or several
 
 
@@ -44,7 +43,6 @@ class KernelChoice(NamedTuple):
     splits: int  # blocks that share a row
     parts: int  # pieces of a row, each summed by one warp
     tiles_per_part: int  # a power of two
-    in_cluster: bool = False  # the blocks that share a row, which then merge through shared memory
     lanes: int = 0  # of a warp that share a row, in csrc/short_rows.cu; 0: csrc/softmax_topk.cu
 
     @property
@@ -59,19 +57,10 @@ class KernelChoice(NamedTuple):
 
     @property
     def tile_slot_bytes(self) -> int:
-        """Shared memory for two tiles of each warp, and 16 bytes each for the straddle of an unaligned row."""
+        """Dynamic shared memory: two tiles for each warp, and 16 bytes each for the straddle of an unaligned row."""
         if self.warps > 8 or self.lanes:
             return 0
         return self.threads // 32 * 2 * (self.vectors * _WARP_BYTES + 16)
-
-    def inbox_words(self, k: int) -> int:
-        """Of 8 bytes: what the blocks of a row hand over, candidates, bounds and the parts' states."""
-        return self.splits * (list_length(k) + 1) + self.parts
-
-    def shared_bytes(self, k: int) -> int:
-        """Dynamic shared memory of a block: its tiles, the states of its parts, and the row's inbox if that is there."""
-        own_states = self.parts // self.splits + 1 if self.splits > 1 else 0
-        return self.tile_slot_bytes + 8 * (own_states + (self.inbox_words(k) if self.in_cluster else 0))
 
     @property
     def regime(self) -> str:
@@ -87,16 +76,9 @@ class KernelChoice(NamedTuple):
 
 
 def choose(
-    rows: int,
-    vocab_size: int,
-    k: int,
-    itemsize: int,
-    multiprocessors: int,
-    most_in_cluster: int = 1,
-    has_beams: bool = False,
+    rows: int, vocab_size: int, k: int, itemsize: int, multiprocessors: int, has_beams: bool = False
 ) -> KernelChoice:
-    """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors, of which
-    so many can form a cluster.
+    """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors.
 
     What the limits rest on, in µs on an H200 (132 multiprocessors); `python -m fused_topk sweep` measures it anew:
 
@@ -114,25 +96,20 @@ def choose(
         return KernelChoice(1, vectors, 1, parts, tiles_per_part)
     warps = 8 if 16 < k <= 64 or (k <= 16 and rows > multiprocessors) else 16
     splits = _splits(rows, parts, warps, k, multiprocessors)
-    choice = KernelChoice(warps, vectors, splits, parts, tiles_per_part)
-    return choice._replace(in_cluster=_fits_cluster(choice, k, most_in_cluster))
+    return KernelChoice(warps, vectors, splits, parts, tiles_per_part)
 
 
-def alternatives(
-    rows: int, vocab_size: int, k: int, itemsize: int, multiprocessors: int, most_in_cluster: int = 1
-) -> list[KernelChoice]:
+def alternatives(rows: int, vocab_size: int, k: int, itemsize: int, multiprocessors: int) -> list[KernelChoice]:
     """Every choice worth timing, for benchmark/sweep.py: the one of choose() first."""
     parts, tiles_per_part = _cut(vocab_size)
-    found = [choose(rows, vocab_size, k, itemsize, multiprocessors, most_in_cluster)]
+    found = [choose(rows, vocab_size, k, itemsize, multiprocessors)]
     for warps, vectors in VARIANTS[itemsize]:
         if k > _MOST_K[warps]:
             continue
         most = 1 if warps == 1 else -(-parts // warps)
         for splits in sorted({1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32, most}):
             if splits <= most and (splits == 1 or rows * splits <= 16 * multiprocessors):
-                choice = KernelChoice(warps, vectors, splits, parts, tiles_per_part)
-                found += [choice._replace(in_cluster=True)] if _fits_cluster(choice, k, most_in_cluster) else []
-                found.append(choice)
+                found.append(KernelChoice(warps, vectors, splits, parts, tiles_per_part))
     return list(dict.fromkeys(found))
 
 
@@ -148,10 +125,6 @@ def _cut(vocab_size: int) -> tuple[int, int]:
     while _TILE * tiles_per_part * _MAX_PARTS < vocab_size:
         tiles_per_part *= 2
     return -(-vocab_size // (_TILE * tiles_per_part)), tiles_per_part
-
-
-def _fits_cluster(choice: KernelChoice, k: int, most_in_cluster: int) -> bool:
-    return 1 < choice.splits <= most_in_cluster and choice._replace(in_cluster=True).shared_bytes(k) <= _MOST_SHARED
 
 
 def _splits(rows: int, parts: int, warps: int, k: int, multiprocessors: int) -> int:

@@ -31,12 +31,12 @@ _MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
 _LEADING_DIMS = 4
 
 # struct Problem of csrc/problem.cuh, field by field, and where the fields lie that change from call to call.
-_PROBLEM = struct.Struct("<Qq7If6Q10I12qQqQ2q3Q")
+_PROBLEM = struct.Struct("<Qq7If7Q10I12qQqQ2q3Q")
 _LOGITS = struct.Struct("<Q"), 0
-_TEMPERATURE_TO_INDICES = struct.Struct("<f6Q"), 44
-_MASK = struct.Struct("<Q"), 232
-_BEAM_SCORES = struct.Struct("<Q"), 248
-_BEAM_LISTS_TO_TICKETS = struct.Struct("<3Q"), 272
+_TEMPERATURE_TO_INDICES = struct.Struct("<f7Q"), 44
+_MASK = struct.Struct("<Q"), 240
+_BEAM_SCORES = struct.Struct("<Q"), 256
+_BEAM_LISTS_TO_TICKETS = struct.Struct("<3Q"), 280
 PROBLEM_BYTES = _PROBLEM.size
 
 
@@ -64,9 +64,9 @@ class Launch(NamedTuple):
     threads: int
     shared_bytes: int
     problem: bytes  # struct Problem with the addresses left zero
-    blocks_in_cluster: int  # along y; 1: none
-    # Scratch, in words of 8 bytes: what a row's blocks hand over, then candidates and tokens of the beams.
-    inboxes: int
+    # Scratch, in words of 8 bytes: candidates and (m, d) of a row's blocks, then candidates and tokens of the beams.
+    lists: int
+    parts: int
     beam_lists: int
     # Zeroed counters, of 4 bytes.
     row_tickets: int
@@ -74,7 +74,7 @@ class Launch(NamedTuple):
 
     @property
     def scratch_words(self) -> int:
-        return self.inboxes + 2 * self.beam_lists
+        return self.lists + self.parts + 2 * self.beam_lists
 
     def fill(
         self,
@@ -91,13 +91,15 @@ class Launch(NamedTuple):
     ) -> bytearray:
         """The struct with the addresses of a call, 0 for what it has not."""
         filled = bytearray(self.problem)
+        parts = scratch + 8 * self.lists
         _put(filled, _LOGITS, logits)
         _put(
             filled,
             _TEMPERATURE_TO_INDICES,
             temperature,
             row_temperature,
-            scratch if self.inboxes else 0,
+            scratch,
+            parts,
             tickets,
             logsumexp,
             values,
@@ -106,7 +108,7 @@ class Launch(NamedTuple):
         if mask:
             _put(filled, _MASK, mask)
         if beam_scores:
-            beam_lists = scratch + 8 * self.inboxes
+            beam_lists = parts + 8 * self.parts
             _put(filled, _BEAM_SCORES, beam_scores)
             beam_tokens, beam_tickets = beam_lists + 8 * self.beam_lists, tickets + 4 * self.row_tickets
             _put(filled, _BEAM_LISTS_TO_TICKETS, beam_lists, beam_tokens, beam_tickets)
@@ -156,7 +158,7 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         choice.parts,
         choice.tiles_per_part.bit_length() - 1,
         *divmod(choice.parts, splits),
-        *(0,) * 7,
+        *(0,) * 8,
         length,
         _VALUE_KINDS[layout.values],
         layout.normalize == "topk",
@@ -177,12 +179,12 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         kernel_name(FORMATS[layout.dtype], choice, is_aligned, mask_use),
         choice.grid(rows),
         choice.threads,
-        choice.shared_bytes(k_row),
+        choice.tile_slot_bytes,
         problem,
-        blocks_in_cluster=splits if choice.in_cluster else 1,
-        inboxes=rows * choice.inbox_words(k_row) if splits > 1 and not choice.in_cluster else 0,
+        lists=rows * splits * (length + 1) if splits > 1 else 0,
+        parts=rows * choice.parts if splits > 1 else 0,
         beam_lists=rows * k_row if beams else 0,
-        row_tickets=rows if splits > 1 and not choice.in_cluster else 0,
+        row_tickets=rows if splits > 1 else 0,
         beam_tickets=leading[0] if beams else 0,
     )
 

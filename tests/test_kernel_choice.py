@@ -154,18 +154,6 @@ def test_choose_gives_short_rows_all_the_lanes_that_they_need():
         assert choose(100, vocab_size, 1, 4, 132, has_beams=True).lanes == 0
 
 
-def test_choose_makes_clusters_of_few_blocks_only():
-    for problem in problems():
-        choice = choose(*problem, most_in_cluster=8)
-        assert choice._replace(in_cluster=False) == choose(*problem)
-        assert not choice.in_cluster or 2 <= choice.splits <= 8
-        # With its candidates, 35 KiB, what a block gets since compute capability 9.0.
-        assert choice.shared_bytes(problem[2]) + (35 << 10) <= 227 << 10
-    assert choose(1, 128256, 8, 2, 132, most_in_cluster=8).in_cluster
-    assert choose(1, 262144, 64, 2, 132, most_in_cluster=16).in_cluster
-    assert not choose(1, 262144, 64, 2, 132, most_in_cluster=8).in_cluster
-
-
 def test_alternatives_are_choices_that_could_be_made():
     seen = set()
     for problem in problems():

@@ -24,7 +24,8 @@ from simt.launch import SCHEDULES, Array
 from simt.row_topk import empty_result, read_rows, row_topk
 
 # (V, k, whose rows, blocks a row), on both sides of every number at which the kernels, or their choice, change course:
-# a vector, a lane, 8, 16 and 32 lanes, a tile, two of them, a part for each warp; the k that a warp, 8 warps and 16 warps take; more blocks.
+# a vector, a lane, 8, 16 and 32 lanes, a tile, two of them, a part for each warp; the k that a warp, 8 warps and 16 warps
+# take; more blocks.
 SIZES = {
     "lanes of a warp": [
         (1, 1, "few", 0), (2, 2, "few", 0), (8, 8, "many", 0), (9, 5, "few", 0), (31, 5, "many", 0), (33, 32, "few", 0),
@@ -68,7 +69,6 @@ def cases() -> list[Case]:
                         entry=entry,
                         owner=owner,
                         splits=splits,
-                        in_cluster=splits > 1 and turn % 2 == 1,
                         mask="none" if mask_use == "none" else ("bool", "packed")[turn % 2],
                         normalize="all"
                         if mask_use == "all"
@@ -135,9 +135,7 @@ PREPARED = {
 @pytest.mark.parametrize("name", PREPARED)
 def test_prepared_call_is_the_same_launch(name, monkeypatch):
     """What functional.py keeps for calls like this one, against the launch that is computed anew."""
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4, major=9)
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
     monkeypatch.setattr(kernels, "_choice", kernels._choice.__wrapped__)
     memory = torch.randn(1000).view(torch.uint8)
     logits = PREPARED[name](memory)
@@ -208,9 +206,6 @@ ARRIVALS = {
     "beams": Case(300, 8, "fp16", beams=5, start=1),
     "beams of blocks": Case(3001, 4, beams=3, splits=3, mask="packed", normalize="all"),
     "more than one row has": Case(33, 60, beams=3),
-    "a cluster": Case(9001, 40, rows="1", splits=9, entry="softmax_topk", in_cluster=True),
-    "ties in a cluster": Case(6001, 5, "bf16", rows="few_levels", splits=6, in_cluster=True),
-    "beams of clusters": Case(3001, 4, beams=3, splits=3, mask="packed", normalize="all", in_cluster=True),
 }
 
 

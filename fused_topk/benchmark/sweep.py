@@ -81,9 +81,7 @@ def alternatives(case: Case, device: torch.device) -> list[Choice]:
     itemsize = DTYPES[case.dtype].itemsize
     properties = torch.cuda.get_device_properties(device)
     if case.k:
-        shape = case.rows, case.vocab, case.k, itemsize
-        in_cluster = cuda.most_in_cluster(properties.major)
-        return [*kernel_choice.alternatives(*shape, properties.multi_processor_count, in_cluster)]
+        return [*kernel_choice.alternatives(case.rows, case.vocab, case.k, itemsize, properties.multi_processor_count)]
     return [
         *full_row_choice.alternatives(
             case.vocab,
@@ -164,6 +162,6 @@ def print_sweeps(sweeps: Iterable[Sweep], console: Console, runners_up: int = 3)
 def label(choice: Choice) -> str:
     """A choice in a few words."""
     if isinstance(choice, KernelChoice):
-        return f"({choice.warps} warps x {choice.splits}{' cluster' if choice.in_cluster else ''})"
+        return f"({choice.warps} warps x {choice.splits})"
     waiting = f"{choice.vectors}+{choice.shared_vectors}"
     return f"({choice.kernel}, {choice.threads} threads of {waiting}, {choice.blocks_per_row} blocks)"

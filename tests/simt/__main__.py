@@ -48,7 +48,6 @@ def main(
     start: Annotated[int, typer.Option(help="Elements between a 256-byte boundary and the first row.")] = 0,
     padding: Annotated[int, typer.Option(help="Elements between rows.")] = 0,
     beams: Annotated[int, typer.Option(help="Beam search over so many; 0: none.")] = 0,
-    in_cluster: Annotated[bool, typer.Option("--in-cluster", help="Of the blocks that share a row.")] = False,
     schedule: Annotated[_Schedule, typer.Option(help="Whose turn it is (tests/simt/README.md).")] = _Schedule.random,
     seed: Annotated[int, typer.Option(help="Of the schedule.")] = 0,
     repeat: Annotated[int, typer.Option(help="Run so many seeds, from --seed on.")] = 1,
@@ -76,7 +75,6 @@ def main(
         start,
         padding,
         beams,
-        in_cluster,
     )
     print(f"{case}\n{case.choice()}")
     failed = 0

@@ -41,12 +41,11 @@ class Case(NamedTuple):
     start: int = 0  # elements between a 256-byte boundary and the first row
     padding: int = 0  # elements between rows
     beams: int = 0
-    in_cluster: bool = False  # the blocks that share a row
 
     def __str__(self) -> str:
         """As the command line (__main__.py) has it."""
         changed = {name: x for name, x in self._asdict().items() if x != self._field_defaults.get(name)}
-        return " ".join(f"--{name.replace('_', '-')}" + ("" if x is True else f" {x}") for name, x in changed.items())
+        return " ".join(f"--{name.replace('_', '-')} {x}" for name, x in changed.items())
 
     def choice(self) -> KernelChoice:
         """The layout over the machine."""
@@ -57,8 +56,7 @@ class Case(NamedTuple):
             tile = 32 * chosen.vectors * 16 // DTYPES[self.dtype].itemsize
             parts = -(-self.vocab_size // (tile * self.tiles_per_part))
             chosen = chosen._replace(parts=parts, tiles_per_part=self.tiles_per_part, splits=min(chosen.splits, parts))
-        chosen = chosen._replace(splits=self.splits) if self.splits else chosen
-        return chosen._replace(in_cluster=self.in_cluster)
+        return chosen._replace(splits=self.splits) if self.splits else chosen
 
     def arguments(self, device: str) -> tuple[Tensor, dict[str, Any], list[str] | None]:
         """(logits, keyword arguments of the public function, names of the rows)."""

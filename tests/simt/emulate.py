@@ -43,24 +43,22 @@ def emulated(
     tickets: list[Array] = []
     call = inspect.signature(cuda._call)
 
-    def kernel_of(_device: int, name: str, blocks_in_cluster: int = 1) -> tuple[Kernel, int]:
+    def kernel_of(_device: int, name: str) -> Kernel:
         source = kernel_source.translation_unit(name)
-        return Kernel(edit(source) if edit else source, name, architecture, address_sanitizer, debug), blocks_in_cluster
+        return Kernel(edit(source) if edit else source, name, architecture, address_sanitizer, debug)
 
     def launch_here(*args: Any, **kwargs: Any) -> None:
         given = call.bind(*args, **kwargs).arguments
         # The blocks of a cooperative launch wait for each other.
         together = {"max_blocks": math.prod(given["grid"])} if given.get("is_cooperative") else {}
-        kernel, blocks_in_cluster = given["function"]
         outcomes.append(
             launch(
-                kernel,
+                given["function"],
                 given["grid"],
                 given["threads"],
                 given["arguments"],
                 [*arrays, *allocations.arrays, *tickets],
                 shared_bytes=given.get("shared_bytes", 0),
-                cluster_along_y=blocks_in_cluster,
                 **{**together, **how},
             )
         )
@@ -79,7 +77,7 @@ def recorded() -> Iterator[list[str]]:
     """Within it, launches do nothing but leave the names of their kernels in the list that it gives."""
     names: list[str] = []
 
-    def record(_device: int, name: str, blocks_in_cluster: int = 1) -> None:
+    def record(_device: int, name: str) -> None:
         names.append(name)
 
     with mock.patch.multiple(cuda, _function=record, _call=lambda *args, **kwargs: None, _tickets=lambda *args: 0):

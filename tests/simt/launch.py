@@ -65,7 +65,6 @@ class _Launch(ctypes.Structure):
         ("block", ctypes.c_uint32 * 3),
         ("dynamic_shared", ctypes.c_uint32),
         ("max_blocks", ctypes.c_uint32),
-        ("cluster_along_y", ctypes.c_uint32),
         ("schedule", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("max_steps", ctypes.c_uint64),
@@ -97,7 +96,6 @@ def launch(
     schedule: str = "forward",
     seed: int = 0,
     max_blocks: int | None = None,
-    cluster_along_y: int = 1,
     max_steps: int = 500_000_000,
 ) -> Outcome:
     """Runs a kernel to its end, or to the first fault that it cannot go on after.
@@ -112,7 +110,6 @@ def launch(
         schedule: one of SCHEDULES.
         seed: of everything that is random.
         max_blocks: how many run at a time; by default as many as have 4096 threads.
-        cluster_along_y: how many blocks of a column of the grid are a cluster: 1, all, or as the kernel declares.
         max_steps: how many loads, stores and collectives there may be.
     """
     path = library(kernel)
@@ -128,7 +125,6 @@ def launch(
         (threads, 1, 1),
         shared_bytes,
         min(max_blocks, math.prod(grid)),
-        cluster_along_y,
         SCHEDULES.index(schedule),
         seed,
         max_steps,

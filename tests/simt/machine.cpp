@@ -60,7 +60,7 @@ const u8* image_of(const void* address) {
 
 void Machine::run(const Launch& launch) {
   launch_ = launch;
-  blocks_in_cluster_ = launch.cluster_along_y;
+  blocks_in_cluster_ = 1;
   do {
     run_once();
   } while (begins_anew_);
@@ -145,8 +145,6 @@ void Machine::start_block(u32 slot, u32 number) {
   const Index grid = launch_.grid;
   block.slot = slot;
   block.index = {number % grid.x, number / grid.x % grid.y, number / grid.x / grid.y};
-  // Of a launch with clusters along y, each is a column of the grid.
-  if (launch_.cluster_along_y > 1) block.index = {number / grid.y, number % grid.y, 0};
   block.rank = number % blocks_in_cluster_;
   block.cluster = &clusters_[slot / blocks_in_cluster_];
   block.alive = threads_in_block_;

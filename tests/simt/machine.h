@@ -103,7 +103,6 @@ struct Launch {
   Index grid, block;
   u32 dynamic_shared;
   u32 max_blocks;  // at a time
-  u32 cluster_along_y;  // blocks; 1: as the kernel declares
   Schedule schedule;
   u64 seed;
   u64 max_steps;

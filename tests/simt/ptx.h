@@ -141,10 +141,6 @@ SIMT_LD_ST(f32, float)
 SIMT_LD_ST(u64, u64)
 SIMT_LD_ST(b64, u64)
 #undef SIMT_LD_ST
-inline void mapa_u64(unsigned long long& mapped, const void* address, u32 rank) {
-  mapped = reinterpret_cast<unsigned long long>(
-      simt::shared_pointer(simt::shared_address_in_cluster(simt::shared_address(address), rank)));
-}
 inline void mapa_shared__cluster_u32(u32& mapped, u32 address, u32 rank) {
   mapped = simt::shared_address_in_cluster(address, rank);
 }
