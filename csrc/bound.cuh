@@ -55,51 +55,67 @@ template <class GROUP>
 class KthBound {
  public:
   struct Shared {
-    u32 published[GROUP::kWarps];  // keys
+    alignas(16) u32 first[GROUP::kWarps];  // keys, published before a barrier
+    u32 latest[GROUP::kWarps];             // and since
   };
 
-  // readers: warps of the group that read something; the others abstain.
-  __device__ __forceinline__ KthBound(Shared& shared, u32 k, u32 readers)
-      : shared_(shared), k_(k), readers_(readers), of_warp_(GROUP::kIsWarp ? k : (k + readers - 1) / readers) {
-    if constexpr (!GROUP::kIsWarp)
-      if (lane_id() == 0) shared_.published[GROUP::warp()] = kNoKey;
-  }
+  // of_warp: at least k / n, where n of the group's warps read something; the others abstain.
+  __device__ __forceinline__ KthBound(Shared& shared, u32 k, u32 of_warp)
+      : shared_(shared), k_(k), of_warp_(of_warp) {}
 
   // Whether the bests of 32 lanes say too little.
   __device__ __forceinline__ bool needs_many() const { return of_warp_ > kWarpSize / 2; }
   // After how many candidates of its own a warp should update the bound: they are its sign that the bound is loose.
   __device__ __forceinline__ u32 worth() const { return needs_many() ? ~0u : max(2 * of_warp_, 4u); }
 
-  // Tells the group the best keys that each lane of this warp has read, of different elements. found() gives the bound
-  // that all warps' numbers prove, kNoKey for none. The 32 lanes of a warp call them together. A barrier comes between
-  // the first of each.
+  // Tells the group the best keys that each lane of this warp has read, of different elements. After a barrier, found()
+  // gives the bound that all warps' numbers prove, kNoKey for none. The 32 lanes of a warp call each of them together.
   __device__ __forceinline__ void publish(u32 key) {
-    publish_own(of_warp_ > kWarpSize ? kNoKey : nth_greatest(key, of_warp_));
+    publish_first(of_warp_ > kWarpSize ? kNoKey : nth_greatest(key, of_warp_));
   }
   template <u32 N>
   __device__ __forceinline__ void publish(const u32 (&keys)[N]) {
-    publish_own(nth_greatest(keys, of_warp_));
+    publish_first(nth_greatest(keys, of_warp_));
   }
   // For a warp that has nothing to read, and so no say.
-  __device__ __forceinline__ void abstain() { publish_own(k_ < readers_ ? kNoKey : kNanKey); }
-
+  __device__ __forceinline__ void abstain() { publish_first(of_warp_ == 1 ? kNoKey : kNanKey); }
   __device__ __forceinline__ u32 found() const {
     if constexpr (GROUP::kIsWarp) return own_;
-    const u32 key = load_unordered(&shared_.published[lane_id() % GROUP::kWarps]);
-    if (k_ >= readers_) return warp_min(key);
-    return nth_greatest(lane_id() < GROUP::kWarps ? key : kNoKey, k_);
+    return proven_by(shared_.first[lane_id() % GROUP::kWarps], [&](u32 warp) { return shared_.first[warp]; });
+  }
+
+  // The same at any time after that barrier.
+  __device__ __forceinline__ void update(u32 key) {
+    own_ = nth_greatest(key, of_warp_);
+    if constexpr (!GROUP::kIsWarp)
+      if (lane_id() == 0) store_unordered(&shared_.latest[GROUP::warp()], own_);
+  }
+  __device__ __forceinline__ u32 latest() const {
+    if constexpr (GROUP::kIsWarp) return own_;
+    const u32 key = load_unordered(&shared_.latest[lane_id() % GROUP::kWarps]);
+    return proven_by(key, [&](u32 warp) { return __shfl_sync(kAllLanes, key, warp); });
   }
 
  private:
-  __device__ __forceinline__ void publish_own(u32 key) {
+  __device__ __forceinline__ void publish_first(u32 key) {
     own_ = key;
     if constexpr (!GROUP::kIsWarp)
-      if (lane_id() == 0) store_unordered(&shared_.published[GROUP::warp()], key);
+      if (lane_id() == 0) shared_.first[GROUP::warp()] = shared_.latest[GROUP::warp()] = key;
+  }
+
+  // key: of warp `lane modulo warps`; key_of_warp(warp): any warp's.
+  template <class KEY_OF_WARP>
+  __device__ __forceinline__ u32 proven_by(u32 key, KEY_OF_WARP key_of_warp) const {
+    if (of_warp_ > 1) return warp_min(key);
+    // The k-th greatest: the least of those that fewer than k exceed.
+    u32 greater = 0;
+#pragma unroll
+    for (u32 warp = 0; warp < GROUP::kWarps; ++warp) greater += key_of_warp(warp) > key;
+    return warp_min(greater < k_ ? key : kNanKey);
   }
 
   Shared& shared_;
   u32 k_;
-  u32 readers_;
   u32 of_warp_;  // which best a warp publishes
   u32 own_;
 };

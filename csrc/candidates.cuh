@@ -44,11 +44,15 @@ class Candidates {
   __device__ __forceinline__ u64 threshold() const { return threshold_; }
   // No logit below this can. NaN, which no logit is below, while there is no threshold.
   __device__ __forceinline__ float least() const { return least_; }
+  // Whether the threshold is a token of its own, not only a bound of the logits.
+  __device__ __forceinline__ bool is_at_token() const { return u32(threshold_) != ~0u; }
   // From here on this warp asks about the tokens from `first` on alone: behind the threshold's own token, an equal logit
-  // has lost already, because its index is greater.
-  __device__ __forceinline__ void look_behind(u32 first) {
+  // has lost already, because its index is greater. False if even a NaN has.
+  __device__ __forceinline__ bool look_behind(u32 first) {
+    if (make_candidate(kNanKey, first) <= threshold_) return false;
     if (first > index_of(threshold_))
       least_ = __uint_as_float(bits_of_key(min(key_of(threshold_), kPositiveInfinityKey - 1) + 1));
+    return true;
   }
   __device__ __forceinline__ u32 k() const { return k_; }
   // [kCapacity], what is stored first, in no order.
@@ -99,6 +103,7 @@ class Candidates {
   // so that some places are past the end. The 32 lanes of a warp call it together, at any time.
   __device__ __forceinline__ bool reserve(u32 count, u32& place) {
     const u32 lanes = __ballot_sync(kAllLanes, count != 0);
+    if (lanes == 0) return true;
     u32 before = lanes_before(lanes);
     u32 total = __popc(lanes);
     if (__any_sync(kAllLanes, count > 1)) {
@@ -144,14 +149,17 @@ class Candidates {
   // The best k, best first, in shared memory. All threads call it, after a barrier that follows the last add; ends with a
   // barrier. More may be added only after restart().
   __device__ __forceinline__ const u64* sort() {
+    // What is usual comes first: code that runs once is fetched as it runs, and every jump over other code costs.
+    if (stored() <= kCountingMax) return sort_by_counting(stored());
     if (stored() > sortable()) cut(sortable());
     const u32 count = stored();
-    if (GROUP::kIsWarp || count <= kCountingMax) return sort_by_counting(count);
     if constexpr (kPerThread > 1) {
       if (count > 2 * GROUP::kThreads) return sort_bitonic<4>(count);
       if (count > GROUP::kThreads) return sort_bitonic<2>(count);
     }
-    return sort_bitonic<1>(count);
+    if constexpr (!GROUP::kIsWarp)
+      if (count > kCountingMax) return sort_bitonic<1>(count);
+    return sort_by_counting(count);
   }
 
  private:
@@ -234,17 +242,19 @@ class Candidates {
     return bound;
   }
 
-  // A candidate's place is the number of candidates that rank before it. Where there are more threads than candidates,
-  // eight lanes share a candidate's comparisons.
+  // A candidate's place is the number of candidates that rank before it. In a block, eight lanes share a candidate's
+  // comparisons, and warps without a candidate do not keep the others waiting.
   __device__ __forceinline__ const u64* sort_by_counting(u32 count) {
     constexpr u32 kSharing = GROUP::kIsWarp ? 1 : 8;
+    constexpr u32 kOfWarp = kWarpSize / kSharing;
     u64* const sorted = slots_ + kCapacity / 2;
-    for (u32 first = 0; first < count; first += GROUP::kThreads / kSharing) {
-      const u32 i = first + GROUP::thread() / kSharing;
+#pragma unroll 1
+    for (u32 first = GROUP::warp() * kOfWarp; first < count; first += GROUP::kWarps * kOfWarp) {
+      const u32 i = first + lane_id() / kSharing;
       const u64 own = i < count ? slots_[i] : kNoCandidate;
       u32 place = 0;
-#pragma unroll 4
-      for (u32 j = GROUP::thread() % kSharing; j < count; j += kSharing) place += slots_[j] > own;
+#pragma unroll(GROUP::kWarps > 8 ? 1 : 4)
+      for (u32 j = lane_id() % kSharing; j < count; j += kSharing) place += slots_[j] > own;
 #pragma unroll
       for (u32 step = kSharing / 2; step > 0; step /= 2) place += __shfl_xor_sync(kAllLanes, place, step);
       if (i < count && place < k_) sorted[place] = own;

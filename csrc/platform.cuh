@@ -130,7 +130,8 @@ __device__ __forceinline__ float warp_max(float value) {
 // Threads into a warp: the merge of normalizer.h over the lanes, the same bits in every lane. All 32 lanes call it.
 __device__ __forceinline__ Normalizer warp_merge(Normalizer a, float scale) {
   const float m = warp_max(a.m);
-  return {m, warp_sum(a.d * exp2_approx((a.m - reference_point(m)) * scale))};
+  // The product is rounded before it is added, or two lanes could add the same pair differently.
+  return {m, warp_sum(__fmul_rn(a.d, exp2_approx((a.m - reference_point(m)) * scale)))};
 }
 
 // Adds to a counter in shared memory and gives what it was.

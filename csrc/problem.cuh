@@ -33,6 +33,10 @@ struct Problem {
   u32 tiles_per_part_log2;
   u32 parts_per_split;  // parts_per_row / splits, and the remainder: the first blocks of a row take one more
   u32 splits_with_one_more;
+  // How many of the k each warp of a block vouches for, so that together they have all; how many each block of a row; and
+  // how many of those each of its warps.
+  u32 k_of_warp, k_of_split, k_of_split_of_warp;
+  u32 list_length;
   float temperature;
   const float* row_temperature;  // nullable; [rows]
   u64* lists;         // nullable; [rows, splits * (list_length + 1)]: candidates and bounds that blocks hand over
@@ -41,7 +45,6 @@ struct Problem {
   float* logsumexp;   // [rows]
   void* values;       // [rows, k] float, or the logits' format for kLogits; [rows / beams, k] with beams
   i64* indices;       // like values
-  u32 list_length;
   u32 value_kind;
   u32 normalize_topk;  // 1: values are relative to the k chosen
   u32 beams;           // 0: no beam search; else that many rows make a sequence
@@ -90,6 +93,6 @@ struct Problem {
     return result + row * strides[leading_dims - 1];
   }
 };
-static_assert(sizeof(Problem) == 304, "fused_topk/cuda.py packs 304 bytes");
+static_assert(sizeof(Problem) == 320, "fused_topk/cuda.py packs 320 bytes");
 
 }  // namespace fused_topk

@@ -125,16 +125,17 @@ struct Tile {
     return result;
   }
   // The greatest logit of a vector, NaN if one is.
-  __device__ __forceinline__ float maximum(u32 u) const {
-    const u32(&words)[4] = vectors[u].words;
+  __device__ __forceinline__ float maximum(u32 u) const { return maximum(vectors[u]); }
+  static __device__ __forceinline__ float maximum(const Vector& vector) {
+    const u32(&words)[4] = vector.words;
     if constexpr (FORMAT::kHasMaxPairs) {
       const u32 pair[4] = {
           FORMAT::max_pairs(FORMAT::max_pairs(words[0], words[1]), FORMAT::max_pairs(words[2], words[3]))};
       return max_nan(FORMAT::decode(pair, 0), FORMAT::decode(pair, 1));
     } else {
-      float greatest = logit(u, 0);
+      float greatest = FORMAT::decode(words, 0);
 #pragma unroll
-      for (u32 e = 1; e < kPerVector; ++e) greatest = max_nan(greatest, logit(u, e));
+      for (u32 e = 1; e < kPerVector; ++e) greatest = max_nan(greatest, FORMAT::decode(words, e));
       return greatest;
     }
   }
@@ -148,19 +149,21 @@ struct Tile {
   }
 };
 
-// The tiles of one row, as one warp asks for them. Where the hardware copies in the background, the next two tiles are on
-// their way to the warp's two slots of shared memory; elsewhere, and for rows of one tile (IN_BACKGROUND = false), a
-// tile's loads are all issued before the first is used. Either way the memory is kept busy.
-template <class FORMAT, u32 VECTORS, bool ALIGNED, bool IN_BACKGROUND>
+// The tiles of one row, as one warp asks for them, AHEAD of when it takes them:
+//   2: the next two are on their way to the warp's two slots of shared memory, if the hardware copies in the background;
+//   1: the next is on its way to registers;
+//   0: a tile's loads are all issued before the first is used.
+template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 AHEAD>
 class TileStream {
  public:
   using Bits = typename FORMAT::Bits;
   using RowTile = Tile<FORMAT, VECTORS>;
-  static constexpr bool kInBackground = IN_BACKGROUND && kHasAsyncCopy;
+  static constexpr u32 kAhead = AHEAD == 2 && !kHasAsyncCopy ? 0 : AHEAD;
+  static constexpr bool kInBackground = kAhead == 2;
   // An unaligned row's vector straddles two of memory's.
   static constexpr u32 kSlotVectors = kWarpSize * VECTORS + (ALIGNED ? 0 : 1);
   // Of a warp's share of shared memory, for any architecture; fused_topk/kernel_choice.py knows it too.
-  static constexpr u32 kWarpVectors = IN_BACKGROUND ? 2 * kSlotVectors : 0;
+  static constexpr u32 kWarpVectors = AHEAD == 2 ? 2 * kSlotVectors : 0;
 
   // row: [V]; slots: [kWarpVectors], this warp's own
   __device__ __forceinline__ TileStream(const Bits* row, u32 V, Vector* slots)
@@ -184,12 +187,13 @@ class TileStream {
     return straddle(load_16_bytes(address(first)), load_16_bytes(address(first) + 16), before_ * sizeof(Bits));
   }
 
-  // Begins to fetch a tile. The 32 lanes call it together: at most twice before the first take(), and once after each, when
-  // the tile taken is no longer needed.
+  // Begins to fetch a tile. The 32 lanes call it together: kAhead times at most before the first take(), and once after each;
+  // in the background, when the tile taken is no longer needed.
   __device__ __forceinline__ void request(u32 tile) {
+    if constexpr (kAhead == 1) load_tile(tile, next_);
     if constexpr (kInBackground) {
-      Vector* const slot = slots_ + slot_ + lane_id();
       const char* const source = address(tile * RowTile::kElements + lane_id() * FORMAT::kPerVector);
+      Vector* const slot = slots_ + slot_ + lane_id();
       // Every lane is done with the slot.
       __syncwarp();
       if (is_inner(tile)) {
@@ -227,15 +231,17 @@ class TileStream {
       __syncwarp();
 #pragma unroll
       for (u32 u = 0; u < VECTORS; ++u) tile.vectors[u] = vector_of_slot(u);
-    } else {
+    } else if constexpr (kAhead == 1) {
 #pragma unroll
-      for (u32 u = 0; u < VECTORS; ++u) tile.vectors[u] = load(tile.index(u, 0));
+      for (u32 u = 0; u < VECTORS; ++u) tile.vectors[u] = next_[u];
+    } else {
+      load_tile(number, tile.vectors);
     }
   }
 
   // One of the lane's vectors, or one logit, of the tile that was taken last.
   __device__ __forceinline__ Vector vector_again(const RowTile& tile, u32 u) const {
-    return kInBackground ? vector_of_slot(u) : load(tile.index(u, 0));
+    return kInBackground ? vector_of_slot(u) : tile.vectors[u];
   }
   __device__ __forceinline__ Bits logit_again(u32 index, const RowTile& tile) const {
     if constexpr (!kInBackground) return raw_logit(index);
@@ -257,6 +263,35 @@ class TileStream {
     const Vector* const vector = slots_ + slot_ + u * kWarpSize + lane_id();
     if constexpr (ALIGNED) return vector[0];
     return straddle(vector[0], vector[1], before_ * sizeof(Bits));
+  }
+
+  __device__ __forceinline__ void load_tile(u32 tile, Vector (&vectors)[VECTORS]) const {
+    const u32 own = tile * RowTile::kElements + lane_id() * FORMAT::kPerVector;
+    const char* const source = address(own);
+    if (is_inner(tile)) {
+#pragma unroll
+      for (u32 u = 0; u < VECTORS; ++u) {
+        vectors[u] = load_16_bytes(source + u * kWarpSize * 16);
+        if constexpr (!ALIGNED)
+          vectors[u] = straddle(vectors[u], load_16_bytes(source + u * kWarpSize * 16 + 16), before_ * sizeof(Bits));
+      }
+    } else if constexpr (ALIGNED) {
+      constexpr u32 kNothing = FORMAT::kNegativeInfinity * (sizeof(Bits) == 2 ? 0x10001u : 1u);
+#pragma unroll
+      for (u32 u = 0; u < VECTORS; ++u) {
+        vectors[u] = {{kNothing, kNothing, kNothing, kNothing}};
+        if (is_whole(own + u * kWarpSize * FORMAT::kPerVector)) vectors[u] = load_16_bytes(source + u * kWarpSize * 16);
+      }
+      if (const u32 rest = V_ % FORMAT::kPerVector) {
+        const Vector end = load_edge(V_ - rest);
+#pragma unroll
+        for (u32 u = 0; u < VECTORS; ++u)
+          if (own + u * kWarpSize * FORMAT::kPerVector == V_ - rest) vectors[u] = end;
+      }
+    } else {
+#pragma unroll
+      for (u32 u = 0; u < VECTORS; ++u) vectors[u] = load_edge(own + u * kWarpSize * FORMAT::kPerVector);
+    }
   }
 
   // Element by element, with -inf for what lies outside the row. `first` may be negative, modulo 2^32.
@@ -282,6 +317,7 @@ class TileStream {
   Vector* slots_;
   u32 slot_;  // of the tile that take() gives next
   u32 first_inner_, inner_tiles_;
+  Vector next_[VECTORS];  // kAhead == 1: the tile on its way
 };
 
 }  // namespace fused_topk

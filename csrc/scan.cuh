@@ -16,10 +16,10 @@
 
 namespace fused_topk {
 
-template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 MASK, bool IN_BACKGROUND>
+template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 MASK, u32 AHEAD>
 class RowScan {
  public:
-  using Stream = TileStream<FORMAT, VECTORS, ALIGNED, IN_BACKGROUND>;
+  using Stream = TileStream<FORMAT, VECTORS, ALIGNED, AHEAD>;
   using RowTile = typename Stream::RowTile;
   static constexpr u32 kPerVector = RowTile::kPerVector;
 
@@ -28,16 +28,22 @@ class RowScan {
       : stream_(static_cast<const typename FORMAT::Bits*>(problem.logits) + problem.logits_offset(row), problem.V,
                 slots),
         V_(problem.V),
-        inverse_temperature_(problem.inverse_temperature(row)),
-        scale_(kLog2E * inverse_temperature_),
         offered_(0),
-        best_(-FUSED_TOPK_INFINITY) {
+        best_(-FUSED_TOPK_INFINITY) {}
+
+  // Begins to fetch the warp's first two tiles; a tile past the end is none.
+  __device__ __forceinline__ void start(u32 first, u32 second, u32 end) {
+    if constexpr (Stream::kAhead > 0) request(first, end);
+    if constexpr (Stream::kAhead == 2) request(second, end);
+  }
+  // What there is time for then.
+  __device__ __forceinline__ void prepare(const Problem& problem, u32 row) {
+    scale_ = kLog2E * problem.inverse_temperature(row);
     if constexpr (MASK != kNoMask) mask_ = problem.row_mask(row);
   }
 
   // log2(e) / T of the row.
   __device__ __forceinline__ float scale() const { return scale_; }
-  __device__ __forceinline__ float inverse_temperature() const { return inverse_temperature_; }
   __device__ __forceinline__ typename FORMAT::Bits raw_logit(u32 index) const { return stream_.raw_logit(index); }
   __device__ __forceinline__ u32 tiles() const { return (V_ - 1) / RowTile::kElements + 1; }
 
@@ -50,11 +56,15 @@ class RowScan {
     }
   }
 
+  // The tile read last.
+  __device__ __forceinline__ u32 tile() const { return tile_.first / RowTile::kElements; }
+
   __device__ __forceinline__ void begin_part() { part_ = Normalizer{}; }
 
-  // Takes the next requested tile, the last of them or not, and finds each lane's maximum.
-  __device__ __forceinline__ void read(u32 tile, bool is_last) {
-    stream_.take(tile_, tile, is_last);
+  // Takes the next requested tile and finds each lane's maximum. `next` is the warp's next after it.
+  __device__ __forceinline__ void read(u32 tile, u32 next, u32 end) {
+    stream_.take(tile_, tile, next >= end);
+    if constexpr (Stream::kAhead == 1) request(next, end);
     if constexpr (MASK != kNoMask) {
       allowed_ = 0;
 #pragma unroll
@@ -115,9 +125,11 @@ class RowScan {
       for (u32 u = 0; u < VECTORS; ++u) keys[u] = order_key(choosable_maximum(u));
       bound.publish(keys);
     } else {
-      bound.publish(order_key(best_));
+      bound.publish(best_key());
     }
   }
+  // The best that the lane has read of the row.
+  __device__ __forceinline__ u32 best_key() const { return order_key(best_); }
 
   // Offers the tile's elements that may be among the best. False if the candidates are full: to be called again after a
   // cut. All 32 lanes call it.
@@ -125,30 +137,32 @@ class RowScan {
   __device__ __forceinline__ bool offer(Candidates<GROUP>& candidates, KthBound<GROUP>& bound) {
     u32 lanes = lanes_with_hits(candidates);
     if (lanes == 0) return true;
-    // A NaN passes every comparison; but if there were k before, not even that is among the best.
-    if (make_candidate(kNanKey, tile_.first) <= candidates.threshold()) return true;
-    candidates.look_behind(tile_.first);
-    lanes = lanes_with_hits(candidates);
-    if (lanes == 0) return true;
+    if (candidates.is_at_token()) {
+      if (!candidates.look_behind(tile_.first)) return true;
+      lanes = lanes_with_hits(candidates);
+      if (lanes == 0) return true;
+    }
     offered_ += __popc(lanes);
     if (offered_ >= bound.worth()) {
-      publish(bound);
-      candidates.raise(bound.found());
+      bound.update(best_key());
+      candidates.raise(bound.latest());
       lanes = lanes_with_hits(candidates);
       if (lanes == 0) return true;
       offered_ = __popc(lanes);
     }
-    const bool are_many = __popc(lanes) >= kManyLanes;
-    u32 todo = (are_many ? not_below(candidates.least()) : hits(candidates)) & ~offered_of_tile_;
+    u32 todo = hits(candidates.least()) & ~offered_of_tile_;
     if (V_ - tile_.first < RowTile::kElements) todo &= tile_.is_element(V_);
-    if (!__any_sync(kAllLanes, todo != 0)) return true;
-    if (are_many && warp_sum(u32(__popc(todo))) > candidates.k() + kFewMore) todo = best_of(todo, candidates);
+    if (__popc(lanes) >= kManyLanes && warp_sum(u32(__popc(todo))) > candidates.k() + kFewMore)
+      todo = best_of(todo, candidates);
     u32 place;
     const bool is_enough = candidates.reserve(__popc(todo), place);
+    // If it is one, it is the lane's maximum.
+    const bool is_maximum = !Stream::kInBackground && (todo & (todo - 1)) == 0 && offered_of_tile_ == 0;
     for (; todo != 0; todo &= todo - 1) {
       const u32 bit = __ffs(todo) - 1;
       const u32 index = tile_.index(bit / kPerVector, bit % kPerVector);
-      if (!candidates.store(place++, make_candidate(key_again(index, bit), index))) break;
+      const u32 key = is_maximum ? order_key(lane_max_) : key_again(index, bit);
+      if (!candidates.store(place++, make_candidate(key, index))) break;
       offered_of_tile_ |= 1u << bit;
     }
     return is_enough;
@@ -161,40 +175,38 @@ class RowScan {
     return __ballot_sync(kAllLanes, !(lane_max_ < candidates.least()));
   }
 
-  // Which of the lane's elements may be: bit u * n + e for element e of vector u.
-  template <class CANDIDATES>
-  __device__ __forceinline__ u32 hits(const CANDIDATES& candidates) const {
-    const float least = candidates.least();
+  // Which of the lane's elements may be: bit u * n + e for element e of vector u. Few of few lanes, usually. A tile in
+  // shared memory is read from there: registers cannot be indexed, and fewer of them are needed.
+  __device__ __forceinline__ u32 hits(float least) {
+    if constexpr (!Stream::kInBackground) return not_below(least);
     u32 vectors = 0;
 #pragma unroll
     for (u32 u = 0; u < VECTORS; ++u)
       if (!(choosable_maximum(u) < least)) vectors |= 1u << u;
     u32 result = 0;
-    // One vector of a few lanes, usually. It is read once more, since registers cannot be indexed.
     for (; vectors != 0; vectors &= vectors - 1) {
       const u32 u = __ffs(vectors) - 1;
-      const Vector vector = stream_.vector_again(tile_, u);
-      u32 bits = 0;
-#pragma unroll
-      for (u32 e = 0; e < kPerVector; ++e)
-        if (!(FORMAT::decode(vector.words, e) < least)) bits |= 1u << e;
-      result |= bits << (u * kPerVector);
+      result |= not_below(stream_.vector_again(tile_, u), least) << (u * kPerVector);
     }
     return MASK == kNoMask ? result : result & allowed_or_lowest(least);
   }
 
-  // The same of all elements. A tile in shared memory is read from there: that takes fewer registers.
+  // The same of all elements.
   __device__ __forceinline__ u32 not_below(float least) {
     u32 result = 0;
 #pragma unroll(Stream::kInBackground ? 1 : VECTORS)
-    for (u32 u = 0; u < VECTORS; ++u) {
-      const Vector vector = Stream::kInBackground ? stream_.vector_again(tile_, u) : tile_.vectors[u];
-#pragma unroll
-      for (u32 e = 0; e < kPerVector; ++e)
-        if (!(FORMAT::decode(vector.words, e) < least)) result |= 1u << (u * kPerVector + e);
-    }
+    for (u32 u = 0; u < VECTORS; ++u)
+      result |= not_below(stream_.vector_again(tile_, u), least) << (u * kPerVector);
     tile_.forget_decoded();
     return MASK == kNoMask ? result : result & allowed_or_lowest(least);
+  }
+  // Of a vector. `not less` instead of `greater or equal`: a NaN must pass.
+  static __device__ __forceinline__ u32 not_below(const Vector& vector, float least) {
+    u32 result = 0;
+#pragma unroll
+    for (u32 e = 0; e < kPerVector; ++e)
+      if (!(FORMAT::decode(vector.words, e) < least)) result |= 1u << e;
+    return result;
   }
   __device__ __forceinline__ u32 not_below_key(u32 key) { return not_below(__uint_as_float(bits_of_key(key))); }
 
@@ -288,7 +300,6 @@ class RowScan {
   static constexpr u32 kFewMore = 32;
   Stream stream_;
   u32 V_;
-  float inverse_temperature_;
   float scale_;
   RowMask mask_;
   RowTile tile_;
@@ -316,23 +327,21 @@ struct TileOrder {
 //
 // The warps run free of each other but for the first bound and for cuts.
 template <class GROUP, class SCAN, class FINISH_PART>
-__device__ __forceinline__ void scan_parts(const Problem& problem, SCAN& scan, u32 first_part, u32 last_part, u32 k,
-                                           Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
+__device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN& scan, u32 first_part, u32 last_part,
+                                           u32 k, Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
                                            FINISH_PART finish_part) {
   const u32 log2 = problem.tiles_per_part_log2;
   const TileOrder order = {min(last_part << log2, scan.tiles()), (1u << log2) - 1, ((GROUP::kWarps - 1) << log2) + 1};
-  u32 tile = (first_part + GROUP::warp()) << log2;
-  u32 ahead = tile;
-#pragma unroll
-  for (u32 i = 0; i < 2; ++i) {
-    scan.request(ahead, order.end);
-    ahead = order.after(ahead);
-  }
+  const u32 first = (first_part + GROUP::warp()) << log2;
+  const u32 second = order.after(first);
+  u32 ahead = order.after(second);
+  scan.start(first, second, order.end);
+  scan.prepare(problem, row);
   candidates.restart(k);
-  bool is_open = tile < order.end;
+  bool is_open = first < order.end;
   scan.begin_part();
   if (is_open) {
-    scan.read(tile, order.after(tile) >= order.end);
+    scan.read(first, second, order.end);
     scan.publish(bound);
     scan.fold();
   } else {
@@ -343,14 +352,17 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, SCAN& scan, u
   while (true) {
     while (is_open) {
       if (!scan.offer(candidates, bound)) break;
-      scan.request(ahead, order.end);
-      ahead = order.after(ahead);
+      if constexpr (SCAN::Stream::kAhead == 2) {
+        scan.request(ahead, order.end);
+        ahead = order.after(ahead);
+      }
+      const u32 tile = scan.tile();
       const bool ends_part = order.ends_part(tile);
       if (ends_part) finish_part(tile >> log2, scan.end_part());
-      tile = order.after(tile);
-      is_open = tile < order.end;
+      const u32 next = order.after(tile);
+      is_open = next < order.end;
       if (!is_open) break;
-      scan.read(tile, order.after(tile) >= order.end);
+      scan.read(next, order.after(next), order.end);
       if (ends_part) scan.begin_part();
       scan.fold();
     }

@@ -45,7 +45,7 @@ struct ShortRow {
   static constexpr u32 kPerVector = FORMAT::kPerVector;
   static constexpr u32 kVectors = kPerShortLane / kPerVector;
 
-  TileStream<FORMAT, kVectors, ALIGNED, false> stream;
+  TileStream<FORMAT, kVectors, ALIGNED, 0> stream;
   u32 V, lanes, sub;  // lanes that have the row, and which of them this is
   Vector vectors[kVectors];
   u32 allowed;  // bit i: logit i of the lane
@@ -106,14 +106,15 @@ struct ShortRow {
       for (u32 i = 0; i < kPerShortLane; ++i)
         d[i / kPerVector][i % 4] += exp2_approx(fmaf(normalized(i), scale, -offset));
       const float regained = exp2_approx(-lost);
-      // A tile's lane adds up its vectors; in fewer lanes, each vector is another lane of the tile.
+      // A tile's lane adds up its vectors; in fewer lanes, each vector is another lane of the tile. The products are rounded
+      // as they are there, not made one with the addition that follows.
       if (kVectors == 2 && lanes < kWarpSize) {
-        sum = ((d[0][0] + d[0][1]) + (d[0][2] + d[0][3])) * regained +
-              ((d[kVectors - 1][0] + d[kVectors - 1][1]) + (d[kVectors - 1][2] + d[kVectors - 1][3])) * regained;
+        sum = __fmul_rn((d[0][0] + d[0][1]) + (d[0][2] + d[0][3]), regained) +
+              __fmul_rn((d[kVectors - 1][0] + d[kVectors - 1][1]) + (d[kVectors - 1][2] + d[kVectors - 1][3]), regained);
       } else {
 #pragma unroll
         for (u32 c = 0; kVectors == 2 && c < 4; ++c) d[0][c] += d[kVectors - 1][c];
-        sum = ((d[0][0] + d[0][1]) + (d[0][2] + d[0][3])) * regained;
+        sum = __fmul_rn((d[0][0] + d[0][1]) + (d[0][2] + d[0][3]), regained);
       }
     } else {
 #pragma unroll

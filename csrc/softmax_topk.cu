@@ -14,6 +14,37 @@
 
 namespace fused_topk {
 
+// A row's 32 states, one a lane: a warp keeps them in its registers, the warps of a block in shared memory, where each takes
+// care of those whose parts it reads.
+template <class GROUP>
+class LaneStates {
+ public:
+  // shared: [32]
+  __device__ __forceinline__ explicit LaneStates(float2* shared) : shared_(shared) {
+    if (!GROUP::kIsWarp && lane_id() % GROUP::kWarps == GROUP::warp()) shared_[lane_id()] = {own_.m, own_.d};
+  }
+  // The 32 lanes of a warp call it.
+  __device__ __forceinline__ void merge(u32 part, Normalizer state, float scale) {
+    if (lane_id() != part % kWarpSize) return;
+    if constexpr (GROUP::kIsWarp) {
+      own_ = fused_topk::merge(own_, state, scale, exp2_approx);
+    } else {
+      const float2 before = shared_[lane_id()];
+      const Normalizer merged = fused_topk::merge({before.x, before.y}, state, scale, exp2_approx);
+      shared_[lane_id()] = {merged.m, merged.d};
+    }
+  }
+  // This lane's. In a block, after a barrier.
+  __device__ __forceinline__ Normalizer own() const {
+    if constexpr (GROUP::kIsWarp) return own_;
+    return {shared_[lane_id()].x, shared_[lane_id()].y};
+  }
+
+ private:
+  float2* shared_;
+  Normalizer own_;
+};
+
 // What a group keeps in shared memory, besides its warps' tiles.
 template <class GROUP>
 struct GroupShared {
@@ -21,6 +52,7 @@ struct GroupShared {
   u64 slots[Candidates<GROUP>::kCapacity];
   CandidatesShared<GROUP> candidates;
   float2 lanes[kWarpSize];
+  RowResult row;
   u32 is_last;
 };
 
@@ -71,23 +103,6 @@ __device__ __forceinline__ void write_sequence(const Problem& problem, u32 seque
   }
 }
 
-// Blocks into a row: lane a's merge of the states of parts a, a + 32, ..., that the blocks left in `states` [parts].
-__device__ __forceinline__ Normalizer merge_parts(const float2* states, u32 parts, float scale) {
-  constexpr u32 kAtATime = 4;
-  Normalizer result;
-  for (u32 first = lane_id(); first < parts; first += kAtATime * kWarpSize) {
-    float2 state[kAtATime];
-#pragma unroll
-    for (u32 i = 0; i < kAtATime; ++i) {
-      const u32 part = first + i * kWarpSize;
-      state[i] = part < parts ? load_from_other_block(states + part) : float2{-FUSED_TOPK_INFINITY, 0.0f};
-    }
-#pragma unroll
-    for (u32 i = 0; i < kAtATime; ++i) result = merge(result, {state[i].x, state[i].y}, scale, exp2_approx);
-  }
-  return result;
-}
-
 // Warps that must fit on a multiprocessor, which caps a thread's registers: at 80 for 24 warps, 128 for 16.
 // Where more warps were measured to be worth it; a mask, and large tiles of unaligned rows, need the registers. On other
 // targets there are enough of them that no compiler has to spill (tests/test_cuda_compile.py).
@@ -98,15 +113,19 @@ constexpr u32 resident_warps(u32 mask, u32 vectors, bool aligned) {
   return 16;
 }
 
+// Tiles that are on their way while a warp works on one (TileStream). Where k may be large the candidates take the room in
+// shared memory; then the registers decide.
+constexpr u32 tiles_ahead(u32 warps, u32 mask, u32 vectors, bool aligned) {
+  return warps <= 8 ? 2 : (mask == kNoMask && aligned) || vectors <= 4 ? 1 : 0;
+}
+
 // Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors.
 template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED, u32 MASK>
 __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
                                   resident_warps(MASK, VECTORS, ALIGNED) / (WARPS == 1 ? 4 : WARPS))
     softmax_topk_kernel(const __grid_constant__ Problem problem) {
   using GROUP = Group<WARPS>;
-  // Where k is large the candidates take the room.
-  constexpr bool kInBackground = WARPS <= 8;
-  using SCAN = RowScan<FORMAT, VECTORS, ALIGNED, MASK, kInBackground>;
+  using SCAN = RowScan<FORMAT, VECTORS, ALIGNED, MASK, tiles_ahead(WARPS, MASK, VECTORS, ALIGNED)>;
   constexpr u32 kRowsPerBlock = GROUP::kIsWarp ? 4 : 1;
   __shared__ GroupShared<GROUP> all_shared[kRowsPerBlock];
   extern __shared__ Vector tile_slots[];
@@ -129,31 +148,30 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
   const u32 k_share = min(k, min(last_part << log2_length, problem.V) - (first_part << log2_length));
 
   SCAN scan(problem, row, tile_slots + threadIdx.x / kWarpSize * SCAN::Stream::kWarpVectors);
-  const float scale = scan.scale();
   Candidates<GROUP> candidates(shared.slots, shared.candidates);
-  const u32 readers = min(last_part - first_part, WARPS);
-  KthBound<GROUP> bound(shared.bound, k_share, readers);
-  // Lane a holds the merge of parts a, a + 32, ... in that order, however many warps and blocks the row has: so the same
-  // row gives the same bits.
-  Normalizer lane_state;
-  scan_parts(problem, scan, first_part, last_part, k_share, candidates, bound, [&](u32 part, Normalizer state) {
-    if (splits > 1) {
-      if (lane_id() == 0) problem.parts[i64(row) * parts + part] = state;
-    } else if (lane_id() == part % kWarpSize) {
-      lane_state = merge(lane_state, state, scale, exp2_approx);
+  KthBound<GROUP> bound(shared.bound, k_share, problem.k_of_warp);
+  // Lane a of the row is the merge of parts a, a + 32, ... in that order, however many warps and blocks the row has: so the
+  // same row gives the same bits. Whoever has read a part merges it into its lane, if one block has the row.
+  LaneStates<GROUP> lanes(shared.lanes);
+  scan_parts(problem, row, scan, first_part, last_part, k_share, candidates, bound, [&](u32 part, Normalizer state) {
+    if (splits == 1) {
+      lanes.merge(part, state, scan.scale());
+    } else if (lane_id() == 0) {
+      problem.parts[i64(row) * parts + part] = state;
     }
   });
 
-  if constexpr (!GROUP::kIsWarp) {
-    if (splits == 1) {
-      // Warps into a block: each warp holds the lanes whose parts it read.
-      if (lane_id() % WARPS == GROUP::warp()) shared.lanes[lane_id()] = {lane_state.m, lane_state.d};
-      GROUP::sync();
-      lane_state = {shared.lanes[lane_id()].x, shared.lanes[lane_id()].y};
-    }
-  }
+  // One warp merges the lanes, while the others are busy with the candidates; the sort's barrier tells everyone.
+  const bool finishes_row = GROUP::warp() == GROUP::kWarps - 1;
+  const auto finish_row = [&](Normalizer lane) {
+    const Normalizer state = warp_merge(lane, scan.scale());
+    const RowResult result = {state.m, state.d, problem.inverse_temperature(row)};
+    if (lane_id() != 0) return;
+    shared.row = result;
+    problem.logsumexp[row] = result.logsumexp();
+  };
+  if (splits == 1 && finishes_row) finish_row(lanes.own());
 
-  RowResult result = {0.0f, 0.0f, scan.inverse_temperature()};
   const u64* chosen;  // [k], best first
   u32 lists = splits;
   u32 length = problem.list_length;
@@ -168,16 +186,16 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
     u64* const all_bounds = all_lists + splits * length;
     source = all_lists;
     bounds = all_bounds;
-    KthBound<GROUP> share_bound(shared.share_bound, (k + splits - 1) / splits, readers);
+    KthBound<GROUP> share_bound(shared.share_bound, problem.k_of_split, problem.k_of_split_of_warp);
     // Many candidates passed early: what all of the share's elements prove by now drops most of them.
     const bool are_many = candidates.stored() > length && !bound.needs_many();
-    if (GROUP::warp() >= readers) {
+    if (GROUP::warp() >= last_part - first_part) {
       share_bound.abstain();
     } else if (bound.needs_many()) {
       share_bound.publish(kNoKey);  // too many numbers for what they would tell
     } else {
-      scan.publish(share_bound);
-      if (are_many) scan.publish(bound);
+      share_bound.publish(scan.best_key());
+      if (are_many) bound.publish(scan.best_key());
     }
     GROUP::sync();
     if (are_many) candidates.raise(bound.found());
@@ -186,23 +204,24 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
     u64* list = all_lists + split * length;
     const u32 count = candidates.shorten(length);
     for (u32 i = GROUP::thread(); i < length; i += GROUP::kThreads)
-      list[i] = i < count ? candidates.slots()[i] : kNoCandidate;
+      list[i] = i < count && candidates.slots()[i] > candidates.threshold() ? candidates.slots()[i] : kNoCandidate;
+    GROUP::sync();
+    candidates.restart(k);
     if (!arrives_last<GROUP>(problem.row_tickets + row, splits, shared.is_last)) return;
   }
   bool is_sequence = false;
 #pragma unroll 1
   while (true) {
-    if (splits > 1 || is_sequence)
+    if (splits > 1 || is_sequence) {
+      const bool merges_parts = splits > 1 && finishes_row && !is_sequence;
+      const PartStates states(problem.parts + i64(row) * parts, merges_parts ? parts : 0);
       gather(source, lists, length, bounds, bounds_stride, is_sequence ? problem.k : k, candidates, [&] {
-        if (!is_sequence)
-          lane_state = merge_parts(reinterpret_cast<const float2*>(problem.parts) + i64(row) * parts, parts, scale);
+        if (merges_parts) finish_row(states.merged(scan.scale()));
       });
+    }
     chosen = candidates.sort();
     if (is_sequence) break;
-    const Normalizer state = warp_merge(lane_state, scale);
-    result.m = state.m;
-    result.d = state.d;
-    if (GROUP::thread() == 0) problem.logsumexp[row] = result.logsumexp();
+    const RowResult result = shared.row;
     if (problem.beams == 0) {
       write_row<GROUP, FORMAT>(problem, row, k, chosen, scan, result);
       return;
@@ -210,6 +229,8 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
     // Rows into a sequence, likewise.
     sequence = row / problem.beams;
     hand_over_beam<GROUP>(problem, row, sequence, k, chosen, result);
+    GROUP::sync();
+    candidates.restart(problem.k);
     if (!arrives_last<GROUP>(problem.beam_tickets + sequence, problem.beams, shared.is_last)) return;
     lists = problem.beams;
     length = k;

@@ -116,7 +116,7 @@ def alternatives(rows: int, vocab_size: int, k: int, itemsize: int, multiprocess
 def list_length(k: int) -> int:
     """Candidates that a block of a split row hands over at most: each one more than k saves steps of the cut before
     (Candidates::shorten() of csrc/candidates.cuh), and costs after."""
-    return 3 * k + 48 if k <= 64 else max(512, 2 * k)
+    return 3 * k + 40 if k <= 64 else max(512, 2 * k)
 
 
 def _cut(vocab_size: int) -> tuple[int, int]:
@@ -129,7 +129,9 @@ def _cut(vocab_size: int) -> tuple[int, int]:
 
 def _splits(rows: int, parts: int, warps: int, k: int, multiprocessors: int) -> int:
     """Enough blocks to fill the GPU, but none with less than a part for each of its warps, two where k is large and
-    merging dear; and no more than it takes for a warp's number of parts."""
+    merging dear; and no more than it takes for a warp's number of parts. Two parts a warp are read sooner than merged."""
+    if parts <= 2 * warps:
+        return 1
     resident = multiprocessors * (24 // warps)
     most = max(1, min(resident // max(rows, 1), -(-parts // warps)))
     parts_per_warp = max(-(-parts // (most * warps)), 2 if k > 32 else 1)

@@ -31,12 +31,12 @@ _MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
 _LEADING_DIMS = 4
 
 # struct Problem of csrc/problem.cuh, field by field, and where the fields lie that change from call to call.
-_PROBLEM = struct.Struct("<Qq7If7Q10I12qQqQ2q3Q")
+_PROBLEM = struct.Struct("<Qq11If7Q9I4x12qQqQ2q3Q")
 _LOGITS = struct.Struct("<Q"), 0
-_TEMPERATURE_TO_INDICES = struct.Struct("<f7Q"), 44
-_MASK = struct.Struct("<Q"), 240
-_BEAM_SCORES = struct.Struct("<Q"), 256
-_BEAM_LISTS_TO_TICKETS = struct.Struct("<3Q"), 280
+_TEMPERATURE_TO_INDICES = struct.Struct("<f7Q"), 60
+_MASK = struct.Struct("<Q"), 256
+_BEAM_SCORES = struct.Struct("<Q"), 272
+_BEAM_LISTS_TO_TICKETS = struct.Struct("<3Q"), 296
 PROBLEM_BYTES = _PROBLEM.size
 
 
@@ -149,6 +149,9 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
     beams = 0 if layout.beam_strides is None else leading[1]
     k_row = min(layout.k, vocab_size)
     length = list_length(k_row)
+    # Warps of a block that have a part to read.
+    readers = min(choice.warps, choice.parts // splits)
+    k_of_split = -(-k_row // splits)
     problem = _PROBLEM.pack(
         0,
         strides[0][-1],
@@ -158,8 +161,11 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         choice.parts,
         choice.tiles_per_part.bit_length() - 1,
         *divmod(choice.parts, splits),
-        *(0,) * 8,
+        -(-k_row // readers),
+        k_of_split,
+        -(-k_of_split // readers),
         length,
+        *(0,) * 8,
         _VALUE_KINDS[layout.values],
         layout.normalize == "topk",
         beams,
