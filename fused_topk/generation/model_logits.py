@@ -18,18 +18,20 @@ class ModelLogits(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    _logits: Tensor
     _on_last: Callable[[Tensor], Any]
 
     @staticmethod
     def mark(logits: Tensor, on_last: Callable[[Tensor], Any]) -> ModelLogits:
         """The same tensor. Where a loop takes the last rows [R, V] in float32, it gets what `on_last` makes of them."""
         marked = logits.as_subclass(ModelLogits)
+        marked._logits = logits
         marked._on_last = on_last
         return marked
 
     def __getitem__(self, index: Any) -> Tensor:
-        result: Tensor = super().__getitem__(index)
-        return _LastLogits.mark(result, self._on_last) if _is_last(index) else result
+        # Half the time of indexing, at every step.
+        return _LastLogits.mark(self._logits.select(1, -1), self._on_last) if _is_last(index) else self._logits[index]
 
 
 class _LastLogits(Tensor):
@@ -62,4 +64,5 @@ _LAST = ((slice(None), -1), (slice(None), -1, slice(None)))
 
 def _is_last(index: Any) -> bool:
     # Only with the types known: a tensor in an index compares elementwise.
-    return type(index) is tuple and all(type(each) in (slice, int) for each in index) and index in _LAST
+    is_simple = type(index) is tuple and len(index) in (2, 3) and type(index[1]) is int and type(index[0]) is slice
+    return is_simple and (len(index) == 2 or type(index[2]) is slice) and index in _LAST

@@ -164,6 +164,9 @@ class LazyScores:
         is_known_place = self._stage in (Stage.LOGITS, Stage.LOG_PROBS) and self._filters is None
         if self._dense is not None or not is_known_place:
             return run_stock(self.dense("logits processors in an unknown place"))
+        if not plan.processors:
+            self._filters = ()
+            return self
         if plan.reason is not None:
             return run_stock(self.dense(plan.reason))
         try:
@@ -219,9 +222,9 @@ class LazyScores:
     def _argmax(self, dim: int | None = None, keepdim: bool = False) -> Any:
         if self._stage is not Stage.LOGITS or self._filters or dim not in (-1, 1) or keepdim:
             return NotImplemented
-        found = selection.best(self._step.rows, self._edits, 1, False)
+        ids = selection.greatest(self._step.rows, self._edits)
         self._step.count_fused()
-        return found.ids[:, 0]
+        return ids
 
     def _softmax(self, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
         if self._stage not in (Stage.LOGITS, Stage.TOTALS) or dim not in (-1, 1) or dtype is not None:

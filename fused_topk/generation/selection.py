@@ -13,8 +13,8 @@ Nothing here waits for the device or has a shape that depends on what a tensor h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
+from functools import lru_cache, reduce
 from types import ModuleType
 from typing import NamedTuple, Protocol
 
@@ -74,6 +74,17 @@ class Rows(NamedTuple):
         """Whether the kernels can list k tokens of a row."""
         return bool(self.backend.supports(self.logits.dtype, k))
 
+    def greatest(self) -> Tensor:
+        """int64 [R]: the token of the greatest logit of each row."""
+        logits, rows = self.logits, self.logits.shape[:1]
+        kind = logits.dtype, logits.device
+        values = torch.empty(rows, dtype=logits.dtype, device=logits.device)
+        ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        logsumexp = torch.empty(rows, device=logits.device)
+        # With k = 1, [R] lies in memory as [R, 1].
+        _prepared_greatest(self.backend, *kind, logits.shape, logits.stride())(logits, TopK(values, ids, logsumexp))
+        return ids
+
     def topk(self, k: int, mask: Tensor | None = None) -> TopK:
         """The k greatest logits, in the model's dtype, and the logsumexp of the tokens in `mask` [1 or R, W]."""
         return self._scan(k, mask, "logits", "allowed", 1.0)
@@ -105,6 +116,23 @@ class Rows(NamedTuple):
         out = empty_row_result(logits, k, values)
         self.backend.row_topk(Problem(logits, k, temperature, None, mask, values, normalize), out)
         return out
+
+
+@lru_cache(maxsize=256)
+def _prepared_greatest(
+    backend: ModuleType, dtype: torch.dtype, device: torch.device, shape: torch.Size, strides: tuple[int, ...]
+) -> Callable[[Tensor, TopK], None]:
+    """What does it to logits of that kind: everything about the launch but the addresses."""
+    logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    prepared: Callable[[Tensor, TopK], None] = backend.prepare(
+        Problem(logits, 1, 1.0, None, None, "logits", "allowed"), device
+    )
+    return prepared
+
+
+def greatest(rows: Rows, edits: Sequence[Edit]) -> Tensor:
+    """int64 [R]: the token of each row that the edits leave the greatest score."""
+    return best(rows, edits, 1, False).ids[:, 0] if edits else rows.greatest()
 
 
 def best(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> Candidates:
