@@ -114,9 +114,12 @@ constexpr u32 resident_warps(u32 mask, u32 vectors, bool aligned) {
 }
 
 // Tiles that are on their way while a warp works on one (TileStream). Where k may be large the candidates take the room in
-// shared memory; then the registers decide.
+// shared memory; then the registers decide, and again not every target has enough of them.
 constexpr u32 tiles_ahead(u32 warps, u32 mask, u32 vectors, bool aligned) {
-  return warps <= 8 ? 2 : (mask == kNoMask && aligned) || vectors <= 4 ? 1 : 0;
+#if __CUDA_ARCH__ == 900
+  if (warps > 8) return (mask == kNoMask && aligned) || vectors <= 4 ? 1 : 0;
+#endif
+  return warps <= 8 ? 2 : 0;
 }
 
 // Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors.

@@ -225,6 +225,12 @@ def test_blocks_arrive_in_any_order(case):
     check(case)
 
 
+def test_more_blocks_than_a_warp_has_lanes():
+    """Then a lane holds the bounds of several, and k may be smaller than that."""
+    for k in (5, 33):
+        check(Case(35_000, k, "bf16", rows="few_levels", splits=34), schedule="random")
+
+
 def test_blocks_take_turns():
     """The seed decides who runs when, and nothing else does."""
     case = Case(3001, 40, rows="2", splits=3)
