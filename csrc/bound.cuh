@@ -60,8 +60,7 @@ class KthBound {
   };
 
   // of_warp: at least k / n, where n of the group's warps read something; the others abstain.
-  __device__ __forceinline__ KthBound(Shared& shared, u32 k, u32 of_warp)
-      : shared_(shared), k_(k), of_warp_(of_warp) {}
+  __device__ __forceinline__ KthBound(Shared& shared, u32 k, u32 of_warp) : shared_(shared), k_(k), of_warp_(of_warp) {}
 
   // Whether the bests of 32 lanes say too little.
   __device__ __forceinline__ bool needs_many() const { return of_warp_ > kWarpSize / 2; }

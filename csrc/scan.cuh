@@ -31,7 +31,7 @@ class RowScan {
         offered_(0),
         best_(-FUSED_TOPK_INFINITY) {}
 
-  // Begins to fetch the warp's first two tiles; a tile past the end is none.
+  // Begins to fetch the warp's first tiles, as many as can be on their way; a tile past the end is none.
   __device__ __forceinline__ void start(u32 first, u32 second, u32 end) {
     if constexpr (Stream::kAhead > 0) request(first, end);
     if constexpr (Stream::kAhead == 2) request(second, end);
@@ -175,8 +175,8 @@ class RowScan {
     return __ballot_sync(kAllLanes, !(lane_max_ < candidates.least()));
   }
 
-  // Which of the lane's elements may be: bit u * n + e for element e of vector u. Few of few lanes, usually. A tile in
-  // shared memory is read from there: registers cannot be indexed, and fewer of them are needed.
+  // Which of the lane's elements may be: bit u * n + e for element e of vector u. Few of few lanes, usually, so that a
+  // tile in shared memory is compared vector by vector, where its maximum says so: registers cannot be indexed.
   __device__ __forceinline__ u32 hits(float least) {
     if constexpr (!Stream::kInBackground) return not_below(least);
     u32 vectors = 0;
@@ -195,8 +195,7 @@ class RowScan {
   __device__ __forceinline__ u32 not_below(float least) {
     u32 result = 0;
 #pragma unroll(Stream::kInBackground ? 1 : VECTORS)
-    for (u32 u = 0; u < VECTORS; ++u)
-      result |= not_below(stream_.vector_again(tile_, u), least) << (u * kPerVector);
+    for (u32 u = 0; u < VECTORS; ++u) result |= not_below(stream_.vector_again(tile_, u), least) << (u * kPerVector);
     tile_.forget_decoded();
     return MASK == kNoMask ? result : result & allowed_or_lowest(least);
   }
@@ -294,7 +293,7 @@ class RowScan {
     return greatest;
   }
 
-  // From so many lanes with a hit on, all elements are compared at once.
+  // With hits in fewer lanes than this, a tile's own best are not worth looking for.
   static constexpr u32 kManyLanes = 24;
   // So many candidates more than k are no reason to look for the best of them.
   static constexpr u32 kFewMore = 32;

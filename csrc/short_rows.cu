@@ -109,8 +109,9 @@ struct ShortRow {
       // A tile's lane adds up its vectors; in fewer lanes, each vector is another lane of the tile. The products are rounded
       // as they are there, not made one with the addition that follows.
       if (kVectors == 2 && lanes < kWarpSize) {
-        sum = __fmul_rn((d[0][0] + d[0][1]) + (d[0][2] + d[0][3]), regained) +
-              __fmul_rn((d[kVectors - 1][0] + d[kVectors - 1][1]) + (d[kVectors - 1][2] + d[kVectors - 1][3]), regained);
+        sum =
+            __fmul_rn((d[0][0] + d[0][1]) + (d[0][2] + d[0][3]), regained) +
+            __fmul_rn((d[kVectors - 1][0] + d[kVectors - 1][1]) + (d[kVectors - 1][2] + d[kVectors - 1][3]), regained);
       } else {
 #pragma unroll
         for (u32 c = 0; kVectors == 2 && c < 4; ++c) d[0][c] += d[kVectors - 1][c];

@@ -82,10 +82,11 @@ def choose(
 
     What the limits rest on, in µs on an H200 (132 multiprocessors); `python -m fused_topk sweep` measures it anew:
 
-    - a warp or 8 warps a row: 4000 x 25000 fp32 k = 5: 110 or 125; k = 64: 169 or 177;
-    - 8 or 16 warps: 16 x 128256 bf16 k = 8: 11.0 or 10.1, 10 x 25000 fp32 k = 5: 8.6 or 7.4, 128 x 1048576: 157 or 129,
-      but 32 x 262144 bf16 k = 20: 19.1 or 21.1, 16 x 262144 bf16 k = 64: 17.7 or 19.3, 256 x 128256 fp32 k = 8: 43 or 46;
-      and where k is larger again 64 x 128256 fp32 k = 128: 30.2 or 25.6.
+    - a warp or 8 warps a row: 4000 x 4000 fp32 k = 5: 26 or 54; 4000 x 25000 k = 5: 112 or 108, k = 64: 154 or 168;
+    - 8 or 16 warps: 16 x 128256 bf16 k = 8: 11.1 or 9.1, 128 x 1048576 fp32 k = 5: 137 or 128; but
+      32 x 151936 bf16 k = 50: 19.1 or 19.9, 64 x 128256 fp32 k = 32: 22.2 or 23.6, 256 x 128256 fp32 k = 8: 41 or 43;
+      and where k is larger again 64 x 128256 fp32 k = 128: 30 or 26;
+    - 4, 6 or 8 blocks of 16 warps: 1 x 128256 bf16 k = 8: 9.4, 8.9 or 7.7; but one or two: 1 x 32000: 6.5 or 7.3.
     """
     parts, tiles_per_part = _cut(vocab_size)
     vectors = _TILE * itemsize // _WARP_BYTES
