@@ -64,15 +64,20 @@ def _installed(*distributions: str) -> str | None:
     return None
 
 
+def _has_cupy() -> bool:
+    return _installed("cupy-cuda13x", "cupy-cuda12x", "cupy") is not None
+
+
 def _driver_version() -> str | None:
     """The newest CUDA that the driver supports."""
-    # Only builds of torch for CUDA have it.
-    number = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else 0  # type: ignore[attr-defined]
-    return f"{number // 1000}.{number % 1000 // 10}" if number else None
+    if not torch.cuda.is_available() or not _has_cupy():
+        return None
+    number = importlib.import_module("cupy_backends.cuda.api.runtime").driverGetVersion()
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _nvrtc_version() -> str | None:
-    if _installed("cupy-cuda13x", "cupy-cuda12x", "cupy") is None:
+    if not _has_cupy():
         return None
     nvrtc = importlib.import_module("cupy_backends.cuda.libs.nvrtc")
     return ".".join(str(part) for part in nvrtc.getVersion())
