@@ -91,7 +91,7 @@ FAULTS = {
         r"atom\.acq_rel\.gpu\.global\.inc", "atom.release.gpu.global.inc", TWO_BLOCKS, {"race"}, "empty"
     ),
     "no barrier before the ticket": Fault(
-        r"(arrives_last\(u32\* ticket, u32 expected, u32& shared_flag\) \{[^}]*?)GROUP::sync\(\);",
+        r"GROUP::sync\(\);(\s*candidates\.restart\(k\);\s*if \(!arrives_last)",
         r"\1",
         TWO_BLOCKS,
         {"race"},
