@@ -74,7 +74,9 @@ __device__ __forceinline__ void gather(const u64* source, u32 lists, u32 length,
   const bool by_rank = k < lists && k <= kWarpSize;
   u32 bound = by_rank ? kNoKey : kNanKey;
   for (u32 list = lane_id(); list < lists; list += kWarpSize) {
-    const u32 key = key_of(load_from_other_block(bounds + list * bounds_stride));
+    u32 key = key_of(load_from_other_block(bounds + list * bounds_stride));
+    // Of a beam whose score is +inf, NaN comes last though it ranks first: as a bound it says nothing.
+    if (key == kNanKey) key = kNoKey;
     bound = by_rank ? max(bound, key) : min(bound, key);
   }
   candidates.raise(by_rank ? nth_greatest(bound, k) : warp_min(bound));

@@ -118,9 +118,17 @@ struct ShortRow {
         sum = __fmul_rn((d[0][0] + d[0][1]) + (d[0][2] + d[0][3]), regained);
       }
     } else {
+      const bool is_another_lane = kVectors == 2 && lanes < kWarpSize;
+      float of_first = 0.0f;
 #pragma unroll
-      for (u32 i = 0; i < kPerShortLane; ++i)
+      for (u32 i = 0; i < kPerShortLane; ++i) {
+        if (i == kPerVector && is_another_lane) {
+          of_first = sum;
+          sum = 0.0f;
+        }
         if (index(i) < V) sum += exp2_approx((normalized(i) - base) * scale);
+      }
+      if (is_another_lane) sum = of_first + sum;
     }
     return {m, combine_lanes(sum, lanes, [](float a, float b) { return a + b; })};
   }

@@ -57,6 +57,8 @@ def prepare(problem: Problem, device: torch.device) -> Callable[[Tensor, TopK], 
     has_adjacent = strides[-1] == 1 or shape[-1] == 1
 
     def run(logits: Tensor, out: TopK) -> None:
+        if logits.numel() == 0:
+            return
         address = logits.data_ptr()
         planned = unaligned if address % 16 else aligned
         if planned is None or not has_adjacent or address % itemsize:
@@ -366,6 +368,7 @@ class _TicketReserve(NamedTuple):
 _RESERVED_TICKETS = 1 << 20
 _reserves: dict[int, _TicketReserve] = {}
 _stream_tickets: dict[tuple[int, int], Tensor] = {}
+_outgrown_tickets: list[Tensor] = []
 
 
 def _reserve_tickets(device: int) -> None:
@@ -393,5 +396,12 @@ def _tickets(device: int, count: int) -> int:
     key = device, torch._C._cuda_getCurrentRawStream(device)
     tickets = _stream_tickets.get(key)
     if tickets is None or tickets.numel() < count:
-        tickets = _stream_tickets[key] = torch.zeros(max(count, 4096), dtype=torch.int32, device=f"cuda:{device}")
+        with _loading:
+            tickets = _stream_tickets.get(key)
+            if tickets is None or tickets.numel() < count:
+                if tickets is not None:
+                    # Another thread may be about to launch with them.
+                    _outgrown_tickets.append(tickets)
+                tickets = torch.zeros(max(count, 4096), dtype=torch.int32, device=f"cuda:{device}")
+                _stream_tickets[key] = tickets
     return tickets.data_ptr()

@@ -22,6 +22,7 @@ from simt.cases import Case, Laid, check, kernel_of
 from simt.emulate import emulated
 from simt.launch import SCHEDULES, Array
 from simt.row_topk import empty_result, read_rows, row_topk
+from test_beam import infinite_beams
 
 # (V, k, whose rows, blocks a row), on both sides of every number at which the kernels, or their choice, change course:
 # a vector, a lane, 8, 16 and 32 lanes, a tile, two of them, a part for each warp; the k that a warp, 8 warps and 16 warps
@@ -157,6 +158,15 @@ def test_prepared_call_is_the_same_launch(name, monkeypatch):
     assert torch.equal(results[0].indices, logits.topk(5).indices)
 
 
+def test_prepared_call_without_rows_launches_nothing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
+    monkeypatch.setattr(kernels, "_choice", kernels._choice.__wrapped__)
+    monkeypatch.setattr(kernels, "_start", None)
+    logits = torch.empty(0, 300)
+    problem = Problem(logits, 5, 1.0, None, None, "logits", "allowed")
+    kernels.prepare(problem, torch.device("cuda", 0))(logits, empty_result(problem))
+
+
 # As rows of more than 2^20 elements are cut, with the parts' ends on both sides of a tile's and of the row's.
 LONG_PARTS = [
     Case(8192, 8, owner="many", tiles_per_part=2),
@@ -198,6 +208,12 @@ def test_short_rows_have_the_bits_of_longer_ones(dtype):
         )
         assert short.lanes and not tiles.lanes
         assert_same(row_topk(problem, short)[0], row_topk(problem, tiles)[0])
+        # So far from 0 that the sums are formed another way.
+        far = torch.arange(vocab_size).remainder(97).mul(0.25).add(3e6).expand(2, -1).contiguous().to(DTYPES[dtype])
+        far[1] = random_logits(vocab_size).mul(0.5).add(3e6).to(DTYPES[dtype])
+        if far.isfinite().all():
+            problem = Problem(far, k, 0.7, None, None, "softmax", "allowed")
+            assert_same(row_topk(problem, short)[0], row_topk(problem, tiles)[0])
 
 
 ARRIVALS = {
@@ -207,6 +223,13 @@ ARRIVALS = {
     "beams of blocks": Case(3001, 4, beams=3, splits=3, mask="packed", normalize="all"),
     "more than one row has": Case(33, 60, beams=3),
 }
+
+
+def test_beams_of_infinite_score():
+    logits, scores = infinite_beams("cpu")
+    for schedule in SCHEDULES:
+        got = Laid(Case(3, 6, beams=2), schedule=schedule)("beam_topk", logits, scores, 6)
+        assert got.indices.tolist() == [[1, 2, 4, 5, 0, 3]]
 
 
 @pytest.mark.parametrize("case", ARRIVALS.values(), ids=list(ARRIVALS))
