@@ -42,7 +42,7 @@ class Candidates {
 
   // Only a candidate greater than this can be among the best k. May differ between warps.
   __device__ __forceinline__ u64 threshold() const { return threshold_; }
-  // No logit below this can. NaN, which no logit is below, while there is no threshold.
+  // No logit below this can. NaN, which no logit is below, while there is no threshold, or if it is a NaN itself.
   __device__ __forceinline__ float least() const { return least_; }
   // Whether the threshold is a token of its own, not only a bound of the logits.
   __device__ __forceinline__ bool is_at_token() const { return u32(threshold_) != ~0u; }

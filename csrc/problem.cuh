@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a launch is asked to do: one struct, passed by value. fused_topk/cuda.py packs it field by field, in this order.
+// What a launch is asked to do: one struct, passed by value. fused_topk/launch.py packs it field by field, in this order.
 #pragma once
 
 #include "row.cuh"
@@ -93,6 +93,6 @@ struct Problem {
     return result + row * strides[leading_dims - 1];
   }
 };
-static_assert(sizeof(Problem) == 320, "fused_topk/cuda.py packs 320 bytes");
+static_assert(sizeof(Problem) == 320, "fused_topk/launch.py packs 320 bytes");
 
 }  // namespace fused_topk

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a row is laid over the GPU: a pure function of the problem's size and the machine's, testable without a GPU.
 
-The kernel (csrc/softmax_topk.cu) is one algorithm; the choice is who owns a row:
+The choice is who owns a row; all but short rows (csrc/short_rows.cu) are one kernel, csrc/softmax_topk.cu:
 
 =============== ======================================================= ====================================
 regime          owner                                                   when
 =============== ======================================================= ====================================
 short rows      8, 16 or 32 lanes of a warp                             k <= 32 and V <= 256
 warp per row    one warp, tile by tile, four rows a block               rows fill the GPU, k <= 64; V <= 1024, k <= 32
-block per row   all warps of a block                                    rows fill the GPU, k > 64
+block per row   all warps of a block                                    as many rows as blocks fit, or few parts
 split row       several blocks; the last to arrive merges               too few rows for that
 =============== ======================================================= ====================================
 
@@ -38,7 +38,7 @@ _WARPS_PER_BLOCK = 4  # where a warp owns a row, or several
 class KernelChoice(NamedTuple):
     """Template parameters and launch arguments of one launch."""
 
-    warps: int  # that own a row together; 1 packs four rows into a block
+    warps: int  # that own a row together; 1 packs four warps into a block
     vectors: int  # of 16 bytes that a lane holds at a time: a tile is 32 lanes of them
     splits: int  # blocks that share a row
     parts: int  # pieces of a row, each summed by one warp
@@ -129,7 +129,7 @@ def _cut(vocab_size: int) -> tuple[int, int]:
 
 
 def _splits(rows: int, parts: int, warps: int, k: int, multiprocessors: int) -> int:
-    """Enough blocks to fill the GPU, but none with less than a part for each of its warps, two where k is large and
+    """Enough blocks to fill the GPU, but none with less than about a part for each of its warps, two where k is large and
     merging dear; and no more than it takes for a warp's number of parts. Two parts a warp are read sooner than merged."""
     if parts <= 2 * warps:
         return 1

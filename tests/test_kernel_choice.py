@@ -97,7 +97,7 @@ def test_choose_fits_the_machine():
 
 
 def test_choose_gives_every_block_a_share():
-    """At least one part for each warp of each block of a split row."""
+    """About one part, or more, for each warp of each block of a split row."""
     for problem in problems():
         choice = choose(*problem)
         assert choice.splits == 1 or choice.parts // choice.splits * 2 > choice.warps, (problem, choice)
