@@ -103,14 +103,16 @@ __device__ __forceinline__ void write_sequence(const Problem& problem, u32 seque
   }
 }
 
-// Warps that must fit on a multiprocessor, which caps a thread's registers: at 80 for 24 warps, 128 for 16.
-// Where more warps were measured to be worth it; a mask, and large tiles of unaligned rows, need the registers. On other
-// targets there are enough of them that no compiler has to spill (tests/test_cuda_compile.py).
-constexpr u32 resident_warps(u32 mask, u32 vectors, bool aligned) {
+// Blocks that must fit on a multiprocessor, which caps a thread's registers: at 80 for 24 warps, 128 for 16. 24 where they
+// were measured to be worth it; a mask, and large tiles of unaligned rows, need the registers. On other targets there are
+// enough of them that no compiler has to spill (tests/test_cuda_compile.py).
+constexpr u32 resident_blocks(u32 warps, u32 mask, u32 vectors, bool aligned) {
+  const u32 warps_of_block = warps == 1 ? 4 : warps;
 #if __CUDA_ARCH__ == 900
-  if (mask == kNoMask && (aligned || vectors <= 4)) return 24;
+  return (mask == kNoMask && (aligned || vectors <= 4) ? 24 : 16) / warps_of_block;
+#else
+  return mask != kNoMask && !aligned && warps_of_block <= 8 ? 8 / warps_of_block : 16 / warps_of_block;
 #endif
-  return 16;
 }
 
 // Tiles that are on their way while a warp works on one (TileStream). Where k may be large the candidates take the room in
@@ -124,8 +126,7 @@ constexpr u32 tiles_ahead(u32 warps, u32 mask, u32 vectors, bool aligned) {
 
 // Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors.
 template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED, u32 MASK>
-__global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
-                                  resident_warps(MASK, VECTORS, ALIGNED) / (WARPS == 1 ? 4 : WARPS))
+__global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident_blocks(WARPS, MASK, VECTORS, ALIGNED))
     softmax_topk_kernel(const __grid_constant__ Problem problem) {
   using GROUP = Group<WARPS>;
   using SCAN = RowScan<FORMAT, VECTORS, ALIGNED, MASK, tiles_ahead(WARPS, MASK, VECTORS, ALIGNED)>;
