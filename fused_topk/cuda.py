@@ -51,14 +51,14 @@ def row_topk(problem: Problem, out: TopK, choice: KernelChoice | None = None) ->
 def prepare(problem: Problem, device: torch.device) -> Callable[[Tensor, TopK], None]:
     """row_topk() of logits like those of `problem`, which has none of the tensors besides: all but their addresses."""
     shape, strides, itemsize = problem.logits.shape, problem.logits.stride(), problem.logits.element_size()
-    index = device.index
-    choice = _choice(launch.row_count(shape), shape[-1], problem.k, itemsize, index)
+    rows, index = launch.row_count(shape), device.index
+    if rows == 0:
+        return lambda logits, out: None
+    choice = _choice(rows, shape[-1], problem.k, itemsize, index)
     unaligned, aligned = (launch.plan(_layout(problem, is_aligned, None), choice) for is_aligned in (False, True))
     has_adjacent = strides[-1] == 1 or shape[-1] == 1
 
     def run(logits: Tensor, out: TopK) -> None:
-        if logits.numel() == 0:
-            return
         address = logits.data_ptr()
         planned = unaligned if address % 16 else aligned
         if planned is None or not has_adjacent or address % itemsize:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch of csrc/softmax_topk.cu or short_rows.cu looks like: a pure function of shapes and strides, kept for the next such call.
+"""What a launch of csrc/softmax_topk.cu or short_rows.cu looks like: a pure function of shapes and strides.
 
-All that is left for a call is to fill in the addresses: an eager call of a small problem costs the host as much as all of
-its Python, so nothing is computed twice. Needs no GPU.
+It is kept for the next such call, for which all that is left is to fill in the addresses: an eager call of a small problem
+costs the host as much as all of its Python, so nothing is computed twice. Needs no GPU.
 """
 
 from __future__ import annotations

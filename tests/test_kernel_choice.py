@@ -162,7 +162,7 @@ def test_alternatives_are_choices_that_could_be_made():
         assert chosen == choose(*problem) and chosen not in others and len(set(others)) == len(others)
         for choice in others:
             assert (choice.warps, choice.vectors) in VARIANTS[itemsize]
-            assert chosen.lanes or (choice.parts, choice.tiles_per_part) == (chosen.parts, chosen.tiles_per_part)
+            assert (choice.parts, choice.tiles_per_part) == (chosen.parts, chosen.tiles_per_part)
             assert 1 <= choice.splits <= choice.parts and choice.grid(rows)[0] <= 2**31 - 1
             assert k < {1: 128, 8: 512, 16: 4096}[choice.warps]
             seen.add((choice.warps, choice.splits > 1))
