@@ -15,6 +15,7 @@ namespace fused_topk {
 // A number that is at most the n-th greatest of the lanes' keys, and equals it if the greater ones all differ. kNoKey for
 // n > 32. All 32 lanes call it.
 __device__ __forceinline__ u32 nth_greatest(u32 key, u32 n) {
+  if (n > kWarpSize) return kNoKey;
   u32 greatest = warp_max(key);
 #pragma unroll 1
   for (u32 i = 1; i < n; ++i) {
@@ -24,8 +25,8 @@ __device__ __forceinline__ u32 nth_greatest(u32 key, u32 n) {
   return greatest;
 }
 
-// The same for N keys of each lane and larger n, by bisection from the first bit in which they differ. Stops 8 bits later:
-// what rounding the bound down costs is a few candidates more.
+// A number that is at most the n-th greatest of N keys of each lane, by bisection from the first bit in which they differ.
+// Stops 8 bits later: what rounding the bound down costs is a few candidates more.
 template <u32 N>
 __device__ __forceinline__ u32 nth_greatest(const u32 (&keys)[N], u32 n) {
   if (n > N * kWarpSize) return kNoKey;
@@ -69,9 +70,7 @@ class KthBound {
 
   // Tells the group the best keys that each lane of this warp has read, of different elements. After a barrier, found()
   // gives the bound that all warps' numbers prove, kNoKey for none. The 32 lanes of a warp call each of them together.
-  __device__ __forceinline__ void publish(u32 key) {
-    publish_first(of_warp_ > kWarpSize ? kNoKey : nth_greatest(key, of_warp_));
-  }
+  __device__ __forceinline__ void publish(u32 key) { publish_first(nth_greatest(key, of_warp_)); }
   template <u32 N>
   __device__ __forceinline__ void publish(const u32 (&keys)[N]) {
     publish_first(nth_greatest(keys, of_warp_));

@@ -7,10 +7,10 @@
 //   - what passes is appended (add), by any warp at any time;
 //   - should the buffer fill up, the group cuts it back to little more than the best k (cut), which raises the threshold.
 // The answer is exact whatever the bound: a loose one costs time, never a candidate.
-// Comes after order.h, group.cuh.
+// Comes after bound.cuh.
 #pragma once
 
-#include "group.cuh"
+#include "bound.cuh"
 
 namespace fused_topk {
 
@@ -29,7 +29,7 @@ class Candidates {
   static constexpr u32 kOwn = GROUP::kIsWarp ? 4 : GROUP::kWarps <= 8 ? 2 : 8;
   static constexpr u32 kCapacity = kOwn * GROUP::kThreads;
 
-  // slots: [kCapacity], shared memory; k < kCapacity.
+  // slots: [kCapacity], shared memory, 16-byte aligned; k < kCapacity.
   __device__ __forceinline__ Candidates(u64* slots, Shared& shared) : slots_(slots), shared_(shared) {}
 
   // Forgets everything; from now on the best `k` are kept. All threads of the group call it, after a barrier that
@@ -123,6 +123,24 @@ class Candidates {
     return place < kCapacity;
   }
 
+  // A key that at least n of what is stored are >=, kNoKey if it is not known: it is proven by each lane's best, or, for
+  // larger n, by eight of each lane. The 32 lanes of a warp call it, after a barrier that follows the last add.
+  __device__ __forceinline__ u32 nth_stored(u32 n) const {
+    const u32 count = stored();
+    if (n > kWarpSize / 2) {
+      u32 keys[8];
+#pragma unroll
+      for (u32 c = 0; c < 8; ++c) {
+        const u32 i = c * kWarpSize + lane_id();
+        keys[c] = i < count ? key_of(slots_[i]) : kNoKey;
+      }
+      return nth_greatest(keys, n);
+    }
+    u32 best = kNoKey;
+    for (u32 i = lane_id(); i < count; i += kWarpSize) best = max(best, key_of(slots_[i]));
+    return nth_greatest(best, n);
+  }
+
   // Drops all but the best `enough`, at least k, or fewer, and raises the threshold so that no worse candidate passes. All
   // threads call it, after a barrier that follows the last add; ends with a barrier.
   __device__ __forceinline__ void cut(u32 enough) {
@@ -164,7 +182,7 @@ class Candidates {
 
  private:
   // Sorting by counting compares all pairs. Its sorted copy fits in the other half of the slots.
-  static constexpr u32 kCountingMax = GROUP::kIsWarp ? 64 : 128;
+  static constexpr u32 kCountingMax = GROUP::kIsWarp ? 64 : 192;
   // Candidates of a thread in the largest bitonic sort.
   static constexpr u32 kPerThread = GROUP::kWarps <= 8 ? 1 : 4;
   static constexpr u32 kSortMax = GROUP::kIsWarp ? kCountingMax : kPerThread * GROUP::kThreads;
@@ -242,19 +260,24 @@ class Candidates {
     return bound;
   }
 
-  // A candidate's place is the number of candidates that rank before it. In a block, eight lanes share a candidate's
-  // comparisons, and warps without a candidate do not keep the others waiting.
+  // A candidate's place is the number of candidates that rank before it. In a block, four lanes share its comparisons, and
+  // warps without a candidate do not keep the others waiting.
   __device__ __forceinline__ const u64* sort_by_counting(u32 count) {
-    constexpr u32 kSharing = GROUP::kIsWarp ? 1 : 8;
-    constexpr u32 kOfWarp = kWarpSize / kSharing;
+    constexpr u32 kSharing = GROUP::kIsWarp ? 1 : 4;
     u64* const sorted = slots_ + kCapacity / 2;
+    const ulonglong2* const pairs = reinterpret_cast<const ulonglong2*>(slots_);
 #pragma unroll 1
-    for (u32 first = GROUP::warp() * kOfWarp; first < count; first += GROUP::kWarps * kOfWarp) {
+    for (u32 first = GROUP::warp() * (kWarpSize / kSharing); first < count; first += GROUP::kThreads / kSharing) {
       const u32 i = first + lane_id() / kSharing;
       const u64 own = i < count ? slots_[i] : kNoCandidate;
       u32 place = 0;
-#pragma unroll(GROUP::kWarps > 8 ? 1 : 4)
-      for (u32 j = lane_id() % kSharing; j < count; j += kSharing) place += slots_[j] > own;
+#pragma unroll 2
+      for (u32 pair = lane_id() % kSharing; pair < count / 2; pair += kSharing) {
+        const ulonglong2 both = pairs[pair];
+        count_less(place, own, both.x);
+        count_less(place, own, both.y);
+      }
+      if (count % 2 != 0 && lane_id() % kSharing == 0) count_less(place, own, slots_[count - 1]);
 #pragma unroll
       for (u32 step = kSharing / 2; step > 0; step /= 2) place += __shfl_xor_sync(kAllLanes, place, step);
       if (i < count && place < k_) sorted[place] = own;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Merging finished states: blocks into a row, rows (beams) into a sequence. The same two steps at both scopes: the last
-// group to arrive takes a ticket, then gathers what the others left in global memory.
+// Merging finished states: parts into a row, blocks into a row, rows (beams) into a sequence. The same two steps at the last
+// two scopes: the last group to arrive takes a ticket, then gathers what the others left in global memory.
 // Comes after bound.cuh and candidates.cuh.
 #pragma once
 
@@ -27,72 +27,77 @@ __device__ __forceinline__ bool arrives_last(u32* ticket, u32 expected, u32& sha
   return shared_flag;
 }
 
-// The states of a row's parts [parts], which its blocks left in global memory, as one warp merges them.
-class PartStates {
- public:
-  // Asks for the first of them; `merged` waits.
-  __device__ __forceinline__ PartStates(const Normalizer* states, u32 parts)
-      : states_(reinterpret_cast<const float2*>(states)), parts_(parts) {
+// Parts into a row: 128 at a time, relative to their greatest maximum, and always in this order, whoever has read them: so a
+// row has the same bits in every regime. state(part) is that of each part. The same in every lane; the 32 lanes of a warp
+// call it.
+template <class STATE>
+__device__ __forceinline__ Normalizer merge_parts(u32 parts, float scale, STATE state) {
+  constexpr u32 kOfLane = 4;
+  Normalizer row;
+#pragma unroll 1
+  for (u32 first = 0; first < parts; first += kOfLane * kWarpSize) {
+    float2 own[kOfLane];
+    float m = -FUSED_TOPK_INFINITY;
 #pragma unroll
-    for (u32 i = 0; i < kAtATime; ++i) first_[i] = load(lane_id() + i * kWarpSize);
-  }
-  // Lane a's merge of parts a, a + 32, ..., in that order.
-  __device__ __forceinline__ Normalizer merged(float scale) const {
-    Normalizer result;
-#pragma unroll
-    for (u32 i = 0; i < kAtATime; ++i) result = merge(result, {first_[i].x, first_[i].y}, scale, exp2_approx);
-#pragma unroll 8
-    for (u32 part = lane_id() + kAtATime * kWarpSize; part < parts_; part += kWarpSize) {
-      const float2 state = load(part);
-      result = merge(result, {state.x, state.y}, scale, exp2_approx);
+    for (u32 c = 0; c < kOfLane; ++c) {
+      const u32 part = first + c * kWarpSize + lane_id();
+      own[c] = part < parts ? state(part) : float2{-FUSED_TOPK_INFINITY, 0.0f};
     }
-    return result;
+#pragma unroll
+    for (u32 c = 0; c < kOfLane; ++c) m = max_nan(m, own[c].x);
+    m = warp_max(m);
+    const float base = reference_point(m);
+    float d = 0.0f;
+#pragma unroll
+    for (u32 c = 0; c < kOfLane; ++c) d = fmaf(own[c].y, exp2_approx((own[c].x - base) * scale), d);
+    row = merge(row, {m, warp_sum(d)}, scale, exp2_approx);
   }
-
- private:
-  static constexpr u32 kAtATime = 2;
-  __device__ __forceinline__ float2 load(u32 part) const {
-    return part < parts_ ? load_from_other_block(states_ + part) : float2{-FUSED_TOPK_INFINITY, 0.0f};
-  }
-  const float2* states_;
-  u32 parts_;
-  float2 first_[kAtATime];
-};
+  return row;
+}
 
 // Leaves the best k of `lists` lists of `length` candidates (kNoCandidate where shorter), and a few more, unsorted, in
 // `candidates`; a barrier has followed the last add. At bounds[i * bounds_stride] is a candidate whose key bounds the
 // ceil(k / lists)-th best of list i: if each list has that many, all have k. All threads of the group call it, after
-// candidates.restart(k) and a barrier. `meanwhile()` is called before the last barrier.
+// candidates.restart(k) and a barrier. A block's last warp calls `meanwhile()` instead of helping.
 template <class GROUP, class MEANWHILE>
 __device__ __forceinline__ void gather(const u64* source, u32 lists, u32 length, const u64* bounds, u32 bounds_stride,
                                        u32 k, Candidates<GROUP>& candidates, MEANWHILE meanwhile) {
+  constexpr u32 kHelpers = GROUP::kIsWarp ? kWarpSize : GROUP::kThreads - kWarpSize;
+  const bool helps = GROUP::thread() < kHelpers;
   const u32 total = lists * length;
-  const auto load = [&](u32 i) { return i < total ? load_from_other_block(source + i) : kNoCandidate; };
-  // On its way while the bounds are.
-  u64 own[1] = {load(GROUP::thread())};
-  // The least bound, or, where k < lists, the k-th greatest of what a warp's lanes hold.
-  const bool by_rank = k < lists && k <= kWarpSize;
-  u32 bound = by_rank ? kNoKey : kNanKey;
-  for (u32 list = lane_id(); list < lists; list += kWarpSize) {
-    u32 key = key_of(load_from_other_block(bounds + list * bounds_stride));
-    // Of a beam whose score is +inf, NaN comes last though it ranks first: as a bound it says nothing.
-    if (key == kNanKey) key = kNoKey;
-    bound = by_rank ? max(bound, key) : min(bound, key);
+  const auto load = [&](u32 i) { return helps && i < total ? load_from_other_block(source + i) : kNoCandidate; };
+  const auto raise = [&] {
+    if (!helps) return meanwhile();
+    // The least bound, or, where k < lists, the k-th greatest of what a warp's lanes hold.
+    const bool by_rank = k < lists && k <= kWarpSize;
+    u32 bound = by_rank ? kNoKey : kNanKey;
+    for (u32 list = lane_id(); list < lists; list += kWarpSize) {
+      u32 key = key_of(load_from_other_block(bounds + list * bounds_stride));
+      // Of a beam whose score is +inf, NaN comes last though it ranks first: as a bound it says nothing.
+      if (key == kNanKey) key = kNoKey;
+      bound = by_rank ? max(bound, key) : min(bound, key);
+    }
+    candidates.raise(by_rank ? nth_greatest(bound, k) : warp_min(bound));
+  };
+  const auto add = [&](auto& own) {
+    while (GROUP::any(!candidates.add(own))) candidates.cut(candidates.enough());
+  };
+  // What is usual is on its way while the bounds are.
+  if (total <= kHelpers) {
+    u64 own[1] = {load(GROUP::thread())};
+    raise();
+    add(own);
+    return;
   }
-  candidates.raise(by_rank ? nth_greatest(bound, k) : warp_min(bound));
-  // There is room for one of each thread, as long as nobody adds more.
-  candidates.add(own);
-  if (total > GROUP::kThreads) GROUP::sync();
-  constexpr u32 kAtATime = 5;
+  constexpr u32 kAtATime = GROUP::kWarps > 8 ? 7 : 3;
 #pragma unroll 1
-  for (u32 start = GROUP::kThreads; start < total; start += kAtATime * GROUP::kThreads) {
-    u64 more[kAtATime];
+  for (u32 start = 0; start < total; start += kAtATime * kHelpers) {
+    u64 own[kAtATime];
 #pragma unroll
-    for (u32 c = 0; c < kAtATime; ++c) more[c] = load(start + c * GROUP::kThreads + GROUP::thread());
-    while (GROUP::any(!candidates.add(more))) candidates.cut(candidates.enough());
+    for (u32 c = 0; c < kAtATime; ++c) own[c] = load(start + c * kHelpers + GROUP::thread());
+    if (start == 0) raise();
+    add(own);
   }
-  meanwhile();
-  GROUP::sync();
 }
 
 }  // namespace fused_topk

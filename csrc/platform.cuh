@@ -55,6 +55,15 @@ __device__ __forceinline__ u32 max_nan_bfloat16x2(u32 a, u32) { return a; }
 __device__ __forceinline__ u32 max_nan_half2(u32 a, u32) { return a; }
 #endif
 
+// Adds 1 to `count` if a < b: by the borrow of a - b, which needs no predicate of its own.
+__device__ __forceinline__ void count_less(u32& count, u64 a, u64 b) {
+  u32 negative = ~count;
+  asm("{ .reg .u32 low, high; sub.cc.u32 low, %1, %3; subc.cc.u32 high, %2, %4; subc.u32 %0, %0, 0; }"
+      : "+r"(negative)
+      : "r"(u32(a)), "r"(u32(a >> 32)), "r"(u32(b)), "r"(u32(b >> 32)));
+  count = ~negative;
+}
+
 // order_key (order.h) of a float in four instructions: an addition of +0 makes +0 of -0, and the one positive NaN, all of
 // whose bits are set, of any NaN.
 __device__ __forceinline__ u32 order_key(float x) {

@@ -33,9 +33,9 @@ struct Problem {
   u32 tiles_per_part_log2;
   u32 parts_per_split;  // parts_per_row / splits, and the remainder: the first blocks of a row take one more
   u32 splits_with_one_more;
-  // How many of the k each warp of a block vouches for, so that together they have all; how many each block of a row; and
-  // how many of those each of its warps.
-  u32 k_of_warp, k_of_split, k_of_split_of_warp;
+  // How many of the k each warp of a block vouches for, so that together they have all; how many each block of a row; how
+  // many of a sequence's each beam.
+  u32 k_of_warp, k_of_split, k_of_beam;
   u32 list_length;
   float temperature;
   const float* row_temperature;  // nullable; [rows]

@@ -132,9 +132,9 @@ class RowScan {
   __device__ __forceinline__ u32 best_key() const { return order_key(best_); }
 
   // Offers the tile's elements that may be among the best. False if the candidates are full: to be called again after a
-  // cut. All 32 lanes call it.
+  // cut. has_next: whether the warp has another tile, which a tighter bound would serve. All 32 lanes call it.
   template <class GROUP>
-  __device__ __forceinline__ bool offer(Candidates<GROUP>& candidates, KthBound<GROUP>& bound) {
+  __device__ __forceinline__ bool offer(Candidates<GROUP>& candidates, KthBound<GROUP>& bound, bool has_next) {
     u32 lanes = lanes_with_hits(candidates);
     if (lanes == 0) return true;
     if (candidates.is_at_token()) {
@@ -143,7 +143,7 @@ class RowScan {
       if (lanes == 0) return true;
     }
     offered_ += __popc(lanes);
-    if (offered_ >= bound.worth()) {
+    if (has_next && offered_ >= bound.worth()) {
       bound.update(best_key());
       candidates.raise(bound.latest());
       lanes = lanes_with_hits(candidates);
@@ -350,7 +350,7 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN
   candidates.raise(bound.found());
   while (true) {
     while (is_open) {
-      if (!scan.offer(candidates, bound)) break;
+      if (!scan.offer(candidates, bound, GROUP::kIsWarp || order.after(scan.tile()) < order.end)) break;
       if constexpr (SCAN::Stream::kAhead == 2) {
         scan.request(ahead, order.end);
         ahead = order.after(ahead);

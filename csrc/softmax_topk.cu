@@ -14,44 +14,12 @@
 
 namespace fused_topk {
 
-// A row's 32 states, one a lane: a warp keeps them in its registers, the warps of a block in shared memory, where each takes
-// care of those whose parts it reads.
-template <class GROUP>
-class LaneStates {
- public:
-  // shared: [32]
-  __device__ __forceinline__ explicit LaneStates(float2* shared) : shared_(shared) {
-    if (!GROUP::kIsWarp && lane_id() % GROUP::kWarps == GROUP::warp()) shared_[lane_id()] = {own_.m, own_.d};
-  }
-  // The 32 lanes of a warp call it.
-  __device__ __forceinline__ void merge(u32 part, Normalizer state, float scale) {
-    if (lane_id() != part % kWarpSize) return;
-    if constexpr (GROUP::kIsWarp) {
-      own_ = fused_topk::merge(own_, state, scale, exp2_approx);
-    } else {
-      const float2 before = shared_[lane_id()];
-      const Normalizer merged = fused_topk::merge({before.x, before.y}, state, scale, exp2_approx);
-      shared_[lane_id()] = {merged.m, merged.d};
-    }
-  }
-  // This lane's. In a block, after a barrier.
-  __device__ __forceinline__ Normalizer own() const {
-    if constexpr (GROUP::kIsWarp) return own_;
-    return {shared_[lane_id()].x, shared_[lane_id()].y};
-  }
-
- private:
-  float2* shared_;
-  Normalizer own_;
-};
-
 // What a group keeps in shared memory, besides its warps' tiles.
 template <class GROUP>
 struct GroupShared {
-  typename KthBound<GROUP>::Shared bound, share_bound;
-  u64 slots[Candidates<GROUP>::kCapacity];
+  typename KthBound<GROUP>::Shared bound;
+  alignas(16) u64 slots[Candidates<GROUP>::kCapacity];
   CandidatesShared<GROUP> candidates;
-  float2 lanes[kWarpSize];
   RowResult row;
   u32 is_last;
 };
@@ -124,7 +92,8 @@ constexpr u32 tiles_ahead(u32 warps, u32 mask, u32 vectors, bool aligned) {
   return warps <= 8 ? 2 : 0;
 }
 
-// Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors.
+// Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors, then,
+// if splits is 1, the states of each group's parts.
 template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED, u32 MASK>
 __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident_blocks(WARPS, MASK, VECTORS, ALIGNED))
     softmax_topk_kernel(const __grid_constant__ Problem problem) {
@@ -154,27 +123,22 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
   SCAN scan(problem, row, tile_slots + threadIdx.x / kWarpSize * SCAN::Stream::kWarpVectors);
   Candidates<GROUP> candidates(shared.slots, shared.candidates);
   KthBound<GROUP> bound(shared.bound, k_share, problem.k_of_warp);
-  // Lane a of the row is the merge of parts a, a + 32, ... in that order, however many warps and blocks the row has: so the
-  // same row gives the same bits. Whoever has read a part merges it into its lane, if one block has the row.
-  LaneStates<GROUP> lanes(shared.lanes);
-  scan_parts(problem, row, scan, first_part, last_part, k_share, candidates, bound, [&](u32 part, Normalizer state) {
-    if (splits == 1) {
-      lanes.merge(part, state, scan.scale());
-    } else if (lane_id() == 0) {
-      problem.parts[i64(row) * parts + part] = state;
-    }
-  });
-
-  // One warp merges the lanes, while the others are busy with the candidates; the sort's barrier tells everyone.
-  const bool finishes_row = GROUP::warp() == GROUP::kWarps - 1;
-  const auto finish_row = [&](Normalizer lane) {
-    const Normalizer state = warp_merge(lane, scan.scale());
-    const RowResult result = {state.m, state.d, problem.inverse_temperature(row)};
-    if (lane_id() != 0) return;
-    shared.row = result;
-    problem.logsumexp[row] = result.logsumexp();
+  // The states of the row's parts, here if one group reads them all, else where the last block finds them.
+  constexpr u32 kTileSlots = (GROUP::kIsWarp ? 4 : WARPS) * SCAN::Stream::kWarpVectors;
+  float2* const own_parts = reinterpret_cast<float2*>(tile_slots + kTileSlots) + own * parts;  // [parts]
+  float2* const all_parts = reinterpret_cast<float2*>(problem.parts) + i64(row) * parts;       // [parts]
+  const auto finish_part = [&](u32 part, Normalizer state) {
+    if (lane_id() == 0) (splits == 1 ? own_parts : all_parts)[part] = {state.m, state.d};
   };
-  if (splits == 1 && finishes_row) finish_row(lanes.own());
+  scan_parts(problem, row, scan, first_part, last_part, k_share, candidates, bound, finish_part);
+
+  // One warp merges the states, while the others are busy with the candidates; the sort's barrier tells everyone.
+  const bool finishes_row = GROUP::warp() == GROUP::kWarps - 1;
+  const auto finish_row = [&](Normalizer state) {
+    const RowResult result = {state.m, state.d, problem.inverse_temperature(row)};
+    if (lane_id() == 0) shared.row = result;
+  };
+  if (splits == 1 && finishes_row) finish_row(merge_parts(parts, scan.scale(), [&](u32 i) { return own_parts[i]; }));
 
   const u64* chosen;  // [k], best first
   u32 lists = splits;
@@ -190,25 +154,21 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
     u64* const all_bounds = all_lists + splits * length;
     source = all_lists;
     bounds = all_bounds;
-    KthBound<GROUP> share_bound(shared.share_bound, problem.k_of_split, problem.k_of_split_of_warp);
     // Many candidates passed early: what all of the share's elements prove by now drops most of them.
-    const bool are_many = candidates.stored() > length && !bound.needs_many();
-    if (GROUP::warp() >= last_part - first_part) {
-      share_bound.abstain();
-    } else if (bound.needs_many()) {
-      share_bound.publish(kNoKey);  // too many numbers for what they would tell
-    } else {
-      share_bound.publish(scan.best_key());
-      if (are_many) bound.publish(scan.best_key());
+    const bool has_more_tiles = last_part - first_part > GROUP::kWarps || problem.tiles_per_part_log2 > 0;
+    if (has_more_tiles && candidates.stored() > length && !bound.needs_many()) {
+      if (GROUP::warp() < last_part - first_part) bound.publish(scan.best_key());
+      GROUP::sync();
+      candidates.raise(bound.found());
     }
-    GROUP::sync();
-    if (are_many) candidates.raise(bound.found());
-    const u32 key = share_bound.found();
-    if (GROUP::thread() == 0) all_bounds[split] = make_candidate(key, 0);
     u64* list = all_lists + split * length;
     const u32 count = candidates.shorten(length);
     for (u32 i = GROUP::thread(); i < length; i += GROUP::kThreads)
       list[i] = i < count && candidates.slots()[i] > candidates.threshold() ? candidates.slots()[i] : kNoCandidate;
+    if (finishes_row) {
+      const u32 key = candidates.nth_stored(problem.k_of_split);
+      if (lane_id() == 0) all_bounds[split] = make_candidate(key, 0);
+    }
     GROUP::sync();
     candidates.restart(k);
     if (!arrives_last<GROUP>(problem.row_tickets + row, splits, shared.is_last)) return;
@@ -217,15 +177,15 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
 #pragma unroll 1
   while (true) {
     if (splits > 1 || is_sequence) {
-      const bool merges_parts = splits > 1 && finishes_row && !is_sequence;
-      const PartStates states(problem.parts + i64(row) * parts, merges_parts ? parts : 0);
       gather(source, lists, length, bounds, bounds_stride, is_sequence ? problem.k : k, candidates, [&] {
-        if (merges_parts) finish_row(states.merged(scan.scale()));
+        if (is_sequence) return;
+        finish_row(merge_parts(parts, scan.scale(), [&](u32 i) { return load_from_other_block(all_parts + i); }));
       });
     }
     chosen = candidates.sort();
     if (is_sequence) break;
     const RowResult result = shared.row;
+    if (GROUP::thread() == GROUP::kThreads - 1) problem.logsumexp[row] = result.logsumexp();
     if (problem.beams == 0) {
       write_row<GROUP, FORMAT>(problem, row, k, chosen, scan, result);
       return;
@@ -239,8 +199,8 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
     lists = problem.beams;
     length = k;
     source = problem.beam_lists + i64(sequence) * lists * k;
-    // Sorted lists: each one's ceil(problem.k / beams)-th candidate is its bound.
-    bounds = source + (problem.k + lists - 1) / lists - 1;
+    // Sorted lists: what a beam vouches for ends with its bound.
+    bounds = source + problem.k_of_beam - 1;
     bounds_stride = k;
     is_sequence = true;
   }

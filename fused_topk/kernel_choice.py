@@ -32,6 +32,7 @@ _TILE = 1024
 _SHORT_ROW, _SHORT_K, _SHORT_LANE = 256, 32, 8
 _WARP_BYTES = 512  # that a warp reads with one load of 16 bytes a lane
 _MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csrc/candidates.cuh has room for
+_MOST_PARTS_OF_WARP = 256  # whose states fit in shared memory with what else there is
 _WARPS_PER_BLOCK = 4  # where a warp owns a row, or several
 
 
@@ -56,11 +57,13 @@ class KernelChoice(NamedTuple):
         return 32 * (_WARPS_PER_BLOCK if self.warps == 1 else self.warps)
 
     @property
-    def tile_slot_bytes(self) -> int:
-        """Dynamic shared memory: two tiles for each warp, and 16 bytes each for the straddle of an unaligned row."""
-        if self.warps > 8 or self.lanes:
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: two tiles for each warp, and 16 bytes each for the straddle of an unaligned row, unless the
+        candidates need the room; and the states of a row's parts, if one group has all of them."""
+        if self.lanes:
             return 0
-        return self.threads // 32 * 2 * (self.vectors * _WARP_BYTES + 16)
+        tiles = self.threads // 32 * 2 * (self.vectors * _WARP_BYTES + 16) if self.warps <= 8 else 0
+        return tiles + (8 * self.parts * self.rows_per_block if self.splits == 1 else 0)
 
     @property
     def regime(self) -> str:
@@ -93,9 +96,10 @@ def choose(
     if vocab_size <= _SHORT_ROW and k <= _SHORT_K and not has_beams:
         lanes = max(8, 1 << (-(-vocab_size // _SHORT_LANE) - 1).bit_length())
         return KernelChoice(1, _SHORT_LANE * itemsize // 16, 1, 1, 1, lanes=lanes)
-    if (k <= 32 and parts == 1) or (k <= 64 and rows >= 16 * multiprocessors):
+    if (k <= 32 and parts == 1) or (k <= 64 and rows >= 16 * multiprocessors and parts <= _MOST_PARTS_OF_WARP):
         return KernelChoice(1, vectors, 1, parts, tiles_per_part)
-    warps = 8 if 16 < k <= 64 or (k <= 16 and rows > multiprocessors) else 16
+    # With many parts to merge, k above 32 wants the larger block too.
+    warps = 8 if 16 < k <= 32 or (k <= 64 and (rows > multiprocessors or (k > 16 and parts <= 64))) else 16
     splits = _splits(rows, parts, warps, k, multiprocessors)
     return KernelChoice(warps, vectors, splits, parts, tiles_per_part)
 
@@ -114,10 +118,17 @@ def alternatives(rows: int, vocab_size: int, k: int, itemsize: int, multiprocess
     return list(dict.fromkeys(found))
 
 
-def list_length(k: int) -> int:
-    """Candidates that a block of a split row hands over at most: each one more than k saves steps of the cut before
-    (Candidates::shorten() of csrc/candidates.cuh), and costs after."""
-    return 3 * k + 40 if k <= 64 else max(512, 2 * k)
+def list_length(k: int, splits: int, warps: int) -> int:
+    """Candidates that a block of a split row hands over at most. Too few, and there is a cut before (Candidates::shorten()
+    of csrc/candidates.cuh); more than the last block can load at a time (gather() of csrc/merge.cuh), and it waits again.
+    """
+    if k > 64:
+        return max(512, 2 * k)
+    helpers = 32 * (warps - 1)
+    least = 40 + 5 * k // 2
+    if splits * least <= helpers:
+        return least
+    return max(least, min(4 * k + 64, helpers * (7 if warps > 8 else 3) // splits))
 
 
 def _cut(vocab_size: int) -> tuple[int, int]:
@@ -133,7 +144,7 @@ def _splits(rows: int, parts: int, warps: int, k: int, multiprocessors: int) -> 
     merging dear; and no more than it takes for a warp's number of parts. Two parts a warp are read sooner than merged."""
     if parts <= 2 * warps:
         return 1
-    resident = multiprocessors * (24 // warps)
+    resident = multiprocessors * ((16 if 16 < k <= 32 else 24) // warps)
     most = max(1, min(resident // max(rows, 1), -(-parts // warps)))
-    parts_per_warp = max(-(-parts // (most * warps)), 2 if k > 32 else 1)
+    parts_per_warp = max(-(-parts // (most * warps)), 2 if k > 32 and warps == 8 else 1)
     return -(-parts // (warps * parts_per_warp))

@@ -148,10 +148,9 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
     splits = choice.splits
     beams = 0 if layout.beam_strides is None else leading[1]
     k_row = min(layout.k, vocab_size)
-    length = list_length(k_row)
+    length = list_length(k_row, splits, choice.warps)
     # Warps of a block that have a part to read.
     readers = min(choice.warps, choice.parts // splits)
-    k_of_split = -(-k_row // splits)
     problem = _PROBLEM.pack(
         0,
         strides[0][-1],
@@ -162,8 +161,8 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         choice.tiles_per_part.bit_length() - 1,
         *divmod(choice.parts, splits),
         -(-k_row // readers),
-        k_of_split,
-        -(-k_of_split // readers),
+        -(-k_row // splits),
+        -(-layout.k // beams) if beams else 0,
         length,
         *(0,) * 8,
         _VALUE_KINDS[layout.values],
@@ -185,7 +184,7 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         kernel_name(FORMATS[layout.dtype], choice, is_aligned, mask_use),
         choice.grid(rows),
         choice.threads,
-        choice.tile_slot_bytes,
+        choice.shared_bytes,
         problem,
         lists=rows * splits * (length + 1) if splits > 1 else 0,
         parts=rows * choice.parts if splits > 1 else 0,

@@ -88,7 +88,7 @@ def test_choose_fits_the_machine():
     """Dynamic and static shared memory (at most 35 KiB of it) within what a block gets since compute capability 8.0."""
     for problem in problems():
         choice = choose(*problem)
-        assert choice.tile_slot_bytes <= (64 << 10) + 256, (problem, choice)
+        assert choice.shared_bytes <= (72 << 10) + 256, (problem, choice)
         assert choice.threads <= 1024 and choice.threads % LANES == 0
         assert 1 <= choice.splits <= choice.parts, (problem, choice)
         across, along = choice.grid(problem[0])

@@ -18,6 +18,21 @@ inline void add_rn_f32(float& y, float a, float b) {
   if (y != y) y = __uint_as_float(0x7FFFFFFFu);
 }
 
+// Subtractions of more than a word: each takes, and leaves, a borrow, which is no memory of the kernel's.
+#define SIMT_UNSEEN __attribute__((no_sanitize("thread"), noinline))
+inline bool borrow = false;
+SIMT_UNSEEN inline void sub_cc_u32(u32& y, u32 a, u32 b) {
+  borrow = a < b;
+  y = a - b;
+}
+SIMT_UNSEEN inline void subc_u32(u32& y, u32 a, u32 b) { y = a - b - borrow; }
+SIMT_UNSEEN inline void subc_cc_u32(u32& y, u32 a, u32 b) {
+  const bool before = borrow;
+  borrow = a < b || (a == b && before);
+  y = a - b - before;
+}
+#undef SIMT_UNSEEN
+
 inline void max_NaN_f32(float& y, float a, float b) {
   y = a != a || b != b ? __uint_as_float(0x7FFFFFFFu) : a == b ? (std::signbit(a) ? b : a) : a > b ? a : b;
 }
