@@ -21,21 +21,21 @@ enum MaskUse : u32 { kNoMask = 0, kMaskBoth = 1, kMaskChoice = 2 };
 // What `values` holds.
 enum ValueKind : u32 { kLogits = 0, kProbabilities = 1, kLogProbabilities = 2 };
 
-// What every launch needs comes first, close together: each 64 bytes of the struct cost the first block that asks for
-// them a fetch from memory.
+// What every launch needs comes first, close together: each 64 bytes of the struct (less 16, the first time) cost the first
+// block that asks for them a fetch from memory. The first 48 are enough to ask for the logits.
 struct Problem {
   const void* logits;  // [rows, V]
   i64 row_stride;      // of the logits, in elements, if leading_dims is 1
   u32 rows;
   u32 V;
-  u32 k;
+  u32 k;  // of a row
   u32 parts_per_row;
   u32 tiles_per_part_log2;
   u32 parts_per_split;  // parts_per_row / splits, and the remainder: the first blocks of a row take one more
   u32 splits_with_one_more;
-  // How many of the k each warp of a block vouches for, so that together they have all; how many each block of a row; how
-  // many of a sequence's each beam.
-  u32 k_of_warp, k_of_split, k_of_beam;
+  u32 leading_dims;  // that the strides below describe, innermost first
+  // How many of the k each warp of a block vouches for, so that together they have all; how many each block of a row.
+  u32 k_of_warp, k_of_split;
   u32 list_length;
   float temperature;
   const float* row_temperature;  // nullable; [rows]
@@ -48,9 +48,10 @@ struct Problem {
   u32 value_kind;
   u32 normalize_topk;  // 1: values are relative to the k chosen
   u32 beams;           // 0: no beam search; else that many rows make a sequence
-  u32 leading_dims;    // that the strides below describe, innermost first
+  u32 k_of_beam;       // how many of a sequence's k each of them vouches for
   u32 sizes[kLeadingDims];
-  u32 mask_kind;  // MaskKind
+  u32 mask_kind;      // MaskKind
+  u32 k_of_sequence;  // with beams
   i64 logits_strides[kLeadingDims];
   i64 mask_strides[kLeadingDims];
   i64 temperature_strides[kLeadingDims];
@@ -64,8 +65,9 @@ struct Problem {
 
   // Where a row's logits start, in elements.
   __device__ __forceinline__ i64 logits_offset(u32 row) const {
-    // Almost always there is one dimension: no division then.
-    return leading_dims == 1 ? row * row_stride : offset(row, logits_strides);
+    // Almost always there is one dimension: no division then, nor a jump over it, which has to be waited for.
+    if (leading_dims != 1) return offset(row, logits_strides);
+    return row * row_stride;
   }
 
   __device__ __forceinline__ RowMask row_mask(u32 row) const {
@@ -82,7 +84,7 @@ struct Problem {
   }
 
  private:
-  __device__ __forceinline__ i64 offset(u32 row, const i64 (&strides)[kLeadingDims]) const {
+  __device__ __noinline__ i64 offset(u32 row, const i64 (&strides)[kLeadingDims]) const {
     i64 result = 0;
 #pragma unroll 1
     for (u32 d = 0; d + 1 < leading_dims; ++d) {

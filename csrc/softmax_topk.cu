@@ -59,13 +59,13 @@ __device__ __forceinline__ void hand_over_beam(const Problem& problem, u32 row, 
   }
 }
 
-// Writes the sorted `chosen` [problem.k] of a sequence, whose beams handed over k each.
+// Writes the sorted `chosen` [k_of_sequence] of a sequence, whose beams handed over k each.
 template <class GROUP>
 __device__ __forceinline__ void write_sequence(const Problem& problem, u32 sequence, u32 k, const u64* chosen) {
   const u32* tokens = problem.beam_tokens + i64(sequence) * problem.beams * k;
-  for (u32 i = GROUP::thread(); i < problem.k; i += GROUP::kThreads) {
+  for (u32 i = GROUP::thread(); i < problem.k_of_sequence; i += GROUP::kThreads) {
     const u32 place = index_of(chosen[i]);
-    const i64 out = i64(sequence) * problem.k + i;
+    const i64 out = i64(sequence) * problem.k_of_sequence + i;
     static_cast<float*>(problem.values)[out] = logit_of(chosen[i]);
     problem.indices[out] = i64(place / k) * problem.V + load_from_other_block(tokens + place);
   }
@@ -111,8 +111,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
   if (row >= problem.rows) return;
   GroupShared<GROUP>& shared = all_shared[own];
 
-  // With beams, k is the sequence's; a row gives at most its V.
-  const u32 k = problem.beams ? min(problem.k, problem.V) : problem.k;
+  const u32 k = problem.k;
   const u32 parts = problem.parts_per_row;
   const u32 first_part = split * problem.parts_per_split + min(split, problem.splits_with_one_more);
   const u32 last_part = first_part + problem.parts_per_split + (split < problem.splits_with_one_more);
@@ -163,12 +162,12 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
     }
     u64* list = all_lists + split * length;
     const u32 count = candidates.shorten(length);
-    for (u32 i = GROUP::thread(); i < length; i += GROUP::kThreads)
-      list[i] = i < count && candidates.slots()[i] > candidates.threshold() ? candidates.slots()[i] : kNoCandidate;
     if (finishes_row) {
       const u32 key = candidates.nth_stored(problem.k_of_split);
       if (lane_id() == 0) all_bounds[split] = make_candidate(key, 0);
     }
+    for (u32 i = GROUP::thread(); i < length; i += GROUP::kThreads)
+      list[i] = i < count && candidates.slots()[i] > candidates.threshold() ? candidates.slots()[i] : kNoCandidate;
     GROUP::sync();
     candidates.restart(k);
     if (!arrives_last<GROUP>(problem.row_tickets + row, splits, shared.is_last)) return;
@@ -177,7 +176,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
 #pragma unroll 1
   while (true) {
     if (splits > 1 || is_sequence) {
-      gather(source, lists, length, bounds, bounds_stride, is_sequence ? problem.k : k, candidates, [&] {
+      gather(source, lists, length, bounds, bounds_stride, is_sequence ? problem.k_of_sequence : k, candidates, [&] {
         if (is_sequence) return;
         finish_row(merge_parts(parts, scan.scale(), [&](u32 i) { return load_from_other_block(all_parts + i); }));
       });
@@ -194,7 +193,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
     sequence = row / problem.beams;
     hand_over_beam<GROUP>(problem, row, sequence, k, chosen, result);
     GROUP::sync();
-    candidates.restart(problem.k);
+    candidates.restart(problem.k_of_sequence);
     if (!arrives_last<GROUP>(problem.beam_tickets + sequence, problem.beams, shared.is_last)) return;
     lists = problem.beams;
     length = k;

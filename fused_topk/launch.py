@@ -31,7 +31,7 @@ _MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
 _LEADING_DIMS = 4
 
 # struct Problem of csrc/problem.cuh, field by field, and where the fields lie that change from call to call.
-_PROBLEM = struct.Struct("<Qq11If7Q9I4x12qQqQ2q3Q")
+_PROBLEM = struct.Struct("<Qq11If7Q10I12qQqQ2q3Q")
 _LOGITS = struct.Struct("<Q"), 0
 _TEMPERATURE_TO_INDICES = struct.Struct("<f7Q"), 60
 _MASK = struct.Struct("<Q"), 256
@@ -156,21 +156,22 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         strides[0][-1],
         rows,
         vocab_size,
-        layout.k,
+        k_row,
         choice.parts,
         choice.tiles_per_part.bit_length() - 1,
         *divmod(choice.parts, splits),
+        len(sizes),
         -(-k_row // readers),
         -(-k_row // splits),
-        -(-layout.k // beams) if beams else 0,
         length,
         *(0,) * 8,
         _VALUE_KINDS[layout.values],
         layout.normalize == "topk",
         beams,
-        len(sizes),
+        -(-layout.k // beams) if beams else 0,
         *_innermost_first(sizes, 1),
         layout.mask_is_packed,
+        layout.k,
         *_innermost_first(strides[0], 0),
         *_innermost_first(strides[1], 0),
         *_innermost_first(strides[2], 0),
