@@ -90,8 +90,11 @@ class KthBound {
   }
   __device__ __forceinline__ u32 latest() const {
     if constexpr (GROUP::kIsWarp) return own_;
-    const u32 key = load_unordered(&shared_.latest[lane_id() % GROUP::kWarps]);
-    return proven_by(key, [&](u32 warp) { return __shfl_sync(kAllLanes, key, warp); });
+    // Worked out anew: kept since found(), it would cost a register.
+    u32 warp = lane_id() % GROUP::kWarps;
+    keep_opaque(warp);
+    const u32 key = load_unordered(&shared_.latest[warp]);
+    return proven_by(key, [&](u32 other) { return __shfl_sync(kAllLanes, key, other); });
   }
 
  private:

@@ -75,26 +75,32 @@ class Candidates {
   // after a cut. False if there is a rest in any lane. The 32 lanes of a warp call it together, at any time.
   template <u32 N>
   __device__ __forceinline__ bool add(u64 (&own)[N]) {
-    u32 with[N];
-    u32 count = 0;
+    bool is_full = false;
+    // A few at a time, for the registers.
+    constexpr u32 kAtATime = N < 4 ? N : 4;
 #pragma unroll
-    for (u32 c = 0; c < N; ++c) {
-      with[c] = __ballot_sync(kAllLanes, own[c] > threshold_);
-      count += __popc(with[c]);
-    }
-    if (count == 0) return true;
-    u32 slot = 0;
-    if (lane_id() == 0) slot = add_to_shared(&shared_.count, count);
-    slot = __shfl_sync(kAllLanes, slot, 0);
-    const bool is_full = slot + count > kCapacity;
+    for (u32 first = 0; first < N; first += kAtATime) {
+      u32 with[kAtATime];
+      u32 count = 0;
 #pragma unroll
-    for (u32 c = 0; c < N; ++c) {
-      const u32 i = slot + lanes_before(with[c]);
-      if (own[c] > threshold_ && i < kCapacity) {
-        slots_[i] = own[c];
-        own[c] = kNoCandidate;
+      for (u32 c = 0; c < kAtATime; ++c) {
+        with[c] = first + c < N ? __ballot_sync(kAllLanes, own[first + c] > threshold_) : 0;
+        count += __popc(with[c]);
       }
-      slot += __popc(with[c]);
+      if (count == 0) continue;
+      u32 slot = 0;
+      if (lane_id() == 0) slot = add_to_shared(&shared_.count, count);
+      slot = __shfl_sync(kAllLanes, slot, 0);
+      is_full |= slot + count > kCapacity;
+#pragma unroll
+      for (u32 c = 0; c < kAtATime && first + c < N; ++c) {
+        const u32 i = slot + lanes_before(with[c]);
+        if (own[first + c] > threshold_ && i < kCapacity) {
+          slots_[i] = own[first + c];
+          own[first + c] = kNoCandidate;
+        }
+        slot += __popc(with[c]);
+      }
     }
     return !is_full;
   }

@@ -84,7 +84,7 @@ struct Problem {
   }
 
  private:
-  __device__ __noinline__ i64 offset(u32 row, const i64 (&strides)[kLeadingDims]) const {
+  __device__ __forceinline__ i64 offset(u32 row, const i64 (&strides)[kLeadingDims]) const {
     i64 result = 0;
 #pragma unroll 1
     for (u32 d = 0; d + 1 < leading_dims; ++d) {

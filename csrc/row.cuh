@@ -162,8 +162,8 @@ class TileStream {
   static constexpr bool kInBackground = kAhead == 2;
   // An unaligned row's vector straddles two of memory's.
   static constexpr u32 kSlotVectors = kWarpSize * VECTORS + (ALIGNED ? 0 : 1);
-  // Of a warp's share of shared memory, for any architecture; fused_topk/kernel_choice.py knows it too.
-  static constexpr u32 kWarpVectors = AHEAD == 2 ? 2 * kSlotVectors : 0;
+  // Of a warp's share of shared memory; fused_topk/kernel_choice.py knows the most of it, that of other than old hardware.
+  static constexpr u32 kWarpVectors = kInBackground ? 2 * kSlotVectors : 0;
 
   // row: [V]; slots: [kWarpVectors], this warp's own
   __device__ __forceinline__ TileStream(const Bits* row, u32 V, Vector* slots)

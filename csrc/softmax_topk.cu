@@ -154,9 +154,9 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
     source = all_lists;
     bounds = all_bounds;
     // Many candidates passed early: what all of the share's elements prove by now drops most of them.
-    const bool has_more_tiles = last_part - first_part > GROUP::kWarps || problem.tiles_per_part_log2 > 0;
+    const bool has_more_tiles = problem.parts_per_split >= GROUP::kWarps || problem.tiles_per_part_log2 > 0;
     if (has_more_tiles && candidates.stored() > length && !bound.needs_many()) {
-      if (GROUP::warp() < last_part - first_part) bound.publish(scan.best_key());
+      if (GROUP::warp() < problem.parts_per_split) bound.publish(scan.best_key());
       GROUP::sync();
       candidates.raise(bound.found());
     }

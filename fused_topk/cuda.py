@@ -28,6 +28,7 @@ _MAX_ROWS = launch.MAX_ROWS
 _SHARED_SIZE_BYTES = 1
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _MAX_SHARED_BYTES_PER_BLOCK = 97  # what a kernel may ask for
+_SHARED_BYTES_UNASKED = 48 << 10  # what it has without asking
 
 
 def unavailable() -> str | None:
@@ -222,7 +223,11 @@ def _start(
     )
     # One element of that many bytes: CuPy passes it by value.
     argument = np.frombuffer(filled, _PROBLEM_DTYPE)
-    _call(function, planned.grid, planned.threads, (argument,), device, planned.shared_bytes)
+    shared_bytes = planned.shared_bytes
+    if shared_bytes > _SHARED_BYTES_UNASKED:
+        # A kernel for hardware that has less than this needs less.
+        shared_bytes = min(shared_bytes, _most_dynamic_shared_bytes.get((device, planned.kernel), shared_bytes))
+    _call(function, planned.grid, planned.threads, (argument,), device, shared_bytes)
 
 
 def readable(logits: Tensor) -> Tensor:
@@ -292,6 +297,7 @@ def max_shared_bytes_per_block(device: int) -> int:
 
 _loading = threading.Lock()
 _loaded: dict[tuple[int, str], Any] = {}
+_most_dynamic_shared_bytes: dict[tuple[int, str], int] = {}
 
 
 def _function(device: int, kernel: str) -> Any:
@@ -330,10 +336,10 @@ def _load(device: int, kernel: str) -> Any:
         module.load(binary)
         _reserve_tickets(device)
         function = module.get_function(entry.decode())
-        # More than 48 KiB of dynamic shared memory must be asked for.
-        limit = max_shared_bytes_per_block(device)
         static = cupy.cuda.driver.funcGetAttribute(_SHARED_SIZE_BYTES, function.ptr)
-        cupy.cuda.driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, limit - static)
+        most = max_shared_bytes_per_block(device) - static
+        cupy.cuda.driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, most)
+        _most_dynamic_shared_bytes[device, kernel] = most
         return function
 
 

@@ -32,7 +32,8 @@ _TILE = 1024
 _SHORT_ROW, _SHORT_K, _SHORT_LANE = 256, 32, 8
 _WARP_BYTES = 512  # that a warp reads with one load of 16 bytes a lane
 _MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csrc/candidates.cuh has room for
-_MOST_PARTS_OF_WARP = 256  # whose states fit in shared memory with what else there is
+# Of a row that a warp has alone: bytes, beyond which a block is quicker for small k, and parts, whose states take room.
+_MOST_BYTES_OF_WARP, _MOST_PARTS_OF_WARP = 200_000, 256
 _WARPS_PER_BLOCK = 4  # where a warp owns a row, or several
 
 
@@ -63,7 +64,9 @@ class KernelChoice(NamedTuple):
         if self.lanes:
             return 0
         tiles = self.threads // 32 * 2 * (self.vectors * _WARP_BYTES + 16) if self.warps <= 8 else 0
-        return tiles + (8 * self.parts * self.rows_per_block if self.splits == 1 else 0)
+        states = 8 * self.parts * self.rows_per_block if self.splits == 1 else 0
+        # Five blocks of 4-byte logits a multiprocessor, not six: 4000 x 10000 takes 51 µs, and 55.
+        return tiles + max(states, 2048 if self.warps == 1 else 0)
 
     @property
     def regime(self) -> str:
@@ -85,21 +88,24 @@ def choose(
 
     What the limits rest on, in µs on an H200 (132 multiprocessors); `python -m fused_topk sweep` measures it anew:
 
-    - a warp or 8 warps a row: 4000 x 4000 fp32 k = 5: 26 or 54; 4000 x 25000 k = 5: 112 or 108, k = 64: 154 or 168;
-    - 8 or 16 warps: 16 x 128256 bf16 k = 8: 11.1 or 9.1, 128 x 1048576 fp32 k = 5: 137 or 128; but
-      32 x 151936 bf16 k = 50: 19.1 or 19.9, 64 x 128256 fp32 k = 32: 22.2 or 23.6, 256 x 128256 fp32 k = 8: 41 or 43;
-      and where k is larger again 64 x 128256 fp32 k = 128: 30 or 26;
-    - 4, 6 or 8 blocks of 16 warps: 1 x 128256 bf16 k = 8: 9.4, 8.9 or 7.7; but one or two: 1 x 32000: 6.5 or 7.3.
+    - a warp or 8 warps a row: 4000 x 4000 fp32 k = 5: 26 or 46; 4000 x 25000 k = 5: 107 or 106, k = 64: 152 or 174;
+      4000 x 100000 k = 5: 454 or 367;
+    - 8 or 16 warps: 16 x 128256 bf16 k = 8: 9.5 or 8.1, 16 x 262144 bf16 k = 64: 17.0 or 14.8, 64 x 128256 fp32
+      k = 128: 32 or 25; but 64 x 128256 fp32 k = 32: 21.5 or 22.6, 32 x 262144 bf16 k = 20: 16.4 or 18.7, and with few parts
+      8 x 50257 fp32 k = 50: 12.3 or 14.0; 256 x 128256 fp32 k = 8: 41 or 43;
+    - 4, 6 or 8 blocks of 16 warps: 1 x 128256 bf16 k = 8: 8.6, 8.1 or 6.8; but one or two: 1 x 32000: 6.2 or 7.0;
+      8 or 11 blocks of 8 warps: 32 x 262144 bf16 k = 20: 16.4 or 17.5.
     """
     parts, tiles_per_part = _cut(vocab_size)
     vectors = _TILE * itemsize // _WARP_BYTES
     if vocab_size <= _SHORT_ROW and k <= _SHORT_K and not has_beams:
         lanes = max(8, 1 << (-(-vocab_size // _SHORT_LANE) - 1).bit_length())
         return KernelChoice(1, _SHORT_LANE * itemsize // 16, 1, 1, 1, lanes=lanes)
-    if (k <= 32 and parts == 1) or (k <= 64 and rows >= 16 * multiprocessors and parts <= _MOST_PARTS_OF_WARP):
+    is_short = parts <= _MOST_PARTS_OF_WARP and (k > 16 or vocab_size * itemsize <= _MOST_BYTES_OF_WARP)
+    if (k <= 32 and parts == 1) or (k <= 64 and rows >= 16 * multiprocessors and is_short):
         return KernelChoice(1, vectors, 1, parts, tiles_per_part)
-    # With many parts to merge, k above 32 wants the larger block too.
-    warps = 8 if 16 < k <= 32 or (k <= 64 and (rows > multiprocessors or (k > 16 and parts <= 64))) else 16
+    is_small_enough = rows > multiprocessors or 16 < k <= 32 or (k > 32 and parts <= 64)
+    warps = 8 if k <= 64 and is_small_enough else 16
     splits = _splits(rows, parts, warps, k, multiprocessors)
     return KernelChoice(warps, vectors, splits, parts, tiles_per_part)
 
@@ -140,8 +146,9 @@ def _cut(vocab_size: int) -> tuple[int, int]:
 
 
 def _splits(rows: int, parts: int, warps: int, k: int, multiprocessors: int) -> int:
-    """Enough blocks to fill the GPU, but none with less than about a part for each of its warps, two where k is large and
-    merging dear; and no more than it takes for a warp's number of parts. Two parts a warp are read sooner than merged."""
+    """Enough blocks to fill the GPU, but none with less than about a part for each of its warps, two of 8 warps where k is
+    large and merging dear; and no more than it takes for a warp's number of parts. Two parts a warp are read sooner than
+    merged."""
     if parts <= 2 * warps:
         return 1
     resident = multiprocessors * ((16 if 16 < k <= 32 else 24) // warps)

@@ -60,7 +60,7 @@ def problems():
         (37, 1024, 32, 2, "warp per row"),
         (37, 1024, 64, 2, "block per row"),
         (4000, 4000, 5, 4, "warp per row"),
-        (4000, 100000, 5, 4, "warp per row"),
+        (4000, 100000, 5, 4, "block per row"),
         (4000, 100, 100, 4, "block per row"),
         (4000, 25000, 300, 4, "block per row"),
         (1, 128256, 8, 2, "split row"),
@@ -105,9 +105,9 @@ def test_choose_gives_every_block_a_share():
 
 def test_list_length_leaves_room_for_candidates():
     """What a block hands over holds k, and a list of them fits where the row's last block gathers it."""
-    for k in range(1, MAX_K + 1):
-        capacity = 512 if k <= 64 else 4096
-        assert k <= list_length(k) <= capacity
+    for k, splits, warps in itertools.product(range(1, MAX_K + 1), (2, 3, 8, 16, 64), (8, 16)):
+        if warps == 16 or k <= 256:
+            assert k <= list_length(k, splits, warps) <= (512 if warps == 8 else 4096), (k, splits, warps)
 
 
 def test_choose_cuts_a_row_by_its_length_alone():
