@@ -178,9 +178,9 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
     if (splits > 1 || is_sequence) {
       gather(source, lists, length, bounds, bounds_stride, is_sequence ? problem.k_of_sequence : k, candidates, [&] {
         if (is_sequence) return;
-        // Worked out anew: kept since the scan, it would cost registers.
+        // Worked out anew where a mask takes registers: kept since the scan, it would cost some.
         u32 same_row = row;
-        keep_opaque(same_row);
+        if constexpr (MASK != kNoMask) keep_opaque(same_row);
         const float2* const left = all_parts(same_row);
         finish_row(merge_parts(parts, scan.scale(), [&](u32 i) { return load_from_other_block(left + i); }));
       });
