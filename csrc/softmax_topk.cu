@@ -122,12 +122,16 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
   SCAN scan(problem, row, tile_slots + threadIdx.x / kWarpSize * SCAN::Stream::kWarpVectors);
   Candidates<GROUP> candidates(shared.slots, shared.candidates);
   KthBound<GROUP> bound(shared.bound, k_share, problem.k_of_warp);
-  // The states of the row's parts [parts]: here if one group reads them all, else where the last block finds them.
+  // The states of the row's parts [parts]: here if one group reads them all, else where the last block finds them. A mask
+  // takes registers: then the address is worked out anew where it is needed.
   constexpr u32 kTileSlots = (GROUP::kIsWarp ? 4 : WARPS) * SCAN::Stream::kWarpVectors;
   float2* const own_parts = reinterpret_cast<float2*>(tile_slots + kTileSlots) + own * parts;
-  const auto all_parts = [&](u32 row) { return reinterpret_cast<float2*>(problem.parts) + i64(row) * parts; };
+  const auto parts_of = [&](u32 row) { return reinterpret_cast<float2*>(problem.parts) + i64(row) * parts; };
+  float2* const all_parts = parts_of(row);
   const auto finish_part = [&](u32 part, Normalizer state) {
-    if (lane_id() == 0) (splits == 1 ? own_parts : all_parts(row))[part] = {state.m, state.d};
+    if (lane_id() != 0) return;
+    float2* const states = splits == 1 ? own_parts : MASK == kNoMask ? all_parts : parts_of(row);
+    states[part] = {state.m, state.d};
   };
   scan_parts(problem, row, scan, first_part, last_part, k_share, candidates, bound, finish_part);
 
@@ -178,11 +182,10 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
     if (splits > 1 || is_sequence) {
       gather(source, lists, length, bounds, bounds_stride, is_sequence ? problem.k_of_sequence : k, candidates, [&] {
         if (is_sequence) return;
-        // Worked out anew where a mask takes registers: kept since the scan, it would cost some.
         u32 same_row = row;
         if constexpr (MASK != kNoMask) keep_opaque(same_row);
-        const float2* const left = all_parts(same_row);
-        finish_row(merge_parts(parts, scan.scale(), [&](u32 i) { return load_from_other_block(left + i); }));
+        const float2* const states = MASK == kNoMask ? all_parts : parts_of(same_row);
+        finish_row(merge_parts(parts, scan.scale(), [&](u32 i) { return load_from_other_block(states + i); }));
       });
     }
     chosen = candidates.sort();
