@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What launching does on the host, shown without a GPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from fused_topk import cuda
+from fused_topk.kernel_choice import KernelChoice
+from oracle import problem_of
+from simt.row_topk import empty_result
+
+
+@pytest.fixture
+def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose only stream is not capturing, with no counters yet; its memory is the host's."""
+    zeros = torch.zeros
+
+    def slow_zeros(count: int, *, dtype: torch.dtype, device: str) -> torch.Tensor:
+        time.sleep(0.02)  # long enough for every other thread to come here too
+        return zeros(count, dtype=dtype)
+
+    monkeypatch.setattr(torch, "zeros", slow_zeros)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(cuda, "_stream_tickets", {})
+    monkeypatch.setattr(cuda, "_outgrown_tickets", [])
+
+
+@pytest.mark.usefixtures("one_stream")
+@pytest.mark.parametrize("counts", [(10, 10, 10, 10), (10, 5000, 20_000, 10), (9000, 4096, 9001, 1)])
+def test_threads_that_ask_at_once_get_counters_that_last(counts):
+    """A set that another thread's launch is about to use is not freed, however many come first or ask for more."""
+    together = threading.Barrier(len(counts))
+
+    def ask(count: int) -> int:
+        together.wait()
+        return cuda._tickets(0, count)
+
+    with ThreadPoolExecutor(len(counts)) as pool:
+        addresses = list(pool.map(ask, counts))
+    kept: list[Any] = [*cuda._stream_tickets.values(), *cuda._outgrown_tickets]
+    size_at = {tickets.data_ptr(): tickets.numel() for tickets in kept}
+    for count, address in zip(counts, addresses, strict=True):
+        assert size_at.get(address, 0) >= count, (count, size_at)
+
+
+def test_no_more_shared_memory_is_asked_for_than_there_is(monkeypatch):
+    """Hardware without background copies has less of it, and its kernels need less."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(cuda, "_function", lambda device, kernel: kernel)
+    monkeypatch.setattr(cuda, "_call", lambda *arguments: calls.append(arguments))
+    most: dict[tuple[int, str], int] = {}
+    monkeypatch.setattr(cuda, "_most_dynamic_shared_bytes", most)
+    problem = problem_of("topk", torch.zeros(2, 20_000), 5)
+    choice = KernelChoice(8, 8, 1, 20, 1)
+
+    def asked() -> int:
+        cuda._launch(problem, None, empty_result(problem), choice)
+        return int(calls[-1][-1])
+
+    assert asked() == choice.shared_bytes > 60_000
+    most[problem.logits.get_device(), calls[-1][0]] = 60_000
+    assert asked() == 60_000
