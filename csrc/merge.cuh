@@ -89,6 +89,7 @@ __device__ __forceinline__ void gather(const u64* source, u32 lists, u32 length,
     add(own);
     return;
   }
+  // list_length() of fused_topk/kernel_choice.py knows it too.
   constexpr u32 kAtATime = GROUP::kWarps > 8 ? 7 : 3;
 #pragma unroll 1
   for (u32 start = 0; start < total; start += kAtATime * kHelpers) {

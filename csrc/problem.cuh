@@ -65,7 +65,7 @@ struct Problem {
 
   // Where a row's logits start, in elements.
   __device__ __forceinline__ i64 logits_offset(u32 row) const {
-    // Almost always there is one dimension: no division then, nor a jump over it, which has to be waited for.
+    // Almost always there is one dimension: no division then.
     if (leading_dims != 1) return offset(row, logits_strides);
     return row * row_stride;
   }

@@ -86,7 +86,8 @@ def choose(
 ) -> KernelChoice:
     """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors.
 
-    What the limits rest on, in µs on an H200 (132 multiprocessors); `python -m fused_topk sweep` measures it anew:
+    What the limits rest on, in µs on an H200 (132 multiprocessors); `python -m fused_topk sweep` measures it anew
+    (these were measured choice by choice on builds up to commit 1b64ba2; the sweep has not been run since):
 
     - a warp or 8 warps a row: 4000 x 4000 fp32 k = 5: 26 or 46; 4000 x 25000 k = 5: 107 or 106, k = 64: 152 or 174;
       4000 x 100000 k = 5: 454 or 367;
@@ -104,8 +105,8 @@ def choose(
     is_short = parts <= _MOST_PARTS_OF_WARP and (k > 16 or vocab_size * itemsize <= _MOST_BYTES_OF_WARP)
     if (k <= 32 and parts == 1) or (k <= 64 and rows >= 16 * multiprocessors and is_short):
         return KernelChoice(1, vectors, 1, parts, tiles_per_part)
-    is_small_enough = rows > multiprocessors or 16 < k <= 32 or (k > 32 and parts <= 64)
-    warps = 8 if k <= 64 and is_small_enough else 16
+    suits_8_warps = rows > multiprocessors or 16 < k <= 32 or (k > 32 and parts <= 64)
+    warps = 8 if k <= 64 and suits_8_warps else 16
     splits = _splits(rows, parts, warps, k, multiprocessors)
     return KernelChoice(warps, vectors, splits, parts, tiles_per_part)
 
