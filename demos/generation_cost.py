@@ -62,11 +62,11 @@ class Case(NamedTuple):
 CASES = {
     "llama-1b-8x4": Case(RANDOM_SHAPES["llama-1b"], 8, 4),
     "llama-1b-32x8": Case(RANDOM_SHAPES["llama-1b"], 32, 8),
-    "llama-1b-greedy": Case(RANDOM_SHAPES["llama-1b"], 1, 1),
+    "llama-1b-greedy": Case(RANDOM_SHAPES["llama-1b"], 1, 1, 16),
     "nllb-600m-16x5": Case(NLLB_600M, 16, 5),
     "qwen-0.5b-1x512": Case(RANDOM_SHAPES["qwen2.5-0.5b"], 1, 512, 16),
     "small-beam": Case(SMALL, 4, 4),
-    "small-greedy": Case(SMALL, 4, 1),
+    "small-greedy": Case(SMALL, 4, 1, 16),
 }
 
 
@@ -189,7 +189,7 @@ def measure_generate(
 
     found = {name: run(name) for name in costs}
     first = _timed(lambda: run("stock"))
-    rounds = max(3, min(60, int(seconds * 1e6 / (2 * first))))
+    rounds = max(3, min(200, int(seconds * 1e6 / (2 * first))))
     times: dict[str, list[float]] = {name: [] for name in costs}
     stats(reset=True)
     for turn in range(rounds):

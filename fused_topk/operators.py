@@ -103,11 +103,7 @@ def empty_beam_result(logits: Tensor, k: int) -> TopK:
     """Uninitialised tensors for the result of beam_topk."""
     batch, beams, _ = logits.shape
     dtype = backends.result_dtype(logits.dtype)
-    return TopK(
-        logits.new_empty((batch, k), dtype=dtype),
-        logits.new_empty((batch, k), dtype=torch.int64),
-        logits.new_empty((batch, beams), dtype=dtype),
-    )
+    return RowResult((batch, k), (batch, beams), dtype, dtype).empty(logits.device)
 
 
 def row_topk(

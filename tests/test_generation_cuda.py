@@ -15,7 +15,9 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 from transformers.generation import logits_process as stock
 
 from decoding import NAMES, SmallerIndexFirst, assert_fused, inputs_for, tiny
-from fused_topk.generation import fused_decoding, stats
+from fused_topk import cuda as cuda_backend
+from fused_topk import topk
+from fused_topk.generation import fused_decoding, selection, stats
 
 _DEMOS = Path(__file__).parents[1] / "demos"
 if not _DEMOS.is_dir():
@@ -140,6 +142,23 @@ def test_generate_on_the_gpu_gives_the_stock_sequences(cuda, name, num_beams):
     finally:
         # The model is shared with tests on the CPU.
         model.to("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, selection._ARGMAX_VOCAB_SIZE, selection._ARGMAX_VOCAB_SIZE + 1])
+def test_greedy_selection_takes_the_first_of_equal_logits(cuda, vocab_size, dtype):
+    """Whichever kernel reads them; NaN is the greatest of all."""
+    logits = torch.randint(-3, 3, (9, vocab_size)).to("cuda", dtype)
+    logits[1] = -torch.inf
+    logits[2, 7:] = logits[2, 9000] = torch.inf
+    logits[3, 5], logits[3, 8000:8003] = torch.inf, torch.nan
+    logits[4], logits[4, 3:] = -0.0, 0.0
+    expected = topk(logits.cpu(), 1, backend="reference").indices[:, 0]
+    assert expected[[1, 2, 3, 4]].tolist() == [0, 7, 8000, 0]
+    assert torch.equal(selection.Rows(logits, cuda_backend).greatest().cpu(), expected)
+    every_other = logits[:, ::2]
+    expected = topk(every_other.cpu(), 1, backend="reference").indices[:, 0]
+    assert torch.equal(selection.Rows(every_other, cuda_backend).greatest().cpu(), expected)
 
 
 def test_static_cache_compiles_the_model_and_is_fused(cuda):

