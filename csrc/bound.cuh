@@ -25,29 +25,35 @@ __device__ __forceinline__ u32 nth_greatest(u32 key, u32 n) {
   return greatest;
 }
 
-// A number that is at most the n-th greatest of N keys of each lane, by bisection from the first bit in which they differ.
-// Stops 8 bits later: what rounding the bound down costs is a few candidates more.
+// A number that is at most the n-th greatest of N keys of each lane, by bisection. What a few more of them than n are not less
+// than is near enough.
 template <u32 N>
 __device__ __forceinline__ u32 nth_greatest(const u32 (&keys)[N], u32 n) {
   if (n > N * kWarpSize) return kNoKey;
   u32 greatest = keys[0];
-  u32 least = keys[0];
+  u32 bound = keys[0];
 #pragma unroll
   for (u32 i = 1; i < N; ++i) {
     greatest = max(greatest, keys[i]);
-    least = min(least, keys[i]);
+    bound = min(bound, keys[i]);
   }
-  const u32 differing = warp_max(greatest) ^ warp_min(least);
-  if (differing == 0) return keys[0];
-  const u32 first = 31 - __clz(differing);
-  u32 bound = warp_min(least) >> first >> 1 << first << 1;
+  greatest = warp_max(greatest);
+  bound = warp_min(bound);
+  u32 passing = N * kWarpSize;
+  // With many equal keys that may never be: a few thousandths of a logit are near enough too.
 #pragma unroll 1
-  for (u32 i = 0; i < 8 && i <= first; ++i) {
-    const u32 trial = bound | 1u << (first - i);
-    u32 count = 0;
+  for (u32 turn = 0; turn < 12 && bound < greatest && passing > n + n / 8; ++turn) {
+    const u32 trial = greatest - (greatest - bound) / 2;
+    u32 own = 0;
 #pragma unroll
-    for (u32 c = 0; c < N; ++c) count += keys[c] >= trial;
-    if (warp_sum(count) >= n) bound = trial;
+    for (u32 c = 0; c < N; ++c) own += keys[c] >= trial;
+    const u32 of_trial = warp_sum(own);
+    if (of_trial >= n) {
+      bound = trial;
+      passing = of_trial;
+    } else {
+      greatest = trial - 1;
+    }
   }
   return bound;
 }
@@ -58,6 +64,10 @@ class KthBound {
   struct Shared {
     alignas(16) u32 first[GROUP::kWarps];  // keys, published before a barrier
     u32 latest[GROUP::kWarps];             // and since
+    u32 vouched[GROUP::kWarps];
+    // Where k may be large (add_earlier).
+    static constexpr u32 kKept = GROUP::kWarps > 8 ? 8 : 1;
+    u16 greatest[kKept][GROUP::kWarps > 8 ? GROUP::kThreads : 1];
   };
 
   // of_warp: at least k / n, where n of the group's warps read something; the others abstain.
@@ -65,26 +75,55 @@ class KthBound {
 
   // Whether the bests of 32 lanes say too little.
   __device__ __forceinline__ bool needs_many() const { return of_warp_ > kWarpSize / 2; }
-  // After how many candidates of its own a warp should update the bound: they are its sign that the bound is loose.
-  __device__ __forceinline__ u32 worth() const { return needs_many() ? ~0u : max(2 * of_warp_, 4u); }
+  // After how many lanes of its own with candidates a warp should update the bound: they are its sign that it is loose.
+  __device__ __forceinline__ u32 worth() const { return needs_many() ? kWarpSize / 2 : max(2 * of_warp_, 4u); }
 
-  // Tells the group the best keys that each lane of this warp has read, of different elements. After a barrier, found()
-  // gives the bound that all warps' numbers prove, kNoKey for none. The 32 lanes of a warp call each of them together.
-  __device__ __forceinline__ void publish(u32 key) { publish_first(nth_greatest(key, of_warp_)); }
+  // The number that a warp is to publish, of the best keys of each lane, of different elements. The 32 lanes call it.
+  __device__ __forceinline__ u32 of_warp(u32 key) const { return nth_greatest(key, of_warp_); }
   template <u32 N>
-  __device__ __forceinline__ void publish(const u32 (&keys)[N]) {
-    publish_first(nth_greatest(keys, of_warp_));
+  __device__ __forceinline__ u32 of_warp(const u32 (&keys)[N]) const {
+    return nth_greatest(keys, of_warp_);
+  }
+
+  // Makes of each of the lane's keys the greatest since the first call, rounded down, where a group keeps them.
+  template <u32 N>
+  __device__ __forceinline__ void add_earlier(u32 (&keys)[N], bool is_first) {
+    static_assert(N == Shared::kKept, "a place for each");
+#pragma unroll
+    for (u32 i = 0; i < N; ++i) {
+      u16& earlier = shared_.greatest[i][GROUP::thread()];
+      if (!is_first) keys[i] = max(keys[i], u32(earlier) << 16);
+      earlier = u16(keys[i] >> 16);
+    }
+  }
+
+  // Tells the group this warp's number. After a barrier, found() gives the bound that all warps' numbers prove, kNoKey for
+  // none. The 32 lanes of a warp call each of them together.
+  __device__ __forceinline__ void publish(u32 key) {
+    own_ = key;
+    if constexpr (!GROUP::kIsWarp)
+      if (lane_id() == 0) shared_.first[GROUP::warp()] = shared_.latest[GROUP::warp()] = key;
   }
   // For a warp that has nothing to read, and so no say.
-  __device__ __forceinline__ void abstain() { publish_first(of_warp_ == 1 ? kNoKey : kNanKey); }
+  __device__ __forceinline__ void abstain() {
+    publish(of_warp_ == 1 ? kNoKey : kNanKey);
+    vouch(kNanKey);
+  }
   __device__ __forceinline__ u32 found() const {
     if constexpr (GROUP::kIsWarp) return own_;
     return proven_by(shared_.first[lane_id() % GROUP::kWarps], [&](u32 warp) { return shared_.first[warp]; });
   }
 
-  // The same at any time after that barrier.
+  // A number of its own that each warp proves; the least, after a barrier.
+  __device__ __forceinline__ void vouch(u32 key) {
+    if constexpr (!GROUP::kIsWarp)
+      if (lane_id() == 0) shared_.vouched[GROUP::warp()] = key;
+  }
+  __device__ __forceinline__ u32 vouched() const { return warp_min(shared_.vouched[lane_id() % GROUP::kWarps]); }
+
+  // found() at any time after that barrier.
   __device__ __forceinline__ void update(u32 key) {
-    own_ = nth_greatest(key, of_warp_);
+    own_ = key;
     if constexpr (!GROUP::kIsWarp)
       if (lane_id() == 0) store_unordered(&shared_.latest[GROUP::warp()], own_);
   }
@@ -98,12 +137,6 @@ class KthBound {
   }
 
  private:
-  __device__ __forceinline__ void publish_first(u32 key) {
-    own_ = key;
-    if constexpr (!GROUP::kIsWarp)
-      if (lane_id() == 0) shared_.first[GROUP::warp()] = shared_.latest[GROUP::warp()] = key;
-  }
-
   // key: of warp `lane modulo warps`; key_of_warp(warp): any warp's.
   template <class KEY_OF_WARP>
   __device__ __forceinline__ u32 proven_by(u32 key, KEY_OF_WARP key_of_warp) const {

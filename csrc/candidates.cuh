@@ -7,10 +7,11 @@
 //   - what passes is appended (add), by any warp at any time;
 //   - should the buffer fill up, the group cuts it back to little more than the best k (cut), which raises the threshold.
 // The answer is exact whatever the bound: a loose one costs time, never a candidate.
-// Comes after bound.cuh.
+// Comes after bound.cuh and sort.cuh.
 #pragma once
 
 #include "bound.cuh"
+#include "sort.cuh"
 
 namespace fused_topk {
 
@@ -19,6 +20,7 @@ template <class GROUP>
 struct CandidatesShared {
   u32 count;  // slots asked for so far; may run past the capacity
   typename GROUP::Words words;
+  SortShared<GROUP> sort;
 };
 
 template <class GROUP>
@@ -129,6 +131,9 @@ class Candidates {
     return place < kCapacity;
   }
 
+  // The same where reserve() has said that there is room.
+  __device__ __forceinline__ void store_reserved(u32 place, u64 candidate) { slots_[place] = candidate; }
+
   // A key that at least n of what is stored are >=, kNoKey if it is not known: it is proven by each lane's best, or, for
   // larger n, by eight of each lane. The 32 lanes of a warp call it, after a barrier that follows the last add.
   __device__ __forceinline__ u32 nth_stored(u32 n) const {
@@ -173,29 +178,23 @@ class Candidates {
   // The best k, best first, in shared memory. All threads call it, after a barrier that follows the last add; ends with a
   // barrier. More may be added only after restart().
   __device__ __forceinline__ const u64* sort() {
+    u64* const sorted = slots_ + kCapacity / 2;
     // What is usual comes first: code that runs once is fetched as it runs, and every jump over other code costs.
-    if (stored() <= kCountingMax) return sort_by_counting(stored());
-    if (stored() > sortable()) cut(sortable());
-    const u32 count = stored();
-    if constexpr (kPerThread > 1) {
-      if (count > 2 * GROUP::kThreads) return sort_bitonic<4>(count);
-      if (count > GROUP::kThreads) return sort_bitonic<2>(count);
+    if (stored() <= kCountingMax) {
+      sort_by_counting<GROUP>(slots_, stored(), k_, sorted);
+    } else if constexpr (GROUP::kWarps <= 8) {
+      cut(kCountingMax);
+      sort_by_counting<GROUP>(slots_, stored(), k_, sorted);
+    } else {
+      while (!sort_by_buckets<GROUP>(slots_, stored(), k_, sorted, kCapacity / 2, shared_.sort)) cut(kCapacity / 2);
     }
-    if constexpr (!GROUP::kIsWarp)
-      if (count > kCountingMax) return sort_bitonic<1>(count);
-    return sort_by_counting(count);
+    return sorted;
   }
 
  private:
-  // Sorting by counting compares all pairs. Its sorted copy fits in the other half of the slots.
-  static constexpr u32 kCountingMax = GROUP::kIsWarp ? 64 : 192;
-  // Candidates of a thread in the largest bitonic sort.
-  static constexpr u32 kPerThread = GROUP::kWarps <= 8 ? 1 : 4;
-  static constexpr u32 kSortMax = GROUP::kIsWarp ? kCountingMax : kPerThread * GROUP::kThreads;
-  // What is worth sorting without a cut before: all, unless k needs but half of the largest sort.
-  __device__ __forceinline__ u32 sortable() const {
-    return kPerThread > 1 && k_ > GROUP::kThreads && k_ <= kSortMax / 2 ? kSortMax / 2 : kSortMax;
-  }
+  // Candidates for which sorting by counting is the quickest. The sorted ones have the other half of the slots: k is at most
+  // that.
+  static constexpr u32 kCountingMax = GROUP::kWarps <= 8 ? kCapacity / 2 : 256;
 
   __device__ __forceinline__ void set_threshold(u64 threshold) {
     threshold_ = threshold;
@@ -264,103 +263,6 @@ class Candidates {
       bit >>= 1;
     }
     return bound;
-  }
-
-  // A candidate's place is the number of candidates that rank before it. In a block, four lanes share its comparisons, and
-  // warps without a candidate do not keep the others waiting.
-  __device__ __forceinline__ const u64* sort_by_counting(u32 count) {
-    constexpr u32 kSharing = GROUP::kIsWarp ? 1 : 4;
-    u64* const sorted = slots_ + kCapacity / 2;
-    const ulonglong2* const pairs = reinterpret_cast<const ulonglong2*>(slots_);
-#pragma unroll 1
-    for (u32 first = GROUP::warp() * (kWarpSize / kSharing); first < count; first += GROUP::kThreads / kSharing) {
-      const u32 i = first + lane_id() / kSharing;
-      const u64 own = i < count ? slots_[i] : kNoCandidate;
-      u32 place = 0;
-#pragma unroll 2
-      for (u32 pair = lane_id() % kSharing; pair < count / 2; pair += kSharing) {
-        const ulonglong2 both = pairs[pair];
-        count_less(place, own, both.x);
-        count_less(place, own, both.y);
-      }
-      if (count % 2 != 0 && lane_id() % kSharing == 0) count_less(place, own, slots_[count - 1]);
-#pragma unroll
-      for (u32 step = kSharing / 2; step > 0; step /= 2) place += __shfl_xor_sync(kAllLanes, place, step);
-      if (i < count && place < k_) sorted[place] = own;
-    }
-    GROUP::sync();
-    return sorted;
-  }
-
-  // Bitonic sort of up to N * threads candidates, N neighbours in each thread: partners meet through shared memory, through
-  // shuffles, or in registers, by their distance.
-  template <u32 N>
-  __device__ __forceinline__ const u64* sort_bitonic(u32 count) {
-    const u32 first = GROUP::thread() * N;
-    u64 own[N];
-#pragma unroll
-    for (u32 c = 0; c < N; ++c) own[c] = first + c < count ? slots_[first + c] : kNoCandidate;
-    GROUP::sync();
-    sort_in_thread(own);
-#pragma unroll 1
-    for (u32 run = 2 * N; run < 2 * count; run *= 2) {
-      // Every other run ascends: upside down, it descends too.
-      const u64 upside_down = first & run ? ~u64(0) : 0;
-#pragma unroll
-      for (u32 c = 0; c < N; ++c) own[c] ^= upside_down;
-#pragma unroll 1
-      for (u32 distance = run / (2 * N); distance >= kWarpSize; distance /= 2) {
-#pragma unroll
-        for (u32 c = 0; c < N; ++c) slots_[c * GROUP::kThreads + GROUP::thread()] = own[c];
-        GROUP::sync();
-#pragma unroll
-        for (u32 c = 0; c < N; ++c)
-          keep(own[c], slots_[c * GROUP::kThreads + (GROUP::thread() ^ distance)], GROUP::thread() & distance);
-        GROUP::sync();
-      }
-#pragma unroll
-      for (u32 distance = kWarpSize / 2; distance > 0; distance /= 2) {
-        if (run <= distance * N) continue;
-#pragma unroll
-        for (u32 c = 0; c < N; ++c)
-          keep(own[c], __shfl_xor_sync(kAllLanes, own[c], distance), GROUP::thread() & distance);
-      }
-#pragma unroll
-      for (u32 distance = N / 2; distance > 0; distance /= 2)
-#pragma unroll
-        for (u32 c = 0; c < N; ++c)
-          if (!(c & distance)) put_greater_first(own[c], own[c + distance]);
-#pragma unroll
-      for (u32 c = 0; c < N; ++c) own[c] ^= upside_down;
-    }
-#pragma unroll
-    for (u32 c = 0; c < N; ++c) slots_[first + c] = own[c];
-    GROUP::sync();
-    return slots_;
-  }
-
-  // Makes a run of the thread's own, descending in threads of even number, ascending in the others.
-  template <u32 N>
-  __device__ __forceinline__ void sort_in_thread(u64 (&own)[N]) const {
-    if constexpr (N == 1) return;
-    const u64 upside_down = GROUP::thread() & 1 ? ~u64(0) : 0;
-#pragma unroll
-    for (u32 c = 0; c < N; ++c) own[c] ^= upside_down;
-    // Odd-even transposition: N rounds of neighbours.
-#pragma unroll
-    for (u32 round = 0; round < N; ++round)
-#pragma unroll
-      for (u32 c = round % 2; c + 1 < N; c += 2) put_greater_first(own[c], own[c + 1]);
-#pragma unroll
-    for (u32 c = 0; c < N; ++c) own[c] ^= upside_down;
-  }
-  static __device__ __forceinline__ void put_greater_first(u64& a, u64& b) {
-    const u64 greater = max(a, b);
-    b = min(a, b);
-    a = greater;
-  }
-  static __device__ __forceinline__ void keep(u64& own, u64 other, bool lesser) {
-    if (lesser != (other > own)) own = other;
   }
 
   u64* slots_;

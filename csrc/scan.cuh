@@ -16,12 +16,14 @@
 
 namespace fused_topk {
 
-template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 MASK, u32 AHEAD>
+// FOR_MANY: also keeps what proves a bound for a large k: of each lane the bests of kSets sets of elements.
+template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 MASK, u32 AHEAD, bool FOR_MANY>
 class RowScan {
  public:
   using Stream = TileStream<FORMAT, VECTORS, ALIGNED, AHEAD>;
   using RowTile = typename Stream::RowTile;
   static constexpr u32 kPerVector = RowTile::kPerVector;
+  static constexpr u32 kSets = 8;
 
   // slots: [Stream::kWarpVectors], this warp's own
   __device__ __forceinline__ RowScan(const Problem& problem, u32 row, Vector* slots)
@@ -116,20 +118,29 @@ class RowScan {
   // (m, d) of the part, the same in every lane. All 32 lanes call it.
   __device__ __forceinline__ Normalizer end_part() const { return {part_.m, warp_sum(part_.d)}; }
 
-  // Publishes what the warp has read of the row.
+  // A key that as many of what the warp has read as `bound` wants are >=. If those are many, of this tile, and FOR_MANY of
+  // those for which it was called before.
   template <class GROUP>
-  __device__ __forceinline__ void publish(KthBound<GROUP>& bound) const {
-    if (bound.needs_many()) {
-      u32 keys[VECTORS];
-#pragma unroll
-      for (u32 u = 0; u < VECTORS; ++u) keys[u] = order_key(choosable_maximum(u));
-      bound.publish(keys);
-    } else {
-      bound.publish(best_key());
-    }
+  __device__ __forceinline__ u32 proven(KthBound<GROUP>& bound, bool is_first = false) {
+    if (!bound.needs_many()) return bound.of_warp(order_key(best_));
+    u32 keys[kSets];
+    best_keys(keys, bound, is_first);
+    return bound.of_warp(keys);
   }
-  // The best that the lane has read of the row.
-  __device__ __forceinline__ u32 best_key() const { return order_key(best_); }
+  // FOR_MANY, if those are many: publishes it anew, early, so that the other warps find it when they offer their tiles.
+  template <class GROUP>
+  __device__ __forceinline__ void update(KthBound<GROUP>& bound) {
+    if (!FOR_MANY || !bound.needs_many() || offered_ < bound.worth()) return;
+    offered_ = 0;
+    bound.update(proven(bound));
+  }
+  // FOR_MANY, in the end: vouches for n of what the warp has read.
+  template <class GROUP>
+  __device__ __forceinline__ void vouch(KthBound<GROUP>& bound, u32 n) {
+    u32 keys[kSets];
+    best_keys(keys, bound, false);
+    bound.vouch(nth_greatest(keys, n));
+  }
 
   // Offers the tile's elements that may be among the best. False if the candidates are full: to be called again after a
   // cut. has_next: whether the warp has another tile, which a tighter bound would serve. All 32 lanes call it.
@@ -143,8 +154,13 @@ class RowScan {
       if (lanes == 0) return true;
     }
     offered_ += __popc(lanes);
-    if (has_next && offered_ >= bound.worth()) {
-      bound.update(best_key());
+    if (FOR_MANY && bound.needs_many()) {
+      // update() has published what the tile adds.
+      candidates.raise(bound.latest());
+      lanes = lanes_with_hits(candidates);
+      if (lanes == 0) return true;
+    } else if (has_next && offered_ >= bound.worth() && !bound.needs_many()) {
+      bound.update(proven(bound));
       candidates.raise(bound.latest());
       lanes = lanes_with_hits(candidates);
       if (lanes == 0) return true;
@@ -158,13 +174,29 @@ class RowScan {
     const bool is_enough = candidates.reserve(__popc(todo), place);
     // If it is one, it is the lane's maximum.
     const bool is_maximum = !Stream::kInBackground && (todo & (todo - 1)) == 0 && offered_of_tile_ == 0;
-    for (; todo != 0; todo &= todo - 1) {
-      const u32 bit = __ffs(todo) - 1;
-      const u32 index = tile_.index(bit / kPerVector, bit % kPerVector);
-      const u32 key = is_maximum ? order_key(lane_max_) : key_again(index, bit);
-      if (!candidates.store(place++, make_candidate(key, index))) break;
-      offered_of_tile_ |= 1u << bit;
+    if (FOR_MANY && is_enough && bound.needs_many()) {
+      // From the registers, all in turn: many are stored sooner so than each read again.
+#pragma unroll
+      for (u32 u = 0; u < VECTORS; ++u)
+#pragma unroll
+        for (u32 e = 0; e < kPerVector; ++e) {
+          const u32 is_hit = todo >> (u * kPerVector + e) & 1;
+          const u64 candidate = make_candidate(order_key(choosable(u, e)), tile_.index(u, e));
+          if (is_hit) candidates.store_reserved(place, candidate);
+          place += is_hit;
+        }
+      offered_of_tile_ |= todo;
+    } else {
+      for (; todo != 0; todo &= todo - 1) {
+        const u32 bit = __ffs(todo) - 1;
+        const u32 index = tile_.index(bit / kPerVector, bit % kPerVector);
+        const u32 key = is_maximum ? order_key(lane_max_) : key_again(index, bit);
+        if (!candidates.store(place++, make_candidate(key, index))) break;
+        offered_of_tile_ |= 1u << bit;
+      }
     }
+    // Apart, lanes would run all that follows one after the other.
+    __syncwarp();
     return is_enough;
   }
 
@@ -266,6 +298,23 @@ class RowScan {
     return -FUSED_TOPK_INFINITY < least ? allowed_ : ~0u;
   }
 
+  template <class GROUP>
+  __device__ __forceinline__ void best_keys(u32 (&keys)[kSets], KthBound<GROUP>& bound, bool is_first) {
+#pragma unroll
+    for (u32 i = 0; i < kSets; ++i) keys[i] = order_key(set_maximum(i));
+    tile_.forget_decoded();
+    if constexpr (FOR_MANY) bound.add_earlier(keys, is_first);
+  }
+  // The greatest of set i of the lane's elements of the tile: four of a vector.
+  __device__ __forceinline__ float set_maximum(u32 i) const {
+    constexpr u32 kOfVector = kSets / VECTORS;
+    float greatest = choosable(i / kOfVector, i % kOfVector);
+#pragma unroll
+    for (u32 e = i % kOfVector + kOfVector; e < kPerVector; e += kOfVector)
+      greatest = max_nan(greatest, choosable(i / kOfVector, e));
+    return greatest;
+  }
+
   // Elements read once more, from where the tile came.
   __device__ __forceinline__ float logit_again(u32 index) const {
     return FORMAT::decode(stream_.logit_again(index, tile_));
@@ -341,7 +390,7 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN
   scan.begin_part();
   if (is_open) {
     scan.read(first, second, order.end);
-    scan.publish(bound);
+    bound.publish(scan.proven(bound, true));
     scan.fold();
   } else {
     bound.abstain();
@@ -362,6 +411,7 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN
       is_open = next < order.end;
       if (!is_open) break;
       scan.read(next, order.after(next), order.end);
+      scan.update(bound);
       if (ends_part) scan.begin_part();
       scan.fold();
     }

@@ -98,10 +98,12 @@ template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED, u32 MASK>
 __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident_blocks(WARPS, MASK, VECTORS, ALIGNED))
     softmax_topk_kernel(const __grid_constant__ Problem problem) {
   using GROUP = Group<WARPS>;
-  using SCAN = RowScan<FORMAT, VECTORS, ALIGNED, MASK, tiles_ahead(WARPS, MASK, VECTORS, ALIGNED)>;
+  constexpr bool kForMany = WARPS > 8;
+  using SCAN = RowScan<FORMAT, VECTORS, ALIGNED, MASK, tiles_ahead(WARPS, MASK, VECTORS, ALIGNED), kForMany>;
   constexpr u32 kRowsPerBlock = GROUP::kIsWarp ? 4 : 1;
   __shared__ GroupShared<GROUP> all_shared[kRowsPerBlock];
-  extern __shared__ Vector tile_slots[];
+  // At 16 bytes beyond a multiple of 32, background copies take a fifth longer.
+  extern __shared__ __align__(128) Vector tile_slots[];
 
   const u32 own = GROUP::kIsWarp ? threadIdx.x / kWarpSize : 0;
   const u32 splits = GROUP::kIsWarp ? 1 : gridDim.y;
@@ -117,7 +119,9 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
   const u32 last_part = first_part + problem.parts_per_split + (split < problem.splits_with_one_more);
   // V < 2^31 and a part has at most 2^21 tokens, so nothing overflows.
   const u32 log2_length = problem.tiles_per_part_log2 + SCAN::RowTile::kLog2Elements;
-  const u32 k_share = min(k, min(last_part << log2_length, problem.V) - (first_part << log2_length));
+  u32 k_share = min(k, min(last_part << log2_length, problem.V) - (first_part << log2_length));
+  // One number, not the two that it is the least of.
+  keep_opaque(k_share);
 
   SCAN scan(problem, row, tile_slots + threadIdx.x / kWarpSize * SCAN::Stream::kWarpVectors);
   Candidates<GROUP> candidates(shared.slots, shared.candidates);
@@ -159,15 +163,20 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
     bounds = all_bounds;
     // Many candidates passed early: what all of the share's elements prove by now drops most of them.
     const bool has_more_tiles = problem.parts_per_split >= GROUP::kWarps || problem.tiles_per_part_log2 > 0;
-    if (has_more_tiles && candidates.stored() > length && !bound.needs_many()) {
-      if (GROUP::warp() < problem.parts_per_split) bound.publish(scan.best_key());
+    const bool has_read = GROUP::warp() < problem.parts_per_split + (split < problem.splits_with_one_more);
+    if (kForMany && bound.needs_many()) {
+      if (has_read) scan.vouch(bound, (problem.k_of_warp + splits - 1) / splits);
+      candidates.raise(bound.latest());
+      GROUP::sync();
+    } else if (has_more_tiles && candidates.stored() > length && !bound.needs_many()) {
+      if (has_read) bound.publish(scan.proven(bound));
       GROUP::sync();
       candidates.raise(bound.found());
     }
     u64* list = all_lists + split * length;
     const u32 count = candidates.shorten(length);
     if (finishes_row) {
-      const u32 key = candidates.nth_stored(problem.k_of_split);
+      const u32 key = kForMany && bound.needs_many() ? bound.vouched() : candidates.nth_stored(problem.k_of_split);
       if (lane_id() == 0) all_bounds[split] = make_candidate(key, 0);
     }
     for (u32 i = GROUP::thread(); i < length; i += GROUP::kThreads)

@@ -95,7 +95,8 @@ def choose(
       k = 128: 32 or 25; but 64 x 128256 fp32 k = 32: 21.5 or 22.6, 32 x 262144 bf16 k = 20: 16.4 or 18.7, and with few parts
       8 x 50257 fp32 k = 50: 12.3 or 14.0; 256 x 128256 fp32 k = 8: 41 or 43;
     - 4, 6 or 8 blocks of 16 warps: 1 x 128256 bf16 k = 8: 8.6, 8.1 or 6.8; but one or two: 1 x 32000: 6.2 or 7.0;
-      8 or 11 blocks of 8 warps: 32 x 262144 bf16 k = 20: 16.4 or 17.5.
+      8 or 11 blocks of 8 warps: 32 x 262144 bf16 k = 20: 16.4 or 17.5; 3, 4, 5 or 6: 8 x 50257 fp32 k = 50: 14.0, 12.4, 12.2
+      or 15.1.
     """
     parts, tiles_per_part = _cut(vocab_size)
     vectors = _TILE * itemsize // _WARP_BYTES
@@ -147,12 +148,14 @@ def _cut(vocab_size: int) -> tuple[int, int]:
 
 
 def _splits(rows: int, parts: int, warps: int, k: int, multiprocessors: int) -> int:
-    """Enough blocks to fill the GPU, but none with less than about a part for each of its warps, two of 8 warps where k is
+    """Enough blocks to fill the GPU, but none with less than about a part for each of its warps, ten of 8 warps where k is
     large and merging dear; and no more than it takes for a warp's number of parts. Two parts a warp are read sooner than
     merged."""
     if parts <= 2 * warps:
         return 1
     resident = multiprocessors * ((16 if 16 < k <= 32 else 24) // warps)
     most = max(1, min(resident // max(rows, 1), -(-parts // warps)))
-    parts_per_warp = max(-(-parts // (most * warps)), 2 if k > 32 and warps == 8 else 1)
+    if k > 32 and warps == 8:
+        return min(most, -(-parts // 10))
+    parts_per_warp = -(-parts // (most * warps))
     return -(-parts // (warps * parts_per_warp))

@@ -19,6 +19,7 @@ SOURCES = (
     "row.cuh",
     "group.cuh",
     "bound.cuh",
+    "sort.cuh",
     "candidates.cuh",
     "problem.cuh",
     "result.cuh",
