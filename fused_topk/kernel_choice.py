@@ -87,7 +87,8 @@ def choose(
     """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors.
 
     What the limits rest on, in µs on an H200 (132 multiprocessors); `python -m fused_topk sweep` measures it anew
-    (these were measured choice by choice on builds up to commit 1b64ba2; the sweep has not been run since):
+    (these were measured choice by choice on builds up to commit 1b64ba2, those of 8 x 50257 in the last row just before
+    8d7d8fc; the sweep has not been run since):
 
     - a warp or 8 warps a row: 4000 x 4000 fp32 k = 5: 26 or 46; 4000 x 25000 k = 5: 107 or 106, k = 64: 152 or 174;
       4000 x 100000 k = 5: 454 or 367;
