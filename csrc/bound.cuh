@@ -40,7 +40,7 @@ __device__ __forceinline__ u32 nth_greatest(const u32 (&keys)[N], u32 n) {
   greatest = warp_max(greatest);
   bound = warp_min(bound);
   u32 passing = N * kWarpSize;
-  // With many equal keys that may never be: a few thousandths of a logit are near enough too.
+  // With many equal keys that may never be: twelve halvings of what the keys span are enough too.
 #pragma unroll 1
   for (u32 turn = 0; turn < 12 && bound < greatest && passing > n + n / 8; ++turn) {
     const u32 trial = greatest - (greatest - bound) / 2;
