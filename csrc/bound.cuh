@@ -64,17 +64,20 @@ class KthBound {
   struct Shared {
     alignas(16) u32 first[GROUP::kWarps];  // keys, published before a barrier
     u32 latest[GROUP::kWarps];             // and since
-    u32 vouched[GROUP::kWarps];
-    // Where k may be large (add_earlier).
-    static constexpr u32 kKept = GROUP::kWarps > 8 ? 8 : 1;
-    u16 greatest[kKept][GROUP::kWarps > 8 ? GROUP::kThreads : 1];
+    // See add_earlier().
+    static constexpr u32 kKept = GROUP::kForMany ? 8 : 1;
+    u16 greatest[kKept][GROUP::kForMany ? GROUP::kThreads : 1];
   };
 
   // of_warp: at least k / n, where n of the group's warps read something; the others abstain.
   __device__ __forceinline__ KthBound(Shared& shared, u32 k, u32 of_warp) : shared_(shared), k_(k), of_warp_(of_warp) {}
 
   // Whether the bests of 32 lanes say too little.
-  __device__ __forceinline__ bool needs_many() const { return of_warp_ > kWarpSize / 2; }
+  __device__ __forceinline__ bool needs_many() const {
+    // is_for_many() of fused_topk/launch.py has chosen the kernel.
+    if constexpr (GROUP::kWarps > 8) return GROUP::kForMany;
+    return of_warp_ > kWarpSize / 2;
+  }
   // After how many lanes of its own with candidates a warp should update the bound: they are its sign that it is loose.
   __device__ __forceinline__ u32 worth() const { return needs_many() ? kWarpSize / 2 : max(2 * of_warp_, 4u); }
 
@@ -85,7 +88,7 @@ class KthBound {
     return nth_greatest(keys, of_warp_);
   }
 
-  // Makes of each of the lane's keys the greatest since the first call, rounded down, where a group keeps them.
+  // FOR_MANY: makes of each of the lane's keys the greatest since the first call, rounded down.
   template <u32 N>
   __device__ __forceinline__ void add_earlier(u32 (&keys)[N], bool is_first) {
     static_assert(N == Shared::kKept, "a place for each");
@@ -105,21 +108,11 @@ class KthBound {
       if (lane_id() == 0) shared_.first[GROUP::warp()] = shared_.latest[GROUP::warp()] = key;
   }
   // For a warp that has nothing to read, and so no say.
-  __device__ __forceinline__ void abstain() {
-    publish(of_warp_ == 1 ? kNoKey : kNanKey);
-    vouch(kNanKey);
-  }
+  __device__ __forceinline__ void abstain() { publish(of_warp_ == 1 ? kNoKey : kNanKey); }
   __device__ __forceinline__ u32 found() const {
     if constexpr (GROUP::kIsWarp) return own_;
     return proven_by(shared_.first[lane_id() % GROUP::kWarps], [&](u32 warp) { return shared_.first[warp]; });
   }
-
-  // A number of its own that each warp proves; the least, after a barrier.
-  __device__ __forceinline__ void vouch(u32 key) {
-    if constexpr (!GROUP::kIsWarp)
-      if (lane_id() == 0) shared_.vouched[GROUP::warp()] = key;
-  }
-  __device__ __forceinline__ u32 vouched() const { return warp_min(shared_.vouched[lane_id() % GROUP::kWarps]); }
 
   // found() at any time after that barrier.
   __device__ __forceinline__ void update(u32 key) {

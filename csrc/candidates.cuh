@@ -158,7 +158,8 @@ class Candidates {
     share_threshold();
     u64 own[kOwn];
     take(own);
-    const u64 least = lower_bound(own, enough);
+    Span span = span_of(own);
+    const u64 least = lower_bound(own, span, k_, enough, 1);
     if (least > kNoCandidate) raise_to(least);
     put_back(own);
   }
@@ -173,6 +174,28 @@ class Candidates {
       if (stored() > length) cut(length);
     }
     return stored();
+  }
+
+  // Writes what may be among the best k to `list` [length >= k], kNoCandidate at its end, and gives a key that n of it are >=,
+  // n <= k; kNoKey if there are fewer. All threads call it, after a barrier that follows the last add; restart() must follow.
+  __device__ __forceinline__ u32 hand_over(u64* list, u32 length, u32 n) {
+    u64 own[kOwn];
+    take(own);
+    Span span = span_of(own);
+    const u64 least = lower_bound(own, span, k_, length, 1);
+    if (GROUP::thread() == 0) shared_.count = 0;
+    const u64 vouched = lower_bound(own, span, n, n + n / 8, u64(1) << 32);
+    u32 count = 0;
+#pragma unroll
+    for (u32 c = 0; c < kOwn; ++c) count += own[c] > kNoCandidate && own[c] >= least;
+    u32 place;
+    reserve(count, place);
+#pragma unroll
+    for (u32 c = 0; c < kOwn; ++c)
+      if (own[c] > kNoCandidate && own[c] >= least) list[place++] = own[c];
+    GROUP::sync();
+    for (u32 i = shared_.count + GROUP::thread(); i < length; i += GROUP::kThreads) list[i] = kNoCandidate;
+    return key_of(vouched);
   }
 
   // The best k, best first, in shared memory. All threads call it, after a barrier that follows the last add; ends with a
@@ -228,9 +251,12 @@ class Candidates {
     GROUP::sync();
   }
 
-  // A candidate such that at least k of the group's are >= it, and at most `enough`. kNoCandidate if there are fewer.
-  // Bisects from the highest bit in which they differ. All threads call it; barriers separate its calls.
-  __device__ __forceinline__ u64 lower_bound(const u64 (&own)[kOwn], u32 enough) const {
+  // The greatest and the least key of the group's, and how many reductions there have been since (Group::sum).
+  struct Span {
+    u32 greatest, least, turn;
+  };
+  // All threads call it; barriers separate its calls.
+  __device__ __forceinline__ Span span_of(const u64 (&own)[kOwn]) const {
     u32 greatest = 0;
     u32 least_inverted = 0;
 #pragma unroll
@@ -240,28 +266,37 @@ class Candidates {
       least_inverted = max(least_inverted, ~key_of(own[c]));
     }
     greatest = GROUP::maximum(greatest, shared_.words, 0);
-    const u32 differing = greatest ^ ~GROUP::maximum(least_inverted, shared_.words, 1);
+    return {greatest, ~GROUP::maximum(least_inverted, shared_.words, 1), 0};
+  }
+
+  // A candidate such that at least n of the group's are >= it, and at most `enough`, if a multiple of `unit` can tell them
+  // apart. kNoCandidate if there are fewer than n. Bisects from the highest bit in which they differ, and leaves the span of
+  // what is left. All threads call it.
+  __device__ __forceinline__ u64 lower_bound(const u64 (&own)[kOwn], Span& span, u32 n, u32 enough, u64 unit) const {
+    const u32 differing = span.greatest ^ span.least;
     // All keys share the bits above this one; where all are equal, the indices decide.
     u64 bit = differing ? u64(1u << (31 - __clz(differing))) << 32 : u64(1) << 31;
-    u64 bound = (u64(greatest) << 32) & ~(2 * bit - 1);
+    u64 bound = (u64(span.greatest) << 32) & ~(2 * bit - 1);
     u64 trial = bound;
     // The first count asks whether there are enough at all.
+    bool is_first = true;
 #pragma unroll 1
-    for (u32 turn = 0;; ++turn) {
+    for (;; is_first = false) {
       u32 count = 0;
 #pragma unroll
       for (u32 c = 0; c < kOwn; ++c) count += own[c] >= trial && own[c] != kNoCandidate;
-      count = GROUP::sum(count, shared_.words, turn);
-      if (count >= k_) {
+      count = GROUP::sum(count, shared_.words, span.turn++);
+      if (count >= n) {
         bound = trial;
         if (count <= enough) break;
-      } else if (turn == 0) {
+      } else if (is_first) {
         return kNoCandidate;
       }
-      if (bit == 0) break;
+      if (bit < unit) break;
       trial = bound | bit;
       bit >>= 1;
     }
+    span.least = max(span.least, key_of(bound));
     return bound;
   }
 

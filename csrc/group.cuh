@@ -6,9 +6,11 @@
 
 namespace fused_topk {
 
-template <u32 WARPS>
+// FOR_MANY: in kernels of large k (KthBound::needs_many), whose code would lie in the way of all others.
+template <u32 WARPS, bool FOR_MANY = false>
 struct Group {
   static constexpr u32 kWarps = WARPS;
+  static constexpr bool kForMany = FOR_MANY;
   static constexpr u32 kThreads = WARPS * kWarpSize;
   static constexpr bool kIsWarp = WARPS == 1;
 

@@ -127,19 +127,12 @@ class RowScan {
     best_keys(keys, bound, is_first);
     return bound.of_warp(keys);
   }
-  // FOR_MANY, if those are many: publishes it anew, early, so that the other warps find it when they offer their tiles.
+  // FOR_MANY: publishes it anew, early, so that the other warps find it when they offer their tiles.
   template <class GROUP>
   __device__ __forceinline__ void update(KthBound<GROUP>& bound) {
-    if (!FOR_MANY || !bound.needs_many() || offered_ < bound.worth()) return;
+    if (!FOR_MANY || offered_ < bound.worth()) return;
     offered_ = 0;
     bound.update(proven(bound));
-  }
-  // FOR_MANY, in the end: vouches for n of what the warp has read.
-  template <class GROUP>
-  __device__ __forceinline__ void vouch(KthBound<GROUP>& bound, u32 n) {
-    u32 keys[kSets];
-    best_keys(keys, bound, false);
-    bound.vouch(nth_greatest(keys, n));
   }
 
   // Offers the tile's elements that may be among the best. False if the candidates are full: to be called again after a
@@ -154,7 +147,7 @@ class RowScan {
       if (lanes == 0) return true;
     }
     offered_ += __popc(lanes);
-    if (FOR_MANY && bound.needs_many()) {
+    if constexpr (FOR_MANY) {
       // update() has published what the tile adds.
       candidates.raise(bound.latest());
       lanes = lanes_with_hits(candidates);
@@ -174,7 +167,7 @@ class RowScan {
     const bool is_enough = candidates.reserve(__popc(todo), place);
     // If it is one, it is the lane's maximum.
     const bool is_maximum = !Stream::kInBackground && (todo & (todo - 1)) == 0 && offered_of_tile_ == 0;
-    if (FOR_MANY && is_enough && bound.needs_many()) {
+    if (FOR_MANY && is_enough) {
       // From the registers, all in turn: many are stored sooner so than each read again.
 #pragma unroll
       for (u32 u = 0; u < VECTORS; ++u)

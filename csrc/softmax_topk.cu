@@ -94,12 +94,11 @@ constexpr u32 tiles_ahead(u32 warps, u32 mask, u32 vectors, bool aligned) {
 
 // Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors, then,
 // if splits is 1, the states of each group's parts.
-template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED, u32 MASK>
+template <class FORMAT, u32 WARPS, bool FOR_MANY, u32 VECTORS, bool ALIGNED, u32 MASK>
 __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident_blocks(WARPS, MASK, VECTORS, ALIGNED))
     softmax_topk_kernel(const __grid_constant__ Problem problem) {
-  using GROUP = Group<WARPS>;
-  constexpr bool kForMany = WARPS > 8;
-  using SCAN = RowScan<FORMAT, VECTORS, ALIGNED, MASK, tiles_ahead(WARPS, MASK, VECTORS, ALIGNED), kForMany>;
+  using GROUP = Group<WARPS, FOR_MANY>;
+  using SCAN = RowScan<FORMAT, VECTORS, ALIGNED, MASK, tiles_ahead(WARPS, MASK, VECTORS, ALIGNED), FOR_MANY>;
   constexpr u32 kRowsPerBlock = GROUP::kIsWarp ? 4 : 1;
   __shared__ GroupShared<GROUP> all_shared[kRowsPerBlock];
   // At 16 bytes beyond a multiple of 32, background copies take a fifth longer.
@@ -161,26 +160,28 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
     u64* const all_bounds = all_lists + splits * length;
     source = all_lists;
     bounds = all_bounds;
-    // Many candidates passed early: what all of the share's elements prove by now drops most of them.
-    const bool has_more_tiles = problem.parts_per_split >= GROUP::kWarps || problem.tiles_per_part_log2 > 0;
-    const bool has_read = GROUP::warp() < problem.parts_per_split + (split < problem.splits_with_one_more);
-    if (kForMany && bound.needs_many()) {
-      if (has_read) scan.vouch(bound, (problem.k_of_warp + splits - 1) / splits);
-      candidates.raise(bound.latest());
-      GROUP::sync();
-    } else if (has_more_tiles && candidates.stored() > length && !bound.needs_many()) {
-      if (has_read) bound.publish(scan.proven(bound));
-      GROUP::sync();
-      candidates.raise(bound.found());
-    }
     u64* list = all_lists + split * length;
-    const u32 count = candidates.shorten(length);
-    if (finishes_row) {
-      const u32 key = kForMany && bound.needs_many() ? bound.vouched() : candidates.nth_stored(problem.k_of_split);
+    const auto hand_over_bound = [&](u32 key) {
       if (lane_id() == 0) all_bounds[split] = make_candidate(key, 0);
+    };
+    if constexpr (FOR_MANY) {
+      candidates.raise(bound.latest());
+      const u32 key = candidates.hand_over(list, length, problem.k_of_split);
+      if (finishes_row) hand_over_bound(key);
+    } else {
+      // Many candidates passed early: what all of the share's elements prove by now drops most of them.
+      const bool has_more_tiles = problem.parts_per_split >= GROUP::kWarps || problem.tiles_per_part_log2 > 0;
+      if (has_more_tiles && candidates.stored() > length && !bound.needs_many()) {
+        const bool has_read = GROUP::warp() < problem.parts_per_split + (split < problem.splits_with_one_more);
+        if (has_read) bound.publish(scan.proven(bound));
+        GROUP::sync();
+        candidates.raise(bound.found());
+      }
+      const u32 count = candidates.shorten(length);
+      if (finishes_row) hand_over_bound(candidates.nth_stored(problem.k_of_split));
+      for (u32 i = GROUP::thread(); i < length; i += GROUP::kThreads)
+        list[i] = i < count && candidates.slots()[i] > candidates.threshold() ? candidates.slots()[i] : kNoCandidate;
     }
-    for (u32 i = GROUP::thread(); i < length; i += GROUP::kThreads)
-      list[i] = i < count && candidates.slots()[i] > candidates.threshold() ? candidates.slots()[i] : kNoCandidate;
     GROUP::sync();
     candidates.restart(k);
     if (!arrives_last<GROUP>(problem.row_tickets + row, splits, shared.is_last)) return;

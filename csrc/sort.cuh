@@ -91,6 +91,7 @@ __device__ __forceinline__ bool sort_by_buckets(u64* slots, u32 count, u32 k, u6
       if (c * GROUP::kThreads < count) bucket[c] = 2 * bucket[c] + (shared.splitters[bucket[c]] > own[c]);
 #pragma unroll
   for (u32 c = 0; c < kOwn; ++c) {
+    if (c * GROUP::kThreads >= count) break;
     bucket[c] -= kBuckets;
     if (own[c] != kNoCandidate) bucket[c] |= add_to_shared(&shared.first_of_bucket[bucket[c]], 1) << 16;
   }

@@ -131,9 +131,9 @@ def list_length(k: int, splits: int, warps: int) -> int:
     """Candidates that a block of a split row hands over at most. Too few, and there is a cut before (Candidates::shorten()
     of csrc/candidates.cuh); more than the last block can load at a time (gather() of csrc/merge.cuh), and it waits again.
     """
-    if k > 64:
-        return max(512, 2 * k)
     helpers = 32 * (warps - 1)
+    if k > 64:
+        return max(512, 5 * k // 4, min(2 * k, helpers * (7 if warps > 8 else 3) // splits))
     least = 40 + 5 * k // 2
     if splits * least <= helpers:
         return least

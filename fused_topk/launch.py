@@ -149,8 +149,6 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
     beams = 0 if layout.beam_strides is None else leading[1]
     k_row = min(layout.k, vocab_size)
     length = list_length(k_row, splits, choice.warps)
-    # Warps of a block that have a part to read.
-    readers = min(choice.warps, choice.parts // splits)
     problem = _PROBLEM.pack(
         0,
         strides[0][-1],
@@ -161,7 +159,7 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         choice.tiles_per_part.bit_length() - 1,
         *divmod(choice.parts, splits),
         len(sizes),
-        -(-k_row // readers),
+        _k_of_warp(choice, k_row),
         -(-k_row // splits),
         length,
         *(0,) * 8,
@@ -182,7 +180,7 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         *(0,) * 3,
     )
     return Launch(
-        kernel_name(FORMATS[layout.dtype], choice, is_aligned, mask_use),
+        kernel_name(FORMATS[layout.dtype], choice, is_for_many(choice, k_row), is_aligned, mask_use),
         choice.grid(rows),
         choice.threads,
         choice.shared_bytes,
@@ -202,24 +200,37 @@ def row_count(shape: Sequence[int]) -> int:
     return rows
 
 
-def kernel_name(element: str, choice: KernelChoice, is_aligned: bool, mask_use: int) -> str:
+def is_for_many(choice: KernelChoice, k: int) -> bool:
+    """Whether k of a row is so large that the kernel of 16 warps for a large k has to serve it: there, the bests of a warp's
+    32 lanes would prove too loose a bound (KthBound::needs_many() of csrc/bound.cuh)."""
+    return choice.warps > 8 and _k_of_warp(choice, k) > 16
+
+
+def kernel_name(element: str, choice: KernelChoice, for_many: bool, is_aligned: bool, mask_use: int) -> str:
     """A kernel of csrc/softmax_topk.cu or csrc/short_rows.cu, as NVRTC wants it named."""
     flags = f"{str(is_aligned).lower()}, {mask_use}"
     if choice.lanes:
         return f"fused_topk::short_rows_topk_kernel<fused_topk::{element}, {flags}>"
-    return f"fused_topk::softmax_topk_kernel<fused_topk::{element}, {choice.warps}, {choice.vectors}, {flags}>"
+    group = f"{choice.warps}, {str(for_many).lower()}, {choice.vectors}"
+    return f"fused_topk::softmax_topk_kernel<fused_topk::{element}, {group}, {flags}>"
 
 
 def kernel_names() -> list[str]:
     """Every variant that a launch can ask for."""
     short = KernelChoice(1, 1, 1, 1, 1, lanes=32)
     return [
-        kernel_name(name, choice, is_aligned, mask_use)
+        kernel_name(name, choice, for_many, is_aligned, mask_use)
         for dtype, name in FORMATS.items()
         for choice in (short, *(KernelChoice(*variant, 1, 1, 1) for variant in VARIANTS[dtype.itemsize]))
+        for for_many in ((False, True) if choice.warps > 8 else (False,))
         for is_aligned in (True, False)
         for mask_use in (0, 1, 2)
     ]
+
+
+def _k_of_warp(choice: KernelChoice, k: int) -> int:
+    """How many of k each warp of a block vouches for, of those that have a part to read."""
+    return -(-k // min(choice.warps, choice.parts // choice.splits))
 
 
 def _innermost_first(numbers: list[int], filler: int) -> list[int]:
