@@ -20,7 +20,7 @@ template <class GROUP>
 struct CandidatesShared {
   u32 count;  // slots asked for so far; may run past the capacity
   typename GROUP::Words words;
-  SortShared<GROUP> sort;
+  BucketsShared<GROUP> buckets;
 };
 
 template <class GROUP>
@@ -158,8 +158,7 @@ class Candidates {
     share_threshold();
     u64 own[kOwn];
     take(own);
-    Span span = span_of(own);
-    const u64 least = lower_bound(own, span, k_, enough, 1);
+    const u64 least = lower_bound(own, enough);
     if (least > kNoCandidate) raise_to(least);
     put_back(own);
   }
@@ -176,26 +175,26 @@ class Candidates {
     return stored();
   }
 
-  // Writes what may be among the best k to `list` [length >= k], kNoCandidate at its end, and gives a key that n of it are >=,
-  // n <= k; kNoKey if there are fewer. All threads call it, after a barrier that follows the last add; restart() must follow.
-  __device__ __forceinline__ u32 hand_over(u64* list, u32 length, u32 n) {
-    u64 own[kOwn];
-    take(own);
-    Span span = span_of(own);
-    const u64 least = lower_bound(own, span, k_, length, 1);
-    if (GROUP::thread() == 0) shared_.count = 0;
-    const u64 vouched = lower_bound(own, span, n, n + n / 8, u64(1) << 32);
-    u32 count = 0;
+  // Writes what may be among the best k to `list` [length >= k], kNoCandidate at its end, and gives a key that m of it are >=,
+  // m <= k; kNoKey if there are fewer. All threads call it, after a barrier that follows the last add; restart() must follow.
+  __device__ __forceinline__ u32 hand_over(u64* list, u32 length, u32 m) {
+    while (true) {
+      u64 own[kOwn];
+      take(own);
+      const Buckets<GROUP, kOwn> buckets(own, k_, m, shared_.buckets, shared_.words);
+      const u32 needed = buckets.needed();
+      if (needed <= length) {
 #pragma unroll
-    for (u32 c = 0; c < kOwn; ++c) count += own[c] > kNoCandidate && own[c] >= least;
-    u32 place;
-    reserve(count, place);
-#pragma unroll
-    for (u32 c = 0; c < kOwn; ++c)
-      if (own[c] > kNoCandidate && own[c] >= least) list[place++] = own[c];
-    GROUP::sync();
-    for (u32 i = shared_.count + GROUP::thread(); i < length; i += GROUP::kThreads) list[i] = kNoCandidate;
-    return key_of(vouched);
+        for (u32 c = 0; c < kOwn; ++c) {
+          if (own[c] == kNoCandidate) continue;
+          const u32 i = buckets.place(own[c], c);
+          if (i < needed) list[i] = own[c];
+        }
+        for (u32 i = needed + GROUP::thread(); i < length; i += GROUP::kThreads) list[i] = kNoCandidate;
+        return buckets.mth_key();
+      }
+      cut(length);
+    }
   }
 
   // The best k, best first, in shared memory. All threads call it, after a barrier that follows the last add; ends with a
@@ -209,7 +208,8 @@ class Candidates {
       cut(kCountingMax);
       sort_by_counting<GROUP>(slots_, stored(), k_, sorted);
     } else {
-      while (!sort_by_buckets<GROUP>(slots_, stored(), k_, sorted, kCapacity / 2, shared_.sort)) cut(kCapacity / 2);
+      while (!sort_by_buckets<GROUP, kOwn>(slots_, stored(), k_, sorted, kCapacity / 2, shared_.buckets, shared_.words))
+        cut(kCapacity / 2);
     }
     return sorted;
   }
@@ -251,12 +251,9 @@ class Candidates {
     GROUP::sync();
   }
 
-  // The greatest and the least key of the group's, and how many reductions there have been since (Group::sum).
-  struct Span {
-    u32 greatest, least, turn;
-  };
-  // All threads call it; barriers separate its calls.
-  __device__ __forceinline__ Span span_of(const u64 (&own)[kOwn]) const {
+  // A candidate such that at least k of the group's are >= it, and at most `enough`. kNoCandidate if there are fewer.
+  // Bisects from the highest bit in which they differ. All threads call it; barriers separate its calls.
+  __device__ __forceinline__ u64 lower_bound(const u64 (&own)[kOwn], u32 enough) const {
     u32 greatest = 0;
     u32 least_inverted = 0;
 #pragma unroll
@@ -266,37 +263,28 @@ class Candidates {
       least_inverted = max(least_inverted, ~key_of(own[c]));
     }
     greatest = GROUP::maximum(greatest, shared_.words, 0);
-    return {greatest, ~GROUP::maximum(least_inverted, shared_.words, 1), 0};
-  }
-
-  // A candidate such that at least n of the group's are >= it, and at most `enough`, if a multiple of `unit` can tell them
-  // apart. kNoCandidate if there are fewer than n. Bisects from the highest bit in which they differ, and leaves the span of
-  // what is left. All threads call it.
-  __device__ __forceinline__ u64 lower_bound(const u64 (&own)[kOwn], Span& span, u32 n, u32 enough, u64 unit) const {
-    const u32 differing = span.greatest ^ span.least;
+    const u32 differing = greatest ^ ~GROUP::maximum(least_inverted, shared_.words, 1);
     // All keys share the bits above this one; where all are equal, the indices decide.
     u64 bit = differing ? u64(1u << (31 - __clz(differing))) << 32 : u64(1) << 31;
-    u64 bound = (u64(span.greatest) << 32) & ~(2 * bit - 1);
+    u64 bound = (u64(greatest) << 32) & ~(2 * bit - 1);
     u64 trial = bound;
     // The first count asks whether there are enough at all.
-    bool is_first = true;
 #pragma unroll 1
-    for (;; is_first = false) {
+    for (u32 turn = 0;; ++turn) {
       u32 count = 0;
 #pragma unroll
       for (u32 c = 0; c < kOwn; ++c) count += own[c] >= trial && own[c] != kNoCandidate;
-      count = GROUP::sum(count, shared_.words, span.turn++);
-      if (count >= n) {
+      count = GROUP::sum(count, shared_.words, turn);
+      if (count >= k_) {
         bound = trial;
         if (count <= enough) break;
-      } else if (is_first) {
+      } else if (turn == 0) {
         return kNoCandidate;
       }
-      if (bit < unit) break;
+      if (bit == 0) break;
       trial = bound | bit;
       bit >>= 1;
     }
-    span.least = max(span.least, key_of(bound));
     return bound;
   }
 

@@ -1,24 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sorting candidates in shared memory: a candidate's place is the number of candidates that rank before it.
 //
-// Up to a few hundred are all compared with each other. Beyond, some of them cut the others into buckets of a few, and a
-// candidate is compared with those of its own bucket only. All candidates differ, so no two get the same place.
+// Up to a few hundred are all compared with each other. More go into buckets by their keys first, and a candidate is compared
+// with those of its own bucket only. All candidates differ, so no two get the same place.
 // Comes after group.cuh.
 #pragma once
 
 #include "group.cuh"
 
 namespace fused_topk {
-
-// For sort_by_buckets(), which serves blocks of more than 8 warps.
-template <class GROUP>
-struct SortShared {
-  static constexpr u32 kBuckets = GROUP::kWarps <= 8 ? 1 : GROUP::kThreads / 4;
-  alignas(16) u64 some[kBuckets];
-  u64 splitters[kBuckets];
-  u32 first_of_bucket[kBuckets + 1];
-  u32 needed;
-};
 
 // Writes the best k of `slots` [count] to `sorted` [k], elsewhere in shared memory. In a block, four lanes share a
 // candidate's comparisons, and warps without a candidate do not keep the others waiting. All threads call it, after a
@@ -46,95 +36,140 @@ __device__ __forceinline__ void sort_by_counting(const u64* slots, u32 count, u3
   GROUP::sync();
 }
 
-// The same for up to 8 candidates a thread; shuffles `slots`. False, and nothing is changed, if more than `room` of them
-// would have to be looked at: the k best, and the rest of the bucket that the last of those is in.
+// For Buckets, which serve blocks of more than 8 warps.
 template <class GROUP>
-__device__ __forceinline__ bool sort_by_buckets(u64* slots, u32 count, u32 k, u64* sorted, u32 room,
-                                                SortShared<GROUP>& shared) {
-  constexpr u32 kBuckets = SortShared<GROUP>::kBuckets;
-  constexpr u32 kOwn = 8;
-  const u32 thread = GROUP::thread();
-  if (thread < kBuckets) {
-    shared.some[thread] = slots[thread * count / kBuckets];
-    shared.first_of_bucket[thread] = 0;
-  }
-  GROUP::sync();
-  // Four lanes for each.
-  const u64 splitter = shared.some[thread / 4];
-  u32 rank = 0;
-#pragma unroll 4
-  for (u32 pair = lane_id() % 4; pair < kBuckets / 2; pair += 4) {
-    const ulonglong2 both = reinterpret_cast<const ulonglong2*>(shared.some)[pair];
-    count_less(rank, splitter, both.x);
-    count_less(rank, splitter, both.y);
-  }
-#pragma unroll
-  for (u32 step = 2; step > 0; step /= 2) rank += __shfl_xor_sync(kAllLanes, rank, step);
-  // As a binary tree, level after level from [1] on: on the way down, lanes read neighbours. The last has no place in it.
-  const u32 node = ((rank + 1) | kBuckets) >> __ffs(rank + 1);
-  if (lane_id() % 4 == 0 && rank + 1 < kBuckets) shared.splitters[node] = splitter;
-  GROUP::sync();
+struct BucketsShared {
+  static constexpr u32 kLog2Buckets = GROUP::kWarps <= 8 ? 0 : 9;
+  static constexpr u32 kBuckets = 1 << kLog2Buckets;
+  alignas(16) u32 begins[kBuckets + 1];
+  u32 found[2];
+};
 
-  // A bucket's number is that of the splitters in the tree that rank before it.
-  u64 own[kOwn];
-  u32 bucket[kOwn];  // and in the upper half the place in it
+// A block's candidates in buckets, best first, by how far their keys are below the greatest; where all keys are equal, by the
+// tokens' indices. Nearly equal keys among others that are far apart share a bucket: that costs time.
+template <class GROUP, u32 N>
+class Buckets {
+ public:
+  using Shared = BucketsShared<GROUP>;
+
+  // own: each thread's, kNoCandidate for none. k and m: see needed() and mth_key(). All threads call it, after a barrier that
+  // follows the last use of `shared` and `words`; ends with a barrier.
+  __device__ __forceinline__ Buckets(const u64 (&own)[N], u32 k, u32 m, Shared& shared, typename GROUP::Words& words)
+      : shared_(shared), m_(m) {
+    constexpr u32 kBuckets = Shared::kBuckets;
+    for (u32 i = GROUP::thread(); i < kBuckets; i += GROUP::kThreads) shared.begins[i] = 0;
+    u32 least_inverted = 0;
+    greatest_ = 0;
 #pragma unroll
-  for (u32 c = 0; c < kOwn; ++c) {
-    const u32 i = c * GROUP::kThreads + thread;
-    own[c] = i < count ? slots[i] : kNoCandidate;
-    bucket[c] = 1;
-  }
-#pragma unroll
-  for (u32 leaves = 1; leaves < kBuckets; leaves *= 2)
-#pragma unroll
-    for (u32 c = 0; c < kOwn; ++c)
-      if (c * GROUP::kThreads < count) bucket[c] = 2 * bucket[c] + (shared.splitters[bucket[c]] > own[c]);
-#pragma unroll
-  for (u32 c = 0; c < kOwn; ++c) {
-    if (c * GROUP::kThreads >= count) break;
-    bucket[c] -= kBuckets;
-    if (own[c] != kNoCandidate) bucket[c] |= add_to_shared(&shared.first_of_bucket[bucket[c]], 1) << 16;
-  }
-  GROUP::sync();
-  if (GROUP::warp() == 0) {
-    // From how many are in each to where it begins; the first k need what is before the first that begins behind them.
-    constexpr u32 kOfLane = kBuckets / kWarpSize;
-    u32* const of_lane = shared.first_of_bucket + lane_id() * kOfLane;
-    u32 begins[kOfLane + 1] = {0};
-#pragma unroll
-    for (u32 c = 0; c < kOfLane; ++c) begins[c + 1] = begins[c] + of_lane[c];
-    const u32 before = warp_inclusive_sum(begins[kOfLane]) - begins[kOfLane];
-    u32 needed = count;
-#pragma unroll
-    for (u32 c = 0; c < kOfLane; ++c) {
-      of_lane[c] = before + begins[c];
-      if (of_lane[c] >= k) needed = min(needed, of_lane[c]);
+    for (u32 c = 0; c < N; ++c) {
+      if (own[c] == kNoCandidate) continue;
+      greatest_ = max(greatest_, key_of(own[c]));
+      least_inverted = max(least_inverted, ~key_of(own[c]));
     }
-    needed = warp_min(needed);
-    if (lane_id() == 0) shared.first_of_bucket[kBuckets] = shared.needed = needed;
+    GROUP::maxima(greatest_, least_inverted, words);
+    span_ = greatest_ + least_inverted + 1;
+    is_by_index_ = span_ == 0;
+    if (is_by_index_) {
+#pragma unroll
+      for (u32 c = 0; c < N; ++c) span_ = own[c] == kNoCandidate ? span_ : max(span_, index_of(own[c]));
+      GROUP::sync();
+      span_ = GROUP::maximum(span_, words, 0);
+    }
+    const u32 bits = 32 - __clz(span_);
+    shift_ = bits > Shared::kLog2Buckets ? bits - Shared::kLog2Buckets : 0;
+#pragma unroll
+    for (u32 c = 0; c < N; ++c) {
+      place_[c] = 0;
+      if (own[c] != kNoCandidate) place_[c] = add_to_shared(&shared.begins[of(own[c])], 1);
+    }
+    GROUP::sync();
+    if (GROUP::warp() == 0) {
+      // From how many are in each to where it begins.
+      constexpr u32 kOfLane = kBuckets / kWarpSize;
+      u32* const of_lane = shared.begins + lane_id() * kOfLane;
+      u32 begins[kOfLane + 1] = {0};
+#pragma unroll
+      for (u32 c = 0; c < kOfLane; ++c) begins[c + 1] = begins[c] + of_lane[c];
+      const u32 before = warp_inclusive_sum(begins[kOfLane]) - begins[kOfLane];
+      u32 after_k = kBuckets;
+      u32 after_m = kBuckets;
+#pragma unroll
+      for (u32 c = kOfLane; c-- > 0;) {
+        begins[c] += before;
+        of_lane[c] = begins[c];
+        if (begins[c] >= k) after_k = lane_id() * kOfLane + c;
+        if (begins[c] >= m) after_m = lane_id() * kOfLane + c;
+      }
+      after_k = warp_min(after_k);
+      after_m = warp_min(after_m);
+      if (lane_id() == kWarpSize - 1) {
+        shared.begins[kBuckets] = before + begins[kOfLane];
+        shared.found[0] = after_k;
+        shared.found[1] = after_m;
+      }
+    }
+    GROUP::sync();
   }
-  GROUP::sync();
-  const u32 needed = shared.needed;
+
+  // How many there are.
+  __device__ __forceinline__ u32 count() const { return shared_.begins[Shared::kBuckets]; }
+  // How many are in the first buckets that hold the best k, or all.
+  __device__ __forceinline__ u32 needed() const { return shared_.begins[shared_.found[0]]; }
+  // A key that the best m of them are >=, kNoKey if there are fewer.
+  __device__ __forceinline__ u32 mth_key() const {
+    if (count() < m_) return kNoKey;
+    const u32 last = (shared_.found[1] << shift_) - 1;
+    return is_by_index_ ? greatest_ : greatest_ - min(last, span_);
+  }
+
+  // The place of the thread's own[c] among all, bucket after bucket.
+  __device__ __forceinline__ u32 place(u64 candidate, u32 c) const { return begin(candidate) + place_[c]; }
+  // Where a candidate's bucket begins and ends.
+  __device__ __forceinline__ u32 begin(u64 candidate) const { return shared_.begins[of(candidate)]; }
+  __device__ __forceinline__ u32 end(u64 candidate) const { return shared_.begins[of(candidate) + 1]; }
+
+ private:
+  __device__ __forceinline__ u32 of(u64 candidate) const {
+    return (is_by_index_ ? index_of(candidate) : greatest_ - key_of(candidate)) >> shift_;
+  }
+
+  Shared& shared_;
+  u32 m_;
+  u32 greatest_;  // key
+  u32 span_;      // to the least, or the greatest index
+  u32 shift_;
+  u32 place_[N];  // in its bucket
+  bool is_by_index_;
+};
+
+// The same as sort_by_counting(), for up to N candidates a thread; shuffles `slots`. False, and nothing is changed, if more than
+// `room` of them would have to be looked at.
+template <class GROUP, u32 N>
+__device__ __forceinline__ bool sort_by_buckets(u64* slots, u32 count, u32 k, u64* sorted, u32 room,
+                                                BucketsShared<GROUP>& shared, typename GROUP::Words& words) {
+  u64 own[N];
+#pragma unroll
+  for (u32 c = 0; c < N; ++c) {
+    const u32 i = c * GROUP::kThreads + GROUP::thread();
+    own[c] = i < count ? slots[i] : kNoCandidate;
+  }
+  const Buckets<GROUP, N> buckets(own, k, k, shared, words);
+  const u32 needed = buckets.needed();
   if (needed > room) return false;
 #pragma unroll
-  for (u32 c = 0; c < kOwn; ++c) {
+  for (u32 c = 0; c < N; ++c) {
     if (own[c] == kNoCandidate) continue;
-    const u32 i = shared.first_of_bucket[bucket[c] & 0xFFFF] + (bucket[c] >> 16);
+    const u32 i = buckets.place(own[c], c);
     if (i < needed) slots[i] = own[c];
   }
-  if (thread == 0) slots[needed] = kNoCandidate;  // the other half of the last pair
+  if (GROUP::thread() == 0) slots[needed] = kNoCandidate;  // the other half of the last pair
   GROUP::sync();
 #pragma unroll 1
-  for (u32 i = thread; i < needed; i += GROUP::kThreads) {
-    // The last bucket that begins at i or before: neighbours in a bucket read the same.
-    u32 b = 0;
-#pragma unroll
-    for (u32 step = kBuckets / 2; step > 0; step /= 2)
-      if (shared.first_of_bucket[b + step] <= i) b += step;
+  for (u32 i = GROUP::thread(); i < needed; i += GROUP::kThreads) {
     const u64 candidate = slots[i];
     // In pairs: what is of the bucket before ranks before, and what is of the next does not.
-    const u32 pair = shared.first_of_bucket[b] / 2;
-    const u32 end = (shared.first_of_bucket[b + 1] + 1) / 2;
+    const u32 pair = buckets.begin(candidate) / 2;
+    const u32 end = (buckets.end(candidate) + 1) / 2;
     u32 place = 2 * pair;
 #pragma unroll 4
     for (u32 p = pair; p < end; ++p) {
