@@ -181,13 +181,13 @@ class Candidates {
     while (true) {
       u64 own[kOwn];
       take(own);
-      const Buckets<GROUP, kOwn> buckets(own, k_, m, shared_.buckets, shared_.words);
+      const Buckets<GROUP, kOwn> buckets(own, stored(), k_, m, shared_.buckets);
       const u32 needed = buckets.needed();
       if (needed <= length) {
 #pragma unroll
         for (u32 c = 0; c < kOwn; ++c) {
           if (own[c] == kNoCandidate) continue;
-          const u32 i = buckets.place(own[c], c);
+          const u32 i = buckets.place(c);
           if (i < needed) list[i] = own[c];
         }
         for (u32 i = needed + GROUP::thread(); i < length; i += GROUP::kThreads) list[i] = kNoCandidate;
@@ -208,7 +208,7 @@ class Candidates {
       cut(kCountingMax);
       sort_by_counting<GROUP>(slots_, stored(), k_, sorted);
     } else {
-      while (!sort_by_buckets<GROUP, kOwn>(slots_, stored(), k_, sorted, kCapacity / 2, shared_.buckets, shared_.words))
+      while (!sort_by_buckets<GROUP, kOwn>(slots_, stored(), k_, sorted, kCapacity / 2, shared_.buckets))
         cut(kCapacity / 2);
     }
     return sorted;

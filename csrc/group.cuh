@@ -57,20 +57,6 @@ struct Group {
     return warp_max(exchange(value, 0u, shared, turn));
   }
 
-  // The maxima of two, at once. A barrier must follow before `shared` is used again.
-  static __device__ __forceinline__ void maxima(u32& first, u32& second, Words& shared) {
-    first = warp_max(first);
-    second = warp_max(second);
-    if constexpr (kIsWarp) return;
-    if (lane_id() == 0) {
-      shared.words[0][warp()] = first;
-      shared.words[1][warp()] = second;
-    }
-    sync();
-    first = warp_max(shared.words[0][lane_id() % kWarps]);
-    second = warp_max(shared.words[1][lane_id() % kWarps]);
-  }
-
  private:
   // Lane w gets what warp w gave, the lanes beyond `none`.
   static __device__ __forceinline__ u32 exchange(u32 value, u32 none, Words& shared, u32 turn) {

@@ -92,6 +92,11 @@ __device__ __forceinline__ u32 warp_max(u32 value) {
 #endif
 }
 
+__device__ __forceinline__ u64 warp_max(u64 value) {
+  const u32 high = warp_max(u32(value >> 32));
+  return u64(high) << 32 | warp_max(u32(value >> 32) == high ? u32(value) : 0);
+}
+
 // Smallest value over the warp, in every lane. All 32 lanes call it.
 __device__ __forceinline__ u32 warp_min(u32 value) { return ~warp_max(~value); }
 

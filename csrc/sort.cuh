@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sorting candidates in shared memory: a candidate's place is the number of candidates that rank before it.
 //
-// Up to a few hundred are all compared with each other. More go into buckets by their keys first, and a candidate is compared
+// Up to a few hundred are all compared with each other. More are put into buckets of a few first, and a candidate is compared
 // with those of its own bucket only. All candidates differ, so no two get the same place.
 // Comes after group.cuh.
 #pragma once
@@ -39,140 +39,169 @@ __device__ __forceinline__ void sort_by_counting(const u64* slots, u32 count, u3
 // For Buckets, which serve blocks of more than 8 warps.
 template <class GROUP>
 struct BucketsShared {
-  static constexpr u32 kLog2Buckets = GROUP::kWarps <= 8 ? 0 : 9;
-  static constexpr u32 kBuckets = 1 << kLog2Buckets;
-  alignas(16) u32 begins[kBuckets + 1];
-  u32 found[2];
+  static constexpr u32 kBuckets = GROUP::kThreads;
+  u64 samples[2 * GROUP::kWarps];
+  u32 begins[kBuckets + 1];
+  u32 of_warp[GROUP::kWarps];
+  u32 needed, bucket_of_m;
+  u16 bucket_at[GROUP::kWarps <= 8 ? 1 : 4 * GROUP::kThreads];
 };
 
-// A block's candidates in buckets, best first, by how far their keys are below the greatest; where all keys are equal, by the
-// tokens' indices. Nearly equal keys among others that are far apart share a bucket: that costs time.
+// A block's candidates in buckets, best first: most of the buckets divide evenly what lies between two samples, the second best of
+// 32 and the second worst, so that a few candidates far from all others do not make them wide.
 template <class GROUP, u32 N>
 class Buckets {
  public:
   using Shared = BucketsShared<GROUP>;
 
-  // own: each thread's, kNoCandidate for none. k and m: see needed() and mth_key(). All threads call it, after a barrier that
-  // follows the last use of `shared` and `words`; ends with a barrier.
-  __device__ __forceinline__ Buckets(const u64 (&own)[N], u32 k, u32 m, Shared& shared, typename GROUP::Words& words)
-      : shared_(shared), m_(m) {
-    constexpr u32 kBuckets = Shared::kBuckets;
-    for (u32 i = GROUP::thread(); i < kBuckets; i += GROUP::kThreads) shared.begins[i] = 0;
-    u32 least_inverted = 0;
-    greatest_ = 0;
-#pragma unroll
-    for (u32 c = 0; c < N; ++c) {
-      if (own[c] == kNoCandidate) continue;
-      greatest_ = max(greatest_, key_of(own[c]));
-      least_inverted = max(least_inverted, ~key_of(own[c]));
-    }
-    GROUP::maxima(greatest_, least_inverted, words);
-    span_ = greatest_ + least_inverted + 1;
-    is_by_index_ = span_ == 0;
-    if (is_by_index_) {
-#pragma unroll
-      for (u32 c = 0; c < N; ++c) span_ = own[c] == kNoCandidate ? span_ : max(span_, index_of(own[c]));
-      GROUP::sync();
-      span_ = GROUP::maximum(span_, words, 0);
-    }
-    const u32 bits = 32 - __clz(span_);
-    shift_ = bits > Shared::kLog2Buckets ? bits - Shared::kLog2Buckets : 0;
-#pragma unroll
-    for (u32 c = 0; c < N; ++c) {
-      place_[c] = 0;
-      if (own[c] != kNoCandidate) place_[c] = add_to_shared(&shared.begins[of(own[c])], 1);
-    }
+  // own: the thread's share of `count` candidates, kNoCandidate for none; own[c] is none if there are no more than c * kThreads.
+  // k and m: see needed() and mth_key(). All threads call it, after a barrier that follows the last use of `shared`; ends with a
+  // barrier.
+  __device__ __forceinline__ Buckets(const u64 (&own)[N], u32 count, u32 k, u32 m, Shared& shared) : shared_(shared) {
+    shared.begins[GROUP::thread()] = 0;
+    publish_samples(own);
     GROUP::sync();
-    if (GROUP::warp() == 0) {
-      // From how many are in each to where it begins.
-      constexpr u32 kOfLane = kBuckets / kWarpSize;
-      u32* const of_lane = shared.begins + lane_id() * kOfLane;
-      u32 begins[kOfLane + 1] = {0};
+    divide();
 #pragma unroll
-      for (u32 c = 0; c < kOfLane; ++c) begins[c + 1] = begins[c] + of_lane[c];
-      const u32 before = warp_inclusive_sum(begins[kOfLane]) - begins[kOfLane];
-      u32 after_k = kBuckets;
-      u32 after_m = kBuckets;
+    for (u32 c = 0; c < N; ++c) place_[c] = c * GROUP::kThreads < count ? bucket_of(own[c]) << 16 : 0;
 #pragma unroll
-      for (u32 c = kOfLane; c-- > 0;) {
-        begins[c] += before;
-        of_lane[c] = begins[c];
-        if (begins[c] >= k) after_k = lane_id() * kOfLane + c;
-        if (begins[c] >= m) after_m = lane_id() * kOfLane + c;
-      }
-      after_k = warp_min(after_k);
-      after_m = warp_min(after_m);
-      if (lane_id() == kWarpSize - 1) {
-        shared.begins[kBuckets] = before + begins[kOfLane];
-        shared.found[0] = after_k;
-        shared.found[1] = after_m;
-      }
-    }
+    for (u32 c = 0; c < N; ++c)
+      if (own[c] != kNoCandidate) place_[c] |= add_to_shared(&shared.begins[bucket(c)], 1);
     GROUP::sync();
+    is_crowded_ = GROUP::any(add_up(k, m) > kCrowd);
   }
 
-  // How many there are.
-  __device__ __forceinline__ u32 count() const { return shared_.begins[Shared::kBuckets]; }
   // How many are in the first buckets that hold the best k, or all.
-  __device__ __forceinline__ u32 needed() const { return shared_.begins[shared_.found[0]]; }
-  // A key that the best m of them are >=, kNoKey if there are fewer.
+  __device__ __forceinline__ u32 needed() const { return shared_.needed; }
+  // Whether some bucket has so many that comparing them takes long.
+  __device__ __forceinline__ bool is_crowded() const { return is_crowded_; }
+  // A key that the best m of them are >=, kNoKey if it is not known.
   __device__ __forceinline__ u32 mth_key() const {
-    if (count() < m_) return kNoKey;
-    const u32 last = (shared_.found[1] << shift_) - 1;
-    return is_by_index_ ? greatest_ : greatest_ - min(last, span_);
+    const u32 bucket = shared_.bucket_of_m;
+    if (bucket <= kAbove) return key_of(high_);
+    const u64 below = u64(bucket - kAbove) << shift_;
+    return bucket < Shared::kBuckets - 1 && below < high_ ? key_of(high_ - below) : kNoKey;
   }
 
-  // The place of the thread's own[c] among all, bucket after bucket.
-  __device__ __forceinline__ u32 place(u64 candidate, u32 c) const { return begin(candidate) + place_[c]; }
-  // Where a candidate's bucket begins and ends.
-  __device__ __forceinline__ u32 begin(u64 candidate) const { return shared_.begins[of(candidate)]; }
-  __device__ __forceinline__ u32 end(u64 candidate) const { return shared_.begins[of(candidate) + 1]; }
+  // Of the thread's own[c]: its bucket, and its place among all, bucket after bucket.
+  __device__ __forceinline__ u32 bucket(u32 c) const { return place_[c] >> 16; }
+  __device__ __forceinline__ u32 place(u32 c) const { return begin(bucket(c)) + (place_[c] & 0xFFFF); }
+
+  // The place of the first of a bucket, and of the first behind it.
+  __device__ __forceinline__ u32 begin(u32 bucket) const { return shared_.begins[bucket]; }
+  __device__ __forceinline__ u32 end(u32 bucket) const { return shared_.begins[bucket + 1]; }
 
  private:
-  __device__ __forceinline__ u32 of(u64 candidate) const {
-    return (is_by_index_ ? index_of(candidate) : greatest_ - key_of(candidate)) >> shift_;
+  static constexpr u32 kLog2Buckets = 9;
+  static_assert(Shared::kBuckets == 1 << kLog2Buckets, "for blocks of 16 warps, with two samples of each");
+  // Buckets [0, kAbove] are above the better sample, each 8 times as wide as those below; kBetween end at the other.
+  static constexpr u32 kAbove = Shared::kBuckets / 8 - 1;
+  static constexpr u32 kBetween = Shared::kBuckets * 3 / 4;
+  static constexpr u32 kCrowd = 64;
+
+  // Two of each warp's candidates: of its first lane that has one, and of its last, kNoCandidate if that is the same.
+  __device__ __forceinline__ void publish_samples(const u64 (&own)[N]) {
+    u64 sample = kNoCandidate;
+#pragma unroll
+    for (u32 c = 0; c < N; ++c) sample = own[c] == kNoCandidate ? sample : own[c];
+    const u32 lanes = __ballot_sync(kAllLanes, sample != kNoCandidate);
+    const u32 first = lanes == 0 ? 0 : __ffs(lanes) - 1;
+    const u32 last = lanes == 0 ? 0 : 31 - __clz(lanes);
+    u64* const samples = shared_.samples + 2 * GROUP::warp();
+    if (lane_id() == first) samples[0] = sample;
+    if (lane_id() == last) samples[1] = first == last ? kNoCandidate : sample;
+  }
+
+  // Says what each bucket is for. All warps come to the same.
+  __device__ __forceinline__ void divide() {
+    const u64 sample = shared_.samples[lane_id() % (2 * GROUP::kWarps)];
+    const u64 inverted = sample == kNoCandidate ? kNoCandidate : ~sample;
+    high_ = warp_max(sample == warp_max(sample) ? kNoCandidate : sample);
+    const u64 low = ~warp_max(inverted == warp_max(inverted) ? kNoCandidate : inverted);
+    const u64 length = low < high_ ? high_ - low : 0;
+    // The least for which length >> shift is less than kBetween.
+    const u32 bits = 64 - __clzll(length);
+    shift_ = bits > kLog2Buckets ? bits - kLog2Buckets : 0;
+    if (length >> shift_ >= kBetween) ++shift_;
+  }
+  __device__ __forceinline__ u32 bucket_of(u64 candidate) const {
+    const bool is_above = candidate > high_;
+    const u64 distance = is_above ? candidate - high_ : high_ - candidate;
+    const u64 buckets = distance >> (is_above ? shift_ + 3 : shift_);
+    const u32 most = is_above ? kAbove : Shared::kBuckets - kAbove - 2;
+    const u32 away = buckets < most ? u32(buckets) : most;
+    return is_above ? kAbove - away : kAbove + 1 + away;
+  }
+
+  // From how many are in each bucket to where it begins; gives how many are in the thread's. All threads call it.
+  __device__ __forceinline__ u32 add_up(u32 k, u32 m) {
+    const u32 bucket = GROUP::thread();
+    const u32 count = shared_.begins[bucket];
+    u32 end = warp_inclusive_sum(count);
+    if (lane_id() == kWarpSize - 1) shared_.of_warp[GROUP::warp()] = end;
+    GROUP::sync();
+#pragma unroll
+    for (u32 warp = 0; warp < GROUP::kWarps; ++warp) end += warp < GROUP::warp() ? shared_.of_warp[warp] : 0;
+    const u32 begin = end - count;
+    shared_.begins[bucket] = begin;
+    const bool is_last = bucket == Shared::kBuckets - 1;
+    if (is_last) shared_.begins[bucket + 1] = end;
+    if (begin < k && (k <= end || is_last)) shared_.needed = end;
+    if (begin < m && (m <= end || is_last)) shared_.bucket_of_m = m <= end ? bucket : Shared::kBuckets - 1;
+    return count;
   }
 
   Shared& shared_;
-  u32 m_;
-  u32 greatest_;  // key
-  u32 span_;      // to the least, or the greatest index
-  u32 shift_;
-  u32 place_[N];  // in its bucket
-  bool is_by_index_;
+  u64 high_;
+  u32 shift_;  // from a distance to a number of buckets
+  bool is_crowded_;
+  u32 place_[N];  // bucket, and the place in it
 };
 
 // The same as sort_by_counting(), for up to N candidates a thread; shuffles `slots`. False, and nothing is changed, if more than
 // `room` of them would have to be looked at.
 template <class GROUP, u32 N>
 __device__ __forceinline__ bool sort_by_buckets(u64* slots, u32 count, u32 k, u64* sorted, u32 room,
-                                                BucketsShared<GROUP>& shared, typename GROUP::Words& words) {
+                                                BucketsShared<GROUP>& shared) {
   u64 own[N];
 #pragma unroll
   for (u32 c = 0; c < N; ++c) {
     const u32 i = c * GROUP::kThreads + GROUP::thread();
     own[c] = i < count ? slots[i] : kNoCandidate;
   }
-  const Buckets<GROUP, N> buckets(own, k, k, shared, words);
-  const u32 needed = buckets.needed();
-  if (needed > room) return false;
+  u32 needed;
+#pragma unroll 1
+  for (bool is_first = true;; is_first = false) {
+    const Buckets<GROUP, N> buckets(own, count, k, k, shared);
+    needed = buckets.needed();
+    // Without those that are not needed, the buckets come out narrower.
+    const bool is_final = !buckets.is_crowded() || !is_first;
+    if (is_final && needed > room) return false;
 #pragma unroll
-  for (u32 c = 0; c < N; ++c) {
-    if (own[c] == kNoCandidate) continue;
-    const u32 i = buckets.place(own[c], c);
-    if (i < needed) slots[i] = own[c];
+    for (u32 c = 0; c < N; ++c) {
+      if (own[c] == kNoCandidate) continue;
+      const u32 i = buckets.place(c);
+      if (i >= needed) {
+        own[c] = kNoCandidate;
+      } else if (is_final) {
+        slots[i] = own[c];
+        shared.bucket_at[i] = buckets.bucket(c);
+      }
+    }
+    if (is_final && GROUP::thread() == 0) slots[needed] = kNoCandidate;  // the other half of the last pair
+    GROUP::sync();
+    if (is_final) break;
   }
-  if (GROUP::thread() == 0) slots[needed] = kNoCandidate;  // the other half of the last pair
-  GROUP::sync();
 #pragma unroll 1
   for (u32 i = GROUP::thread(); i < needed; i += GROUP::kThreads) {
     const u64 candidate = slots[i];
     // In pairs: what is of the bucket before ranks before, and what is of the next does not.
-    const u32 pair = buckets.begin(candidate) / 2;
-    const u32 end = (buckets.end(candidate) + 1) / 2;
-    u32 place = 2 * pair;
+    const u32* const begins = shared.begins + shared.bucket_at[i];
+    const u32 first = begins[0] / 2;
+    const u32 end = (begins[1] + 1) / 2;
+    u32 place = 2 * first;
 #pragma unroll 4
-    for (u32 p = pair; p < end; ++p) {
+    for (u32 p = first; p < end; ++p) {
       const ulonglong2 both = reinterpret_cast<const ulonglong2*>(slots)[p];
       count_less(place, candidate, both.x);
       count_less(place, candidate, both.y);
