@@ -55,7 +55,6 @@ class BeamStep:
     @torch.no_grad()
     def fused(self) -> tuple[Tensor, Tensor]:
         """The same by the fused path, its hooks around the model included."""
-        self.session.before_forward()
         return self._select(self.session.after_forward(SimpleNamespace(logits=self.logits)), self._fused_processors)
 
     def _config(self) -> GenerationConfig:

@@ -64,10 +64,19 @@ def row_topk(problem: Problem, out: TopK, instruction_set: str = "") -> None:
     _topk(problem.logits, before, out, after, instruction_set)
 
 
-def prepare(problem: Problem, device: torch.device) -> Callable[[Tensor, TopK], None]:
-    """row_topk() of logits like those of `problem`, which has none of the tensors besides: all but their addresses."""
-    before, after = _constants(problem, 0, ())
-    return lambda logits, out: _topk(logits, before, out, after, "")
+def prepare(
+    problem: Problem, device: torch.device, beam_scores: Tensor | None = None
+) -> Callable[[Tensor, TopK, Tensor | None], None]:
+    """row_topk(), or with beam_scores beam_topk(), of tensors like these: all that does not change with their addresses. The
+    problem has none of the tensors that are not given."""
+    strides = () if beam_scores is None else beam_scores.stride()
+    before, _ = _constants(problem, 0, ())
+
+    def run(logits: Tensor, out: TopK, beam_scores: Tensor | None = None) -> None:
+        scores = 0 if beam_scores is None else beam_scores.data_ptr()
+        _topk(logits, before, out, (scores, strides), "")
+
+    return run
 
 
 def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK, instruction_set: str = "") -> None:

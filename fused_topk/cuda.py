@@ -49,23 +49,27 @@ def row_topk(problem: Problem, out: TopK, choice: KernelChoice | None = None) ->
     _launch(problem, None, out, choice)
 
 
-def prepare(problem: Problem, device: torch.device) -> Callable[[Tensor, TopK], None]:
-    """row_topk() of logits like those of `problem`, which has none of the tensors besides: all but their addresses."""
+def prepare(
+    problem: Problem, device: torch.device, beam_scores: Tensor | None = None
+) -> Callable[[Tensor, TopK, Tensor | None], None]:
+    """row_topk(), or with beam_scores beam_topk(), of tensors like these: all that does not change with their addresses. The
+    problem has none of the tensors that are not given."""
     shape, strides, itemsize = problem.logits.shape, problem.logits.stride(), problem.logits.element_size()
     rows, index = launch.row_count(shape), device.index
     if rows == 0:
-        return lambda logits, out: None
-    choice = _choice(rows, shape[-1], problem.k, itemsize, index)
-    unaligned, aligned = (launch.plan(_layout(problem, is_aligned, None), choice) for is_aligned in (False, True))
+        return lambda logits, out, beam_scores: None
+    choice = _choice(rows, shape[-1], problem.k, itemsize, index, beam_scores is not None)
+    unaligned, aligned = (launch.plan(_layout(problem, is_aligned, beam_scores), choice) for is_aligned in (False, True))
     has_adjacent = strides[-1] == 1 or shape[-1] == 1
 
-    def run(logits: Tensor, out: TopK) -> None:
+    def run(logits: Tensor, out: TopK, beam_scores: Tensor | None = None) -> None:
         address = logits.data_ptr()
         planned = unaligned if address % 16 else aligned
         if planned is None or not has_adjacent or address % itemsize:
-            row_topk(problem._replace(logits=logits), out)
+            _launch(problem._replace(logits=logits), beam_scores, out)
         else:
-            _start(planned, index, address, problem.temperature, 0, 0, 0, out)
+            scores = 0 if beam_scores is None else beam_scores.data_ptr()
+            _start(planned, index, address, problem.temperature, 0, 0, scores, out)
 
     return run
 

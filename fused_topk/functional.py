@@ -231,7 +231,7 @@ def _plan(
 
     def run(logits: Tensor) -> TopK:
         out = result.empty(device)
-        start(logits, out)
+        start(logits, out, None)
         return out
 
     return run

@@ -32,11 +32,10 @@ _LEADING_DIMS = 4
 
 # struct Problem of csrc/problem.cuh, field by field, and where the fields lie that change from call to call.
 _PROBLEM = struct.Struct("<Qq11If7Q10I12qQqQ2q3Q")
-_LOGITS = struct.Struct("<Q"), 0
-_TEMPERATURE_TO_INDICES = struct.Struct("<f7Q"), 60
-_MASK = struct.Struct("<Q"), 256
-_BEAM_SCORES = struct.Struct("<Q"), 272
-_BEAM_LISTS_TO_TICKETS = struct.Struct("<3Q"), 296
+_put_address = struct.Struct("<Q").pack_into
+_put_addresses = struct.Struct("<3Q").pack_into
+_put_temperature_and_addresses = struct.Struct("<f7Q").pack_into
+_LOGITS, _TEMPERATURE_TO_INDICES, _MASK, _BEAM_SCORES, _BEAM_LISTS_TO_TICKETS = 0, 60, 256, 272, 296
 PROBLEM_BYTES = _PROBLEM.size
 
 
@@ -65,16 +64,13 @@ class Launch(NamedTuple):
     shared_bytes: int
     problem: bytes  # struct Problem with the addresses left zero
     # Scratch, in words of 8 bytes: candidates and (m, d) of a row's blocks, then candidates and tokens of the beams.
+    scratch_words: int
     lists: int
     parts: int
     beam_lists: int
     # Zeroed counters, of 4 bytes.
     row_tickets: int
     beam_tickets: int
-
-    @property
-    def scratch_words(self) -> int:
-        return self.lists + self.parts + 2 * self.beam_lists
 
     def fill(
         self,
@@ -92,8 +88,8 @@ class Launch(NamedTuple):
         """The struct with the addresses of a call, 0 for what it has not."""
         filled = bytearray(self.problem)
         parts = scratch + 8 * self.lists
-        _put(filled, _LOGITS, logits)
-        _put(
+        _put_address(filled, _LOGITS, logits)
+        _put_temperature_and_addresses(
             filled,
             _TEMPERATURE_TO_INDICES,
             temperature,
@@ -106,12 +102,12 @@ class Launch(NamedTuple):
             indices,
         )
         if mask:
-            _put(filled, _MASK, mask)
+            _put_address(filled, _MASK, mask)
         if beam_scores:
             beam_lists = parts + 8 * self.parts
-            _put(filled, _BEAM_SCORES, beam_scores)
+            _put_address(filled, _BEAM_SCORES, beam_scores)
             beam_tokens, beam_tickets = beam_lists + 8 * self.beam_lists, tickets + 4 * self.row_tickets
-            _put(filled, _BEAM_LISTS_TO_TICKETS, beam_lists, beam_tokens, beam_tickets)
+            _put_addresses(filled, _BEAM_LISTS_TO_TICKETS, beam_lists, beam_tokens, beam_tickets)
         return filled
 
 
@@ -179,15 +175,19 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         *((0, 0) if layout.beam_strides is None else layout.beam_strides),
         *(0,) * 3,
     )
+    lists = rows * splits * (length + 1) if splits > 1 else 0
+    parts = rows * choice.parts if splits > 1 else 0
+    beam_lists = rows * k_row if beams else 0
     return Launch(
         kernel_name(FORMATS[layout.dtype], choice, is_for_many(choice, k_row), is_aligned, mask_use),
         choice.grid(rows),
         choice.threads,
         choice.shared_bytes,
         problem,
-        lists=rows * splits * (length + 1) if splits > 1 else 0,
-        parts=rows * choice.parts if splits > 1 else 0,
-        beam_lists=rows * k_row if beams else 0,
+        scratch_words=lists + parts + 2 * beam_lists,
+        lists=lists,
+        parts=parts,
+        beam_lists=beam_lists,
         row_tickets=rows if splits > 1 else 0,
         beam_tickets=leading[0] if beams else 0,
     )
@@ -235,8 +235,3 @@ def _k_of_warp(choice: KernelChoice, k: int) -> int:
 
 def _innermost_first(numbers: list[int], filler: int) -> list[int]:
     return numbers[::-1] + [filler] * (_LEADING_DIMS - len(numbers))
-
-
-def _put(buffer: bytearray, field: tuple[struct.Struct, int], *numbers: float) -> None:
-    layout, offset = field
-    layout.pack_into(buffer, offset, *numbers)

@@ -99,11 +99,15 @@ def empty_row_result(logits: Tensor, k: int, values: str) -> TopK:
     return row_result(logits, k, values).empty(logits.device)
 
 
-def empty_beam_result(logits: Tensor, k: int) -> TopK:
-    """Uninitialised tensors for the result of beam_topk."""
+def beam_result(logits: Tensor, k: int) -> RowResult:
     batch, beams, _ = logits.shape
     dtype = backends.result_dtype(logits.dtype)
-    return RowResult((batch, k), (batch, beams), dtype, dtype).empty(logits.device)
+    return RowResult((batch, k), (batch, beams), dtype, dtype)
+
+
+def empty_beam_result(logits: Tensor, k: int) -> TopK:
+    """Uninitialised tensors for the result of beam_topk."""
+    return beam_result(logits, k).empty(logits.device)
 
 
 def row_topk(

@@ -46,9 +46,20 @@ def row_topk(problem: Problem, out: TopK) -> None:
     out.values.copy_(values.where(d.log().isfinite(), torch.nan))
 
 
-def prepare(problem: Problem, device: torch.device) -> Callable[[Tensor, TopK], None]:
-    """row_topk() of logits like those of `problem`, which has none of the tensors besides."""
-    return lambda logits, out: row_topk(problem._replace(logits=logits), out)
+def prepare(
+    problem: Problem, device: torch.device, beam_scores: Tensor | None = None
+) -> Callable[[Tensor, TopK, Tensor | None], None]:
+    """row_topk(), or with beam_scores beam_topk(), of tensors like these. The problem has none of the tensors that are not
+    given."""
+
+    def run(logits: Tensor, out: TopK, beam_scores: Tensor | None = None) -> None:
+        given = problem._replace(logits=logits)
+        if beam_scores is None:
+            row_topk(given, out)
+        else:
+            beam_topk(given, beam_scores, out)
+
+    return run
 
 
 def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK) -> None:

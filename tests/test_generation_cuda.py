@@ -118,7 +118,6 @@ def test_scratch_memory_does_not_grow_with_the_vocabulary(cuda, name):
     for vocab_size in (VOCAB_SIZE, 8 * VOCAB_SIZE):
         step = selection_step.BeamStep(8, 4, vocab_size, processors=processors(name))
         step.fused()
-        step.session.before_forward()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -274,7 +274,7 @@ def test_any_operation_on_lazy_scores_is_that_on_the_tensor(use, monkeypatch):
     from fused_topk.generation.selection import Rows
 
     logits = torch.randn(3, 211, generator=torch.Generator().manual_seed(0))
-    lazy = LazyScores.of(Rows(logits, cpu))
+    lazy = LazyScores.of(Rows(logits, cpu), logits.unsqueeze(1))
     assert (lazy.shape, lazy.dtype, lazy.device, lazy.ndim, len(lazy)) == ((3, 211), torch.float32, logits.device, 2, 3)
     stats(reset=True)
     assert torch.equal(use(lazy), use(logits.clone()))
@@ -288,9 +288,16 @@ def test_scores_kept_beyond_their_step_say_so():
     from fused_topk.generation.scores import LazyScores
     from fused_topk.generation.selection import Rows
 
-    lazy = LazyScores.of(Rows(torch.randn(3, 211), cpu))
-    lazy.step.release()
-    with pytest.raises(RuntimeError, match="used after the model's next step"):
+    logits = torch.randn(3, 2, 211)
+    lazy = LazyScores.of(Rows(logits[:, -1], cpu), logits)
+    expected = logits[:, -1].argmax(-1)
+    assert torch.equal(lazy.argmax(-1), expected)
+    # As long as the loop has the model's output, so do they.
+    assert torch.equal(lazy + 0, logits[:, -1])
+    lazy = LazyScores.of(Rows(logits[:, -1], cpu), logits)
+    assert torch.equal(torch.argmax(lazy, dim=-1), expected)
+    del logits
+    with pytest.raises(RuntimeError, match="used after the model's output had been dropped"):
         lazy.sum()
 
 

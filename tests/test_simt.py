@@ -148,7 +148,7 @@ def test_prepared_call_is_the_same_launch(name, monkeypatch):
         with emulated([Array("logits", logits, "input"), *arrays]) as outcomes:
             if is_prepared:
                 like = torch.empty_strided(logits.shape, logits.stride(), device="meta")
-                kernels.prepare(problem._replace(logits=like), torch.device("cuda", 0))(logits, out)
+                kernels.prepare(problem._replace(logits=like), torch.device("cuda", 0))(logits, out, None)
             else:
                 kernels.row_topk(problem, out)
         outcomes[0].check()
@@ -164,7 +164,7 @@ def test_prepared_call_without_rows_launches_nothing(monkeypatch):
     monkeypatch.setattr(kernels, "_start", None)
     logits = torch.empty(0, 300)
     problem = Problem(logits, 5, 1.0, None, None, "logits", "allowed")
-    kernels.prepare(problem, torch.device("cuda", 0))(logits, empty_result(problem))
+    kernels.prepare(problem, torch.device("cuda", 0))(logits, empty_result(problem), None)
 
 
 # As rows of more than 2^20 elements are cut, with the parts' ends on both sides of a tile's and of the row's.

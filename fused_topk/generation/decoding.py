@@ -51,14 +51,10 @@ class _Hooks:
         self._replaced = {name: module.__dict__.get(name) for name in replacing}
         for name, method in replacing.items():
             setattr(module, name, method)
-        self._handles = [
-            module.register_forward_pre_hook(self._before_forward),
-            module.register_forward_hook(self._after_forward),
-        ]
+        self._handle = module.register_forward_hook(self._after_forward)
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
         for name, method in self._replaced.items():
             if method is None:
                 del self._module.__dict__[name]
@@ -79,12 +75,6 @@ class _Hooks:
         config = kwargs["generation_config"] if "generation_config" in kwargs else args[0]
         return processors if session is None else session.begin(config, processors)
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            session = session_of(module)
-            if session is not None:
-                session.before_forward()
-
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         # In a compiled model the logits are not marked inside the graph but where they come out: _wrapped_compiled_call.
         if torch.compiler.is_compiling():
@@ -98,10 +88,8 @@ class _Hooks:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             session = session_of(self._module)
-            if session is None:
-                return compiled(*args, **kwargs)
-            session.before_forward()
-            return session.after_forward(compiled(*args, **kwargs))
+            output = compiled(*args, **kwargs)
+            return output if session is None else session.after_forward(output)
 
         return call
 

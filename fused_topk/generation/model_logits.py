@@ -14,24 +14,27 @@ from torch import Tensor
 
 
 class ModelLogits(Tensor):
-    """The logits [R, length, V] that a model has returned."""
+    """The logits [R, length, V] that a model has returned. Where a loop takes the last rows [R, V] in float32, it gets
+    what `on_last(rows, these logits)` makes of them.
+
+    At every step of a decoding loop all of this code is cold: it is short, and calls little.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    _logits: Tensor
-    _on_last: Callable[[Tensor], Any]
-
-    @staticmethod
-    def mark(logits: Tensor, on_last: Callable[[Tensor], Any]) -> ModelLogits:
-        """The same tensor. Where a loop takes the last rows [R, V] in float32, it gets what `on_last` makes of them."""
-        marked = logits.as_subclass(ModelLogits)
-        marked._logits = logits
-        marked._on_last = on_last
-        return marked
+    on_last: Callable[[Tensor, Tensor], Any]
 
     def __getitem__(self, index: Any) -> Tensor:
-        # Half the time of indexing, at every step.
-        return _LastLogits.mark(self._logits.select(1, -1), self._on_last) if _is_last(index) else self._logits[index]
+        # Only with the types known: a tensor in an index compares elementwise.
+        is_simple = type(index) is tuple and len(index) in (2, 3) and type(index[1]) is int and type(index[0]) is slice
+        if not is_simple or (len(index) == 3 and type(index[2]) is not slice) or index not in _LAST:
+            return super().__getitem__(index)
+        # Half the time of indexing.
+        rows = self.select(1, -1)
+        last = rows.as_subclass(_LastLogits)
+        last.rows = rows
+        last.of = self
+        return last
 
 
 class _LastLogits(Tensor):
@@ -39,30 +42,17 @@ class _LastLogits(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    _rows: Tensor
-    _on_last: Callable[[Tensor], Any]
-
-    @staticmethod
-    def mark(rows: Tensor, on_last: Callable[[Tensor], Any]) -> _LastLogits:
-        marked = rows.as_subclass(_LastLogits)
-        marked._rows = rows
-        marked._on_last = on_last
-        return marked
+    rows: Tensor
+    of: ModelLogits
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         # As all loops write it, with keywords.
         if args or kwargs.get("dtype") is not torch.float32 or kwargs.get("copy") is not True:
             return super().to(*args, **kwargs)
         device = kwargs.get("device")
-        rows = self._rows
-        return self._on_last(rows if device is None or device == rows.device else rows.to(device))
+        rows = self.rows
+        return self.of.on_last(rows if device is None or device == rows.device else rows.to(device), self.of)
 
 
 # Those of x[:, -1] and x[:, -1, :].
 _LAST = ((slice(None), -1), (slice(None), -1, slice(None)))
-
-
-def _is_last(index: Any) -> bool:
-    # Only with the types known: a tensor in an index compares elementwise.
-    is_simple = type(index) is tuple and len(index) in (2, 3) and type(index[1]) is int and type(index[0]) is slice
-    return is_simple and (len(index) == 2 or type(index[2]) is slice) and index in _LAST

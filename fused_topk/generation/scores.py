@@ -11,6 +11,7 @@ the next is recognised, and any other gets the tensor that the stock operations 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
@@ -26,34 +27,39 @@ from .statistics import count_fallback, count_fused
 
 
 class Step:
-    """The last logits of one forward pass, and how its tokens came to be chosen."""
+    """The last logits of one forward pass, and how its tokens came to be chosen.
 
-    def __init__(self, rows: Rows) -> None:
+    Once they are, only the loop keeps the logits alive: it drops the model's output before it computes the next one, and what
+    it still has of the scores must not stand in the way.
+    """
+
+    def __init__(self, rows: Rows, of: Tensor) -> None:
         self._rows: Rows | None = rows
-        self.is_counted = False
+        self._backend = rows.backend
+        self._of = weakref.ref(of)  # [R, length, V]
+        self._is_counted = False
 
     @property
     def rows(self) -> Rows:
-        if self._rows is None:
+        if self._rows is not None:
+            return self._rows
+        logits = self._of()
+        if logits is None:
             raise RuntimeError(
-                "the scores of a decoding step were used after the model's next step, when they are gone; "
+                "the scores of a decoding step were used after the model's output had been dropped, when they are gone; "
                 "call disable(model), and please report the versions of transformers and fused_topk"
             )
-        return self._rows
+        return Rows(logits.select(1, -1), self._backend)
 
-    def release(self) -> None:
-        """Frees the logits before the model computes the next ones."""
+    def end(self, reason: str | None = None) -> None:
+        """Counts the step: as fused, or as run by stock operations for a reason."""
         self._rows = None
-
-    def count_fused(self) -> None:
-        if not self.is_counted:
-            self.is_counted = True
-            count_fused()
-
-    def count_fallback(self, reason: str) -> None:
-        if not self.is_counted:
-            self.is_counted = True
-            count_fallback(reason)
+        if not self._is_counted:
+            self._is_counted = True
+            if reason is None:
+                count_fused()
+            else:
+                count_fallback(reason)
 
 
 class Stage(Enum):
@@ -95,14 +101,10 @@ class LazyScores:
         self._chosen: list[tuple[Tensor, Tensor]] = []
 
     @classmethod
-    def of(cls, rows: Rows) -> LazyScores:
-        """The model's last logits in float32, as a loop takes them."""
-        step = Step(rows)
+    def of(cls, rows: Rows, of: Tensor) -> LazyScores:
+        """The model's last logits in float32, as a loop takes them. of: the logits [R, length, V] that they are the last of."""
+        step = Step(rows, of)
         return cls(step, Stage.LOGITS, rows.logits.shape, lambda: step.rows.logits.to(copy=True, dtype=torch.float32))
-
-    @property
-    def step(self) -> Step:
-        return self._step
 
     # What a tensor has.
 
@@ -133,8 +135,8 @@ class LazyScores:
     def dense(self, reason: str) -> Tensor:
         """The tensor, because of an operation that can not be fused; from here on it is this tensor."""
         if self._dense is None:
-            self._step.count_fallback(reason)
             self._dense = self._compute()
+            self._step.end(reason)
         return self._dense
 
     def __getattr__(self, name: str) -> Any:
@@ -216,14 +218,14 @@ class LazyScores:
             return NotImplemented
         assert self._beam_scores is not None
         found = selection.best_continuations(rows, self._edits, self._beam_scores, k)
-        self._step.count_fused()
+        self._step.end()
         return torch.return_types.topk(found)
 
     def _argmax(self, dim: int | None = None, keepdim: bool = False) -> Any:
         if self._stage is not Stage.LOGITS or self._filters or dim not in (-1, 1) or keepdim:
             return NotImplemented
         ids = selection.greatest(self._step.rows, self._edits)
-        self._step.count_fused()
+        self._step.end()
         return ids
 
     def _softmax(self, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
@@ -257,7 +259,7 @@ class LazyScores:
         )
         if was_enough is not None and (_is_capturing(scores) or not bool(was_enough.all())):
             return self._stock_multinomial("the warpers keep more tokens than were listed", num_samples, generator)
-        self._step.count_fused()
+        self._step.end()
         if beams is None:
             drawn = torch.multinomial(scores.softmax(-1), num_samples, generator=generator)
             return best.ids.gather(1, drawn)

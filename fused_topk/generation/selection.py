@@ -21,7 +21,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..operators import empty_beam_result, empty_row_result
+from ..backends import result_dtype
+from ..operators import beam_result, empty_beam_result, empty_row_result
 from ..problem import Problem, TopK
 from . import packed
 
@@ -81,16 +82,14 @@ class Rows(NamedTuple):
 
     def greatest(self) -> Tensor:
         """int64 [R]: the token of the greatest logit of each row; of equal ones the smallest, NaN above +inf."""
-        logits, rows = self.logits, self.logits.shape[:1]
-        if logits.is_cuda and self.vocab_size <= _ARGMAX_VOCAB_SIZE:
+        logits = self.logits
+        rows, vocab_size = logits.shape
+        if vocab_size <= _ARGMAX_VOCAB_SIZE and logits.is_cuda:
             # The same answer from one read too, and no softmax is asked for.
             return logits.argmax(-1)
-        kind = logits.dtype, logits.device
-        values = torch.empty(rows, dtype=logits.dtype, device=logits.device)
-        ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
-        logsumexp = torch.empty(rows, device=logits.device)
         # With k = 1, [R] lies in memory as [R, 1].
-        _prepared_greatest(self.backend, *kind, logits.shape, logits.stride())(logits, TopK(values, ids, logsumexp))
+        ids = torch.empty(size=(rows,), dtype=torch.int64, device=logits.device)
+        _prepared_greatest(self.backend, logits.dtype, logits.device, logits.shape, logits.stride())(logits, ids)
         return ids
 
     def topk(self, k: int, mask: Tensor | None = None) -> TopK:
@@ -111,8 +110,12 @@ class Rows(NamedTuple):
         """
         batch, beams = beam_scores.shape
         logits = self.logits.view(batch, beams, -1)
-        if mask is not None:
-            mask = mask.expand(batch * beams, -1).view(batch, beams, -1)
+        if mask is None:
+            run = _prepared_beams(
+                self.backend, logits.dtype, logits.device, logits.shape, logits.stride(), beam_scores.stride(), k
+            )
+            return run(logits, beam_scores)
+        mask = mask.expand(batch * beams, -1).view(batch, beams, -1)
         out = empty_beam_result(logits, k)
         self.backend.beam_topk(Problem(logits, k, 1.0, None, mask, "log_softmax", "all"), beam_scores, out)
         return out
@@ -129,13 +132,38 @@ class Rows(NamedTuple):
 @lru_cache(maxsize=256)
 def _prepared_greatest(
     backend: ModuleType, dtype: torch.dtype, device: torch.device, shape: torch.Size, strides: tuple[int, ...]
-) -> Callable[[Tensor, TopK], None]:
+) -> Callable[[Tensor, Tensor], None]:
     """What does it to logits of that kind: everything about the launch but the addresses."""
     logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    prepared: Callable[[Tensor, TopK], None] = backend.prepare(
-        Problem(logits, 1, 1.0, None, None, "logits", "allowed"), device
-    )
-    return prepared
+    run = backend.prepare(Problem(logits, 1, 1.0, None, None, "logits", "allowed"), device)
+    # Nobody reads these two, so all calls share them.
+    values = torch.empty(shape[:1], dtype=dtype, device=device)
+    logsumexp = torch.empty(shape[:1], dtype=result_dtype(dtype), device=device)
+    return lambda logits, ids: run(logits, TopK(values, ids, logsumexp), None)
+
+
+@lru_cache(maxsize=256)
+def _prepared_beams(
+    backend: ModuleType,
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    scores_strides: tuple[int, ...],
+    k: int,
+) -> Callable[[Tensor, Tensor], TopK]:
+    """What gives the k best continuations of logits and scores of that kind."""
+    logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    beam_scores = torch.empty_strided(shape[:2], scores_strides, device="meta")
+    run = backend.prepare(Problem(logits, k, 1.0, None, None, "log_softmax", "all"), device, beam_scores)
+    result = beam_result(logits, k)
+
+    def run_new(logits: Tensor, beam_scores: Tensor) -> TopK:
+        out = result.empty(device)
+        run(logits, out, beam_scores)
+        return out
+
+    return run_new
 
 
 def greatest(rows: Rows, edits: Sequence[Edit]) -> Tensor:
@@ -171,8 +199,8 @@ def best_continuations(rows: Rows, edits: Sequence[Edit], beam_scores: Tensor, k
     Returns:
         Accumulated log-probabilities float32 [batch, k], best first, and int64 [batch, k], beam * V + token.
     """
-    if not _must_merge(edits):
-        values, indices, _ = rows.beam_topk(beam_scores, k, _scanned_by(edits))
+    if not edits or not _must_merge(edits):
+        values, indices, _ = rows.beam_topk(beam_scores, k, _scanned_by(edits) if edits else None)
         return values, indices
     batch, beams = beam_scores.shape
     merged = _merged(rows, edits, min(k, rows.vocab_size), True)

@@ -17,7 +17,7 @@ from .. import backends, functional, reference
 from ..problem import TopK
 from .edits import Plan
 from .model_logits import ModelLogits
-from .scores import LazyScores, Step
+from .scores import LazyScores
 from .selection import Rows
 from .statistics import count_fallback
 
@@ -58,7 +58,6 @@ class Session:
         # The same for the loop that runs; none does before its processors are known.
         self._reason: str | None = None
         self._is_ready = False
-        self._step: Step | None = None
         self._num_marked = self._num_taken = 0
         # The backend for logits of the kind that came last, or why none serves them.
         self._kind: tuple[Any, ...] = ()
@@ -70,11 +69,6 @@ class Session:
         self._is_ready = True
         self._reason = self._reason_of_call or self._reason_of_loop(config)
         return processors if self._reason is not None else _Processors(processors, _mode(config) in SAMPLING)
-
-    def before_forward(self) -> None:
-        if self._step is not None and self._step.is_counted:
-            self._step.release()
-            self._step = None
 
     def after_forward(self, output: Any) -> Any:
         """Marks the logits that the model has returned."""
@@ -88,11 +82,16 @@ class Session:
             count_fallback(reason)
         else:
             self._num_marked += 1
-            output.logits = ModelLogits.mark(logits, self._take)
+            marked = logits.as_subclass(ModelLogits)
+            marked.on_last = self._take
+            # As an item, transformers' ModelOutput does not look through all of its fields.
+            if isinstance(output, dict):
+                output["logits"] = marked
+            else:
+                output.logits = marked
         return output
 
     def close(self) -> None:
-        self.before_forward()
         if not self._num_taken:
             for _ in range(self._num_marked):
                 count_fallback(f"the loop of {type(self.model).__name__} does not take the last logits in float32")
@@ -126,15 +125,11 @@ class Session:
                 self._reason_of_kind = cause or f"no kernels for {logits.dtype}"
         return self._reason_of_kind
 
-    def _take(self, logits: Tensor) -> LazyScores:
+    def _take(self, rows: Tensor, of: Tensor) -> LazyScores:
         self._num_taken += 1
-        rows = Rows(logits, self._backend)
-        scores = LazyScores.of(rows)
-        self._step = scores.step
-        k = min(self._options.topk_per_step, rows.vocab_size)
-        if k:
-            self.topk.append(functional.log_softmax_topk(logits, k))
-        return scores
+        if self._options.topk_per_step:
+            self.topk.append(functional.log_softmax_topk(rows, min(self._options.topk_per_step, rows.shape[-1])))
+        return LazyScores.of(Rows(rows, self._backend), of)
 
 
 def _mode(config: GenerationConfig) -> GenerationMode:
@@ -176,6 +171,6 @@ class _Processors(LogitsProcessorList):
         if not isinstance(scores, LazyScores):
             return run_stock(input_ids, scores, **kwargs)
         # Loops may add processors of their own.
-        if self._plan is None or self._plan.processors != list(self):
+        if self._plan is None or self._plan.processors != self:
             self._plan = Plan(self, self._is_sampling)
         return scores.processed(self._plan, input_ids, lambda tensor: run_stock(input_ids, tensor, **kwargs))
