@@ -59,7 +59,9 @@ def prepare(
     if rows == 0:
         return lambda logits, out, beam_scores: None
     choice = _choice(rows, shape[-1], problem.k, itemsize, index, beam_scores is not None)
-    unaligned, aligned = (launch.plan(_layout(problem, is_aligned, beam_scores), choice) for is_aligned in (False, True))
+    unaligned, aligned = (
+        launch.plan(_layout(problem, is_aligned, beam_scores), choice) for is_aligned in (False, True)
+    )
     has_adjacent = strides[-1] == 1 or shape[-1] == 1
 
     def run(logits: Tensor, out: TopK, beam_scores: Tensor | None = None) -> None:

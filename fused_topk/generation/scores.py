@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from . import selection, warpers
 from .edits import NotSparse, Plan
 from .selection import Edit, Rows
+from .stand_in import StandIn
 from .statistics import count_fallback, count_fused
 
 
@@ -71,7 +72,7 @@ class Stage(Enum):
     PROBS = "softmax of LOGITS or TOTALS"
 
 
-class LazyScores:
+class LazyScores(StandIn):
     """Scores float32 that have not been computed. Stands in for a tensor in a decoding loop."""
 
     __slots__ = ("_beam_scores", "_chosen", "_compute", "_dense", "_edits", "_filters", "_stage", "_step", "shape")
@@ -139,9 +140,6 @@ class LazyScores:
             self._step.end(reason)
         return self._dense
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.dense(f"Tensor.{name}"), name)
-
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -156,8 +154,7 @@ class LazyScores:
                 result = recognised(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
-        reason = f"operation {getattr(func, '__name__', func)}"
-        return func(*_without_lazy(args, reason), **_without_lazy(kwargs, reason))
+        return super().__torch_function__(func, types, args, kwargs)
 
     # What the loops do, in their order.
 
@@ -305,34 +302,3 @@ _RECOGNISED: dict[Any, Callable[..., Any]] = {
 
 def _is_capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _without_lazy(value: Any, reason: str) -> Any:
-    if isinstance(value, LazyScores):
-        return value.dense(reason)
-    if isinstance(value, dict):
-        return {key: _without_lazy(each, reason) for key, each in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_without_lazy(each, reason) for each in value)
-    return value
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    def operate(self: LazyScores, *args: Any, **kwargs: Any) -> Any:
-        reason = f"operation {name}"
-        return getattr(self.dense(reason), name)(*_without_lazy(args, reason), **kwargs)
-
-    operate.__name__ = name
-    return operate
-
-
-# Python looks operators up on the class, where __getattr__ does not see them.
-_OPERATORS = (
-    "__getitem__ __setitem__ __iter__ __bool__ __float__ __int__ __index__ __contains__ __array__",
-    "__neg__ __abs__ __invert__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__",
-    "__truediv__ __rtruediv__ __itruediv__ __floordiv__ __mod__ __pow__ __rpow__ __matmul__",
-    "__lt__ __le__ __gt__ __ge__ __eq__ __ne__ __and__ __or__ __xor__",
-)
-for _name in " ".join(_OPERATORS).split():
-    setattr(LazyScores, _name, _operator(_name))
-LazyScores.__hash__ = object.__hash__  # type: ignore[method-assign]

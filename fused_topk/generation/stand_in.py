@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in for a tensor in a decoding loop: for all that it does not know, it becomes the tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+class StandIn:
+    """Something that a tensor can be made of. What its subclasses do not define is done on the tensor."""
+
+    __slots__ = ()
+
+    def dense(self, reason: str) -> Tensor:
+        """The tensor, because of an operation that needs it."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dense(f"Tensor.{name}"), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        reason = f"operation {getattr(func, '__name__', func)}"
+        return func(*_dense(args, reason), **_dense(kwargs or {}, reason))
+
+
+def _dense(value: Any, reason: str) -> Any:
+    if isinstance(value, StandIn):
+        return value.dense(reason)
+    if isinstance(value, dict):
+        return {key: _dense(each, reason) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_dense(each, reason) for each in value)
+    return value
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operate(self: StandIn, *args: Any, **kwargs: Any) -> Any:
+        reason = f"operation {name}"
+        return getattr(self.dense(reason), name)(*_dense(args, reason), **kwargs)
+
+    operate.__name__ = name
+    return operate
+
+
+# Python looks operators up on the class, where __getattr__ does not see them.
+_OPERATORS = (
+    "__len__ __getitem__ __setitem__ __iter__ __bool__ __float__ __int__ __index__ __contains__ __array__",
+    "__neg__ __abs__ __invert__ __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__",
+    "__truediv__ __rtruediv__ __itruediv__ __floordiv__ __mod__ __pow__ __rpow__ __matmul__",
+    "__lt__ __le__ __gt__ __ge__ __eq__ __ne__ __and__ __or__ __xor__",
+)
+for _name in " ".join(_OPERATORS).split():
+    setattr(StandIn, _name, _operator(_name))
+StandIn.__hash__ = object.__hash__  # type: ignore[method-assign]
