@@ -73,6 +73,31 @@ def test_choose_regime(rows, vocab_size, k, itemsize, regime):
     assert choose(rows, vocab_size, k, itemsize, 132).regime == regime
 
 
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "k", "itemsize", "splits"),
+    [
+        (1, 128256, 8, 2, 8),
+        (8, 50257, 50, 4, 5),
+        (64, 128256, 1024, 4, 2),
+        (32, 262144, 20, 2, 8),
+        (4000, 4000, 5, 4, 1),
+    ],
+)
+def test_choose_splits(rows, vocab_size, k, itemsize, splits):
+    """Blocks of a row, on an H200."""
+    assert choose(rows, vocab_size, k, itemsize, 132).splits == splits
+
+
+def test_a_large_k_has_kernels_of_its_own():
+    """From 17 of a warp on; the warps that read nothing do not help."""
+    whole, short = choose(64, 128256, 1000, 4, 132), choose(1, 3001, 192, 4, 132)
+    assert (whole.warps, short.warps, short.parts) == (16, 16, 3)
+    assert [is_for_many(whole, k) for k in (1, 256, 257, 2048)] == [False, False, True, True]
+    assert [is_for_many(short, k) for k in (48, 49)] == [False, True]
+    # Fewer warps have one kernel for what k they take.
+    assert not is_for_many(choose(4000, 4000, 64, 4, 132), 64)
+
+
 def test_choose_covers_the_row():
     """The parts hold every token, and none of them is empty."""
     for problem in problems():
