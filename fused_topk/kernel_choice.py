@@ -86,17 +86,16 @@ def choose(
 ) -> KernelChoice:
     """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors.
 
-    What the limits rest on, in µs on an H200 (132 multiprocessors); `python -m fused_topk sweep` measures it anew
-    (these were measured choice by choice on builds up to commit 1b64ba2, those of 8 x 50257 in the last row just before
-    8d7d8fc; the sweep has not been run since):
+    What the limits rest on, in µs on an H200 (132 multiprocessors), by `python -m fused_topk sweep` on these kernels (commit
+    b9ad44b; in its 51 shapes the choice is the best of all or at most 7 % behind it):
 
-    - a warp or 8 warps a row: 4000 x 4000 fp32 k = 5: 26 or 46; 4000 x 25000 k = 5: 107 or 106, k = 64: 152 or 174;
-      4000 x 100000 k = 5: 454 or 367;
-    - 8 or 16 warps: 16 x 128256 bf16 k = 8: 9.5 or 8.1, 16 x 262144 bf16 k = 64: 17.0 or 14.8, 64 x 128256 fp32
-      k = 128: 32 or 25; but 64 x 128256 fp32 k = 32: 21.5 or 22.6, 32 x 262144 bf16 k = 20: 16.4 or 18.7, and with few parts
-      8 x 50257 fp32 k = 50: 12.3 or 14.0; 256 x 128256 fp32 k = 8: 41 or 43;
-    - 4, 6 or 8 blocks of 16 warps: 1 x 128256 bf16 k = 8: 8.6, 8.1 or 6.8; but one or two: 1 x 32000: 6.2 or 7.0;
-      8 or 11 blocks of 8 warps: 32 x 262144 bf16 k = 20: 16.4 or 17.5; 3, 4, 5 or 6: 8 x 50257 fp32 k = 50: 14.0, 12.4, 12.2
+    - a warp or 8 warps a row: 4000 x 4000 fp32 k = 5: 24 or 46; 4000 x 25000 k = 5: 108 or 106, k = 64: 140 or 183;
+      4000 x 100000 k = 5: 390 or 373;
+    - 8 or 16 warps: 16 x 128256 bf16 k = 8: 9.5 or 7.9, 16 x 262144 bf16 k = 64: 17.9 or 14.6, 64 x 128256 fp32
+      k = 128: 29.6 or 23.4; but 64 x 128256 fp32 k = 32: 18.5 or 20.8, 32 x 262144 bf16 k = 20: 16.5 or 18.7, and with few
+      parts 8 x 50257 fp32 k = 50: 12.4 or 13.3; 256 x 128256 fp32 k = 8: 38 or 41;
+    - 4, 6 or 8 blocks of 16 warps: 1 x 128256 bf16 k = 8: 8.7, 8.0 or 6.8; but one or two: 1 x 32000: 6.6 or 7.1;
+      8 or 12 blocks of 8 warps: 32 x 262144 bf16 k = 20: 16.5 or 17.6; 3, 4, 5 or 6: 8 x 50257 fp32 k = 50: 14.1, 12.7, 12.4
       or 15.1.
     """
     parts, tiles_per_part = _cut(vocab_size)
