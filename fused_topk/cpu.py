@@ -60,8 +60,12 @@ def row_topk(problem: Problem, out: TopK, instruction_set: str = "") -> None:
 
     `instruction_set`: one of `_cpu.instruction_sets()` instead of the best, for tests.
     """
-    before, after = _constants(problem, 0, ())
-    _topk(problem.logits, before, out, after, instruction_set)
+    _prepare(problem, None, instruction_set)(problem.logits, out, None)
+
+
+def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK, instruction_set: str = "") -> None:
+    """The k best continuations of every batch entry over all of its beams."""
+    _prepare(problem, beam_scores, instruction_set)(problem.logits, out, beam_scores)
 
 
 def prepare(
@@ -69,20 +73,7 @@ def prepare(
 ) -> Callable[[Tensor, TopK, Tensor | None], None]:
     """row_topk(), or with beam_scores beam_topk(), of tensors like these: all that does not change with their addresses. The
     problem has none of the tensors that are not given."""
-    strides = () if beam_scores is None else beam_scores.stride()
-    before, _ = _constants(problem, 0, ())
-
-    def run(logits: Tensor, out: TopK, beam_scores: Tensor | None = None) -> None:
-        scores = 0 if beam_scores is None else beam_scores.data_ptr()
-        _topk(logits, before, out, (scores, strides), "")
-
-    return run
-
-
-def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK, instruction_set: str = "") -> None:
-    """The k best continuations of every batch entry over all of its beams."""
-    before, after = _constants(problem, beam_scores.data_ptr(), beam_scores.stride())
-    _topk(problem.logits, before, out, after, instruction_set)
+    return _prepare(problem, beam_scores, "")
 
 
 def full_rows(problem: FullRowProblem, out: Tensor, instruction_set: str = "") -> None:
@@ -98,16 +89,15 @@ def full_rows(problem: FullRowProblem, out: Tensor, instruction_set: str = "") -
     )
 
 
-def _constants(
-    problem: Problem, beam_scores: int, beam_scores_strides: tuple[int, ...]
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arguments of _cpu.topk between the addresses of the logits and of the result, and those after."""
+def _prepare(
+    problem: Problem, beam_scores: Tensor | None, instruction_set: str
+) -> Callable[[Tensor, TopK, Tensor | None], None]:
     logits, k, temperature, row_temperature, mask, values, normalize = problem
     # The raw logits have no temperature, and nothing is relative to a token that may not be chosen.
     if values == "logits":
         temperature, row_temperature, normalize = 1.0, None, "allowed"
     mask_kind = _NO_MASK if mask is None else _BOOL_MASK if mask.dtype is torch.bool else _PACKED_MASK
-    before = (
+    topk = _cpu.Topk(
         *_rows(logits, temperature, row_temperature),
         0 if mask is None else mask.data_ptr(),
         mask_kind,
@@ -115,14 +105,18 @@ def _constants(
         k,
         _VALUE_KINDS[values],
         _NORMALIZE_OVER[normalize],
+        () if beam_scores is None else beam_scores.stride(),
+        instruction_set,
     )
-    return before, (beam_scores, beam_scores_strides)
 
+    num_threads = torch.get_num_threads
 
-def _topk(logits: Tensor, before: tuple[Any, ...], out: TopK, after: tuple[Any, ...], instruction_set: str) -> None:
-    values, indices, logsumexp = out
-    results = values.data_ptr(), indices.data_ptr(), logsumexp.data_ptr()
-    _cpu.topk(logits.data_ptr(), *before, *results, *after, torch.get_num_threads(), instruction_set)
+    def run(logits: Tensor, out: TopK, beam_scores: Tensor | None) -> None:
+        values, indices, logsumexp = out
+        scores = 0 if beam_scores is None else beam_scores.data_ptr()
+        topk(logits.data_ptr(), values.data_ptr(), indices.data_ptr(), logsumexp.data_ptr(), scores, num_threads())
+
+    return run
 
 
 def _rows(logits: Tensor, temperature: float, row_temperature: Tensor | None) -> tuple[Any, ...]:

@@ -228,9 +228,10 @@ def _plan(
     if logits.numel() == 0:
         return lambda logits: result.empty(device)
     start = chosen.prepare(Problem(logits, k, 1.0, None, None, values, "allowed"), device)
+    empty_result = result.maker(device)
 
     def run(logits: Tensor) -> TopK:
-        out = result.empty(device)
+        out = empty_result()
         start(logits, out, None)
         return out
 
@@ -250,7 +251,7 @@ def _row(
 ) -> TopK:
     is_plain = temperature is None and mask is None and out is None and normalize == "allowed"
     is_plain = is_plain and type(logits) is Tensor and type(k) is int and type(dim) is int and backend in _BACKENDS
-    if is_plain and dim in (-1, logits.dim() - 1) and not operators.need_dispatcher(logits):
+    if is_plain and (dim == -1 or dim == logits.dim() - 1) and not operators.need_dispatcher(logits):
         return _plan(values, logits.dtype, logits.device, logits.shape, logits.stride(), k, backend)(logits)
     check_logits(logits)
     dims = logits.dim()

@@ -91,37 +91,48 @@ LogitRows logit_rows(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, s
   return rows;
 }
 
-// clang-format off: likewise
-void topk(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
-          double temperature, std::uintptr_t row_temperature, std::vector<i64> temperature_strides,
-          std::uintptr_t mask, u32 mask_kind, std::vector<i64> mask_strides,
-          u32 k, u32 value_kind, u32 normalize_over,
-          std::uintptr_t values, std::uintptr_t indices, std::uintptr_t logsumexp,
-          std::uintptr_t beam_scores, std::vector<i64> beam_scores_strides,
-          u32 threads, std::string_view instruction_set) {
-  // clang-format on
-  Problem p{};
-  static_cast<LogitRows&>(p) = logit_rows(logits, dtype, std::move(shape), std::move(logits_strides), temperature,
-                                          row_temperature, std::move(temperature_strides), threads, instruction_set);
-  p.k = k;
-  p.value_kind = ValueKind(value_kind);
-  p.normalize_over = NormalizeOver(normalize_over);
-  p.mask = pointer<const char>(mask);
-  p.mask_kind = MaskKind(mask_kind);
-  if (p.mask) p.mask_element_stride = pop(mask_strides);
-  p.mask_strides = std::move(mask_strides);
-  p.values = pointer<void>(values);
-  p.indices = pointer<i64>(indices);
-  p.logsumexp = pointer<float>(logsumexp);
-  p.beam_scores = pointer<const float>(beam_scores);
-  if (p.beam_scores) {
-    p.beam_scores_strides[0] = beam_scores_strides.at(0);
-    p.beam_scores_strides[1] = beam_scores_strides.at(1);
+// softmax + top-k of tensors of one kind: all but the addresses that change from call to call, read from Python once.
+class Topk {
+ public:
+  // clang-format off: likewise
+  Topk(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
+       double temperature, std::uintptr_t row_temperature, std::vector<i64> temperature_strides,
+       std::uintptr_t mask, u32 mask_kind, std::vector<i64> mask_strides,
+       u32 k, u32 value_kind, u32 normalize_over,
+       std::vector<i64> beam_scores_strides, std::string_view instruction_set)
+      // clang-format on
+      : kind_{} {
+    static_cast<LogitRows&>(kind_) = logit_rows(0, dtype, std::move(shape), std::move(logits_strides), temperature,
+                                                row_temperature, std::move(temperature_strides), 1, instruction_set);
+    kind_.k = k;
+    kind_.value_kind = ValueKind(value_kind);
+    kind_.normalize_over = NormalizeOver(normalize_over);
+    kind_.mask = pointer<const char>(mask);
+    kind_.mask_kind = MaskKind(mask_kind);
+    if (mask) kind_.mask_element_stride = pop(mask_strides);
+    kind_.mask_strides = std::move(mask_strides);
+    if (!beam_scores_strides.empty()) {
+      kind_.beam_scores_strides[0] = beam_scores_strides.at(0);
+      kind_.beam_scores_strides[1] = beam_scores_strides.at(1);
+    }
   }
 
-  const nb::gil_scoped_release without_gil;
-  solve(p);
-}
+  void operator()(std::uintptr_t logits, std::uintptr_t values, std::uintptr_t indices, std::uintptr_t logsumexp,
+                  std::uintptr_t beam_scores, u32 threads) const {
+    const nb::gil_scoped_release without_gil;
+    Problem p = kind_;
+    p.threads = threads;
+    p.logits = pointer<const char>(logits);
+    p.values = pointer<void>(values);
+    p.indices = pointer<i64>(indices);
+    p.logsumexp = pointer<float>(logsumexp);
+    p.beam_scores = pointer<const float>(beam_scores);
+    solve(p);
+  }
+
+ private:
+  Problem kind_;
+};
 
 // clang-format off: likewise
 void full_rows(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
@@ -150,7 +161,11 @@ void ladder(u32 rung, u64 rows, u32 vocab_size, u32 k, std::uintptr_t x, std::ui
 }  // namespace
 
 NB_MODULE(_cpu, module) {
-  module.def("topk", &topk);
+  using Strides = std::vector<i64>;
+  nb::class_<Topk>(module, "Topk")
+      .def(nb::init<u32, Strides, Strides, double, std::uintptr_t, Strides, std::uintptr_t, u32, Strides, u32, u32, u32,
+                    Strides, std::string_view>())
+      .def("__call__", &Topk::operator());
   module.def("full_rows", &full_rows);
   module.def("ladder", &ladder);
   module.def(

@@ -156,10 +156,10 @@ def _prepared_beams(
     logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     beam_scores = torch.empty_strided(shape[:2], scores_strides, device="meta")
     run = backend.prepare(Problem(logits, k, 1.0, None, None, "log_softmax", "all"), device, beam_scores)
-    result = beam_result(logits, k)
+    empty_result = beam_result(logits, k).maker(device)
 
     def run_new(logits: Tensor, beam_scores: Tensor) -> TopK:
-        out = result.empty(device)
+        out = empty_result()
         run(logits, out, beam_scores)
         return out
 
