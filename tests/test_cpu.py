@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import math
 import os
@@ -147,6 +148,23 @@ def test_cpu_threads_do_not_race(tmp_path):
     assert built.returncode == 0, built.stderr
     done = subprocess.run([program, "100"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_cpu_shares_the_threads_of_torch(cpu):
+    """Threads of its own would have to take the cores from torch's, which spin after each of its operations."""
+    if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+        pytest.skip("this torch has no GNU OpenMP")
+    code = """
+        import os, torch, fused_topk
+        torch.set_num_threads(3)
+        logits = torch.randn(4, 300000)
+        logits.exp()
+        before = len(os.listdir("/proc/self/task"))
+        fused_topk.topk(logits, 8, backend="cpu")
+        print(before >= 3, len(os.listdir("/proc/self/task")) - before)
+    """
+    done = subprocess.run([sys.executable, "-c", inspect.cleandoc(code)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["True", "0"], done.stdout + done.stderr
 
 
 def test_cpu_in_a_forked_process(cpu):

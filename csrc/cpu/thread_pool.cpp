@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "thread_pool.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -22,6 +23,15 @@ struct Job {
   std::exception_ptr error = nullptr;
   std::condition_variable ended = {};
 };
+
+std::exception_ptr attempt(const std::function<void()>& work) {
+  try {
+    work();
+    return nullptr;
+  } catch (...) {
+    return std::current_exception();
+  }
+}
 
 class Pool {
  public:
@@ -46,15 +56,6 @@ class Pool {
   }
 
  private:
-  static std::exception_ptr attempt(const std::function<void()>& work) {
-    try {
-      work();
-      return nullptr;
-    } catch (...) {
-      return std::current_exception();
-    }
-  }
-
   void grow(unsigned workers) {
     try {
       for (; workers_ < workers; ++workers_) std::thread([this] { serve(); }).detach();
@@ -84,27 +85,53 @@ class Pool {
   unsigned workers_ = 0;
 };
 
+// What a compiler makes of GNU OpenMP's `parallel`: runs the function in each thread of a team, and waits for all of them.
+using OpenMpParallel = void (*)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
+
+void run_on_team(OpenMpParallel parallel, unsigned threads, const std::function<void()>& work) {
+  struct Run {
+    const std::function<void()>& work;
+    std::mutex mutex = {};
+    std::exception_ptr error = nullptr;
+  } run{work};
+  parallel(
+      [](void* data) {
+        Run& run = *static_cast<Run*>(data);
+        const std::exception_ptr error = attempt(run.work);
+        if (!error) return;
+        const std::lock_guard lock(run.mutex);
+        if (!run.error) run.error = error;
+      },
+      &run, threads, 0);
+  if (run.error) std::rethrow_exception(run.error);
+}
+
+// Null if this process has no OpenMP, or must not use it.
+OpenMpParallel openmp_parallel = nullptr;
 // Never destroyed: its threads wait in it until the process ends.
 Pool* pool = nullptr;
 
-// A forked child has none of the threads, and perhaps a lock that one of them held: it starts with a new pool.
-void abandon_pool() { pool = new Pool; }
-
-Pool& the_pool() {
-  static const bool ready = [] {
-    pool = new Pool;
-    pthread_atfork(nullptr, nullptr, abandon_pool);
-    return true;
-  }();
-  (void)ready;
-  return *pool;
+// A forked child has none of the threads, neither of a team nor of a pool, and perhaps a lock that one of them held: it starts
+// with a new pool.
+void abandon_threads() {
+  openmp_parallel = nullptr;
+  pool = new Pool;
 }
+
+// As soon as this library is loaded, before a child is forked that could use it.
+[[maybe_unused]] const bool is_ready = [] {
+  openmp_parallel = reinterpret_cast<OpenMpParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  pool = new Pool;
+  pthread_atfork(nullptr, nullptr, abandon_threads);
+  return true;
+}();
 
 }  // namespace
 
 void run_on_threads(unsigned threads, const std::function<void()>& work) {
   if (threads <= 1) return work();
-  the_pool().run(threads, work);
+  if (openmp_parallel) return run_on_team(openmp_parallel, threads, work);
+  pool->run(threads, work);
 }
 
 }  // namespace fused_topk::cpu
