@@ -249,9 +249,19 @@ def _row(
     backend: str | None,
     out: tuple[Tensor, Tensor, Tensor] | None,
 ) -> TopK:
-    is_plain = temperature is None and mask is None and out is None and normalize == "allowed"
-    is_plain = is_plain and type(logits) is Tensor and type(k) is int and type(dim) is int and backend in _BACKENDS
-    if is_plain and (dim == -1 or dim == logits.dim() - 1) and not operators.need_dispatcher(logits):
+    # The call that asks for nothing else. Its types are those that the plan's key needs.
+    if (
+        temperature is None
+        and mask is None
+        and out is None
+        and normalize == "allowed"
+        and type(logits) is Tensor
+        and type(k) is int
+        and type(dim) is int
+        and backend in _BACKENDS
+        and (dim == -1 or dim == logits.dim() - 1)
+        and not operators.need_dispatcher(logits)
+    ):
         return _plan(values, logits.dtype, logits.device, logits.shape, logits.stride(), k, backend)(logits)
     check_logits(logits)
     dims = logits.dim()

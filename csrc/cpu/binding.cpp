@@ -11,6 +11,7 @@
 #endif
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -104,6 +105,8 @@ class Topk {
       : kind_{} {
     static_cast<LogitRows&>(kind_) = logit_rows(0, dtype, std::move(shape), std::move(logits_strides), temperature,
                                                 row_temperature, std::move(temperature_strides), 1, instruction_set);
+    elements_ = kind_.vocab_size;
+    for (const i64 size : kind_.sizes) elements_ *= u64(size);
     kind_.k = k;
     kind_.value_kind = ValueKind(value_kind);
     kind_.normalize_over = NormalizeOver(normalize_over);
@@ -119,7 +122,9 @@ class Topk {
 
   void operator()(std::uintptr_t logits, std::uintptr_t values, std::uintptr_t indices, std::uintptr_t logsumexp,
                   std::uintptr_t beam_scores, u32 threads) const {
-    const nb::gil_scoped_release without_gil;
+    // To give it away and get it back takes as long as a short row.
+    std::optional<nb::gil_scoped_release> without_gil;
+    if (elements_ > kShort) without_gil.emplace();
     Problem p = kind_;
     p.threads = threads;
     p.logits = pointer<const char>(logits);
@@ -131,7 +136,10 @@ class Topk {
   }
 
  private:
+  static constexpr u64 kShort = 4096;
+
   Problem kind_;
+  u64 elements_;
 };
 
 // clang-format off: likewise
