@@ -46,7 +46,7 @@ SIZES = {
     "16 warps for a large k": [
         (1025, 65, "many", 0), (3001, 192, "few", 0), (9001, 128, "few", 2), (193, 193, "few", 0), (300, 256, "few", 0),
         (1000, 257, "many", 0), (2049, 300, "few", 2), (4097, 2048, "few", 0), (9001, 600, "few", 3),
-        (17001, 257, "few", 1),
+        (36001, 300, "few", 1),
     ],
 }  # fmt: skip
 ENTRIES = ("log_softmax_topk", "softmax_topk", "topk")

@@ -16,6 +16,8 @@ ONE_WARP = Case(257, 5, rows="2")
 ONE_TILE = Case(256, 5, rows="2", padding=16)
 ONE_BLOCK = Case(3001, 40, rows="2", splits=1)
 TWO_BLOCKS = Case(3001, 40, rows="2", splits=2)
+# Blocks that hand over, and sort, by buckets.
+LARGE_K = Case(4097, 400, rows="1", splits=2)
 
 
 class Fault(NamedTuple):
@@ -96,6 +98,13 @@ FAULTS = {
         TWO_BLOCKS,
         {"race"},
     ),
+    "no barrier between samples and buckets": Fault(
+        r"(publish_samples\(own\);\s*)GROUP::sync\(\);", r"\1", LARGE_K, {"race", "uninitialised"}, "all_shared"
+    ),
+    "no barrier between counts and sums of buckets": Fault(
+        r"GROUP::sync\(\);(\s*is_crowded_ =)", r"\1", LARGE_K, {"race"}, "all_shared"
+    ),
+    "list handed over without its end": Fault(r"list\[i\] = kNoCandidate;", ";", LARGE_K, {"uninitialised"}, "empty"),
     "ticket not reset": Fault(r'"r"\(count - 1\)', '"r"(count)', TWO_BLOCKS, {"not reset"}, "tickets"),
     "part read through a cache that is not kept coherent": Fault(
         r"return __ldcg\(address\);", "return __ldg(address);", TWO_BLOCKS, {"stale cache"}
