@@ -5,6 +5,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -85,24 +86,29 @@ class Pool {
   unsigned workers_ = 0;
 };
 
-// What a compiler makes of GNU OpenMP's `parallel`: runs the function in each thread of a team, and waits for all of them.
+// What a compiler makes of GNU OpenMP's `parallel`: runs the function in each thread of a team, and waits for all of them. Of 0
+// threads: in as many as torch has set.
 using OpenMpParallel = void (*)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
 
+// Always in the whole team, as torch does: in a smaller one, the threads that it leaves out would end, and be made anew later.
 void run_on_team(OpenMpParallel parallel, unsigned threads, const std::function<void()>& work) {
   struct Run {
     const std::function<void()>& work;
+    const unsigned wanted;
+    std::atomic<unsigned> come{0};
     std::mutex mutex = {};
     std::exception_ptr error = nullptr;
-  } run{work};
+  } run{work, threads};
   parallel(
       [](void* data) {
         Run& run = *static_cast<Run*>(data);
+        if (run.come.fetch_add(1, std::memory_order_relaxed) >= run.wanted) return;
         const std::exception_ptr error = attempt(run.work);
         if (!error) return;
         const std::lock_guard lock(run.mutex);
         if (!run.error) run.error = error;
       },
-      &run, threads, 0);
+      &run, 0, 0);
   if (run.error) std::rethrow_exception(run.error);
 }
 
