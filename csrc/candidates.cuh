@@ -176,7 +176,7 @@ class Candidates {
   }
 
   // Writes what may be among the best k to `list` [length >= k], kNoCandidate at its end, and gives a key that m of it are >=,
-  // m <= k; kNoKey if there are fewer. All threads call it, after a barrier that follows the last add; restart() must follow.
+  // m <= k; kNoKey if it is not known. All threads call it, after a barrier that follows the last add; restart() must follow.
   __device__ __forceinline__ u32 hand_over(u64* list, u32 length, u32 m) {
     while (true) {
       u64 own[kOwn];

@@ -41,7 +41,7 @@ template <class GROUP>
 struct BucketsShared {
   static constexpr u32 kBuckets = GROUP::kThreads;
   u64 samples[2 * GROUP::kWarps];
-  u32 begins[kBuckets + 1];
+  u32 begins[kBuckets + 1];  // where each bucket's first candidate has its place, and the end
   u32 of_warp[GROUP::kWarps];
   u32 needed, bucket_of_m;
   u16 bucket_at[GROUP::kWarps <= 8 ? 1 : 4 * GROUP::kThreads];
@@ -85,11 +85,7 @@ class Buckets {
 
   // Of the thread's own[c]: its bucket, and its place among all, bucket after bucket.
   __device__ __forceinline__ u32 bucket(u32 c) const { return place_[c] >> 16; }
-  __device__ __forceinline__ u32 place(u32 c) const { return begin(bucket(c)) + (place_[c] & 0xFFFF); }
-
-  // The place of the first of a bucket, and of the first behind it.
-  __device__ __forceinline__ u32 begin(u32 bucket) const { return shared_.begins[bucket]; }
-  __device__ __forceinline__ u32 end(u32 bucket) const { return shared_.begins[bucket + 1]; }
+  __device__ __forceinline__ u32 place(u32 c) const { return shared_.begins[bucket(c)] + (place_[c] & 0xFFFF); }
 
  private:
   static constexpr u32 kLog2Buckets = 9;

@@ -64,7 +64,7 @@ def prepare(
     )
     has_adjacent = strides[-1] == 1 or shape[-1] == 1
 
-    def run(logits: Tensor, out: TopK, beam_scores: Tensor | None = None) -> None:
+    def run(logits: Tensor, out: TopK, beam_scores: Tensor | None) -> None:
         address = logits.data_ptr()
         planned = unaligned if address % 16 else aligned
         if planned is None or not has_adjacent or address % itemsize:

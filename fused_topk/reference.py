@@ -52,7 +52,7 @@ def prepare(
     """row_topk(), or with beam_scores beam_topk(), of tensors like these. The problem has none of the tensors that are not
     given."""
 
-    def run(logits: Tensor, out: TopK, beam_scores: Tensor | None = None) -> None:
+    def run(logits: Tensor, out: TopK, beam_scores: Tensor | None) -> None:
         given = problem._replace(logits=logits)
         if beam_scores is None:
             row_topk(given, out)

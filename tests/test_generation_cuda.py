@@ -186,3 +186,15 @@ def test_sampling_on_the_gpu(cuda):
         assert stats(reset=True) == (10, 0, {})
     finally:
         model.to("cpu")
+
+
+def test_scores_stay_where_the_loop_has_taken_them(cuda):
+    """Also after the choice, when they are made anew from logits on the model's device."""
+    from fused_topk import cuda as kernels
+    from fused_topk.generation.scores import LazyScores
+
+    logits = torch.randn(3, 2, 211)
+    taken = logits[:, -1].to(cuda.device)
+    lazy = LazyScores.of(selection.Rows(taken, kernels), logits)
+    assert torch.equal(torch.argmax(lazy, dim=-1), taken.argmax(-1))
+    assert torch.equal(lazy + 0, taken)

@@ -50,11 +50,14 @@ class Step:
                 "the scores of a decoding step were used after the model's output had been dropped, when they are gone; "
                 "call disable(model), and please report the versions of transformers and fused_topk"
             )
-        return Rows(logits.select(1, -1), self._backend)
+        # Where the loop had them: it may have taken them to another device than the model's.
+        return Rows(logits.select(1, -1).to(self._device), self._backend)
 
     def end(self, reason: str | None = None) -> None:
         """Counts the step: as fused, or as run by stock operations for a reason."""
-        self._rows = None
+        if self._rows is not None:
+            self._device = self._rows.logits.device
+            self._rows = None
         if not self._is_counted:
             self._is_counted = True
             if reason is None:
