@@ -22,13 +22,14 @@ struct FullRows {
   u32 inner_rows;
   u32 V;
   float temperature;
-  u16 kind;            // FullRowKind
-  u16 shared_vectors;  // of each thread, in shared memory; a multiple of 4
+  unsigned char kind;             // FullRowKind
+  bool result_stays;              // in the L2 cache, from which the logits leave first
+  unsigned short shared_vectors;  // of each thread, in shared memory; even
   i64 outer_stride;
   u32 rows;
   u32 blocks_per_row;
-  Normalizer* parts;  // nullable; [groups of blocks, 2, blocks_per_row]: for rows that a group of blocks owns
-  u32* counters;      // nullable; [groups of blocks], zero before and after each launch: likewise
+  Normalizer* parts;  // [owners, 2, blocks_per_row]; this and the next only where blocks all over the GPU own a row
+  u32* counters;      // [owners], zero before and after each launch
 };
 static_assert(sizeof(FullRows) == 80, "fused_topk/cuda_full_rows.py packs 80 bytes");
 
@@ -78,30 +79,28 @@ __device__ __forceinline__ Vector encode(BFloat16, const float* y) {
 struct RowValues {
   float m;
   float inverse_temperature;
-  float scale;    // log2(e) / T
-  float inverse;  // 1 / d: of kSoftmax
-  float log_d;    // of the others
+  float scale;  // log2(e) / T
+  float last;   // 1 / d of kSoftmax, log d of the others
   u32 kind;
 
   __device__ __forceinline__ RowValues(Normalizer row, float inverse_temperature, u32 kind)
       : m(row.m), inverse_temperature(inverse_temperature), scale(inverse_temperature * kLog2E), kind(kind) {
     // A row with NaN or +inf, or of only -inf, has no probabilities, as in torch.
     const float d = fabsf(m) < FUSED_TOPK_INFINITY ? row.d : __uint_as_float(0x7FC00000u);
-    inverse = kind == kSoftmax ? __frcp_rn(d) : 0.0f;
-    log_d = kind == kSoftmax ? 0.0f : logf(d);
+    last = kind == kSoftmax ? __frcp_rn(d) : logf(d);
   }
   __device__ __forceinline__ float logsumexp() const {
-    return m * inverse_temperature + (fabsf(m) == FUSED_TOPK_INFINITY ? 0.0f : log_d);
+    return m * inverse_temperature + (fabsf(m) == FUSED_TOPK_INFINITY ? 0.0f : last);
   }
   // x: [COUNT] logits, which become results.
   template <u32 COUNT>
   __device__ __forceinline__ void apply(float (&x)[COUNT]) const {
     if (kind == kLogSoftmax) {
 #pragma unroll
-      for (u32 e = 0; e < COUNT; ++e) x[e] = (x[e] - m) * inverse_temperature - log_d;
+      for (u32 e = 0; e < COUNT; ++e) x[e] = (x[e] - m) * inverse_temperature - last;
     } else {
 #pragma unroll
-      for (u32 e = 0; e < COUNT; ++e) x[e] = exp2_approx((x[e] - m) * scale) * inverse;
+      for (u32 e = 0; e < COUNT; ++e) x[e] = exp2_approx((x[e] - m) * scale) * last;
     }
   }
 };
@@ -117,8 +116,13 @@ struct FullRow {
   u32 end;
   float inverse_temperature;
   float scale;
+  CachePolicy policy;  // of aligned loads; the others have no registers left for it
 
-  __device__ __forceinline__ FullRow(const FullRows& problem, u32 row) : end(problem.V) {
+  __device__ __forceinline__ FullRow(const FullRows& problem, u32 row, u32 end)
+      : FullRow(problem, row, end, problem.result_stays) {}
+  // leaves_first: what is read should leave the L2 cache first.
+  __device__ __forceinline__ FullRow(const FullRows& problem, u32 row, u32 end, bool leaves_first)
+      : end(end), policy(leaves_first) {
     i64 offset = row * problem.inner_stride;
     // Seldom, and a division takes as long as a barrier.
     if (row >= problem.inner_rows) {
@@ -138,7 +142,10 @@ struct FullRow {
   __device__ __forceinline__ Vector load(u32 token) const {
     if (token >= end) return all_negative_infinity();
     const char* address = in + u64(token) * sizeof(typename IN::Bits);
-    if constexpr (ALIGNED) return load_16_bytes(address);
+    if constexpr (ALIGNED) {
+      const uint4 v = load_with_policy(address, policy);
+      return {{v.x, v.y, v.z, v.w}};
+    }
     const u32 shift = u32(reinterpret_cast<u64>(in) % 16);
     // The straddling read also touches the 16 bytes before and after the vector's own.
     if (token > 0 && token + 2 * kPerVector <= end) {
@@ -151,15 +158,15 @@ struct FullRow {
   // wait_copies.
   __device__ __forceinline__ void copy(Vector* slot, u32 token) const {
     if (ALIGNED && kHasAsyncCopy && token < end) {
-      copy_async(slot, in + u64(token) * sizeof(typename IN::Bits));
+      copy_async(slot, in + u64(token) * sizeof(typename IN::Bits), policy);
     } else {
       *slot = load(token);
     }
   }
 
   // Writes results for the vector's logits. All lanes of a warp call it, with vectors that follow each other.
-  // STREAMING: what is written should leave the cache first.
-  template <bool STREAMING>
+  // LEAVES_FIRST: what is written should leave the L2 cache first.
+  template <bool LEAVES_FIRST = false>
   __device__ __forceinline__ void write(u32 token, const Vector& logits, const RowValues& values) const {
     float y[kPerVector];
 #pragma unroll
@@ -172,10 +179,10 @@ struct FullRow {
       if (token >= end) return;
 #pragma unroll
       for (u32 o = 0; o < kOutVectors; ++o) {
-        store_16_bytes<STREAMING>(out_address(token + o * OUT::kPerVector), results[o]);
+        store_16_bytes<LEAVES_FIRST>(out_address(token + o * OUT::kPerVector), results[o]);
       }
     } else {
-      write_unaligned<STREAMING>(token, results);
+      write_unaligned<LEAVES_FIRST>(token, results);
     }
   }
 
@@ -200,10 +207,10 @@ struct FullRow {
     return result;
   }
 
-  template <bool STREAMING>
+  template <bool LEAVES_FIRST>
   static __device__ __forceinline__ void store_16_bytes(char* address, const Vector& v) {
     const uint4 words = {v.words[0], v.words[1], v.words[2], v.words[3]};
-    if constexpr (STREAMING) {
+    if constexpr (LEAVES_FIRST) {
       __stcs(reinterpret_cast<uint4*>(address), words);
     } else {
       *reinterpret_cast<uint4*>(address) = words;
@@ -213,12 +220,11 @@ struct FullRow {
   // The row starts somewhere between two 16-byte boundaries, so that each 16 aligned bytes hold the tail of one vector
   // and the head of the next: whoever has the head writes them, with a tail handed on by the lane before. What is left
   // at the ends of the warp's stretch and of the row goes element by element.
-  template <bool STREAMING>
-  __device__ __forceinline__ void write_unaligned(u32 token, const Vector (&results)[kOutVectors]) const {
+  template <bool LEAVES_FIRST>
+  __device__ __forceinline__ void write_unaligned(u32 token, Vector (&results)[kOutVectors]) const {
     constexpr u32 n = OUT::kPerVector;
-    constexpr u32 kSize = sizeof(typename OUT::Bits);
     const u32 before = u32(reinterpret_cast<u64>(out) % 16);
-    const u32 head = (16 - before) / kSize;
+    const u32 head = (16 - before) / sizeof(typename OUT::Bits);
     bool is_whole[kOutVectors + 1];
     u32 count[kOutVectors];
 #pragma unroll
@@ -229,28 +235,51 @@ struct FullRow {
       is_whole[o] = has_tail_before && count[o] >= head;
     }
     is_whole[kOutVectors] = __shfl_down_sync(kAllLanes, u32(is_whole[0]), 1) && lane_id() + 1 < kWarpSize;
-    Vector previous;
-#pragma unroll
-    for (u32 w = 0; w < 4; ++w) previous.words[w] = __shfl_up_sync(kAllLanes, results[kOutVectors - 1].words[w], 1);
 #pragma unroll
     for (u32 o = 0; o < kOutVectors; ++o) {
-      char* address = out_address(token + o * n);
-      if (is_whole[o]) {
-        Vector low;
+      const u32 first_alone = is_whole[o] ? head : 0;
+      const u32 end_alone = min(is_whole[o + 1] ? head : n, count[o]);
+      if (first_alone < end_alone) {
+        auto* elements = reinterpret_cast<typename OUT::Bits*>(out_address(token + o * n));
 #pragma unroll
-        for (u32 w = 0; w < 4; ++w) {
-          const u32 tail = o > 0 ? results[o > 0 ? o - 1 : 0].words[w] : previous.words[w];
-          low.words[w] = before == 0 ? results[o].words[w] : tail;
-        }
-        store_16_bytes<STREAMING>(address - before, straddle(low, results[o], (16 - before) % 16));
-      }
-#pragma unroll
-      for (u32 e = 0; e < n; ++e) {
-        if (e < count[o] && !(e < head ? is_whole[o] : is_whole[o + 1])) {
-          reinterpret_cast<typename OUT::Bits*>(address)[e] =
-              typename OUT::Bits(results[o].words[e * 4 / n] >> (n == 8 ? e % 2 * 16 : 0));
+        for (u32 e = 0; e < n; ++e) {
+          if (e >= first_alone && e < end_alone) {
+            elements[e] = typename OUT::Bits(results[o].words[e * 4 / n] >> (n == 8 ? e % 2 * 16 : 0));
+          }
         }
       }
+      // Each byte to where it belongs in 16 aligned ones: the head behind the tail.
+      rotate(results[o], (16 - before) % 16);
+    }
+    Vector tail;
+#pragma unroll
+    for (u32 w = 0; w < 4; ++w) tail.words[w] = __shfl_up_sync(kAllLanes, results[kOutVectors - 1].words[w], 1);
+#pragma unroll
+    for (u32 o = 0; o < kOutVectors; ++o) {
+      Vector whole;
+#pragma unroll
+      for (u32 w = 0; w < 4; ++w) {
+        const u32 of_tail = before <= 4 * w ? 0u : before >= 4 * w + 4 ? ~0u : 0xFFFFu;
+        whole.words[w] = (tail.words[w] & of_tail) | (results[o].words[w] & ~of_tail);
+      }
+      if (is_whole[o]) store_16_bytes<LEAVES_FIRST>(out_address(token + o * n) - before, whole);
+      tail = results[o];
+    }
+  }
+
+  // By `count` bytes, which the element's size divides: byte i takes the place of byte i - count.
+  static __device__ __forceinline__ void rotate(Vector& v, u32 count) {
+    u32(&w)[4] = v.words;
+    const u32 first[4] = {w[0], w[1], w[2], w[3]};
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) w[i] = count & 4 ? first[(i + 1) % 4] : first[i];
+    const u32 second[4] = {w[0], w[1], w[2], w[3]};
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) w[i] = count & 8 ? second[(i + 2) % 4] : second[i];
+    if constexpr (OUT::kPerVector == 8) {
+      const u32 third[4] = {w[0], w[1], w[2], w[3]};
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) w[i] = __funnelshift_r(third[i], third[(i + 1) % 4], count % 4 * 8);
     }
   }
 };

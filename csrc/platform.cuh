@@ -182,6 +182,40 @@ __device__ __forceinline__ u32 take_ticket(u32* counter, u32 count) {
   return ticket;
 }
 
+// How far such a counter is. Whoever finds a block counted sees what it wrote, as above.
+__device__ __forceinline__ u32 tickets_taken(const u32* counter) {
+  u32 count;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+  return count;
+}
+
+// Whether what is read should stay in the L2 cache as usual or leave it first, to make room for what is written.
+struct CachePolicy {
+  u64 bits;
+
+  __device__ __forceinline__ explicit CachePolicy(bool leaves_first) : bits(0) {
+#if __CUDA_ARCH__ >= 800
+    u64 first, normal;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(first));
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(normal));
+    bits = leaves_first ? first : normal;
+#endif
+  }
+};
+
+// 16 bytes that no one writes meanwhile.
+__device__ __forceinline__ uint4 load_with_policy(const void* global, CachePolicy policy) {
+#if __CUDA_ARCH__ >= 800
+  uint4 v;
+  asm volatile("ld.global.nc.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(global), "l"(policy.bits));
+  return v;
+#else
+  return __ldg(static_cast<const uint4*>(global));
+#endif
+}
+
 // Copies 16 bytes to shared memory in the background, without passing through registers. Both addresses are multiples of
 // 16. Compute capability 8.0 and later (kHasAsyncCopy); before, callers load to registers.
 #if __CUDA_ARCH__ >= 800
@@ -189,6 +223,12 @@ constexpr bool kHasAsyncCopy = true;
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(u32(__cvta_generic_to_shared(shared))), "l"(global)
                : "memory");
+}
+__device__ __forceinline__ void copy_async(void* shared, const void* global, CachePolicy policy) {
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(u32(__cvta_generic_to_shared(shared))),
+      "l"(global), "l"(policy.bits)
+      : "memory");
 }
 // Closes the group of copies that this thread has begun since the last call; it may be empty.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -200,6 +240,7 @@ __device__ __forceinline__ void wait_copies() {
 #else
 constexpr bool kHasAsyncCopy = false;
 __device__ __forceinline__ void copy_async(void*, const void*) {}
+__device__ __forceinline__ void copy_async(void*, const void*, CachePolicy) {}
 __device__ __forceinline__ void commit_copies() {}
 template <u32 PENDING>
 __device__ __forceinline__ void wait_copies() {}

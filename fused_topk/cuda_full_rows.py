@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 from . import cuda
-from .full_row_choice import FullRowChoice, choose_full_row, kernel_variants
+from .full_row_choice import KERNEL_VARIANTS, FullRowChoice, choose_full_row
 from .layout import collapse
 from .problem import FullRowProblem
 
 _KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
 # struct FullRows of csrc/full_row.cuh, field by field.
-_PROBLEM = struct.Struct("<3Qq2If2Hq2I2Q")
+_PROBLEM = struct.Struct("<3Qq2If2BHq2I2Q")
 _PROBLEM_DTYPE = np.dtype(f"V{_PROBLEM.size}")
 _LEADING_DIMS = 2
+# Results up to this part of the L2 cache stay in it, for whoever reads them next; the logits then leave it first.
+_RESULT_OF_CACHE = 0.75
 
 
 def full_rows(problem: FullRowProblem, out: Tensor, choice: FullRowChoice | None = None) -> None:
@@ -51,11 +53,11 @@ def full_rows(problem: FullRowProblem, out: Tensor, choice: FullRowChoice | None
     is_aligned = all(count % 16 == 0 for count in bytes_that_align)
 
     parts = counters = 0
-    if choice.kernel == "grid":
-        groups = choice.groups_for(rows)
-        workspace = torch.empty(groups * 2 * choice.blocks_per_row, dtype=torch.int64, device=logits.device)
+    owners = choice.owners_of(rows)
+    if choice.is_cooperative:
+        workspace = torch.empty(owners * 2 * choice.blocks_per_row, dtype=torch.int64, device=logits.device)
         parts = workspace.data_ptr()
-        counters = cuda._tickets(device, groups)
+        counters = cuda._tickets(device, owners)
     packed = _PROBLEM.pack(
         logits.data_ptr(),
         out.data_ptr(),
@@ -65,6 +67,7 @@ def full_rows(problem: FullRowProblem, out: Tensor, choice: FullRowChoice | None
         vocab_size,
         problem.temperature,
         _KINDS[problem.values],
+        is_written and out.numel() * out.element_size() <= _cache_bytes(device) * _RESULT_OF_CACHE,
         choice.shared_vectors,
         strides[0] if len(sizes) == 2 else 0,
         rows,
@@ -79,29 +82,31 @@ def full_rows(problem: FullRowProblem, out: Tensor, choice: FullRowChoice | None
         (np.frombuffer(packed, _PROBLEM_DTYPE),),
         device,
         choice.shared_bytes,
-        is_cooperative=choice.kernel == "grid",
+        is_cooperative=choice.is_cooperative,
     )
 
 
 def kernel_name(choice: FullRowChoice, dtype: torch.dtype, out_dtype: torch.dtype, is_aligned: bool) -> str:
     """A kernel of csrc/softmax_rows.cu, as NVRTC wants it named."""
     formats = f"fused_topk::{cuda._FORMATS[dtype]}, fused_topk::{cuda._FORMATS[out_dtype]}"
-    numbers = f"{choice.vectors}, {choice.blocks_per_row}" if choice.kernel == "cluster" else f"{choice.vectors}"
     kernel = f"fused_topk::full_rows::softmax_{choice.kernel}_rows_kernel"
-    return f"{kernel}<{formats}, {numbers}, {str(is_aligned).lower()}>"
+    return f"{kernel}<{formats}, {choice.vectors}, {str(is_aligned).lower()}>"
 
 
-def kernel_names(compute_capability: int) -> list[str]:
-    """Every variant that a launch can ask for on a GPU of that compute capability (times ten)."""
-    variants = kernel_variants(compute_capability)
-    choices = [FullRowChoice(kernel, 0, vectors, 0, blocks) for kernel, vectors, blocks in variants]
+def kernel_names() -> list[str]:
+    """Every variant that a launch can ask for."""
     return [
-        kernel_name(choice, dtype, out_dtype, is_aligned)
+        kernel_name(FullRowChoice(kernel, 0, vectors), dtype, out_dtype, is_aligned)
         for dtype in cuda._FORMATS
         for out_dtype in dict.fromkeys((dtype, torch.float32))
-        for choice in choices
+        for kernel, vectors in KERNEL_VARIANTS
         for is_aligned in (True, False)
     ]
+
+
+@cache
+def _cache_bytes(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 @cache
@@ -110,7 +115,6 @@ def _choice(device: int, vocab_size: int, itemsize: int) -> FullRowChoice:
     return choose_full_row(
         vocab_size,
         itemsize,
-        10 * properties.major + properties.minor,
         cuda.max_shared_bytes_per_block(device),
         properties.multi_processor_count,
     )

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who owns a full row between its read and its write: a pure function of its length and the GPU, testable without one.
 
-======== ================================================== ===========================================
-kernel   the row waits in                                   when
-======== ================================================== ===========================================
-warp     registers of a warp                                up to 2 KiB
-block    registers of a block, then its shared memory too   up to 256 KiB, or what shared memory allows
-cluster  the same of 2, 4 or 8 blocks                       up to 2 MiB, compute capability 9.0
-grid     the same of up to a block on each multiprocessor   longer rows; what does not fit is read twice
-======== ================================================== ===========================================
+======= ============================================== ==========================================
+kernel  the row waits in                               when
+======= ============================================== ==========================================
+warp    registers of a warp                            up to 2 KiB
+block   registers of a block                           up to 32 KiB
+shared  its registers and shared memory                up to 288 KiB, or what shared memory allows
+grid    the same of many blocks                        as much as the GPU holds
+long    the same; what does not fit is read twice      longer rows
+======= ============================================== ==========================================
+
+µs on an H200, in the row's best cut and in the next kernel's: 4000 x 10000 fp32 as "block" 94, as "shared" 80; 128 x 65536
+fp32 as "shared" 19.0, as "grid" 21.0; 128 x 131072 fp32 as "grid" 37.7, in clusters of 4 or 8 blocks that exchange
+through each other's shared memory 39.6 (not all of them run at once, and a new one waits for as many free places).
 
 The number of rows plays no part: how a row is cut, and in which order its sums are added, follows from V, the dtype and
 the GPU. So a row has the same result, bit for bit, in whatever batch it comes.
@@ -22,111 +27,137 @@ VECTOR_BYTES = 16
 _WARP = 32
 _WARP_ROWS = 4
 _GRID_THREADS = 512
-# A thread's vectors, in registers and in all while there are blocks enough: 1 x 4194304 fp32 takes 12.7 µs on an H200, with
-# all 16 in registers 13.3, and 14.8 where half as many blocks keep 32 each.
-_GRID_REGISTERS = 8
-_GRID_VECTORS = 16
-# For the kernel's own variables and the system's.
+_LONG_THREADS = 768
+_REGISTERS = 4
+_VECTORS = 16
+# A block's own variables and the system's.
 _STATIC_SHARED = 2048
 
 
 class FullRowChoice(NamedTuple):
     """The kernel of a launch, and how it cuts a row."""
 
-    kernel: str  # "warp", "block", "cluster" or "grid"
+    kernel: str  # "warp", "block", "shared", "grid" or "long"
     threads: int
     vectors: int  # of 16 bytes: of each thread, in registers
     shared_vectors: int = 0  # and in shared memory
     blocks_per_row: int = 1
-    groups: int = 0  # of blocks that run at a time: of "grid"
+    owners: int = 0  # of "grid" and "long": so many times blocks_per_row run at a time, each for row after row
 
     @property
     def shared_bytes(self) -> int:
         return self.shared_vectors * self.threads * VECTOR_BYTES
 
-    def groups_for(self, rows: int) -> int:
-        """How many groups of blocks share that many rows."""
-        return min(rows, self.groups)
+    @property
+    def is_cooperative(self) -> bool:
+        """Whether blocks wait for each other through global memory, so that all must run at the same time."""
+        return self.kernel in ("grid", "long")
+
+    def owners_of(self, rows: int) -> int:
+        """How many owners share that many rows."""
+        return min(rows, self.owners or rows)
 
     def blocks(self, rows: int) -> int:
         """The grid for that many rows."""
         if self.kernel == "warp":
             return -(-rows // _WARP_ROWS)
-        return (self.groups_for(rows) if self.kernel == "grid" else rows) * self.blocks_per_row
+        return self.owners_of(rows) * self.blocks_per_row
 
 
-def kernel_variants(compute_capability: int) -> tuple[tuple[str, int, int], ...]:
-    """What a choice can name: a kernel, a thread's vectors in registers, and the blocks of a cluster."""
-    clusters = (("cluster", 4, 4), ("cluster", 4, 8)) if compute_capability >= 90 else ()
-    return ("warp", 4, 1), ("block", 2, 1), ("block", 4, 1), ("grid", _GRID_REGISTERS, 1), *clusters
+KERNEL_VARIANTS = (("warp", 4), ("block", 2), ("block", 4), ("shared", 4), ("grid", 4), ("long", 4))
+"""What a choice can name: a kernel and a thread's vectors in registers."""
 
 
-def choose_full_row(
-    vocab_size: int, itemsize: int, compute_capability: int, shared_per_block: int, multiprocessors: int
-) -> FullRowChoice:
+class _Machine(NamedTuple):
+    shared_per_block: int
+    multiprocessors: int
+
+    def cut(self, kernel: str, vectors: int, most_threads: int, blocks: int = 1) -> FullRowChoice | None:
+        """A row of that many vectors cut into so many blocks, if it fits there."""
+        # A block's share is rounded up to whole warps' vectors.
+        share = _round_up(-(-vectors // blocks), _WARP)
+        shared_vectors = _round_up(max(-(-share // most_threads) - _REGISTERS, 0), 2)
+        threads = _round_up(-(-share // (_REGISTERS + shared_vectors)), _WARP)
+        shared_bytes = shared_vectors * threads * VECTOR_BYTES + _STATIC_SHARED
+        if shared_bytes > self.shared_per_block:
+            return None
+        if kernel != "grid":
+            return FullRowChoice(kernel, threads, _REGISTERS, shared_vectors, blocks)
+        resident = min(self.grid_blocks, (self.shared_per_block + 1024) // shared_bytes)
+        owners = self.multiprocessors * resident // blocks
+        return FullRowChoice(kernel, threads, _REGISTERS, shared_vectors, blocks, owners) if owners else None
+
+    @property
+    def grid_blocks(self) -> int:
+        """How many blocks of "grid" a multiprocessor holds. With 64 KiB it is one of compute capability 7.5, for which the
+        kernel takes the registers of two."""
+        return 1 if self.shared_per_block <= 64 << 10 else 2
+
+    def grid(self, vectors: int) -> FullRowChoice | None:
+        """A row of that many vectors cut into as few blocks as hold it, and then into more if that leaves no row out."""
+        most_shared = (self.shared_per_block + 1024) // self.grid_blocks - _STATIC_SHARED
+        in_shared = min(most_shared // VECTOR_BYTES // _GRID_THREADS // 2 * 2, _VECTORS - _REGISTERS)
+        fewest = -(-vectors // ((in_shared + _REGISTERS) * _GRID_THREADS))
+        all_blocks = self.grid_blocks * self.multiprocessors
+        owners = all_blocks // fewest
+        return self.cut("grid", vectors, _GRID_THREADS, all_blocks // owners) if owners else None
+
+    def long(self, vectors: int) -> FullRowChoice:
+        """A row of which every multiprocessor keeps what it can."""
+        share = -(-vectors // self.multiprocessors)
+        most = (self.shared_per_block - _STATIC_SHARED) // VECTOR_BYTES // _LONG_THREADS // 2 * 2
+        shared_vectors = min(_round_up(max(-(-share // _LONG_THREADS) - _REGISTERS, 0), 2), most)
+        return FullRowChoice("long", _LONG_THREADS, _REGISTERS, shared_vectors, self.multiprocessors, 1)
+
+
+def choose_full_row(vocab_size: int, itemsize: int, shared_per_block: int, multiprocessors: int) -> FullRowChoice:
     """The choice for rows of `vocab_size` logits of `itemsize` bytes.
 
     Args:
-        compute_capability: times ten: 90 for 9.0.
         shared_per_block: bytes of shared memory that a block may have at the most.
         multiprocessors: how many the GPU has.
     """
+    machine = _Machine(shared_per_block, multiprocessors)
     vectors = -(-vocab_size * itemsize // VECTOR_BYTES)
     if vectors <= 4 * _WARP:
         return FullRowChoice("warp", _WARP * _WARP_ROWS, 4)
-    if vectors <= 512:
-        # The shorter the row, the more its latency counts, which more threads shorten. A guess.
-        return FullRowChoice("block", _round_up(-(-vectors // 2), _WARP), 2)
-    if vectors <= 4096:
-        return FullRowChoice("block", _round_up(-(-vectors // 4), _WARP), 4)
-    most_shared = (shared_per_block - _STATIC_SHARED) // VECTOR_BYTES
-    # (threads, blocks): as few threads as leave room for two blocks on a multiprocessor, but where one row fills it.
-    cuts = [(1024, 1)]
-    if compute_capability >= 90:
-        cuts += [(512, 4), (512, 8), (1024, 8)]
-    for threads, blocks in cuts:
-        shared_vectors = _shared_vectors(-(-vectors // blocks), threads, 4)
-        if shared_vectors * threads <= most_shared and shared_vectors <= 12:
-            return FullRowChoice("block" if blocks == 1 else "cluster", threads, 4, shared_vectors, blocks)
-    blocks = min(-(-vectors // (_GRID_THREADS * _GRID_VECTORS)), multiprocessors)
-    shared_vectors = _shared_vectors(-(-vectors // blocks), _GRID_THREADS, _GRID_REGISTERS)
-    shared_vectors = min(shared_vectors, most_shared // _GRID_THREADS // 4 * 4)
-    return FullRowChoice(
-        "grid", _GRID_THREADS, _GRID_REGISTERS, shared_vectors, blocks, groups=multiprocessors // blocks
-    )
+    if vectors <= 2048:
+        # µs with 4 vectors, with 2: 4000 x 1000 fp32 8.4, 9.0; 128 x 2048 fp32 2.7, 2.5.
+        in_registers = 2 if 256 < vectors <= 512 else 4
+        return FullRowChoice("block", _round_up(-(-vectors // in_registers), _WARP), in_registers)
+    # Two blocks on a multiprocessor, or one with the threads of both.
+    threads = 512 if vectors <= 512 * _VECTORS else 1024
+    cuts = (machine.cut("shared", vectors, threads), machine.grid(vectors))
+    return next((choice for choice in cuts if choice), machine.long(vectors))
 
 
-def alternatives(
-    vocab_size: int, itemsize: int, compute_capability: int, shared_per_block: int, multiprocessors: int
-) -> list[FullRowChoice]:
+def alternatives(vocab_size: int, itemsize: int, shared_per_block: int, multiprocessors: int) -> list[FullRowChoice]:
     """Every choice worth timing, for benchmark/sweep.py: the one of choose_full_row() first."""
+    machine = _Machine(shared_per_block, multiprocessors)
     vectors = -(-vocab_size * itemsize // VECTOR_BYTES)
-    most_shared = (shared_per_block - _STATIC_SHARED) // VECTOR_BYTES
-    found = [choose_full_row(vocab_size, itemsize, compute_capability, shared_per_block, multiprocessors)]
-    for kernel, registers, cluster in kernel_variants(compute_capability):
+    found = [choose_full_row(vocab_size, itemsize, *machine)]
+    for kernel, in_registers in KERNEL_VARIANTS:
         if kernel == "warp":
-            if vectors <= registers * _WARP:
-                found.append(FullRowChoice(kernel, _WARP * _WARP_ROWS, registers))
-            continue
-        cuts = [(threads, cluster) for threads in (64, 128, 256, 512, 1024)]
-        if kernel == "grid":
-            cuts = [
-                (_GRID_THREADS, blocks) for blocks in (16, 32, 64, 128, multiprocessors) if blocks <= multiprocessors
-            ]
-        for threads, blocks in cuts:
-            shared_vectors = _shared_vectors(-(-vectors // blocks), threads, registers)
-            # Neither threads without a vector, nor a row that does not fit.
-            if vectors > (threads - _WARP) * blocks and shared_vectors * threads <= most_shared:
-                groups = multiprocessors // blocks if kernel == "grid" else 0
-                found.append(FullRowChoice(kernel, threads, registers, shared_vectors, blocks, groups))
+            if vectors <= in_registers * _WARP:
+                found.append(FullRowChoice(kernel, _WARP * _WARP_ROWS, in_registers))
+        elif kernel == "block":
+            for threads in (64, 128, 256, 512, 1024):
+                # No thread without a vector.
+                if (threads - _WARP) * in_registers < vectors <= threads * in_registers:
+                    found.append(FullRowChoice(kernel, threads, in_registers))
+        elif kernel == "long":
+            if vectors > 16 * _WARP * multiprocessors:
+                found.append(machine.long(vectors))
+        else:
+            cuts = [(threads, 1) for threads in (256, 512, 1024)]
+            if kernel == "grid":
+                blocks = {-(-vectors // (count * _GRID_THREADS)) for count in (8, 12, 16)}
+                cuts = [(_GRID_THREADS, count) for count in sorted({*blocks, multiprocessors, 2 * multiprocessors})]
+            for threads, count in cuts:
+                choice = machine.cut(kernel, vectors, threads, count)
+                if choice and vectors > (choice.threads - _WARP) * count:
+                    found.append(choice)
     return list(dict.fromkeys(found))
-
-
-def _shared_vectors(share: int, threads: int, in_registers: int) -> int:
-    """How many vectors of shared memory a thread needs: a multiple of 4, as the kernel asks for them."""
-    # A block's share is rounded up to whole warps' vectors.
-    share = _round_up(share, _WARP)
-    return _round_up(max(-(-share // threads) - in_registers, 0), 4)
 
 
 def _round_up(count: int, multiple: int) -> int:

@@ -31,7 +31,7 @@ SOURCES = (
 )
 """Reading order, and the order in which they are joined. Their own #include lines are for editors and C++ compilers."""
 
-FULL_ROW_SOURCES = (*SOURCES[:4], "cluster.cuh", "full_row.cuh", "softmax_rows.cu")
+FULL_ROW_SOURCES = (*SOURCES[:4], "full_row.cuh", "waiting.cuh", "softmax_rows.cu")
 """Likewise of the kernels in the namespace fused_topk::full_rows: a unit of their own, so that each compiles quickly."""
 
 LADDER_SOURCES = (*SOURCES[:3], "ladder.cu")

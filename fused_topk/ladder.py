@@ -49,7 +49,7 @@ RUNGS = (
     Rung("7b", "online_then_topk", "online softmax, then top-k", 3, 1, "topk"),
     Rung("7c", "safe_topk", "safe softmax + top-k fused", 2, 0, "topk"),
     Rung("7d", "online_topk", "online softmax + top-k fused (Algorithm 4)", 1, 0, "topk"),
-    # Of a row that no cluster of blocks holds, or no CPU cache, it reads twice.
+    # Of a row that not even all blocks hold, or no CPU cache, it reads some twice.
     Rung("8a", "package_softmax", "this package: softmax", 1, 1, "softmax"),
     Rung("8b", "package_topk", "this package: softmax_topk", 1, 0, "topk"),
 )

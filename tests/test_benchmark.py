@@ -328,10 +328,11 @@ def test_softmax_check_sees_a_wrong_element(dtype):
     (logits,) = inputs.make_inputs(Case(4, 300, 0, dtype), CPU, 1)
     right = logits.double().softmax(-1).to(logits.dtype)
     assert check.softmax_error(logits, right) is None
-    wrong = right.clone()
     at = int(logits[2].argmax())
-    wrong[2, at] *= 1.02
-    assert f"element {at} of row 2" in check.softmax_error(logits, wrong)
+    for wrong_value in (right[2, at] * 1.02, math.nan, 0.0):
+        wrong = right.clone()
+        wrong[2, at] = wrong_value
+        assert f"element {at} of row 2" in check.softmax_error(logits, wrong)
     assert "must be" in check.softmax_error(logits, right[:2])
 
 

@@ -95,7 +95,7 @@ def test_table_and_document(no_gpu):
     console = Console(width=200, record=True)
     sweep.print_sweeps(sweeps, console)
     shown = console.export_text()
-    for part in (TOPK.label, SOFTMAX.label, "1.00", sweep.label(sweeps[0].best), "(block, "):
+    for part in (TOPK.label, SOFTMAX.label, "1.00", sweep.label(sweeps[0].best), "(shared, "):
         assert part in shown
     kept = json.loads(json.dumps(sweep.document(sweeps, {"cpu": "x"})))
     assert [shape["shape"] for shape in kept["shapes"]] == [TOPK.label, SOFTMAX.label]

@@ -86,7 +86,6 @@ def alternatives(case: Case, device: torch.device) -> list[Choice]:
         *full_row_choice.alternatives(
             case.vocab,
             itemsize,
-            10 * properties.major + properties.minor,
             cuda.max_shared_bytes_per_block(device.index or 0),
             properties.multi_processor_count,
         )

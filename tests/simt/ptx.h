@@ -170,12 +170,23 @@ inline u32 special_laneid() { return simt_lane(); }
 inline u32 special_cluster_ctarank() { return simt::block_rank_in_cluster(); }
 inline u32 special_cluster_nctarank() { return simt::blocks_in_cluster(); }
 
+// What stays in which cache changes no result.
+inline void createpolicy_fractional_L2__evict_first_b64(u64& policy) { policy = 1; }
+inline void createpolicy_fractional_L2__evict_normal_b64(u64& policy) { policy = 2; }
+inline void ld_global_nc_L2__cache_hint_v4_u32(u32& x, u32& y, u32& z, u32& w, const void* from, u64) {
+  const uint4 v = __ldg(static_cast<const uint4*>(from));
+  x = v.x, y = v.y, z = v.z, w = v.w;
+}
+
 // Asynchronous copies.
 inline void cp_async_cg_shared_global(u32 to, const void* from, u32 size) {
   simt::copy_later(simt::shared_pointer(to), from, size, 0);
 }
 inline void cp_async_cg_shared_global(u32 to, const void* from, u32 size, u32 copied) {
   simt::copy_later(simt::shared_pointer(to), from, copied, size - copied);
+}
+inline void cp_async_cg_shared_global_L2__cache_hint(u32 to, const void* from, u32 size, u64) {
+  cp_async_cg_shared_global(to, from, size);
 }
 inline void cp_async_commit_group() { simt::commit_copies(); }
 inline void cp_async_wait_group(u32 under_way) { simt::wait_for_copies(under_way); }

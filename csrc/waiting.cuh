@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+// The vectors of a row that wait in a block until the row's normalizer is known: of each thread some in registers, and the
+// rest in shared memory, where a thread touches only what it has asked for itself: no barrier.
+#pragma once
+
+#include "full_row.cuh"
+
+namespace fused_topk::full_rows {
+
+// The elements [first, end) of a row: whole warps' vectors, so that no two shares have a line of memory in common.
+struct Share {
+  u32 first;
+  u32 count;  // of every share but the last
+  u32 end;
+
+  template <class IN>
+  static __device__ __forceinline__ Share of(u32 V, u32 rank, u32 blocks) {
+    constexpr u32 kWarpElements = kWarpSize * IN::kPerVector;
+    const u32 count = ((V - 1) / kWarpElements / blocks + 1) * kWarpElements;
+    return {rank * count, count, min(V, rank * count + count)};
+  }
+};
+
+// A thread's vectors are blockDim.x vectors apart.
+template <class IN, class OUT, u32 VECTORS, bool ALIGNED>
+class WaitingVectors {
+ public:
+  using Row = FullRow<IN, OUT, ALIGNED>;
+
+  // slots: [shared_vectors, blockDim.x]. For the vectors from a row's element `first` on.
+  __device__ __forceinline__ WaitingVectors(Vector* slots, u32 shared_vectors, u32 first)
+      : slots_(slots + threadIdx.x),
+        shared_vectors_(shared_vectors),
+        first_(first),
+        step_(blockDim.x * IN::kPerVector) {}
+
+  // Asks for all of them. They are on their way when it returns.
+  __device__ __forceinline__ void ask(const Row& x) {
+    ask_registers(x);
+    ask_shared(x);
+  }
+  __device__ __forceinline__ void ask_registers(const Row& x) {
+#pragma unroll
+    for (u32 u = 0; u < VECTORS; ++u) vectors_[u] = x.load(token(u));
+  }
+  __device__ __forceinline__ void ask_shared(const Row& x) {
+#pragma unroll(kAtATime)
+    for (u32 u = 0; u < shared_vectors_; u += 2) ask_pair(x, u);
+  }
+
+  // Adds what was asked for to `state`, as it comes.
+  __device__ __forceinline__ void add_to(Normalizer& state, float scale) const {
+    fold<IN>(state, vectors_, scale);
+#pragma unroll 1
+    for (u32 u = 0; u < shared_vectors_; u += 2) {
+      wait_for_pairs(shared_vectors_ / 2 - u / 2 - 1);
+      const Vector pair[2] = {slots_[u * blockDim.x], slots_[(u + 1) * blockDim.x]};
+      fold<IN>(state, pair, scale);
+    }
+  }
+
+  // Writes them, up to x.end.
+  template <bool LEAVES_FIRST = false>
+  __device__ __forceinline__ void write(const Row& x, const RowValues& values) const {
+#pragma unroll
+    for (u32 u = 0; u < VECTORS; ++u) write_one<LEAVES_FIRST>(x, values, u, vectors_[u]);
+#pragma unroll(kAtATime)
+    for (u32 u = 0; u < shared_vectors_; ++u) write_one<LEAVES_FIRST>(x, values, VECTORS + u, slots_[u * blockDim.x]);
+  }
+
+  // The same, and asks for those of another row, which becomes x, each as its place is free: memory reads and writes at
+  // the same time. next: () -> Row
+  template <class NEXT>
+  __device__ __forceinline__ void write_and_ask(Row& x, const RowValues& values, NEXT next) {
+    if constexpr (ALIGNED && kHasAsyncCopy) {
+      const Row next_x = next();
+#pragma unroll
+      for (u32 u = 0; u < VECTORS; ++u) {
+        write_one(x, values, u, vectors_[u]);
+        vectors_[u] = next_x.load(token(u));
+      }
+#pragma unroll 1
+      for (u32 u = 0; u < shared_vectors_; u += 2) {
+#pragma unroll
+        for (u32 v = u; v < u + 2; ++v) write_one(x, values, VECTORS + v, slots_[v * blockDim.x]);
+        ask_pair(next_x, u);
+      }
+      x = next_x;
+    } else {
+      write(x, values);
+      x = next();
+      ask(x);
+    }
+  }
+
+ private:
+  // Vectors that do not lie at multiples of 16 bytes take more registers to read and to write.
+  static constexpr u32 kAtATime = ALIGNED ? 2 : 1;
+
+  Vector vectors_[VECTORS];
+  Vector* slots_;
+  u32 shared_vectors_;
+  u32 first_;
+  u32 step_;
+
+  __device__ __forceinline__ u32 token(u32 u) const { return first_ + u * step_ + threadIdx.x * IN::kPerVector; }
+
+  // The condition is the block's: a warp writes together.
+  template <bool LEAVES_FIRST = false>
+  __device__ __forceinline__ void write_one(const Row& x, const RowValues& values, u32 u, const Vector& vector) const {
+    if (first_ + u * step_ < x.end) x.template write<LEAVES_FIRST>(token(u), vector, values);
+  }
+
+  __device__ __forceinline__ void ask_pair(const Row& x, u32 u) {
+#pragma unroll
+    for (u32 v = u; v < u + 2; ++v) x.copy(slots_ + v * blockDim.x, token(VECTORS + v));
+    commit_copies();
+  }
+
+  // Until at most so many of this thread's pairs are on their way; earlier than that only where many are.
+  static __device__ __forceinline__ void wait_for_pairs(u32 pending) {
+    if (pending >= 4) {
+      wait_copies<4>();
+    } else if (pending >= 2) {
+      wait_copies<2>();
+    } else if (pending == 1) {
+      wait_copies<1>();
+    } else {
+      wait_copies<0>();
+    }
+  }
+};
+
+}  // namespace fused_topk::full_rows
