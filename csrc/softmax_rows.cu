@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(1024) softmax_shared_rows_kernel(const __grid_
   __shared__ Normalizer warps[kMostWarps];
   const u32 row = blockIdx.x;
   const FullRow<IN, OUT, ALIGNED> x(problem, row, problem.V);
-  WaitingVectors<IN, OUT, VECTORS, ALIGNED> waiting(slots, problem.shared_vectors, 0);
+  WaitingVectors<IN, OUT, VECTORS, ALIGNED> waiting(slots, problem.shared_vectors, 0, blockDim.x * IN::kPerVector);
   waiting.ask(x);
   Normalizer state;
   waiting.add_to(state, x.scale);
@@ -115,10 +115,7 @@ class Owner {
   __device__ __forceinline__ u32 first_row() const { return owner_; }
   __device__ __forceinline__ u32 row_after(u32 row) const { return row + owners_; }
   __device__ __forceinline__ bool is_writer() const { return rank_ == 0 && threadIdx.x == 0; }
-  template <class IN>
-  __device__ __forceinline__ Share share() const {
-    return Share::of<IN>(problem_.V, rank_, problem_.blocks_per_row);
-  }
+  __device__ __forceinline__ u32 rank() const { return rank_; }
 
   // Blocks into a row: the merge of what they know, in every thread of all of them. turn: how many rows came before.
   __device__ __forceinline__ Normalizer merge_blocks(Normalizer state, float scale, u32 turn,
@@ -169,10 +166,11 @@ __global__ void __launch_bounds__(512, kGridBlocks) softmax_grid_rows_kernel(con
   extern __shared__ Vector slots[];  // [problem.shared_vectors, blockDim.x]
   __shared__ Normalizer warps[2][kMostWarps];
   const Owner owner(problem);
-  const Share share = owner.share<IN>();
-  WaitingVectors<IN, OUT, VECTORS, ALIGNED> waiting(slots, problem.shared_vectors, share.first);
+  const u32 step = blockDim.x * IN::kPerVector;
+  WaitingVectors<IN, OUT, VECTORS, ALIGNED> waiting(slots, problem.shared_vectors, owner.rank() * step,
+                                                    problem.blocks_per_row * step);
   u32 row = owner.first_row();
-  Row x(problem, row, share.end);
+  Row x(problem, row, problem.V);
   waiting.ask(x);
 #pragma unroll 1
   for (u32 turn = 0;; ++turn) {
@@ -186,60 +184,62 @@ __global__ void __launch_bounds__(512, kGridBlocks) softmax_grid_rows_kernel(con
       waiting.write(x, values);
       return;
     }
-    waiting.write_and_ask(x, values, [&] { return Row(problem, row, share.end); });
+    waiting.write_and_ask(x, values, [&] { return Row(problem, row, problem.V); });
   }
 }
 
-// As much of a row as fits waits in its blocks, one on each multiprocessor. The rest is read twice.
+// As much of a row as fits waits in its blocks, one on each multiprocessor: its end. What comes before is read twice, by all
+// blocks side by side.
 template <class IN, class OUT, u32 VECTORS, bool ALIGNED>
 __global__ void __launch_bounds__(768) softmax_long_rows_kernel(const __grid_constant__ FullRows problem) {
   using Row = FullRow<IN, OUT, ALIGNED>;
   extern __shared__ Vector slots[];  // [problem.shared_vectors, blockDim.x]
   __shared__ Normalizer warps[2][kMostWarps];
   const Owner owner(problem);
-  const Share share = owner.share<IN>();
+  const u32 token = threadIdx.x * IN::kPerVector;
   const u32 step = blockDim.x * IN::kPerVector;
-  // What does not fit comes first, in whole turns of a loop.
-  const u32 waits = (VECTORS + problem.shared_vectors) * step;
-  const u32 turn_step = VECTORS * step;
-  const u32 excess = share.count > waits ? ((share.count - waits - 1) / turn_step + 1) * turn_step : 0;
-  const u32 token = share.first + threadIdx.x * IN::kPerVector;
-  WaitingVectors<IN, OUT, VECTORS, ALIGNED> waiting(slots, problem.shared_vectors, share.first + excess);
+  const u32 blocks = problem.blocks_per_row;
+  const u32 waits = (VECTORS + problem.shared_vectors) * step * blocks;
+  // Of each turn of a loop, VECTORS vectors of each thread.
+  const u32 stride = VECTORS * step * blocks;
+  const u32 turns = problem.V > waits ? (problem.V - waits - 1) / stride + 1 : 0;
+  const u32 mine = owner.rank() * VECTORS * step;
+  const u32 twice = turns * stride;
+  WaitingVectors<IN, OUT, VECTORS, ALIGNED> waiting(slots, problem.shared_vectors, twice + owner.rank() * step,
+                                                    blocks * step);
   u32 row = owner.first_row();
 #pragma unroll 1
-  for (u32 turn = 0; row < problem.rows; ++turn) {
-    const Row x(problem, row, share.end);
+  for (u32 number = 0; row < problem.rows; ++number) {
+    const Row x(problem, row, problem.V);
     // The end of what is read twice should be in the L2 cache when it is read again. So all else leaves it first: what
     // waits here, and results.
-    Row last_time(problem, row, share.end, true);
+    const Row last_time(problem, row, problem.V, true);
     waiting.ask_shared(last_time);
     Normalizer state;
     Vector vectors[VECTORS];
 #pragma unroll 1
-    for (u32 past = 0; past < excess; past += turn_step) {
+    for (u32 turn = 0; turn < turns; ++turn) {
 #pragma unroll
-      for (u32 u = 0; u < VECTORS; ++u) vectors[u] = x.load(token + past + u * step);
+      for (u32 u = 0; u < VECTORS; ++u) vectors[u] = x.load(mine + turn * stride + u * step + token);
       fold<IN>(state, vectors, x.scale);
     }
     waiting.ask_registers(last_time);
     waiting.add_to(state, x.scale);
-    state = owner.merge_blocks(state, x.scale, turn, warps);
+    state = owner.merge_blocks(state, x.scale, number, warps);
     const RowValues values(state, x.inverse_temperature, problem.kind);
-    const bool is_written = !write_logsumexp(problem, row, values, owner.is_writer());
-    if (!is_written) last_time.end = 0;
+    if (!write_logsumexp(problem, row, values, owner.is_writer())) {
 #pragma unroll 1
-    for (u32 past = is_written ? excess : 0; past > 0;) {
-      past -= turn_step;
+      for (u32 turn = turns; turn-- > 0;) {
+        const u32 at = mine + turn * stride;
 #pragma unroll
-      for (u32 u = 0; u < VECTORS; ++u) vectors[u] = last_time.load(token + past + u * step);
+        for (u32 u = 0; u < VECTORS; ++u) vectors[u] = last_time.load(at + u * step + token);
 #pragma unroll
-      for (u32 u = 0; u < VECTORS; ++u) {
-        if (share.first + past + u * step < x.end) {
-          last_time.template write<true>(token + past + u * step, vectors[u], values);
+        for (u32 u = 0; u < VECTORS; ++u) {
+          last_time.template write<true>(at + u * step + token, vectors[u], values);
         }
       }
+      waiting.template write<true>(last_time, values);
     }
-    waiting.template write<true>(last_time, values);
     row = owner.row_after(row);
   }
 }

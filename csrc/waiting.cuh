@@ -7,32 +7,16 @@
 
 namespace fused_topk::full_rows {
 
-// The elements [first, end) of a row: whole warps' vectors, so that no two shares have a line of memory in common.
-struct Share {
-  u32 first;
-  u32 count;  // of every share but the last
-  u32 end;
-
-  template <class IN>
-  static __device__ __forceinline__ Share of(u32 V, u32 rank, u32 blocks) {
-    constexpr u32 kWarpElements = kWarpSize * IN::kPerVector;
-    const u32 count = ((V - 1) / kWarpElements / blocks + 1) * kWarpElements;
-    return {rank * count, count, min(V, rank * count + count)};
-  }
-};
-
-// A thread's vectors are blockDim.x vectors apart.
 template <class IN, class OUT, u32 VECTORS, bool ALIGNED>
 class WaitingVectors {
  public:
   using Row = FullRow<IN, OUT, ALIGNED>;
 
-  // slots: [shared_vectors, blockDim.x]. For the vectors from a row's element `first` on.
-  __device__ __forceinline__ WaitingVectors(Vector* slots, u32 shared_vectors, u32 first)
-      : slots_(slots + threadIdx.x),
-        shared_vectors_(shared_vectors),
-        first_(first),
-        step_(blockDim.x * IN::kPerVector) {}
+  // slots: [shared_vectors, blockDim.x]. blockDim.x vectors of a row from element `first` on, as many from first + step
+  // on, and so forth: whole warps' vectors, so that no two blocks write to one line of memory, and blocks that read a row
+  // together read it side by side.
+  __device__ __forceinline__ WaitingVectors(Vector* slots, u32 shared_vectors, u32 first, u32 step)
+      : slots_(slots + threadIdx.x), shared_vectors_(shared_vectors), first_(first), step_(step) {}
 
   // Asks for all of them. They are on their way when it returns.
   __device__ __forceinline__ void ask(const Row& x) {

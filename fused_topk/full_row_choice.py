@@ -74,7 +74,6 @@ class _Machine(NamedTuple):
 
     def cut(self, kernel: str, vectors: int, most_threads: int, blocks: int = 1) -> FullRowChoice | None:
         """A row of that many vectors cut into so many blocks, if it fits there."""
-        # A block's share is rounded up to whole warps' vectors.
         share = _round_up(-(-vectors // blocks), _WARP)
         shared_vectors = _round_up(max(-(-share // most_threads) - _REGISTERS, 0), 2)
         threads = _round_up(-(-share // (_REGISTERS + shared_vectors)), _WARP)
@@ -94,13 +93,10 @@ class _Machine(NamedTuple):
         return 1 if self.shared_per_block <= 64 << 10 else 2
 
     def grid(self, vectors: int) -> FullRowChoice | None:
-        """A row of that many vectors cut into as few blocks as hold it, and then into more if that leaves no row out."""
+        """A row of that many vectors cut into as few blocks as hold it."""
         most_shared = (self.shared_per_block + 1024) // self.grid_blocks - _STATIC_SHARED
         in_shared = min(most_shared // VECTOR_BYTES // _GRID_THREADS // 2 * 2, _VECTORS - _REGISTERS)
-        fewest = -(-vectors // ((in_shared + _REGISTERS) * _GRID_THREADS))
-        all_blocks = self.grid_blocks * self.multiprocessors
-        owners = all_blocks // fewest
-        return self.cut("grid", vectors, _GRID_THREADS, all_blocks // owners) if owners else None
+        return self.cut("grid", vectors, _GRID_THREADS, -(-vectors // ((in_shared + _REGISTERS) * _GRID_THREADS)))
 
     def long(self, vectors: int) -> FullRowChoice:
         """A row of which every multiprocessor keeps what it can."""
