@@ -22,9 +22,9 @@ struct FullRows {
   u32 inner_rows;
   u32 V;
   float temperature;
-  unsigned char kind;             // FullRowKind
-  bool result_stays;              // in the L2 cache, from which the logits leave first
-  unsigned short shared_vectors;  // of each thread, in shared memory; even
+  unsigned char kind;  // FullRowKind
+  bool result_stays;   // in the L2 cache, from which the logits leave first
+  u16 shared_vectors;  // of each thread, in shared memory; even
   i64 outer_stride;
   u32 rows;
   u32 blocks_per_row;
@@ -118,11 +118,10 @@ struct FullRow {
   float scale;
   CachePolicy policy;  // of aligned loads; the others have no registers left for it
 
-  __device__ __forceinline__ FullRow(const FullRows& problem, u32 row, u32 end)
-      : FullRow(problem, row, end, problem.result_stays) {}
+  __device__ __forceinline__ FullRow(const FullRows& problem, u32 row) : FullRow(problem, row, problem.result_stays) {}
   // leaves_first: what is read should leave the L2 cache first.
-  __device__ __forceinline__ FullRow(const FullRows& problem, u32 row, u32 end, bool leaves_first)
-      : end(end), policy(leaves_first) {
+  __device__ __forceinline__ FullRow(const FullRows& problem, u32 row, bool leaves_first)
+      : end(problem.V), policy(leaves_first) {
     i64 offset = row * problem.inner_stride;
     // Seldom, and a division takes as long as a barrier.
     if (row >= problem.inner_rows) {

@@ -30,7 +30,7 @@ template <class IN, class OUT, u32 VECTORS, bool ALIGNED>
 __global__ void __launch_bounds__(128) softmax_warp_rows_kernel(const __grid_constant__ FullRows problem) {
   const u32 row = blockIdx.x * 4 + threadIdx.x / kWarpSize;
   if (row >= problem.rows) return;
-  const FullRow<IN, OUT, ALIGNED> x(problem, row, problem.V);
+  const FullRow<IN, OUT, ALIGNED> x(problem, row);
   constexpr u32 kStep = kWarpSize * IN::kPerVector;
   Vector vectors[VECTORS];
 #pragma unroll
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(1024, kResidentBlocks)
     softmax_block_rows_kernel(const __grid_constant__ FullRows problem) {
   __shared__ Normalizer warps[kMostWarps];
   const u32 row = blockIdx.x;
-  const FullRow<IN, OUT, ALIGNED> x(problem, row, problem.V);
+  const FullRow<IN, OUT, ALIGNED> x(problem, row);
   const u32 step = blockDim.x * IN::kPerVector;
   const u32 token = threadIdx.x * IN::kPerVector;
   Vector vectors[VECTORS];
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(1024) softmax_shared_rows_kernel(const __grid_
   extern __shared__ Vector slots[];  // [problem.shared_vectors, blockDim.x]
   __shared__ Normalizer warps[kMostWarps];
   const u32 row = blockIdx.x;
-  const FullRow<IN, OUT, ALIGNED> x(problem, row, problem.V);
+  const FullRow<IN, OUT, ALIGNED> x(problem, row);
   WaitingVectors<IN, OUT, VECTORS, ALIGNED> waiting(slots, problem.shared_vectors, 0, blockDim.x * IN::kPerVector);
   waiting.ask(x);
   Normalizer state;
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(512, kGridBlocks) softmax_grid_rows_kernel(con
   WaitingVectors<IN, OUT, VECTORS, ALIGNED> waiting(slots, problem.shared_vectors, owner.rank() * step,
                                                     problem.blocks_per_row * step);
   u32 row = owner.first_row();
-  Row x(problem, row, problem.V);
+  Row x(problem, row);
   waiting.ask(x);
 #pragma unroll 1
   for (u32 turn = 0;; ++turn) {
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(512, kGridBlocks) softmax_grid_rows_kernel(con
       waiting.write(x, values);
       return;
     }
-    waiting.write_and_ask(x, values, [&] { return Row(problem, row, problem.V); });
+    waiting.write_and_ask(x, values, [&] { return Row(problem, row); });
   }
 }
 
@@ -210,10 +210,10 @@ __global__ void __launch_bounds__(768) softmax_long_rows_kernel(const __grid_con
   u32 row = owner.first_row();
 #pragma unroll 1
   for (u32 number = 0; row < problem.rows; ++number) {
-    const Row x(problem, row, problem.V);
+    const Row x(problem, row);
     // The end of what is read twice should be in the L2 cache when it is read again. So all else leaves it first: what
     // waits here, and results.
-    const Row last_time(problem, row, problem.V, true);
+    const Row last_time(problem, row, true);
     waiting.ask_shared(last_time);
     Normalizer state;
     Vector vectors[VECTORS];

@@ -74,7 +74,7 @@ class _Machine(NamedTuple):
 
     def cut(self, kernel: str, vectors: int, most_threads: int, blocks: int = 1) -> FullRowChoice | None:
         """A row of that many vectors cut into so many blocks, if it fits there."""
-        share = _round_up(-(-vectors // blocks), _WARP)
+        share = -(-vectors // blocks)
         shared_vectors = _round_up(max(-(-share // most_threads) - _REGISTERS, 0), 2)
         threads = _round_up(-(-share // (_REGISTERS + shared_vectors)), _WARP)
         shared_bytes = shared_vectors * threads * VECTOR_BYTES + _STATIC_SHARED

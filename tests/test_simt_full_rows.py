@@ -159,6 +159,22 @@ def test_before_and_after_packed_maxima(kernel, architecture):
         check(of_choice, "softmax", logits)
 
 
+@pytest.mark.parametrize("start", (0, 1))
+@pytest.mark.parametrize(("kernel", "blocks"), (("shared", 1), ("grid", 2), ("long", 2)))
+def test_without_copies_in_the_background(kernel, blocks, start):
+    """Before compute capability 8.0. Two owners of three rows."""
+    logits = shifted(random_logits(3, 7004), start)
+    choice = small_choice(kernel, 7004, 4, blocks, warps=4)
+    assert choice.shared_vectors
+
+    def of_choice(entry, x, **settings):
+        problem = FullRowProblem(x, 1.0, None, entry)
+        return run(problem, choice, torch.float32, architecture=75, schedule="random")
+
+    for values in ("softmax", "logsumexp"):
+        check(of_choice, values, logits)
+
+
 def test_blocks_that_wait_for_each_other_all_run():
     """9 x 512 threads: more than the machine runs at a time, unless it is a cooperative launch."""
     choice = small_choice("grid", 3400, 4, 9, warps=16)._replace(owners=1)
@@ -171,11 +187,11 @@ def test_blocks_that_wait_for_each_other_all_run():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("rows", "blocks", "groups"), ((1, 5, 1), (5, 2, 2), (5, 2, 3), (3, 4, 1)))
-def test_blocks_that_share_rows(schedule, rows, blocks, groups):
+@pytest.mark.parametrize(("rows", "blocks", "owners"), ((1, 5, 1), (5, 2, 2), (5, 2, 3), (3, 4, 1)))
+def test_blocks_that_share_rows(schedule, rows, blocks, owners):
     """A group of blocks takes row after row, and one of its blocks may be a row ahead of another."""
     logits = random_logits(rows, 3000)
-    choice = small_choice("grid", 3000, 4, blocks, warps=1)._replace(owners=groups)
+    choice = small_choice("grid", 3000, 4, blocks, warps=1)._replace(owners=owners)
 
     def of_choice(entry, x, **settings):
         return run(FullRowProblem(x, 1.0, None, entry), choice, torch.float32, schedule=schedule, seed=7)
