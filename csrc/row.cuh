@@ -10,12 +10,13 @@
 
 namespace fused_topk {
 
-// The three element formats: how many fit in 16 bytes, how to decode one, and the bits of -inf. `max_pairs` is the
-// larger of two words' elements, element by element, where a word holds two.
+// The three element formats: how many fit in 16 bytes, how to decode one, the bits of -inf, and the lowest bit in which the
+// keys (order.h) of two different elements of the same sign can differ. `max_pairs` is the larger of two words' elements, element by element, where a word holds two.
 struct Float32 {
   using Bits = u32;
   static constexpr u32 kPerVector = 4;
   static constexpr Bits kNegativeInfinity = 0xFF800000u;
+  static constexpr u32 kLowestKeyBit = 1u;
   static constexpr bool kHasMaxPairs = false;
   static __device__ __forceinline__ float decode(Bits bits) { return __uint_as_float(bits); }
   static __device__ __forceinline__ float decode(const u32 (&words)[4], u32 e) { return decode(words[e]); }
@@ -26,6 +27,7 @@ struct BFloat16 {
   using Bits = u16;
   static constexpr u32 kPerVector = 8;
   static constexpr Bits kNegativeInfinity = 0xFF80u;
+  static constexpr u32 kLowestKeyBit = 1u << 16;
   static constexpr bool kHasMaxPairs = kHasPackedMax;
   static __device__ __forceinline__ float decode(Bits bits) { return __uint_as_float(u32(bits) << 16); }
   static __device__ __forceinline__ float decode(const u32 (&words)[4], u32 e) {
@@ -38,6 +40,7 @@ struct Float16 {
   using Bits = u16;
   static constexpr u32 kPerVector = 8;
   static constexpr Bits kNegativeInfinity = 0xFC00u;
+  static constexpr u32 kLowestKeyBit = 1u << 13;
   static constexpr bool kHasMaxPairs = kHasPackedMax;
   static __device__ __forceinline__ float decode(Bits bits) { return half_to_float(bits); }
   static __device__ __forceinline__ float decode(const u32 (&words)[4], u32 e) {

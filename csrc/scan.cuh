@@ -244,20 +244,25 @@ class RowScan {
     if (greatest_logit != greatest_logit) return todo;
     const u32 k = candidates.k();
     const u32 greatest = order_key(greatest_logit);
-    const u32 least = key_of(candidates.threshold() + 1);
+    // Known so far: the threshold, and what the lanes' maxima prove.
+    const u32 least = max(key_of(candidates.threshold() + 1), k <= kWarpSize / 2 ? nth_greatest(order_key(lane_max_), k) : kNoKey);
     // Bisection from the first bit in which they differ.
     const u32 below_differing = greatest == least ? 0 : ~0u >> __clz(greatest ^ least);
     u32 bound = greatest & ~below_differing;
     u32 count = ~0u;
 #pragma unroll 1
-    for (u32 bit = below_differing - below_differing / 2; bit != 0 && count > k + kFewMore; bit /= 2) {
+    for (u32 bit = below_differing - below_differing / 2; bit >= FORMAT::kLowestKeyBit && count > k + kFewMore; bit /= 2) {
       const u32 trial = bound | bit;
       if (trial > greatest) continue;
-      const u32 passing = warp_sum(u32(__popc(todo & not_below_key(trial))));
-      if (passing < k) continue;
+      if (trial > least) {
+        const u32 passing = warp_sum(u32(__popc(todo & not_below_key(trial))));
+        if (passing < k) continue;
+        count = passing;
+      }
       bound = trial;
-      count = passing;
     }
+    // Of a negative logit of 16 bits, the key's lowest bits are set.
+    if (bound < kZeroKey) bound |= FORMAT::kLowestKeyBit - 1;
     todo &= not_below_key(bound);
     candidates.raise(bound);
     if (warp_sum(u32(__popc(todo))) <= k + kFewMore) return todo;
