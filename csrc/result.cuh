@@ -11,17 +11,20 @@ namespace fused_topk {
 struct RowResult {
   float m, d;
   float inverse_temperature;
+  // Apart, so that one thread can find it for all, while they have something else to do.
+  float log_d;
+  __device__ __forceinline__ void find_log() { log_d = logf(d); }
 
   __device__ __forceinline__ bool is_finite() const { return fabsf(m) < FUSED_TOPK_INFINITY; }
   // A row with NaN or +inf, or of only -inf, has no probabilities, as in torch.
   __device__ __forceinline__ float log_probability(float x) const {
-    return is_finite() ? (x - m) * inverse_temperature - logf(d) : __uint_as_float(0x7FC00000u);
+    return is_finite() ? (x - m) * inverse_temperature - log_d : __uint_as_float(0x7FC00000u);
   }
   __device__ __forceinline__ float probability(float x) const {
     return is_finite() ? expf((x - m) * inverse_temperature) / d : __uint_as_float(0x7FC00000u);
   }
   __device__ __forceinline__ float logsumexp() const {
-    return m * inverse_temperature + (is_finite() ? logf(d) : 0.0f);
+    return m * inverse_temperature + (is_finite() ? log_d : 0.0f);
   }
 };
 

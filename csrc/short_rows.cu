@@ -218,8 +218,9 @@ __device__ __forceinline__ RowResult among_words(const RowResult& row, u32 k, u3
     const u32 i = j * lanes + sub;
     d[j] = i < k ? expf((logit(i) - m) * row.inverse_temperature) : 0.0f;
   }
-  const float sum = lanes == 8 ? (d[0] + d[2]) + (d[1] + d[3]) : lanes == 16 ? d[0] + d[1] : d[0];
-  return {m, combine_lanes(sum, lanes, [](float a, float b) { return a + b; }), row.inverse_temperature};
+  float sum = lanes == 8 ? (d[0] + d[2]) + (d[1] + d[3]) : lanes == 16 ? d[0] + d[1] : d[0];
+  sum = combine_lanes(sum, lanes, [](float a, float b) { return a + b; });
+  return {m, sum, row.inverse_temperature, logf(sum)};
 }
 
 // Blocks that must fit on a multiprocessor; 0 leaves it to the compiler, as it was measured on compute capability 9.0. For
@@ -251,7 +252,8 @@ __global__ void __launch_bounds__(128, kResidentShortBlocks)
 
   const float inverse_temperature = problem.inverse_temperature(row);
   const Normalizer state = x.normalizer(kLog2E * inverse_temperature);
-  const RowResult result = {state.m, state.d, inverse_temperature};
+  RowResult result = {state.m, state.d, inverse_temperature};
+  result.find_log();
 
   u32 own[kPerShortLane];
 #pragma unroll

@@ -14,6 +14,19 @@
 
 namespace fused_topk {
 
+// Which row of which sequence a beam is, and its score.
+struct Beam {
+  u32 sequence, rank;
+  float score;
+
+  Beam() = default;
+  __device__ __forceinline__ Beam(const Problem& problem, u32 row)
+      : sequence(row / problem.beams), rank(row - sequence * problem.beams) {
+    const i64(&strides)[2] = problem.beam_scores_strides;
+    score = __ldg(problem.beam_scores + sequence * strides[0] + rank * strides[1]);
+  }
+};
+
 // What a group keeps in shared memory, besides its warps' tiles.
 template <class GROUP>
 struct GroupShared {
@@ -21,6 +34,7 @@ struct GroupShared {
   alignas(16) u64 slots[Candidates<GROUP>::kCapacity];
   CandidatesShared<GROUP> candidates;
   RowResult row;
+  Beam beam;
   u32 is_last;
 };
 
@@ -31,7 +45,8 @@ __device__ __forceinline__ RowResult among_chosen(const RowResult& row, const u6
   const float m = row.is_finite() ? logit_of(chosen[0]) : row.m;
   float d = 0.0f;
   for (u32 i = lane_id(); i < k; i += kWarpSize) d += expf((logit_of(chosen[i]) - m) * row.inverse_temperature);
-  return {m, warp_sum(d), row.inverse_temperature};
+  d = warp_sum(d);
+  return {m, d, row.inverse_temperature, logf(d)};
 }
 
 // Writes the sorted `chosen` [k] of a row. All threads of the group call it.
@@ -47,27 +62,38 @@ __device__ __forceinline__ void write_row(const Problem& problem, u32 row, u32 k
 // Leaves a row's sorted `chosen` [k] where the sequence's last row finds them. They are sorted by logit, hence by
 // accumulated value; among equal values the place in the lists decides: smaller beam first, then the row's own order.
 template <class GROUP>
-__device__ __forceinline__ void hand_over_beam(const Problem& problem, u32 row, u32 sequence, u32 k, const u64* chosen,
-                                               const RowResult& result) {
-  const u32 beam = row - sequence * problem.beams;
-  const float score =
-      __ldg(problem.beam_scores + sequence * problem.beam_scores_strides[0] + beam * problem.beam_scores_strides[1]);
+__device__ __forceinline__ void hand_over_beam(const Problem& problem, u32 row, const Beam& beam, u32 k,
+                                               const u64* chosen, const RowResult& result) {
   for (u32 i = GROUP::thread(); i < k; i += GROUP::kThreads) {
-    const float value = score + result.log_probability(logit_of(chosen[i]));
-    problem.beam_lists[i64(row) * k + i] = make_candidate(order_key(value), beam * k + i);
-    problem.beam_tokens[i64(row) * k + i] = index_of(chosen[i]);
+    const float value = beam.score + result.log_probability(logit_of(chosen[i]));
+    problem.beam_lists[i64(row) * k + i] = make_candidate(order_key(value), beam.rank * k + i);
+    problem.beam_indices[i64(row) * k + i] = i64(beam.rank) * problem.V + index_of(chosen[i]);
+  }
+}
+
+// The indices [beams * k] that the beams of a sequence handed over. Behind the ticket an ordinary load sees them.
+__device__ __forceinline__ const i64* indices_of(const Problem& problem, u32 sequence, u32 k) {
+  return problem.beam_indices + i64(sequence) * problem.beams * k;
+}
+
+// Fetches them to this multiprocessor's L1 cache, by which time write_sequence() knows which it needs. A warp calls it.
+__device__ __forceinline__ void fetch_indices(const Problem& problem, u32 sequence, u32 k) {
+  constexpr u32 kOfLine = 128 / sizeof(i64);
+  const i64* const indices = indices_of(problem, sequence, k);
+  for (u32 i = lane_id() * kOfLine; i < problem.beams * k; i += kWarpSize * kOfLine) {
+    u32 fetched = u32(indices[i]);
+    keep_opaque(fetched);
   }
 }
 
 // Writes the sorted `chosen` [k_of_sequence] of a sequence, whose beams handed over k each.
 template <class GROUP>
 __device__ __forceinline__ void write_sequence(const Problem& problem, u32 sequence, u32 k, const u64* chosen) {
-  const u32* tokens = problem.beam_tokens + i64(sequence) * problem.beams * k;
+  const i64* const indices = indices_of(problem, sequence, k);
   for (u32 i = GROUP::thread(); i < problem.k_of_sequence; i += GROUP::kThreads) {
-    const u32 place = index_of(chosen[i]);
     const i64 out = i64(sequence) * problem.k_of_sequence + i;
     static_cast<float*>(problem.values)[out] = logit_of(chosen[i]);
-    problem.indices[out] = i64(place / k) * problem.V + load_from_other_block(tokens + place);
+    problem.indices[out] = indices[index_of(chosen[i])];
   }
 }
 
@@ -140,11 +166,14 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
 
   // One warp merges the states, while the others are busy with the candidates; the sort's barrier tells everyone.
   const bool finishes_row = GROUP::warp() == GROUP::kWarps - 1;
-  const auto finish_row = [&](Normalizer state) {
-    const RowResult result = {state.m, state.d, problem.inverse_temperature(row)};
-    if (lane_id() == 0) shared.row = result;
+  Normalizer state;  // that warp's
+  Beam beam;
+  const auto merge_row = [&](auto state_of_part) {
+    // On its way meanwhile.
+    if (problem.beams != 0) beam = Beam(problem, row);
+    state = merge_parts(parts, scan.scale(), state_of_part);
   };
-  if (splits == 1 && finishes_row) finish_row(merge_parts(parts, scan.scale(), [&](u32 i) { return own_parts[i]; }));
+  if (splits == 1 && finishes_row) merge_row([&](u32 i) { return own_parts[i]; });
 
   const u64* chosen;  // [k], best first
   u32 lists = splits;
@@ -191,24 +220,32 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
   while (true) {
     if (splits > 1 || is_sequence) {
       gather(source, lists, length, bounds, bounds_stride, is_sequence ? problem.k_of_sequence : k, candidates, [&] {
-        if (is_sequence) return;
+        if (is_sequence) return fetch_indices(problem, sequence, k);
         u32 same_row = row;
         if constexpr (MASK != kNoMask) keep_opaque(same_row);
         const float2* const states = MASK == kNoMask ? all_parts : parts_of(same_row);
-        finish_row(merge_parts(parts, scan.scale(), [&](u32 i) { return load_from_other_block(states + i); }));
+        merge_row([&](u32 i) { return load_from_other_block(states + i); });
       });
+    }
+    if (finishes_row && lane_id() == 0 && !is_sequence) {
+      RowResult result = {state.m, state.d, problem.inverse_temperature(row)};
+      // Where this warp alone has states to merge, the others would wait for it.
+      if (splits > 1) result.find_log();
+      shared.row = result;
+      if (problem.beams != 0) shared.beam = beam;
     }
     chosen = candidates.sort();
     if (is_sequence) break;
-    const RowResult result = shared.row;
+    RowResult result = shared.row;
+    if (splits == 1) result.find_log();
     if (GROUP::thread() == GROUP::kThreads - 1) problem.logsumexp[row] = result.logsumexp();
     if (problem.beams == 0) {
       write_row<GROUP, FORMAT>(problem, row, k, chosen, scan, result);
       return;
     }
     // Rows into a sequence, likewise.
-    sequence = row / problem.beams;
-    hand_over_beam<GROUP>(problem, row, sequence, k, chosen, result);
+    sequence = shared.beam.sequence;
+    hand_over_beam<GROUP>(problem, row, shared.beam, k, chosen, result);
     GROUP::sync();
     candidates.restart(problem.k_of_sequence);
     if (!arrives_last<GROUP>(problem.beam_tickets + sequence, problem.beams, shared.is_last)) return;
