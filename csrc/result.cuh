@@ -7,13 +7,16 @@
 
 namespace fused_topk {
 
-// m and d of the row, and the values that they make of its logits.
+// m and d of the row, and the values that they make of its logits. One thread makes it for all that write: the logarithm takes
+// longer than what they do with it.
 struct RowResult {
   float m, d;
   float inverse_temperature;
-  // Apart, so that one thread can find it for all, while they have something else to do.
   float log_d;
-  __device__ __forceinline__ void find_log() { log_d = logf(d); }
+
+  RowResult() = default;
+  __device__ __forceinline__ RowResult(float m, float d, float inverse_temperature)
+      : m(m), d(d), inverse_temperature(inverse_temperature), log_d(logf(d)) {}
 
   __device__ __forceinline__ bool is_finite() const { return fabsf(m) < FUSED_TOPK_INFINITY; }
   // A row with NaN or +inf, or of only -inf, has no probabilities, as in torch.

@@ -218,22 +218,22 @@ __device__ __forceinline__ RowResult among_words(const RowResult& row, u32 k, u3
     const u32 i = j * lanes + sub;
     d[j] = i < k ? expf((logit(i) - m) * row.inverse_temperature) : 0.0f;
   }
-  float sum = lanes == 8 ? (d[0] + d[2]) + (d[1] + d[3]) : lanes == 16 ? d[0] + d[1] : d[0];
-  sum = combine_lanes(sum, lanes, [](float a, float b) { return a + b; });
-  return {m, sum, row.inverse_temperature, logf(sum)};
+  const float sum = lanes == 8 ? (d[0] + d[2]) + (d[1] + d[3]) : lanes == 16 ? d[0] + d[1] : d[0];
+  return {m, combine_lanes(sum, lanes, [](float a, float b) { return a + b; }), row.inverse_temperature};
 }
 
-// Blocks that must fit on a multiprocessor; 0 leaves it to the compiler, as it was measured on compute capability 9.0. For
-// 12.0 it then spills although it has registers left.
+// Blocks that must fit on a multiprocessor; 0 leaves it to the compiler, as it was measured on compute capability 9.0. With a
+// mask, and for 12.0, it then spills although it has registers left.
+constexpr u32 resident_short_blocks(u32 mask) {
 #if __CUDA_ARCH__ == 900
-constexpr u32 kResidentShortBlocks = 0;
-#else
-constexpr u32 kResidentShortBlocks = 8;
+  if (mask == kNoMask) return 0;
 #endif
+  return 8;
+}
 
 // Grid: (rows / rows of a block).
 template <class FORMAT, bool ALIGNED, u32 MASK>
-__global__ void __launch_bounds__(128, kResidentShortBlocks)
+__global__ void __launch_bounds__(128, resident_short_blocks(MASK))
     short_rows_topk_kernel(const __grid_constant__ Problem problem) {
   // As the k best are found. Of each row, by its lanes alone.
   __shared__ u32 words[4][kWarpSize / 8][kShortK];
@@ -252,8 +252,7 @@ __global__ void __launch_bounds__(128, kResidentShortBlocks)
 
   const float inverse_temperature = problem.inverse_temperature(row);
   const Normalizer state = x.normalizer(kLog2E * inverse_temperature);
-  RowResult result = {state.m, state.d, inverse_temperature};
-  result.find_log();
+  const RowResult result(state.m, state.d, inverse_temperature);
 
   u32 own[kPerShortLane];
 #pragma unroll

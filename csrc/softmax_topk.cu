@@ -45,8 +45,7 @@ __device__ __forceinline__ RowResult among_chosen(const RowResult& row, const u6
   const float m = row.is_finite() ? logit_of(chosen[0]) : row.m;
   float d = 0.0f;
   for (u32 i = lane_id(); i < k; i += kWarpSize) d += expf((logit_of(chosen[i]) - m) * row.inverse_temperature);
-  d = warp_sum(d);
-  return {m, d, row.inverse_temperature, logf(d)};
+  return {m, warp_sum(d), row.inverse_temperature};
 }
 
 // Writes the sorted `chosen` [k] of a row. All threads of the group call it.
@@ -67,33 +66,19 @@ __device__ __forceinline__ void hand_over_beam(const Problem& problem, u32 row, 
   for (u32 i = GROUP::thread(); i < k; i += GROUP::kThreads) {
     const float value = beam.score + result.log_probability(logit_of(chosen[i]));
     problem.beam_lists[i64(row) * k + i] = make_candidate(order_key(value), beam.rank * k + i);
-    problem.beam_indices[i64(row) * k + i] = i64(beam.rank) * problem.V + index_of(chosen[i]);
-  }
-}
-
-// The indices [beams * k] that the beams of a sequence handed over. Behind the ticket an ordinary load sees them.
-__device__ __forceinline__ const i64* indices_of(const Problem& problem, u32 sequence, u32 k) {
-  return problem.beam_indices + i64(sequence) * problem.beams * k;
-}
-
-// Fetches them to this multiprocessor's L1 cache, by which time write_sequence() knows which it needs. A warp calls it.
-__device__ __forceinline__ void fetch_indices(const Problem& problem, u32 sequence, u32 k) {
-  constexpr u32 kOfLine = 128 / sizeof(i64);
-  const i64* const indices = indices_of(problem, sequence, k);
-  for (u32 i = lane_id() * kOfLine; i < problem.beams * k; i += kWarpSize * kOfLine) {
-    u32 fetched = u32(indices[i]);
-    keep_opaque(fetched);
+    problem.beam_tokens[i64(row) * k + i] = index_of(chosen[i]);
   }
 }
 
 // Writes the sorted `chosen` [k_of_sequence] of a sequence, whose beams handed over k each.
 template <class GROUP>
 __device__ __forceinline__ void write_sequence(const Problem& problem, u32 sequence, u32 k, const u64* chosen) {
-  const i64* const indices = indices_of(problem, sequence, k);
+  const u32* tokens = problem.beam_tokens + i64(sequence) * problem.beams * k;
   for (u32 i = GROUP::thread(); i < problem.k_of_sequence; i += GROUP::kThreads) {
+    const u32 place = index_of(chosen[i]);
     const i64 out = i64(sequence) * problem.k_of_sequence + i;
     static_cast<float*>(problem.values)[out] = logit_of(chosen[i]);
-    problem.indices[out] = indices[index_of(chosen[i])];
+    problem.indices[out] = i64(place / k) * problem.V + load_from_other_block(tokens + place);
   }
 }
 
@@ -166,7 +151,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
 
   // One warp merges the states, while the others are busy with the candidates; the sort's barrier tells everyone.
   const bool finishes_row = GROUP::warp() == GROUP::kWarps - 1;
-  Normalizer state;  // that warp's
+  Normalizer state;
   Beam beam;
   const auto merge_row = [&](auto state_of_part) {
     // On its way meanwhile.
@@ -220,7 +205,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
   while (true) {
     if (splits > 1 || is_sequence) {
       gather(source, lists, length, bounds, bounds_stride, is_sequence ? problem.k_of_sequence : k, candidates, [&] {
-        if (is_sequence) return fetch_indices(problem, sequence, k);
+        if (is_sequence) return;
         u32 same_row = row;
         if constexpr (MASK != kNoMask) keep_opaque(same_row);
         const float2* const states = MASK == kNoMask ? all_parts : parts_of(same_row);
@@ -228,16 +213,12 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
       });
     }
     if (finishes_row && lane_id() == 0 && !is_sequence) {
-      RowResult result = {state.m, state.d, problem.inverse_temperature(row)};
-      // Where this warp alone has states to merge, the others would wait for it.
-      if (splits > 1) result.find_log();
-      shared.row = result;
+      shared.row = RowResult(state.m, state.d, problem.inverse_temperature(row));
       if (problem.beams != 0) shared.beam = beam;
     }
     chosen = candidates.sort();
     if (is_sequence) break;
-    RowResult result = shared.row;
-    if (splits == 1) result.find_log();
+    const RowResult result = shared.row;
     if (GROUP::thread() == GROUP::kThreads - 1) problem.logsumexp[row] = result.logsumexp();
     if (problem.beams == 0) {
       write_row<GROUP, FORMAT>(problem, row, k, chosen, scan, result);

@@ -63,7 +63,7 @@ class Launch(NamedTuple):
     threads: int
     shared_bytes: int
     problem: bytes  # struct Problem with the addresses left zero
-    # Scratch, in words of 8 bytes: candidates and (m, d) of a row's blocks, then candidates and indices of the beams.
+    # Scratch, in words of 8 bytes: candidates and (m, d) of a row's blocks, then candidates and tokens of the beams.
     scratch_words: int
     lists: int
     parts: int
@@ -106,8 +106,8 @@ class Launch(NamedTuple):
         if beam_scores:
             beam_lists = parts + 8 * self.parts
             _put_address(filled, _BEAM_SCORES, beam_scores)
-            beam_indices, beam_tickets = beam_lists + 8 * self.beam_lists, tickets + 4 * self.row_tickets
-            _put_addresses(filled, _BEAM_LISTS_TO_TICKETS, beam_lists, beam_indices, beam_tickets)
+            beam_tokens, beam_tickets = beam_lists + 8 * self.beam_lists, tickets + 4 * self.row_tickets
+            _put_addresses(filled, _BEAM_LISTS_TO_TICKETS, beam_lists, beam_tokens, beam_tickets)
         return filled
 
 
