@@ -26,9 +26,7 @@ struct RowResult {
   __device__ __forceinline__ float probability(float x) const {
     return is_finite() ? expf((x - m) * inverse_temperature) / d : __uint_as_float(0x7FC00000u);
   }
-  __device__ __forceinline__ float logsumexp() const {
-    return m * inverse_temperature + (is_finite() ? log_d : 0.0f);
-  }
+  __device__ __forceinline__ float logsumexp() const { return m * inverse_temperature + (is_finite() ? log_d : 0.0f); }
 };
 
 // Writes the i-th of the k chosen of a row: token `index` with logit x, -inf if the mask hides it. raw_logit(index) gives

@@ -245,13 +245,15 @@ class RowScan {
     const u32 k = candidates.k();
     const u32 greatest = order_key(greatest_logit);
     // Known so far: the threshold, and what the lanes' maxima prove.
-    const u32 least = max(key_of(candidates.threshold() + 1), k <= kWarpSize / 2 ? nth_greatest(order_key(lane_max_), k) : kNoKey);
+    const u32 least =
+        max(key_of(candidates.threshold() + 1), k <= kWarpSize / 2 ? nth_greatest(order_key(lane_max_), k) : kNoKey);
     // Bisection from the first bit in which they differ.
     const u32 below_differing = greatest == least ? 0 : ~0u >> __clz(greatest ^ least);
     u32 bound = greatest & ~below_differing;
     u32 count = ~0u;
 #pragma unroll 1
-    for (u32 bit = below_differing - below_differing / 2; bit >= FORMAT::kLowestKeyBit && count > k + kFewMore; bit /= 2) {
+    for (u32 bit = below_differing - below_differing / 2; bit >= FORMAT::kLowestKeyBit && count > k + kFewMore;
+         bit /= 2) {
       const u32 trial = bound | bit;
       if (trial > greatest) continue;
       if (trial > least) {
