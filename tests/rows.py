@@ -117,6 +117,9 @@ def adversarial_rows(vocab_size: int, k: int, dtype: torch.dtype) -> dict[str, T
     rows["random_bits"] = chaos
     rows["random_finite_bits"] = chaos.where(chaos.isfinite(), torch.zeros((), dtype=dtype))
     rows["nans_with_payloads"] = chaos.where(chaos.isnan(), rows["normal"])
+    # Each tile of the CUDA kernels beats all before it, its best in no order.
+    tiles = [tile[torch.randperm(len(tile), generator=random)] for tile in ramp.split(1024)]
+    rows["ascending_by_tiles"] = torch.cat(tiles).to(dtype)
     return rows
 
 

@@ -192,6 +192,19 @@ def test_several_tiles_a_part_on_a_gpu(cuda, case):
     check(case, cuda.device)
 
 
+# Whole tiles pass the bound, and must be cut to their own best: proven by the lanes' maxima, or, for a greater k, by bisection.
+TILES_THAT_WIN = [
+    Case(30001, k, dtype, rows="ascending_by_tiles", splits=splits)
+    for k, splits in ((2, 1), (3, 1), (20, 2))
+    for dtype in DTYPES
+]
+
+
+@pytest.mark.parametrize("case", TILES_THAT_WIN, ids=str)
+def test_every_tile_beats_all_before_it(case):
+    check(case, schedule="random", seed=7)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel_of_an_older_gpu(dtype):
     """Compute capability 7.5 has neither the warp's reductions nor maxima of pairs."""

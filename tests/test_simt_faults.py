@@ -122,8 +122,8 @@ FAULTS = {
         r"u64\(key\) << 32", "u64(key << (32 + 0 * index))", ONE_WARP, {"undefined behaviour"}, "shifts"
     ),
     "no end": Fault(
-        r"if \(lane_id\(\) == 0\) shared\.row = result",
-        "while (*(volatile float*)problem.values == 0.0f) {} if (lane_id() == 0) shared.row = result",
+        r"shared\.row = RowResult\(",
+        "while (*(volatile float*)problem.values == 0.0f) {} shared.row = RowResult(",
         Case(300, 5, rows="1", entry="topk"),
         {"no end", "uninitialised"},
     ),
