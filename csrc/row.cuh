@@ -11,7 +11,8 @@
 namespace fused_topk {
 
 // The three element formats: how many fit in 16 bytes, how to decode one, the bits of -inf, and the lowest bit in which the
-// keys (order.h) of two different elements of the same sign can differ. `max_pairs` is the larger of two words' elements, element by element, where a word holds two.
+// keys (order.h) of two elements of one sign can differ. `max_pairs` is the larger of two words' elements, element by
+// element, where a word holds two.
 struct Float32 {
   using Bits = u32;
   static constexpr u32 kPerVector = 4;
