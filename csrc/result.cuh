@@ -7,12 +7,11 @@
 
 namespace fused_topk {
 
-// m and d of the row, and the values that they make of its logits. One thread makes it for all that write: the logarithm takes
-// longer than what they do with it.
+// m and d of the row, and the values that they make of its logits.
 struct RowResult {
   float m, d;
   float inverse_temperature;
-  float log_d;
+  float log_d;  // found once, not for each value: it takes longer than what is done with it
 
   RowResult() = default;
   __device__ __forceinline__ RowResult(float m, float d, float inverse_temperature)

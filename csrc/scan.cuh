@@ -244,7 +244,7 @@ class RowScan {
     if (greatest_logit != greatest_logit) return todo;
     const u32 k = candidates.k();
     const u32 greatest = order_key(greatest_logit);
-    // Known so far: the threshold, and what the lanes' maxima prove.
+    // Known so far: the threshold, and, where k of the lanes' maxima are sooner found than bisected, what they prove.
     const u32 least =
         max(key_of(candidates.threshold() + 1), k <= kWarpSize / 2 ? nth_greatest(order_key(lane_max_), k) : kNoKey);
     // Bisection from the first bit in which they differ.

@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
   Normalizer state;
   Beam beam;
   const auto merge_row = [&](auto state_of_part) {
-    // On its way meanwhile.
+    // The score is on its way meanwhile.
     if (problem.beams != 0) beam = Beam(problem, row);
     state = merge_parts(parts, scan.scale(), state_of_part);
   };
