@@ -49,10 +49,33 @@ __device__ __forceinline__ u32 max_nan_half2(u32 a, u32 b) {
   asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
+// Of such a pair, -0 becomes +0, and any NaN the positive one of all ones: 1 x + 0.
+__device__ __forceinline__ u32 canonical_bfloat16x2(u32 x) {
+  u32 y;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0x3F803F80u), "r"(0u));
+  return y;
+}
+__device__ __forceinline__ u32 canonical_half2(u32 x) {
+  u32 y;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0x3C003C00u), "r"(0u));
+  return y;
+}
 #else
 constexpr bool kHasPackedMax = false;
 __device__ __forceinline__ u32 max_nan_bfloat16x2(u32 a, u32) { return a; }
 __device__ __forceinline__ u32 max_nan_half2(u32 a, u32) { return a; }
+// `infinity` in all but the sign is the greatest pattern that is not a NaN's.
+__device__ __forceinline__ u32 canonical_pair(u32 x, u32 infinity) {
+  u32 y = 0;
+  for (u32 shift = 0; shift < 32; shift += 16) {
+    const u32 bits = x >> shift & 0xFFFFu;
+    const u32 magnitude = bits & 0x7FFFu;
+    y |= (magnitude > infinity ? 0x7FFFu : magnitude == 0 ? 0u : bits) << shift;
+  }
+  return y;
+}
+__device__ __forceinline__ u32 canonical_bfloat16x2(u32 x) { return canonical_pair(x, 0x7F80u); }
+__device__ __forceinline__ u32 canonical_half2(u32 x) { return canonical_pair(x, 0x7C00u); }
 #endif
 
 // Adds 1 to `count` if a < b: by the borrow of a - b, which needs no predicate of its own.
@@ -72,6 +95,16 @@ __device__ __forceinline__ u32 order_key(float x) {
   const u32 bits = __float_as_uint(y);
   return bits ^ (u32(int(bits) >> 31) | 0x80000000u);
 }
+
+// The same of a canonical pair of 16-bit floats, in 16 bits each.
+__device__ __forceinline__ u32 order_keys(u32 pair) {
+  // Each half's sign, in all of its bits.
+  u32 signs;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(signs) : "r"(pair), "r"(0u), "r"(0xBB99u));
+  return pair ^ (signs | 0x80008000u);
+}
+// The inverse, of one.
+__device__ __forceinline__ u16 bits_of_short_key(u32 key) { return u16(key & 0x8000u ? key & 0x7FFFu : ~key); }
 
 __device__ __forceinline__ float half_to_float(u16 bits) {
   float y;

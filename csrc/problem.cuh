@@ -60,7 +60,7 @@ struct Problem {
   const float* beam_scores;  // nullable; [rows / beams, beams]
   i64 beam_scores_strides[2];
   u64* beam_lists;    // nullable; [rows, k_row] like `lists`, from the rows (beams) of a sequence
-  u32* beam_tokens;   // nullable; [rows, k_row]
+  i64* beam_indices;  // nullable; [rows, k_row]: what `indices` will say of them
   u32* beam_tickets;  // nullable; [rows / beams], like row_tickets
 
   // Where a row's logits start, in elements.

@@ -12,7 +12,7 @@ namespace fused_topk {
 
 // The three element formats: how many fit in 16 bytes, how to decode one, the bits of -inf, and the lowest bit in which the
 // keys (order.h) of two elements of one sign can differ. `max_pairs` is the larger of two words' elements, element by
-// element, where a word holds two.
+// element, where a word holds two, and `pair_keys` the order of those two among such elements.
 struct Float32 {
   using Bits = u32;
   static constexpr u32 kPerVector = 4;
@@ -35,6 +35,7 @@ struct BFloat16 {
     return __uint_as_float(e % 2 == 0 ? words[e / 2] << 16 : words[e / 2] & 0xFFFF0000u);
   }
   static __device__ __forceinline__ u32 max_pairs(u32 a, u32 b) { return max_nan_bfloat16x2(a, b); }
+  static __device__ __forceinline__ u32 pair_keys(u32 word) { return order_keys(canonical_bfloat16x2(word)); }
 };
 
 struct Float16 {
@@ -48,6 +49,7 @@ struct Float16 {
     return decode(Bits(e % 2 == 0 ? words[e / 2] : words[e / 2] >> 16));
   }
   static __device__ __forceinline__ u32 max_pairs(u32 a, u32 b) { return max_nan_half2(a, b); }
+  static __device__ __forceinline__ u32 pair_keys(u32 word) { return order_keys(canonical_half2(word)); }
 };
 
 struct alignas(16) Vector {
@@ -183,6 +185,10 @@ class TileStream {
 
   __device__ __forceinline__ Bits raw_logit(u32 index) const { return __ldg(row_ + index); }
 
+  // Where the 16 bytes of memory start that hold token `first` in an aligned row; else `before_` tokens earlier.
+  __device__ __forceinline__ const char* address(u32 first) const {
+    return reinterpret_cast<const char*>(row_ - before_) + u64(first) * sizeof(Bits);
+  }
   // The vector that starts at token `first`, a multiple of its elements.
   __device__ __forceinline__ Vector load(u32 first) const {
     if constexpr (ALIGNED) return is_whole(first) ? load_16_bytes(address(first)) : load_edge(first);
@@ -253,10 +259,6 @@ class TileStream {
   }
 
  private:
-  // Where the 16 bytes of memory start that hold token `first` in an aligned row; else `before_` tokens earlier.
-  __device__ __forceinline__ const char* address(u32 first) const {
-    return reinterpret_cast<const char*>(row_ - before_) + u64(first) * sizeof(Bits);
-  }
   // Whether these bytes lie within the row; those of a whole tile.
   __device__ __forceinline__ bool is_whole(u32 first) const {
     return first >= before_ && first < V_ + before_ && V_ + before_ - first >= FORMAT::kPerVector;

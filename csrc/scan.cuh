@@ -97,15 +97,19 @@ class RowScan {
     const float lost = fmaf(base, scale_, -offset);
     tile_.forget_decoded();
     // Four chains of additions, so that none waits for another.
-    float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float d[4];
     if (fabsf(offset) < kLargestOffset) {
 #pragma unroll
       for (u32 u = 0; u < VECTORS; ++u)
 #pragma unroll
-        for (u32 e = 0; e < kPerVector; ++e) d[e % 4] += exp2_approx(fmaf(normalized(u, e), scale_, -offset));
+        for (u32 e = 0; e < kPerVector; ++e) {
+          const float summand = exp2_approx(fmaf(normalized(u, e), scale_, -offset));
+          d[e % 4] = u == 0 && e < 4 ? summand : d[e % 4] + summand;
+        }
       d[0] = ((d[0] + d[1]) + (d[2] + d[3])) * exp2_approx(-lost);
     } else {
       // Infinite, NaN, or so large that `lost` would be too: rare, so short rather than quick.
+      d[0] = 0.0f;
 #pragma unroll 1
       for (u32 bit = 0; bit < RowTile::kPerLane; ++bit)
         if (const u32 index = tile_.index(bit / kPerVector, bit % kPerVector); index < V_)

@@ -30,11 +30,15 @@ struct Beam {
 // What a group keeps in shared memory, besides its warps' tiles.
 template <class GROUP>
 struct GroupShared {
+  // Entries of a sequence's lists that fit here: all of them, for few beams.
+  static constexpr u32 kEntries = GROUP::kIsWarp ? 1 : 4 * kWarpSize;
+
   typename KthBound<GROUP>::Shared bound;
   alignas(16) u64 slots[Candidates<GROUP>::kCapacity];
   CandidatesShared<GROUP> candidates;
   RowResult row;
   Beam beam;
+  i64 beam_indices[kEntries];
   u32 is_last;
 };
 
@@ -66,19 +70,33 @@ __device__ __forceinline__ void hand_over_beam(const Problem& problem, u32 row, 
   for (u32 i = GROUP::thread(); i < k; i += GROUP::kThreads) {
     const float value = beam.score + result.log_probability(logit_of(chosen[i]));
     problem.beam_lists[i64(row) * k + i] = make_candidate(order_key(value), beam.rank * k + i);
-    problem.beam_tokens[i64(row) * k + i] = index_of(chosen[i]);
+    problem.beam_indices[i64(row) * k + i] = i64(beam.rank) * problem.V + index_of(chosen[i]);
   }
 }
 
-// Writes the sorted `chosen` [k_of_sequence] of a sequence, whose beams handed over k each.
-template <class GROUP>
-__device__ __forceinline__ void write_sequence(const Problem& problem, u32 sequence, u32 k, const u64* chosen) {
-  const u32* tokens = problem.beam_tokens + i64(sequence) * problem.beams * k;
+// Fetches what `indices` will say of a sequence's lists, `count` entries in all, if they fit into `kept`. The 32 lanes of a
+// warp call it.
+template <u32 N>
+__device__ __forceinline__ void keep_indices(const i64* indices, u32 count, i64 (&kept)[N]) {
+  if (count > N) return;
+#pragma unroll 1
+  for (u32 first = lane_id(); first < count; first += 2 * kWarpSize) {
+    const u32 second = first + kWarpSize;
+    // Past the end, the last once more: a register that need not outlive a branch.
+    const i64 own[2] = {load_from_other_block(indices + first),
+                        load_from_other_block(indices + min(second, count - 1))};
+    kept[first] = own[0];
+    if (second < count) kept[second] = own[1];
+  }
+}
+
+// Writes the sorted `chosen` [k_of_sequence] of a sequence. index(i) is that of entry i of its lists.
+template <class GROUP, class INDEX>
+__device__ __forceinline__ void write_sequence(const Problem& problem, u32 sequence, const u64* chosen, INDEX index) {
   for (u32 i = GROUP::thread(); i < problem.k_of_sequence; i += GROUP::kThreads) {
-    const u32 place = index_of(chosen[i]);
     const i64 out = i64(sequence) * problem.k_of_sequence + i;
     static_cast<float*>(problem.values)[out] = logit_of(chosen[i]);
-    problem.indices[out] = i64(place / k) * problem.V + load_from_other_block(tokens + place);
+    problem.indices[out] = index(index_of(chosen[i]));
   }
 }
 
@@ -167,6 +185,8 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
   const u64* bounds = nullptr;
   u32 bounds_stride = 1;
   u32 sequence = 0;
+  // Of the sequence's lists.
+  const auto beam_indices = [&] { return problem.beam_indices + i64(sequence) * problem.beams * k; };
   if (splits > 1) {
     // Blocks into a row: whoever is not alone hands over what may be among the best, and a bound; the last to arrive
     // gathers all of it.
@@ -205,7 +225,9 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
   while (true) {
     if (splits > 1 || is_sequence) {
       gather(source, lists, length, bounds, bounds_stride, is_sequence ? problem.k_of_sequence : k, candidates, [&] {
-        if (is_sequence) return;
+        // Fetched after the sort, they would keep everyone waiting.
+        if constexpr (!GROUP::kIsWarp)
+          if (is_sequence) return keep_indices(beam_indices(), problem.beams * k, shared.beam_indices);
         u32 same_row = row;
         if constexpr (MASK != kNoMask) keep_opaque(same_row);
         const float2* const states = MASK == kNoMask ? all_parts : parts_of(same_row);
@@ -238,7 +260,10 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
     bounds_stride = k;
     is_sequence = true;
   }
-  write_sequence<GROUP>(problem, sequence, k, chosen);
+  const bool are_kept = !GROUP::kIsWarp && problem.beams * k <= GroupShared<GROUP>::kEntries;
+  write_sequence<GROUP>(problem, sequence, chosen, [&](u32 i) {
+    return are_kept ? shared.beam_indices[i] : load_from_other_block(beam_indices() + i);
+  });
 }
 
 }  // namespace fused_topk

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a row is laid over the GPU: a pure function of the problem's size and the machine's, testable without a GPU.
 
-The choice is who owns a row; all but short rows (csrc/short_rows.cu) are one kernel, csrc/softmax_topk.cu:
+The choice is who owns a row; all but the first two (csrc/router_rows.cu, csrc/short_rows.cu) are one kernel,
+csrc/softmax_topk.cu:
 
 =============== ======================================================= ====================================
 regime          owner                                                   when
 =============== ======================================================= ====================================
-short rows      8, 16 or 32 lanes of a warp                             k <= 32 and V <= 256
+router rows     8 lanes of a warp, which merge what they have sorted    k <= 8 and V <= 256
+short rows      8, 16 or 32 lanes, the best come off their tops         k <= 32 and V <= 256
 warp per row    one warp, tile by tile, four rows a block               rows fill the GPU, k <= 64; V <= 1024, k <= 32
 block per row   all warps of a block                                    as many rows as blocks fit, or few parts
 split row       several blocks; the last to arrive merges               too few rows for that
@@ -28,8 +30,9 @@ VARIANTS = {2: ((1, 4), (8, 4), (16, 4)), 4: ((1, 8), (8, 8), (16, 8))}
 
 _MAX_PARTS = 1024
 _TILE = 1024
-# Of csrc/short_rows.cu: logits and k at the most, and logits of a lane.
-_SHORT_ROW, _SHORT_K, _SHORT_LANE = 256, 32, 8
+# Of csrc/short_rows.cu and router_rows.cu: logits and k at the most, and logits of a lane, or at least so many.
+_SHORT_ROW, _SHORT_K, _ROUTER_K, _SHORT_LANE = 256, 32, 8, 8
+_ROUTER_LANES = 8
 _WARP_BYTES = 512  # that a warp reads with one load of 16 bytes a lane
 _MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csrc/candidates.cuh has room for
 # Of a row that a warp has alone: bytes, beyond which a block is quicker for small k, and parts, whose states take room.
@@ -45,7 +48,8 @@ class KernelChoice(NamedTuple):
     splits: int  # blocks that share a row
     parts: int  # pieces of a row, each summed by one warp
     tiles_per_part: int  # a power of two
-    lanes: int = 0  # of a warp that share a row, in csrc/short_rows.cu; 0: csrc/softmax_topk.cu
+    lanes: int = 0  # of a warp that share a row; 0: all
+    kernel: str = "softmax_topk"
 
     @property
     def rows_per_block(self) -> int:
@@ -71,7 +75,7 @@ class KernelChoice(NamedTuple):
     @property
     def regime(self) -> str:
         if self.lanes:
-            return "short rows"
+            return self.kernel.replace("_topk", "").replace("_", " ")
         if self.warps == 1:
             return "warp per row"
         return "block per row" if self.splits == 1 else "split row"
@@ -101,8 +105,7 @@ def choose(
     parts, tiles_per_part = _cut(vocab_size)
     vectors = _TILE * itemsize // _WARP_BYTES
     if vocab_size <= _SHORT_ROW and k <= _SHORT_K and not has_beams:
-        lanes = max(8, 1 << (-(-vocab_size // _SHORT_LANE) - 1).bit_length())
-        return KernelChoice(1, _SHORT_LANE * itemsize // 16, 1, 1, 1, lanes=lanes)
+        return _router_rows(vocab_size, itemsize) if k <= _ROUTER_K else _short_rows(vocab_size, itemsize)
     is_short = parts <= _MOST_PARTS_OF_WARP and (k > 16 or vocab_size * itemsize <= _MOST_BYTES_OF_WARP)
     if (k <= 32 and parts == 1) or (k <= 64 and rows >= 16 * multiprocessors and is_short):
         return KernelChoice(1, vectors, 1, parts, tiles_per_part)
@@ -116,6 +119,8 @@ def alternatives(rows: int, vocab_size: int, k: int, itemsize: int, multiprocess
     """Every choice worth timing, for benchmark/sweep.py: the one of choose() first."""
     parts, tiles_per_part = _cut(vocab_size)
     found = [choose(rows, vocab_size, k, itemsize, multiprocessors)]
+    if found[0].lanes:
+        found.append(_short_rows(vocab_size, itemsize))
     for warps, vectors in VARIANTS[itemsize]:
         if k > _MOST_K[warps]:
             continue
@@ -137,6 +142,20 @@ def list_length(k: int, splits: int, warps: int) -> int:
     if splits * least <= helpers:
         return least
     return max(least, min(4 * k + 64, helpers * (7 if warps > 8 else 3) // splits))
+
+
+def _router_rows(vocab_size: int, itemsize: int) -> KernelChoice:
+    per_lane = max(_SHORT_LANE, _power_of_two(-(-vocab_size // _ROUTER_LANES)))
+    return KernelChoice(1, per_lane * itemsize // 16, 1, 1, 1, _ROUTER_LANES, "router_rows_topk")
+
+
+def _short_rows(vocab_size: int, itemsize: int) -> KernelChoice:
+    lanes = max(8, _power_of_two(-(-vocab_size // _SHORT_LANE)))
+    return KernelChoice(1, _SHORT_LANE * itemsize // 16, 1, 1, 1, lanes, "short_rows_topk")
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def _cut(vocab_size: int) -> tuple[int, int]:

@@ -26,7 +26,9 @@ SOURCES = (
     "scan.cuh",
     "merge.cuh",
     "softmax_topk.cu",
+    "short_row.cuh",
     "short_rows.cu",
+    "router_rows.cu",
     "read_rows.cu",
 )
 """Reading order, and the order in which they are joined. Their own #include lines are for editors and C++ compilers."""

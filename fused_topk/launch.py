@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch of csrc/softmax_topk.cu or short_rows.cu looks like: a pure function of shapes and strides.
+"""What a launch of csrc/softmax_topk.cu, short_rows.cu or router_rows.cu looks like: a pure function of shapes and strides.
 
 It is kept for the next such call, for which all that is left is to fill in the addresses: an eager call of a small problem
 costs the host as much as all of its Python, so nothing is computed twice. Needs no GPU.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .kernel_choice import VARIANTS, KernelChoice, list_length
+from .kernel_choice import VARIANTS, KernelChoice, choose, list_length
 from .layout import collapse
 
 FORMATS = {
@@ -207,21 +207,25 @@ def is_for_many(choice: KernelChoice, k: int) -> bool:
 
 
 def kernel_name(element: str, choice: KernelChoice, for_many: bool, is_aligned: bool, mask_use: int) -> str:
-    """A kernel of csrc/softmax_topk.cu or csrc/short_rows.cu, as NVRTC wants it named."""
+    """A kernel of csrc/softmax_topk.cu, short_rows.cu or router_rows.cu, as NVRTC wants it named."""
+    group = "" if choice.lanes else f"{choice.warps}, {str(for_many).lower()}, "
     flags = f"{str(is_aligned).lower()}, {mask_use}"
-    if choice.lanes:
-        return f"fused_topk::short_rows_topk_kernel<fused_topk::{element}, {flags}>"
-    group = f"{choice.warps}, {str(for_many).lower()}, {choice.vectors}"
-    return f"fused_topk::softmax_topk_kernel<fused_topk::{element}, {group}, {flags}>"
+    return f"fused_topk::{choice.kernel}_kernel<fused_topk::{element}, {group}{choice.vectors}, {flags}>"
 
 
 def kernel_names() -> list[str]:
     """Every variant that a launch can ask for."""
-    short = KernelChoice(1, 1, 1, 1, 1, lanes=32)
     return [
         kernel_name(name, choice, for_many, is_aligned, mask_use)
         for dtype, name in FORMATS.items()
-        for choice in (short, *(KernelChoice(*variant, 1, 1, 1) for variant in VARIANTS[dtype.itemsize]))
+        for choice in (
+            *dict.fromkeys(
+                choose(1, vocab_size, k, dtype.itemsize, 1)._replace(lanes=32)
+                for vocab_size in (64, 128, 256)
+                for k in (8, 9)
+            ),
+            *(KernelChoice(*variant, 1, 1, 1) for variant in VARIANTS[dtype.itemsize]),
+        )
         for for_many in ((False, True) if choice.warps > 8 else (False,))
         for is_aligned in (True, False)
         for mask_use in (0, 1, 2)

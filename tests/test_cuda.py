@@ -11,7 +11,7 @@ import torch
 import fused_topk
 from fused_topk import TopK
 from fused_topk import cuda as kernels
-from fused_topk.kernel_choice import MAX_K, choose
+from fused_topk.kernel_choice import MAX_K, alternatives, choose
 from oracle import DTYPES, assert_same, assert_topk, check, expected, problem_of
 from rows import adversarial_rows, random_logits, random_mask
 
@@ -47,7 +47,8 @@ def gigabytes_free() -> float:
 @pytest.mark.parametrize(
     ("rows", "vocab_size", "k", "regime"),
     [
-        (5000, 100, 5, "short rows"),
+        (5000, 100, 5, "router rows"),
+        (5000, 100, 9, "short rows"),
         (3, 400, 32, "warp per row"),
         (3, 400, 64, "block per row"),
         (6000, 3000, 5, "warp per row"),
@@ -68,7 +69,8 @@ def test_row_topk_regime(cuda, dtype, rows, vocab_size, k, regime):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("vocab_size", "k"), [(100, 20), (250, 32), (700, 20), (5003, 20), (5003, 300), (50257, 64), (50257, 2000)]
+    ("vocab_size", "k"),
+    [(60, 7), (100, 8), (250, 5), (100, 20), (250, 32), (700, 20), (5003, 20), (5003, 300), (50257, 64), (50257, 2000)],
 )
 def test_row_topk_regimes_agree_bit_for_bit(cuda, dtype, vocab_size, k):
     """A row laid over the GPU in every way that its size allows."""
@@ -81,6 +83,7 @@ def test_row_topk_regimes_agree_bit_for_bit(cuda, dtype, vocab_size, k):
     many = choose(10**6, vocab_size, k, logits.element_size(), 132)
     choices = [many, *(few._replace(splits=splits) for splits in {1, 2, 3, few.splits} if splits <= few.splits)]
     choices.append(choose(1, vocab_size, k, logits.element_size(), 132, has_beams=True))
+    choices += [choice for choice in alternatives(1, vocab_size, k, logits.element_size(), 132) if choice.lanes]
     for choice in choices:
         got = empty_like(want)
         kernels._launch(problem, None, got, choice)

@@ -18,6 +18,10 @@ VOCABS = (
     31,
     32,
     33,
+    64,
+    65,
+    128,
+    129,
     255,
     256,
     257,
@@ -36,7 +40,7 @@ VOCABS = (
     151936,
 )
 LONG_VOCABS = (2**20 - 1, 2**20, 2**20 + 1, 2**21 + 7, 2**25 + 3, 2**31 - 1)
-KS = (1, 2, 8, 32, 33, 63, 64, 65, 128, 255, 256, 257, 1000, 1024, MAX_K)
+KS = (1, 2, 8, 9, 32, 33, 63, 64, 65, 128, 255, 256, 257, 1000, 1024, MAX_K)
 MULTIPROCESSORS = (1, 20, 132, 160)
 LANES, VECTOR_BYTES = 32, 16
 
@@ -52,8 +56,9 @@ def problems():
 @pytest.mark.parametrize(
     ("rows", "vocab_size", "k", "itemsize", "regime"),
     [
-        (4096, 128, 8, 4, "short rows"),
-        (1, 200, 5, 2, "short rows"),
+        (4096, 128, 8, 4, "router rows"),
+        (1, 200, 5, 2, "router rows"),
+        (37, 256, 9, 2, "short rows"),
         (37, 256, 32, 4, "short rows"),
         (37, 256, 33, 4, "block per row"),
         (37, 257, 32, 4, "warp per row"),
@@ -165,7 +170,7 @@ def asked_kernels():
     for problem in problems():
         choice = choose(*problem)
         for_many = is_for_many(choice, problem[2])
-        variants[problem[3], choice.warps, for_many, choice.vectors, choice.lanes > 0] = choice
+        variants[problem[3], choice.warps, for_many, choice.vectors, choice.kernel] = choice
     return {
         kernel_name(element, choice, for_many, aligned, mask)
         for (itemsize, _, for_many, *_), choice in variants.items()
@@ -174,14 +179,22 @@ def asked_kernels():
     }
 
 
-def test_choose_gives_short_rows_all_the_lanes_that_they_need():
-    for vocab_size in range(1, 257):
-        choice = choose(100, vocab_size, 1, 4, 132)
-        assert choice.lanes in (8, 16, 32) and 8 * choice.lanes >= vocab_size
-        assert choice.lanes == 8 or 4 * choice.lanes < vocab_size
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("k", [1, 9])
+def test_choose_gives_short_rows_all_the_lanes_and_vectors_that_they_need(k, itemsize):
+    for vocab_size in range(k, 257):
+        choice = choose(100, vocab_size, k, itemsize, 132)
+        per_lane = choice.vectors * VECTOR_BYTES // itemsize
+        if k <= 8:
+            assert choice.lanes == 8 and per_lane in (8, 16, 32)
+        else:
+            assert choice.lanes in (8, 16, 32) and per_lane == 8
+        # Half of it would not do.
+        held = choice.lanes * per_lane
+        assert held >= vocab_size and (held == 64 or held < 2 * vocab_size)
         assert choice.rows_per_block * choice.lanes == choice.threads == 128
         # Rows of a sequence merge elsewhere.
-        assert choose(100, vocab_size, 1, 4, 132, has_beams=True).lanes == 0
+        assert choose(100, vocab_size, k, itemsize, 132, has_beams=True).lanes == 0
 
 
 def test_alternatives_are_choices_that_could_be_made():
@@ -191,6 +204,9 @@ def test_alternatives_are_choices_that_could_be_made():
         chosen, *others = alternatives(*problem)
         assert chosen == choose(*problem) and chosen not in others and len(set(others)) == len(others)
         for choice in others:
+            if choice.lanes:
+                assert choice.regime == "short rows" and k <= 8
+                continue
             assert (choice.warps, choice.vectors) in VARIANTS[itemsize]
             assert (choice.parts, choice.tiles_per_part) == (chosen.parts, chosen.tiles_per_part)
             assert 1 <= choice.splits <= choice.parts and choice.grid(rows)[0] <= 2**31 - 1

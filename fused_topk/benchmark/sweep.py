@@ -161,6 +161,8 @@ def print_sweeps(sweeps: Iterable[Sweep], console: Console, runners_up: int = 3)
 def label(choice: Choice) -> str:
     """A choice in a few words."""
     if isinstance(choice, KernelChoice):
+        if choice.lanes:
+            return f"({choice.regime})"
         return f"({choice.warps} warps x {choice.splits})"
     waiting = f"{choice.vectors}+{choice.shared_vectors}"
     return f"({choice.kernel}, {choice.threads} threads of {waiting}, {choice.blocks_per_row} blocks)"

@@ -72,6 +72,16 @@ inline void max_NaN_f16x2(u32& y, u32 a, u32 b) {
       0x7FFF);
 }
 
+// Bytes of the two words, a then b; with bit 3 of a selector, its sign in all bits.
+inline void prmt_b32(u32& y, u32 a, u32 b, u32 selector) {
+  const u64 bytes = u64(b) << 32 | a;
+  y = 0;
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 byte = bytes >> (selector >> 4 * i & 7) * 8 & 0xFF;
+    y |= (selector >> 4 * i & 8 ? (byte & 0x80 ? 0xFF : 0) : byte) << 8 * i;
+  }
+}
+
 // Rounded to nearest even.
 inline u32 rounded_to_half(float x) {
   const u32 sign = __float_as_uint(x) >> 16 & 0x8000;
@@ -92,6 +102,25 @@ inline void cvt_rn_f16_f32(u16& y, float x) { y = rounded_to_half(x); }
 inline void cvt_rn_f16x2_f32(u32& y, float high, float low) { y = rounded_to_half(high) << 16 | rounded_to_half(low); }
 inline void cvt_rn_bf16x2_f32(u32& y, float high, float low) {
   y = rounded_to_bfloat16(high) << 16 | rounded_to_bfloat16(low);
+}
+// Rounded to a float32 first, which is no more than the kernels' a * 1 + 0 can tell.
+inline void fma_rn_bf16x2(u32& y, u32 a, u32 b, u32 c) {
+  auto half = [&](u32 shift) {
+    auto of = [&](u32 word) { return __uint_as_float(word >> shift << 16); };
+    return rounded_to_bfloat16(fmaf(of(a), of(b), of(c)));
+  };
+  y = half(16) << 16 | half(0);
+}
+inline void fma_rn_f16x2(u32& y, u32 a, u32 b, u32 c) {
+  auto half = [&](u32 shift) {
+    auto of = [&](u32 word) {
+      float x;
+      cvt_f32_f16(x, u16(word >> shift));
+      return x;
+    };
+    return rounded_to_half(fmaf(of(a), of(b), of(c)));
+  };
+  y = half(16) << 16 | half(0);
 }
 
 // Atomics of every order; relaxed is the default.

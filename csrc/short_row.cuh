@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+// A row of at most 256 logits, of which a few lanes of a warp hold all, and words to choose its best by.
+//
+// A word is a candidate in 32 bits: the upper 24 of a float32 logit's key, or the 16 of a shorter one's, and below them the
+// complement of its index. Where words do not tell two different logits apart that could be chosen, the row is chosen from
+// once more, by whole keys.
+// Comes after result.cuh and row.cuh.
+#pragma once
+
+#include "result.cuh"
+
+namespace fused_topk {
+
+constexpr u32 kShortRow = 256;
+constexpr u32 kIndexBits = 0xFFu;
+
+// No logit's word: behind that of every logit.
+constexpr u32 kNoWord = 0;
+__device__ __forceinline__ u32 make_word(u32 key, u32 index) { return (key & ~kIndexBits) | (kIndexBits - index); }
+__device__ __forceinline__ u32 index_of_word(u32 word) { return kIndexBits - (word & kIndexBits); }
+// -inf is the only float32 logit whose word begins as its does.
+__device__ __forceinline__ bool is_word_of_lowest(u32 word) {
+  return (word & ~kIndexBits) == (kNegativeInfinityKey & ~kIndexBits);
+}
+// Whether two keys are equal, or words tell them apart.
+__device__ __forceinline__ bool is_told_apart(u32 key, u32 other) { return (key ^ other) - 1 >= kIndexBits; }
+
+// Over the lanes of a row, in each of them. All 32 lanes of a warp call it.
+template <class T, class COMBINE>
+__device__ __forceinline__ T combine_lanes(T value, u32 lanes, COMBINE combine) {
+#pragma unroll
+  for (u32 step = kWarpSize / 2; step > 0; step /= 2)
+    if (step < lanes) value = combine(value, __shfl_xor_sync(kAllLanes, value, step));
+  return value;
+}
+template <class WORD>
+__device__ __forceinline__ void put_greater_first(WORD& a, WORD& b) {
+  const WORD greater = max(a, b);
+  b = min(a, b);
+  a = greater;
+}
+
+// Greatest first: 19 comparisons for 8, 5 for 4, the fewest.
+template <class WORD>
+__device__ __forceinline__ void sort_of_lane(WORD (&x)[8]) {
+  constexpr u32 kPairs[19][2] = {{0, 2}, {1, 3}, {4, 6}, {5, 7}, {0, 4}, {1, 5}, {2, 6}, {3, 7}, {0, 1}, {2, 3},
+                                 {4, 5}, {6, 7}, {2, 4}, {3, 5}, {1, 4}, {3, 6}, {1, 2}, {3, 4}, {5, 6}};
+#pragma unroll
+  for (u32 i = 0; i < 19; ++i) put_greater_first(x[kPairs[i][0]], x[kPairs[i][1]]);
+}
+template <class WORD>
+__device__ __forceinline__ void sort_of_lane(WORD (&x)[4]) {
+  constexpr u32 kPairs[5][2] = {{0, 2}, {1, 3}, {0, 1}, {2, 3}, {1, 2}};
+#pragma unroll
+  for (u32 i = 0; i < 5; ++i) put_greater_first(x[kPairs[i][0]], x[kPairs[i][1]]);
+}
+
+// A lane's vectors of a row that `lanes` lanes share, vector by vector in turn, and what the mask says of them. -inf past the
+// end.
+template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 MASK>
+struct ShortRow {
+  static constexpr u32 kVectors = VECTORS;
+  static constexpr u32 kPerVector = FORMAT::kPerVector;
+  // Words may say less than logits.
+  static constexpr bool kWordsSayLess = sizeof(typename FORMAT::Bits) == 4;
+
+  TileStream<FORMAT, 8 / kPerVector, ALIGNED, 0> stream;
+  RowMask mask;
+  u32 V, lanes, sub;  // lanes that have the row, and which of them this is
+  Vector vectors[VECTORS];
+  u32 allowed;  // bit i: logit i of the lane
+
+  __device__ __forceinline__ ShortRow(const Problem& problem, u32 row, u32 lanes)
+      : stream(static_cast<const typename FORMAT::Bits*>(problem.logits) + problem.logits_offset(row), problem.V,
+               nullptr),
+        V(problem.V),
+        lanes(lanes),
+        sub(lane_id() & (lanes - 1)),
+        allowed(~0u) {
+    if (is_full()) {
+      const char* const own = stream.address(sub * kPerVector);
+#pragma unroll
+      for (u32 u = 0; u < VECTORS; ++u) vectors[u] = load_16_bytes(own + u * lanes * sizeof(Vector));
+    } else {
+#pragma unroll
+      for (u32 u = 0; u < VECTORS; ++u) vectors[u] = stream.load(index(u * kPerVector));
+    }
+    if constexpr (MASK != kNoMask) {
+      mask = problem.row_mask(row);
+      allowed = 0;
+#pragma unroll
+      for (u32 u = 0; u < VECTORS; ++u) allowed |= allowed_of(index(u * kPerVector)) << (u * kPerVector);
+    }
+  }
+
+  __device__ __forceinline__ u32 index(u32 i) const {
+    return (i / kPerVector * lanes + sub) * kPerVector + i % kPerVector;
+  }
+  // Aligned, and no vector reaches past the end.
+  __device__ __forceinline__ bool is_full() const { return ALIGNED && V == VECTORS * kPerVector * lanes; }
+  __device__ __forceinline__ Vector vector(u32 first) const {
+    return is_full() ? load_16_bytes(stream.address(first)) : stream.load(first);
+  }
+  // What the mask says of the vector that starts at token `first`.
+  __device__ __forceinline__ u32 allowed_of(u32 first) const {
+    return MASK == kNoMask ? ~0u : mask.template allowed<kPerVector>(first, V);
+  }
+  // Logit e of a vector of which a mask allows those, as the choice of tokens sees it.
+  static __device__ __forceinline__ float choosable(const Vector& vector, u32 allowed, u32 e) {
+    return MASK == kNoMask || (allowed >> e) & 1 ? FORMAT::decode(vector.words, e) : -FUSED_TOPK_INFINITY;
+  }
+  // Logit i of the lane, likewise, and as (m, d) sees it.
+  __device__ __forceinline__ float choosable(u32 i) const {
+    return choosable(vectors[i / kPerVector], allowed >> (i / kPerVector * kPerVector), i % kPerVector);
+  }
+  __device__ __forceinline__ float normalized(u32 i) const {
+    return MASK == kMaskChoice ? FORMAT::decode(vectors[i / kPerVector].words, i % kPerVector) : choosable(i);
+  }
+  // The greatest of vector u, as the choice sees it, and as m does.
+  __device__ __forceinline__ float choosable_maximum(u32 u) const {
+    if constexpr (MASK == kNoMask) return Tile<FORMAT, 8 / kPerVector>::maximum(vectors[u]);
+    float greatest = choosable(u * kPerVector);
+#pragma unroll
+    for (u32 e = 1; e < kPerVector; ++e) greatest = max_nan(greatest, choosable(u * kPerVector + e));
+    return greatest;
+  }
+  __device__ __forceinline__ float normalized_maximum(u32 u) const {
+    return MASK == kMaskChoice ? Tile<FORMAT, 8 / kPerVector>::maximum(vectors[u]) : choosable_maximum(u);
+  }
+  // Past the end there is -inf, behind every -inf of the row: never among the best k <= V.
+  __device__ __forceinline__ u32 key(u32 i) const { return order_key(choosable(i)); }
+
+  // The words of a vector's logits, of which a mask allows those; `first` is the first one's token.
+  template <u32 N>
+  static __device__ __forceinline__ void make_words(const Vector& vector, u32 allowed, u32 first, u32 (&words)[N],
+                                                    u32 place = 0) {
+    if constexpr (kWordsSayLess) {
+#pragma unroll
+      for (u32 e = 0; e < kPerVector; ++e)
+        words[place + e] = make_word(order_key(choosable(vector, allowed, e)), first + e);
+    } else {
+#pragma unroll
+      for (u32 e = 0; e < kPerVector; e += 2) {
+        u32 pair = vector.words[e / 2];
+        if constexpr (MASK != kNoMask) {
+          const u32 shown = (allowed >> e & 1) * 0xFFFFu | (allowed >> e & 2) * 0x7FFF8000u;
+          pair = (pair & shown) | (FORMAT::kNegativeInfinity * 0x10001u & ~shown);
+        }
+        const u32 keys = FORMAT::pair_keys(pair);
+        words[place + e] = keys << 16 | (kIndexBits - (first + e));
+        words[place + e + 1] = (keys & 0xFFFF0000u) | (kIndexBits - (first + e + 1));
+      }
+    }
+  }
+  // The logit that a word was made of, -inf if the mask hides it, and its whole key.
+  __device__ __forceinline__ float logit_of(u32 word) const {
+    if constexpr (!kWordsSayLess) return FORMAT::decode(bits_of_short_key(word >> 16));
+    return is_word_of_lowest(word) ? -FUSED_TOPK_INFINITY : FORMAT::decode(stream.raw_logit(index_of_word(word)));
+  }
+  __device__ __forceinline__ u32 key_of(u32 word) const { return order_key(logit_of(word)); }
+
+  // (m, d) of the row in each of its lanes, added up in the order in which RowScan does it.
+  __device__ __forceinline__ Normalizer normalizer(float scale) const {
+    float m = normalized_maximum(0);
+#pragma unroll
+    for (u32 u = 1; u < VECTORS; ++u) m = max_nan(m, normalized_maximum(u));
+    m = combine_lanes(m, lanes, max_nan);
+    // A vector is another lane's of a tile, but for the second half of a row of float32, whose vectors are the same lanes'.
+    constexpr u32 kSummands = VECTORS < kWarpSize / 8 ? VECTORS : kWarpSize / 8;
+    const float sum = lanes == kWarpSize ? sum_of_lane<1>(m, scale) : sum_of_lane<kSummands>(m, scale);
+    return {m, combine_lanes(sum, lanes, [](float a, float b) { return a + b; })};
+  }
+
+ private:
+  // The lane's share of d: that of SUMMANDS lanes of a tile, vector u the share of lane u % SUMMANDS of them.
+  template <u32 SUMMANDS>
+  __device__ __forceinline__ float sum_of_lane(float m, float scale) const {
+    const float base = reference_point(m);
+    const float offset = base * scale;
+    const float lost = fmaf(base, scale, -offset);
+    float sums[SUMMANDS];
+    if (fabsf(offset) < kLargestOffset) {
+      const float regained = exp2_approx(-lost);
+#pragma unroll
+      for (u32 s = 0; s < SUMMANDS; ++s) {
+        float d[4];
+#pragma unroll
+        for (u32 u = s; u < VECTORS; u += SUMMANDS)
+#pragma unroll
+          for (u32 e = 0; e < kPerVector; ++e) {
+            const float summand = exp2_approx(fmaf(normalized(u * kPerVector + e), scale, -offset));
+            d[e % 4] = u == s && e < 4 ? summand : d[e % 4] + summand;
+          }
+        // Rounded as it is there, not made one with the addition that follows.
+        sums[s] = __fmul_rn((d[0] + d[1]) + (d[2] + d[3]), regained);
+      }
+    } else {
+#pragma unroll
+      for (u32 s = 0; s < SUMMANDS; ++s) {
+        sums[s] = 0.0f;
+#pragma unroll
+        for (u32 u = s; u < VECTORS; u += SUMMANDS)
+#pragma unroll
+          for (u32 e = 0; e < kPerVector; ++e)
+            if (const u32 i = u * kPerVector + e; index(i) < V) sums[s] += exp2_approx((normalized(i) - base) * scale);
+      }
+    }
+#pragma unroll
+    for (u32 step = SUMMANDS / 2; step > 0; step /= 2)
+#pragma unroll
+      for (u32 s = 0; s < step; ++s) sums[s] += sums[s + step];
+    return sums[0];
+  }
+};
+
+// Blocks that must fit on a multiprocessor; 0 leaves it to the compiler, as it was measured on compute capability 9.0. With a
+// mask, and for 12.0, it then spills although it has registers left.
+constexpr u32 resident_short_blocks(u32 mask) {
+#if __CUDA_ARCH__ == 900
+  if (mask == kNoMask) return 0;
+#endif
+  return 8;
+}
+
+}  // namespace fused_topk
