@@ -58,7 +58,8 @@ __device__ __forceinline__ Normalizer merge_parts(u32 parts, float scale, STATE 
 // Leaves the best k of `lists` lists of `length` candidates (kNoCandidate where shorter), and a few more, unsorted, in
 // `candidates`; a barrier has followed the last add. At bounds[i * bounds_stride] is a candidate whose key bounds the
 // ceil(k / lists)-th best of list i: if each list has that many, all have k. All threads of the group call it, after
-// candidates.restart(k) and a barrier. A block's last warp calls `meanwhile()` instead of helping.
+// candidates.restart(k) and a barrier. A block's last warp calls `meanwhile(whether the others load all at once)` instead of
+// helping.
 template <class GROUP, class MEANWHILE>
 __device__ __forceinline__ void gather(const u64* source, u32 lists, u32 length, const u64* bounds, u32 bounds_stride,
                                        u32 k, Candidates<GROUP>& candidates, MEANWHILE meanwhile) {
@@ -66,8 +67,8 @@ __device__ __forceinline__ void gather(const u64* source, u32 lists, u32 length,
   const bool helps = GROUP::thread() < kHelpers;
   const u32 total = lists * length;
   const auto load = [&](u32 i) { return helps && i < total ? load_from_other_block(source + i) : kNoCandidate; };
-  const auto raise = [&] {
-    if (!helps) return meanwhile();
+  const auto raise = [&](bool is_all) {
+    if (!helps) return meanwhile(is_all);
     // The least bound, or, where k < lists, the k-th greatest of what a warp's lanes hold.
     const bool by_rank = k < lists && k <= kWarpSize;
     u32 bound = by_rank ? kNoKey : kNanKey;
@@ -85,7 +86,7 @@ __device__ __forceinline__ void gather(const u64* source, u32 lists, u32 length,
   // What is usual is on its way while the bounds are.
   if (total <= kHelpers) {
     u64 own[1] = {load(GROUP::thread())};
-    raise();
+    raise(true);
     add(own);
     return;
   }
@@ -96,7 +97,7 @@ __device__ __forceinline__ void gather(const u64* source, u32 lists, u32 length,
     u64 own[kAtATime];
 #pragma unroll
     for (u32 c = 0; c < kAtATime; ++c) own[c] = load(start + c * kHelpers + GROUP::thread());
-    if (start == 0) raise();
+    if (start == 0) raise(false);
     add(own);
   }
 }

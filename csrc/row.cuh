@@ -117,14 +117,18 @@ struct Tile {
   __device__ __forceinline__ u32 index(u32 u, u32 e) const {
     return first + (u * kWarpSize + lane_id()) * kPerVector + e;
   }
+  // Of bit u * n + e, element e of vector u: from the tile's first token.
+  static __device__ __forceinline__ u32 offset(u32 bit) {
+    return (bit / kPerVector * kWarpSize + lane_id()) * kPerVector + bit % kPerVector;
+  }
   __device__ __forceinline__ float logit(u32 u, u32 e) const { return FORMAT::decode(vectors[u].words, e); }
-  // Bit u * n + e: whether that element of the lane lies within the row.
-  __device__ __forceinline__ u32 is_element(u32 V) const {
+  // Such bits: whether the lane's elements of a tile that starts at token `first` lie within the row.
+  static __device__ __forceinline__ u32 is_element(u32 first, u32 V) {
     if (V - first >= kElements) return ~0u;
     u32 result = 0;
 #pragma unroll
     for (u32 u = 0; u < VECTORS; ++u) {
-      const u32 token = index(u, 0);
+      const u32 token = first + offset(u * kPerVector);
       const u32 count = token < V ? min(V - token, kPerVector) : 0;
       result |= ((1u << count) - 1) << (u * kPerVector);
     }
@@ -247,6 +251,12 @@ class TileStream {
     } else {
       load_tile(number, tile.vectors);
     }
+  }
+
+  // Any tile, now.
+  __device__ __forceinline__ void load(RowTile& tile, u32 number) const {
+    tile.first = number * RowTile::kElements;
+    load_tile(number, tile.vectors);
   }
 
   // One of the lane's vectors, or one logit, of the tile that was taken last.

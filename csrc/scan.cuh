@@ -25,8 +25,10 @@ class RowScan {
   static constexpr u32 kPerVector = RowTile::kPerVector;
   static constexpr u32 kSets = 8;
 
+  struct Shared {};  // what a warp keeps of its tiles
+
   // slots: [Stream::kWarpVectors], this warp's own
-  __device__ __forceinline__ RowScan(const Problem& problem, u32 row, Vector* slots)
+  __device__ __forceinline__ RowScan(const Problem& problem, u32 row, Vector* slots, Shared&)
       : stream_(static_cast<const typename FORMAT::Bits*>(problem.logits) + problem.logits_offset(row), problem.V,
                 slots),
         V_(problem.V),
@@ -164,7 +166,7 @@ class RowScan {
       offered_ = __popc(lanes);
     }
     u32 todo = hits(candidates.least()) & ~offered_of_tile_;
-    if (V_ - tile_.first < RowTile::kElements) todo &= tile_.is_element(V_);
+    if (V_ - tile_.first < RowTile::kElements) todo &= RowTile::is_element(tile_.first, V_);
     if (__popc(lanes) >= kManyLanes && warp_sum(u32(__popc(todo))) > candidates.k() + kFewMore)
       todo = best_of(todo, candidates);
     u32 place;
@@ -197,7 +199,7 @@ class RowScan {
     return is_enough;
   }
 
- private:
+ protected:
   // The lanes of which an element may be among the best. `not less` instead of `greater or equal`: a NaN must pass.
   template <class CANDIDATES>
   __device__ __forceinline__ u32 lanes_with_hits(const CANDIDATES& candidates) const {
@@ -207,7 +209,7 @@ class RowScan {
   // Which of the lane's elements may be: bit u * n + e for element e of vector u. Few of few lanes, usually, so that a
   // tile in shared memory is compared vector by vector, where its maximum says so: registers cannot be indexed.
   __device__ __forceinline__ u32 hits(float least) {
-    if constexpr (!Stream::kInBackground) return not_below(least);
+    if constexpr (!Stream::kInBackground) return hits_in_registers(least);
     u32 vectors = 0;
 #pragma unroll
     for (u32 u = 0; u < VECTORS; ++u)
@@ -236,12 +238,24 @@ class RowScan {
       if (!(FORMAT::decode(vector.words, e) < least)) result |= 1u << e;
     return result;
   }
-  __device__ __forceinline__ u32 not_below_key(u32 key) { return not_below(__uint_as_float(bits_of_key(key))); }
+  // hits() of a tile of which nothing is in shared memory.
+  __device__ __forceinline__ u32 hits_in_registers(float least) {
+    u32 result = 0;
+#pragma unroll
+    for (u32 u = 0; u < VECTORS; ++u) result |= not_below(tile_.vectors[u], least) << (u * kPerVector);
+    tile_.forget_decoded();
+    return MASK == kNoMask ? result : result & allowed_or_lowest(least);
+  }
+  template <bool IN_REGISTERS>
+  __device__ __forceinline__ u32 not_below_key(u32 key) {
+    const float least = __uint_as_float(bits_of_key(key));
+    return IN_REGISTERS ? hits_in_registers(least) : not_below(least);
+  }
 
   // Of the lane's elements `todo`, those that can be among the best k of all lanes', and few more; raises the threshold to
   // what they prove. Where logits ascend, every tile beats all before it, and where they are equal, none is worse than any:
   // this is what keeps either from filling the candidates. All 32 lanes call it.
-  template <class GROUP>
+  template <bool IN_REGISTERS = !Stream::kInBackground, class GROUP>
   __device__ __forceinline__ u32 best_of(u32 todo, Candidates<GROUP>& candidates) {
     const float greatest_logit = warp_max(lane_max_);
     // A NaN would be counted as not below anything.
@@ -261,7 +275,7 @@ class RowScan {
       const u32 trial = bound | bit;
       if (trial > greatest) continue;
       if (trial > least) {
-        const u32 passing = warp_sum(u32(__popc(todo & not_below_key(trial))));
+        const u32 passing = warp_sum(u32(__popc(todo & not_below_key<IN_REGISTERS>(trial))));
         if (passing < k) continue;
         count = passing;
       }
@@ -269,12 +283,12 @@ class RowScan {
     }
     // Of a negative logit of 16 bits, the key's lowest bits are set.
     if (bound < kZeroKey) bound |= FORMAT::kLowestKeyBit - 1;
-    todo &= not_below_key(bound);
+    todo &= not_below_key<IN_REGISTERS>(bound);
     candidates.raise(bound);
     if (warp_sum(u32(__popc(todo))) <= k + kFewMore) return todo;
 
     // Too many are equal to the k-th best: the first k of those, in the order of tokens, are enough.
-    const u32 greater = bound == greatest ? 0 : todo & not_below_key(bound + 1);
+    const u32 greater = bound == greatest ? 0 : todo & not_below_key<IN_REGISTERS>(bound + 1);
     const u32 equal = todo & ~greater;
     u32 kept = 0;
     u32 before = 0;

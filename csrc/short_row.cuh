@@ -213,13 +213,4 @@ struct ShortRow {
   }
 };
 
-// Blocks that must fit on a multiprocessor; 0 leaves it to the compiler, as it was measured on compute capability 9.0. With a
-// mask, and for 12.0, it then spills although it has registers left.
-constexpr u32 resident_short_blocks(u32 mask) {
-#if __CUDA_ARCH__ == 900
-  if (mask == kNoMask) return 0;
-#endif
-  return 8;
-}
-
 }  // namespace fused_topk

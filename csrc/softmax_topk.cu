@@ -7,10 +7,11 @@
 // One algorithm; the template says who owns a row. WARPS = 1: a warp, four rows a block. WARPS > 1: a block, or the
 // blocks of a column of the grid, of which the last to arrive merges. Beam search merges once more, over the rows of a
 // sequence. Reading order: order.h, normalizer.h, platform.cuh, row.cuh, group.cuh, bound.cuh, candidates.cuh,
-// problem.cuh, result.cuh, scan.cuh, merge.cuh, this file.
+// problem.cuh, result.cuh, scan.cuh, windows.cuh, merge.cuh, this file.
 #include "merge.cuh"
 #include "result.cuh"
 #include "scan.cuh"
+#include "windows.cuh"
 
 namespace fused_topk {
 
@@ -32,6 +33,7 @@ template <class GROUP>
 struct GroupShared {
   // Entries of a sequence's lists that fit here: all of them, for few beams.
   static constexpr u32 kEntries = GROUP::kIsWarp ? 1 : 4 * kWarpSize;
+  static_assert(kEntries < GROUP::kThreads - (GROUP::kIsWarp ? 0 : kWarpSize), "gather() loads them all at once");
 
   typename KthBound<GROUP>::Shared bound;
   alignas(16) u64 slots[Candidates<GROUP>::kCapacity];
@@ -103,10 +105,10 @@ __device__ __forceinline__ void write_sequence(const Problem& problem, u32 seque
 // Blocks that must fit on a multiprocessor, which caps a thread's registers: at 80 for 24 warps, 128 for 16. 24 where they
 // were measured to be worth it; a mask, and large tiles of unaligned rows, need the registers. On other targets there are
 // enough of them that no compiler has to spill (tests/test_cuda_compile.py).
-constexpr u32 resident_blocks(u32 warps, u32 mask, u32 vectors, bool aligned) {
+constexpr u32 resident_blocks(u32 warps, u32 mask, u32 vectors, bool aligned, bool in_windows) {
   const u32 warps_of_block = warps == 1 ? 4 : warps;
 #if __CUDA_ARCH__ == 900
-  return (mask == kNoMask && (aligned || vectors <= 4) ? 24 : 16) / warps_of_block;
+  return (mask == kNoMask && (aligned || vectors <= 4) && !in_windows ? 24 : 16) / warps_of_block;
 #else
   return mask != kNoMask && !aligned && warps_of_block <= 8 ? 8 / warps_of_block : 16 / warps_of_block;
 #endif
@@ -121,13 +123,35 @@ constexpr u32 tiles_ahead(u32 warps, u32 mask, u32 vectors, bool aligned) {
   return warps <= 8 ? 2 : 0;
 }
 
-// Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors, then,
-// if splits is 1, the states of each group's parts.
-template <class FORMAT, u32 WARPS, bool FOR_MANY, u32 VECTORS, bool ALIGNED, u32 MASK>
-__global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident_blocks(WARPS, MASK, VECTORS, ALIGNED))
+// How a warp's tiles become candidates. fused_topk/launch.py chooses.
+enum Method : u32 {
+  kTileByTile = 0,
+  kForMany = 1,    // tile by tile, for a large k
+  kInWindows = 2,  // a window of tiles at a time; an aligned row, without a mask, in parts of one tile
+};
+
+template <class FORMAT, u32 WARPS, u32 METHOD, u32 VECTORS, bool ALIGNED, u32 MASK>
+struct ScanOf {
+  static constexpr u32 kAhead = tiles_ahead(WARPS, MASK, VECTORS, ALIGNED);
+  using Type = RowScan<FORMAT, VECTORS, ALIGNED, MASK, kAhead, METHOD == kForMany>;
+};
+template <class FORMAT, u32 WARPS, u32 VECTORS>
+struct ScanOf<FORMAT, WARPS, kInWindows, VECTORS, true, kNoMask> {
+  static constexpr u32 kAhead = tiles_ahead(WARPS, kNoMask, VECTORS, true);
+  // As much as fits beside the candidates of 16 warps; in the 64 kB of compute capability 7.5, less.
+  static constexpr u32 kWindow = WARPS <= 8 ? 8 : kHasAsyncCopy ? 4 : 2;
+  using Type = WindowScan<FORMAT, WARPS, VECTORS, kAhead, kWindow>;
+};
+
+// Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors and what
+// it keeps of a window, then, if splits is 1, the states of each group's parts.
+template <class FORMAT, u32 WARPS, u32 METHOD, u32 VECTORS, bool ALIGNED, u32 MASK>
+__global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
+                                  resident_blocks(WARPS, MASK, VECTORS, ALIGNED, METHOD == kInWindows))
     softmax_topk_kernel(const __grid_constant__ Problem problem) {
-  using GROUP = Group<WARPS, FOR_MANY>;
-  using SCAN = RowScan<FORMAT, VECTORS, ALIGNED, MASK, tiles_ahead(WARPS, MASK, VECTORS, ALIGNED), FOR_MANY>;
+  constexpr bool kIsForMany = METHOD == kForMany;
+  using GROUP = Group<WARPS, kIsForMany>;
+  using SCAN = typename ScanOf<FORMAT, WARPS, METHOD, VECTORS, ALIGNED, MASK>::Type;
   constexpr u32 kRowsPerBlock = GROUP::kIsWarp ? 4 : 1;
   __shared__ GroupShared<GROUP> all_shared[kRowsPerBlock];
   // At 16 bytes beyond a multiple of 32, background copies take a fifth longer.
@@ -151,21 +175,29 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
   // One number, not the two that it is the least of.
   keep_opaque(k_share);
 
-  SCAN scan(problem, row, tile_slots + threadIdx.x / kWarpSize * SCAN::Stream::kWarpVectors);
+  using Window = typename SCAN::Shared;
+  constexpr bool kHasWindows = METHOD == kInWindows;
+  constexpr u32 kWarps = GROUP::kIsWarp ? 4 : WARPS;
+  const u32 warp = threadIdx.x / kWarpSize;
+  Window* const windows = reinterpret_cast<Window*>(tile_slots + kWarps * SCAN::Stream::kWarpVectors);
+  SCAN scan(problem, row, tile_slots + warp * SCAN::Stream::kWarpVectors, windows[kHasWindows ? warp : 0]);
   Candidates<GROUP> candidates(shared.slots, shared.candidates);
   KthBound<GROUP> bound(shared.bound, k_share, problem.k_of_warp);
   // The states of the row's parts [parts]: here if one group reads them all, else where the last block finds them. A mask
   // takes registers: then the address is worked out anew where it is needed.
-  constexpr u32 kTileSlots = (GROUP::kIsWarp ? 4 : WARPS) * SCAN::Stream::kWarpVectors;
-  float2* const own_parts = reinterpret_cast<float2*>(tile_slots + kTileSlots) + own * parts;
+  float2* const own_parts = reinterpret_cast<float2*>(windows + (kHasWindows ? kWarps : 0)) + own * parts;
   const auto parts_of = [&](u32 row) { return reinterpret_cast<float2*>(problem.parts) + i64(row) * parts; };
   float2* const all_parts = parts_of(row);
   const auto finish_part = [&](u32 part, Normalizer state) {
-    if (lane_id() != 0) return;
+    if (!kHasWindows && lane_id() != 0) return;
     float2* const states = splits == 1 ? own_parts : MASK == kNoMask ? all_parts : parts_of(row);
     states[part] = {state.m, state.d};
   };
-  scan_parts(problem, row, scan, first_part, last_part, k_share, candidates, bound, finish_part);
+  if constexpr (kHasWindows) {
+    scan_windows(problem, row, scan, first_part, last_part, k_share, candidates, bound, finish_part);
+  } else {
+    scan_parts(problem, row, scan, first_part, last_part, k_share, candidates, bound, finish_part);
+  }
 
   // One warp merges the states, while the others are busy with the candidates; the sort's barrier tells everyone.
   const bool finishes_row = GROUP::warp() == GROUP::kWarps - 1;
@@ -198,7 +230,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
     const auto hand_over_bound = [&](u32 key) {
       if (lane_id() == 0) all_bounds[split] = make_candidate(key, 0);
     };
-    if constexpr (FOR_MANY) {
+    if constexpr (kIsForMany) {
       candidates.raise(bound.latest());
       const u32 key = candidates.hand_over(list, length, problem.k_of_split);
       if (finishes_row) hand_over_bound(key);
@@ -224,15 +256,18 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, resident
 #pragma unroll 1
   while (true) {
     if (splits > 1 || is_sequence) {
-      gather(source, lists, length, bounds, bounds_stride, is_sequence ? problem.k_of_sequence : k, candidates, [&] {
-        // Fetched after the sort, they would keep everyone waiting.
-        if constexpr (!GROUP::kIsWarp)
-          if (is_sequence) return keep_indices(beam_indices(), problem.beams * k, shared.beam_indices);
-        u32 same_row = row;
-        if constexpr (MASK != kNoMask) keep_opaque(same_row);
-        const float2* const states = MASK == kNoMask ? all_parts : parts_of(same_row);
-        merge_row([&](u32 i) { return load_from_other_block(states + i); });
-      });
+      gather(source, lists, length, bounds, bounds_stride, is_sequence ? problem.k_of_sequence : k, candidates,
+             [&](bool is_all) {
+               if (is_sequence) {
+                 // Fetched after the sort, they would keep everyone waiting.
+                 if (is_all) keep_indices(beam_indices(), problem.beams * k, shared.beam_indices);
+                 return;
+               }
+               u32 same_row = row;
+               if constexpr (MASK != kNoMask) keep_opaque(same_row);
+               const float2* const states = MASK == kNoMask ? all_parts : parts_of(same_row);
+               merge_row([&](u32 i) { return load_from_other_block(states + i); });
+             });
     }
     if (finishes_row && lane_id() == 0 && !is_sequence) {
       shared.row = RowResult(state.m, state.d, problem.inverse_temperature(row));

@@ -20,6 +20,7 @@ bit for bit, in whatever batch it comes and whichever regime is chosen.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 MAX_K = 2048
@@ -38,6 +39,19 @@ _MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csr
 # Of a row that a warp has alone: bytes, beyond which a block is quicker for small k, and parts, whose states take room.
 _MOST_BYTES_OF_WARP, _MOST_PARTS_OF_WARP = 200_000, 256
 _WARPS_PER_BLOCK = 4  # where a warp owns a row, or several
+
+
+# Half of a warp's lanes: of more, their bests would prove too loose a bound (KthBound::needs_many() of csrc/bound.cuh).
+_FEW_OF_WARP = 16
+_LEAST_TILES_IN_WINDOWS = 3  # of a warp
+
+
+class Method(IntEnum):
+    """How a warp's tiles become candidates: enum Method of csrc/softmax_topk.cu."""
+
+    TILE_BY_TILE = 0
+    FOR_MANY = 1
+    IN_WINDOWS = 2
 
 
 class KernelChoice(NamedTuple):
@@ -61,16 +75,34 @@ class KernelChoice(NamedTuple):
     def threads(self) -> int:
         return 32 * (_WARPS_PER_BLOCK if self.warps == 1 else self.warps)
 
-    @property
-    def shared_bytes(self) -> int:
+    def k_of_warp(self, k: int) -> int:
+        """How many of k each warp of a block vouches for, of those that have a part to read."""
+        return -(-k // min(self.warps, self.parts // self.splits))
+
+    def method(self, k: int, itemsize: int, is_plain: bool) -> Method:
+        """How the kernel makes candidates of a warp's tiles. is_plain: aligned rows, no mask.
+
+        In windows where that was measured to be quicker, in µs on an H200: 64 x 128256 bf16 k = 8, 16 warps: 14.3 tile by
+        tile, 12.4 in windows; 256 x 128256: 30.1, 25.6; 32 x 262144 k = 20: 16.5, 16.0. Not with one or two tiles a warp
+        (1 x 128256: 6.9, 7.5) nor of float32 (64 x 128256 16.9, 16.3, but 4000 x 25000 107, 120).
+        """
+        if self.lanes or self.warps == 1:
+            return Method.TILE_BY_TILE
+        if self.k_of_warp(k) > _FEW_OF_WARP:
+            return Method.FOR_MANY if self.warps > 8 else Method.TILE_BY_TILE
+        has_tiles = self.parts > (_LEAST_TILES_IN_WINDOWS - 1) * self.warps * self.splits and self.tiles_per_part == 1
+        return Method.IN_WINDOWS if itemsize == 2 and is_plain and has_tiles else Method.TILE_BY_TILE
+
+    def shared_bytes(self, method: Method) -> int:
         """Dynamic shared memory: two tiles for each warp, and 16 bytes each for the straddle of an unaligned row, unless the
-        candidates need the room; and the states of a row's parts, if one group has all of them."""
+        candidates need the room; what it keeps of a window; and the states of a row's parts, if one group has all of them."""
         if self.lanes:
             return 0
         tiles = self.threads // 32 * 2 * (self.vectors * _WARP_BYTES + 16) if self.warps <= 8 else 0
+        windows = self.warps * _window_bytes(8 if self.warps <= 8 else 4) if method == Method.IN_WINDOWS else 0
         states = 8 * self.parts * self.rows_per_block if self.splits == 1 else 0
         # Five blocks of 4-byte logits a multiprocessor, not six: 4000 x 10000 takes 51 µs, and 55.
-        return tiles + max(states, 2048 if self.warps == 1 else 0)
+        return tiles + windows + max(states, 2048 if self.warps == 1 else 0)
 
     @property
     def regime(self) -> str:
@@ -156,6 +188,11 @@ def _short_rows(vocab_size: int, itemsize: int) -> KernelChoice:
 
 def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
+
+
+def _window_bytes(tiles: int) -> int:
+    """WindowShared of csrc/windows.cuh."""
+    return 4 * (tiles * (32 + 32 + 32 // tiles + 1) + 3 * 32)
 
 
 def _cut(vocab_size: int) -> tuple[int, int]:

@@ -24,6 +24,7 @@ SOURCES = (
     "problem.cuh",
     "result.cuh",
     "scan.cuh",
+    "windows.cuh",
     "merge.cuh",
     "softmax_topk.cu",
     "short_row.cuh",

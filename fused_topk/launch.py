@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .kernel_choice import VARIANTS, KernelChoice, choose, list_length
+from .kernel_choice import VARIANTS, KernelChoice, Method, choose, list_length
 from .layout import collapse
 
 FORMATS = {
@@ -141,9 +141,10 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
     if layout.mask_strides is not None:
         mask_use = 1 if layout.values == "logits" else _MASK_USES[layout.normalize]
 
+    k_row = min(layout.k, vocab_size)
+    method = choice.method(k_row, itemsize, is_aligned and not mask_use)
     splits = choice.splits
     beams = 0 if layout.beam_strides is None else leading[1]
-    k_row = min(layout.k, vocab_size)
     length = list_length(k_row, splits, choice.warps)
     problem = _PROBLEM.pack(
         0,
@@ -155,7 +156,7 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         choice.tiles_per_part.bit_length() - 1,
         *divmod(choice.parts, splits),
         len(sizes),
-        _k_of_warp(choice, k_row),
+        choice.k_of_warp(k_row),
         -(-k_row // splits),
         length,
         *(0,) * 8,
@@ -179,10 +180,10 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
     parts = rows * choice.parts if splits > 1 else 0
     beam_lists = rows * k_row if beams else 0
     return Launch(
-        kernel_name(FORMATS[layout.dtype], choice, is_for_many(choice, k_row), is_aligned, mask_use),
+        kernel_name(FORMATS[layout.dtype], choice, method, is_aligned, mask_use),
         choice.grid(rows),
         choice.threads,
-        choice.shared_bytes,
+        choice.shared_bytes(method),
         problem,
         scratch_words=lists + parts + 2 * beam_lists,
         lists=lists,
@@ -200,15 +201,9 @@ def row_count(shape: Sequence[int]) -> int:
     return rows
 
 
-def is_for_many(choice: KernelChoice, k: int) -> bool:
-    """Whether k of a row is so large that the kernel of 16 warps for a large k has to serve it: there, the bests of a warp's
-    32 lanes would prove too loose a bound (KthBound::needs_many() of csrc/bound.cuh)."""
-    return choice.warps > 8 and _k_of_warp(choice, k) > 16
-
-
-def kernel_name(element: str, choice: KernelChoice, for_many: bool, is_aligned: bool, mask_use: int) -> str:
+def kernel_name(element: str, choice: KernelChoice, method: Method, is_aligned: bool, mask_use: int) -> str:
     """A kernel of csrc/softmax_topk.cu, short_rows.cu or router_rows.cu, as NVRTC wants it named."""
-    group = "" if choice.lanes else f"{choice.warps}, {str(for_many).lower()}, "
+    group = "" if choice.lanes else f"{choice.warps}, {method:d}, "
     flags = f"{str(is_aligned).lower()}, {mask_use}"
     return f"fused_topk::{choice.kernel}_kernel<fused_topk::{element}, {group}{choice.vectors}, {flags}>"
 
@@ -216,7 +211,7 @@ def kernel_name(element: str, choice: KernelChoice, for_many: bool, is_aligned: 
 def kernel_names() -> list[str]:
     """Every variant that a launch can ask for."""
     return [
-        kernel_name(name, choice, for_many, is_aligned, mask_use)
+        kernel_name(name, choice, method, is_aligned, mask_use)
         for dtype, name in FORMATS.items()
         for choice in (
             *dict.fromkeys(
@@ -226,15 +221,16 @@ def kernel_names() -> list[str]:
             ),
             *(KernelChoice(*variant, 1, 1, 1) for variant in VARIANTS[dtype.itemsize]),
         )
-        for for_many in ((False, True) if choice.warps > 8 else (False,))
         for is_aligned in (True, False)
         for mask_use in (0, 1, 2)
+        for method in _methods(choice, dtype.itemsize, is_aligned and not mask_use)
     ]
 
 
-def _k_of_warp(choice: KernelChoice, k: int) -> int:
-    """How many of k each warp of a block vouches for, of those that have a part to read."""
-    return -(-k // min(choice.warps, choice.parts // choice.splits))
+def _methods(choice: KernelChoice, itemsize: int, is_plain: bool) -> list[Method]:
+    has_many = choice.warps > 8
+    has_windows = choice.warps > 1 and itemsize == 2 and is_plain
+    return [Method.TILE_BY_TILE, *[Method.FOR_MANY] * has_many, *[Method.IN_WINDOWS] * has_windows]
 
 
 def _innermost_first(numbers: list[int], filler: int) -> list[int]:

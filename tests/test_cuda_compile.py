@@ -9,6 +9,7 @@ import re
 import pytest
 
 from fused_topk import cuda, cuda_full_rows, kernel_source
+from fused_topk.kernel_choice import Method
 
 DTYPES = ("Float32", "Float16", "BFloat16")
 
@@ -23,13 +24,18 @@ def nvrtc():
         pytest.skip(f"no NVRTC: {error}")
 
 
+def most_static_bytes(warps: int, method: int) -> int:
+    """Of shared memory, for a kernel of softmax_topk.cu; test_kernel_choice.py adds the rest."""
+    return {1: 6, 8: 7, 16: 48 if method == Method.FOR_MANY else 40}[warps] << 10
+
+
 def kernels_of(dtype: str) -> list[str]:
     return [name for name in cuda.kernel_names() if f"::{dtype}," in name]
 
 
 def test_kernel_names_are_all_tested():
     tested = [name for dtype in DTYPES for name in kernels_of(dtype)]
-    assert len(tested) == len(set(tested)) == len(cuda.kernel_names()) - 1 == 144
+    assert len(tested) == len(set(tested)) == len(cuda.kernel_names()) - 1 == 148
 
 
 @pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
@@ -40,6 +46,9 @@ def test_kernels_compile_without_spills(nvrtc, dtype, architecture):
         assert binary[:4] == b"\x7fELF"
         assert kernel.split("::")[1].split("<")[0] in entry
         assert_no_spills(kernel, log)
+        if parameters := re.search(r"softmax_topk_kernel<[^,]*, (\d+), (\d)", kernel):
+            (used,) = re.findall(r"(\d+) bytes smem", log)
+            assert int(used) <= most_static_bytes(*map(int, parameters.groups())), kernel
 
 
 @pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)

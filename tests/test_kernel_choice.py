@@ -8,8 +8,9 @@ import itertools
 import pytest
 
 from fused_topk import cuda
-from fused_topk.kernel_choice import MAX_K, VARIANTS, KernelChoice, alternatives, choose, list_length
-from fused_topk.launch import is_for_many, kernel_name
+from fused_topk.kernel_choice import MAX_K, VARIANTS, KernelChoice, Method, alternatives, choose, list_length
+from fused_topk.launch import kernel_name
+from test_cuda_compile import most_static_bytes
 
 ROWS = (1, 2, 3, 8, 37, 64, 132, 500, 1000, 2112, 4096, 100_000, 2**31 - 1)
 VOCABS = (
@@ -97,10 +98,25 @@ def test_a_large_k_has_kernels_of_its_own():
     """From 17 of a warp on; the warps that read nothing do not help."""
     whole, short = choose(64, 128256, 1000, 4, 132), choose(1, 3001, 192, 4, 132)
     assert (whole.warps, short.warps, short.parts) == (16, 16, 3)
-    assert [is_for_many(whole, k) for k in (1, 256, 257, 2048)] == [False, False, True, True]
-    assert [is_for_many(short, k) for k in (48, 49)] == [False, True]
+    few, many = Method.TILE_BY_TILE, Method.FOR_MANY
+    assert [whole.method(k, 4, True) for k in (1, 256, 257, 2048)] == [few, few, many, many]
+    assert [short.method(k, 4, True) for k in (48, 49)] == [few, many]
     # Fewer warps have one kernel for what k they take.
-    assert not is_for_many(choose(4000, 4000, 64, 4, 132), 64)
+    assert choose(4000, 4000, 64, 4, 132).method(64, 4, True) == few
+
+
+def test_three_tiles_of_a_warp_are_read_in_windows():
+    """Of 16-bit logits, in aligned rows without a mask."""
+    by_tile, in_windows = Method.TILE_BY_TILE, Method.IN_WINDOWS
+    for warps, splits in itertools.product((8, 16), (1, 3)):
+        for parts, want in ((2 * warps * splits, by_tile), (2 * warps * splits + 1, in_windows)):
+            choice = KernelChoice(warps, 4, splits, parts, 1)
+            assert choice.method(8, 2, True) == want
+            assert choice.method(8, 2, False) == choice.method(8, 4, True) == by_tile
+            assert choice._replace(tiles_per_part=2).method(8, 2, True) == by_tile
+            assert choice.method(32 * warps, 2, True) != in_windows
+    assert choose(256, 128256, 8, 2, 132).method(8, 2, True) == in_windows
+    assert choose(4000, 25000, 8, 2, 132).method(8, 2, True) == by_tile
 
 
 def test_choose_covers_the_row():
@@ -115,13 +131,15 @@ def test_choose_covers_the_row():
 
 
 def test_choose_fits_the_machine():
-    """Dynamic and static shared memory (at most 43 KiB of it with 16 warps, 8 with fewer) within the 99 KiB that a block
-    gets on any hardware since compute capability 8.0: tiles, and the states of at most 1024 parts."""
+    """Dynamic and static shared memory within the 99 KiB that a block gets on any hardware since compute capability 8.0:
+    tiles, windows of them, and the states of at most 1024 parts."""
     for problem in problems():
         choice = choose(*problem)
         states = 8 * 1024 if choice.splits == 1 or choice.warps == 1 else 0
-        assert choice.shared_bytes <= (64 << 10) + 256 + states, (problem, choice)
-        assert choice.shared_bytes + ((43 if choice.warps == 16 else 8) << 10) <= 99 << 10, (problem, choice)
+        method = choice.method(problem[2], problem[3], True)
+        shared_bytes = choice.shared_bytes(method)
+        assert shared_bytes <= (64 << 10) + 256 + states, (problem, choice)
+        assert shared_bytes + most_static_bytes(choice.warps, method) <= 99 << 10, (problem, choice)
         assert choice.threads <= 1024 and choice.threads % LANES == 0
         assert 1 <= choice.splits <= choice.parts, (problem, choice)
         across, along = choice.grid(problem[0])
@@ -169,13 +187,15 @@ def asked_kernels():
     variants = {}
     for problem in problems():
         choice = choose(*problem)
-        for_many = is_for_many(choice, problem[2])
-        variants[problem[3], choice.warps, for_many, choice.vectors, choice.kernel] = choice
+        for is_plain in (True, False):
+            method = choice.method(problem[2], problem[3], is_plain)
+            variants[problem[3], choice.warps, method, choice.vectors, choice.kernel, is_plain] = choice
     return {
-        kernel_name(element, choice, for_many, aligned, mask)
-        for (itemsize, _, for_many, *_), choice in variants.items()
+        kernel_name(element, choice, method, aligned, mask)
+        for (itemsize, _, method, _, _, is_plain), choice in variants.items()
         for element in elements[itemsize]
         for aligned, mask in itertools.product((True, False), (0, 1, 2))
+        if (aligned and mask == 0) == is_plain
     }
 
 

@@ -12,11 +12,11 @@ import torch
 
 from fused_topk import cuda as kernels
 from fused_topk import cuda_full_rows, ladder
-from fused_topk.kernel_choice import choose
+from fused_topk.kernel_choice import alternatives, choose
 from fused_topk.kernel_source import source_folder
 from fused_topk.problem import Problem
-from oracle import DTYPES, assert_same
-from rows import adversarial_rows, random_logits
+from oracle import DTYPES, assert_same, assert_topk, expected
+from rows import INF, adversarial_rows, random_logits
 from simt import build, sanitized
 from simt.cases import Case, Laid, check, kernel_of
 from simt.emulate import emulated
@@ -49,6 +49,8 @@ SIZES = {
     "16 warps": [
         (2049, 5, "few", 0), (8193, 8, "few", 0), (17001, 256, "few", 1), (33001, 200, "few", 2), (20003, 16, "few", 1),
     ],
+    "8 warps, three tiles each": [(17000, 20, "few", 1), (50001, 33, "few", 2), (140001, 60, "few", 1)],
+    "16 warps, three tiles each": [(33001, 8, "few", 1), (70000, 3, "few", 1), (150001, 16, "few", 2)],
     "16 warps for a large k": [
         (1025, 65, "many", 0), (3001, 192, "few", 0), (9001, 128, "few", 2), (193, 193, "few", 0), (300, 256, "few", 0),
         (1000, 257, "many", 0), (2049, 300, "few", 2), (4097, 2048, "few", 0), (9001, 600, "few", 3),
@@ -237,6 +239,30 @@ def test_short_rows_have_the_bits_of_longer_ones(dtype, most):
         if far.isfinite().all():
             problem = Problem(far, k, 0.7, None, None, "softmax", "allowed")
             assert_same(row_topk(problem, short)[0], row_topk(problem, tiles)[0])
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("k", [1, 5, 8, 20])
+@pytest.mark.parametrize("vocab_size", [60, 64, 128, 200, 256])
+def test_short_rows_tell_all_float32_logits_apart(vocab_size, k, is_apart):
+    """Two logits that differ in the last bit alone, the lesser one first, on both sides of every rank up to the k-th.
+    is_apart: all of the best in vectors of their own. One row at a time: those of a warp share its second look at them."""
+    random = torch.Generator().manual_seed(vocab_size + k)
+    for rank in range(k + 1):
+        order = torch.randperm(vocab_size, generator=random)
+        if is_apart:
+            order = torch.randperm(vocab_size // 4, generator=random)[:, None] * 4 + torch.arange(4)
+            order = order.t().flatten()
+        logits = torch.empty(1, vocab_size)
+        logits[0, order] = 20 - torch.arange(vocab_size) / 2
+        first, second = order[rank : rank + 2].sort().values
+        logits[0, first] = 20 - rank / 2
+        logits[0, second] = logits[0, first].nextafter(torch.tensor(INF))
+        problem = Problem(logits, k, 1.0, None, None, "softmax", "topk")
+        for choice in alternatives(1, vocab_size, k, 4, 132):
+            if choice.lanes:
+                got = row_topk(problem, choice)[0]
+                assert_topk(got, expected("softmax_topk", logits, k, normalize="topk"), logits, "softmax_topk")
 
 
 ARRIVALS = {

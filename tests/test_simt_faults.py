@@ -16,6 +16,9 @@ ONE_WARP = Case(257, 5, rows="2")
 ONE_TILE = Case(256, 5, rows="2", padding=16)
 ONE_BLOCK = Case(3001, 40, rows="2", splits=1)
 TWO_BLOCKS = Case(3001, 40, rows="2", splits=2)
+# Two windows of a warp's tiles, copied in the background, and loaded to registers.
+COPIED_WINDOWS = Case(70_000, 20, "bf16", rows="2", splits=1, padding=16)
+LOADED_WINDOWS = Case(70_000, 8, "bf16", rows="2", splits=1, padding=16)
 # Blocks that hand over, and sort, by buckets.
 LARGE_K = Case(4097, 400, rows="1", splits=2)
 
@@ -103,6 +106,16 @@ FAULTS = {
     ),
     "no barrier between counts and sums of buckets": Fault(
         r"GROUP::sync\(\);(\s*is_crowded_ =)", r"\1", LARGE_K, {"race"}, "all_shared"
+    ),
+    "window whose sums are added up too soon": Fault(
+        r"(// The other lanes' sums too\.\s*)__syncwarp\(\);",
+        r"\1",
+        COPIED_WINDOWS,
+        {"race", "uninitialised"},
+        "dynamic|tile_slots",
+    ),
+    "window read into before its sums are added up": Fault(
+        r"(// All lanes have added up the last window's sums\.\s*)__syncwarp\(\);", r"\1", LOADED_WINDOWS, {"race"}
     ),
     "list handed over without its end": Fault(r"list\[i\] = kNoCandidate;", ";", LARGE_K, {"uninitialised"}, "empty"),
     "ticket not reset": Fault(r'"r"\(count - 1\)', '"r"(count)', TWO_BLOCKS, {"not reset"}, "tickets"),
