@@ -122,9 +122,11 @@ def choose(
 ) -> KernelChoice:
     """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors.
 
-    What the limits rest on, in µs on an H200 (132 multiprocessors), by `python -m fused_topk sweep` on these kernels (commit
-    b9ad44b; in its 51 shapes the choice is the best of all or at most 7 % behind it):
+    What the limits rest on, in µs on an H200 (132 multiprocessors), by `python -m fused_topk sweep` (commit b9ad44b; in its 51
+    shapes the choice is the best of all or at most 7 % behind it; the first line and windows of 07bdd3a, 21 shapes, 4 %):
 
+    - 8 lanes that merge, or the best off the tops of more: 65536 x 256 bf16 k = 8: 15.6 or 40; 16384 x 128: 5.1 or 7.9;
+      4096 x 64: 2.5 or 3.1;
     - a warp or 8 warps a row: 4000 x 4000 fp32 k = 5: 24 or 46; 4000 x 25000 k = 5: 108 or 106, k = 64: 140 or 183;
       4000 x 100000 k = 5: 390 or 373;
     - 8 or 16 warps: 16 x 128256 bf16 k = 8: 9.5 or 7.9, 16 x 262144 bf16 k = 64: 17.9 or 14.6, 64 x 128256 fp32
