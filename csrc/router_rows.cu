@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // softmax + top-k of rows of at most 256 logits, k <= 8, as an expert router has them: four rows a warp.
 //
-// A row lies in 8 lanes, 8, 16 or 32 logits in each, vectors of 16 bytes. In two steps, each of which leaves lane i of the
-// row with the i-th best of something:
+// A row lies in 8 lanes: 8, 16 or 32 logits in each, as vectors of 16 bytes. Two steps, each of which leaves every lane with
+// one of the 8 best:
 //
-//     vectors: by their greatest logits      tokens: of the vector that the lane has from the first step
+//     vectors, by their greatest logits; if a lane has several      tokens, of the lane's one vector of those
 //
-// For a token among the 8 best lies in a vector among the 8 best. Either step sorts what a lane has and merges what two
-// lanes have three times, for a row's 8 lanes. The same instructions, whatever the logits.
+// For a token among the 8 best lies in a vector among the 8 best. Either step sorts what each lane has, then merges it with
+// what another has, three times. The same instructions, whatever the logits.
 // Comes after short_row.cuh.
 #include "short_row.cuh"
 
@@ -73,7 +73,7 @@ __device__ __forceinline__ WORD best_of_lanes(const WORD (&own)[N]) {
     for (u32 j = 0; j < 4; ++j) other[j] = __shfl_xor_sync(kAllLanes, list[3 - j], step + 1);
 #pragma unroll
     for (u32 j = 0; j < 4; ++j) list[j] = max(list[j], other[j]);
-    // The list's i-th is in every even lane, or odd one, of lanes 0 to 3; the others have it backwards.
+    // Of lanes 0 to 3, the even ones have one half of the list, the odd ones the other; lanes 4 to 7 have it backwards.
     if (!IN_ORDER && 2 * step == kRouterLanes) return lane & 2 ? list[1] : list[0];
     order_pair<false>(list);
   }

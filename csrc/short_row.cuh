@@ -11,11 +11,8 @@
 
 namespace fused_topk {
 
-constexpr u32 kShortRow = 256;
 constexpr u32 kIndexBits = 0xFFu;
 
-// No logit's word: behind that of every logit.
-constexpr u32 kNoWord = 0;
 __device__ __forceinline__ u32 make_word(u32 key, u32 index) { return (key & ~kIndexBits) | (kIndexBits - index); }
 __device__ __forceinline__ u32 index_of_word(u32 word) { return kIndexBits - (word & kIndexBits); }
 // -inf is the only float32 logit whose word begins as its does.

@@ -14,9 +14,9 @@ template <u32 WINDOW>
 struct WindowShared {
   static constexpr u32 kLanesOfTile = kWarpSize / WINDOW;  // that add up its sums
   float maxima[WINDOW][kWarpSize];
-  float sums[WINDOW][kWarpSize + kLanesOfTile];  // no two lanes of finish() in one bank
+  float sums[WINDOW][kWarpSize + kLanesOfTile];  // no two lanes of finish_window() in one bank
   float m[WINDOW];
-  // Between two calls of offer() only, for the registers.
+  // Between two calls of offer_window() only, for the registers.
   u32 left[kWarpSize], offered[kWarpSize], current[kWarpSize];
 };
 

@@ -123,7 +123,8 @@ def choose(
     """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors.
 
     What the limits rest on, in µs on an H200 (132 multiprocessors), by `python -m fused_topk sweep` (commit b9ad44b; in its 51
-    shapes the choice is the best of all or at most 7 % behind it; the first line and windows of 07bdd3a, 21 shapes, 4 %):
+    shapes the choice is the best of all or at most 7 % behind it; routers and windows: e074df7 with csrc/windows.cuh, 20
+    shapes, 4 %):
 
     - 8 lanes that merge, or the best off the tops of more: 65536 x 256 bf16 k = 8: 15.6 or 40; 16384 x 128: 5.1 or 7.9;
       4096 x 64: 2.5 or 3.1;

@@ -215,9 +215,20 @@ def test_every_tile_beats_all_before_it(case):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel_of_an_older_gpu(dtype):
-    """Compute capability 7.5 has neither the warp's reductions nor maxima of pairs."""
-    for vocab_size, k in [(100, 9), (257, 9), (1025, 65)]:
-        check(Case(vocab_size, k, dtype, rows="0/2", start=1), schedule="random", architecture=75)
+    """Compute capability 7.5 has neither the warp's reductions nor maxima of pairs, nor copies in the background."""
+    for vocab_size, k, start in [
+        (100, 8, 1),
+        (256, 5, 1),
+        (100, 9, 1),
+        (257, 9, 1),
+        (1025, 65, 1),
+        (17000, 20, 0),
+        (33001, 8, 0),
+    ]:
+        case = Case(
+            vocab_size, k, dtype, rows="0/2", start=start, padding=0 if start else -vocab_size % 16, splits=1 - start
+        )
+        check(case, schedule="random", architecture=75)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
