@@ -74,7 +74,7 @@ class KthBound {
 
   // Whether the bests of 32 lanes say too little.
   __device__ __forceinline__ bool needs_many() const {
-    // is_for_many() of fused_topk/launch.py has chosen the kernel.
+    // KernelChoice.method() of fused_topk/kernel_choice.py has chosen the kernel.
     if constexpr (GROUP::kWarps > 8) return GROUP::kForMany;
     return of_warp_ > kWarpSize / 2;
   }

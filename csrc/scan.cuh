@@ -29,11 +29,7 @@ class RowScan {
 
   // slots: [Stream::kWarpVectors], this warp's own
   __device__ __forceinline__ RowScan(const Problem& problem, u32 row, Vector* slots, Shared&)
-      : stream_(static_cast<const typename FORMAT::Bits*>(problem.logits) + problem.logits_offset(row), problem.V,
-                slots),
-        V_(problem.V),
-        offered_(0),
-        best_(-FUSED_TOPK_INFINITY) {}
+      : RowScan(problem, row, slots) {}
 
   // Begins to fetch the warp's first tiles, as many as can be on their way; a tile past the end is none.
   __device__ __forceinline__ void start(u32 first, u32 second, u32 end) {
@@ -200,6 +196,13 @@ class RowScan {
   }
 
  protected:
+  __device__ __forceinline__ RowScan(const Problem& problem, u32 row, Vector* slots)
+      : stream_(static_cast<const typename FORMAT::Bits*>(problem.logits) + problem.logits_offset(row), problem.V,
+                slots),
+        V_(problem.V),
+        offered_(0),
+        best_(-FUSED_TOPK_INFINITY) {}
+
   // The lanes of which an element may be among the best. `not less` instead of `greater or equal`: a NaN must pass.
   template <class CANDIDATES>
   __device__ __forceinline__ u32 lanes_with_hits(const CANDIDATES& candidates) const {

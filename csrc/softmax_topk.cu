@@ -123,7 +123,7 @@ constexpr u32 tiles_ahead(u32 warps, u32 mask, u32 vectors, bool aligned) {
   return warps <= 8 ? 2 : 0;
 }
 
-// How a warp's tiles become candidates. fused_topk/launch.py chooses.
+// How a warp's tiles become candidates. fused_topk/kernel_choice.py chooses.
 enum Method : u32 {
   kTileByTile = 0,
   kForMany = 1,    // tile by tile, for a large k

@@ -32,7 +32,7 @@ class WindowScan : public RowScan<FORMAT, VECTORS, true, kNoMask, AHEAD, false> 
 
   // slots: [Stream::kWarpVectors], window: this warp's own
   __device__ __forceinline__ WindowScan(const Problem& problem, u32 row, Vector* slots, Shared& window)
-      : Base(problem, row, slots, none_), window_(window) {}
+      : Base(problem, row, slots), window_(window) {}
 
   // Begins with the warp's first tile; `end`: of the row's tiles, or of the block's.
   __device__ __forceinline__ void start(u32 first, u32 end) {
@@ -191,7 +191,6 @@ class WindowScan : public RowScan<FORMAT, VECTORS, true, kNoMask, AHEAD, false> 
     return result & RowTile::is_element(first, this->V_);
   }
 
-  typename Base::Shared none_;
   Shared& window_;
   u32 first_, next_, end_;  // of the window, after it, of all: tiles
 };

@@ -83,8 +83,8 @@ class KernelChoice(NamedTuple):
         """How the kernel makes candidates of a warp's tiles. is_plain: aligned rows, no mask.
 
         In windows where that was measured to be quicker, in µs on an H200: 64 x 128256 bf16 k = 8, 16 warps: 14.3 tile by
-        tile, 12.4 in windows; 256 x 128256: 30.1, 25.6; 32 x 262144 k = 20: 16.5, 16.0. Not with one or two tiles a warp
-        (1 x 128256: 6.9, 7.5) nor of float32 (64 x 128256 16.9, 16.3, but 4000 x 25000 107, 120).
+        tile, 12.4 in windows; 256 x 128256: 30.1, 25.6; 32 x 262144 k = 20: 16.5, 16.0. Not with one tile a warp
+        (1 x 128256: 6.8, 7.5) nor of float32 (64 x 128256 17.1, 16.0, but with spilled registers; 4000 x 25000 108, 120).
         """
         if self.lanes or self.warps == 1:
             return Method.TILE_BY_TILE
