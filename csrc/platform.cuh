@@ -114,6 +114,8 @@ __device__ __forceinline__ float half_to_float(u16 bits) {
 
 // The compiler must assume that the word has changed.
 __device__ __forceinline__ void keep_opaque(u32& word) { asm volatile("" : "+r"(word)); }
+// What is in memory, too.
+__device__ __forceinline__ void keep_memory_opaque() { asm volatile("" ::: "memory"); }
 
 // Largest value over the warp, in every lane. All 32 lanes call it.
 __device__ __forceinline__ u32 warp_max(u32 value) {

@@ -101,8 +101,9 @@ struct RowMask {
   }
 };
 
-// VECTORS vectors of each lane of a warp: element e of vector u of a lane is token first + (u * 32 + lane) * n + e.
-template <class FORMAT, u32 VECTORS>
+// VECTORS vectors of each lane of a warp: element e of vector u of a lane is token first + (u * 32 + lane) * n + e. They are in
+// registers or, IN_PLACE, in shared memory, where they are read as often as they are needed.
+template <class FORMAT, u32 VECTORS, bool IN_PLACE = false>
 struct Tile {
   static constexpr u32 kPerVector = FORMAT::kPerVector;
   static constexpr u32 kPerLane = VECTORS * kPerVector;
@@ -112,8 +113,10 @@ struct Tile {
   static_assert(kPerLane <= 32, "one bit of a word for each of a lane's elements");
 
   Vector vectors[VECTORS];
+  const Vector* place;  // IN_PLACE: the lane's first
   u32 first;
 
+  __device__ __forceinline__ Vector vector(u32 u) const { return IN_PLACE ? place[u * kWarpSize] : vectors[u]; }
   __device__ __forceinline__ u32 index(u32 u, u32 e) const {
     return first + (u * kWarpSize + lane_id()) * kPerVector + e;
   }
@@ -121,7 +124,7 @@ struct Tile {
   static __device__ __forceinline__ u32 offset(u32 bit) {
     return (bit / kPerVector * kWarpSize + lane_id()) * kPerVector + bit % kPerVector;
   }
-  __device__ __forceinline__ float logit(u32 u, u32 e) const { return FORMAT::decode(vectors[u].words, e); }
+  __device__ __forceinline__ float logit(u32 u, u32 e) const { return FORMAT::decode(vector(u).words, e); }
   // Such bits: whether the lane's elements of a tile that starts at token `first` lie within the row.
   static __device__ __forceinline__ u32 is_element(u32 first, u32 V) {
     if (V - first >= kElements) return ~0u;
@@ -135,7 +138,7 @@ struct Tile {
     return result;
   }
   // The greatest logit of a vector, NaN if one is.
-  __device__ __forceinline__ float maximum(u32 u) const { return maximum(vectors[u]); }
+  __device__ __forceinline__ float maximum(u32 u) const { return maximum(vector(u)); }
   static __device__ __forceinline__ float maximum(const Vector& vector) {
     const u32(&words)[4] = vector.words;
     if constexpr (FORMAT::kHasMaxPairs) {
@@ -150,30 +153,38 @@ struct Tile {
     }
   }
 
-  // Makes the compiler decode the logits again instead of keeping them all decoded: that would double the registers.
+  // Makes the compiler decode the logits again, or read them, instead of keeping them all: for the registers.
   __device__ __forceinline__ void forget_decoded() {
+    if constexpr (IN_PLACE) {
+      keep_memory_opaque();
+    } else {
 #pragma unroll
-    for (u32 u = 0; u < VECTORS; ++u)
+      for (u32 u = 0; u < VECTORS; ++u)
 #pragma unroll
-      for (u32 w = 0; w < 4; ++w) keep_opaque(vectors[u].words[w]);
+        for (u32 w = 0; w < 4; ++w) keep_opaque(vectors[u].words[w]);
+    }
   }
 };
 
-// The tiles of one row, as one warp asks for them, AHEAD of when it takes them:
-//   2: the next two are on their way to the warp's two slots of shared memory, if the hardware copies in the background;
+// The tiles of one row, as one warp asks for them, so many AHEAD of when it takes them:
+//   2: they are on their way to the warp's two slots of shared memory, if the hardware copies in the background;
 //   1: the next is on its way to registers;
 //   0: a tile's loads are all issued before the first is used.
-template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 AHEAD>
+// IN_PLACE: they are on their way to as many slots, and stay there while the warp works on them, which takes no registers.
+template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 AHEAD, bool IN_PLACE = false>
 class TileStream {
  public:
   using Bits = typename FORMAT::Bits;
-  using RowTile = Tile<FORMAT, VECTORS>;
-  static constexpr u32 kAhead = AHEAD == 2 && !kHasAsyncCopy ? 0 : AHEAD;
-  static constexpr bool kInBackground = kAhead == 2;
+  static constexpr bool kInBackground = kHasAsyncCopy && (AHEAD == 2 || IN_PLACE);
+  static constexpr bool kInPlace = kInBackground && IN_PLACE;
+  static constexpr u32 kAhead = !kInBackground && (AHEAD == 2 || IN_PLACE) ? 0 : AHEAD;
+  static constexpr bool kToRegisters = !kInBackground && kAhead == 1;
+  using RowTile = Tile<FORMAT, VECTORS, kInPlace>;
+  static_assert(!IN_PLACE || ALIGNED, "what straddles two vectors is put together in registers");
   // An unaligned row's vector straddles two of memory's.
   static constexpr u32 kSlotVectors = kWarpSize * VECTORS + (ALIGNED ? 0 : 1);
   // Of a warp's share of shared memory; fused_topk/kernel_choice.py knows the most of it, that of other than old hardware.
-  static constexpr u32 kWarpVectors = kInBackground ? 2 * kSlotVectors : 0;
+  static constexpr u32 kWarpVectors = kInBackground ? kAhead * kSlotVectors : 0;
 
   // row: [V]; slots: [kWarpVectors], this warp's own
   __device__ __forceinline__ TileStream(const Bits* row, u32 V, Vector* slots)
@@ -204,7 +215,7 @@ class TileStream {
   // Begins to fetch a tile. The 32 lanes call it together: kAhead times at most before the first take(), and once after each;
   // in the background, when the tile taken is no longer needed.
   __device__ __forceinline__ void request(u32 tile) {
-    if constexpr (kAhead == 1) load_tile(tile, next_);
+    if constexpr (kToRegisters) load_tile(tile, next_);
     if constexpr (kInBackground) {
       const char* const source = address(tile * RowTile::kElements + lane_id() * FORMAT::kPerVector);
       Vector* const slot = slots_ + slot_ + lane_id();
@@ -214,6 +225,17 @@ class TileStream {
 #pragma unroll
         for (u32 u = 0; u < VECTORS; ++u) copy_async(slot + u * kWarpSize, source + u * kWarpSize * 16);
         if (!ALIGNED && lane_id() == 0) copy_async(slot + VECTORS * kWarpSize, source + VECTORS * kWarpSize * 16);
+      } else if constexpr (kInPlace) {
+        const u32 first = tile * RowTile::kElements + lane_id() * FORMAT::kPerVector;
+#pragma unroll
+        for (u32 u = 0; u < VECTORS; ++u) {
+          if (is_whole(first + u * kWarpSize * FORMAT::kPerVector)) {
+            copy_async(slot + u * kWarpSize, source + u * kWarpSize * 16);
+          } else {
+            slot[u * kWarpSize] = nothing();
+          }
+        }
+        load_rest(first, [&](u32 u, const Vector& end) { slot[u * kWarpSize] = end; });
       } else {
 #pragma unroll 1
         for (u32 i = lane_id(); i < kSlotVectors; i += kWarpSize) {
@@ -226,26 +248,30 @@ class TileStream {
         }
       }
       commit_copies();
-      slot_ = kSlotVectors - slot_;
+      to_next_slot();
     }
   }
   // The tile taken is no longer needed, nor is another requested in its place.
-  __device__ __forceinline__ void release() { slot_ = kSlotVectors - slot_; }
+  __device__ __forceinline__ void release() { to_next_slot(); }
 
-  // The first tile of those requested, in registers. is_last: no other is on its way.
+  // The first tile of those requested. is_last: no other is on its way.
   __device__ __forceinline__ void take(RowTile& tile, u32 number, bool is_last) const {
     tile.first = number * RowTile::kElements;
     if constexpr (kInBackground) {
-      if (is_last) {
+      if (is_last || kAhead == 1) {
         wait_copies<0>();
       } else {
         wait_copies<1>();
       }
       // The other lanes' copies too.
       __syncwarp();
+      if constexpr (kInPlace) {
+        tile.place = slots_ + slot_ + lane_id();
+      } else {
 #pragma unroll
-      for (u32 u = 0; u < VECTORS; ++u) tile.vectors[u] = vector_of_slot(u);
-    } else if constexpr (kAhead == 1) {
+        for (u32 u = 0; u < VECTORS; ++u) tile.vectors[u] = vector_of_slot(u);
+      }
+    } else if constexpr (kToRegisters) {
 #pragma unroll
       for (u32 u = 0; u < VECTORS; ++u) tile.vectors[u] = next_[u];
     } else {
@@ -275,6 +301,9 @@ class TileStream {
   }
   __device__ __forceinline__ bool is_inner(u32 tile) const { return tile - first_inner_ < inner_tiles_; }
 
+  __device__ __forceinline__ void to_next_slot() {
+    if (kAhead == 2) slot_ = kSlotVectors - slot_;
+  }
   __device__ __forceinline__ Vector vector_of_slot(u32 u) const {
     const Vector* const vector = slots_ + slot_ + u * kWarpSize + lane_id();
     if constexpr (ALIGNED) return vector[0];
@@ -292,24 +321,33 @@ class TileStream {
           vectors[u] = straddle(vectors[u], load_16_bytes(source + u * kWarpSize * 16 + 16), before_ * sizeof(Bits));
       }
     } else if constexpr (ALIGNED) {
-      constexpr u32 kNothing = FORMAT::kNegativeInfinity * (sizeof(Bits) == 2 ? 0x10001u : 1u);
 #pragma unroll
       for (u32 u = 0; u < VECTORS; ++u) {
-        vectors[u] = {{kNothing, kNothing, kNothing, kNothing}};
+        vectors[u] = nothing();
         if (is_whole(own + u * kWarpSize * FORMAT::kPerVector)) vectors[u] = load_16_bytes(source + u * kWarpSize * 16);
       }
-      if (const u32 rest = V_ % FORMAT::kPerVector) {
-        const Vector end = load_edge(V_ - rest);
-#pragma unroll
-        for (u32 u = 0; u < VECTORS; ++u)
-          if (own + u * kWarpSize * FORMAT::kPerVector == V_ - rest) vectors[u] = end;
-      }
+      load_rest(own, [&](u32 u, const Vector& end) { vectors[u] = end; });
     } else {
 #pragma unroll
       for (u32 u = 0; u < VECTORS; ++u) vectors[u] = load_edge(own + u * kWarpSize * FORMAT::kPerVector);
     }
   }
 
+  // A vector outside the row.
+  static __device__ __forceinline__ Vector nothing() {
+    constexpr u32 kNothing = FORMAT::kNegativeInfinity * (sizeof(Bits) == 2 ? 0x10001u : 1u);
+    return {{kNothing, kNothing, kNothing, kNothing}};
+  }
+  // Calls store(u, vector) for the lane's vector in which an aligned row ends, if it is one; `own`: of its first, the token.
+  template <class STORE>
+  __device__ __forceinline__ void load_rest(u32 own, STORE store) const {
+    const u32 rest = V_ % FORMAT::kPerVector;
+    if (rest == 0) return;
+    const Vector end = load_edge(V_ - rest);
+#pragma unroll
+    for (u32 u = 0; u < VECTORS; ++u)
+      if (own + u * kWarpSize * FORMAT::kPerVector == V_ - rest) store(u, end);
+  }
   // Element by element, with -inf for what lies outside the row. `first` may be negative, modulo 2^32.
   __device__ __forceinline__ Vector load_edge(u32 first) const {
     constexpr u32 kPerWord = FORMAT::kPerVector / 4;
@@ -333,7 +371,7 @@ class TileStream {
   Vector* slots_;
   u32 slot_;  // of the tile that take() gives next
   u32 first_inner_, inner_tiles_;
-  Vector next_[VECTORS];  // kAhead == 1: the tile on its way
+  Vector next_[VECTORS];  // kToRegisters: the tile on its way
 };
 
 }  // namespace fused_topk

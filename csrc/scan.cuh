@@ -17,10 +17,10 @@
 namespace fused_topk {
 
 // FOR_MANY: also keeps what proves a bound for a large k: of each lane the bests of kSets sets of elements.
-template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 MASK, u32 AHEAD, bool FOR_MANY>
+template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 MASK, u32 AHEAD, bool IN_PLACE, bool FOR_MANY>
 class RowScan {
  public:
-  using Stream = TileStream<FORMAT, VECTORS, ALIGNED, AHEAD>;
+  using Stream = TileStream<FORMAT, VECTORS, ALIGNED, AHEAD, IN_PLACE>;
   using RowTile = typename Stream::RowTile;
   static constexpr u32 kPerVector = RowTile::kPerVector;
   static constexpr u32 kSets = 8;
@@ -64,7 +64,7 @@ class RowScan {
   // Takes the next requested tile and finds each lane's maximum. `next` is the warp's next after it.
   __device__ __forceinline__ void read(u32 tile, u32 next, u32 end) {
     stream_.take(tile_, tile, next >= end);
-    if constexpr (Stream::kAhead == 1) request(next, end);
+    if constexpr (Stream::kToRegisters) request(next, end);
     if constexpr (MASK != kNoMask) {
       allowed_ = 0;
 #pragma unroll
@@ -168,7 +168,8 @@ class RowScan {
     u32 place;
     const bool is_enough = candidates.reserve(__popc(todo), place);
     // If it is one, it is the lane's maximum.
-    const bool is_maximum = !Stream::kInBackground && (todo & (todo - 1)) == 0 && offered_of_tile_ == 0;
+    const bool is_maximum =
+        (!Stream::kInBackground || Stream::kInPlace) && (todo & (todo - 1)) == 0 && offered_of_tile_ == 0;
     if (FOR_MANY && is_enough) {
       // From the registers, all in turn: many are stored sooner so than each read again.
 #pragma unroll
@@ -210,9 +211,10 @@ class RowScan {
   }
 
   // Which of the lane's elements may be: bit u * n + e for element e of vector u. Few of few lanes, usually, so that a
-  // tile in shared memory is compared vector by vector, where its maximum says so: registers cannot be indexed.
+  // tile in shared memory is compared vector by vector, where its maximum says so: registers cannot be indexed. Of four
+  // logits the maximum costs as much as comparing them.
   __device__ __forceinline__ u32 hits(float least) {
-    if constexpr (!Stream::kInBackground) return hits_in_registers(least);
+    if constexpr (!Stream::kInBackground || (Stream::kInPlace && kPerVector == 4)) return hits_of_all(least);
     u32 vectors = 0;
 #pragma unroll
     for (u32 u = 0; u < VECTORS; ++u)
@@ -241,18 +243,18 @@ class RowScan {
       if (!(FORMAT::decode(vector.words, e) < least)) result |= 1u << e;
     return result;
   }
-  // hits() of a tile of which nothing is in shared memory.
-  __device__ __forceinline__ u32 hits_in_registers(float least) {
+  // hits(), every element compared.
+  __device__ __forceinline__ u32 hits_of_all(float least) {
     u32 result = 0;
 #pragma unroll
-    for (u32 u = 0; u < VECTORS; ++u) result |= not_below(tile_.vectors[u], least) << (u * kPerVector);
+    for (u32 u = 0; u < VECTORS; ++u) result |= not_below(tile_.vector(u), least) << (u * kPerVector);
     tile_.forget_decoded();
     return MASK == kNoMask ? result : result & allowed_or_lowest(least);
   }
   template <bool IN_REGISTERS>
   __device__ __forceinline__ u32 not_below_key(u32 key) {
     const float least = __uint_as_float(bits_of_key(key));
-    return IN_REGISTERS ? hits_in_registers(least) : not_below(least);
+    return IN_REGISTERS ? hits_of_all(least) : not_below(least);
   }
 
   // Of the lane's elements `todo`, those that can be among the best k of all lanes', and few more; raises the threshold to
@@ -403,7 +405,7 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN
   const TileOrder order = {min(last_part << log2, scan.tiles()), (1u << log2) - 1, ((GROUP::kWarps - 1) << log2) + 1};
   const u32 first = (first_part + GROUP::warp()) << log2;
   const u32 second = order.after(first);
-  u32 ahead = order.after(second);
+  u32 ahead = SCAN::Stream::kAhead == 1 ? second : order.after(second);
   scan.start(first, second, order.end);
   scan.prepare(problem, row);
   candidates.restart(k);
@@ -421,7 +423,7 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN
   while (true) {
     while (is_open) {
       if (!scan.offer(candidates, bound, GROUP::kIsWarp || order.after(scan.tile()) < order.end)) break;
-      if constexpr (SCAN::Stream::kAhead == 2) {
+      if constexpr (SCAN::Stream::kInBackground) {
         scan.request(ahead, order.end);
         ahead = order.after(ahead);
       }

@@ -102,27 +102,6 @@ __device__ __forceinline__ void write_sequence(const Problem& problem, u32 seque
   }
 }
 
-// Blocks that must fit on a multiprocessor, which caps a thread's registers: at 80 for 24 warps, 128 for 16. 24 where they
-// were measured to be worth it; a mask, and large tiles of unaligned rows, need the registers. On other targets there are
-// enough of them that no compiler has to spill (tests/test_cuda_compile.py).
-constexpr u32 resident_blocks(u32 warps, u32 mask, u32 vectors, bool aligned, bool in_windows) {
-  const u32 warps_of_block = warps == 1 ? 4 : warps;
-#if __CUDA_ARCH__ == 900
-  return (mask == kNoMask && (aligned || vectors <= 4) && !in_windows ? 24 : 16) / warps_of_block;
-#else
-  return mask != kNoMask && !aligned && warps_of_block <= 8 ? 8 / warps_of_block : 16 / warps_of_block;
-#endif
-}
-
-// Tiles that are on their way while a warp works on one (TileStream). Where k may be large the candidates take the room in
-// shared memory; then the registers decide, and again not every target has enough of them.
-constexpr u32 tiles_ahead(u32 warps, u32 mask, u32 vectors, bool aligned) {
-#if __CUDA_ARCH__ == 900
-  if (warps > 8) return (mask == kNoMask && aligned) || vectors <= 4 ? 1 : 0;
-#endif
-  return warps <= 8 ? 2 : 0;
-}
-
 // How a warp's tiles become candidates. fused_topk/kernel_choice.py chooses.
 enum Method : u32 {
   kTileByTile = 0,
@@ -130,14 +109,50 @@ enum Method : u32 {
   kInWindows = 2,  // a window of tiles at a time; an aligned row, without a mask, in parts of one tile
 };
 
+// Whether a tile stays in shared memory while a warp works on it (TileStream): in an aligned row without a mask, if a warp has
+// it alone, or 16 warps and the hardware has the room. fused_topk/kernel_choice.py knows it too.
+constexpr bool is_in_place(u32 warps, u32 method, u32 mask, bool aligned) {
+#if __CUDA_ARCH__ == 900
+  if (warps > 8) return method == kTileByTile && mask == kNoMask && aligned;
+#endif
+  return kHasAsyncCopy && warps == 1 && mask == kNoMask && aligned;
+}
+
+// Blocks that must fit on a multiprocessor, which caps a thread's registers: at 64 for 32 warps, 80 for 24, 128 for 16. More
+// than 16 where they were measured to be worth it; a mask, and large tiles of unaligned rows, need the registers. On other
+// targets there are enough of them that no compiler has to spill (tests/test_cuda_compile.py).
+constexpr u32 resident_blocks(u32 warps, u32 method, u32 mask, u32 vectors, bool aligned) {
+  const u32 warps_of_block = warps == 1 ? 4 : warps;
+  const bool is_plain_warp = warps == 1 && is_in_place(warps, method, mask, aligned);
+#if __CUDA_ARCH__ == 900
+  if (is_plain_warp) return 32 / warps_of_block;
+  return (mask == kNoMask && (aligned || vectors <= 4) && method != kInWindows ? 24 : 16) / warps_of_block;
+#else
+  if (is_plain_warp) return 24 / warps_of_block;
+  return mask != kNoMask && !aligned && warps_of_block <= 8 ? 8 / warps_of_block : 16 / warps_of_block;
+#endif
+}
+
+// Tiles that a warp asks for before it takes the first (TileStream). One that has its row alone keeps 4 kB in place, so that 32
+// warps fit. Where k may be large the candidates take the room in shared memory; then the registers decide, and again not
+// every target has enough of them.
+constexpr u32 tiles_ahead(u32 warps, u32 method, u32 mask, u32 vectors, bool aligned) {
+  if (is_in_place(warps, method, mask, aligned)) return warps == 1 ? 8 / vectors : 2;
+#if __CUDA_ARCH__ == 900
+  if (warps > 8) return (mask == kNoMask && aligned) || vectors <= 4 ? 1 : 0;
+#endif
+  return warps <= 8 ? 2 : 0;
+}
+
 template <class FORMAT, u32 WARPS, u32 METHOD, u32 VECTORS, bool ALIGNED, u32 MASK>
 struct ScanOf {
-  static constexpr u32 kAhead = tiles_ahead(WARPS, MASK, VECTORS, ALIGNED);
-  using Type = RowScan<FORMAT, VECTORS, ALIGNED, MASK, kAhead, METHOD == kForMany>;
+  static constexpr u32 kAhead = tiles_ahead(WARPS, METHOD, MASK, VECTORS, ALIGNED);
+  static constexpr bool kInPlace = is_in_place(WARPS, METHOD, MASK, ALIGNED);
+  using Type = RowScan<FORMAT, VECTORS, ALIGNED, MASK, kAhead, kInPlace, METHOD == kForMany>;
 };
 template <class FORMAT, u32 WARPS, u32 VECTORS>
 struct ScanOf<FORMAT, WARPS, kInWindows, VECTORS, true, kNoMask> {
-  static constexpr u32 kAhead = tiles_ahead(WARPS, kNoMask, VECTORS, true);
+  static constexpr u32 kAhead = tiles_ahead(WARPS, kInWindows, kNoMask, VECTORS, true);
   // As much as fits beside the candidates of 16 warps; in the 64 kB of compute capability 7.5, less.
   static constexpr u32 kWindow = WARPS <= 8 ? 8 : kHasAsyncCopy ? 4 : 2;
   using Type = WindowScan<FORMAT, WARPS, VECTORS, kAhead, kWindow>;
@@ -147,7 +162,7 @@ struct ScanOf<FORMAT, WARPS, kInWindows, VECTORS, true, kNoMask> {
 // it keeps of a window, then, if splits is 1, the states of each group's parts.
 template <class FORMAT, u32 WARPS, u32 METHOD, u32 VECTORS, bool ALIGNED, u32 MASK>
 __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
-                                  resident_blocks(WARPS, MASK, VECTORS, ALIGNED, METHOD == kInWindows))
+                                  resident_blocks(WARPS, METHOD, MASK, VECTORS, ALIGNED))
     softmax_topk_kernel(const __grid_constant__ Problem problem) {
   constexpr bool kIsForMany = METHOD == kForMany;
   using GROUP = Group<WARPS, kIsForMany>;

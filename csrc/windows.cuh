@@ -22,8 +22,8 @@ struct WindowShared {
 
 // WARPS: the group's, between two tiles of a warp. A part of the row has one tile.
 template <class FORMAT, u32 WARPS, u32 VECTORS, u32 AHEAD, u32 WINDOW>
-class WindowScan : public RowScan<FORMAT, VECTORS, true, kNoMask, AHEAD, false> {
-  using Base = RowScan<FORMAT, VECTORS, true, kNoMask, AHEAD, false>;
+class WindowScan : public RowScan<FORMAT, VECTORS, true, kNoMask, AHEAD, false, false> {
+  using Base = RowScan<FORMAT, VECTORS, true, kNoMask, AHEAD, false, false>;
 
  public:
   using typename Base::RowTile;
@@ -172,7 +172,7 @@ class WindowScan : public RowScan<FORMAT, VECTORS, true, kNoMask, AHEAD, false> 
   __device__ __forceinline__ u32 best_of_tile(u32 t, bool is_left, Candidates<GROUP>& candidates) {
     this->stream_.load(this->tile_, tile_of(t));
     this->lane_max_ = window_.maxima[t][lane_id()];
-    u32 todo = is_left ? Base::hits_in_registers(candidates.least()) : 0;
+    u32 todo = is_left ? Base::hits_of_all(candidates.least()) : 0;
     todo &= RowTile::is_element(this->tile_.first, this->V_);
     if (warp_sum(u32(__popc(todo))) > candidates.k() + Base::kFewMore)
       todo = this->template best_of<true>(todo, candidates);

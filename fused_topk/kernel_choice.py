@@ -36,9 +36,11 @@ _SHORT_ROW, _SHORT_K, _ROUTER_K, _SHORT_LANE = 256, 32, 8, 8
 _ROUTER_LANES = 8
 _WARP_BYTES = 512  # that a warp reads with one load of 16 bytes a lane
 _MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csrc/candidates.cuh has room for
-# Of a row that a warp has alone: bytes, beyond which a block is quicker for small k, and parts, whose states take room.
-_MOST_BYTES_OF_WARP, _MOST_PARTS_OF_WARP = 200_000, 256
+# Of a row that a warp has alone, by bytes of a logit: parts, beyond which a block is quicker for small k, and, for any k, their
+# states leave room for fewer rows.
+_MOST_PARTS_OF_WARP, _MOST_PARTS_FOR_LARGE_K = {2: 160, 4: 36}, 256
 _WARPS_PER_BLOCK = 4  # where a warp owns a row, or several
+_PLACE_BYTES = 4096  # of its tiles that such a warp keeps in place, so that 32 warps fit on a multiprocessor
 
 
 # Half of a warp's lanes: of more, their bests would prove too loose a bound (KthBound::needs_many() of csrc/bound.cuh).
@@ -93,16 +95,22 @@ class KernelChoice(NamedTuple):
         has_tiles = self.parts > (_LEAST_TILES_IN_WINDOWS - 1) * self.warps * self.splits and self.tiles_per_part == 1
         return Method.IN_WINDOWS if itemsize == 2 and is_plain and has_tiles else Method.TILE_BY_TILE
 
-    def shared_bytes(self, method: Method) -> int:
-        """Dynamic shared memory: two tiles for each warp, and 16 bytes each for the straddle of an unaligned row, unless the
-        candidates need the room; what it keeps of a window; and the states of a row's parts, if one group has all of them."""
+    def shared_bytes(self, method: Method, is_plain: bool) -> int:
+        """Dynamic shared memory: tiles of each warp, and 16 bytes each for the straddle of an unaligned row; what it keeps of
+        a window; and the states of a row's parts, if one group has all of them. is_plain: aligned rows, no mask."""
         if self.lanes:
             return 0
-        tiles = self.threads // 32 * 2 * (self.vectors * _WARP_BYTES + 16) if self.warps <= 8 else 0
+        tile_bytes = self.vectors * _WARP_BYTES + (0 if is_plain else 16)
+        tiles = self.threads // 32 * self._tiles_of_warp(method, is_plain) * tile_bytes
         windows = self.warps * _window_bytes(8 if self.warps <= 8 else 4) if method == Method.IN_WINDOWS else 0
         states = 8 * self.parts * self.rows_per_block if self.splits == 1 else 0
-        # Five blocks of 4-byte logits a multiprocessor, not six: 4000 x 10000 takes 51 µs, and 55.
-        return tiles + windows + max(states, 2048 if self.warps == 1 else 0)
+        return tiles + windows + states
+
+    def _tiles_of_warp(self, method: Method, is_plain: bool) -> int:
+        """That fit in its share of shared memory: tiles_ahead() of csrc/softmax_topk.cu, on hardware that has room for most."""
+        if self.warps == 1 and is_plain:
+            return _PLACE_BYTES // (self.vectors * _WARP_BYTES)
+        return 2 if self.warps <= 8 or (method == Method.TILE_BY_TILE and is_plain) else 0
 
     @property
     def regime(self) -> str:
@@ -122,14 +130,14 @@ def choose(
 ) -> KernelChoice:
     """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors.
 
-    What the limits rest on, in µs on an H200 (132 multiprocessors), by `python -m fused_topk sweep` (commit b9ad44b; in its 51
-    shapes the choice is the best of all or at most 7 % behind it; routers and windows: e074df7 with csrc/windows.cuh, 20
-    shapes, 4 %):
+    What the limits rest on, in µs on an H200 (132 multiprocessors), by `python -m fused_topk sweep`:
 
     - 8 lanes that merge, or the best off the tops of more: 65536 x 256 bf16 k = 8: 15.6 or 40; 16384 x 128: 5.1 or 7.9;
       4096 x 64: 2.5 or 3.1;
-    - a warp or 8 warps a row: 4000 x 4000 fp32 k = 5: 24 or 46; 4000 x 25000 k = 5: 108 or 106, k = 64: 140 or 183;
-      4000 x 100000 k = 5: 390 or 373;
+    - a warp or 8 warps a row: 4000 x 4000 fp32 k = 5: 21 or 47; 4000 x 25000 k = 5: 104 or 104, k = 64: 120 or 181;
+      4000 x 50000 k = 5: 193 or 187; 4096 x 151936 bf16 k = 8: 295 or 349, 4096 x 262144: 669 or 534;
+    - the same with fewer rows, k = 8: 400 x 2000 fp32: 6.5 or 9.0, 528 x 4000: 9.9 or 10.3, 800 x 8000: 17.3 or 16.2,
+      1320 x 25000: 47 or 46, 1320 x 32000 bf16: 42 or 43, 1584 x 128256: 122 or 121; k = 50: 1056 x 8000 fp32: 26 or 24;
     - 8 or 16 warps: 16 x 128256 bf16 k = 8: 9.5 or 7.9, 16 x 262144 bf16 k = 64: 17.9 or 14.6, 64 x 128256 fp32
       k = 128: 29.6 or 23.4; but 64 x 128256 fp32 k = 32: 18.5 or 20.8, 32 x 262144 bf16 k = 20: 16.5 or 18.7, and with few
       parts 8 x 50257 fp32 k = 50: 12.4 or 13.3; 256 x 128256 fp32 k = 8: 38 or 41;
@@ -141,8 +149,8 @@ def choose(
     vectors = _TILE * itemsize // _WARP_BYTES
     if vocab_size <= _SHORT_ROW and k <= _SHORT_K and not has_beams:
         return _router_rows(vocab_size, itemsize) if k <= _ROUTER_K else _short_rows(vocab_size, itemsize)
-    is_short = parts <= _MOST_PARTS_OF_WARP and (k > 16 or vocab_size * itemsize <= _MOST_BYTES_OF_WARP)
-    if (k <= 32 and parts == 1) or (k <= 64 and rows >= 16 * multiprocessors and is_short):
+    is_short = parts <= (_MOST_PARTS_FOR_LARGE_K if k > 16 else _MOST_PARTS_OF_WARP[itemsize])
+    if (k <= 32 and parts == 1) or (k <= 64 and is_short and rows >= multiprocessors * _least_rows_of_warps(parts, k)):
         return KernelChoice(1, vectors, 1, parts, tiles_per_part)
     suits_8_warps = rows > multiprocessors or 16 < k <= 32 or (k > 32 and parts <= 64)
     warps = 8 if k <= 64 and suits_8_warps else 16
@@ -204,6 +212,12 @@ def _cut(vocab_size: int) -> tuple[int, int]:
     while _TILE * tiles_per_part * _MAX_PARTS < vocab_size:
         tiles_per_part *= 2
     return -(-vocab_size // (_TILE * tiles_per_part)), tiles_per_part
+
+
+def _least_rows_of_warps(parts: int, k: int) -> int:
+    """Rows for each multiprocessor from which a warp a row is quicker than a block: the longer its row, and its row's list, the
+    more other warps it takes to keep the multiprocessor busy."""
+    return min(12, 4 + parts // 4 + k // 16)
 
 
 def _splits(rows: int, parts: int, warps: int, k: int, multiprocessors: int) -> int:

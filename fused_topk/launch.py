@@ -142,7 +142,8 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         mask_use = 1 if layout.values == "logits" else _MASK_USES[layout.normalize]
 
     k_row = min(layout.k, vocab_size)
-    method = choice.method(k_row, itemsize, is_aligned and not mask_use)
+    is_plain = is_aligned and not mask_use
+    method = choice.method(k_row, itemsize, is_plain)
     splits = choice.splits
     beams = 0 if layout.beam_strides is None else leading[1]
     length = list_length(k_row, splits, choice.warps)
@@ -183,7 +184,7 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         kernel_name(FORMATS[layout.dtype], choice, method, is_aligned, mask_use),
         choice.grid(rows),
         choice.threads,
-        choice.shared_bytes(method),
+        choice.shared_bytes(method, is_plain),
         problem,
         scratch_words=lists + parts + 2 * beam_lists,
         lists=lists,

@@ -66,7 +66,15 @@ def problems():
         (37, 1024, 32, 2, "warp per row"),
         (37, 1024, 64, 2, "block per row"),
         (4000, 4000, 5, 4, "warp per row"),
-        (4000, 100000, 5, 4, "block per row"),
+        (4000, 36000, 5, 4, "warp per row"),
+        (4000, 37000, 5, 4, "block per row"),
+        (4000, 37000, 17, 4, "warp per row"),
+        (4000, 151936, 8, 2, "warp per row"),
+        (4000, 262144, 8, 2, "block per row"),
+        (528, 2000, 8, 4, "warp per row"),
+        (527, 2000, 8, 4, "block per row"),
+        (528, 25000, 8, 4, "block per row"),
+        (1584, 128256, 8, 2, "warp per row"),
         (4000, 100, 100, 4, "block per row"),
         (4000, 25000, 300, 4, "block per row"),
         (1, 128256, 8, 2, "split row"),
@@ -132,14 +140,17 @@ def test_choose_covers_the_row():
 
 def test_choose_fits_the_machine():
     """Dynamic and static shared memory within the 99 KiB that a block gets on any hardware since compute capability 8.0:
-    tiles, windows of them, and the states of at most 1024 parts."""
+    tiles, windows of them, and the states of at most 1024 parts. 16 warps keep tiles in place only where a block gets 227."""
     for problem in problems():
         choice = choose(*problem)
         states = 8 * 1024 if choice.splits == 1 or choice.warps == 1 else 0
-        method = choice.method(problem[2], problem[3], True)
-        shared_bytes = choice.shared_bytes(method)
-        assert shared_bytes <= (64 << 10) + 256 + states, (problem, choice)
-        assert shared_bytes + most_static_bytes(choice.warps, method) <= 99 << 10, (problem, choice)
+        for is_plain in (True, False):
+            method = choice.method(problem[2], problem[3], is_plain)
+            is_in_place = is_plain and choice.warps > 8 and method == Method.TILE_BY_TILE
+            shared_bytes = choice.shared_bytes(method, is_plain)
+            assert shared_bytes <= (128 if is_in_place else 64) * 1024 + 256 + states, (problem, choice)
+            most = 227 if is_in_place else 99
+            assert shared_bytes + most_static_bytes(choice.warps, method) <= most << 10, (problem, choice)
         assert choice.threads <= 1024 and choice.threads % LANES == 0
         assert 1 <= choice.splits <= choice.parts, (problem, choice)
         across, along = choice.grid(problem[0])

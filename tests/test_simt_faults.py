@@ -16,6 +16,8 @@ ONE_WARP = Case(257, 5, rows="2")
 ONE_TILE = Case(256, 5, rows="2", padding=16)
 ONE_BLOCK = Case(3001, 40, rows="2", splits=1)
 TWO_BLOCKS = Case(3001, 40, rows="2", splits=2)
+# Three tiles that a warp keeps in place, one after the other.
+IN_PLACE = Case(2500, 5, rows="2", owner="many", padding=28)
 # Two windows of a warp's tiles, copied in the background, and loaded to registers.
 COPIED_WINDOWS = Case(70_000, 20, "bf16", rows="2", splits=1, padding=16)
 LOADED_WINDOWS = Case(70_000, 8, "bf16", rows="2", splits=1, padding=16)
@@ -124,6 +126,12 @@ FAULTS = {
     ),
     "copy that is not waited for": Fault(
         r"cp\.async\.wait_group %0", "cp.async.wait_group 7", ONE_BLOCK, {"uninitialised"}, "tile_slots|dynamic"
+    ),
+    "copy in place that is not waited for": Fault(
+        r"is_last \|\| kAhead == 1", "is_last", IN_PLACE, {"uninitialised"}, "dynamic"
+    ),
+    "copy over a tile that is still needed": Fault(
+        r"if \(!scan\.offer\(", r"scan.request(ahead, order.end); \g<0>", IN_PLACE, {"uninitialised"}, "dynamic"
     ),
     "copy from outside of an array": Fault(
         r"cp\.async\.cg\.shared\.global \[%0\], \[%1\], 16;",
