@@ -27,31 +27,37 @@ __device__ __forceinline__ bool arrives_last(u32* ticket, u32 expected, u32& sha
   return shared_flag;
 }
 
-// Parts into a row: 128 at a time, relative to their greatest maximum, and always in this order, whoever has read them: so a
-// row has the same bits in every regime. state(part) is that of each part. The same in every lane; the 32 lanes of a warp
-// call it.
+// Parts that are merged in a step, relative to their greatest maximum.
+constexpr u32 kPartsOfStep = 4 * kWarpSize;
+
+// Step `i` of a row's parts. state(part) is that of each. The same in every lane; the 32 lanes of a warp call it.
 template <class STATE>
-__device__ __forceinline__ Normalizer merge_parts(u32 parts, float scale, STATE state) {
-  constexpr u32 kOfLane = 4;
+__device__ __forceinline__ Normalizer merge_step(u32 i, u32 parts, float scale, STATE state) {
+  constexpr u32 kOfLane = kPartsOfStep / kWarpSize;
+  float2 own[kOfLane];
+  float m = -FUSED_TOPK_INFINITY;
+#pragma unroll
+  for (u32 c = 0; c < kOfLane; ++c) {
+    const u32 part = i * kPartsOfStep + c * kWarpSize + lane_id();
+    own[c] = part < parts ? state(part) : float2{-FUSED_TOPK_INFINITY, 0.0f};
+  }
+#pragma unroll
+  for (u32 c = 0; c < kOfLane; ++c) m = max_nan(m, own[c].x);
+  m = warp_max(m);
+  const float base = reference_point(m);
+  float d = 0.0f;
+#pragma unroll
+  for (u32 c = 0; c < kOfLane; ++c) d = fmaf(own[c].y, exp2_approx((own[c].x - base) * scale), d);
+  return {m, warp_sum(d)};
+}
+
+// Parts into a row: step(i) after step(i - 1), whoever has read the parts and whoever has made the steps: so a row has the same
+// bits in every regime.
+template <class STEP>
+__device__ __forceinline__ Normalizer merge_parts(u32 parts, float scale, STEP step) {
   Normalizer row;
 #pragma unroll 1
-  for (u32 first = 0; first < parts; first += kOfLane * kWarpSize) {
-    float2 own[kOfLane];
-    float m = -FUSED_TOPK_INFINITY;
-#pragma unroll
-    for (u32 c = 0; c < kOfLane; ++c) {
-      const u32 part = first + c * kWarpSize + lane_id();
-      own[c] = part < parts ? state(part) : float2{-FUSED_TOPK_INFINITY, 0.0f};
-    }
-#pragma unroll
-    for (u32 c = 0; c < kOfLane; ++c) m = max_nan(m, own[c].x);
-    m = warp_max(m);
-    const float base = reference_point(m);
-    float d = 0.0f;
-#pragma unroll
-    for (u32 c = 0; c < kOfLane; ++c) d = fmaf(own[c].y, exp2_approx((own[c].x - base) * scale), d);
-    row = merge(row, {m, warp_sum(d)}, scale, exp2_approx);
-  }
+  for (u32 i = 0; i * kPartsOfStep < parts; ++i) row = merge(row, step(i), scale, exp2_approx);
   return row;
 }
 

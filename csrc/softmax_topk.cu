@@ -28,6 +28,9 @@ struct Beam {
   }
 };
 
+// Of a row that several blocks read (fused_topk/kernel_choice.py: at most 1024 parts).
+constexpr u32 kMaxSteps = 1024 / kPartsOfStep;
+
 // What a group keeps in shared memory, besides its warps' tiles.
 template <class GROUP>
 struct GroupShared {
@@ -41,6 +44,7 @@ struct GroupShared {
   RowResult row;
   Beam beam;
   i64 beam_indices[kEntries];
+  float2 steps[GROUP::kIsWarp ? 1 : kMaxSteps];
   u32 is_last;
 };
 
@@ -218,12 +222,14 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
   const bool finishes_row = GROUP::warp() == GROUP::kWarps - 1;
   Normalizer state;
   Beam beam;
-  const auto merge_row = [&](auto state_of_part) {
+  const auto merge_row = [&](auto step) {
     // The score is on its way meanwhile.
     if (problem.beams != 0) beam = Beam(problem, row);
-    state = merge_parts(parts, scan.scale(), state_of_part);
+    state = merge_parts(parts, scan.scale(), step);
   };
-  if (splits == 1 && finishes_row) merge_row([&](u32 i) { return own_parts[i]; });
+  const auto step_of = [&](u32 i, auto state_of_part) { return merge_step(i, parts, scan.scale(), state_of_part); };
+  if (splits == 1 && finishes_row)
+    merge_row([&](u32 i) { return step_of(i, [&](u32 part) { return own_parts[part]; }); });
 
   const u64* chosen;  // [k], best first
   u32 lists = splits;
@@ -267,6 +273,24 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
     candidates.restart(k);
     if (!arrives_last<GROUP>(problem.row_tickets + row, splits, shared.is_last)) return;
   }
+  const auto step_of_others = [&](u32 i) {
+    u32 same_row = row;
+    if constexpr (MASK != kNoMask) keep_opaque(same_row);
+    const float2* const states = MASK == kNoMask ? all_parts : parts_of(same_row);
+    return step_of(i, [&](u32 part) { return load_from_other_block(states + part); });
+  };
+  // Of a long row, one warp would wait for memory at each step: here each warp makes one, and all wait together. Rarely, so
+  // that this code does not lie in the way of the rest.
+  const bool has_many_steps = splits > 1 && parts > 2 * kPartsOfStep;
+  if (__builtin_expect(has_many_steps, false)) {
+#pragma unroll 1
+    for (u32 i = GROUP::warp(); i * kPartsOfStep < parts; i += GROUP::kWarps) {
+      const Normalizer step = step_of_others(i);
+      if (lane_id() == 0) shared.steps[i] = {step.m, step.d};
+    }
+    GROUP::sync();
+    if (finishes_row) merge_row([&](u32 i) { return Normalizer{shared.steps[i].x, shared.steps[i].y}; });
+  }
   bool is_sequence = false;
 #pragma unroll 1
   while (true) {
@@ -278,10 +302,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
                  if (is_all) keep_indices(beam_indices(), problem.beams * k, shared.beam_indices);
                  return;
                }
-               u32 same_row = row;
-               if constexpr (MASK != kNoMask) keep_opaque(same_row);
-               const float2* const states = MASK == kNoMask ? all_parts : parts_of(same_row);
-               merge_row([&](u32 i) { return load_from_other_block(states + i); });
+               if (!has_many_steps) merge_row(step_of_others);
              });
     }
     if (finishes_row && lane_id() == 0 && !is_sequence) {

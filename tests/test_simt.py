@@ -25,8 +25,8 @@ from simt.row_topk import empty_result, read_rows, row_topk
 from test_beam import infinite_beams
 
 # (V, k, whose rows, blocks a row), on both sides of every number at which the kernels, or their choice, change course:
-# a vector, a lane, what 8 lanes hold, 8, 16 and 32 lanes, a tile, two of them, a part for each warp; the k that 8 lanes, a warp,
-# 8 warps and 16 warps take; more blocks.
+# a vector, a lane, what 8 lanes hold, 8, 16 and 32 lanes, a tile, two of them, a part for each warp, three steps of parts; the k
+# that 8 lanes, a warp, 8 warps and 16 warps take; more blocks.
 SIZES = {
     "8 lanes, 8 logits in each": [
         (1, 1, "few", 0), (2, 2, "few", 0), (8, 8, "many", 0), (9, 5, "few", 0), (31, 5, "many", 0), (64, 8, "few", 0),
@@ -48,6 +48,7 @@ SIZES = {
     ],
     "16 warps": [
         (2049, 5, "few", 0), (8193, 8, "few", 0), (17001, 256, "few", 1), (33001, 200, "few", 2), (20003, 16, "few", 1),
+        (270001, 5, "few", 2),
     ],
     "8 warps, three tiles each": [(17000, 20, "few", 1), (50001, 33, "few", 2), (140001, 60, "few", 1)],
     "16 warps, three tiles each": [(33001, 8, "few", 1), (70000, 3, "few", 1), (150001, 16, "few", 2)],

@@ -21,6 +21,8 @@ IN_PLACE = Case(2500, 5, rows="2", owner="many", padding=28)
 # Two windows of a warp's tiles, copied in the background, and loaded to registers.
 COPIED_WINDOWS = Case(70_000, 20, "bf16", rows="2", splits=1, padding=16)
 LOADED_WINDOWS = Case(70_000, 8, "bf16", rows="2", splits=1, padding=16)
+# Three steps of parts.
+LONG_ROW = Case(270_001, 5, "bf16", rows="2", splits=2, padding=15)
 # Blocks that hand over, and sort, by buckets.
 LARGE_K = Case(4097, 400, rows="1", splits=2)
 
@@ -118,6 +120,13 @@ FAULTS = {
     ),
     "window read into before its sums are added up": Fault(
         r"(// All lanes have added up the last window's sums\.\s*)__syncwarp\(\);", r"\1", LOADED_WINDOWS, {"race"}
+    ),
+    "steps merged before they are made": Fault(
+        r"(shared\.steps\[i\] = [^}]*\};\s*\}\s*)GROUP::sync\(\);",
+        r"\1",
+        LONG_ROW,
+        {"race", "uninitialised"},
+        "all_shared",
     ),
     "list handed over without its end": Fault(r"list\[i\] = kNoCandidate;", ";", LARGE_K, {"uninitialised"}, "empty"),
     "ticket not reset": Fault(r'"r"\(count - 1\)', '"r"(count)', TWO_BLOCKS, {"not reset"}, "tickets"),
