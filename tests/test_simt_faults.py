@@ -143,8 +143,8 @@ FAULTS = {
         r"if \(!scan\.offer\(", r"scan.request(ahead, order.end); \g<0>", IN_PLACE, {"uninitialised"}, "dynamic"
     ),
     "copy from outside of an array": Fault(
-        r"cp\.async\.cg\.shared\.global \[%0\], \[%1\], 16;",
-        "cp.async.cg.shared.global [%0], [%1 + 65536], 16;",
+        r"(cp\.async\.cg\.shared\.global\S*) \[%0\], \[%1\]",
+        r"\1 [%0], [%1 + 65536]",
         ONE_BLOCK,
         {"out of bounds"},
     ),
