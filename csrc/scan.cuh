@@ -251,16 +251,17 @@ class RowScan {
     tile_.forget_decoded();
     return MASK == kNoMask ? result : result & allowed_or_lowest(least);
   }
-  template <bool IN_REGISTERS>
+  // AT_ONCE takes registers that a warp of 32 on a multiprocessor does not have.
+  template <bool AT_ONCE>
   __device__ __forceinline__ u32 not_below_key(u32 key) {
     const float least = __uint_as_float(bits_of_key(key));
-    return IN_REGISTERS ? hits_of_all(least) : not_below(least);
+    return AT_ONCE ? hits_of_all(least) : not_below(least);
   }
 
   // Of the lane's elements `todo`, those that can be among the best k of all lanes', and few more; raises the threshold to
   // what they prove. Where logits ascend, every tile beats all before it, and where they are equal, none is worse than any:
   // this is what keeps either from filling the candidates. All 32 lanes call it.
-  template <bool IN_REGISTERS = !Stream::kInBackground, class GROUP>
+  template <class GROUP, bool AT_ONCE = !Stream::kInBackground || (Stream::kInPlace && !GROUP::kIsWarp)>
   __device__ __forceinline__ u32 best_of(u32 todo, Candidates<GROUP>& candidates) {
     const float greatest_logit = warp_max(lane_max_);
     // A NaN would be counted as not below anything.
@@ -280,7 +281,7 @@ class RowScan {
       const u32 trial = bound | bit;
       if (trial > greatest) continue;
       if (trial > least) {
-        const u32 passing = warp_sum(u32(__popc(todo & not_below_key<IN_REGISTERS>(trial))));
+        const u32 passing = warp_sum(u32(__popc(todo & not_below_key<AT_ONCE>(trial))));
         if (passing < k) continue;
         count = passing;
       }
@@ -288,12 +289,12 @@ class RowScan {
     }
     // Of a negative logit of 16 bits, the key's lowest bits are set.
     if (bound < kZeroKey) bound |= FORMAT::kLowestKeyBit - 1;
-    todo &= not_below_key<IN_REGISTERS>(bound);
+    todo &= not_below_key<AT_ONCE>(bound);
     candidates.raise(bound);
     if (warp_sum(u32(__popc(todo))) <= k + kFewMore) return todo;
 
     // Too many are equal to the k-th best: the first k of those, in the order of tokens, are enough.
-    const u32 greater = bound == greatest ? 0 : todo & not_below_key<IN_REGISTERS>(bound + 1);
+    const u32 greater = bound == greatest ? 0 : todo & not_below_key<AT_ONCE>(bound + 1);
     const u32 equal = todo & ~greater;
     u32 kept = 0;
     u32 before = 0;

@@ -175,7 +175,7 @@ class WindowScan : public RowScan<FORMAT, VECTORS, true, kNoMask, AHEAD, false, 
     u32 todo = is_left ? Base::hits_of_all(candidates.least()) : 0;
     todo &= RowTile::is_element(this->tile_.first, this->V_);
     if (warp_sum(u32(__popc(todo))) > candidates.k() + Base::kFewMore)
-      todo = this->template best_of<true>(todo, candidates);
+      todo = this->template best_of<GROUP, true>(todo, candidates);
     return todo;
   }
 
