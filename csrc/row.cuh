@@ -222,7 +222,7 @@ class TileStream {
       // Every lane is done with the slot.
       __syncwarp();
       if (is_inner(tile)) {
-        // Read once, it leaves the L2 cache before what others have there: 4 % where rows are many, 2 to 3 where few.
+        // Read once, it leaves the L2 cache before what others have there: up to 4 % (csrc/README.md).
         const CachePolicy policy(true);
 #pragma unroll
         for (u32 u = 0; u < VECTORS; ++u) copy_async(slot + u * kWarpSize, source + u * kWarpSize * 16, policy);
@@ -253,8 +253,10 @@ class TileStream {
       to_next_slot();
     }
   }
-  // The tile taken is no longer needed, nor is another requested in its place.
-  __device__ __forceinline__ void release() { to_next_slot(); }
+  // Also instead of a request: the tile taken is no longer needed, nor is another in its place.
+  __device__ __forceinline__ void to_next_slot() {
+    if (kAhead == 2) slot_ = kSlotVectors - slot_;
+  }
 
   // The first tile of those requested. is_last: no other is on its way.
   __device__ __forceinline__ void take(RowTile& tile, u32 number, bool is_last) const {
@@ -303,9 +305,6 @@ class TileStream {
   }
   __device__ __forceinline__ bool is_inner(u32 tile) const { return tile - first_inner_ < inner_tiles_; }
 
-  __device__ __forceinline__ void to_next_slot() {
-    if (kAhead == 2) slot_ = kSlotVectors - slot_;
-  }
   __device__ __forceinline__ Vector vector_of_slot(u32 u) const {
     const Vector* const vector = slots_ + slot_ + u * kWarpSize + lane_id();
     if constexpr (ALIGNED) return vector[0];

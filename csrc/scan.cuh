@@ -52,7 +52,7 @@ class RowScan {
     if (tile < end) {
       stream_.request(tile);
     } else {
-      stream_.release();
+      stream_.to_next_slot();
     }
   }
 

@@ -116,10 +116,8 @@ enum Method : u32 {
 // Whether a tile stays in shared memory while a warp works on it (TileStream): in an aligned row without a mask, if a warp has
 // it alone, or 16 warps and the hardware has the room. fused_topk/kernel_choice.py knows it too.
 constexpr bool is_in_place(u32 warps, u32 method, u32 mask, bool aligned) {
-#if __CUDA_ARCH__ == 900
-  if (warps > 8) return method == kTileByTile && mask == kNoMask && aligned;
-#endif
-  return kHasAsyncCopy && warps == 1 && mask == kNoMask && aligned;
+  const bool has_room = warps == 1 || (warps > 8 && method == kTileByTile && __CUDA_ARCH__ == 900);
+  return kHasAsyncCopy && has_room && mask == kNoMask && aligned;
 }
 
 // Blocks that must fit on a multiprocessor, which caps a thread's registers: at 64 for 32 warps, 80 for 24, 128 for 16. More

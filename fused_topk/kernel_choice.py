@@ -9,7 +9,7 @@ regime          owner                                                   when
 =============== ======================================================= ====================================
 router rows     8 lanes of a warp, which merge what they have sorted    k <= 8 and V <= 256
 short rows      8, 16 or 32 lanes, the best come off their tops         k <= 32 and V <= 256
-warp per row    one warp, tile by tile, four rows a block               rows fill the GPU, k <= 64; V <= 1024, k <= 32
+warp per row    one warp, tile by tile, four rows a block               many rows, k <= 64; or V <= 1024, k <= 32
 block per row   all warps of a block                                    as many rows as blocks fit, or few parts
 split row       several blocks; the last to arrive merges               too few rows for that
 =============== ======================================================= ====================================
@@ -130,7 +130,9 @@ def choose(
 ) -> KernelChoice:
     """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors.
 
-    What the limits rest on, in µs on an H200 (132 multiprocessors), by `python -m fused_topk sweep`:
+    What the limits rest on, in µs on an H200 (132 multiprocessors), choices timed beside each other, as `python -m
+    fused_topk sweep` does: a warp's limits with the tiles in place (907e46a); routers e074df7; the others by the last sweep of
+    all 51 shapes (b9ad44b: the choice was the best or at most 7 % behind it):
 
     - 8 lanes that merge, or the best off the tops of more: 65536 x 256 bf16 k = 8: 15.6 or 40; 16384 x 128: 5.1 or 7.9;
       4096 x 64: 2.5 or 3.1;

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
 from fused_topk import cuda
 from fused_topk.kernel_choice import MAX_K, VARIANTS, KernelChoice, Method, alternatives, choose, list_length
+from fused_topk.kernel_source import source_folder
 from fused_topk.launch import kernel_name
 from test_cuda_compile import most_static_bytes
 
@@ -75,6 +77,9 @@ def problems():
         (527, 2000, 8, 4, "block per row"),
         (528, 25000, 8, 4, "block per row"),
         (1584, 128256, 8, 2, "warp per row"),
+        (1583, 128256, 8, 2, "block per row"),
+        (1188, 8000, 50, 4, "warp per row"),
+        (1187, 8000, 50, 4, "block per row"),
         (4000, 100, 100, 4, "block per row"),
         (4000, 25000, 300, 4, "block per row"),
         (1, 128256, 8, 2, "split row"),
@@ -156,6 +161,21 @@ def test_choose_fits_the_machine():
         across, along = choice.grid(problem[0])
         # The first and the second dimension of a grid. Several blocks share a row only where rows are few.
         assert 1 <= across <= 2**31 - 1 and 1 <= along <= 65535, (problem, choice)
+
+
+def test_32_warps_with_a_row_each_fit_on_a_multiprocessor():
+    """Of 228 KiB, 1 of each block for the system: aligned rows, no mask, k <= 16. Beyond, more parts may leave room for fewer."""
+    for problem in problems():
+        choice = choose(*problem)
+        if choice.warps == 1 and not choice.lanes and problem[2] <= 16:
+            block = choice.shared_bytes(Method.TILE_BY_TILE, is_plain=True) + most_static_bytes(1, Method.TILE_BY_TILE)
+            assert 32 * 32 // choice.threads * (block + 1024) <= 228 << 10, (problem, choice)
+
+
+def test_steps_of_every_row_fit():
+    """csrc/softmax_topk.cu has room for the steps in which the parts of a row are merged."""
+    declared = re.search(r"kMaxSteps = (\d+) / kPartsOfStep", (source_folder() / "softmax_topk.cu").read_text())
+    assert declared and max(choose(*problem).parts for problem in problems()) <= int(declared[1])
 
 
 def test_choose_gives_every_block_a_share():
