@@ -61,30 +61,58 @@ __device__ __forceinline__ Normalizer merge_parts(u32 parts, float scale, STEP s
   return row;
 }
 
+// The key that a candidate of a list is a bound with. Of a beam whose score is +inf, NaN comes last though it ranks first: as a
+// bound it says nothing.
+__device__ __forceinline__ u32 bound_of_list(const u64* candidate) {
+  const u32 key = key_of(load_from_other_block(candidate));
+  return key == kNanKey ? kNoKey : key;
+}
+
+// A bound of the best k of `lists` lists together, kNoKey for none: at bounds[i * stride] is a candidate whose key bounds the
+// ceil(k / lists)-th best of list i. If each list has that many, all have k. The 32 lanes of a warp call it together.
+__device__ __forceinline__ u32 bound_of_lists(const u64* bounds, u32 stride, u32 lists, u32 k) {
+  // The least bound, or, where k < lists, the k-th greatest of what a warp's lanes hold.
+  const bool by_rank = k < lists && k <= kWarpSize;
+  u32 bound = by_rank ? kNoKey : kNanKey;
+  for (u32 list = lane_id(); list < lists; list += kWarpSize) {
+    const u32 key = bound_of_list(bounds + list * stride);
+    bound = by_rank ? max(bound, key) : min(bound, key);
+  }
+  return by_rank ? nth_greatest(bound, k) : warp_min(bound);
+}
+
+// The same of few sorted lists of `length`, `depth` of each of which are k or more together: so are 2^g times as many of a 2^g-th
+// of the lists, those that have the greatest. The best bound of g = 0 .. 3.
+constexpr u32 kFewLists = 8;  // at most
+__device__ __forceinline__ u32 bound_of_sorted(const u64* source, u32 lists, u32 length, u32 depth) {
+  const u32 g = lane_id() / kFewLists;
+  const u32 list = lane_id() % kFewLists;
+  const bool is_one = list < lists && depth << g <= length;
+  const u32 key = is_one ? bound_of_list(source + list * length + (depth << g) - 1) : kNoKey;
+  u32 rank = 0;
+#pragma unroll
+  for (u32 step = 1; step < kFewLists; ++step) {
+    const u32 other = __shfl_xor_sync(kAllLanes, key, step);
+    rank += other > key || (other == key && (lane_id() ^ step) < lane_id());
+  }
+  const u32 lists_needed = ((lists - 1) >> g) + 1;
+  return warp_max(rank == lists_needed - 1 ? key : kNoKey);
+}
+
 // Leaves the best k of `lists` lists of `length` candidates (kNoCandidate where shorter), and a few more, unsorted, in
-// `candidates`; a barrier has followed the last add. At bounds[i * bounds_stride] is a candidate whose key bounds the
-// ceil(k / lists)-th best of list i: if each list has that many, all have k. All threads of the group call it, after
-// candidates.restart(k) and a barrier. A block's last warp calls `meanwhile(whether the others load all at once)` instead of
-// helping.
-template <class GROUP, class MEANWHILE>
-__device__ __forceinline__ void gather(const u64* source, u32 lists, u32 length, const u64* bounds, u32 bounds_stride,
-                                       u32 k, Candidates<GROUP>& candidates, MEANWHILE meanwhile) {
+// `candidates`; a barrier has followed the last add. All threads of the group call it, after candidates.restart(k) and a barrier.
+// Each warp that helps calls `bound()`, which bounds the best k; a block's last warp does not help, but calls `meanwhile(whether
+// the others load all at once)`.
+template <class GROUP, class BOUND, class MEANWHILE>
+__device__ __forceinline__ void gather(const u64* source, u32 lists, u32 length, Candidates<GROUP>& candidates,
+                                       BOUND bound, MEANWHILE meanwhile) {
   constexpr u32 kHelpers = GROUP::kIsWarp ? kWarpSize : GROUP::kThreads - kWarpSize;
   const bool helps = GROUP::thread() < kHelpers;
   const u32 total = lists * length;
   const auto load = [&](u32 i) { return helps && i < total ? load_from_other_block(source + i) : kNoCandidate; };
   const auto raise = [&](bool is_all) {
     if (!helps) return meanwhile(is_all);
-    // The least bound, or, where k < lists, the k-th greatest of what a warp's lanes hold.
-    const bool by_rank = k < lists && k <= kWarpSize;
-    u32 bound = by_rank ? kNoKey : kNanKey;
-    for (u32 list = lane_id(); list < lists; list += kWarpSize) {
-      u32 key = key_of(load_from_other_block(bounds + list * bounds_stride));
-      // Of a beam whose score is +inf, NaN comes last though it ranks first: as a bound it says nothing.
-      if (key == kNanKey) key = kNoKey;
-      bound = by_rank ? max(bound, key) : min(bound, key);
-    }
-    candidates.raise(by_rank ? nth_greatest(bound, k) : warp_min(bound));
+    candidates.raise(bound());
   };
   const auto add = [&](auto& own) {
     while (GROUP::any(!candidates.add(own))) candidates.cut(candidates.enough());

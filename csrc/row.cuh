@@ -289,6 +289,11 @@ class TileStream {
     load_tile(number, tile.vectors);
   }
 
+  // In the background, of the tile that was taken last: element e of a lane's vector u is its number u * n + e.
+  __device__ __forceinline__ Bits element_of_lane(u32 lane, u32 number) const {
+    constexpr u32 n = FORMAT::kPerVector;
+    return reinterpret_cast<const Bits*>(slots_ + slot_)[before_ + (number / n * kWarpSize + lane) * n + number % n];
+  }
   // One of the lane's vectors, or one logit, of the tile that was taken last.
   __device__ __forceinline__ Vector vector_again(const RowTile& tile, u32 u) const {
     return kInBackground ? vector_of_slot(u) : tile.vectors[u];
@@ -303,7 +308,10 @@ class TileStream {
   __device__ __forceinline__ bool is_whole(u32 first) const {
     return first >= before_ && first < V_ + before_ && V_ + before_ - first >= FORMAT::kPerVector;
   }
-  __device__ __forceinline__ bool is_inner(u32 tile) const { return tile - first_inner_ < inner_tiles_; }
+  __device__ __forceinline__ bool is_inner(u32 tile) const {
+    if constexpr (ALIGNED) return (tile + 1) * RowTile::kElements <= V_;
+    return tile - first_inner_ < inner_tiles_;
+  }
 
   __device__ __forceinline__ Vector vector_of_slot(u32 u) const {
     const Vector* const vector = slots_ + slot_ + u * kWarpSize + lane_id();

@@ -31,9 +31,13 @@ class RowScan {
   __device__ __forceinline__ RowScan(const Problem& problem, u32 row, Vector* slots, Shared&)
       : RowScan(problem, row, slots) {}
 
-  // Begins to fetch the warp's first tiles, as many as can be on their way; a tile past the end is none.
+  // In place: begins to fetch the warp's first tile, if it has one, before all else.
+  __device__ __forceinline__ void start_early(u32 first, bool has_one) {
+    if constexpr (Stream::kInPlace) request(first, has_one ? first + 1 : 0);
+  }
+  // Begins to fetch the warp's first tiles, as many as can be on their way and are not; a tile past the end is none.
   __device__ __forceinline__ void start(u32 first, u32 second, u32 end) {
-    if constexpr (Stream::kAhead > 0) request(first, end);
+    if constexpr (Stream::kAhead > 0 && !Stream::kInPlace) request(first, end);
     if constexpr (Stream::kAhead == 2) request(second, end);
   }
   // What there is time for then.
@@ -161,7 +165,7 @@ class RowScan {
       if (lanes == 0) return true;
       offered_ = __popc(lanes);
     }
-    u32 todo = hits(candidates.least()) & ~offered_of_tile_;
+    u32 todo = hits(lanes, candidates.least()) & ~offered_of_tile_;
     if (V_ - tile_.first < RowTile::kElements) todo &= RowTile::is_element(tile_.first, V_);
     if (__popc(lanes) >= kManyLanes && warp_sum(u32(__popc(todo))) > candidates.k() + kFewMore)
       todo = best_of(todo, candidates);
@@ -210,9 +214,15 @@ class RowScan {
     return __ballot_sync(kAllLanes, !(lane_max_ < candidates.least()));
   }
 
-  // Which of the lane's elements may be: bit u * n + e for element e of vector u. Few of few lanes, usually, so that a
-  // tile in shared memory is compared vector by vector, where its maximum says so: registers cannot be indexed. Of four
-  // logits the maximum costs as much as comparing them.
+  // Which of the lane's elements may be, if it is one of `lanes`: bit u * n + e for element e of vector u. The 32 lanes call
+  // it together.
+  __device__ __forceinline__ u32 hits(u32 lanes, float least) {
+    if constexpr (Stream::kInBackground)
+      if (__popc(lanes) <= kFewLanes) return hits_of_few(lanes, least);
+    return hits(least);
+  }
+  // Few of a lane's, usually, so that a tile in shared memory is compared vector by vector, where its maximum says so: registers
+  // cannot be indexed. Of four logits the maximum costs as much as comparing them.
   __device__ __forceinline__ u32 hits(float least) {
     if constexpr (!Stream::kInBackground || (Stream::kInPlace && kPerVector == 4)) return hits_of_all(least);
     u32 vectors = 0;
@@ -223,6 +233,19 @@ class RowScan {
     for (; vectors != 0; vectors &= vectors - 1) {
       const u32 u = __ffs(vectors) - 1;
       result |= not_below(stream_.vector_again(tile_, u), least) << (u * kPerVector);
+    }
+    return MASK == kNoMask ? result : result & allowed_or_lowest(least);
+  }
+
+  // Of a tile in shared memory: all 32 lanes look at one lane's elements, one each, then at the next lane's.
+  __device__ __forceinline__ u32 hits_of_few(u32 lanes, float least) const {
+    static_assert(RowTile::kPerLane == kWarpSize, "one for each lane");
+    u32 result = 0;
+#pragma unroll 1
+    for (; lanes != 0; lanes &= lanes - 1) {
+      const u32 lane = __ffs(lanes) - 1;
+      const u32 of_lane = __ballot_sync(kAllLanes, !(FORMAT::decode(stream_.element_of_lane(lane, lane_id())) < least));
+      if (lane_id() == lane) result = of_lane;
     }
     return MASK == kNoMask ? result : result & allowed_or_lowest(least);
   }
@@ -366,6 +389,8 @@ class RowScan {
     return greatest;
   }
 
+  // With hits in no more lanes than this, it is quicker to go from lane to lane.
+  static constexpr u32 kFewLanes = 4;
   // With hits in fewer lanes than this, a tile's own best are not worth looking for.
   static constexpr u32 kManyLanes = 24;
   // So many candidates more than k are no reason to look for the best of them.
@@ -410,7 +435,7 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN
   scan.start(first, second, order.end);
   scan.prepare(problem, row);
   candidates.restart(k);
-  bool is_open = first < order.end;
+  bool is_open = first_part + GROUP::warp() < last_part;
   scan.begin_part();
   if (is_open) {
     scan.read(first, second, order.end);

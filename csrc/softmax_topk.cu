@@ -188,16 +188,18 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
   const u32 last_part = first_part + problem.parts_per_split + (split < problem.splits_with_one_more);
   // V < 2^31 and a part has at most 2^21 tokens, so nothing overflows.
   const u32 log2_length = problem.tiles_per_part_log2 + SCAN::RowTile::kLog2Elements;
-  u32 k_share = min(k, min(last_part << log2_length, problem.V) - (first_part << log2_length));
-  // One number, not the two that it is the least of.
-  keep_opaque(k_share);
-
   using Window = typename SCAN::Shared;
   constexpr bool kHasWindows = METHOD == kInWindows;
   constexpr u32 kWarps = GROUP::kIsWarp ? 4 : WARPS;
   const u32 warp = threadIdx.x / kWarpSize;
   Window* const windows = reinterpret_cast<Window*>(tile_slots + kWarps * SCAN::Stream::kWarpVectors);
   SCAN scan(problem, row, tile_slots + warp * SCAN::Stream::kWarpVectors, windows[kHasWindows ? warp : 0]);
+  const u32 own_part = first_part + GROUP::warp();
+  scan.start_early(own_part << problem.tiles_per_part_log2, own_part < last_part);
+
+  u32 k_share = min(k, min(last_part << log2_length, problem.V) - (first_part << log2_length));
+  // One number, not the two that it is the least of.
+  keep_opaque(k_share);
   Candidates<GROUP> candidates(shared.slots, shared.candidates);
   KthBound<GROUP> bound(shared.bound, k_share, problem.k_of_warp);
   // The states of the row's parts [parts]: here if one group reads them all, else where the last block finds them. A mask
@@ -293,15 +295,20 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
 #pragma unroll 1
   while (true) {
     if (splits > 1 || is_sequence) {
-      gather(source, lists, length, bounds, bounds_stride, is_sequence ? problem.k_of_sequence : k, candidates,
-             [&](bool is_all) {
-               if (is_sequence) {
-                 // Fetched after the sort, they would keep everyone waiting.
-                 if (is_all) keep_indices(beam_indices(), problem.beams * k, shared.beam_indices);
-                 return;
-               }
-               if (!has_many_steps) merge_row(step_of_others);
-             });
+      const auto bound_of_all = [&] {
+        // What is usual in a row comes first, and a depth that is at hand: registers are few.
+        if (!GROUP::kIsWarp && __builtin_expect(is_sequence && lists <= kFewLists, false))
+          return bound_of_sorted(source, lists, length, u32(bounds - source) + 1);
+        return bound_of_lists(bounds, bounds_stride, lists, is_sequence ? problem.k_of_sequence : k);
+      };
+      gather(source, lists, length, candidates, bound_of_all, [&](bool is_all) {
+        if (is_sequence) {
+          // Fetched after the sort, they would keep everyone waiting.
+          if (is_all) keep_indices(beam_indices(), problem.beams * k, shared.beam_indices);
+          return;
+        }
+        if (!has_many_steps) merge_row(step_of_others);
+      });
     }
     if (finishes_row && lane_id() == 0 && !is_sequence) {
       shared.row = RowResult(state.m, state.d, problem.inverse_temperature(row));

@@ -89,6 +89,28 @@ def test_beam_topk_temperature(backend, temperature):
     check_beams(backend, logits, scores, 12, temperature=temperature)
 
 
+@pytest.mark.parametrize("beams", [2, 3, 5, 8, 9])
+@pytest.mark.parametrize(("vocab_size", "share"), [(13, 0.8), (3001, 0.01)])
+def test_beam_topk_unequal_beams(backend, beams, vocab_size, share):
+    """However many of a sequence's best k come from one beam, or from two, or from each."""
+    logits, scores, k = unequal_beams(beams, vocab_size, share, backend.device)
+    got = check_beams(backend, logits, scores, k)
+    of_beam = (got.indices // vocab_size).cpu()
+    assert (of_beam[0] == beams - 1).all() or k > vocab_size
+    assert (of_beam[1] == 0).any() and (of_beam[1] == 1).any()
+    assert all(len(of_beam[2 + i].unique()) == beams for i in range(2))
+
+
+def unequal_beams(beams: int, vocab_size: int, share: float, device) -> tuple[Tensor, Tensor, int]:
+    """(logits, scores, k): one beam is far ahead, then two are, then all are equal or nearly so."""
+    logits = random_logits(4, beams, vocab_size, device=device)
+    scores = torch.zeros(4, beams, device=device)
+    scores[0, -1] = 50
+    scores[1, :2] = 50
+    scores[2] = torch.linspace(0, 0.1, beams)
+    return logits, scores, int(share * beams * vocab_size)
+
+
 def test_beam_topk_ties_between_beams(backend):
     """Equal values: the smaller beam first, then the smaller index in it."""
     logits = torch.zeros(2, 4, 50, device=backend.device)

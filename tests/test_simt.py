@@ -22,7 +22,7 @@ from simt.cases import Case, Laid, check, kernel_of
 from simt.emulate import emulated
 from simt.launch import SCHEDULES, Array
 from simt.row_topk import empty_result, read_rows, row_topk
-from test_beam import infinite_beams
+from test_beam import check_beams, infinite_beams, unequal_beams
 
 # (V, k, whose rows, blocks a row), on both sides of every number at which the kernels, or their choice, change course:
 # a vector, a lane, what 8 lanes hold, 8, 16 and 32 lanes, a tile, two of them, a part for each warp, three steps of parts; the k
@@ -284,6 +284,16 @@ ARRIVALS = {
     "beams of blocks": Case(3001, 4, beams=3, splits=3, mask="packed", normalize="all"),
     "more than one row has": Case(33, 60, beams=3),
 }
+
+
+@pytest.mark.parametrize("beams", [2, 5, 8, 9])
+@pytest.mark.parametrize(("vocab_size", "share", "splits"), [(13, 0.8, 0), (3001, 0.01, 2)])
+def test_unequal_beams(beams, vocab_size, share, splits):
+    """What proves a bound of a sequence: one beam's list alone, or two, or all."""
+    logits, scores, k = unequal_beams(beams, vocab_size, share, "cpu")
+    for schedule in ("forward", "random"):
+        laid = Laid(Case(vocab_size, k, beams=beams, splits=splits), schedule=schedule)
+        check_beams(laid, logits, scores, k)
 
 
 def test_beams_of_infinite_score():
