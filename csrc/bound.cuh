@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A lower bound of the k-th best of what a group has read, proven by few numbers.
 //
-// Say n warps have read something. If each publishes its ceil(k / n)-th best, then k elements are >= the least of those;
-// and if k < n, and each publishes its best, then k elements are >= the k-th greatest of those. A warp's own n-th best is
-// bounded in the same way by its lanes' bests. A warp may publish anew at any time, and others may find old and new
-// numbers mixed: each of them stays true.
+// If each warp publishes its j-th best, then k elements are >= the ceil(k / j)-th greatest of those. That many of the warps are
+// fewer than have read something, for the least of all their numbers is far below the others: it may even be of the few logits
+// that a row ends with. A warp's own j-th best is bounded in the same way by its lanes' bests. A warp may publish anew at any
+// time, and others may find old and new numbers mixed: each of them stays true.
 // Comes after group.cuh.
 #pragma once
 
@@ -69,8 +69,9 @@ class KthBound {
     u16 greatest[kKept][GROUP::kForMany ? GROUP::kThreads : 1];
   };
 
-  // of_warp: at least k / n, where n of the group's warps read something; the others abstain.
-  __device__ __forceinline__ KthBound(Shared& shared, u32 k, u32 of_warp) : shared_(shared), k_(k), of_warp_(of_warp) {}
+  // of_warp: j; warps: at least k / j, and at most as many as read something; the others abstain.
+  __device__ __forceinline__ KthBound(Shared& shared, u32 of_warp, u32 warps)
+      : shared_(shared), of_warp_(of_warp), warps_(warps) {}
 
   // Whether the bests of 32 lanes say too little.
   __device__ __forceinline__ bool needs_many() const {
@@ -108,7 +109,7 @@ class KthBound {
       if (lane_id() == 0) shared_.first[GROUP::warp()] = shared_.latest[GROUP::warp()] = key;
   }
   // For a warp that has nothing to read, and so no say.
-  __device__ __forceinline__ void abstain() { publish(of_warp_ == 1 ? kNoKey : kNanKey); }
+  __device__ __forceinline__ void abstain() { publish(kNoKey); }
   __device__ __forceinline__ u32 found() const {
     if constexpr (GROUP::kIsWarp) return own_;
     return proven_by(shared_.first[lane_id() % GROUP::kWarps], [&](u32 warp) { return shared_.first[warp]; });
@@ -133,17 +134,16 @@ class KthBound {
   // key: of warp `lane modulo warps`; key_of_warp(warp): any warp's.
   template <class KEY_OF_WARP>
   __device__ __forceinline__ u32 proven_by(u32 key, KEY_OF_WARP key_of_warp) const {
-    if (of_warp_ > 1) return warp_min(key);
-    // The k-th greatest: the least of those that fewer than k exceed.
+    // The least of those that fewer exceed than are needed.
     u32 greater = 0;
 #pragma unroll
     for (u32 warp = 0; warp < GROUP::kWarps; ++warp) greater += key_of_warp(warp) > key;
-    return warp_min(greater < k_ ? key : kNanKey);
+    return warp_min(greater < warps_ ? key : kNanKey);
   }
 
   Shared& shared_;
-  u32 k_;
   u32 of_warp_;  // which best a warp publishes
+  u32 warps_;    // that have k of these together
   u32 own_;
 };
 

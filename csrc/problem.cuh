@@ -34,8 +34,9 @@ struct Problem {
   u32 parts_per_split;  // parts_per_row / splits, and the remainder: the first blocks of a row take one more
   u32 splits_with_one_more;
   u32 leading_dims;  // that the strides below describe, innermost first
-  // How many of the k each warp of a block vouches for, so that together they have all; how many each block of a row.
-  u32 k_of_warp, k_of_split;
+  // Which best a warp of a block publishes, and how many such warps have k (KthBound); how many of k each block of a row has.
+  u16 k_of_warp, warps_of_k;
+  u32 k_of_split;
   u32 list_length;
   float temperature;
   const float* row_temperature;  // nullable; [rows]

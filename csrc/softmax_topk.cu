@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
   // One number, not the two that it is the least of.
   keep_opaque(k_share);
   Candidates<GROUP> candidates(shared.slots, shared.candidates);
-  KthBound<GROUP> bound(shared.bound, k_share, problem.k_of_warp);
+  KthBound<GROUP> bound(shared.bound, problem.k_of_warp, problem.warps_of_k);
   // The states of the row's parts [parts]: here if one group reads them all, else where the last block finds them. A mask
   // takes registers: then the address is worked out anew where it is needed.
   float2* const own_parts = reinterpret_cast<float2*>(windows + (kHasWindows ? kWarps : 0)) + own * parts;

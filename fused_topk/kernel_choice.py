@@ -36,6 +36,7 @@ _SHORT_ROW, _SHORT_K, _ROUTER_K, _SHORT_LANE = 256, 32, 8, 8
 _ROUTER_LANES = 8
 _WARP_BYTES = 512  # that a warp reads with one load of 16 bytes a lane
 _MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csrc/candidates.cuh has room for
+_FEW_PARTS = 64  # of a row: 8 warps merge sooner than 16
 # Of a row that a warp has alone, by bytes of a logit: parts, beyond which a block is quicker for small k, and, for any k, their
 # states leave room for fewer rows.
 _MOST_PARTS_OF_WARP, _MOST_PARTS_FOR_LARGE_K = {2: 160, 4: 36}, 256
@@ -78,8 +79,20 @@ class KernelChoice(NamedTuple):
         return 32 * (_WARPS_PER_BLOCK if self.warps == 1 else self.warps)
 
     def k_of_warp(self, k: int) -> int:
-        """How many of k each warp of a block vouches for, of those that have a part to read."""
-        return -(-k // min(self.warps, self.parts // self.splits))
+        """Which best each warp of a block publishes, so that fewer of them than have a part to read prove a bound of k (KthBound
+        of csrc/bound.cuh).
+
+        Least logits pass the bound of three quarters of the warps; of many more, for then a warp knows too few of its bests.
+        In µs on an H200, of all warps or of these: 16 x 50257 fp32 k = 50: 13.1, 10.9; 16 x 128256 bf16 k = 50: 13.1, 10.9.
+        """
+        readers = self._readers
+        of_most = -(-k // (readers - readers // 4))
+        return of_most if of_most <= _FEW_OF_WARP else -(-k // (readers - readers // 16))
+
+    @property
+    def _readers(self) -> int:
+        """Warps that have a part to read, in the block that has the fewest parts."""
+        return min(self.warps, self.parts // self.splits)
 
     def method(self, k: int, itemsize: int, is_plain: bool) -> Method:
         """How the kernel makes candidates of a warp's tiles. is_plain: aligned rows, no mask.
@@ -90,7 +103,7 @@ class KernelChoice(NamedTuple):
         """
         if self.lanes or self.warps == 1:
             return Method.TILE_BY_TILE
-        if self.k_of_warp(k) > _FEW_OF_WARP:
+        if -(-k // self._readers) > _FEW_OF_WARP:
             return Method.FOR_MANY if self.warps > 8 else Method.TILE_BY_TILE
         has_tiles = self.parts > (_LEAST_TILES_IN_WINDOWS - 1) * self.warps * self.splits and self.tiles_per_part == 1
         return Method.IN_WINDOWS if itemsize == 2 and is_plain and has_tiles else Method.TILE_BY_TILE
@@ -145,7 +158,7 @@ def choose(
       parts 8 x 50257 fp32 k = 50: 12.4 or 13.3; 256 x 128256 fp32 k = 8: 38 or 41;
     - 4, 6 or 8 blocks of 16 warps: 1 x 128256 bf16 k = 8: 8.7, 8.0 or 6.8; but one or two: 1 x 32000: 6.6 or 7.1;
       8 or 12 blocks of 8 warps: 32 x 262144 bf16 k = 20: 16.5 or 17.6; 3, 4, 5 or 6: 8 x 50257 fp32 k = 50: 14.1, 12.7, 12.4
-      or 15.1.
+      or 15.1 (before its last tile, of 81 logits, had no say: k_of_warp()).
     """
     parts, tiles_per_part = _cut(vocab_size)
     vectors = _TILE * itemsize // _WARP_BYTES
@@ -154,9 +167,9 @@ def choose(
     is_short = parts <= (_MOST_PARTS_FOR_LARGE_K if k > 16 else _MOST_PARTS_OF_WARP[itemsize])
     if (k <= 32 and parts == 1) or (k <= 64 and is_short and rows >= multiprocessors * _least_rows_of_warps(parts, k)):
         return KernelChoice(1, vectors, 1, parts, tiles_per_part)
-    suits_8_warps = rows > multiprocessors or 16 < k <= 32 or (k > 32 and parts <= 64)
+    suits_8_warps = rows > multiprocessors or 16 < k <= 32 or (k > 32 and parts <= _FEW_PARTS)
     warps = 8 if k <= 64 and suits_8_warps else 16
-    splits = _splits(rows, parts, warps, k, multiprocessors)
+    splits = _splits(rows, vocab_size, parts, warps, k, itemsize, multiprocessors)
     return KernelChoice(warps, vectors, splits, parts, tiles_per_part)
 
 
@@ -222,15 +235,27 @@ def _least_rows_of_warps(parts: int, k: int) -> int:
     return min(12, 4 + parts // 4 + k // 16)
 
 
-def _splits(rows: int, parts: int, warps: int, k: int, multiprocessors: int) -> int:
-    """Enough blocks to fill the GPU, but none with less than about a part for each of its warps, ten of 8 warps where k is
-    large and merging dear; and no more than it takes for a warp's number of parts. Two parts a warp are read sooner than
-    merged."""
+def _splits(rows: int, vocab_size: int, parts: int, warps: int, k: int, itemsize: int, multiprocessors: int) -> int:
+    """Enough blocks to fill the GPU, but none with less than about a part for each of its warps; and no more than it takes for
+    a warp's number of parts. Two parts a warp are read sooner than merged.
+
+    Registers leave room for 24 warps a multiprocessor, but for 16 that read windows, or unaligned float32. In µs on an H200, of 16
+    or of 24, k = 20: 96 x 50257 bf16: 15.9, 13.1, fp32: 18.2, 19.8; 64000 bf16: 96 rows 15.0, 13.2, 128 rows 15.7, 21.4. Where
+    parts are many and k is 17 to 32, 16 are quicker in any case: 64 x 128256 fp32 k = 32: 18.4, 19.8.
+    """
     if parts <= 2 * warps:
         return 1
-    resident = multiprocessors * ((16 if 16 < k <= 32 else 24) // warps)
-    most = max(1, min(resident // max(rows, 1), -(-parts // warps)))
-    if k > 32 and warps == 8:
-        return min(most, -(-parts // 10))
-    parts_per_warp = -(-parts // (most * warps))
-    return -(-parts // (warps * parts_per_warp))
+    is_few = parts <= _FEW_PARTS
+
+    def filling(resident_warps: int) -> int:
+        resident = multiprocessors * (resident_warps // warps)
+        most = max(1, min(resident // max(rows, 1), -(-parts // warps)))
+        parts_per_warp = -(-parts // (most * warps))
+        return -(-parts // (warps * parts_per_warp))
+
+    is_aligned = vocab_size * itemsize % 16 == 0
+    if (16 < k <= 32 and not is_few) or (k > 16 and is_few and itemsize == 4 and not is_aligned):
+        return filling(16)
+    splits = filling(24)
+    has_windows = itemsize == 2 and is_aligned and parts > (_LEAST_TILES_IN_WINDOWS - 1) * warps * splits
+    return filling(16) if k > 16 and is_few and has_windows else splits

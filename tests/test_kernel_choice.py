@@ -96,7 +96,9 @@ def test_choose_regime(rows, vocab_size, k, itemsize, regime):
     ("rows", "vocab_size", "k", "itemsize", "splits"),
     [
         (1, 128256, 8, 2, 8),
-        (8, 50257, 50, 4, 5),
+        (8, 50257, 50, 4, 7),
+        (96, 50257, 20, 2, 4),
+        (96, 50257, 20, 4, 2),
         (64, 128256, 1024, 4, 2),
         (32, 262144, 20, 2, 8),
         (4000, 4000, 5, 4, 1),
@@ -105,6 +107,20 @@ def test_choose_regime(rows, vocab_size, k, itemsize, regime):
 def test_choose_splits(rows, vocab_size, k, itemsize, splits):
     """Blocks of a row, on an H200."""
     assert choose(rows, vocab_size, k, itemsize, 132).splits == splits
+
+
+def test_fewer_warps_than_read_prove_a_bound():
+    """Each knows as many of its bests as it publishes, and together they have k (csrc/bound.cuh)."""
+    for problem in problems():
+        choice, k = choose(*problem), problem[2]
+        if choice.lanes:
+            continue
+        of_warp = choice.k_of_warp(k)
+        warps = -(-k // of_warp)
+        readers = min(choice.warps, choice.parts // choice.splits)
+        assert warps <= readers and of_warp < 2**16, (problem, choice)
+        # A quarter of them may have read next to nothing, unless k is large.
+        assert warps <= readers - readers // 4 or 4 * k > 3 * 16 * readers - 64, (problem, choice)
 
 
 def test_a_large_k_has_kernels_of_its_own():

@@ -286,6 +286,23 @@ ARRIVALS = {
 }
 
 
+@pytest.mark.parametrize("k", [8, 16, 20, 50, 64])
+def test_bound_that_is_the_kth_best(k):
+    """As many tiles as prove it have their share of the k best and no more, each worse than the one before."""
+    tile = 1024
+    cases = [Case(tiles * tile, k, rows="1", splits=1) for tiles in (8, 16)]
+    case = next(case for case in cases if case.choice().warps == case.choice().parts)
+    tiles, of_warp = case.choice().parts, case.choice().k_of_warp(k)
+    warps = -(-k // of_warp)
+    logits = random_logits(1, tiles * tile)
+    for i, j in itertools.product(range(warps), range(of_warp)):
+        # Of different lanes, and different.
+        logits[0, (3 * i % tiles) * tile + 4 * (j + i)] = 100 - i - j / 32
+    got = Laid(case)("log_softmax_topk", logits, k)
+    assert_topk(got, expected("log_softmax_topk", logits, k), logits, "log_softmax_topk")
+    assert got.values.min() >= got.values.max() - warps
+
+
 @pytest.mark.parametrize("beams", [2, 5, 8, 9])
 @pytest.mark.parametrize(("vocab_size", "share", "splits"), [(13, 0.8, 0), (3001, 0.01, 2)])
 def test_unequal_beams(beams, vocab_size, share, splits):
