@@ -192,11 +192,7 @@ class TileStream {
         V_(V),
         before_(ALIGNED ? 0 : u32(reinterpret_cast<u64>(row) % 16 / sizeof(Bits))),
         slots_(slots),
-        slot_(0) {
-    const u32 covered = kSlotVectors * FORMAT::kPerVector;
-    first_inner_ = ALIGNED ? 0 : 1;
-    inner_tiles_ = V + before_ >= covered ? (V + before_ - covered) / RowTile::kElements + 1 - first_inner_ : 0;
-  }
+        slot_(0) {}
 
   __device__ __forceinline__ Bits raw_logit(u32 index) const { return __ldg(row_ + index); }
 
@@ -309,8 +305,8 @@ class TileStream {
     return first >= before_ && first < V_ + before_ && V_ + before_ - first >= FORMAT::kPerVector;
   }
   __device__ __forceinline__ bool is_inner(u32 tile) const {
-    if constexpr (ALIGNED) return (tile + 1) * RowTile::kElements <= V_;
-    return tile - first_inner_ < inner_tiles_;
+    const u32 covered = kSlotVectors * FORMAT::kPerVector;
+    return (ALIGNED || tile > 0) && tile * RowTile::kElements + covered <= V_ + before_;
   }
 
   __device__ __forceinline__ Vector vector_of_slot(u32 u) const {
@@ -378,8 +374,7 @@ class TileStream {
   u32 V_;
   u32 before_;  // elements from the 16-byte boundary before the row to the row
   Vector* slots_;
-  u32 slot_;  // of the tile that take() gives next
-  u32 first_inner_, inner_tiles_;
+  u32 slot_;              // of the tile that take() gives next
   Vector next_[VECTORS];  // kToRegisters: the tile on its way
 };
 

@@ -31,9 +31,9 @@ class RowScan {
   __device__ __forceinline__ RowScan(const Problem& problem, u32 row, Vector* slots, Shared&)
       : RowScan(problem, row, slots) {}
 
-  // In place: begins to fetch the warp's first tile, if it has one, before all else.
-  __device__ __forceinline__ void start_early(u32 first, bool has_one) {
-    if constexpr (Stream::kInPlace) request(first, has_one ? first + 1 : 0);
+  // In place: begins to fetch the warp's first tile before all else.
+  __device__ __forceinline__ void start_early(u32 first, u32 end) {
+    if constexpr (Stream::kInPlace) request(first, end);
   }
   // Begins to fetch the warp's first tiles, as many as can be on their way and are not; a tile past the end is none.
   __device__ __forceinline__ void start(u32 first, u32 second, u32 end) {

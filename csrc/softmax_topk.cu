@@ -194,8 +194,8 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
   const u32 warp = threadIdx.x / kWarpSize;
   Window* const windows = reinterpret_cast<Window*>(tile_slots + kWarps * SCAN::Stream::kWarpVectors);
   SCAN scan(problem, row, tile_slots + warp * SCAN::Stream::kWarpVectors, windows[kHasWindows ? warp : 0]);
-  const u32 own_part = first_part + GROUP::warp();
-  scan.start_early(own_part << problem.tiles_per_part_log2, own_part < last_part);
+  scan.start_early((first_part + GROUP::warp()) << problem.tiles_per_part_log2,
+                   last_part << problem.tiles_per_part_log2);
 
   u32 k_share = min(k, min(last_part << log2_length, problem.V) - (first_part << log2_length));
   // One number, not the two that it is the least of.

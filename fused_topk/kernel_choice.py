@@ -83,7 +83,8 @@ class KernelChoice(NamedTuple):
         of csrc/bound.cuh).
 
         Least logits pass the bound of three quarters of the warps; of many more, for then a warp knows too few of its bests.
-        In µs on an H200, of all warps or of these: 16 x 50257 fp32 k = 50: 13.1, 10.9; 16 x 128256 bf16 k = 50: 13.1, 10.9.
+        In µs on an H200, of all warps, or without that which has a row's last few logits (these have not been timed yet):
+        8 x 50257 fp32 k = 50, 7 blocks: 14.6, 10.1; 16 x 128256 bf16 k = 50: 13.1, 10.9.
         """
         readers = self._readers
         of_most = -(-k // (readers - readers // 4))
@@ -158,7 +159,7 @@ def choose(
       parts 8 x 50257 fp32 k = 50: 12.4 or 13.3; 256 x 128256 fp32 k = 8: 38 or 41;
     - 4, 6 or 8 blocks of 16 warps: 1 x 128256 bf16 k = 8: 8.7, 8.0 or 6.8; but one or two: 1 x 32000: 6.6 or 7.1;
       8 or 12 blocks of 8 warps: 32 x 262144 bf16 k = 20: 16.5 or 17.6; 3, 4, 5 or 6: 8 x 50257 fp32 k = 50: 14.1, 12.7, 12.4
-      or 15.1 (before its last tile, of 81 logits, had no say: k_of_warp()).
+      or 15.1, and 7 10.1 since its last tile, of 81 logits, has no say (k_of_warp()).
     """
     parts, tiles_per_part = _cut(vocab_size)
     vectors = _TILE * itemsize // _WARP_BYTES
@@ -169,8 +170,8 @@ def choose(
         return KernelChoice(1, vectors, 1, parts, tiles_per_part)
     suits_8_warps = rows > multiprocessors or 16 < k <= 32 or (k > 32 and parts <= _FEW_PARTS)
     warps = 8 if k <= 64 and suits_8_warps else 16
-    splits = _splits(rows, vocab_size, parts, warps, k, itemsize, multiprocessors)
-    return KernelChoice(warps, vectors, splits, parts, tiles_per_part)
+    alone = KernelChoice(warps, vectors, 1, parts, tiles_per_part)
+    return _split(alone, rows, k, itemsize, vocab_size * itemsize % 16 == 0, multiprocessors)
 
 
 def alternatives(rows: int, vocab_size: int, k: int, itemsize: int, multiprocessors: int) -> list[KernelChoice]:
@@ -235,27 +236,30 @@ def _least_rows_of_warps(parts: int, k: int) -> int:
     return min(12, 4 + parts // 4 + k // 16)
 
 
-def _splits(rows: int, vocab_size: int, parts: int, warps: int, k: int, itemsize: int, multiprocessors: int) -> int:
+def _split(
+    alone: KernelChoice, rows: int, k: int, itemsize: int, is_aligned: bool, multiprocessors: int
+) -> KernelChoice:
     """Enough blocks to fill the GPU, but none with less than about a part for each of its warps; and no more than it takes for
     a warp's number of parts. Two parts a warp are read sooner than merged.
 
     Registers leave room for 24 warps a multiprocessor, but for 16 that read windows, or unaligned float32. In µs on an H200, of 16
-    or of 24, k = 20: 96 x 50257 bf16: 15.9, 13.1, fp32: 18.2, 19.8; 64000 bf16: 96 rows 15.0, 13.2, 128 rows 15.7, 21.4. Where
+    or of 24, k = 20: 96 x 50257 bf16: 15.9, 13.1, fp32: 17.4, 19.6; 64000 bf16: 96 rows 15.1, 13.2, 128 rows 15.8, 21.4. Where
     parts are many and k is 17 to 32, 16 are quicker in any case: 64 x 128256 fp32 k = 32: 18.4, 19.8.
     """
+    parts, warps = alone.parts, alone.warps
     if parts <= 2 * warps:
-        return 1
-    is_few = parts <= _FEW_PARTS
+        return alone
 
-    def filling(resident_warps: int) -> int:
+    def filling(resident_warps: int) -> KernelChoice:
         resident = multiprocessors * (resident_warps // warps)
         most = max(1, min(resident // max(rows, 1), -(-parts // warps)))
         parts_per_warp = -(-parts // (most * warps))
-        return -(-parts // (warps * parts_per_warp))
+        return alone._replace(splits=-(-parts // (warps * parts_per_warp)))
 
-    is_aligned = vocab_size * itemsize % 16 == 0
-    if (16 < k <= 32 and not is_few) or (k > 16 and is_few and itemsize == 4 and not is_aligned):
+    is_few = parts <= _FEW_PARTS
+    if k <= 16 or (k > 32 and not is_few):
+        return filling(24)
+    if not is_few or (itemsize == 4 and not is_aligned):
         return filling(16)
-    splits = filling(24)
-    has_windows = itemsize == 2 and is_aligned and parts > (_LEAST_TILES_IN_WINDOWS - 1) * warps * splits
-    return filling(16) if k > 16 and is_few and has_windows else splits
+    full = filling(24)
+    return filling(16) if full.method(k, itemsize, is_aligned) == Method.IN_WINDOWS else full
