@@ -13,6 +13,8 @@ struct Group {
   static constexpr bool kForMany = FOR_MANY;
   static constexpr u32 kThreads = WARPS * kWarpSize;
   static constexpr bool kIsWarp = WARPS == 1;
+  // With groups of other blocks: only the largest. Where rows are few enough for that, smaller ones take longer.
+  static constexpr bool kSharesRow = WARPS > 8;
 
   // One word for each warp, twice, so that a reduction can begin while some warps still read the last one's words.
   struct Words {
@@ -61,7 +63,10 @@ struct Group {
   // Lane w gets what warp w gave, the lanes beyond `none`.
   static __device__ __forceinline__ u32 exchange(u32 value, u32 none, Words& shared, u32 turn) {
     u32* words = shared.words[turn % 2];
-    if (lane_id() == 0) words[warp()] = value;
+    // Worked out anew: kept since the kernel began, it would cost a register.
+    u32 thread = threadIdx.x;
+    keep_opaque(thread);
+    if (lane_id() == 0) words[thread / kWarpSize] = value;
     sync();
     return lane_id() < kWarps ? words[lane_id()] : none;
   }

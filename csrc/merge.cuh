@@ -69,16 +69,30 @@ __device__ __forceinline__ u32 bound_of_list(const u64* candidate) {
 }
 
 // A bound of the best k of `lists` lists together, kNoKey for none: at bounds[i * stride] is a candidate whose key bounds the
-// ceil(k / lists)-th best of list i. If each list has that many, all have k. The 32 lanes of a warp call it together.
-__device__ __forceinline__ u32 bound_of_lists(const u64* bounds, u32 stride, u32 lists, u32 k) {
-  // The least bound, or, where k < lists, the k-th greatest of what a warp's lanes hold.
-  const bool by_rank = k < lists && k <= kWarpSize;
+// j-th best of list i, and `needed` lists of so many have k. The needed-th greatest, as in bound.cuh, where that is cheap; else the
+// least. The 32 lanes of a warp call it together.
+template <class GROUP>
+__device__ __forceinline__ u32 bound_of_lists(const u64* bounds, u32 stride, u32 lists, u32 needed) {
+  constexpr u32 kHalf = kWarpSize / 2;
+  if (GROUP::kSharesRow && lists <= kHalf) {
+    const u32 list = lane_id() % kHalf;
+    const u32 key = list < lists ? bound_of_list(bounds + list * stride) : kNoKey;
+    // Each half of the warp compares with half of the lists.
+    u32 greater = 0;
+#pragma unroll
+    for (u32 step = 0; step < kHalf / 2; ++step)
+      greater += __shfl_sync(kAllLanes, key, list ^ (lane_id() / kHalf * (kHalf / 2) + step)) > key;
+    greater += __shfl_xor_sync(kAllLanes, greater, kHalf);
+    return warp_min(list < lists && greater < needed ? key : kNanKey);
+  }
+  // Of more lists, a lane has several.
+  const bool by_rank = needed < lists && needed <= kWarpSize;
   u32 bound = by_rank ? kNoKey : kNanKey;
   for (u32 list = lane_id(); list < lists; list += kWarpSize) {
     const u32 key = bound_of_list(bounds + list * stride);
     bound = by_rank ? max(bound, key) : min(bound, key);
   }
-  return by_rank ? nth_greatest(bound, k) : warp_min(bound);
+  return by_rank ? nth_greatest(bound, needed) : warp_min(bound);
 }
 
 // The same of few sorted lists of `length`, `depth` of each of which are k or more together: so are 2^g times as many of a 2^g-th

@@ -34,10 +34,10 @@ struct Problem {
   u32 parts_per_split;  // parts_per_row / splits, and the remainder: the first blocks of a row take one more
   u32 splits_with_one_more;
   u32 leading_dims;  // that the strides below describe, innermost first
-  // Which best a warp of a block publishes, and how many such warps have k (KthBound); how many of k each block of a row has.
+  // Which best a warp of a block publishes, and how many such warps have k (KthBound); the same of the blocks of a row.
   u16 k_of_warp, warps_of_k;
-  u32 k_of_split;
-  u32 list_length;
+  u16 k_of_split, list_length;
+  u32 splits_of_k;
   float temperature;
   const float* row_temperature;  // nullable; [rows]
   u64* lists;         // nullable; [rows, splits * (list_length + 1)]: candidates and bounds that blocks hand over

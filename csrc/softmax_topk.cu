@@ -4,8 +4,8 @@
 //     values[row] = the k largest of softmax(logits[row] / T) (or log_softmax, or the logits), sorted
 //     logsumexp[row] = m / T + log d
 //
-// One algorithm; the template says who owns a row. WARPS = 1: a warp, four rows a block. WARPS > 1: a block, or the
-// blocks of a column of the grid, of which the last to arrive merges. Beam search merges once more, over the rows of a
+// One algorithm; the template says who owns a row. WARPS = 1: a warp, four rows a block. WARPS > 1: a block, or,
+// of 16, the blocks of a column of the grid, of which the last to arrive merges. Beam search merges once more, over the rows of a
 // sequence. Reading order: order.h, normalizer.h, platform.cuh, row.cuh, group.cuh, bound.cuh, candidates.cuh,
 // problem.cuh, result.cuh, scan.cuh, windows.cuh, merge.cuh, this file.
 #include "merge.cuh"
@@ -128,7 +128,7 @@ constexpr u32 resident_blocks(u32 warps, u32 method, u32 mask, u32 vectors, bool
   const bool is_plain_warp = warps == 1 && is_in_place(warps, method, mask, aligned);
 #if __CUDA_ARCH__ == 900
   if (is_plain_warp) return 32 / warps_of_block;
-  return (mask == kNoMask && (aligned || vectors <= 4) && method != kInWindows ? 24 : 16) / warps_of_block;
+  return (mask == kNoMask && (aligned || vectors <= 4) ? 24 : 16) / warps_of_block;
 #else
   if (is_plain_warp) return 24 / warps_of_block;
   return mask != kNoMask && !aligned && warps_of_block <= 8 ? 8 / warps_of_block : 16 / warps_of_block;
@@ -175,8 +175,8 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
   extern __shared__ __align__(128) Vector tile_slots[];
 
   const u32 own = GROUP::kIsWarp ? threadIdx.x / kWarpSize : 0;
-  const u32 splits = GROUP::kIsWarp ? 1 : gridDim.y;
-  const u32 split = GROUP::kIsWarp ? 0 : blockIdx.y;
+  const u32 splits = GROUP::kSharesRow ? gridDim.y : 1;
+  const u32 split = GROUP::kSharesRow ? blockIdx.y : 0;
   const u32 row = blockIdx.x * kRowsPerBlock + own;
   // Only whole groups leave, so no barrier misses a thread.
   if (row >= problem.rows) return;
@@ -184,10 +184,16 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
 
   const u32 k = problem.k;
   const u32 parts = problem.parts_per_row;
-  const u32 first_part = split * problem.parts_per_split + min(split, problem.splits_with_one_more);
-  const u32 last_part = first_part + problem.parts_per_split + (split < problem.splits_with_one_more);
-  // V < 2^31 and a part has at most 2^21 tokens, so nothing overflows.
-  const u32 log2_length = problem.tiles_per_part_log2 + SCAN::RowTile::kLog2Elements;
+  u32 first_part = 0, last_part = parts, k_share = k;
+  if constexpr (GROUP::kSharesRow) {
+    first_part = split * problem.parts_per_split + min(split, problem.splits_with_one_more);
+    last_part = first_part + problem.parts_per_split + (split < problem.splits_with_one_more);
+    // V < 2^31 and a part has at most 2^21 tokens, so nothing overflows.
+    const u32 log2_length = problem.tiles_per_part_log2 + SCAN::RowTile::kLog2Elements;
+    k_share = min(k, min(last_part << log2_length, problem.V) - (first_part << log2_length));
+    // One number, not the two that it is the least of.
+    keep_opaque(k_share);
+  }
   using Window = typename SCAN::Shared;
   constexpr bool kHasWindows = METHOD == kInWindows;
   constexpr u32 kWarps = GROUP::kIsWarp ? 4 : WARPS;
@@ -197,9 +203,6 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
   scan.start_early((first_part + GROUP::warp()) << problem.tiles_per_part_log2,
                    last_part << problem.tiles_per_part_log2);
 
-  u32 k_share = min(k, min(last_part << log2_length, problem.V) - (first_part << log2_length));
-  // One number, not the two that it is the least of.
-  keep_opaque(k_share);
   Candidates<GROUP> candidates(shared.slots, shared.candidates);
   KthBound<GROUP> bound(shared.bound, problem.k_of_warp, problem.warps_of_k);
   // The states of the row's parts [parts]: here if one group reads them all, else where the last block finds them. A mask
@@ -258,7 +261,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
     } else {
       // Many candidates passed early: what all of the share's elements prove by now drops most of them.
       const bool has_more_tiles = problem.parts_per_split >= GROUP::kWarps || problem.tiles_per_part_log2 > 0;
-      if (has_more_tiles && candidates.stored() > length && !bound.needs_many()) {
+      if (has_more_tiles && candidates.stored() > length) {
         const bool has_read = GROUP::warp() < problem.parts_per_split + (split < problem.splits_with_one_more);
         if (has_read) bound.publish(scan.proven(bound));
         GROUP::sync();
@@ -299,7 +302,8 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
         // What is usual in a row comes first, and a depth that is at hand: registers are few.
         if (!GROUP::kIsWarp && __builtin_expect(is_sequence && lists <= kFewLists, false))
           return bound_of_sorted(source, lists, length, u32(bounds - source) + 1);
-        return bound_of_lists(bounds, bounds_stride, lists, is_sequence ? problem.k_of_sequence : k);
+        return bound_of_lists<GROUP>(bounds, bounds_stride, lists,
+                                     is_sequence ? problem.k_of_sequence : problem.splits_of_k);
       };
       gather(source, lists, length, candidates, bound_of_all, [&](bool is_all) {
         if (is_sequence) {

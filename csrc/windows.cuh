@@ -42,6 +42,12 @@ class WindowScan : public RowScan<FORMAT, VECTORS, true, kNoMask, AHEAD, false, 
   }
   __device__ __forceinline__ bool has_more() const { return next_ < end_; }
 
+  // RowScan's, but what needs many of a lane is read tile by tile (KernelChoice.method() of fused_topk/kernel_choice.py).
+  template <class GROUP>
+  __device__ __forceinline__ u32 proven(const KthBound<GROUP>& bound) const {
+    return bound.of_warp(order_key(this->best_));
+  }
+
   // Reads the warp's next tiles, a window at most.
   __device__ __forceinline__ void read_window() {
     first_ = next_;

@@ -4,15 +4,15 @@
 The choice is who owns a row; all but the first two (csrc/router_rows.cu, csrc/short_rows.cu) are one kernel,
 csrc/softmax_topk.cu:
 
-=============== ======================================================= ====================================
-regime          owner                                                   when
-=============== ======================================================= ====================================
-router rows     8 lanes of a warp, which merge what they have sorted    k <= 8 and V <= 256
-short rows      8, 16 or 32 lanes, the best come off their tops         k <= 32 and V <= 256
-warp per row    one warp, tile by tile, four rows a block               many rows, k <= 64; or V <= 1024, k <= 32
-block per row   all warps of a block                                    as many rows as blocks fit, or few parts
-split row       several blocks; the last to arrive merges               too few rows for that
-=============== ======================================================= ====================================
+=============== ================================================== ==================================================
+regime          owner                                              when
+=============== ================================================== ==================================================
+router rows     8 lanes of a warp, which merge what they sorted    k <= 8 and V <= 256
+short rows      8, 16 or 32 lanes, the best come off their tops    k <= 32 and V <= 256
+warp per row    one warp, tile by tile, four rows a block          many rows of V <= 61440, k <= 64; or V <= 1024, k <= 32
+block per row   8 or 16 warps of a block                           fewer rows, but as many as multiprocessors; or short
+split row       several blocks of 16; the last to arrive merges    fewer still
+=============== ================================================== ==================================================
 
 How a row is cut into parts, and in which order their sums are added, follows from V alone. So a row has the same result,
 bit for bit, in whatever batch it comes and whichever regime is chosen.
@@ -36,10 +36,8 @@ _SHORT_ROW, _SHORT_K, _ROUTER_K, _SHORT_LANE = 256, 32, 8, 8
 _ROUTER_LANES = 8
 _WARP_BYTES = 512  # that a warp reads with one load of 16 bytes a lane
 _MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csrc/candidates.cuh has room for
-_FEW_PARTS = 64  # of a row: 8 warps merge sooner than 16
-# Of a row that a warp has alone, by bytes of a logit: parts, beyond which a block is quicker for small k, and, for any k, their
-# states leave room for fewer rows.
-_MOST_PARTS_OF_WARP, _MOST_PARTS_FOR_LARGE_K = {2: 160, 4: 36}, 256
+_FEW_SPLITS, _RANKED_SPLITS = 4, 16
+_MOST_PARTS_OF_WARP = 60  # of a row that it has alone
 _WARPS_PER_BLOCK = 4  # where a warp owns a row, or several
 _PLACE_BYTES = 4096  # of its tiles that such a warp keeps in place, so that 32 warps fit on a multiprocessor
 
@@ -62,7 +60,7 @@ class KernelChoice(NamedTuple):
 
     warps: int  # that own a row together; 1 packs four warps into a block
     vectors: int  # of 16 bytes that a lane holds at a time: a tile is 32 lanes of them
-    splits: int  # blocks that share a row
+    splits: int  # blocks that share a row, of 16 warps if more than one
     parts: int  # pieces of a row, each summed by one warp
     tiles_per_part: int  # a power of two
     lanes: int = 0  # of a warp that share a row; 0: all
@@ -83,12 +81,22 @@ class KernelChoice(NamedTuple):
         of csrc/bound.cuh).
 
         Least logits pass the bound of three quarters of the warps; of many more, for then a warp knows too few of its bests.
-        In µs on an H200, of all warps, or without that which has a row's last few logits (these have not been timed yet):
-        8 x 50257 fp32 k = 50, 7 blocks: 14.6, 10.1; 16 x 128256 bf16 k = 50: 13.1, 10.9.
+        In µs on an H200, of all warps, three quarters or half of them: 8 x 50257 fp32 k = 50, 7 blocks: 15.0, 10.3, 10.6;
+        16 x 32000 k = 50, 4 blocks of 8: 11.3, 9.1, 9.4; 256 x 128256 bf16 k = 8: 23.8, 22.5, 22.5; 32 x 151936 k = 50: 14.0,
+        14.0, 14.3.
         """
         readers = self._readers
         of_most = -(-k // (readers - readers // 4))
         return of_most if of_most <= _FEW_OF_WARP else -(-k // (readers - readers // 16))
+
+    def k_of_split(self, k: int) -> int:
+        """The same of the blocks of a row (bound_of_lists() of csrc/merge.cuh).
+
+        In µs on an H200, of all blocks, or of three quarters: 8 x 262144 bf16 k = 50, 16 blocks: 11.0, 9.5; 16 x 128256 k = 50,
+        8 blocks: 10.4, 9.9; but 8 x 50257 fp32 k = 50, 4 blocks: 9.7, 10.3. To rank more than 16 would take long.
+        """
+        spare = self.splits // 4 if _FEW_SPLITS < self.splits <= _RANKED_SPLITS else 0
+        return -(-k // (self.splits - spare))
 
     @property
     def _readers(self) -> int:
@@ -145,33 +153,34 @@ def choose(
     """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors.
 
     What the limits rest on, in µs on an H200 (132 multiprocessors), choices timed beside each other, as `python -m
-    fused_topk sweep` does: a warp's limits with the tiles in place (907e46a); routers e074df7; the others by the last sweep of
-    all 51 shapes (b9ad44b: the choice was the best or at most 7 % behind it):
+    fused_topk sweep` does. Routers at e074df7, all else with the kernels as they are:
 
     - 8 lanes that merge, or the best off the tops of more: 65536 x 256 bf16 k = 8: 15.6 or 40; 16384 x 128: 5.1 or 7.9;
       4096 x 64: 2.5 or 3.1;
-    - a warp or 8 warps a row: 4000 x 4000 fp32 k = 5: 21 or 47; 4000 x 25000 k = 5: 104 or 104, k = 64: 120 or 181;
-      4000 x 50000 k = 5: 193 or 187; 4096 x 151936 bf16 k = 8: 295 or 349, 4096 x 262144: 669 or 534;
-    - the same with fewer rows, k = 8: 400 x 2000 fp32: 6.5 or 9.0, 528 x 4000: 9.9 or 10.3, 800 x 8000: 17.3 or 16.2,
-      1320 x 25000: 47 or 46, 1320 x 32000 bf16: 42 or 43, 1584 x 128256: 122 or 121; k = 50: 1056 x 8000 fp32: 26 or 24;
-    - 8 or 16 warps: 16 x 128256 bf16 k = 8: 9.5 or 7.9, 16 x 262144 bf16 k = 64: 17.9 or 14.6, 64 x 128256 fp32
-      k = 128: 29.6 or 23.4; but 64 x 128256 fp32 k = 32: 18.5 or 20.8, 32 x 262144 bf16 k = 20: 16.5 or 18.7, and with few
-      parts 8 x 50257 fp32 k = 50: 12.4 or 13.3; 256 x 128256 fp32 k = 8: 38 or 41;
-    - 4, 6 or 8 blocks of 16 warps: 1 x 128256 bf16 k = 8: 8.7, 8.0 or 6.8; but one or two: 1 x 32000: 6.6 or 7.1;
-      8 or 12 blocks of 8 warps: 32 x 262144 bf16 k = 20: 16.5 or 17.6; 3, 4, 5 or 6: 8 x 50257 fp32 k = 50: 14.1, 12.7, 12.4
-      or 15.1, and 7 10.1 since its last tile, of 81 logits, has no say (k_of_warp()).
+    - a warp or 8 warps a row, k = 8: 264 x 2000 fp32: 6.5 or 5.4, 400 x 2000: 6.7 or 9.1, 528 x 4000: 10.2 or 10.3,
+      800 x 4000: 11.0 or 14.3, 1000 x 8000: 17.8 or 16.2, 1600 x 25000: 49 or 47, 4096 x 25000: 107 or 106, k = 64: 120 or
+      189; bf16: 1600 x 32000: 45 or 41, 2048 x 32000: 47 or 51, 1600 x 128256: 132 or 110, 4096 x 128256: 254 or 262, but
+      4096 x 64000 k = 20: 166 or 155;
+    - 8 or 16 warps, rows for more than one multiprocessor each: 200 x 128256 bf16 k = 8: 21 or 26; not so many: 64 x 12000
+      fp32 k = 50: 9.3 or 6.4, 96 x 64000 bf16 k = 50: 15.6 or 11.3; with a part for each of 8: 64 x 8000 fp32 k = 8: 4.7 or
+      5.2, k = 50: 6.3 or 6.2;
+    - blocks of 16 warps, one of which a multiprocessor has room for: 1 x 128256 bf16 k = 20, 4, 6, 8: 9.0, 8.9, 7.4;
+      16 x 262144, 4, 6, 8, 10: 12.2, 11.8, 11.1, 16.1; 64 x 128256 k = 8, 2 or 3: 12.1 or 17.0; 32 x 25000 fp32 k = 50, 1 or
+      2: 9.0 or 10.4. Blocks of 8 warps: 1 x 128256 at best 8.5, 16 x 262144 12.4, 64 x 128256 12.5; 140 x 50257 fp32 k = 8, 1
+      or 2: 18.0 or 23.8.
     """
     parts, tiles_per_part = _cut(vocab_size)
     vectors = _TILE * itemsize // _WARP_BYTES
     if vocab_size <= _SHORT_ROW and k <= _SHORT_K and not has_beams:
         return _router_rows(vocab_size, itemsize) if k <= _ROUTER_K else _short_rows(vocab_size, itemsize)
-    is_short = parts <= (_MOST_PARTS_FOR_LARGE_K if k > 16 else _MOST_PARTS_OF_WARP[itemsize])
-    if (k <= 32 and parts == 1) or (k <= 64 and is_short and rows >= multiprocessors * _least_rows_of_warps(parts, k)):
+    has_warps_enough = parts <= _MOST_PARTS_OF_WARP and rows >= multiprocessors * min(12, parts + k // 32)
+    if (k <= 32 and parts == 1) or (k <= 64 and has_warps_enough):
         return KernelChoice(1, vectors, 1, parts, tiles_per_part)
-    suits_8_warps = rows > multiprocessors or 16 < k <= 32 or (k > 32 and parts <= _FEW_PARTS)
-    warps = 8 if k <= 64 and suits_8_warps else 16
-    alone = KernelChoice(warps, vectors, 1, parts, tiles_per_part)
-    return _split(alone, rows, k, itemsize, vocab_size * itemsize % 16 == 0, multiprocessors)
+    if k <= 64 and (rows > multiprocessors or (k <= 32 and parts <= 8)):
+        return KernelChoice(8, vectors, 1, parts, tiles_per_part)
+    # One block of 16 warps fits on a multiprocessor. Two parts a warp are read sooner than merged.
+    splits = min(multiprocessors // max(rows, 1), -(-parts // 16)) if parts > 32 else 1
+    return KernelChoice(16, vectors, max(splits, 1), parts, tiles_per_part)
 
 
 def alternatives(rows: int, vocab_size: int, k: int, itemsize: int, multiprocessors: int) -> list[KernelChoice]:
@@ -183,24 +192,25 @@ def alternatives(rows: int, vocab_size: int, k: int, itemsize: int, multiprocess
     for warps, vectors in VARIANTS[itemsize]:
         if k > _MOST_K[warps]:
             continue
-        most = 1 if warps == 1 else -(-parts // warps)
+        most = -(-parts // warps) if warps > 8 else 1
         for splits in sorted({1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32, most}):
             if splits <= most and (splits == 1 or rows * splits <= 16 * multiprocessors):
                 found.append(KernelChoice(warps, vectors, splits, parts, tiles_per_part))
     return list(dict.fromkeys(found))
 
 
-def list_length(k: int, splits: int, warps: int) -> int:
+def list_length(k: int, splits: int) -> int:
     """Candidates that a block of a split row hands over at most. Too few, and there is a cut before (Candidates::shorten()
     of csrc/candidates.cuh); more than the last block can load at a time (gather() of csrc/merge.cuh), and it waits again.
     """
-    helpers = 32 * (warps - 1)
+    helpers = 32 * 15
+    most = 7 * helpers // splits
     if k > 64:
-        return max(512, 5 * k // 4, min(2 * k, helpers * (7 if warps > 8 else 3) // splits))
+        return max(512, 5 * k // 4, min(2 * k, most))
     least = 40 + 5 * k // 2
     if splits * least <= helpers:
         return least
-    return max(least, min(4 * k + 64, helpers * (7 if warps > 8 else 3) // splits))
+    return max(least, min(4 * k + 64, most))
 
 
 def _router_rows(vocab_size: int, itemsize: int) -> KernelChoice:
@@ -228,38 +238,3 @@ def _cut(vocab_size: int) -> tuple[int, int]:
     while _TILE * tiles_per_part * _MAX_PARTS < vocab_size:
         tiles_per_part *= 2
     return -(-vocab_size // (_TILE * tiles_per_part)), tiles_per_part
-
-
-def _least_rows_of_warps(parts: int, k: int) -> int:
-    """Rows for each multiprocessor from which a warp a row is quicker than a block: the longer its row, and its row's list, the
-    more other warps it takes to keep the multiprocessor busy."""
-    return min(12, 4 + parts // 4 + k // 16)
-
-
-def _split(
-    alone: KernelChoice, rows: int, k: int, itemsize: int, is_aligned: bool, multiprocessors: int
-) -> KernelChoice:
-    """Enough blocks to fill the GPU, but none with less than about a part for each of its warps; and no more than it takes for
-    a warp's number of parts. Two parts a warp are read sooner than merged.
-
-    Registers leave room for 24 warps a multiprocessor, but for 16 that read windows, or unaligned float32. In µs on an H200, of 16
-    or of 24, k = 20: 96 x 50257 bf16: 15.9, 13.1, fp32: 17.4, 19.6; 64000 bf16: 96 rows 15.1, 13.2, 128 rows 15.8, 21.4. Where
-    parts are many and k is 17 to 32, 16 are quicker in any case: 64 x 128256 fp32 k = 32: 18.4, 19.8.
-    """
-    parts, warps = alone.parts, alone.warps
-    if parts <= 2 * warps:
-        return alone
-
-    def filling(resident_warps: int) -> KernelChoice:
-        resident = multiprocessors * (resident_warps // warps)
-        most = max(1, min(resident // max(rows, 1), -(-parts // warps)))
-        parts_per_warp = -(-parts // (most * warps))
-        return alone._replace(splits=-(-parts // (warps * parts_per_warp)))
-
-    is_few = parts <= _FEW_PARTS
-    if k <= 16 or (k > 32 and not is_few):
-        return filling(24)
-    if not is_few or (itemsize == 4 and not is_aligned):
-        return filling(16)
-    full = filling(24)
-    return filling(16) if full.method(k, itemsize, is_aligned) == Method.IN_WINDOWS else full

@@ -31,7 +31,7 @@ _MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
 _LEADING_DIMS = 4
 
 # struct Problem of csrc/problem.cuh, field by field, and where the fields lie that change from call to call.
-_PROBLEM = struct.Struct("<Qq8I2H2If7Q10I12qQqQ2q3Q")
+_PROBLEM = struct.Struct("<Qq8I4HIf7Q10I12qQqQ2q3Q")
 _put_address = struct.Struct("<Q").pack_into
 _put_addresses = struct.Struct("<3Q").pack_into
 _put_temperature_and_addresses = struct.Struct("<f7Q").pack_into
@@ -146,8 +146,8 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
     method = choice.method(k_row, itemsize, is_plain)
     splits = choice.splits
     beams = 0 if layout.beam_strides is None else leading[1]
-    length = list_length(k_row, splits, choice.warps)
-    k_of_warp = choice.k_of_warp(k_row)
+    length = list_length(k_row, splits)
+    k_of_warp, k_of_split = choice.k_of_warp(k_row), choice.k_of_split(k_row)
     problem = _PROBLEM.pack(
         0,
         strides[0][-1],
@@ -160,8 +160,9 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         len(sizes),
         k_of_warp,
         -(-k_row // k_of_warp),
-        -(-k_row // splits),
+        k_of_split,
         length,
+        -(-k_row // k_of_split),
         *(0,) * 8,
         _VALUE_KINDS[layout.values],
         layout.normalize == "topk",

@@ -81,7 +81,8 @@ def test_row_topk_regimes_agree_bit_for_bit(cuda, dtype, vocab_size, k):
     assert_topk(want, expected("softmax_topk", logits, k), logits, "softmax_topk", row_names=list(rows))
     few = choose(1, vocab_size, k, logits.element_size(), 132)
     many = choose(10**6, vocab_size, k, logits.element_size(), 132)
-    choices = [many, *(few._replace(splits=splits) for splits in {1, 2, 3, few.splits} if splits <= few.splits)]
+    some = choose(200, vocab_size, k, logits.element_size(), 132)
+    choices = [many, some, *(few._replace(splits=splits) for splits in {1, 2, 3, few.splits} if splits <= few.splits)]
     choices.append(choose(1, vocab_size, k, logits.element_size(), 132, has_beams=True))
     choices += [choice for choice in alternatives(1, vocab_size, k, logits.element_size(), 132) if choice.lanes]
     for choice in choices:

@@ -68,16 +68,16 @@ def problems():
         (37, 1024, 32, 2, "warp per row"),
         (37, 1024, 64, 2, "block per row"),
         (4000, 4000, 5, 4, "warp per row"),
-        (4000, 36000, 5, 4, "warp per row"),
-        (4000, 37000, 5, 4, "block per row"),
-        (4000, 37000, 17, 4, "warp per row"),
-        (4000, 151936, 8, 2, "warp per row"),
-        (4000, 262144, 8, 2, "block per row"),
-        (528, 2000, 8, 4, "warp per row"),
-        (527, 2000, 8, 4, "block per row"),
+        (4000, 61440, 5, 4, "warp per row"),
+        (4000, 61441, 5, 4, "block per row"),
+        (4000, 61440, 64, 2, "warp per row"),
+        (4000, 128256, 8, 2, "block per row"),
+        (264, 2000, 8, 4, "warp per row"),
+        (263, 2000, 8, 4, "block per row"),
+        (264, 2000, 32, 4, "block per row"),
         (528, 25000, 8, 4, "block per row"),
-        (1584, 128256, 8, 2, "warp per row"),
-        (1583, 128256, 8, 2, "block per row"),
+        (1584, 32000, 8, 2, "warp per row"),
+        (1583, 32000, 8, 2, "block per row"),
         (1188, 8000, 50, 4, "warp per row"),
         (1187, 8000, 50, 4, "block per row"),
         (4000, 100, 100, 4, "block per row"),
@@ -93,22 +93,32 @@ def test_choose_regime(rows, vocab_size, k, itemsize, regime):
 
 
 @pytest.mark.parametrize(
-    ("rows", "vocab_size", "k", "itemsize", "splits"),
+    ("rows", "vocab_size", "k", "warps", "splits"),
     [
-        (1, 128256, 8, 2, 8),
-        (8, 50257, 50, 4, 7),
-        (96, 50257, 20, 2, 4),
-        (96, 50257, 20, 4, 2),
-        (128, 64000, 20, 2, 2),
-        (128, 64000, 20, 4, 3),
-        (64, 128256, 1024, 4, 2),
-        (32, 262144, 20, 2, 8),
-        (4000, 4000, 5, 4, 1),
+        (1, 128256, 8, 16, 8),
+        (8, 50257, 50, 16, 4),
+        (16, 151936, 20, 16, 8),
+        (96, 50257, 20, 16, 1),
+        (132, 32768, 64, 16, 1),
+        (132, 262144, 64, 16, 1),
+        (133, 262144, 64, 8, 1),
+        (133, 262144, 65, 16, 1),
+        (66, 262144, 8, 16, 2),
+        (67, 262144, 8, 16, 1),
+        (64, 128256, 1024, 16, 2),
+        (1, 32768, 8, 16, 1),
+        (1, 32769, 8, 16, 3),
+        (1, 8192, 32, 8, 1),
+        (1, 8193, 32, 16, 1),
+        (1, 8192, 33, 16, 1),
+        (4000, 4000, 5, 1, 1),
     ],
 )
-def test_choose_splits(rows, vocab_size, k, itemsize, splits):
-    """Blocks of a row, on an H200."""
-    assert choose(rows, vocab_size, k, itemsize, 132).splits == splits
+def test_choose_warps_and_splits(rows, vocab_size, k, warps, splits):
+    """Warps of a block, and blocks of a row, on an H200, of either size of a logit."""
+    for itemsize in (2, 4):
+        choice = choose(rows, vocab_size, k, itemsize, 132)
+        assert (choice.warps, choice.splits) == (warps, splits)
 
 
 def test_fewer_warps_than_read_prove_a_bound():
@@ -126,6 +136,14 @@ def test_fewer_warps_than_read_prove_a_bound():
         assert warps <= most or k > 16 * most, (problem, choice)
 
 
+def test_fewer_blocks_than_share_a_row_prove_a_bound():
+    """A quarter of them may have next to nothing, unless they are very few or very many."""
+    for k, splits in itertools.product((1, 2, 7, 64, 100, MAX_K), (1, 2, 3, 4, 5, 8, 10, 16, 17, 64, 1024)):
+        of_block = KernelChoice(16, 4, splits, 1024, 1).k_of_split(k)
+        blocks = -(-k // of_block)
+        assert blocks <= (splits - splits // 4 if 4 < splits <= 16 else splits) and of_block < 2**16, (k, splits)
+
+
 def test_a_large_k_has_kernels_of_its_own():
     """From 17 of a warp on; the warps that read nothing do not help."""
     whole, short = choose(64, 128256, 1000, 4, 132), choose(1, 3001, 192, 4, 132)
@@ -140,7 +158,7 @@ def test_a_large_k_has_kernels_of_its_own():
 def test_three_tiles_of_a_warp_are_read_in_windows():
     """Of 16-bit logits, in aligned rows without a mask."""
     by_tile, in_windows = Method.TILE_BY_TILE, Method.IN_WINDOWS
-    for warps, splits in itertools.product((8, 16), (1, 3)):
+    for warps, splits in ((8, 1), (16, 1), (16, 3)):
         for parts, want in ((2 * warps * splits, by_tile), (2 * warps * splits + 1, in_windows)):
             choice = KernelChoice(warps, 4, splits, parts, 1)
             assert choice.method(8, 2, True) == want
@@ -183,10 +201,10 @@ def test_choose_fits_the_machine():
 
 
 def test_32_warps_with_a_row_each_fit_on_a_multiprocessor():
-    """Of 228 KiB, 1 of each block for the system: aligned rows, no mask, k <= 16. Beyond, more parts may leave room for fewer."""
+    """Of 228 KiB, 1 of each block for the system: aligned rows, no mask."""
     for problem in problems():
         choice = choose(*problem)
-        if choice.warps == 1 and not choice.lanes and problem[2] <= 16:
+        if choice.warps == 1 and not choice.lanes:
             block = choice.shared_bytes(Method.TILE_BY_TILE, is_plain=True) + most_static_bytes(1, Method.TILE_BY_TILE)
             assert 32 * 32 // choice.threads * (block + 1024) <= 228 << 10, (problem, choice)
 
@@ -204,11 +222,16 @@ def test_choose_gives_every_block_a_share():
         assert choice.splits == 1 or choice.parts // choice.splits * 2 > choice.warps, (problem, choice)
 
 
+def test_only_16_warps_share_a_row_with_other_blocks():
+    """Group::kSharesRow of csrc/group.cuh: smaller blocks would all read the whole row."""
+    for problem in problems():
+        assert all(choice.warps == 16 for choice in alternatives(*problem) if choice.splits > 1), problem
+
+
 def test_list_length_leaves_room_for_candidates():
     """What a block hands over holds k, and a list of them fits where the row's last block gathers it."""
-    for k, splits, warps in itertools.product(range(1, MAX_K + 1), (2, 3, 8, 16, 64), (8, 16)):
-        if warps == 16 or k <= 256:
-            assert k <= list_length(k, splits, warps) <= (512 if warps == 8 else 4096), (k, splits, warps)
+    for k, splits in itertools.product(range(1, MAX_K + 1), (2, 3, 8, 16, 64)):
+        assert k <= list_length(k, splits) <= 4096, (k, splits)
 
 
 def test_choose_cuts_a_row_by_its_length_alone():
@@ -282,7 +305,7 @@ def test_alternatives_are_choices_that_could_be_made():
             assert 1 <= choice.splits <= choice.parts and choice.grid(rows)[0] <= 2**31 - 1
             assert k < {1: 128, 8: 512, 16: 4096}[choice.warps]
             seen.add((choice.warps, choice.splits > 1))
-    assert seen == {(1, False), (8, False), (8, True), (16, False), (16, True)}
+    assert seen == {(1, False), (8, False), (16, False), (16, True)}
 
 
 def test_kernel_choice_is_a_plain_tuple():

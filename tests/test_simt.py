@@ -44,14 +44,17 @@ SIZES = {
         (2047, 8, "many", 0), (2049, 3, "many", 0), (4097, 32, "many", 0),
     ],
     "8 warps": [
-        (33, 33, "few", 0), (257, 64, "few", 0), (8193, 33, "few", 1), (4097, 40, "few", 3), (25003, 50, "few", 1),
+        (33, 33, "some", 0), (257, 64, "some", 0), (2049, 5, "few", 0), (8193, 33, "some", 0), (4097, 40, "some", 0),
+        (25003, 50, "some", 0),
     ],
     "16 warps": [
-        (2049, 5, "few", 0), (8193, 8, "few", 0), (17001, 256, "few", 1), (33001, 200, "few", 2), (20003, 16, "few", 1),
-        (270001, 5, "few", 2),
+        (33, 33, "few", 0), (4097, 40, "few", 3), (8193, 8, "few", 0), (17001, 256, "few", 1), (33001, 200, "few", 2),
+        (20003, 16, "few", 1), (9001, 50, "few", 6), (270001, 5, "few", 2),
     ],
-    "8 warps, three tiles each": [(17000, 20, "few", 1), (50001, 33, "few", 2), (140001, 60, "few", 1)],
-    "16 warps, three tiles each": [(33001, 8, "few", 1), (70000, 3, "few", 1), (150001, 16, "few", 2)],
+    "8 warps, three tiles each": [(17000, 20, "some", 0), (50001, 33, "some", 0), (140001, 60, "some", 0)],
+    "16 warps, three tiles each": [
+        (33001, 8, "few", 1), (70000, 3, "few", 1), (50001, 33, "few", 1), (150001, 16, "few", 2),
+    ],
     "16 warps for a large k": [
         (1025, 65, "many", 0), (3001, 192, "few", 0), (9001, 128, "few", 2), (193, 193, "few", 0), (300, 256, "few", 0),
         (1000, 257, "many", 0), (2049, 300, "few", 2), (4097, 2048, "few", 0), (9001, 600, "few", 3),
@@ -184,7 +187,7 @@ LONG_PARTS = [
     Case(8192, 8, owner="many", tiles_per_part=2),
     Case(8193, 8, "bf16", rows="0/4", owner="many", tiles_per_part=4, mask="packed", start=1, padding=3),
     Case(25003, 16, "fp16", rows="1/4", splits=1, tiles_per_part=2, normalize="topk"),
-    Case(8191, 40, rows="2/4", splits=1, tiles_per_part=2, entry="softmax_topk", start=3),
+    Case(8191, 40, rows="2/4", owner="some", tiles_per_part=2, entry="softmax_topk", start=3),
     Case(12289, 33, "bf16", rows="3/4", splits=2, tiles_per_part=4, mask="bool", normalize="all", padding=7),
     Case(9001, 300, "fp16", rows="0/4", splits=3, tiles_per_part=2, entry="topk", start=5),
 ]
@@ -203,8 +206,8 @@ def test_several_tiles_a_part_on_a_gpu(cuda, case):
 
 # Whole tiles pass the bound, and must be cut to their own best: proven by the lanes' maxima, or, for a greater k, by bisection.
 TILES_THAT_WIN = [
-    Case(30001, k, dtype, rows="ascending_by_tiles", splits=splits)
-    for k, splits in ((2, 1), (3, 1), (20, 2))
+    Case(30001, k, dtype, rows="ascending_by_tiles", owner=owner, splits=splits)
+    for k, owner, splits in ((2, "few", 1), (3, "some", 1), (20, "few", 2))
     for dtype in DTYPES
 ]
 
@@ -217,18 +220,17 @@ def test_every_tile_beats_all_before_it(case):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel_of_an_older_gpu(dtype):
     """Compute capability 7.5 has neither the warp's reductions nor maxima of pairs, nor copies in the background."""
-    for vocab_size, k, start in [
-        (100, 8, 1),
-        (256, 5, 1),
-        (100, 9, 1),
-        (257, 9, 1),
-        (1025, 65, 1),
-        (17000, 20, 0),
-        (33001, 8, 0),
+    for vocab_size, k, owner, start in [
+        (100, 8, "few", 1),
+        (256, 5, "few", 1),
+        (100, 9, "few", 1),
+        (257, 9, "few", 1),
+        (1025, 65, "few", 1),
+        (17000, 20, "some", 0),
+        (33001, 8, "few", 0),
     ]:
-        case = Case(
-            vocab_size, k, dtype, rows="0/2", start=start, padding=0 if start else -vocab_size % 16, splits=1 - start
-        )
+        padding = 0 if start else -vocab_size % 16
+        case = Case(vocab_size, k, dtype, rows="0/2", owner=owner, start=start, padding=padding, splits=1 - start)
         check(case, schedule="random", architecture=75)
 
 
@@ -301,6 +303,22 @@ def test_bound_that_is_the_kth_best(k):
     got = Laid(case)("log_softmax_topk", logits, k)
     assert_topk(got, expected("log_softmax_topk", logits, k), logits, "log_softmax_topk")
     assert got.values.min() >= got.values.max() - warps
+
+
+@pytest.mark.parametrize("splits", [2, 4, 5, 8, 16, 17])
+@pytest.mark.parametrize("k", [5, 13, 50])
+def test_bound_of_blocks_that_is_the_kth_best(k, splits):
+    """As many blocks as prove it have their share of the k best and no more, each worse than the one before."""
+    tile = 1024
+    case = Case(splits * tile, k, rows="1", splits=splits)
+    of_block = case.choice().k_of_split(k)
+    blocks = -(-k // of_block)
+    logits = random_logits(1, splits * tile)
+    for i, j in itertools.product(range(blocks), range(of_block)):
+        logits[0, (3 * i % splits) * tile + 4 * (j + i)] = 100 - i - j / 64
+    got = Laid(case)("log_softmax_topk", logits, k)
+    assert_topk(got, expected("log_softmax_topk", logits, k), logits, "log_softmax_topk")
+    assert got.values.min() >= got.values.max() - blocks
 
 
 @pytest.mark.parametrize("beams", [2, 5, 8, 9])

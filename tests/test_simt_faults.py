@@ -14,12 +14,12 @@ from simt.cases import Case, Laid, check
 ONE_WARP = Case(257, 5, rows="2")
 # Its loads go to registers; those of longer rows may go to shared memory in the background.
 ONE_TILE = Case(256, 5, rows="2", padding=16)
-ONE_BLOCK = Case(3001, 40, rows="2", splits=1)
+ONE_BLOCK = Case(3001, 40, rows="2", owner="some")
 TWO_BLOCKS = Case(3001, 40, rows="2", splits=2)
 # Three tiles that a warp keeps in place, one after the other.
 IN_PLACE = Case(2500, 5, rows="2", owner="many", padding=28)
 # Two windows of a warp's tiles, copied in the background, and loaded to registers.
-COPIED_WINDOWS = Case(70_000, 20, "bf16", rows="2", splits=1, padding=16)
+COPIED_WINDOWS = Case(70_000, 20, "bf16", rows="2", owner="some", padding=16)
 LOADED_WINDOWS = Case(70_000, 8, "bf16", rows="2", splits=1, padding=16)
 # Three steps of parts.
 LONG_ROW = Case(270_001, 5, "bf16", rows="2", splits=2, padding=15)

@@ -22,7 +22,7 @@ from .launch import SCHEDULES
 
 _Dtype = Enum("Dtype", {name: name for name in DTYPES}, type=str)
 _Schedule = Enum("Schedule", {name: name for name in (*SCHEDULES, "all")}, type=str)
-_Owner = Enum("Owner", {name: name for name in ("few", "many")}, type=str)
+_Owner = Enum("Owner", {name: name for name in ("few", "some", "many")}, type=str)
 
 
 def main(
@@ -37,7 +37,7 @@ def main(
         ),
     ] = "adversarial",
     entry: Annotated[str, typer.Option(help="softmax_topk, log_softmax_topk or topk.")] = "log_softmax_topk",
-    owner: Annotated[_Owner, typer.Option(help="Laid over the GPU as one row is, or as a million are.")] = _Owner.few,
+    owner: Annotated[_Owner, typer.Option(help="Laid over the GPU as one row is, or 200, or a million.")] = _Owner.few,
     splits: Annotated[int, typer.Option(help="Blocks that share a row; 0: as many as fused_topk chooses.")] = 0,
     tiles_per_part: Annotated[
         int, typer.Option(help="Tiles of 1024 elements that a warp sums as one; 0: as fused_topk chooses.")

@@ -30,10 +30,8 @@ class Case(NamedTuple):
         "adversarial"  # all of them in a batch, "2/7": every 7th from the 2nd on, one by its name, or so many normal
     )
     entry: str = "log_softmax_topk"
-    owner: str = (
-        "few"  # whose rows these are: the layout that an H200 gives to one row ("few") or to a million ("many")
-    )
-    splits: int = 0  # blocks that share a row; 0: as many as the layout says
+    owner: str = "few"  # whose rows these are: the layout that an H200 gives to one row, to 200 ("some"), or to a million ("many")
+    splits: int = 0  # blocks that share a row, of 16 warps if more than one; 0: as many as the layout says
     tiles_per_part: int = 0  # a power of two: as where V needs it; 0: as this V needs
     mask: str = "none"  # or "bool", "packed"
     normalize: str = "allowed"
@@ -49,14 +47,16 @@ class Case(NamedTuple):
 
     def choice(self) -> KernelChoice:
         """The layout over the machine."""
-        rows = {"few": 1, "many": 10**6}[self.owner]
+        rows = {"few": 1, "some": 200, "many": 10**6}[self.owner]
         itemsize = DTYPES[self.dtype].itemsize
         chosen = choose(rows, self.vocab_size, self.k, itemsize, 132, has_beams=bool(self.beams))
         if self.tiles_per_part:
             tile = 32 * chosen.vectors * 16 // DTYPES[self.dtype].itemsize
             parts = -(-self.vocab_size // (tile * self.tiles_per_part))
             chosen = chosen._replace(parts=parts, tiles_per_part=self.tiles_per_part, splits=min(chosen.splits, parts))
-        return chosen._replace(splits=self.splits) if self.splits else chosen
+        if self.splits > 1:
+            chosen = chosen._replace(warps=16)
+        return chosen._replace(splits=self.splits or chosen.splits)
 
     def arguments(self, device: str) -> tuple[Tensor, dict[str, Any], list[str] | None]:
         """(logits, keyword arguments of the public function, names of the rows)."""
