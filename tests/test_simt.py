@@ -288,7 +288,7 @@ ARRIVALS = {
 }
 
 
-@pytest.mark.parametrize("k", [8, 16, 20, 50, 64])
+@pytest.mark.parametrize("k", [8, 16, 20, 50, 64, 200, 256])
 def test_bound_that_is_the_kth_best(k):
     """As many tiles as prove it have their share of the k best and no more, each worse than the one before."""
     tile = 1024
