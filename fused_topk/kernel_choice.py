@@ -37,8 +37,7 @@ _ROUTER_LANES = 8
 _WARP_BYTES = 512  # that a warp reads with one load of 16 bytes a lane
 _MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csrc/candidates.cuh has room for
 _FEW_SPLITS, _RANKED_SPLITS = 4, 16
-# Of a row that a warp has alone, and of aligned float32 with k <= 8, which 8 warps read as fast as memory gives it.
-_MOST_PARTS_OF_WARP, _MOST_FLOAT_PARTS_OF_WARP, _FLOAT_K = 60, 24, 8
+_MOST_PARTS_OF_WARP = 60  # of a row that it has alone
 _WARPS_PER_BLOCK = 4  # where a warp owns a row, or several
 _PLACE_BYTES = 4096  # of its tiles that such a warp keeps in place, so that 32 warps fit on a multiprocessor
 
@@ -159,8 +158,8 @@ def choose(
     - 8 lanes that merge, or the best off the tops of more: 65536 x 256 bf16 k = 8: 15.6 or 40; 16384 x 128: 5.1 or 7.9;
       4096 x 64: 2.5 or 3.1;
     - a warp or 8 warps a row, k = 8: 264 x 2000 fp32: 6.5 or 5.4, 400 x 2000: 6.7 or 9.1, 528 x 4000: 10.2 or 10.3,
-      800 x 4000: 11.0 or 14.3, 1000 x 8000: 17.8 or 16.2, 4000 x 25000 k = 5: 104 or 99, 4096 x 25000 k = 64: 120 or 189,
-      2048 x 50257: 115 or 125; bf16: 1600 x 32000: 45 or 41, 2048 x 32000: 47 or 51, 1600 x 128256: 132 or 110,
+      800 x 4000: 11.0 or 14.3, 1000 x 8000: 17.8 or 16.2, 4000 x 25000 k = 5: 104 or 99, but sorted ascending 115 or
+      261, 4096 x 25000 k = 64: 120 or 189, 2048 x 50257: 115 or 125; bf16: 1600 x 32000: 45 or 41, 2048 x 32000: 47 or 51, 1600 x 128256: 132 or 110,
       4096 x 128256: 254 or 262, but 4096 x 64000 k = 20: 166 or 155;
     - 8 or 16 warps, rows for more than one multiprocessor each: 200 x 128256 bf16 k = 8: 21 or 26; not so many: 64 x 12000
       fp32 k = 50: 9.3 or 6.4, 96 x 64000 bf16 k = 50: 15.6 or 11.3; with a part for each of 8: 64 x 8000 fp32 k = 8: 4.7 or
@@ -174,10 +173,8 @@ def choose(
     vectors = _TILE * itemsize // _WARP_BYTES
     if vocab_size <= _SHORT_ROW and k <= _SHORT_K and not has_beams:
         return _router_rows(vocab_size, itemsize) if k <= _ROUTER_K else _short_rows(vocab_size, itemsize)
-    suits_8_warps = itemsize == 4 and vocab_size % 4 == 0 and k <= _FLOAT_K
-    is_short = parts <= (_MOST_FLOAT_PARTS_OF_WARP if suits_8_warps else _MOST_PARTS_OF_WARP)
-    has_rows = rows >= multiprocessors * min(12, parts + k // 32)
-    if (k <= 32 and parts == 1) or (k <= 64 and is_short and has_rows):
+    suits_warps = parts <= _MOST_PARTS_OF_WARP and rows >= multiprocessors * min(12, parts + k // 32)
+    if (k <= 32 and parts == 1) or (k <= 64 and suits_warps):
         return KernelChoice(1, vectors, 1, parts, tiles_per_part)
     if k <= 64 and (rows > multiprocessors or (k <= 32 and parts <= 8)):
         return KernelChoice(8, vectors, 1, parts, tiles_per_part)
