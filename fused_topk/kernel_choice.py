@@ -159,8 +159,8 @@ def choose(
       4096 x 64: 2.5 or 3.1;
     - a warp or 8 warps a row, k = 8: 264 x 2000 fp32: 6.5 or 5.4, 400 x 2000: 6.7 or 9.1, 528 x 4000: 10.2 or 10.3,
       800 x 4000: 11.0 or 14.3, 1000 x 8000: 17.8 or 16.2, 4000 x 25000 k = 5: 104 or 99, but sorted ascending 115 or
-      261, 4096 x 25000 k = 64: 120 or 189, 2048 x 50257: 115 or 125; bf16: 1600 x 32000: 45 or 41, 2048 x 32000: 47 or 51, 1600 x 128256: 132 or 110,
-      4096 x 128256: 254 or 262, but 4096 x 64000 k = 20: 166 or 155;
+      261, 4096 x 25000 k = 64: 120 or 189, 2048 x 50257: 115 or 125; bf16: 1600 x 32000: 45 or 41, 2048 x 32000: 47 or
+      51, 1600 x 128256: 132 or 110, 4096 x 128256: 254 or 262, but 4096 x 64000 k = 20: 166 or 155;
     - 8 or 16 warps, rows for more than one multiprocessor each: 200 x 128256 bf16 k = 8: 21 or 26; not so many: 64 x 12000
       fp32 k = 50: 9.3 or 6.4, 96 x 64000 bf16 k = 50: 15.6 or 11.3; with a part for each of 8: 64 x 8000 fp32 k = 8: 4.7 or
       5.2, k = 50: 6.3 or 6.2;
