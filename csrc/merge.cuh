@@ -69,8 +69,8 @@ __device__ __forceinline__ u32 bound_of_list(const u64* candidate) {
 }
 
 // A bound of the best k of `lists` lists together, kNoKey for none: at bounds[i * stride] is a candidate whose key bounds the
-// j-th best of list i, and `needed` lists of so many have k. The needed-th greatest, as in bound.cuh, where that is cheap; else the
-// least. The 32 lanes of a warp call it together.
+// j-th best of list i, and `needed` lists of so many have k, or all lists. The needed-th greatest, as in bound.cuh, where that is
+// cheap; else the least. The 32 lanes of a warp call it together.
 template <class GROUP>
 __device__ __forceinline__ u32 bound_of_lists(const u64* bounds, u32 stride, u32 lists, u32 needed) {
   constexpr u32 kHalf = kWarpSize / 2;

@@ -36,7 +36,7 @@ _SHORT_ROW, _SHORT_K, _ROUTER_K, _SHORT_LANE = 256, 32, 8, 8
 _ROUTER_LANES = 8
 _WARP_BYTES = 512  # that a warp reads with one load of 16 bytes a lane
 _MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csrc/candidates.cuh has room for
-_FEW_SPLITS, _RANKED_SPLITS = 4, 16
+_FEW_SPLITS, _RANKED_SPLITS = 4, 16  # blocks of a row; bound_of_lists() of csrc/merge.cuh ranks half a warp of them
 _MOST_PARTS_OF_WARP = 60  # of a row that it has alone
 _WARPS_PER_BLOCK = 4  # where a warp owns a row, or several
 _PLACE_BYTES = 4096  # of its tiles that such a warp keeps in place, so that 32 warps fit on a multiprocessor
@@ -81,9 +81,11 @@ class KernelChoice(NamedTuple):
         of csrc/bound.cuh).
 
         Least logits pass the bound of three quarters of the warps; of more where k is large, for a warp knows few of its bests.
-        In µs on an H200, of all warps, three quarters or half of them: 8 x 50257 fp32 k = 50, 7 blocks: 15.0, 10.3, 10.6;
-        16 x 32000 k = 50, 4 blocks of 8: 11.3, 9.1, 9.4; 256 x 128256 bf16 k = 8: 23.8, 22.5, 22.5; 32 x 151936 k = 50: 14.0,
-        14.0, 14.3. Of all warps, 15 or 14 of 16: 64 x 128256 fp32 k = 200: 25.0, 23.6, 22.8, 8 x 50257 k = 256: 18.7, 18.7, 14.3.
+        In µs on an H200 at f1fb647, of all warps, three quarters or half of them: 8 x 50257 fp32 k = 50, 7 blocks of 8: 15.0,
+        10.3, 10.6; 16 x 32000 k = 50, 4 blocks of 8: 11.3, 9.1, 9.4; 256 x 128256 bf16 k = 8: 23.8, 22.5, 22.5; 32 x 151936
+        k = 50: 14.0, 14.0, 14.3. At 0757611, of all warps, 15 or 14 of 16: 64 x 128256 fp32 k = 200: 25.0, 23.6, 22.8,
+        8 x 50257 k = 256: 18.7, 18.7, 14.3; of three quarters, all warps, 15 or 14 of 16: 64 x 128256 k = 128: 22.7, 22.2, 22.4,
+        22.5.
         """
         readers = self._readers
         of_most = -(-k // (readers - readers // 4))
@@ -153,7 +155,8 @@ def choose(
     """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors.
 
     What the limits rest on, in µs on an H200 (132 multiprocessors), choices timed beside each other, as `python -m
-    fused_topk sweep` does. Routers at e074df7, all else with the kernels as they are:
+    fused_topk sweep` does. Routers at e074df7; 4000 x 25000 at 0757611; all else on the way from f1fb647 to it, while blocks of 8
+    warps could still share a row:
 
     - 8 lanes that merge, or the best off the tops of more: 65536 x 256 bf16 k = 8: 15.6 or 40; 16384 x 128: 5.1 or 7.9;
       4096 x 64: 2.5 or 3.1;
@@ -203,7 +206,7 @@ def list_length(k: int, splits: int) -> int:
     """Candidates that a block of a split row hands over at most. Too few, and there is a cut before (Candidates::shorten()
     of csrc/candidates.cuh); more than the last block can load at a time (gather() of csrc/merge.cuh), and it waits again.
     """
-    helpers = 32 * 15
+    helpers = 32 * 15  # all of a block but the warp that merges the states; each loads seven at a time
     most = 7 * helpers // splits
     if k > 64:
         return max(512, 5 * k // 4, min(2 * k, most))

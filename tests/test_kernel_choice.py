@@ -134,6 +134,8 @@ def test_fewer_warps_than_read_prove_a_bound():
         # A quarter of them may have read next to nothing, unless k is large.
         most = readers - readers // 4
         assert warps <= most or k > 16 * most, (problem, choice)
+        # Then an eighth of them.
+        assert k > 256 or warps <= readers - readers // 8, (problem, choice)
 
 
 def test_fewer_blocks_than_share_a_row_prove_a_bound():

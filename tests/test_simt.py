@@ -289,36 +289,31 @@ ARRIVALS = {
 
 
 @pytest.mark.parametrize("k", [8, 16, 20, 50, 64, 200, 256])
-def test_bound_that_is_the_kth_best(k):
-    """As many tiles as prove it have their share of the k best and no more, each worse than the one before."""
-    tile = 1024
-    cases = [Case(tiles * tile, k, rows="1", splits=1) for tiles in (8, 16)]
+def test_bound_of_warps_that_is_the_kth_best(k):
+    cases = [Case(tiles * 1024, k, rows="1", splits=1) for tiles in (8, 16)]
     case = next(case for case in cases if case.choice().warps == case.choice().parts)
-    tiles, of_warp = case.choice().parts, case.choice().k_of_warp(k)
-    warps = -(-k // of_warp)
-    logits = random_logits(1, tiles * tile)
-    for i, j in itertools.product(range(warps), range(of_warp)):
-        # Of different lanes, and different.
-        logits[0, (3 * i % tiles) * tile + 4 * (j + i)] = 100 - i - j / 32
-    got = Laid(case)("log_softmax_topk", logits, k)
-    assert_topk(got, expected("log_softmax_topk", logits, k), logits, "log_softmax_topk")
-    assert got.values.min() >= got.values.max() - warps
+    check_that_no_more_prove_a_bound(case, case.choice().k_of_warp(k))
 
 
 @pytest.mark.parametrize("splits", [2, 4, 5, 8, 16, 17])
 @pytest.mark.parametrize("k", [5, 13, 50])
 def test_bound_of_blocks_that_is_the_kth_best(k, splits):
-    """As many blocks as prove it have their share of the k best and no more, each worse than the one before."""
-    tile = 1024
-    case = Case(splits * tile, k, rows="1", splits=splits)
-    of_block = case.choice().k_of_split(k)
-    blocks = -(-k // of_block)
-    logits = random_logits(1, splits * tile)
-    for i, j in itertools.product(range(blocks), range(of_block)):
-        logits[0, (3 * i % splits) * tile + 4 * (j + i)] = 100 - i - j / 64
+    case = Case(splits * 1024, k, rows="1", splits=splits)
+    check_that_no_more_prove_a_bound(case, case.choice().k_of_split(k))
+
+
+def check_that_no_more_prove_a_bound(case, of_each):
+    """As many tiles as prove it have their share of the k best, `of_each`, and no more, each worse than the one before. A warp,
+    or a block, has one tile."""
+    tiles, k = case.choice().parts, case.k
+    needed = -(-k // of_each)
+    logits = random_logits(1, case.vocab_size)
+    for i, j in itertools.product(range(needed), range(of_each)):
+        # Of different lanes, and different.
+        logits[0, (3 * i % tiles) * 1024 + 4 * (j + i)] = 100 - i - j / 32
     got = Laid(case)("log_softmax_topk", logits, k)
     assert_topk(got, expected("log_softmax_topk", logits, k), logits, "log_softmax_topk")
-    assert got.values.min() >= got.values.max() - blocks
+    assert got.values.min() >= got.values.max() - needed
 
 
 @pytest.mark.parametrize("beams", [2, 5, 8, 9])
