@@ -18,7 +18,8 @@ namespace fused_topk {
 // The part of a Candidates object that lives in shared memory.
 template <class GROUP>
 struct CandidatesShared {
-  u32 count;  // slots asked for so far; may run past the capacity
+  u64 threshold;  // the greatest that a warp has told the others
+  u32 count;      // slots asked for so far; may run past the capacity
   typename GROUP::Words words;
   BucketsShared<GROUP> buckets;
 };
@@ -39,7 +40,10 @@ class Candidates {
   __device__ __forceinline__ void restart(u32 k) {
     k_ = k;
     set_threshold(kNoCandidate);
-    if (GROUP::thread() == 0) shared_.count = 0;
+    if (GROUP::thread() == 0) {
+      shared_.count = 0;
+      shared_.threshold = kNoCandidate;
+    }
   }
 
   // Only a candidate greater than this can be among the best k. May differ between warps.
@@ -48,13 +52,12 @@ class Candidates {
   __device__ __forceinline__ float least() const { return least_; }
   // Whether the threshold is a token of its own, not only a bound of the logits.
   __device__ __forceinline__ bool is_at_token() const { return u32(threshold_) != ~0u; }
-  // From here on this warp asks about the tokens from `first` on alone: behind the threshold's own token, an equal logit
-  // has lost already, because its index is greater. False if even a NaN has.
-  __device__ __forceinline__ bool look_behind(u32 first) {
-    if (make_candidate(kNanKey, first) <= threshold_) return false;
-    if (first > index_of(threshold_))
-      least_ = __uint_as_float(bits_of_key(min(key_of(threshold_), kPositiveInfinityKey - 1) + 1));
-    return true;
+  // Of the tokens from `first` on: whether one can be among the best k, even a NaN; and the least logit that can. Behind the
+  // threshold's own token, an equal logit has lost already, because its index is greater.
+  __device__ __forceinline__ bool has_room_from(u32 first) const { return make_candidate(kNanKey, first) > threshold_; }
+  __device__ __forceinline__ float least_from(u32 first) const {
+    if (first <= index_of(threshold_)) return least_;
+    return __uint_as_float(bits_of_key(min(key_of(threshold_), kPositiveInfinityKey - 1) + 1));
   }
   __device__ __forceinline__ u32 k() const { return k_; }
   // [kCapacity], what is stored first, in no order.
@@ -64,13 +67,22 @@ class Candidates {
   // What a cut should leave to make room: each candidate more than k saves steps of the cut.
   __device__ __forceinline__ u32 enough() const { return k_ + (kCapacity - k_) / 4; }
 
-  // Raises the threshold so that only keys >= bound pass.
-  __device__ __forceinline__ void raise(u32 bound) {
-    if (bound > kNoKey) raise_to(u64(bound) << 32);
-  }
+  // Raises the threshold so that only keys >= bound pass. False if no other did anyway.
+  __device__ __forceinline__ bool raise(u32 bound) { return bound > kNoKey && raise_to(u64(bound) << 32); }
   // Raises the threshold so that no candidate less than this passes.
-  __device__ __forceinline__ void raise_to(u64 least) {
-    if (least - 1 > threshold_) set_threshold(least - 1);
+  __device__ __forceinline__ bool raise_to(u64 least) {
+    const bool is_closer = least - 1 > threshold_;
+    if (is_closer) set_threshold(least - 1);
+    return is_closer;
+  }
+  // Tells the other warps this one's threshold, which holds for all, and learns of theirs. The 32 lanes of a warp call it
+  // together, at any time.
+  __device__ __forceinline__ void exchange_threshold() {
+    if constexpr (GROUP::kIsWarp) return;
+    u64 others = kNoCandidate;
+    if (lane_id() == 0) others = raise_in_shared(&shared_.threshold, threshold_);
+    others = __shfl_sync(kAllLanes, others, 0);
+    if (others > threshold_) set_threshold(others);
   }
 
   // Appends the lanes' candidates, up to N of each lane, and takes out of `own` what found room; the rest is to be added
@@ -163,10 +175,11 @@ class Candidates {
     put_back(own);
   }
 
-  // Drops all but the best `length` or fewer, if there are more. What the threshold forbids by now goes first, since that
-  // is cheap. Gives the number left. Called like cut().
+  // Drops all but the best `length` or fewer, if there are more. What is forbidden by now goes first, since that is cheap.
+  // Gives the number left. Called like cut().
   __device__ __forceinline__ u32 shorten(u32 length) {
     if (stored() > length) {
+      exchange_threshold();
       u64 own[kOwn];
       take(own);
       put_back(own);
@@ -254,19 +267,26 @@ class Candidates {
   // A candidate such that at least k of the group's are >= it, and at most `enough`. kNoCandidate if there are fewer.
   // Bisects from the highest bit in which they differ. All threads call it; barriers separate its calls.
   __device__ __forceinline__ u64 lower_bound(const u64 (&own)[kOwn], u32 enough) const {
-    u32 greatest = 0;
-    u32 least_inverted = 0;
+    u64 bound = 0;
+    u64 bit = 0;
+    // All share the bits above the first in which two keys differ; where all keys are equal, the indices decide.
+#pragma unroll 1
+    for (u32 shift = 32; bit == 0; shift = 0) {
+      u32 greatest = 0;
+      u32 least_inverted = 0;
 #pragma unroll
-    for (u32 c = 0; c < kOwn; ++c) {
-      if (own[c] == kNoCandidate) continue;
-      greatest = max(greatest, key_of(own[c]));
-      least_inverted = max(least_inverted, ~key_of(own[c]));
+      for (u32 c = 0; c < kOwn; ++c) {
+        if (own[c] == kNoCandidate) continue;
+        greatest = max(greatest, u32(own[c] >> shift));
+        least_inverted = max(least_inverted, ~u32(own[c] >> shift));
+      }
+      greatest = GROUP::maximum(greatest, shared_.words, 0);
+      const u32 differing = greatest ^ ~GROUP::maximum(least_inverted, shared_.words, 1);
+      bound |= u64(greatest) << shift;
+      if (differing != 0) bit = u64(1u << (31 - __clz(differing))) << shift;
+      if (shift == 0) break;
     }
-    greatest = GROUP::maximum(greatest, shared_.words, 0);
-    const u32 differing = greatest ^ ~GROUP::maximum(least_inverted, shared_.words, 1);
-    // All keys share the bits above this one; where all are equal, the indices decide.
-    u64 bit = differing ? u64(1u << (31 - __clz(differing))) << 32 : u64(1) << 31;
-    u64 bound = (u64(greatest) << 32) & ~(2 * bit - 1);
+    if (bit != 0) bound &= ~(2 * bit - 1);
     u64 trial = bound;
     // The first count asks whether there are enough at all.
 #pragma unroll 1

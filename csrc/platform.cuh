@@ -206,6 +206,16 @@ __device__ __forceinline__ void store_unordered(u32* word, u32 value) {
 }
 __device__ __forceinline__ u32 load_unordered(u32* word) { return add_to_shared(word, 0); }
 
+// The same of a number that only grows: raises it to `value`, and gives what it was.
+__device__ __forceinline__ u64 raise_in_shared(u64* number, u64 value) {
+  u64 before;
+  asm volatile("atom.shared.max.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "r"(u32(__cvta_generic_to_shared(number))), "l"(value)
+               : "memory");
+  return before;
+}
+
 // Adds 1 to a counter between blocks, and gives what it was; the `count`-th finds count - 1 and leaves 0. Orders memory:
 // what this block wrote before the barrier that led here is seen by every block that finds a greater number.
 __device__ __forceinline__ u32 take_ticket(u32* counter, u32 count) {

@@ -30,7 +30,8 @@ struct Problem {
   u32 V;
   u32 k;  // of a row
   u32 parts_per_row;
-  u32 tiles_per_part_log2;
+  u16 tiles_per_part_log2;
+  u16 lead;             // of a group's tiles, so many of the last are read first
   u32 parts_per_split;  // parts_per_row / splits, and the remainder: the first blocks of a row take one more
   u32 splits_with_one_more;
   u32 leading_dims;  // that the strides below describe, innermost first

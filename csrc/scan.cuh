@@ -31,14 +31,14 @@ class RowScan {
   __device__ __forceinline__ RowScan(const Problem& problem, u32 row, Vector* slots, Shared&)
       : RowScan(problem, row, slots) {}
 
-  // In place: begins to fetch the warp's first tile before all else.
-  __device__ __forceinline__ void start_early(u32 first, u32 end) {
-    if constexpr (Stream::kInPlace) request(first, end);
+  // In place: begins to fetch the warp's first tile before all else. Each tile comes with whether it is one.
+  __device__ __forceinline__ void start_early(u32 first, bool is_first) {
+    if constexpr (Stream::kInPlace) request(first, is_first);
   }
-  // Begins to fetch the warp's first tiles, as many as can be on their way and are not; a tile past the end is none.
-  __device__ __forceinline__ void start(u32 first, u32 second, u32 end) {
-    if constexpr (Stream::kAhead > 0 && !Stream::kInPlace) request(first, end);
-    if constexpr (Stream::kAhead == 2) request(second, end);
+  // Begins to fetch the warp's first tiles, as many as can be on their way and are not.
+  __device__ __forceinline__ void start(u32 first, bool is_first, u32 second, bool is_second) {
+    if constexpr (Stream::kAhead > 0 && !Stream::kInPlace) request(first, is_first);
+    if constexpr (Stream::kAhead == 2) request(second, is_second);
   }
   // What there is time for then.
   __device__ __forceinline__ void prepare(const Problem& problem, u32 row) {
@@ -51,9 +51,9 @@ class RowScan {
   __device__ __forceinline__ typename FORMAT::Bits raw_logit(u32 index) const { return stream_.raw_logit(index); }
   __device__ __forceinline__ u32 tiles() const { return (V_ - 1) / RowTile::kElements + 1; }
 
-  // Asks for the tile after the next, or, past the end, for none: the slot of the last tile read is free again.
-  __device__ __forceinline__ void request(u32 tile, u32 end) {
-    if (tile < end) {
+  // Asks for the tile after the next, or, if that is none, for nothing: the slot of the last tile read is free again.
+  __device__ __forceinline__ void request(u32 tile, bool is_tile) {
+    if (is_tile) {
       stream_.request(tile);
     } else {
       stream_.to_next_slot();
@@ -65,10 +65,10 @@ class RowScan {
 
   __device__ __forceinline__ void begin_part() { part_ = Normalizer{}; }
 
-  // Takes the next requested tile and finds each lane's maximum. `next` is the warp's next after it.
-  __device__ __forceinline__ void read(u32 tile, u32 next, u32 end) {
-    stream_.take(tile_, tile, next >= end);
-    if constexpr (Stream::kToRegisters) request(next, end);
+  // Takes the next requested tile and finds each lane's maximum. `next` is the warp's next after it, if it has one.
+  __device__ __forceinline__ void read(u32 tile, u32 next, bool has_next) {
+    stream_.take(tile_, tile, !has_next);
+    if constexpr (Stream::kToRegisters) request(next, has_next);
     if constexpr (MASK != kNoMask) {
       allowed_ = 0;
 #pragma unroll
@@ -145,27 +145,26 @@ class RowScan {
   // cut. has_next: whether the warp has another tile, which a tighter bound would serve. All 32 lanes call it.
   template <class GROUP>
   __device__ __forceinline__ bool offer(Candidates<GROUP>& candidates, KthBound<GROUP>& bound, bool has_next) {
-    u32 lanes = lanes_with_hits(candidates);
+    float least = candidates.least();
+    u32 lanes = lanes_with_hits(least);
     if (lanes == 0) return true;
     if (candidates.is_at_token()) {
-      if (!candidates.look_behind(tile_.first)) return true;
-      lanes = lanes_with_hits(candidates);
+      if (!candidates.has_room_from(tile_.first)) return true;
+      least = candidates.least_from(tile_.first);
+      lanes = lanes_with_hits(least);
       if (lanes == 0) return true;
     }
     offered_ += __popc(lanes);
-    if constexpr (FOR_MANY) {
-      // update() has published what the tile adds.
-      candidates.raise(bound.latest());
-      lanes = lanes_with_hits(candidates);
+    // FOR_MANY: update() has published what the tile adds.
+    const bool is_worth = has_next && offered_ >= bound.worth() && !bound.needs_many();
+    if (FOR_MANY || is_worth) {
+      if (!FOR_MANY) bound.update(proven(bound));
+      if (candidates.raise(bound.latest())) least = candidates.least();
+      lanes = lanes_with_hits(least);
       if (lanes == 0) return true;
-    } else if (has_next && offered_ >= bound.worth() && !bound.needs_many()) {
-      bound.update(proven(bound));
-      candidates.raise(bound.latest());
-      lanes = lanes_with_hits(candidates);
-      if (lanes == 0) return true;
-      offered_ = __popc(lanes);
+      if (!FOR_MANY) offered_ = __popc(lanes);
     }
-    u32 todo = hits(lanes, candidates.least()) & ~offered_of_tile_;
+    u32 todo = hits(lanes, least) & ~offered_of_tile_;
     if (V_ - tile_.first < RowTile::kElements) todo &= RowTile::is_element(tile_.first, V_);
     if (__popc(lanes) >= kManyLanes && warp_sum(u32(__popc(todo))) > candidates.k() + kFewMore)
       todo = best_of(todo, candidates);
@@ -209,9 +208,8 @@ class RowScan {
         best_(-FUSED_TOPK_INFINITY) {}
 
   // The lanes of which an element may be among the best. `not less` instead of `greater or equal`: a NaN must pass.
-  template <class CANDIDATES>
-  __device__ __forceinline__ u32 lanes_with_hits(const CANDIDATES& candidates) const {
-    return __ballot_sync(kAllLanes, !(lane_max_ < candidates.least()));
+  __device__ __forceinline__ u32 lanes_with_hits(float least) const {
+    return __ballot_sync(kAllLanes, !(lane_max_ < least));
   }
 
   // Which of the lane's elements may be, if it is one of `lanes`: bit u * n + e for element e of vector u. The 32 lanes call
@@ -291,6 +289,9 @@ class RowScan {
     if (greatest_logit != greatest_logit) return todo;
     const u32 k = candidates.k();
     const u32 greatest = order_key(greatest_logit);
+    // Another warp may have looked at better ones.
+    candidates.exchange_threshold();
+    if (make_candidate(greatest, tile_.first) <= candidates.threshold()) return 0;
     // Known so far: the threshold, and, where k of the lanes' maxima are sooner found than bisected, what they prove.
     const u32 least =
         max(key_of(candidates.threshold() + 1), k <= kWarpSize / 2 ? nth_greatest(order_key(lane_max_), k) : kNoKey);
@@ -314,7 +315,10 @@ class RowScan {
     if (bound < kZeroKey) bound |= FORMAT::kLowestKeyBit - 1;
     todo &= not_below_key<AT_ONCE>(bound);
     candidates.raise(bound);
-    if (warp_sum(u32(__popc(todo))) <= k + kFewMore) return todo;
+    if (warp_sum(u32(__popc(todo))) <= k + kFewMore) {
+      candidates.exchange_threshold();
+      return todo;
+    }
 
     // Too many are equal to the k-th best: the first k of those, in the order of tokens, are enough.
     const u32 greater = bound == greatest ? 0 : todo & not_below_key<AT_ONCE>(bound + 1);
@@ -334,6 +338,7 @@ class RowScan {
     const u32 last = kept == 0 ? 0 : 31 - __clz(kept);
     const u32 last_index = warp_max(kept == 0 ? 0 : tile_.index(last / kPerVector, last % kPerVector));
     candidates.raise_to(make_candidate(bound, last_index));
+    candidates.exchange_threshold();
     return greater | kept;
   }
 
@@ -408,14 +413,45 @@ class RowScan {
   Normalizer part_;      // m: of the part so far; d: of this lane's share of it
 };
 
-// The tiles of a warp: those of part first_part + warp, then of every WARPS-th part after it.
+// The tiles that a group reads, in the order in which it does: the warps take turns, a part each. A turn has its tile's number,
+// or, of the last tiles, that many before the first.
+//
+// For those come first (KernelChoice.lead of fused_topk/kernel_choice.py): where logits ascend, not every tile then beats all
+// before it, for the best are among the first tiles whichever way they are sorted.
 struct TileOrder {
-  u32 end;      // tile
-  u32 last_in;  // tiles of a part - 1
-  u32 to_next;  // from the last tile of a part to the warp's next
+  u32 first, parts;  // the group's
+  u32 begin, end;    // turns
+  u32 last_in;       // tiles of a part - 1
+  u32 to_next;       // from the last tile of a part to the warp's next
 
-  __device__ __forceinline__ bool ends_part(u32 tile) const { return (tile & last_in) == last_in || tile + 1 == end; }
-  __device__ __forceinline__ u32 after(u32 tile) const { return tile + ((tile & last_in) == last_in ? to_next : 1); }
+  // Where a warp begins: known before all else is.
+  template <class GROUP>
+  static __device__ __forceinline__ u32 first_tile(const Problem& problem, u32 first_part, u32 last_part) {
+    const u32 part = GROUP::warp() - problem.lead;
+    return (part + (GROUP::warp() < problem.lead ? last_part : first_part)) << problem.tiles_per_part_log2;
+  }
+
+  // tiles: of the row
+  template <class GROUP>
+  static __device__ __forceinline__ TileOrder of(const Problem& problem, u32 first_part, u32 last_part, u32 tiles) {
+    const u32 log2 = problem.tiles_per_part_log2, lead = problem.lead, first = first_part << log2;
+    return {first,
+            last_part - first_part,
+            first - lead,
+            min(last_part << log2, tiles) - lead,
+            (1u << log2) - 1,
+            ((GROUP::kWarps - 1) << log2) + 1};
+  }
+
+  __device__ __forceinline__ u32 tile(u32 turn) const { return is_before(turn, first) ? turn + parts : turn; }
+  __device__ __forceinline__ u32 turn(u32 tile) const { return tile < end ? tile : tile - parts; }
+  __device__ __forceinline__ bool has(u32 turn) const { return is_before(turn, end); }
+  __device__ __forceinline__ bool ends_part(u32 turn) const { return (turn & last_in) == last_in || turn + 1 == end; }
+  __device__ __forceinline__ u32 after(u32 turn) const { return turn + ((turn & last_in) == last_in ? to_next : 1); }
+
+ private:
+  // Modulo 2^32.
+  static __device__ __forceinline__ bool is_before(u32 turn, u32 other) { return int(turn) < int(other); }
 };
 
 // Reads parts [first_part, last_part) of a row with all threads of a group and leaves the best k of them (and a few
@@ -427,18 +463,19 @@ template <class GROUP, class SCAN, class FINISH_PART>
 __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN& scan, u32 first_part, u32 last_part,
                                            u32 k, Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
                                            FINISH_PART finish_part) {
+  const TileOrder order = TileOrder::of<GROUP>(problem, first_part, last_part, scan.tiles());
   const u32 log2 = problem.tiles_per_part_log2;
-  const TileOrder order = {min(last_part << log2, scan.tiles()), (1u << log2) - 1, ((GROUP::kWarps - 1) << log2) + 1};
-  const u32 first = (first_part + GROUP::warp()) << log2;
+  const u32 first = order.begin + (GROUP::warp() << log2);
   const u32 second = order.after(first);
   u32 ahead = SCAN::Stream::kAhead == 1 ? second : order.after(second);
-  scan.start(first, second, order.end);
+  const auto read = [&](u32 turn, u32 next) { scan.read(order.tile(turn), order.tile(next), order.has(next)); };
+  scan.start(order.tile(first), order.has(first), order.tile(second), order.has(second));
   scan.prepare(problem, row);
   candidates.restart(k);
-  bool is_open = first_part + GROUP::warp() < last_part;
+  bool is_open = order.has(first);
   scan.begin_part();
   if (is_open) {
-    scan.read(first, second, order.end);
+    read(first, second);
     bound.publish(scan.proven(bound, true));
     scan.fold();
   } else {
@@ -448,18 +485,19 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN
   candidates.raise(bound.found());
   while (true) {
     while (is_open) {
-      if (!scan.offer(candidates, bound, GROUP::kIsWarp || order.after(scan.tile()) < order.end)) break;
+      if (!scan.offer(candidates, bound, GROUP::kIsWarp || order.has(order.after(order.turn(scan.tile()))))) break;
       if constexpr (SCAN::Stream::kInBackground) {
-        scan.request(ahead, order.end);
+        scan.request(order.tile(ahead), order.has(ahead));
         ahead = order.after(ahead);
       }
-      const u32 tile = scan.tile();
-      const bool ends_part = order.ends_part(tile);
-      if (ends_part) finish_part(tile >> log2, scan.end_part());
-      const u32 next = order.after(tile);
-      is_open = next < order.end;
+      // Of the tile, for the registers.
+      const u32 turn = order.turn(scan.tile());
+      const bool ends_part = order.ends_part(turn);
+      if (ends_part) finish_part(scan.tile() >> log2, scan.end_part());
+      const u32 next = order.after(turn);
+      is_open = order.has(next);
       if (!is_open) break;
-      scan.read(next, order.after(next), order.end);
+      read(next, order.after(next));
       scan.update(bound);
       if (ends_part) scan.begin_part();
       scan.fold();

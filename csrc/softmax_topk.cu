@@ -200,8 +200,8 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
   const u32 warp = threadIdx.x / kWarpSize;
   Window* const windows = reinterpret_cast<Window*>(tile_slots + kWarps * SCAN::Stream::kWarpVectors);
   SCAN scan(problem, row, tile_slots + warp * SCAN::Stream::kWarpVectors, windows[kHasWindows ? warp : 0]);
-  scan.start_early((first_part + GROUP::warp()) << problem.tiles_per_part_log2,
-                   last_part << problem.tiles_per_part_log2);
+  scan.start_early(TileOrder::first_tile<GROUP>(problem, first_part, last_part),
+                   first_part + GROUP::warp() < last_part);
 
   Candidates<GROUP> candidates(shared.slots, shared.candidates);
   KthBound<GROUP> bound(shared.bound, problem.k_of_warp, problem.warps_of_k);

@@ -38,7 +38,7 @@ class WindowScan : public RowScan<FORMAT, VECTORS, true, kNoMask, AHEAD, false, 
   __device__ __forceinline__ void start(u32 first, u32 end) {
     next_ = first;
     end_ = end;
-    Base::start(first, first + WARPS, end);
+    Base::start(first, first < end, first + WARPS, first + WARPS < end);
   }
   __device__ __forceinline__ bool has_more() const { return next_ < end_; }
 
@@ -57,12 +57,12 @@ class WindowScan : public RowScan<FORMAT, VECTORS, true, kNoMask, AHEAD, false, 
 #pragma unroll 1
     for (; t < WINDOW && next_ < end_; ++t, next_ += WARPS) {
       Base::begin_part();
-      Base::read(next_, next_ + WARPS, end_);
+      Base::read(next_, next_ + WARPS, next_ + WARPS < end_);
       window_.maxima[t][lane_id()] = this->lane_max_;
       Base::fold();
       window_.sums[t][lane_id()] = this->part_.d;
       if (lane_id() == 0) window_.m[t] = this->part_.m;
-      if constexpr (Base::Stream::kAhead == 2) Base::request(next_ + 2 * WARPS, end_);
+      if constexpr (Base::Stream::kAhead == 2) Base::request(next_ + 2 * WARPS, next_ + 2 * WARPS < end_);
     }
     window_.left[lane_id()] = (1u << t) - 1;
     window_.offered[lane_id()] = 0;

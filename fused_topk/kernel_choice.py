@@ -9,7 +9,8 @@ regime          owner                                              when
 =============== ================================================== ==================================================
 router rows     8 lanes of a warp, which merge what they sorted    k <= 8 and V <= 256
 short rows      8, 16 or 32 lanes, the best come off their tops    k <= 32 and V <= 256
-warp per row    one warp, tile by tile, four rows a block          many rows, V <= 61440, k <= 64; or V <= 1024, k <= 32
+warp per row    one warp, tile by tile, four rows a block          many rows, V <= 61440 (aligned float32, k <= 8:
+                                                                   24576), k <= 64; or V <= 1024, k <= 32
 block per row   8 or 16 warps of a block                           fewer rows, but as many as multiprocessors; or short
 split row       several blocks of 16; the last to arrive merges    fewer still
 =============== ================================================== ==================================================
@@ -37,7 +38,8 @@ _ROUTER_LANES = 8
 _WARP_BYTES = 512  # that a warp reads with one load of 16 bytes a lane
 _MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csrc/candidates.cuh has room for
 _FEW_SPLITS, _RANKED_SPLITS = 4, 16  # blocks of a row; bound_of_lists() of csrc/merge.cuh ranks half a warp of them
-_MOST_PARTS_OF_WARP = 60  # of a row that it has alone
+# Of a row that a warp has alone, and of aligned float32 with k <= 8, which 8 warps read as fast as memory gives it.
+_MOST_PARTS_OF_WARP, _MOST_FLOAT_PARTS_OF_WARP, _FLOAT_K = 60, 24, 8
 _WARPS_PER_BLOCK = 4  # where a warp owns a row, or several
 _PLACE_BYTES = 4096  # of its tiles that such a warp keeps in place, so that 32 warps fit on a multiprocessor
 
@@ -101,6 +103,20 @@ class KernelChoice(NamedTuple):
         return -(-k // (self.splits - spare))
 
     @property
+    def lead(self) -> int:
+        """How many of the last tiles a group reads first (TileOrder of csrc/scan.cuh), so that its first tiles have the best of
+        sorted logits: half as many as there are warps, and one more, because a row may end with few logits. None where each
+        warp has one tile at most, or a part has several, which are read one after the other. Windows of tiles need no such order.
+
+        Ascending logits, in µs on an H200, with none and with these first: 256 x 128256 fp32 k = 50: 157, 45 (normal ones 42),
+        2048 x 32000 bf16 k = 50: 277, 49 (73), 1 x 32000 k = 8: 17.4, 11.2 (6.1), descending ones 10.7, 14.0. Of three quarters
+        of the warps and half of them: 1 x 32000 descending 15.3, 14.0, 64 x 128256 fp32 k = 1024 ascending 47, 67 (30).
+        """
+        if self.lanes or self.tiles_per_part > 1 or self.parts // self.splits <= self.warps:
+            return 0
+        return max(self.warps // 2 + 1, 2)
+
+    @property
     def _readers(self) -> int:
         """Warps that have a part to read, in the block that has the fewest parts."""
         return min(self.warps, self.parts // self.splits)
@@ -155,15 +171,16 @@ def choose(
     """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors.
 
     What the limits rest on, in µs on an H200 (132 multiprocessors), choices timed beside each other, as `python -m
-    fused_topk sweep` does. Routers at e074df7; 4000 x 25000 at 0757611; all else on the way from f1fb647 to it, while blocks of 8
-    warps could still share a row:
+    fused_topk sweep` does. Routers at e074df7; float32 rows of 20000 logits and more as they are now (KernelChoice.lead); all
+    else on the way from f1fb647 to 0757611, while blocks of 8 warps could still share a row:
 
     - 8 lanes that merge, or the best off the tops of more: 65536 x 256 bf16 k = 8: 15.6 or 40; 16384 x 128: 5.1 or 7.9;
       4096 x 64: 2.5 or 3.1;
     - a warp or 8 warps a row, k = 8: 264 x 2000 fp32: 6.5 or 5.4, 400 x 2000: 6.7 or 9.1, 528 x 4000: 10.2 or 10.3,
-      800 x 4000: 11.0 or 14.3, 1000 x 8000: 17.8 or 16.2, 4000 x 25000 k = 5: 104 or 99, but sorted ascending 115 or
-      261, 4096 x 25000 k = 64: 120 or 189, 2048 x 50257: 115 or 125; bf16: 1600 x 32000: 45 or 41, 2048 x 32000: 47 or
-      51, 1600 x 128256: 132 or 110, 4096 x 128256: 254 or 262, but 4096 x 64000 k = 20: 166 or 155;
+      800 x 4000: 11.0 or 14.3, 1000 x 8000: 17.8 or 16.2, 4000 x 20000: 82 or 87, 4000 x 25000: 104 or 103, k = 5: 102
+      or 98, k = 16: 106 or 120, k = 64: 120 or 189, 4000 x 60000: 223 or 216, k = 16: 226 or 222, 1600 x 60000: 104 or 91,
+      unaligned 4000 x 50257: 220 or 228; bf16: 1600 x 32000: 45 or 41, 2048 x 32000: 47 or 51, 1600 x 128256: 132 or 110,
+      4096 x 128256: 254 or 262, but 4096 x 64000 k = 20: 166 or 155;
     - 8 or 16 warps, rows for more than one multiprocessor each: 200 x 128256 bf16 k = 8: 21 or 26; not so many: 64 x 12000
       fp32 k = 50: 9.3 or 6.4, 96 x 64000 bf16 k = 50: 15.6 or 11.3; with a part for each of 8: 64 x 8000 fp32 k = 8: 4.7 or
       5.2, k = 50: 6.3 or 6.2;
@@ -176,8 +193,10 @@ def choose(
     vectors = _TILE * itemsize // _WARP_BYTES
     if vocab_size <= _SHORT_ROW and k <= _SHORT_K and not has_beams:
         return _router_rows(vocab_size, itemsize) if k <= _ROUTER_K else _short_rows(vocab_size, itemsize)
-    suits_warps = parts <= _MOST_PARTS_OF_WARP and rows >= multiprocessors * min(12, parts + k // 32)
-    if (k <= 32 and parts == 1) or (k <= 64 and suits_warps):
+    suits_8_warps = itemsize == 4 and vocab_size % 4 == 0 and k <= _FLOAT_K
+    is_short = parts <= (_MOST_FLOAT_PARTS_OF_WARP if suits_8_warps else _MOST_PARTS_OF_WARP)
+    has_rows = rows >= multiprocessors * min(12, parts + k // 32)
+    if (k <= 32 and parts == 1) or (k <= 64 and is_short and has_rows):
         return KernelChoice(1, vectors, 1, parts, tiles_per_part)
     if k <= 64 and (rows > multiprocessors or (k <= 32 and parts <= 8)):
         return KernelChoice(8, vectors, 1, parts, tiles_per_part)

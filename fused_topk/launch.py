@@ -31,7 +31,7 @@ _MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
 _LEADING_DIMS = 4
 
 # struct Problem of csrc/problem.cuh, field by field, and where the fields lie that change from call to call.
-_PROBLEM = struct.Struct("<Qq8I4HIf7Q10I12qQqQ2q3Q")
+_PROBLEM = struct.Struct("<Qq4I2H3I4HIf7Q10I12qQqQ2q3Q")
 _put_address = struct.Struct("<Q").pack_into
 _put_addresses = struct.Struct("<3Q").pack_into
 _put_temperature_and_addresses = struct.Struct("<f7Q").pack_into
@@ -156,6 +156,7 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         k_row,
         choice.parts,
         choice.tiles_per_part.bit_length() - 1,
+        choice.lead,
         *divmod(choice.parts, splits),
         len(sizes),
         k_of_warp,

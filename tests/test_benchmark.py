@@ -14,6 +14,7 @@ from fused_topk import TopK
 from fused_topk.benchmark import check, compare, inputs, report, runner, suites, timing
 from fused_topk.benchmark.peers import PEERS, beam_scores
 from fused_topk.benchmark.suites import Case, Target
+from fused_topk.kernel_choice import choose
 
 CPU = torch.device("cpu")
 SETTINGS = runner.Settings(CPU, "reference", peers=("torch",), quick=True)
@@ -90,6 +91,21 @@ def test_distributions_are_timed_after_the_normal_one_they_are_held_against():
         else:
             assert shape in seen
             assert case.target == Target(2.5, "normal")
+
+
+def test_distributions_are_timed_of_every_kernel_that_an_h200_chooses():
+    """Of aligned rows without a mask: each regime, and each way to make candidates of its tiles."""
+
+    def used(cases):
+        for case in cases:
+            itemsize = suites.ITEM_BYTES[case.dtype]
+            choice = choose(case.rows, case.vocab, case.k, itemsize, 132)
+            yield choice.regime, choice.warps, choice.method(case.k, itemsize, True), choice.lead > 0
+
+    timed = set(used(suites.SUITES["distributions"]))
+    assert timed >= {
+        used_here for name in ("decode", "paper", "routing", "k") for used_here in used(suites.SUITES[name])
+    }
 
 
 def test_target_is_relative_to_what_was_measured():

@@ -68,8 +68,11 @@ def problems():
         (37, 1024, 32, 2, "warp per row"),
         (37, 1024, 64, 2, "block per row"),
         (4000, 4000, 5, 4, "warp per row"),
-        (4000, 61440, 5, 4, "warp per row"),
-        (4000, 61441, 5, 4, "block per row"),
+        (4000, 24576, 5, 4, "warp per row"),
+        (4000, 24580, 8, 4, "block per row"),
+        (4000, 24581, 8, 4, "warp per row"),
+        (4000, 61440, 9, 4, "warp per row"),
+        (4000, 61441, 9, 4, "block per row"),
         (4000, 61440, 64, 2, "warp per row"),
         (4000, 128256, 8, 2, "block per row"),
         (264, 2000, 8, 4, "warp per row"),
@@ -119,6 +122,33 @@ def test_choose_warps_and_splits(rows, vocab_size, k, warps, splits):
     for itemsize in (2, 4):
         choice = choose(rows, vocab_size, k, itemsize, 132)
         assert (choice.warps, choice.splits) == (warps, splits)
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "k", "lead"),
+    [
+        (4000, 256, 8, 0),
+        (4000, 1024, 8, 0),
+        (4000, 2048, 8, 2),
+        (4000, 25000, 64, 2),
+        (256, 128256, 8, 5),
+        (1, 8192, 8, 0),
+        (1, 16384, 8, 0),
+        (1, 32000, 8, 9),
+        (1, 128256, 8, 0),
+        (64, 128256, 1024, 9),
+        (128, 2**20, 5, 9),
+        (128, 2**20 + 1, 5, 0),
+    ],
+)
+def test_last_tiles_come_first_where_a_warp_reads_several(rows, vocab_size, k, lead):
+    assert choose(rows, vocab_size, k, 2, 132).lead == lead
+
+
+def test_no_more_tiles_come_first_than_there_are():
+    for problem in problems():
+        choice = choose(*problem)
+        assert choice.lead <= choice.parts // choice.splits
 
 
 def test_fewer_warps_than_read_prove_a_bound():

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fused_topk import cuda as kernels
-from fused_topk import cuda_full_rows, ladder
-from fused_topk.kernel_choice import alternatives, choose
+from fused_topk import cuda_full_rows, ladder, launch
+from fused_topk.kernel_choice import KernelChoice, alternatives, choose
 from fused_topk.kernel_source import source_folder
 from fused_topk.problem import Problem
 from oracle import DTYPES, assert_same, assert_topk, expected
@@ -212,9 +212,37 @@ TILES_THAT_WIN = [
 ]
 
 
+# Of a warp, of 8, and of 16; in their last round, not each warp has a tile, or its tile not many logits.
+TILES_IN_ORDER = [
+    Case(20_001, 8, "bf16", owner="many"),
+    Case(20_001, 50, owner="many"),
+    Case(40_964, 8, owner="some"),
+    Case(40_961, 50, owner="some"),
+    Case(60_000, 8, splits=1),
+    Case(70_001, 600, "fp16", splits=2),
+]
+
+
 @pytest.mark.parametrize("case", TILES_THAT_WIN, ids=str)
 def test_every_tile_beats_all_before_it(case):
     check(case, schedule="random", seed=7)
+
+
+@pytest.mark.parametrize("rows", ["ascending", "descending", "all_equal", "many_ties_across_k", "nans", "all_nan"])
+@pytest.mark.parametrize("case", TILES_IN_ORDER, ids=str)
+def test_last_tiles_come_first(case, rows):
+    for seed, schedule in enumerate(("forward", "random")):
+        check(case._replace(rows=rows), schedule=schedule, seed=seed)
+
+
+@pytest.mark.parametrize("case", [case for case in TILES_IN_ORDER if case.k <= 8], ids=str)
+def test_few_tiles_have_hits_where_logits_ascend(case, monkeypatch):
+    """For each, its warp asks for room in shared memory, and tells the others what it has proven."""
+    (outcome,) = check(case._replace(rows="ascending"))
+    monkeypatch.setattr(KernelChoice, "lead", 0)
+    monkeypatch.setattr(launch, "plan", launch.plan.__wrapped__)
+    (without,) = check(case._replace(rows="ascending"))
+    assert 3 * outcome.counts["atomics"] < without.counts["atomics"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

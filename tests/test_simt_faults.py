@@ -21,6 +21,8 @@ IN_PLACE = Case(2500, 5, rows="2", owner="many", padding=28)
 # Two windows of a warp's tiles, copied in the background, and loaded to registers.
 COPIED_WINDOWS = Case(70_000, 20, "bf16", rows="2", owner="some", padding=16)
 LOADED_WINDOWS = Case(70_000, 8, "bf16", rows="2", splits=1, padding=16)
+# Each beats all before it.
+WINNING_TILES = Case(20_001, 8, rows="ascending_by_tiles", owner="some")
 # Three steps of parts.
 LONG_ROW = Case(270_001, 5, "bf16", rows="2", splits=2, padding=15)
 # Blocks that hand over, and sort, by buckets.
@@ -140,7 +142,21 @@ FAULTS = {
         r"is_last \|\| kAhead == 1", "is_last", IN_PLACE, {"uninitialised"}, "dynamic"
     ),
     "copy over a tile that is still needed": Fault(
-        r"if \(!scan\.offer\(", r"scan.request(ahead, order.end); \g<0>", IN_PLACE, {"uninitialised"}, "dynamic"
+        r"if \(!scan\.offer\(",
+        r"scan.request(order.tile(ahead), order.has(ahead)); \g<0>",
+        IN_PLACE,
+        {"uninitialised"},
+        "dynamic",
+    ),
+    "threshold told without an atomic": Fault(
+        r"others = raise_in_shared\(&shared_\.threshold, threshold_\);",
+        "others = shared_.threshold, shared_.threshold = max(others, threshold_);",
+        WINNING_TILES,
+        {"race"},
+        "all_shared",
+    ),
+    "threshold of the row before": Fault(
+        r"shared_\.threshold = kNoCandidate;", ";", WINNING_TILES, {"uninitialised"}, "all_shared"
     ),
     "copy from outside of an array": Fault(
         r"(cp\.async\.cg\.shared\.global\S*) \[%0\], \[%1\]",

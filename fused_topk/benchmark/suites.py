@@ -130,14 +130,33 @@ _K = (
     Case(64, 128256, 2048, "fp32"),
 )
 
-# No distribution may be much slower than normal logits: each shape's first row is the normal one.
+# No distribution may be much slower than normal logits: each shape's first row is the normal one. Each way to own a row, and each
+# method, for a small k and a large one of those that it serves.
 _DISTRIBUTION_SHAPES = (
+    # A block of 16 warps a row, or several.
+    (10, 10000, 5, "fp32"),
+    (1, 32000, 8, "bf16"),
     (1, 128256, 8, "bf16"),
+    (8, 50257, 50, "fp32"),
+    (16, 262144, 64, "bf16"),
+    (32, 262144, 20, "bf16"),
     (64, 128256, 8, "bf16"),
     (64, 128256, 128, "fp32"),
-    (16, 262144, 64, "bf16"),
+    (64, 128256, 1024, "fp32"),
+    # A block of 8.
+    (10, 4000, 5, "fp32"),
+    (256, 128256, 50, "bf16"),
+    (256, 128256, 8, "fp32"),
+    (256, 128256, 50, "fp32"),
     (4000, 25000, 5, "fp32"),
+    (4000, 100000, 5, "fp32"),
+    # A warp a row.
+    (4000, 1000, 5, "fp32"),
+    (4000, 25000, 64, "fp32"),
+    (2048, 32000, 50, "bf16"),
+    # Some lanes of a warp.
     (65536, 256, 8, "fp32"),
+    (16384, 128, 32, "bf16"),
 )
 
 # Against torch on the same threads in the same run.

@@ -138,6 +138,7 @@ inline void fma_rn_f16x2(u32& y, u32 a, u32 b, u32 c) {
 SIMT_ATOM(global_inc_u32, u32, atomicInc)
 SIMT_ATOM(global_add_u32, u32, atomicAdd)
 SIMT_ATOM(global_exch_b32, u32, atomicExch)
+SIMT_ATOM(global_max_u64, u64, atomicMax)
 #undef SIMT_ATOM
 #undef SIMT_ATOM_ORDERED
 
@@ -147,6 +148,10 @@ inline void atom_shared_add_u32(u32& old, u32 address, u32 value) {
 
 inline void atom_shared_exch_b32(u32& old, u32 address, u32 value) {
   atom_global_exch_b32(old, static_cast<u32*>(simt::shared_pointer(address)), value);
+}
+
+inline void atom_shared_max_u64(u64& old, u32 address, u64 value) {
+  atom_global_max_u64(old, static_cast<u64*>(simt::shared_pointer(address)), value);
 }
 
 // Loads and stores between blocks.
