@@ -292,9 +292,12 @@ class RowScan {
     // Another warp may have looked at better ones.
     candidates.exchange_threshold();
     if (make_candidate(greatest, tile_.first) <= candidates.threshold()) return 0;
-    // Known so far: the threshold, and, where k of the lanes' maxima are sooner found than bisected, what they prove.
-    const u32 least =
-        max(key_of(candidates.threshold() + 1), k <= kWarpSize / 2 ? nth_greatest(order_key(lane_max_), k) : kNoKey);
+    // Known so far: the threshold, and what the lanes' maxima prove, all 32 of them, or k where these are sooner found than
+    // bisected.
+    const u32 lane_key = order_key(lane_max_);
+    u32 least = key_of(candidates.threshold() + 1);
+    if (k <= kWarpSize) least = max(least, warp_min(lane_key));
+    if (k <= kWarpSize / 2) least = max(least, nth_greatest(lane_key, k));
     // Bisection from the first bit in which they differ.
     const u32 below_differing = greatest == least ? 0 : ~0u >> __clz(greatest ^ least);
     u32 bound = greatest & ~below_differing;
@@ -413,14 +416,16 @@ class RowScan {
   Normalizer part_;      // m: of the part so far; d: of this lane's share of it
 };
 
-// The tiles that a group reads, in the order in which it does: the warps take turns, a part each. A turn has its tile's number,
-// or, of the last tiles, that many before the first.
+// The tiles that a group reads, in the order in which it does: the warps take turns, a part each. Some of the last tiles come
+// first (KernelChoice.lead of fused_topk/kernel_choice.py): where logits ascend, not every tile then beats all before it, for
+// the best are among the first tiles whichever way they are sorted. Not the very last: a row may end with too few logits to
+// prove a bound.
 //
-// For those come first (KernelChoice.lead of fused_topk/kernel_choice.py): where logits ascend, not every tile then beats all
-// before it, for the best are among the first tiles whichever way they are sorted.
+// A turn has its tile's number, but the `lead` turns before the first, which have the last tiles but one, and the last turn.
 struct TileOrder {
   u32 first, parts;  // the group's
-  u32 begin, end;    // turns
+  u32 lead;          // tiles that come first
+  u32 end;           // of the turns
   u32 last_in;       // tiles of a part - 1
   u32 to_next;       // from the last tile of a part to the warp's next
 
@@ -428,7 +433,7 @@ struct TileOrder {
   template <class GROUP>
   static __device__ __forceinline__ u32 first_tile(const Problem& problem, u32 first_part, u32 last_part) {
     const u32 part = GROUP::warp() - problem.lead;
-    return (part + (GROUP::warp() < problem.lead ? last_part : first_part)) << problem.tiles_per_part_log2;
+    return (part + (GROUP::warp() < problem.lead ? last_part - 1 : first_part)) << problem.tiles_per_part_log2;
   }
 
   // tiles: of the row
@@ -437,14 +442,18 @@ struct TileOrder {
     const u32 log2 = problem.tiles_per_part_log2, lead = problem.lead, first = first_part << log2;
     return {first,
             last_part - first_part,
-            first - lead,
+            lead,
             min(last_part << log2, tiles) - lead,
             (1u << log2) - 1,
             ((GROUP::kWarps - 1) << log2) + 1};
   }
 
-  __device__ __forceinline__ u32 tile(u32 turn) const { return is_before(turn, first) ? turn + parts : turn; }
-  __device__ __forceinline__ u32 turn(u32 tile) const { return tile < end ? tile : tile - parts; }
+  __device__ __forceinline__ u32 tile(u32 turn) const {
+    return is_before(turn, first) ? turn + parts - 1 : turn + 1 == end ? turn + lead : turn;
+  }
+  __device__ __forceinline__ u32 turn(u32 tile) const {
+    return tile + 1 < end ? tile : tile + 1 == end + lead ? tile - lead : tile - (parts - 1);
+  }
   __device__ __forceinline__ bool has(u32 turn) const { return is_before(turn, end); }
   __device__ __forceinline__ bool ends_part(u32 turn) const { return (turn & last_in) == last_in || turn + 1 == end; }
   __device__ __forceinline__ u32 after(u32 turn) const { return turn + ((turn & last_in) == last_in ? to_next : 1); }
@@ -465,7 +474,7 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN
                                            FINISH_PART finish_part) {
   const TileOrder order = TileOrder::of<GROUP>(problem, first_part, last_part, scan.tiles());
   const u32 log2 = problem.tiles_per_part_log2;
-  const u32 first = order.begin + (GROUP::warp() << log2);
+  const u32 first = order.first - order.lead + (GROUP::warp() << log2);
   const u32 second = order.after(first);
   u32 ahead = SCAN::Stream::kAhead == 1 ? second : order.after(second);
   const auto read = [&](u32 turn, u32 next) { scan.read(order.tile(turn), order.tile(next), order.has(next)); };
