@@ -267,26 +267,19 @@ class Candidates {
   // A candidate such that at least k of the group's are >= it, and at most `enough`. kNoCandidate if there are fewer.
   // Bisects from the highest bit in which they differ. All threads call it; barriers separate its calls.
   __device__ __forceinline__ u64 lower_bound(const u64 (&own)[kOwn], u32 enough) const {
-    u64 bound = 0;
-    u64 bit = 0;
-    // All share the bits above the first in which two keys differ; where all keys are equal, the indices decide.
-#pragma unroll 1
-    for (u32 shift = 32; bit == 0; shift = 0) {
-      u32 greatest = 0;
-      u32 least_inverted = 0;
+    u32 greatest = 0;
+    u32 least_inverted = 0;
 #pragma unroll
-      for (u32 c = 0; c < kOwn; ++c) {
-        if (own[c] == kNoCandidate) continue;
-        greatest = max(greatest, u32(own[c] >> shift));
-        least_inverted = max(least_inverted, ~u32(own[c] >> shift));
-      }
-      greatest = GROUP::maximum(greatest, shared_.words, 0);
-      const u32 differing = greatest ^ ~GROUP::maximum(least_inverted, shared_.words, 1);
-      bound |= u64(greatest) << shift;
-      if (differing != 0) bit = u64(1u << (31 - __clz(differing))) << shift;
-      if (shift == 0) break;
+    for (u32 c = 0; c < kOwn; ++c) {
+      if (own[c] == kNoCandidate) continue;
+      greatest = max(greatest, key_of(own[c]));
+      least_inverted = max(least_inverted, ~key_of(own[c]));
     }
-    if (bit != 0) bound &= ~(2 * bit - 1);
+    greatest = GROUP::maximum(greatest, shared_.words, 0);
+    const u32 differing = greatest ^ ~GROUP::maximum(least_inverted, shared_.words, 1);
+    // All keys share the bits above this one; where all are equal, the indices decide.
+    u64 bit = differing != 0 ? u64(1u << (31 - __clz(differing))) << 32 : 1u << (31 - __clz(greatest_index(own)));
+    u64 bound = make_candidate(greatest, 0) & ~(2 * bit - 1);
     u64 trial = bound;
     // The first count asks whether there are enough at all.
 #pragma unroll 1
@@ -306,6 +299,17 @@ class Candidates {
       bit >>= 1;
     }
     return bound;
+  }
+
+  // Of the group's candidates, or 1 if they have none greater. All threads call it; ends with a barrier.
+  __device__ __forceinline__ u32 greatest_index(const u64 (&own)[kOwn]) const {
+    u32 greatest = 1;
+#pragma unroll
+    for (u32 c = 0; c < kOwn; ++c)
+      if (own[c] != kNoCandidate) greatest = max(greatest, index_of(own[c]));
+    greatest = GROUP::maximum(greatest, shared_.words, 0);
+    GROUP::sync();
+    return greatest;
   }
 
   u64* slots_;

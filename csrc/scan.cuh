@@ -416,16 +416,14 @@ class RowScan {
   Normalizer part_;      // m: of the part so far; d: of this lane's share of it
 };
 
-// The tiles that a group reads, in the order in which it does: the warps take turns, a part each. Some of the last tiles come
-// first (KernelChoice.lead of fused_topk/kernel_choice.py): where logits ascend, not every tile then beats all before it, for
-// the best are among the first tiles whichever way they are sorted. Not the very last: a row may end with too few logits to
-// prove a bound.
+// The tiles that a group reads, in the order in which it does: the warps take turns, a part each. A turn has its tile's number,
+// or, of the last tiles, that many before the first.
 //
-// A turn has its tile's number, but the `lead` turns before the first, which have the last tiles but one, and the last turn.
+// For those come first (KernelChoice.lead of fused_topk/kernel_choice.py): where logits ascend, not every tile then beats all
+// before it, for the best are among the first tiles whichever way they are sorted.
 struct TileOrder {
   u32 first, parts;  // the group's
-  u32 lead;          // tiles that come first
-  u32 end;           // of the turns
+  u32 begin, end;    // turns
   u32 last_in;       // tiles of a part - 1
   u32 to_next;       // from the last tile of a part to the warp's next
 
@@ -433,7 +431,7 @@ struct TileOrder {
   template <class GROUP>
   static __device__ __forceinline__ u32 first_tile(const Problem& problem, u32 first_part, u32 last_part) {
     const u32 part = GROUP::warp() - problem.lead;
-    return (part + (GROUP::warp() < problem.lead ? last_part - 1 : first_part)) << problem.tiles_per_part_log2;
+    return (part + (GROUP::warp() < problem.lead ? last_part : first_part)) << problem.tiles_per_part_log2;
   }
 
   // tiles: of the row
@@ -442,18 +440,13 @@ struct TileOrder {
     const u32 log2 = problem.tiles_per_part_log2, lead = problem.lead, first = first_part << log2;
     return {first,
             last_part - first_part,
-            lead,
+            first - lead,
             min(last_part << log2, tiles) - lead,
             (1u << log2) - 1,
             ((GROUP::kWarps - 1) << log2) + 1};
   }
 
-  __device__ __forceinline__ u32 tile(u32 turn) const {
-    return is_before(turn, first) ? turn + parts - 1 : turn + 1 == end ? turn + lead : turn;
-  }
-  __device__ __forceinline__ u32 turn(u32 tile) const {
-    return tile + 1 < end ? tile : tile + 1 == end + lead ? tile - lead : tile - (parts - 1);
-  }
+  __device__ __forceinline__ u32 tile(u32 turn) const { return is_before(turn, first) ? turn + parts : turn; }
   __device__ __forceinline__ bool has(u32 turn) const { return is_before(turn, end); }
   __device__ __forceinline__ bool ends_part(u32 turn) const { return (turn & last_in) == last_in || turn + 1 == end; }
   __device__ __forceinline__ u32 after(u32 turn) const { return turn + ((turn & last_in) == last_in ? to_next : 1); }
@@ -474,17 +467,17 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN
                                            FINISH_PART finish_part) {
   const TileOrder order = TileOrder::of<GROUP>(problem, first_part, last_part, scan.tiles());
   const u32 log2 = problem.tiles_per_part_log2;
-  const u32 first = order.first - order.lead + (GROUP::warp() << log2);
-  const u32 second = order.after(first);
-  u32 ahead = SCAN::Stream::kAhead == 1 ? second : order.after(second);
-  const auto read = [&](u32 turn, u32 next) { scan.read(order.tile(turn), order.tile(next), order.has(next)); };
-  scan.start(order.tile(first), order.has(first), order.tile(second), order.has(second));
+  u32 turn = order.begin + (GROUP::warp() << log2);
+  const auto request = [&](u32 ahead) { scan.request(order.tile(ahead), order.has(ahead)); };
+  const auto read = [&](u32 next) { scan.read(order.tile(turn), order.tile(next), order.has(next)); };
+  const u32 second = order.after(turn);
+  scan.start(order.tile(turn), order.has(turn), order.tile(second), order.has(second));
   scan.prepare(problem, row);
   candidates.restart(k);
-  bool is_open = order.has(first);
+  bool is_open = order.has(turn);
   scan.begin_part();
   if (is_open) {
-    read(first, second);
+    read(second);
     bound.publish(scan.proven(bound, true));
     scan.fold();
   } else {
@@ -494,19 +487,18 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN
   candidates.raise(bound.found());
   while (true) {
     while (is_open) {
-      if (!scan.offer(candidates, bound, GROUP::kIsWarp || order.has(order.after(order.turn(scan.tile()))))) break;
-      if constexpr (SCAN::Stream::kInBackground) {
-        scan.request(order.tile(ahead), order.has(ahead));
-        ahead = order.after(ahead);
-      }
-      // Of the tile, for the registers.
-      const u32 turn = order.turn(scan.tile());
+      if (!scan.offer(candidates, bound, GROUP::kIsWarp || order.has(order.after(turn)))) break;
+      // What follows is worked out anew: kept through the offer, it would cost registers.
+      keep_opaque(turn);
+      const u32 next = order.after(turn);
+      const u32 after_next = order.after(next);
+      if constexpr (SCAN::Stream::kInBackground) request(SCAN::Stream::kAhead == 1 ? next : after_next);
       const bool ends_part = order.ends_part(turn);
       if (ends_part) finish_part(scan.tile() >> log2, scan.end_part());
-      const u32 next = order.after(turn);
-      is_open = order.has(next);
+      turn = next;
+      is_open = order.has(turn);
       if (!is_open) break;
-      read(next, order.after(next));
+      read(after_next);
       scan.update(bound);
       if (ends_part) scan.begin_part();
       scan.fold();

@@ -42,7 +42,8 @@ struct BucketsShared {
   static constexpr u32 kBuckets = GROUP::kThreads;
   u64 samples[2 * GROUP::kWarps];
   u32 begins[kBuckets + 1];  // where each bucket's first candidate has its place, and the end
-  u32 of_warp[GROUP::kWarps];
+  // Read 16 bytes at a time: not with the end above, which a thread writes meanwhile.
+  alignas(16) u32 of_warp[GROUP::kWarps];
   u32 needed, bucket_of_m;
   u16 bucket_at[GROUP::kWarps <= 8 ? 1 : 4 * GROUP::kThreads];
 };

@@ -220,6 +220,7 @@ TILES_IN_ORDER = [
     Case(40_961, 50, owner="some"),
     Case(60_000, 8, splits=1),
     Case(70_001, 600, "fp16", splits=2),
+    Case(20_001, 1024, splits=1),
 ]
 
 

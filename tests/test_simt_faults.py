@@ -27,6 +27,8 @@ WINNING_TILES = Case(20_001, 8, rows="ascending_by_tiles", owner="some")
 LONG_ROW = Case(270_001, 5, "bf16", rows="2", splits=2, padding=15)
 # Blocks that hand over, and sort, by buckets.
 LARGE_K = Case(4097, 400, rows="1", splits=2)
+# More candidates than there is room for, told apart by their indices alone.
+EQUAL_ROW = Case(20_001, 1024, rows="all_equal", splits=1)
 
 
 class Fault(NamedTuple):
@@ -143,7 +145,7 @@ FAULTS = {
     ),
     "copy over a tile that is still needed": Fault(
         r"if \(!scan\.offer\(",
-        r"scan.request(order.tile(ahead), order.has(ahead)); \g<0>",
+        r"request(order.after(turn)); \g<0>",
         IN_PLACE,
         {"uninitialised"},
         "dynamic",
@@ -157,6 +159,9 @@ FAULTS = {
     ),
     "threshold of the row before": Fault(
         r"shared_\.threshold = kNoCandidate;", ";", WINNING_TILES, {"uninitialised"}, "all_shared"
+    ),
+    "words used again too soon": Fault(
+        r"GROUP::sync\(\);(\s*return greatest;)", r"\1", EQUAL_ROW, {"race"}, "all_shared"
     ),
     "copy from outside of an array": Fault(
         r"(cp\.async\.cg\.shared\.global\S*) \[%0\], \[%1\]",
