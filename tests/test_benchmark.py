@@ -421,3 +421,32 @@ def test_plot_draws_every_result(run_document, tmp_path):
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     plot(run_document, tmp_path / "run.svg")
     assert (tmp_path / "run.svg").stat().st_size > 1000
+    plot({**run_document, "results": []}, tmp_path / "empty.png")
+
+
+def test_plot_has_a_panel_a_suite_and_a_line_a_shape(run_document, tmp_path, monkeypatch):
+    """Shapes that differ by the cache or the distribution alone share one."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    from fused_topk.benchmark.plot import plot
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.extend(figure.axes))
+    (first, second) = run_document["results"]
+    like = [("many", f"{rows} x 500 fp32 k=5", "cold", "normal") for rows in range(40)]
+    like += [("few", "7 x 500 fp32 k=5", cache, "normal") for cache in ("cold", "hot")]
+    like += [
+        ("distributions", "7 x 500 fp32 k=5" + ("" if name == "normal" else f" {name}"), "cold", name)
+        for name in suites.DISTRIBUTIONS
+    ]
+    results = [{**first, **dict(zip(("suite", "shape", "cache", "distribution"), values))} for values in like]
+    results[-1]["times"] = {"fused": {**first["times"]["fused"], "median": 2 * first["times"]["fused"]["median"]}}
+    plot({**run_document, "results": [*results, {**second, "times": {}}]}, tmp_path / "run.png")
+    assert [(axes.get_title("left"), len(axes.get_yticks())) for axes in drawn] == [
+        ("many", 40),
+        ("few", 1),
+        ("distributions", 1),
+    ]
+    relative = {line.get_label(): line.get_xdata()[0] for line in drawn[-1].lines}
+    assert relative["equal"] == 1 and relative["sparse"] == 2
