@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `info` tells what works on this machine, `bench` how fast it is, `sweep` how fast it could be."""
+"""The command line: `info` tells what works on this machine, `bench` how fast it is, `sweep` how fast it could be, `counters`
+what it waits for."""
 
 from __future__ import annotations
 
@@ -172,6 +173,44 @@ def sweep(
         console.print(f"Wrote {json_path}")
     if any(swept.failures for swept in sweeps):
         raise typer.Exit(1)
+
+
+@app.command()
+def counters(
+    suite: Annotated[
+        str,
+        typer.Option(help="Comma-separated: decode, paper, routing, long, k, beams, softmax, distributions, or all."),
+    ] = "decode",
+    device: Annotated[str, typer.Option(help="cuda or cuda:1.")] = "cuda",
+    rows: _Rows = "",
+    vocab: _Vocab = "",
+    k: _K = "",
+    dtype: _Dtypes = "",
+    json_path: _JsonPath = None,
+) -> None:
+    """Count with Nsight Compute (`ncu`) what the GPU does while each shape's kernel runs, and what its warps wait for.
+
+    Exits with 1 if ncu is missing or may not read the hardware's counters.
+    """
+    from .benchmark import counters as counting
+    from .machine import describe
+
+    chosen = _device(device)
+    if chosen.type != "cuda":
+        raise typer.BadParameter(f"--device must be cuda or cuda:N, got {device!r}")
+    cases = list(dict.fromkeys(case for _, case in _cases(suite, True, rows, vocab, k, dtype)))
+    try:
+        counted = counting.count(cases, chosen)
+    except RuntimeError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    console = _console()
+    counting.print_counted(counted, console)
+    if json_path:
+        _parent(json_path).write_text(
+            json.dumps(counting.document(counted, describe()), indent=1) + "\n", encoding="utf-8"
+        )
+        console.print(f"Wrote {json_path}")
 
 
 def _run(cases: list[tuple[str, Case]], settings: Settings) -> list[Result]:

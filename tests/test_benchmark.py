@@ -324,7 +324,7 @@ def test_peer_that_is_not_here_is_noted():
 def test_torch_peer_computes_what_we_do():
     for case in (Case(3, 500, 5, "bf16"), Case(3, 500, 5, "bf16", beams=2)):
         (logits,) = inputs.make_inputs(case, CPU, 1)
-        ours = runner._fused(case, SETTINGS)(logits)
+        ours = runner.fused_function(case, SETTINGS)(logits)
         theirs = PEERS["torch"].make(case, CPU)(logits)
         torch.testing.assert_close(ours.values, theirs.values)
 

@@ -95,7 +95,7 @@ def host_times(settings: Settings) -> dict[str, Timing]:
     case = Case(1, 1024, 8, "fp32")
     (logits,) = make_inputs(case, settings.device, 1)
     peers, _ = _peers(case, replace(settings, peers=("torch",)))
-    functions = _bound({FUSED: _fused(case, settings), **peers}, logits)
+    functions = _bound({FUSED: fused_function(case, settings), **peers}, logits)
     synchronize = torch.cuda.synchronize if settings.device.type == "cuda" else _no_wait
     return {name: time_host(function, synchronize, settings.effort) for name, function in functions.items()}
 
@@ -150,7 +150,7 @@ def _run_on_gpu(suite: str, case: Case, settings: Settings) -> list[Result]:
     device, effort = settings.device, settings.effort
     inputs = inputs_from_memory(case, device)
     rotation = len(inputs)
-    fused = _fused(case, settings)
+    fused = fused_function(case, settings)
     failure = answer_error(case, fused, inputs, device)
     if failure:
         return [Result(suite, case, "-", rotation, failure=failure)]
@@ -177,7 +177,7 @@ def _run_on_gpu(suite: str, case: Case, settings: Settings) -> list[Result]:
 def _run_on_cpu(suite: str, case: Case, settings: Settings) -> Result:
     device = settings.device
     inputs = make_inputs(case, device, 1)
-    fused = _fused(case, settings)
+    fused = fused_function(case, settings)
     result = Result(suite, case, "cpu", 1, failure=answer_error(case, fused, inputs, device))
     if result.failure:
         return result
@@ -187,7 +187,7 @@ def _run_on_cpu(suite: str, case: Case, settings: Settings) -> Result:
     return result
 
 
-def _fused(case: Case, settings: Settings) -> Function:
+def fused_function(case: Case, settings: Settings) -> Function:
     k, backend = case.k, settings.backend
     if k == 0:
         return lambda logits: fused_topk.softmax(logits, backend=backend)
@@ -201,7 +201,7 @@ def _rows_function(case: Case, settings: Settings) -> dict[str, Function]:
     """For beams, what the same rows cost one by one."""
     if not case.beams:
         return {}
-    rows = _fused(case._replace(rows=case.num_rows, beams=0), settings)
+    rows = fused_function(case._replace(rows=case.num_rows, beams=0), settings)
     return {"rows": lambda logits: rows(logits.flatten(0, 1))}
 
 
