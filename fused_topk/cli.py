@@ -117,8 +117,7 @@ def bench(
     if old:
         comparison.print_changes(old, run, console)
     if json_path:
-        _parent(json_path).write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-        console.print(f"Wrote {json_path}")
+        _write_json(run, json_path, console)
     if plot_path:
         from .benchmark.plot import plot
 
@@ -167,10 +166,7 @@ def sweep(
     console = _console()
     sweeping.print_sweeps(sweeps, console)
     if json_path:
-        _parent(json_path).write_text(
-            json.dumps(sweeping.document(sweeps, describe()), indent=1) + "\n", encoding="utf-8"
-        )
-        console.print(f"Wrote {json_path}")
+        _write_json(sweeping.document(sweeps, describe()), json_path, console)
     if any(swept.failures for swept in sweeps):
         raise typer.Exit(1)
 
@@ -207,10 +203,7 @@ def counters(
     console = _console()
     counting.print_counted(counted, console)
     if json_path:
-        _parent(json_path).write_text(
-            json.dumps(counting.document(counted, describe()), indent=1) + "\n", encoding="utf-8"
-        )
-        console.print(f"Wrote {json_path}")
+        _write_json(counting.document(counted, describe()), json_path, console)
 
 
 def _run(cases: list[tuple[str, Case]], settings: Settings) -> list[Result]:
@@ -304,6 +297,11 @@ def _numbers(text: str, option: str) -> list[int]:
         return [int(word) for word in text.split(",") if word.strip()]
     except ValueError as error:
         raise typer.BadParameter(f"{option} must be whole numbers with commas between, got {text!r}") from error
+
+
+def _write_json(document: dict[str, Any], path: Path, console: Console) -> None:
+    _parent(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    console.print(f"Wrote {path}")
 
 
 def _parent(path: Path) -> Path:
