@@ -182,6 +182,9 @@ def counters(
     vocab: _Vocab = "",
     k: _K = "",
     dtype: _Dtypes = "",
+    hot: Annotated[
+        bool, typer.Option("--hot", help="Caches as the launch before has left them; otherwise they are emptied.")
+    ] = False,
     json_path: _JsonPath = None,
 ) -> None:
     """Count with Nsight Compute (`ncu`) what the GPU does while each shape's kernel runs, and what its warps wait for.
@@ -196,14 +199,14 @@ def counters(
         raise typer.BadParameter(f"--device must be cuda or cuda:N, got {device!r}")
     cases = list(dict.fromkeys(case for _, case in _cases(suite, True, rows, vocab, k, dtype)))
     try:
-        counted = counting.count(cases, chosen)
+        counted = counting.count(cases, chosen, hot)
     except RuntimeError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
     console = _console()
-    counting.print_counted(counted, console)
+    counting.print_counted(counted, console, hot)
     if json_path:
-        _write_json(counting.document(counted, describe()), json_path, console)
+        _write_json(counting.document(counted, describe(), hot), json_path, console)
 
 
 def _run(cases: list[tuple[str, Case]], settings: Settings) -> list[Result]:

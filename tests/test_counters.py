@@ -74,17 +74,27 @@ def test_counts_are_those_of_ncu(ncu):
     assert [Case(*values) for values in json.loads(given[-2])] == CASES and given[-1] == "cuda:0"
 
 
-def test_table_and_document(ncu):
+@pytest.mark.parametrize(("hot", "control"), [(False, "all"), (True, "none")])
+def test_caches_are_emptied_or_not(ncu, hot, control):
+    arguments = ncu(written([launch(0), launch(1)]))
+    counters.count(CASES, DEVICE, hot)
+    given = arguments.read_text().splitlines()
+    assert given[given.index("--cache-control") + 1] == control
+
+
+@pytest.mark.parametrize(("hot", "cache", "title"), [(False, "cold", "empty"), (True, "hot", "left them")])
+def test_table_and_document(ncu, hot, cache, title):
     ncu(written([launch(0), launch(1)]))
     counted = counters.count(CASES, DEVICE)
     console = Console(width=250, record=True)
-    counters.print_counted(counted, console)
+    counters.print_counted(counted, console, hot)
     shown = console.export_text()
     # 1,600,000 instructions of 64 rows of 126 tiles.
-    for part in (CASES[0].label, "12.3", "198", "38%", "memory 50%"):
+    for part in (title, CASES[0].label, "12.3", "198", "38%", "memory 50%"):
         assert part in shown
-    kept = json.loads(json.dumps(counters.document(counted, {"cpu": "x"})))
+    kept = json.loads(json.dumps(counters.document(counted, {"cpu": "x"}, hot)))
     assert [found["case"] for found in kept["launches"]] == [case.label for case in CASES]
+    assert kept["cache"] == cache
 
 
 @pytest.mark.parametrize(
@@ -107,15 +117,18 @@ def test_ncu_that_is_missing(monkeypatch, tmp_path):
         counters.count(CASES, DEVICE)
 
 
-def test_command(ncu, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("option", "cache", "control"), [([], "cold", "all"), (["--hot"], "hot", "none")])
+def test_command(ncu, monkeypatch, tmp_path, option, cache, control):
     monkeypatch.setattr(cli, "_device", lambda name: DEVICE)
-    ncu(written([launch(0)]))
+    given = ncu(written([launch(0)]))
     path = tmp_path / "new" / "counters.json"
-    arguments = ["counters", "--rows", "64", "--vocab", "128256", "--dtype", "bf16"]
+    arguments = ["counters", "--rows", "64", "--vocab", "128256", "--dtype", "bf16", *option]
     result = CliRunner().invoke(cli.app, [*arguments, "--json", str(path)])
     assert result.exit_code == 0, result.output
     assert "64 x 128256 bf16 k=8" in result.output
-    assert json.loads(path.read_text())["launches"][0]["us"] == pytest.approx(12.3455)
+    kept = json.loads(path.read_text())
+    assert kept["launches"][0]["us"] == pytest.approx(12.3455) and kept["cache"] == cache
+    assert f"--cache-control\n{control}\n" in given.read_text()
     ncu(written([]))
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 1 and "0 launches counted of 1" in result.output

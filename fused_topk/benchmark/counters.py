@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hardware counts while a shape's kernel runs once, its input in memory: what bounds it. Nsight Compute (`ncu`)
-counts; this module is both what calls it and, as `python -m`, the program that it watches."""
+"""What the hardware counts while a shape's kernel runs once: what bounds it. Nsight Compute (`ncu`) counts; this module is
+both what calls it and, as `python -m`, the program that it watches."""
 
 from __future__ import annotations
 
@@ -59,14 +59,20 @@ class Counted(NamedTuple):
     """One launch. Shares are of 1."""
 
     case: Case
-    us: float  # at the clock that ncu leaves, its caches empty
+    us: float  # as ncu times it, which is longer than in a graph
     instructions: float  # of warps
     shares: dict[str, float]
     states: dict[str, float]  # of a warp's time, the greatest first
 
 
-def count(cases: Sequence[Case], device: torch.device) -> list[Counted]:
+def count(cases: Sequence[Case], device: torch.device, hot: bool = False) -> list[Counted]:
     """Counts each case's launch, in one run of ncu.
+
+    Args:
+        cases: the shapes.
+        device: a CUDA device.
+        hot: whether caches hold what the launch before has left there, which is the same input and the kernel's code.
+            Otherwise they are empty: then few rows wait for their instructions more than for their logits.
 
     Raises:
         RuntimeError: ncu is not there, may not read the counters, or has counted something else than one kernel a case.
@@ -81,6 +87,7 @@ def count(cases: Sequence[Case], device: torch.device) -> list[Counted]:
             *(ncu, "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)),
             # Other kernels than ours make the inputs. The clocks stay as they are.
             *("--profile-from-start", "off", "--clock-control", "none"),
+            *("--cache-control", "none" if hot else "all"),
             *("--metrics", ",".join([_TIME, _INSTRUCTIONS, *SHARES.values(), *STATES.values()])),
             *(sys.executable, "-m", __name__, watched, str(device)),
         ]
@@ -107,17 +114,18 @@ def parse(written: str) -> list[dict[str, float]]:
     ]
 
 
-def document(counted: Iterable[Counted], machine: Mapping[str, Any]) -> dict[str, Any]:
+def document(counted: Iterable[Counted], machine: Mapping[str, Any], hot: bool = False) -> dict[str, Any]:
     """All of it, for JSON."""
     return {
         **origin(machine),
+        "cache": "hot" if hot else "cold",
         "launches": [{**found._asdict(), "case": found.case.label} for found in counted],
     }
 
 
-def print_counted(counted: Iterable[Counted], console: Console) -> None:
+def print_counted(counted: Iterable[Counted], console: Console, hot: bool = False) -> None:
     table = Table(
-        title="One launch each, inputs in memory, counted by Nsight Compute",
+        title=f"One launch each, caches {'as the launch before has left them' if hot else 'empty'}, counted by Nsight Compute",
         caption="Of the most there could be. waits for: the share of a warp's time; nothing: it issues an instruction.",
         caption_justify="left",
         header_style="bold",
