@@ -470,6 +470,9 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN
   u32 turn = order.begin + (GROUP::warp() << log2);
   const auto request = [&](u32 ahead) { scan.request(order.tile(ahead), order.has(ahead)); };
   const auto read = [&](u32 next) { scan.read(order.tile(turn), order.tile(next), order.has(next)); };
+  // A tile that stays in shared memory is folded after its candidates have been offered: few warps have any to offer, and the
+  // others' exponentials then keep no one waiting.
+  constexpr bool kOffersFirst = SCAN::Stream::kInPlace && !GROUP::kIsWarp;
   const u32 second = order.after(turn);
   scan.start(order.tile(turn), order.has(turn), order.tile(second), order.has(second));
   scan.prepare(problem, row);
@@ -479,7 +482,7 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN
   if (is_open) {
     read(second);
     bound.publish(scan.proven(bound, true));
-    scan.fold();
+    if constexpr (!kOffersFirst) scan.fold();
   } else {
     bound.abstain();
   }
@@ -490,6 +493,7 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN
       if (!scan.offer(candidates, bound, GROUP::kIsWarp || order.has(order.after(turn)))) break;
       // What follows is worked out anew: kept through the offer, it would cost registers.
       keep_opaque(turn);
+      if constexpr (kOffersFirst) scan.fold();
       const u32 next = order.after(turn);
       const u32 after_next = order.after(next);
       if constexpr (SCAN::Stream::kInBackground) request(SCAN::Stream::kAhead == 1 ? next : after_next);
@@ -501,7 +505,7 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN
       read(after_next);
       scan.update(bound);
       if (ends_part) scan.begin_part();
-      scan.fold();
+      if constexpr (!kOffersFirst) scan.fold();
     }
     // Whoever still has something to offer has found the candidates full.
     if (!GROUP::any(is_open)) break;
