@@ -229,6 +229,27 @@ def test_every_tile_beats_all_before_it(case):
     check(case, schedule="random", seed=7)
 
 
+# Of a warp, of 8, and of 16, tile by tile and in windows.
+CROWDED = [
+    Case(20_001, 8, owner="many"),
+    Case(40_961, 50, owner="some"),
+    Case(40_000, 8, owner="some"),
+    Case(16_384, 8, "fp16", splits=1),
+    Case(60_000, 50, splits=1),
+    Case(80_000, 20, "bf16", splits=1),
+]
+
+
+@pytest.mark.parametrize("case", CROWDED, ids=str)
+def test_tile_that_finds_no_room_is_offered_again_but_counted_once(case):
+    """Ties in too few lanes of each tile for a warp to look for the tile's own best, but in all tiles together more of them than
+    there is room for."""
+    lane = torch.arange(case.vocab_size) // (16 // DTYPES[case.dtype].itemsize) % 32
+    logits = (lane < 20).to(DTYPES[case.dtype]).expand(1, -1).contiguous()
+    got = Laid(case)("log_softmax_topk", logits, case.k)
+    assert_topk(got, expected("log_softmax_topk", logits, case.k), logits, "log_softmax_topk")
+
+
 @pytest.mark.parametrize("rows", ["ascending", "descending", "all_equal", "many_ties_across_k", "nans", "all_nan"])
 @pytest.mark.parametrize("case", TILES_IN_ORDER, ids=str)
 def test_last_tiles_come_first(case, rows):
