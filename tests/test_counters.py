@@ -126,6 +126,7 @@ def test_command(ncu, monkeypatch, tmp_path, option, cache, control):
     result = CliRunner().invoke(cli.app, [*arguments, "--json", str(path)])
     assert result.exit_code == 0, result.output
     assert "64 x 128256 bf16 k=8" in result.output
+    assert ("left them" in result.output) == bool(option)
     kept = json.loads(path.read_text())
     assert kept["launches"][0]["us"] == pytest.approx(12.3455) and kept["cache"] == cache
     assert f"--cache-control\n{control}\n" in given.read_text()
