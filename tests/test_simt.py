@@ -236,7 +236,8 @@ CROWDED = [
     Case(40_000, 8, owner="some"),
     Case(16_384, 8, "fp16", splits=1),
     Case(60_000, 50, splits=1),
-    Case(80_000, 20, "bf16", splits=1),
+    Case(80_000, 8, "bf16", splits=1),
+    Case(40_000, 3, "bf16", owner="some"),
 ]
 
 
