@@ -33,6 +33,7 @@ _MIB = 1 << 20
 _PIPE_WIDTH = 200
 
 # What several commands take.
+_Gpu = Annotated[str, typer.Option("--device", help="cuda or cuda:1.")]
 _Rows = Annotated[str, typer.Option(help="Only these row counts (batch entries, for beams), as 1,64.")]
 _Vocab = Annotated[str, typer.Option(help="Only these row lengths.")]
 _K = Annotated[str, typer.Option(help="Only these k.")]
@@ -132,7 +133,7 @@ def sweep(
     suite: Annotated[
         str, typer.Option(help="Comma-separated: decode, paper, routing, long, k, beams, softmax, or all.")
     ] = "decode,paper,routing,long",
-    device: Annotated[str, typer.Option(help="cuda or cuda:1.")] = "cuda",
+    device: _Gpu = "cuda",
     rows: _Rows = "",
     vocab: _Vocab = "",
     k: _K = "",
@@ -151,9 +152,7 @@ def sweep(
     from .benchmark.timing import warm_up_gpu
     from .machine import describe
 
-    settings = Settings(_device(device), "cuda", (), quick)
-    if settings.device.type != "cuda":
-        raise typer.BadParameter(f"--device must be cuda or cuda:N, got {device!r}")
+    settings = Settings(_gpu(device), "cuda", (), quick)
     cases = [case for _, case in _cases(suite, True, rows, vocab, k, dtype) if case.distribution == "normal"]
     torch.cuda.set_device(settings.device)
     warm_up_gpu()
@@ -177,7 +176,7 @@ def counters(
         str,
         typer.Option(help="Comma-separated: decode, paper, routing, long, k, beams, softmax, distributions, or all."),
     ] = "decode",
-    device: Annotated[str, typer.Option(help="cuda or cuda:1.")] = "cuda",
+    device: _Gpu = "cuda",
     rows: _Rows = "",
     vocab: _Vocab = "",
     k: _K = "",
@@ -194,9 +193,7 @@ def counters(
     from .benchmark import counters as counting
     from .machine import describe
 
-    chosen = _device(device)
-    if chosen.type != "cuda":
-        raise typer.BadParameter(f"--device must be cuda or cuda:N, got {device!r}")
+    chosen = _gpu(device)
     cases = list(dict.fromkeys(case for _, case in _cases(suite, True, rows, vocab, k, dtype)))
     try:
         counted = counting.count(cases, chosen, hot)
@@ -285,6 +282,13 @@ def _device(name: str) -> Any:
         raise typer.BadParameter("--device cuda needs a GPU that torch sees; `info` says what is missing")
     # With its index: set_device asks for one.
     return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
+
+
+def _gpu(name: str) -> Any:
+    chosen = _device(name)
+    if chosen.type != "cuda":
+        raise typer.BadParameter(f"--device must be cuda or cuda:N, got {name!r}")
+    return chosen
 
 
 def _words(text: str, known: Any, option: str) -> list[str]:

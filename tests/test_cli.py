@@ -183,3 +183,9 @@ def test_print_choice(monkeypatch, value, expected):
     assert env.print_choice() is expected
     monkeypatch.delenv("FUSED_TOPK_PRINT_CHOICE")
     assert env.print_choice() is False
+
+
+@pytest.mark.parametrize("command", ["sweep", "counters"])
+def test_what_only_a_gpu_does_is_refused_for_a_cpu(command):
+    result = invoke(command, "--device", "cpu")
+    assert result.exit_code == 2 and "must be cuda or cuda:N" in result.output

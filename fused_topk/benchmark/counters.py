@@ -53,6 +53,7 @@ STATES = {
         "nothing": "selected",
     }.items()
 }
+METRICS = (_TIME, _INSTRUCTIONS, *SHARES.values(), *STATES.values())
 
 
 class Counted(NamedTuple):
@@ -88,7 +89,7 @@ def count(cases: Sequence[Case], device: torch.device, hot: bool = False) -> lis
             # Other kernels than ours make the inputs. The clocks stay as they are.
             *("--profile-from-start", "off", "--clock-control", "none"),
             *("--cache-control", "none" if hot else "all"),
-            *("--metrics", ",".join([_TIME, _INSTRUCTIONS, *SHARES.values(), *STATES.values()])),
+            *("--metrics", ",".join(METRICS)),
             *(sys.executable, "-m", __name__, watched, str(device)),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -106,9 +107,8 @@ def parse(written: str) -> list[dict[str, float]]:
     """The metrics of each launch, from ncu's raw page as CSV: a line of names, one of units, one for each launch."""
     lines = written.splitlines()
     begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    wanted = {_TIME, _INSTRUCTIONS, *SHARES.values(), *STATES.values()}
     return [
-        {name: _number(value) for name, value in row.items() if name in wanted}
+        {name: _number(value) for name, value in row.items() if name in METRICS}
         for row in csv.DictReader(lines[begin:])
         if row["ID"]
     ]
