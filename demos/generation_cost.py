@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfi
 
 import fused_topk
 from causal_models import RANDOM_SHAPES
+from fused_topk.benchmark.report import origin
 from fused_topk.generation import fused_decoding, stats
 from fused_topk.machine import describe
 from selection_step import BeamStep, GreedyStep
@@ -240,7 +241,7 @@ def main(
     transformers.logging.set_verbosity_error()
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    results: dict[str, Any] = {"machine": describe(), "device": str(place), "dtype": str(dtype), "cases": {}}
+    results: dict[str, Any] = {**origin(describe()), "device": str(place), "dtype": str(dtype), "cases": {}}
     print(
         "times in µs of one step; stock / fused" + ("; selection also beam_topk alone" if place.type == "cuda" else "")
     )

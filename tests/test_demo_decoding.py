@@ -182,7 +182,9 @@ def test_cost_of_generation_on_a_cpu(monkeypatch, tmp_path, capsys, threads):
     monkeypatch.setattr(generation_cost, "CASES", cases)
     generation_cost.main(case=[], device="cpu", seconds=0.1, json_path=str(tmp_path / "cost.json"))
     assert "beam: selection" in capsys.readouterr().out
-    found = json.loads((tmp_path / "cost.json").read_text(encoding="utf-8"))["cases"]
+    written = json.loads((tmp_path / "cost.json").read_text(encoding="utf-8"))
+    assert {"date", "git_commit", "machine"} <= written.keys()
+    found = written["cases"]
     for each in found.values():
         assert each["steps_fallback"] == {} and each["steps_fused"] > 0
         assert each["share_of_same_sequences"] == 1.0

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fused_topk
+from fused_topk.benchmark.published import filled
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -57,3 +58,34 @@ def test_readme_paths_exist(pattern):
     """Links and file names that moved are the commonest stale line."""
     for path in re.findall(pattern, README.read_text()):
         assert (ROOT / path).exists(), f"README.md names {path}"
+
+
+def test_readme_tables_have_the_published_figures():
+    text = README.read_text()
+    assert text.count("<!-- figures: ") == 2
+    assert filled(text, ROOT) == text, "run `python demos/results/fill_tables.py`"
+
+
+_TABLE = """\
+<!-- figures: demos/results/h200.json -->
+| rows x V | read | {heading} |
+|---|---|---|
+| {row} | 0.0 | 0.0 |
+
+| of no run | 1 |
+"""
+
+
+def test_readme_figures_are_filled_in_from_the_json():
+    made = filled(_TABLE.format(heading="fused_topk", row="64 x 128256, bf16, k = 8, ascending"), ROOT)
+    assert "| 64 x 128256, bf16, k = 8, ascending | 5.42 | 16.0 |" in made
+    assert "| of no run | 1 |" in made
+
+
+@pytest.mark.parametrize(
+    ("heading", "row", "message"),
+    [("fused_topk", "65 x 128256, bf16, k = 8", "65 x 128256"), ("cub", "64 x 128256, bf16, k = 8", "got cub")],
+)
+def test_readme_figures_that_no_run_has_are_an_error(heading, row, message):
+    with pytest.raises(ValueError, match=message):
+        filled(_TABLE.format(heading=heading, row=row), ROOT)
