@@ -218,7 +218,7 @@ class TileStream {
       // Every lane is done with the slot.
       __syncwarp();
       if (is_inner(tile)) {
-        // Read once, it leaves the L2 cache before what others have there: up to 4 % (csrc/README.md).
+        // Read once, it leaves the L2 cache before what others have there: up to 4 % (csrc/TUNING.md).
         const CachePolicy policy(true);
 #pragma unroll
         for (u32 u = 0; u < VECTORS; ++u) copy_async(slot + u * kWarpSize, source + u * kWarpSize * 16, policy);
