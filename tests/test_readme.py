@@ -53,11 +53,19 @@ def test_readme_names_every_public_function():
         assert name.startswith("__") or re.search(rf"\b{name}\b", text), f"README.md does not mention {name}"
 
 
-@pytest.mark.parametrize("pattern", [r"\]\((?!https?:|#)([^)\s#]+)", r"`((?:fused_topk|csrc|tests|demos)/[\w./-]*\w)`"])
-def test_readme_paths_exist(pattern):
+DOCUMENTS = sorted(
+    p for p in (*ROOT.glob("*.md"), *(q for d in ("csrc", "demos", "tests") for q in (ROOT / d).rglob("*.md")))
+)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_paths_in_documents_exist(document):
     """Links and file names that moved are the commonest stale line."""
-    for path in re.findall(pattern, README.read_text()):
-        assert (ROOT / path).exists(), f"README.md names {path}"
+    text = document.read_text()
+    for path in re.findall(r"\]\((?!https?:|#)([^)\s#]+)", text):
+        assert (document.parent / path).exists(), f"{document.name} links to {path}"
+    for path in re.findall(r"`((?:fused_topk|csrc|tests|demos)/[\w./-]*\w)`", text):
+        assert (ROOT / path).exists(), f"{document.name} names {path}"
 
 
 def test_readme_tables_have_the_published_figures():
