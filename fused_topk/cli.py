@@ -75,6 +75,12 @@ def bench(
     json_path: _JsonPath = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw a figure here (PNG, SVG, PDF).")] = None,
     compare: Annotated[Path | None, typer.Option(help="Show the change since this older JSON.")] = None,
+    targets: Annotated[
+        bool,
+        typer.Option(
+            "--targets", help="For developers: judge against the targets, an H200's or, on a CPU, those of cpu."
+        ),
+    ] = False,
 ) -> None:
     """Check every answer, and time it against a plain read of the logits and against torch.
 
@@ -94,7 +100,7 @@ def bench(
     on_gpu = chosen_device.type == "cuda"
     chosen_peers = () if no_peers else tuple(_words(peers, PEERS, "--peers"))
     settings = Settings(chosen_device, backend or chosen_device.type, chosen_peers, quick)
-    cases = _cases(suite, on_gpu, rows, vocab, k, dtype)
+    cases = _judged(_cases(suite, on_gpu, rows, vocab, k, dtype), on_gpu, targets)
     old = report.load(compare) if compare else None
 
     # What every case would fail with, said once.
@@ -267,6 +273,14 @@ def _cases(suite: str, on_gpu: bool, rows: str, vocab: str, k: str, dtype: str) 
     if not cases:
         raise typer.BadParameter("no shape of the chosen suites passes the filters")
     return cases
+
+
+def _judged(cases: list[tuple[str, Case]], on_gpu: bool, targets: bool) -> list[tuple[str, Case]]:
+    """The cases with the targets that this kind of machine has, if they are asked for."""
+    return [
+        (name, case if targets and on_gpu == (name != "cpu") else case._replace(target=None, hot=None))
+        for name, case in cases
+    ]
 
 
 def _device(name: str) -> Any:

@@ -109,6 +109,22 @@ def test_bench_writes_what_it_prints(tmp_path):
     assert "1 compared" in again.output
 
 
+@pytest.mark.parametrize(
+    ("suite", "arguments", "judged"),
+    [
+        ("paper", [], False),
+        ("paper", ["--targets"], False),  # a GPU's
+        ("cpu", [], False),
+        ("cpu", ["--targets"], True),
+    ],
+)
+def test_bench_judges_by_the_targets_of_the_machine_if_asked(suite, arguments, judged):
+    shape = ["--rows", "10", "--vocab", "1000"] if suite == "paper" else ["--rows", "1", "--vocab", "1000", "--k", "8"]
+    result = invoke(*BENCH, "--suite", suite, *shape, *arguments)
+    assert result.exit_code == 0, result.output
+    assert ("target" in result.output) == judged
+
+
 def test_bench_fails_on_a_wrong_answer(monkeypatch):
     right = fused_topk.log_softmax_topk
 

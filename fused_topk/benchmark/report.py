@@ -80,12 +80,13 @@ def print_results(run: Document, console: Console) -> None:
     table.add_column("suite")
     table.add_column("rows x V", no_wrap=True)
     table.add_column("cache")
-    for heading in ("µs", "p10 to p90", "GB/s", "floor", "/ floor", "target", "torch", "torch /"):
+    targets = ["target"] * _has_targets(results)
+    for heading in ("µs", "p10 to p90", "GB/s", "floor", "/ floor", *targets, "torch", "torch /"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)
     for entry in results:
-        table.add_row(entry["suite"], entry["shape"], entry["cache"], *_cells(entry, others))
+        table.add_row(entry["suite"], entry["shape"], entry["cache"], *_cells(entry, others, bool(targets)))
     console.print(table)
     _print_host(run, console)
     for name, note in sorted({(name, note) for entry in results for name, note in entry["notes"].items()}):
@@ -129,7 +130,11 @@ def _entry(result: Result) -> dict[str, Any]:
     }
 
 
-def _cells(entry: Mapping[str, Any], others: Iterable[str]) -> list[str]:
+def _has_targets(results: Iterable[Mapping[str, Any]]) -> bool:
+    return any(entry["target"] is not None for entry in results)
+
+
+def _cells(entry: Mapping[str, Any], others: Iterable[str], has_targets: bool) -> list[str]:
     times = entry["times"]
     if FUSED not in times:
         return ["[bold red]FAILED[/]"]
@@ -146,7 +151,7 @@ def _cells(entry: Mapping[str, Any], others: Iterable[str]) -> list[str]:
         three_digits(entry["gigabytes_per_second"]),
         median(floor),
         f"{to_floor:.2f}" if to_floor else "-",
-        three_digits(entry["target"]) + verdict,
+        *[three_digits(entry["target"]) + verdict] * has_targets,
         median("torch"),
         f"{1 / to_torch:.2f}x" if to_torch else "-",
         *(median(name) for name in others),
@@ -174,17 +179,16 @@ def _print_host(run: Document, console: Console) -> None:
         console.print(f"Smallest kernel in the same replays: {three_digits(run['empty_kernel']['median'])} µs")
     if run["host"]:
         times = ", ".join(f"{name} {three_digits(timing['median'])} µs" for name, timing in run["host"].items())
-        console.print(f"Eager call from Python, host time on 1 x 1024 fp32 k=8: {times} (target {HOST_TARGET_US:.0f})")
+        target = f" (target {HOST_TARGET_US:.0f})" if _has_targets(run["results"]) else ""
+        console.print(f"Eager call from Python, host time on 1 x 1024 fp32 k=8: {times}{target}")
 
 
 def _summary(results: list[dict[str, Any]]) -> str:
     failed = sum(bool(entry["failure"]) for entry in results)
     judged = [entry["meets_target"] for entry in results if entry["meets_target"] is not None]
     slower = sum((entry["ratio_to_torch"] or 0) > 1 for entry in results)
-    return (
-        f"{len(results)} results, {failed} failed; {sum(judged)} of {len(judged)} targets met; "
-        f"slower than torch in {slower}"
-    )
+    met = f"{sum(judged)} of {len(judged)} targets met; " if judged else ""
+    return f"{len(results)} results, {failed} failed; {met}slower than torch in {slower}"
 
 
 def _git(root: Path, *command: str) -> str:
