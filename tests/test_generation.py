@@ -101,12 +101,6 @@ def test_beam_search_returns_the_scores_it_would_and_is_still_fused():
         assert_fused(tiny(name), num_beams=4, repetition_penalty=1.5, no_repeat_ngram_size=2, **options)
 
 
-def test_greedy_search_with_scores_to_return_runs_stock_operations():
-    stock, given, steps = generate_both(tiny("llama"), output_scores=True, output_logits=True)
-    assert_same(stock, given)
-    assert steps.fused == 0 and list(steps.reasons) == ["output_scores or output_logits without beams"]
-
-
 def test_wide_beams_of_a_small_vocabulary():
     # More candidates are kept than a row has tokens, so beams that are no candidates in the first step come in.
     assert_fused(tiny("llama"), num_beams=130, eos_token_id=[5, 6, 7], max_new_tokens=4)

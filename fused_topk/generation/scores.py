@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from . import selection, warpers
 from .edits import NotSparse, Plan
+from .record import Recorded
 from .selection import Edit, Rows
 from .stand_in import StandIn
 from .statistics import count_fallback, count_fused
@@ -135,6 +136,12 @@ class LazyScores(StandIn):
     def clone(self, **kwargs: Any) -> Tensor:
         """The tensor, for the record: the step can still be fused."""
         return self._compute() if self._dense is None else self._dense.clone()
+
+    def recorded(self) -> Recorded:
+        """The tensor, which the loop keeps, with these scores for the choice."""
+        tensor = self._compute()
+        self._compute = lambda: tensor
+        return Recorded.of(tensor, self)
 
     def dense(self, reason: str) -> Tensor:
         """The tensor, because of an operation that can not be fused; from here on it is this tensor."""

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from .. import backends, functional, reference
 from ..problem import TopK
 from .edits import Plan
 from .model_logits import ModelLogits
+from .record import Recorded
 from .scores import LazyScores
 from .selection import Rows
 from .statistics import count_fallback
@@ -58,6 +60,9 @@ class Session:
         # The same for the loop that runs; none does before its processors are known.
         self._reason: str | None = None
         self._is_ready = False
+        # What greedy decoding and sampling keep for the user. The tensor of the step that runs, which may not have been used.
+        self._records_logits = self.records_scores = False
+        self._recorded: Recorded | None = None
         self._num_marked = self._num_taken = 0
         # The backend for logits of the kind that came last, or why none serves them.
         self._kind: tuple[Any, ...] = ()
@@ -68,7 +73,11 @@ class Session:
         """Before a loop with that configuration; gives the processors that it is to use."""
         self._is_ready = True
         self._reason = self._reason_of_call or self._reason_of_loop(config)
-        return processors if self._reason is not None else _Processors(processors, _mode(config) in SAMPLING)
+        # Beam search takes copies for that: LazyScores.clone.
+        is_kept = config.return_dict_in_generate and _mode(config) not in BEAMS
+        self._records_logits = bool(is_kept and config.output_logits)
+        self.records_scores = bool(is_kept and config.output_scores)
+        return processors if self._reason is not None else _Processors(self, processors, _mode(config) in SAMPLING)
 
     def after_forward(self, output: Any) -> Any:
         """Marks the logits that the model has returned."""
@@ -91,7 +100,19 @@ class Session:
                 output.logits = marked
         return output
 
+    def record(self, scores: LazyScores) -> Recorded:
+        """What the loop keeps for the user and chooses from."""
+        self._end_record()
+        self._recorded = scores.recorded()
+        return self._recorded
+
+    def _end_record(self) -> None:
+        if type(self._recorded) is Recorded:
+            self._recorded.end()
+        self._recorded = None
+
     def close(self) -> None:
+        self._end_record()
         if not self._num_taken:
             for _ in range(self._num_marked):
                 count_fallback(f"the loop of {type(self.model).__name__} does not take the last logits in float32")
@@ -102,10 +123,6 @@ class Session:
             return f"generation mode {mode.value}"
         if mode in SAMPLING and not self._options.sampling:
             return "do_sample without sampling=True"
-        is_recorded = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-        if is_recorded and mode not in BEAMS:
-            # What would be saved is to be returned.
-            return "output_scores or output_logits without beams"
         return None
 
     def _unserved(self, logits: Any) -> str | None:
@@ -125,11 +142,12 @@ class Session:
                 self._reason_of_kind = cause or f"no kernels for {logits.dtype}"
         return self._reason_of_kind
 
-    def _take(self, rows: Tensor, of: Tensor) -> LazyScores:
+    def _take(self, rows: Tensor, of: Tensor) -> Any:
         self._num_taken += 1
         if self._options.topk_per_step:
             self.topk.append(functional.log_softmax_topk(rows, min(self._options.topk_per_step, rows.shape[-1])))
-        return LazyScores.of(Rows(rows, self._backend), of)
+        scores = LazyScores.of(Rows(rows, self._backend), of)
+        return self.record(scores) if self._records_logits else scores
 
 
 def _mode(config: GenerationConfig) -> GenerationMode:
@@ -161,16 +179,24 @@ def session_of(model: nn.Module) -> Session | None:
 class _Processors(LogitsProcessorList):
     """A loop's processors, that turn lazy scores into lazy scores where all of them can be fused."""
 
-    def __init__(self, processors: LogitsProcessorList, is_sampling: bool) -> None:
+    def __init__(self, session: Session, processors: LogitsProcessorList, is_sampling: bool) -> None:
         super().__init__(processors)
+        self._session = session
         self._is_sampling = is_sampling
         self._plan: Plan | None = None
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         run_stock = super().__call__
+        if type(scores) is Recorded:
+            scores = scores.end()
         if not isinstance(scores, LazyScores):
             return run_stock(input_ids, scores, **kwargs)
         # Loops may add processors of their own.
         if self._plan is None or self._plan.processors != self:
             self._plan = Plan(self, self._is_sampling)
-        return scores.processed(self._plan, input_ids, lambda tensor: run_stock(input_ids, tensor, **kwargs))
+        if self._session.records_scores and any(type(each) is PrefixConstrainedLogitsProcessor for each in self):
+            # Once for the record and once for the choice: the user's function may tell.
+            return run_stock(input_ids, scores.dense("prefix_allowed_tokens_fn with output_scores"), **kwargs)
+        result = scores.processed(self._plan, input_ids, lambda tensor: run_stock(input_ids, tensor, **kwargs))
+        is_kept = self._session.records_scores and isinstance(result, LazyScores)
+        return self._session.record(result) if is_kept else result
