@@ -9,10 +9,14 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 import transformers
+from transformers.generation import logits_process as stock
 
-from decoding import assert_same, generate_both, one_thread, tiny  # noqa: F401
+from decoding import assert_fused, assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
+from fused_topk import cpu
 from fused_topk.generation import fused_decoding
+from fused_topk.generation.edits import NotSparse, Plan
 from fused_topk.generation.record import Recorded
+from fused_topk.generation.selection import Rows
 
 RECORDS = [{"output_scores": True}, {"output_logits": True}, {"output_scores": True, "output_logits": True}]
 
@@ -86,3 +90,37 @@ def test_recorded_scores_that_a_loop_changes():
 class _Dense:
     def dense(self, reason):
         assert reason == "operation __setitem__"
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exponential_decay_length_penalty": (2, 1.5)},
+        {"exponential_decay_length_penalty": (3, 0.4), "eos_token_id": [5, 9, 11], "repetition_penalty": 1.3},
+        {"encoder_repetition_penalty": 1.6},
+        {"encoder_repetition_penalty": 0.5, "no_repeat_ngram_size": 2},
+    ],
+    ids="-".join,
+)
+def test_generate_with_penalties(options, num_beams):
+    for name in ("llama", "t5"):
+        assert_fused(tiny(name), inputs_for(tiny(name), batch=3), num_beams=num_beams, **options)
+
+
+def test_encoder_tokens_outside_the_vocabulary_are_left_to_the_stock_processor():
+    processor = stock.EncoderRepetitionPenaltyLogitsProcessor(1.5, torch.tensor([[3, 40]]))
+    with pytest.raises(NotSparse, match="vocabulary"):
+        Plan([processor], False).edits(torch.zeros(2, 4, dtype=torch.int64), Rows(torch.zeros(2, 40), cpu), False)
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_decay_of_what_another_processor_has_hidden(num_beams):
+    # -inf stays -inf from transformers 5.20 on and becomes NaN before.
+    options = {"min_new_tokens": 6, "exponential_decay_length_penalty": (2, 1.5), "num_beams": num_beams}
+    stock_result, given, steps = generate_both(tiny("llama"), **options)
+    assert torch.equal(stock_result["sequences"], given["sequences"])
+    scores = stock.ExponentialDecayLengthPenalty((0, 2.0), 0, 0)(
+        torch.zeros(1, 1).long(), torch.full((1, 1), -torch.inf)
+    )
+    assert (steps.fallback == 0) is bool(scores.isneginf())

@@ -53,6 +53,10 @@ PROCESSORS = {
     "repetition_penalty": lambda: stock.RepetitionPenaltyLogitsProcessor(1.7),
     "repetition_reward": lambda: stock.RepetitionPenaltyLogitsProcessor(0.4),
     "repetition_penalty_after_prompt": lambda: stock.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=5),
+    "encoder_repetition_penalty": lambda: stock.EncoderRepetitionPenaltyLogitsProcessor(1.7, encoder_ids()),
+    "encoder_repetition_reward_of_row": lambda: stock.EncoderRepetitionPenaltyLogitsProcessor(0.4, history()),
+    "exponential_decay": lambda: stock.ExponentialDecayLengthPenalty((4, 1.2), [9, EOS, 9], 5),
+    "exponential_decay_later": lambda: stock.ExponentialDecayLengthPenalty((LENGTH, 1.2), EOS, 0),
     "no_bad_words": lambda: stock.NoBadWordsLogitsProcessor([[8], [10]], EOS),
     "no_bad_phrases": lambda: stock.NoBadWordsLogitsProcessor([[8], [11, 12], [13, 14, 15]], EOS),
     "sequence_bias": lambda: stock.SequenceBiasLogitsProcessor(
@@ -70,10 +74,11 @@ CHAINS = [
     ("sequence_bias", "no_bad_words", "min_length", "prefix_constrained"),
     ("repetition_reward", "sequence_bias", "repetition_penalty"),
     ("repetition_penalty", "forced_eos", "suppress"),
+    ("encoder_repetition_penalty", "repetition_penalty", "exponential_decay", "no_repeat_2gram"),
     ("forced_eos", "min_length"),
     ("forced_eos", "sequence_bias", "repetition_reward"),
     ("prefix_constrained", "repetition_penalty", "min_length"),
-    tuple(name for name in PROCESSORS if not name.startswith(("forced", "prefix"))),
+    tuple(name for name in PROCESSORS if not name.startswith(("forced", "prefix", "exponential"))),
 ]
 
 
@@ -230,7 +235,6 @@ def with_extra_attribute():
     [
         ({"renormalize_logits": True}, "logits processor LogitNormalization"),
         ({"remove_invalid_values": True}, "logits processor InfNanRemoveLogitsProcessor"),
-        ({"exponential_decay_length_penalty": (2, 1.5)}, "logits processor ExponentialDecayLengthPenalty"),
         ({"logits_processor": [Doubled(1.5)]}, "logits processor Doubled"),
         ({"logits_processor": [with_extra_attribute()]}, "logits processor RepetitionPenaltyLogitsProcessor"),
         ({"logits_processor": [lambda ids, scores: scores.flip(-1)]}, "logits processor function"),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers' logits processors as sparse edits (:mod:`selection`), one class for each kind of change.
 
-A processor is taken only if its class is exactly one of the table `_ADAPTERS` and it has exactly the attributes known
+A processor is taken only if its class is exactly one of the table `ADAPTERS` and it has exactly the attributes known
 there: a subclass, or a later version with a further option, is left to the stock operations. Semantics are those of
 `transformers/generation/logits_process.py`, equal from 4.57 to 5.23 for what is here.
 """
@@ -135,7 +135,7 @@ class Plan:
 
 
 def _adapter_of(processor: Any) -> Adapter | None:
-    make, known = _ADAPTERS.get(type(processor), (None, frozenset()))
+    make, known = ADAPTERS.get(type(processor), (None, frozenset()))
     # Optional attributes of single versions are in the table; the others must be there, and no more.
     if make is None or not vars(processor).keys() <= known:
         return None
@@ -343,7 +343,7 @@ def _known(*names: str) -> frozenset[str]:
 
 
 _BIAS = _known("sequence_bias", "length_1_bias", "multi_token_biases", "prepared_bias_variables")
-_ADAPTERS: dict[type, tuple[Callable[[Any], Adapter | None], frozenset[str]]] = {
+ADAPTERS: dict[type, tuple[Callable[[Any], Adapter | None], frozenset[str]]] = {
     stock.MinLengthLogitsProcessor: (_min_length, _known("min_length", "eos_token_id")),
     stock.MinNewTokensLengthLogitsProcessor: (
         _min_new_tokens,

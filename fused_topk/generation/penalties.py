@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""More processors as sparse edits: penalties that differ between versions of transformers, which are asked how.
+
+With :mod:`edits`, whose table this adds to.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as stock
+
+from . import packed
+from .edits import ADAPTERS, Adapter, NotSparse, Penalty, Step
+from .selection import Edit
+
+
+class Growth:
+    """The scores of the tokens `sorted_ids` [1, n] grow by a multiple of their absolute values."""
+
+    replaces_row = False
+
+    def __init__(self, sorted_ids: Tensor, scanned: Tensor, factor: float, keeps_infinite: bool) -> None:
+        self.ids = sorted_ids
+        self.scanned = scanned
+        self._factor = factor
+        self._keeps_infinite = keeps_infinite
+
+    def apply(self, ids: Tensor, scores: Tensor) -> Tensor:
+        growth = scores.abs() * self._factor
+        if self._keeps_infinite:
+            growth = growth.where(scores.isfinite(), 0.0)
+        return scores.where(packed.holds(self.scanned, ids), scores + growth)
+
+
+@functools.cache
+def _keeps_infinite() -> bool:
+    """Whether the decay of the length penalty leaves -inf as it is, as from 5.20 on, or makes it NaN."""
+    decay = stock.ExponentialDecayLengthPenalty((0, 2.0), 0, 0)
+    return bool(decay(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[-math.inf]])).isneginf())
+
+
+@functools.cache
+def _repeats_encoder_ids() -> bool:
+    """Whether the encoder's penalty is for all beams of a text, as from 5.20 on, or for as many rows as there are texts."""
+    text: Any = torch.zeros(1, 1, dtype=torch.int64)
+    scores = stock.EncoderRepetitionPenaltyLogitsProcessor(2.0, text)(text.expand(2, 1), torch.ones(2, 1))
+    return bool(scores[1] != 1)
+
+
+def _exponential_decay(p: Any) -> Adapter:
+    made: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def adapter(step: Step) -> Edit | None:
+        steps = step.input_ids.shape[-1] - p.regulation_start
+        if steps <= 0:
+            return None
+        key = (step.rows.vocab_size, step.rows.logits.device)
+        if key not in made:
+            ends = sorted(set(p.eos_token_id.flatten().tolist()))
+            if p.eos_token_id.dim() != 1 or not 0 <= ends[0] <= ends[-1] < key[0]:
+                raise NotSparse("an end token outside the vocabulary")
+            made[key] = torch.tensor([ends], device=key[1]), packed.all_but(ends, *key)
+        if not _keeps_infinite() and not all(isinstance(edit, Penalty) for edit in step.edits):
+            raise NotSparse("this version's decay of the length penalty makes NaN of -inf")
+        return Growth(*made[key], pow(p.regulation_factor, steps) - 1, _keeps_infinite())
+
+    return adapter
+
+
+def _encoder_repetition_penalty(p: Any) -> Adapter:
+    made: dict[tuple[int, int], Tensor] = {}
+
+    def prepare(rows: int, vocab_size: int) -> Tensor:
+        ids = p.encoder_input_ids
+        if ids.dim() != 2 or len(ids) > rows or not bool(((ids >= 0) & (ids < vocab_size)).all()):
+            raise NotSparse("the encoder's tokens are not of the decoder's vocabulary")
+        if _repeats_encoder_ids():
+            ids = ids.repeat_interleave(rows // len(ids), 0)
+        # The rows after these are not touched.
+        return torch.cat([ids.sort(-1).values, ids.new_full((rows - len(ids), ids.shape[1]), vocab_size)])
+
+    def adapter(step: Step) -> Edit | None:
+        # The tokens are looked at once in a call, which waits for the device as generate() has done for them before.
+        key = (len(step.rows.logits), step.rows.vocab_size)
+        if key not in made:
+            made[key] = prepare(*key)
+        return Penalty(made[key], p.penalty, step.rows.vocab_size) if made[key].shape[1] else None
+
+    return adapter
+
+
+ADAPTERS.update(
+    {
+        stock.ExponentialDecayLengthPenalty: (
+            _exponential_decay,
+            frozenset({"regulation_start", "regulation_factor", "eos_token_id"}),
+        ),
+        stock.EncoderRepetitionPenaltyLogitsProcessor: (
+            _encoder_repetition_penalty,
+            frozenset({"penalty", "encoder_input_ids"}),
+        ),
+    }
+)
