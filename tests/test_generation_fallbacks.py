@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -13,9 +15,10 @@ from transformers.generation import logits_process as stock
 
 from decoding import assert_fused, assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk import cpu
-from fused_topk.generation import fused_decoding
+from fused_topk.generation import fused_decoding, stats
 from fused_topk.generation.edits import NotSparse, Plan
 from fused_topk.generation.record import Recorded
+from fused_topk.generation.scores import LazyScores
 from fused_topk.generation.selection import Rows
 
 RECORDS = [{"output_scores": True}, {"output_logits": True}, {"output_scores": True, "output_logits": True}]
@@ -124,3 +127,119 @@ def test_decay_of_what_another_processor_has_hidden(num_beams):
         torch.zeros(1, 1).long(), torch.full((1, 1), -torch.inf)
     )
     assert (steps.fallback == 0) is bool(scores.isneginf())
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
+        {"sequence_bias": [[[20], 4.0], [[20, 21], 6.0]], "min_new_tokens": 8, "suppress_tokens": [30, 31]},
+        {"bad_words_ids": [[i] for i in range(8, 80)]},
+        {"forced_eos_token_id": [5, 9]},
+    ],
+    ids=lambda options: "-".join(options) or "alone",
+)
+def test_generate_with_renormalized_scores(options, num_beams):
+    for output_scores in (True, False):
+        assert_fused(
+            tiny("llama"), renormalize_logits=True, num_beams=num_beams, output_scores=output_scores, **options
+        )
+
+
+def warped(*processors):
+    return {"logits_processor": transformers.LogitsProcessorList(processors)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        warped(stock.TemperatureLogitsWarper(0.7)),
+        warped(stock.TopKLogitsWarper(5), stock.TopPLogitsWarper(0.7), stock.MinPLogitsWarper(0.1)),
+        {"repetition_penalty": 1.5, **warped(stock.TemperatureLogitsWarper(1.3), stock.TopKLogitsWarper(3))},
+        {"renormalize_logits": True, **warped(stock.TemperatureLogitsWarper(0.3))},
+    ],
+    ids=["temperature", "keep", "edited", "renormalized"],
+)
+def test_greedy_search_with_warpers(options):
+    assert_fused(tiny("llama"), **options)
+
+
+def test_warpers_of_a_beam_search_run_stock_operations():
+    options = warped(stock.TopKLogitsWarper(50))
+    stock_result, given, steps = generate_both(tiny("llama"), num_beams=3, **options)
+    assert_same(stock_result, given)
+    assert steps.fused == 0 and list(steps.reasons) == ["logits processor TopKLogitsWarper"]
+
+
+def test_beam_sampling_with_renormalized_scores():
+    # What is left of the rows is drawn altogether, so that stock and fused scores are comparable.
+    options = {"do_sample": True, "top_k": 2, "num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 1}
+    stock_result, given, steps = generate_both(
+        tiny("llama"),
+        fused=lambda model: fused_decoding(model, sampling=True),
+        renormalize_logits=True,
+        eos_token_id=None,
+        temperature=1e4,
+        **options,
+    )
+    assert steps.fused == 1 and steps.fallback == 0, steps.reasons
+    for found in (stock_result, given):
+        assert torch.allclose(found["sequences_scores"], torch.full((4,), -math.log(2)), atol=1e-3)
+
+
+def greedy(processors, logits):
+    """What stock and fused greedy decoding choose, and the reasons of the latter's fallbacks."""
+    history = torch.zeros(len(logits), 3, dtype=torch.int64)
+    expected = transformers.LogitsProcessorList(processors)(history, logits.clone()).argmax(-1)
+    lazy = LazyScores.of(Rows(logits, cpu), logits.unsqueeze(1))
+    stats(reset=True)
+    plan = Plan(processors, False)
+    found = lazy.processed(plan, history, lambda tensor: transformers.LogitsProcessorList(processors)(history, tensor))
+    return expected, torch.argmax(found, dim=-1), stats(reset=True)
+
+
+CHAINS = {
+    "temperature": [stock.TemperatureLogitsWarper(0.7)],
+    "normalize": [stock.LogitNormalization()],
+    "both": [stock.TemperatureLogitsWarper(3.0), stock.LogitNormalization()],
+    "top_k": [stock.TopKLogitsWarper(2)],
+    "min_p": [stock.MinPLogitsWarper(0.5)],
+}
+
+
+# Renormalising makes equal what depends on the last place of the logsumexp: those are near-ties.
+@pytest.mark.parametrize("chain", ["temperature", "top_k", "min_p"])
+def test_greedy_choice_among_tokens_that_rounding_makes_equal(chain):
+    # Neighbouring numbers, the greater ones last: dividing and shifting may make some equal, and then the first is taken.
+    rows = torch.randint(2**29, 2**30, (400, 1), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
+    logits = (rows + torch.arange(3, dtype=torch.int32)).view(torch.float32)
+    logits = torch.cat([torch.full((400, 40), -5.0), logits], 1)
+    expected, found, steps = greedy(CHAINS[chain], logits)
+    assert steps.fused == 1 and steps.fallback == 0
+    assert torch.equal(expected, found)
+    if chain == "temperature":
+        assert not torch.equal(found, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_greedy_choice_of_rows_with_nan_and_infinities(chain):
+    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(4))
+    logits[0, 7], logits[1, 9], logits[2, 8:11], logits[3], logits[4, 20:] = (
+        math.nan,
+        math.inf,
+        -math.inf,
+        -math.inf,
+        -math.inf,
+    )
+    logits[5, 3], logits[5, 4] = math.inf, math.nan
+    expected, found, steps = greedy(CHAINS[chain], logits)
+    assert torch.equal(expected, found)
+    assert steps.fused == 1 and steps.fallback == 0
+
+
+def test_greedy_choice_that_filters_do_not_keep_runs_stock_operations():
+    for processors in ([stock.TemperatureLogitsWarper(1e-30)], [stock.TopKLogitsWarper(3), stock.LogitNormalization()]):
+        expected, found, steps = greedy(processors, torch.tensor([[3e9, 1.0, 4e9, 2.0]]))
+        assert torch.equal(expected, found) and steps.fused == 0

@@ -136,13 +136,14 @@ def test_threads_are_apart(model):
 
 def test_the_first_fallback_of_a_kind_is_logged_once(model, caplog, monkeypatch):
     monkeypatch.setattr(statistics, "_told", set())
+    typical = transformers.LogitsProcessorList([transformers.TypicalLogitsWarper(0.5)])
     with caplog.at_level(logging.WARNING, "fused_topk.generation"), fused_decoding(model):
         for _ in range(2):
             assert run(model, remove_invalid_values=True)[1].fallback == 6
-            assert run(model, num_beams=2, renormalize_logits=True)[1].fallback == 6
+            assert run(model, num_beams=2, logits_processor=typical)[1].fallback == 6
     assert [record.message for record in caplog.records] == [
         "fused_topk: a decoding step runs stock operations: logits processor InfNanRemoveLogitsProcessor",
-        "fused_topk: a decoding step runs stock operations: logits processor LogitNormalization",
+        "fused_topk: a decoding step runs stock operations: logits processor TypicalLogitsWarper",
     ]
 
 

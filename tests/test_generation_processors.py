@@ -233,7 +233,6 @@ def with_extra_attribute():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"renormalize_logits": True}, "logits processor LogitNormalization"),
         ({"remove_invalid_values": True}, "logits processor InfNanRemoveLogitsProcessor"),
         ({"logits_processor": [Doubled(1.5)]}, "logits processor Doubled"),
         ({"logits_processor": [with_extra_attribute()]}, "logits processor RepetitionPenaltyLogitsProcessor"),

@@ -18,7 +18,7 @@ from transformers.generation import logits_process as stock
 
 from . import packed
 from .selection import Edit, Rows, best
-from .warpers import Filter, filters_of
+from .warpers import NORMALIZE, Filter, filters_of
 
 
 class Ban:
@@ -99,22 +99,27 @@ class Plan:
     """How the processors of one generate() call are carried out.
 
     reason: why they cannot be fused, None where they can.
-    filters: what the warpers at the end do to the best tokens of each row, when sampling.
+    filters: what the warpers at the end do to the best tokens of each row.
+    reason_of_beams: why they cannot be fused in beam search.
     """
 
     def __init__(self, processors: Iterable[Any], is_sampling: bool) -> None:
         self.processors = list(processors)
         self.filters: list[Filter] = []
         self.reason: str | None = None
+        self.reason_of_beams: str | None = None
         self._adapters: list[Adapter] = []
         for processor in self.processors:
-            filters = filters_of(processor) if is_sampling else None
-            if filters is not None:
+            reason = f"logits processor {type(processor).__name__}"
+            filters = filters_of(processor)
+            if filters is not None and NORMALIZE not in self.filters:
                 self.filters += filters
+                if not is_sampling and filters != [NORMALIZE]:
+                    self.reason_of_beams = self.reason_of_beams or reason
                 continue
             adapter = _adapter_of(processor)
             if adapter is None or self.filters:
-                self.reason = f"logits processor {type(processor).__name__}"
+                self.reason = reason
                 return
             self._adapters.append(adapter)
 

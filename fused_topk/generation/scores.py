@@ -176,8 +176,11 @@ class LazyScores(StandIn):
         if not plan.processors:
             self._filters = ()
             return self
-        if plan.reason is not None:
-            return run_stock(self.dense(plan.reason))
+        reason = plan.reason
+        if reason is None and self._stage is Stage.LOG_PROBS:
+            reason = plan.reason_of_beams
+        if reason is not None:
+            return run_stock(self.dense(reason))
         try:
             edits = plan.edits(input_ids, self._step.rows, self._stage is Stage.LOG_PROBS)
         except NotSparse as cause:
@@ -220,18 +223,33 @@ class LazyScores(StandIn):
 
     def _topk(self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
         rows = self._step.rows
-        is_known = self._stage is Stage.TOTALS and not self._filters and dim in (-1, 1) and largest
+        is_normalized = self._filters == [warpers.NORMALIZE]
+        is_known = self._stage is Stage.TOTALS and (is_normalized or not self._filters) and dim in (-1, 1) and largest
         if not is_known or not rows.supports(k):
             return NotImplemented
         assert self._beam_scores is not None
-        found = selection.best_continuations(rows, self._edits, self._beam_scores, k)
+        beam_scores = self._beam_scores
+        if is_normalized and self._edits:
+            # A shift of the rows; without edits log-probabilities are normalised.
+            beam_scores = beam_scores - selection.logsumexp(rows, self._edits, 1.0, True).view_as(beam_scores)
+        found = selection.best_continuations(rows, self._edits, beam_scores, k)
         self._step.end()
         return torch.return_types.topk(found)
 
     def _argmax(self, dim: int | None = None, keepdim: bool = False) -> Any:
-        if self._stage is not Stage.LOGITS or self._filters or dim not in (-1, 1) or keepdim:
+        rows, edits, filters = self._step.rows, self._edits, self._filters or ()
+        if self._stage is not Stage.LOGITS or not warpers.keep_the_best(filters) or dim not in (-1, 1) or keepdim:
             return NotImplemented
-        ids = selection.greatest(self._step.rows, self._edits)
+        if filters:
+            length = min(rows.vocab_size, warpers.GREEDY_LENGTH)
+            if not rows.supports(length):
+                return NotImplemented
+            found = selection.best(rows, edits, length, False)
+            ids = warpers.greatest(
+                filters, *found, lambda temperature: selection.logsumexp(rows, edits, temperature, False)
+            )
+        else:
+            ids = selection.greatest(rows, edits)
         self._step.end()
         return ids
 

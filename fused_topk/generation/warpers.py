@@ -3,7 +3,7 @@
 
 Temperature, top-k, top-p and min-p only ever keep the best tokens of a row: how many depends on the scores. So they run
 on a list of the best, and find out whether it was long enough: it was if they removed its last token. top-k keeps every
-token that ties with the k-th, as transformers does.
+token that ties with the k-th, as transformers does. What renormalises the scores, after all others, shifts a row.
 """
 
 from __future__ import annotations
@@ -27,11 +27,20 @@ _ROOM_FOR_TIES = 64
 
 
 class Filter(NamedTuple):
-    """One step of the chain: "temperature", "top_k", "top_p" or "min_p", its number, and how many it keeps at least."""
+    """One step of the chain: "temperature", "top_k", "top_p", "min_p" or "normalize", its number, and how many it keeps at
+    least."""
 
     kind: str
     number: float
     at_least: int = 1
+
+
+# Scores less their logsumexp.
+NORMALIZE = Filter("normalize", 1.0)
+# In greedy decoding; other ones may make a row's best tokens equal.
+_TEMPERATURES = (1e-3, 1e3)
+# Far more than can become equal by rounding; those that are equal come by their indices.
+GREEDY_LENGTH = 8
 
 
 def filters_of(processor: Any) -> list[Filter] | None:
@@ -53,6 +62,8 @@ def filters_of(processor: Any) -> list[Filter] | None:
         return [Filter("top_p", p.top_p, p.min_tokens_to_keep)]
     if kind is stock.MinPLogitsWarper:
         return [Filter("min_p", p.min_p, p.min_tokens_to_keep)]
+    if kind is stock.LogitNormalization:
+        return [NORMALIZE]
     return list(p.filters)
 
 
@@ -64,7 +75,7 @@ def list_length(filters: Sequence[Filter], vocab_size: int) -> int | None:
             # The kernels' limit is taken as it is if k itself is within it.
             length = k + max(_ROOM_FOR_TIES, k // 4)
             return min(vocab_size, length if length <= MAX_K else max(k, MAX_K))
-    if any(kind != "temperature" for kind, *_ in filters):
+    if any(kind not in ("temperature", "normalize") for kind, *_ in filters):
         return min(vocab_size, _WINDOW)
     return None
 
@@ -98,6 +109,9 @@ def apply(
             scores = (scores / number).to(dtype).float()
             temperature *= number
             continue
+        if kind == "normalize":
+            scores = scores - (scores.logsumexp(-1, keepdim=True) if is_cut else log_total(temperature))
+            continue
         if kind == "top_k":
             kth = min(int(number), vocab_size) - 1
             is_out = scores < scores[:, kth : kth + 1]
@@ -118,6 +132,43 @@ def apply(
             was_enough = last_out if was_enough is None else was_enough & last_out
         scores = scores.masked_fill(is_out, -torch.inf)
     return scores, was_enough
+
+
+def keep_the_best(filters: Sequence[Filter]) -> bool:
+    """Whether greedy decoding is known to take one of the best tokens of a row, whatever the filters do."""
+    kinds = [kind for kind, *_ in filters]
+    low, high = _TEMPERATURES
+    # What the others keep would have to be known to renormalise it.
+    return all(low <= number <= high for kind, number, _ in filters if kind == "temperature") and (
+        "normalize" not in kinds or set(kinds) <= {"temperature", "normalize"}
+    )
+
+
+def greatest(filters: Sequence[Filter], scores: Tensor, ids: Tensor, log_total: Callable[[float], Tensor]) -> Tensor:
+    """int64 [R]: the token that greedy decoding takes after filters that keep the best.
+
+    Args:
+        filters: in order.
+        scores: float32 [R, n], the best of each row, best first.
+        ids: int64 [R, n], their tokens.
+        log_total: as of :func:`apply`.
+    """
+    temperature = 1.0
+    total: Tensor | None = None
+    for kind, number, _ in filters:
+        if kind == "temperature":
+            scores = scores / number
+            temperature *= number
+        elif kind == "normalize":
+            total = log_total(temperature)
+            best = scores[:, :1]
+            scores = (scores - best) - (total - best)
+    # By rounding, others may have become equal to the best: of them the smallest index.
+    is_best = scores == scores[:, :1]
+    is_best[:, 0] = True
+    chosen = ids.masked_fill(~is_best, torch.iinfo(torch.int64).max).amin(-1)
+    # Of a row with NaN or +inf, or with nothing else than -inf, renormalising leaves NaN everywhere.
+    return chosen if total is None else chosen.where(total.squeeze(-1).isfinite(), 0)
 
 
 class FusedTopKLogitsProcessor(LogitsProcessor):
@@ -230,5 +281,6 @@ _ATTRIBUTES: dict[type, frozenset[str]] = {
     stock.TopKLogitsWarper: frozenset({"top_k", "filter_value", "min_tokens_to_keep"}),
     stock.TopPLogitsWarper: frozenset({"top_p", "filter_value", "min_tokens_to_keep"}),
     stock.MinPLogitsWarper: frozenset({"min_p", "filter_value", "min_tokens_to_keep"}),
+    stock.LogitNormalization: frozenset(),
     FusedTopKLogitsProcessor: frozenset({"k", "temperature", "top_p", "min_p", "filter_value"}),
 }
