@@ -28,6 +28,11 @@ def only(rows: list[list[int]], vocab_size: int, device: torch.device) -> Tensor
     return _words(allowed).to(device)
 
 
+def of(allowed: np.ndarray, device: torch.device) -> Tensor:
+    """Words [R, W] of a bool array [R, V]."""
+    return _words(np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)))).to(device)
+
+
 def all_but_rows(sorted_ids: Tensor, vocab_size: int) -> Tensor:
     """Words [R, W] that leave out each row's tokens.
 
