@@ -136,13 +136,14 @@ def test_threads_are_apart(model):
 
 def test_the_first_fallback_of_a_kind_is_logged_once(model, caplog, monkeypatch):
     monkeypatch.setattr(statistics, "_told", set())
+    epsilon = transformers.LogitsProcessorList([transformers.EpsilonLogitsWarper(1e-4)])
     typical = transformers.LogitsProcessorList([transformers.TypicalLogitsWarper(0.5)])
     with caplog.at_level(logging.WARNING, "fused_topk.generation"), fused_decoding(model):
         for _ in range(2):
-            assert run(model, remove_invalid_values=True)[1].fallback == 6
+            assert run(model, logits_processor=epsilon)[1].fallback == 6
             assert run(model, num_beams=2, logits_processor=typical)[1].fallback == 6
     assert [record.message for record in caplog.records] == [
-        "fused_topk: a decoding step runs stock operations: logits processor InfNanRemoveLogitsProcessor",
+        "fused_topk: a decoding step runs stock operations: logits processor EpsilonLogitsWarper",
         "fused_topk: a decoding step runs stock operations: logits processor TypicalLogitsWarper",
     ]
 
@@ -207,7 +208,7 @@ def test_stop_strings(model):
 
 
 def test_whisper_with_timestamps():
-    # Its processor of timestamps compares sums of probabilities, so steps run stock operations; short and long form.
+    # Its processor of timestamps compares sums of probabilities; short and long form.
     whisper = copy.deepcopy(tiny("whisper"))
     config = whisper.generation_config
     config.no_timestamps_token_id, config.max_initial_timestamp_index = 190, 10
@@ -220,7 +221,7 @@ def test_whisper_with_timestamps():
             given = whisper.generate(**inputs, **options)
         steps = stats(reset=True)
         assert torch.equal(given, expected)
-        assert steps.fused == 0 and list(steps.reasons) == ["logits processor WhisperTimeStampLogitsProcessor"]
+        assert steps.fused > 0 and steps.fallback == 0, steps.reasons
 
 
 def test_pipelines(model):
