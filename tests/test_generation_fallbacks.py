@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -243,3 +244,58 @@ def test_greedy_choice_that_filters_do_not_keep_runs_stock_operations():
     for processors in ([stock.TemperatureLogitsWarper(1e-30)], [stock.TopKLogitsWarper(3), stock.LogitNormalization()]):
         expected, found, steps = greedy(processors, torch.tensor([[3e9, 1.0, 4e9, 2.0]]))
         assert torch.equal(expected, found) and steps.fused == 0
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "renormalize_logits": True},
+        {"suppress_tokens": list(range(8, 80)), "min_new_tokens": 4},
+    ],
+    ids=lambda options: "-".join(options) or "alone",
+)
+def test_generate_that_removes_invalid_values(options, num_beams):
+    assert_fused(tiny("llama"), remove_invalid_values=True, num_beams=num_beams, **options)
+
+
+class Spoiled(torch.nn.Module):
+    """A model's head of which some logits are not finite, in the second row only."""
+
+    def __init__(self, head, value):
+        super().__init__()
+        self.head, self.value = head, value
+
+    def forward(self, hidden):
+        logits = self.head(hidden).clone()
+        logits[1::2, :, 20::3] = self.value
+        return logits
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "options", [{}, {"repetition_penalty": 1.5, "bad_words_ids": [[20], [21]]}], ids=["alone", "edited"]
+)
+def test_invalid_values_are_removed_as_stock_does(options, value, num_beams):
+    model = copy.deepcopy(tiny("llama"))
+    model.lm_head = Spoiled(model.lm_head, value)
+    stock_result, given, steps = generate_both(model, remove_invalid_values=True, num_beams=num_beams, **options)
+    if num_beams == 1 or value == -math.inf:
+        # Of NaN all log-probabilities become 0, and torch.topk takes any of them.
+        assert_same(stock_result, given)
+    # Logits of -inf do not stand in the way.
+    assert (steps.fallback == 0) if value == -math.inf else list(steps.reasons) == ["invalid values to remove"]
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_what_is_hidden_is_as_low_as_finite_numbers_are_when_invalid_values_are_removed(num_beams):
+    # Fewer tokens are left than beam search asks for, and the decay that follows lifts what was hidden.
+    for options in (
+        {"suppress_tokens": list(range(2, 211))},
+        {"min_new_tokens": 5, "exponential_decay_length_penalty": (2, 3.0)},
+    ):
+        options = {"remove_invalid_values": True, "num_beams": num_beams, "max_new_tokens": 5, **options}
+        stock_result, given, _ = generate_both(tiny("llama"), **options)
+        assert_same(stock_result, given)

@@ -233,7 +233,6 @@ def with_extra_attribute():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"remove_invalid_values": True}, "logits processor InfNanRemoveLogitsProcessor"),
         ({"logits_processor": [Doubled(1.5)]}, "logits processor Doubled"),
         ({"logits_processor": [with_extra_attribute()]}, "logits processor RepetitionPenaltyLogitsProcessor"),
         ({"logits_processor": [lambda ids, scores: scores.flip(-1)]}, "logits processor function"),

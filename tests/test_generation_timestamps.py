@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from types import SimpleNamespace
@@ -144,3 +145,18 @@ def test_whisper_with_timestamps(num_beams):
     steps = stats(reset=True)
     assert torch.equal(found, expected) and (found >= 100).any()
     assert steps.fused > 0 and steps.fallback == 0, steps.reasons
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_detection_of_speech_looks_at_one_step(num_beams):
+    detectors = [stock.WhisperNoSpeechDetection(50, begin_index=1, scores_is_logprobs=num_beams > 1) for _ in range(2)]
+    found = []
+    for detector, is_fused in zip(detectors, (False, True), strict=True):
+        stats(reset=True)
+        with fused_decoding(tiny("bart")) if is_fused else contextlib.nullcontext():
+            processors = transformers.LogitsProcessorList([detector])
+            options = {"num_beams": num_beams, "max_new_tokens": 6, "logits_processor": processors}
+            found.append(tiny("bart").generate(**inputs_for(tiny("bart")), **options))
+    steps = stats(reset=True)
+    assert torch.equal(*found) and torch.equal(*(detector.no_speech_prob for detector in detectors))
+    assert steps.fused == 5 and steps.fallback == 1, steps.reasons

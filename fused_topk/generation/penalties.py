@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers.generation import logits_process as stock
 
 from . import packed
 from .edits import ADAPTERS, Adapter, NotSparse, Penalty, Step
-from .selection import Edit
+from .selection import Edit, Rows
 
 
 class Growth:
@@ -37,6 +38,31 @@ class Growth:
         return scores.where(packed.holds(self.scanned, ids), scores + growth)
 
 
+class Cleaning:
+    """NaN becomes 0, infinite scores the greatest and the lowest finite ones.
+
+    Of the scanned tokens that says nothing. So it holds where the tokens that are chosen have scores in between: then no
+    other has one to be changed that would be chosen.
+    """
+
+    scanned = None
+    ids = None
+    replaces_row = False
+
+    def apply(self, ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.nan_to_num(0.0)
+
+
+def holds_for(rows: Rows, edits: Sequence[Edit], chosen: Tensor, are_log_probs: bool) -> bool:
+    """Whether what is chosen by these edits, with these scores, is right for all that :class:`Cleaning` changes."""
+    if not any(type(edit) is Cleaning for edit in edits):
+        return True
+    # Log-probabilities of a row with NaN or +inf are all NaN, and then nothing of it may have been chosen.
+    if are_log_probs and not bool(rows.topk(1).logsumexp.isfinite().all()):
+        return False
+    return bool((chosen.abs() < torch.finfo(torch.float32).max).all())
+
+
 @functools.cache
 def _keeps_infinite() -> bool:
     """Whether the decay of the length penalty leaves -inf as it is, as from 5.20 on, or makes it NaN."""
@@ -50,6 +76,18 @@ def _repeats_encoder_ids() -> bool:
     text: Any = torch.zeros(1, 1, dtype=torch.int64)
     scores = stock.EncoderRepetitionPenaltyLogitsProcessor(2.0, text)(text.expand(2, 1), torch.ones(2, 1))
     return bool(scores[1] != 1)
+
+
+def _inf_nan_remove(p: Any) -> Adapter:
+    edit = Cleaning()
+
+    def adapter(step: Step) -> Edit | None:
+        if step.rows.logits.device.type != "cpu":
+            # Where nothing else waits for the device.
+            raise NotSparse("remove_invalid_values on a device")
+        return edit
+
+    return adapter
 
 
 def _exponential_decay(p: Any) -> Adapter:
@@ -96,6 +134,7 @@ def _encoder_repetition_penalty(p: Any) -> Adapter:
 
 ADAPTERS.update(
     {
+        stock.InfNanRemoveLogitsProcessor: (_inf_nan_remove, frozenset()),
         stock.ExponentialDecayLengthPenalty: (
             _exponential_decay,
             frozenset({"regulation_start", "regulation_factor", "eos_token_id"}),

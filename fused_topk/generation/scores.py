@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import selection, warpers
+from . import penalties, selection, warpers
 from .edits import NotSparse, Plan
 from .record import Recorded
 from .selection import Edit, Rows
@@ -233,6 +233,8 @@ class LazyScores(StandIn):
             # A shift of the rows; without edits log-probabilities are normalised.
             beam_scores = beam_scores - selection.logsumexp(rows, self._edits, 1.0, True).view_as(beam_scores)
         found = selection.best_continuations(rows, self._edits, beam_scores, k)
+        if not self._holds_for(found[0]):
+            return NotImplemented
         self._step.end()
         return torch.return_types.topk(found)
 
@@ -240,18 +242,29 @@ class LazyScores(StandIn):
         rows, edits, filters = self._step.rows, self._edits, self._filters or ()
         if self._stage is not Stage.LOGITS or not warpers.keep_the_best(filters) or dim not in (-1, 1) or keepdim:
             return NotImplemented
-        if filters:
-            length = min(rows.vocab_size, warpers.GREEDY_LENGTH)
+        if filters or edits:
+            length = min(rows.vocab_size, warpers.GREEDY_LENGTH) if filters else 1
             if not rows.supports(length):
                 return NotImplemented
             found = selection.best(rows, edits, length, False)
-            ids = warpers.greatest(
-                filters, *found, lambda temperature: selection.logsumexp(rows, edits, temperature, False)
-            )
+            if not self._holds_for(found.scores[:, :1]):
+                return NotImplemented
+            ids = found.ids[:, 0]
+            if filters:
+                ids = warpers.greatest(
+                    filters, *found, lambda temperature: selection.logsumexp(rows, edits, temperature, False)
+                )
         else:
-            ids = selection.greatest(rows, edits)
+            ids = rows.greatest()
         self._step.end()
         return ids
+
+    def _holds_for(self, chosen: Tensor) -> bool:
+        """Whether the edits say all that the processors do to what is chosen, with these scores; else this is a tensor."""
+        if penalties.holds_for(self._step.rows, self._edits, chosen, self._beam_scores is not None):
+            return True
+        self.dense("invalid values to remove")
+        return False
 
     def _softmax(self, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
         if self._stage not in (Stage.LOGITS, Stage.TOTALS) or dim not in (-1, 1) or dtype is not None:
@@ -276,6 +289,8 @@ class LazyScores(StandIn):
             return NotImplemented
         are_log_probs = beams is not None
         best = selection.best(rows, self._edits, length, are_log_probs)
+        if not self._holds_for(best.scores):
+            return NotImplemented
         scores, was_enough = warpers.apply(
             filters,
             best.scores,

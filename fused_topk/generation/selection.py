@@ -166,11 +166,6 @@ def _prepared_beams(
     return run_new
 
 
-def greatest(rows: Rows, edits: Sequence[Edit]) -> Tensor:
-    """int64 [R]: the token of each row that the edits leave the greatest score."""
-    return best(rows, edits, 1, False).ids[:, 0] if edits else rows.greatest()
-
-
 def best(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> Candidates:
     """The k best tokens of each row, best first.
 

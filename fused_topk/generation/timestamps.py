@@ -65,6 +65,30 @@ def _timestamps(p: Any) -> Adapter:
     return adapter
 
 
+def _no_speech(p: Any) -> Adapter:
+    def adapter(step: Step) -> Edit | None:
+        # There it looks at all of the scores; it never changes any.
+        if step.input_ids.shape[1] == p.begin_index:
+            raise NotSparse("Whisper's detection of speech, once in a segment")
+        return None
+
+    return adapter
+
+
+ADAPTERS[stock.WhisperNoSpeechDetection] = (
+    _no_speech,
+    frozenset(
+        {
+            "no_speech_token",
+            "start_of_trans_offset",
+            "begin_index",
+            "_no_speech_prob",
+            "is_scores_logprobs",
+            "model",
+            "inputs",
+        }
+    ),
+)
 ADAPTERS[stock.WhisperTimeStampLogitsProcessor] = (
     _timestamps,
     frozenset(
