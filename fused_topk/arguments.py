@@ -7,7 +7,9 @@ looked at.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -105,13 +107,21 @@ def check_temperature(
         )
     if temperature.requires_grad:
         raise ValueError("`temperature` must not require a gradient, got requires_grad=True; use .detach()")
-    # Only a CPU tensor can be looked at without waiting for a device.
-    if temperature.device.type == "cpu" and not torch.compiler.is_compiling():
-        ok = (temperature >= _LEAST_TEMPERATURE) & (temperature <= _GREATEST_TEMPERATURE)
-        if type(temperature) is Tensor and not bool(ok.all()):
-            worst = temperature[~ok].reshape(-1)[0].item()
-            raise ValueError(f"`temperature` must be positive and finite in every row, got {worst}; clamp it")
+    check_row_temperature(temperature)
     return 1.0, temperature.to(dtype).expand(rows)
+
+
+def check_row_temperature(temperature: Tensor) -> None:
+    """Its values, where they can be looked at without waiting for a device: on the CPU."""
+    if type(temperature) is not Tensor or temperature.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    # One reduction and two numbers are quicker than two comparisons. NaN goes through both.
+    least, greatest = temperature.aminmax() if temperature.numel() else (1.0, 1.0)
+    if float(least) >= _LEAST_TEMPERATURE and float(greatest) <= _GREATEST_TEMPERATURE:
+        return
+    ok = (temperature >= _LEAST_TEMPERATURE) & (temperature <= _GREATEST_TEMPERATURE)
+    worst = temperature[~ok].reshape(-1)[0].item()
+    raise ValueError(f"`temperature` must be positive and finite in every row, got {worst}; clamp it")
 
 
 def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:
@@ -182,8 +192,8 @@ def check_beam_scores(beam_scores: Any, logits: Tensor) -> None:
         )
 
 
-def check_out(out: Any, expected: TopK, inputs: Sequence[Tensor | None]) -> None:
-    """`out` must match `expected`, tensors without data that show the result's shapes and dtypes."""
+def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], inputs: Sequence[Tensor | None]) -> None:
+    """`out` must have the `expected` shapes and dtypes, those of values, indices and logsumexp; indices may be int32."""
     if not isinstance(out, (tuple, list)) or len(out) != 3:
         raise TypeError(
             f"`out` must be a tuple (values, indices, logsumexp), got {type(out).__name__}; pass three tensors"
@@ -194,32 +204,61 @@ def check_out(out: Any, expected: TopK, inputs: Sequence[Tensor | None]) -> None
         raise ValueError(
             "`out` must not be used where a gradient is wanted, got requires_grad=True; detach or leave out=None"
         )
-    ranges = []
-    for name, tensor, like in zip(TopK._fields, out, expected, strict=True):
+    logits, *_ = inputs
+    for name, tensor, (shape, dtype) in zip(TopK._fields, out, expected, strict=True):
         check_tensor(f"out.{name}", tensor)
-        if tensor.dtype != like.dtype:
-            raise TypeError(f"`out.{name}` must have dtype {like.dtype}, got {tensor.dtype}; allocate it so")
-        if tensor.shape != like.shape:
+        if tensor.dtype is not dtype and (name, tensor.dtype) != ("indices", torch.int32):
+            raise TypeError(f"`out.{name}` must have dtype {dtype}, got {tensor.dtype}; allocate it so")
+        if tensor.shape != shape:
             raise ValueError(
-                f"`out.{name}` must have shape {tuple(like.shape)}, got {tuple(tensor.shape)}; it is never resized"
+                f"`out.{name}` must have shape {tuple(shape)}, got {tuple(tensor.shape)}; it is never resized"
             )
-        if inputs[0] is not None and tensor.device != inputs[0].device:
+        if logits is not None and tensor.device != logits.device:
             raise ValueError(
-                f"`out.{name}` must be on {inputs[0].device}, the device of `logits`, got {tensor.device}; allocate it there"
+                f"`out.{name}` must be on {logits.device}, the device of `logits`, got {tensor.device}; allocate it there"
             )
-        if tensor.numel() and _overlaps_itself(tensor):
+        if not tensor.is_contiguous() and tensor.numel() and _overlaps_itself(tensor):
             raise ValueError(
                 f"`out.{name}` must not overlap itself, got strides {tensor.stride()}; use .contiguous() or torch.empty"
             )
-        ranges.append((f"out.{name}", tensor))
     if torch.compiler.is_compiling():
         # Tensors have no addresses while a graph is traced.
         return
-    others = [(name, t) for name, t in zip(("logits", "mask", "temperature"), inputs, strict=False) if t is not None]
-    for i, (name, tensor) in enumerate(ranges):
-        for other_name, other in others + ranges[:i]:
-            if _share_memory(tensor, other):
-                raise ValueError(f"`{name}` must not overlap `{other_name}` in memory; allocate a tensor of its own")
+    places = [
+        (name, t, _bytes(t))
+        for name, t in zip(("logits", "mask", "temperature"), inputs, strict=False)
+        if t is not None
+    ]
+    for name, tensor in zip(TopK._fields, out, strict=True):
+        first, end = _bytes(tensor)
+        for other_name, other, (other_first, other_end) in places:
+            if first < other_end and other_first < end and _may_share_memory(tensor, other):
+                raise ValueError(
+                    f"`out.{name}` must not overlap `{other_name}` in memory; allocate a tensor of its own"
+                )
+        places.append((f"out.{name}", tensor, (first, end)))
+
+
+def is_plain_out(
+    out: Sequence[Tensor], expected: Sequence[tuple[Sequence[int], torch.dtype]], inputs: Sequence[Tensor | None]
+) -> bool:
+    """Whether check_out() accepts these dense tensors and each is contiguous, apart from all others, and of the expected dtype.
+
+    Says so in a third of the time, for the call that an engine makes at every step. If not, check_out() must decide.
+    """
+    logits = inputs[0]
+    assert logits is not None
+    device = logits.device
+    ranges = []
+    for tensor, (shape, dtype) in zip(out, expected):
+        if tensor.dtype is not dtype or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():
+            return False
+        start = tensor.data_ptr()
+        ranges.append((start, start + tensor.nbytes))
+    ranges += [_bytes(tensor) for tensor in inputs if tensor is not None]
+    # In the order of their starts, each must end before the next begins.
+    ranges.sort()
+    return all(end <= start for (_, end), (start, _) in pairwise(ranges))
 
 
 def check_same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
@@ -244,14 +283,37 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    if a.device != b.device or a.device.type == "meta" or not a.numel() or not b.numel():
+def _may_share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors whose ranges of addresses overlap may have a byte in common.
+
+    Tensors may lie between each other's elements or rows, as the columns of one buffer do. All outer strides are multiples
+    of their greatest common divisor g, so an element's address modulo g depends on the inner dimensions alone: where the
+    inner stretches are disjoint modulo g, the tensors are. That is tried for every division into inner and outer ones.
+    """
+    if a.device != b.device:
         return False
-    (first_a, last_a), (first_b, last_b) = _bytes(a), _bytes(b)
-    return first_a < last_b and first_b < last_a
+    steps_of_a, steps_of_b = _steps(a), _steps(b)
+    distance = b.data_ptr() - a.data_ptr()
+    for least_outer in {step for step, _ in (*steps_of_a, *steps_of_b)}:
+        g = math.gcd(*(step for step, _ in (*steps_of_a, *steps_of_b) if step >= least_outer))
+        stretch_of_a = a.element_size() + sum(step * (n - 1) for step, n in steps_of_a if step < least_outer)
+        stretch_of_b = b.element_size() + sum(step * (n - 1) for step, n in steps_of_b if step < least_outer)
+        if stretch_of_a <= distance % g <= g - stretch_of_b:
+            return False
+    return True
+
+
+def _steps(tensor: Tensor) -> list[tuple[int, int]]:
+    """(stride in bytes, size) of each dimension along which the address changes."""
+    size = tensor.element_size()
+    return [(s * size, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1 and s]
 
 
 def _bytes(tensor: Tensor) -> tuple[int, int]:
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (reach + 1) * tensor.element_size()
+    """The first byte of a tensor and the one behind its last; an empty range where it has none."""
+    if not tensor.numel() or tensor.device.type == "meta":
+        return 0, 0
+    start, size = tensor.data_ptr(), tensor.element_size()
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * size
+    return start, start + size + sum(step * (n - 1) for step, n in _steps(tensor))

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .problem import FullRowProblem, Problem, TopK
+from .problem import FullRowProblem, Problem, Start, TopK
 
 _cpu: Any
 try:
@@ -68,12 +67,22 @@ def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK, instruction_set:
     _prepare(problem, beam_scores, instruction_set)(problem.logits, out, beam_scores)
 
 
-def prepare(
-    problem: Problem, device: torch.device, beam_scores: Tensor | None = None
-) -> Callable[[Tensor, TopK, Tensor | None], None]:
-    """row_topk(), or with beam_scores beam_topk(), of tensors like these: all that does not change with their addresses. The
-    problem has none of the tensors that are not given."""
-    return _prepare(problem, beam_scores, "")
+def prepare(problem: Problem, device: torch.device, beam_scores: Tensor | None = None) -> Start:
+    """row_topk(), or with beam_scores beam_topk(), of tensors like these, which may be meta tensors. What the kernel knows of a
+    mask and of row temperatures holds their addresses, so with these it is made anew for each call."""
+    if problem.mask is None and problem.row_temperature is None:
+        return _prepare(problem, beam_scores, "")
+
+    def run(
+        logits: Tensor,
+        out: TopK,
+        beam_scores: Tensor | None = None,
+        mask: Tensor | None = None,
+        row_temperature: Tensor | None = None,
+    ) -> None:
+        _prepare(problem.at(logits, mask, row_temperature), beam_scores, "")(logits, out, beam_scores)
+
+    return run
 
 
 def full_rows(problem: FullRowProblem, out: Tensor, instruction_set: str = "") -> None:
@@ -89,9 +98,7 @@ def full_rows(problem: FullRowProblem, out: Tensor, instruction_set: str = "") -
     )
 
 
-def _prepare(
-    problem: Problem, beam_scores: Tensor | None, instruction_set: str
-) -> Callable[[Tensor, TopK, Tensor | None], None]:
+def _prepare(problem: Problem, beam_scores: Tensor | None, instruction_set: str) -> Start:
     logits, k, temperature, row_temperature, mask, values, normalize = problem
     # The raw logits have no temperature, and nothing is relative to a token that may not be chosen.
     if values == "logits":
@@ -111,7 +118,13 @@ def _prepare(
 
     num_threads = torch.get_num_threads
 
-    def run(logits: Tensor, out: TopK, beam_scores: Tensor | None) -> None:
+    def run(
+        logits: Tensor,
+        out: TopK,
+        beam_scores: Tensor | None = None,
+        mask: Tensor | None = None,
+        row_temperature: Tensor | None = None,
+    ) -> None:
         values, indices, logsumexp = out
         scores = 0 if beam_scores is None else beam_scores.data_ptr()
         topk(logits.data_ptr(), values.data_ptr(), indices.data_ptr(), logsumexp.data_ptr(), scores, num_threads())

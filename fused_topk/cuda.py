@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from . import env, kernel_source, launch
 from .kernel_choice import MAX_K, KernelChoice, choose
-from .problem import Problem, TopK
+from .problem import Problem, Start, TopK
 
 _PROBLEM_DTYPE = np.dtype(f"V{launch.PROBLEM_BYTES}")
 _FORMATS = launch.FORMATS
@@ -49,29 +48,41 @@ def row_topk(problem: Problem, out: TopK, choice: KernelChoice | None = None) ->
     _launch(problem, None, out, choice)
 
 
-def prepare(
-    problem: Problem, device: torch.device, beam_scores: Tensor | None = None
-) -> Callable[[Tensor, TopK, Tensor | None], None]:
-    """row_topk(), or with beam_scores beam_topk(), of tensors like these: all that does not change with their addresses. The
-    problem has none of the tensors that are not given."""
+def prepare(problem: Problem, device: torch.device, beam_scores: Tensor | None = None) -> Start:
+    """row_topk(), or with beam_scores beam_topk(), of tensors like these, which may be meta tensors: all that does not change
+    with their addresses."""
     shape, strides, itemsize = problem.logits.shape, problem.logits.stride(), problem.logits.element_size()
     rows, index = launch.row_count(shape), device.index
     if rows == 0:
-        return lambda logits, out, beam_scores: None
+        return lambda logits, out, beam_scores=None, mask=None, row_temperature=None: None
     choice = _choice(rows, shape[-1], problem.k, itemsize, index, beam_scores is not None)
     unaligned, aligned = (
         launch.plan(_layout(problem, is_aligned, beam_scores), choice) for is_aligned in (False, True)
     )
     has_adjacent = strides[-1] == 1 or shape[-1] == 1
 
-    def run(logits: Tensor, out: TopK, beam_scores: Tensor | None) -> None:
+    def run(
+        logits: Tensor,
+        out: TopK,
+        beam_scores: Tensor | None = None,
+        mask: Tensor | None = None,
+        row_temperature: Tensor | None = None,
+    ) -> None:
         address = logits.data_ptr()
         planned = unaligned if address % 16 else aligned
         if planned is None or not has_adjacent or address % itemsize:
-            _launch(problem._replace(logits=logits), beam_scores, out)
-        else:
-            scores = 0 if beam_scores is None else beam_scores.data_ptr()
-            _start(planned, index, address, problem.temperature, 0, 0, scores, out)
+            _launch(problem.at(logits, mask, row_temperature), beam_scores, out)
+            return
+        _start(
+            planned,
+            index,
+            address,
+            problem.temperature,
+            0 if row_temperature is None else row_temperature.data_ptr(),
+            0 if mask is None else mask.data_ptr(),
+            0 if beam_scores is None else beam_scores.data_ptr(),
+            out,
+        )
 
     return run
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +19,19 @@ from .arguments import (
     check_mask,
     check_normalize,
     check_out,
+    check_row_temperature,
     check_temperature,
     check_vocabulary,
+    is_plain_out,
 )
-from .problem import Problem, TopK
+from .problem import Problem, Start, TopK
 
 # The operators themselves, without the look-up through torch.ops at every call.
 _row_topk = torch.ops.fused_topk.row_topk.default
 _row_topk_out = torch.ops.fused_topk.row_topk_out.default
 _beam_topk = torch.ops.fused_topk.beam_topk.default
 _BACKENDS = (None, *backends.NAMES)
+_PLANNED_TEMPERATURES = (type(None), float, int, Tensor)
 
 
 def softmax_topk(
@@ -61,7 +64,9 @@ def softmax_topk(
             mask came after softmax. "topk": the k chosen, which then sum to 1.
         backend: None picks the fastest that works, and falls back to torch operations with the same answer. "cuda",
             "cpu" (native) or "reference" (torch operations) is used or raises.
-        out: (values, indices, logsumexp) to write into instead of new tensors.
+        out: (values, indices, logsumexp) to write into instead of new tensors. They may have any strides and lie between
+            each other's elements. Contiguous ones are written in place; `indices` may also be int32, for which int64
+            ones are computed and copied.
 
     Returns:
         TopK with values float32 (..., k), indices int64 (..., k) along `dim`, and logsumexp float32 (...) of the scaled
@@ -207,6 +212,28 @@ def beam_topk(
     return TopK(*run(logits, beam_scores, k, number, row_temperature, mask, normalize, backend))
 
 
+class _Like(NamedTuple):
+    """What a plan knows of a tensor: all but its address."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor | None) -> _Like | None:
+        return None if tensor is None else _Like(tensor.dtype, tensor.shape, tensor.stride())
+
+    def meta(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+
+class _Plan(NamedTuple):
+    """A call that is checked and computed but for what lies in its tensors."""
+
+    result: operators.RowResult
+    start: Start
+
+
 @functools.lru_cache(maxsize=4096)
 def _plan(
     values: str,
@@ -216,26 +243,78 @@ def _plan(
     strides: tuple[int, ...],
     k: int,
     backend: str | None,
-) -> Callable[[Tensor], TopK]:
-    """What is left of a call with nothing but dense logits and k, once all that does not change from one such call to the
-    next is checked and computed: for a short row that is most of the time."""
-    logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    normalize: str = "allowed",
+    temperature: float | None = None,
+    row_temperature: _Like | None = None,
+    mask: _Like | None = None,
+) -> _Plan:
+    """What does not change from one such call to the next, for a short row most of the time. It holds no memory of a device."""
+    logits = _Like(dtype, shape, strides).meta()
     check_logits(logits)
     check_vocabulary(logits.shape[-1])
     check_k(k, logits.shape[-1])
+    check_normalize(normalize)
+    given = temperature if row_temperature is None else row_temperature.meta()
+    number, of_rows = check_temperature(given, logits, backends.result_dtype(dtype))
+    allowed = check_mask(None if mask is None else mask.meta(), logits)
     result = operators.row_result(logits, k, values)
     chosen = backends.pick(device, dtype, k, backend)
     if logits.numel() == 0:
-        return lambda logits: result.empty(device)
-    start = chosen.prepare(Problem(logits, k, 1.0, None, None, values, "allowed"), device)
-    empty_result = result.maker(device)
+        return _Plan(result, lambda logits, out, beam_scores=None, mask=None, row_temperature=None: None)
+    return _Plan(result, chosen.prepare(Problem(logits, k, number, of_rows, allowed, values, normalize), device))
 
-    def run(logits: Tensor) -> TopK:
-        out = empty_result()
-        start(logits, out, None)
-        return out
 
-    return run
+def _planned(
+    values: str,
+    logits: Tensor,
+    k: int,
+    temperature: float | Tensor | None,
+    mask: Tensor | None,
+    normalize: str,
+    backend: str | None,
+    out: tuple[Tensor, Tensor, Tensor] | None,
+) -> TopK | None:
+    """The call without torch's dispatcher, by a plan; None where something in it is not known to allow that."""
+    row_temperature = temperature if isinstance(temperature, Tensor) else None
+    if out is not None and not (type(out) in (TopK, tuple) and [type(t) for t in out] == [Tensor] * 3):
+        return None
+    if operators.need_dispatcher(logits, mask, row_temperature, *(out or ())):
+        return None
+    number: float | None = None
+    if row_temperature is not None:
+        is_known = row_temperature.dtype is backends.result_dtype(logits.dtype) and not row_temperature.requires_grad
+        if not is_known or row_temperature.device != logits.device:
+            return None
+        check_row_temperature(row_temperature)
+    elif temperature is not None:
+        number = float(temperature)
+    if mask is not None and mask.device != logits.device:
+        return None
+    plan = _plan(
+        values,
+        logits.dtype,
+        logits.device,
+        logits.shape,
+        logits.stride(),
+        k,
+        backend,
+        normalize,
+        number,
+        _Like.of(row_temperature),
+        _Like.of(mask),
+    )
+    if out is None:
+        result = plan.result.empty(logits.device)
+        plan.start(logits, result, None, mask, row_temperature)
+        return result
+    written = out if type(out) is TopK else TopK(*out)
+    inputs = (logits, mask, row_temperature)
+    if is_plain_out(written, plan.result.fields, inputs):
+        plan.start(logits, written, None, mask, row_temperature)
+        return written
+    check_out(written, plan.result.fields, inputs)
+    operators.write_into(written, lambda result: plan.start(logits, result, None, mask, row_temperature), plan.result)
+    return written
 
 
 def _row(
@@ -249,20 +328,30 @@ def _row(
     backend: str | None,
     out: tuple[Tensor, Tensor, Tensor] | None,
 ) -> TopK:
-    # The call that asks for nothing else. Its types are those that the plan's key needs.
+    # Of the types that a plan's key needs; whatever else comes is checked below.
     if (
-        temperature is None
-        and mask is None
-        and out is None
-        and normalize == "allowed"
-        and type(logits) is Tensor
+        type(logits) is Tensor
         and type(k) is int
         and type(dim) is int
         and backend in _BACKENDS
         and (dim == -1 or dim == logits.dim() - 1)
-        and not operators.need_dispatcher(logits)
     ):
-        return _plan(values, logits.dtype, logits.device, logits.shape, logits.stride(), k, backend)(logits)
+        if temperature is None and mask is None and out is None and normalize == "allowed":
+            # The call that asks for nothing else, without the microsecond that the others take to look at the rest.
+            if not operators.need_dispatcher(logits):
+                device = logits.device
+                plan = _plan(values, logits.dtype, device, logits.shape, logits.stride(), k, backend)
+                result = plan.result.empty(device)
+                plan.start(logits, result)
+                return result
+        elif (
+            type(temperature) in _PLANNED_TEMPERATURES
+            and (mask is None or type(mask) is Tensor)
+            and type(normalize) is str
+        ):
+            planned = _planned(values, logits, k, temperature, mask, normalize, backend, out)
+            if planned is not None:
+                return planned
     check_logits(logits)
     dims = logits.dim()
     dim = check_dim(dim, dims)
@@ -286,13 +375,18 @@ def _row(
             return result
         return TopK(result.values.movedim(-1, dim), result.indices.movedim(-1, dim), result.logsumexp)
 
-    expected = operators.empty_row_result(logits.to("meta"), k, values)
+    expected = list(operators.row_result(logits, k, values).fields)
     if moved:
-        expected = TopK(expected.values.movedim(-1, dim), expected.indices.movedim(-1, dim), expected.logsumexp)
+        shape = list(logits.shape[:-1])
+        shape.insert(dim, k)
+        expected[:2] = [(tuple(shape), dtype) for _, dtype in expected[:2]]
     check_out(out, expected, (logits, mask, row_temperature))
     written = TopK(*out)
     last = (
         TopK(written.values.movedim(dim, -1), written.indices.movedim(dim, -1), written.logsumexp) if moved else written
     )
-    _row_topk_out(logits, k, number, row_temperature, mask, values, normalize, backend, *last)
+    run_out = operators.row_topk_out
+    if operators.need_dispatcher(logits, row_temperature, mask, *last):
+        run_out = _row_topk_out
+    run_out(logits, k, number, row_temperature, mask, values, normalize, backend, *last)
     return written

@@ -13,7 +13,6 @@ p is computed anew rather than as exp(x / T - logsumexp), which would lose the d
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -74,10 +73,6 @@ def need_dispatcher(*tensors: Tensor | None) -> bool:
     return False
 
 
-# Elements up to which a result may be kept as the pattern of others.
-_SMALL_RESULT = 1024
-
-
 class RowResult(NamedTuple):
     """What the result of a row operation looks like."""
 
@@ -86,25 +81,19 @@ class RowResult(NamedTuple):
     dtype: torch.dtype
     value_dtype: torch.dtype
 
-    def maker(self, device: torch.device) -> Callable[[], TopK]:
-        """What makes uninitialised tensors for it, again and again."""
-        if math.prod(self.shape) > _SMALL_RESULT:
-            return lambda: self.empty(device)
-        values, indices, logsumexp = self.empty(device)
-        # torch takes a third less than for a size, a type and a device: 1 µs in all. And a named tuple's own __new__ is
-        # written in Python.
-        like, new = torch.empty_like, tuple.__new__
-        return lambda: new(TopK, (like(values), like(indices), like(logsumexp)))
+    @property
+    def fields(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Shape and dtype of values, indices and logsumexp."""
+        return (self.shape, self.value_dtype), (self.shape, torch.int64), (self.rows, self.dtype)
 
     def empty(self, device: torch.device) -> TopK:
         """Uninitialised tensors for it."""
         shape, rows, dtype, value_dtype = self
-        # By keyword: torch takes 1 µs longer to see that a positional tuple is a size.
-        return TopK(
-            torch.empty(size=shape, dtype=value_dtype, device=device),
-            torch.empty(size=shape, dtype=torch.int64, device=device),
-            torch.empty(size=rows, dtype=dtype, device=device),
-        )
+        # By keyword: torch takes 1 µs longer to see that a positional tuple is a size. And a named tuple's own __new__ is
+        # written in Python.
+        values = torch.empty(size=shape, dtype=value_dtype, device=device)
+        indices = torch.empty(size=shape, dtype=torch.int64, device=device)
+        return tuple.__new__(TopK, (values, indices, torch.empty(size=rows, dtype=dtype, device=device)))
 
 
 def row_result(logits: Tensor, k: int, values: str) -> RowResult:
@@ -128,6 +117,19 @@ def empty_beam_result(logits: Tensor, k: int) -> TopK:
     return beam_result(logits, k).empty(logits.device)
 
 
+def write_into(out: TopK, run: Callable[[TopK], None], result: RowResult) -> None:
+    """Has `run` write `out`, or where no backend can write that, a tensor beside it that is then copied."""
+    values, indices, logsumexp = out
+    is_writable = indices.dtype is torch.int64 and values.is_contiguous()
+    if is_writable and indices.is_contiguous() and logsumexp.is_contiguous():
+        run(out)
+        return
+    computed = result.empty(values.device)
+    run(computed)
+    for given, new in zip(out, computed, strict=True):
+        given.copy_(new)
+
+
 def row_topk(
     logits: Tensor,
     k: int,
@@ -145,7 +147,7 @@ def row_topk(
     return out
 
 
-def _row_topk_out(
+def row_topk_out(
     logits: Tensor,
     k: int,
     temperature: float,
@@ -163,14 +165,7 @@ def _row_topk_out(
         return
     problem = Problem(logits, k, temperature, row_temperature, mask, values, normalize)
     run = backends.pick(logits.device, logits.dtype, k, backend).row_topk
-    if all(t.is_contiguous() for t in out):
-        run(problem, out)
-        return
-    # Backends write contiguous tensors.
-    result = empty_row_result(logits, k, values)
-    run(problem, result)
-    for given, computed in zip(out, result, strict=True):
-        given.copy_(computed)
+    write_into(out, lambda result: run(problem, result), row_result(logits, k, values))
 
 
 def beam_topk(
@@ -221,7 +216,7 @@ def _fake_beam_topk(
 
 
 _library.impl("row_topk", row_topk, "CompositeExplicitAutograd")
-_library.impl("row_topk_out", _row_topk_out, "CompositeExplicitAutograd")
+_library.impl("row_topk_out", row_topk_out, "CompositeExplicitAutograd")
 _library.impl("beam_topk", beam_topk, "CompositeExplicitAutograd")
 torch.library.register_fake("fused_topk::row_topk", _fake_row_topk, lib=_library)
 torch.library.register_fake("fused_topk::row_topk_out", _fake_row_topk_out, lib=_library)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -32,6 +32,29 @@ class Problem(NamedTuple):
     mask: Tensor | None  # bool of logits.shape, or int32 of logits.shape[:-1] + (ceil(V / 32),), any strides
     values: str  # "softmax", "log_softmax" or "logits"
     normalize: str  # "allowed", "all" or "topk"
+
+    def at(self, logits: Tensor, mask: Tensor | None, row_temperature: Tensor | None) -> Problem:
+        """The same request where these tensors lie: its own may be meta tensors that only show shapes and strides."""
+        return self._replace(
+            logits=logits, mask=_at(self.mask, mask), row_temperature=_at(self.row_temperature, row_temperature)
+        )
+
+
+def _at(like: Tensor | None, tensor: Tensor | None) -> Tensor | None:
+    return None if like is None or tensor is None else tensor.as_strided(like.shape, like.stride())
+
+
+class Start(Protocol):
+    """What a backend's prepare() gives: runs the prepared request on tensors of the layout that it was prepared for."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        out: TopK,
+        beam_scores: Tensor | None = None,
+        mask: Tensor | None = None,
+        row_temperature: Tensor | None = None,
+    ) -> None: ...
 
 
 class FullRowProblem(NamedTuple):

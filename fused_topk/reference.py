@@ -7,12 +7,10 @@ tensors, and for a k beyond the native limit. It never waits for the device, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from .problem import FullRowProblem, Problem, TopK
+from .problem import FullRowProblem, Problem, Start, TopK
 
 
 def unavailable() -> str | None:
@@ -46,14 +44,17 @@ def row_topk(problem: Problem, out: TopK) -> None:
     out.values.copy_(values.where(d.log().isfinite(), torch.nan))
 
 
-def prepare(
-    problem: Problem, device: torch.device, beam_scores: Tensor | None = None
-) -> Callable[[Tensor, TopK, Tensor | None], None]:
-    """row_topk(), or with beam_scores beam_topk(), of tensors like these. The problem has none of the tensors that are not
-    given."""
+def prepare(problem: Problem, device: torch.device, beam_scores: Tensor | None = None) -> Start:
+    """row_topk(), or with beam_scores beam_topk(), of tensors like these, which may be meta tensors."""
 
-    def run(logits: Tensor, out: TopK, beam_scores: Tensor | None) -> None:
-        given = problem._replace(logits=logits)
+    def run(
+        logits: Tensor,
+        out: TopK,
+        beam_scores: Tensor | None = None,
+        mask: Tensor | None = None,
+        row_temperature: Tensor | None = None,
+    ) -> None:
+        given = problem.at(logits, mask, row_temperature)
         if beam_scores is None:
             row_topk(given, out)
         else:

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import gc
+import random
+
 import pytest
 import torch
 from torch import Tensor
 
-from fused_topk import TopK
+from fused_topk import TopK, arguments
 from oracle import DTYPES, assert_same, assert_topk, expected
 from rows import adversarial_rows, random_logits
 
@@ -126,3 +129,86 @@ def test_row_topk_out_with_dim(backend, dim):
     backend("softmax_topk", logits, 4, dim=dim, out=tuple(out))
     assert_guards_intact(TopK(*out), tuple(buffers))
     assert_same(TopK(*out), TopK(*(x.contiguous() for x in want)))
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_row_topk_out_with_int32_indices(backend, entry):
+    """As expert routers store them."""
+    logits = random_logits(5, 64, device=backend.device)
+    want = backend(entry, logits, 8)
+    out = TopK(want.values.clone(), torch.full_like(want.indices, SENTINEL, dtype=torch.int32), want.logsumexp.clone())
+    got = backend(entry, logits, 8, out=out)
+    assert got.indices is out.indices and out.indices.dtype == torch.int32
+    assert_same(out._replace(indices=out.indices.long()), want)
+
+
+def test_row_topk_out_of_results_that_lie_between_each_other(backend):
+    """Columns, and halves of the rows, of one buffer."""
+    logits = [random_logits(3, 100, device=backend.device, seed=seed) for seed in range(2)]
+    wants = [backend("softmax_topk", x, 4) for x in logits]
+    for place in (lambda x, i: x[..., i::2], lambda x, i: x.unflatten(-1, (2, -1))[..., i, :]):
+        buffers = [torch.full((*x.shape[:-1], 8), SENTINEL, dtype=x.dtype, device=x.device) for x in wants[0][:2]]
+        for i in range(2):
+            out = TopK(*(place(x, i) for x in buffers), torch.empty_like(wants[i].logsumexp))
+            backend("softmax_topk", logits[i], 4, out=out)
+        for i in range(2):
+            assert_same(TopK(*(place(x, i).contiguous() for x in buffers), wants[i].logsumexp), wants[i])
+
+
+def test_row_topk_out_between_the_columns_of_another_part(backend):
+    logits = random_logits(3, 100, device=backend.device)
+    want = backend("softmax_topk", logits, 4)
+    buffer = torch.full((3, 4, 2), SENTINEL, dtype=torch.float32, device=backend.device)
+    out = TopK(buffer[..., 0], torch.empty_like(want.indices), buffer[:, 0, 1])
+    backend("softmax_topk", logits, 4, out=out)
+    assert_same(TopK(*(x.contiguous() for x in out)), want)
+    with pytest.raises(ValueError, match=r"`out\.logsumexp` must not overlap `out\.values`"):
+        backend("softmax_topk", logits, 4, out=out._replace(logsumexp=buffer[:, 1, 0]))
+
+
+def test_tensors_that_share_memory_are_found():
+    """Never taken for apart where a byte is shared; taken for apart where one lies in the gaps of the other."""
+    choice = random.Random(0)
+    found_apart = 0
+    for _ in range(3000):
+        storage = torch.zeros(400, dtype=torch.uint8)
+        tensors, bytes_of = [], []
+        for _ in range(2):
+            size = choice.choice((1, 4, 8))
+            shape = [choice.randint(1, 4) for _ in range(choice.randint(0, 3))]
+            strides = [choice.randint(1, 12) for _ in shape]
+            reach = sum((n - 1) * s for n, s in zip(shape, strides))
+            places = 400 // size - reach
+            if places < 1:
+                break
+            dtype = {1: torch.uint8, 4: torch.float32, 8: torch.int64}[size]
+            start = choice.randrange(places)
+            tensors.append(storage.view(dtype).as_strided(shape, strides, start))
+            numbers = (
+                torch.arange(400)
+                .view(-1, size)
+                .as_strided((*shape, size), (*(s * size for s in strides), 1), start * size)
+            )
+            bytes_of.append(set(numbers.flatten().tolist()))
+        if len(tensors) < 2:
+            continue
+        may_share = arguments._may_share_memory(*tensors)
+        assert may_share or not bytes_of[0] & bytes_of[1]
+        found_apart += not may_share
+    assert found_apart > 300
+
+
+def test_calls_of_many_shapes_keep_no_tensor(backend):
+    """A cache of plans holds no memory of a device."""
+    kinds = []
+    for size in range(40, 100):
+        logits = random_logits(2, size, device=backend.device)
+        mask = torch.ones(2, size, dtype=torch.bool, device=backend.device)
+        backend("softmax_topk", logits, 3)
+        backend("softmax_topk", logits, 3, mask=mask, temperature=torch.ones(2, device=backend.device))
+        if size in (40, 99):
+            del logits, mask
+            gc.collect()
+            alive = [x for x in gc.get_objects() if type(x) is Tensor and x.device.type == backend.device]
+            kinds.append(len(alive))
+    assert kinds[1] <= kinds[0]

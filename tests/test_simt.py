@@ -173,6 +173,33 @@ def test_prepared_call_is_the_same_launch(name, monkeypatch):
     assert torch.equal(results[0].indices, logits.topk(5).indices)
 
 
+@pytest.mark.parametrize("name", PREPARED)
+def test_prepared_call_with_mask_and_row_temperature(name, monkeypatch):
+    """Both broadcast: one mask for all rows, one temperature for two rows. The plan is of meta tensors."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
+    monkeypatch.setattr(kernels, "_choice", kernels._choice.__wrapped__)
+    logits = PREPARED[name](torch.randn(1000).view(torch.uint8))
+    mask, temperature = torch.rand(1, 100) < 0.5, torch.tensor([0.5, 2.0]).repeat(4)
+    given = Problem(logits, 5, 1.0, temperature, mask.expand(8, 100), "log_softmax", "allowed")
+    like = given._replace(
+        **{
+            field: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+            for field, t in given._asdict().items()
+            if isinstance(t, torch.Tensor)
+        }
+    )
+    out = empty_result(given)
+    outputs = [Array(key, tensor, "output") for key, tensor in out._asdict().items()]
+    inputs = [Array(*each, "input") for each in (("logits", logits), ("mask", mask), ("temperature", temperature))]
+    with emulated([*inputs, *outputs]) as outcomes:
+        kernels.prepare(like, torch.device("cuda", 0))(logits, out, None, mask, temperature)
+    outcomes[0].check()
+    scores = (logits / temperature.unsqueeze(-1)).masked_fill(~mask, -torch.inf).double().log_softmax(-1)
+    want = scores.topk(5)
+    assert torch.equal(out.indices, want.indices)
+    torch.testing.assert_close(out.values.double(), want.values, rtol=0, atol=2e-6)
+
+
 def test_prepared_call_without_rows_launches_nothing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
     monkeypatch.setattr(kernels, "_choice", kernels._choice.__wrapped__)

@@ -136,10 +136,14 @@ def _prepared_greatest(
     """What does it to logits of that kind: everything about the launch but the addresses."""
     logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     run = backend.prepare(Problem(logits, 1, 1.0, None, None, "logits", "allowed"), device)
-    # Nobody reads these two, so all calls share them.
-    values = torch.empty(shape[:1], dtype=dtype, device=device)
-    logsumexp = torch.empty(shape[:1], dtype=result_dtype(dtype), device=device)
-    return lambda logits, ids: run(logits, TopK(values, ids, logsumexp), None)
+
+    def run_new(logits: Tensor, ids: Tensor) -> None:
+        # Nobody reads these two. They belong to the call: kept ones would be freed while a graph still writes to them.
+        values = torch.empty(size=shape[:1], dtype=dtype, device=device)
+        logsumexp = torch.empty(size=shape[:1], dtype=result_dtype(dtype), device=device)
+        run(logits, TopK(values, ids, logsumexp))
+
+    return run_new
 
 
 @lru_cache(maxsize=256)
@@ -156,10 +160,10 @@ def _prepared_beams(
     logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     beam_scores = torch.empty_strided(shape[:2], scores_strides, device="meta")
     run = backend.prepare(Problem(logits, k, 1.0, None, None, "log_softmax", "all"), device, beam_scores)
-    empty_result = beam_result(logits, k).maker(device)
+    result = beam_result(logits, k)
 
     def run_new(logits: Tensor, beam_scores: Tensor) -> TopK:
-        out = empty_result()
+        out = result.empty(device)
         run(logits, out, beam_scores)
         return out
 
