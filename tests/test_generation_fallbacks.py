@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 
@@ -299,3 +300,16 @@ def test_what_is_hidden_is_as_low_as_finite_numbers_are_when_invalid_values_are_
         options = {"remove_invalid_values": True, "num_beams": num_beams, "max_new_tokens": 5, **options}
         stock_result, given, _ = generate_both(tiny("llama"), **options)
         assert_same(stock_result, given)
+
+
+@pytest.mark.parametrize("beams", [2, 3])
+def test_more_continuations_than_there_are_is_the_error_of_stock(beams):
+    """End tokens ask for as many candidates as 1 + their number for each beam: here more than beams * vocabulary."""
+    model = tiny("llama", vocab_size=37)
+    options = {"num_beams": beams, "max_new_tokens": 3, "eos_token_id": list(range(37)), "do_sample": False}
+    errors = []
+    for block in (contextlib.nullcontext(), fused_decoding(model)):
+        with block, pytest.raises(RuntimeError) as caught:
+            model.generate(**inputs_for(model), **options)
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]

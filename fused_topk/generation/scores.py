@@ -225,7 +225,8 @@ class LazyScores(StandIn):
         rows = self._step.rows
         is_normalized = self._filters == [warpers.NORMALIZE]
         is_known = self._stage is Stage.TOTALS and (is_normalized or not self._filters) and dim in (-1, 1) and largest
-        if not is_known or not rows.supports(k):
+        # A k that is out of range is left to torch.topk, which says so: the kernels would read past the row.
+        if not is_known or type(k) is not int or not 1 <= k <= self.shape[-1] or not rows.supports(k):
             return NotImplemented
         assert self._beam_scores is not None
         beam_scores = self._beam_scores
