@@ -87,17 +87,14 @@ class Session:
         if logits is None:
             return output
         reason = self._reason or self._unserved(logits)
+        if reason is None:
+            marked = logits.as_subclass(ModelLogits)
+            marked.on_last = self._take
+            reason = _replace_logits(output, marked)
         if reason is not None:
             count_fallback(reason)
         else:
             self._num_marked += 1
-            marked = logits.as_subclass(ModelLogits)
-            marked.on_last = self._take
-            # As an item, transformers' ModelOutput does not look through all of its fields.
-            if isinstance(output, dict):
-                output["logits"] = marked
-            else:
-                output.logits = marked
         return output
 
     def record(self, scores: LazyScores) -> Recorded:
@@ -148,6 +145,20 @@ class Session:
             self.topk.append(functional.log_softmax_topk(rows, min(self._options.topk_per_step, rows.shape[-1])))
         scores = LazyScores.of(Rows(rows, self._backend), of)
         return self.record(scores) if self._records_logits else scores
+
+
+def _replace_logits(output: Any, logits: Tensor) -> str | None:
+    """Puts the logits into a model's output; why that cannot be, or None where it is done."""
+    try:
+        # As an item, transformers' ModelOutput does not look through all of its fields.
+        if isinstance(output, dict):
+            output["logits"] = logits
+        else:
+            output.logits = logits
+    # Named tuples, frozen dataclasses and properties without a setter raise the former, read-only mappings the latter.
+    except (AttributeError, TypeError):
+        return f"an output that cannot be assigned to, {type(output).__name__}"
+    return None
 
 
 def _mode(config: GenerationConfig) -> GenerationMode:
