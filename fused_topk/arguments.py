@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import backends
+from . import backends, transforms
 from .problem import TopK
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -42,10 +42,14 @@ def check_logits(logits: Any) -> None:
         )
     if logits.dim() == 0:
         raise ValueError("`logits` must have at least one dimension, the vocabulary, got a 0-d tensor; use .reshape(1)")
+    _check_no_tangent("logits", logits)
+
+
+def _check_no_tangent(name: str, tensor: Tensor) -> None:
     # Without this a derivative of zero would come out. Outside of jvp the level is -1.
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(logits).tangent is not None:  # type: ignore[no-untyped-call]
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
         raise RuntimeError(
-            "`logits` must not carry a forward-mode derivative, got a dual tensor; use reverse mode: .backward() or "
+            f"`{name}` must not carry a forward-mode derivative, got a dual tensor; use reverse mode: .backward() or "
             "torch.autograd.grad"
         )
 
@@ -98,6 +102,7 @@ def check_temperature(
     check_tensor("temperature", temperature)
     if not temperature.is_floating_point():
         raise TypeError(f"`temperature` must be a floating-point tensor, got {temperature.dtype}; use .float()")
+    _check_no_tangent("temperature", temperature)
     check_same_device("temperature", temperature, logits)
     rows = logits.shape[:-1]
     if temperature.dim() > len(rows) or not _broadcasts(temperature.shape, rows):
@@ -114,6 +119,9 @@ def check_temperature(
 def check_row_temperature(temperature: Tensor) -> None:
     """Its values, where they can be looked at without waiting for a device: on the CPU."""
     if type(temperature) is not Tensor or temperature.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if transforms.is_active():
+        # What vmap maps over has no one number.
         return
     # One reduction and two numbers are quicker than two comparisons. NaN goes through both.
     least, greatest = temperature.aminmax() if temperature.numel() else (1.0, 1.0)
@@ -184,6 +192,7 @@ def check_beam_scores(beam_scores: Any, logits: Tensor) -> None:
     check_tensor("beam_scores", beam_scores)
     if not beam_scores.is_floating_point():
         raise TypeError(f"`beam_scores` must be floating point, got {beam_scores.dtype}; convert them with .float()")
+    _check_no_tangent("beam_scores", beam_scores)
     check_same_device("beam_scores", beam_scores, logits)
     if beam_scores.shape != logits.shape[:2]:
         raise ValueError(

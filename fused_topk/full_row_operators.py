@@ -63,19 +63,22 @@ _library.impl("full_rows", full_rows, "CompositeExplicitAutograd")
 torch.library.register_fake("fused_topk::full_rows", _empty, lib=_library)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     logits, ctx.temperature, row_temperature, ctx.values, _, ctx.backend = inputs
     ctx.logits_dtype = logits.dtype
     ctx.save_for_backward(logits if ctx.values == "logsumexp" else output, row_temperature)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+def backward(
+    ctx: Any, gradient: Tensor, run: Callable[..., Tensor] = torch.ops.fused_topk.full_rows.default
+) -> tuple[Tensor | None, ...]:
+    """Gradient with respect to the logits; `run` is the operator as the caller of the gradient calls it."""
     saved, row_temperature = ctx.saved_tensors
     temperature = ctx.temperature if row_temperature is None else row_temperature.unsqueeze(-1)
     dtype = backends.result_dtype(ctx.logits_dtype)
     g = gradient.to(dtype)
     if ctx.values == "logsumexp":
-        p = torch.ops.fused_topk.full_rows(saved, ctx.temperature, row_temperature, "softmax", dtype, ctx.backend)
+        p = run(saved, ctx.temperature, row_temperature, "softmax", dtype, ctx.backend)
         of_scaled = g.unsqueeze(-1) * p
     elif ctx.values == "softmax":
         p = saved.to(dtype)
@@ -86,4 +89,4 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return (of_scaled / temperature).to(ctx.logits_dtype), *(None,) * 5
 
 
-torch.library.register_autograd("fused_topk::full_rows", _backward, setup_context=_setup_context, lib=_library)
+torch.library.register_autograd("fused_topk::full_rows", backward, setup_context=setup_context, lib=_library)

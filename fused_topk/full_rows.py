@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from . import backends, full_row_operators
+from . import backends, full_row_operators, transforms
 from .arguments import check_backend, check_dim, check_logits, check_temperature, check_vocabulary
 from .operators import need_dispatcher
 
@@ -144,7 +147,13 @@ def _run(
     dtype: torch.dtype,
     backend: str | None,
 ) -> Tensor:
-    run = _full_rows if need_dispatcher(logits, row_temperature) else full_row_operators.full_rows
+    run: Callable[..., Any]
+    if transforms.is_active():
+        run = transforms.FullRows.apply
+    elif need_dispatcher(logits, row_temperature):
+        run = _full_rows
+    else:
+        run = full_row_operators.full_rows
     result: Tensor = run(logits, temperature, row_temperature, values, dtype, backend)
     return result
 

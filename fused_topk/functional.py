@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import backends, operators
+from . import backends, operators, transforms
 from .arguments import (
     check_backend,
     check_beam_scores,
@@ -208,7 +209,13 @@ def beam_topk(
     check_backend(backend)
     number, row_temperature = check_temperature(temperature, logits, backends.result_dtype(logits.dtype))
     mask = check_mask(mask, logits)
-    run = _beam_topk if operators.need_dispatcher(logits, beam_scores, row_temperature, mask) else operators.beam_topk
+    run: Callable[..., Any]
+    if transforms.is_active():
+        run = transforms.BeamTopk.apply
+    elif operators.need_dispatcher(logits, beam_scores, row_temperature, mask):
+        run = _beam_topk
+    else:
+        run = operators.beam_topk
     return TopK(*run(logits, beam_scores, k, number, row_temperature, mask, normalize, backend))
 
 
@@ -369,7 +376,13 @@ def _row(
     number, row_temperature = check_temperature(temperature, logits, backends.result_dtype(logits.dtype))
     mask = check_mask(mask, logits)
     if out is None:
-        run = _row_topk if operators.need_dispatcher(logits, row_temperature, mask) else operators.row_topk
+        run: Callable[..., Any]
+        if transforms.is_active():
+            run = transforms.RowTopk.apply
+        elif operators.need_dispatcher(logits, row_temperature, mask):
+            run = _row_topk
+        else:
+            run = operators.row_topk
         result = TopK(*run(logits, k, number, row_temperature, mask, values, normalize, backend))
         if not moved:
             return result

@@ -250,28 +250,29 @@ def _row_gradient(
     return (gradient if hidden is None else gradient.masked_fill(hidden, 0.0)).to(logits.dtype)
 
 
-def _row_setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None:
+def row_setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None:
     logits, _, ctx.temperature, row_temperature, mask, ctx.values, ctx.normalize, _ = inputs
     values, indices, _ = output
     ctx.mark_non_differentiable(indices)
     ctx.save_for_backward(logits, row_temperature, mask, values, indices)
 
 
-def _row_backward(
+def row_backward(
     ctx: Any, grad_values: Tensor, grad_indices: Tensor | None, grad_logsumexp: Tensor
 ) -> tuple[Tensor | None, ...]:
     logits, row_temperature, mask, values, indices = ctx.saved_tensors
     temperature = ctx.temperature if row_temperature is None else row_temperature.unsqueeze(-1)
-    if ctx.values == "logits":
-        # The logits themselves: their gradient goes back to where they came from.
-        from_values = torch.zeros_like(logits).scatter_add(-1, indices, grad_values)
-        zero = torch.zeros_like(indices, dtype=grad_logsumexp.dtype)
-        rest = _row_gradient(logits, 1.0, mask, "allowed", indices, zero, grad_logsumexp)
-        if mask is not None:
-            from_values = from_values.where(_unpacked(mask, logits.shape[-1]), 0.0)
-        return from_values + rest, *(None,) * 7
     # d p = p d(log p)
     grad_log = grad_values * values if ctx.values == "softmax" else grad_values
+    if mask is not None:
+        # A token that is not allowed has the constant value -inf or 0, and what a loss makes of that is no gradient.
+        grad_log = grad_log.where(_unpacked(mask, logits.shape[-1]).gather(-1, indices), 0.0)
+    if ctx.values == "logits":
+        # The logits themselves: their gradient goes back to where they came from.
+        from_values = torch.zeros_like(logits).scatter_add(-1, indices, grad_log)
+        zero = torch.zeros_like(indices, dtype=grad_logsumexp.dtype)
+        rest = _row_gradient(logits, 1.0, mask, "allowed", indices, zero, grad_logsumexp)
+        return from_values + rest, *(None,) * 7
     if ctx.normalize == "topk":
         # Relative to the k chosen: (1[i = j] - p_i) over those k only.
         p = values if ctx.values == "softmax" else values.exp()
@@ -282,14 +283,11 @@ def _row_backward(
         if mask is not None:
             chosen = chosen.where(_unpacked(mask, logits.shape[-1]), 0.0)
         return gradient + chosen, *(None,) * 7
-    if mask is not None:
-        # A token that is not allowed has the constant value -inf or 0.
-        grad_log = grad_log.where(_unpacked(mask, logits.shape[-1]).gather(-1, indices), 0.0)
     gradient = _row_gradient(logits, temperature, mask, ctx.normalize, indices, grad_log, grad_logsumexp)
     return gradient, *(None,) * 7
 
 
-def _beam_setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None:
+def beam_setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None:
     logits, beam_scores, _, ctx.temperature, row_temperature, mask, ctx.normalize, _ = inputs
     _, indices, _ = output
     ctx.mark_non_differentiable(indices)
@@ -297,7 +295,7 @@ def _beam_setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None
     ctx.save_for_backward(logits, row_temperature, mask, indices)
 
 
-def _beam_backward(
+def beam_backward(
     ctx: Any, grad_values: Tensor, grad_indices: Tensor | None, grad_logsumexp: Tensor
 ) -> tuple[Tensor | None, ...]:
     logits, row_temperature, mask, indices = ctx.saved_tensors
@@ -307,22 +305,23 @@ def _beam_backward(
     is_of_beam = (indices // vocab_size).unsqueeze(1) == torch.arange(beams, device=indices.device).unsqueeze(-1)
     of_beam = grad_values.unsqueeze(1).where(is_of_beam, 0.0)
     tokens = (indices % vocab_size).unsqueeze(1).expand(batch, beams, -1)
-    grad_scores = of_beam.sum(-1).to(ctx.scores_dtype)
     if mask is not None:
+        # The value of a token that is not allowed is -inf, whatever the score of its beam.
         of_beam = of_beam.where(_unpacked(mask, vocab_size).gather(-1, tokens), 0.0)
+    grad_scores = of_beam.sum(-1).to(ctx.scores_dtype)
     gradient = _row_gradient(logits, temperature, mask, ctx.normalize, tokens, of_beam, grad_logsumexp)
     return gradient, grad_scores, *(None,) * 6
 
 
 torch.library.register_autograd(
     "fused_topk::row_topk",
-    _row_backward,
-    setup_context=_row_setup_context,
+    row_backward,
+    setup_context=row_setup_context,
     lib=_library,
 )
 torch.library.register_autograd(
     "fused_topk::beam_topk",
-    _beam_backward,
-    setup_context=_beam_setup_context,
+    beam_backward,
+    setup_context=beam_setup_context,
     lib=_library,
 )

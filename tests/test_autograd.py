@@ -169,3 +169,97 @@ def test_forward_mode_is_refused(function):
         function(forward_ad.make_dual(logits, tangent), 4)
     with forward_ad.dual_level():
         assert torch.equal(function(logits, 4).indices, function(logits, 4).indices)
+
+
+def test_forward_mode_of_scores_and_temperatures_is_refused():
+    logits, scores, rows = random_logits(2, 3, 40), torch.zeros(2, 3), torch.ones(2, 3)
+    for function, at in (
+        (lambda x: fused_topk.beam_topk(logits, x, 4).values, scores),
+        (lambda x: fused_topk.beam_topk(logits, scores, 4, temperature=x).values, rows),
+        (lambda x: fused_topk.softmax_topk(logits, 4, temperature=x).values, rows),
+        (lambda x: fused_topk.softmax(logits, temperature=x), rows),
+        (lambda x: fused_topk.logsumexp(logits, temperature=x), rows),
+    ):
+        with pytest.raises(RuntimeError, match="forward-mode"):
+            torch.func.jvp(function, (at,), (torch.ones_like(at),))
+
+
+def _losses(backend):
+    """Functions of logits [3, 40] that give a number, with tensors of every kind beside them."""
+    rows, mask = torch.tensor([0.5, 1.0, 2.0], device=backend.device), random_mask(3, 40, device=backend.device)
+    scores = random_logits(1, 3, device=backend.device, seed=5)
+
+    def of_result(found):
+        return found.values.square().sum() + found.logsumexp.sum()
+
+    yield lambda x: of_result(backend("softmax_topk", x, 4))
+    yield lambda x: of_result(backend("log_softmax_topk", x, 4, temperature=rows, mask=mask))
+    yield lambda x: of_result(backend("log_softmax_topk", x, 4, mask=packed(mask), normalize="all"))
+    yield lambda x: of_result(backend("topk", x, 4, mask=mask))
+    yield lambda x: of_result(backend("beam_topk", x.unsqueeze(0), scores, 4, mask=mask.unsqueeze(0)))
+    yield lambda x: backend("softmax", x, temperature=rows).square().sum()
+    yield lambda x: backend("log_softmax", x).square().sum()
+    yield lambda x: backend("logsumexp", x).square().sum()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("index", range(8))
+def test_transforms_of_torch_func(backend, index):
+    """grad, jacrev and vmap of them, against autograd one by one."""
+    loss = list(_losses(backend))[index]
+    logits = random_logits(5, 3, 40, device=backend.device)
+    wants = []
+    for each in logits:
+        leaf = each.clone().requires_grad_()
+        wants.append(torch.autograd.grad(loss(leaf), leaf)[0])
+    want = torch.stack(wants)
+    torch.testing.assert_close(torch.func.grad(loss)(logits[0]), want[0])
+    torch.testing.assert_close(torch.func.jacrev(loss)(logits[0]), want[0])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(logits), want)
+    last = logits.movedim(0, -1)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss), in_dims=-1)(last), want)
+    torch.testing.assert_close(torch.func.vmap(loss)(logits), torch.stack([loss(each) for each in logits]))
+    torch.testing.assert_close(torch.func.grad(lambda x: torch.func.vmap(loss)(x).sum())(logits), want)
+
+
+def test_vmap_over_what_stands_beside_the_logits():
+    logits, temperatures = random_logits(3, 40), torch.tensor([[0.5, 1.0, 2.0], [1.0, 1.0, 3.0]])
+    found = torch.func.vmap(lambda t: fused_topk.softmax_topk(logits, 4, temperature=t))(temperatures)
+    for each, t in zip(zip(*found, strict=True), temperatures, strict=True):
+        want = fused_topk.softmax_topk(logits, 4, temperature=t)
+        for a, b in zip(each, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("normalize", NORMALIZE)
+@pytest.mark.parametrize("num_allowed", [0, 2])
+def test_gradient_on_all_values_of_few_allowed(entry, normalize, num_allowed):
+    """Finite; zero for what is hidden; for the others as if only they had been asked for."""
+    if entry == "topk" and normalize != "allowed":
+        pytest.skip("topk has no such argument")
+    settings = {} if entry == "topk" else {"normalize": normalize}
+    mask = torch.tensor([False, True, False, True, False]) & (num_allowed > 0)
+    logits = distinct(5)
+    values = getattr(fused_topk, entry)(logits, 4, mask=mask, **settings).values
+    weights = torch.tensor([1.0, 2.0, 30.0, 400.0], dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(values, logits, weights)
+    assert gradient.isfinite().all() and (gradient[~mask] == 0).all() | (normalize == "all")
+    want = torch.zeros_like(logits)
+    if num_allowed:
+        of_allowed = getattr(fused_topk, entry)(logits, num_allowed, mask=mask, **settings).values
+        (want,) = torch.autograd.grad(of_allowed, logits, weights[:num_allowed])
+    torch.testing.assert_close(gradient, want)
+
+
+@pytest.mark.parametrize("normalize", ["allowed", "all"])
+def test_gradient_of_beams_of_which_one_may_not_go_on(normalize):
+    logits, scores = distinct(1, 2, 5), torch.tensor([[0.5, 0.1]], dtype=torch.float64, requires_grad=True)
+    mask = torch.zeros(1, 2, 5, dtype=torch.bool)
+    mask[0, 1, :3] = True
+    values, indices, _ = fused_topk.beam_topk(logits, scores, 6, mask=mask, normalize=normalize)
+    gradients = torch.autograd.grad(values, (logits, scores), torch.ones_like(values))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    # The tokens that are not allowed say nothing of their beam's score.
+    assert gradients[1].tolist() == [[0, mask.flatten()[indices].sum()]]
+    assert (gradients[0][~mask] == 0).all() | (normalize == "all")

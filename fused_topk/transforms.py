@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators under torch.func: grad, jacrev, vmap, in any nesting.
+
+What torch.library registers for autograd does not serve these transforms, so here each operator is an autograd.Function
+with the same gradient. vmap needs no loop: what it maps over becomes one more leading dimension of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import full_row_operators, operators
+
+_is_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+
+
+def is_active() -> bool:
+    """Whether a transform of torch.func is under way. False too where this version of torch does not say."""
+    return _is_active()
+
+
+def _at_front(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """The tensor with what vmap maps over as its first dimension, in which a tensor that is not mapped repeats itself."""
+    if tensor is None:
+        return None
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def _mapped(info: Any, in_dims: Sequence[int | None], arguments: Sequence[Any]) -> list[Any]:
+    return [
+        _at_front(argument, dim, info.batch_size) if isinstance(argument, Tensor) else argument
+        for argument, dim in zip(arguments, in_dims, strict=True)
+    ]
+
+
+def _map_rows(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+    return run(*_mapped(info, in_dims, arguments)), (0, 0, 0)
+
+
+def _map_full_rows(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+    return run(*_mapped(info, in_dims, arguments)), 0
+
+
+def _map_beams(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+    """Beams have one batch dimension: what vmap maps over is folded into it."""
+    folded = [x.flatten(0, 1) if isinstance(x, Tensor) else x for x in _mapped(info, in_dims, arguments)]
+    return tuple(x.unflatten(0, (info.batch_size, -1)) for x in run(*folded)), (0, 0, 0)
+
+
+class RowTopk(torch.autograd.Function):
+    """operators.row_topk."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return tuple(torch.ops.fused_topk.row_topk.default(*arguments))
+
+    setup_context = staticmethod(operators.row_setup_context)
+    backward = staticmethod(operators.row_backward)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        return _map_rows(RowTopk.apply, info, in_dims, *arguments)
+
+
+class BeamTopk(torch.autograd.Function):
+    """operators.beam_topk."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return tuple(torch.ops.fused_topk.beam_topk.default(*arguments))
+
+    setup_context = staticmethod(operators.beam_setup_context)
+    backward = staticmethod(operators.beam_backward)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        return _map_beams(BeamTopk.apply, info, in_dims, *arguments)
+
+
+class FullRows(torch.autograd.Function):
+    """full_row_operators.full_rows."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return torch.ops.fused_topk.full_rows.default(*arguments)
+
+    setup_context = staticmethod(full_row_operators.setup_context)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return full_row_operators.backward(ctx, gradient, FullRows.apply)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        return _map_full_rows(FullRows.apply, info, in_dims, *arguments)
+
+
+# The operators by themselves too, as in a gradient that uses one. Without the rule torch loops over them.
+if hasattr(torch.library, "register_vmap"):
+    for _name, _map in (("row_topk", _map_rows), ("beam_topk", _map_beams), ("full_rows", _map_full_rows)):
+        _operator = getattr(torch.ops.fused_topk, _name).default
+        torch.library.register_vmap(
+            f"fused_topk::{_name}",
+            lambda info, in_dims, *arguments, _map=_map, _operator=_operator: _map(
+                _operator, info, in_dims, *arguments
+            ),
+        )
