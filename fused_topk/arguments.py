@@ -8,6 +8,7 @@ looked at.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -28,6 +29,17 @@ _GREATEST_TEMPERATURE = torch.finfo(torch.float32).max
 
 
 def check_tensor(name: str, value: Any) -> None:
+    if isinstance(value, torch.fx.Proxy):
+        raise TypeError(
+            f"`{name}` must be a torch.Tensor, got a Proxy of torch.fx.symbolic_trace; use torch.export or torch.compile, "
+            "or name the function in torch.fx.wrap"
+        )
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(value, distributed.DTensor):
+        raise TypeError(
+            f"`{name}` must not be a DTensor, got one placed {value.placements}; pass .full_tensor(), or .to_local() where "
+            "whole rows are local"
+        )
     if not isinstance(value, Tensor):
         raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}; convert it with torch.as_tensor")
     if value.layout != torch.strided:

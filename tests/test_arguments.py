@@ -319,3 +319,23 @@ def test_automatic_backend_gives_the_same_answer(native):
 def test_native_backend_refuses_float64(native):
     with pytest.raises((TypeError, ValueError), match="float64"):
         native("softmax_topk", random_logits(2, 10, dtype=torch.float64, device=native.device), 2)
+
+
+def test_symbolic_trace_is_refused_with_what_works():
+    with pytest.raises(TypeError, match=r"`logits` must be .* Proxy .* torch\.compile"):
+        torch.fx.symbolic_trace(lambda x: fused_topk.softmax_topk(x, 3))
+
+
+def test_distributed_tensors_are_refused_with_what_works(tmp_path):
+    distributed = pytest.importorskip("torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        logits = distribute_tensor(torch.randn(4, 100), init_device_mesh("cpu", (1,)), [Shard(1)])
+        for function in (lambda: fused_topk.softmax_topk(logits, 3), lambda: fused_topk.softmax(logits)):
+            with pytest.raises(TypeError, match=r"`logits` must not be a DTensor.*full_tensor"):
+                function()
+    finally:
+        distributed.destroy_process_group()
