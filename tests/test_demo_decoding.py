@@ -81,7 +81,7 @@ def test_demo_notices_wrong_results(tiny_model, monkeypatch, tmp_path):
         return right(rows._replace(logits=-rows.logits), edits, k, are_log_probs)
 
     monkeypatch.setattr(selection, "best", worst)
-    monkeypatch.setattr(selection, "greatest", lambda rows, edits: worst(rows, edits, 1, False).ids[:, 0])
+    monkeypatch.setattr(selection.Rows, "greatest", lambda rows: rows.logits.argmin(-1))
     options = ("--new-tokens", 6, "--batch", 2, "--rounds", 1, "--output", tmp_path / "plot.png")
     result = run_demo("--model", tiny_model, "--device", "cpu", *options)
     assert result.exit_code == 1
