@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `info` tells what works on this machine, `bench` how fast it is, `sweep` how fast it could be, `counters`
-what it waits for."""
+"""The command line: `info` tells what works on this machine, `cache` which compiled kernels it keeps, `bench` how fast it is,
+`sweep` how fast it could be, `counters` what it waits for."""
 
 from __future__ import annotations
 
@@ -53,6 +53,34 @@ def info(
         typer.echo(json.dumps(found, indent=2))
     else:
         _print_info(found, _console())
+
+
+@app.command("cache")
+def show_cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove them; they are compiled again when needed.")] = False,
+) -> None:
+    """Show the compiled kernels that are kept for later processes: where, how many, how much memory, when last used.
+
+    Exits with 1 if they cannot be removed.
+    """
+    import time
+
+    from . import env, kernel_cache
+
+    kept = kernel_cache.kept()
+    typer.echo(f"folder     {env.kernel_cache_dir() or 'none'}")
+    typer.echo(f"kernels    {len(kept)}, {_mebibytes(sum(file.bytes for file in kept))}")
+    if kept:
+        newest, oldest = (_duration(time.time() - kept[i].last_use) for i in (0, -1))
+        typer.echo(f"last used  {newest} ago; the one that was not used for longest, {oldest} ago")
+    if problem := kernel_cache.problem():
+        typer.echo(f"problem    {problem}")
+    if clear:
+        try:
+            typer.echo(f"removed    {kernel_cache.clear()}")
+        except OSError as error:
+            typer.echo(f"not all could be removed: {error}", err=True)
+            raise typer.Exit(1) from error
 
 
 @app.command()
@@ -256,6 +284,18 @@ def _micros(time: float | None) -> str:
     return f"{three_digits(time)} µs"
 
 
+def _mebibytes(count: int) -> str:
+    return f"{count / _MIB:.1f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    """In the largest unit of which it has at least two."""
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} seconds"
+
+
 def _cases(suite: str, on_gpu: bool, rows: str, vocab: str, k: str, dtype: str) -> list[tuple[str, Case]]:
     from .benchmark.suites import ITEM_BYTES, SUITES, select
 
@@ -362,6 +402,8 @@ def _print_info(found: dict[str, Any], console: Console) -> None:
     for name, cause in found["backends"].items():
         table.add_row(f"backend {name}", "[green]works[/]" if cause is None else f"[yellow]no:[/] {escape(cause)}")
     cache = found["kernel_cache"]
-    held = cache.get("error") or f"{cache['files']} files, {cache['bytes'] / _MIB:.1f} MiB"
-    table.add_row("compiled kernels", escape(f"{cache['path']} ({held})"))
+    held = f"{cache['path'] or 'no folder'} ({cache['files']} files, {_mebibytes(cache['bytes'])})"
+    table.add_row("compiled kernels", escape(held))
+    if cache["problem"]:
+        table.add_row("", f"[yellow]not kept:[/] {escape(cache['problem'])}")
     console.print(table)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import env, kernel_source, launch
+from . import env, kernel_cache, kernel_source, launch
 from .kernel_choice import MAX_K, KernelChoice, choose
 from .problem import Problem, Start, TopK
 
@@ -337,14 +337,13 @@ def _load(device: int, kernel: str) -> Any:
         raise RuntimeError(cause)
     major, minor = torch.cuda.get_device_capability(device)
     architecture = 10 * major + minor
-    version = ".".join(map(str, _nvrtc().getVersion()))
-    key = kernel_source.cache_key(kernel, architecture, version)
-    stored = kernel_source.load_compiled(key)
+    key = kernel_source.cache_key(kernel, architecture, _compiler())
+    stored = kernel_cache.load(key)
     if stored is None:
         binary, name, _ = compile_kernel(kernel, architecture)
         # The entry's mangled name travels in front of the binary.
         stored = name.encode() + b"\0" + binary
-        kernel_source.store_compiled(key, stored)
+        kernel_cache.store(key, stored)
     entry, _, binary = stored.partition(b"\0")
     with torch.cuda.device(device):
         # torch makes the device's context current; CuPy then loads into the same one.
@@ -372,6 +371,18 @@ def _cupy_problem() -> str | None:
     except Exception as error:
         return f"CuPy finds no NVRTC ({error}); install it with `pip install 'cupy-cuda13x[ctk]'` (or cupy-cuda12x)"
     return None
+
+
+@cache
+def _compiler() -> str:
+    """What an empty program becomes: PTX that names its compiler, with the patch and the build. getVersion() has neither."""
+    nvrtc = _nvrtc()
+    program = nvrtc.createProgram("", "empty.cu", [], [])
+    try:
+        nvrtc.compileProgram(program, [])
+        return bytes(nvrtc.getPTX(program)).decode()
+    finally:
+        nvrtc.destroyProgram(program)
 
 
 @cache

@@ -4,32 +4,27 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 
-def kernel_cache_dir() -> Path:
+def kernel_cache_dir() -> Path | None:
     """Folder of the compiled CUDA kernels: `FUSED_TOPK_CACHE_DIR`, or `fused_topk/kernels` in the user's cache folder.
 
-    The folder need not exist, nor be writable: the caller makes it and copes where it cannot.
+    The folder need not exist, nor be writable: the caller makes it and copes where it cannot. None where there is no home:
+    a name that others can guess, in a folder that all share, is theirs to take first.
     """
     chosen = os.environ.get("FUSED_TOPK_CACHE_DIR")
-    if chosen:
-        return Path(chosen).expanduser()
-    return _user_cache_dir() / "fused_topk" / "kernels"
+    try:
+        if chosen:
+            return Path(chosen).expanduser()
+        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        # A relative one is to be ignored, says the XDG specification: it would be another one in each working folder.
+        return (base if base.is_absolute() else Path.home() / ".cache") / "fused_topk" / "kernels"
+    except RuntimeError:
+        # No home, as for a container's bare user id.
+        return None
 
 
 def print_choice() -> bool:
     """Whether to print each new choice of kernel once: `FUSED_TOPK_PRINT_CHOICE` is set, and neither empty nor 0."""
     return os.environ.get("FUSED_TOPK_PRINT_CHOICE", "") not in ("", "0")
-
-
-def _user_cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    if base:
-        return Path(base)
-    try:
-        return Path.home() / ".cache"
-    except RuntimeError:
-        # A container's bare user id has no home. Its own folder, so that users of one machine do not collide.
-        return Path(tempfile.gettempdir()) / f"cache-{os.getuid() if hasattr(os, 'getuid') else 'user'}"

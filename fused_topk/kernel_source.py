@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA source as one translation unit, and the folder where compiled kernels are kept."""
+"""The CUDA source as one translation unit."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import tempfile
 from functools import cache
 from pathlib import Path
-
-from . import env
 
 SOURCES = (
     "order.h",
@@ -87,32 +83,7 @@ def _joined(sources: tuple[str, ...]) -> str:
     return "\n".join(pieces)
 
 
-def cache_key(kernel: str, architecture: int, compiler_version: str) -> str:
+def cache_key(kernel: str, architecture: int, compiler: str) -> str:
     """A name for a compiled kernel that changes with everything that changes the binary."""
-    parts = (kernel, str(architecture), compiler_version, *OPTIONS, translation_unit(kernel))
+    parts = (kernel, str(architecture), compiler, *OPTIONS, translation_unit(kernel))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def load_compiled(key: str) -> bytes | None:
-    """The compiled kernel of that key, or None if it is not there or cannot be read."""
-    try:
-        return (env.kernel_cache_dir() / f"{key}.cubin").read_bytes() or None
-    except OSError:
-        return None
-
-
-def store_compiled(key: str, binary: bytes) -> None:
-    """Keeps a compiled kernel for the next process. Where the folder cannot be written, that process compiles again."""
-    folder = env.kernel_cache_dir()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Written beside its final place and renamed: another process sees the whole file or none.
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(binary)
-            os.replace(temporary, folder / f"{key}.cubin")
-        except OSError:
-            Path(temporary).unlink(missing_ok=True)
-    except OSError:
-        return

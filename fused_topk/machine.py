@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import __version__, backends, env
+from . import __version__, backends, env, kernel_cache
 
 
 def describe() -> dict[str, Any]:
@@ -27,7 +27,7 @@ def describe() -> dict[str, Any]:
         },
         "gpus": _or_cause(_gpus),
         "backends": backends.available(),
-        "kernel_cache": _kernel_cache(env.kernel_cache_dir()),
+        "kernel_cache": _kernel_cache(),
     }
 
 
@@ -117,9 +117,11 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _kernel_cache(folder: Path) -> dict[str, Any]:
-    try:
-        sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    except OSError as error:
-        return {"path": str(folder), "error": str(error)}
-    return {"path": str(folder), "files": len(sizes), "bytes": sum(sizes)}
+def _kernel_cache() -> dict[str, Any]:
+    folder, kept = env.kernel_cache_dir(), kernel_cache.kept()
+    return {
+        "path": None if folder is None else str(folder),
+        "files": len(kept),
+        "bytes": sum(file.bytes for file in kept),
+        "problem": kernel_cache.problem(),
+    }

@@ -74,41 +74,6 @@ def test_compile_error_carries_the_log(nvrtc, monkeypatch):
         cuda.compile_kernel("broken", 90)
 
 
-def test_cache_key_covers_every_source(monkeypatch):
-    """A binary is found again only if nothing that shapes it has changed."""
-    key = kernel_source.cache_key("kernel", 90, "13.0")
-    assert key != kernel_source.cache_key("other", 90, "13.0")
-    assert key != kernel_source.cache_key("kernel", 80, "13.0")
-    assert key != kernel_source.cache_key("kernel", 90, "13.1")
-    monkeypatch.setattr(kernel_source, "OPTIONS", ("-std=c++20",))
-    assert key != kernel_source.cache_key("kernel", 90, "13.0")
-    monkeypatch.undo()
-    unit = kernel_source.translation_unit("kernel")
-    for name in kernel_source.SOURCES:
-        first_lines = (kernel_source.source_folder() / name).read_text().splitlines()[:2]
-        assert f'#line 1 "{name}"' in unit
-        assert first_lines[1] in unit
-    monkeypatch.setattr(kernel_source, "translation_unit", lambda kernel: unit.replace("kLn2", "kLnTwo"))
-    assert key != kernel_source.cache_key("kernel", 90, "13.0")
-
-
-def test_compiled_kernels_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("FUSED_TOPK_CACHE_DIR", str(tmp_path / "kernels"))
-    assert kernel_source.load_compiled("key") is None
-    kernel_source.store_compiled("key", b"first")
-    kernel_source.store_compiled("key", b"second")
-    assert kernel_source.load_compiled("key") == b"second"
-    assert [p.name for p in (tmp_path / "kernels").iterdir()] == ["key.cubin"]
-
-
-def test_unwritable_cache_is_no_error(tmp_path, monkeypatch):
-    in_the_way = tmp_path / "file"
-    in_the_way.write_text("")
-    monkeypatch.setenv("FUSED_TOPK_CACHE_DIR", str(in_the_way / "kernels"))
-    kernel_source.store_compiled("key", b"binary")
-    assert kernel_source.load_compiled("key") is None
-
-
 def assert_no_spills(kernel: str, log: str) -> None:
     """The compiler's log must tell of every entry, and of no byte of local memory."""
     found = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
