@@ -14,9 +14,17 @@ _BACKENDS: dict[str, ModuleType] = {"cuda": cuda, "cpu": cpu, "reference": refer
 NAMES = tuple(_BACKENDS)
 
 
-def available() -> dict[str, str | None]:
-    """For each backend None if it works here, else the cause and the remedy in one sentence."""
-    return {name: backend.unavailable() for name, backend in _BACKENDS.items()}
+def available(device: torch.device | None = None) -> dict[str, str | None]:
+    """For each backend None if it works here, else the cause and the remedy in one sentence. GPUs differ: with `device` the
+    answer is about that one, without it about the one that fits best."""
+    return {name: _cause(backend, device) for name, backend in _BACKENDS.items()}
+
+
+def _cause(backend: ModuleType, device: torch.device | None) -> str | None:
+    if backend is cuda:
+        return cuda.unavailable(device if device is not None and device.type == "cuda" else None)
+    cause: str | None = backend.unavailable()
+    return cause
 
 
 def pick(device: torch.device, dtype: torch.dtype, k: int, requested: str | None) -> ModuleType:
@@ -28,7 +36,7 @@ def pick(device: torch.device, dtype: torch.dtype, k: int, requested: str | None
     """
     if requested is None:
         backend = _BACKENDS.get(device.type)
-        works = backend is not None and backend.supports(dtype, k) and backend.unavailable() is None
+        works = backend is not None and backend.supports(dtype, k) and _cause(backend, device) is None
         return backend if backend is not None and works else reference
     backend = _BACKENDS[requested]
     if backend is reference:
@@ -38,7 +46,7 @@ def pick(device: torch.device, dtype: torch.dtype, k: int, requested: str | None
             f"`backend` must fit the device of `logits`, got backend={requested!r} with logits on {device}; "
             "move the logits or leave backend=None"
         )
-    cause = backend.unavailable()
+    cause = _cause(backend, device)
     if cause is not None:
         raise RuntimeError(f"`backend`={requested!r} does not work here: {cause}")
     if not backend.supports(dtype, k):

@@ -132,7 +132,7 @@ def bench(
     old = report.load(compare) if compare else None
 
     # What every case would fail with, said once.
-    available = backends.available()
+    available = backends.available(chosen_device)
     if settings.backend not in available:
         raise typer.BadParameter(f"--backend must be of {', '.join(available)}, got {settings.backend!r}")
     if cause := available[settings.backend]:
@@ -399,6 +399,8 @@ def _print_info(found: dict[str, Any], console: Console) -> None:
             f"{gpu['name']}, compute capability {gpu['compute_capability']}, {gpu['multiprocessors']} multiprocessors, "
             f"{gpu['l2_bytes'] / _MIB:.0f} MiB L2, {gpu['memory_bytes'] / _MIB / 1024:.0f} GiB",
         )
+        if gpu["problem"]:
+            table.add_row("", f"[yellow]no kernels:[/] {escape(gpu['problem'])}")
     for name, cause in found["backends"].items():
         table.add_row(f"backend {name}", "[green]works[/]" if cause is None else f"[yellow]no:[/] {escape(cause)}")
     cache = found["kernel_cache"]

@@ -30,12 +30,23 @@ _MAX_SHARED_BYTES_PER_BLOCK = 97  # what a kernel may ask for
 _SHARED_BYTES_UNASKED = 48 << 10  # what it has without asking
 
 
-def unavailable() -> str | None:
-    """None if the CUDA kernels can run here, else the cause and the remedy in one sentence."""
+def unavailable(device: torch.device | None = None) -> str | None:
+    """None if the kernels can run on that GPU, or without one on any, else the cause and the remedy in one sentence."""
     # Where there is a CUDA tensor, torch is initialized: that is quicker to see than the device.
     if not (torch.cuda.is_initialized() or torch.cuda.is_available()):  # type: ignore[no-untyped-call]
         return "torch sees no CUDA device; install a CUDA build of torch on a machine with an NVIDIA GPU and its driver"
-    return _cupy_problem()
+    if torch.version.hip:
+        return "torch is built for AMD's GPUs, which the CUDA kernels do not serve; torch operations do"
+    cause = _cupy_problem()
+    if cause is not None:
+        return cause
+    if device is not None and device.index is not None:
+        return _gpu_problem(device.index)
+    try:
+        causes = [_gpu_problem(index) for index in range(torch.cuda.device_count())]
+    except RuntimeError as error:
+        return f"the GPU cannot be used ({str(error).partition(chr(10))[0]}); `nvidia-smi` may say more"
+    return causes[0] if causes and all(causes) else None
 
 
 def supports(dtype: torch.dtype, k: int) -> bool:
@@ -335,8 +346,7 @@ def _load(device: int, kernel: str) -> Any:
     cause = _cupy_problem()
     if cause is not None:
         raise RuntimeError(cause)
-    major, minor = torch.cuda.get_device_capability(device)
-    architecture = 10 * major + minor
+    architecture = _architecture(device)
     key = kernel_source.cache_key(kernel, architecture, _compiler())
     stored = kernel_cache.load(key)
     if stored is None:
@@ -371,6 +381,30 @@ def _cupy_problem() -> str | None:
     except Exception as error:
         return f"CuPy finds no NVRTC ({error}); install it with `pip install 'cupy-cuda13x[ctk]'` (or cupy-cuda12x)"
     return None
+
+
+@cache
+def _gpu_problem(index: int) -> str | None:
+    """None if the kernels can be compiled for that GPU."""
+    architecture = _architecture(index)
+    nvrtc = _nvrtc()
+    targets = nvrtc.getSupportedArchs()
+    if architecture >= kernel_source.OLDEST_ARCHITECTURE and architecture in targets:
+        return None
+    gpu = f"{torch.cuda.get_device_name(index)} has compute capability {architecture / 10}"
+    if architecture < kernel_source.OLDEST_ARCHITECTURE:
+        return f"{gpu}, and the kernels need {kernel_source.OLDEST_ARCHITECTURE / 10}; torch operations serve it"
+    version = ".".join(map(str, nvrtc.getVersion()))
+    remedy = (
+        "an older one: pip install 'fused_topk[cuda12]'" if architecture < min(targets) else "a newer CuPy and NVRTC"
+    )
+    return f"{gpu}, for which NVRTC {version} does not compile; install {remedy}"
+
+
+def _architecture(device: int) -> int:
+    """The compute capability times ten, as compilers name their targets."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 @cache

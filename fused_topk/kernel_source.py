@@ -39,6 +39,9 @@ LADDER_SOURCES = (*SOURCES[:3], "ladder.cu")
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 120)
 """Compute capabilities (times ten) that every kernel is compiled for in the tests."""
 
+OLDEST_ARCHITECTURE = 70
+"""Kernels take their parameters in place (__grid_constant__), which older GPUs cannot."""
+
 OPTIONS = (
     "-std=c++17",
     # Functions without an annotation are device functions: the headers shared with the CPU then need no macro for it.

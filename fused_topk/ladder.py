@@ -94,7 +94,7 @@ def unavailable(rung: Rung, device: torch.device, vocab_size: int, k: int) -> st
     """None if the rung can run there, else why not."""
     if device.type == "cpu":
         return cpu.unavailable() or ("a CPU has no warps" if rung.name == "shuffle" else None)
-    cause = cuda.unavailable()
+    cause = cuda.unavailable(device)
     if cause:
         return cause
     if vocab_size > rung.largest:

@@ -94,8 +94,9 @@ def _gpus() -> list[dict[str, Any]]:
             "multiprocessors": gpu.multi_processor_count,
             "l2_bytes": gpu.L2_cache_size,
             "memory_bytes": gpu.total_memory,
+            "problem": backends.available(torch.device("cuda", index))["cuda"],
         }
-        for gpu in found
+        for index, gpu in enumerate(found)
     ]
 
 

@@ -40,6 +40,11 @@ class StandInGpus:
         monkeypatch.setattr(cuda, "compile_kernel", self._compile)
         monkeypatch.setattr(cuda, "max_shared_bytes_per_block", lambda device: 227 << 10)
         monkeypatch.setattr(cuda, "_reserve_tickets", self.synchronized.append)
+        cuda._gpu_problem.cache_clear()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", self._properties)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: self.capability.get(device, (9, 0)))
@@ -49,6 +54,11 @@ class StandInGpus:
         cuda._loaded.clear()
         self.compiled.clear()
         self.loaded.clear()
+
+    def _properties(self, device: int) -> Any:
+        major, minor = torch.cuda.get_device_capability(device)
+        sizes = {"multi_processor_count": 132, "L2_cache_size": 50 << 20, "total_memory": 80 << 30}
+        return types.SimpleNamespace(name=f"GPU {device}", major=major, minor=minor, **sizes)
 
     def _compile(self, kernel: str, architecture: int) -> tuple[bytes, str, str]:
         self.compiled.append((kernel, architecture))

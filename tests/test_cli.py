@@ -139,7 +139,7 @@ def test_bench_fails_on_a_wrong_answer(monkeypatch):
 
 
 def test_bench_says_why_a_backend_does_not_work(monkeypatch):
-    monkeypatch.setattr(backends, "available", lambda: {"cpu": "the native module was not built"})
+    monkeypatch.setattr(backends, "available", lambda *_: {"cpu": "the native module was not built"})
     result = invoke("bench", "--device", "cpu")
     assert result.exit_code == 1
     assert "the native module was not built" in result.output

@@ -135,7 +135,9 @@ class Session:
             self._backend = backends.pick(logits.device, logits.dtype, 1, None)
             self._reason_of_kind = None
             if self._backend is reference:
-                cause = backends.available().get(logits.device.type, f"no kernels for {logits.device.type}")
+                cause = backends.available(logits.device).get(
+                    logits.device.type, f"no kernels for {logits.device.type}"
+                )
                 self._reason_of_kind = cause or f"no kernels for {logits.dtype}"
         return self._reason_of_kind
 
