@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,15 +88,22 @@ def prepare(problem: Problem, device: torch.device, beam_scores: Tensor | None =
 
 def full_rows(problem: FullRowProblem, out: Tensor, instruction_set: str = "") -> None:
     """Probabilities, log-probabilities or the logsumexp of every row, into the contiguous `out`."""
-    _cpu.full_rows(
-        problem.logits.data_ptr(),
+    prepare_full_rows(problem, out.dtype, instruction_set)(problem.logits, out)
+
+
+def prepare_full_rows(
+    problem: FullRowProblem, dtype: torch.dtype, instruction_set: str = ""
+) -> Callable[[Tensor, Tensor], None]:
+    """full_rows() of logits like these, which may be a meta tensor, into an `out` of `dtype`. Row temperatures are those of
+    `problem`: their address is part of what is prepared."""
+    run = _cpu.FullRows(
         *_rows(problem.logits, problem.temperature, problem.row_temperature),
         _FULL_ROW_KINDS[problem.values],
-        out.data_ptr(),
-        _DTYPES[out.dtype],
-        torch.get_num_threads(),
+        _DTYPES[dtype],
         instruction_set,
     )
+    num_threads = torch.get_num_threads
+    return lambda logits, out: run(logits.data_ptr(), out.data_ptr(), num_threads())
 
 
 def _prepare(problem: Problem, beam_scores: Tensor | None, instruction_set: str) -> Start:

@@ -46,6 +46,32 @@ def full_rows(
     return out
 
 
+def prepare(
+    logits: Tensor, values: str, device: torch.device, dtype: torch.dtype, backend: str | None
+) -> Callable[[Tensor], Tensor]:
+    """full_rows() of logits like this meta tensor, with everything done that is the same for all of them."""
+    shape = logits.shape[:-1] if values == "logsumexp" else logits.shape
+    problem = FullRowProblem(logits, 1.0, None, values)
+    chosen = backends.pick(device, logits.dtype, 1, backend)
+    start: Callable[[Tensor, Tensor], None]
+    if logits.numel() == 0:
+        start = lambda logits, out: None  # noqa: E731
+    elif chosen is cpu:
+        start = cpu.prepare_full_rows(problem, dtype)
+    else:
+        start = lambda logits, out: RUN[chosen](problem._replace(logits=logits), out)  # noqa: E731
+    # Torch makes a tensor like another one in less time than one of a given shape.
+    is_alike = shape == logits.shape and dtype is logits.dtype and logits.is_contiguous()
+
+    def run(logits: Tensor) -> Tensor:
+        # By keyword: torch takes a size given so without trying whether it is several arguments.
+        out = torch.empty_like(logits) if is_alike else torch.empty(size=shape, dtype=dtype, device=device)
+        start(logits, out)
+        return out
+
+    return run
+
+
 def _empty(
     logits: Tensor,
     temperature: float,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,8 @@ def logsumexp(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax`.
     """
+    if _is_plain(logits, dim, temperature, backend):
+        return _plan("logsumexp", logits.dtype, logits.device, logits.shape, logits.stride(), backend)(logits)
     rows, number, row_temperature = _checked(logits, dim, temperature, backend)
     return _run(rows, number, row_temperature, "logsumexp", backends.result_dtype(logits.dtype), backend)
 
@@ -124,19 +127,55 @@ def _values(
     dtype: torch.dtype | None,
     backend: str | None,
 ) -> Tensor:
+    if _is_plain(logits, dim, temperature, backend) and (dtype is None or type(dtype) is torch.dtype):
+        return _plan(values, logits.dtype, logits.device, logits.shape, logits.stride(), backend, dtype)(logits)
     rows, number, row_temperature = _checked(logits, dim, temperature, backend)
+    result = _run(rows, number, row_temperature, values, _checked_dtype(dtype, logits), backend)
+    return result if rows is logits else result.movedim(-1, dim)
+
+
+def _is_plain(logits: Tensor, dim: int, temperature: float | Tensor | None, backend: str | None) -> bool:
+    """Whether a plan serves the call: no argument beyond the logits, nothing that torch's dispatcher has to see."""
+    return (
+        type(logits) is Tensor
+        and type(dim) is int
+        and dim == -1
+        and temperature is None
+        and (backend is None or type(backend) is str)
+        and not need_dispatcher(logits)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    values: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    backend: str | None,
+    result_dtype: torch.dtype | None = None,
+) -> Callable[[Tensor], Tensor]:
+    """The call for all logits of that kind: checked, and computed but for what lies in them. It holds no memory of a device."""
+    logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    _checked(logits, -1, None, backend)
+    out_dtype = backends.result_dtype(dtype) if values == "logsumexp" else _checked_dtype(result_dtype, logits)
+    return full_row_operators.prepare(logits, values, device, out_dtype, backend)
+
+
+def _checked_dtype(dtype: torch.dtype | None, logits: Tensor) -> torch.dtype:
+    """Of the result."""
     if dtype is None:
-        dtype = logits.dtype
-    elif not isinstance(dtype, torch.dtype):
+        return logits.dtype
+    if not isinstance(dtype, torch.dtype):
         raise TypeError(
             f"`dtype` must be a torch.dtype, got {type(dtype).__name__}; pass torch.float32 or leave it out"
         )
-    elif dtype not in (logits.dtype, torch.float32):
+    if dtype not in (logits.dtype, torch.float32):
         raise ValueError(
             f"`dtype` must be torch.float32 or that of `logits`, {logits.dtype}, got {dtype}; convert the result with .to()"
         )
-    result = _run(rows, number, row_temperature, values, dtype, backend)
-    return result if rows is logits else result.movedim(-1, dim)
+    return dtype
 
 
 def _run(

@@ -172,12 +172,13 @@ def test_cpu_shares_the_threads_of_torch(cpu):
 def test_cpu_in_a_forked_process(cpu):
     """A child has none of its parent's threads: a pool that counts on them would wait for ever."""
     code = """
-        import os, torch, fused_topk
+        import os, signal, torch, fused_topk
         torch.set_num_threads(4)
         logits = torch.randn(2, 300000)
         want = fused_topk.topk(logits, 8, backend="cpu")
         child = os.fork()
         if child == 0:
+            signal.alarm(30)  # So that it does not outlive a test that fails.
             got = fused_topk.topk(logits, 8, backend="cpu")
             os._exit(0 if got.indices.tolist() == want.indices.tolist() else 3)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

@@ -7,6 +7,7 @@ probability relatively by the same, logsumexp by u (5 |m / T| + 7 log V + 22). A
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -231,7 +232,7 @@ def test_empty(backend):
     assert backend("logsumexp", torch.empty(2, 0, 5, device=backend.device)).shape == (2, 0)
 
 
-@pytest.mark.parametrize("vocab_size", (100, 5000, 50_000, 300_000))
+@pytest.mark.parametrize("vocab_size", (1, 8, 16, 33, 100, 256, 257, 5000, 50_000, 300_000))
 def test_batch_changes_nothing(native, vocab_size):
     """The same row gives the same bits alone, among others, and wherever it lies."""
     logits = random_logits(7, vocab_size, device=native.device)
@@ -241,8 +242,28 @@ def test_batch_changes_nothing(native, vocab_size):
             assert torch.equal(bits(native(entry, logits[row])), bits(together[row])), entry
 
 
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_short_rows_side_by_side(cpu, dtype):
+    """Several short rows share a vector unit: a row has the same bits beside any others, wherever and however it lies."""
+    for vocab_size in (1, 5, 8, 16, 31, 64, 255, 256, 257):
+        hostile = torch.stack(list(adversarial_rows(vocab_size, 1, dtype).values()))
+        logits = torch.cat([hostile, random_logits(41, vocab_size, dtype=dtype)])
+        strided = torch.empty(2 * len(logits), 2 * vocab_size, dtype=dtype)[::2, ::2].copy_(logits)
+        row_temperature = torch.full((len(logits),), 1.0)
+        for entry in ENTRIES:
+            together = bits(cpu(entry, logits))
+            check(cpu, entry, logits)
+            for count in (1, 2, 3, 4, 5):
+                parts = torch.cat([bits(cpu(entry, part)) for part in logits.split(count)])
+                assert torch.equal(parts, together), (vocab_size, entry, count)
+            assert torch.equal(bits(cpu(entry, strided)), together)
+            assert torch.equal(bits(cpu(entry, strided.T.contiguous().T)), together)
+            assert torch.equal(bits(cpu(entry, logits, temperature=row_temperature)), together)
+            assert torch.equal(bits(cpu(entry, logits.expand(2, 3, *logits.shape))[1, 2]), together)
+
+
 def test_threads_change_nothing(cpu, threads):
-    for shape in ((3, 100_000), (40, 3000), (200_000,)):
+    for shape in ((3, 100_000), (40, 3000), (200_000,), (5000, 30), (601, 256)):
         logits = random_logits(*shape)
         want = {}
         for count in (1, 2, 5):
@@ -256,8 +277,9 @@ def test_instruction_sets_agree(cpu):
     from fused_topk import cpu as backend
     from fused_topk.problem import FullRowProblem
 
-    for dtype in DTYPES.values():
-        logits = torch.stack(list(adversarial_rows(4999, 5, dtype).values()))
+    # 16, 17, 256: rows of one vector of AVX-512, of more, and the last that is solved beside others.
+    for dtype, vocab_size in itertools.product(DTYPES.values(), (1, 7, 16, 17, 250, 256, 257, 4999)):
+        logits = torch.stack(list(adversarial_rows(vocab_size, 1, dtype).values()))
         for values in ENTRIES:
             for name in backend._cpu.instruction_sets():
 

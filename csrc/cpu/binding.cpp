@@ -92,6 +92,15 @@ LogitRows logit_rows(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, s
   return rows;
 }
 
+u64 elements_of(const LogitRows& rows) {
+  u64 elements = rows.vocab_size;
+  for (const i64 size : rows.sizes) elements *= u64(size);
+  return elements;
+}
+
+// Below that many elements, to release Python's lock and take it again costs as much as the call.
+constexpr u64 kWorthReleasing = 4096;
+
 // softmax + top-k of tensors of one kind: all but the addresses that change from call to call, read from Python once.
 class Topk {
  public:
@@ -105,8 +114,7 @@ class Topk {
       : kind_{} {
     static_cast<LogitRows&>(kind_) = logit_rows(0, dtype, std::move(shape), std::move(logits_strides), temperature,
                                                 row_temperature, std::move(temperature_strides), 1, instruction_set);
-    elements_ = kind_.vocab_size;
-    for (const i64 size : kind_.sizes) elements_ *= u64(size);
+    elements_ = elements_of(kind_);
     kind_.k = k;
     kind_.value_kind = ValueKind(value_kind);
     kind_.normalize_over = NormalizeOver(normalize_over);
@@ -122,9 +130,8 @@ class Topk {
 
   void operator()(std::uintptr_t logits, std::uintptr_t values, std::uintptr_t indices, std::uintptr_t logsumexp,
                   std::uintptr_t beam_scores, u32 threads) const {
-    // To give it away and get it back takes as long as a short row.
     std::optional<nb::gil_scoped_release> without_gil;
-    if (elements_ > kShort) without_gil.emplace();
+    if (elements_ > kWorthReleasing) without_gil.emplace();
     Problem p = kind_;
     p.threads = threads;
     p.logits = pointer<const char>(logits);
@@ -136,28 +143,40 @@ class Topk {
   }
 
  private:
-  static constexpr u64 kShort = 4096;
-
   Problem kind_;
   u64 elements_;
 };
 
-// clang-format off: likewise
-void full_rows(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
-               double temperature, std::uintptr_t row_temperature, std::vector<i64> temperature_strides,
-               u32 kind, std::uintptr_t out, u32 out_dtype,
-               u32 threads, std::string_view instruction_set) {
-  // clang-format on
-  FullRowProblem p{};
-  static_cast<LogitRows&>(p) = logit_rows(logits, dtype, std::move(shape), std::move(logits_strides), temperature,
-                                          row_temperature, std::move(temperature_strides), threads, instruction_set);
-  p.out_dtype = DType(out_dtype);
-  p.kind = FullRowKind(kind);
-  p.out = pointer<char>(out);
+// softmax, log_softmax or logsumexp of full rows of tensors of one kind, likewise.
+class FullRows {
+ public:
+  // clang-format off: likewise
+  FullRows(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
+           double temperature, std::uintptr_t row_temperature, std::vector<i64> temperature_strides,
+           u32 kind, u32 out_dtype, std::string_view instruction_set)
+      // clang-format on
+      : kind_{} {
+    static_cast<LogitRows&>(kind_) = logit_rows(0, dtype, std::move(shape), std::move(logits_strides), temperature,
+                                                row_temperature, std::move(temperature_strides), 1, instruction_set);
+    elements_ = elements_of(kind_);
+    kind_.kind = FullRowKind(kind);
+    kind_.out_dtype = DType(out_dtype);
+  }
 
-  const nb::gil_scoped_release without_gil;
-  solve(p);
-}
+  void operator()(std::uintptr_t logits, std::uintptr_t out, u32 threads) const {
+    std::optional<nb::gil_scoped_release> without_gil;
+    if (elements_ > kWorthReleasing) without_gil.emplace();
+    FullRowProblem p = kind_;
+    p.threads = threads;
+    p.logits = pointer<const char>(logits);
+    p.out = pointer<char>(out);
+    solve(p);
+  }
+
+ private:
+  FullRowProblem kind_;
+  u64 elements_;
+};
 
 void ladder(u32 rung, u64 rows, u32 vocab_size, u32 k, std::uintptr_t x, std::uintptr_t y, std::uintptr_t values,
             std::uintptr_t indices, u32 threads) {
@@ -174,7 +193,9 @@ NB_MODULE(_cpu, module) {
       .def(nb::init<u32, Strides, Strides, double, std::uintptr_t, Strides, std::uintptr_t, u32, Strides, u32, u32, u32,
                     Strides, std::string_view>())
       .def("__call__", &Topk::operator());
-  module.def("full_rows", &full_rows);
+  nb::class_<FullRows>(module, "FullRows")
+      .def(nb::init<u32, Strides, Strides, double, std::uintptr_t, Strides, u32, u32, std::string_view>())
+      .def("__call__", &FullRows::operator());
   module.def("ladder", &ladder);
   module.def(
       "instruction_set", [] { return supported_kernels().front()->name; },

@@ -6,7 +6,18 @@
 
 namespace fused_topk::cpu {
 
+enum class FullRowKind : u32 { kSoftmax = 0, kLogSoftmax = 1, kLogSumExp = 2 };
+
+// Rows of at most this many elements are solved several at a time, by short_rows. A longer one fills the vector units by
+// itself.
+constexpr u32 kShortRow = 256;
+
 struct FullRowKernels {
+  // The results of whole rows, n <= kShortRow. x: [rows, n]. y: [rows, n] and may be x, or [rows] for kLogSumExp.
+  // exponential: with the reference 0. A row's result does not depend on the rows beside it.
+  void (*short_rows)(FullRowKind kind, const float* x, u32 rows, u32 n, const Exponential& exponential,
+                     double inverse_temperature, float* y);
+
   // The exponentials of x into terms, and their sum, as of sum_exp. x and terms: [n]; `next` likewise.
   double (*exp_terms)(const float* x, u32 n, const Exponential& exponential, float* terms, const void* next, u32 bytes);
 

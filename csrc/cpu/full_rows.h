@@ -2,11 +2,10 @@
 // What a call for full rows is asked to do. binding.cpp fills it in; full_rows.cpp does it.
 #pragma once
 
+#include "full_row_kernels.h"
 #include "logit_rows.h"
 
 namespace fused_topk::cpu {
-
-enum class FullRowKind : u32 { kSoftmax = 0, kLogSoftmax = 1, kLogSumExp = 2 };
 
 struct FullRowProblem : LogitRows {
   DType out_dtype;  // kFloat32 for kLogSumExp

@@ -31,12 +31,39 @@ constexpr float kInfinity = __builtin_huge_valf();
 
 inline Floats load(const float* x) { return *reinterpret_cast<const UnalignedFloats*>(x); }
 
-// x[0 .. n], the other lanes `fill`.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// All bits of the first n lanes.
+inline __m256i first_lanes(u32 n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+#endif
+
+// x[0 .. n], the other lanes `fill`; n < kLanes.
 inline Floats load_some(const float* x, u32 n, float fill) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_mask_loadu_ps(_mm512_set1_ps(fill), __mmask16((1u << n) - 1), x);
+#elif defined(__AVX2__)
+  const __m256i lanes = first_lanes(n);
+  return (Floats)_mm256_blendv_ps(_mm256_set1_ps(fill), _mm256_maskload_ps(x, lanes), _mm256_castsi256_ps(lanes));
+#else
   float lanes[kLanes];
   for (u32 i = 0; i < kLanes; ++i) lanes[i] = fill;
   __builtin_memcpy(lanes, x, n * sizeof(float));
   return load(lanes);
+#endif
+}
+
+inline void store_vector(float* y, Floats lanes) { *reinterpret_cast<UnalignedFloats*>(y) = lanes; }
+
+// The first n lanes; n <= kLanes.
+inline void store_some(float* y, u32 n, Floats lanes) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(y, __mmask16((1u << n) - 1), (__m512)lanes);
+#elif defined(__AVX2__)
+  _mm256_maskstore_ps(y, first_lanes(n), (__m256)lanes);
+#else
+  __builtin_memcpy(y, &lanes, n * sizeof(float));
+#endif
 }
 
 // Minus zero, so that -0 is broadcast as it is.
@@ -65,24 +92,75 @@ inline float float_of(u32 bits) {
 // b where one of the two is NaN.
 inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
 
-// Over the lanes, in halves: each step waits for the one before it, and there are four at the most.
+// The lower and the upper half of a vector's lanes.
+template <class HALF, class VECTOR>
+inline HALF half_of(const VECTOR& x, u32 which) {
+  static_assert(2 * sizeof(HALF) == sizeof(VECTOR));
+  HALF half;
+  __builtin_memcpy(&half, reinterpret_cast<const char*>(&x) + which * sizeof half, sizeof half);
+  return half;
+}
+
+typedef float Floats4 __attribute__((vector_size(16)));
+typedef float Floats8 __attribute__((vector_size(32)));
+typedef double Doubles4 __attribute__((vector_size(32)));
+typedef double Doubles8 __attribute__((vector_size(64)));
+
+// Four lanes with the greatest, and with the sum, of all: in halves, of which each step waits for the one before.
+inline Floats4 four_greatest(Floats4 x) { return x; }
+inline Doubles4 four_sums(Doubles4 x) { return x; }
+
+#if defined(__AVX2__)
+inline Floats4 four_greatest(Floats8 x) {
+  const auto low = half_of<Floats4>(x, 0), high = half_of<Floats4>(x, 1);
+  return low > high ? low : high;
+}
+
+inline Doubles4 four_sums(Doubles8 x) { return half_of<Doubles4>(x, 0) + half_of<Doubles4>(x, 1); }
+#endif
+
+#if defined(__AVX512F__)
+inline Floats4 four_greatest(Floats x) {
+  const auto low = half_of<Floats8>(x, 0), high = half_of<Floats8>(x, 1);
+  return four_greatest(low > high ? low : high);
+}
+
+inline Doubles4 four_sums(Doubles x) { return four_sums(half_of<Doubles8>(x, 0) + half_of<Doubles8>(x, 1)); }
+#endif
+
 inline float greatest_lane(Floats x) {
-  float lanes[kLanes];
-  __builtin_memcpy(lanes, &x, sizeof lanes);
-  for (u32 half = kLanes / 2; half > 0; half /= 2) {
-    for (u32 lane = 0; lane < half; ++lane)
-      lanes[lane] = lanes[lane] > lanes[lane + half] ? lanes[lane] : lanes[lane + half];
-  }
-  return lanes[0];
+  const Floats4 lanes = four_greatest(x);
+  const float even = lanes[0] > lanes[2] ? lanes[0] : lanes[2];
+  const float odd = lanes[1] > lanes[3] ? lanes[1] : lanes[3];
+  return even > odd ? even : odd;
 }
 
 inline double sum_of_lanes(Doubles x) {
-  double lanes[kLanes];
-  __builtin_memcpy(lanes, &x, sizeof lanes);
-  for (u32 half = kLanes / 2; half > 0; half /= 2) {
-    for (u32 lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  }
-  return lanes[0];
+  const Doubles4 lanes = four_sums(x);
+  return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+}
+
+// Lane r is the greatest lane of x[r].
+inline Floats4 greatest_lanes(const Floats (&x)[4]) {
+#if defined(__SSE2__)
+  __m128 a = four_greatest(x[0]), b = four_greatest(x[1]), c = four_greatest(x[2]), d = four_greatest(x[3]);
+  _MM_TRANSPOSE4_PS(a, b, c, d);
+  const Floats4 even = a > c ? a : c, odd = b > d ? b : d;
+  return even > odd ? even : odd;
+#else
+  return Floats4{greatest_lane(x[0]), greatest_lane(x[1]), greatest_lane(x[2]), greatest_lane(x[3])};
+#endif
+}
+
+// Lane r is the sum of the lanes of x[r].
+inline Doubles4 sums_of_lanes(const Doubles (&x)[4]) {
+#if defined(__AVX2__)
+  const __m256d first = _mm256_hadd_pd(four_sums(x[0]), four_sums(x[1]));
+  const __m256d last = _mm256_hadd_pd(four_sums(x[2]), four_sums(x[3]));
+  return Doubles4(_mm256_permute2f128_pd(first, last, 0x20)) + Doubles4(_mm256_permute2f128_pd(first, last, 0x31));
+#else
+  return Doubles4{sum_of_lanes(x[0]), sum_of_lanes(x[1]), sum_of_lanes(x[2]), sum_of_lanes(x[3])};
+#endif
 }
 
 // Relative error at most 2.7 units of 2^-24, beyond what the rounding of x - reference does to e^x:
