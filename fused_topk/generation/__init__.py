@@ -31,7 +31,8 @@ learn the processors and the configuration of a call. Without it generate() stay
 from . import penalties as penalties  # these add to the table of edits
 from . import timestamps as timestamps
 from .custom_generate import generate
-from .decoding import FusedDecoding, disable, enable, fused_decoding
+from .decoding import disable, enable, fused_decoding
+from .hooks import FusedDecoding
 from .logprobs import TokenLogprobs, next_token_topk, topk_logprobs
 from .statistics import Stats, stats
 from .warpers import FusedTopKLogitsProcessor

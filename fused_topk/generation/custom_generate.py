@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
 
-from .decoding import fused_decoding
+from .hooks import held
 from .session import SAMPLING, SEARCH, Options, Session, running
 
 
@@ -68,7 +68,7 @@ def generate(
 
     options = Options.checked(sampling, topk_per_step)
     session = Session(model, options)
-    with fused_decoding(model), running(session):
+    with held(model), running(session):
         result = loop(
             model,
             input_ids,

@@ -3,109 +3,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import GenerationMixin
 
-from ..problem import TopK
-from .session import Options, Session, running, session_of
+from .hooks import LOOKUP, FusedDecoding, Request, entered, set_enabled
+from .session import Options
 from .statistics import tell_once
-
-# The one private name of transformers: gives the processors of a loop, and is given its configuration.
-_LOOKUP = "_get_logits_processor"
-
-
-class FusedDecoding:
-    """What :func:`fused_decoding` gives.
-
-    topk: with topk_per_step=k, the steps of the last generate() call, each a TopK without any tensor of the vocabulary's
-        size. values: float32 [rows, k], log-probabilities of the model's own distribution, before processors and
-        warpers. indices: int64 [rows, k], their tokens, most probable first. logsumexp: float32 [rows], of the logits.
-        Rows are those of the model's input in that step: sequences, or with beams sequence * beams + beam, as in
-        `beam_indices`. Empty where a mode is not served.
-    """
-
-    def __init__(self) -> None:
-        self.topk: list[TopK] = []
-
-
-class _Hooks:
-    """The hooks of one module that can generate."""
-
-    def __init__(self, module: Any, options: Options, given: FusedDecoding) -> None:
-        self.options = options
-        self.given = given
-        self._module = module
-        self._generate: Callable[..., Any] = module.generate
-        self._get_logits_processor: Callable[..., Any] = getattr(module, _LOOKUP)
-        self._get_compiled_call: Callable[..., Any] | None = getattr(module, "get_compiled_call", None)
-        replacing = {"generate": _Generate(self, module.generate), _LOOKUP: self._wrapped_processors}
-        if self._get_compiled_call is not None:
-            replacing["get_compiled_call"] = self._wrapped_compiled_call
-        # Methods of the instance, in front of those of its class or of whoever replaced them before.
-        self._replaced = {name: module.__dict__.get(name) for name in replacing}
-        for name, method in replacing.items():
-            setattr(module, name, method)
-        self._handle = module.register_forward_hook(self._after_forward)
-
-    def remove(self) -> None:
-        self._handle.remove()
-        for name, method in self._replaced.items():
-            if method is None:
-                del self._module.__dict__[name]
-            else:
-                setattr(self._module, name, method)
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        reason = next((name for name in ("custom_generate", "assistant_model") if kwargs.get(name) is not None), None)
-        session = Session(self._module, self.options, reason)
-        with running(session):
-            result = self._generate(*args, **kwargs)
-        self.given.topk = session.topk
-        return result
-
-    def _wrapped_processors(self, *args: Any, **kwargs: Any) -> Any:
-        processors = self._get_logits_processor(*args, **kwargs)
-        session = session_of(self._module)
-        config = kwargs["generation_config"] if "generation_config" in kwargs else args[0]
-        return processors if session is None else session.begin(config, processors)
-
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        # In a compiled model the logits are not marked inside the graph but where they come out: _wrapped_compiled_call.
-        if torch.compiler.is_compiling():
-            return output
-        session = session_of(module)
-        return output if session is None else session.after_forward(output)
-
-    def _wrapped_compiled_call(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        assert self._get_compiled_call is not None
-        compiled = self._get_compiled_call(*args, **kwargs)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            session = session_of(self._module)
-            output = compiled(*args, **kwargs)
-            return output if session is None else session.after_forward(output)
-
-        return call
-
-
-class _Generate:
-    """The instance's generate(), with the signature and the docstring of the original."""
-
-    def __init__(self, hooks: _Hooks, original: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, original)
-        self._hooks = hooks
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._hooks.generate(*args, **kwargs)
-
-
-_ATTRIBUTE = "_fused_topk_hooks"
 
 
 def _generators(model: Any) -> list[Any]:
@@ -121,11 +28,19 @@ def _generators(model: Any) -> list[Any]:
     return found
 
 
+def _fusible(model: Any) -> list[Any]:
+    found = [module for module in _generators(model) if hasattr(module, LOOKUP)]
+    if not found:
+        tell_once(f"generate() stays stock: this version of transformers has no {LOOKUP}")
+    return found
+
+
 def enable(model: nn.Module, *, sampling: bool = False) -> None:
     """Makes the model's generate() calls take the fused path, until :func:`disable`.
 
     Beam search and greedy decoding give the sequences of the stock path; where logits tie, the smaller index. Calls of
-    the model outside generate() and other models are not touched. Can be called again to change the option.
+    the model outside generate() and other models are not touched. Can be called again to change the option. What is copied
+    or saved of the model, with copy, pickle or torch.save, is not enabled.
 
     Args:
         model: a transformers model, or one with such models as parts: each part that can generate is enabled.
@@ -139,21 +54,25 @@ def enable(model: nn.Module, *, sampling: bool = False) -> None:
         >>> enable(model)  # doctest: +SKIP
         >>> model.generate(**inputs, num_beams=4)  # doctest: +SKIP
     """
-    _enable(_generators(model), Options.checked(sampling, 0), FusedDecoding())
+    set_enabled(_fusible(model), Request(Options.checked(sampling, 0)))
 
 
 def disable(model: nn.Module) -> None:
-    """Undoes :func:`enable`. Does nothing to a model that is not enabled.
+    """Undoes :func:`enable`, also within a block, which goes on. Does nothing to a model that is not enabled.
 
     Raises:
         TypeError: not a model that can generate.
     """
-    _disable(_generators(model))
+    set_enabled(_generators(model), None)
 
 
 @contextmanager
 def fused_decoding(model: nn.Module, *, sampling: bool = False, topk_per_step: int = 0) -> Iterator[FusedDecoding]:
     """Makes the model's generate() calls in a with block take the fused path.
+
+    Blocks of several threads or tasks may overlap: a call takes the options of the innermost block that its own thread or
+    task is in. Where that is in none, it takes those of :func:`enable`, and where there are none either, those of the
+    block that another thread has entered last, such as that which started it; then the call is not recorded.
 
     Args:
         model: see :func:`enable`.
@@ -170,31 +89,6 @@ def fused_decoding(model: nn.Module, *, sampling: bool = False, topk_per_step: i
         >>> with fused_decoding(model):  # doctest: +SKIP
         ...     model.generate(**inputs, num_beams=4)
     """
-    options = Options.checked(sampling, topk_per_step)
-    modules = _generators(model)
-    hooks_of = {module: module.__dict__.get(_ATTRIBUTE) for module in modules}
-    before = {module: (hooks.options, hooks.given) for module, hooks in hooks_of.items() if hooks is not None}
-    given = FusedDecoding()
-    _enable(modules, options, given)
-    try:
-        yield given
-    finally:
-        _disable(modules)
-        for module, its in before.items():
-            setattr(module, _ATTRIBUTE, _Hooks(module, *its))
-
-
-def _enable(modules: list[Any], options: Options, given: FusedDecoding) -> None:
-    _disable(modules)
-    for module in modules:
-        if hasattr(module, _LOOKUP):
-            setattr(module, _ATTRIBUTE, _Hooks(module, options, given))
-        else:
-            tell_once(f"generate() stays stock: this version of transformers has no {_LOOKUP}")
-
-
-def _disable(modules: list[Any]) -> None:
-    for module in modules:
-        hooks = module.__dict__.pop(_ATTRIBUTE, None)
-        if hooks is not None:
-            hooks.remove()
+    block = Request(Options.checked(sampling, topk_per_step))
+    with entered(_fusible(model), block):
+        yield block.given

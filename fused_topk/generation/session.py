@@ -59,7 +59,7 @@ class Session:
         self._reason_of_call = reason
         # The same for the loop that runs; none does before its processors are known.
         self._reason: str | None = None
-        self._is_ready = False
+        self.has_begun = False
         # What greedy decoding and sampling keep for the user. The tensor of the step that runs, which may not have been used.
         self._records_logits = self.records_scores = False
         self._recorded: Recorded | None = None
@@ -71,7 +71,10 @@ class Session:
 
     def begin(self, config: GenerationConfig, processors: LogitsProcessorList) -> LogitsProcessorList:
         """Before a loop with that configuration; gives the processors that it is to use."""
-        self._is_ready = True
+        if isinstance(processors, _Processors):
+            # Somebody has wrapped a method of ours, and that has been wrapped again.
+            return processors
+        self.has_begun = True
         self._reason = self._reason_of_call or self._reason_of_loop(config)
         # Beam search takes copies for that: LazyScores.clone.
         is_kept = config.return_dict_in_generate and _mode(config) not in BEAMS
@@ -81,10 +84,10 @@ class Session:
 
     def after_forward(self, output: Any) -> Any:
         """Marks the logits that the model has returned."""
-        if not self._is_ready:
+        if not self.has_begun:
             return output
         logits = getattr(output, "logits", None)
-        if logits is None:
+        if logits is None or type(logits) is ModelLogits:
             return output
         reason = self._reason or self._unserved(logits)
         if reason is None:

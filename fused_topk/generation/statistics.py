@@ -8,6 +8,8 @@ import threading
 from collections import Counter
 from typing import NamedTuple
 
+import torch
+
 logger = logging.getLogger("fused_topk.generation")
 
 
@@ -59,6 +61,8 @@ def count_fused() -> None:
         _fused += 1
 
 
+# A graph cannot count: its runs would not be seen, only its compilation.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def count_fallback(reason: str) -> None:
     with _lock:
         _reasons[reason] += 1

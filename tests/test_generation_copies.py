@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of an enabled model, files that it is saved in, and other patches of its methods."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+import transformers
+from transformers import LogitsProcessorList
+
+from decoding import OPTIONS, one_thread, run, tiny  # noqa: F401
+from fused_topk.generation import disable, enable, fused_decoding
+
+STEPS = OPTIONS["max_new_tokens"]
+
+
+@pytest.fixture(name="model")
+def new_model():
+    """Never asked for attentions or hidden states: transformers then adds hooks of its own, which cannot be pickled."""
+    return tiny.__wrapped__("llama")
+
+
+def pickled(model):
+    data = pickle.dumps(model)
+    assert b"fused_topk" not in data
+    return pickle.loads(data)
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"fused_topk" not in file.getvalue()
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, pickled, saved], ids=lambda each: each.__name__
+)
+
+
+@COPIES
+def test_a_copy_of_an_enabled_model_is_not_enabled(model, duplicate):
+    attributes = model.__dict__.keys() - {"_forward_hooks"}
+    expected, _ = run(model)
+    enable(model)
+    other = duplicate(model)
+    assert other.__dict__.keys() - {"_forward_hooks"} == attributes
+    assert not other._forward_hooks
+    found, steps = run(other)
+    assert torch.equal(found, expected)
+    assert steps == (0, 0, {})
+    # Nor has either to do with the other.
+    assert run(model)[1] == (STEPS, 0, {})
+    enable(other)
+    disable(model)
+    assert run(other)[1] == (STEPS, 0, {})
+    assert run(model)[1] == (0, 0, {})
+    disable(other)
+    assert run(other)[1] == (0, 0, {})
+
+
+@COPIES
+def test_a_copy_within_a_call_is_not_enabled(model, duplicate):
+    copies = []
+
+    def keep(input_ids, scores):
+        copies.append(duplicate(model))
+        return scores
+
+    expected, _ = run(model)
+    with fused_decoding(model):
+        run(model, logits_processor=LogitsProcessorList([keep]), max_new_tokens=1)
+    found, steps = run(copies[0])
+    assert torch.equal(found, expected)
+    assert steps == (0, 0, {})
+
+
+@COPIES
+def test_a_copy_of_a_compiled_model_is_not_enabled(model, duplicate):
+    model.compile(backend="eager")
+    with fused_decoding(model):
+        other = duplicate(model)
+    assert run(other)[1] == (0, 0, {})
+
+
+def test_a_copy_keeps_the_hooks_and_methods_of_others(model):
+    def patched(**options):
+        return original(**{**options, "max_new_tokens": 2})
+
+    original = model.generate
+    model.generate = patched
+    handle = model.register_forward_hook(lambda *_: None)
+    enable(model)
+    other = copy.copy(model)
+    assert other.generate is patched
+    assert list(other._forward_hooks) == [handle.id]
+
+
+def test_a_method_that_was_replaced_before_is_called_and_put_back(model):
+    original = model.generate
+    calls = []
+
+    def patched(*args, **options):
+        calls.append(options)
+        return original(*args, **options)
+
+    model.generate = patched
+    with fused_decoding(model):
+        assert run(model)[1] == (STEPS, 0, {})
+    assert len(calls) == 1
+    assert model.__dict__["generate"] is patched
+
+
+@pytest.mark.parametrize("name", ["generate", "_get_logits_processor", "get_compiled_call", "__getstate__"])
+def test_a_method_that_is_replaced_later_stays(model, name):
+    enable(model)
+    below = getattr(model, name)
+    num_calls = 0
+
+    @functools.wraps(below)
+    def patched(*args, **options):
+        nonlocal num_calls
+        num_calls += 1
+        return below(*args, **options)
+
+    setattr(model, name, patched)
+    expected, steps = run(model)
+    assert steps == (STEPS, 0, {})
+    disable(model)
+    assert model.__dict__[name] is patched
+    # What it is in front of does nothing of its own any more.
+    found, steps = run(model)
+    assert torch.equal(found, expected)
+    assert steps == (0, 0, {})
+    # Both are served again, and count once.
+    for _ in range(2):
+        with fused_decoding(model):
+            found, steps = run(model)
+        assert torch.equal(found, expected)
+        assert steps == (STEPS, 0, {})
+        assert model.__dict__[name] is patched
+    assert num_calls == {"generate": 4, "_get_logits_processor": 4}.get(name, 0)
+
+
+def test_a_patched_generate_of_an_enabled_model_can_be_saved(model):
+    expected, _ = run(model, num_beams=3)
+    enable(model)
+    model.generate = functools.partial(model.generate, num_beams=3)
+    for duplicate in (copy.deepcopy, pickled):
+        found, steps = run(duplicate(model))
+        assert torch.equal(found, expected)
+        assert steps == (0, 0, {})
+
+
+def test_a_class_that_is_patched_while_its_model_is_enabled(model, monkeypatch):
+    enable(model)
+    monkeypatch.setattr(type(model), "generate", lambda self, **options: "patched", raising=False)
+    assert run(model)[0] == "patched"
+
+
+def test_generate_keeps_its_signature(model):
+    signature = inspect.signature(model.generate)
+    with fused_decoding(model):
+        assert inspect.signature(model.generate) == signature
+        assert model.generate.__doc__ == transformers.GenerationMixin.generate.__doc__
+
+
+def test_a_model_whose_hooks_somebody_has_cleared(model):
+    expected, _ = run(model)
+    enable(model)
+    model._forward_hooks.clear()
+    assert torch.equal(run(model)[0], expected)
+    assert run(model)[1] == (STEPS, 0, {})
+    disable(model)
+    assert not model._forward_hooks
+
+
+def test_an_enabled_model_is_freed(model):
+    other = copy.deepcopy(model)
+    enable(other)
+    run(other)
+    reference = weakref.ref(other)
+    del other
+    gc.collect()
+    assert reference() is None

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks, enable() and single calls of one model that overlap in threads and tasks: each gets what it asks for, and the
+model is as it was afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+from decoding import OPTIONS, inputs_for, one_thread, own_model, run  # noqa: F401
+from fused_topk.generation import disable, enable, fused_decoding, generate, stats
+
+STEPS = OPTIONS["max_new_tokens"]
+THREADS = 8
+
+
+@contextmanager
+def left_as_it_was(model):
+    """The attributes of the model and its forward hooks are the same objects after it as before."""
+
+    def state():
+        return dict(model.__dict__), dict(model._forward_hooks)
+
+    before = state()
+    yield
+    after = state()
+    assert [each.keys() for each in after] == [each.keys() for each in before]
+    assert all(each[name] is value for each, old in zip(after, before, strict=True) for name, value in old.items())
+
+
+def decode(model, **options):
+    with torch.no_grad():
+        return model.generate(**inputs_for(model), **{**OPTIONS, **options})
+
+
+@pytest.fixture
+def expected(model):
+    found = decode(model)
+    stats(reset=True)
+    return found
+
+
+def test_blocks_left_in_the_order_of_their_entry(model, expected):
+    with left_as_it_was(model):
+        first, second = fused_decoding(model, topk_per_step=2), fused_decoding(model, topk_per_step=3)
+        first_given, second_given = first.__enter__(), second.__enter__()
+        assert torch.equal(decode(model), expected)
+        first.__exit__(None, None, None)
+        assert [step.values.shape[1] for step in second_given.topk] == [3] * STEPS
+        assert first_given.topk == []
+        second_given.topk.clear()
+        assert torch.equal(decode(model), expected)
+        assert len(second_given.topk) == STEPS
+        second.__exit__(None, None, None)
+    assert stats(reset=True) == (2 * STEPS, 0, {})
+    assert run(model)[1] == (0, 0, {})
+
+
+def test_blocks_of_two_threads_have_their_own_options_and_records(model, expected):
+    gate = threading.Barrier(2, timeout=60)
+    found = {}
+
+    def work(k):
+        with fused_decoding(model, topk_per_step=k) as given:
+            gate.wait()
+            tokens = decode(model)
+            gate.wait()
+            found[k] = tokens, [step.values.shape[1] for step in given.topk]
+            # One leaves before the other decodes again.
+            if k == 2:
+                gate.wait()
+                found["second"] = decode(model)
+        if k == 1:
+            gate.wait()
+
+    with left_as_it_was(model), ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(work, k) for k in (1, 2)]:
+            each.result()
+    assert stats(reset=True) == (3 * STEPS, 0, {})
+    assert all(torch.equal(each, expected) for each in (found[1][0], found[2][0], found["second"]))
+    assert found[1][1] == [1] * STEPS
+    assert found[2][1] == [2] * STEPS
+
+
+def test_tasks_have_their_own_options_and_records(model, expected):
+    async def work(k):
+        with fused_decoding(model, topk_per_step=k) as given:
+            for _ in range(2):
+                await asyncio.sleep(0)
+                assert torch.equal(await asyncio.to_thread(decode, model), expected)
+                assert [step.values.shape[1] for step in given.topk] == [k] * STEPS
+
+    async def all_of_them():
+        await asyncio.gather(*(work(k) for k in range(1, 5)))
+
+    with left_as_it_was(model):
+        asyncio.run(all_of_them())
+    assert stats(reset=True) == (4 * 2 * STEPS, 0, {})
+
+
+def test_cancelled_tasks_leave_no_trace(model):
+    async def work():
+        with fused_decoding(model):
+            await asyncio.to_thread(decode, model)
+            await asyncio.sleep(60)
+
+    async def all_of_them():
+        tasks = [asyncio.create_task(work()) for _ in range(4)]
+        # Some are cancelled while their call runs in a thread, which goes on.
+        for task in tasks:
+            await asyncio.sleep(0.01)
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    with left_as_it_was(model):
+        # Waits for the threads at its end.
+        asyncio.run(all_of_them())
+    steps = stats(reset=True)
+    assert steps.fused % STEPS == 0 and steps.fallback == 0
+    assert run(model)[1] == (0, 0, {})
+
+
+def test_a_block_is_left_in_another_context_than_it_was_entered_in(model):
+    block = fused_decoding(model)
+    with left_as_it_was(model):
+        for step in (block.__enter__, lambda: block.__exit__(None, None, None)):
+            thread = threading.Thread(target=step)
+            thread.start()
+            thread.join()
+    assert run(model)[1] == (0, 0, {})
+
+
+def test_a_task_that_outlives_its_block_is_not_in_it(model):
+    async def both():
+        async def later():
+            await ended.wait()
+            return run(model)[1]
+
+        ended = asyncio.Event()
+        with fused_decoding(model):
+            task = asyncio.create_task(later())
+            await asyncio.sleep(0)
+        ended.set()
+        assert await task == (0, 0, {})
+
+    asyncio.run(both())
+
+
+@pytest.mark.parametrize("how", ["block", "disable"])
+def test_a_call_that_outlives_what_asked_for_it_stays_fused(model, expected, how):
+    is_running, may_go_on = threading.Event(), threading.Event()
+
+    class Waits:
+        def put(self, value):
+            is_running.set()
+            assert may_go_on.wait(60)
+
+        def end(self):
+            pass
+
+    def work():
+        with torch.no_grad():
+            return model.generate(
+                **{name: each[:1] for name, each in inputs_for(model).items()}, **OPTIONS, streamer=Waits()
+            )
+
+    with left_as_it_was(model), ThreadPoolExecutor(1) as pool:
+        if how == "block":
+            with fused_decoding(model):
+                found = pool.submit(work)
+                assert is_running.wait(60)
+        else:
+            enable(model)
+            found = pool.submit(work)
+            assert is_running.wait(60)
+            disable(model)
+        may_go_on.set()
+        assert torch.equal(found.result(), expected[:1])
+        assert stats(reset=True) == (STEPS, 0, {})
+
+
+def test_a_thread_that_was_started_in_a_block_is_fused_and_not_recorded(model, expected):
+    with fused_decoding(model, topk_per_step=2) as given, ThreadPoolExecutor(1) as pool:
+        decode(model)
+        before = given.topk
+        assert torch.equal(pool.submit(decode, model).result(), expected)
+        assert given.topk is before and len(before) == STEPS
+    assert stats(reset=True) == (2 * STEPS, 0, {})
+
+
+def test_a_block_does_not_change_the_options_of_other_threads(model):
+    enable(model, sampling=True)
+    with fused_decoding(model), ThreadPoolExecutor(1) as pool:
+        pool.submit(decode, model, do_sample=True).result()
+        assert stats(reset=True) == (STEPS, 0, {})
+        decode(model, do_sample=True)
+        assert stats(reset=True) == (0, STEPS, {"do_sample without sampling=True": STEPS})
+
+
+def test_enable_and_disable_within_a_block_hold_after_it(model):
+    with left_as_it_was(model):
+        with fused_decoding(model):
+            enable(model)
+        assert run(model)[1] == (STEPS, 0, {})
+        with fused_decoding(model):
+            disable(model)
+            assert run(model)[1] == (STEPS, 0, {}), "the block goes on"
+    assert run(model)[1] == (0, 0, {})
+
+
+class Failure(Exception):
+    pass
+
+
+def fail(input_ids, scores):
+    raise Failure
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
+    """In half of them the model is enabled throughout, so that every call is counted; in the others plain calls may be."""
+    is_enabled = seed % 2 == 0
+    num_counted, num_calls = [0] * THREADS, [0] * THREADS
+    start = threading.Barrier(THREADS, timeout=60)
+
+    def call(worker, is_asked_for, **options):
+        assert torch.equal(decode(model, **options), expected)
+        num_calls[worker] += 1
+        num_counted[worker] += is_asked_for
+
+    def in_block(worker, chance):
+        with ExitStack() as stack:
+            blocks = []
+            for k in chance.sample(range(1, 5), 2):
+                blocks.append((k, stack.enter_context(fused_decoding(model, topk_per_step=k))))
+                call(worker, True)
+                k, given = blocks[-1]
+                assert [step.values.shape[1] for step in given.topk] == [k] * STEPS
+            # The innermost has the record, the other keeps its own.
+            assert [len(given.topk) for _, given in blocks] == [STEPS, STEPS]
+
+    def failing(worker, chance):
+        with fused_decoding(model), suppress(Failure):
+            decode(model, logits_processor=[fail])
+            raise AssertionError("the call has not failed")
+
+    def in_tasks(worker, chance):
+        async def one():
+            with fused_decoding(model, topk_per_step=1) as given:
+                await asyncio.sleep(0)
+                call(worker, True)
+                assert len(given.topk) == STEPS
+
+        async def cancelled():
+            with fused_decoding(model):
+                await asyncio.sleep(60)
+
+        async def both():
+            tasks = [asyncio.create_task(each) for each in (one(), cancelled(), one())]
+            await asyncio.sleep(0)
+            tasks[1].cancel()
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+            assert found[0] is None and found[2] is None, found
+
+        asyncio.run(both())
+
+    actions = [
+        lambda worker, chance: call(worker, is_enabled),
+        lambda worker, chance: call(worker, True, custom_generate=generate),
+        lambda worker, chance: enable(model),
+        in_block,
+        failing,
+        in_tasks,
+    ]
+    if not is_enabled:
+        actions.append(lambda worker, chance: disable(model))
+
+    def work(worker):
+        chance = random.Random(f"{seed} {worker}")
+        start.wait()
+        for _ in range(4):
+            chance.choice(actions)(worker, chance)
+
+    with left_as_it_was(model):
+        if is_enabled:
+            enable(model)
+        with ThreadPoolExecutor(THREADS) as pool:
+            for each in [pool.submit(work, worker) for worker in range(THREADS)]:
+                each.result()
+        disable(model)
+    steps = stats(reset=True)
+    # A step of a failing call ends before its tokens are chosen.
+    num_failed = steps.reasons.pop("logits processor function", 0)
+    assert steps.reasons == {} and steps.fallback == num_failed
+    assert STEPS * sum(num_counted) <= steps.fused <= STEPS * sum(num_calls)
+    assert run(model)[1] == (0, 0, {})
+    assert torch.equal(decode(model), expected)
