@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -15,6 +16,7 @@ from transformers.generation import logits_process as stock
 
 from decoding import BOS, EOS, assert_fused, assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk import cpu
+from fused_topk.generation import fused_decoding
 from fused_topk.generation.edits import Plan
 from fused_topk.generation.selection import Rows, best, best_continuations, logsumexp
 
@@ -260,10 +262,22 @@ def test_no_allowed_token_left_is_for_the_stock_processor():
     assert steps.fused == 0 and list(steps.reasons) == ["no allowed token has a finite score"]
 
 
-def test_tokens_outside_the_vocabulary_are_left_to_the_stock_processor():
-    processors = [stock.SequenceBiasLogitsProcessor(sequence_bias(([VOCAB_SIZE + 3], 2.0)))]
-    logits = logits_of(torch.float32, False)
-    from fused_topk.generation.edits import NotSparse
+@pytest.mark.parametrize(
+    "options", [{"sequence_bias": [[[300], 2.0]]}, {"bad_words_ids": [[9], [8, 300]]}], ids="-".join
+)
+def test_tokens_outside_the_vocabulary_are_the_error_of_stock(options):
+    for block in (contextlib.nullcontext(), fused_decoding(tiny("llama"))):
+        with block, pytest.raises(ValueError, match="300"):
+            tiny("llama").generate(**inputs_for(tiny("llama")), **options)
 
-    with pytest.raises(NotSparse, match="outside the vocabulary"):
-        Plan(processors, False).edits(history(), Rows(logits, cpu), False)
+
+def test_an_empty_list_among_the_bad_words_is_what_it_is_in_stock():
+    options = {"bad_words_ids": [[9], [], [10, 11]], "max_new_tokens": 4, "do_sample": False}
+    found = []
+    for block in (contextlib.nullcontext(), fused_decoding(tiny("llama"))):
+        with block:
+            try:
+                found.append(tiny("llama").generate(**inputs_for(tiny("llama")), **options).tolist())
+            except IndexError as error:
+                found.append(str(error))
+    assert found[0] == found[1]

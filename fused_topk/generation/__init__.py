@@ -28,7 +28,8 @@ Beside public API (forward hooks, generate, get_compiled_call) one private name 
 learn the processors and the configuration of a call. Without it generate() stays stock, with one warning.
 """
 
-from . import penalties as penalties  # these add to the table of edits
+from . import biases as biases  # these add to the table of edits
+from . import penalties as penalties
 from . import timestamps as timestamps
 from .custom_generate import generate
 from .decoding import disable, enable, fused_decoding

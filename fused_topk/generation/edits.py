@@ -8,7 +8,6 @@ there: a subclass, or a later version with a further option, is left to the stoc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -47,21 +46,6 @@ class Penalty:
     def apply(self, ids: Tensor, scores: Tensor) -> Tensor:
         changed = torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
         return scores.where(packed.holds(self.scanned, ids), changed)
-
-
-class Bias:
-    """Numbers [R, n] are added to the scores of the tokens `sorted_ids` [1, n], ascending and distinct."""
-
-    replaces_row = False
-
-    def __init__(self, sorted_ids: Tensor, scanned: Tensor, bias: Tensor) -> None:
-        self.ids = sorted_ids
-        self.scanned = scanned
-        self._bias = bias
-
-    def apply(self, ids: Tensor, scores: Tensor) -> Tensor:
-        place = torch.searchsorted(self.ids[0], ids).clamp_(max=self.ids.shape[1] - 1)
-        return scores + self._bias.gather(1, place).where(self.ids[0][place] == ids, 0.0)
 
 
 class Force:
@@ -243,64 +227,6 @@ def _repetition_penalty(p: Any) -> Adapter | None:
     return adapter if p.logits_indices is None and p.cu_seq_lens_q is None else None
 
 
-def _sequence_bias(p: Any) -> Adapter | None:
-    biases: dict[tuple[int, ...], float] = p.sequence_bias
-    if not biases:
-        return lambda step: None
-    if all(bias == -math.inf for bias in biases.values()) and all(len(tokens) == 1 for tokens in biases):
-        banned = [tokens[0] for tokens in biases]
-        return _within_vocabulary(_suppress(banned, lambda step: True), max(banned))
-
-    last = sorted({tokens[-1] for tokens in biases})
-    place = {token: i for i, token in enumerate(last)}
-    made: dict[tuple[int, torch.device], tuple[Any, ...]] = {}
-
-    def prepare(vocab_size: int, device: torch.device) -> tuple[Any, ...]:
-        always = torch.zeros(len(last))
-        by_length: dict[int, list[tuple[tuple[int, ...], float]]] = {}
-        for tokens, bias in biases.items():
-            if len(tokens) == 1:
-                always[place[tokens[0]]] = bias
-            else:
-                by_length.setdefault(len(tokens) - 1, []).append((tokens, bias))
-        groups = [
-            (
-                length,
-                torch.tensor([tokens[:-1] for tokens, _ in group], device=device),
-                torch.tensor([place[tokens[-1]] for tokens, _ in group], device=device),
-                torch.tensor([bias for _, bias in group], dtype=torch.float32, device=device),
-            )
-            for length, group in by_length.items()
-        ]
-        ids = torch.tensor([last], device=device)
-        return ids, packed.all_but(last, vocab_size, device), always.to(device), groups
-
-    def adapter(step: Step) -> Edit | None:
-        ids, key = step.input_ids, (step.rows.vocab_size, step.rows.logits.device)
-        if key not in made:
-            made[key] = prepare(*key)
-        biased, scanned, always, groups = made[key]
-        bias = always.repeat(len(ids), 1)
-        for length, prefixes, places, numbers in groups:
-            if length <= ids.shape[1]:
-                is_match = (ids[:, None, -length:] == prefixes).all(-1)
-                bias.index_add_(1, places, numbers.where(is_match, 0.0))
-        return Bias(biased, scanned, bias)
-
-    return _within_vocabulary(adapter, max(max(tokens) for tokens in biases))
-
-
-def _within_vocabulary(adapter: Adapter, greatest: int) -> Adapter:
-    """Leaves the error for tokens outside the vocabulary to the stock processor."""
-
-    def checked(step: Step) -> Edit | None:
-        if greatest >= step.rows.vocab_size:
-            raise NotSparse("a token outside the vocabulary")
-        return adapter(step)
-
-    return checked
-
-
 def _forced(tokens: Any, applies: Callable[[Step], bool]) -> Adapter:
     listed = torch.as_tensor(tokens).flatten().unsqueeze(0)
     made: dict[torch.device, Force] = {}
@@ -347,7 +273,6 @@ def _known(*names: str) -> frozenset[str]:
     return frozenset(names)
 
 
-_BIAS = _known("sequence_bias", "length_1_bias", "multi_token_biases", "prepared_bias_variables")
 ADAPTERS: dict[type, tuple[Callable[[Any], Adapter | None], frozenset[str]]] = {
     stock.MinLengthLogitsProcessor: (_min_length, _known("min_length", "eos_token_id")),
     stock.MinNewTokensLengthLogitsProcessor: (
@@ -368,8 +293,6 @@ ADAPTERS: dict[type, tuple[Callable[[Any], Adapter | None], frozenset[str]]] = {
         _repetition_penalty,
         _known("penalty", "prompt_ignore_length", "logits_indices", "cu_seq_lens_q"),
     ),
-    stock.SequenceBiasLogitsProcessor: (_sequence_bias, _BIAS),
-    stock.NoBadWordsLogitsProcessor: (_sequence_bias, _BIAS | {"bad_word_ids"}),
     stock.ForcedBOSTokenLogitsProcessor: (_forced_bos, _known("bos_token_id")),
     stock.ForcedEOSTokenLogitsProcessor: (_forced_eos, _known("max_length", "eos_token_id")),
     stock.PrefixConstrainedLogitsProcessor: (
