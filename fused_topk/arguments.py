@@ -58,8 +58,9 @@ def check_logits(logits: Any) -> None:
 
 
 def _check_no_tangent(name: str, tensor: Tensor) -> None:
-    # Without this a derivative of zero would come out. Outside of jvp the level is -1.
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+    # Without this a derivative of zero would come out. Outside of jvp the level, a private name of torch, is -1.
+    may_be_dual = getattr(forward_ad, "_current_level", 0) >= 0
+    if may_be_dual and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
         raise RuntimeError(
             f"`{name}` must not carry a forward-mode derivative, got a dual tensor; use reverse mode: .backward() or "
             "torch.autograd.grad"

@@ -44,14 +44,20 @@ def _keys(*names: str) -> int:
     return functools.reduce(operator.or_, sets)
 
 
-# The dispatcher's keys that every dense CPU or CUDA tensor has, and every thread. Any other stands for something that
-# must see the call: a transform, a mode, a tracer, a subclass, a negation that is still to be done.
-_OTHER_TENSOR_KEYS = ~_keys(
-    "CPU", "AutogradCPU", "AutocastCPU", "CUDA", "AutogradCUDA", "AutocastCUDA", "ADInplaceOrView"
-)
-_OTHER_THREAD_KEYS = ~_keys("BackendSelect", "ADInplaceOrView")
-_keys_of_tensor = torch._C._dispatch_keys
-_keys_of_thread = torch._C._dispatch_tls_local_include_set
+try:
+    # The dispatcher's keys that every dense CPU or CUDA tensor has, and every thread. Any other stands for something that
+    # must see the call: a transform, a mode, a tracer, a subclass, a negation that is still to be done.
+    _OTHER_TENSOR_KEYS = ~_keys(
+        "CPU", "AutogradCPU", "AutocastCPU", "CUDA", "AutogradCUDA", "AutocastCUDA", "ADInplaceOrView"
+    )
+    _OTHER_THREAD_KEYS = ~_keys("BackendSelect", "ADInplaceOrView")
+    _keys_of_tensor = torch._C._dispatch_keys
+    _keys_of_thread = torch._C._dispatch_tls_local_include_set
+    _keys_of_tensor(torch.empty(0, device="cpu")).raw_repr(), _keys_of_thread().raw_repr(), forward_ad._current_level
+    _sees_keys = True
+except (AttributeError, TypeError):
+    # A version of torch that has other private names: every call then goes through the dispatcher.
+    _sees_keys = False
 
 
 def need_dispatcher(logits: Tensor, *others: Tensor | None) -> bool:
@@ -61,7 +67,8 @@ def need_dispatcher(logits: Tensor, *others: Tensor | None) -> bool:
     written in Python, and torch less than that for all of a short row.
     """
     return (
-        torch.compiler.is_compiling()
+        not _sees_keys
+        or torch.compiler.is_compiling()
         or forward_ad._current_level >= 0
         or _keys_of_thread().raw_repr() & _OTHER_THREAD_KEYS != 0
         # Written out for the one tensor that every call has, because a call of a short row takes 2 µs.

@@ -15,11 +15,14 @@ from torch import Tensor
 
 from . import full_row_operators, operators
 
-_is_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+# A private name of torch. Without it the Functions take every call but those that torch.compile traces: they serve all.
+_is_active: Callable[[], bool] = getattr(
+    torch._C, "_are_functorch_transforms_active", lambda: not torch.compiler.is_compiling()
+)
 
 
 def is_active() -> bool:
-    """Whether a transform of torch.func is under way. False too where this version of torch does not say."""
+    """Whether a transform of torch.func is under way, or may be."""
     return _is_active()
 
 

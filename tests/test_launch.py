@@ -28,7 +28,7 @@ def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "zeros", slow_zeros)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(cuda, "_raw_stream", lambda device: 7)
     monkeypatch.setattr(cuda, "_stream_tickets", {})
     monkeypatch.setattr(cuda, "_outgrown_tickets", [])
 

@@ -6,7 +6,7 @@ At every step of a loop this code is cold, and what a tensor's subclass costs to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,17 @@ from torch import Tensor
 from .stand_in import StandIn
 
 
+def _as_plain(func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    return Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call]
+
+
 class ModelLogits(Tensor):
     """The logits [R, length, V] that a model has returned: a real tensor, every operation on which gives plain tensors. Where
     a loop takes the last rows [R, V] in float32, it gets what `on_last(rows, these logits)` makes of them.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    # The same under a private name of torch, by which its C++ code knows it and saves the call.
+    __torch_function__: Any = getattr(torch._C, "_disabled_torch_function_impl", staticmethod(_as_plain))
 
     on_last: Callable[[Tensor, Tensor], Any]
 

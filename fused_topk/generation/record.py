@@ -45,8 +45,8 @@ class Recorded(Tensor):
             for value in (*args, *kwargs.values()):
                 if type(value) is cls:
                     value.end().dense(f"operation {func.__name__}")
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        # As for a plain tensor.
+        return Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call]
 
 
 _CHOICES: tuple[Callable[..., Any], ...] = (torch.argmax, F.softmax)
