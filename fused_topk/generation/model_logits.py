@@ -15,7 +15,9 @@ from torch import Tensor
 from .stand_in import StandIn
 
 
-def _as_plain(func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+def _as_plain(
+    func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
     return Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call]
 
 
