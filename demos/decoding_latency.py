@@ -23,13 +23,12 @@ try:
     import transformers
     import typer
     from rich.console import Console
-    from rich.markup import escape
     from torch import Tensor
     from tqdm import tqdm
 
-    import fused_topk.backends
     from causal_models import RANDOM_SHAPES, CausalModel, encode, from_disk, random_prompts, tiny, with_random_weights
     from decoding_report import Measurement, print_checks, print_table, print_texts, save_json, save_plot
+    from fused_topk import backends, cpu
     from generate_comparison import Comparison, compare
     from tiny_language_model import Recipe
 except ModuleNotFoundError as error:
@@ -71,7 +70,7 @@ def main(
     ] = 0,
     new_tokens: Annotated[int, typer.Option(help="Tokens to add to each prompt.")] = 64,
     prompt: Annotated[list[str], typer.Option(help="A prompt; may be given several times.")] = [],  # noqa: B006
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; by default a GPU where there is one.")] = "",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; by default a GPU where its kernels work.")] = "",
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16; by default bfloat16 on a GPU.")] = "",
     rounds: Annotated[int, typer.Option(help="Calls of generate() each way and mode.")] = 3,
     training_steps: Annotated[int, typer.Option(help="Of the tiny model: more give better text.")] = Recipe.steps,
@@ -102,6 +101,7 @@ def main(
 
     transformers.logging.set_verbosity_error()
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console.print(_kernels(place), markup=False)
     try:
         if model:
             chosen = from_disk(model, place, precision)
@@ -116,7 +116,6 @@ def main(
             else encode(chosen, texts, place)
         )
         _check_length(chosen, tokens.shape[1], new_tokens)
-        _say_if_not_native(console, place)
         measured, written = measure(
             chosen, tokens, mask, beams=beams, new_tokens=new_tokens, rounds=rounds, load_before=load_before
         )
@@ -181,7 +180,7 @@ def measure(
 
 def _device(name: str) -> torch.device:
     try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(name) if name else backends.best_device()
     except RuntimeError:
         _fail(f"`--device` must name a device of torch, got {name!r}; give cpu or cuda")
     if device.type not in ("cpu", "cuda"):
@@ -191,6 +190,10 @@ def _device(name: str) -> torch.device:
         if (device.index or 0) >= count:
             _fail(f"`--device` must be a GPU that torch sees (it sees {count}), got {name!r}; give --device cpu")
         device = torch.device("cuda", device.index or 0)
+    # Without its kernels nothing is fused, and there is nothing to measure.
+    if cause := backends.available(device)[device.type]:
+        _fail(f"`--device` must have kernels, got {str(device)!r}: {cause}")
+    if device.type == "cuda":
         # Kernels that torch itself launches go to the current device.
         torch.cuda.set_device(device)
     return device
@@ -213,11 +216,13 @@ def _check_length(chosen: CausalModel, prompt_length: int, new_tokens: int) -> N
         )
 
 
-def _say_if_not_native(console: Console, device: torch.device) -> None:
-    """Without its kernel nothing is fused, and there is nothing to measure."""
-    cause = fused_topk.backends.available()[device.type]
-    if cause:
-        console.print(f"[bold yellow]Note[/]: generate() stays stock, as there is no kernel: {escape(cause)}")
+def _kernels(device: torch.device) -> str:
+    """Which kernels choose the tokens. On a machine with a GPU also why not the GPU's."""
+    if device.type == "cuda":
+        return f"Kernels: the GPU's, on {torch.cuda.get_device_name(device)}."
+    line = f"Kernels: the CPU's ({cpu.instruction_set()})."
+    cause = backends.available()["cuda"]
+    return f"{line} The GPU's do not work here: {cause}." if cause and torch.cuda.is_available() else line
 
 
 def _repeated(prompts: list[str], batch: int) -> list[str]:

@@ -43,7 +43,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 @app.command(help=(__doc__ or "").partition("\n\n    ")[0])
 def main(
-    device: Annotated[str, typer.Option(help="cuda or cpu; by default a GPU where there is one.")] = "",
+    device: Annotated[str, typer.Option(help="cuda or cpu; by default a GPU where its kernels work.")] = "",
     most: Annotated[int, typer.Option(help="Leave out shapes of more elements than this.")] = 0,
     plot: Annotated[Path, typer.Option(help="Where the figure goes (PNG, SVG, PDF).")] = Path("out/ladder.png"),
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all numbers here.")] = None,
@@ -52,7 +52,7 @@ def main(
     if from_json:
         run = json.loads(from_json.read_text(encoding="utf-8"))
     else:
-        run = climb(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), most)
+        run = climb(torch.device(device) if device else backends.best_device(), most)
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     print_ladder(run, console)
     print_rows(run, console)

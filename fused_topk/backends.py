@@ -20,6 +20,12 @@ def available(device: torch.device | None = None) -> dict[str, str | None]:
     return {name: _cause(backend, device) for name, backend in _BACKENDS.items()}
 
 
+def best_device() -> torch.device:
+    """The first GPU if its kernels work, else the CPU."""
+    gpu = torch.device("cuda", 0)
+    return gpu if available(gpu)["cuda"] is None else torch.device("cpu")
+
+
 def _cause(backend: ModuleType, device: torch.device | None) -> str | None:
     if backend is cuda:
         return cuda.unavailable(device if device is not None and device.type == "cuda" else None)

@@ -50,10 +50,9 @@ def unavailable(device: torch.device | None = None) -> str | None:
     cause = _cupy_problem()
     if cause is not None:
         return cause
-    if device is not None and device.index is not None:
-        return _gpu_problem(device.index)
+    index = None if device is None else device.index
     try:
-        causes = [_gpu_problem(index) for index in range(torch.cuda.device_count())]
+        causes = [_gpu_problem(i) for i in (range(torch.cuda.device_count()) if index is None else [index])]
     except RuntimeError as error:
         return f"the GPU cannot be used ({str(error).partition(chr(10))[0]}); `nvidia-smi` may say more"
     return causes[0] if causes and all(causes) else None
@@ -384,8 +383,8 @@ def _cupy_problem() -> str | None:
     try:
         import cupy  # noqa: F401
     except ImportError as error:
-        toolkit = "cuda12" if (torch.version.cuda or "13").startswith("12") else "cuda13"
-        return f"CuPy cannot be imported ({error}); install it with `pip install 'fused_topk[{toolkit}]'`"
+        major = "12" if (torch.version.cuda or "13").startswith("12") else "13"
+        return f"CuPy cannot be imported ({error}); install it with `pip install 'cupy-cuda{major}x[ctk]'`"
     try:
         _nvrtc().getVersion()
     except Exception as error:
@@ -405,9 +404,8 @@ def _gpu_problem(index: int) -> str | None:
     if architecture < kernel_source.OLDEST_ARCHITECTURE:
         return f"{gpu}, and the kernels need {kernel_source.OLDEST_ARCHITECTURE / 10}; torch operations serve it"
     version = ".".join(map(str, nvrtc.getVersion()))
-    remedy = (
-        "an older one: pip install 'fused_topk[cuda12]'" if architecture < min(targets) else "a newer CuPy and NVRTC"
-    )
+    is_too_old = architecture < min(targets)
+    remedy = "cupy-cuda12x[ctk] in place of cupy-cuda13x" if is_too_old else "a newer CuPy and NVRTC"
     return f"{gpu}, for which NVRTC {version} does not compile; install {remedy}"
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from fused_topk import cuda
 
 for _package in ("transformers", "tokenizers", "typer", "rich", "tqdm", "matplotlib"):
     pytest.importorskip(_package, reason=f"the demos need {_package}: pip install 'fused_topk[demo]'")
@@ -70,6 +73,35 @@ def test_demo_decodes_plots_and_writes_its_numbers(tiny_model, tmp_path):
         assert mode["is_right"] and mode["fallbacks"] == {}
         # Two rounds of six steps, without the first of each.
         assert {way: len(each["steps"]) for way, each in mode["ways"].items()} == {"stock": 10, "fused": 10}
+
+
+@pytest.fixture
+def gpu_without_cupy(monkeypatch):
+    """torch sees a GPU, and nobody has installed CuPy."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    cuda._cupy_problem.cache_clear()
+    yield
+    cuda._cupy_problem.cache_clear()
+
+
+@pytest.mark.usefixtures("gpu_without_cupy")
+def test_demo_on_a_gpu_machine_without_cupy_takes_the_cpu(tiny_model, tmp_path):
+    """README.md's first command brings no CuPy."""
+    options = ("--new-tokens", 6, "--beams", 3, "--batch", 2, "--rounds", 1, "--output", tmp_path / "plot.png")
+    result = run_demo("--model", tiny_model, *options)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("Passed") == 3
+    said = " ".join(result.output.split())
+    assert re.search(r"Kernels: the CPU's \(\w+\)\. The GPU's do not work here: CuPy .*pip install 'cupy-cuda1", said)
+
+
+@pytest.mark.usefixtures("gpu_without_cupy")
+def test_demo_says_at_once_that_a_device_has_no_kernels(tiny_model):
+    result = run_demo("--model", tiny_model, "--device", "cuda")
+    assert result.exit_code == 2
+    assert "`--device` must have kernels, got 'cuda:0': CuPy cannot be imported" in result.output
 
 
 def test_demo_notices_wrong_results(tiny_model, monkeypatch, tmp_path):

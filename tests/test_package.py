@@ -60,7 +60,7 @@ def test_unavailable_says_cause_and_remedy():
         assert cause is None or (isinstance(cause, str) and len(cause) > 20 and "\n" not in cause)
 
 
-def test_cuda_without_cupy_names_the_extra():
+def test_cuda_without_cupy_names_the_package():
     code = """
         import sys
         sys.modules["cupy"] = None
@@ -69,7 +69,7 @@ def test_cuda_without_cupy_names_the_extra():
         from fused_topk import backends
         print(backends.available()["cuda"])
     """
-    assert re.search(r"CuPy.*fused_topk\[cuda1[23]\]", run_python(inspect.cleandoc(code)))
+    assert re.search(r"CuPy.*cupy-cuda1[23]x\[ctk\]", run_python(inspect.cleandoc(code)))
 
 
 def test_all_is_sorted_and_exists():

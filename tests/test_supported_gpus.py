@@ -27,7 +27,7 @@ def gpus(monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "targets", "cause"),
     [
-        ((7, 0), (75, 80, 90, 120), r"7\.0.*NVRTC 13\.5 does not compile.*cuda12"),
+        ((7, 0), (75, 80, 90, 120), r"7\.0.*NVRTC 13\.5 does not compile.*cupy-cuda12x"),
         ((6, 1), (50, 61, 70, 90), r"6\.1.*need 7\.0"),
         ((13, 0), (75, 90, 120), r"13\.0.*does not compile.*newer"),
         ((9, 0), (75, 90, 120), None),
@@ -52,7 +52,7 @@ def test_a_gpu_that_no_kernel_is_compiled_for_gets_torch_operations(gpus, capabi
 def test_each_gpu_counts_for_itself(gpus):
     gpus.capability[0] = (7, 0)
     assert [backends.pick(gpu, torch.float32, 8, None) for gpu in (FIRST, SECOND)] == [reference, cuda]
-    assert backends.available()["cuda"] is None
+    assert backends.available()["cuda"] is None and backends.best_device().type == "cpu"
     gpus.capability[1] = (6, 0)
     cuda._gpu_problem.cache_clear()
     assert "7.0" in backends.available()["cuda"]
@@ -73,7 +73,9 @@ def test_a_gpu_that_does_not_answer_is_a_cause(gpus, monkeypatch):
         raise RuntimeError("CUDA error: uncorrectable ECC error\nsee the log")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", broken)
-    assert "uncorrectable ECC error)" in backends.available()["cuda"]
+    for device in (None, SECOND):
+        assert "uncorrectable ECC error)" in backends.available(device)["cuda"]
+    assert backends.best_device().type == "cpu"
 
 
 def test_gpus_of_another_maker_get_torch_operations(gpus, monkeypatch):
