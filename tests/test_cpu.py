@@ -52,6 +52,74 @@ def test_cpu_instruction_sets_adversarial_rows(cpu, instruction_set, dtype, voca
         assert_topk(got, expected(entry, logits, k), logits, entry, row_names=list(rows))
 
 
+# Each width of the sorting network, k a power of two and not; rows that fill no group of elements, and the last routed.
+ROUTERS = [
+    (1, 1),
+    (2, 2),
+    (7, 3),
+    (8, 2),
+    (9, 8),
+    (16, 1),
+    (17, 6),
+    (60, 4),
+    (64, 8),
+    (160, 6),
+    (255, 5),
+    (256, 8),
+    (257, 8),
+]
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cpu_instruction_sets_routers(cpu, instruction_set, dtype):
+    """Rows side by side in the lanes of vectors, each kind of row beside others."""
+    for vocab_size, k in ROUTERS:
+        rows = adversarial_rows(vocab_size, k, DTYPES[dtype])
+        logits = torch.stack(list(rows.values()))
+        for entry, normalize in (
+            ("softmax_topk", "allowed"),
+            ("softmax_topk", "topk"),
+            ("log_softmax_topk", "all"),
+            ("log_softmax_topk", "topk"),
+            ("topk", "allowed"),
+        ):
+            for temperature in (1.0, 0.3):
+                if entry == "topk" and temperature != 1.0:
+                    continue
+                settings = {} if entry == "topk" else {"normalize": normalize, "temperature": temperature}
+                got = run(entry, logits, k, instruction_set, **settings)
+                want = expected(entry, logits, k, **settings)
+                assert_topk(got, want, logits, entry, temperature=temperature, row_names=list(rows))
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_cpu_routers_batch_changes_nothing(cpu, instruction_set):
+    """A row has the same bits beside any others, wherever and however it lies."""
+    for dtype in DTYPES.values():
+        for vocab_size, k in ROUTERS:
+            hostile = torch.stack(list(adversarial_rows(vocab_size, k, dtype).values()))
+            logits = torch.cat([hostile, random_logits(40, vocab_size, dtype=dtype)])
+            strided = torch.empty(2 * len(logits), 3 * vocab_size, dtype=dtype)[::2, ::3].copy_(logits)
+            for entry in ("softmax_topk", "topk"):
+                together = run(entry, logits, k, instruction_set)
+                for count in (1, 3, 8, 9):
+                    parts = [run(entry, part, k, instruction_set) for part in logits.split(count)]
+                    assert_same(TopK(*map(torch.cat, zip(*parts, strict=True))), together)
+                assert_same(run(entry, strided, k, instruction_set), together)
+                expanded = run(entry, logits.expand(2, *logits.shape), k, instruction_set)
+                assert_same(TopK(*(field[1] for field in expanded)), together)
+
+
+def test_cpu_routers_of_tiny_probabilities(cpu):
+    """Probabilities below those that the float32 exponential has."""
+    logits = torch.tensor([[0.0, -86.8, -87.5, -95.0, -103.0, -104.5]])
+    want = logits.double().softmax(-1)
+    for instruction_set in INSTRUCTION_SETS:
+        got = run("softmax_topk", logits, 6, instruction_set).values
+        assert ((got.double() - want).abs() <= 2.0**-22 * want + 2.0**-149).all()
+
+
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normalize", ["allowed", "all", "topk"])
@@ -139,8 +207,7 @@ def test_cpu_threads_do_not_race(tmp_path):
     folder = Path(__file__).parent
     sources = [path for path in (folder.parent / "csrc/cpu").glob("*.cpp") if path.name != "binding.cpp"]
     program = tmp_path / "rows"
-    options = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread", "-Wno-psabi"]
-    options += ["-DFUSED_TOPK_KERNELS=kBaselineKernels", "-DFUSED_TOPK_FULL_ROW_KERNELS=kBaselineFullRowKernels"]
+    options = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread", "-Wno-psabi", "-DFUSED_TOPK_SET=Baseline"]
     command = [compiler, *options, folder / "cpp/rows.cpp", *sources, "-o", program]
     built = subprocess.run(command, capture_output=True, text=True)
     if "libtsan" in built.stderr:

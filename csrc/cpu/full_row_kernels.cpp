@@ -2,111 +2,18 @@
 // One instruction set's table of full_row_kernels.h, built like vector_kernels.cpp.
 #include "full_row_kernels.h"
 
-#include "../normalizer.h"
-#include "vectors.h"
+#include "side_by_side.h"
 
 namespace fused_topk::cpu {
 namespace {
 
 constexpr u32 kGroup = 4 * kLanes;
-constexpr float kNaN = __builtin_nanf("");
 
 typedef u16 Shorts __attribute__((vector_size(2 * kLanes)));
 
-typedef unsigned long long Bits4 __attribute__((vector_size(32)));
-
-// log(d), 1 <= d < infinity, with an error of 2e-11. d = 2^exponent * f with f within a factor sqrt(2) of 1, and
-// log f = 2 atanh((f - 1) / (f + 1)).
-inline Doubles4 logarithm(Doubles4 d) {
-  constexpr unsigned long long kSqrtHalf = 0x3FE6A09E667F3BCDull;
-  const Bits4 exponent = ((Bits4)d - kSqrtHalf) >> 52;
-  const Doubles4 f = (Doubles4)((Bits4)d - (exponent << 52));
-  const Doubles4 s = (f - 1.0) / (f + 1.0);
-  const Doubles4 s2 = s * s;
-  Doubles4 series = s2 * (1.0 / 11) + 1.0 / 9;
-  series = series * s2 + 1.0 / 7;
-  series = series * s2 + 1.0 / 5;
-  series = series * s2 + 1.0 / 3;
-  series = series * s2 + 1.0;
-  // An integer below 2^52, in the low bits of 2^52.
-  const Doubles4 whole = (Doubles4)(exponent | 0x4330000000000000ull) - 0x1p52;
-  return whole * 0.6931471805599453 + 2.0 * s * series;
-}
-
-// Calls do_vectors(i, count) for the vectors of a row, [i, i + count) of it each: count = kLanes but for the last.
-template <class VECTORS>
-inline void for_each_vector(u32 n, const VECTORS& do_vectors) {
-  u32 i = 0;
-  for (; i + kLanes <= n; i += kLanes) do_vectors(i, kLanes);
-  if (i < n) do_vectors(i, n - i);
-}
-
-inline Floats load_lanes(const float* x, u32 count) {
-  return count == kLanes ? load(x) : load_some(x, count, -kInfinity);
-}
-
-inline void store_lanes(float* y, u32 count, Floats lanes) {
-  if (count == kLanes) {
-    store_vector(y, lanes);
-  } else {
-    store_some(y, count, lanes);
-  }
-}
-
-// Rows that lie side by side in the registers, so that the chain of operations of one fills the waits of the others.
-// Where fewer are left, the last one stands in for those that are missing: its result is written several times.
-constexpr u32 kRows = sizeof(Doubles4) / sizeof(double);
-
-struct ShortRows {
-  const float* x[kRows];
-  float* y[kRows];  // of kLogSumExp: one number each
-  u32 n;
-};
-
-// The exponentials of x relative to its reference, each row's into its y if `keep`, and their sums. A float32 lane adds up at most 4
-// of them before it goes on in float64, as in sum_of_exp.
-template <bool KEEP>
-inline Doubles4 sum_side_by_side(const ShortRows& rows, const float (&reference)[kRows], const Exponential& e) {
-  constexpr u32 kRun = 4 * kLanes;
-  Doubles total[kRows] = {};
-  for (u32 begin = 0; begin < rows.n; begin += kRun) {
-    Floats sum[kRows] = {};
-    for_each_vector(rows.n - begin < kRun ? rows.n - begin : kRun, [&](u32 i, u32 count) {
-      Floats terms[kRows];
-      for (u32 r = 0; r < kRows; ++r) terms[r] = load_lanes(rows.x[r] + begin + i, count) - reference[r];
-      exp_in_place(terms, e);
-      for (u32 r = 0; r < kRows; ++r) sum[r] += terms[r];
-      if (KEEP) {
-        for (u32 r = 0; r < kRows; ++r) store_lanes(rows.y[r] + begin + i, count, terms[r]);
-      }
-    });
-    for (u32 r = 0; r < kRows; ++r) total[r] += __builtin_convertvector(sum[r], Doubles);
-  }
-  return sums_of_lanes(total);
-}
-
-inline bool holds_nan(const float* x, u32 n) {
-  for (u32 i = 0; i < n; ++i) {
-    if (x[i] != x[i]) return true;
-  }
-  return false;
-}
-
-// What is known of kRows rows once their exponentials have been summed.
-struct Normalizers {
-  Floats4 m;  // the greatest logit that is not a NaN
-  Doubles4 d;
-  // d is NaN where a logit or the temperature is NaN, or a logit is +inf; 0 where all are -inf.
-  bool is_finite(u32 r) const { return d[r] >= 1.0; }
-};
-
 inline void write_logsumexp(const ShortRows& rows, const Normalizers& normalizers, double inverse) {
   const Doubles4 log_d = logarithm(normalizers.d);
-  for (u32 r = 0; r < kRows; ++r) {
-    const double m = normalizers.m[r] * inverse;
-    const double infinite = holds_nan(rows.x[r], rows.n) ? double(kNaN) : m;
-    *rows.y[r] = float(normalizers.is_finite(r) ? m + log_d[r] : infinite);
-  }
+  for (u32 r = 0; r < kRows; ++r) *rows.y[r] = logsumexp_of(normalizers, r, rows.x[r], rows.n, inverse, log_d[r]);
 }
 
 // No finite normalizer, no probabilities: NaN, as torch has it.
@@ -143,16 +50,7 @@ inline void solve_vectors(FullRowKind kind, const ShortRows& rows, const Exponen
 }
 
 inline void solve_side_by_side(FullRowKind kind, const ShortRows& rows, const Exponential& e, double inverse) {
-  Floats best[kRows];
-  for (u32 r = 0; r < kRows; ++r) best[r] = broadcast(-kInfinity);
-  for_each_vector(rows.n, [&](u32 i, u32 count) {
-    for (u32 r = 0; r < kRows; ++r) best[r] = greater(load_lanes(rows.x[r] + i, count), best[r]);
-  });
-  Normalizers normalizers{greatest_lanes(best), {}};
-  float reference[kRows];
-  for (u32 r = 0; r < kRows; ++r) reference[r] = reference_point(normalizers.m[r]);
-  normalizers.d = kind == FullRowKind::kSoftmax ? sum_side_by_side<true>(rows, reference, e)
-                                                : sum_side_by_side<false>(rows, reference, e);
+  const Normalizers normalizers = kind == FullRowKind::kSoftmax ? normalize<true>(rows, e) : normalize<false>(rows, e);
   if (kind == FullRowKind::kLogSumExp) {
     write_logsumexp(rows, normalizers, inverse);
     return;
@@ -169,7 +67,8 @@ inline void solve_side_by_side(FullRowKind kind, const ShortRows& rows, const Ex
     for_each_vector(rows.n, [&](u32 i, u32 count) {
       Floats y[kRows];
       for (u32 r = 0; r < kRows; ++r)
-        y[r] = (load_lanes(rows.x[r] + i, count) - reference[r]) * float(inverse) - float(log_d[r]);
+        y[r] =
+            (load_lanes(rows.x[r] + i, count) - reference_point(normalizers.m[r])) * float(inverse) - float(log_d[r]);
       for (u32 r = 0; r < kRows; ++r) store_lanes(rows.y[r] + i, count, y[r]);
     });
   }
@@ -286,7 +185,7 @@ void store_float16(const float* y, u32 n, void* destination) {
 }  // namespace
 
 // clang-format off: one a line
-extern const FullRowKernels FUSED_TOPK_FULL_ROW_KERNELS = {
+extern const FullRowKernels FUSED_TOPK_TABLE(FullRowKernels) = {
     short_rows,
     exp_terms,
     scale,

@@ -106,34 +106,18 @@ struct Solver {
   // A task is as many rows as a workspace holds.
   void solve_short_rows() const {
     const u64 rows_at_once = kBlock / problem.vocab_size;
-    const u64 tasks = (rows - 1) / rows_at_once + 1;
-    const bool are_adjacent = rows_are_adjacent();
-    for_each_task(rows ? tasks : 0, 1, [&](u64 task, Workspace& workspace) {
+    for_each_task((rows + rows_at_once - 1) / rows_at_once, 1, [&](u64 task, Workspace& workspace) {
       const u64 first = task * rows_at_once;
-      solve_short_rows(first, u32(std::min(rows - first, rows_at_once)), are_adjacent, workspace);
+      solve_short_rows(first, u32(std::min(rows - first, rows_at_once)), workspace.buffer);
     });
   }
 
-  void solve_short_rows(u64 first, u32 count, bool are_adjacent, Workspace& workspace) const {
+  void solve_short_rows(u64 first, u32 count, float* buffer) const {
     const u32 n = problem.vocab_size;
-    const float* x = workspace.buffer;  // [count, n]
-    if (are_adjacent) {
-      const char* const source = logits_of(first);
-      if (is_read_in_place(source)) {
-        x = reinterpret_cast<const float*>(source);
-      } else {
-        kernels.load[problem.dtype](source, 1, count * n, workspace.buffer);
-      }
-    } else {
-      for (u32 row = 0; row < count; ++row) {
-        kernels.load[problem.dtype](logits_of(first + row), problem.logits_element_stride, n,
-                                    workspace.buffer + row * n);
-      }
-    }
+    const float* const x = read_rows(problem, first, count, buffer);  // [count, n]
     const u32 width = problem.kind == FullRowKind::kLogSumExp ? 1 : n;
     char* const out = problem.out + first * width * kItemSize[problem.out_dtype];
-    float* const y =
-        problem.out_dtype == kFloat32 ? reinterpret_cast<float*>(out) : workspace.buffer;  // [count, width]
+    float* const y = problem.out_dtype == kFloat32 ? reinterpret_cast<float*>(out) : buffer;  // [count, width]
     const FullRowKernels& full_rows = *kernels.full_rows;
     if (!problem.row_temperature) {
       full_rows.short_rows(problem.kind, x, count, n, temperature.exponential, temperature.inverse, y);
@@ -144,16 +128,6 @@ struct Solver {
       }
     }
     if (problem.out_dtype != kFloat32) full_rows.store[problem.out_dtype](y, count * n, out);
-  }
-
-  // Whether all logits lie one after the other.
-  bool rows_are_adjacent() const {
-    i64 stride = problem.vocab_size;
-    for (size_t dim = problem.sizes.size(); dim-- > 0;) {
-      if (problem.sizes[dim] != 1 && problem.logits_strides[dim] != stride) return false;
-      stride *= problem.sizes[dim];
-    }
-    return problem.logits_element_stride == 1;
   }
 
   // Calls do_task(task, the thread's workspace) for all tasks.
@@ -183,16 +157,6 @@ struct Solver {
     return Temperature(problem.row_temperature[offset_of(row, problem.sizes, problem.temperature_strides)]);
   }
 
-  const char* logits_of(u64 row) const {
-    return problem.logits + offset_of(row, problem.sizes, problem.logits_strides) * kItemSize[problem.dtype];
-  }
-
-  // float32 as the loops want it is read where it lies.
-  bool is_read_in_place(const char* logits) const {
-    return problem.dtype == kFloat32 && problem.logits_element_stride == 1 &&
-           reinterpret_cast<std::uintptr_t>(logits) % alignof(float) == 0;
-  }
-
   char* out_of(u64 row) const { return problem.out + row * problem.vocab_size * kItemSize[problem.out_dtype]; }
 
   // By the length of a row alone, so that its bits depend on nothing else.
@@ -213,8 +177,8 @@ struct Solver {
   void for_each_block(u64 row, u32 first, u32 end, Workspace& workspace, const BLOCK& do_block) const {
     const i64 item_size = kItemSize[problem.dtype];
     const i64 step = problem.logits_element_stride * item_size;
-    const char* const logits = logits_of(row);
-    const bool in_place = is_read_in_place(logits);
+    const char* const logits = logits_of(problem, row);
+    const bool in_place = is_read_in_place(problem, logits);
     for (u32 block = first; block < end; ++block) {
       const u32 begin = block * kBlock;
       const u32 n = std::min(kBlock, problem.vocab_size - begin);

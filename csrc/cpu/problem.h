@@ -3,13 +3,11 @@
 #pragma once
 
 #include "logit_rows.h"
+#include "router_kernels.h"
 
 namespace fused_topk::cpu {
 
 enum class MaskKind : u32 { kNone = 0, kBools = 1, kBits = 2 };
-enum class ValueKind : u32 { kLogits = 0, kProbabilities = 1, kLogProbabilities = 2 };
-// What the probabilities are relative to: the allowed tokens, the whole row, or the k chosen.
-enum class NormalizeOver : u32 { kAllowed = 0, kAll = 1, kTopK = 2 };
 
 struct Problem : LogitRows {
   u32 k;

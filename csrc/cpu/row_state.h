@@ -4,12 +4,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <limits>
 #include <vector>
 
 #include "../normalizer.h"
-#include "vector_kernels.h"
+#include "logit_rows.h"
 
 namespace fused_topk::cpu {
 
@@ -65,6 +66,40 @@ inline i64 offset_of(u64 row, const std::vector<i64>& sizes, const std::vector<i
     row = outer;
   }
   return offset;
+}
+
+inline const char* logits_of(const LogitRows& rows, u64 row) {
+  return rows.logits + offset_of(row, rows.sizes, rows.logits_strides) * kItemSize[rows.dtype];
+}
+
+// float32 as the loops want it is read where it lies.
+inline bool is_read_in_place(const LogitRows& rows, const char* logits) {
+  return rows.dtype == kFloat32 && rows.logits_element_stride == 1 &&
+         reinterpret_cast<std::uintptr_t>(logits) % alignof(float) == 0;
+}
+
+// Whether all logits lie one after the other.
+inline bool are_adjacent(const LogitRows& rows) {
+  i64 stride = rows.vocab_size;
+  for (size_t dim = rows.sizes.size(); dim-- > 0;) {
+    if (rows.sizes[dim] != 1 && rows.logits_strides[dim] != stride) return false;
+    stride *= rows.sizes[dim];
+  }
+  return rows.logits_element_stride == 1;
+}
+
+// Rows first .. first + count as floats, [count, vocab_size]: where they lie, or in the buffer, which holds them all.
+inline const float* read_rows(const LogitRows& rows, u64 first, u32 count, float* buffer) {
+  const u32 n = rows.vocab_size;
+  const auto load = rows.kernels->load[rows.dtype];
+  if (!are_adjacent(rows)) {
+    for (u32 i = 0; i < count; ++i) load(logits_of(rows, first + i), rows.logits_element_stride, n, buffer + i * n);
+    return buffer;
+  }
+  const char* const source = logits_of(rows, first);
+  if (is_read_in_place(rows, source)) return reinterpret_cast<const float*>(source);
+  load(source, 1, count * n, buffer);
+  return buffer;
 }
 
 }  // namespace fused_topk::cpu

@@ -7,6 +7,8 @@
 // last bit: the k best are exact, and a row's normalizer is the sum of its blocks' normalizers in their order, whoever
 // computed them.
 //
+// The short rows of an expert router are solved several at a time, by router_kernels.cpp.
+//
 // Error of logsumexp and log-probabilities: d is off by at most 7.7 units of 2^-24 (exp_in_place and sum_exp in
 // vector_kernels.cpp), beyond what the rounding of x - m does. That changes log d by at most the mean of |x - m| / T
 // under the row's probabilities, which is its entropy less log d, at most log V, in the same unit; for most float16 and
@@ -120,6 +122,10 @@ struct Solver {
 
   void run() {
     if (rows == 0) return;
+    if (is_routed()) {
+      route();
+      return;
+    }
     const u64 tasks = rows * parts;
     run_on_threads(u32(std::min<u64>(threads(), tasks)), [this, tasks] {
       Workspace workspace(*this);
@@ -130,6 +136,46 @@ struct Solver {
         for (u64 task = first; task < end; ++task) do_part(task / parts, u32(task % parts), workspace);
       }
     });
+  }
+
+  // By what is asked of a row alone, so that its bits depend on nothing else.
+  bool is_routed() const {
+    return problem.vocab_size <= kMostExperts && problem.k <= kMostChosen && !problem.mask && !problem.beam_scores &&
+           !problem.row_temperature;
+  }
+
+  // The rows of an expert router. A task is as many as a buffer holds.
+  void route() {
+    const u64 rows_at_once = kBlock / problem.vocab_size;
+    const u64 tasks = (rows + rows_at_once - 1) / rows_at_once;
+    run_on_threads(u32(std::min<u64>(threads(), tasks)), [this, tasks, rows_at_once] {
+      alignas(64) float buffer[kBlock];
+      for (;;) {
+        const u64 first = next_task.fetch_add(1, std::memory_order_relaxed) * rows_at_once;
+        if (first >= tasks * rows_at_once) return;
+        route(first, u32(std::min(rows - first, rows_at_once)), buffer);
+      }
+    });
+  }
+
+  void route(u64 first, u32 count, float* buffer) const {
+    const Problem& p = problem;
+    const Temperature t(p.temperature);
+    i64* const indices = p.indices + first * k;
+    const bool are_logits = p.value_kind == ValueKind::kLogits;
+    p.kernels->router->route({read_rows(p, first, count, buffer), count, p.vocab_size, k, t.exponential, t.inverse,
+                              p.value_kind, p.normalize_over,
+                              are_logits ? nullptr : static_cast<float*>(p.values) + first * k, indices,
+                              p.logsumexp + first});
+    if (!are_logits) return;
+    const u32 item_size = kItemSize[p.dtype];
+    char* value = static_cast<char*>(p.values) + first * k * item_size;
+    for (u32 row = 0; row < count; ++row) {
+      const char* const logits = logits_of(p, first + row);
+      for (u32 i = 0; i < k; ++i, value += item_size) {
+        std::memcpy(value, logits + indices[row * k + i] * p.logits_element_stride * item_size, item_size);
+      }
+    }
   }
 
   Row row_at(u64 number) const {
@@ -174,8 +220,7 @@ struct Solver {
     const bool mask_later = row.mask && !mask_first;
     const i64 step = p.logits_element_stride * kItemSize[p.dtype];
     // float32 as the loops want it is read where it lies.
-    const bool in_place = p.dtype == kFloat32 && p.logits_element_stride == 1 && !row.mask &&
-                          reinterpret_cast<std::uintptr_t>(row.logits) % alignof(float) == 0;
+    const bool in_place = !row.mask && is_read_in_place(p, row.logits);
     Exponential exponential = row.temperature.exponential;
 
     for (u32 block = first; block < end; ++block) {

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// One instruction set's table of vector_kernels.h: built with -DFUSED_TOPK_KERNELS=<name of the table> and the
+// One instruction set's table of vector_kernels.h: built with -DFUSED_TOPK_SET=<Baseline, Avx2 or Avx512> and the
 // compiler's options for that set. Written with the vector types of vectors.h; intrinsics only where those have no
 // word for it (comparisons to a bit mask, conversion from float16). Everything but the table has internal linkage.
 #include "vector_kernels.h"
 
 #include "full_row_kernels.h"
+#include "router_kernels.h"
 #include "vectors.h"
 
 namespace fused_topk::cpu {
@@ -294,7 +295,7 @@ u32 append_candidates(const float* x, u32 begin, u32 n, u32 first_index, float t
 #endif
 
 // clang-format off: one a line
-extern const VectorKernels FUSED_TOPK_KERNELS = {
+extern const VectorKernels FUSED_TOPK_TABLE(Kernels) = {
     FUSED_TOPK_NAME,
     {load_float32, load_float16, load_bfloat16},
     mask_bools,
@@ -306,7 +307,8 @@ extern const VectorKernels FUSED_TOPK_KERNELS = {
     append_candidates,
     keep_best,
     sort_few,
-    &FUSED_TOPK_FULL_ROW_KERNELS,
+    &FUSED_TOPK_TABLE(FullRowKernels),
+    &FUSED_TOPK_TABLE(RouterKernels),
 };
 // clang-format on
 

@@ -31,6 +31,7 @@ struct Exponential {
 };
 
 struct FullRowKernels;
+struct RouterKernels;
 
 struct VectorKernels {
   const char* name;
@@ -70,6 +71,7 @@ struct VectorKernels {
   void (*sort_few)(const u64* list, u32 size, u64* sorted);
 
   const FullRowKernels* full_rows;
+  const RouterKernels* router;
 };
 
 // Comparing each with each grows with the square.

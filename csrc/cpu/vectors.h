@@ -9,6 +9,11 @@
 #include <immintrin.h>
 #endif
 
+// The name of this instruction set's table of a kind: kAvx2Kernels for FUSED_TOPK_TABLE(Kernels).
+#define FUSED_TOPK_JOIN(set, kind) k##set##kind
+#define FUSED_TOPK_JOIN_EXPANDED(set, kind) FUSED_TOPK_JOIN(set, kind)
+#define FUSED_TOPK_TABLE(kind) FUSED_TOPK_JOIN_EXPANDED(FUSED_TOPK_SET, kind)
+
 namespace fused_topk::cpu {
 namespace {
 

@@ -11,7 +11,7 @@ trap 'rm -rf "$work"' EXIT
 
 mapfile -t sources < <(find csrc/cpu -name '*.cpp' ! -name binding.cpp)
 aarch64-linux-gnu-g++ -std=c++17 -O3 -fno-math-errno -Wall -Wextra -static -pthread \
-  -DFUSED_TOPK_KERNELS=kBaselineKernels -DFUSED_TOPK_FULL_ROW_KERNELS=kBaselineFullRowKernels \
+  -DFUSED_TOPK_SET=Baseline \
   tests/cpp/rows.cpp "${sources[@]}" -o "$work/rows"
 run=(qemu-aarch64)
 if [[ $(uname -m) == aarch64 ]]; then run=(); fi

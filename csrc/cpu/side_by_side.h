@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+// Short rows, several at a time: a row alone is a chain of operations that each wait for the one before, and too short to
+// fill the waits. Only for the files that are compiled once per instruction set, like vectors.h.
+#pragma once
+
+#include "../normalizer.h"
+#include "vectors.h"
+
+namespace fused_topk::cpu {
+namespace {
+
+constexpr float kNaN = __builtin_nanf("");
+
+typedef unsigned long long Bits4 __attribute__((vector_size(32)));
+
+// log(d), 1 <= d < infinity, with an error of 2e-11. d = 2^exponent * f with f within a factor sqrt(2) of 1, and
+// log f = 2 atanh((f - 1) / (f + 1)).
+inline Doubles4 logarithm(Doubles4 d) {
+  constexpr unsigned long long kSqrtHalf = 0x3FE6A09E667F3BCDull;
+  const Bits4 exponent = ((Bits4)d - kSqrtHalf) >> 52;
+  const Doubles4 f = (Doubles4)((Bits4)d - (exponent << 52));
+  const Doubles4 s = (f - 1.0) / (f + 1.0);
+  const Doubles4 s2 = s * s;
+  Doubles4 series = s2 * (1.0 / 11) + 1.0 / 9;
+  series = series * s2 + 1.0 / 7;
+  series = series * s2 + 1.0 / 5;
+  series = series * s2 + 1.0 / 3;
+  series = series * s2 + 1.0;
+  // An integer below 2^52, in the low bits of 2^52.
+  const Doubles4 whole = (Doubles4)(exponent | 0x4330000000000000ull) - 0x1p52;
+  return whole * 0.6931471805599453 + 2.0 * s * series;
+}
+
+// Calls do_vectors(i, count) for the vectors of a row, [i, i + count) of it each: count = kLanes but for the last.
+template <class VECTORS>
+inline void for_each_vector(u32 n, const VECTORS& do_vectors) {
+  u32 i = 0;
+  for (; i + kLanes <= n; i += kLanes) do_vectors(i, kLanes);
+  if (i < n) do_vectors(i, n - i);
+}
+
+inline Floats load_lanes(const float* x, u32 count) {
+  return count == kLanes ? load(x) : load_some(x, count, -kInfinity);
+}
+
+inline void store_lanes(float* y, u32 count, Floats lanes) {
+  if (count == kLanes) {
+    store_vector(y, lanes);
+  } else {
+    store_some(y, count, lanes);
+  }
+}
+
+// Rows that lie side by side in the registers, so that the chain of operations of one fills the waits of the others.
+// Where fewer are left, the last one stands in for those that are missing: its result is written several times.
+constexpr u32 kRows = sizeof(Doubles4) / sizeof(double);
+
+struct ShortRows {
+  const float* x[kRows];
+  float* y[kRows];  // of kLogSumExp: one number each
+  u32 n;
+};
+
+// The exponentials of x relative to its reference, and their sums. KEEP: each row's go into its y. A float32 lane adds up at most 4
+// of them before it goes on in float64, as in sum_of_exp.
+template <bool KEEP>
+inline Doubles4 sum_side_by_side(const ShortRows& rows, const float (&reference)[kRows], const Exponential& e) {
+  constexpr u32 kRun = 4 * kLanes;
+  Doubles total[kRows] = {};
+  for (u32 begin = 0; begin < rows.n; begin += kRun) {
+    Floats sum[kRows] = {};
+    for_each_vector(rows.n - begin < kRun ? rows.n - begin : kRun, [&](u32 i, u32 count) {
+      Floats terms[kRows];
+      for (u32 r = 0; r < kRows; ++r) terms[r] = load_lanes(rows.x[r] + begin + i, count) - reference[r];
+      exp_in_place(terms, e);
+      for (u32 r = 0; r < kRows; ++r) sum[r] += terms[r];
+      if (KEEP) {
+        for (u32 r = 0; r < kRows; ++r) store_lanes(rows.y[r] + begin + i, count, terms[r]);
+      }
+    });
+    for (u32 r = 0; r < kRows; ++r) total[r] += __builtin_convertvector(sum[r], Doubles);
+  }
+  return sums_of_lanes(total);
+}
+
+// What is known of kRows rows once their exponentials have been summed.
+struct Normalizers {
+  Floats4 m;  // the greatest logit that is not a NaN
+  Doubles4 d;
+  // d is NaN where a logit or the temperature is NaN, or a logit is +inf; 0 where all are -inf.
+  bool is_finite(u32 r) const { return d[r] >= 1.0; }
+};
+
+// The normalizers of rows. KEEP: the exponentials, relative to m, go into each row's y.
+template <bool KEEP>
+inline Normalizers normalize(const ShortRows& rows, const Exponential& e) {
+  Floats best[kRows];
+  for (u32 r = 0; r < kRows; ++r) best[r] = broadcast(-kInfinity);
+  // A NaN is the first operand, so that the other one is kept.
+  for_each_vector(rows.n, [&](u32 i, u32 count) {
+    for (u32 r = 0; r < kRows; ++r) best[r] = greater(load_lanes(rows.x[r] + i, count), best[r]);
+  });
+  const Floats4 m = greatest_lanes(best);
+  const float reference[kRows] = {reference_point(m[0]), reference_point(m[1]), reference_point(m[2]),
+                                  reference_point(m[3])};
+  return {m, sum_side_by_side<KEEP>(rows, reference, e)};
+}
+
+inline bool holds_nan(const float* x, u32 n) {
+  for (u32 i = 0; i < n; ++i) {
+    if (x[i] != x[i]) return true;
+  }
+  return false;
+}
+
+// log_d: of row r, if its normalizer is finite.
+inline float logsumexp_of(const Normalizers& normalizers, u32 r, const float* x, u32 n, double inverse, double log_d) {
+  const double m = normalizers.m[r] * inverse;
+  if (normalizers.is_finite(r)) return float(m + log_d);
+  return holds_nan(x, n) ? kNaN : float(m);
+}
+
+}  // namespace
+}  // namespace fused_topk::cpu
