@@ -198,7 +198,9 @@ def greedy(processors, logits):
     lazy = LazyScores.of(Rows(logits, cpu), logits.unsqueeze(1))
     stats(reset=True)
     plan = Plan(processors, False)
-    found = lazy.processed(plan, history, lambda tensor: transformers.LogitsProcessorList(processors)(history, tensor))
+    found = lazy.processed(
+        plan, history, lambda tensor, _: transformers.LogitsProcessorList(processors)(history, tensor)
+    )
     return expected, torch.argmax(found, dim=-1), stats(reset=True)
 
 

@@ -29,6 +29,7 @@ learn the processors and the configuration of a call. Without it generate() stay
 """
 
 from . import biases as biases  # these add to the table of edits
+from . import constraints as constraints
 from . import penalties as penalties
 from . import timestamps as timestamps
 from .custom_generate import generate

@@ -43,6 +43,7 @@ class _Prepared(NamedTuple):
     scanned: Tensor  # words [1, W] of all others
     always: Tensor  # float32 [1, n], what is added in every row
     phrases: list[_Phrases]  # `last` are places among `ids`
+    of: dict[Any, Any]  # the attribute that they were made of
 
 
 @functools.cache
@@ -72,7 +73,7 @@ def _phrases(p: Any, device: torch.device) -> list[_Phrases]:
     ]
 
 
-def _prepare(p: Any, vocab_size: int, device: torch.device) -> _Prepared | None:
+def _prepare(p: Any, vocab_size: int, device: torch.device) -> _Prepared:
     # What the processor itself does to a text without tokens is what it adds in every row. It also raises what it raises.
     text = torch.zeros(1, 0, dtype=torch.int64, device=device)
     row: Tensor = p(text, torch.zeros(1, vocab_size, dtype=torch.float32, device=device))
@@ -81,22 +82,21 @@ def _prepare(p: Any, vocab_size: int, device: torch.device) -> _Prepared | None:
     listed = sorted(
         {*row[0].nonzero().flatten().tolist(), *(token for each in phrases for token in each.last.tolist())}
     )
-    if not listed:
-        return None
-    ids = torch.tensor([listed], device=device)
+    ids = torch.tensor([listed], dtype=torch.int64, device=device)
     placed = [each._replace(last=torch.searchsorted(ids[0], each.last)) for each in phrases]
-    return _Prepared(ids, packed.all_but(listed, vocab_size, device), row[:, listed], placed)
+    return _Prepared(ids, packed.all_but(listed, vocab_size, device), row[:, listed], placed, dict(p.sequence_bias))
 
 
 def _sequence_bias(p: Any) -> Adapter:
-    made: dict[tuple[int, torch.device], _Prepared | None] = {}
+    made: dict[tuple[int, torch.device], _Prepared] = {}
 
     def adapter(step: Step) -> Edit | None:
         text, key = step.input_ids, (step.rows.vocab_size, step.rows.logits.device)
-        if key not in made:
+        # Versions that prepare no phrases look at the attribute in every step.
+        if key not in made or (not hasattr(p, "multi_token_biases") and made[key].of != p.sequence_bias):
             made[key] = _prepare(p, *key)
         prepared = made[key]
-        if prepared is None:
+        if not prepared.ids.shape[1]:
             return None
         bias = prepared.always.repeat(len(text), 1)
         for prefixes, places, biases in prepared.phrases:

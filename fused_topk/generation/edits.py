@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers' logits processors as sparse edits (:mod:`selection`), one class for each kind of change.
 
-A processor is taken only if its class is exactly one of the table `ADAPTERS` and it has exactly the attributes known
-there: a subclass, or a later version with a further option, is left to the stock operations. Semantics are those of
+A processor is taken only if its class is exactly one of the table `ADAPTERS`, runs the code it was published with, and
+has exactly the attributes known there, with values of the documented types: a subclass, a patched class, or a later
+version with a further option is left to the stock operations. Semantics are those of
 `transformers/generation/logits_process.py`, equal from 4.57 to 5.23 for what is here.
 """
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +19,7 @@ from torch import Tensor
 from transformers.generation import logits_process as stock
 
 from . import packed
-from .selection import Edit, Rows, best
+from .selection import Edit, Rows
 from .warpers import NORMALIZE, Filter, filters_of
 
 
@@ -31,21 +34,6 @@ class Ban:
 
     def apply(self, ids: Tensor, scores: Tensor) -> Tensor:
         return scores.where(packed.holds(self.scanned, ids), -torch.inf)
-
-
-class Penalty:
-    """The scores of some tokens of each row are multiplied where negative, else divided."""
-
-    replaces_row = False
-
-    def __init__(self, sorted_ids: Tensor, penalty: float, vocab_size: int) -> None:
-        self.ids = sorted_ids
-        self.scanned = packed.all_but_rows(sorted_ids, vocab_size)
-        self._penalty = penalty
-
-    def apply(self, ids: Tensor, scores: Tensor) -> Tensor:
-        changed = torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
-        return scores.where(packed.holds(self.scanned, ids), changed)
 
 
 class Force:
@@ -69,6 +57,8 @@ class Step(NamedTuple):
     rows: Rows  # the model's logits
     edits: Sequence[Edit]  # of the processors before
     are_log_probs: bool
+    # By id(), what stock operations are to run in this step in place of a processor that has called a user's function.
+    answered: dict[int, Any]
 
 
 class NotSparse(Exception):
@@ -93,9 +83,10 @@ class Plan:
         self.reason: str | None = None
         self.reason_of_beams: str | None = None
         self._adapters: list[Adapter] = []
+        self._states: list[_State] = []
         for processor in self.processors:
             reason = f"logits processor {type(processor).__name__}"
-            filters = filters_of(processor)
+            filters = filters_of(processor) if is_as_published(type(processor)) else None
             if filters is not None and NORMALIZE not in self.filters:
                 self.filters += filters
                 if not is_sampling and filters != [NORMALIZE]:
@@ -106,16 +97,31 @@ class Plan:
                 self.reason = reason
                 return
             self._adapters.append(adapter)
+        self._states = [_State(processor) for processor in self.processors]
 
-    def edits(self, input_ids: Tensor, rows: Rows, are_log_probs: bool) -> list[Edit]:
+    def is_for(self, processors: list[Any]) -> bool:
+        """Whether these are the same processors, and none of them has been changed since."""
+        return (
+            len(processors) == len(self.processors)
+            and all(map(operator.is_, processors, self.processors))
+            and all(state.is_of(processor) for state, processor in zip(self._states, processors, strict=False))
+        )
+
+    def edits(
+        self, input_ids: Tensor, rows: Rows, are_log_probs: bool, answered: dict[int, Any] | None = None
+    ) -> list[Edit]:
         """What the processors but for the final warpers do in a step.
+
+        Args:
+            answered: gets :attr:`Step.answered`.
 
         Raises:
             NotSparse: the stock operations must run in this step.
         """
         edits: list[Edit] = []
+        answered = {} if answered is None else answered
         for adapter in self._adapters:
-            edit = adapter(Step(input_ids, rows, edits, are_log_probs))
+            edit = adapter(Step(input_ids, rows, edits, are_log_probs, answered))
             if edit is not None:
                 if edit.replaces_row:
                     edits.clear()
@@ -123,17 +129,62 @@ class Plan:
         return edits
 
 
+class _State:
+    """What a processor does, as far as it shows: loops, streamers and criteria may change it between two steps."""
+
+    def __init__(self, processor: Any) -> None:
+        self._kind = type(processor)
+        self._call: Any = self._kind.__call__
+        self._names = list(vars(processor))
+        self._values = list(vars(processor).values())
+        # Those that can be changed in place, and what would show it.
+        self._versions = [(value, _version(value)) for value in self._values if isinstance(value, (Tensor, list, dict))]
+
+    def is_of(self, processor: Any) -> bool:
+        kind, attributes = type(processor), vars(processor)
+        return (
+            kind is self._kind
+            and kind.__call__ is self._call
+            and list(attributes) == self._names
+            and all(map(operator.is_, attributes.values(), self._values))
+            and all(_version(value) == version for value, version in self._versions)
+        )
+
+
+def _version(value: Any) -> int | None:
+    if isinstance(value, Tensor):
+        return None if value.is_inference() else value._version
+    return len(value)
+
+
+def is_as_published(kind: type) -> bool:
+    """Whether calls of a class run the code of the module that it is from: somebody may have put other code there."""
+    code = getattr(kind.__call__, "__code__", None)
+    return code is not None and code.co_filename == getattr(sys.modules.get(kind.__module__), "__file__", None)
+
+
 def _adapter_of(processor: Any) -> Adapter | None:
     make, known = ADAPTERS.get(type(processor), (None, frozenset()))
     # Optional attributes of single versions are in the table; the others must be there, and no more.
-    if make is None or not vars(processor).keys() <= known:
+    if make is None or not vars(processor).keys() <= known or not is_as_published(type(processor)):
         return None
     return make(processor)
 
 
-def _suppress(tokens: Sequence[int] | Tensor, applies: Callable[[Step], bool]) -> Adapter:
+def _tokens(value: Any) -> list[int] | None:
+    """The tokens that an attribute names; None for what is no whole number or a list of them."""
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return tensor.flatten().tolist() if tensor.dtype in (torch.int64, torch.int32) else None
+
+
+def _suppress(tokens: Any, applies: Callable[[Step], bool]) -> Adapter | None:
     """The same tokens get -inf in all rows, in the steps where that applies."""
-    listed = torch.as_tensor(tokens).flatten().tolist()
+    listed = _tokens(tokens)
+    if listed is None:
+        return None
     made: dict[tuple[int, torch.device], Ban] = {}
 
     def adapter(step: Step) -> Edit | None:
@@ -147,19 +198,19 @@ def _suppress(tokens: Sequence[int] | Tensor, applies: Callable[[Step], bool]) -
     return adapter
 
 
-def _min_length(p: Any) -> Adapter:
+def _min_length(p: Any) -> Adapter | None:
     return _suppress(p.eos_token_id, lambda step: step.input_ids.shape[-1] < p.min_length)
 
 
-def _min_new_tokens(p: Any) -> Adapter:
+def _min_new_tokens(p: Any) -> Adapter | None:
     return _suppress(p.eos_token_id, lambda step: step.input_ids.shape[-1] - p.prompt_length_to_skip < p.min_new_tokens)
 
 
-def _suppress_tokens(p: Any) -> Adapter:
+def _suppress_tokens(p: Any) -> Adapter | None:
     return _suppress(p.suppress_tokens, lambda step: True)
 
 
-def _suppress_tokens_at_begin(p: Any) -> Adapter:
+def _suppress_tokens_at_begin(p: Any) -> Adapter | None:
     # Whisper moves begin_index between segments.
     return _suppress(p.begin_suppress_tokens, lambda step: step.input_ids.shape[-1] == p.begin_index)
 
@@ -212,61 +263,31 @@ def _ngram_tables(
     return table[..., :-1].to(device), table[..., -1].to(device)
 
 
-def _repetition_penalty(p: Any) -> Adapter | None:
-    def adapter(step: Step) -> Edit | None:
-        ids, vocab_size = step.input_ids, step.rows.vocab_size
-        ignored = p.prompt_ignore_length
-        if isinstance(ignored, Tensor):
-            positions = torch.arange(ids.shape[1], device=ids.device)
-            ids = ids.masked_fill(positions < ignored.to(ids.device).unsqueeze(-1), vocab_size)
-        elif ignored:
-            ids = ids[:, ignored:]
-        return Penalty(ids.sort(-1).values, p.penalty, vocab_size) if ids.shape[1] else None
-
-    # These two belong to continuous batching.
-    return adapter if p.logits_indices is None and p.cu_seq_lens_q is None else None
-
-
-def _forced(tokens: Any, applies: Callable[[Step], bool]) -> Adapter:
-    listed = torch.as_tensor(tokens).flatten().unsqueeze(0)
+def _forced(tokens: Any, applies: Callable[[Step], bool]) -> Adapter | None:
+    listed = _tokens(tokens)
+    if not listed:
+        return None
     made: dict[torch.device, Force] = {}
 
     def adapter(step: Step) -> Edit | None:
         if not applies(step):
             return None
+        if not 0 <= min(listed) <= max(listed) < step.rows.vocab_size:
+            raise NotSparse("a forced token outside the vocabulary")
         device = step.rows.logits.device
         if device not in made:
-            made[device] = Force(listed.to(device))
+            made[device] = Force(torch.tensor([listed], device=device))
         return made[device]
 
     return adapter
 
 
-def _forced_bos(p: Any) -> Adapter:
+def _forced_bos(p: Any) -> Adapter | None:
     return _forced(p.bos_token_id, lambda step: step.input_ids.shape[-1] == 1)
 
 
-def _forced_eos(p: Any) -> Adapter:
+def _forced_eos(p: Any) -> Adapter | None:
     return _forced(p.eos_token_id, lambda step: step.input_ids.shape[-1] == p.max_length - 1)
-
-
-def _prefix_constrained(p: Any) -> Adapter:
-    """Only the tokens that the user's function lists for a row. The function runs on the host, so this one waits for it."""
-
-    def adapter(step: Step) -> Edit | None:
-        vocab_size, beams = step.rows.vocab_size, p._num_beams
-        listed = [p._prefix_allowed_tokens_fn(row // beams, ids) for row, ids in enumerate(step.input_ids)]
-        listed = [ids.tolist() if isinstance(ids, Tensor) else list(ids) for ids in listed]
-        if not all(ids and min(ids) >= 0 and max(ids) < vocab_size for ids in listed):
-            raise NotSparse("no token or one outside the vocabulary is allowed")
-        allowed = Ban(packed.only(listed, vocab_size, step.rows.logits.device))
-        # Where no beam of a prompt has a token left, later versions force the allowed ones.
-        of_each = best(step.rows, [*step.edits, allowed], 1, step.are_log_probs).scores
-        if bool(of_each.isneginf().view(-1, beams).all(-1).any()):
-            raise NotSparse("no allowed token has a finite score")
-        return allowed
-
-    return adapter
 
 
 def _known(*names: str) -> frozenset[str]:
@@ -289,14 +310,6 @@ ADAPTERS: dict[type, tuple[Callable[[Any], Adapter | None], frozenset[str]]] = {
         _encoder_no_repeat_ngram,
         _known("ngram_size", "batch_size", "generated_ngrams"),
     ),
-    stock.RepetitionPenaltyLogitsProcessor: (
-        _repetition_penalty,
-        _known("penalty", "prompt_ignore_length", "logits_indices", "cu_seq_lens_q"),
-    ),
     stock.ForcedBOSTokenLogitsProcessor: (_forced_bos, _known("bos_token_id")),
     stock.ForcedEOSTokenLogitsProcessor: (_forced_eos, _known("max_length", "eos_token_id")),
-    stock.PrefixConstrainedLogitsProcessor: (
-        _prefix_constrained,
-        _known("_prefix_allowed_tokens_fn", "_num_beams"),
-    ),
 }

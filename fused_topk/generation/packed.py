@@ -20,14 +20,6 @@ def all_but(tokens: Iterable[int], vocab_size: int, device: torch.device) -> Ten
     return _words(allowed[None]).to(device)
 
 
-def only(rows: list[list[int]], vocab_size: int, device: torch.device) -> Tensor:
-    """Words [R, W] that hold, for each row, the tokens listed for it."""
-    allowed = np.zeros((len(rows), -(-vocab_size // 32) * 32), dtype=bool)
-    for row, tokens in zip(allowed, rows, strict=True):
-        row[tokens] = True
-    return _words(allowed).to(device)
-
-
 def of(allowed: np.ndarray, device: torch.device) -> Tensor:
     """Words [R, W] of a bool array [R, V]."""
     return _words(np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)))).to(device)

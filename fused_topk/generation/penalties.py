@@ -16,8 +16,23 @@ from torch import Tensor
 from transformers.generation import logits_process as stock
 
 from . import packed
-from .edits import ADAPTERS, Adapter, NotSparse, Penalty, Step
+from .edits import ADAPTERS, Adapter, NotSparse, Step
 from .selection import Edit, Rows
+
+
+class Penalty:
+    """The scores of some tokens of each row are multiplied where negative, else divided."""
+
+    replaces_row = False
+
+    def __init__(self, sorted_ids: Tensor, penalty: float, vocab_size: int) -> None:
+        self.ids = sorted_ids
+        self.scanned = packed.all_but_rows(sorted_ids, vocab_size)
+        self._penalty = penalty
+
+    def apply(self, ids: Tensor, scores: Tensor) -> Tensor:
+        changed = torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
+        return scores.where(packed.holds(self.scanned, ids), changed)
 
 
 class Growth:
@@ -78,6 +93,42 @@ def _repeats_encoder_ids() -> bool:
     return bool(scores[1] != 1)
 
 
+@functools.cache
+def _takes_tensors() -> bool:
+    """Whether the ignored length of a prompt may be a tensor, one length for each row."""
+    try:
+        stock.RepetitionPenaltyLogitsProcessor(2.0, torch.zeros(1, dtype=torch.int64))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _repetition_penalty(p: Any) -> Adapter | None:
+    ignored = p.prompt_ignore_length
+    is_of_rows = isinstance(ignored, Tensor) and _takes_tensors() and ignored.dim() == 1
+    # What is neither an int nor a tensor is ignored by some versions. The last two belong to continuous batching.
+    if not (
+        (ignored is None or isinstance(ignored, int) or is_of_rows)
+        and isinstance(p.penalty, (int, float))
+        and p.logits_indices is None
+        and p.cu_seq_lens_q is None
+    ):
+        return None
+
+    def adapter(step: Step) -> Edit | None:
+        ids, vocab_size = step.input_ids, step.rows.vocab_size
+        if is_of_rows:
+            if len(ignored) != len(ids):
+                raise NotSparse("prompt_ignore_length of other rows")
+            positions = torch.arange(ids.shape[1], device=ids.device)
+            ids = ids.masked_fill(positions < ignored.to(ids.device).unsqueeze(-1), vocab_size)
+        elif ignored is not None:
+            ids = ids[:, ignored:]
+        return Penalty(ids.sort(-1).values, p.penalty, vocab_size) if ids.shape[1] else None
+
+    return adapter
+
+
 def _inf_nan_remove(p: Any) -> Adapter:
     edit = Cleaning()
 
@@ -134,6 +185,10 @@ def _encoder_repetition_penalty(p: Any) -> Adapter:
 
 ADAPTERS.update(
     {
+        stock.RepetitionPenaltyLogitsProcessor: (
+            _repetition_penalty,
+            frozenset({"penalty", "prompt_ignore_length", "logits_indices", "cu_seq_lens_q"}),
+        ),
         stock.InfNanRemoveLogitsProcessor: (_inf_nan_remove, frozenset()),
         stock.ExponentialDecayLengthPenalty: (
             _exponential_decay,

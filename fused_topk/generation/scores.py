@@ -168,11 +168,13 @@ class LazyScores(StandIn):
 
     # What the loops do, in their order.
 
-    def processed(self, plan: Plan, input_ids: Tensor, run_stock: Callable[[Tensor], Tensor]) -> Any:
-        """These scores after the logits processors, which `run_stock` runs on a tensor."""
+    def processed(self, plan: Plan, input_ids: Tensor, run_stock: Callable[[Tensor, dict[int, Any]], Tensor]) -> Any:
+        """These scores after the logits processors, which `run_stock` runs on a tensor, given :attr:`edits.Step.answered`."""
+        answered: dict[int, Any] = {}
+
         is_known_place = self._stage in (Stage.LOGITS, Stage.LOG_PROBS) and self._filters is None
         if self._dense is not None or not is_known_place:
-            return run_stock(self.dense("logits processors in an unknown place"))
+            return run_stock(self.dense("logits processors in an unknown place"), answered)
         if not plan.processors:
             self._filters = ()
             return self
@@ -180,12 +182,14 @@ class LazyScores(StandIn):
         if reason is None and self._stage is Stage.LOG_PROBS:
             reason = plan.reason_of_beams
         if reason is not None:
-            return run_stock(self.dense(reason))
+            return run_stock(self.dense(reason), answered)
         try:
-            edits = plan.edits(input_ids, self._step.rows, self._stage is Stage.LOG_PROBS)
+            edits = plan.edits(input_ids, self._step.rows, self._stage is Stage.LOG_PROBS, answered)
         except NotSparse as cause:
-            return run_stock(self.dense(str(cause)))
-        return LazyScores(self._step, self._stage, self.shape, lambda: run_stock(self._tensor()), edits, plan.filters)
+            return run_stock(self.dense(str(cause)), answered)
+        return LazyScores(
+            self._step, self._stage, self.shape, lambda: run_stock(self._tensor(), answered), edits, plan.filters
+        )
 
     def _log_softmax(self, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
         if self._stage is not Stage.LOGITS or self._filters is not None or dim not in (-1, 1) or dtype is not None:

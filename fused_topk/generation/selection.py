@@ -158,7 +158,7 @@ def _prepared_beams(
 ) -> Callable[[Tensor, Tensor], TopK]:
     """What gives the k best continuations of logits and scores of that kind."""
     logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    beam_scores = torch.empty_strided(shape[:2], scores_strides, device="meta")
+    beam_scores = torch.empty_strided(shape[:2], scores_strides, dtype=torch.float32, device="meta")
     run = backend.prepare(Problem(logits, k, 1.0, None, None, "log_softmax", "all"), device, beam_scores)
     result = beam_result(logits, k)
 

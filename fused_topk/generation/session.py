@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from .. import backends, functional, reference
 from ..problem import TopK
-from .edits import Plan
 from .model_logits import ModelLogits
+from .processors import Processors, reason_against
 from .record import Recorded
 from .scores import LazyScores
 from .selection import Rows
@@ -71,16 +70,16 @@ class Session:
 
     def begin(self, config: GenerationConfig, processors: LogitsProcessorList) -> LogitsProcessorList:
         """Before a loop with that configuration; gives the processors that it is to use."""
-        if isinstance(processors, _Processors):
+        if isinstance(processors, Processors):
             # Somebody has wrapped a method of ours, and that has been wrapped again.
             return processors
         self.has_begun = True
-        self._reason = self._reason_of_call or self._reason_of_loop(config)
+        self._reason = self._reason_of_call or self._reason_of_loop(config) or reason_against(processors)
         # Beam search takes copies for that: LazyScores.clone.
         is_kept = config.return_dict_in_generate and _mode(config) not in BEAMS
         self._records_logits = bool(is_kept and config.output_logits)
         self.records_scores = bool(is_kept and config.output_scores)
-        return processors if self._reason is not None else _Processors(self, processors, _mode(config) in SAMPLING)
+        return processors if self._reason is not None else Processors(self, processors, _mode(config) in SAMPLING)
 
     def after_forward(self, output: Any) -> Any:
         """Marks the logits that the model has returned."""
@@ -190,29 +189,3 @@ def session_of(model: nn.Module) -> Session | None:
     """The generate() call of that model that this thread is in."""
     session = _current.get()
     return session if session is not None and session.model is model else None
-
-
-class _Processors(LogitsProcessorList):
-    """A loop's processors, that turn lazy scores into lazy scores where all of them can be fused."""
-
-    def __init__(self, session: Session, processors: LogitsProcessorList, is_sampling: bool) -> None:
-        super().__init__(processors)
-        self._session = session
-        self._is_sampling = is_sampling
-        self._plan: Plan | None = None
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        run_stock = super().__call__
-        if type(scores) is Recorded:
-            scores = scores.end()
-        if not isinstance(scores, LazyScores):
-            return run_stock(input_ids, scores, **kwargs)
-        # Loops may add processors of their own.
-        if self._plan is None or self._plan.processors != self:
-            self._plan = Plan(self, self._is_sampling)
-        if self._session.records_scores and any(type(each) is PrefixConstrainedLogitsProcessor for each in self):
-            # Once for the record and once for the choice: the user's function may tell.
-            return run_stock(input_ids, scores.dense("prefix_allowed_tokens_fn with output_scores"), **kwargs)
-        result = scores.processed(self._plan, input_ids, lambda tensor: run_stock(input_ids, tensor, **kwargs))
-        is_kept = self._session.records_scores and isinstance(result, LazyScores)
-        return self._session.record(result) if is_kept else result

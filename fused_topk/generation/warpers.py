@@ -55,16 +55,30 @@ def filters_of(processor: Any) -> list[Filter] | None:
         return None
     p = processor
     if kind is stock.TemperatureLogitsWarper:
-        return [Filter("temperature", p.temperature)]
-    if kind is stock.TopKLogitsWarper:
-        return [Filter("top_k", p.top_k)]
-    if kind is stock.TopPLogitsWarper:
-        return [Filter("top_p", p.top_p, p.min_tokens_to_keep)]
-    if kind is stock.MinPLogitsWarper:
-        return [Filter("min_p", p.min_p, p.min_tokens_to_keep)]
-    if kind is stock.LogitNormalization:
-        return [NORMALIZE]
-    return list(p.filters)
+        filters = [Filter("temperature", p.temperature)]
+    elif kind is stock.TopKLogitsWarper:
+        filters = [Filter("top_k", p.top_k)]
+    elif kind is stock.TopPLogitsWarper:
+        filters = [Filter("top_p", p.top_p, p.min_tokens_to_keep)]
+    elif kind is stock.MinPLogitsWarper:
+        filters = [Filter("min_p", p.min_p, p.min_tokens_to_keep)]
+    elif kind is stock.LogitNormalization:
+        filters = [NORMALIZE]
+    else:
+        filters = list(p.filters)
+    return filters if all(map(_is_within_range, filters)) else None
+
+
+def _is_within_range(each: Filter) -> bool:
+    """Whether the numbers are what the constructors accept: attributes may have been set later."""
+    kind, number, at_least = each
+    if (
+        not isinstance(at_least, int)
+        or at_least < 1
+        or not isinstance(number, int if kind == "top_k" else (int, float))
+    ):
+        return False
+    return {"temperature": 0 < number < math.inf, "top_k": number >= 1}.get(kind, 0 <= number <= 1)
 
 
 def list_length(filters: Sequence[Filter], vocab_size: int) -> int | None:
