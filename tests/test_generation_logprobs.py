@@ -131,6 +131,15 @@ def test_next_token_topk_looks_behind_padding():
         torch.testing.assert_close(found.values, expected.values, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("given", [True, False, None])
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_next_token_topk_takes_return_dict_among_the_inputs(name, given):
+    inputs = inputs_for(tiny(name))
+    expected = next_token_topk(tiny(name), inputs, 5)
+    for found, wanted in zip(next_token_topk(tiny(name), {**inputs, "return_dict": given}, 5), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
 def test_next_token_topk_says_what_is_wrong():
     model = tiny("llama")
     with pytest.raises(TypeError, match="`inputs` must be a tensor of input ids or a mapping"):

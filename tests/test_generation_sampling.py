@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +31,15 @@ CHAINS = {
     "top_p": lambda: [TopPLogitsWarper(0.8)],
     "top_p_of_little": lambda: [TopPLogitsWarper(0.01, min_tokens_to_keep=3)],
     "min_p": lambda: [MinPLogitsWarper(0.05)],
+    "min_p_of_little": lambda: [MinPLogitsWarper(0.999, min_tokens_to_keep=4)],
+    "at_least": lambda: [
+        TemperatureLogitsWarper(0.3),
+        TopKLogitsWarper(2, min_tokens_to_keep=9),
+        TopPLogitsWarper(0.05, min_tokens_to_keep=7),
+        MinPLogitsWarper(1.0, min_tokens_to_keep=5),
+    ],
+    # More than the list has room for.
+    "at_least_half": lambda: [TopPLogitsWarper(0.01, min_tokens_to_keep=1500)],
     "temperature_top_p": lambda: [TemperatureLogitsWarper(0.6), TopPLogitsWarper(0.9)],
     "temperature_min_p": lambda: [TemperatureLogitsWarper(1.4), MinPLogitsWarper(0.1)],
     "all": lambda: [TemperatureLogitsWarper(0.8), TopKLogitsWarper(50), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)],
@@ -62,6 +72,9 @@ def test_lists_of_the_best_keep_what_the_stock_warpers_keep(chain, vocab_size):
         filters = [each for warper in CHAINS[chain]() for each in warpers.filters_of(warper)]
         expected = LogitsProcessorList(CHAINS[chain]())(None, logits)
         given, was_enough = kept_by_lists(filters, logits)
+        if chain == "at_least_half" and vocab_size == 3000:
+            assert not was_enough.any()
+            continue
         assert was_enough is None or was_enough.all()
         torch.testing.assert_close(given, expected, rtol=0, atol=1e-6)
 
@@ -233,8 +246,8 @@ def test_sampling_without_the_option_draws_the_stock_tokens():
     assert stats(reset=True).reasons == {"do_sample without sampling=True": 6}
 
 
-def stock_chain(k, temperature=1.0, top_p=1.0, min_p=0.0):
-    chain = [TemperatureLogitsWarper(float(temperature)), TopKLogitsWarper(k)]
+def stock_chain(top_k, temperature=1.0, top_p=1.0, min_p=0.0):
+    chain = [TemperatureLogitsWarper(float(temperature)), TopKLogitsWarper(top_k)]
     chain += [TopPLogitsWarper(float(top_p))] if top_p < 1 else []
     return LogitsProcessorList(chain + ([MinPLogitsWarper(float(min_p))] if min_p > 0 else []))
 
@@ -243,13 +256,13 @@ def stock_chain(k, temperature=1.0, top_p=1.0, min_p=0.0):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"k": 1},
-        {"k": 50},
-        {"k": 50, "temperature": 0.7},
-        {"k": 20, "temperature": 2.0, "min_p": 0.1},
-        {"k": 2999},
-        {"k": 10**6},
-        {"k": 40, "temperature": 1.3, "top_p": 0.9, "min_p": 0.01},
+        {"top_k": 1},
+        {"top_k": 50},
+        {"top_k": 50, "temperature": 0.7},
+        {"top_k": 20, "temperature": 2.0, "min_p": 0.1},
+        {"top_k": 2999},
+        {"top_k": 10**6},
+        {"top_k": 40, "temperature": 1.3, "top_p": 0.9, "min_p": 0.01},
     ],
     ids=lambda arguments: "-".join(arguments),
 )
@@ -270,24 +283,65 @@ def test_processor_keeps_what_the_chain_of_warpers_keeps(arguments, dtype):
 
 def test_processor_keeps_ties_beyond_its_room_for_them():
     scores = logits_of(3000, step=100.0)
-    assert torch.equal(FusedTopKLogitsProcessor(k=5)(None, scores), TopKLogitsWarper(5)(None, scores))
+    assert torch.equal(FusedTopKLogitsProcessor(top_k=5)(None, scores), TopKLogitsWarper(5)(None, scores))
+
+
+ARGUMENTS = {"top_k": 40, "temperature": 1.3, "top_p": 0.9, "min_p": 0.01}
+
+
+@pytest.mark.parametrize("arguments", [{"top_k": 3}, ARGUMENTS], ids=["top_k", "all"])
+def test_float64_scores_stay_exact(arguments):
+    # What tells these numbers apart is beyond float32.
+    scores = logits_of(3000).double().round() + 1e-12 * torch.arange(3000)
+    given = FusedTopKLogitsProcessor(**arguments)(None, scores)
+    assert given.dtype == torch.float64
+    assert torch.equal(given, stock_chain(**arguments)(None, scores))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(3000,), (2, 3, 3000), (3, 2, 1, 3000), (2, 0, 3000)], ids=len)
+def test_scores_of_any_number_of_dimensions(shape, dtype):
+    scores = logits_of(3000).to(dtype)[: math.prod(shape[:-1])].reshape(shape)
+    for arguments in ({"top_k": 7}, {"top_k": 40, "temperature": 1.3, "min_p": 0.01}):
+        given = FusedTopKLogitsProcessor(**arguments)(None, scores)
+        assert given.shape == shape
+        assert torch.equal(given.view(-1, 3000), stock_chain(**arguments)(None, scores.view(-1, 3000)))
+    expected = TopKLogitsWarper(7)(None, scores)
+    assert torch.equal(FusedTopKLogitsProcessor(7)(None, scores), expected)
+
+
+def test_processor_takes_numbers_of_numpy():
+    scores = logits_of(300)
+    given = FusedTopKLogitsProcessor(top_k=np.int64(7), temperature=np.float32(0.5), min_p=np.float64(0.1))
+    assert torch.equal(given(None, scores), stock_chain(7, 0.5, min_p=0.1)(None, scores))
+
+
+def test_processor_keeps_a_least_number_of_tokens():
+    scores = logits_of(300)
+    given = FusedTopKLogitsProcessor(2, top_p=0.01, min_p=1.0, min_tokens_to_keep=np.int64(6))
+    assert given.top_k == TopKLogitsWarper(2, min_tokens_to_keep=6).top_k == 6
+    assert (given(None, scores).isfinite().sum(-1) == 6).all()
+    given = FusedTopKLogitsProcessor(20, top_p=0.01, min_tokens_to_keep=6)
+    expected = LogitsProcessorList([TopKLogitsWarper(20), TopPLogitsWarper(0.01, min_tokens_to_keep=6)])(None, scores)
+    assert torch.equal(given(None, scores), expected)
 
 
 def test_processor_sets_its_filter_value():
-    given = FusedTopKLogitsProcessor(k=2, filter_value=-7.0)(None, torch.tensor([[1.0, 3.0, 2.0]]))
+    given = FusedTopKLogitsProcessor(top_k=2, filter_value=-7.0)(None, torch.tensor([[1.0, 3.0, 2.0]]))
     assert given.tolist() == [[-7.0, 3.0, 2.0]]
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"k": 0}, ValueError, "`k` must be at least 1, got 0"),
-        ({"k": 2.0}, TypeError, "`k` must be an int, got float"),
-        ({"k": True}, TypeError, "`k` must be an int, got bool"),
-        ({"k": 2, "temperature": 0.0}, ValueError, "`temperature` must be positive and finite, got 0.0"),
-        ({"k": 2, "temperature": "hot"}, TypeError, "`temperature` must be a number, got str"),
-        ({"k": 2, "top_p": 0.0}, ValueError, "`top_p` must satisfy 0 < top_p <= 1, got 0.0"),
-        ({"k": 2, "min_p": 1.5}, ValueError, "`min_p` must satisfy 0 <= min_p <= 1, got 1.5"),
+        ({"top_k": 0}, ValueError, "`top_k` must be at least 1, got 0"),
+        ({"top_k": 2.0}, TypeError, "`top_k` must be an int, got float"),
+        ({"top_k": True}, TypeError, "`top_k` must be an int, got bool"),
+        ({"top_k": 2, "min_tokens_to_keep": 0}, ValueError, "`min_tokens_to_keep` must be at least 1, got 0"),
+        ({"top_k": 2, "temperature": 0.0}, ValueError, "`temperature` must be positive and finite, got 0.0"),
+        ({"top_k": 2, "temperature": "hot"}, TypeError, "`temperature` must be a number, got str"),
+        ({"top_k": 2, "top_p": 0.0}, ValueError, "`top_p` must satisfy 0 < top_p <= 1, got 0.0"),
+        ({"top_k": 2, "min_p": 1.5}, ValueError, "`min_p` must satisfy 0 <= min_p <= 1, got 1.5"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -298,7 +352,7 @@ def test_processor_says_what_is_wrong_with_an_argument(arguments, error, message
 
 def test_processor_in_generate():
     model = tiny("llama")
-    processors = LogitsProcessorList([FusedTopKLogitsProcessor(k=5, temperature=0.8, top_p=0.9)])
+    processors = LogitsProcessorList([FusedTopKLogitsProcessor(top_k=5, temperature=0.8, top_p=0.9)])
     options = {"do_sample": True, "max_new_tokens": 6, "top_k": 0}
     # In stock generate() it draws what the chain of warpers draws.
     torch.manual_seed(0)

@@ -4,7 +4,7 @@
     with fused_decoding(model):                       # or enable(model) ... disable(model)
         model.generate(...)                           # unchanged: beam search and greedy; sampling=True adds sampling
     model.generate(..., custom_generate=generate)     # the same for one call
-    FusedTopKLogitsProcessor(k, ...)                  # an ordinary LogitsProcessor
+    FusedTopKLogitsProcessor(top_k, ...)              # an ordinary LogitsProcessor
     stats()                                           # what was fused, what was not, and why
     next_token_topk, topk_logprobs                    # compact results without generate()
 

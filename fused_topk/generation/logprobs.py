@@ -155,7 +155,8 @@ def next_token_topk(model: nn.Module, inputs: Tensor | Mapping[str, Any], k: int
         arguments["logits_to_keep"] = 1
     if "use_cache" in known:
         arguments["use_cache"] = False
-    output = model(**arguments, return_dict=True)
+    arguments["return_dict"] = True
+    output = model(**arguments)
     logits = getattr(output, "logits", None)
     if logits is None:
         raise TypeError(

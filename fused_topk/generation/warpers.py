@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -193,10 +194,10 @@ class FusedTopKLogitsProcessor(LogitsProcessor):
     an arbitrary one, the smaller index is kept.
 
     `scores` are never changed in place. On a CUDA device it waits for the scores, to know whether more tokens tie with
-    the k-th than it made room for.
+    the k-th than it made room for. Scores of other types than float32, float16 and bfloat16 go through the four warpers.
 
     Args:
-        k (`int`):
+        top_k (`int`):
             The number of highest probability tokens to keep.
         temperature (`float`, *optional*, defaults to 1.0):
             Strictly positive value that the scores are divided by. Smaller than `1` makes the distribution sharper,
@@ -207,6 +208,8 @@ class FusedTopKLogitsProcessor(LogitsProcessor):
             Tokens with less than `min_p` times the probability of the most probable one are removed.
         filter_value (`float`, *optional*, defaults to -inf):
             All filtered values will be set to this float value.
+        min_tokens_to_keep (`int`, *optional*, defaults to 1):
+            Minimum number of tokens that cannot be filtered.
 
     Examples:
 
@@ -214,7 +217,7 @@ class FusedTopKLogitsProcessor(LogitsProcessor):
     >>> import torch
     >>> from fused_topk.generation import FusedTopKLogitsProcessor
 
-    >>> processor = FusedTopKLogitsProcessor(k=2, temperature=0.5)
+    >>> processor = FusedTopKLogitsProcessor(top_k=2, temperature=0.5)
     >>> processor(None, torch.tensor([[1.0, 3.0, 2.0, 2.0]]))
     tensor([[-inf, 6., 4., 4.]])
     ```
@@ -222,57 +225,74 @@ class FusedTopKLogitsProcessor(LogitsProcessor):
 
     def __init__(
         self,
-        k: int,
+        top_k: int,
         temperature: float = 1.0,
         top_p: float = 1.0,
         min_p: float = 0.0,
         filter_value: float = -float("inf"),
+        min_tokens_to_keep: int = 1,
     ) -> None:
-        if isinstance(k, bool) or not isinstance(k, int):
-            raise TypeError(f"`k` must be an int, got {type(k).__name__}; use int(k)")
-        if k < 1:
-            raise ValueError(f"`k` must be at least 1, got {k}; leave the processor out to keep all tokens")
+        for name, count in (("top_k", top_k), ("min_tokens_to_keep", min_tokens_to_keep)):
+            if isinstance(count, bool) or not isinstance(count, Integral):
+                raise TypeError(f"`{name}` must be an int, got {type(count).__name__}; use int({name})")
+            if count < 1:
+                raise ValueError(
+                    f"`{name}` must be at least 1, got {count}; leave the processor out to keep all tokens"
+                )
         for name, number in (
             ("temperature", temperature),
             ("top_p", top_p),
             ("min_p", min_p),
             ("filter_value", filter_value),
         ):
-            if isinstance(number, bool) or not isinstance(number, (int, float)):
+            if isinstance(number, bool) or not isinstance(number, Real):
                 raise TypeError(f"`{name}` must be a number, got {type(number).__name__}; use float(...)")
         if not (temperature > 0 and math.isfinite(temperature)):
             raise ValueError(
-                f"`temperature` must be positive and finite, got {temperature}; for the best token use k=1"
+                f"`temperature` must be positive and finite, got {temperature}; for the best token use top_k=1"
             )
         if not 0 < top_p <= 1:
             raise ValueError(f"`top_p` must satisfy 0 < top_p <= 1, got {top_p}; 1.0 keeps everything")
         if not 0 <= min_p <= 1:
             raise ValueError(f"`min_p` must satisfy 0 <= min_p <= 1, got {min_p}; 0.0 keeps everything")
-        self.k = k
+        self.top_k = max(int(top_k), int(min_tokens_to_keep))
         self.temperature = float(temperature)
         self.top_p = float(top_p)
         self.min_p = float(min_p)
         self.filter_value = float(filter_value)
+        self.min_tokens_to_keep = int(min_tokens_to_keep)
 
     @property
     def filters(self) -> list[Filter]:
         """The chain of warpers that this one stands for, those without effect left out."""
-        chain = [Filter("temperature", self.temperature), Filter("top_k", self.k)]
-        chain += [Filter("top_p", self.top_p), Filter("min_p", self.min_p)]
-        without_effect = {Filter("temperature", 1.0), Filter("top_p", 1.0), Filter("min_p", 0.0)}
-        return [each for each in chain if each not in without_effect]
+        at_least = self.min_tokens_to_keep
+        chain = [] if self.temperature == 1 else [Filter("temperature", self.temperature)]
+        chain.append(Filter("top_k", self.top_k))
+        if self.top_p < 1:
+            chain.append(Filter("top_p", self.top_p, at_least))
+        if self.min_p > 0:
+            chain.append(Filter("min_p", self.min_p, at_least))
+        return chain
 
     def __call__(self, input_ids: torch.LongTensor | None, scores: Tensor) -> Tensor:
         """
         Args:
             input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`):
                 Not looked at.
-            scores (`torch.Tensor` of shape `(batch_size, vocab_size)`):
+            scores (`torch.Tensor` of shape `(..., vocab_size)`):
                 Prediction scores of a language modeling head.
 
         Return:
-            `torch.Tensor` of shape `(batch_size, vocab_size)`: The processed prediction scores.
+            `torch.Tensor` of the shape of `scores`: The processed prediction scores.
         """
+        rows = scores.reshape(-1, scores.shape[-1])
+        if scores.dtype in (torch.float32, torch.float16, torch.bfloat16):
+            return self._kept(rows).view(scores.shape)
+        for each in self.filters:
+            rows = _warper(each)(input_ids, rows)
+        return rows.masked_fill(rows.isneginf(), self.filter_value).view(scores.shape)
+
+    def _kept(self, scores: Tensor) -> Tensor:
         vocab_size = scores.shape[-1]
         length = list_length(self.filters, vocab_size)
         assert length is not None  # there is a top_k
@@ -286,6 +306,16 @@ class FusedTopKLogitsProcessor(LogitsProcessor):
         return torch.full_like(scores, self.filter_value).scatter_(-1, found.indices, kept)
 
 
+def _warper(each: Filter) -> Any:
+    """The stock warper that does the same."""
+    kind, number, at_least = each
+    if kind == "temperature":
+        return stock.TemperatureLogitsWarper(number)
+    if kind == "top_k":
+        return stock.TopKLogitsWarper(int(number))
+    return (stock.TopPLogitsWarper if kind == "top_p" else stock.MinPLogitsWarper)(number, min_tokens_to_keep=at_least)
+
+
 def _no_total(temperature: float) -> Tensor:
     raise AssertionError("top_k comes before top_p")
 
@@ -296,5 +326,7 @@ _ATTRIBUTES: dict[type, frozenset[str]] = {
     stock.TopPLogitsWarper: frozenset({"top_p", "filter_value", "min_tokens_to_keep"}),
     stock.MinPLogitsWarper: frozenset({"min_p", "filter_value", "min_tokens_to_keep"}),
     stock.LogitNormalization: frozenset(),
-    FusedTopKLogitsProcessor: frozenset({"k", "temperature", "top_p", "min_p", "filter_value"}),
+    FusedTopKLogitsProcessor: frozenset(
+        {"top_k", "temperature", "top_p", "min_p", "filter_value", "min_tokens_to_keep"}
+    ),
 }
