@@ -337,18 +337,24 @@ def test_short_rows_have_the_bits_of_longer_ones(dtype, most):
 @pytest.mark.parametrize("k", [1, 5, 8, 20])
 @pytest.mark.parametrize("vocab_size", [60, 64, 128, 200, 256])
 def test_short_rows_tell_all_float32_logits_apart(vocab_size, k, is_apart):
-    """Two logits that differ in the last bit alone, the lesser one first, on both sides of every rank up to the k-th.
-    is_apart: all of the best in vectors of their own. One row at a time: those of a warp share its second look at them."""
+    """Two neighbours, the lesser one first, on both sides of every rank up to the k-th. They differ in the last bit, in all eight
+    that a word leaves out, or in what it keeps. is_apart: all of the best in vectors of their own. One row at a time: those of a
+    warp share its second look at them."""
     random = torch.Generator().manual_seed(vocab_size + k)
-    for rank in range(k + 1):
+    for rank, last_byte in itertools.product(range(k + 1), (0x00, 0x7F, 0xFF)):
         order = torch.randperm(vocab_size, generator=random)
         if is_apart:
             order = torch.randperm(vocab_size // 4, generator=random)[:, None] * 4 + torch.arange(4)
             order = order.t().flatten()
+        elif vocab_size == 256:
+            # All bits of their indices differ too.
+            order[order == 255 - order[rank]] = order[rank + 1].item()
+            order[rank + 1] = 255 - order[rank]
         logits = torch.empty(1, vocab_size)
         logits[0, order] = 20 - torch.arange(vocab_size) / 2
         first, second = order[rank : rank + 2].sort().values
         logits[0, first] = 20 - rank / 2
+        logits.view(torch.int32)[0, first] |= last_byte
         logits[0, second] = logits[0, first].nextafter(torch.tensor(INF))
         problem = Problem(logits, k, 1.0, None, None, "softmax", "topk")
         for choice in alternatives(1, vocab_size, k, 4, 132):
