@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows, masks, temperatures and scores of beams that lie far apart, on the emulated machine: it reports accesses between them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_topk.problem import FullRowProblem
+from oracle import DTYPES, check
+from rows import packed, random_logits, random_mask
+from simt import build
+from simt.cases import Case, Laid
+from test_beam import check_beams
+from test_simt_full_rows import run, small_choice
+from test_softmax import check as check_full_rows
+
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+# Up to four dimensions are walked; more are copied.
+SIZES = [torch.Size(sizes) for sizes in ((3, 2), (2, 3, 2), (2, 3, 2, 2), (2, 2, 2, 2, 2))]
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [
+        *((Case(33, 5, mask="bool"), sizes) for sizes in SIZES),
+        (Case(33, 9, "fp16", mask="packed"), SIZES[1]),
+        (Case(300, 8, "bf16", mask="bool"), SIZES[1]),
+        (Case(257, 40, owner="some", mask="packed"), SIZES[1]),
+        (Case(2049, 40, splits=2, mask="bool"), SIZES[0]),
+    ],
+    ids=str,
+)
+def test_leading_dimensions(case, sizes):
+    """No stride describes any two of them, and each tensor has its own."""
+    logits = turned(random_logits(*sizes, case.vocab_size, dtype=DTYPES[case.dtype]))
+    mask = random_mask(*sizes, case.vocab_size, share=0.7)
+    mask = laid_out(packed(mask) if case.mask == "packed" else mask, step=2)
+    temperature = torch.linspace(0.3, 3.0, sizes[1:].numel()).view(sizes[1:]).expand(sizes)
+    check(Laid(case, schedule="random"), case.entry, logits, case.k, mask=mask, temperature=temperature)
+
+
+@pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
+def test_leading_dimensions_of_full_rows(sizes):
+    """Two are walked; more are copied."""
+    logits = turned(random_logits(*sizes, 300))
+    temperature = turned(torch.linspace(0.3, 3.0, sizes.numel()).view(*sizes, 1))[..., 0]
+
+    def of_choice(entry, x, **settings):
+        return run(FullRowProblem(x, 1.0, temperature, entry), small_choice("block", 300, 4), torch.float32)
+
+    check_full_rows(of_choice, "log_softmax", logits, temperature=temperature)
+
+
+@pytest.mark.parametrize("case", [Case(300, 8, beams=3), Case(2049, 4, beams=3, splits=2)], ids=str)
+def test_beams(case):
+    logits = turned(random_logits(2, 3, case.vocab_size))
+    mask = laid_out(random_mask(2, 3, case.vocab_size), step=2)
+    temperature = torch.tensor([0.5, 2.0]).view(2, 1).expand(2, 3)
+    scores = random_logits(2, 3, seed=1)
+    for view in (turned(scores.unsqueeze(-1))[..., 0], laid_out(scores, step=2), scores[:1].expand(2, 3)):
+        check_beams(Laid(case), logits, view, case.k, mask=mask, temperature=temperature)
+
+
+def laid_out(tensor: Tensor, step: int = 1) -> Tensor:
+    """An equal one whose elements are `step` apart, and its rows so far that no stride describes two dimensions."""
+    *leading, last = tensor.shape
+    room = tensor.new_zeros(*(size + 1 for size in leading), last * step + 3)
+    view = room[(*(slice(size) for size in leading), slice(0, last * step, step))]
+    return view.copy_(tensor)
+
+
+def turned(tensor: Tensor) -> Tensor:
+    """The same, but of all dimensions before the last the first is the innermost."""
+    order = [*reversed(range(tensor.dim() - 1)), tensor.dim() - 1]
+    return laid_out(tensor.permute(order)).permute(order)
