@@ -44,7 +44,7 @@ class BeamStep:
         self.beam_scores = torch.rand((batch, beams), **made).neg_()
         self.input_ids = torch.randint(0, 100, (batch * beams, 12), **made)
         self._processors = LogitsProcessorList(processors)
-        self.session = Session(torch.nn.Identity(), Options(sampling=True))
+        self.session = Session(torch.nn.Identity(), Options(sampling=True), loop=self._select.__code__)
         self._fused_processors = self.session.begin(self._config(), LogitsProcessorList(processors))
 
     @torch.no_grad()

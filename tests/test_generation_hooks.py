@@ -39,11 +39,12 @@ class _ReadOnly:
 @pytest.mark.parametrize("kind", [_Named, _Frozen, _ReadOnly])
 def test_outputs_that_cannot_be_assigned_to_stay_as_they_are(kind: Any) -> None:
     session = Session(nn.Linear(1, 1), Options())
-    session.begin(GenerationConfig(), LogitsProcessorList())
+    processors = session.begin(GenerationConfig(), LogitsProcessorList())
     logits = torch.randn(1, 3, 40)
     output = kind(logits)
 
     assert session.after_forward(output) is output
     assert output.logits is logits
     assert type(output.logits) is Tensor
+    assert processors(torch.zeros(1, 3), output.logits[:, -1]) is not None
     assert any(kind.__name__ in reason for reason in stats().reasons)

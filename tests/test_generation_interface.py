@@ -241,7 +241,7 @@ def test_a_loop_that_is_not_recognised_runs_as_it_is(model):
         given, steps = run(own)
     assert torch.equal(given, expected)
     assert steps.fused == 0
-    assert steps.reasons == {"the loop of OwnLoop does not take the last logits in float32": 3}
+    assert steps.reasons == {"the loop of OwnLoop does not take the last logits as transformers' loops do": 3}
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ How stock loops are served without a copy of any
 ------------------------------------------------
 transformers' own loops run (`_sample`, `_beam_search`, and models' overrides of them); only what they compute on is other:
 
-1. Outside generate() nothing changes. Inside, a forward hook marks the logits that the model returns
-   (:class:`model_logits.ModelLogits`: real logits, usable for everything). Where a loop takes the last ones in float32, it gets
-   :class:`scores.LazyScores`: a value that has not been computed.
+1. Outside generate() nothing changes. Inside, a forward hook marks the logits that the model returns to the loop
+   (:class:`model_logits.ModelLogits`: real logits, usable for everything). Where the loop takes the last ones in float32, it
+   gets :class:`scores.LazyScores`: a value that has not been computed. Only functions of transformers that run the loop do:
+   processors, criteria, streamers and hooks, which may ask the model too, get plain tensors.
 2. A lazy value recognises what the loops do with it: log_softmax, the processors, adding the beams' scores, reshaping,
    and last topk, argmax or softmax + multinomial. Until then nothing is computed; the last one runs `beam_topk` or
    `topk` on the model's own logits (:mod:`selection`).
@@ -24,8 +25,12 @@ transformers' own loops run (`_sample`, `_beam_search`, and models' overrides of
    bit for a token, and merged in with their new values. Which processors: those of exactly a known class with exactly
    the known attributes. One that is anything else makes the step run the stock ones.
 
-Beside public API (forward hooks, generate, get_compiled_call) one private name is used, `_get_logits_processor`, to
-learn the processors and the configuration of a call. Without it generate() stays stock, with one warning.
+Beside public API (forward hooks, generate, get_compiled_call) two private names are used: `_get_logits_processor`, to
+learn the processors and the configuration of a call, without which generate() stays stock, with one warning; and torch's
+`_compiled_call_impl`, without which the steps of a model after model.compile() are stock, and counted.
+
+A model carries hooks (:mod:`hooks`) while it is enabled, in a block or in a call. They hold nothing of a call: what is
+asked for is kept by block, in a context variable, and what happens in a call is its :class:`session.Session`.
 """
 
 from . import biases as biases  # these add to the table of edits

@@ -9,6 +9,7 @@ with block is open or a call runs, whoever began: what a call does is its sessio
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from ..problem import TopK
+from .model_logits import is_of_a_loop
 from .session import Options, Session, running, session_of
 from .statistics import count_fallback
 
@@ -199,7 +201,12 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     if torch.compiler.is_compiling():
         return output
     session = session_of(module)
-    return output if session is None else session.after_forward(output)
+    if session is None:
+        return output
+    frame: Any = sys._getframe(1)
+    while frame.f_globals is nn.modules.module.__dict__ or frame.f_globals is globals():
+        frame = frame.f_back
+    return session.after_forward(output, is_of_a_loop(frame))
 
 
 def _asked_for(module: Any) -> Request | None:

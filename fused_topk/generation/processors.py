@@ -33,6 +33,7 @@ class Processors(LogitsProcessorList):
         self._plan: Plan | None = None
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        self._session.end_step()
         if type(scores) is Recorded:
             scores = scores.end()
         if not isinstance(scores, LazyScores):

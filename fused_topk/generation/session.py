@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .. import backends, functional, reference
 from ..problem import TopK
-from .model_logits import ModelLogits
+from .model_logits import ModelLogits, is_of_a_loop
 from .processors import Processors, reason_against
 from .record import Recorded
 from .scores import LazyScores
@@ -25,6 +25,8 @@ from .statistics import count_fallback
 SEARCH = (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH)
 SAMPLING = (GenerationMode.SAMPLE, GenerationMode.BEAM_SAMPLE)
 BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
+# The loop hands its scores to these methods, which a user's model may have of its own.
+_OF_BEAMS = ("_unflatten_beam_dim", "_get_top_k_continuations")
 
 
 class Options(NamedTuple):
@@ -49,9 +51,12 @@ class Session:
 
     Args:
         reason: why no step of it can be fused; None if some can.
+        loop: the code of a loop that computes as transformers' do; None for one of theirs.
     """
 
-    def __init__(self, model: nn.Module, options: Options, reason: str | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, options: Options, reason: str | None = None, loop: CodeType | None = None
+    ) -> None:
         self.model = model
         self.topk: list[TopK] = []
         self._options = options
@@ -59,10 +64,15 @@ class Session:
         # The same for the loop that runs; none does before its processors are known.
         self._reason: str | None = None
         self.has_begun = False
+        self._given_loop = self._loop = loop
+        self._processors: LogitsProcessorList | None = None
         # What greedy decoding and sampling keep for the user. The tensor of the step that runs, which may not have been used.
         self._records_logits = self.records_scores = False
         self._recorded: Recorded | None = None
-        self._num_marked = self._num_taken = 0
+        # Calls of the model and steps of the loop so far; what is known of the step that runs.
+        self._num_forwards = self._num_steps = 0
+        self._is_taken = False
+        self._reason_of_step: str | None = None
         # The backend for logits of the kind that came last, or why none serves them.
         self._kind: tuple[Any, ...] = ()
         self._backend: ModuleType = reference
@@ -70,8 +80,8 @@ class Session:
 
     def begin(self, config: GenerationConfig, processors: LogitsProcessorList) -> LogitsProcessorList:
         """Before a loop with that configuration; gives the processors that it is to use."""
-        if isinstance(processors, Processors):
-            # Somebody has wrapped a method of ours, and that has been wrapped again.
+        if processors is self._processors:
+            # Somebody has wrapped the method that asks, and that has been wrapped again.
             return processors
         self.has_begun = True
         self._reason = self._reason_of_call or self._reason_of_loop(config) or reason_against(processors)
@@ -79,25 +89,46 @@ class Session:
         is_kept = config.return_dict_in_generate and _mode(config) not in BEAMS
         self._records_logits = bool(is_kept and config.output_logits)
         self.records_scores = bool(is_kept and config.output_scores)
-        return processors if self._reason is not None else Processors(self, processors, _mode(config) in SAMPLING)
+        if self._reason is not None:
+            return processors
+        self._loop = self._given_loop
+        self._processors = Processors(self, processors, _mode(config) in SAMPLING)
+        return self._processors
 
-    def after_forward(self, output: Any) -> Any:
-        """Marks the logits that the model has returned."""
-        if not self.has_begun:
-            return output
-        logits = getattr(output, "logits", None)
+    def after_forward(self, output: Any, is_asked_by_loop: bool = True) -> Any:
+        """Marks the logits that the model has returned to the loop."""
+        logits = getattr(output, "logits", None) if self.has_begun else None
         if logits is None or type(logits) is ModelLogits:
             return output
-        reason = self._reason or self._unserved(logits)
-        if reason is None:
-            marked = logits.as_subclass(ModelLogits)
-            marked.on_last = self._take
-            reason = _replace_logits(output, marked)
-        if reason is not None:
-            count_fallback(reason)
-        else:
-            self._num_marked += 1
+        if self._reason is not None:
+            count_fallback(self._reason)
+            return output
+        self._num_forwards += 1
+        if is_asked_by_loop:
+            self._reason_of_step = self._unserved(logits)
+            if self._reason_of_step is None:
+                self._reason_of_step = _replace_logits(output, ModelLogits.of(logits, self))
         return output
+
+    def is_in(self, frame: FrameType) -> bool:
+        """Whether the loop of this call is in the frame: it has the processors."""
+        if frame.f_code is self._loop:
+            return True
+        if self._loop is None and is_of_a_loop(frame) and frame.f_locals.get("logits_processor") is self._processors:
+            self._loop = frame.f_code
+            return True
+        return False
+
+    def end_step(self) -> None:
+        """Counts a step whose scores are not of the model's logits, as far as is known, before their processors run."""
+        self._num_steps += 1
+        if not self._is_taken:
+            count_fallback(self._reason_of_step or self._unknown_loop())
+        self._is_taken = False
+        self._reason_of_step = None
+
+    def _unknown_loop(self) -> str:
+        return f"the loop of {type(self.model).__name__} does not take the last logits as transformers' loops do"
 
     def record(self, scores: LazyScores) -> Recorded:
         """What the loop keeps for the user and chooses from."""
@@ -112,9 +143,12 @@ class Session:
 
     def close(self) -> None:
         self._end_record()
-        if not self._num_taken:
-            for _ in range(self._num_marked):
-                count_fallback(f"the loop of {type(self.model).__name__} does not take the last logits in float32")
+        # These two keep each other.
+        self._processors = None
+        # A loop that does not ask the processors of this call.
+        if not self._num_steps:
+            for _ in range(self._num_forwards):
+                count_fallback(self._unknown_loop())
 
     def _reason_of_loop(self, config: GenerationConfig) -> str | None:
         mode = _mode(config)
@@ -122,6 +156,11 @@ class Session:
             return f"generation mode {mode.value}"
         if mode in SAMPLING and not self._options.sampling:
             return "do_sample without sampling=True"
+        if mode in BEAMS:
+            for name in _OF_BEAMS:
+                method = getattr(self.model, name, None)
+                if not str(getattr(method, "__module__", "transformers.")).startswith("transformers."):
+                    return f"{name} of {type(self.model).__name__}"
         return None
 
     def _unserved(self, logits: Any) -> str | None:
@@ -143,8 +182,8 @@ class Session:
                 self._reason_of_kind = cause or f"no kernels for {logits.dtype}"
         return self._reason_of_kind
 
-    def _take(self, rows: Tensor, of: Tensor) -> Any:
-        self._num_taken += 1
+    def take(self, rows: Tensor, of: Tensor) -> Any:
+        self._is_taken = True
         if self._options.topk_per_step:
             self.topk.append(functional.log_softmax_topk(rows, min(self._options.topk_per_step, rows.shape[-1])))
         scores = LazyScores.of(Rows(rows, self._backend), of)

@@ -13,6 +13,8 @@ class StandIn:
     """Something that a tensor can be made of. What its subclasses do not define is done on the tensor."""
 
     __slots__ = ()
+    # NumPy's scalars leave operations with it to it, as with a tensor.
+    __array_priority__ = Tensor.__array_priority__
 
     def dense(self, reason: str) -> Tensor:
         """The tensor, because of an operation that needs it."""
@@ -50,10 +52,16 @@ def _operator(name: str) -> Callable[..., Any]:
 
 # Python looks operators up on the class, where __getattr__ does not see them.
 _OPERATORS = (
-    "__len__ __getitem__ __setitem__ __iter__ __bool__ __float__ __int__ __index__ __contains__ __array__",
-    "__neg__ __abs__ __invert__ __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__",
-    "__truediv__ __rtruediv__ __itruediv__ __floordiv__ __mod__ __pow__ __rpow__ __matmul__",
-    "__lt__ __le__ __gt__ __ge__ __eq__ __ne__ __and__ __or__ __xor__",
+    "__len__ __getitem__ __setitem__ __delitem__ __iter__ __reversed__ __contains__ __array__ __array_wrap__",
+    "__bool__ __float__ __int__ __complex__ __index__ __neg__ __pos__ __abs__ __invert__",
+    "__lt__ __le__ __gt__ __ge__ __eq__ __ne__",
+    *(
+        f"__{name}__ __r{name}__ __i{name}__"
+        for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
+    ),
+    "__matmul__ __rmatmul__",
+    # Copies are copies of the tensor.
+    "__reduce_ex__",
 )
 for _name in " ".join(_OPERATORS).split():
     setattr(StandIn, _name, _operator(_name))
