@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import numpy as np
 import pytest
@@ -385,3 +386,55 @@ def test_processors_made_for_other_beams(num_beams):
     for beams in (2, 4, 0):
         made = processors(lambda beams=beams: stock.PrefixConstrainedLogitsProcessor(allowed, beams))
         assert_like_stock(lambda made=made: {"num_beams": num_beams, **made()})
+
+
+@functools.cache
+def with_fewer_logits():
+    """A model whose prompts may have tokens that its logits have no place for."""
+    model = copy.deepcopy(tiny("llama"))
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[:150].clone())
+    model.config.vocab_size = 150
+    return model
+
+
+@BEAMS
+@pytest.mark.parametrize("token", [149, 150, 151, 210])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 1},
+        {"no_repeat_ngram_size": 2},
+        {"encoder_no_repeat_ngram_size": 1},
+        {"encoder_repetition_penalty": 1.5},
+        {"bad_words_ids": [[20], [30, 31]], "min_new_tokens": 3},
+    ],
+    ids=lambda options: "-".join(map(str, *options.items())) if len(options) == 1 else "others",
+)
+def test_prompts_with_tokens_that_the_logits_have_no_place_for(options, token, num_beams):
+    # Some versions leave them out, and others raise, if only where the token matters.
+    ids = torch.tensor([[20, 30, token, 40, 50, token], [20, token, 30, 20, 60, 20]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert_like_stock(lambda: {"num_beams": num_beams, **options}, with_fewer_logits(), inputs)
+
+
+@BEAMS
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: stock.RepetitionPenaltyLogitsProcessor(1.5),
+        lambda: stock.NoRepeatNGramLogitsProcessor(1),
+        lambda: stock.EncoderNoRepeatNGramLogitsProcessor(1, torch.tensor([[8, -1], [9, 10]])),
+        lambda: stock.EncoderNoRepeatNGramLogitsProcessor(1, torch.tensor([[8, 9]] * 4)),
+        lambda: stock.EncoderNoRepeatNGramLogitsProcessor(3, torch.tensor([[8, 9], [9, 10]])),
+    ],
+    ids=["penalty", "ngram", "encoder", "texts of other rows", "shorter than an n-gram"],
+)
+def test_texts_of_other_tokens_and_rows(make, num_beams):
+    # Padding that no embedding has, hidden from the model.
+    inputs = inputs_for(tiny("llama"), padding=2)
+    model = copy.deepcopy(tiny("llama"))
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, args: (args[0].clamp(min=0),))
+    inputs["input_ids"][0, :2] = -1
+    made = processors(make)
+    assert_like_stock(lambda: {"num_beams": num_beams, **made()}, model, inputs)

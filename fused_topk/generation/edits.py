@@ -9,6 +9,7 @@ version with a further option is left to the stock operations. Semantics are tho
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -215,16 +216,49 @@ def _suppress_tokens_at_begin(p: Any) -> Adapter | None:
     return _suppress(p.begin_suppress_tokens, lambda step: step.input_ids.shape[-1] == p.begin_index)
 
 
+@functools.cache
+def _leaves_out_foreign(kind: Any, argument: Any) -> bool:
+    """Whether a processor leaves out tokens of the text that the logits have no place for, as later versions do."""
+    try:
+        kind(argument)(torch.tensor([[2]]), torch.zeros(1, 1))
+    except (IndexError, RuntimeError):
+        return False
+    return True
+
+
+def text_check(kind: type, argument: Any) -> Callable[[Step], None]:
+    """Raises NotSparse where a text has tokens that such a processor may raise for."""
+    is_lenient = _leaves_out_foreign(kind, argument)
+    is_first = True
+
+    def check(step: Step) -> None:
+        nonlocal is_first
+        ids = step.input_ids
+        # Tokens that were chosen have a place. So on a device only the first step of a call waits for it.
+        if is_first or not ids.is_cuda:
+            is_first = False
+            is_foreign = ids < 0 if is_lenient else (ids < 0) | (ids >= step.rows.vocab_size)
+            if bool(is_foreign.any()):
+                raise NotSparse("a text with tokens outside the vocabulary")
+
+    return check
+
+
 def _ban_rows(tokens: Tensor, vocab_size: int) -> Ban:
     """`tokens` [R, n]: what each row may not choose, vocab_size where there is nothing."""
     return Ban(packed.all_but_rows(tokens.sort(-1).values, vocab_size))
 
 
-def _no_repeat_ngram(p: Any) -> Adapter:
+def _no_repeat_ngram(p: Any) -> Adapter | None:
+    if not isinstance(p.ngram_size, int) or p.ngram_size < 1:
+        return None
+    check = text_check(stock.NoRepeatNGramLogitsProcessor, 1)
+
     def adapter(step: Step) -> Edit | None:
         ids, size, vocab_size = step.input_ids, p.ngram_size, step.rows.vocab_size
         if ids.shape[1] < size:
             return None
+        check(step)
         ngrams = ids.unfold(1, size, 1)
         # The last tokens begin an n-gram; what has completed it before is banned.
         begun = ids[:, ids.shape[1] + 1 - size :].unsqueeze(1)
@@ -234,13 +268,20 @@ def _no_repeat_ngram(p: Any) -> Adapter:
     return adapter
 
 
-def _encoder_no_repeat_ngram(p: Any) -> Adapter:
+def _encoder_no_repeat_ngram(p: Any) -> Adapter | None:
+    if not isinstance(p.ngram_size, int) or p.ngram_size < 1:
+        return None
+    ends = [end for text in p.generated_ngrams for ends in text.values() for end in ends]
     made: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def adapter(step: Step) -> Edit | None:
         ids, size, vocab_size = step.input_ids, p.ngram_size, step.rows.vocab_size
-        if ids.shape[1] + 1 < size:
+        if len(ids) % p.batch_size:
+            raise NotSparse("an encoder's texts of other rows")
+        if ids.shape[1] + 1 < size or not ends:
             return None
+        if not 0 <= min(ends) <= max(ends) < vocab_size:
+            raise NotSparse("a text with tokens outside the vocabulary")
         if ids.device not in made:
             made[ids.device] = _ngram_tables(p.generated_ngrams, size, ids.device)
         prefixes, last = (table.repeat_interleave(len(ids) // p.batch_size, 0) for table in made[ids.device])

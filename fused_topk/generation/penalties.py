@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.generation import logits_process as stock
 
 from . import packed
-from .edits import ADAPTERS, Adapter, NotSparse, Step
+from .edits import ADAPTERS, Adapter, NotSparse, Step, text_check
 from .selection import Edit, Rows
 
 
@@ -114,9 +114,11 @@ def _repetition_penalty(p: Any) -> Adapter | None:
         and p.cu_seq_lens_q is None
     ):
         return None
+    check = text_check(stock.RepetitionPenaltyLogitsProcessor, 2.0)
 
     def adapter(step: Step) -> Edit | None:
         ids, vocab_size = step.input_ids, step.rows.vocab_size
+        check(step)
         if is_of_rows:
             if len(ignored) != len(ids):
                 raise NotSparse("prompt_ignore_length of other rows")
