@@ -142,15 +142,15 @@ inline void best_of(const Keys* keys, u32 n, u32 lane, Candidates (&best)[WIDTH]
 
 // ---- Results ----
 
-// The chosen of a group of rows.
+// The chosen of a group of rows. Of rows that are missing: zeros, or what the last one has.
 struct Chosen {
-  u32 keys[kMostChosen][kGroup];
-  u32 indices[kMostChosen][kGroup];
+  u32 keys[kMostChosen][kGroup] = {};
+  u32 indices[kMostChosen][kGroup] = {};
 };
 
 template <u32 WIDTH>
-inline void choose(const Keys* keys, u32 n, Chosen& chosen) {
-  for (u32 lane = 0; lane < kGroup; lane += kCandidates) {
+inline void choose(const Keys* keys, u32 n, u32 count, Chosen& chosen) {
+  for (u32 lane = 0; lane < count; lane += kCandidates) {
     Candidates best[WIDTH];
     best_of<WIDTH>(keys, n, lane, best);
     for (u32 i = 0; i < WIDTH; ++i) {
@@ -188,22 +188,22 @@ inline void route_group(const RouterRows& rows, const float* const (&x)[kGroup],
   }
   Chosen chosen;
   if (k == 1) {
-    choose<1>(keys, n, chosen);
+    choose<1>(keys, n, count, chosen);
   } else if (k == 2) {
-    choose<2>(keys, n, chosen);
+    choose<2>(keys, n, count, chosen);
   } else if (k <= 4) {
-    choose<4>(keys, n, chosen);
+    choose<4>(keys, n, count, chosen);
   } else {
-    choose<8>(keys, n, chosen);
+    choose<8>(keys, n, count, chosen);
   }
   for (u32 r = 0; r < count; ++r) {
     for (u32 i = 0; i < k; ++i) indices[r * k + i] = chosen.indices[i][r];
   }
 
-  float m[kGroup];
-  double d[kGroup], log_d[kGroup];
+  float m[kGroup] = {};
+  double d[kGroup] = {}, log_d[kGroup];
   bool is_finite[kGroup];
-  for (u32 first = 0; first < kGroup; first += kRows) {
+  for (u32 first = 0; first < count; first += kRows) {
     ShortRows quad{{x[first], x[first + 1], x[first + 2], x[first + 3]}, {}, n};
     const Normalizers normalizers = normalize<false>(quad, rows.exponential);
     const Doubles4 logarithms = logarithm(normalizers.d);
@@ -233,11 +233,11 @@ inline void route_group(const RouterRows& rows, const float* const (&x)[kGroup],
     store_vector(terms[0] + i, of_rows[0]);
   }
   if (rows.normalize_over == NormalizeOver::kTopK) {
-    for (u32 r = 0; r < kGroup; ++r) {
+    for (u32 r = 0; r < count; ++r) {
       d[r] = 0.0;
       for (u32 i = 0; i < k; ++i) d[r] += terms[i][r];
     }
-    for (u32 first = 0; first < kGroup; first += kRows) {
+    for (u32 first = 0; first < count; first += kRows) {
       const Doubles4 logarithms = logarithm(Doubles4{d[first], d[first + 1], d[first + 2], d[first + 3]});
       for (u32 i = 0; i < kRows; ++i) log_d[first + i] = logarithms[i];
     }
