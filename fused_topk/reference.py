@@ -12,6 +12,9 @@ from torch import Tensor
 
 from .problem import FullRowProblem, Problem, Start, TopK
 
+# By the bytes of an element.
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def unavailable() -> str | None:
     """None: torch is all that it needs."""
@@ -112,15 +115,22 @@ def _candidates(problem: Problem) -> Tensor:
 
 def _ranking(x: Tensor) -> Tensor:
     """Positions along the last dimension in the project's order: NaN, then greater values, then smaller positions."""
-    # A radix sort, which torch uses for long rows on a GPU, would tell NaNs of different bits apart.
-    canonical = x.masked_fill(x.isnan(), torch.nan).masked_fill(x == 0, 0.0)
-    return canonical.sort(dim=-1, descending=True, stable=True).indices
+    # By integers in the order of the floats: a radix sort of floats, which torch uses for long rows on a GPU, tells NaNs
+    # of different bits apart, and after torch.set_flush_denormal(True) denormals compare as equal.
+    bits = x.view(_INTEGERS[x.element_size()])
+    greatest = torch.iinfo(bits.dtype).max
+    magnitude = bits & greatest
+    key = magnitude.where(bits >= 0, -magnitude).masked_fill(magnitude > _bits_of_infinity(x.dtype), greatest)
+    return key.sort(dim=-1, descending=True, stable=True).indices
+
+
+def _bits_of_infinity(dtype: torch.dtype) -> int:
+    return int(torch.tensor(torch.inf, dtype=dtype, device="cpu").view(_INTEGERS[dtype.itemsize]))
 
 
 def _gather(x: Tensor, indices: Tensor) -> Tensor:
     """The elements at the indices, bit for bit: of 16-bit floats torch.gather on the CPU may rewrite the NaNs."""
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    return x.view(bits).gather(-1, indices).view(x.dtype)
+    return x.view(_INTEGERS[x.element_size()]).gather(-1, indices).view(x.dtype)
 
 
 def _temperature(problem: Problem | FullRowProblem) -> float | Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from oracle import DTYPES, check
+from oracle import DTYPES, check, expected
 from rows import INF, NAN, adversarial_rows, random_logits
 
 ENTRIES = ("log_softmax_topk", "softmax_topk", "topk")
@@ -109,3 +109,19 @@ def test_row_topk_accuracy_of_four_million(native, offset, spread):
     """The error bound holds on rows up to 4 million long."""
     logits = random_logits(1, 2**22, device=native.device) / 4 * spread + offset
     check(native, "log_softmax_topk", logits, 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab_size", "k"), [(8, 3), (300, 5), (5000, 20)])
+def test_denormals_that_torch_flushes(backend, dtype, vocab_size, k):
+    """torch.set_flush_denormal changes how the CPU compares floats; the order of the tokens stays."""
+    rows = adversarial_rows(vocab_size, k, DTYPES[dtype])
+    logits = torch.stack([rows["denormals"], rows["denormals_and_zeros"], rows["zeros_of_both_signs"]])
+    want = expected("topk", logits, k).indices
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this machine has no such mode")
+    try:
+        got = backend("topk", logits.to(backend.device), k).indices
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(got.cpu(), want)

@@ -176,6 +176,10 @@ _CPU_LARGE_K = (
     (4096, 128, 128),
 )
 
+# Expert routers, and whole rows as short as theirs or as an attention head's.
+_CPU_ROUTERS = ((4096, 8, 2), (4096, 16, 4), (4096, 64, 8), (4096, 128, 8), (4096, 256, 8), (4096, 256, 1))
+_CPU_SOFTMAX = ((4000, 8), (4000, 30), (4000, 100), (4096, 128), (65536, 64), (64, 128), (1, 128), (8, 128256))
+
 # Rows, length, and how many times a copy softmax may take: the paper's two batches, and longer rows.
 _SOFTMAX_SHAPES = (
     *((128, vocab, 1.1) for vocab in (2048, 32728, 65536, 131072, 262144)),
@@ -211,6 +215,9 @@ SUITES: dict[str, tuple[Case, ...]] = {
         *(Case(*shape, 50, "bf16", _AS_TORCH) for shape in _CPU_SHAPES),
         Case(8, 32000, 128, "fp32", _AS_TORCH),
         *(Case(*shape, "fp32", Target(1.2, "torch")) for shape in _CPU_LARGE_K),
+        *(Case(*shape, dtype, Target(1 / 8, "torch")) for shape in _CPU_ROUTERS for dtype in ("fp32", "bf16")),
+        Case(1, 128, 8, "fp32", _AS_TORCH),
+        *(Case(*shape, 0, dtype, _AS_TORCH) for shape in _CPU_SOFTMAX for dtype in ("fp32", "bf16")),
     ),
 }
 
