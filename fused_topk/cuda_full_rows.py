@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA backend's full rows: chooses, packs and launches the kernels of csrc/softmax_rows.cu through cuda.py."""
+"""The CUDA backend's full rows: chooses, packs and launches the kernels of csrc/softmax_rows.cu through cuda_driver.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import cuda
+from . import cuda, cuda_driver, cuda_tickets
 from .full_row_choice import KERNEL_VARIANTS, FullRowChoice, choose_full_row
 from .layout import collapse
 from .problem import FullRowProblem
@@ -57,7 +57,7 @@ def full_rows(problem: FullRowProblem, out: Tensor, choice: FullRowChoice | None
     if choice.is_cooperative:
         workspace = torch.empty(owners * 2 * choice.blocks_per_row, dtype=torch.int64, device=logits.device)
         parts = workspace.data_ptr()
-        counters = cuda._tickets(device, owners)
+        counters = cuda_tickets.zeroed(device, owners)
     packed = _PROBLEM.pack(
         logits.data_ptr(),
         out.data_ptr(),
@@ -75,8 +75,8 @@ def full_rows(problem: FullRowProblem, out: Tensor, choice: FullRowChoice | None
         parts,
         counters,
     )
-    cuda._call(
-        cuda._function(device, kernel_name(choice, logits.dtype, out_dtype, is_aligned)),
+    cuda_driver.call(
+        cuda_driver.function(device, kernel_name(choice, logits.dtype, out_dtype, is_aligned)),
         (choice.blocks(rows),),
         choice.threads,
         (np.frombuffer(packed, _PROBLEM_DTYPE),),
@@ -115,6 +115,6 @@ def _choice(device: int, vocab_size: int, itemsize: int) -> FullRowChoice:
     return choose_full_row(
         vocab_size,
         itemsize,
-        cuda.max_shared_bytes_per_block(device),
+        cuda_driver.max_shared_bytes_per_block(device),
         properties.multi_processor_count,
     )

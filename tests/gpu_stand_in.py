@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fused_topk import cuda
+from fused_topk import cuda_driver, cuda_tickets
 
 
 class StandInGpus:
@@ -32,15 +32,15 @@ class StandInGpus:
         monkeypatch.setitem(sys.modules, "cupy", cupy)
         nvrtc = types.SimpleNamespace(getVersion=lambda: (13, 5), getSupportedArchs=lambda: self.targets)
 
-        monkeypatch.setattr(cuda, "_loaded", {})
-        monkeypatch.setattr(cuda, "_most_dynamic_shared_bytes", {})
-        monkeypatch.setattr(cuda, "_cupy_problem", lambda: None)
-        monkeypatch.setattr(cuda, "_nvrtc", lambda: nvrtc)
-        monkeypatch.setattr(cuda, "_compiler", lambda: self.compiler)
-        monkeypatch.setattr(cuda, "compile_kernel", self._compile)
-        monkeypatch.setattr(cuda, "max_shared_bytes_per_block", lambda device: 227 << 10)
-        monkeypatch.setattr(cuda, "_reserve_tickets", self.synchronized.append)
-        cuda._gpu_problem.cache_clear()
+        monkeypatch.setattr(cuda_driver, "_loaded", {})
+        monkeypatch.setattr(cuda_driver, "_most_dynamic_shared_bytes", {})
+        monkeypatch.setattr(cuda_driver, "_cupy_problem", lambda: None)
+        monkeypatch.setattr(cuda_driver, "_nvrtc", lambda: nvrtc)
+        monkeypatch.setattr(cuda_driver, "_compiler", lambda: self.compiler)
+        monkeypatch.setattr(cuda_driver, "compile_kernel", self._compile)
+        monkeypatch.setattr(cuda_driver, "max_shared_bytes_per_block", lambda device: 227 << 10)
+        monkeypatch.setattr(cuda_tickets, "prepare", self.synchronized.append)
+        cuda_driver._gpu_problem.cache_clear()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
@@ -51,7 +51,7 @@ class StandInGpus:
 
     def restart(self) -> None:
         """What a new process finds: nothing is loaded."""
-        cuda._loaded.clear()
+        cuda_driver._loaded.clear()
         self.compiled.clear()
         self.loaded.clear()
 

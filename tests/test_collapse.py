@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from fused_topk import cuda
+from fused_topk import cuda_driver
 from fused_topk.layout import collapse
 
 
@@ -44,8 +44,10 @@ def test_collapse_folds_what_all_tensors_cross_in_one_stride(shape, strides, siz
 
 def test_each_device_has_its_own_kernel(monkeypatch):
     loads = []
-    monkeypatch.setattr(cuda, "_loaded", {})
-    monkeypatch.setattr(cuda, "_load", lambda device, kernel: loads.append((device, kernel)) or f"{kernel} of {device}")
+    monkeypatch.setattr(cuda_driver, "_loaded", {})
+    monkeypatch.setattr(
+        cuda_driver, "_load", lambda device, kernel: loads.append((device, kernel)) or f"{kernel} of {device}"
+    )
     for _ in range(2):
-        assert [cuda._function(d, "kernel") for d in (0, 1)] == ["kernel of 0", "kernel of 1"]
+        assert [cuda_driver.function(d, "kernel") for d in (0, 1)] == ["kernel of 0", "kernel of 1"]
     assert loads == [(0, "kernel"), (1, "kernel")]

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from fused_topk import cuda, cuda_full_rows, kernel_source
+from fused_topk import cuda, cuda_driver, cuda_full_rows, kernel_source
 from fused_topk.kernel_choice import Method
 
 DTYPES = ("Float32", "Float16", "BFloat16")
@@ -17,7 +17,7 @@ DTYPES = ("Float32", "Float16", "BFloat16")
 @pytest.fixture(scope="module")
 def nvrtc():
     try:
-        return cuda._nvrtc().getVersion()
+        return cuda_driver._nvrtc().getVersion()
     except Exception as error:  # whatever a missing library raises
         if os.environ.get("FUSED_TOPK_REQUIRE_NVRTC", "") not in ("", "0"):
             raise
@@ -42,7 +42,7 @@ def test_kernel_names_are_all_tested():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_compile_without_spills(nvrtc, dtype, architecture):
     for kernel in kernels_of(dtype):
-        binary, entry, log = cuda.compile_kernel(kernel, architecture)
+        binary, entry, log = cuda_driver.compile_kernel(kernel, architecture)
         assert binary[:4] == b"\x7fELF"
         assert kernel.split("::")[1].split("<")[0] in entry
         assert_no_spills(kernel, log)
@@ -53,7 +53,7 @@ def test_kernels_compile_without_spills(nvrtc, dtype, architecture):
 
 @pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
 def test_read_rows_compiles_without_spills(nvrtc, architecture):
-    _, _, log = cuda.compile_kernel("fused_topk::read_rows_kernel", architecture)
+    _, _, log = cuda_driver.compile_kernel("fused_topk::read_rows_kernel", architecture)
     assert_no_spills("read_rows_kernel", log)
 
 
@@ -63,7 +63,7 @@ def test_full_row_kernels_compile_without_spills(nvrtc, dtype, architecture):
     kernels = [name for name in cuda_full_rows.kernel_names() if f"<fused_topk::{dtype}," in name]
     assert len(kernels) == 12 * (1 if dtype == "Float32" else 2)
     for kernel in kernels:
-        _, entry, log = cuda.compile_kernel(kernel, architecture)
+        _, entry, log = cuda_driver.compile_kernel(kernel, architecture)
         assert "softmax_" in entry
         assert_no_spills(kernel, log)
 
@@ -71,7 +71,7 @@ def test_full_row_kernels_compile_without_spills(nvrtc, dtype, architecture):
 def test_compile_error_carries_the_log(nvrtc, monkeypatch):
     monkeypatch.setattr(kernel_source, "translation_unit", lambda kernel: "__global__ void broken() { undeclared(); }")
     with pytest.raises(RuntimeError, match=r"(?s)NVRTC could not compile broken for sm_90 .*undeclared"):
-        cuda.compile_kernel("broken", 90)
+        cuda_driver.compile_kernel("broken", 90)
 
 
 def assert_no_spills(kernel: str, log: str) -> None:

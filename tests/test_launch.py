@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fused_topk import cuda
+from fused_topk import cuda, cuda_driver, cuda_tickets
 from fused_topk.kernel_choice import KernelChoice, Method
 from oracle import problem_of
 from simt.row_topk import empty_result
@@ -28,9 +28,9 @@ def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "zeros", slow_zeros)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(cuda, "_raw_stream", lambda device: 7)
-    monkeypatch.setattr(cuda, "_stream_tickets", {})
-    monkeypatch.setattr(cuda, "_outgrown_tickets", [])
+    monkeypatch.setattr(cuda_tickets, "raw_stream", lambda device: 7)
+    monkeypatch.setattr(cuda_tickets, "_stream_tickets", {})
+    monkeypatch.setattr(cuda_tickets, "_outgrown_tickets", [])
 
 
 @pytest.mark.usefixtures("one_stream")
@@ -41,11 +41,11 @@ def test_threads_that_ask_at_once_get_counters_that_last(counts):
 
     def ask(count: int) -> int:
         together.wait()
-        return cuda._tickets(0, count)
+        return cuda_tickets.zeroed(0, count)
 
     with ThreadPoolExecutor(len(counts)) as pool:
         addresses = list(pool.map(ask, counts))
-    kept: list[Any] = [*cuda._stream_tickets.values(), *cuda._outgrown_tickets]
+    kept: list[Any] = [*cuda_tickets._stream_tickets.values(), *cuda_tickets._outgrown_tickets]
     size_at = {tickets.data_ptr(): tickets.numel() for tickets in kept}
     for count, address in zip(counts, addresses, strict=True):
         assert size_at.get(address, 0) >= count, (count, size_at)
@@ -74,10 +74,10 @@ def test_captured_launches_share_no_counters(monkeypatch):
 def test_no_more_shared_memory_is_asked_for_than_there_is(monkeypatch):
     """Hardware without background copies has less of it, and its kernels need less."""
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(cuda, "_function", lambda device, kernel: kernel)
-    monkeypatch.setattr(cuda, "_call", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(cuda_driver, "function", lambda device, kernel: kernel)
+    monkeypatch.setattr(cuda_driver, "call", lambda *arguments: calls.append(arguments))
     most: dict[tuple[int, str], int] = {}
-    monkeypatch.setattr(cuda, "_most_dynamic_shared_bytes", most)
+    monkeypatch.setattr(cuda_driver, "_most_dynamic_shared_bytes", most)
     problem = problem_of("topk", torch.zeros(2, 20_000), 5)
     choice = KernelChoice(8, 8, 1, 20, 1)
 

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import fused_topk
-from fused_topk import backends, cli, cuda, kernel_source, reference
+from fused_topk import backends, cli, cuda, cuda_driver, kernel_source, reference
 from gpu_stand_in import StandInGpus
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -21,7 +21,7 @@ FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 @pytest.fixture
 def gpus(monkeypatch):
     yield StandInGpus(monkeypatch)
-    cuda._gpu_problem.cache_clear()
+    cuda_driver._gpu_problem.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_each_gpu_counts_for_itself(gpus):
     assert [backends.pick(gpu, torch.float32, 8, None) for gpu in (FIRST, SECOND)] == [reference, cuda]
     assert backends.available()["cuda"] is None and backends.best_device().type == "cpu"
     gpus.capability[1] = (6, 0)
-    cuda._gpu_problem.cache_clear()
+    cuda_driver._gpu_problem.cache_clear()
     assert "7.0" in backends.available()["cuda"]
 
 
@@ -88,16 +88,16 @@ def test_gpus_of_another_maker_get_torch_operations(gpus, monkeypatch):
 @pytest.mark.parametrize("capability", [(5, 2), (7, 0), (7, 5), (9, 0), (9, 9)])
 def test_what_is_said_of_a_gpu_is_what_compiling_gives(monkeypatch, capability):
     try:
-        cuda._nvrtc().getVersion()
+        cuda_driver._nvrtc().getVersion()
     except Exception as error:
         pytest.skip(f"no NVRTC: {error}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GPU")
-    cuda._gpu_problem.cache_clear()
-    cause = cuda._gpu_problem(0)
-    cuda._gpu_problem.cache_clear()
+    cuda_driver._gpu_problem.cache_clear()
+    cause = cuda_driver._gpu_problem(0)
+    cuda_driver._gpu_problem.cache_clear()
     try:
-        cuda.compile_kernel(cuda.kernel_names()[1], 10 * capability[0] + capability[1])
+        cuda_driver.compile_kernel(cuda.kernel_names()[1], 10 * capability[0] + capability[1])
     except RuntimeError as error:
         assert cause is not None, error
     else:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from fused_topk import cuda, cuda_full_rows, full_row_choice, kernel_choice
+from fused_topk import cuda, cuda_driver, cuda_full_rows, full_row_choice, kernel_choice
 from fused_topk.full_row_choice import FullRowChoice
 from fused_topk.kernel_choice import KernelChoice
 from fused_topk.operators import empty_row_result
@@ -86,7 +86,7 @@ def alternatives(case: Case, device: torch.device) -> list[Choice]:
         *full_row_choice.alternatives(
             case.vocab,
             itemsize,
-            cuda.max_shared_bytes_per_block(device.index or 0),
+            cuda_driver.max_shared_bytes_per_block(device.index or 0),
             properties.multi_processor_count,
         )
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the emulated machine in the GPU's place: what fused_topk/cuda.py launches runs there, packed as it packs it."""
+"""Puts the emulated machine in the GPU's place: what fused_topk/cuda_driver.py launches runs there, packed as it packs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_topk import cuda, kernel_source
+from fused_topk import cuda_driver, cuda_tickets, kernel_source
 
 from .build import Kernel
 from .launch import Array, Outcome, launch
@@ -41,7 +41,7 @@ def emulated(
     outcomes: list[Outcome] = []
     allocations = _Allocations()
     tickets: list[Array] = []
-    call = inspect.signature(cuda._call)
+    call = inspect.signature(cuda_driver.call)
 
     def kernel_of(_device: int, name: str) -> Kernel:
         source = kernel_source.translation_unit(name)
@@ -53,7 +53,7 @@ def emulated(
         together = {"max_blocks": math.prod(given["grid"])} if given.get("is_cooperative") else {}
         outcomes.append(
             launch(
-                given["function"],
+                given["kernel"],
                 given["grid"],
                 given["threads"],
                 given["arguments"],
@@ -68,7 +68,7 @@ def emulated(
         tickets.append(Array("tickets", counters, "zeros"))
         return counters.data_ptr()
 
-    with mock.patch.multiple(cuda, _function=kernel_of, _call=launch_here, _tickets=zeroed), allocations:
+    with _in_place_of_the_driver(kernel_of, launch_here, zeroed), allocations:
         yield outcomes
 
 
@@ -80,8 +80,15 @@ def recorded() -> Iterator[list[str]]:
     def record(_device: int, name: str) -> None:
         names.append(name)
 
-    with mock.patch.multiple(cuda, _function=record, _call=lambda *args, **kwargs: None, _tickets=lambda *args: 0):
+    with _in_place_of_the_driver(record, lambda *args, **kwargs: None, lambda *args: 0):
         yield names
+
+
+@contextmanager
+def _in_place_of_the_driver(function: Callable, call: Callable, zeroed: Callable) -> Iterator[None]:
+    driver = mock.patch.multiple(cuda_driver, function=function, call=call)
+    with driver, mock.patch.object(cuda_tickets, "zeroed", zeroed):
+        yield
 
 
 class _Allocations(TorchDispatchMode):

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one module that knows CuPy: which GPUs have kernels, and how a kernel of csrc/ is compiled, loaded and launched."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from . import cuda_tickets, kernel_cache, kernel_source
+from .cuda_tickets import raw_stream
+
+# Of the driver's enumerations CUfunction_attribute and CUdevice_attribute.
+_SHARED_SIZE_BYTES = 1
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_MAX_SHARED_BYTES_PER_BLOCK = 97  # what a kernel may ask for
+
+# A private name of torch, which saves a microsecond; a version without it has the public one.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+def unavailable(device: torch.device | None = None) -> str | None:
+    """None if the kernels can run on that GPU, or without one on any, else the cause and the remedy in one sentence."""
+    # Where there is a CUDA tensor, torch is initialized: that is quicker to see than the device.
+    if not (torch.cuda.is_initialized() or torch.cuda.is_available()):  # type: ignore[no-untyped-call]
+        return "torch sees no CUDA device; install a CUDA build of torch on a machine with an NVIDIA GPU and its driver"
+    if torch.version.hip:
+        return "torch is built for AMD's GPUs, which the CUDA kernels do not serve; torch operations do"
+    cause = _cupy_problem()
+    if cause is not None:
+        return cause
+    index = None if device is None else device.index
+    try:
+        causes = [_gpu_problem(i) for i in (range(torch.cuda.device_count()) if index is None else [index])]
+    except RuntimeError as error:
+        return f"the GPU cannot be used ({str(error).partition(chr(10))[0]}); `nvidia-smi` may say more"
+    return causes[0] if causes and all(causes) else None
+
+
+def compile_kernel(kernel: str, architecture: int) -> tuple[bytes, str, str]:
+    """Compiles one variant. Needs NVRTC but no GPU.
+
+    Returns:
+        (binary, mangled name of its entry, the compiler's log with registers, stack and spills).
+
+    Raises:
+        RuntimeError: the code does not compile; carries the compiler's log.
+    """
+    nvrtc: Any = _nvrtc()
+    program = nvrtc.createProgram(kernel_source.translation_unit(kernel), "fused_topk.cu", [], [])
+    try:
+        nvrtc.addNameExpression(program, kernel)
+        options = (
+            *kernel_source.OPTIONS,
+            f"-arch=sm_{architecture}",
+            "--ptxas-options=-v",
+        )
+        try:
+            nvrtc.compileProgram(program, list(options))
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            message = f"NVRTC could not compile {kernel} for sm_{architecture} with {' '.join(options)}:\n{log}"
+            raise RuntimeError(message) from error
+        return (
+            nvrtc.getCUBIN(program),
+            nvrtc.getLoweredName(program, kernel),
+            nvrtc.getProgramLog(program),
+        )
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+_loading: dict[int, threading.Lock] = {}
+_loaded: dict[tuple[int, str], Any] = {}
+_most_dynamic_shared_bytes: dict[tuple[int, str], int] = {}
+
+
+def function(device: int, kernel: str) -> Any:
+    """The loaded kernel, compiled on first use in this process unless an earlier one has left it on disk."""
+    found = _loaded.get((device, kernel))
+    if found is None:
+        # One thread compiles, and those that want the same GPU's find its result. Other GPUs do not wait.
+        with _loading.setdefault(device, threading.Lock()):
+            found = _loaded.get((device, kernel))
+            if found is None:
+                found = _loaded[device, kernel] = _load(device, kernel)
+    return found
+
+
+def affordable_shared_bytes(device: int, kernel: str, wanted: int) -> int:
+    """How much shared memory to ask for in a launch of a loaded kernel: no more than there is."""
+    return min(wanted, _most_dynamic_shared_bytes.get((device, kernel), wanted))
+
+
+def call(
+    kernel: Any,
+    grid: tuple[int, ...],
+    threads: int,
+    arguments: tuple[Any, ...],
+    device: int,
+    shared_bytes: int = 0,
+    is_cooperative: bool = False,
+) -> None:
+    """Launches; all blocks of a cooperative launch run at the same time, so that they may wait for each other."""
+    stream = _stream(raw_stream(device))
+    if device == _current_device():
+        kernel(grid, (threads,), arguments, shared_bytes, stream, is_cooperative)
+    else:
+        with torch.cuda.device(device):
+            kernel(grid, (threads,), arguments, shared_bytes, stream, is_cooperative)
+
+
+@cache
+def _stream(handle: int) -> Any:
+    """A CuPy name for torch's stream. Given to the launch itself: CuPy's own current stream is another one."""
+    import cupy
+
+    if not hasattr(cupy.cuda.Stream, "from_external"):  # before CuPy 14
+        return cupy.cuda.ExternalStream(handle)
+    return cupy.cuda.Stream.from_external(_StreamHandle(handle))
+
+
+class _StreamHandle(NamedTuple):
+    """The CUDA stream protocol: a version and the stream's address."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+@cache
+def max_shared_bytes_per_block(device: int) -> int:
+    """How much shared memory, static and dynamic, a block of a kernel that asks for it can have."""
+    from cupy.cuda import runtime
+
+    return int(runtime.deviceGetAttribute(_MAX_SHARED_BYTES_PER_BLOCK, device))
+
+
+def _load(device: int, kernel: str) -> Any:
+    import cupy
+
+    cause = _cupy_problem()
+    if cause is not None:
+        raise RuntimeError(cause)
+    architecture = _architecture(device)
+    key = kernel_source.cache_key(kernel, architecture, _compiler())
+    stored = kernel_cache.load(key)
+    if stored is None:
+        binary, name, _ = compile_kernel(kernel, architecture)
+        # The entry's mangled name travels in front of the binary.
+        stored = name.encode() + b"\0" + binary
+        kernel_cache.store(key, stored)
+    entry, _, binary = stored.partition(b"\0")
+    with torch.cuda.device(device):
+        # torch makes the device's context current; CuPy then loads into the same one.
+        torch.cuda.current_stream()
+        module = cupy.cuda.function.Module()
+        module.load(binary)
+        cuda_tickets.prepare(device)
+        loaded = module.get_function(entry.decode())
+        static = cupy.cuda.driver.funcGetAttribute(_SHARED_SIZE_BYTES, loaded.ptr)
+        most = max_shared_bytes_per_block(device) - static
+        cupy.cuda.driver.funcSetAttribute(loaded.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, most)
+        _most_dynamic_shared_bytes[device, kernel] = most
+        return loaded
+
+
+@cache
+def _cupy_problem() -> str | None:
+    try:
+        import cupy  # noqa: F401
+    except ImportError as error:
+        major = "12" if (torch.version.cuda or "13").startswith("12") else "13"
+        return f"CuPy cannot be imported ({error}); install it with `pip install 'cupy-cuda{major}x[ctk]'`"
+    try:
+        _nvrtc().getVersion()
+    except Exception as error:
+        return f"CuPy finds no NVRTC ({error}); install it with `pip install 'cupy-cuda13x[ctk]'` (or cupy-cuda12x)"
+    return None
+
+
+@cache
+def _gpu_problem(index: int) -> str | None:
+    """None if the kernels can be compiled for that GPU."""
+    architecture = _architecture(index)
+    nvrtc = _nvrtc()
+    targets = nvrtc.getSupportedArchs()
+    if architecture >= kernel_source.OLDEST_ARCHITECTURE and architecture in targets:
+        return None
+    gpu = f"{torch.cuda.get_device_name(index)} has compute capability {architecture / 10}"
+    if architecture < kernel_source.OLDEST_ARCHITECTURE:
+        return f"{gpu}, and the kernels need {kernel_source.OLDEST_ARCHITECTURE / 10}; torch operations serve it"
+    version = ".".join(map(str, nvrtc.getVersion()))
+    is_too_old = architecture < min(targets)
+    remedy = "cupy-cuda12x[ctk] in place of cupy-cuda13x" if is_too_old else "a newer CuPy and NVRTC"
+    return f"{gpu}, for which NVRTC {version} does not compile; install {remedy}"
+
+
+def _architecture(device: int) -> int:
+    """The compute capability times ten, as compilers name their targets."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@cache
+def _compiler() -> str:
+    """What an empty program becomes: PTX that names its compiler, with the patch and the build. getVersion() has neither."""
+    nvrtc = _nvrtc()
+    program = nvrtc.createProgram("", "empty.cu", [], [])
+    try:
+        nvrtc.compileProgram(program, [])
+        return bytes(nvrtc.getPTX(program)).decode()
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@cache
+def _nvrtc() -> Any:
+    from cupy.cuda import nvrtc
+
+    return nvrtc

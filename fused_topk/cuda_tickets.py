@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Zeroed counters on the GPU, by which the blocks of a launch know who comes last."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_RESERVED_TICKETS = 1 << 20
+
+
+def _public_raw_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_raw_stream)
+"""The address of torch's current stream on a device: by a private name of torch, which saves a microsecond, or a public one."""
+
+_lock = threading.Lock()
+
+
+class _TicketReserve(NamedTuple):
+    """Zeroed counters for captured graphs, and how many are taken: graphs may replay at any time, so none is reused."""
+
+    tickets: Tensor
+    taken: list[int]
+
+
+_reserves: dict[int, _TicketReserve] = {}
+_stream_tickets: dict[tuple[int, int], Tensor] = {}
+_outgrown_tickets: list[Tensor] = []
+
+
+def prepare(device: int) -> None:
+    if device not in _reserves and not torch.cuda.is_current_stream_capturing():
+        tickets = torch.zeros(_RESERVED_TICKETS, dtype=torch.int32, device=f"cuda:{device}")
+        # Once for each device: a graph may be replayed on another stream than this one.
+        torch.cuda.current_stream(device).synchronize()
+        _reserves[device] = _TicketReserve(tickets, [0])
+
+
+def zeroed(device: int, count: int) -> int:
+    """Address of `count` zeroed counters that no launch running at the same time uses.
+
+    A launch leaves them zero, so the launches of one stream share one set. A captured launch gets a set of its own.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        with _lock:
+            reserve = _reserves.get(device)
+            if reserve is not None and reserve.taken[0] + count <= _RESERVED_TICKETS:
+                first = reserve.taken[0]
+                reserve.taken[0] += count
+                return reserve.tickets.data_ptr() + 4 * first
+        # None left: zeroed by the graph itself, in its own memory, at every replay.
+        return torch.zeros(count, dtype=torch.int32, device=f"cuda:{device}").data_ptr()
+    key = device, raw_stream(device)
+    tickets = _stream_tickets.get(key)
+    if tickets is None or tickets.numel() < count:
+        with _lock:
+            tickets = _stream_tickets.get(key)
+            if tickets is None or tickets.numel() < count:
+                if tickets is not None:
+                    # Another thread may be about to launch with them.
+                    _outgrown_tickets.append(tickets)
+                tickets = torch.zeros(max(count, 4096), dtype=torch.int32, device=f"cuda:{device}")
+                _stream_tickets[key] = tickets
+    return tickets.data_ptr()
