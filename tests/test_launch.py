@@ -55,20 +55,20 @@ def test_threads_that_ask_at_once_get_counters_that_last(counts):
 def test_captured_launches_share_no_counters(monkeypatch):
     """Graphs may replay at the same time as each other, and as what is launched without one."""
     reserve = torch.empty(10, dtype=torch.int32)
-    monkeypatch.setattr(cuda, "_RESERVED_TICKETS", 10)
-    monkeypatch.setattr(cuda, "_reserves", {0: cuda._TicketReserve(reserve, [0])})
-    launched = cuda._tickets(0, 5)
+    monkeypatch.setattr(cuda_tickets, "_RESERVED_TICKETS", 10)
+    monkeypatch.setattr(cuda_tickets, "_reserves", {0: cuda_tickets._TicketReserve(reserve, [0])})
+    launched = cuda_tickets.zeroed(0, 5)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     # A graph zeroes and owns what a reserve has no room for, and all where there is none.
     first_of = [(0, 4, 0), (1, 4, None), (0, 3, 4), (0, 5, None), (0, 2, 7), (0, 1, 9), (0, 1, None), (0, 20_000, None)]
     for device, count, first in first_of:
-        address = cuda._tickets(device, count)
+        address = cuda_tickets.zeroed(device, count)
         assert address != launched and (first is None or address == reserve.data_ptr() + 4 * first)
-    assert cuda._reserves[0].taken == [10]
+    assert cuda_tickets._reserves[0].taken == [10]
     cuda._reserve_tickets(1)
-    assert list(cuda._reserves) == [0] and len(cuda._stream_tickets) == 1
+    assert list(cuda_tickets._reserves) == [0] and len(cuda_tickets._stream_tickets) == 1
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert cuda._tickets(0, 5) == launched
+    assert cuda_tickets.zeroed(0, 5) == launched
 
 
 def test_no_more_shared_memory_is_asked_for_than_there_is(monkeypatch):
