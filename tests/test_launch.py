@@ -65,7 +65,7 @@ def test_captured_launches_share_no_counters(monkeypatch):
         address = cuda_tickets.zeroed(device, count)
         assert address != launched and (first is None or address == reserve.data_ptr() + 4 * first)
     assert cuda_tickets._reserves[0].taken == [10]
-    cuda._reserve_tickets(1)
+    cuda_tickets.prepare(1)
     assert list(cuda_tickets._reserves) == [0] and len(cuda_tickets._stream_tickets) == 1
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert cuda_tickets.zeroed(0, 5) == launched
