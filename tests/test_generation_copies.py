@@ -10,6 +10,7 @@ import inspect
 import io
 import pickle
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -146,8 +147,9 @@ def test_a_method_that_is_replaced_later_stays(model, name):
     assert steps == (0, 0, {})
     # Both are served again, and count once.
     for _ in range(2):
-        with fused_decoding(model):
+        with fused_decoding(model, topk_per_step=1) as given:
             found, steps = run(model)
+        assert len(given.topk) == STEPS
         assert torch.equal(found, expected)
         assert steps == (STEPS, 0, {})
         assert model.__dict__[name] is patched
@@ -168,6 +170,14 @@ def test_a_class_that_is_patched_while_its_model_is_enabled(model, monkeypatch):
     enable(model)
     monkeypatch.setattr(type(model), "generate", lambda self, **options: "patched", raising=False)
     assert run(model)[0] == "patched"
+
+
+def test_a_class_whose_generate_is_an_object(model, monkeypatch):
+    mocked = mock.MagicMock(return_value="mocked")
+    enable(model)
+    monkeypatch.setattr(type(model), "generate", mocked, raising=False)
+    assert model.generate(1, k=2) == "mocked"
+    mocked.assert_called_once_with(1, k=2)
 
 
 def test_generate_keeps_its_signature(model):

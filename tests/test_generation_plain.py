@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 import textwrap
+import weakref
 from collections.abc import Callable
 from inspect import getsource
 
@@ -98,6 +99,45 @@ def test_criteria_get_plain_logits(model, num_beams):
     # Their calls of the model are no steps.
     assert steps == (3, 0, {})
     assert len(asking.outputs) == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beams", "sampling"])
+def test_criteria_get_plain_scores(model, options):
+    num_scores = []
+
+    def criterion(input_ids, scores):
+        assert all(type(each) is Tensor for each in scores)
+        num_scores.append(len(scores))
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    with fused_decoding(model, sampling=True):
+        kept = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+        found, steps = run(model, **options, **kept, stopping_criteria=[criterion])
+    assert steps == (STEPS, 0, {})
+    assert num_scores == list(range(1, STEPS + 1))
+    assert all(type(each) is Tensor for each in (*found.scores, *found.logits))
+
+
+def test_calls_of_the_model_are_not_counted_as_steps_of_a_call_that_is_not_fused(model):
+    with fused_decoding(model):
+        _, steps = run(model, do_sample=True, max_new_tokens=3, stopping_criteria=[Asking(model)])
+    assert steps == (0, 3, {"do_sample without sampling=True": 3})
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_loop_drops_the_models_outputs_as_it_does_without_us(model, num_beams):
+    outputs, num_alive = [], []
+
+    def count(*_):
+        num_alive.append(sum(each() is not None for each in outputs))
+
+    model.register_forward_pre_hook(count)
+    model.register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output)))
+    for custom in ({}, {"custom_generate": generate}):
+        outputs.clear(), num_alive.clear()
+        with fused_decoding(model):
+            assert run(model, num_beams=num_beams, **custom)[1] == (STEPS, 0, {})
+        assert num_alive == [0] * STEPS
 
 
 def test_processors_get_plain_logits(model):

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
 
 from .hooks import held
+from .model_logits import variables
 from .session import SAMPLING, SEARCH, Options, Session, running
 
 
@@ -95,7 +96,8 @@ def _arguments_of_caller() -> dict[str, Any]:
     caller = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
     if caller is None or caller.f_code.co_name != "generate":
         return {}
-    return {name: caller.f_locals.get(name) for name in ("streamer", "synced_gpus", "assistant_model")}
+    given = variables(caller)
+    return {name: given.get(name) for name in ("streamer", "synced_gpus", "assistant_model")}
 
 
 def _is_synced(model: nn.Module, given: bool | None) -> bool:

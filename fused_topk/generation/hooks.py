@@ -28,6 +28,8 @@ from .statistics import count_fallback
 
 # The one private name of transformers: gives the processors of a loop, and is given its configuration.
 LOOKUP = "_get_logits_processor"
+# What torch calls a module's forward hooks; where that changes, hooks that are added later see marked logits.
+_HOOKS = "_forward_hooks"
 _ATTRIBUTE = "_fused_topk_hooks"
 
 # Of all models. Reentrant: the garbage collector may close a block at any line.
@@ -86,10 +88,10 @@ class Hooks:
         # model.compile() may have been called since.
         self._put(_COMPILED)
         # So may register_forward_hook: other hooks get the logits unmarked. Or somebody has removed all of them.
-        hooks = self._module._forward_hooks
-        if self._handle.id not in hooks:
+        hooks = getattr(self._module, _HOOKS, None)
+        if hooks is not None and self._handle.id not in hooks:
             self._handle = self._module.register_forward_hook(_after_forward)
-        elif next(reversed(hooks)) != self._handle.id:
+        elif hooks is not None and next(reversed(hooks)) != self._handle.id:
             hooks.move_to_end(self._handle.id)
 
     def remove_unused(self) -> None:
@@ -101,9 +103,10 @@ class Hooks:
         """A copy of the module's attributes without the hooks."""
         state = dict(state)
         self._leave(state)
-        hooks = OrderedDict(state["_forward_hooks"])
-        hooks.pop(self._handle.id, None)
-        return {**state, "_forward_hooks": hooks}
+        if _HOOKS in state:
+            state[_HOOKS] = OrderedDict(state[_HOOKS])
+            state[_HOOKS].pop(self._handle.id, None)
+        return state
 
     @staticmethod
     def _leave(state: dict[str, Any]) -> None:
@@ -132,7 +135,8 @@ class _Method:
         if self.replaced is not None:
             return self.replaced
         # Looked up at each call, as Python does: a class may be patched, too.
-        return MethodType(getattr(type(self._module), self._name), self._module)
+        found: Callable[..., Any] = getattr(type(self._module), self._name)
+        return MethodType(found, self._module) if hasattr(found, "__get__") else found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _RUN[self._name](self._module, self._original(), *args, **kwargs)
@@ -179,7 +183,7 @@ def _state(module: Any, original: Callable[..., Any]) -> Any:
     """What copy, pickle and torch.save take: copies are not enabled."""
     state = original()
     hooks = module.__dict__.get(_ATTRIBUTE)
-    if hooks is None:
+    if hooks is None or not isinstance(state, dict):
         return state
     with _lock:
         return hooks.stripped(state)

@@ -116,3 +116,13 @@ def is_of_a_loop(frame: FrameType) -> bool:
     if is_own:
         _codes[id(code)] = code
     return is_own
+
+
+def variables(frame: FrameType) -> dict[str, Any]:
+    """The local variables of the function in the frame."""
+    found = frame.f_locals
+    copied = dict(found)
+    # Before Python 3.13 a copy, which the frame keeps, and with it the tensors that the function drops.
+    if type(found) is dict:
+        found.clear()
+    return copied

@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .. import backends, functional, reference
 from ..problem import TopK
-from .model_logits import ModelLogits, is_of_a_loop
+from .model_logits import ModelLogits, is_of_a_loop, variables
 from .processors import Processors, reason_against
 from .record import Recorded
 from .scores import LazyScores
@@ -64,6 +64,7 @@ class Session:
         # The same for the loop that runs; none does before its processors are known.
         self._reason: str | None = None
         self.has_begun = False
+        self.is_open = True
         self._given_loop = self._loop = loop
         self._processors: LogitsProcessorList | None = None
         # What greedy decoding and sampling keep for the user. The tensor of the step that runs, which may not have been used.
@@ -100,11 +101,11 @@ class Session:
         logits = getattr(output, "logits", None) if self.has_begun else None
         if logits is None or type(logits) is ModelLogits:
             return output
-        if self._reason is not None:
-            count_fallback(self._reason)
-            return output
         self._num_forwards += 1
-        if is_asked_by_loop:
+        if is_asked_by_loop and self._reason is not None:
+            self._num_steps += 1
+            count_fallback(self._reason)
+        elif is_asked_by_loop:
             self._reason_of_step = self._unserved(logits)
             if self._reason_of_step is None:
                 self._reason_of_step = _replace_logits(output, ModelLogits.of(logits, self))
@@ -114,7 +115,7 @@ class Session:
         """Whether the loop of this call is in the frame: it has the processors."""
         if frame.f_code is self._loop:
             return True
-        if self._loop is None and is_of_a_loop(frame) and frame.f_locals.get("logits_processor") is self._processors:
+        if self._loop is None and is_of_a_loop(frame) and variables(frame).get("logits_processor") is self._processors:
             self._loop = frame.f_code
             return True
         return False
@@ -142,13 +143,14 @@ class Session:
         self._recorded = None
 
     def close(self) -> None:
+        self.is_open = False
         self._end_record()
         # These two keep each other.
         self._processors = None
-        # A loop that does not ask the processors of this call.
+        # A loop that is not transformers', or does not ask the processors of this call.
         if not self._num_steps:
             for _ in range(self._num_forwards):
-                count_fallback(self._unknown_loop())
+                count_fallback(self._reason or self._unknown_loop())
 
     def _reason_of_loop(self, config: GenerationConfig) -> str | None:
         mode = _mode(config)
@@ -225,6 +227,6 @@ def running(session: Session) -> Iterator[None]:
 
 
 def session_of(model: nn.Module) -> Session | None:
-    """The generate() call of that model that this thread is in."""
+    """The generate() call of that model that this thread is in. A task that was started in a call may outlive it."""
     session = _current.get()
-    return session if session is not None and session.model is model else None
+    return session if session is not None and session.model is model and session.is_open else None
