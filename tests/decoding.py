@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fused_topk.generation import fused_decoding, stats
+from fused_topk.generation.scores import LazyScores
 
 transformers.logging.set_verbosity_error()
 
@@ -89,6 +90,10 @@ class SmallerIndexFirst(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is torch.topk and isinstance(args[0], LazyScores):
+            # Where it falls back, that is to a plain tensor's, too.
+            with self:
+                return LazyScores.__torch_function__(func, types, args, kwargs)
         if func is not torch.topk or type(args[0]) is not Tensor:
             return func(*args, **kwargs)
         k = kwargs["k"] if "k" in kwargs else args[1]

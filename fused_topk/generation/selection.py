@@ -282,7 +282,7 @@ def _merged(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> _
             # All by one formula, so that equal logits stay equal.
             of_scanned = logits.gather(1, scanned).float()
             scores = _log_probs(scores, found, of_scanned[:, :1])
-            fill = _log_probs(of_scanned, found, of_scanned[:, :1]).where(fill > -torch.inf, -torch.inf)
+            fill = _log_probs(of_scanned, found, of_scanned[:, :1]).where(fill != -torch.inf, -torch.inf)
     for edit in edits:
         scores = edit.apply(within, scores)
 
@@ -298,8 +298,11 @@ def _log_probs(logits: Tensor, scanned: TopK, best_logit: Tensor) -> Tensor:
     """The log-probabilities of any tokens with these logits [R, S].
 
     As the difference to the best token of the scan, whose log-probability is known: unlike logit - logsumexp that loses
-    no digits to a large common offset. Where the scan had no token, logit - logsumexp it is.
+    no digits to a large common offset. Where the scan had no token, logit - logsumexp it is. NaN all over a row with NaN or
+    +inf, or with nothing else than -inf.
     """
     best_score = scanned.values[:, :1]
     is_known = best_score > -torch.inf
-    return torch.where(is_known, best_score + (logits - best_logit), logits - scanned.logsumexp.unsqueeze(-1))
+    total = scanned.logsumexp.unsqueeze(-1)
+    total = total.where(total.isfinite(), torch.nan)
+    return torch.where(is_known, best_score + (logits - best_logit), logits - total)

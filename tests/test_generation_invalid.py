@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NaN and infinities in a model's logits, such as float16 gives when it overflows: the tokens that stock generate() chooses."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+from decoding import EOS, SmallerIndexFirst, inputs_for, one_thread, tiny  # noqa: F401
+from fused_topk.generation import fused_decoding, stats
+
+VALUES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+# Which of the rows, and which of their tokens.
+PLACES = {
+    "some": (slice(1, None, 2), slice(20, None, 3)),
+    "one": (slice(0, 1), slice(77, 78)),
+    "first": (slice(0, 1), slice(0, 1)),
+    "row": (slice(1, 2), slice(None)),
+    "all": (slice(None), slice(None)),
+    "last": (slice(None, None, 3), slice(-1, None)),
+}
+OPTIONS = {
+    "none": {},
+    "bad words": {"bad_words_ids": [[20], [23], [77], [0]]},
+    "bad phrases": {"bad_words_ids": [[i, j] for i in range(211) for j in (20, 77, 210)]},
+    "biases": {"sequence_bias": [[[20], 3.0], [[77], -3.0], [[26], -math.inf], [[29], math.inf]]},
+    "allowed": {"prefix_allowed_tokens_fn": lambda batch, ids: range(20, 80, 2)},
+    "allowed others": {"prefix_allowed_tokens_fn": lambda batch, ids: [30, 31, 33, 34, 36, 37]},
+    "suppressed": {"suppress_tokens": [20, 23, 77, 0]},
+    "penalty": {"repetition_penalty": 1.5, "no_repeat_ngram_size": 1},
+    "normalized": {"renormalize_logits": True},
+    "normalized edits": {"renormalize_logits": True, "suppress_tokens": [20, 77], "repetition_penalty": 1.5},
+    "decay": {"exponential_decay_length_penalty": (0, 1.5)},
+    "lengths": {"min_new_tokens": 3, "forced_eos_token_id": EOS},
+    "several": {"bad_words_ids": [[20]], "suppress_tokens": [23], "prefix_allowed_tokens_fn": lambda b, i: range(60)},
+}
+
+
+class Spoiled(torch.nn.Module):
+    """A model's head of which some logits are not finite, in the steps after the first."""
+
+    def __init__(self, head, value, rows, tokens):
+        super().__init__()
+        self.head, self.value, self.rows, self.tokens = head, value, rows, tokens
+        self.calls = 0
+
+    def forward(self, hidden):
+        logits = self.head(hidden).clone()
+        self.calls += 1
+        if self.calls > 1:
+            logits[self.rows, :, self.tokens] = self.value
+        return logits
+
+
+def both(value, rows, tokens, dtype=torch.float32, sampling=False, **options):
+    """The sequences, or the errors, of stock and fused generate(), and the reasons of the latter's fallbacks."""
+    found = []
+    for is_fused in (False, True):
+        model = copy.deepcopy(tiny("llama", dtype))
+        model.lm_head = Spoiled(model.lm_head, value, rows, tokens)
+        stats(reset=True)
+        torch.manual_seed(0)
+        try:
+            with SmallerIndexFirst():
+                if is_fused:
+                    with fused_decoding(model, sampling=sampling):
+                        found.append(model.generate(**inputs_for(model), max_new_tokens=4, **options))
+                else:
+                    found.append(model.generate(**inputs_for(model), max_new_tokens=4, **options))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return *found, stats(reset=True)
+
+
+def assert_same(expected, found):
+    if isinstance(expected, str) or isinstance(found, str):
+        assert found == expected
+    else:
+        assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_tokens_that_are_chosen(value, place, options, num_beams):
+    expected, found, _ = both(VALUES[value], *PLACES[place], num_beams=num_beams, do_sample=False, **OPTIONS[options])
+    assert_same(expected, found)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("place", ["some", "one"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_sampling_draws_nothing_where_stock_raises(value, place, options, num_beams):
+    options = {"do_sample": True, "top_k": 5, "num_beams": num_beams, **OPTIONS[options]}
+    expected, found, _ = both(VALUES[value], *PLACES[place], sampling=True, **options)
+    assert isinstance(found, str) == isinstance(expected, str)
+    if isinstance(expected, str):
+        assert found == expected
+
+
+@pytest.mark.parametrize("options", ["none", "bad words", "allowed", "penalty", "normalized"])
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_float16_logits_that_overflow(options, num_beams):
+    expected, found, steps = both(
+        1e5, *PLACES["some"], dtype=torch.float16, num_beams=num_beams, do_sample=False, **OPTIONS[options]
+    )
+    assert_same(expected, found)
+    if num_beams > 1 and options != "allowed":
+        assert list(steps.reasons) == ["NaN among the scores"]
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_logits_of_minus_infinity_stay_fused(num_beams):
+    _, _, steps = both(-math.inf, *PLACES["some"], num_beams=num_beams, do_sample=False, **OPTIONS["bad words"])
+    assert steps.fused and not steps.fallback, steps.reasons
