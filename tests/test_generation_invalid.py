@@ -33,6 +33,7 @@ OPTIONS = {
     "allowed others": {"prefix_allowed_tokens_fn": lambda batch, ids: [30, 31, 33, 34, 36, 37]},
     "suppressed": {"suppress_tokens": [20, 23, 77, 0]},
     "penalty": {"repetition_penalty": 1.5, "no_repeat_ngram_size": 1},
+    "suppressed and penalty": {"suppress_tokens": [0, 20, 23, 77, 210], "repetition_penalty": 1.5},
     "normalized": {"renormalize_logits": True},
     "normalized edits": {"renormalize_logits": True, "suppress_tokens": [20, 77], "repetition_penalty": 1.5},
     "decay": {"exponential_decay_length_penalty": (0, 1.5)},

@@ -170,6 +170,27 @@ def test_best_continuations_over_all_beams(names):
         assert_best(values, indices, total)
 
 
+@pytest.mark.parametrize(
+    "names", [(), ("suppress",), ("repetition_penalty",), ("sequence_bias", "suppress"), ("forced_eos",)], ids="-".join
+)
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "every_other", "of_rows"])
+def test_scores_of_beams_of_any_layout(layout, names):
+    # Row b of the logits belongs to beam b % BEAMS, however the beams' scores lie in memory.
+    numbers = torch.tensor([[-1.0, -2.5], [0.0, -9.0], [-3.0, -4.0]])
+    beam_scores = {
+        "transposed": lambda: numbers.t().contiguous().t(),
+        "expanded": lambda: numbers[:1].expand(BATCH, BEAMS),
+        "every_other": lambda: torch.stack([numbers, numbers + 50], -1)[..., 0],
+        "of_rows": lambda: torch.cat([numbers, numbers + 50], 1)[:, :BEAMS],
+    }[layout]()
+    assert not beam_scores.is_contiguous()
+    logits = logits_of(torch.float32, True)
+    total = (stock_scores(names, logits, True).view(BATCH, BEAMS, -1) + beam_scores[..., None]).flatten(1)
+    rows, edits = planned(names, logits, True)
+    values, indices = best_continuations(rows, edits, beam_scores, 2 * BEAMS)
+    assert_best(values, indices, total)
+
+
 @pytest.mark.parametrize("num_beams", [1, 4])
 @pytest.mark.parametrize(
     "options",
