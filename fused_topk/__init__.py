@@ -4,6 +4,7 @@
 from .full_rows import log_softmax, logsumexp, softmax
 from .functional import beam_topk, log_softmax_topk, softmax_topk, topk
 from .problem import TopK
+from .warming import warm_up
 
 __version__ = "0.1.0"
 
@@ -17,4 +18,5 @@ __all__ = [
     "softmax",
     "softmax_topk",
     "topk",
+    "warm_up",
 ]

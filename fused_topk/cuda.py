@@ -100,6 +100,17 @@ def kernel_names() -> list[str]:
     return ["fused_topk::read_rows_kernel", *launch.kernel_names()]
 
 
+def kernel_of(problem: Problem, device: int, beam_scores: Tensor | None = None) -> str:
+    """The kernel that a launch asks for, on logits as torch allocates them: contiguous, from a multiple of 16 bytes on. The
+    tensors may be meta tensors, and have at least one row."""
+    logits = problem.logits
+    rows, vocab_size = launch.row_count(logits.shape), logits.shape[-1]
+    choice = _choice(rows, vocab_size, problem.k, logits.element_size(), device, beam_scores is not None)
+    planned = launch.plan(_layout(problem, True, beam_scores), choice)
+    assert planned is not None, "contiguous tensors have one stride"
+    return planned.kernel
+
+
 def choice_of(problem: Problem) -> KernelChoice:
     """The layout over the GPU that a launch of `problem` gets."""
     vocab_size = problem.logits.shape[-1]

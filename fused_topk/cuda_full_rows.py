@@ -86,6 +86,12 @@ def full_rows(problem: FullRowProblem, out: Tensor, choice: FullRowChoice | None
     )
 
 
+def kernel_of(vocab_size: int, dtype: torch.dtype, device: int) -> str:
+    """The kernel that contiguous rows ask for, with results in their own dtype."""
+    choice = _choice(device, vocab_size, dtype.itemsize)
+    return kernel_name(choice, dtype, dtype, is_aligned=vocab_size * dtype.itemsize % 16 == 0)
+
+
 def kernel_name(choice: FullRowChoice, dtype: torch.dtype, out_dtype: torch.dtype, is_aligned: bool) -> str:
     """A kernel of csrc/softmax_rows.cu, as NVRTC wants it named."""
     formats = f"fused_topk::{cuda._FORMATS[dtype]}, fused_topk::{cuda._FORMATS[out_dtype]}"

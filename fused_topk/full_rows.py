@@ -52,8 +52,9 @@ def softmax(
     Contract:
         The sum is float32 or better whatever the dtype, and rounded once to that of the result. A row with a NaN or a
         +inf, or of only -inf, is NaN, as in torch. Deterministic: the same row gives the same bits in every call, and in
-        whatever batch it comes. Does not wait for the device; can be captured in a CUDA graph and compiled with
-        fullgraph=True. Differentiable with respect to the logits.
+        whatever batch it comes. Does not wait for the device, but in the first call of a kernel on a GPU (see
+        :func:`warm_up`). Can be captured in a CUDA graph and compiled with fullgraph=True. Differentiable with respect
+        to the logits.
 
     Example:
         >>> import torch, fused_topk

@@ -85,7 +85,8 @@ def softmax_topk(
         A row with NaN has NaN for values and logsumexp; one with +inf has NaN and +inf; one of only -inf, or with
         nothing allowed, has NaN and -inf, and the indices 0 ... k - 1.
         Deterministic: the same row gives the same bits in every call, and in whatever batch it comes.
-        Does not wait for the device; can be captured in a CUDA graph and compiled with fullgraph=True. Values and
+        Does not wait for the device, but in the first call of a kernel on a GPU, which compiles and loads it:
+        :func:`warm_up` does that ahead. Can be captured in a CUDA graph and compiled with fullgraph=True. Values and
         logsumexp are differentiable with respect to the logits.
 
     Example:

@@ -43,6 +43,7 @@ class StandInGpus:
         cuda_driver._gpu_problem.cache_clear()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
         monkeypatch.setattr(torch.cuda, "get_device_properties", self._properties)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

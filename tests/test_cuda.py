@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -273,6 +277,30 @@ def test_row_topk_keeps_no_memory(cuda):
     for _ in range(20):
         cuda("softmax_topk", logits, 20)
     assert torch.cuda.memory_allocated() == before
+
+
+def test_warm_up_leaves_no_waiting_to_the_first_call(cuda, tmp_path):
+    """In a process of its own, which finds no kernel on disk."""
+    code = f"""
+        import torch, fused_topk
+        from fused_topk import cuda_driver
+        logits = torch.randn(2, 128256, device="cuda")
+        assert fused_topk.warm_up(logits.shape, 8, dtypes=logits.dtype, masked=True) == 2
+        cuda_driver._load = None
+        torch.cuda.synchronize()
+        torch.cuda._sleep({100 * CYCLES})
+        pending = torch.cuda.Event()
+        results = [fused_topk.softmax_topk(logits, 8, mask=mask) for mask in (None, torch.ones_like(logits, dtype=bool))]
+        pending.record()
+        # The sleep is still under way: nobody has waited for it.
+        assert not pending.query()
+        assert all(torch.equal(result.indices, logits.topk(8).indices) for result in results)
+    """
+    environment = {**os.environ, "FUSED_TOPK_CACHE_DIR": str(tmp_path / "kernels")}
+    done = subprocess.run(
+        [sys.executable, "-c", inspect.cleandoc(code)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 # Sizes.

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Getting a GPU's kernels ready before the first call that is served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+
+from . import backends, cuda, cuda_driver, cuda_full_rows
+from .arguments import check_choice, check_k, check_normalize, check_vocabulary
+from .problem import Problem
+
+_TOPK_VALUES = {
+    "softmax_topk": "softmax",
+    "log_softmax_topk": "log_softmax",
+    "topk": "logits",
+    "beam_topk": "log_softmax",
+}
+_FUNCTIONS = (*_TOPK_VALUES, "softmax", "log_softmax", "logsumexp")
+
+
+def warm_up(
+    shapes: Sequence[int] | Sequence[Sequence[int]],
+    k: int | Sequence[int] = (),
+    *,
+    functions: str | Sequence[str] = "softmax_topk",
+    dtypes: torch.dtype | Sequence[torch.dtype] = torch.bfloat16,
+    masked: bool = False,
+    normalize: str = "allowed",
+    device: torch.device | str | int | None = None,
+) -> int:
+    """Compiles and loads the kernels of calls to come, so that the first of them neither compiles nor waits for the GPU.
+
+    A kernel's first call on a GPU otherwise does: it compiles for about a second, unless an earlier process has left the
+    kernel on disk, loads it, and waits for the GPU. Which kernel a call asks for depends on all that is given here.
+    Nothing is computed. Threads may call it for several GPUs at once.
+
+    Args:
+        shapes: of the logits, as the functions take them: one or several, (rows, V) for instance. Calls with contiguous
+            logits of these shapes, or whose rows begin at multiples of 16 bytes, are served.
+        k: one or several; not needed for full rows.
+        functions: names of one or several of the package's functions.
+        dtypes: of the logits, one or several.
+        masked: whether calls with a mask come too.
+        normalize: of those calls.
+        device: the GPU; by default torch's current one.
+
+    Returns:
+        How many kernels are ready: 0 where these calls use none, as on a CPU, or where `python -m fused_topk info` tells why.
+
+    Raises:
+        TypeError, ValueError: an argument that the functions would refuse.
+        RuntimeError: a kernel does not compile.
+
+    Example:
+        >>> fused_topk.warm_up([(n, 128256) for n in (1, 8, 64)], k=[8, 50], masked=True)  # doctest: +SKIP
+    """
+    names = [functions] if isinstance(functions, str) else list(functions)
+    for name in names:
+        check_choice("functions", name, _FUNCTIONS)
+    check_normalize(normalize)
+    of_dtypes = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
+    ks = list(k) if isinstance(k, Sequence) else [k]
+    gpu = _gpu(device)
+    asked = [
+        kernel
+        for name, shape, dtype in product(names, _shapes(shapes), of_dtypes)
+        for kernel in _kernels(name, shape, dtype, ks, masked, normalize, gpu)
+    ]
+    kernels = dict.fromkeys(asked)
+    for kernel in kernels:
+        cuda_driver.function(gpu.index, kernel)
+    return len(kernels)
+
+
+def _kernels(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    ks: list[int],
+    masked: bool,
+    normalize: str,
+    gpu: torch.device,
+) -> Iterator[str]:
+    """The kernels that calls of one function with one kind of logits ask for."""
+    rows = torch.Size(shape[:-1]).numel()
+    if name not in _TOPK_VALUES:
+        if rows and backends.pick(gpu, dtype, 1, None) is cuda:
+            yield cuda_full_rows.kernel_of(shape[-1], dtype, gpu.index)
+        return
+    has_beams = name == "beam_topk"
+    if has_beams and len(shape) != 3:
+        raise ValueError(f"`shapes` must be (batch, beams, V) for beam_topk, got {shape}; give its shapes apart")
+    if not ks:
+        raise ValueError(f"`k` must be given for {name}, got none; pass the k of the calls")
+    logits = torch.empty(shape, dtype=dtype, device="meta")
+    masks = [None, torch.empty(shape, dtype=torch.bool, device="meta")] if masked else [None]
+    scores = torch.empty(shape[:-1], device="meta") if has_beams else None
+    for k, mask in product(ks, masks):
+        check_k(k, shape[-1] * (shape[1] if has_beams else 1))
+        if rows and backends.pick(gpu, dtype, k, None) is cuda:
+            problem = Problem(logits, k, 1.0, None, mask, _TOPK_VALUES[name], normalize)
+            yield cuda.kernel_of(problem, gpu.index, scores)
+
+
+def _shapes(shapes: Any) -> list[tuple[int, ...]]:
+    several = [shapes] if all(isinstance(size, int) for size in shapes) else shapes
+    for shape in several:
+        if not shape:
+            raise ValueError(
+                "`shapes` must have the vocabulary as their last dimension, got an empty one; leave it out"
+            )
+        check_vocabulary(shape[-1])
+    return [tuple(shape) for shape in several]
+
+
+def _gpu(device: torch.device | str | int | None) -> torch.device:
+    """With its index. A CPU where there is no GPU to take by default."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    return chosen

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""warm_up() readies exactly the kernels that the calls then ask for, and GPUs do not wait for each other's compilers."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import fused_topk
+from fused_topk import cuda, cuda_driver, cuda_full_rows, cuda_tickets
+from fused_topk.problem import FullRowProblem
+from gpu_stand_in import StandInGpus
+from oracle import problem_of
+from simt.emulate import recorded
+from simt.row_topk import empty_result
+
+# Deadlocked, a test fails after as long.
+PATIENCE = 60
+
+
+@pytest.fixture
+def gpus(monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSED_TOPK_CACHE_DIR", str(tmp_path / "kernels"))
+    caches = (cuda._choice, cuda_full_rows._choice, cuda_full_rows._cache_bytes)
+    for cache in caches:
+        cache.cache_clear()
+    yield StandInGpus(monkeypatch)
+    for cache in (*caches, cuda_driver._gpu_problem):
+        cache.cache_clear()
+
+
+def compiled(gpus):
+    return {kernel for kernel, _ in gpus.compiled}
+
+
+def asked_by(function, shape, k, dtype, mask=None, normalize="allowed"):
+    """The kernels that a call asks for."""
+    logits = torch.zeros(shape, dtype=dtype)
+    with recorded() as names:
+        if function in ("softmax", "log_softmax", "logsumexp"):
+            out = torch.empty(shape[:-1]) if function == "logsumexp" else torch.empty_like(logits)
+            cuda_full_rows.full_rows(FullRowProblem(logits, 1.0, None, function), out)
+        elif function == "beam_topk":
+            problem = problem_of("log_softmax_topk", logits, k, mask=mask, normalize=normalize)
+            scores = torch.zeros(shape[:2])
+            cuda.beam_topk(problem, scores, empty_result(problem, scores))
+        else:
+            problem = problem_of(function, logits, k, mask=mask, normalize=normalize)
+            cuda.row_topk(problem, empty_result(problem))
+    return set(names)
+
+
+SHAPES = [(1, 1000), (4000, 60), (2, 128256), (3, 50257), (300, 9001), (5, 400), (2, 3, 700), (77,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("function", ["softmax_topk", "topk", "softmax", "logsumexp"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows(gpus, function, shape, dtype):
+    wanted = set().union(*(asked_by(function, shape, k, dtype) for k in (1, 8, 60)))
+    assert fused_topk.warm_up(shape, (1, 8, 60), functions=function, dtypes=dtype, device="cuda:1") == len(wanted)
+    assert compiled(gpus) == wanted and {device for device, _ in cuda_driver._loaded} == {1}
+
+
+@pytest.mark.parametrize("normalize", ["allowed", "all", "topk"])
+@pytest.mark.parametrize("function", ["log_softmax_topk", "topk", "beam_topk"])
+def test_masks(gpus, function, normalize):
+    if (function, normalize) == ("beam_topk", "topk"):
+        pytest.skip("beams need a common measure")
+    shape, dtype = (2, 3, 40_000), torch.float16
+    masks = (None, torch.ones(shape, dtype=torch.bool), torch.ones(1250, dtype=torch.int32))
+    wanted = set().union(*(asked_by(function, shape, 8, dtype, mask, normalize) for mask in masks))
+    options = {"functions": function, "dtypes": dtype, "masked": True, "normalize": normalize}
+    assert fused_topk.warm_up(shape, 8, **options, device=0) == len(wanted) == 2
+    assert compiled(gpus) == wanted
+
+
+def test_several_at_once_and_again(gpus):
+    shapes = [(rows, 32_000) for rows in (1, 8, 64, 512)]
+    kinds = {"functions": ["softmax_topk", "log_softmax"], "dtypes": [torch.float32, torch.bfloat16]}
+    ready = fused_topk.warm_up(shapes, [1, 50], **kinds, device=torch.device("cuda", 0))
+    assert ready == len(gpus.compiled) == len(compiled(gpus)) > 4
+    loads = len(gpus.loaded)
+    assert fused_topk.warm_up(shapes, [1, 50], **kinds) == ready and len(gpus.loaded) == loads
+    gpus.restart()
+    assert fused_topk.warm_up(shapes, [1, 50], **kinds) == ready and gpus.compiled == []
+
+
+def test_after_it_a_call_neither_loads_nor_waits(gpus, monkeypatch):
+    fused_topk.warm_up((2, 128256), 8, dtypes=torch.float32, device=0)
+    compilations, loads, waits = (len(x) for x in (gpus.compiled, gpus.loaded, gpus.synchronized))
+    assert compilations == loads == waits == 1
+    launches = []
+    monkeypatch.setattr(cuda_driver, "call", lambda *arguments: launches.append(arguments))
+    monkeypatch.setattr(cuda_tickets, "zeroed", lambda device, count: 0)
+    problem = problem_of("softmax_topk", torch.zeros(2, 128256), 8)
+    cuda.prepare(problem, torch.device("cuda", 0))(problem.logits, empty_result(problem))
+    assert len(launches) == 1
+    assert (len(gpus.compiled), len(gpus.loaded), len(gpus.synchronized)) == (1, 1, 1)
+
+
+def test_calls_without_kernels_need_none(gpus):
+    assert fused_topk.warm_up((2, 1000), 8, device="cpu") == 0
+    assert fused_topk.warm_up((2, 1000), 8, dtypes=torch.float64) == 0
+    assert fused_topk.warm_up((2, 10_000), 5000) == 0
+    assert fused_topk.warm_up((0, 1000), 5) == 0
+    assert fused_topk.warm_up((0, 1000), functions="softmax") == 0
+    gpus.capability[0] = (7, 0)
+    assert fused_topk.warm_up((2, 1000), 8, device=0) == 0
+    assert gpus.compiled == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_nothing_to_do():
+    assert fused_topk.warm_up((2, 1000), 8) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (((2, 10), 11), {}, r"`k` must satisfy 1 <= k <= 10"),
+        (((2, 10),), {}, r"`k` must be given for softmax_topk"),
+        (((2, 10), 2), {"functions": "top_k"}, r"`functions` must be one of"),
+        (((2, 10), 2), {"normalize": "none"}, r"`normalize` must be one of"),
+        (((2, 0), 2), {}, r"at least one logit"),
+        (([()], 2), {}, r"`shapes` must have the vocabulary"),
+        (((2, 10), 2), {"functions": "beam_topk"}, r"`shapes` must be \(batch, beams, V\)"),
+    ],
+)
+def test_what_the_functions_would_refuse_is_refused(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        fused_topk.warm_up(*arguments, **options)
+
+
+def test_a_gpu_does_not_wait_for_the_compiler_of_another(monkeypatch):
+    """Nor do launches of what is loaded, which need counters."""
+    compiling, compiled = threading.Event(), threading.Event()
+
+    def load(device, kernel):
+        if device == 0:
+            compiling.set()
+            assert compiled.wait(PATIENCE)
+        return f"{kernel} of {device}"
+
+    monkeypatch.setattr(cuda_driver, "_loaded", {(0, "loaded"): "loaded of 0"})
+    monkeypatch.setattr(cuda_driver, "_load", load)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cuda_tickets, "raw_stream", lambda device: 7)
+    monkeypatch.setattr(cuda_tickets, "_stream_tickets", {})
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
+    with ThreadPoolExecutor(6) as pool:
+        slow = [pool.submit(cuda_driver.function, 0, "kernel") for _ in range(2)]
+        try:
+            assert compiling.wait(PATIENCE)
+            quick = [pool.submit(cuda_driver.function, *key) for key in ((1, "kernel"), (0, "loaded"))]
+            assert [each.result(PATIENCE) for each in quick] == ["kernel of 1", "loaded of 0"]
+            assert all(pool.submit(cuda_tickets.zeroed, device, 5).result(PATIENCE) for device in (0, 1))
+            assert not any(each.done() for each in slow)
+        finally:
+            compiled.set()
+        assert [each.result(PATIENCE) for each in slow] == ["kernel of 0"] * 2
