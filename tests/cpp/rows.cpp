@@ -166,12 +166,78 @@ bool check() {
   return true;
 }
 
+// One random problem of beams, against the merge of their own lists. Whether it agrees, bit for bit.
+bool check_beams() {
+  const u32 batch = 1 + below(3), beams = 1 + below(4);
+  const u32 V = 1 + below(below(2) ? 300 : 30000);
+  const u32 k = 1 + below(std::min(beams * V, 50u));
+  const u32 rows = batch * beams, k_of_row = std::min(k, V);
+  std::vector<float> logits(size_t(rows) * V), scores(rows * 2), row_values(rows * k_of_row), logsumexp(rows);
+  std::vector<i64> row_indices(rows * k_of_row);
+  const u32 manner = below(2);
+  for (float& x : logits) x = random_logit(manner);
+  for (float& x : scores) x = random_logit(manner);
+
+  Problem p{};
+  p.kernels = &kBaselineKernels;
+  p.threads = 1;
+  p.sizes = {i64(batch), i64(beams)};
+  p.vocab_size = V;
+  p.k = k_of_row;
+  p.value_kind = ValueKind::kLogProbabilities;
+  p.logits = reinterpret_cast<const char*>(logits.data());
+  p.logits_strides = {i64(beams) * V, i64(V)};
+  p.logits_element_stride = 1;
+  p.temperature = 1.0;
+  p.mask_strides = {0, 0};
+  p.values = row_values.data();
+  p.indices = row_indices.data();
+  p.logsumexp = logsumexp.data();
+  solve(p);
+
+  std::vector<float> values(batch * k);
+  std::vector<i64> indices(batch * k);
+  p.threads = 4;
+  p.k = k;
+  p.values = values.data();
+  p.indices = indices.data();
+  p.beam_scores = scores.data();
+  p.beam_scores_strides[0] = 2;
+  p.beam_scores_strides[1] = 2 * batch;
+  solve(p);
+
+  for (u32 entry = 0; entry < batch; ++entry) {
+    struct Candidate {
+      float value;
+      i64 index;
+    };
+    std::vector<Candidate> candidates;
+    for (u32 beam = 0; beam < beams; ++beam) {
+      const float score = scores[entry * 2 + beam * 2 * batch];
+      for (u32 i = 0; i < k_of_row; ++i) {
+        const u32 place = (entry * beams + beam) * k_of_row + i;
+        candidates.push_back({score + row_values[place], i64(beam) * V + row_indices[place]});
+      }
+    }
+    std::stable_sort(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) {
+      return order_key(bits_as<u32>(a.value)) > order_key(bits_as<u32>(b.value));
+    });
+    for (u32 i = 0; i < k; ++i) {
+      const u32 place = entry * k + i;
+      if (indices[place] == candidates[i].index && values[place] == candidates[i].value) continue;
+      std::printf("wrong: entry %u of %u, %u beams, V %u, k %u, rank %u\n", entry, batch, beams, V, k, i);
+      return false;
+    }
+  }
+  return true;
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
   const int problems = count > 1 ? std::atoi(arguments[1]) : 1000;
   for (int i = 0; i < problems; ++i) {
-    if (!check()) return 1;
+    if (!check() || (i % 4 == 0 && !check_beams())) return 1;
   }
   std::printf("%d problems agree, %s kernels\n", problems, kBaselineKernels.name);
 }
