@@ -94,6 +94,26 @@ def test_row_topk_adversarial_rows_with_temperature(backend, entry, temperature)
     check(backend, entry, logits, 20, temperature=temperature, row_names=list(rows))
 
 
+@pytest.mark.parametrize("temperature", [torch.finfo(torch.float32).tiny, 1e-40, 1e-45])
+@pytest.mark.parametrize("vocab_size", [40, 3001])
+def test_least_temperatures(backend, vocab_size, temperature):
+    """0 / T is 0, not NaN, although 1 / T may overflow: the best token has everything. Where its values can be looked at, a
+    tensor of subnormal ones is refused."""
+    logits = (-torch.arange(vocab_size, device=backend.device) / 2).expand(2, -1)
+    rows = torch.tensor([1.0, temperature], device=backend.device)
+    if backend.device == "cpu" and temperature < torch.finfo(torch.float32).tiny:
+        with pytest.raises(ValueError, match="temperature"):
+            backend("softmax_topk", logits, 3, temperature=rows)
+        return
+    chosen = backend("softmax_topk", logits, 3, temperature=rows)
+    assert chosen.values[1].tolist() == [1, 0, 0] and chosen.logsumexp[1] == 0
+    log_values = backend("log_softmax_topk", logits, 3, temperature=rows).values[1]
+    assert log_values[0] == 0 and (log_values[1:] < -1e35).all()
+    probs = backend("softmax", logits, temperature=rows)[1]
+    assert probs[0] == 1 and not probs[1:].any()
+    assert backend("logsumexp", logits, temperature=rows)[1] == 0
+
+
 @pytest.mark.parametrize("normalize", ["all", "topk"])
 @pytest.mark.parametrize("entry", ["softmax_topk", "log_softmax_topk"])
 @pytest.mark.parametrize(("vocab_size", "k"), [(33, 33), (1000, 5), (5003, 65)])

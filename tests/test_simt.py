@@ -333,6 +333,20 @@ def test_short_rows_have_the_bits_of_longer_ones(dtype, most):
             assert_same(row_topk(problem, short)[0], row_topk(problem, tiles)[0])
 
 
+@pytest.mark.parametrize(
+    "case", [Case(40, 5), Case(40, 9), Case(300, 9), Case(3001, 40, splits=1), Case(3001, 300, splits=2)], ids=str
+)
+def test_subnormal_temperatures(case):
+    """Their inverse overflows, but 0 / T is 0: the best token has everything."""
+    logits = (-torch.arange(case.vocab_size) / 2).expand(2, -1).contiguous()
+    for entry in ("softmax_topk", "log_softmax_topk"):
+        for temperature in (torch.tensor([1e-40, 1e-45]), 2e-39):
+            got = Laid(case)(entry, logits, case.k, temperature=temperature)
+            assert (got.indices == torch.arange(case.k)).all() and (got.logsumexp == 0).all()
+            assert (got.values[:, 0] == (entry == "softmax_topk")).all()
+            assert (got.values[:, 1:] <= (0 if entry == "softmax_topk" else -1e35)).all()
+
+
 @pytest.mark.parametrize("is_apart", [False, True])
 @pytest.mark.parametrize("k", [1, 5, 8, 20])
 @pytest.mark.parametrize("vocab_size", [60, 64, 128, 200, 256])

@@ -208,3 +208,14 @@ def test_row_temperature_and_strides():
         return run(FullRowProblem(x, 1.0, temperature, entry), small_choice("block", 300, 4), torch.float32)
 
     check(of_choice, "log_softmax", logits, temperature=temperature)
+
+
+@pytest.mark.parametrize("kernel", ["warp", "block", "shared", "grid", "long"])
+def test_subnormal_temperatures(kernel):
+    """Their inverse overflows, but 0 / T is 0: the best token has everything."""
+    logits = (-torch.arange(500) / 2).expand(2, -1).contiguous()
+    temperature = torch.tensor([1e-40, 1e-45])
+    for values, best, others in (("softmax", 1, 0), ("log_softmax", 0, -1e35), ("logsumexp", 0, 0)):
+        problem = FullRowProblem(logits, 1.0, temperature, values)
+        got = run(problem, small_choice(kernel, 500, 4), torch.float32).view(2, -1)
+        assert (got[:, 0] == best).all() and (got[:, 1:] <= others).all()
