@@ -197,12 +197,11 @@ __device__ __forceinline__ u32 add_to_shared(u32* counter, u32 count) {
 // A word of shared memory that warps write and read without a barrier between them: any value that was ever stored may
 // be read.
 __device__ __forceinline__ void store_unordered(u32* word, u32 value) {
-  u32 before;
+  [[maybe_unused]] u32 before;
   asm volatile("atom.shared.exch.b32 %0, [%1], %2;"
                : "=r"(before)
                : "r"(u32(__cvta_generic_to_shared(word))), "r"(value)
                : "memory");
-  (void)before;
 }
 __device__ __forceinline__ u32 load_unordered(u32* word) { return add_to_shared(word, 0); }
 

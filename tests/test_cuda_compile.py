@@ -80,3 +80,4 @@ def assert_no_spills(kernel: str, log: str) -> None:
     assert found, f"{kernel}: no resource report in the compiler's log:\n{log}"
     assert set(found) == {("0", "0", "0")}, f"{kernel} uses local memory:\n{log}"
     assert re.search(r"Used \d+ registers", log)
+    assert "warning" not in log, f"{kernel}:\n{log}"
