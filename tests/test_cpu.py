@@ -111,6 +111,20 @@ def test_cpu_routers_batch_changes_nothing(cpu, instruction_set):
                 assert_same(TopK(*(field[1] for field in expanded)), together)
 
 
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_cpu_routers_row_temperatures(cpu, instruction_set):
+    """A row's temperature has the same bits from a tensor and from a number, in runs of equal ones and alone."""
+    each = torch.tensor([0.5, 0.5, 0.5, 1.0, 0.3, 0.3, 2.0, float("nan"), float("nan"), 1.0, 1.0, 1.0])
+    for vocab_size, k in ROUTERS:
+        for dtype in DTYPES.values():
+            logits = random_logits(len(each), vocab_size, dtype=dtype)
+            for temperature in (each, each.flip(0), each.repeat_interleave(2)[::2]):
+                got = run("softmax_topk", logits, k, instruction_set, temperature=temperature)
+                for row, t in enumerate(temperature.tolist()):
+                    alone = run("softmax_topk", logits[row : row + 1], k, instruction_set, temperature=t)
+                    assert_same(TopK(*(field[row : row + 1] for field in got)), alone)
+
+
 def test_cpu_routers_of_tiny_probabilities(cpu):
     """Probabilities below those that the float32 exponential has."""
     logits = torch.tensor([[0.0, -86.8, -87.5, -95.0, -103.0, -104.5]])

@@ -140,8 +140,7 @@ struct Solver {
 
   // By what is asked of a row alone, so that its bits depend on nothing else.
   bool is_routed() const {
-    return problem.vocab_size <= kMostExperts && problem.k <= kMostChosen && !problem.mask && !problem.beam_scores &&
-           !problem.row_temperature;
+    return problem.vocab_size <= kMostExperts && problem.k <= kMostChosen && !problem.mask && !problem.beam_scores;
   }
 
   // The rows of an expert router. A task is as many as a buffer holds.
@@ -159,33 +158,50 @@ struct Solver {
   }
 
   void route(u64 first, u32 count, float* buffer) const {
+    const float* const x = read_rows(problem, first, count, buffer);
+    // The kernel takes one temperature: it gets runs of rows that have the same.
+    for (u32 begin = 0, end; begin < count; begin = end) {
+      const double t = temperature_of(first + begin);
+      end = begin + 1;
+      while (end < count && temperature_of(first + end) == t) ++end;
+      route_run(x + u64(begin) * problem.vocab_size, first + begin, end - begin, Temperature(t));
+    }
+    if (problem.value_kind == ValueKind::kLogits) copy_logits(first, count);
+  }
+
+  // x: [count, vocab_size]
+  void route_run(const float* x, u64 first, u32 count, const Temperature& t) const {
     const Problem& p = problem;
-    const Temperature t(p.temperature);
-    i64* const indices = p.indices + first * k;
     const bool are_logits = p.value_kind == ValueKind::kLogits;
-    p.kernels->router->route({read_rows(p, first, count, buffer), count, p.vocab_size, k, t.exponential, t.inverse,
-                              p.value_kind, p.normalize_over,
-                              are_logits ? nullptr : static_cast<float*>(p.values) + first * k, indices,
+    p.kernels->router->route({x, count, p.vocab_size, k, t.exponential, t.inverse, p.value_kind, p.normalize_over,
+                              are_logits ? nullptr : static_cast<float*>(p.values) + first * k, p.indices + first * k,
                               p.logsumexp + first});
-    if (!are_logits) return;
-    const u32 item_size = kItemSize[p.dtype];
-    char* value = static_cast<char*>(p.values) + first * k * item_size;
+  }
+
+  void copy_logits(u64 first, u32 count) const {
+    const u32 item_size = kItemSize[problem.dtype];
+    const i64* const indices = problem.indices + first * k;
+    char* value = static_cast<char*>(problem.values) + first * k * item_size;
     for (u32 row = 0; row < count; ++row) {
-      const char* const logits = logits_of(p, first + row);
+      const char* const logits = logits_of(problem, first + row);
       for (u32 i = 0; i < k; ++i, value += item_size) {
-        std::memcpy(value, logits + indices[row * k + i] * p.logits_element_stride * item_size, item_size);
+        std::memcpy(value, logits + indices[row * k + i] * problem.logits_element_stride * item_size, item_size);
       }
     }
+  }
+
+  double temperature_of(u64 number) const {
+    const Problem& p = problem;
+    return p.row_temperature ? p.row_temperature[offset_of(number, p.sizes, p.temperature_strides)] : p.temperature;
   }
 
   Row row_at(u64 number) const {
     const Problem& p = problem;
     const i64 logits_offset = offset_of(number, p.sizes, p.logits_strides);
     const u32 mask_item_size = p.mask_kind == MaskKind::kBits ? 4 : 1;
-    double t = p.temperature;
-    if (p.row_temperature) t = p.row_temperature[offset_of(number, p.sizes, p.temperature_strides)];
     return {number, p.logits + logits_offset * kItemSize[p.dtype],
-            p.mask ? p.mask + offset_of(number, p.sizes, p.mask_strides) * mask_item_size : nullptr, Temperature(t)};
+            p.mask ? p.mask + offset_of(number, p.sizes, p.mask_strides) * mask_item_size : nullptr,
+            Temperature(temperature_of(number))};
   }
 
   void do_part(u64 number, u32 part, Workspace& workspace) {
