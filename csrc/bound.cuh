@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A lower bound of the k-th best of what a group has read, proven by few numbers.
+// A lower bound of the k-th best key of what a group has read, proven by few numbers.
 //
-// If each warp publishes its j-th best, then k elements are >= the ceil(k / j)-th greatest of those. That many of the warps are
-// fewer than have read something, for the least of all their numbers is far below the others: it may even be of the few logits
-// that a row ends with. A warp's own j-th best is bounded in the same way by its lanes' bests. A warp may publish anew at any
-// time, and others may find old and new numbers mixed: each of them stays true.
+// Each warp publishes its j-th best key. Then k elements are >= the ceil(k / j)-th greatest of the published keys. Only
+// the top ceil(k / j) warps are needed. The minimum over all warps would be loose: one of them may have read just the
+// tail of the row. A warp finds its own j-th best in the same way, from its lanes' best keys.
+//
+// A warp may publish again at any time. Others may read a mix of old and new keys. Each of them stays a valid bound.
 // Comes after group.cuh.
 #pragma once
 
@@ -12,8 +13,8 @@
 
 namespace fused_topk {
 
-// A number that is at most the n-th greatest of the lanes' keys, and equals it if the greater ones all differ. kNoKey for
-// n > 32. All 32 lanes call it.
+// A lower bound of the n-th greatest of the lanes' keys. Exact if the n greatest keys differ. kNoKey for n > 32. All 32
+// lanes call it.
 __device__ __forceinline__ u32 nth_greatest(u32 key, u32 n) {
   if (n > kWarpSize) return kNoKey;
   u32 greatest = warp_max(key);
@@ -25,8 +26,8 @@ __device__ __forceinline__ u32 nth_greatest(u32 key, u32 n) {
   return greatest;
 }
 
-// A number that is at most the n-th greatest of N keys of each lane, by bisection. What a few more of them than n are not less
-// than is near enough.
+// A lower bound of the n-th greatest of N keys of each lane, by bisection. Stops when at most n + n / 8 keys pass. All
+// 32 lanes call it.
 template <u32 N>
 __device__ __forceinline__ u32 nth_greatest(const u32 (&keys)[N], u32 n) {
   if (n > N * kWarpSize) return kNoKey;
@@ -40,7 +41,7 @@ __device__ __forceinline__ u32 nth_greatest(const u32 (&keys)[N], u32 n) {
   greatest = warp_max(greatest);
   bound = warp_min(bound);
   u32 passing = N * kWarpSize;
-  // With many equal keys that may never be: twelve halvings of what the keys span are enough too.
+  // Many equal keys may prevent that. Twelve halvings are close enough.
 #pragma unroll 1
   for (u32 turn = 0; turn < 12 && bound < greatest && passing > n + n / 8; ++turn) {
     const u32 trial = greatest - (greatest - bound) / 2;
@@ -62,34 +63,35 @@ template <class GROUP>
 class KthBound {
  public:
   struct Shared {
-    alignas(16) u32 first[GROUP::kWarps];  // keys, published before a barrier
-    u32 latest[GROUP::kWarps];             // and since
-    // See add_earlier().
+    alignas(16) u32 first[GROUP::kWarps];  // each warp's key, published before the barrier
+    u32 latest[GROUP::kWarps];             // each warp's key, published since
+    // One entry of the set for each thread: see add_earlier().
     static constexpr u32 kKept = GROUP::kForMany ? 8 : 1;
     u16 greatest[kKept][GROUP::kForMany ? GROUP::kThreads : 1];
   };
 
-  // of_warp: j; warps: at least k / j, and at most as many as read something; the others abstain.
+  // of_warp: j, so each warp publishes its j-th best. warps: the number of warps needed, at least k / j, and at most
+  // the number of warps that read something. The other warps abstain.
   __device__ __forceinline__ KthBound(Shared& shared, u32 of_warp, u32 warps)
       : shared_(shared), of_warp_(of_warp), warps_(warps) {}
 
-  // Whether the bests of 32 lanes say too little.
+  // Whether one key of each of 32 lanes proves too little.
   __device__ __forceinline__ bool needs_many() const {
-    // KernelChoice.method() of fused_topk/kernel_choice.py has chosen the kernel.
+    // KernelChoice.method() of fused_topk/kernel_choice.py has chosen the kernel by this.
     if constexpr (GROUP::kWarps > 8) return GROUP::kForMany;
     return of_warp_ > kWarpSize / 2;
   }
-  // After how many lanes of its own with candidates a warp should update the bound: they are its sign that it is loose.
+  // A warp that has had hits in this many lanes updates the bound: so many hits show that the bound is loose.
   __device__ __forceinline__ u32 worth() const { return needs_many() ? kWarpSize / 2 : max(2 * of_warp_, 4u); }
 
-  // The number that a warp is to publish, of the best keys of each lane, of different elements. The 32 lanes call it.
+  // The key that a warp publishes, given the best keys of each lane, all of different elements. All 32 lanes call it.
   __device__ __forceinline__ u32 of_warp(u32 key) const { return nth_greatest(key, of_warp_); }
   template <u32 N>
   __device__ __forceinline__ u32 of_warp(const u32 (&keys)[N]) const {
     return nth_greatest(keys, of_warp_);
   }
 
-  // FOR_MANY: makes of each of the lane's keys the greatest since the first call, rounded down.
+  // FOR_MANY: raises each of the lane's keys to its maximum since the first call, rounded down to 16 bits.
   template <u32 N>
   __device__ __forceinline__ void add_earlier(u32 (&keys)[N], bool is_first) {
     static_assert(N == Shared::kKept, "a place for each");
@@ -101,21 +103,21 @@ class KthBound {
     }
   }
 
-  // Tells the group this warp's number. After a barrier, found() gives the bound that all warps' numbers prove, kNoKey for
-  // none. The 32 lanes of a warp call each of them together.
+  // Publishes this warp's key. A barrier must follow. Then found() returns the bound that all published keys prove, or
+  // kNoKey. All 32 lanes of a warp call either.
   __device__ __forceinline__ void publish(u32 key) {
     own_ = key;
     if constexpr (!GROUP::kIsWarp)
       if (lane_id() == 0) shared_.first[GROUP::warp()] = shared_.latest[GROUP::warp()] = key;
   }
-  // For a warp that has nothing to read, and so no say.
+  // For a warp that has nothing to read.
   __device__ __forceinline__ void abstain() { publish(kNoKey); }
   __device__ __forceinline__ u32 found() const {
     if constexpr (GROUP::kIsWarp) return own_;
     return proven_by(shared_.first[lane_id() % GROUP::kWarps], [&](u32 warp) { return shared_.first[warp]; });
   }
 
-  // found() at any time after that barrier.
+  // update() and latest() are publish() and found() for any time after that barrier.
   __device__ __forceinline__ void update(u32 key) {
     own_ = key;
     if constexpr (!GROUP::kIsWarp)
@@ -123,7 +125,7 @@ class KthBound {
   }
   __device__ __forceinline__ u32 latest() const {
     if constexpr (GROUP::kIsWarp) return own_;
-    // Worked out anew: kept since found(), it would cost a register.
+    // Recomputed here: a value kept since found() costs a register.
     u32 warp = lane_id() % GROUP::kWarps;
     keep_opaque(warp);
     const u32 key = load_unordered(&shared_.latest[warp]);
@@ -131,10 +133,10 @@ class KthBound {
   }
 
  private:
-  // key: of warp `lane modulo warps`; key_of_warp(warp): any warp's.
+  // key: the key of warp lane % kWarps. key_of_warp(w): the key of any warp w.
   template <class KEY_OF_WARP>
   __device__ __forceinline__ u32 proven_by(u32 key, KEY_OF_WARP key_of_warp) const {
-    // The least of those that fewer exceed than are needed.
+    // The minimum of the keys that fewer than warps_ keys exceed.
     u32 greater = 0;
 #pragma unroll
     for (u32 warp = 0; warp < GROUP::kWarps; ++warp) greater += key_of_warp(warp) > key;
@@ -142,8 +144,8 @@ class KthBound {
   }
 
   Shared& shared_;
-  u32 of_warp_;  // which best a warp publishes
-  u32 warps_;    // that have k of these together
+  u32 of_warp_;  // j
+  u32 warps_;    // the number of warps needed: ceil(k / j)
   u32 own_;
 };
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The best k of what a group has seen: a buffer of candidates in shared memory and a threshold that all of it passed.
+// The best k of what a group has seen: a buffer of candidates in shared memory, and a threshold that all of them pass.
 //
-// Algorithm 4 of the paper keeps a sorted list of k in each thread and inserts into it element by element. Here one list
-// serves the whole group, unsorted, and almost every element fails one comparison with a threshold:
-//   - the threshold is a proven lower bound of the k-th best (bound.cuh), so a candidate below it can be dropped;
-//   - what passes is appended (add), by any warp at any time;
-//   - should the buffer fill up, the group cuts it back to little more than the best k (cut), which raises the threshold.
-// The answer is exact whatever the bound: a loose one costs time, never a candidate.
-// Comes after bound.cuh and sort.cuh.
+// Algorithm 4 of the paper keeps a sorted list of k in each thread and inserts element by element. Here one unsorted
+// buffer serves the whole group. Almost every element fails one comparison with the threshold:
+//   - The threshold is a proven lower bound of the k-th best (bound.cuh). A candidate below it can be dropped.
+//   - Any warp appends what passes, at any time (add).
+//   - If the buffer is full, the group cuts it to little more than the best k (cut). This raises the threshold.
+// The answer is exact whatever the bound. A loose bound costs time, never a candidate. Comes after bound.cuh and
+// sort.cuh.
 #pragma once
 
 #include "bound.cuh"
@@ -15,11 +15,11 @@
 
 namespace fused_topk {
 
-// The part of a Candidates object that lives in shared memory.
+// The part of Candidates in shared memory.
 template <class GROUP>
 struct CandidatesShared {
-  u64 threshold;  // the greatest that a warp has told the others
-  u32 count;      // slots asked for so far; may run past the capacity
+  u64 threshold;  // the greatest threshold that any warp has shared
+  u32 count;      // slots reserved so far; may exceed the capacity
   typename GROUP::Words words;
   BucketsShared<GROUP> buckets;
 };
@@ -28,15 +28,15 @@ template <class GROUP>
 class Candidates {
  public:
   using Shared = CandidatesShared<GROUP>;
-  // Slots that a thread takes care of. They bound k: a cut must leave room.
+  // Slots of each thread. They limit k: a cut must leave room.
   static constexpr u32 kOwn = GROUP::kIsWarp ? 4 : GROUP::kWarps <= 8 ? 2 : 8;
   static constexpr u32 kCapacity = kOwn * GROUP::kThreads;
 
-  // slots: [kCapacity], shared memory, 16-byte aligned; k < kCapacity.
+  // slots: [kCapacity], shared memory, aligned to 16 bytes. k < kCapacity.
   __device__ __forceinline__ Candidates(u64* slots, Shared& shared) : slots_(slots), shared_(shared) {}
 
-  // Forgets everything; from now on the best `k` are kept. All threads of the group call it, after a barrier that
-  // follows the last use; another barrier must follow before the first add.
+  // Empties the buffer and sets k. All threads call it, after a barrier that follows the last use. Another barrier must
+  // follow before the first add.
   __device__ __forceinline__ void restart(u32 k) {
     k_ = k;
     set_threshold(kNoCandidate);
@@ -46,37 +46,38 @@ class Candidates {
     }
   }
 
-  // Only a candidate greater than this can be among the best k. May differ between warps.
+  // Only a greater candidate can be among the best k. May differ between warps.
   __device__ __forceinline__ u64 threshold() const { return threshold_; }
-  // No logit below this can. NaN, which no logit is below, while there is no threshold, or if it is a NaN itself.
+  // No smaller logit can be among the best k. NaN if there is no threshold, or if the threshold is a NaN: no logit is
+  // less than NaN.
   __device__ __forceinline__ float least() const { return least_; }
-  // Whether the threshold is a token of its own, not only a bound of the logits.
+  // Whether the threshold is one token's candidate, rather than a bound of the logits.
   __device__ __forceinline__ bool is_at_token() const { return u32(threshold_) != ~0u; }
-  // Of the tokens from `first` on: whether one can be among the best k, even a NaN; and the least logit that can. Behind the
-  // threshold's own token, an equal logit has lost already, because its index is greater.
+  // For the tokens from `first` on: whether any of them, even a NaN, can be among the best k; and the least logit that
+  // can. Behind the threshold's own token an equal logit loses, because its index is greater.
   __device__ __forceinline__ bool has_room_from(u32 first) const { return make_candidate(kNanKey, first) > threshold_; }
   __device__ __forceinline__ float least_from(u32 first) const {
     if (first <= index_of(threshold_)) return least_;
     return __uint_as_float(bits_of_key(min(key_of(threshold_), kPositiveInfinityKey - 1) + 1));
   }
   __device__ __forceinline__ u32 k() const { return k_; }
-  // [kCapacity], what is stored first, in no order.
+  // [kCapacity]. The first stored() are in use, in no order.
   __device__ __forceinline__ const u64* slots() const { return slots_; }
-  // How many. After a barrier that follows the last add.
+  // The number of candidates. Needs a barrier after the last add.
   __device__ __forceinline__ u32 stored() const { return min(shared_.count, kCapacity); }
-  // What a cut should leave to make room: each candidate more than k saves steps of the cut.
+  // The number that a cut may leave. Each candidate beyond k saves the cut some steps.
   __device__ __forceinline__ u32 enough() const { return k_ + (kCapacity - k_) / 4; }
 
-  // Raises the threshold so that only keys >= bound pass. False if no other did anyway.
+  // Raises the threshold so that only keys >= bound pass. Returns false if the threshold was already as high.
   __device__ __forceinline__ bool raise(u32 bound) { return bound > kNoKey && raise_to(u64(bound) << 32); }
-  // Raises the threshold so that no candidate less than this passes.
+  // Raises the threshold so that only candidates >= least pass.
   __device__ __forceinline__ bool raise_to(u64 least) {
     const bool is_closer = least - 1 > threshold_;
     if (is_closer) set_threshold(least - 1);
     return is_closer;
   }
-  // Tells the other warps this one's threshold, which holds for all, and learns of theirs. The 32 lanes of a warp call it
-  // together, at any time.
+  // Shares this warp's threshold with the other warps, and takes theirs if it is higher. Each holds for all. All 32
+  // lanes of a warp call it, at any time.
   __device__ __forceinline__ void exchange_threshold() {
     if constexpr (GROUP::kIsWarp) return;
     u64 others = kNoCandidate;
@@ -85,12 +86,12 @@ class Candidates {
     if (others > threshold_) set_threshold(others);
   }
 
-  // Appends the lanes' candidates, up to N of each lane, and takes out of `own` what found room; the rest is to be added
-  // after a cut. False if there is a rest in any lane. The 32 lanes of a warp call it together, at any time.
+  // Appends the lanes' candidates, up to N of each lane. Sets to kNoCandidate what it has stored; the rest is to be
+  // added after a cut. Returns false if any lane has a rest. All 32 lanes of a warp call it, at any time.
   template <u32 N>
   __device__ __forceinline__ bool add(u64 (&own)[N]) {
     bool is_full = false;
-    // A few at a time, for the registers.
+    // A few at a time, to save registers.
     constexpr u32 kAtATime = N < 4 ? N : 4;
 #pragma unroll
     for (u32 first = 0; first < N; first += kAtATime) {
@@ -119,8 +120,8 @@ class Candidates {
     return !is_full;
   }
 
-  // Makes room for `count` candidates of each lane: `place` is the first one's, for store(). False if there is too little,
-  // so that some places are past the end. The 32 lanes of a warp call it together, at any time.
+  // Reserves `count` slots for each lane. `place` is the lane's first slot, for store(). Returns false if the buffer is
+  // too small: some places are then past its end. All 32 lanes of a warp call it, at any time.
   __device__ __forceinline__ bool reserve(u32 count, u32& place) {
     const u32 lanes = __ballot_sync(kAllLanes, count != 0);
     if (lanes == 0) return true;
@@ -137,17 +138,17 @@ class Candidates {
     place = first + before;
     return first + total <= kCapacity;
   }
-  // False past the end: to be reserved again after a cut.
+  // Returns false if the place is past the end. The candidate must then be reserved again after a cut.
   __device__ __forceinline__ bool store(u32 place, u64 candidate) {
     if (place < kCapacity) slots_[place] = candidate;
     return place < kCapacity;
   }
 
-  // The same where reserve() has said that there is room.
+  // store() for a place that is known to be within the buffer.
   __device__ __forceinline__ void store_reserved(u32 place, u64 candidate) { slots_[place] = candidate; }
 
-  // A key that at least n of what is stored are >=, kNoKey if it is not known: it is proven by each lane's best, or, for
-  // larger n, by eight of each lane. The 32 lanes of a warp call it, after a barrier that follows the last add.
+  // A key that at least n stored candidates reach, kNoKey if unknown. Each lane's best key proves it; for larger n,
+  // eight keys of each lane. All 32 lanes of a warp call it, after a barrier that follows the last add.
   __device__ __forceinline__ u32 nth_stored(u32 n) const {
     const u32 count = stored();
     if (n > kWarpSize / 2) {
@@ -164,8 +165,8 @@ class Candidates {
     return nth_greatest(best, n);
   }
 
-  // Drops all but the best `enough`, at least k, or fewer, and raises the threshold so that no worse candidate passes. All
-  // threads call it, after a barrier that follows the last add; ends with a barrier.
+  // Drops all but the best candidates: at least k, and at most `enough`. Raises the threshold so that no worse
+  // candidate passes. All threads call it, after a barrier that follows the last add. Ends with a barrier.
   __device__ __forceinline__ void cut(u32 enough) {
     share_threshold();
     u64 own[kOwn];
@@ -175,8 +176,8 @@ class Candidates {
     put_back(own);
   }
 
-  // Drops all but the best `length` or fewer, if there are more. What is forbidden by now goes first, since that is cheap.
-  // Gives the number left. Called like cut().
+  // Leaves at most `length` candidates, the best ones. First drops what the threshold forbids by now, which is cheap.
+  // Returns the number left. Called like cut().
   __device__ __forceinline__ u32 shorten(u32 length) {
     if (stored() > length) {
       exchange_threshold();
@@ -188,8 +189,9 @@ class Candidates {
     return stored();
   }
 
-  // Writes what may be among the best k to `list` [length >= k], kNoCandidate at its end, and gives a key that m of it are >=,
-  // m <= k; kNoKey if it is not known. All threads call it, after a barrier that follows the last add; restart() must follow.
+  // Writes every candidate that may be among the best k to `list` [length >= k], padded with kNoCandidate. Returns a
+  // key that m of them reach, m <= k, or kNoKey if unknown. All threads call it, after a barrier that follows the last
+  // add. restart() must follow.
   __device__ __forceinline__ u32 hand_over(u64* list, u32 length, u32 m) {
     while (true) {
       u64 own[kOwn];
@@ -210,11 +212,11 @@ class Candidates {
     }
   }
 
-  // The best k, best first, in shared memory. All threads call it, after a barrier that follows the last add; ends with a
-  // barrier. More may be added only after restart().
+  // The best k, best first, in shared memory. All threads call it, after a barrier that follows the last add. Ends with
+  // a barrier. Nothing may be added until restart().
   __device__ __forceinline__ const u64* sort() {
     u64* const sorted = slots_ + kCapacity / 2;
-    // What is usual comes first: code that runs once is fetched as it runs, and every jump over other code costs.
+    // The usual case comes first: its code is fetched as it runs, and a jump over other code costs time.
     if (stored() <= kCountingMax) {
       sort_by_counting<GROUP>(slots_, stored(), k_, sorted);
     } else if constexpr (GROUP::kWarps <= 8) {
@@ -228,8 +230,8 @@ class Candidates {
   }
 
  private:
-  // Candidates for which sorting by counting is the quickest. The sorted ones have the other half of the slots: k is at most
-  // that.
+  // Up to this many candidates, sorting by counting is the quickest. The sorted candidates take the other half of the
+  // slots, which limits k.
   static constexpr u32 kCountingMax = GROUP::kWarps <= 8 ? kCapacity / 2 : 256;
 
   __device__ __forceinline__ void set_threshold(u64 threshold) {
@@ -238,8 +240,8 @@ class Candidates {
     least_ = __uint_as_float(bits_of_key(key_of(threshold + 1)));
   }
 
-  // What one warp has proven holds for all. All threads call it, and a barrier before the words are used again. Two reductions:
-  // exchange_threshold() on both sides of a barrier took longer (64 x 128256 k = 1024, all equal, 50 µs; so 41).
+  // Takes the highest threshold of all warps: what one warp has proven holds for all. All threads call it. A barrier
+  // must precede the next use of the words.
   __device__ __forceinline__ void share_threshold() {
     if constexpr (GROUP::kIsWarp) return;
     const u32 greatest = GROUP::maximum(key_of(threshold_), shared_.words, 0);
@@ -247,7 +249,7 @@ class Candidates {
     set_threshold(u64(greatest) << 32 | rest);
   }
 
-  // Empties the slots into the threads' hands, and fills them again with what passes.
+  // take() empties the slots into the threads' registers. put_back() stores what passes the threshold.
   __device__ __forceinline__ void take(u64 (&own)[kOwn]) {
     const u32 count = stored();
 #pragma unroll
@@ -257,7 +259,7 @@ class Candidates {
     }
   }
   __device__ __forceinline__ void put_back(u64 (&own)[kOwn]) {
-    // Everyone must have read the count before it is reset.
+    // Every thread has read the count before it is reset.
     GROUP::sync();
     if (GROUP::thread() == 0) shared_.count = 0;
     GROUP::sync();
@@ -265,8 +267,9 @@ class Candidates {
     GROUP::sync();
   }
 
-  // A candidate such that at least k of the group's are >= it, and at most `enough`. kNoCandidate if there are fewer.
-  // Bisects from the highest bit in which they differ. All threads call it; barriers separate its calls.
+  // A candidate c such that at least k and at most `enough` of the group's candidates are >= c. kNoCandidate if there
+  // are fewer than k. Bisects from the highest bit in which they differ. All threads call it. Barriers separate its
+  // calls.
   __device__ __forceinline__ u64 lower_bound(const u64 (&own)[kOwn], u32 enough) const {
     u32 greatest = 0;
     u32 least_inverted = 0;
@@ -278,11 +281,11 @@ class Candidates {
     }
     greatest = GROUP::maximum(greatest, shared_.words, 0);
     const u32 differing = greatest ^ ~GROUP::maximum(least_inverted, shared_.words, 1);
-    // All keys share the bits above this one; where all are equal, the indices decide.
+    // All keys share the bits above this one. If all keys are equal, the indices decide.
     u64 bit = differing != 0 ? u64(1u << (31 - __clz(differing))) << 32 : 1u << (31 - __clz(greatest_index(own)));
     u64 bound = make_candidate(greatest, 0) & ~(2 * bit - 1);
     u64 trial = bound;
-    // The first count asks whether there are enough at all.
+    // The first count tells whether there are k at all.
 #pragma unroll 1
     for (u32 turn = 0;; ++turn) {
       u32 count = 0;
@@ -302,7 +305,7 @@ class Candidates {
     return bound;
   }
 
-  // Of the group's candidates, or 1 if they have none greater. All threads call it; ends with a barrier.
+  // The greatest index of the group's candidates, at least 1. All threads call it. Ends with a barrier.
   __device__ __forceinline__ u32 greatest_index(const u64 (&own)[kOwn]) const {
     u32 greatest = 1;
 #pragma unroll

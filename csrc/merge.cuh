@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Merging finished states: parts into a row, blocks into a row, rows (beams) into a sequence. The same two steps at the last
-// two scopes: the last group to arrive takes a ticket, then gathers what the others left in global memory.
+// Merges finished states: parts into a row, blocks into a row, rows (beams) into a sequence. The last two scopes take
+// the same two steps: each group takes a ticket, and the last to arrive gathers what the others left in global memory.
 // Comes after bound.cuh and candidates.cuh.
 #pragma once
 
@@ -9,10 +9,10 @@
 
 namespace fused_topk {
 
-// True in every thread of the group that is the last of `expected` to arrive; what the others wrote before they arrived
-// can then be read (load_from_other_block). The ticket is zero again afterwards, so the next launch, or the next replay
-// of a graph, needs no memset. Nobody waits for anybody. All threads of the group call it, after a barrier that follows
-// what they wrote.
+// True in every thread of the last group of `expected` to arrive. That group may then read what the others wrote before
+// they arrived (load_from_other_block). The ticket is zero again afterwards, so the next launch, or the next replay of
+// a graph, needs no memset. Nobody waits. All threads of the group call it, after a barrier that follows what they
+// wrote.
 template <class GROUP>
 __device__ __forceinline__ bool arrives_last(u32* ticket, u32 expected, u32& shared_flag) {
   u32 is_last = 0;
@@ -27,10 +27,11 @@ __device__ __forceinline__ bool arrives_last(u32* ticket, u32 expected, u32& sha
   return shared_flag;
 }
 
-// Parts that are merged in a step, relative to their greatest maximum.
+// The number of parts merged in a step, relative to their greatest m.
 constexpr u32 kPartsOfStep = 4 * kWarpSize;
 
-// Step `i` of a row's parts. state(part) is that of each. The same in every lane; the 32 lanes of a warp call it.
+// Merges step `i` of a row's parts. state(part) returns a part's state. The result is the same in every lane. All 32
+// lanes of a warp call it.
 template <class STATE>
 __device__ __forceinline__ Normalizer merge_step(u32 i, u32 parts, float scale, STATE state) {
   constexpr u32 kOfLane = kPartsOfStep / kWarpSize;
@@ -51,8 +52,8 @@ __device__ __forceinline__ Normalizer merge_step(u32 i, u32 parts, float scale, 
   return {m, warp_sum(d)};
 }
 
-// Parts into a row: step(i) after step(i - 1), whoever has read the parts and whoever has made the steps: so a row has the same
-// bits in every regime.
+// Parts into a row: merges step(0), step(1), and so on in this order, whoever has read the parts and made the steps. So
+// a row has the same bits in every regime.
 template <class STEP>
 __device__ __forceinline__ Normalizer merge_parts(u32 parts, float scale, STEP step) {
   Normalizer row;
@@ -61,16 +62,16 @@ __device__ __forceinline__ Normalizer merge_parts(u32 parts, float scale, STEP s
   return row;
 }
 
-// The key that a candidate of a list is a bound with. Of a beam whose score is +inf, NaN comes last though it ranks first: as a
-// bound it says nothing.
+// A list's candidate as a bound. In a beam with score +inf a NaN ranks first by logit but last by value: it proves
+// nothing.
 __device__ __forceinline__ u32 bound_of_list(const u64* candidate) {
   const u32 key = key_of(load_from_other_block(candidate));
   return key == kNanKey ? kNoKey : key;
 }
 
-// A bound of the best k of `lists` lists together, kNoKey for none: at bounds[i * stride] is a candidate whose key bounds the
-// j-th best of list i, and `needed` lists of so many have k, or all lists. The needed-th greatest, as in bound.cuh, where that is
-// cheap; else the least. The 32 lanes of a warp call it together.
+// A key that the best k of `lists` lists reach, kNoKey if unknown. The key of bounds[i * stride] bounds the j-th best
+// of list i. If `needed` lists are enough for k, the result is the needed-th greatest key, as in bound.cuh, where that
+// is cheap; else the least. All 32 lanes of a warp call it.
 template <class GROUP>
 __device__ __forceinline__ u32 bound_of_lists(const u64* bounds, u32 stride, u32 lists, u32 needed) {
   constexpr u32 kHalf = kWarpSize / 2;
@@ -85,7 +86,7 @@ __device__ __forceinline__ u32 bound_of_lists(const u64* bounds, u32 stride, u32
     greater += __shfl_xor_sync(kAllLanes, greater, kHalf);
     return warp_min(list < lists && greater < needed ? key : kNanKey);
   }
-  // Of more lists, a lane has several.
+  // With more lists, a lane has several.
   const bool by_rank = needed < lists && needed <= kWarpSize;
   u32 bound = by_rank ? kNoKey : kNanKey;
   for (u32 list = lane_id(); list < lists; list += kWarpSize) {
@@ -95,9 +96,10 @@ __device__ __forceinline__ u32 bound_of_lists(const u64* bounds, u32 stride, u32
   return by_rank ? nth_greatest(bound, needed) : warp_min(bound);
 }
 
-// The same of few sorted lists of `length`, `depth` of each of which are k or more together: so are 2^g times as many of a 2^g-th
-// of the lists, those that have the greatest. The best bound of g = 0 .. 3.
-constexpr u32 kFewLists = 8;  // at most
+// The same for few sorted lists of `length`. The first `depth` of each list are together k or more. So are the first
+// 2^g depth of the best 2^g-th of the lists. Returns the best of the bounds of g = 0 .. 3. All 32 lanes of a warp call
+// it.
+constexpr u32 kFewLists = 8;
 __device__ __forceinline__ u32 bound_of_sorted(const u64* source, u32 lists, u32 length, u32 depth) {
   const u32 g = lane_id() / kFewLists;
   const u32 list = lane_id() % kFewLists;
@@ -113,10 +115,10 @@ __device__ __forceinline__ u32 bound_of_sorted(const u64* source, u32 lists, u32
   return warp_max(rank == lists_needed - 1 ? key : kNoKey);
 }
 
-// Leaves the best k of `lists` lists of `length` candidates (kNoCandidate where shorter), and a few more, unsorted, in
-// `candidates`; a barrier has followed the last add. All threads of the group call it, after candidates.restart(k) and a barrier.
-// Each warp that helps calls `bound()`, which bounds the best k; a block's last warp does not help, but calls `meanwhile(whether
-// the others load all at once)`.
+// Leaves in `candidates` the best k of `lists` lists of `length` candidates, and a few more, unsorted. A list may end
+// with kNoCandidate. A barrier has followed the last add. All threads of the group call it, after candidates.restart(k)
+// and a barrier. Each helping warp calls bound(), which returns a bound of the best k. The last warp of a block does
+// not help: it calls meanwhile(is_all), where is_all says that the others load everything at once.
 template <class GROUP, class BOUND, class MEANWHILE>
 __device__ __forceinline__ void gather(const u64* source, u32 lists, u32 length, Candidates<GROUP>& candidates,
                                        BOUND bound, MEANWHILE meanwhile) {
@@ -131,14 +133,13 @@ __device__ __forceinline__ void gather(const u64* source, u32 lists, u32 length,
   const auto add = [&](auto& own) {
     while (GROUP::any(!candidates.add(own))) candidates.cut(candidates.enough());
   };
-  // What is usual is on its way while the bounds are.
+  // The usual case: the candidates are in flight while the bound is found.
   if (total <= kHelpers) {
     u64 own[1] = {load(GROUP::thread())};
     raise(true);
     add(own);
     return;
   }
-  // list_length() of fused_topk/kernel_choice.py knows it too.
   constexpr u32 kAtATime = GROUP::kWarps > 8 ? 7 : 3;
 #pragma unroll 1
   for (u32 start = 0; start < total; start += kAtATime * kHelpers) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Everything that is the GPU's and not the algorithm's: warp votes and reductions, fences, loads, the hardware's 2^x.
-// The rest of csrc/ uses only these wrappers, threadIdx, blockIdx and __shared__. No CUDA header is needed (NVRTC).
+// The GPU's own operations: votes, reductions, fences, loads, the hardware's 2^x. The rest of csrc/ uses only these
+// wrappers, a few intrinsics, threadIdx, blockIdx and __shared__. No CUDA header is needed (NVRTC).
 #pragma once
 
 #include "normalizer.h"
@@ -14,7 +14,7 @@ constexpr u32 kAllLanes = 0xFFFFFFFFu;
 
 __device__ __forceinline__ u32 lane_id() { return threadIdx.x % kWarpSize; }
 
-// How many of a ballot's lanes come before this one.
+// The number of lanes of a ballot that come before this lane.
 __device__ __forceinline__ u32 lanes_before(u32 ballot) { return __popc(ballot & ((1u << lane_id()) - 1)); }
 
 // 2^x on the special-function unit: relative error at most 2^-22, 2^-inf = 0, NaN stays NaN.
@@ -24,7 +24,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// max_or_nan (normalizer.h) in one instruction where there is one.
+// max_or_nan (normalizer.h). One instruction, where the hardware has it.
 __device__ __forceinline__ float max_nan(float a, float b) {
 #if __CUDA_ARCH__ >= 800
   float y;
@@ -35,8 +35,8 @@ __device__ __forceinline__ float max_nan(float a, float b) {
 #endif
 }
 
-// max_nan of two pairs of 16-bit floats at a time. Before compute capability 8.0 there is no such instruction; callers
-// unpack the pairs there (kHasPackedMax).
+// max_nan of two pairs of 16-bit floats at once. The instruction needs compute capability 8.0. On older hardware
+// callers unpack the pairs (kHasPackedMax).
 #if __CUDA_ARCH__ >= 800
 constexpr bool kHasPackedMax = true;
 __device__ __forceinline__ u32 max_nan_bfloat16x2(u32 a, u32 b) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ u32 max_nan_half2(u32 a, u32 b) {
   asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
-// Of such a pair, -0 becomes +0, and any NaN the positive one of all ones: 1 x + 0.
+// Makes a pair canonical: -0 becomes +0, and any NaN becomes the positive NaN of all ones. Computes 1 x + 0.
 __device__ __forceinline__ u32 canonical_bfloat16x2(u32 x) {
   u32 y;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0x3F803F80u), "r"(0u));
@@ -64,7 +64,7 @@ __device__ __forceinline__ u32 canonical_half2(u32 x) {
 constexpr bool kHasPackedMax = false;
 __device__ __forceinline__ u32 max_nan_bfloat16x2(u32 a, u32) { return a; }
 __device__ __forceinline__ u32 max_nan_half2(u32 a, u32) { return a; }
-// `infinity` in all but the sign is the greatest pattern that is not a NaN's.
+// infinity: the bits of +inf. A greater magnitude is a NaN.
 __device__ __forceinline__ u32 canonical_pair(u32 x, u32 infinity) {
   u32 y = 0;
   for (u32 shift = 0; shift < 32; shift += 16) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ u32 canonical_bfloat16x2(u32 x) { return canonical_pa
 __device__ __forceinline__ u32 canonical_half2(u32 x) { return canonical_pair(x, 0x7C00u); }
 #endif
 
-// Adds 1 to `count` if a < b: by the borrow of a - b, which needs no predicate of its own.
+// Adds 1 to `count` if a < b. Uses the borrow of a - b, which needs no predicate.
 __device__ __forceinline__ void count_less(u32& count, u64 a, u64 b) {
   u32 negative = ~count;
   asm("{ .reg .u32 low, high; sub.cc.u32 low, %1, %3; subc.cc.u32 high, %2, %4; subc.u32 %0, %0, 0; }"
@@ -87,8 +87,8 @@ __device__ __forceinline__ void count_less(u32& count, u64 a, u64 b) {
   count = ~negative;
 }
 
-// order_key (order.h) of a float in four instructions: an addition of +0 makes +0 of -0, and the one positive NaN, all of
-// whose bits are set, of any NaN.
+// order_key (order.h) of a float in four instructions. Adding +0 turns -0 into +0, and any NaN into the positive NaN
+// whose bits are all ones.
 __device__ __forceinline__ u32 order_key(float x) {
   float y;
   asm("add.rn.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
@@ -96,14 +96,14 @@ __device__ __forceinline__ u32 order_key(float x) {
   return bits ^ (u32(int(bits) >> 31) | 0x80000000u);
 }
 
-// The same of a canonical pair of 16-bit floats, in 16 bits each.
+// The order keys of a canonical pair of 16-bit floats, 16 bits each.
 __device__ __forceinline__ u32 order_keys(u32 pair) {
-  // Each half's sign, in all of its bits.
+  // Each half's sign, copied to all of its bits.
   u32 signs;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(signs) : "r"(pair), "r"(0u), "r"(0xBB99u));
   return pair ^ (signs | 0x80008000u);
 }
-// The inverse, of one.
+// The inverse of order_keys, for one key.
 __device__ __forceinline__ u16 bits_of_short_key(u32 key) { return u16(key & 0x8000u ? key & 0x7FFFu : ~key); }
 
 __device__ __forceinline__ float half_to_float(u16 bits) {
@@ -112,12 +112,12 @@ __device__ __forceinline__ float half_to_float(u16 bits) {
   return y;
 }
 
-// The compiler must assume that the word has changed.
+// Tells the compiler that the word may have changed.
 __device__ __forceinline__ void keep_opaque(u32& word) { asm volatile("" : "+r"(word)); }
-// What is in memory, too.
+// Tells the compiler that memory may have changed.
 __device__ __forceinline__ void keep_memory_opaque() { asm volatile("" ::: "memory"); }
 
-// Largest value over the warp, in every lane. All 32 lanes call it.
+// The greatest value of the warp, in every lane. All 32 lanes call it.
 __device__ __forceinline__ u32 warp_max(u32 value) {
 #if __CUDA_ARCH__ >= 800
   return __reduce_max_sync(kAllLanes, value);
@@ -132,10 +132,10 @@ __device__ __forceinline__ u64 warp_max(u64 value) {
   return u64(high) << 32 | warp_max(u32(value >> 32) == high ? u32(value) : 0);
 }
 
-// Smallest value over the warp, in every lane. All 32 lanes call it.
+// The smallest value of the warp, in every lane. All 32 lanes call it.
 __device__ __forceinline__ u32 warp_min(u32 value) { return ~warp_max(~value); }
 
-// Sum over the warp, in every lane. All 32 lanes call it.
+// The sum over the warp, in every lane. All 32 lanes call it.
 __device__ __forceinline__ u32 warp_sum(u32 value) {
 #if __CUDA_ARCH__ >= 800
   return __reduce_add_sync(kAllLanes, value);
@@ -145,14 +145,15 @@ __device__ __forceinline__ u32 warp_sum(u32 value) {
 #endif
 }
 
-// Sum over the warp, the same bits in every lane (the xor tree adds the same pairs everywhere). All 32 lanes call it.
+// The sum over the warp, with the same bits in every lane: the xor tree adds the same pairs everywhere. All 32 lanes
+// call it.
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
   for (u32 step = kWarpSize / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
   return value;
 }
 
-// Sum over this lane and those before it. All 32 lanes call it.
+// The sum over this lane and the lanes before it. All 32 lanes call it.
 __device__ __forceinline__ u32 warp_inclusive_sum(u32 value) {
 #pragma unroll
   for (u32 step = 1; step < kWarpSize; step *= 2) {
@@ -162,11 +163,11 @@ __device__ __forceinline__ u32 warp_inclusive_sum(u32 value) {
   return value;
 }
 
-// The largest over the warp, NaN above all, in every lane; values are results of max_nan (a NaN is a positive one). All 32
-// lanes call it.
+// The greatest value of the warp, in every lane. NaN ranks above all. Values are results of max_nan, so a NaN is
+// positive. All 32 lanes call it.
 __device__ __forceinline__ float warp_max(float value) {
 #if __CUDA_ARCH__ >= 800
-  // As integers, floats are in order once the negative ones are turned around.
+  // Floats compare like integers once the negative ones are inverted.
   const int bits = __float_as_int(value);
   const int greatest = __reduce_max_sync(kAllLanes, bits ^ ((bits >> 31) & 0x7FFFFFFF));
   return __int_as_float(greatest ^ ((greatest >> 31) & 0x7FFFFFFF));
@@ -176,17 +177,17 @@ __device__ __forceinline__ float warp_max(float value) {
 #endif
 }
 
-// Threads into a warp: the merge of normalizer.h over the lanes, the same bits in every lane. All 32 lanes call it.
+// Threads into a warp: merges the lanes' states (normalizer.h), with the same bits in every lane. All 32 lanes call it.
 __device__ __forceinline__ Normalizer warp_merge(Normalizer a, float scale) {
   const float m = warp_max(a.m);
-  // The product is rounded before it is added, or two lanes could add the same pair differently.
+  // The product is rounded before it is added. A fused multiply-add would let two lanes add the same pair differently.
   return {m, warp_sum(__fmul_rn(a.d, exp2_approx((a.m - reference_point(m)) * scale)))};
 }
 
-// Adds to a counter in shared memory and gives what it was.
+// Adds to a counter in shared memory. Returns its value before.
 __device__ __forceinline__ u32 add_to_shared(u32* counter, u32 count) {
   u32 before;
-  // Not atomicAdd: for that, the compiler would first add up the warp's lanes, of which only one calls this.
+  // Not atomicAdd: the compiler would first sum over the warp's lanes, but only one lane calls this.
   asm volatile("atom.shared.add.u32 %0, [%1], %2;"
                : "=r"(before)
                : "r"(u32(__cvta_generic_to_shared(counter))), "r"(count)
@@ -194,8 +195,8 @@ __device__ __forceinline__ u32 add_to_shared(u32* counter, u32 count) {
   return before;
 }
 
-// A word of shared memory that warps write and read without a barrier between them: any value that was ever stored may
-// be read.
+// A 32-bit word of shared memory that warps write and read without a barrier. A read returns any value that was ever
+// stored.
 __device__ __forceinline__ void store_unordered(u32* word, u32 value) {
   [[maybe_unused]] u32 before;
   asm volatile("atom.shared.exch.b32 %0, [%1], %2;"
@@ -205,7 +206,7 @@ __device__ __forceinline__ void store_unordered(u32* word, u32 value) {
 }
 __device__ __forceinline__ u32 load_unordered(u32* word) { return add_to_shared(word, 0); }
 
-// The same of a number that only grows: raises it to `value`, and gives what it was.
+// The same for a 64-bit number that only grows. Raises it to `value` and returns its value before.
 __device__ __forceinline__ u64 raise_in_shared(u64* number, u64 value) {
   u64 before;
   asm volatile("atom.shared.max.u64 %0, [%1], %2;"
@@ -215,8 +216,9 @@ __device__ __forceinline__ u64 raise_in_shared(u64* number, u64 value) {
   return before;
 }
 
-// Adds 1 to a counter between blocks, and gives what it was; the `count`-th finds count - 1 and leaves 0. Orders memory:
-// what this block wrote before the barrier that led here is seen by every block that finds a greater number.
+// Takes a ticket of a counter that blocks share: adds 1 and returns the value before. The `count`-th block gets count -
+// 1 and leaves 0. Orders memory: a block that gets a greater number sees what this block wrote before the barrier that
+// precedes the call.
 __device__ __forceinline__ u32 take_ticket(u32* counter, u32 count) {
   u32 ticket;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -226,14 +228,15 @@ __device__ __forceinline__ u32 take_ticket(u32* counter, u32 count) {
   return ticket;
 }
 
-// How far such a counter is. Whoever finds a block counted sees what it wrote, as above.
+// The counter's value. Whoever sees a block counted also sees what that block wrote.
 __device__ __forceinline__ u32 tickets_taken(const u32* counter) {
   u32 count;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
   return count;
 }
 
-// Whether what is read should stay in the L2 cache as usual or leave it first, to make room for what is written.
+// Which lines of the L2 cache leave first: those read with this policy, or as usual. Lines that leave make room for
+// what is written.
 struct CachePolicy {
   u64 bits;
 
@@ -247,7 +250,7 @@ struct CachePolicy {
   }
 };
 
-// 16 bytes that no one writes meanwhile.
+// Loads 16 bytes that no one writes during the launch.
 __device__ __forceinline__ uint4 load_with_policy(const void* global, CachePolicy policy) {
 #if __CUDA_ARCH__ >= 800
   uint4 v;
@@ -260,8 +263,8 @@ __device__ __forceinline__ uint4 load_with_policy(const void* global, CachePolic
 #endif
 }
 
-// Copies 16 bytes to shared memory in the background, without passing through registers. Both addresses are multiples of
-// 16. Compute capability 8.0 and later (kHasAsyncCopy); before, callers load to registers.
+// Copies 16 bytes to shared memory in the background, without registers. Both addresses are multiples of 16. Needs
+// compute capability 8.0 (kHasAsyncCopy). On older hardware callers load to registers.
 #if __CUDA_ARCH__ >= 800
 constexpr bool kHasAsyncCopy = true;
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
@@ -274,9 +277,9 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, Cac
       "l"(global), "l"(policy.bits)
       : "memory");
 }
-// Closes the group of copies that this thread has begun since the last call; it may be empty.
+// Closes a group: the copies that this thread has begun since the last call. A group may be empty.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until only the newest `PENDING` groups of this thread are still on their way.
+// Waits until at most `PENDING` of this thread's groups, the newest, are in flight.
 template <u32 PENDING>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -290,7 +293,7 @@ template <u32 PENDING>
 __device__ __forceinline__ void wait_copies() {}
 #endif
 
-// What another block wrote: read past this multiprocessor's L1, which is not kept coherent.
+// Loads what another block wrote. Bypasses this multiprocessor's L1 cache, which is not coherent.
 template <class T>
 __device__ __forceinline__ T load_from_other_block(const T* address) {
   return __ldcg(address);

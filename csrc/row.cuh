@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading a row of logits: a tile of 32 lanes x VECTORS x 16 bytes into registers, whatever the row's start address.
+// Reads a row of logits: a tile of 32 lanes x VECTORS x 16 bytes at a time, at any start address.
 //
-// Which element lands in which lane depends on the element's index alone, never on the address, so a row has the same
-// sum, bit for bit, wherever it lies. Elements past the end, and tokens that are not allowed, read as -inf.
-// Assumes: the row's elements are adjacent and aligned to their own size.
+// An element's lane depends on its index alone, never on its address. So a row has the same sum, bit for bit, at any
+// address. Elements past the end and hidden tokens read as -inf. Assumes that the row's elements are adjacent and
+// aligned to their own size.
 #pragma once
 
 #include "platform.cuh"
 
 namespace fused_topk {
 
-// The three element formats: how many fit in 16 bytes, how to decode one, the bits of -inf, and the lowest bit in which the
-// keys (order.h) of two elements of one sign can differ. `max_pairs` is the larger of two words' elements, element by
-// element, where a word holds two, and `pair_keys` the order of those two among such elements.
+// The three element formats.
+//   kPerVector      elements of 16 bytes
+//   kLowestKeyBit   the lowest bit in which the keys (order.h) of two elements of one sign can differ
+//   max_pairs       the greater elements of two pairs, element by element; for 16-bit formats
+//   pair_keys       the order keys of a pair, 16 bits each
 struct Float32 {
   using Bits = u32;
   static constexpr u32 kPerVector = 4;
@@ -61,7 +63,7 @@ __device__ __forceinline__ Vector load_16_bytes(const void* address) {
   return {{v.x, v.y, v.z, v.w}};
 }
 
-// Bytes [shift, shift + 16) of two neighbouring 16-byte vectors. `shift` is below 16 and the same for the whole warp.
+// Bytes [shift, shift + 16) of two adjacent 16-byte vectors. `shift` is below 16 and uniform in the warp.
 __device__ __forceinline__ Vector straddle(const Vector& low, const Vector& high, u32 shift) {
   u32 w[8] = {low.words[0],  low.words[1],  low.words[2],  low.words[3],
               high.words[0], high.words[1], high.words[2], high.words[3]};
@@ -75,7 +77,7 @@ __device__ __forceinline__ Vector straddle(const Vector& low, const Vector& high
   return out;
 }
 
-// How a mask says which tokens are allowed.
+// How a mask stores which tokens are allowed.
 enum MaskKind : u32 { kMaskBytes = 0, kMaskBits = 1 };
 
 struct RowMask {
@@ -83,13 +85,13 @@ struct RowMask {
   i64 stride;
   u32 kind;
 
-  // Bit e says whether token `first + e` is allowed, for e < COUNT (4 or 8); tokens past V are not.
+  // Bit e: token `first + e` is allowed, for e < COUNT (4 or 8). Tokens past V are not.
   template <u32 COUNT>
   __device__ __forceinline__ u32 allowed(u32 first, u32 V) const {
     if (first >= V) return 0;
     u32 bits = 0;
     if (kind == kMaskBits) {
-      // COUNT divides 32 and `first`, so the bits lie in one word.
+      // COUNT divides 32 and `first`, so all bits lie in one int32 of the mask.
       bits = __ldg(static_cast<const u32*>(data) + i64(first / 32) * stride) >> (first % 32);
     } else {
       const unsigned char* bytes = static_cast<const unsigned char*>(data);
@@ -101,8 +103,8 @@ struct RowMask {
   }
 };
 
-// VECTORS vectors of each lane of a warp: element e of vector u of a lane is token first + (u * 32 + lane) * n + e. They are in
-// registers or, IN_PLACE, in shared memory, where they are read as often as they are needed.
+// One tile of a row. Each lane has VECTORS vectors: element e of vector u is token first + (u * 32 + lane) * n + e. The
+// vectors are in registers. IN_PLACE: they stay in shared memory and are read from there at each use.
 template <class FORMAT, u32 VECTORS, bool IN_PLACE = false>
 struct Tile {
   static constexpr u32 kPerVector = FORMAT::kPerVector;
@@ -113,19 +115,19 @@ struct Tile {
   static_assert(kPerLane <= 32, "one bit of a word for each of a lane's elements");
 
   Vector vectors[VECTORS];
-  const Vector* place;  // IN_PLACE: the lane's first
+  const Vector* place;  // IN_PLACE: the lane's first vector
   u32 first;
 
   __device__ __forceinline__ Vector vector(u32 u) const { return IN_PLACE ? place[u * kWarpSize] : vectors[u]; }
   __device__ __forceinline__ u32 index(u32 u, u32 e) const {
     return first + (u * kWarpSize + lane_id()) * kPerVector + e;
   }
-  // Of bit u * n + e, element e of vector u: from the tile's first token.
+  // The offset, from the tile's first token, of the element of bit u * n + e: element e of vector u.
   static __device__ __forceinline__ u32 offset(u32 bit) {
     return (bit / kPerVector * kWarpSize + lane_id()) * kPerVector + bit % kPerVector;
   }
   __device__ __forceinline__ float logit(u32 u, u32 e) const { return FORMAT::decode(vector(u).words, e); }
-  // Such bits: whether the lane's elements of a tile that starts at token `first` lie within the row.
+  // A bit for each of the lane's elements: it lies within the row. `first`: the tile's first token.
   static __device__ __forceinline__ u32 is_element(u32 first, u32 V) {
     if (V - first >= kElements) return ~0u;
     u32 result = 0;
@@ -137,7 +139,7 @@ struct Tile {
     }
     return result;
   }
-  // The greatest logit of a vector, NaN if one is.
+  // The greatest logit of a vector, NaN if any is NaN.
   __device__ __forceinline__ float maximum(u32 u) const { return maximum(vector(u)); }
   static __device__ __forceinline__ float maximum(const Vector& vector) {
     const u32(&words)[4] = vector.words;
@@ -153,7 +155,7 @@ struct Tile {
     }
   }
 
-  // Makes the compiler decode the logits again, or read them, instead of keeping them all: for the registers.
+  // Makes the compiler read or decode the logits again. Keeping the decoded ones would cost registers.
   __device__ __forceinline__ void forget_decoded() {
     if constexpr (IN_PLACE) {
       keep_memory_opaque();
@@ -166,11 +168,11 @@ struct Tile {
   }
 };
 
-// The tiles of one row, as one warp asks for them, so many AHEAD of when it takes them:
-//   2: they are on their way to the warp's two slots of shared memory, if the hardware copies in the background;
-//   1: the next is on its way to registers;
-//   0: a tile's loads are all issued before the first is used.
-// IN_PLACE: they are on their way to as many slots, and stay there while the warp works on them, which takes no registers.
+// The tiles of one row, as one warp requests and takes them. AHEAD is the number of requests before the first take:
+//   2: requested tiles travel to the warp's two slots of shared memory, if the hardware copies in the background
+//   1: the requested tile travels to registers
+//   0: no requests; take() issues all loads of a tile before it uses the first
+// IN_PLACE: requested tiles travel to AHEAD slots. A tile stays in its slot while the warp works on it: no registers.
 template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 AHEAD, bool IN_PLACE = false>
 class TileStream {
  public:
@@ -181,12 +183,12 @@ class TileStream {
   static constexpr bool kToRegisters = !kInBackground && kAhead == 1;
   using RowTile = Tile<FORMAT, VECTORS, kInPlace>;
   static_assert(!IN_PLACE || ALIGNED, "what straddles two vectors is put together in registers");
-  // An unaligned row's vector straddles two of memory's.
+  // An unaligned row's vector straddles two vectors of memory.
   static constexpr u32 kSlotVectors = kWarpSize * VECTORS + (ALIGNED ? 0 : 1);
-  // Of a warp's share of shared memory; fused_topk/kernel_choice.py knows the most of it, that of other than old hardware.
+  // The vectors of shared memory that each warp needs.
   static constexpr u32 kWarpVectors = kInBackground ? kAhead * kSlotVectors : 0;
 
-  // row: [V]; slots: [kWarpVectors], this warp's own
+  // row: [V]; slots: [kWarpVectors], the warp's own
   __device__ __forceinline__ TileStream(const Bits* row, u32 V, Vector* slots)
       : row_(row),
         V_(V),
@@ -196,29 +198,29 @@ class TileStream {
 
   __device__ __forceinline__ Bits raw_logit(u32 index) const { return __ldg(row_ + index); }
 
-  // Where the 16 bytes of memory start that hold token `first` in an aligned row; else `before_` tokens earlier.
+  // The address of token `first`. In an unaligned row, of the token `before_` tokens earlier: a multiple of 16 bytes.
   __device__ __forceinline__ const char* address(u32 first) const {
     return reinterpret_cast<const char*>(row_ - before_) + u64(first) * sizeof(Bits);
   }
-  // The vector that starts at token `first`, a multiple of its elements.
+  // The vector of tokens [first, first + kPerVector). `first` is a multiple of kPerVector.
   __device__ __forceinline__ Vector load(u32 first) const {
     if constexpr (ALIGNED) return is_whole(first) ? load_16_bytes(address(first)) : load_edge(first);
-    // A straddling vector lies within the row if both of memory's do.
+    // A straddling vector lies within the row if both vectors of memory do.
     if (!is_whole(first) || !is_whole(first + FORMAT::kPerVector)) return load_edge(first);
     return straddle(load_16_bytes(address(first)), load_16_bytes(address(first) + 16), before_ * sizeof(Bits));
   }
 
-  // Begins to fetch a tile. The 32 lanes call it together: kAhead times at most before the first take(), and once after each;
-  // in the background, when the tile taken is no longer needed.
+  // Starts to fetch a tile. All 32 lanes call it: at most kAhead times before the first take(), and once after each.
+  // Copies overwrite a slot: the warp no longer needs the tile it took last.
   __device__ __forceinline__ void request(u32 tile) {
     if constexpr (kToRegisters) load_tile(tile, next_);
     if constexpr (kInBackground) {
       const char* const source = address(tile * RowTile::kElements + lane_id() * FORMAT::kPerVector);
       Vector* const slot = slots_ + slot_ + lane_id();
-      // Every lane is done with the slot.
+      // Waits until every lane is done with the slot.
       __syncwarp();
       if (is_inner(tile)) {
-        // Read once, it leaves the L2 cache before what others have there: up to 4 % (csrc/TUNING.md).
+        // The logits are read once, so their lines leave the L2 cache first.
         const CachePolicy policy(true);
 #pragma unroll
         for (u32 u = 0; u < VECTORS; ++u) copy_async(slot + u * kWarpSize, source + u * kWarpSize * 16, policy);
@@ -249,12 +251,12 @@ class TileStream {
       to_next_slot();
     }
   }
-  // Also instead of a request: the tile taken is no longer needed, nor is another in its place.
+  // Frees the slot of the tile taken last. request() does so too; call this one if no tile is left to request.
   __device__ __forceinline__ void to_next_slot() {
     if (kAhead == 2) slot_ = kSlotVectors - slot_;
   }
 
-  // The first tile of those requested. is_last: no other is on its way.
+  // Takes the oldest requested tile. is_last: no other tile is in flight.
   __device__ __forceinline__ void take(RowTile& tile, u32 number, bool is_last) const {
     tile.first = number * RowTile::kElements;
     if constexpr (kInBackground) {
@@ -263,7 +265,7 @@ class TileStream {
       } else {
         wait_copies<1>();
       }
-      // The other lanes' copies too.
+      // Waits for the other lanes' copies too.
       __syncwarp();
       if constexpr (kInPlace) {
         tile.place = slots_ + slot_ + lane_id();
@@ -279,18 +281,18 @@ class TileStream {
     }
   }
 
-  // Any tile, now.
+  // Loads any tile now, without a request.
   __device__ __forceinline__ void load(RowTile& tile, u32 number) const {
     tile.first = number * RowTile::kElements;
     load_tile(number, tile.vectors);
   }
 
-  // In the background, of the tile that was taken last: element e of a lane's vector u is its number u * n + e.
+  // kInBackground: element u * n + e of a lane, of the tile taken last: element e of its vector u.
   __device__ __forceinline__ Bits element_of_lane(u32 lane, u32 number) const {
     constexpr u32 n = FORMAT::kPerVector;
     return reinterpret_cast<const Bits*>(slots_ + slot_)[before_ + (number / n * kWarpSize + lane) * n + number % n];
   }
-  // One of the lane's vectors, or one logit, of the tile that was taken last.
+  // One of the lane's vectors, or one logit, of the tile taken last.
   __device__ __forceinline__ Vector vector_again(const RowTile& tile, u32 u) const {
     return kInBackground ? vector_of_slot(u) : tile.vectors[u];
   }
@@ -300,7 +302,7 @@ class TileStream {
   }
 
  private:
-  // Whether these bytes lie within the row; those of a whole tile.
+  // Whether a vector lies within the row. `first` counts from `address`, so it includes `before_`.
   __device__ __forceinline__ bool is_whole(u32 first) const {
     return first >= before_ && first < V_ + before_ && V_ + before_ - first >= FORMAT::kPerVector;
   }
@@ -338,12 +340,13 @@ class TileStream {
     }
   }
 
-  // A vector outside the row.
+  // A vector outside the row: all -inf.
   static __device__ __forceinline__ Vector nothing() {
     constexpr u32 kNothing = FORMAT::kNegativeInfinity * (sizeof(Bits) == 2 ? 0x10001u : 1u);
     return {{kNothing, kNothing, kNothing, kNothing}};
   }
-  // Calls store(u, vector) for the lane's vector in which an aligned row ends, if it is one; `own`: of its first, the token.
+  // An aligned row may end within a vector. Calls store(u, vector) in the lane that has this vector. `own`: the first
+  // token of the lane's first vector.
   template <class STORE>
   __device__ __forceinline__ void load_rest(u32 own, STORE store) const {
     const u32 rest = V_ % FORMAT::kPerVector;
@@ -353,7 +356,7 @@ class TileStream {
     for (u32 u = 0; u < VECTORS; ++u)
       if (own + u * kWarpSize * FORMAT::kPerVector == V_ - rest) store(u, end);
   }
-  // Element by element, with -inf for what lies outside the row. `first` may be negative, modulo 2^32.
+  // Loads a vector element by element, with -inf outside the row. `first` may be negative, modulo 2^32.
   __device__ __forceinline__ Vector load_edge(u32 first) const {
     constexpr u32 kPerWord = FORMAT::kPerVector / 4;
     Vector out;
@@ -374,8 +377,8 @@ class TileStream {
   u32 V_;
   u32 before_;  // elements from the 16-byte boundary before the row to the row
   Vector* slots_;
-  u32 slot_;              // of the tile that take() gives next
-  Vector next_[VECTORS];  // kToRegisters: the tile on its way
+  u32 slot_;              // the slot of the tile that take() gives next
+  Vector next_[VECTORS];  // kToRegisters: the requested tile
 };
 
 }  // namespace fused_topk

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sorting candidates in shared memory: a candidate's place is the number of candidates that rank before it.
+// Sorts candidates in shared memory. A candidate's place is the number of candidates that rank before it.
 //
-// Up to a few hundred are all compared with each other. More are put into buckets of a few first, and a candidate is compared
-// with those of its own bucket only. All candidates differ, so no two get the same place.
-// Comes after group.cuh.
+// Up to a few hundred candidates are all compared with each other. More are first put into small buckets; a candidate
+// is then compared with those of its bucket only. All candidates differ, so no two get the same place. Comes after
+// group.cuh.
 #pragma once
 
 #include "group.cuh"
 
 namespace fused_topk {
 
-// Writes the best k of `slots` [count] to `sorted` [k], elsewhere in shared memory. In a block, four lanes share a
-// candidate's comparisons, and warps without a candidate do not keep the others waiting. All threads call it, after a
-// barrier that follows the last write to the slots; ends with a barrier.
+// Writes the best k of `slots` [count] to `sorted` [k]. Both are in shared memory and do not overlap. In a block, four
+// lanes share a candidate's comparisons. All threads call it, after a barrier that follows the last write to the slots.
+// Ends with a barrier.
 template <class GROUP>
 __device__ __forceinline__ void sort_by_counting(const u64* slots, u32 count, u32 k, u64* sorted) {
   constexpr u32 kSharing = GROUP::kIsWarp ? 1 : 4;
@@ -36,28 +36,28 @@ __device__ __forceinline__ void sort_by_counting(const u64* slots, u32 count, u3
   GROUP::sync();
 }
 
-// For Buckets, which serve blocks of more than 8 warps.
+// The shared memory of Buckets. Only blocks of more than 8 warps use it.
 template <class GROUP>
 struct BucketsShared {
   static constexpr u32 kBuckets = GROUP::kThreads;
   u64 samples[2 * GROUP::kWarps];
-  u32 begins[kBuckets + 1];  // where each bucket's first candidate has its place, and the end
-  // Read 16 bytes at a time: not with the end above, which a thread writes meanwhile.
+  u32 begins[kBuckets + 1];  // the place of each bucket's first candidate, and the end
+  // Threads read 16 bytes at a time. The alignment keeps such a read away from begins[kBuckets], written meanwhile.
   alignas(16) u32 of_warp[GROUP::kWarps];
   u32 needed, bucket_of_m;
   u16 bucket_at[GROUP::kWarps <= 8 ? 1 : 4 * GROUP::kThreads];
 };
 
-// A block's candidates in buckets, best first: most of the buckets divide evenly what lies between two samples, the second best of
-// 32 and the second worst, so that a few candidates far from all others do not make them wide.
+// A block's candidates in buckets, best bucket first. Two samples, the second best and the second worst of 32, span
+// most of the buckets, all of one width. So a few candidates far from all others do not widen the buckets.
 template <class GROUP, u32 N>
 class Buckets {
  public:
   using Shared = BucketsShared<GROUP>;
 
-  // own: the thread's share of `count` candidates, kNoCandidate for none; own[c] is none if there are no more than c * kThreads.
-  // k and m: see needed() and mth_key(). All threads call it, after a barrier that follows the last use of `shared`; ends with a
-  // barrier.
+  // own: the thread's share of `count` candidates, or kNoCandidate. own[c] is kNoCandidate if count <= c * kThreads. k
+  // and m: see needed() and mth_key(). All threads call it, after a barrier that follows the last use of `shared`. Ends
+  // with a barrier.
   __device__ __forceinline__ Buckets(const u64 (&own)[N], u32 count, u32 k, u32 m, Shared& shared) : shared_(shared) {
     shared.begins[GROUP::thread()] = 0;
     publish_samples(own);
@@ -72,11 +72,12 @@ class Buckets {
     is_crowded_ = GROUP::any(add_up(k, m) > kCrowd);
   }
 
-  // How many are in the first buckets that hold the best k, or all.
+  // The number of candidates in the first buckets that together hold the best k. All candidates, if there are fewer
+  // than k.
   __device__ __forceinline__ u32 needed() const { return shared_.needed; }
-  // Whether some bucket has so many that comparing them takes long.
+  // Whether some bucket is so full that comparing its candidates is slow.
   __device__ __forceinline__ bool is_crowded() const { return is_crowded_; }
-  // A key that the best m of them are >=, kNoKey if it is not known.
+  // A key that the best m candidates reach, kNoKey if unknown.
   __device__ __forceinline__ u32 mth_key() const {
     const u32 bucket = shared_.bucket_of_m;
     if (bucket <= kAbove) return key_of(high_);
@@ -84,19 +85,21 @@ class Buckets {
     return bucket < Shared::kBuckets - 1 && below < high_ ? key_of(high_ - below) : kNoKey;
   }
 
-  // Of the thread's own[c]: its bucket, and its place among all, bucket after bucket.
+  // The bucket of the thread's own[c], and its place among all candidates, bucket after bucket.
   __device__ __forceinline__ u32 bucket(u32 c) const { return place_[c] >> 16; }
   __device__ __forceinline__ u32 place(u32 c) const { return shared_.begins[bucket(c)] + (place_[c] & 0xFFFF); }
 
  private:
   static constexpr u32 kLog2Buckets = 9;
   static_assert(Shared::kBuckets == 1 << kLog2Buckets, "for blocks of 16 warps, with two samples of each");
-  // Buckets [0, kAbove] are above the better sample, each 8 times as wide as those below; kBetween end at the other.
+  // Buckets [0, kAbove] lie above the better sample. Each is 8 times as wide as those below. Buckets up to kBetween end
+  // at the worse sample.
   static constexpr u32 kAbove = Shared::kBuckets / 8 - 1;
   static constexpr u32 kBetween = Shared::kBuckets * 3 / 4;
   static constexpr u32 kCrowd = 64;
 
-  // Two of each warp's candidates: of its first lane that has one, and of its last, kNoCandidate if that is the same.
+  // Publishes two of each warp's candidates: that of its first lane that has one, and of its last such lane.
+  // kNoCandidate if both are the same lane.
   __device__ __forceinline__ void publish_samples(const u64 (&own)[N]) {
     u64 sample = kNoCandidate;
 #pragma unroll
@@ -109,14 +112,14 @@ class Buckets {
     if (lane_id() == last) samples[1] = first == last ? kNoCandidate : sample;
   }
 
-  // Says what each bucket is for. All warps come to the same.
+  // Finds the buckets' limits from the samples. All warps find the same.
   __device__ __forceinline__ void divide() {
     const u64 sample = shared_.samples[lane_id() % (2 * GROUP::kWarps)];
     const u64 inverted = sample == kNoCandidate ? kNoCandidate : ~sample;
     high_ = warp_max(sample == warp_max(sample) ? kNoCandidate : sample);
     const u64 low = ~warp_max(inverted == warp_max(inverted) ? kNoCandidate : inverted);
     const u64 length = low < high_ ? high_ - low : 0;
-    // The least for which length >> shift is less than kBetween.
+    // The least shift for which length >> shift is less than kBetween.
     const u32 bits = 64 - __clzll(length);
     shift_ = bits > kLog2Buckets ? bits - kLog2Buckets : 0;
     if (length >> shift_ >= kBetween) ++shift_;
@@ -130,7 +133,7 @@ class Buckets {
     return is_above ? kAbove - away : kAbove + 1 + away;
   }
 
-  // From how many are in each bucket to where it begins; gives how many are in the thread's. All threads call it.
+  // Turns the count of each bucket into its begin. Returns the count of the thread's own bucket. All threads call it.
   __device__ __forceinline__ u32 add_up(u32 k, u32 m) {
     const u32 bucket = GROUP::thread();
     const u32 count = shared_.begins[bucket];
@@ -150,13 +153,13 @@ class Buckets {
 
   Shared& shared_;
   u64 high_;
-  u32 shift_;  // from a distance to a number of buckets
+  u32 shift_;  // turns a distance into a number of buckets
   bool is_crowded_;
-  u32 place_[N];  // bucket, and the place in it
+  u32 place_[N];  // bucket << 16 | place in it
 };
 
-// The same as sort_by_counting(), for up to N candidates a thread; shuffles `slots`. False, and nothing is changed, if more than
-// `room` of them would have to be looked at.
+// sort_by_counting() with buckets, for up to N candidates a thread. Reorders `slots`. Returns false and changes nothing
+// if it would have to compare more than `room` candidates.
 template <class GROUP, u32 N>
 __device__ __forceinline__ bool sort_by_buckets(u64* slots, u32 count, u32 k, u64* sorted, u32 room,
                                                 BucketsShared<GROUP>& shared) {
@@ -171,7 +174,7 @@ __device__ __forceinline__ bool sort_by_buckets(u64* slots, u32 count, u32 k, u6
   for (bool is_first = true;; is_first = false) {
     const Buckets<GROUP, N> buckets(own, count, k, k, shared);
     needed = buckets.needed();
-    // Without those that are not needed, the buckets come out narrower.
+    // Without the candidates that are not needed, the buckets of the next turn are narrower.
     const bool is_final = !buckets.is_crowded() || !is_first;
     if (is_final && needed > room) return false;
 #pragma unroll
@@ -192,7 +195,8 @@ __device__ __forceinline__ bool sort_by_buckets(u64* slots, u32 count, u32 k, u6
 #pragma unroll 1
   for (u32 i = GROUP::thread(); i < needed; i += GROUP::kThreads) {
     const u64 candidate = slots[i];
-    // In pairs: what is of the bucket before ranks before, and what is of the next does not.
+    // Whole pairs are read. A candidate of the bucket before ranks before, and one of the bucket after does not: both
+    // count right.
     const u32* const begins = shared.begins + shared.bucket_at[i];
     const u32 first = begins[0] / 2;
     const u32 end = (begins[1] + 1) / 2;
