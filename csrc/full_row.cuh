@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Full rows: what a launch is asked to do, how a vector of a row is read, made into results and written.
+// Full rows: the argument of a launch, and how a vector of a row is read, turned into results and written.
 //
-// Which element lands in which thread depends on the element's index alone, never on the address, so a row has the same
-// sum, bit for bit, wherever it lies. Assumes: the row's elements are adjacent and aligned to their own size.
+// An element's thread depends on its index alone, never on its address. So a row has the same sum, bit for bit, at any
+// address. Assumes that the row's elements are adjacent and aligned to their own size.
 #pragma once
 
 #include "row.cuh"
@@ -12,28 +12,28 @@ namespace fused_topk {
 // What is written.
 enum FullRowKind : u32 { kSoftmax = 0, kLogSoftmax = 1, kLogSumExp = 2 };
 
-// One struct, passed by value and kept small: each 64 bytes of it cost a launch a fetch from memory, so that what a launch
-// cannot do without comes first. fused_topk/cuda_full_rows.py packs it field by field, in this order.
+// The argument, passed by value. Each 64 bytes of it cost a launch a fetch from memory: the fields that every launch
+// reads come first. fused_topk/cuda_full_rows.py fills it by field names.
 struct FullRows {
-  const void* logits;  // [rows, V]; row r at (r / inner_rows) * outer_stride + (r % inner_rows) * inner_stride
-  void* out;           // [rows, V] of the OUT format; [rows] float for kLogSumExp
+  const void* logits;            // [rows, V]: row r at r / inner_rows * outer_stride + r % inner_rows * inner_stride
+  void* out;                     // [rows, V] of the OUT format; [rows] float for kLogSumExp
   const float* row_temperature;  // nullable; [rows]
-  i64 inner_stride;              // in elements, as outer_stride
+  i64 inner_stride;              // in elements, like outer_stride
   u32 inner_rows;
   u32 V;
   float temperature;
   unsigned char kind;  // FullRowKind
-  bool result_stays;   // in the L2 cache, from which the logits leave first
+  bool result_stays;   // in the L2 cache; the logits' lines then leave it first
   u16 shared_vectors;  // of each thread, in shared memory; even
   i64 outer_stride;
   u32 rows;
   u32 blocks_per_row;
-  Normalizer* parts;  // [owners, 2, blocks_per_row]; this and the next only where blocks all over the GPU own a row
+  Normalizer* parts;  // [owners, 2, blocks_per_row]; null, like counters, where a block or a warp owns a row
   u32* counters;      // [owners], zero before and after each launch
 };
 static_assert(sizeof(FullRows) == 80, "fused_topk/cuda_full_rows.py packs 80 bytes");
 
-// Words of 16-bit floats, rounded to nearest even.
+// Two floats as a pair of 16-bit floats, rounded to nearest even.
 __device__ __forceinline__ u32 half_pair(float low, float high) {
   u32 word;
 #if __CUDA_ARCH__ >= 800
@@ -64,7 +64,7 @@ __device__ __forceinline__ u32 bfloat16_pair(float low, float high) {
 #endif
 }
 
-// 16 bytes of a format from its floats. y: [FORMAT::kPerVector].
+// 16 bytes of a format from floats. y: [FORMAT::kPerVector].
 __device__ __forceinline__ Vector encode(Float32, const float* y) {
   return {{__float_as_uint(y[0]), __float_as_uint(y[1]), __float_as_uint(y[2]), __float_as_uint(y[3])}};
 }
@@ -75,24 +75,24 @@ __device__ __forceinline__ Vector encode(BFloat16, const float* y) {
   return {{bfloat16_pair(y[0], y[1]), bfloat16_pair(y[2], y[3]), bfloat16_pair(y[4], y[5]), bfloat16_pair(y[6], y[7])}};
 }
 
-// What a row's logits are turned into, once its normalizer is known.
+// Turns a row's logits into results, once its normalizer is known.
 struct RowValues {
   float m;
   float inverse_temperature;
   float scale;  // log2(e) / T
-  float last;   // 1 / d of kSoftmax, log d of the others
+  float last;   // 1 / d for kSoftmax, else log d
   u32 kind;
 
   __device__ __forceinline__ RowValues(Normalizer row, float inverse_temperature, u32 kind)
       : m(row.m), inverse_temperature(inverse_temperature), scale(inverse_temperature * kLog2E), kind(kind) {
-    // A row with NaN or +inf, or of only -inf, has no probabilities, as in torch.
+    // As in torch, a row has no probabilities if it has a NaN or a +inf, or if all of it is -inf.
     const float d = fabsf(m) < FUSED_TOPK_INFINITY ? row.d : __uint_as_float(0x7FC00000u);
     last = kind == kSoftmax ? __frcp_rn(d) : logf(d);
   }
   __device__ __forceinline__ float logsumexp() const {
     return m * inverse_temperature + (fabsf(m) == FUSED_TOPK_INFINITY ? 0.0f : last);
   }
-  // x: [COUNT] logits, which become results.
+  // x: [COUNT] logits; become results.
   template <u32 COUNT>
   __device__ __forceinline__ void apply(float (&x)[COUNT]) const {
     if (kind == kLogSoftmax) {
@@ -105,7 +105,7 @@ struct RowValues {
   }
 };
 
-// A row, or a block's part of it: elements [0, end) of the row may be touched, a vector at a time.
+// A row: its elements [0, end) are read and written a vector at a time.
 template <class IN, class OUT, bool ALIGNED>
 struct FullRow {
   static constexpr u32 kPerVector = IN::kPerVector;
@@ -116,28 +116,28 @@ struct FullRow {
   u32 end;
   float inverse_temperature;
   float scale;
-  CachePolicy policy;  // of aligned loads; the others have no registers left for it
+  CachePolicy policy;  // of aligned loads; the others have no registers left for one
 
   __device__ __forceinline__ FullRow(const FullRows& problem, u32 row) : FullRow(problem, row, problem.result_stays) {}
-  // leaves_first: what is read should leave the L2 cache first.
+  // leaves_first: the lines of the L2 cache that are read leave it first.
   __device__ __forceinline__ FullRow(const FullRows& problem, u32 row, bool leaves_first)
       : end(problem.V), policy(leaves_first) {
     i64 offset = row * problem.inner_stride;
-    // Seldom, and a division takes as long as a barrier.
+    // Rare, and a division takes as long as a barrier.
     if (row >= problem.inner_rows) {
       const u32 outer = row / problem.inner_rows;
       offset += outer * (problem.outer_stride - problem.inner_rows * problem.inner_stride);
     }
     in = static_cast<const char*>(problem.logits) + offset * i64(sizeof(typename IN::Bits));
     out = static_cast<char*>(problem.out) + i64(row) * problem.V * i64(sizeof(typename OUT::Bits));
-    // A temperature that is not positive makes NaNs; one so small that 1 / T overflows acts like the smallest whose
-    // inverse is finite, so that (m - m) / T stays 0.
+    // A T that is not positive makes NaNs. A T so small that 1 / T overflows acts like the smallest T whose inverse is
+    // finite, so that (m - m) / T stays 0.
     const float t = problem.row_temperature ? __ldg(problem.row_temperature + row) : problem.temperature;
     inverse_temperature = t > 0.0f ? fminf(__frcp_rn(t), 2e38f) : __uint_as_float(0x7FC00000u);
     scale = inverse_temperature * kLog2E;
   }
 
-  // The vector whose first element is `token`, a multiple of kPerVector; -inf past the end.
+  // The vector that starts at element `token`, a multiple of kPerVector. Past the end it is -inf.
   __device__ __forceinline__ Vector load(u32 token) const {
     if (token >= end) return all_negative_infinity();
     const char* address = in + u64(token) * sizeof(typename IN::Bits);
@@ -146,15 +146,15 @@ struct FullRow {
       return {{v.x, v.y, v.z, v.w}};
     }
     const u32 shift = u32(reinterpret_cast<u64>(in) % 16);
-    // The straddling read also touches the 16 bytes before and after the vector's own.
+    // A straddling read touches up to 16 bytes before and after the vector.
     if (token > 0 && token + 2 * kPerVector <= end) {
       return straddle(load_16_bytes(address - shift), load_16_bytes(address - shift + 16), shift);
     }
     return load_elements(address, token);
   }
 
-  // The same to a slot of shared memory, in the background where it can be: for the thread that calls it, and after its
-  // wait_copies.
+  // load() to a slot of shared memory, in the background if the hardware can. Only the calling thread sees the copy,
+  // after wait_copies().
   __device__ __forceinline__ void copy(Vector* slot, u32 token) const {
     if (ALIGNED && kHasAsyncCopy && token < end) {
       copy_async(slot, in + u64(token) * sizeof(typename IN::Bits), policy);
@@ -163,8 +163,8 @@ struct FullRow {
     }
   }
 
-  // Writes results for the vector's logits. All lanes of a warp call it, with vectors that follow each other.
-  // LEAVES_FIRST: what is written should leave the L2 cache first.
+  // Writes the results of a vector's logits. All lanes of a warp call it, with adjacent vectors. LEAVES_FIRST: the
+  // lines of the L2 cache that are written leave it first.
   template <bool LEAVES_FIRST = false>
   __device__ __forceinline__ void write(u32 token, const Vector& logits, const RowValues& values) const {
     float y[kPerVector];
@@ -216,9 +216,9 @@ struct FullRow {
     }
   }
 
-  // The row starts somewhere between two 16-byte boundaries, so that each 16 aligned bytes hold the tail of one vector
-  // and the head of the next: whoever has the head writes them, with a tail handed on by the lane before. What is left
-  // at the ends of the warp's stretch and of the row goes element by element.
+  // Writes to a row that starts between two 16-byte boundaries. Each 16 aligned bytes hold the tail of one vector and
+  // the head of the next. The lane with the head writes them; the lane before hands it the tail. The elements left at
+  // the ends of the warp's stretch and of the row are written one by one.
   template <bool LEAVES_FIRST>
   __device__ __forceinline__ void write_unaligned(u32 token, Vector (&results)[kOutVectors]) const {
     constexpr u32 n = OUT::kPerVector;
@@ -247,7 +247,7 @@ struct FullRow {
           }
         }
       }
-      // Each byte to where it belongs in 16 aligned ones: the head behind the tail.
+      // Rotates the bytes to their places in 16 aligned ones: the head behind the tail.
       rotate(results[o], (16 - before) % 16);
     }
     Vector tail;
@@ -266,7 +266,7 @@ struct FullRow {
     }
   }
 
-  // By `count` bytes, which the element's size divides: byte i takes the place of byte i - count.
+  // Rotates by `count` bytes, a multiple of the element size: byte i + count moves to byte i.
   static __device__ __forceinline__ void rotate(Vector& v, u32 count) {
     u32(&w)[4] = v.words;
     const u32 first[4] = {w[0], w[1], w[2], w[3]};
@@ -283,7 +283,7 @@ struct FullRow {
   }
 };
 
-// The normalizer of a row's part: the online step of the paper, COUNT vectors at a time.
+// Folds COUNT vectors into the state: the paper's online step, a few vectors at a time.
 template <class IN, u32 COUNT>
 __device__ __forceinline__ void fold(Normalizer& state, const Vector (&vectors)[COUNT], float scale) {
   float m = state.m;
@@ -302,8 +302,8 @@ __device__ __forceinline__ void fold(Normalizer& state, const Vector (&vectors)[
   float d = state.d * exp2_approx((state.m - base) * scale);
 #pragma unroll
   for (u32 u = 0; u < COUNT; ++u) {
-    // A copy that the compiler takes for another vector: it decodes it anew, where to keep all the floats from above would
-    // take a register for each.
+    // A copy that the compiler takes for another vector, so it decodes the vector again. Keeping the decoded floats
+    // would take a register each.
     Vector v = vectors[u];
     if constexpr (IN::kPerVector == 8) {
 #pragma unroll

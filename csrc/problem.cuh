@@ -1,56 +1,57 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a launch is asked to do: one struct, passed by value. fused_topk/launch.py packs it field by field, in this order.
+// The argument of a launch: one struct, passed by value. fused_topk/launch.py fills it by field names.
 #pragma once
 
 #include "row.cuh"
 
 namespace fused_topk {
 
-// Rows may be spread over up to this many leading dimensions that no single stride describes.
+// The most leading dimensions that rows may be spread over, where no single stride describes them.
 constexpr u32 kLeadingDims = 4;
 
-// Times log2(e) still finite.
+// The greatest 1 / T. Times log2(e) it is still finite.
 constexpr float kLargestInverse = 2e38f;
 
-// Of the row's maximum times log2(e) / T. Past it, its rounding error would exceed 1/4.
+// The greatest |m log2(e) / T|. Beyond it the rounding error of this offset would exceed 1/4.
 constexpr float kLargestOffset = 4194304.0f;
 
-// Which tokens a mask takes part for. kMaskChoice ("all"): a token that is not allowed still counts in (m, d).
+// What a mask hides a token from. kMaskBoth: from the choice and from (m, d). kMaskChoice ("all"): from the choice
+// only.
 enum MaskUse : u32 { kNoMask = 0, kMaskBoth = 1, kMaskChoice = 2 };
 
 // What `values` holds.
 enum ValueKind : u32 { kLogits = 0, kProbabilities = 1, kLogProbabilities = 2 };
 
-// What every launch needs comes first, close together: each 64 bytes of the struct (less 16, the first time) cost the first
-// block that asks for them a fetch from memory. The first 48 are enough to ask for the logits.
+// The fields that every launch reads come first. Each 64 bytes of the struct (less 16, the first time) cost the first
+// block that reads them a fetch from memory. The first 48 bytes suffice to request the logits.
 struct Problem {
   const void* logits;  // [rows, V]
-  i64 row_stride;      // of the logits, in elements, if leading_dims is 1
+  i64 row_stride;      // of the logits, in elements; used if leading_dims is 1
   u32 rows;
   u32 V;
   u32 k;  // of a row
   u32 parts_per_row;
   u16 tiles_per_part_log2;
-  u16 lead;             // of a group's tiles, so many of the last are read first
-  u32 parts_per_split;  // parts_per_row / splits, and the remainder: the first blocks of a row take one more
+  u16 lead;             // so many of a group's last tiles are read first
+  u32 parts_per_split;  // parts_per_row / splits; the first splits take one more
   u32 splits_with_one_more;
-  u32 leading_dims;  // that the strides below describe, innermost first
-  // Which best a warp of a block publishes, and how many such warps have k (KthBound); the same of the blocks of a row.
+  u32 leading_dims;  // described by the strides below, innermost first
+  // j and ceil(k / j) of KthBound for the warps of a block, then for the splits of a row.
   u16 k_of_warp, warps_of_k;
   u16 k_of_split, list_length;
   u32 splits_of_k;
   float temperature;
   const float* row_temperature;  // nullable; [rows]
-  u64* lists;         // nullable; [rows, splits * (list_length + 1)]: candidates and bounds that blocks hand over
-  Normalizer* parts;  // nullable; [rows, parts] likewise
-  u32* row_tickets;   // nullable; [rows], zero before and after each launch
-  float* logsumexp;   // [rows]
-  void* values;       // [rows, k] float, or the logits' format for kLogits; [rows / beams, k] with beams
-  i64* indices;       // like values
+  u64* lists;                    // nullable; [rows, splits * (list_length + 1)]: the splits' lists and bounds
+  Normalizer* parts;             // nullable; [rows, parts]: their states
+  u32* row_tickets;              // nullable; [rows], zero before and after each launch
+  float* logsumexp;              // [rows]
+  void* values;                  // [rows, k] float, or the logits' format for kLogits; [rows / beams, k] with beams
+  i64* indices;                  // like values
   u32 value_kind;
   u32 normalize_topk;  // 1: values are relative to the k chosen
-  u32 beams;           // 0: no beam search; else that many rows make a sequence
-  u32 k_of_beam;       // how many of a sequence's k each of them vouches for
+  u32 beams;           // 0: no beam search; else so many rows make a sequence
+  u32 k_of_beam;       // each beam's list is bounded by its candidate of this rank
   u32 sizes[kLeadingDims];
   u32 mask_kind;      // MaskKind
   u32 k_of_sequence;  // with beams
@@ -61,13 +62,13 @@ struct Problem {
   i64 mask_element_stride;
   const float* beam_scores;  // nullable; [rows / beams, beams]
   i64 beam_scores_strides[2];
-  u64* beam_lists;    // nullable; [rows, k_row] like `lists`, from the rows (beams) of a sequence
-  i64* beam_indices;  // nullable; [rows, k_row]: what `indices` will say of them
-  u32* beam_tickets;  // nullable; [rows / beams], like row_tickets
+  u64* beam_lists;    // nullable; [rows, k]: the lists of a sequence's beams
+  i64* beam_indices;  // nullable; [rows, k]: the results' `indices` for these lists
+  u32* beam_tickets;  // nullable; [rows / beams], zero before and after each launch
 
-  // Where a row's logits start, in elements.
+  // The offset of a row's first logit, in elements.
   __device__ __forceinline__ i64 logits_offset(u32 row) const {
-    // Almost always there is one dimension: no division then.
+    // Rows almost always have one stride, and need no division.
     if (leading_dims != 1) return offset(row, logits_strides);
     return row * row_stride;
   }
@@ -77,8 +78,8 @@ struct Problem {
     return {static_cast<const char*>(mask) + start, mask_element_stride, mask_kind};
   }
 
-  // 1 / T of a row. A temperature that is not positive makes a NaN of everything but the indices; one so small that
-  // 1 / T overflows acts like the smallest whose inverse is finite, so that (m - m) / T stays 0.
+  // 1 / T of a row. A T that is not positive makes NaN of all results but the indices. A T so small that 1 / T
+  // overflows acts like the smallest T whose inverse is finite, so that (m - m) / T stays 0.
   __device__ __forceinline__ float inverse_temperature(u32 row) const {
     const float t = row_temperature ? __ldg(row_temperature + offset(row, temperature_strides)) : temperature;
     const float inverse = __frcp_rn(t);

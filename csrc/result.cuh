@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a finished row gives: from its m and d, the values of the k chosen.
+// The results of a finished row: the values of its k chosen, from its m and d.
 // Comes after problem.cuh.
 #pragma once
 
@@ -7,18 +7,18 @@
 
 namespace fused_topk {
 
-// m and d of the row, and the values that they make of its logits.
+// m and d of a row, and the values that follow from them.
 struct RowResult {
   float m, d;
   float inverse_temperature;
-  float log_d;  // found once, not for each value: it takes longer than what is done with it
+  float log_d;  // computed once, since a logarithm costs more than the rest of a value
 
   RowResult() = default;
   __device__ __forceinline__ RowResult(float m, float d, float inverse_temperature)
       : m(m), d(d), inverse_temperature(inverse_temperature), log_d(logf(d)) {}
 
   __device__ __forceinline__ bool is_finite() const { return fabsf(m) < FUSED_TOPK_INFINITY; }
-  // A row with NaN or +inf, or of only -inf, has no probabilities, as in torch.
+  // As in torch, a row has no probabilities if it has a NaN or a +inf, or if all of it is -inf.
   __device__ __forceinline__ float log_probability(float x) const {
     return is_finite() ? (x - m) * inverse_temperature - log_d : __uint_as_float(0x7FC00000u);
   }
@@ -28,8 +28,8 @@ struct RowResult {
   __device__ __forceinline__ float logsumexp() const { return m * inverse_temperature + (is_finite() ? log_d : 0.0f); }
 };
 
-// Writes the i-th of the k chosen of a row: token `index` with logit x, -inf if the mask hides it. raw_logit(index) gives
-// the input's own bits, which a candidate's key has forgotten: the sign of zero, the payload of a NaN.
+// Writes the i-th of a row's k chosen: token `index` with logit x, -inf if the mask hides it. raw_logit(index) returns
+// the input's bits. A candidate's key has lost the sign of a zero and the payload of a NaN.
 template <class FORMAT, class RAW_LOGIT>
 __device__ __forceinline__ void write_chosen(const Problem& problem, u32 row, u32 k, u32 i, u32 index, float x,
                                              const RowResult& relative_to, RAW_LOGIT raw_logit) {

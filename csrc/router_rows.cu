@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // softmax + top-k of rows of at most 256 logits, k <= 8, as an expert router has them: four rows a warp.
 //
-// A row lies in 8 lanes: 8, 16 or 32 logits in each, as vectors of 16 bytes. Two steps, each of which leaves every lane with
-// one of the 8 best:
+// 8 lanes have a row, 8, 16 or 32 logits each, as vectors of 16 bytes. A token of the 8 best lies in one of the 8
+// vectors with the greatest maxima. So there are two steps. Each leaves one of 8 best in each lane:
 //
-//     vectors, by their greatest logits; if a lane has several      tokens, of the lane's one vector of those
+//     1. the 8 best vectors, by their maxima; needed if a lane has several vectors
+//     2. the 8 best tokens of the vectors that are left, one vector in each lane
 //
-// For a token among the 8 best lies in a vector among the 8 best. Either step sorts what each lane has, then merges it with
-// what another has, three times. The same instructions, whatever the logits.
-// Comes after short_row.cuh.
+// In each step a lane sorts what it has, then merges with other lanes three times. The instructions do not depend on
+// the logits. Comes after short_row.cuh.
 #include "short_row.cuh"
 
 namespace fused_topk {
 
 constexpr u32 kRouterLanes = 8;
 
-// What is chosen by: words, or, where they do not tell all apart, candidates. make_all() makes those of a vector's logits, as
-// ShortRow::make_words() does.
+// What tokens are ranked by: words, or candidates where words do not suffice. make_all() makes those of a vector's
+// logits, as ShortRow::make_words() does.
 struct ByWord {
   using Type = u32;
   static __device__ __forceinline__ u32 make(u32 key, u32 index) { return make_word(key, index); }
@@ -40,8 +40,8 @@ struct ByCandidate {
   }
 };
 
-// A list of 8 in order lies in two lanes, the better four in the even one: makes it of what the two have, which must rise
-// and then fall, or the other way round, along the even lane's four and the odd lane's, these backwards if REVERSED.
+// A sorted list of 8 lies in two lanes, the better half in the even one. Sorts what the two lanes have. Along the even
+// lane's four and the odd lane's four (backwards if REVERSED) the input must rise and then fall, or fall and then rise.
 template <bool REVERSED, class WORD>
 __device__ __forceinline__ void order_pair(WORD (&x)[4]) {
   const bool is_even = lane_id() % 2 == 0;
@@ -56,13 +56,13 @@ __device__ __forceinline__ void order_pair(WORD (&x)[4]) {
   put_greater_first(x[2], x[3]);
 }
 
-// The best 8 of what 8 lanes have, one in each of them, the i-th in lane i if IN_ORDER: `own` is each lane's, in order. All 32
-// lanes of a warp call it.
+// The best 8 of what 8 lanes have, one in each lane; IN_ORDER: the i-th best in lane i. `own`: each lane's sorted
+// words. All 32 lanes of a warp call it.
 template <bool IN_ORDER, class WORD, u32 N>
 __device__ __forceinline__ WORD best_of_lanes(const WORD (&own)[N]) {
   const u32 lane = lane_id() % kRouterLanes;
   WORD list[4];
-  // Of two lists of 8 in order, the best 8 are the greater of each one's i-th best and the other's i-th worst.
+  // The best 8 of two sorted lists of 8: the greater of one list's i-th best and the other's i-th worst, for each i.
 #pragma unroll
   for (u32 j = 0; j < 4; ++j) list[j] = N == 8 ? max(own[j], __shfl_xor_sync(kAllLanes, own[N - 1 - j], 1)) : own[j];
   order_pair<true>(list);
@@ -73,7 +73,7 @@ __device__ __forceinline__ WORD best_of_lanes(const WORD (&own)[N]) {
     for (u32 j = 0; j < 4; ++j) other[j] = __shfl_xor_sync(kAllLanes, list[3 - j], step + 1);
 #pragma unroll
     for (u32 j = 0; j < 4; ++j) list[j] = max(list[j], other[j]);
-    // Of lanes 0 to 3, the even ones have one half of the list, the odd ones the other; lanes 4 to 7 have it backwards.
+    // Lanes 0 to 3: the even ones have one half of the list, the odd ones the other. Lanes 4 to 7 have it backwards.
     if (!IN_ORDER && 2 * step == kRouterLanes) return lane & 2 ? list[1] : list[0];
     order_pair<false>(list);
   }
@@ -82,7 +82,7 @@ __device__ __forceinline__ WORD best_of_lanes(const WORD (&own)[N]) {
   return __shfl_sync(kAllLanes, mine, lane_id() - lane + lane % 4 * 2 + lane / 4);
 }
 
-// Whether words tell `key` apart from all of `keys`.
+// Whether words tell `key` from all of `keys`.
 template <u32 N>
 __device__ __forceinline__ bool is_told_apart(const u32 (&keys)[N], u32 key) {
   bool result = true;
@@ -91,8 +91,8 @@ __device__ __forceinline__ bool is_told_apart(const u32 (&keys)[N], u32 key) {
   return result;
 }
 
-// The i-th best token of a row in lane i of it, i < k. `is_right` becomes false if words do not tell it apart from what the
-// lane knows of the others. All lanes of the warp call it.
+// Returns the i-th best token of a row in its lane i, i < k. Clears `is_right` if words do not tell it from the others
+// that the lane knows. All lanes of the warp call it.
 template <class BY, class ROW>
 __device__ __forceinline__ typename BY::Type best_token(const ROW& x, u32 k, bool& is_right) {
   using Word = typename BY::Type;
@@ -152,8 +152,8 @@ __device__ __forceinline__ typename BY::Type best_token(const ROW& x, u32 k, boo
   return best;
 }
 
-// Blocks that must fit on a multiprocessor; 0 leaves it to the compiler, as it was measured on compute capability 9.0. Not
-// everywhere, nor with a mask: some compiler then spills.
+// The blocks that must fit on a multiprocessor: a limit for the registers. 0 leaves it to the compiler, which is the
+// quickest on compute capability 9.0. Elsewhere, and with a mask, some compilers would then spill.
 constexpr u32 resident_router_blocks(u32 mask) {
 #if __CUDA_ARCH__ == 900
   if (mask == kNoMask) return 0;
@@ -167,9 +167,9 @@ __global__ void __launch_bounds__(128, resident_router_blocks(MASK))
     router_rows_topk_kernel(const __grid_constant__ Problem problem) {
   const u32 k = problem.k;
   const u32 warp_row = (blockIdx.x * 4 + threadIdx.x / kWarpSize) * (kWarpSize / kRouterLanes);
-  // Only whole warps leave.
+  // Whole warps leave, never single lanes.
   if (warp_row >= problem.rows) return;
-  // Lanes without a row do what the last row's do, and write nothing.
+  // Lanes without a row repeat the last row, and write nothing.
   const u32 of_warp = lane_id() / kRouterLanes;
   const u32 row = min(warp_row + of_warp, problem.rows - 1);
   const bool is_writer = warp_row + of_warp < problem.rows;
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(128, resident_router_blocks(MASK))
   bool is_right = true;
   u32 word = best_token<ByWord>(x, k, is_right);
   if (Row::kWordsSayLess && !__all_sync(kAllLanes, is_right)) {
-    // Read once more, so that it takes no registers until then.
+    // Loads the row again here, so that it takes no registers until then.
     u32 same_row = row;
     keep_opaque(same_row);
     const u64 candidate = best_token<ByCandidate>(Row(problem, same_row, kRouterLanes), k, is_right);
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(128, resident_router_blocks(MASK))
   const float logit = x.logit_of(word);
   RowResult relative_to = result;
   if (problem.normalize_topk) {
-    // Added up as among_chosen() does it.
+    // In the order of among_chosen().
     const float greatest = __shfl_sync(kAllLanes, logit, lane_id() - x.sub);
     const float m = result.is_finite() ? greatest : result.m;
     const float d = x.sub < k ? expf((logit - m) * inverse_temperature) : 0.0f;

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row of at most 256 logits, of which a few lanes of a warp hold all, and words to choose its best by.
+// A row of at most 256 logits, held by a few lanes of a warp, and words to choose its best by.
 //
-// A word is a candidate in 32 bits: the upper 24 of a float32 logit's key, or the 16 of a shorter one's, and below them the
-// complement of its index. Where words do not tell two different logits apart that could be chosen, the row is chosen from
-// once more, by whole keys.
-// Comes after result.cuh and row.cuh.
+// A word is a candidate in 32 bits: the upper 24 bits of a float32 logit's key, or all 16 of a shorter one's, above the
+// complement of the index. Two float32 logits may differ only in the 8 bits that a word lacks. If that may change which
+// are chosen, the row is chosen from again, by whole keys. Comes after result.cuh and row.cuh.
 #pragma once
 
 #include "result.cuh"
@@ -15,14 +14,14 @@ constexpr u32 kIndexBits = 0xFFu;
 
 __device__ __forceinline__ u32 make_word(u32 key, u32 index) { return (key & ~kIndexBits) | (kIndexBits - index); }
 __device__ __forceinline__ u32 index_of_word(u32 word) { return kIndexBits - (word & kIndexBits); }
-// -inf is the only float32 logit whose word begins as its does.
+// -inf is the only float32 logit whose key has these upper 24 bits.
 __device__ __forceinline__ bool is_word_of_lowest(u32 word) {
   return (word & ~kIndexBits) == (kNegativeInfinityKey & ~kIndexBits);
 }
-// Whether two keys are equal, or words tell them apart.
+// Whether two keys are equal, or differ within the bits that a word has.
 __device__ __forceinline__ bool is_told_apart(u32 key, u32 other) { return (key ^ other) - 1 >= kIndexBits; }
 
-// Over the lanes of a row, in each of them. All 32 lanes of a warp call it.
+// Combines the values of a row's lanes, in each of these lanes. All 32 lanes of a warp call it.
 template <class T, class COMBINE>
 __device__ __forceinline__ T combine_lanes(T value, u32 lanes, COMBINE combine) {
 #pragma unroll
@@ -37,7 +36,7 @@ __device__ __forceinline__ void put_greater_first(WORD& a, WORD& b) {
   a = greater;
 }
 
-// Greatest first: 19 comparisons for 8, 5 for 4, the fewest.
+// Sorts a lane's words, greatest first. The networks are minimal: 19 comparisons for 8 words, 5 for 4.
 template <class WORD>
 __device__ __forceinline__ void sort_of_lane(WORD (&x)[8]) {
   constexpr u32 kPairs[19][2] = {{0, 2}, {1, 3}, {4, 6}, {5, 7}, {0, 4}, {1, 5}, {2, 6}, {3, 7}, {0, 1}, {2, 3},
@@ -52,20 +51,20 @@ __device__ __forceinline__ void sort_of_lane(WORD (&x)[4]) {
   for (u32 i = 0; i < 5; ++i) put_greater_first(x[kPairs[i][0]], x[kPairs[i][1]]);
 }
 
-// A lane's vectors of a row that `lanes` lanes share, vector by vector in turn, and what the mask says of them. -inf past the
-// end.
+// A lane's vectors of a row that `lanes` lanes share, and which of their logits the mask allows. The lanes take the
+// row's vectors in turn. Past the end logits are -inf.
 template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 MASK>
 struct ShortRow {
   static constexpr u32 kVectors = VECTORS;
   static constexpr u32 kPerVector = FORMAT::kPerVector;
-  // Words may say less than logits.
+  // A word has fewer bits than a float32 key.
   static constexpr bool kWordsSayLess = sizeof(typename FORMAT::Bits) == 4;
 
   TileStream<FORMAT, 8 / kPerVector, ALIGNED, 0> stream;
   RowMask mask;
-  u32 V, lanes, sub;  // lanes that have the row, and which of them this is
+  u32 V, lanes, sub;  // the number of lanes that share the row, and this lane's rank among them
   Vector vectors[VECTORS];
-  u32 allowed;  // bit i: logit i of the lane
+  u32 allowed;  // bit i: the mask allows logit i of the lane
 
   __device__ __forceinline__ ShortRow(const Problem& problem, u32 row, u32 lanes)
       : stream(static_cast<const typename FORMAT::Bits*>(problem.logits) + problem.logits_offset(row), problem.V,
@@ -93,27 +92,27 @@ struct ShortRow {
   __device__ __forceinline__ u32 index(u32 i) const {
     return (i / kPerVector * lanes + sub) * kPerVector + i % kPerVector;
   }
-  // Aligned, and no vector reaches past the end.
+  // Whether the row is aligned and no vector reaches past its end.
   __device__ __forceinline__ bool is_full() const { return ALIGNED && V == VECTORS * kPerVector * lanes; }
   __device__ __forceinline__ Vector vector(u32 first) const {
     return is_full() ? load_16_bytes(stream.address(first)) : stream.load(first);
   }
-  // What the mask says of the vector that starts at token `first`.
+  // The allowed logits of the vector that starts at token `first`, a bit each.
   __device__ __forceinline__ u32 allowed_of(u32 first) const {
     return MASK == kNoMask ? ~0u : mask.template allowed<kPerVector>(first, V);
   }
-  // Logit e of a vector of which a mask allows those, as the choice of tokens sees it.
+  // Logit e of a vector as the choice sees it, given the vector's allowed logits.
   static __device__ __forceinline__ float choosable(const Vector& vector, u32 allowed, u32 e) {
     return MASK == kNoMask || (allowed >> e) & 1 ? FORMAT::decode(vector.words, e) : -FUSED_TOPK_INFINITY;
   }
-  // Logit i of the lane, likewise, and as (m, d) sees it.
+  // Logit i of the lane, as the choice sees it, and as (m, d) sees it.
   __device__ __forceinline__ float choosable(u32 i) const {
     return choosable(vectors[i / kPerVector], allowed >> (i / kPerVector * kPerVector), i % kPerVector);
   }
   __device__ __forceinline__ float normalized(u32 i) const {
     return MASK == kMaskChoice ? FORMAT::decode(vectors[i / kPerVector].words, i % kPerVector) : choosable(i);
   }
-  // The greatest of vector u, as the choice sees it, and as m does.
+  // The greatest logit of vector u, as the choice sees it, and as (m, d) sees it.
   __device__ __forceinline__ float choosable_maximum(u32 u) const {
     if constexpr (MASK == kNoMask) return Tile<FORMAT, 8 / kPerVector>::maximum(vectors[u]);
     float greatest = choosable(u * kPerVector);
@@ -124,10 +123,10 @@ struct ShortRow {
   __device__ __forceinline__ float normalized_maximum(u32 u) const {
     return MASK == kMaskChoice ? Tile<FORMAT, 8 / kPerVector>::maximum(vectors[u]) : choosable_maximum(u);
   }
-  // Past the end there is -inf, behind every -inf of the row: never among the best k <= V.
+  // Past the end keys are those of -inf, with greater indices than the row's own: never among the best k <= V.
   __device__ __forceinline__ u32 key(u32 i) const { return order_key(choosable(i)); }
 
-  // The words of a vector's logits, of which a mask allows those; `first` is the first one's token.
+  // Makes the words of a vector's logits, given which of them are allowed. `first`: the token of the first one.
   template <u32 N>
   static __device__ __forceinline__ void make_words(const Vector& vector, u32 allowed, u32 first, u32 (&words)[N],
                                                     u32 place = 0) {
@@ -149,27 +148,28 @@ struct ShortRow {
       }
     }
   }
-  // The logit that a word was made of, -inf if the mask hides it, and its whole key.
+  // A word's logit, -inf if the mask hides it, and its whole key.
   __device__ __forceinline__ float logit_of(u32 word) const {
     if constexpr (!kWordsSayLess) return FORMAT::decode(bits_of_short_key(word >> 16));
     return is_word_of_lowest(word) ? -FUSED_TOPK_INFINITY : FORMAT::decode(stream.raw_logit(index_of_word(word)));
   }
   __device__ __forceinline__ u32 key_of(u32 word) const { return order_key(logit_of(word)); }
 
-  // (m, d) of the row in each of its lanes, added up in the order in which RowScan does it.
+  // (m, d) of the row, in each of its lanes. Adds in RowScan's order, so the bits are the same.
   __device__ __forceinline__ Normalizer normalizer(float scale) const {
     float m = normalized_maximum(0);
 #pragma unroll
     for (u32 u = 1; u < VECTORS; ++u) m = max_nan(m, normalized_maximum(u));
     m = combine_lanes(m, lanes, max_nan);
-    // A vector is another lane's of a tile, but for the second half of a row of float32, whose vectors are the same lanes'.
+    // Each of the lane's vectors stands for another lane of a tile. Only in a full float32 row do two vectors stand for
+    // one lane.
     constexpr u32 kSummands = VECTORS < kWarpSize / 8 ? VECTORS : kWarpSize / 8;
     const float sum = lanes == kWarpSize ? sum_of_lane<1>(m, scale) : sum_of_lane<kSummands>(m, scale);
     return {m, combine_lanes(sum, lanes, [](float a, float b) { return a + b; })};
   }
 
  private:
-  // The lane's share of d: that of SUMMANDS lanes of a tile, vector u the share of lane u % SUMMANDS of them.
+  // The lane's share of d. It stands for SUMMANDS lanes of a tile: vector u for lane u % SUMMANDS of them.
   template <u32 SUMMANDS>
   __device__ __forceinline__ float sum_of_lane(float m, float scale) const {
     const float base = reference_point(m);
@@ -188,7 +188,7 @@ struct ShortRow {
             const float summand = exp2_approx(fmaf(normalized(u * kPerVector + e), scale, -offset));
             d[e % 4] = u == s && e < 4 ? summand : d[e % 4] + summand;
           }
-        // Rounded as it is there, not made one with the addition that follows.
+        // Rounded as in RowScan, not fused with the addition that follows.
         sums[s] = __fmul_rn((d[0] + d[1]) + (d[2] + d[3]), regained);
       }
     } else {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // softmax + top-k of rows of at most 256 logits, 8 < k <= 32: up to four rows a warp.
 //
-// A row lies in 8, 16 or 32 lanes, 8 logits in each. There is no threshold here, and nothing to search for: each lane
-// sorts its 8, and the k best come off the tops, one after the other. The same instructions, whatever the logits.
-// Comes after short_row.cuh.
+// 8, 16 or 32 lanes have a row, 8 logits each. There is no threshold and no search. Each lane sorts its words; then the
+// k best are taken one after the other, each time the greatest of the lanes' first words. The instructions do not
+// depend on the logits. Comes after short_row.cuh.
 #include "short_row.cuh"
 
 namespace fused_topk {
@@ -11,8 +11,9 @@ namespace fused_topk {
 constexpr u32 kShortK = 32;
 constexpr u32 kPerShortLane = 8;
 
-// Takes the k best words off the tops of the lanes' sorted `own`, and leaves them in `chosen` [k]. True in a lane of a row
-// of which two neighbours among the best k + 1 differ in the index alone, where that does not say that they are equal. All lanes of the warp call it.
+// Moves the k greatest words of the lanes' sorted `own` to `chosen` [k]. Returns true in a lane if two neighbours among
+// the row's best k + 1 differ in the index alone, and words have fewer bits than keys: the order may then be wrong. All
+// lanes of the warp call it.
 template <bool WORDS_SAY_LESS, bool WHOLE_WARP>
 __device__ __forceinline__ bool take_best(u32 (&own)[kPerShortLane], u32 k, u32 lanes, u32 sub, u32* chosen) {
   const auto greatest_top = [&] {
@@ -23,7 +24,7 @@ __device__ __forceinline__ bool take_best(u32 (&own)[kPerShortLane], u32 k, u32 
   u32 least_difference = ~0u;
 #pragma unroll 1
   for (u32 first = 0; first < k; first += lanes) {
-    // The word that this lane will store.
+    // The word that this lane stores.
     u32 kept = 0;
     const u32 count = min(k - first, lanes);
 #pragma unroll 1
@@ -32,7 +33,7 @@ __device__ __forceinline__ bool take_best(u32 (&own)[kPerShortLane], u32 k, u32 
       if (WORDS_SAY_LESS) least_difference = min(least_difference, before ^ best);
       before = best;
       kept = sub == i ? best : kept;
-      // Words differ, so there is one lane whose top this was.
+      // Words differ, so exactly one lane has it.
       const bool is_taken = own[0] == best;
 #pragma unroll
       for (u32 j = 0; j + 1 < kPerShortLane; ++j) own[j] = is_taken ? own[j + 1] : own[j];
@@ -45,7 +46,8 @@ __device__ __forceinline__ bool take_best(u32 (&own)[kPerShortLane], u32 k, u32 
   return WORDS_SAY_LESS && least_difference <= kIndexBits;
 }
 
-// Whether words tell the chosen [k] apart from all other logits: then their order is right. All lanes of the warp call it.
+// Whether words tell each of the chosen [k] from all other logits. Their order is then right. All lanes of the warp
+// call it.
 template <class ROW>
 __device__ __forceinline__ bool words_are_keys(const ROW& x, const u32* chosen, u32 k) {
   bool is_right = true;
@@ -58,10 +60,10 @@ __device__ __forceinline__ bool words_are_keys(const ROW& x, const u32* chosen, 
   return __all_sync(kAllLanes, is_right);
 }
 
-// The k best by whole keys: each time, the best of those that rank behind the last. All lanes of the warp call it.
+// The k best by whole keys: repeatedly the best of those that rank behind the last. All lanes of the warp call it.
 template <class ROW>
 __device__ __forceinline__ void choose_by_keys(const ROW& x, u32* chosen, u32 k) {
-  // Everyone has read the words.
+  // Every lane has read the words.
   __syncwarp();
   u64 last = ~u64(0);
 #pragma unroll 1
@@ -78,11 +80,11 @@ __device__ __forceinline__ void choose_by_keys(const ROW& x, u32* chosen, u32 k)
   __syncwarp();
 }
 
-// The normalizer of the k chosen alone, added up as among_chosen() does it. All lanes of the row call it.
+// The normalizer of the k chosen alone, in the order of among_chosen(). All lanes of the row call it.
 template <class LOGIT>
 __device__ __forceinline__ RowResult among_words(const RowResult& row, u32 k, u32 lanes, u32 sub, LOGIT logit) {
   const float m = row.is_finite() ? logit(0) : row.m;
-  // A lane here stands for several of a warp.
+  // A lane here stands for several lanes of a warp.
   float d[kWarpSize / 8];
 #pragma unroll
   for (u32 j = 0; j < kWarpSize / 8; ++j) {
@@ -93,8 +95,8 @@ __device__ __forceinline__ RowResult among_words(const RowResult& row, u32 k, u3
   return {m, combine_lanes(sum, lanes, [](float a, float b) { return a + b; }), row.inverse_temperature};
 }
 
-// Blocks that must fit on a multiprocessor; 0 leaves it to the compiler, as it was measured on compute capability 9.0. With a
-// mask, and for 12.0, it then spills although it has registers left.
+// The blocks that must fit on a multiprocessor: a limit for the registers. 0 leaves it to the compiler, which is the
+// quickest on compute capability 9.0. With a mask, and for 12.0, the compiler would then spill.
 constexpr u32 resident_short_blocks(u32 mask) {
 #if __CUDA_ARCH__ == 900
   if (mask == kNoMask) return 0;
@@ -106,16 +108,16 @@ constexpr u32 resident_short_blocks(u32 mask) {
 template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 MASK>
 __global__ void __launch_bounds__(128, resident_short_blocks(MASK))
     short_rows_topk_kernel(const __grid_constant__ Problem problem) {
-  // As the k best are found. Of each row, by its lanes alone.
+  // Each row's best words in order. Only the row's own lanes touch them.
   __shared__ u32 words[4][kWarpSize / 8][kShortK];
   const u32 k = problem.k;
   const u32 log2_lanes = problem.V <= 64 ? 3 : problem.V <= 128 ? 4 : 5;
   const u32 lanes = 1u << log2_lanes;
   const u32 of_warp = lane_id() >> log2_lanes;
   const u32 warp_row = (blockIdx.x * 4 + threadIdx.x / kWarpSize) << (5 - log2_lanes);
-  // Only whole warps leave.
+  // Whole warps leave, never single lanes.
   if (warp_row >= problem.rows) return;
-  // Lanes without a row do what the last row's do, and write nothing.
+  // Lanes without a row repeat the last row, and write nothing.
   const u32 row = min(warp_row + of_warp, problem.rows - 1);
   const bool is_writer = warp_row + of_warp < problem.rows;
   using Row = ShortRow<FORMAT, VECTORS, ALIGNED, MASK>;

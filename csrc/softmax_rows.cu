@@ -3,13 +3,14 @@
 //
 //     out[row][i] = e^((x_i - m) / T) / d,   or (x_i - m) / T - log d,   or one m / T + log d a row
 //
-// A row can be written only when all of it has been read. So the logits wait on the chip, and memory sees one read and
-// one write of each; the kernels differ in who owns a row, and that depends on V alone:
+// A row can be written only after all of it has been read. So its logits wait on the chip, and each crosses the memory
+// bus once in each direction. The kernels differ in who owns a row. That depends on V, the format and the GPU, never on
+// the number of rows:
 //   softmax_warp_rows_kernel     a warp, in its registers
 //   softmax_block_rows_kernel    a block, in its registers
 //   softmax_shared_rows_kernel   a block, in its registers and in shared memory
-//   softmax_grid_rows_kernel     many blocks, which exchange their (m, d) through global memory, and then another row
-//   softmax_long_rows_kernel     a block on each multiprocessor; what does not fit there is read twice
+//   softmax_grid_rows_kernel     many blocks, which exchange their (m, d) through global memory, then take another row
+//   softmax_long_rows_kernel     a block on each multiprocessor; the logits that do not fit there are read twice
 // Reading order: order.h, normalizer.h, platform.cuh, row.cuh (formats), full_row.cuh, waiting.cuh, this file.
 #include "waiting.cuh"
 
@@ -17,7 +18,7 @@ namespace fused_topk::full_rows {
 
 constexpr u32 kMostWarps = 32;
 
-// Writes a row's logsumexp, if that is what is asked for.
+// Writes a row's logsumexp and returns true, if the launch asks for it.
 __device__ __forceinline__ bool write_logsumexp(const FullRows& problem, u32 row, const RowValues& values,
                                                 bool is_writer) {
   if (problem.kind != kLogSumExp) return false;
@@ -25,7 +26,7 @@ __device__ __forceinline__ bool write_logsumexp(const FullRows& problem, u32 row
   return true;
 }
 
-// A warp owns a row, and 4 warps make a block.
+// A warp owns a row. A block has 4 warps.
 template <class IN, class OUT, u32 VECTORS, bool ALIGNED>
 __global__ void __launch_bounds__(128) softmax_warp_rows_kernel(const __grid_constant__ FullRows problem) {
   const u32 row = blockIdx.x * 4 + threadIdx.x / kWarpSize;
@@ -45,8 +46,8 @@ __global__ void __launch_bounds__(128) softmax_warp_rows_kernel(const __grid_con
   }
 }
 
-// Warps into a block: the merge over the threads, in every thread. All threads call it; it has one barrier, and another
-// must come before `warps` is used again.
+// Warps into a block: merges the threads' states, in every thread. All threads call it. It has one barrier; another
+// must precede the next use of `warps`.
 __device__ __forceinline__ Normalizer block_merge(Normalizer state, float scale, Normalizer (&warps)[kMostWarps]) {
   state = warp_merge(state, scale);
   if (lane_id() == 0) warps[threadIdx.x / kWarpSize] = state;
@@ -55,8 +56,8 @@ __device__ __forceinline__ Normalizer block_merge(Normalizer state, float scale,
   return warp_merge(is_warp ? warps[lane_id()] : Normalizer(), scale);
 }
 
-// Blocks that must fit on a multiprocessor. 0 leaves it to the compiler, which then spends few registers on a thread: as it
-// was measured on compute capability 9.0; on other targets it even spills for that.
+// The blocks that must fit on a multiprocessor: a limit for the registers. 0 leaves it to the compiler, which then
+// takes few registers: the quickest on compute capability 9.0. On other targets it would spill.
 #if __CUDA_ARCH__ == 900
 constexpr u32 kResidentBlocks = 0;
 #else
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(1024, kResidentBlocks)
   fold<IN>(state, vectors, x.scale);
   const RowValues values(block_merge(state, x.scale, warps), x.inverse_temperature, problem.kind);
   if (write_logsumexp(problem, row, values, threadIdx.x == 0)) return;
-  // The condition is the block's: a warp writes together.
+  // The condition is uniform in the block: a warp writes together.
 #pragma unroll
   for (u32 u = 0; u < VECTORS; ++u) {
     if (u * step < x.end) x.write(token + u * step, vectors[u], values);
@@ -102,8 +103,8 @@ __global__ void __launch_bounds__(1024) softmax_shared_rows_kernel(const __grid_
   waiting.write(x, values);
 }
 
-// Any number of blocks own a row, and then every so-many-th. They wait for each other through global memory, so all blocks
-// of the launch must run at the same time: a cooperative launch.
+// The blocks that own a row together, then every `owners_`-th row after it. They wait for each other through global
+// memory. So all blocks of the launch must run at the same time: a cooperative launch.
 class Owner {
  public:
   __device__ __forceinline__ explicit Owner(const FullRows& problem)
@@ -117,18 +118,19 @@ class Owner {
   __device__ __forceinline__ bool is_writer() const { return rank_ == 0 && threadIdx.x == 0; }
   __device__ __forceinline__ u32 rank() const { return rank_; }
 
-  // Blocks into a row: the merge of what they know, in every thread of all of them. turn: how many rows came before.
+  // Blocks into a row: merges the states of all blocks, in every thread of each. turn: the number of rows before this
+  // one.
   __device__ __forceinline__ Normalizer merge_blocks(Normalizer state, float scale, u32 turn,
                                                      Normalizer (&warps)[2][kMostWarps]) const {
     const u32 blocks = problem_.blocks_per_row;
     state = block_merge(state, scale, warps[0]);
-    // Twice as many parts as blocks: one may begin the next row while another still reads this one's.
+    // Two sets of parts: a block may begin the next row while another still reads this one's.
     Normalizer* const parts = problem_.parts + (owner_ * 2 + turn % 2) * blocks;
     if (threadIdx.x == 0) {
       parts[rank_] = state;
       u32* const counter = problem_.counters + owner_;
       take_ticket(counter, blocks * ((problem_.rows - owner_ - 1) / owners_ + 1));
-      // The last arrival of all leaves 0.
+      // The last arrival of the last row leaves 0.
       while (true) {
         const u32 arrived = tickets_taken(counter);
         if (arrived == 0 || arrived >= blocks * (turn + 1)) break;
@@ -136,7 +138,7 @@ class Owner {
       }
     }
     __syncthreads();
-    // Every block merges them, in an order that depends on their number alone.
+    // Every block merges them in the same order, which depends on the number of blocks alone.
     state = Normalizer();
     for (u32 i = threadIdx.x; i < blocks; i += blockDim.x) {
       const float2 part = load_from_other_block(reinterpret_cast<const float2*>(parts) + i);
@@ -152,7 +154,7 @@ class Owner {
   u32 owners_;
 };
 
-// How many blocks of the next kernel a multiprocessor must hold, as fused_topk/full_row_choice.py assumes.
+// The blocks of softmax_grid_rows_kernel that a multiprocessor must hold.
 #if __CUDA_ARCH__ >= 800
 constexpr u32 kGridBlocks = 2;
 #else
@@ -188,8 +190,8 @@ __global__ void __launch_bounds__(512, kGridBlocks) softmax_grid_rows_kernel(con
   }
 }
 
-// As much of a row as fits waits in its blocks, one on each multiprocessor: its end. What comes before is read twice, by all
-// blocks side by side.
+// The end of a row waits in its blocks, one on each multiprocessor, as much as fits. The logits before are read twice,
+// by all blocks side by side.
 template <class IN, class OUT, u32 VECTORS, bool ALIGNED>
 __global__ void __launch_bounds__(768) softmax_long_rows_kernel(const __grid_constant__ FullRows problem) {
   using Row = FullRow<IN, OUT, ALIGNED>;
@@ -200,7 +202,7 @@ __global__ void __launch_bounds__(768) softmax_long_rows_kernel(const __grid_con
   const u32 step = blockDim.x * IN::kPerVector;
   const u32 blocks = problem.blocks_per_row;
   const u32 waits = (VECTORS + problem.shared_vectors) * step * blocks;
-  // Of each turn of a loop, VECTORS vectors of each thread.
+  // A turn of a loop reads VECTORS vectors of each thread.
   const u32 stride = VECTORS * step * blocks;
   const u32 turns = problem.V > waits ? (problem.V - waits - 1) / stride + 1 : 0;
   const u32 mine = owner.rank() * VECTORS * step;
@@ -211,8 +213,8 @@ __global__ void __launch_bounds__(768) softmax_long_rows_kernel(const __grid_con
 #pragma unroll 1
   for (u32 number = 0; row < problem.rows; ++number) {
     const Row x(problem, row);
-    // The end of what is read twice should be in the L2 cache when it is read again. So all else leaves it first: what
-    // waits here, and results.
+    // The end of what is read twice should still be in the L2 cache for the second read. So all other lines leave it
+    // first: those of the waiting logits, and of the results.
     const Row last_time(problem, row, true);
     waiting.ask_shared(last_time);
     Normalizer state;

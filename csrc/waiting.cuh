@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The vectors of a row that wait in a block until the row's normalizer is known: of each thread some in registers, and the
-// rest in shared memory, where a thread touches only what it has asked for itself: no barrier.
+// The vectors of a row that wait in a block until the row's normalizer is known. Each thread has some in registers and
+// the rest in shared memory. A thread touches only what it has requested itself, so there is no barrier.
 #pragma once
 
 #include "full_row.cuh"
@@ -12,13 +12,13 @@ class WaitingVectors {
  public:
   using Row = FullRow<IN, OUT, ALIGNED>;
 
-  // slots: [shared_vectors, blockDim.x]. blockDim.x vectors of a row from element `first` on, as many from first + step
-  // on, and so forth: whole warps' vectors, so that no two blocks write to one line of memory, and blocks that read a row
-  // together read it side by side.
+  // slots: [shared_vectors, blockDim.x]. The block takes blockDim.x vectors from element `first` on, as many from first
+  // + step on, and so on. These are whole warps' vectors, so no two blocks write to one line of memory. Blocks that
+  // share a row read it side by side.
   __device__ __forceinline__ WaitingVectors(Vector* slots, u32 shared_vectors, u32 first, u32 step)
       : slots_(slots + threadIdx.x), shared_vectors_(shared_vectors), first_(first), step_(step) {}
 
-  // Asks for all of them. They are on their way when it returns.
+  // Requests all vectors. They are in flight when it returns.
   __device__ __forceinline__ void ask(const Row& x) {
     ask_registers(x);
     ask_shared(x);
@@ -32,7 +32,7 @@ class WaitingVectors {
     for (u32 u = 0; u < shared_vectors_; u += 2) ask_pair(x, u);
   }
 
-  // Adds what was asked for to `state`, as it comes.
+  // Folds the requested vectors into `state`, as they arrive.
   __device__ __forceinline__ void add_to(Normalizer& state, float scale) const {
     fold<IN>(state, vectors_, scale);
 #pragma unroll 1
@@ -43,7 +43,7 @@ class WaitingVectors {
     }
   }
 
-  // Writes them, up to x.end.
+  // Writes the results of all vectors, up to x.end.
   template <bool LEAVES_FIRST = false>
   __device__ __forceinline__ void write(const Row& x, const RowValues& values) const {
 #pragma unroll
@@ -52,8 +52,8 @@ class WaitingVectors {
     for (u32 u = 0; u < shared_vectors_; ++u) write_one<LEAVES_FIRST>(x, values, VECTORS + u, slots_[u * blockDim.x]);
   }
 
-  // The same, and asks for those of another row, which becomes x, each as its place is free: memory reads and writes at
-  // the same time. next: () -> Row
+  // Writes like write(), and requests the vectors of the next row, each as soon as its place is free. So memory reads
+  // and writes at the same time. next() returns the next row, which becomes x.
   template <class NEXT>
   __device__ __forceinline__ void write_and_ask(Row& x, const RowValues& values, NEXT next) {
     if constexpr (ALIGNED && kHasAsyncCopy) {
@@ -78,7 +78,7 @@ class WaitingVectors {
   }
 
  private:
-  // Vectors that do not lie at multiples of 16 bytes take more registers to read and to write.
+  // Unaligned vectors take more registers to read and to write.
   static constexpr u32 kAtATime = ALIGNED ? 2 : 1;
 
   Vector vectors_[VECTORS];
@@ -89,7 +89,7 @@ class WaitingVectors {
 
   __device__ __forceinline__ u32 token(u32 u) const { return first_ + u * step_ + threadIdx.x * IN::kPerVector; }
 
-  // The condition is the block's: a warp writes together.
+  // The condition is uniform in the block: a warp writes together.
   template <bool LEAVES_FIRST = false>
   __device__ __forceinline__ void write_one(const Row& x, const RowValues& values, u32 u, const Vector& vector) const {
     if (first_ + u * step_ < x.end) x.template write<LEAVES_FIRST>(token(u), vector, values);
@@ -101,7 +101,7 @@ class WaitingVectors {
     commit_copies();
   }
 
-  // Until at most so many of this thread's pairs are on their way; earlier than that only where many are.
+  // Waits until at most `pending` of this thread's pairs are in flight. Waits longer than needed only where many are.
   static __device__ __forceinline__ void wait_for_pairs(u32 pending) {
     if (pending >= 4) {
       wait_copies<4>();
