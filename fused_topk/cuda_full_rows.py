@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import struct
 from functools import cache
 
 import numpy as np
@@ -12,13 +11,30 @@ from torch import Tensor
 
 from . import cuda, cuda_driver, cuda_tickets
 from .full_row_choice import KERNEL_VARIANTS, FullRowChoice, choose_full_row
+from .kernel_arguments import FullRows, fields
 from .layout import collapse
 from .problem import FullRowProblem
 
 _KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
-# struct FullRows of csrc/full_row.cuh, field by field.
-_PROBLEM = struct.Struct("<3Qq2If2BHq2I2Q")
-_PROBLEM_DTYPE = np.dtype(f"V{_PROBLEM.size}")
+_LAYOUT, _ = fields(
+    FullRows,
+    "logits",
+    "out",
+    "row_temperature",
+    "inner_stride",
+    "inner_rows",
+    "V",
+    "temperature",
+    "kind",
+    "result_stays",
+    "shared_vectors",
+    "outer_stride",
+    "rows",
+    "blocks_per_row",
+    "parts",
+    "counters",
+)
+_PROBLEM_DTYPE = np.dtype(f"V{_LAYOUT.size}")
 _LEADING_DIMS = 2
 # Results up to this part of the L2 cache stay in it, for whoever reads them next; the logits then leave it first.
 _RESULT_OF_CACHE = 0.75
@@ -58,7 +74,7 @@ def full_rows(problem: FullRowProblem, out: Tensor, choice: FullRowChoice | None
         workspace = torch.empty(owners * 2 * choice.blocks_per_row, dtype=torch.int64, device=logits.device)
         parts = workspace.data_ptr()
         counters = cuda_tickets.zeroed(device, owners)
-    packed = _PROBLEM.pack(
+    packed = _LAYOUT.pack(
         logits.data_ptr(),
         out.data_ptr(),
         0 if temperature is None else temperature.data_ptr(),

@@ -7,13 +7,14 @@ costs the host as much as all of its Python, so nothing is computed twice. Needs
 
 from __future__ import annotations
 
-import struct
+import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
+from .kernel_arguments import LEADING_DIMS, Problem, writer
 from .kernel_choice import VARIANTS, KernelChoice, Method, choose, list_length
 from .layout import collapse
 
@@ -28,15 +29,24 @@ MAX_ROWS = 2**31 - 1
 
 _VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2}
 _MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
-_LEADING_DIMS = 4
 
-# struct Problem of csrc/problem.cuh, field by field, and where the fields lie that change from call to call.
-_PROBLEM = struct.Struct("<Qq4I2H3I4HIf7Q10I12qQqQ2q3Q")
-_put_address = struct.Struct("<Q").pack_into
-_put_addresses = struct.Struct("<3Q").pack_into
-_put_temperature_and_addresses = struct.Struct("<f7Q").pack_into
-_LOGITS, _TEMPERATURE_TO_INDICES, _MASK, _BEAM_SCORES, _BEAM_LISTS_TO_TICKETS = 0, 60, 256, 272, 296
-PROBLEM_BYTES = _PROBLEM.size
+# What changes from call to call; a plan has all else.
+_write_logits, _LOGITS = writer(Problem, "logits")
+_write_call, _CALL = writer(
+    Problem,
+    "temperature",
+    "row_temperature",
+    "lists",
+    "parts",
+    "row_tickets",
+    "logsumexp",
+    "values",
+    "indices",
+)
+_write_mask, _MASK = writer(Problem, "mask")
+_write_beam_scores, _BEAM_SCORES = writer(Problem, "beam_scores")
+_write_beam_scratch, _BEAM_SCRATCH = writer(Problem, "beam_lists", "beam_indices", "beam_tickets")
+PROBLEM_BYTES = ctypes.sizeof(Problem)
 
 
 class Layout(NamedTuple):
@@ -88,10 +98,10 @@ class Launch(NamedTuple):
         """The struct with the addresses of a call, 0 for what it has not."""
         filled = bytearray(self.problem)
         parts = scratch + 8 * self.lists
-        _put_address(filled, _LOGITS, logits)
-        _put_temperature_and_addresses(
+        _write_logits(filled, _LOGITS, logits)
+        _write_call(
             filled,
-            _TEMPERATURE_TO_INDICES,
+            _CALL,
             temperature,
             row_temperature,
             scratch,
@@ -102,12 +112,12 @@ class Launch(NamedTuple):
             indices,
         )
         if mask:
-            _put_address(filled, _MASK, mask)
+            _write_mask(filled, _MASK, mask)
         if beam_scores:
             beam_lists = parts + 8 * self.parts
-            _put_address(filled, _BEAM_SCORES, beam_scores)
             beam_tokens, beam_tickets = beam_lists + 8 * self.beam_lists, tickets + 4 * self.row_tickets
-            _put_addresses(filled, _BEAM_LISTS_TO_TICKETS, beam_lists, beam_tokens, beam_tickets)
+            _write_beam_scores(filled, _BEAM_SCORES, beam_scores)
+            _write_beam_scratch(filled, _BEAM_SCRATCH, beam_lists, beam_tokens, beam_tickets)
         return filled
 
 
@@ -131,7 +141,7 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         per_row.append(none if layout.mask_strides is None else layout.mask_strides[:-1])
         per_row.append(none if layout.temperature_strides is None else layout.temperature_strides)
     sizes, strides = collapse(leading, per_row)
-    if len(sizes) > _LEADING_DIMS:
+    if len(sizes) > LEADING_DIMS:
         return None
     strides += [[0] * len(sizes)] * (3 - len(strides))
 
@@ -148,38 +158,35 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
     beams = 0 if layout.beam_strides is None else leading[1]
     length = list_length(k_row, splits)
     k_of_warp, k_of_split = choice.k_of_warp(k_row), choice.k_of_split(k_row)
-    problem = _PROBLEM.pack(
-        0,
-        strides[0][-1],
-        rows,
-        vocab_size,
-        k_row,
-        choice.parts,
-        choice.tiles_per_part.bit_length() - 1,
-        choice.lead,
-        *divmod(choice.parts, splits),
-        len(sizes),
-        k_of_warp,
-        -(-k_row // k_of_warp),
-        k_of_split,
-        length,
-        -(-k_row // k_of_split),
-        *(0,) * 8,
-        _VALUE_KINDS[layout.values],
-        layout.normalize == "topk",
-        beams,
-        -(-layout.k // beams) if beams else 0,
-        *_innermost_first(sizes, 1),
-        layout.mask_is_packed,
-        layout.k,
-        *_innermost_first(strides[0], 0),
-        *_innermost_first(strides[1], 0),
-        *_innermost_first(strides[2], 0),
-        0,
-        0 if layout.mask_strides is None else layout.mask_strides[-1],
-        0,
-        *((0, 0) if layout.beam_strides is None else layout.beam_strides),
-        *(0,) * 3,
+    parts_per_split, splits_with_one_more = divmod(choice.parts, splits)
+    problem = Problem(
+        row_stride=strides[0][-1],
+        rows=rows,
+        V=vocab_size,
+        k=k_row,
+        parts_per_row=choice.parts,
+        tiles_per_part_log2=choice.tiles_per_part.bit_length() - 1,
+        lead=choice.lead,
+        parts_per_split=parts_per_split,
+        splits_with_one_more=splits_with_one_more,
+        leading_dims=len(sizes),
+        k_of_warp=k_of_warp,
+        warps_of_k=-(-k_row // k_of_warp),
+        k_of_split=k_of_split,
+        list_length=length,
+        splits_of_k=-(-k_row // k_of_split),
+        value_kind=_VALUE_KINDS[layout.values],
+        normalize_topk=layout.normalize == "topk",
+        beams=beams,
+        k_of_beam=-(-layout.k // beams) if beams else 0,
+        sizes=_innermost_first(sizes, 1),
+        mask_kind=layout.mask_is_packed,
+        k_of_sequence=layout.k,
+        logits_strides=_innermost_first(strides[0], 0),
+        mask_strides=_innermost_first(strides[1], 0),
+        temperature_strides=_innermost_first(strides[2], 0),
+        mask_element_stride=0 if layout.mask_strides is None else layout.mask_strides[-1],
+        beam_scores_strides=(0, 0) if layout.beam_strides is None else tuple(layout.beam_strides),
     )
     lists = rows * splits * (length + 1) if splits > 1 else 0
     parts = rows * choice.parts if splits > 1 else 0
@@ -189,7 +196,7 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         choice.grid(rows),
         choice.threads,
         choice.shared_bytes(method, is_plain),
-        problem,
+        bytes(problem),
         scratch_words=lists + parts + 2 * beam_lists,
         lists=lists,
         parts=parts,
@@ -238,5 +245,5 @@ def _methods(choice: KernelChoice, itemsize: int, is_plain: bool) -> list[Method
     return [Method.TILE_BY_TILE, *[Method.FOR_MANY] * has_many, *[Method.IN_WINDOWS] * has_windows]
 
 
-def _innermost_first(numbers: list[int], filler: int) -> list[int]:
-    return numbers[::-1] + [filler] * (_LEADING_DIMS - len(numbers))
+def _innermost_first(numbers: list[int], filler: int) -> tuple[int, ...]:
+    return (*numbers[::-1], *[filler] * (LEADING_DIMS - len(numbers)))

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The structs that the kernels take by value, with the names, the order and the types of their C++ fields.
+
+tests/test_kernel_interface.py compares each field with csrc/.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+
+_F32 = ctypes.c_float
+_U8, _U16, _U32 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32
+_I64, _POINTER = ctypes.c_int64, ctypes.c_uint64
+_BOOL = ctypes.c_bool
+
+LEADING_DIMS = 4
+"""kLeadingDims of csrc/problem.cuh: the most leading dimensions that a launch walks."""
+
+
+class Problem(ctypes.Structure):
+    """struct Problem of csrc/problem.cuh, where each field is explained."""
+
+    _fields_ = (
+        ("logits", _POINTER),
+        ("row_stride", _I64),
+        ("rows", _U32),
+        ("V", _U32),
+        ("k", _U32),
+        ("parts_per_row", _U32),
+        ("tiles_per_part_log2", _U16),
+        ("lead", _U16),
+        ("parts_per_split", _U32),
+        ("splits_with_one_more", _U32),
+        ("leading_dims", _U32),
+        ("k_of_warp", _U16),
+        ("warps_of_k", _U16),
+        ("k_of_split", _U16),
+        ("list_length", _U16),
+        ("splits_of_k", _U32),
+        ("temperature", _F32),
+        ("row_temperature", _POINTER),
+        ("lists", _POINTER),
+        ("parts", _POINTER),
+        ("row_tickets", _POINTER),
+        ("logsumexp", _POINTER),
+        ("values", _POINTER),
+        ("indices", _POINTER),
+        ("value_kind", _U32),
+        ("normalize_topk", _U32),
+        ("beams", _U32),
+        ("k_of_beam", _U32),
+        ("sizes", _U32 * LEADING_DIMS),
+        ("mask_kind", _U32),
+        ("k_of_sequence", _U32),
+        ("logits_strides", _I64 * LEADING_DIMS),
+        ("mask_strides", _I64 * LEADING_DIMS),
+        ("temperature_strides", _I64 * LEADING_DIMS),
+        ("mask", _POINTER),
+        ("mask_element_stride", _I64),
+        ("beam_scores", _POINTER),
+        ("beam_scores_strides", _I64 * 2),
+        ("beam_lists", _POINTER),
+        ("beam_indices", _POINTER),
+        ("beam_tickets", _POINTER),
+    )
+
+
+class FullRows(ctypes.Structure):
+    """struct FullRows of csrc/full_row.cuh, where each field is explained."""
+
+    _fields_ = (
+        ("logits", _POINTER),
+        ("out", _POINTER),
+        ("row_temperature", _POINTER),
+        ("inner_stride", _I64),
+        ("inner_rows", _U32),
+        ("V", _U32),
+        ("temperature", _F32),
+        ("kind", _U8),
+        ("result_stays", _BOOL),
+        ("shared_vectors", _U16),
+        ("outer_stride", _I64),
+        ("rows", _U32),
+        ("blocks_per_row", _U32),
+        ("parts", _POINTER),
+        ("counters", _POINTER),
+    )
+
+
+_CODES = {_F32: "f", _U8: "B", _U16: "H", _U32: "I", _I64: "q", _POINTER: "Q", _BOOL: "?"}
+
+
+def fields(structure: type[ctypes.Structure], *names: str) -> tuple[struct.Struct, int]:
+    """The layout of the named fields, which follow each other in the struct without a gap, and the first one's offset.
+
+    A call of the layout writes them all; an assignment of ctypes for each takes longer.
+
+    Raises:
+        ValueError: they do not follow each other.
+    """
+    types = dict(item[:2] for item in structure._fields_)
+    first = end = getattr(structure, names[0]).offset
+    for name in names:
+        if getattr(structure, name).offset != end:
+            raise ValueError(f"`{name}` of {structure.__name__} does not follow the field before it")
+        end += getattr(structure, name).size
+    return struct.Struct("<" + "".join(_CODES[types[name]] for name in names)), first
+
+
+def writer(structure: type[ctypes.Structure], *names: str) -> tuple[Callable[..., None], int]:
+    """``write, offset``: ``write(buffer, offset, *values)`` writes these fields of the struct in `buffer`."""
+    layout, offset = fields(structure, *names)
+    return layout.pack_into, offset

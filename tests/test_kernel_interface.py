@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Python and csrc/ must agree on, compared by a C++ compiler: the kernels' arguments, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Iterable
+
+import pytest
+
+from fused_topk import kernel_arguments, kernel_source
+from simt import build
+from simt.translate import translate
+
+KERNEL_OF = {
+    kernel_arguments.Problem: "fused_topk::softmax_topk_kernel",
+    kernel_arguments.FullRows: "fused_topk::full_rows::softmax_warp_rows_kernel",
+}
+
+
+def failures(kernel: str, claims: Iterable[str], architecture: int = 90) -> str:
+    """What the compiler says about the claims, constant expressions in the namespace fused_topk, that do not hold of the
+    files that a kernel is compiled from; an empty string if all hold."""
+    text = f'#include "ptx.h"\n{translate(kernel_source.translation_unit(kernel))}\nnamespace fused_topk {{\n'
+    text += "".join(f"static_assert({claim});\n" for claim in claims) + "}\n"
+    options = [*build._COMMON, f"-D__CUDA_ARCH__={architecture}0", "-w", "-fsyntax-only", "-x", "c++", "-"]
+    return subprocess.run([build._COMPILER, *options], input=text, capture_output=True, text=True).stderr
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler():
+    cause = build.unavailable()
+    if cause is not None:
+        pytest.skip(cause)
+
+
+def claims_of(structure: type[ctypes.Structure]) -> list[str]:
+    """That the C++ struct has exactly these fields, where Python has them, of the same size and kind."""
+    name = structure.__name__
+    fields = {item[0]: item[1] for item in structure._fields_}
+    # As many names as fields, or this does not compile.
+    count = f"[] {{ constexpr {name} problem = {{}}; const auto& [{', '.join(fields)}] = problem; return true; }}()"
+    claims = [f"sizeof({name}) == {ctypes.sizeof(structure)}", count]
+    for field, type_ in fields.items():
+        place = getattr(structure, field)
+        claims += [f"offsetof({name}, {field}) == {place.offset}", f"sizeof({name}::{field}) == {place.size}"]
+        element = getattr(type_, "_type_", None)
+        kind = {ctypes.c_float: "std::is_floating_point_v", ctypes.c_bool: "std::is_integral_v"}.get(type_)
+        kind = kind or ("std::is_signed_v" if ctypes.c_int64 in (type_, element) else "!std::is_signed_v")
+        claims.append(f"{kind}<std::remove_extent_t<decltype({name}::{field})>>")
+    return claims
+
+
+@pytest.mark.parametrize("structure", KERNEL_OF, ids=lambda structure: structure.__name__)
+def test_arguments_are_the_structs_of_the_kernels(structure):
+    assert failures(KERNEL_OF[structure], claims_of(structure)) == ""
+
+
+@pytest.mark.parametrize("structure", KERNEL_OF, ids=lambda structure: structure.__name__)
+def test_every_difference_is_seen(structure):
+    """One field moved, resized, renamed or left out."""
+    names = [item[0] for item in structure._fields_]
+    for change in (
+        lambda items: items[1:],
+        lambda items: [(f"{items[0][0]}_", items[0][1]), *items[1:]],
+        lambda items: [items[1], items[0], *items[2:]],
+        lambda items: [(name, ctypes.c_int32 if name == "temperature" else type_) for name, type_ in items],
+    ):
+        changed = type(structure.__name__, (ctypes.Structure,), {"_fields_": change(list(structure._fields_))})
+        assert [item[0] for item in changed._fields_] != names or changed.temperature.size == 4
+        assert "error" in failures(KERNEL_OF[structure], claims_of(changed))
+
+
+def test_fields_must_be_adjacent():
+    with pytest.raises(ValueError, match="`parts` of Problem does not follow"):
+        kernel_arguments.fields(kernel_arguments.Problem, "row_temperature", "parts")
+    write, offset = kernel_arguments.writer(kernel_arguments.Problem, "beam_lists", "beam_indices")
+    assert offset == kernel_arguments.Problem.beam_lists.offset
+    buffer = bytearray(ctypes.sizeof(kernel_arguments.Problem))
+    write(buffer, offset, 3, 4)
+    problem = kernel_arguments.Problem.from_buffer(buffer)
+    assert (problem.beam_lists, problem.beam_indices, problem.mask) == (3, 4, 0)
