@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from decoding import EOS, SmallerIndexFirst, assert_same, inputs_for, one_thread, tiny  # noqa: F401
-from fused_topk.generation import fused_decoding, stats
+from fused_topk.generation import biases, fused_decoding, stats
 
 BEAMS = pytest.mark.parametrize("num_beams", [1, 3])
 SEARCH = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
@@ -85,6 +85,21 @@ def test_biases_of_one_token_with_another_default_dtype(default_dtype, num_beams
     default_dtype(torch.bfloat16)
     for options in ({"bad_words_ids": [[20], [21, 22]]}, {"sequence_bias": [[[i], 0.37 * i] for i in range(8, 40)]}):
         assert_like_stock(lambda options=options: {"num_beams": num_beams, **options})
+
+
+@BEAMS
+def test_biases_are_prepared_in_the_first_step_only(monkeypatch, num_beams):
+    """Preparing waits for the device, so that a graph can be captured of the steps after the first."""
+    calls, prepared = [], biases._prepare
+
+    def prepare(*arguments):
+        calls.append(arguments)
+        return prepared(*arguments)
+
+    monkeypatch.setattr(biases, "_prepare", prepare)
+    steps = assert_like_stock(lambda: {"num_beams": num_beams, "bad_words_ids": [[20], [21, 22]]})
+    assert steps.fused > 2 and not steps.fallback
+    assert len(calls) == 1
 
 
 def processors(*make):

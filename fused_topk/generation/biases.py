@@ -95,6 +95,7 @@ def _sequence_bias(p: Any) -> Adapter:
         # Versions that prepare no phrases look at the attribute in every step.
         if key not in made or (not hasattr(p, "multi_token_biases") and made[key].of != p.sequence_bias):
             made[key] = _prepare(p, *key)
+            step.on_call(p)
         prepared = made[key]
         if not prepared.ids.shape[1]:
             return None

@@ -60,6 +60,8 @@ class Step(NamedTuple):
     are_log_probs: bool
     # By id(), what stock operations are to run in this step in place of a processor that has called a user's function.
     answered: dict[int, Any]
+    # To be told of a processor that an adapter itself has called, which may have changed its attributes.
+    on_call: Callable[[Any], None]
 
 
 class NotSparse(Exception):
@@ -122,12 +124,18 @@ class Plan:
         edits: list[Edit] = []
         answered = {} if answered is None else answered
         for adapter in self._adapters:
-            edit = adapter(Step(input_ids, rows, edits, are_log_probs, answered))
+            edit = adapter(Step(input_ids, rows, edits, are_log_probs, answered, self._on_call))
             if edit is not None:
                 if edit.replaces_row:
                     edits.clear()
                 edits.append(edit)
         return edits
+
+    def _on_call(self, called: Any) -> None:
+        self._states = [
+            _State(processor) if processor is called else state
+            for processor, state in zip(self.processors, self._states, strict=True)
+        ]
 
 
 class _State:
