@@ -191,7 +191,8 @@ struct FullRow {
   }
 
   static __device__ __forceinline__ Vector all_negative_infinity() {
-    constexpr u32 kWord = IN::kNegativeInfinity << (sizeof(typename IN::Bits) == 2 ? 16 : 0) | IN::kNegativeInfinity;
+    constexpr u32 kElement = IN::kNegativeInfinity;
+    constexpr u32 kWord = sizeof(typename IN::Bits) == 2 ? kElement << 16 | kElement : kElement;
     return {{kWord, kWord, kWord, kWord}};
   }
 

@@ -54,6 +54,12 @@ struct Float16 {
   static __device__ __forceinline__ u32 pair_keys(u32 word) { return order_keys(canonical_half2(word)); }
 };
 
+template <class FORMAT>
+constexpr bool is_bfloat16(FORMAT) {
+  return false;
+}
+constexpr bool is_bfloat16(BFloat16) { return true; }
+
 struct alignas(16) Vector {
   u32 words[4];
 };

@@ -98,6 +98,10 @@ class RowScan {
     const float offset = base * scale_;
     const float lost = fmaf(base, scale_, -offset);
     tile_.forget_decoded();
+#if __CUDA_ARCH__ >= 1000
+    // Or the compiler keeps what the mask leaves of each element from when it found the maximum. NVRTC 12.9 then spills.
+    if constexpr (MASK == kMaskBoth && !FOR_MANY && is_bfloat16(FORMAT())) keep_opaque(allowed_);
+#endif
     // Four chains of additions, so that none waits for another.
     float d[4];
     if (fabsf(offset) < kLargestOffset) {

@@ -103,6 +103,9 @@ __global__ void __launch_bounds__(1024) softmax_shared_rows_kernel(const __grid_
   waiting.write(x, values);
 }
 
+// The states of a block's warps, for two merges. Kernels declare floats for them: no constructor can run in shared memory.
+using WarpStates = Normalizer[2][kMostWarps];
+
 // The blocks that own a row together, then every `owners_`-th row after it. They wait for each other through global
 // memory. So all blocks of the launch must run at the same time: a cooperative launch.
 class Owner {
@@ -120,8 +123,7 @@ class Owner {
 
   // Blocks into a row: merges the states of all blocks, in every thread of each. turn: the number of rows before this
   // one.
-  __device__ __forceinline__ Normalizer merge_blocks(Normalizer state, float scale, u32 turn,
-                                                     Normalizer (&warps)[2][kMostWarps]) const {
+  __device__ __forceinline__ Normalizer merge_blocks(Normalizer state, float scale, u32 turn, WarpStates& warps) const {
     const u32 blocks = problem_.blocks_per_row;
     state = block_merge(state, scale, warps[0]);
     // Two sets of parts: a block may begin the next row while another still reads this one's.
@@ -166,7 +168,8 @@ template <class IN, class OUT, u32 VECTORS, bool ALIGNED>
 __global__ void __launch_bounds__(512, kGridBlocks) softmax_grid_rows_kernel(const __grid_constant__ FullRows problem) {
   using Row = FullRow<IN, OUT, ALIGNED>;
   extern __shared__ Vector slots[];  // [problem.shared_vectors, blockDim.x]
-  __shared__ Normalizer warps[2][kMostWarps];
+  __shared__ float warp_states[2][kMostWarps][2];
+  auto& warps = reinterpret_cast<WarpStates&>(warp_states);
   const Owner owner(problem);
   const u32 step = blockDim.x * IN::kPerVector;
   WaitingVectors<IN, OUT, VECTORS, ALIGNED> waiting(slots, problem.shared_vectors, owner.rank() * step,
@@ -196,7 +199,8 @@ template <class IN, class OUT, u32 VECTORS, bool ALIGNED>
 __global__ void __launch_bounds__(768) softmax_long_rows_kernel(const __grid_constant__ FullRows problem) {
   using Row = FullRow<IN, OUT, ALIGNED>;
   extern __shared__ Vector slots[];  // [problem.shared_vectors, blockDim.x]
-  __shared__ Normalizer warps[2][kMostWarps];
+  __shared__ float warp_states[2][kMostWarps][2];
+  auto& warps = reinterpret_cast<WarpStates&>(warp_states);
   const Owner owner(problem);
   const u32 token = threadIdx.x * IN::kPerVector;
   const u32 step = blockDim.x * IN::kPerVector;
@@ -215,7 +219,13 @@ __global__ void __launch_bounds__(768) softmax_long_rows_kernel(const __grid_con
     const Row x(problem, row);
     // The end of what is read twice should still be in the L2 cache for the second read. So all other lines leave it
     // first: those of the waiting logits, and of the results.
+#if __CUDA_ARCH__ == 900
     const Row last_time(problem, row, true);
+#else
+    // An unaligned row has no cache policy: it is the same row. Worked out twice, its addresses take registers that NVRTC
+    // 12.9 then spills for some targets. The code for 9.0 stays as it was measured.
+    const Row last_time = ALIGNED ? Row(problem, row, true) : x;
+#endif
     waiting.ask_shared(last_time);
     Normalizer state;
     Vector vectors[VECTORS];
