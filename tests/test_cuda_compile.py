@@ -10,18 +10,30 @@ import pytest
 
 from fused_topk import cuda, cuda_driver, cuda_full_rows, kernel_source
 from fused_topk.kernel_choice import Method
+from nvrtc_library import of_cuda12
 
 DTYPES = ("Float32", "Float16", "BFloat16")
 
 
-@pytest.fixture(scope="module")
-def nvrtc():
+# CuPy's NVRTC, and that of CUDA 12 beside it, whatever CUDA CuPy is for.
+@pytest.fixture(params=["cupy", "cuda12"])
+def nvrtc(request, monkeypatch):
     try:
-        return cuda_driver._nvrtc().getVersion()
+        if request.param == "cuda12":
+            library = of_cuda12()
+            if library.getVersion() == cuda_driver._nvrtc().getVersion():
+                pytest.skip("it is CuPy's NVRTC too")
+            monkeypatch.setattr(cuda_driver, "_nvrtc", lambda: library)
+        found = cuda_driver._nvrtc()
+        version = found.getVersion()
     except Exception as error:  # whatever a missing library raises
-        if os.environ.get("FUSED_TOPK_REQUIRE_NVRTC", "") not in ("", "0"):
+        if request.param in os.environ.get("FUSED_TOPK_REQUIRE_NVRTC", "").split(","):
             raise
         pytest.skip(f"no NVRTC: {error}")
+    architecture = getattr(request.node, "callspec", None) and request.node.callspec.params.get("architecture")
+    if architecture is not None and architecture not in found.getSupportedArchs():
+        pytest.skip(f"NVRTC {version[0]}.{version[1]} does not know sm_{architecture}")
+    return found
 
 
 def most_static_bytes(warps: int, method: int) -> int:
@@ -66,6 +78,12 @@ def test_full_row_kernels_compile_without_spills(nvrtc, dtype, architecture):
         _, entry, log = cuda_driver.compile_kernel(kernel, architecture)
         assert "softmax_" in entry
         assert_no_spills(kernel, log)
+
+
+def test_the_second_nvrtc_is_cuda_12s(nvrtc, request):
+    if request.node.callspec.params["nvrtc"] == "cuda12":
+        assert nvrtc.getVersion()[0] == 12
+        assert set(kernel_source.ARCHITECTURES) - {100, 103, 120} <= set(nvrtc.getSupportedArchs())
 
 
 def test_compile_error_carries_the_log(nvrtc, monkeypatch):
