@@ -152,18 +152,9 @@ __device__ __forceinline__ typename BY::Type best_token(const ROW& x, u32 k, boo
   return best;
 }
 
-// The blocks that must fit on a multiprocessor: a limit for the registers. 0 leaves it to the compiler, which is the
-// quickest on compute capability 9.0. Elsewhere, and with a mask, some compilers would then spill.
-constexpr u32 resident_router_blocks(u32 mask) {
-#if __CUDA_ARCH__ == 900
-  if (mask == kNoMask) return 0;
-#endif
-  return mask == kNoMask ? 8 : 4;
-}
-
 // Grid: (rows / 16).
 template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 MASK>
-__global__ void __launch_bounds__(128, resident_router_blocks(MASK))
+__global__ void __launch_bounds__(128, resident_router_blocks(MASK != kNoMask))
     router_rows_topk_kernel(const __grid_constant__ Problem problem) {
   const u32 k = problem.k;
   const u32 warp_row = (blockIdx.x * 4 + threadIdx.x / kWarpSize) * (kWarpSize / kRouterLanes);

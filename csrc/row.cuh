@@ -6,7 +6,7 @@
 // aligned to their own size.
 #pragma once
 
-#include "platform.cuh"
+#include "policy.cuh"
 
 namespace fused_topk {
 

@@ -95,18 +95,9 @@ __device__ __forceinline__ RowResult among_words(const RowResult& row, u32 k, u3
   return {m, combine_lanes(sum, lanes, [](float a, float b) { return a + b; }), row.inverse_temperature};
 }
 
-// The blocks that must fit on a multiprocessor: a limit for the registers. 0 leaves it to the compiler, which is the
-// quickest on compute capability 9.0. With a mask, and for 12.0, the compiler would then spill.
-constexpr u32 resident_short_blocks(u32 mask) {
-#if __CUDA_ARCH__ == 900
-  if (mask == kNoMask) return 0;
-#endif
-  return 8;
-}
-
 // Grid: (rows / rows of a block).
 template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 MASK>
-__global__ void __launch_bounds__(128, resident_short_blocks(MASK))
+__global__ void __launch_bounds__(128, resident_short_blocks(MASK != kNoMask))
     short_rows_topk_kernel(const __grid_constant__ Problem problem) {
   // Each row's best words in order. Only the row's own lanes touch them.
   __shared__ u32 words[4][kWarpSize / 8][kShortK];

@@ -56,17 +56,9 @@ __device__ __forceinline__ Normalizer block_merge(Normalizer state, float scale,
   return warp_merge(is_warp ? warps[lane_id()] : Normalizer(), scale);
 }
 
-// The blocks that must fit on a multiprocessor: a limit for the registers. 0 leaves it to the compiler, which then
-// takes few registers: the quickest on compute capability 9.0. On other targets it would spill.
-#if __CUDA_ARCH__ == 900
-constexpr u32 kResidentBlocks = 0;
-#else
-constexpr u32 kResidentBlocks = 1;
-#endif
-
 // A block owns a row, which waits in its registers.
 template <class IN, class OUT, u32 VECTORS, bool ALIGNED>
-__global__ void __launch_bounds__(1024, kResidentBlocks)
+__global__ void __launch_bounds__(1024, kResidentBlockRows)
     softmax_block_rows_kernel(const __grid_constant__ FullRows problem) {
   __shared__ Normalizer warps[kMostWarps];
   const u32 row = blockIdx.x;
@@ -156,16 +148,10 @@ class Owner {
   u32 owners_;
 };
 
-// The blocks of softmax_grid_rows_kernel that a multiprocessor must hold.
-#if __CUDA_ARCH__ >= 800
-constexpr u32 kGridBlocks = 2;
-#else
-constexpr u32 kGridBlocks = 1;
-#endif
-
 // All of a row waits in its blocks.
 template <class IN, class OUT, u32 VECTORS, bool ALIGNED>
-__global__ void __launch_bounds__(512, kGridBlocks) softmax_grid_rows_kernel(const __grid_constant__ FullRows problem) {
+__global__ void __launch_bounds__(512, kResidentGridRows)
+    softmax_grid_rows_kernel(const __grid_constant__ FullRows problem) {
   using Row = FullRow<IN, OUT, ALIGNED>;
   extern __shared__ Vector slots[];  // [problem.shared_vectors, blockDim.x]
   __shared__ float warp_states[2][kMostWarps][2];

@@ -1,40 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-// softmax + top-k of every row in one launch that reads each logit once.
+// softmax + top-k of every row, in one launch that reads each logit once: Algorithm 4 of the paper, by a group of threads.
 //
-//     values[row] = the k largest of softmax(logits[row] / T) (or log_softmax, or the logits), sorted
-//     logsumexp[row] = m / T + log d
+//     (m, d, T) = (-inf, 0, {})                                      T: the best k so far
+//     for each tile x of the group's share of the row:               scan_parts() or scan_windows()
+//         m' = max(m, max x)
+//         d' = d e^((m - m') / t) + sum e^((x - m') / t)             t: the temperature
+//         T' = best k of T and x
+//     if other groups share the row: leave (m, d, T) to the last     hand_over_share()
+//         of them to arrive, which merges all                        gather()
+//     sort T; values = e^((T - m) / t) / d; indices; logsumexp       sort(), write_row()
+//     with beams: leave T to the last row of the sequence,           hand_over_beam()
+//         which merges all and sorts; values = scores; indices       gather(), sort(), write_sequence()
 //
-// One algorithm; the template says who owns a row. WARPS = 1: a warp, four rows a block. WARPS > 1: a block, or,
-// of 16, the blocks of a column of the grid, of which the last to arrive merges. Beam search merges once more, over the rows of a
-// sequence. Reading order: order.h, normalizer.h, platform.cuh, row.cuh, group.cuh, bound.cuh, candidates.cuh,
-// problem.cuh, result.cuh, scan.cuh, windows.cuh, merge.cuh, this file.
+// WARPS = 1: a warp is a group and owns a row; a block has four. WARPS > 1: a block is a group. It owns a row or, of 16 warps,
+// a split of one: the blocks of a column of the grid share a row. README.md has the reading order.
 #include "merge.cuh"
-#include "result.cuh"
-#include "scan.cuh"
+#include "row_output.cuh"
 #include "windows.cuh"
 
 namespace fused_topk {
 
-// Which row of which sequence a beam is, and its score.
-struct Beam {
-  u32 sequence, rank;
-  float score;
-
-  Beam() = default;
-  __device__ __forceinline__ Beam(const Problem& problem, u32 row)
-      : sequence(row / problem.beams), rank(row - sequence * problem.beams) {
-    const i64(&strides)[2] = problem.beam_scores_strides;
-    score = __ldg(problem.beam_scores + sequence * strides[0] + rank * strides[1]);
-  }
-};
-
-// Of a row that several blocks read (fused_topk/kernel_choice.py: at most 1024 parts).
-constexpr u32 kMaxSteps = 1024 / kPartsOfStep;
+// Steps of a row that several blocks share. It has at most kMaxParts parts (fused_topk/kernel_choice.py).
+constexpr u32 kMaxParts = 1024;
+constexpr u32 kMaxSteps = kMaxParts / kPartsOfStep;
 
 // What a group keeps in shared memory, besides its warps' tiles.
 template <class GROUP>
 struct GroupShared {
-  // Entries of a sequence's lists that fit here: all of them, for few beams.
+  // Room for entries of a sequence's lists: for all of them, if there are few beams.
   static constexpr u32 kEntries = GROUP::kIsWarp ? 1 : 4 * kWarpSize;
   static_assert(kEntries < GROUP::kThreads - (GROUP::kIsWarp ? 0 : kWarpSize), "gather() loads them all at once");
 
@@ -48,128 +41,172 @@ struct GroupShared {
   u32 is_last;
 };
 
-__device__ __forceinline__ float logit_of(u64 candidate) { return __uint_as_float(bits_of_key(key_of(candidate))); }
-
-// The normalizer of the k chosen alone. The sum's order depends on k only. Every warp computes it for itself.
-__device__ __forceinline__ RowResult among_chosen(const RowResult& row, const u64* chosen, u32 k) {
-  const float m = row.is_finite() ? logit_of(chosen[0]) : row.m;
-  float d = 0.0f;
-  for (u32 i = lane_id(); i < k; i += kWarpSize) d += expf((logit_of(chosen[i]) - m) * row.inverse_temperature);
-  return {m, warp_sum(d), row.inverse_temperature};
-}
-
-// Writes the sorted `chosen` [k] of a row. All threads of the group call it.
-template <class GROUP, class FORMAT, class SCAN>
-__device__ __forceinline__ void write_row(const Problem& problem, u32 row, u32 k, const u64* chosen, const SCAN& scan,
-                                          const RowResult& result) {
-  const RowResult relative_to = problem.normalize_topk ? among_chosen(result, chosen, k) : result;
-  const auto raw_logit = [&](u32 index) { return scan.raw_logit(index); };
-  for (u32 i = GROUP::thread(); i < k; i += GROUP::kThreads)
-    write_chosen<FORMAT>(problem, row, k, i, index_of(chosen[i]), logit_of(chosen[i]), relative_to, raw_logit);
-}
-
-// Leaves a row's sorted `chosen` [k] where the sequence's last row finds them. They are sorted by logit, hence by
-// accumulated value; among equal values the place in the lists decides: smaller beam first, then the row's own order.
-template <class GROUP>
-__device__ __forceinline__ void hand_over_beam(const Problem& problem, u32 row, const Beam& beam, u32 k,
-                                               const u64* chosen, const RowResult& result) {
-  for (u32 i = GROUP::thread(); i < k; i += GROUP::kThreads) {
-    const float value = beam.score + result.log_probability(logit_of(chosen[i]));
-    problem.beam_lists[i64(row) * k + i] = make_candidate(order_key(value), beam.rank * k + i);
-    problem.beam_indices[i64(row) * k + i] = i64(beam.rank) * problem.V + index_of(chosen[i]);
-  }
-}
-
-// Fetches what `indices` will say of a sequence's lists, `count` entries in all, if they fit into `kept`. The 32 lanes of a
-// warp call it.
-template <u32 N>
-__device__ __forceinline__ void keep_indices(const i64* indices, u32 count, i64 (&kept)[N]) {
-  if (count > N) return;
-#pragma unroll 1
-  for (u32 first = lane_id(); first < count; first += 2 * kWarpSize) {
-    const u32 second = first + kWarpSize;
-    // Past the end, the last once more: a register that need not outlive a branch.
-    const i64 own[2] = {load_from_other_block(indices + first),
-                        load_from_other_block(indices + min(second, count - 1))};
-    kept[first] = own[0];
-    if (second < count) kept[second] = own[1];
-  }
-}
-
-// Writes the sorted `chosen` [k_of_sequence] of a sequence. index(i) is that of entry i of its lists.
-template <class GROUP, class INDEX>
-__device__ __forceinline__ void write_sequence(const Problem& problem, u32 sequence, const u64* chosen, INDEX index) {
-  for (u32 i = GROUP::thread(); i < problem.k_of_sequence; i += GROUP::kThreads) {
-    const i64 out = i64(sequence) * problem.k_of_sequence + i;
-    static_cast<float*>(problem.values)[out] = logit_of(chosen[i]);
-    problem.indices[out] = index(index_of(chosen[i]));
-  }
-}
-
-// How a warp's tiles become candidates. fused_topk/kernel_choice.py chooses.
-enum Method : u32 {
-  kTileByTile = 0,
-  kForMany = 1,    // tile by tile, for a large k
-  kInWindows = 2,  // a window of tiles at a time; an aligned row, without a mask, in parts of one tile
-};
-
-// Whether a tile stays in shared memory while a warp works on it (TileStream): in an aligned row without a mask, if a warp has
-// it alone, or 16 warps and the hardware has the room. fused_topk/kernel_choice.py knows it too.
-constexpr bool is_in_place(u32 warps, u32 method, u32 mask, bool aligned) {
-  const bool has_room = warps == 1 || (warps > 8 && method == kTileByTile && __CUDA_ARCH__ == 900);
-  return kHasAsyncCopy && has_room && mask == kNoMask && aligned;
-}
-
-// Blocks that must fit on a multiprocessor, which caps a thread's registers: at 64 for 32 warps, 80 for 24, 128 for 16. More
-// than 16 where they were measured to be worth it; a mask, and large tiles of unaligned rows, need the registers. On other
-// targets there are enough of them that no compiler has to spill (tests/test_cuda_compile.py).
-constexpr u32 resident_blocks(u32 warps, u32 method, u32 mask, u32 vectors, bool aligned) {
-  const u32 warps_of_block = warps == 1 ? 4 : warps;
-  const bool is_plain_warp = warps == 1 && is_in_place(warps, method, mask, aligned);
-#if __CUDA_ARCH__ == 900
-  if (is_plain_warp) return 32 / warps_of_block;
-  return (mask == kNoMask && (aligned || vectors <= 4) ? 24 : 16) / warps_of_block;
-#else
-  if (is_plain_warp) return 24 / warps_of_block;
-  return mask != kNoMask && !aligned && warps_of_block <= 8 ? 8 / warps_of_block : 16 / warps_of_block;
-#endif
-}
-
-// Tiles that a warp asks for before it takes the first (TileStream). One that has its row alone keeps 4 kB in place, so that 32
-// warps fit. Where k may be large the candidates take the room in shared memory; then the registers decide, and again not
-// every target has enough of them.
-constexpr u32 tiles_ahead(u32 warps, u32 method, u32 mask, u32 vectors, bool aligned) {
-  if (is_in_place(warps, method, mask, aligned)) return warps == 1 ? 8 / vectors : 2;
-#if __CUDA_ARCH__ == 900
-  if (warps > 8) return (mask == kNoMask && aligned) || vectors <= 4 ? 1 : 0;
-#endif
-  return warps <= 8 ? 2 : 0;
-}
-
+// How a warp scans its tiles.
 template <class FORMAT, u32 WARPS, u32 METHOD, u32 VECTORS, bool ALIGNED, u32 MASK>
 struct ScanOf {
-  static constexpr u32 kAhead = tiles_ahead(WARPS, METHOD, MASK, VECTORS, ALIGNED);
-  static constexpr bool kInPlace = is_in_place(WARPS, METHOD, MASK, ALIGNED);
-  using Type = RowScan<FORMAT, VECTORS, ALIGNED, MASK, kAhead, kInPlace, METHOD == kForMany>;
+  static constexpr Policy kPolicy =
+      policy_of(WARPS, METHOD, 8 * sizeof(typename FORMAT::Bits), MASK != kNoMask, ALIGNED);
+  static constexpr u32 kResidentBlocks = kPolicy.resident_warps / (WARPS == 1 ? 4 : WARPS);
+  using Type = RowScan<FORMAT, VECTORS, ALIGNED, MASK, kPolicy.tiles_ahead, kPolicy.in_place, METHOD == kForMany>;
 };
 template <class FORMAT, u32 WARPS, u32 VECTORS>
 struct ScanOf<FORMAT, WARPS, kInWindows, VECTORS, true, kNoMask> {
-  static constexpr u32 kAhead = tiles_ahead(WARPS, kInWindows, kNoMask, VECTORS, true);
-  // As much as fits beside the candidates of 16 warps; in the 64 kB of compute capability 7.5, less.
-  static constexpr u32 kWindow = WARPS <= 8 ? 8 : kHasAsyncCopy ? 4 : 2;
-  using Type = WindowScan<FORMAT, WARPS, VECTORS, kAhead, kWindow>;
+  static constexpr Policy kPolicy = policy_of(WARPS, kInWindows, 8 * sizeof(typename FORMAT::Bits), false, true);
+  static constexpr u32 kResidentBlocks = kPolicy.resident_warps / WARPS;
+  using Type = WindowScan<FORMAT, WARPS, VECTORS, kPolicy.tiles_ahead, window_tiles(WARPS)>;
 };
 
-// Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors and what
-// it keeps of a window, then, if splits is 1, the states of each group's parts.
+// A split's share of a row: parts [first_part, last_part), and how many of the k best it may have.
+template <class GROUP, u32 LOG2_TILE>
+struct Share {
+  u32 first_part, last_part, k;
+
+  __device__ __forceinline__ Share(const Problem& problem, u32 split)
+      : first_part(0), last_part(problem.parts_per_row), k(problem.k) {
+    if constexpr (GROUP::kSharesRow) {
+      first_part = split * problem.parts_per_split + min(split, problem.splits_with_one_more);
+      last_part = first_part + problem.parts_per_split + (split < problem.splits_with_one_more);
+      // V < 2^31 and a part has at most 2^21 tokens, so nothing overflows.
+      const u32 log2_length = problem.tiles_per_part_log2 + LOG2_TILE;
+      k = min(k, min(last_part << log2_length, problem.V) - (first_part << log2_length));
+      // One register for k, not two for the numbers that it is the minimum of.
+      keep_opaque(k);
+    }
+  }
+};
+
+// Leaves a split's list [length] of what may be among the row's best k, and its bound. All threads of the group call it.
+template <class GROUP, class SCAN>
+__device__ __forceinline__ void leave_list(const Problem& problem, u32 split, SCAN& scan, Candidates<GROUP>& candidates,
+                                           KthBound<GROUP>& bound, u64* list, u32 length, u64* all_bounds) {
+  const bool leaves_bound = GROUP::warp() == GROUP::kWarps - 1;
+  const auto leave_bound = [&](u32 key) {
+    if (lane_id() == 0) all_bounds[split] = make_candidate(key, 0);
+  };
+  if constexpr (GROUP::kForMany) {
+    candidates.raise(bound.latest());
+    const u32 key = candidates.hand_over(list, length, problem.k_of_split);
+    if (leaves_bound) leave_bound(key);
+  } else {
+    // Many candidates passed early. What the whole share proves by now drops most of them.
+    const bool has_more_tiles = problem.parts_per_split >= GROUP::kWarps || problem.tiles_per_part_log2 > 0;
+    if (has_more_tiles && candidates.stored() > length) {
+      const bool has_read = GROUP::warp() < problem.parts_per_split + (split < problem.splits_with_one_more);
+      if (has_read) bound.publish(scan.proven(bound));
+      GROUP::sync();
+      candidates.raise(bound.found());
+    }
+    const u32 count = candidates.shorten(length);
+    if (leaves_bound) leave_bound(candidates.nth_stored(problem.k_of_split));
+    for (u32 i = GROUP::thread(); i < length; i += GROUP::kThreads)
+      list[i] = i < count && candidates.slots()[i] > candidates.threshold() ? candidates.slots()[i] : kNoCandidate;
+  }
+}
+
+// The states of a row's parts, [parts]: in shared memory if one group reads them all, else in global memory, where the last
+// block finds them.
+template <u32 MASK>
+struct RowStates {
+  const Problem& problem;
+  u32 row, parts, splits;
+  float2* own;
+  float2* left;  // in global memory
+
+  __device__ __forceinline__ RowStates(const Problem& problem, u32 row, u32 splits, float2* own)
+      : problem(problem), row(row), parts(problem.parts_per_row), splits(splits), own(own), left(left_of(row)) {}
+
+  __device__ __forceinline__ void put(u32 part, Normalizer state) const {
+    // A mask takes registers. With one, the address is recomputed where it is needed.
+    float2* const states = splits == 1 ? own : MASK == kNoMask ? left : left_of(row);
+    states[part] = {state.m, state.d};
+  }
+  // Merges step i of the row's parts: merge_step(). The 32 lanes of a warp call it.
+  __device__ __forceinline__ Normalizer step_of_own(u32 i, float scale) const {
+    return merge_step(i, parts, scale, [&](u32 part) { return own[part]; });
+  }
+  __device__ __forceinline__ Normalizer step_of_left(u32 i, float scale) const {
+    u32 same_row = row;
+    if constexpr (MASK != kNoMask) keep_opaque(same_row);
+    const float2* const states = MASK == kNoMask ? left : left_of(same_row);
+    return merge_step(i, parts, scale, [&](u32 part) { return load_from_other_block(states + part); });
+  }
+  // A long row has many steps. One warp would wait for memory at each. So each warp makes one, and all wait together.
+  __device__ __forceinline__ bool has_many_steps() const { return splits > 1 && parts > 2 * kPartsOfStep; }
+
+ private:
+  __device__ __forceinline__ float2* left_of(u32 row) const {
+    return reinterpret_cast<float2*>(problem.parts) + i64(row) * parts;
+  }
+};
+
+// Lists that a group gathers: of a row's splits, or of a sequence's beams.
+struct Lists {
+  u32 count, length;
+  const u64* source;  // [count, length]
+  const u64* bounds;  // [count] at distance bounds_stride
+  u32 bounds_stride;
+};
+
+// Blocks into a row: leaves a list of what may be among the row's best k, and a bound. True in the last block to arrive, which
+// has `lists` to gather. All threads of the group call it.
+template <class GROUP, class SCAN>
+__device__ __forceinline__ bool hand_over_share(const Problem& problem, u32 row, u32 k, u32 splits, u32 split,
+                                                SCAN& scan, Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
+                                                Lists& lists, u32& is_last) {
+  const u32 length = problem.list_length;
+  u64* const all_lists = problem.lists + i64(row) * splits * (length + 1);
+  u64* const all_bounds = all_lists + splits * length;
+  lists.source = all_lists;
+  lists.bounds = all_bounds;
+  leave_list<GROUP>(problem, split, scan, candidates, bound, all_lists + split * length, length, all_bounds);
+  GROUP::sync();
+  candidates.restart(k);
+  return arrives_last<GROUP>(problem.row_tickets + row, splits, is_last);
+}
+
+// Rows into a sequence: leaves the row's sorted list. True in the last row to arrive, which has `lists` to gather. All threads
+// of the group call it.
+template <class GROUP>
+__device__ __forceinline__ bool hand_over_beam(const Problem& problem, u32 row, u32 k, const Beam& beam,
+                                               const u64* chosen, const RowResult& result,
+                                               Candidates<GROUP>& candidates, Lists& lists, u32& sequence,
+                                               u32& is_last) {
+  sequence = beam.sequence;
+  leave_beam_list<GROUP>(problem, row, beam, k, chosen, result);
+  GROUP::sync();
+  candidates.restart(problem.k_of_sequence);
+  if (!arrives_last<GROUP>(problem.beam_tickets + sequence, problem.beams, is_last)) return false;
+  lists.count = problem.beams;
+  lists.length = k;
+  lists.source = problem.beam_lists + i64(sequence) * problem.beams * k;
+  // The lists are sorted: the candidate of rank k_of_beam bounds what precedes it.
+  lists.bounds = lists.source + problem.k_of_beam - 1;
+  lists.bounds_stride = k;
+  return true;
+}
+
+// A bound of the best k of the lists. The 32 lanes of a warp call it.
+template <class GROUP>
+__device__ __forceinline__ u32 bound_of(const Problem& problem, const Lists& lists, bool is_sequence) {
+  // The usual row comes first, and the depth is recomputed: registers are few.
+  if (!GROUP::kIsWarp && __builtin_expect(is_sequence && lists.count <= kFewLists, false))
+    return bound_of_sorted(lists.source, lists.count, lists.length, u32(lists.bounds - lists.source) + 1);
+  return bound_of_lists<GROUP>(lists.bounds, lists.bounds_stride, lists.count,
+                               is_sequence ? problem.k_of_sequence : problem.splits_of_k);
+}
+
+// Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors, each
+// warp's window, then, if splits is 1, the states of each group's parts.
 template <class FORMAT, u32 WARPS, u32 METHOD, u32 VECTORS, bool ALIGNED, u32 MASK>
 __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
-                                  resident_blocks(WARPS, METHOD, MASK, VECTORS, ALIGNED))
+                                  ScanOf<FORMAT, WARPS, METHOD, VECTORS, ALIGNED, MASK>::kResidentBlocks)
     softmax_topk_kernel(const __grid_constant__ Problem problem) {
-  constexpr bool kIsForMany = METHOD == kForMany;
-  using GROUP = Group<WARPS, kIsForMany>;
+  using GROUP = Group<WARPS, METHOD == kForMany>;
   using SCAN = typename ScanOf<FORMAT, WARPS, METHOD, VECTORS, ALIGNED, MASK>::Type;
+  using Window = typename SCAN::Shared;
   constexpr u32 kRowsPerBlock = GROUP::kIsWarp ? 4 : 1;
+  constexpr u32 kWarps = GROUP::kIsWarp ? 4 : WARPS;
+  constexpr bool kHasWindows = METHOD == kInWindows;
   __shared__ GroupShared<GROUP> all_shared[kRowsPerBlock];
   // At 16 bytes beyond a multiple of 32, background copies take a fifth longer.
   extern __shared__ __align__(128) Vector tile_slots[];
@@ -178,140 +215,77 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
   const u32 splits = GROUP::kSharesRow ? gridDim.y : 1;
   const u32 split = GROUP::kSharesRow ? blockIdx.y : 0;
   const u32 row = blockIdx.x * kRowsPerBlock + own;
-  // Only whole groups leave, so no barrier misses a thread.
+  // Whole groups leave, so no barrier misses a thread.
   if (row >= problem.rows) return;
   GroupShared<GROUP>& shared = all_shared[own];
 
+  // Scan the share: the first tile is requested before all else.
   const u32 k = problem.k;
   const u32 parts = problem.parts_per_row;
-  u32 first_part = 0, last_part = parts, k_share = k;
-  if constexpr (GROUP::kSharesRow) {
-    first_part = split * problem.parts_per_split + min(split, problem.splits_with_one_more);
-    last_part = first_part + problem.parts_per_split + (split < problem.splits_with_one_more);
-    // V < 2^31 and a part has at most 2^21 tokens, so nothing overflows.
-    const u32 log2_length = problem.tiles_per_part_log2 + SCAN::RowTile::kLog2Elements;
-    k_share = min(k, min(last_part << log2_length, problem.V) - (first_part << log2_length));
-    // One number, not the two that it is the least of.
-    keep_opaque(k_share);
-  }
-  using Window = typename SCAN::Shared;
-  constexpr bool kHasWindows = METHOD == kInWindows;
-  constexpr u32 kWarps = GROUP::kIsWarp ? 4 : WARPS;
+  const Share<GROUP, SCAN::RowTile::kLog2Elements> share(problem, split);
   const u32 warp = threadIdx.x / kWarpSize;
   Window* const windows = reinterpret_cast<Window*>(tile_slots + kWarps * SCAN::Stream::kWarpVectors);
   SCAN scan(problem, row, tile_slots + warp * SCAN::Stream::kWarpVectors, windows[kHasWindows ? warp : 0]);
-  scan.start_early(TileOrder::first_tile<GROUP>(problem, first_part, last_part),
-                   first_part + GROUP::warp() < last_part);
-
+  scan.reader.start_early(TileOrder::first_tile<GROUP>(problem, share.first_part, share.last_part),
+                          share.first_part + GROUP::warp() < share.last_part);
   Candidates<GROUP> candidates(shared.slots, shared.candidates);
   KthBound<GROUP> bound(shared.bound, problem.k_of_warp, problem.warps_of_k);
-  // The states of the row's parts [parts]: here if one group reads them all, else where the last block finds them. A mask
-  // takes registers: then the address is worked out anew where it is needed.
-  float2* const own_parts = reinterpret_cast<float2*>(windows + (kHasWindows ? kWarps : 0)) + own * parts;
-  const auto parts_of = [&](u32 row) { return reinterpret_cast<float2*>(problem.parts) + i64(row) * parts; };
-  float2* const all_parts = parts_of(row);
+  const RowStates<MASK> states(problem, row, splits,
+                               reinterpret_cast<float2*>(windows + (kHasWindows ? kWarps : 0)) + own * parts);
   const auto finish_part = [&](u32 part, Normalizer state) {
-    if (!kHasWindows && lane_id() != 0) return;
-    float2* const states = splits == 1 ? own_parts : MASK == kNoMask ? all_parts : parts_of(row);
-    states[part] = {state.m, state.d};
+    if (kHasWindows || lane_id() == 0) states.put(part, state);
   };
   if constexpr (kHasWindows) {
-    scan_windows(problem, row, scan, first_part, last_part, k_share, candidates, bound, finish_part);
+    scan_windows(problem, row, scan, share.first_part, share.last_part, share.k, candidates, bound, finish_part);
   } else {
-    scan_parts(problem, row, scan, first_part, last_part, k_share, candidates, bound, finish_part);
+    scan_parts(problem, row, scan, share.first_part, share.last_part, share.k, candidates, bound, finish_part);
   }
 
-  // One warp merges the states, while the others are busy with the candidates; the sort's barrier tells everyone.
+  // One warp merges the states while the others work on the candidates. The sort's barrier tells every thread the result.
   const bool finishes_row = GROUP::warp() == GROUP::kWarps - 1;
   Normalizer state;
   Beam beam;
   const auto merge_row = [&](auto step) {
-    // The score is on its way meanwhile.
+    // The score is in flight meanwhile.
     if (problem.beams != 0) beam = Beam(problem, row);
-    state = merge_parts(parts, scan.scale(), step);
+    state = merge_parts(parts, scan.folder.scale(), step);
   };
-  const auto step_of = [&](u32 i, auto state_of_part) { return merge_step(i, parts, scan.scale(), state_of_part); };
-  if (splits == 1 && finishes_row)
-    merge_row([&](u32 i) { return step_of(i, [&](u32 part) { return own_parts[part]; }); });
+  if (splits == 1 && finishes_row) merge_row([&](u32 i) { return states.step_of_own(i, scan.folder.scale()); });
 
-  const u64* chosen;  // [k], best first
-  u32 lists = splits;
-  u32 length = problem.list_length;
-  const u64* source = nullptr;
-  const u64* bounds = nullptr;
-  u32 bounds_stride = 1;
-  u32 sequence = 0;
-  // Of the sequence's lists.
-  const auto beam_indices = [&] { return problem.beam_indices + i64(sequence) * problem.beams * k; };
-  if (splits > 1) {
-    // Blocks into a row: whoever is not alone hands over what may be among the best, and a bound; the last to arrive
-    // gathers all of it.
-    u64* const all_lists = problem.lists + i64(row) * splits * (length + 1);
-    u64* const all_bounds = all_lists + splits * length;
-    source = all_lists;
-    bounds = all_bounds;
-    u64* list = all_lists + split * length;
-    const auto hand_over_bound = [&](u32 key) {
-      if (lane_id() == 0) all_bounds[split] = make_candidate(key, 0);
-    };
-    if constexpr (kIsForMany) {
-      candidates.raise(bound.latest());
-      const u32 key = candidates.hand_over(list, length, problem.k_of_split);
-      if (finishes_row) hand_over_bound(key);
-    } else {
-      // Many candidates passed early: what all of the share's elements prove by now drops most of them.
-      const bool has_more_tiles = problem.parts_per_split >= GROUP::kWarps || problem.tiles_per_part_log2 > 0;
-      if (has_more_tiles && candidates.stored() > length) {
-        const bool has_read = GROUP::warp() < problem.parts_per_split + (split < problem.splits_with_one_more);
-        if (has_read) bound.publish(scan.proven(bound));
-        GROUP::sync();
-        candidates.raise(bound.found());
-      }
-      const u32 count = candidates.shorten(length);
-      if (finishes_row) hand_over_bound(candidates.nth_stored(problem.k_of_split));
-      for (u32 i = GROUP::thread(); i < length; i += GROUP::kThreads)
-        list[i] = i < count && candidates.slots()[i] > candidates.threshold() ? candidates.slots()[i] : kNoCandidate;
-    }
-    GROUP::sync();
-    candidates.restart(k);
-    if (!arrives_last<GROUP>(problem.row_tickets + row, splits, shared.is_last)) return;
-  }
-  const auto step_of_others = [&](u32 i) {
-    u32 same_row = row;
-    if constexpr (MASK != kNoMask) keep_opaque(same_row);
-    const float2* const states = MASK == kNoMask ? all_parts : parts_of(same_row);
-    return step_of(i, [&](u32 part) { return load_from_other_block(states + part); });
-  };
-  // Of a long row, one warp would wait for memory at each step: here each warp makes one, and all wait together. Rarely, so
-  // that this code does not lie in the way of the rest.
-  const bool has_many_steps = splits > 1 && parts > 2 * kPartsOfStep;
+  Lists lists = {splits, problem.list_length, nullptr, nullptr, 1};
+  if (splits > 1 && !hand_over_share(problem, row, k, splits, split, scan, candidates, bound, lists, shared.is_last))
+    return;
+
+  // A long row has many steps. One warp would wait for memory at each. So each warp makes one, and all wait together. This is
+  // rare: the hint moves the code out of the way of the rest.
+  const auto step_of_left = [&](u32 i) { return states.step_of_left(i, scan.folder.scale()); };
+  const bool has_many_steps = states.has_many_steps();
   if (__builtin_expect(has_many_steps, false)) {
 #pragma unroll 1
     for (u32 i = GROUP::warp(); i * kPartsOfStep < parts; i += GROUP::kWarps) {
-      const Normalizer step = step_of_others(i);
+      const Normalizer step = step_of_left(i);
       if (lane_id() == 0) shared.steps[i] = {step.m, step.d};
     }
     GROUP::sync();
     if (finishes_row) merge_row([&](u32 i) { return Normalizer{shared.steps[i].x, shared.steps[i].y}; });
   }
+
+  // Finish the row and, with beams, once more the sequence: one copy of the code serves both.
+  const u64* chosen;  // [k], best first
   bool is_sequence = false;
+  u32 sequence = 0;
+  const auto beam_indices = [&] { return problem.beam_indices + i64(sequence) * problem.beams * k; };
 #pragma unroll 1
   while (true) {
     if (splits > 1 || is_sequence) {
-      const auto bound_of_all = [&] {
-        // What is usual in a row comes first, and a depth that is at hand: registers are few.
-        if (!GROUP::kIsWarp && __builtin_expect(is_sequence && lists <= kFewLists, false))
-          return bound_of_sorted(source, lists, length, u32(bounds - source) + 1);
-        return bound_of_lists<GROUP>(bounds, bounds_stride, lists,
-                                     is_sequence ? problem.k_of_sequence : problem.splits_of_k);
-      };
-      gather(source, lists, length, candidates, bound_of_all, [&](bool is_all) {
+      const auto bound_of_all = [&] { return bound_of<GROUP>(problem, lists, is_sequence); };
+      gather(lists.source, lists.count, lists.length, candidates, bound_of_all, [&](bool is_all) {
         if (is_sequence) {
-          // Fetched after the sort, they would keep everyone waiting.
+          // Fetched after the sort, the indices would keep every thread waiting.
           if (is_all) keep_indices(beam_indices(), problem.beams * k, shared.beam_indices);
           return;
         }
-        if (!has_many_steps) merge_row(step_of_others);
+        if (!has_many_steps) merge_row(step_of_left);
       });
     }
     if (finishes_row && lane_id() == 0 && !is_sequence) {
@@ -323,21 +297,11 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
     const RowResult result = shared.row;
     if (GROUP::thread() == GROUP::kThreads - 1) problem.logsumexp[row] = result.logsumexp();
     if (problem.beams == 0) {
-      write_row<GROUP, FORMAT>(problem, row, k, chosen, scan, result);
+      write_row<GROUP>(problem, row, k, chosen, scan.reader, result);
       return;
     }
-    // Rows into a sequence, likewise.
-    sequence = shared.beam.sequence;
-    hand_over_beam<GROUP>(problem, row, shared.beam, k, chosen, result);
-    GROUP::sync();
-    candidates.restart(problem.k_of_sequence);
-    if (!arrives_last<GROUP>(problem.beam_tickets + sequence, problem.beams, shared.is_last)) return;
-    lists = problem.beams;
-    length = k;
-    source = problem.beam_lists + i64(sequence) * lists * k;
-    // Sorted lists: what a beam vouches for ends with its bound.
-    bounds = source + problem.k_of_beam - 1;
-    bounds_stride = k;
+    if (!hand_over_beam(problem, row, k, shared.beam, chosen, result, candidates, lists, sequence, shared.is_last))
+      return;
     is_sequence = true;
   }
   const bool are_kept = !GROUP::kIsWarp && problem.beams * k <= GroupShared<GROUP>::kEntries;

@@ -12,6 +12,7 @@ SOURCES = (
     "order.h",
     "normalizer.h",
     "platform.cuh",
+    "policy.cuh",
     "row.cuh",
     "group.cuh",
     "bound.cuh",
@@ -19,9 +20,13 @@ SOURCES = (
     "candidates.cuh",
     "problem.cuh",
     "result.cuh",
+    "tile_reader.cuh",
+    "part_folder.cuh",
+    "tile_selector.cuh",
     "scan.cuh",
     "windows.cuh",
     "merge.cuh",
+    "row_output.cuh",
     "softmax_topk.cu",
     "short_row.cuh",
     "short_rows.cu",
@@ -30,7 +35,7 @@ SOURCES = (
 )
 """Reading order, and the order in which they are joined. Their own #include lines are for editors and C++ compilers."""
 
-FULL_ROW_SOURCES = (*SOURCES[:4], "full_row.cuh", "waiting.cuh", "softmax_rows.cu")
+FULL_ROW_SOURCES = (*SOURCES[:5], "full_row.cuh", "waiting.cuh", "softmax_rows.cu")
 """Likewise of the kernels in the namespace fused_topk::full_rows: a unit of their own, so that each compiles quickly."""
 
 LADDER_SOURCES = (*SOURCES[:3], "ladder.cu")

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is tuned for each GPU and kernel: one table, in the manner of CUB's tuning policies. TUNING.md has the reasons.
+// tests/test_kernel_interface.py compares fused_topk/kernel_choice.py with this file.
+#pragma once
+
+#include "platform.cuh"
+
+namespace fused_topk {
+
+// How a warp's tiles become candidates. KernelChoice.method() of fused_topk/kernel_choice.py chooses.
+enum Method : u32 {
+  kTileByTile = 0,
+  kForMany = 1,    // tile by tile, for a large k
+  kInWindows = 2,  // a window of tiles at a time; an aligned row, without a mask, in parts of one tile
+};
+
+// What softmax_topk.cu is compiled for.
+struct Policy {
+  u32 resident_warps;  // that must fit on a multiprocessor: caps a thread's registers at 64 for 32, 80 for 24, 128 for 16
+  u32 tiles_ahead;     // that a warp requests before it takes the first (TileStream)
+  bool in_place;       // a tile stays in shared memory while a warp works on it (TileStream)
+};
+
+namespace policy {
+
+enum Gpu { kAnyGpu, kFrom80, k90 };                           // any; compute capability 8.0 and later; 9.0
+enum Rows { kAnyRows, kUnmasked, kPlain, kMaskedUnaligned };  // kPlain: aligned, without a mask
+enum Bits { kAnyBits = 0, k16 = 16, k32 = 32 };
+
+struct Row {
+  Gpu gpu;
+  u32 least_warps, most_warps;  // of a group
+  Rows rows;
+  Bits bits;             // of a logit
+  bool is_tile_by_tile;  // only for this method
+  Policy policy;
+};
+
+// The first row that fits holds. More than 16 warps are resident only where that is faster. A mask, and large tiles of
+// unaligned rows, need the registers. Beyond compute capability 9.0 these are the numbers for which no compiler spills.
+// clang-format off
+constexpr Row kTable[] = {
+    // GPU    group   rows              logits    by tile   warps ahead in place
+    // 4 kB in place for each warp, so that 32 warps fit.
+    {k90,     1, 1,   kPlain,           k16,      false,    {32,  2,    true}},
+    {k90,     1, 1,   kPlain,           k32,      false,    {32,  1,    true}},
+    {k90,     1, 8,   kPlain,           kAnyBits, false,    {24,  2,    false}},
+    {k90,     1, 8,   kUnmasked,        k16,      false,    {24,  2,    false}},
+    {k90,     1, 8,   kAnyRows,         kAnyBits, false,    {16,  2,    false}},
+    {k90,     16, 16, kPlain,           kAnyBits, true,     {16,  2,    true}},
+    // For a large k, and in windows, shared memory has no room for tiles.
+    {k90,     16, 16, kPlain,           kAnyBits, false,    {16,  1,    false}},
+    {k90,     16, 16, kAnyRows,         k16,      false,    {16,  1,    false}},
+    {k90,     16, 16, kAnyRows,         k32,      false,    {16,  0,    false}},
+    {kFrom80, 1, 1,   kPlain,           k16,      false,    {24,  2,    true}},
+    {kFrom80, 1, 1,   kPlain,           k32,      false,    {24,  1,    true}},
+    {kAnyGpu, 1, 8,   kMaskedUnaligned, kAnyBits, false,    {8,   2,    false}},
+    {kAnyGpu, 1, 8,   kAnyRows,         kAnyBits, false,    {16,  2,    false}},
+    {kAnyGpu, 16, 16, kAnyRows,         kAnyBits, false,    {16,  0,    false}},
+};
+// clang-format on
+
+constexpr bool fits(Gpu gpu) { return gpu == kAnyGpu || (gpu == k90 ? __CUDA_ARCH__ == 900 : __CUDA_ARCH__ >= 800); }
+constexpr bool fits(Rows rows, bool masked, bool aligned) {
+  if (rows == kMaskedUnaligned) return masked && !aligned;
+  return rows == kAnyRows || (!masked && (aligned || rows == kUnmasked));
+}
+
+}  // namespace policy
+
+// bits: of a logit
+constexpr Policy policy_of(u32 warps, u32 method, u32 bits, bool masked, bool aligned) {
+  for (const policy::Row& row : policy::kTable) {
+    if (policy::fits(row.gpu) && warps >= row.least_warps && warps <= row.most_warps &&
+        policy::fits(row.rows, masked, aligned) && (row.bits == policy::kAnyBits || row.bits == bits) &&
+        (method == kTileByTile || !row.is_tile_by_tile))
+      return row.policy;
+  }
+  return {};
+}
+
+// Tiles of a window: as many as fit beside the candidates of 16 warps; fewer in the 64 kB of compute capability 7.5.
+constexpr u32 window_tiles(u32 warps) { return warps <= 8 ? 8 : kHasAsyncCopy ? 4 : 2; }
+
+// Of other kernels: the blocks that must fit on a multiprocessor, a limit for the registers. 0 leaves it to the compiler, which
+// is the quickest on compute capability 9.0; elsewhere, and with a mask, some compiler would then spill.
+constexpr bool kIs90 = __CUDA_ARCH__ == 900;
+constexpr u32 resident_router_blocks(bool masked) { return masked ? 4 : kIs90 ? 0 : 8; }
+constexpr u32 resident_short_blocks(bool masked) { return masked || !kIs90 ? 8 : 0; }
+constexpr u32 kResidentBlockRows = kIs90 ? 0 : 1;
+// As many as fused_topk/full_row_choice.py lets run at a time.
+constexpr u32 kResidentGridRows = kHasAsyncCopy ? 2 : 1;
+
+}  // namespace fused_topk
