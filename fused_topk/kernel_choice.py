@@ -50,7 +50,7 @@ _LEAST_TILES_IN_WINDOWS = 3  # of a warp
 
 
 class Method(IntEnum):
-    """How a warp's tiles become candidates: enum Method of csrc/softmax_topk.cu."""
+    """How a warp's tiles become candidates: enum Method of csrc/policy.cuh."""
 
     TILE_BY_TILE = 0
     FOR_MANY = 1
@@ -148,7 +148,7 @@ class KernelChoice(NamedTuple):
         return tiles + windows + states
 
     def _tiles_of_warp(self, method: Method, is_plain: bool) -> int:
-        """That fit in its share of shared memory: tiles_ahead() of csrc/softmax_topk.cu, on hardware that has room for most."""
+        """That fit in its share of shared memory: policy_of() of csrc/policy.cuh, on hardware that has room for most."""
         if self.warps == 1 and is_plain:
             return _PLACE_BYTES // (self.vectors * _WARP_BYTES)
         return 2 if self.warps <= 8 or (method == Method.TILE_BY_TILE and is_plain) else 0

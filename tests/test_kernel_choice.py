@@ -243,7 +243,7 @@ def test_32_warps_with_a_row_each_fit_on_a_multiprocessor():
 
 def test_steps_of_every_row_fit():
     """csrc/softmax_topk.cu has room for the steps in which the parts of a row are merged."""
-    declared = re.search(r"kMaxSteps = (\d+) / kPartsOfStep", (source_folder() / "softmax_topk.cu").read_text())
+    declared = re.search(r"kMaxParts = (\d+);", (source_folder() / "softmax_topk.cu").read_text())
     assert declared and max(choose(*problem).parts for problem in problems()) <= int(declared[1])
 
 

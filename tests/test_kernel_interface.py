@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Python and csrc/ must agree on, compared by a C++ compiler: the kernels' arguments, field by field."""
+"""What Python and csrc/ must agree on, compared by a C++ compiler: the arguments field by field, numbers,
+and shared memory."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from fused_topk import kernel_arguments, kernel_source
+from fused_topk import kernel_arguments, kernel_choice, kernel_source, launch
+from fused_topk.kernel_choice import KernelChoice, Method
 from simt import build
 from simt.translate import translate
 
@@ -81,3 +83,62 @@ def test_fields_must_be_adjacent():
     write(buffer, offset, 3, 4)
     problem = kernel_arguments.Problem.from_buffer(buffer)
     assert (problem.beam_lists, problem.beam_indices, problem.mask) == (3, 4, 0)
+
+
+FORMATS = {2: "BFloat16", 4: "Float32"}
+VALUE_KINDS = {"logits": "Logits", "softmax": "Probabilities", "log_softmax": "LogProbabilities"}
+
+
+def mirrored(itemsize: int) -> list[str]:
+    """Every number of kernel_choice.py and launch.py that csrc/ has too."""
+    claims = [
+        f"kTileByTile == {Method.TILE_BY_TILE:d} && kForMany == {Method.FOR_MANY:d} && kInWindows == {Method.IN_WINDOWS:d}",
+        f"kMaxSteps * kPartsOfStep == {kernel_choice._MAX_PARTS}",
+        f"kShortK == {kernel_choice._SHORT_K}",
+        f"kPerShortLane == {kernel_choice._SHORT_LANE}",
+        f"kRouterLanes == {kernel_choice._ROUTER_LANES} && kRouterLanes == {kernel_choice._ROUTER_K}",
+        f"kIndexBits + 1 == {kernel_choice._SHORT_ROW}",
+        f"kLeadingDims == {kernel_arguments.LEADING_DIMS}",
+        *(f"k{name} == {launch._VALUE_KINDS[kind]}" for kind, name in VALUE_KINDS.items()),
+        f"kMaskBoth == {launch._MASK_USES['allowed']} && kMaskChoice == {launch._MASK_USES['all']}",
+    ]
+    for warps, vectors in kernel_choice.VARIANTS[itemsize]:
+        group = f"Group<{warps}, {'true' if warps > 8 else 'false'}>"
+        claims.append(f"Candidates<{group}>::kCapacity == {2 * kernel_choice._MOST_K[warps]}")
+        claims.append(f"Tile<{FORMATS[itemsize]}, {vectors}>::kElements == {kernel_choice._TILE}")
+    return claims
+
+
+def shared_bytes_of(itemsize: int) -> list[tuple[str, int, bool]]:
+    """Of each variant: C++ for the bytes of dynamic shared memory before the states of parts, what Python asks for, and
+    whether that is exact: it leaves room for a straddle in every row with a mask."""
+    found = []
+    for warps, vectors in kernel_choice.VARIANTS[itemsize]:
+        choice = KernelChoice(warps, vectors, 2, 2, 1)  # two splits: no states
+        for is_aligned, mask in ((True, 0), (True, 1), (False, 0), (False, 2)):
+            is_plain = is_aligned and not mask
+            for method in launch._methods(choice, itemsize, is_plain):
+                parameters = f"{warps}, {method:d}, {vectors}, {str(is_aligned).lower()}, {mask}"
+                scan = f"ScanOf<{FORMATS[itemsize]}, {parameters}>::Type"
+                window = f" + sizeof({scan}::Shared)" if method == Method.IN_WINDOWS else ""
+                per_warp = f"(16 * {scan}::Stream::kWarpVectors{window})"
+                is_exact = is_plain or not is_aligned
+                found.append((f"{choice.threads // 32} * {per_warp}", choice.shared_bytes(method, is_plain), is_exact))
+    return found
+
+
+@pytest.mark.parametrize("itemsize", FORMATS)
+def test_numbers_are_those_of_the_kernels(itemsize):
+    kernel = KERNEL_OF[kernel_arguments.Problem]
+    assert failures(kernel, mirrored(itemsize)) == ""
+
+
+@pytest.mark.parametrize("itemsize", FORMATS)
+@pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
+def test_launches_ask_for_the_shared_memory_that_kernels_use(itemsize, architecture):
+    """As much on compute capability 9.0, whose tuning has the most in shared memory, and enough on the others."""
+    claims = [
+        f"{code} {'==' if is_exact and architecture == 90 else '<='} {asked}"
+        for code, asked, is_exact in shared_bytes_of(itemsize)
+    ]
+    assert failures(KERNEL_OF[kernel_arguments.Problem], claims, architecture) == ""
