@@ -77,7 +77,7 @@ class KthBound {
 
   // Whether one key of each of 32 lanes proves too little.
   __device__ __forceinline__ bool needs_many() const {
-    // KernelChoice.method() of fused_topk/kernel_choice.py has chosen the kernel by this.
+    // KernelChoice.method() of fused_topk/layout/topk_choice.py has chosen the kernel by this.
     if constexpr (GROUP::kWarps > 8) return GROUP::kForMany;
     return of_warp_ > kWarpSize / 2;
   }

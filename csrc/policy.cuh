@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // What is tuned for each GPU and kernel: one table, in the manner of CUB's tuning policies. TUNING.md has the reasons.
-// tests/test_kernel_interface.py compares fused_topk/kernel_choice.py with this file.
+// tests/test_kernel_interface.py compares fused_topk/layout/topk_choice.py with this file.
 #pragma once
 
 #include "platform.cuh"
 
 namespace fused_topk {
 
-// How a warp's tiles become candidates. KernelChoice.method() of fused_topk/kernel_choice.py chooses.
+// How a warp's tiles become candidates. KernelChoice.method() of fused_topk/layout/topk_choice.py chooses.
 enum Method : u32 {
   kTileByTile = 0,
   kForMany = 1,    // tile by tile, for a large k
@@ -88,7 +88,7 @@ constexpr bool kIs90 = __CUDA_ARCH__ == 900;
 constexpr u32 resident_router_blocks(bool masked) { return masked ? 4 : kIs90 ? 0 : 8; }
 constexpr u32 resident_short_blocks(bool masked) { return masked || !kIs90 ? 8 : 0; }
 constexpr u32 kResidentBlockRows = kIs90 ? 0 : 1;
-// As many as fused_topk/full_row_choice.py lets run at a time.
+// As many as fused_topk/layout/full_row_choice.py lets run at a time.
 constexpr u32 kResidentGridRows = kHasAsyncCopy ? 2 : 1;
 
 }  // namespace fused_topk

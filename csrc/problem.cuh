@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The argument of a launch: one struct, passed by value. fused_topk/launch.py fills it by field names.
+// The argument of a launch: one struct, passed by value. fused_topk/layout/topk_launch.py fills it by field names.
 #pragma once
 
 #include "row.cuh"
@@ -98,6 +98,6 @@ struct Problem {
     return result + row * strides[leading_dims - 1];
   }
 };
-static_assert(sizeof(Problem) == 320, "fused_topk/launch.py packs 320 bytes");
+static_assert(sizeof(Problem) == 320, "fused_topk/layout/topk_launch.py packs 320 bytes");
 
 }  // namespace fused_topk

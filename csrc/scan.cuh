@@ -48,7 +48,7 @@ struct RowScan {
 // The order in which a group reads its tiles. The warps take turns, one part each. A turn is a tile's number; the lead, the
 // last tiles that come first, have turns before the first tile's.
 //
-// The lead (KernelChoice.lead of fused_topk/kernel_choice.py) serves rows of ascending logits: the best of a sorted row are
+// The lead (KernelChoice.lead of fused_topk/layout/topk_choice.py) serves rows of ascending logits: the best of a sorted row are
 // then among the first tiles read, so that not every tile beats all tiles before it.
 struct TileOrder {
   u32 first, parts;  // the group's first tile, and how many parts it has

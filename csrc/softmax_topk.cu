@@ -20,7 +20,7 @@
 
 namespace fused_topk {
 
-// Steps of a row that several blocks share. It has at most kMaxParts parts (fused_topk/kernel_choice.py).
+// Steps of a row that several blocks share. It has at most kMaxParts parts (fused_topk/layout/topk_choice.py).
 constexpr u32 kMaxParts = 1024;
 constexpr u32 kMaxSteps = kMaxParts / kPartsOfStep;
 

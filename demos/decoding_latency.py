@@ -28,7 +28,8 @@ try:
 
     from causal_models import RANDOM_SHAPES, CausalModel, encode, from_disk, random_prompts, tiny, with_random_weights
     from decoding_report import Measurement, print_checks, print_table, print_texts, save_json, save_plot
-    from fused_topk import backends, cpu
+    from fused_topk import backends
+    from fused_topk.backends import cpu
     from generate_comparison import Comparison, compare
     from tiny_language_model import Recipe
 except ModuleNotFoundError as error:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_topk import cuda, ladder
+from fused_topk import ladder
+from fused_topk.backends import cuda
 from fused_topk.benchmark.inputs import make_inputs, rotation_count
 from fused_topk.benchmark.suites import Case
 from fused_topk.benchmark.timing import Effort, time_graph, time_interleaved

@@ -65,7 +65,8 @@ def show_cache(
     """
     import time
 
-    from . import env, kernel_cache
+    from . import env
+    from .cuda_runtime import kernel_cache
 
     kept = kernel_cache.kept()
     typer.echo(f"folder     {env.kernel_cache_dir() or 'none'}")

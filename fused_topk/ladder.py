@@ -12,7 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import backends, cpu, cuda_driver, full_row_operators
+from . import backends
+from .backends import cpu
+from .cuda_runtime import driver
+from .operators import full_rows as full_row_operators
 from .problem import FullRowProblem, Problem, TopK
 
 GPU_K = (5, 10, 15, 30)
@@ -94,7 +97,7 @@ def unavailable(rung: Rung, device: torch.device, vocab_size: int, k: int) -> st
     """None if the rung can run there, else why not."""
     if device.type == "cpu":
         return cpu.unavailable() or ("a CPU has no warps" if rung.name == "shuffle" else None)
-    cause = cuda_driver.unavailable(device)
+    cause = driver.unavailable(device)
     if cause:
         return cause
     if vocab_size > rung.largest:
@@ -155,7 +158,7 @@ def _climb_on_gpu(rung: Rung, logits: Tensor, scratch: Scratch) -> None:
         kernel: str, arguments: tuple[np.generic, ...], blocks: tuple[int, ...] = (rows,), threads: int = _THREADS
     ) -> None:
         device = logits.get_device()
-        cuda_driver.call(cuda_driver.function(device, kernel), blocks, threads, arguments, device)
+        driver.call(driver.function(device, kernel), blocks, threads, arguments, device)
 
     if rung.name in ("naive", "safe", "online", "shuffle"):
         launch(_kernel(f"{rung.name}_softmax"), (x, y, length))

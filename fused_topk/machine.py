@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from . import __version__, backends, env, kernel_cache
+from . import __version__, backends, env
+from .cuda_runtime import kernel_cache
 
 
 def describe() -> dict[str, Any]:
@@ -104,7 +105,7 @@ def _cpu_instructions() -> str | None:
     """The instruction set that the native kernel chose, None where it does not work."""
     if backends.available().get("cpu") is not None:
         return None
-    return str(importlib.import_module("fused_topk.cpu").instruction_set())
+    return str(importlib.import_module("fused_topk.backends.cpu").instruction_set())
 
 
 def _cpu_model() -> str:

@@ -19,7 +19,7 @@ import torch
 
 import fused_topk
 from fused_topk import TopK, backends
-from fused_topk.kernel_choice import MAX_K
+from fused_topk.layout.topk_choice import MAX_K
 
 REQUIRED = tuple(
     filter(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fused_topk import cuda_driver, cuda_tickets
+from fused_topk.cuda_runtime import driver, tickets
 
 
 class StandInGpus:
@@ -25,22 +25,22 @@ class StandInGpus:
         self.loaded: list[bytes] = []
         self.synchronized: list[int] = []
 
-        driver = types.SimpleNamespace(funcGetAttribute=lambda *_: 0, funcSetAttribute=lambda *_: None)
+        of_cupy = types.SimpleNamespace(funcGetAttribute=lambda *_: 0, funcSetAttribute=lambda *_: None)
         function = types.SimpleNamespace(Module=lambda: _Module(self))
         cupy = types.ModuleType("cupy")
-        cupy.cuda = types.SimpleNamespace(driver=driver, function=function)  # type: ignore[attr-defined]
+        cupy.cuda = types.SimpleNamespace(driver=of_cupy, function=function)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "cupy", cupy)
         nvrtc = types.SimpleNamespace(getVersion=lambda: (13, 5), getSupportedArchs=lambda: self.targets)
 
-        monkeypatch.setattr(cuda_driver, "_loaded", {})
-        monkeypatch.setattr(cuda_driver, "_most_dynamic_shared_bytes", {})
-        monkeypatch.setattr(cuda_driver, "_cupy_problem", lambda: None)
-        monkeypatch.setattr(cuda_driver, "_nvrtc", lambda: nvrtc)
-        monkeypatch.setattr(cuda_driver, "_compiler", lambda: self.compiler)
-        monkeypatch.setattr(cuda_driver, "compile_kernel", self._compile)
-        monkeypatch.setattr(cuda_driver, "max_shared_bytes_per_block", lambda device: 227 << 10)
-        monkeypatch.setattr(cuda_tickets, "prepare", self.synchronized.append)
-        cuda_driver._gpu_problem.cache_clear()
+        monkeypatch.setattr(driver, "_loaded", {})
+        monkeypatch.setattr(driver, "_most_dynamic_shared_bytes", {})
+        monkeypatch.setattr(driver, "_cupy_problem", lambda: None)
+        monkeypatch.setattr(driver, "_nvrtc", lambda: nvrtc)
+        monkeypatch.setattr(driver, "_compiler", lambda: self.compiler)
+        monkeypatch.setattr(driver, "compile_kernel", self._compile)
+        monkeypatch.setattr(driver, "max_shared_bytes_per_block", lambda device: 227 << 10)
+        monkeypatch.setattr(tickets, "prepare", self.synchronized.append)
+        driver._gpu_problem.cache_clear()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -52,7 +52,7 @@ class StandInGpus:
 
     def restart(self) -> None:
         """What a new process finds: nothing is loaded."""
-        cuda_driver._loaded.clear()
+        driver._loaded.clear()
         self.compiled.clear()
         self.loaded.clear()
 

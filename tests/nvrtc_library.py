@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second NVRTC beside CuPy's: what cuda_driver.py calls of cupy.cuda.nvrtc, of a library loaded from its pip package."""
+"""A second NVRTC beside CuPy's: what driver.py calls of cupy.cuda.nvrtc, of a library loaded from its pip package."""
 
 from __future__ import annotations
 

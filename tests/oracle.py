@@ -28,7 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fused_topk import TopK, reference
+from fused_topk import TopK
+from fused_topk.backends import reference
 from fused_topk.problem import Problem
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

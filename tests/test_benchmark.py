@@ -14,7 +14,7 @@ from fused_topk import TopK
 from fused_topk.benchmark import check, compare, inputs, report, runner, suites, timing
 from fused_topk.benchmark.peers import PEERS, beam_scores
 from fused_topk.benchmark.suites import Case, Target
-from fused_topk.kernel_choice import choose
+from fused_topk.layout.topk_choice import choose
 
 CPU = torch.device("cpu")
 SETTINGS = runner.Settings(CPU, "reference", peers=("torch",), quick=True)

@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 
-from fused_topk import cuda_driver
-from fused_topk.layout import collapse
+from fused_topk.cuda_runtime import driver
+from fused_topk.layout.collapse import collapse
 
 
 def offsets(sizes, strides):
@@ -44,10 +44,10 @@ def test_collapse_folds_what_all_tensors_cross_in_one_stride(shape, strides, siz
 
 def test_each_device_has_its_own_kernel(monkeypatch):
     loads = []
-    monkeypatch.setattr(cuda_driver, "_loaded", {})
+    monkeypatch.setattr(driver, "_loaded", {})
     monkeypatch.setattr(
-        cuda_driver, "_load", lambda device, kernel: loads.append((device, kernel)) or f"{kernel} of {device}"
+        driver, "_load", lambda device, kernel: loads.append((device, kernel)) or f"{kernel} of {device}"
     )
     for _ in range(2):
-        assert [cuda_driver.function(d, "kernel") for d in (0, 1)] == ["kernel of 0", "kernel of 1"]
+        assert [driver.function(d, "kernel") for d in (0, 1)] == ["kernel of 0", "kernel of 1"]
     assert loads == [(0, "kernel"), (1, "kernel")]

@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fused_topk import cli, cuda
+from fused_topk import cli
+from fused_topk.backends import cuda
 from fused_topk.benchmark import counters
 from fused_topk.benchmark.suites import Case
 

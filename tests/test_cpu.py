@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fused_topk import TopK
-from fused_topk import cpu as native_cpu
+from fused_topk.backends import cpu as native_cpu
 from oracle import DTYPES, assert_same, assert_topk, expected, problem_of
 from rows import adversarial_rows, packed, random_logits, random_mask
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fused_topk import cpu as native_cpu
+from fused_topk.backends import cpu as native_cpu
 from fused_topk.problem import FullRowProblem
 from oracle import bits
 from rows import INF, NAN

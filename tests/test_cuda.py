@@ -14,8 +14,8 @@ import torch
 
 import fused_topk
 from fused_topk import TopK
-from fused_topk import cuda as kernels
-from fused_topk.kernel_choice import MAX_K, alternatives, choose
+from fused_topk.backends import cuda as kernels
+from fused_topk.layout.topk_choice import MAX_K, alternatives, choose
 from oracle import DTYPES, assert_same, assert_topk, check, expected, problem_of
 from rows import adversarial_rows, random_logits, random_mask
 
@@ -283,10 +283,10 @@ def test_warm_up_leaves_no_waiting_to_the_first_call(cuda, tmp_path):
     """In a process of its own, which finds no kernel on disk."""
     code = f"""
         import torch, fused_topk
-        from fused_topk import cuda_driver
+        from fused_topk.cuda_runtime import driver
         logits = torch.randn(2, 128256, device="cuda")
         assert fused_topk.warm_up(logits.shape, 8, dtypes=logits.dtype, masked=True) == 2
-        cuda_driver._load = None
+        driver._load = None
         torch.cuda.synchronize()
         torch.cuda._sleep({100 * CYCLES})
         pending = torch.cuda.Event()

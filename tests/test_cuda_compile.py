@@ -8,8 +8,9 @@ import re
 
 import pytest
 
-from fused_topk import cuda, cuda_driver, cuda_full_rows, kernel_source
-from fused_topk.kernel_choice import Method
+from fused_topk.backends import cuda, cuda_full_rows
+from fused_topk.cuda_runtime import driver, kernel_source
+from fused_topk.layout.topk_choice import Method
 from nvrtc_library import of_cuda12
 
 DTYPES = ("Float32", "Float16", "BFloat16")
@@ -21,10 +22,10 @@ def nvrtc(request, monkeypatch):
     try:
         if request.param == "cuda12":
             library = of_cuda12()
-            if library.getVersion() == cuda_driver._nvrtc().getVersion():
+            if library.getVersion() == driver._nvrtc().getVersion():
                 pytest.skip("it is CuPy's NVRTC too")
-            monkeypatch.setattr(cuda_driver, "_nvrtc", lambda: library)
-        found = cuda_driver._nvrtc()
+            monkeypatch.setattr(driver, "_nvrtc", lambda: library)
+        found = driver._nvrtc()
         version = found.getVersion()
     except Exception as error:  # whatever a missing library raises
         if request.param in os.environ.get("FUSED_TOPK_REQUIRE_NVRTC", "").split(","):
@@ -54,7 +55,7 @@ def test_kernel_names_are_all_tested():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_compile_without_spills(nvrtc, dtype, architecture):
     for kernel in kernels_of(dtype):
-        binary, entry, log = cuda_driver.compile_kernel(kernel, architecture)
+        binary, entry, log = driver.compile_kernel(kernel, architecture)
         assert binary[:4] == b"\x7fELF"
         assert kernel.split("::")[1].split("<")[0] in entry
         assert_no_spills(kernel, log)
@@ -65,7 +66,7 @@ def test_kernels_compile_without_spills(nvrtc, dtype, architecture):
 
 @pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
 def test_read_rows_compiles_without_spills(nvrtc, architecture):
-    _, _, log = cuda_driver.compile_kernel("fused_topk::read_rows_kernel", architecture)
+    _, _, log = driver.compile_kernel("fused_topk::read_rows_kernel", architecture)
     assert_no_spills("read_rows_kernel", log)
 
 
@@ -75,7 +76,7 @@ def test_full_row_kernels_compile_without_spills(nvrtc, dtype, architecture):
     kernels = [name for name in cuda_full_rows.kernel_names() if f"<fused_topk::{dtype}," in name]
     assert len(kernels) == 12 * (1 if dtype == "Float32" else 2)
     for kernel in kernels:
-        _, entry, log = cuda_driver.compile_kernel(kernel, architecture)
+        _, entry, log = driver.compile_kernel(kernel, architecture)
         assert "softmax_" in entry
         assert_no_spills(kernel, log)
 
@@ -89,7 +90,7 @@ def test_the_second_nvrtc_is_cuda_12s(nvrtc, request):
 def test_compile_error_carries_the_log(nvrtc, monkeypatch):
     monkeypatch.setattr(kernel_source, "translation_unit", lambda kernel: "__global__ void broken() { undeclared(); }")
     with pytest.raises(RuntimeError, match=r"(?s)NVRTC could not compile broken for sm_90 .*undeclared"):
-        cuda_driver.compile_kernel("broken", 90)
+        driver.compile_kernel("broken", 90)
 
 
 def assert_no_spills(kernel: str, log: str) -> None:

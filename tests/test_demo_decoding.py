@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_topk import cuda_driver
+from fused_topk.cuda_runtime import driver
 
 for _package in ("transformers", "tokenizers", "typer", "rich", "tqdm", "matplotlib"):
     pytest.importorskip(_package, reason=f"the demos need {_package}: pip install 'fused_topk[demo]'")
@@ -81,9 +81,9 @@ def gpu_without_cupy(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    cuda_driver._cupy_problem.cache_clear()
+    driver._cupy_problem.cache_clear()
     yield
-    cuda_driver._cupy_problem.cache_clear()
+    driver._cupy_problem.cache_clear()
 
 
 @pytest.mark.usefixtures("gpu_without_cupy")

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_topk import cpu, ladder
+from fused_topk import ladder
+from fused_topk.backends import cpu
 
 DEMOS = Path(__file__).parent.parent / "demos"
 sys.path.insert(0, str(DEMOS))

@@ -107,7 +107,7 @@ def test_wide_beams_of_a_small_vocabulary():
 
 
 def test_more_candidates_than_the_kernels_list(monkeypatch):
-    from fused_topk import cpu
+    from fused_topk.backends import cpu
 
     monkeypatch.setattr(cpu, "supports", lambda dtype, k: k <= 7)
     stock, given, steps = generate_both(tiny("llama"), num_beams=4)

@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 from transformers.generation import logits_process as stock
 
 from decoding import assert_fused, inputs_for, one_thread, tiny  # noqa: F401
-from fused_topk import cpu
+from fused_topk.backends import cpu
 from fused_topk.generation.edits import Plan
 from fused_topk.generation.selection import Rows, best
 

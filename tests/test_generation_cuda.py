@@ -15,8 +15,8 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 from transformers.generation import logits_process as stock
 
 from decoding import NAMES, SmallerIndexFirst, assert_fused, inputs_for, tiny
-from fused_topk import cuda as cuda_backend
 from fused_topk import topk
+from fused_topk.backends import cuda as cuda_backend
 from fused_topk.generation import fused_decoding, selection, stats
 
 _DEMOS = Path(__file__).parents[1] / "demos"
@@ -190,7 +190,7 @@ def test_sampling_on_the_gpu(cuda):
 
 def test_scores_stay_where_the_loop_has_taken_them(cuda):
     """Also after the choice, when they are made anew from logits on the model's device."""
-    from fused_topk import cuda as kernels
+    from fused_topk.backends import cuda as kernels
     from fused_topk.generation.scores import LazyScores
 
     logits = torch.randn(3, 2, 211)

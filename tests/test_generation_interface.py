@@ -261,7 +261,7 @@ def test_a_loop_that_is_not_recognised_runs_as_it_is(model):
 )
 def test_any_operation_on_lazy_scores_is_that_on_the_tensor(use, monkeypatch):
     # As if a later version of a loop did something new between the processors and the choice.
-    from fused_topk import cpu
+    from fused_topk.backends import cpu
     from fused_topk.generation.scores import LazyScores
     from fused_topk.generation.selection import Rows
 
@@ -276,7 +276,7 @@ def test_any_operation_on_lazy_scores_is_that_on_the_tensor(use, monkeypatch):
 
 
 def test_scores_kept_beyond_their_step_say_so():
-    from fused_topk import cpu
+    from fused_topk.backends import cpu
     from fused_topk.generation.scores import LazyScores
     from fused_topk.generation.selection import Rows
 

@@ -318,7 +318,7 @@ LEFT_OUT = {
 
 def lazy_scores():
     logits = torch.randint(1, 9, (3, 211), generator=torch.Generator().manual_seed(0)).float()
-    return LazyScores.of(Rows(logits, fused_topk.cpu), of := logits.unsqueeze(1)), logits, of
+    return LazyScores.of(Rows(logits, fused_topk.backends.cpu), of := logits.unsqueeze(1)), logits, of
 
 
 def test_a_stand_in_has_all_that_a_tensor_has():

@@ -15,7 +15,7 @@ import transformers
 from transformers.generation import logits_process as stock
 
 from decoding import BOS, EOS, assert_fused, assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
-from fused_topk import cpu
+from fused_topk.backends import cpu
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.edits import Plan
 from fused_topk.generation.selection import Rows, best, best_continuations, logsumexp

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from decoding import assert_fused, generate_both, inputs_for, one_thread, tiny  # noqa: F401
-from fused_topk import cpu
+from fused_topk.backends import cpu
 from fused_topk.generation import FusedTopKLogitsProcessor, fused_decoding, stats, warpers
 from fused_topk.generation.selection import Rows, best, logsumexp
 

@@ -17,7 +17,7 @@ import transformers
 from transformers.generation import logits_process as stock
 
 from decoding import assert_fused, assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
-from fused_topk import cpu
+from fused_topk.backends import cpu
 from fused_topk.generation import fused_decoding, stats
 from fused_topk.generation.edits import NotSparse, Plan
 from fused_topk.generation.selection import Rows, best, best_continuations

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fused_topk import cli, cuda_driver, env, kernel_cache, kernel_source, machine
+from fused_topk import cli, env, machine
+from fused_topk.cuda_runtime import driver, kernel_cache, kernel_source
 from gpu_stand_in import StandInGpus
 
 KEY, OTHER_KEY = "a" * 64, "b" * 64
@@ -250,42 +251,42 @@ def test_what_was_used_last_stays_within_the_limit(folder, monkeypatch):
 
 
 def test_a_later_process_compiles_nothing(gpus):
-    function = cuda_driver.function(0, KERNEL)
+    function = driver.function(0, KERNEL)
     assert gpus.compiled == [(KERNEL, 90)]
     binary = gpus.loaded[0]
     gpus.restart()
-    assert cuda_driver.function(0, KERNEL).entry == function.entry == f"entry of {KERNEL}"
+    assert driver.function(0, KERNEL).entry == function.entry == f"entry of {KERNEL}"
     assert gpus.compiled == [] and gpus.loaded == [binary]
 
 
 def test_a_damaged_kernel_is_mended_by_compiling(gpus, folder):
-    cuda_driver.function(0, KERNEL)
+    driver.function(0, KERNEL)
     (path,) = folder.iterdir()
     whole = path.read_bytes()
     header = kernel_cache._HEADER.size
     for content in (b"", whole[: header + 4], whole[:-3] + b"???", b"entry\0\x7fELF"):
         path.write_bytes(content)
         gpus.restart()
-        cuda_driver.function(0, KERNEL)
+        driver.function(0, KERNEL)
         assert gpus.compiled == [(KERNEL, 90)] and gpus.loaded == [f"binary of {KERNEL} for 90".encode()]
         assert path.read_bytes() == whole
 
 
 def test_a_patch_of_the_compiler_compiles_anew(gpus):
-    cuda_driver.function(0, KERNEL)
+    driver.function(0, KERNEL)
     gpus.restart()
     gpus.compiler = "NVRTC 13.5.38"
-    cuda_driver.function(0, KERNEL)
+    driver.function(0, KERNEL)
     assert gpus.compiled == [(KERNEL, 90)]
 
 
 def test_the_compiler_names_its_patch_and_build():
     try:
-        major, minor = cuda_driver._nvrtc().getVersion()
+        major, minor = driver._nvrtc().getVersion()
     except Exception as error:
         pytest.skip(f"no NVRTC: {error}")
-    assert re.search(rf"V{major}\.{minor}\.\d+", cuda_driver._compiler())
-    assert re.search(r"Build ID: \S*\d+", cuda_driver._compiler())
+    assert re.search(rf"V{major}\.{minor}\.\d+", driver._compiler())
+    assert re.search(r"Build ID: \S*\d+", driver._compiler())
 
 
 # The command.

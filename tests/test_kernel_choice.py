@@ -8,10 +8,10 @@ import re
 
 import pytest
 
-from fused_topk import cuda
-from fused_topk.kernel_choice import MAX_K, VARIANTS, KernelChoice, Method, alternatives, choose, list_length
-from fused_topk.kernel_source import source_folder
-from fused_topk.launch import kernel_name
+from fused_topk.backends import cuda
+from fused_topk.cuda_runtime.kernel_source import source_folder
+from fused_topk.layout.topk_choice import MAX_K, VARIANTS, KernelChoice, Method, alternatives, choose, list_length
+from fused_topk.layout.topk_launch import kernel_name
 from test_cuda_compile import most_static_bytes
 
 ROWS = (1, 2, 3, 8, 37, 64, 132, 500, 1000, 2112, 4096, 100_000, 2**31 - 1)

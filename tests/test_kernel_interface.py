@@ -10,8 +10,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from fused_topk import kernel_arguments, kernel_choice, kernel_source, launch
-from fused_topk.kernel_choice import KernelChoice, Method
+from fused_topk.cuda_runtime import kernel_source
+from fused_topk.layout import kernel_arguments, topk_choice, topk_launch
+from fused_topk.layout.topk_choice import KernelChoice, Method
 from simt import build
 from simt.translate import translate
 
@@ -90,22 +91,22 @@ VALUE_KINDS = {"logits": "Logits", "softmax": "Probabilities", "log_softmax": "L
 
 
 def mirrored(itemsize: int) -> list[str]:
-    """Every number of kernel_choice.py and launch.py that csrc/ has too."""
+    """Every number of topk_choice.py and topk_launch.py that csrc/ has too."""
     claims = [
         f"kTileByTile == {Method.TILE_BY_TILE:d} && kForMany == {Method.FOR_MANY:d} && kInWindows == {Method.IN_WINDOWS:d}",
-        f"kMaxSteps * kPartsOfStep == {kernel_choice._MAX_PARTS}",
-        f"kShortK == {kernel_choice._SHORT_K}",
-        f"kPerShortLane == {kernel_choice._SHORT_LANE}",
-        f"kRouterLanes == {kernel_choice._ROUTER_LANES} && kRouterLanes == {kernel_choice._ROUTER_K}",
-        f"kIndexBits + 1 == {kernel_choice._SHORT_ROW}",
+        f"kMaxSteps * kPartsOfStep == {topk_choice._MAX_PARTS}",
+        f"kShortK == {topk_choice._SHORT_K}",
+        f"kPerShortLane == {topk_choice._SHORT_LANE}",
+        f"kRouterLanes == {topk_choice._ROUTER_LANES} && kRouterLanes == {topk_choice._ROUTER_K}",
+        f"kIndexBits + 1 == {topk_choice._SHORT_ROW}",
         f"kLeadingDims == {kernel_arguments.LEADING_DIMS}",
-        *(f"k{name} == {launch._VALUE_KINDS[kind]}" for kind, name in VALUE_KINDS.items()),
-        f"kMaskBoth == {launch._MASK_USES['allowed']} && kMaskChoice == {launch._MASK_USES['all']}",
+        *(f"k{name} == {topk_launch._VALUE_KINDS[kind]}" for kind, name in VALUE_KINDS.items()),
+        f"kMaskBoth == {topk_launch._MASK_USES['allowed']} && kMaskChoice == {topk_launch._MASK_USES['all']}",
     ]
-    for warps, vectors in kernel_choice.VARIANTS[itemsize]:
+    for warps, vectors in topk_choice.VARIANTS[itemsize]:
         group = f"Group<{warps}, {'true' if warps > 8 else 'false'}>"
-        claims.append(f"Candidates<{group}>::kCapacity == {2 * kernel_choice._MOST_K[warps]}")
-        claims.append(f"Tile<{FORMATS[itemsize]}, {vectors}>::kElements == {kernel_choice._TILE}")
+        claims.append(f"Candidates<{group}>::kCapacity == {2 * topk_choice._MOST_K[warps]}")
+        claims.append(f"Tile<{FORMATS[itemsize]}, {vectors}>::kElements == {topk_choice._TILE}")
     return claims
 
 
@@ -113,11 +114,11 @@ def shared_bytes_of(itemsize: int) -> list[tuple[str, int, bool]]:
     """Of each variant: C++ for the bytes of dynamic shared memory before the states of parts, what Python asks for, and
     whether that is exact: it leaves room for a straddle in every row with a mask."""
     found = []
-    for warps, vectors in kernel_choice.VARIANTS[itemsize]:
+    for warps, vectors in topk_choice.VARIANTS[itemsize]:
         choice = KernelChoice(warps, vectors, 2, 2, 1)  # two splits: no states
         for is_aligned, mask in ((True, 0), (True, 1), (False, 0), (False, 2)):
             is_plain = is_aligned and not mask
-            for method in launch._methods(choice, itemsize, is_plain):
+            for method in topk_launch._methods(choice, itemsize, is_plain):
                 parameters = f"{warps}, {method:d}, {vectors}, {str(is_aligned).lower()}, {mask}"
                 scan = f"ScanOf<{FORMATS[itemsize]}, {parameters}>::Type"
                 window = f" + sizeof({scan}::Shared)" if method == Method.IN_WINDOWS else ""

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_topk import cpu, cuda_driver, kernel_source, ladder
+from fused_topk import ladder
+from fused_topk.backends import cpu
+from fused_topk.cuda_runtime import driver, kernel_source
 from fused_topk.ladder import BY_NAME, GPU_K, RUNGS
 from rows import INF, random_logits
 from simt import build
@@ -132,7 +134,7 @@ def test_accesses_are_those_of_the_paper():
 @pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
 def test_kernels_compile_without_spills(nvrtc, architecture):  # noqa: F811
     for kernel in ladder.kernel_names():
-        assert_no_spills(kernel, cuda_driver.compile_kernel(kernel, architecture)[2])
+        assert_no_spills(kernel, driver.compile_kernel(kernel, architecture)[2])
 
 
 def test_every_kernel_is_named():

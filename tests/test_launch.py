@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from fused_topk import cuda, cuda_driver, cuda_tickets
-from fused_topk.kernel_choice import KernelChoice, Method
+from fused_topk.backends import cuda
+from fused_topk.cuda_runtime import driver, tickets
+from fused_topk.layout.topk_choice import KernelChoice, Method
 from oracle import problem_of
 from simt.row_topk import empty_result
 
@@ -28,9 +29,9 @@ def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "zeros", slow_zeros)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(cuda_tickets, "raw_stream", lambda device: 7)
-    monkeypatch.setattr(cuda_tickets, "_stream_tickets", {})
-    monkeypatch.setattr(cuda_tickets, "_outgrown_tickets", [])
+    monkeypatch.setattr(tickets, "raw_stream", lambda device: 7)
+    monkeypatch.setattr(tickets, "_stream_tickets", {})
+    monkeypatch.setattr(tickets, "_outgrown_tickets", [])
 
 
 @pytest.mark.usefixtures("one_stream")
@@ -41,11 +42,11 @@ def test_threads_that_ask_at_once_get_counters_that_last(counts):
 
     def ask(count: int) -> int:
         together.wait()
-        return cuda_tickets.zeroed(0, count)
+        return tickets.zeroed(0, count)
 
     with ThreadPoolExecutor(len(counts)) as pool:
         addresses = list(pool.map(ask, counts))
-    kept: list[Any] = [*cuda_tickets._stream_tickets.values(), *cuda_tickets._outgrown_tickets]
+    kept: list[Any] = [*tickets._stream_tickets.values(), *tickets._outgrown_tickets]
     size_at = {tickets.data_ptr(): tickets.numel() for tickets in kept}
     for count, address in zip(counts, addresses, strict=True):
         assert size_at.get(address, 0) >= count, (count, size_at)
@@ -55,29 +56,29 @@ def test_threads_that_ask_at_once_get_counters_that_last(counts):
 def test_captured_launches_share_no_counters(monkeypatch):
     """Graphs may replay at the same time as each other, and as what is launched without one."""
     reserve = torch.empty(10, dtype=torch.int32)
-    monkeypatch.setattr(cuda_tickets, "_RESERVED_TICKETS", 10)
-    monkeypatch.setattr(cuda_tickets, "_reserves", {0: cuda_tickets._TicketReserve(reserve, [0])})
-    launched = cuda_tickets.zeroed(0, 5)
+    monkeypatch.setattr(tickets, "_RESERVED_TICKETS", 10)
+    monkeypatch.setattr(tickets, "_reserves", {0: tickets._TicketReserve(reserve, [0])})
+    launched = tickets.zeroed(0, 5)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     # A graph zeroes and owns what a reserve has no room for, and all where there is none.
     first_of = [(0, 4, 0), (1, 4, None), (0, 3, 4), (0, 5, None), (0, 2, 7), (0, 1, 9), (0, 1, None), (0, 20_000, None)]
     for device, count, first in first_of:
-        address = cuda_tickets.zeroed(device, count)
+        address = tickets.zeroed(device, count)
         assert address != launched and (first is None or address == reserve.data_ptr() + 4 * first)
-    assert cuda_tickets._reserves[0].taken == [10]
-    cuda_tickets.prepare(1)
-    assert list(cuda_tickets._reserves) == [0] and len(cuda_tickets._stream_tickets) == 1
+    assert tickets._reserves[0].taken == [10]
+    tickets.prepare(1)
+    assert list(tickets._reserves) == [0] and len(tickets._stream_tickets) == 1
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert cuda_tickets.zeroed(0, 5) == launched
+    assert tickets.zeroed(0, 5) == launched
 
 
 def test_no_more_shared_memory_is_asked_for_than_there_is(monkeypatch):
     """Hardware without background copies has less of it, and its kernels need less."""
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(cuda_driver, "function", lambda device, kernel: kernel)
-    monkeypatch.setattr(cuda_driver, "call", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(driver, "function", lambda device, kernel: kernel)
+    monkeypatch.setattr(driver, "call", lambda *arguments: calls.append(arguments))
     most: dict[tuple[int, str], int] = {}
-    monkeypatch.setattr(cuda_driver, "_most_dynamic_shared_bytes", most)
+    monkeypatch.setattr(driver, "_most_dynamic_shared_bytes", most)
     problem = problem_of("topk", torch.zeros(2, 20_000), 5)
     choice = KernelChoice(8, 8, 1, 20, 1)
 

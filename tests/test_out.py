@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_topk import TopK, arguments
+from fused_topk import TopK
+from fused_topk.functional import arguments
 from oracle import DTYPES, assert_same, assert_topk, expected
 from rows import adversarial_rows, random_logits
 

@@ -45,7 +45,7 @@ else:
 CALLS = """
 import types
 import fused_topk
-from fused_topk import cuda_driver, cuda_tickets
+from fused_topk.cuda_runtime import driver, tickets
 
 logits, row = torch.randn(3, 50), torch.randn(50)
 want = torch.softmax(logits, -1).topk(5)
@@ -81,9 +81,9 @@ if torch.cuda.is_available():
         check(fused_topk.softmax_topk(logits.cuda(), 5).values.cpu())
 else:
     torch.cuda.current_stream = lambda device: types.SimpleNamespace(cuda_stream=100 + device)
-    assert cuda_tickets.raw_stream(1) == 101
+    assert tickets.raw_stream(1) == 101
     torch.cuda._lazy_init, torch._C._cuda_getDevice = lambda: None, lambda: 2
-    assert cuda_driver._current_device() == 2
+    assert driver._current_device() == 2
 """
 
 GENERATE = """

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from fused_topk import TopK, reference
+from fused_topk import TopK
+from fused_topk.backends import reference
 from oracle import DTYPES, bits, expected, numpy_topk, problem_of
 from rows import adversarial_rows, packed, random_logits, random_mask
 

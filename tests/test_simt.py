@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fused_topk import cuda as kernels
-from fused_topk import cuda_full_rows, ladder, launch
-from fused_topk.kernel_choice import KernelChoice, alternatives, choose
-from fused_topk.kernel_source import source_folder
+from fused_topk import ladder
+from fused_topk.backends import cuda as kernels
+from fused_topk.backends import cuda_full_rows
+from fused_topk.cuda_runtime.kernel_source import source_folder
+from fused_topk.layout import topk_launch
+from fused_topk.layout.topk_choice import KernelChoice, alternatives, choose
 from fused_topk.problem import Problem
 from oracle import DTYPES, assert_same, assert_topk, expected
 from rows import INF, adversarial_rows, random_logits
@@ -290,7 +292,7 @@ def test_few_tiles_have_hits_where_logits_ascend(case, monkeypatch):
     """For each, its warp asks for room in shared memory, and tells the others what it has proven."""
     (outcome,) = check(case._replace(rows="ascending"))
     monkeypatch.setattr(KernelChoice, "lead", 0)
-    monkeypatch.setattr(launch, "plan", launch.plan.__wrapped__)
+    monkeypatch.setattr(topk_launch, "plan", topk_launch.plan.__wrapped__)
     (without,) = check(case._replace(rows="ascending"))
     assert 3 * outcome.counts["atomics"] < without.counts["atomics"]
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_topk import cuda_full_rows
-from fused_topk.full_row_choice import FullRowChoice
+from fused_topk.backends import cuda_full_rows
+from fused_topk.layout.full_row_choice import FullRowChoice
 from fused_topk.problem import FullRowProblem
 from oracle import DTYPES
 from rows import INF, NAN, random_logits, shifted

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import fused_topk
-from fused_topk import full_rows
-from fused_topk.full_row_choice import alternatives, choose_full_row
+from fused_topk.functional import full_rows
+from fused_topk.layout.full_row_choice import alternatives, choose_full_row
 from oracle import DTYPES, bits
 from rows import INF, NAN, adversarial_rows, layouts, random_logits, shifted
 
@@ -274,7 +274,7 @@ def test_threads_change_nothing(cpu, threads):
 
 
 def test_instruction_sets_agree(cpu):
-    from fused_topk import cpu as backend
+    from fused_topk.backends import cpu as backend
     from fused_topk.problem import FullRowProblem
 
     # 16, 17, 256: rows of one vector of AVX-512, of more, and the last that is solved beside others.

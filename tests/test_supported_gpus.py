@@ -12,7 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 import fused_topk
-from fused_topk import backends, cli, cuda, cuda_driver, kernel_source, reference
+from fused_topk import backends, cli
+from fused_topk.backends import cuda, reference
+from fused_topk.cuda_runtime import driver, kernel_source
 from gpu_stand_in import StandInGpus
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -21,7 +23,7 @@ FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 @pytest.fixture
 def gpus(monkeypatch):
     yield StandInGpus(monkeypatch)
-    cuda_driver._gpu_problem.cache_clear()
+    driver._gpu_problem.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,7 @@ def test_each_gpu_counts_for_itself(gpus):
     assert [backends.pick(gpu, torch.float32, 8, None) for gpu in (FIRST, SECOND)] == [reference, cuda]
     assert backends.available()["cuda"] is None and backends.best_device().type == "cpu"
     gpus.capability[1] = (6, 0)
-    cuda_driver._gpu_problem.cache_clear()
+    driver._gpu_problem.cache_clear()
     assert "7.0" in backends.available()["cuda"]
 
 
@@ -88,16 +90,16 @@ def test_gpus_of_another_maker_get_torch_operations(gpus, monkeypatch):
 @pytest.mark.parametrize("capability", [(5, 2), (7, 0), (7, 5), (9, 0), (9, 9)])
 def test_what_is_said_of_a_gpu_is_what_compiling_gives(monkeypatch, capability):
     try:
-        cuda_driver._nvrtc().getVersion()
+        driver._nvrtc().getVersion()
     except Exception as error:
         pytest.skip(f"no NVRTC: {error}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GPU")
-    cuda_driver._gpu_problem.cache_clear()
-    cause = cuda_driver._gpu_problem(0)
-    cuda_driver._gpu_problem.cache_clear()
+    driver._gpu_problem.cache_clear()
+    cause = driver._gpu_problem(0)
+    driver._gpu_problem.cache_clear()
     try:
-        cuda_driver.compile_kernel(cuda.kernel_names()[1], 10 * capability[0] + capability[1])
+        driver.compile_kernel(cuda.kernel_names()[1], 10 * capability[0] + capability[1])
     except RuntimeError as error:
         assert cause is not None, error
     else:

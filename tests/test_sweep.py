@@ -11,10 +11,12 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fused_topk import cli, cpu, cuda, cuda_driver, cuda_full_rows
+from fused_topk import cli
+from fused_topk.backends import cpu, cuda, cuda_full_rows
 from fused_topk.benchmark import inputs, suites, sweep
 from fused_topk.benchmark.runner import Settings
 from fused_topk.benchmark.timing import summarize
+from fused_topk.cuda_runtime import driver
 
 H200 = SimpleNamespace(multi_processor_count=132, major=9, minor=0, L2_cache_size=50 << 20)
 SETTINGS = Settings(torch.device("cpu"), "cuda", (), quick=True)
@@ -43,7 +45,7 @@ def no_gpu(monkeypatch):
 
     monkeypatch.setattr(cuda, "row_topk", row_topk)
     monkeypatch.setattr(cuda, "read_rows", lambda logits: None)
-    monkeypatch.setattr(cuda_driver, "max_shared_bytes_per_block", lambda device: 227 << 10)
+    monkeypatch.setattr(driver, "max_shared_bytes_per_block", lambda device: 227 << 10)
     monkeypatch.setattr(cuda_full_rows, "full_rows", full_rows)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     monkeypatch.setattr(sweep, "inputs_from_memory", lambda case, device: inputs.make_inputs(case, device, 2))

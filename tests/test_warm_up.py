@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fused_topk
-from fused_topk import cuda, cuda_driver, cuda_full_rows, cuda_tickets
+from fused_topk.backends import cuda, cuda_full_rows
+from fused_topk.cuda_runtime import driver, tickets
 from fused_topk.problem import FullRowProblem
 from gpu_stand_in import StandInGpus
 from oracle import problem_of
@@ -28,7 +29,7 @@ def gpus(monkeypatch, tmp_path):
     for cache in caches:
         cache.cache_clear()
     yield StandInGpus(monkeypatch)
-    for cache in (*caches, cuda_driver._gpu_problem):
+    for cache in (*caches, driver._gpu_problem):
         cache.cache_clear()
 
 
@@ -62,7 +63,7 @@ SHAPES = [(1, 1000), (4000, 60), (2, 128256), (3, 50257), (300, 9001), (5, 400),
 def test_rows(gpus, function, shape, dtype):
     wanted = set().union(*(asked_by(function, shape, k, dtype) for k in (1, 8, 60)))
     assert fused_topk.warm_up(shape, (1, 8, 60), functions=function, dtypes=dtype, device="cuda:1") == len(wanted)
-    assert compiled(gpus) == wanted and {device for device, _ in cuda_driver._loaded} == {1}
+    assert compiled(gpus) == wanted and {device for device, _ in driver._loaded} == {1}
 
 
 @pytest.mark.parametrize("normalize", ["allowed", "all", "topk"])
@@ -94,8 +95,8 @@ def test_after_it_a_call_neither_loads_nor_waits(gpus, monkeypatch):
     compilations, loads, waits = (len(x) for x in (gpus.compiled, gpus.loaded, gpus.synchronized))
     assert compilations == loads == waits == 1
     launches = []
-    monkeypatch.setattr(cuda_driver, "call", lambda *arguments: launches.append(arguments))
-    monkeypatch.setattr(cuda_tickets, "zeroed", lambda device, count: 0)
+    monkeypatch.setattr(driver, "call", lambda *arguments: launches.append(arguments))
+    monkeypatch.setattr(tickets, "zeroed", lambda device, count: 0)
     problem = problem_of("softmax_topk", torch.zeros(2, 128256), 8)
     cuda.prepare(problem, torch.device("cuda", 0))(problem.logits, empty_result(problem))
     assert len(launches) == 1
@@ -145,20 +146,20 @@ def test_a_gpu_does_not_wait_for_the_compiler_of_another(monkeypatch):
             assert compiled.wait(PATIENCE)
         return f"{kernel} of {device}"
 
-    monkeypatch.setattr(cuda_driver, "_loaded", {(0, "loaded"): "loaded of 0"})
-    monkeypatch.setattr(cuda_driver, "_load", load)
+    monkeypatch.setattr(driver, "_loaded", {(0, "loaded"): "loaded of 0"})
+    monkeypatch.setattr(driver, "_load", load)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(cuda_tickets, "raw_stream", lambda device: 7)
-    monkeypatch.setattr(cuda_tickets, "_stream_tickets", {})
+    monkeypatch.setattr(tickets, "raw_stream", lambda device: 7)
+    monkeypatch.setattr(tickets, "_stream_tickets", {})
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
     with ThreadPoolExecutor(6) as pool:
-        slow = [pool.submit(cuda_driver.function, 0, "kernel") for _ in range(2)]
+        slow = [pool.submit(driver.function, 0, "kernel") for _ in range(2)]
         try:
             assert compiling.wait(PATIENCE)
-            quick = [pool.submit(cuda_driver.function, *key) for key in ((1, "kernel"), (0, "loaded"))]
+            quick = [pool.submit(driver.function, *key) for key in ((1, "kernel"), (0, "loaded"))]
             assert [each.result(PATIENCE) for each in quick] == ["kernel of 1", "loaded of 0"]
-            assert all(pool.submit(cuda_tickets.zeroed, device, 5).result(PATIENCE) for device in (0, 1))
+            assert all(pool.submit(tickets.zeroed, device, 5).result(PATIENCE) for device in (0, 1))
             assert not any(each.done() for each in slow)
         finally:
             compiled.set()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The Python module fused_topk._cpu. It takes addresses, sizes and strides, so that it knows neither torch nor numpy;
-// fused_topk/cpu.py, its only caller, has checked them all.
+// fused_topk/backends/cpu.py, its only caller, has checked them all.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>

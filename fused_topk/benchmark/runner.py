@@ -209,7 +209,7 @@ def _read(device: torch.device) -> Function:
     """The floor: a kernel that reads the same bytes. On the CPU, torch's maximum of each row comes closest."""
     if device.type != "cuda":
         return lambda logits: logits.amax(-1)
-    from fused_topk import cuda
+    from fused_topk.backends import cuda
 
     return cuda.read_rows
 

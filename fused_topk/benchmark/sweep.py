@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from fused_topk import cuda, cuda_driver, cuda_full_rows, full_row_choice, kernel_choice
-from fused_topk.full_row_choice import FullRowChoice
-from fused_topk.kernel_choice import KernelChoice
-from fused_topk.operators import empty_row_result
+from fused_topk.backends import cuda, cuda_full_rows
+from fused_topk.cuda_runtime import driver
+from fused_topk.layout import full_row_choice, topk_choice
+from fused_topk.layout.full_row_choice import FullRowChoice
+from fused_topk.layout.topk_choice import KernelChoice
+from fused_topk.operators.row_topk import empty_row_result
 from fused_topk.problem import FullRowProblem, Problem
 
 from .inputs import DTYPES
@@ -81,12 +83,12 @@ def alternatives(case: Case, device: torch.device) -> list[Choice]:
     itemsize = DTYPES[case.dtype].itemsize
     properties = torch.cuda.get_device_properties(device)
     if case.k:
-        return [*kernel_choice.alternatives(case.rows, case.vocab, case.k, itemsize, properties.multi_processor_count)]
+        return [*topk_choice.alternatives(case.rows, case.vocab, case.k, itemsize, properties.multi_processor_count)]
     return [
         *full_row_choice.alternatives(
             case.vocab,
             itemsize,
-            cuda_driver.max_shared_bytes_per_block(device.index or 0),
+            driver.max_shared_bytes_per_block(device.index or 0),
             properties.multi_processor_count,
         )
     ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..arguments import check_k, check_logits, check_same_device, check_tensor
+from ..functional.arguments import check_k, check_logits, check_same_device, check_tensor
 from ..problem import TopK
 
 # Logits looked at at once where ranks are counted: their comparison takes a byte each.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..backends import result_dtype
-from ..operators import beam_result, empty_beam_result, empty_row_result
+from ..operators.row_topk import beam_result, empty_beam_result, empty_row_result
 from ..problem import Problem, TopK
 from . import packed
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
 
-from .. import backends, functional, reference
+from .. import backends, functional
+from ..backends import reference
 from ..problem import TopK
 from .model_logits import ModelLogits, is_of_a_loop, variables
 from .processors import Processors, reason_against

@@ -19,7 +19,7 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process as stock
 
 from .. import functional
-from ..kernel_choice import MAX_K
+from ..layout.topk_choice import MAX_K
 
 # Length of the list where no top-k bounds it: what top-p and min-p keep in practice is far less.
 _WINDOW = 1024

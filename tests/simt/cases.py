@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import oracle
-from fused_topk import TopK, cuda
-from fused_topk.kernel_choice import KernelChoice, choose
+from fused_topk import TopK
+from fused_topk.backends import cuda
+from fused_topk.layout.topk_choice import KernelChoice, choose
 from oracle import DTYPES, problem_of
 from rows import NAN, adversarial_rows, packed, random_logits, random_mask, shifted
 from test_beam import check_beams

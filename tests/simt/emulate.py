@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the emulated machine in the GPU's place: what fused_topk/cuda_driver.py launches runs there, packed as it packs it."""
+"""Puts the emulated machine in the GPU's place: what fused_topk/cuda_runtime/driver.py launches runs there, packed as it packs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_topk import cuda_driver, cuda_tickets, kernel_source
+from fused_topk.cuda_runtime import driver, kernel_source, tickets
 
 from .build import Kernel
 from .launch import Array, Outcome, launch
@@ -41,7 +41,7 @@ def emulated(
     outcomes: list[Outcome] = []
     allocations = _Allocations()
     tickets: list[Array] = []
-    call = inspect.signature(cuda_driver.call)
+    call = inspect.signature(driver.call)
 
     def kernel_of(_device: int, name: str) -> Kernel:
         source = kernel_source.translation_unit(name)
@@ -86,8 +86,8 @@ def recorded() -> Iterator[list[str]]:
 
 @contextmanager
 def _in_place_of_the_driver(function: Callable, call: Callable, zeroed: Callable) -> Iterator[None]:
-    driver = mock.patch.multiple(cuda_driver, function=function, call=call)
-    with driver, mock.patch.object(cuda_tickets, "zeroed", zeroed):
+    in_place = mock.patch.multiple(driver, function=function, call=call)
+    with in_place, mock.patch.object(tickets, "zeroed", zeroed):
         yield
 
 

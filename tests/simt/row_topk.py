@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launches of fused_topk/cuda.py on the emulated machine, one function each: what memory each may touch."""
+"""The launches of fused_topk/backends/cuda.py on the emulated machine, one function each: what memory each may touch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_topk import TopK, cuda
-from fused_topk.kernel_choice import KernelChoice
+from fused_topk import TopK
+from fused_topk.backends import cuda
+from fused_topk.layout.topk_choice import KernelChoice
 from fused_topk.problem import Problem
 
 from .emulate import emulated

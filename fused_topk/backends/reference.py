@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .problem import FullRowProblem, Problem, Start, TopK
+from ..problem import FullRowProblem, Problem, Start, TopK
 
 # By the bytes of an element.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import backends
-from .problem import Problem, TopK
+from .. import backends
+from ..problem import Problem, TopK
 
 _library = torch.library.Library("fused_topk", "DEF")
 _ROW_ARGUMENTS = (

@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import backends, operators, transforms
+from .. import backends
+from ..operators import row_topk as operators
+from ..operators import transforms
+from ..problem import Problem, Start, TopK
 from .arguments import (
     check_backend,
     check_beam_scores,
@@ -25,7 +28,6 @@ from .arguments import (
     check_vocabulary,
     is_plain_out,
 )
-from .problem import Problem, Start, TopK
 
 # The operators themselves, without the look-up through torch.ops at every call.
 _row_topk = torch.ops.fused_topk.row_topk.default

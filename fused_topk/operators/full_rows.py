@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends, cpu, cuda, cuda_full_rows, reference
-from .problem import FullRowProblem
+from .. import backends
+from ..backends import cpu, cuda, cuda_full_rows, reference
+from ..problem import FullRowProblem
 
 RUN: dict[ModuleType, Callable[[FullRowProblem, Tensor], None]] = {
     cuda: cuda_full_rows.full_rows,

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import backends, transforms
-from .problem import TopK
+from .. import backends
+from ..operators import transforms
+from ..problem import TopK
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NORMALIZE = ("allowed", "all", "topk")

@@ -56,9 +56,9 @@ OPTIONS = (
 
 def source_folder() -> Path:
     """Where csrc/ is: inside an installed package, or beside it in a checkout."""
-    here = Path(__file__).resolve().parent
-    installed = here / "csrc"
-    return installed if installed.is_dir() else here.parent / "csrc"
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "csrc"
+    return installed if installed.is_dir() else package.parent / "csrc"
 
 
 def sources_of(kernel: str) -> tuple[str, ...]:

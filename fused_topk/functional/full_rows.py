@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends, full_row_operators, transforms
+from .. import backends
+from ..operators import full_rows as full_row_operators
+from ..operators import transforms
+from ..operators.row_topk import need_dispatcher
 from .arguments import check_backend, check_dim, check_logits, check_temperature, check_vocabulary
-from .operators import need_dispatcher
 
 # The operator itself, without the look-up through torch.ops at every call.
 _full_rows = torch.ops.fused_topk.full_rows.default

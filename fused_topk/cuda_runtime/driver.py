@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import cuda_tickets, kernel_cache, kernel_source
-from .cuda_tickets import raw_stream
+from . import kernel_cache, kernel_source, tickets
+from .tickets import raw_stream
 
 # Of the driver's enumerations CUfunction_attribute and CUdevice_attribute.
 _SHARED_SIZE_BYTES = 1
@@ -160,7 +160,7 @@ def _load(device: int, kernel: str) -> Any:
         torch.cuda.current_stream()
         module = cupy.cuda.function.Module()
         module.load(binary)
-        cuda_tickets.prepare(device)
+        tickets.prepare(device)
         loaded = module.get_function(entry.decode())
         static = cupy.cuda.driver.funcGetAttribute(_SHARED_SIZE_BYTES, loaded.ptr)
         most = max_shared_bytes_per_block(device) - static

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import full_row_operators, operators
+from . import full_rows as full_row_operators
+from . import row_topk as operators
 
 # A private name of torch. Without it the Functions take every call but those that torch.compile traces: they serve all.
 _is_active: Callable[[], bool] = getattr(

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-from . import backends, cuda, cuda_driver, cuda_full_rows
+from .. import backends
+from ..backends import cuda, cuda_full_rows
+from ..cuda_runtime import driver
+from ..problem import Problem
 from .arguments import check_choice, check_k, check_normalize, check_vocabulary
-from .problem import Problem
 
 _TOPK_VALUES = {
     "softmax_topk": "softmax",
@@ -72,7 +74,7 @@ def warm_up(
     ]
     kernels = dict.fromkeys(asked)
     for kernel in kernels:
-        cuda_driver.function(gpu.index, kernel)
+        driver.function(gpu.index, kernel)
     return len(kernels)
 
 

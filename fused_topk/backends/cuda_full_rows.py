@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import cuda, cuda_driver, cuda_tickets
-from .full_row_choice import KERNEL_VARIANTS, FullRowChoice, choose_full_row
-from .kernel_arguments import FullRows, fields
-from .layout import collapse
-from .problem import FullRowProblem
+from ..cuda_runtime import driver, tickets
+from ..layout.collapse import collapse
+from ..layout.full_row_choice import KERNEL_VARIANTS, FullRowChoice, choose_full_row
+from ..layout.kernel_arguments import FullRows, fields
+from ..problem import FullRowProblem
+from . import cuda
 
 _KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
 _LAYOUT, _ = fields(
@@ -73,7 +74,7 @@ def full_rows(problem: FullRowProblem, out: Tensor, choice: FullRowChoice | None
     if choice.is_cooperative:
         workspace = torch.empty(owners * 2 * choice.blocks_per_row, dtype=torch.int64, device=logits.device)
         parts = workspace.data_ptr()
-        counters = cuda_tickets.zeroed(device, owners)
+        counters = tickets.zeroed(device, owners)
     packed = _LAYOUT.pack(
         logits.data_ptr(),
         out.data_ptr(),
@@ -91,8 +92,8 @@ def full_rows(problem: FullRowProblem, out: Tensor, choice: FullRowChoice | None
         parts,
         counters,
     )
-    cuda_driver.call(
-        cuda_driver.function(device, kernel_name(choice, logits.dtype, out_dtype, is_aligned)),
+    driver.call(
+        driver.function(device, kernel_name(choice, logits.dtype, out_dtype, is_aligned)),
         (choice.blocks(rows),),
         choice.threads,
         (np.frombuffer(packed, _PROBLEM_DTYPE),),
@@ -137,6 +138,6 @@ def _choice(device: int, vocab_size: int, itemsize: int) -> FullRowChoice:
     return choose_full_row(
         vocab_size,
         itemsize,
-        cuda_driver.max_shared_bytes_per_block(device),
+        driver.max_shared_bytes_per_block(device),
         properties.multi_processor_count,
     )

@@ -14,16 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import cuda_driver, cuda_tickets, env, launch
-from .kernel_choice import MAX_K, KernelChoice, choose
-from .problem import Problem, Start, TopK
+from .. import env
+from ..cuda_runtime import driver, tickets
+from ..layout import topk_launch
+from ..layout.topk_choice import MAX_K, KernelChoice, choose
+from ..problem import Problem, Start, TopK
 
-_PROBLEM_DTYPE = np.dtype(f"V{launch.PROBLEM_BYTES}")
-_FORMATS = launch.FORMATS
-_MAX_ROWS = launch.MAX_ROWS
+_PROBLEM_DTYPE = np.dtype(f"V{topk_launch.PROBLEM_BYTES}")
+_FORMATS = topk_launch.FORMATS
+_MAX_ROWS = topk_launch.MAX_ROWS
 _SHARED_BYTES_UNASKED = 48 << 10  # what a kernel has without asking
 
-unavailable = cuda_driver.unavailable
+unavailable = driver.unavailable
 
 
 def supports(dtype: torch.dtype, k: int) -> bool:
@@ -40,12 +42,12 @@ def prepare(problem: Problem, device: torch.device, beam_scores: Tensor | None =
     """row_topk(), or with beam_scores beam_topk(), of tensors like these, which may be meta tensors: all that does not change
     with their addresses."""
     shape, strides, itemsize = problem.logits.shape, problem.logits.stride(), problem.logits.element_size()
-    rows, index = launch.row_count(shape), device.index
+    rows, index = topk_launch.row_count(shape), device.index
     if rows == 0:
         return lambda logits, out, beam_scores=None, mask=None, row_temperature=None: None
     choice = _choice(rows, shape[-1], problem.k, itemsize, index, beam_scores is not None)
     unaligned, aligned = (
-        launch.plan(_layout(problem, is_aligned, beam_scores), choice) for is_aligned in (False, True)
+        topk_launch.plan(_layout(problem, is_aligned, beam_scores), choice) for is_aligned in (False, True)
     )
     has_adjacent = strides[-1] == 1 or shape[-1] == 1
 
@@ -90,23 +92,23 @@ def read_rows(logits: Tensor) -> None:
     vectors = logits.numel() * logits.element_size() // 16
     threads, per_thread = 256, 8
     blocks = max(1, min(-(-vectors // (threads * per_thread)), 2**31 - 1))
-    function = cuda_driver.function(device, "fused_topk::read_rows_kernel")
+    function = driver.function(device, "fused_topk::read_rows_kernel")
     arguments = (np.uint64(logits.data_ptr()), np.int64(vectors), np.uint64(0))
-    cuda_driver.call(function, (blocks,), threads, arguments, device)
+    driver.call(function, (blocks,), threads, arguments, device)
 
 
 def kernel_names() -> list[str]:
     """Every variant that a launch can ask for, as name expressions for NVRTC."""
-    return ["fused_topk::read_rows_kernel", *launch.kernel_names()]
+    return ["fused_topk::read_rows_kernel", *topk_launch.kernel_names()]
 
 
 def kernel_of(problem: Problem, device: int, beam_scores: Tensor | None = None) -> str:
     """The kernel that a launch asks for, on logits as torch allocates them: contiguous, from a multiple of 16 bytes on. The
     tensors may be meta tensors, and have at least one row."""
     logits = problem.logits
-    rows, vocab_size = launch.row_count(logits.shape), logits.shape[-1]
+    rows, vocab_size = topk_launch.row_count(logits.shape), logits.shape[-1]
     choice = _choice(rows, vocab_size, problem.k, logits.element_size(), device, beam_scores is not None)
-    planned = launch.plan(_layout(problem, True, beam_scores), choice)
+    planned = topk_launch.plan(_layout(problem, True, beam_scores), choice)
     assert planned is not None, "contiguous tensors have one stride"
     return planned.kernel
 
@@ -132,12 +134,12 @@ def _launch(
 ) -> None:
     logits, mask, row_temperature = readable(problem.logits), problem.mask, problem.row_temperature
     shape, device, address = logits.shape, logits.get_device(), logits.data_ptr()
-    rows = launch.row_count(shape)
+    rows = topk_launch.row_count(shape)
     if rows == 0:
         return
     if choice is None:
         choice = _choice(rows, shape[-1], problem.k, logits.element_size(), device, beam_scores is not None)
-    planned = launch.plan(_layout(problem._replace(logits=logits), address % 16 == 0, beam_scores), choice)
+    planned = topk_launch.plan(_layout(problem._replace(logits=logits), address % 16 == 0, beam_scores), choice)
     if planned is None:
         # More unrelated strides than the kernel walks: the one case in which rows are copied.
         contiguous = problem._replace(
@@ -158,9 +160,9 @@ def _launch(
     )
 
 
-def _layout(problem: Problem, is_aligned: bool, beam_scores: Tensor | None) -> launch.Layout:
+def _layout(problem: Problem, is_aligned: bool, beam_scores: Tensor | None) -> topk_launch.Layout:
     logits, mask, row_temperature = problem.logits, problem.mask, problem.row_temperature
-    return launch.Layout(
+    return topk_launch.Layout(
         logits.shape,
         logits.stride(),
         logits.dtype,
@@ -176,7 +178,7 @@ def _layout(problem: Problem, is_aligned: bool, beam_scores: Tensor | None) -> l
 
 
 def _start(
-    planned: launch.Launch,
+    planned: topk_launch.Launch,
     device: int,
     logits: int,
     temperature: float,
@@ -186,12 +188,12 @@ def _start(
     out: TopK,
 ) -> None:
     """Launches what is planned, with the addresses of this call."""
-    function = cuda_driver.function(device, planned.kernel)
-    scratch = tickets = 0
+    function = driver.function(device, planned.kernel)
+    scratch = first_ticket = 0
     if planned.scratch_words:
         workspace = torch.empty(planned.scratch_words, dtype=torch.int64, device=out.values.device)
         scratch = workspace.data_ptr()
-        tickets = cuda_tickets.zeroed(device, planned.row_tickets + planned.beam_tickets)
+        first_ticket = tickets.zeroed(device, planned.row_tickets + planned.beam_tickets)
     filled = planned.fill(
         logits,
         temperature,
@@ -199,7 +201,7 @@ def _start(
         mask,
         beam_scores,
         scratch,
-        tickets,
+        first_ticket,
         out.values.data_ptr(),
         out.indices.data_ptr(),
         out.logsumexp.data_ptr(),
@@ -209,8 +211,8 @@ def _start(
     shared_bytes = planned.shared_bytes
     if shared_bytes > _SHARED_BYTES_UNASKED:
         # A kernel for hardware that has less than this needs less.
-        shared_bytes = cuda_driver.affordable_shared_bytes(device, planned.kernel, shared_bytes)
-    cuda_driver.call(function, planned.grid, planned.threads, (argument,), device, shared_bytes)
+        shared_bytes = driver.affordable_shared_bytes(device, planned.kernel, shared_bytes)
+    driver.call(function, planned.grid, planned.threads, (argument,), device, shared_bytes)
 
 
 def readable(logits: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from . import env
+from .. import env
 
 MOST_BYTES = 256 << 20
 """How much the files may take together: all kernels of one version, for one GPU, take about a tenth of it."""

@@ -7,8 +7,8 @@ from types import ModuleType
 
 import torch
 
+from ..layout.topk_choice import MAX_K
 from . import cpu, cuda, reference
-from .kernel_choice import MAX_K
 
 _BACKENDS: dict[str, ModuleType] = {"cuda": cuda, "cpu": cpu, "reference": reference}
 NAMES = tuple(_BACKENDS)

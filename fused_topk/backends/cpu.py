@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .problem import FullRowProblem, Problem, Start, TopK
+from ..problem import FullRowProblem, Problem, Start, TopK
 
 _cpu: Any
 try:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+from .collapse import collapse
 from .kernel_arguments import LEADING_DIMS, Problem, writer
-from .kernel_choice import VARIANTS, KernelChoice, Method, choose, list_length
-from .layout import collapse
+from .topk_choice import VARIANTS, KernelChoice, Method, choose, list_length
 
 FORMATS = {
     torch.float32: "Float32",
