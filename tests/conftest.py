@@ -6,11 +6,17 @@ machine with a GPU also `cuda` and `reference` on CUDA tensors. A test with a `n
 the reference with itself at length, runs on `cpu` and `cuda`. A backend that does not work here is skipped, unless
 FUSED_TOPK_REQUIRE_BACKENDS (a comma list, such as "cpu,cuda") names it: then its tests fail with the cause.
 
-`pytest -m exhaustive` runs the full product of shapes, for which the default run takes a covering subset.
+There are two tiers. Plain `pytest` takes minutes: it runs every test, and of a test with parameters as few cases as have
+each value of each parameter once on each backend. `pytest -m exhaustive` runs all that this leaves out: the other
+combinations, and the tests that are marked so. `.ci/run` runs both. A test whose address is given with its parameters runs
+in any case.
+
+`pytest -m all_shapes` takes hours. Nothing else runs its tests, for which the other tiers take a covering subset.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import NamedTuple
 
@@ -53,17 +59,51 @@ if torch.cuda.is_available() or "cuda" in REQUIRED:
     BACKENDS += [CUDA, Backend("reference", "cuda")]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "exhaustive: the full product of shapes (only with -m exhaustive)")
-    config.addinivalue_line("markers", "sanitize: small tests of every kernel, for tests/sanitize.sh")
+# Each of their values has a cover of the other parameters to itself.
+PLACES = ("backend", "native", "place")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "exhaustive" in config.getoption("markexpr"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for _, of_test in itertools.groupby(items, key=_test_and_place):
+        cases = list(of_test)
+        covering = _covering(cases)
+        for case in cases:
+            if case not in covering:
+                case.add_marker("exhaustive")
+
+
+def _test_and_place(item: pytest.Item) -> tuple[str, ...]:
+    places = [f"{name}={value}" for name, value in _parameters(item).items() if name in PLACES]
+    return item.nodeid.partition("[")[0], *places
+
+
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def _settings(item: pytest.Item) -> set[str]:
+    """What each list of parameters gives to a case; parameters of one list, such as "rows, k", go together."""
+    parameters = dict(_parameters(item))
+    settings = set()
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        settings.add(repr([(name, parameters.pop(name)) for name in names if name in parameters]))
+    return settings | {repr(parameter) for parameter in parameters.items()}
+
+
+def _covering(cases: list[pytest.Item]) -> set[pytest.Item]:
+    """Some of the cases of a test that have between them each setting of all. First those that add the most."""
+    settings = [_settings(case) for case in cases]
+    missing = set().union(*settings)
+    chosen = set()
+    for added in range(max(map(len, settings)), 0, -1):
+        for case, of_case in zip(cases, settings):
+            if len(of_case & missing) >= added:
+                chosen.add(case)
+                missing -= of_case
+    return chosen or set(cases)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -2,7 +2,7 @@
 """Exact agreement with the reference over types, vocabulary sizes, k and numbers of rows.
 
 The default run takes, for every type, size and k, one number of rows and one function in turn, so that every pair of
-settings meets somewhere; `-m exhaustive` takes the whole product.
+settings meets somewhere; `-m all_shapes` takes the whole product.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _covering() -> list[Case]:
     return cases
 
 
-def _exhaustive() -> list[Case]:
+def _all_shapes() -> list[Case]:
     return [
         Case(entry, dtype, rows, vocab_size, k)
         for entry, dtype, vocab_size in itertools.product(ENTRIES, DTYPES, VOCABS)
@@ -125,8 +125,8 @@ def test_row_topk_batches(native, case):
     _check(native, case)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", _exhaustive(), ids=str)
+@pytest.mark.all_shapes
+@pytest.mark.parametrize("case", _all_shapes(), ids=str)
 def test_row_topk_all_shapes(native, case):
     _check(native, case)
 

@@ -115,6 +115,13 @@ def short(kernel: str) -> str:
 
 
 @pytest.mark.parametrize("kernel", CASES, ids=short)
+def test_kernel_once(kernel):
+    """In the case with the shortest rows."""
+    check(min(CASES[kernel], key=lambda case: case.vocab_size), schedule="random")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kernel", CASES, ids=short)
 def test_kernel(kernel):
     for turn, case in enumerate(CASES[kernel]):
         schedule = SCHEDULES[turn % len(SCHEDULES)]
@@ -222,6 +229,7 @@ LONG_PARTS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", LONG_PARTS, ids=str)
 def test_several_tiles_a_part(case):
     for seed, schedule in enumerate(SCHEDULES):
@@ -253,6 +261,7 @@ TILES_IN_ORDER = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", TILES_THAT_WIN, ids=str)
 def test_every_tile_beats_all_before_it(case):
     check(case, schedule="random", seed=7)
@@ -270,6 +279,7 @@ CROWDED = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CROWDED, ids=str)
 def test_tile_that_finds_no_room_is_offered_again_but_counted_once(case):
     """Ties in too few lanes of each tile for a warp to look for the tile's own best, but in all tiles together more of them than
@@ -280,6 +290,7 @@ def test_tile_that_finds_no_room_is_offered_again_but_counted_once(case):
     assert_topk(got, expected("log_softmax_topk", logits, case.k), logits, "log_softmax_topk")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rows", ["ascending", "descending", "all_equal", "many_ties_across_k", "nans", "all_nan"])
 @pytest.mark.parametrize("case", TILES_IN_ORDER, ids=str)
 def test_last_tiles_come_first(case, rows):
@@ -287,6 +298,7 @@ def test_last_tiles_come_first(case, rows):
         check(case._replace(rows=rows), schedule=schedule, seed=seed)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [case for case in TILES_IN_ORDER if case.k <= 8], ids=str)
 def test_few_tiles_have_hits_where_logits_ascend(case, monkeypatch):
     """For each, its warp asks for room in shared memory, and tells the others what it has proven."""
@@ -297,6 +309,7 @@ def test_few_tiles_have_hits_where_logits_ascend(case, monkeypatch):
     assert 3 * outcome.counts["atomics"] < without.counts["atomics"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel_of_an_older_gpu(dtype):
     """Compute capability 7.5 has neither the warp's reductions nor maxima of pairs, nor copies in the background."""
@@ -314,6 +327,7 @@ def test_kernel_of_an_older_gpu(dtype):
         check(case, schedule="random", architecture=75)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("most", [8, 9])
 def test_short_rows_have_the_bits_of_longer_ones(dtype, most):
@@ -349,6 +363,7 @@ def test_subnormal_temperatures(case):
             assert (got.values[:, 1:] <= (0 if entry == "softmax_topk" else -1e35)).all()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_apart", [False, True])
 @pytest.mark.parametrize("k", [1, 5, 8, 20])
 @pytest.mark.parametrize("vocab_size", [60, 64, 128, 200, 256])
@@ -388,6 +403,7 @@ ARRIVALS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("k", [8, 16, 20, 50, 64, 200, 256])
 def test_bound_of_warps_that_is_the_kth_best(k):
     cases = [Case(tiles * 1024, k, rows="1", splits=1) for tiles in (8, 16)]
@@ -395,6 +411,7 @@ def test_bound_of_warps_that_is_the_kth_best(k):
     check_that_no_more_prove_a_bound(case, case.choice().k_of_warp(k))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("splits", [2, 4, 5, 8, 16, 17])
 @pytest.mark.parametrize("k", [5, 13, 50])
 def test_bound_of_blocks_that_is_the_kth_best(k, splits):
@@ -433,6 +450,7 @@ def test_beams_of_infinite_score():
         assert got.indices.tolist() == [[1, 2, 4, 5, 0, 3]]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ARRIVALS.values(), ids=list(ARRIVALS))
 def test_blocks_arrive_in_any_order(case):
     """Bit for bit the same, whoever comes last."""
@@ -449,6 +467,7 @@ def test_blocks_arrive_in_any_order(case):
     check(case)
 
 
+@pytest.mark.exhaustive
 def test_more_blocks_than_a_warp_has_lanes():
     """Then a lane holds the bounds of several, and k may be smaller than that."""
     for k in (5, 33):
@@ -477,6 +496,7 @@ def test_read_rows(dtype, count):
 SHARDS = 6
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_under_address_sanitizer(shard):
     """Every kernel, in one of its cases."""
@@ -485,6 +505,7 @@ def test_under_address_sanitizer(shard):
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
 
 
+@pytest.mark.exhaustive
 def test_address_sanitizer_sees_local_variables():
     """Which the harness's own checks leave to it."""
     calls = [(Case(300, 5, rows="1"), "__frcp_rn(t);", "(&t)[1 + (t < 0.0f)];")]

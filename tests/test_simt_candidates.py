@@ -16,7 +16,10 @@ from simt.cases import Case, Laid
 from simt.launch import Outcome
 from test_beam import check_beams
 
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+pytestmark = [
+    pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable())),
+    pytest.mark.exhaustive,
+]
 
 CAPACITY = {1: 128, 8: 512, 16: 4096}  # by warps: Candidates::kCapacity of csrc/candidates.cuh
 TILE = 1024

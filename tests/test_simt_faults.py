@@ -11,6 +11,8 @@ import pytest
 from simt import build
 from simt.cases import Case, Laid, check
 
+pytestmark = pytest.mark.exhaustive  # each fault is a build of its own
+
 ONE_WARP = Case(257, 5, rows="2")
 # Its loads go to registers; those of longer rows may go to shared memory in the background.
 ONE_TILE = Case(256, 5, rows="2", padding=16)

@@ -85,6 +85,7 @@ def results(dtype: torch.dtype) -> tuple[tuple[str, torch.dtype], ...]:
     return ("softmax", dtype), ("log_softmax", torch.float32), ("logsumexp", torch.float32)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize(("kernel", "blocks", "vocab_size"), SHAPES)
 def test_kernels(kernel, blocks, vocab_size, dtype):
@@ -135,6 +136,20 @@ SHARDS = 4
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
+def test_every_kernel_once(shard):
+    for case in list(a_case_of_each_kernel().values())[shard::SHARDS]:
+        problem, choice = laid(*case)
+        out_dtype = case[-1]
+
+        def of_choice(entry, x, problem=problem, choice=choice, out_dtype=out_dtype, **settings):
+            return run(problem._replace(logits=x), choice, out_dtype, schedule="random")
+
+        wants = {} if problem.values == "logsumexp" else {"dtype": out_dtype}
+        check(of_choice, problem.values, problem.logits, temperature=0.7, **wants)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shard", range(SHARDS))
 def test_under_address_sanitizer(shard):
     """Every kernel, once."""
     done = sanitized.call("test_simt_full_rows", "run_sanitized", list(a_case_of_each_kernel().values())[shard::SHARDS])
@@ -146,6 +161,7 @@ def run_sanitized(*case) -> None:
     run(problem, choice, case[-1], address_sanitizer=True, schedule="random")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", (75, 90))
 @pytest.mark.parametrize("kernel", ("warp", "block", "grid"))
 def test_before_and_after_packed_maxima(kernel, architecture):
@@ -159,6 +175,7 @@ def test_before_and_after_packed_maxima(kernel, architecture):
         check(of_choice, "softmax", logits)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("start", (0, 1))
 @pytest.mark.parametrize(("kernel", "blocks"), (("shared", 1), ("grid", 2), ("long", 2)))
 def test_without_copies_in_the_background(kernel, blocks, start):
@@ -186,6 +203,7 @@ def test_blocks_that_wait_for_each_other_all_run():
     check(of_choice, "softmax", random_logits(1, 3400))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("rows", "blocks", "owners"), ((1, 5, 1), (5, 2, 2), (5, 2, 3), (3, 4, 1)))
 def test_blocks_that_share_rows(schedule, rows, blocks, owners):

@@ -30,8 +30,13 @@ _INSTRUMENT = (
     "--param=tsan-distinguish-volatile=1",
     "-fno-sanitize=null,alignment,object-size,vptr,pointer-overflow",
 )
-# The real sanitizers, in place of the harness's own checks.
-_ADDRESS_SANITIZER = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+# The real sanitizers, in place of the harness's own checks. Checks that are calls compile in two thirds of the time.
+_ADDRESS_SANITIZER = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+    "--param=asan-instrumentation-with-call-threshold=0",
+)
 _FOLDER = Path(tempfile.gettempdir()) / f"fused_topk-simt-{os.getuid()}"
 
 
