@@ -13,6 +13,8 @@ from fused_topk.cuda_runtime import driver, kernel_source
 from fused_topk.layout.topk_choice import Method
 from nvrtc_library import of_cuda12
 
+pytestmark = pytest.mark.exhaustive
+
 DTYPES = ("Float32", "Float16", "BFloat16")
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs the tests of fused_topk.generation with other versions of transformers than the one that is installed.
+# Runs the tests of fused_topk.generation with other versions of transformers than the one that is installed: the tier that
+# plain pytest runs (conftest.py), and of the processors' boundaries both tiers, since versions differ there.
 #
 #     tests/transformers_versions.sh [VERSION ...]
 #
@@ -30,5 +31,7 @@ for version in "${versions[@]}"; do
   "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "transformers==$version"
   "$environment/bin/python" -c "import transformers; assert transformers.__version__ == '$version', transformers.__file__"
   # Models this small are slowed down by threads that wait in turns; two processes are not.
-  timeout 600 "$environment/bin/python" -m pytest -q -n 2 -p no:cacheprovider "$tests"/test_generation*.py
+  pytest=(timeout 600 "$environment/bin/python" -m pytest -q -n 2 -p no:cacheprovider)
+  "${pytest[@]}" "$tests"/test_generation*.py
+  "${pytest[@]}" -m exhaustive "$tests"/test_generation_boundaries.py
 done
