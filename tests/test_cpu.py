@@ -213,6 +213,7 @@ def test_cpu_while_the_number_of_threads_changes(cpu, threads):
         assert_same(cpu("softmax_topk", logits, 40), want)
 
 
+@pytest.mark.exhaustive
 def test_cpu_threads_do_not_race(tmp_path):
     """tests/cpp/rows.cpp, in the C++ of this machine's baseline, under ThreadSanitizer."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))

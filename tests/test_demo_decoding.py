@@ -86,6 +86,7 @@ def gpu_without_cupy(monkeypatch):
     driver._cupy_problem.cache_clear()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("gpu_without_cupy")
 def test_demo_on_a_gpu_machine_without_cupy_takes_the_cpu(tiny_model, tmp_path):
     """README.md's first command brings no CuPy."""
@@ -104,6 +105,7 @@ def test_demo_says_at_once_that_a_device_has_no_kernels(tiny_model):
     assert "`--device` must have kernels, got 'cuda:0': CuPy cannot be imported" in result.output
 
 
+@pytest.mark.exhaustive
 def test_demo_notices_wrong_results(tiny_model, monkeypatch, tmp_path):
     from fused_topk.generation import selection
 
