@@ -46,13 +46,13 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
     """Versions, devices, which backends work and if not why, and where compiled kernels are cached."""
-    from .machine import describe
+    from .machine import describe, print_description
 
     found = describe()
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
-        _print_info(found, _console())
+        print_description(found, _console())
 
 
 @app.command("cache")
@@ -376,37 +376,3 @@ def _console() -> Console:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
-
-
-def _print_info(found: dict[str, Any], console: Console) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, version in found["versions"].items():
-        table.add_row(name, escape(version or "not found"))
-    cpu = found["cpu"]
-    kernel = f"native kernel: {cpu['instructions']}" if cpu["instructions"] else "no native kernel"
-    table.add_row("CPU", escape(f"{cpu['model']}, {kernel}, {cpu['threads']} threads"))
-    # A list, or the reason why there is none.
-    gpus = found["gpus"] if isinstance(found["gpus"], list) else []
-    if not gpus:
-        table.add_row("GPU", escape(found["gpus"] or "none that torch sees"))
-    for number, gpu in enumerate(gpus):
-        table.add_row(
-            f"GPU {number}",
-            f"{gpu['name']}, compute capability {gpu['compute_capability']}, {gpu['multiprocessors']} multiprocessors, "
-            f"{gpu['l2_bytes'] / _MIB:.0f} MiB L2, {gpu['memory_bytes'] / _MIB / 1024:.0f} GiB",
-        )
-        if gpu["problem"]:
-            table.add_row("", f"[yellow]no kernels:[/] {escape(gpu['problem'])}")
-    for name, cause in found["backends"].items():
-        table.add_row(f"backend {name}", "[green]works[/]" if cause is None else f"[yellow]no:[/] {escape(cause)}")
-    cache = found["kernel_cache"]
-    held = f"{cache['path'] or 'no folder'} ({cache['files']} files, {_mebibytes(cache['bytes'])})"
-    table.add_row("compiled kernels", escape(held))
-    if cache["problem"]:
-        table.add_row("", f"[yellow]not kept:[/] {escape(cache['problem'])}")
-    console.print(table)

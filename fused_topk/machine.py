@@ -9,12 +9,17 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import __version__, backends, env
 from .cuda_runtime import kernel_cache
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_MIB = 1 << 20
 
 
 def describe() -> dict[str, Any]:
@@ -30,6 +35,41 @@ def describe() -> dict[str, Any]:
         "backends": backends.available(),
         "kernel_cache": _kernel_cache(),
     }
+
+
+def print_description(found: dict[str, Any], console: Console) -> None:
+    """What describe() gives, as a table."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, version in found["versions"].items():
+        table.add_row(name, escape(version or "not found"))
+    cpu = found["cpu"]
+    kernel = f"native kernel: {cpu['instructions']}" if cpu["instructions"] else "no native kernel"
+    table.add_row("CPU", escape(f"{cpu['model']}, {kernel}, {cpu['threads']} threads"))
+    # A list, or the reason why there is none.
+    gpus = found["gpus"] if isinstance(found["gpus"], list) else []
+    if not gpus:
+        table.add_row("GPU", escape(found["gpus"] or "none that torch sees"))
+    for number, gpu in enumerate(gpus):
+        table.add_row(
+            f"GPU {number}",
+            f"{gpu['name']}, compute capability {gpu['compute_capability']}, {gpu['multiprocessors']} multiprocessors, "
+            f"{gpu['l2_bytes'] / _MIB:.0f} MiB L2, {gpu['memory_bytes'] / _MIB / 1024:.0f} GiB",
+        )
+        if gpu["problem"]:
+            table.add_row("", f"[yellow]no kernels:[/] {escape(gpu['problem'])}")
+    for name, cause in found["backends"].items():
+        table.add_row(f"backend {name}", "[green]works[/]" if cause is None else f"[yellow]no:[/] {escape(cause)}")
+    cache = found["kernel_cache"]
+    held = f"{cache['path'] or 'no folder'} ({cache['files']} files, {cache['bytes'] / _MIB:.1f} MiB)"
+    table.add_row("compiled kernels", escape(held))
+    if cache["problem"]:
+        table.add_row("", f"[yellow]not kept:[/] {escape(cache['problem'])}")
+    console.print(table)
 
 
 def versions() -> dict[str, str | None]:
