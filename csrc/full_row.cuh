@@ -13,7 +13,7 @@ namespace fused_topk {
 enum FullRowKind : u32 { kSoftmax = 0, kLogSoftmax = 1, kLogSumExp = 2 };
 
 // The argument, passed by value. Each 64 bytes of it cost a launch a fetch from memory: the fields that every launch
-// reads come first. fused_topk/backends/cuda_full_rows.py fills it by field names.
+// reads come first. fused_topk/layout/full_row_launch.py fills it by field names.
 struct FullRows {
   const void* logits;            // [rows, V]: row r at r / inner_rows * outer_stride + r % inner_rows * inner_stride
   void* out;                     // [rows, V] of the OUT format; [rows] float for kLogSumExp
@@ -31,7 +31,7 @@ struct FullRows {
   Normalizer* parts;  // [owners, 2, blocks_per_row]; null, like counters, where a block or a warp owns a row
   u32* counters;      // [owners], zero before and after each launch
 };
-static_assert(sizeof(FullRows) == 80, "fused_topk/backends/cuda_full_rows.py packs 80 bytes");
+static_assert(sizeof(FullRows) == 80, "fused_topk/layout/full_row_launch.py packs 80 bytes");
 
 // Two floats as a pair of 16-bit floats, rounded to nearest even.
 __device__ __forceinline__ u32 half_pair(float low, float high) {

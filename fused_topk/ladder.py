@@ -15,7 +15,6 @@ from torch import Tensor
 from . import backends
 from .backends import cpu
 from .cuda_runtime import driver
-from .operators import full_rows as full_row_operators
 from .problem import FullRowProblem, Problem, TopK
 
 GPU_K = (5, 10, 15, 30)
@@ -111,14 +110,15 @@ def unavailable(rung: Rung, device: torch.device, vocab_size: int, k: int) -> st
 
 def climb(rung: Rung, logits: Tensor, scratch: Scratch) -> None:
     """Runs a rung on contiguous float32 logits (rows, V); k is that of the scratch. Checks nothing."""
+    backend = backends.pick(logits.device, logits.dtype, 1, logits.device.type)
     if rung.name == "package_softmax":
-        run = full_row_operators.RUN[backends.pick(logits.device, logits.dtype, 1, logits.device.type)]
-        run(FullRowProblem(logits, 1.0, None, "softmax"), scratch.y)
+        problem = FullRowProblem(logits, 1.0, None, "softmax")
+        backend.prepare_full_rows(problem, logits.device, logits.dtype)(logits, scratch.y)
     elif rung.name == "package_topk":
         k = scratch.values.shape[-1]
         out = TopK(scratch.values, scratch.indices, scratch.logsumexp)
-        problem = Problem(logits, k, 1.0, None, None, "softmax", "allowed")
-        backends.pick(logits.device, logits.dtype, k, logits.device.type).row_topk(problem, out)
+        of_rows = Problem(logits, k, 1.0, None, None, "softmax", "allowed")
+        backend.prepare_topk(of_rows, logits.device)(logits, out)
     elif logits.device.type == "cpu":
         _climb_on_cpu(rung, logits, scratch)
     else:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the public functions hand to a backend, once every argument has been checked."""
+"""The words that all layers share: what a call asks for, once every argument has been checked, and what it gives."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -40,23 +41,6 @@ class Problem(NamedTuple):
         )
 
 
-def _at(like: Tensor | None, tensor: Tensor | None) -> Tensor | None:
-    return None if like is None or tensor is None else tensor.as_strided(like.shape, like.stride())
-
-
-class Start(Protocol):
-    """What a backend's prepare() gives: runs the prepared request on tensors of the layout that it was prepared for."""
-
-    def __call__(
-        self,
-        logits: Tensor,
-        out: TopK,
-        beam_scores: Tensor | None = None,
-        mask: Tensor | None = None,
-        row_temperature: Tensor | None = None,
-    ) -> None: ...
-
-
 class FullRowProblem(NamedTuple):
     """A checked request for full rows. A backend reads it and writes the contiguous tensor that the caller allocated."""
 
@@ -64,3 +48,20 @@ class FullRowProblem(NamedTuple):
     temperature: float  # positive and finite; ignored where row_temperature is given
     row_temperature: Tensor | None  # logits.shape[:-1], float32, any strides
     values: str  # "softmax" or "log_softmax", each for a result of logits.shape; "logsumexp", of logits.shape[:-1]
+
+    def at(self, logits: Tensor, row_temperature: Tensor | None) -> FullRowProblem:
+        """The same request where these tensors lie, as :meth:`Problem.at`."""
+        return self._replace(logits=logits, row_temperature=_at(self.row_temperature, row_temperature))
+
+
+def result_dtype(logits_dtype: torch.dtype) -> torch.dtype:
+    """dtype of probabilities and logsumexp: float32, and float64 for float64 logits."""
+    return torch.float64 if logits_dtype == torch.float64 else torch.float32
+
+
+def _at(like: Tensor | None, tensor: Tensor | None) -> Tensor | None:
+    """The tensor, seen with the shape and the strides of `like`, which broadcasting may have given it."""
+    if like is None or tensor is None:
+        return None
+    is_alike = tensor.shape == like.shape and tensor.stride() == like.stride()
+    return tensor if is_alike else tensor.as_strided(like.shape, like.stride())

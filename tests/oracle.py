@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from fused_topk import TopK
-from fused_topk.backends import reference
-from fused_topk.problem import Problem
+from fused_topk.backends import cuda, reference
+from fused_topk.problem import FullRowProblem, Problem
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 VALUES_OF = {"softmax_topk": "softmax", "log_softmax_topk": "log_softmax", "topk": "logits"}
@@ -52,6 +52,23 @@ def problem_of(
         mask = mask.expand(logits.shape if mask.dtype == torch.bool else (*lead, mask.shape[-1]))
     scalar = 1.0 if temperature is None or row_temperature is not None else float(temperature)
     return Problem(logits, k, scalar, row_temperature, mask, VALUES_OF[entry], normalize)
+
+
+def start(backend, problem: Problem, out: TopK, beam_scores: Tensor | None = None, **how) -> None:
+    """Has a backend run a request on the tensors that it names. `how`: what its prepare_topk() takes besides."""
+    run = backend.prepare_topk(problem, _device_of(backend, problem.logits), beam_scores, **how)
+    run(problem.logits, out, beam_scores, problem.mask, problem.row_temperature)
+
+
+def start_full_rows(backend, problem: FullRowProblem, out: Tensor, **how) -> None:
+    """Likewise."""
+    run = backend.prepare_full_rows(problem, _device_of(backend, problem.logits), out.dtype, **how)
+    run(problem.logits, out, problem.row_temperature)
+
+
+def _device_of(backend, logits: Tensor) -> torch.device:
+    """Of CPU tensors the emulated GPU, where the backend is for one."""
+    return torch.device("cuda", 0) if backend is cuda and not logits.is_cuda else logits.device
 
 
 def expected(entry: str, logits: Tensor, k: int, **settings) -> TopK:

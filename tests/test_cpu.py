@@ -17,7 +17,7 @@ import torch
 
 from fused_topk import TopK
 from fused_topk.backends import cpu as native_cpu
-from oracle import DTYPES, assert_same, assert_topk, expected, problem_of
+from oracle import DTYPES, assert_same, assert_topk, expected, problem_of, start
 from rows import adversarial_rows, packed, random_logits, random_mask
 
 if native_cpu.unavailable() is None:
@@ -37,7 +37,7 @@ def empty(entry: str, logits: torch.Tensor, k: int) -> TopK:
 
 def run(entry: str, logits: torch.Tensor, k: int, instruction_set: str, **settings) -> TopK:
     out = empty(entry, logits, k)
-    native_cpu.row_topk(problem_of(entry, logits, k, **settings), out, instruction_set)
+    start(native_cpu, problem_of(entry, logits, k, **settings), out, instruction_set=instruction_set)
     return out
 
 

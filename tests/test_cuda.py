@@ -16,7 +16,7 @@ import fused_topk
 from fused_topk import TopK
 from fused_topk.backends import cuda as kernels
 from fused_topk.layout.topk_choice import MAX_K, alternatives, choose
-from oracle import DTYPES, assert_same, assert_topk, check, expected, problem_of
+from oracle import DTYPES, assert_same, assert_topk, check, expected, problem_of, start
 from rows import adversarial_rows, random_logits, random_mask
 
 SPLIT = [(1, 128256, 8), (3, 50257, 64), (2, 300007, 300)]
@@ -66,7 +66,7 @@ def gigabytes_free() -> float:
 )
 def test_row_topk_regime(cuda, dtype, rows, vocab_size, k, regime):
     logits = random_logits(rows, vocab_size, dtype=DTYPES[dtype], device="cuda")
-    choice = kernels.choice_of(problem_of("log_softmax_topk", logits, k))
+    choice = kernels.topk_choice(rows, vocab_size, k, logits.element_size(), 0)
     assert choice.regime == regime
     check(cuda, "log_softmax_topk", logits, k)
 
@@ -91,7 +91,7 @@ def test_row_topk_regimes_agree_bit_for_bit(cuda, dtype, vocab_size, k):
     choices += [choice for choice in alternatives(1, vocab_size, k, logits.element_size(), 132) if choice.lanes]
     for choice in choices:
         got = empty_like(want)
-        kernels._launch(problem, None, got, choice)
+        start(kernels, problem, got, choice=choice)
         assert_same(got, want)
 
 

@@ -8,8 +8,9 @@ import re
 
 import pytest
 
-from fused_topk.backends import cuda, cuda_full_rows
+from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver, kernel_source
+from fused_topk.layout import full_row_launch
 from fused_topk.layout.topk_choice import Method
 from nvrtc_library import of_cuda12
 
@@ -75,7 +76,7 @@ def test_read_rows_compiles_without_spills(nvrtc, architecture):
 @pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_full_row_kernels_compile_without_spills(nvrtc, dtype, architecture):
-    kernels = [name for name in cuda_full_rows.kernel_names() if f"<fused_topk::{dtype}," in name]
+    kernels = [name for name in full_row_launch.kernel_names() if f"<fused_topk::{dtype}," in name]
     assert len(kernels) == 12 * (1 if dtype == "Float32" else 2)
     for kernel in kernels:
         _, entry, log = driver.compile_kernel(kernel, architecture)

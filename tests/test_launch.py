@@ -14,7 +14,7 @@ import torch
 from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver, tickets
 from fused_topk.layout.topk_choice import KernelChoice, Method
-from oracle import problem_of
+from oracle import problem_of, start
 from simt.row_topk import empty_result
 
 
@@ -83,9 +83,9 @@ def test_no_more_shared_memory_is_asked_for_than_there_is(monkeypatch):
     choice = KernelChoice(8, 8, 1, 20, 1)
 
     def asked() -> int:
-        cuda._launch(problem, None, empty_result(problem), choice)
+        start(cuda, problem, empty_result(problem), choice=choice)
         return int(calls[-1][-1])
 
     assert asked() == choice.shared_bytes(Method.TILE_BY_TILE, is_plain=True) > 60_000
-    most[problem.logits.get_device(), calls[-1][0]] = 60_000
+    most[0, calls[-1][0]] = 60_000
     assert asked() == 60_000

@@ -12,12 +12,11 @@ import torch
 
 from fused_topk import ladder
 from fused_topk.backends import cuda as kernels
-from fused_topk.backends import cuda_full_rows
 from fused_topk.cuda_runtime.kernel_source import source_folder
-from fused_topk.layout import topk_launch
+from fused_topk.layout import full_row_launch, topk_launch
 from fused_topk.layout.topk_choice import KernelChoice, alternatives, choose
 from fused_topk.problem import Problem
-from oracle import DTYPES, assert_same, assert_topk, expected
+from oracle import DTYPES, assert_same, assert_topk, expected, start
 from rows import INF, adversarial_rows, random_logits
 from simt import build, sanitized
 from simt.cases import Case, Laid, check, kernel_of
@@ -143,7 +142,7 @@ def test_every_kernel_is_tested():
     """Here, and by files of their own that show the same of theirs: test_simt_full_rows.py, test_ladder.py."""
     tested = {*CASES, "fused_topk::read_rows_kernel"}
     assert tested == set(kernels.kernel_names())
-    named = {re.split("<", name)[0] for name in (*tested, *cuda_full_rows.kernel_names(), *ladder.kernel_names())}
+    named = {re.split("<", name)[0] for name in (*tested, *full_row_launch.kernel_names(), *ladder.kernel_names())}
     sources = (path.read_text() for path in source_folder().glob("*.cu"))
     defined = [name for source in sources for name in re.findall(r"__global__[^{;]*?(\w+)\(const", source)]
     assert defined and sorted(name.split("::")[-1] for name in named) == sorted(defined)
@@ -161,7 +160,7 @@ PREPARED = {
 def test_prepared_call_is_the_same_launch(name, monkeypatch):
     """What functional.py keeps for calls like this one, against the launch that is computed anew."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
-    monkeypatch.setattr(kernels, "_choice", kernels._choice.__wrapped__)
+    monkeypatch.setattr(kernels, "topk_choice", kernels.topk_choice.__wrapped__)
     memory = torch.randn(1000).view(torch.uint8)
     logits = PREPARED[name](memory)
     problem = Problem(logits, 5, 1.0, None, None, "log_softmax", "allowed")
@@ -172,9 +171,9 @@ def test_prepared_call_is_the_same_launch(name, monkeypatch):
         with emulated([Array("logits", logits, "input"), *arrays]) as outcomes:
             if is_prepared:
                 like = torch.empty_strided(logits.shape, logits.stride(), device="meta")
-                kernels.prepare(problem._replace(logits=like), torch.device("cuda", 0))(logits, out, None)
+                kernels.prepare_topk(problem._replace(logits=like), torch.device("cuda", 0))(logits, out, None)
             else:
-                kernels.row_topk(problem, out)
+                start(kernels, problem, out)
         outcomes[0].check()
         results.append(out)
     for anew, prepared in zip(*results, strict=True):
@@ -186,7 +185,7 @@ def test_prepared_call_is_the_same_launch(name, monkeypatch):
 def test_prepared_call_with_mask_and_row_temperature(name, monkeypatch):
     """Both broadcast: one mask for all rows, one temperature for two rows. The plan is of meta tensors."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
-    monkeypatch.setattr(kernels, "_choice", kernels._choice.__wrapped__)
+    monkeypatch.setattr(kernels, "topk_choice", kernels.topk_choice.__wrapped__)
     logits = PREPARED[name](torch.randn(1000).view(torch.uint8))
     mask, temperature = torch.rand(1, 100) < 0.5, torch.tensor([0.5, 2.0]).repeat(4)
     given = Problem(logits, 5, 1.0, temperature, mask.expand(8, 100), "log_softmax", "allowed")
@@ -201,7 +200,7 @@ def test_prepared_call_with_mask_and_row_temperature(name, monkeypatch):
     outputs = [Array(key, tensor, "output") for key, tensor in out._asdict().items()]
     inputs = [Array(*each, "input") for each in (("logits", logits), ("mask", mask), ("temperature", temperature))]
     with emulated([*inputs, *outputs]) as outcomes:
-        kernels.prepare(like, torch.device("cuda", 0))(logits, out, None, mask, temperature)
+        kernels.prepare_topk(like, torch.device("cuda", 0))(logits, out, None, mask, temperature)
     outcomes[0].check()
     scores = (logits / temperature.unsqueeze(-1)).masked_fill(~mask, -torch.inf).double().log_softmax(-1)
     want = scores.topk(5)
@@ -211,11 +210,11 @@ def test_prepared_call_with_mask_and_row_temperature(name, monkeypatch):
 
 def test_prepared_call_without_rows_launches_nothing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
-    monkeypatch.setattr(kernels, "_choice", kernels._choice.__wrapped__)
-    monkeypatch.setattr(kernels, "_start", None)
+    monkeypatch.setattr(kernels, "topk_choice", kernels.topk_choice.__wrapped__)
+    monkeypatch.setattr(kernels, "_launch_topk", None)
     logits = torch.empty(0, 300)
     problem = Problem(logits, 5, 1.0, None, None, "logits", "allowed")
-    kernels.prepare(problem, torch.device("cuda", 0))(logits, empty_result(problem), None)
+    kernels.prepare_topk(problem, torch.device("cuda", 0))(logits, empty_result(problem), None)
 
 
 # As rows of more than 2^20 elements are cut, with the parts' ends on both sides of a tile's and of the row's.
@@ -313,7 +312,7 @@ def test_few_tiles_have_hits_where_logits_ascend(case, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel_of_an_older_gpu(dtype):
     """Compute capability 7.5 has neither the warp's reductions nor maxima of pairs, nor copies in the background."""
-    for vocab_size, k, owner, start in [
+    for vocab_size, k, owner, offset in [
         (100, 8, "few", 1),
         (256, 5, "few", 1),
         (100, 9, "few", 1),
@@ -322,8 +321,8 @@ def test_kernel_of_an_older_gpu(dtype):
         (17000, 20, "some", 0),
         (33001, 8, "few", 0),
     ]:
-        padding = 0 if start else -vocab_size % 16
-        case = Case(vocab_size, k, dtype, rows="0/2", owner=owner, start=start, padding=padding, splits=1 - start)
+        padding = 0 if offset else -vocab_size % 16
+        case = Case(vocab_size, k, dtype, rows="0/2", owner=owner, start=offset, padding=padding, splits=1 - offset)
         check(case, schedule="random", architecture=75)
 
 

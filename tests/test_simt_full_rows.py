@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_topk.backends import cuda_full_rows
+from fused_topk.backends import cuda
+from fused_topk.layout import full_row_launch
 from fused_topk.layout.full_row_choice import FullRowChoice
 from fused_topk.problem import FullRowProblem
-from oracle import DTYPES
+from oracle import DTYPES, start_full_rows
 from rows import INF, NAN, random_logits, shifted
 from simt import build, sanitized
 from simt.emulate import emulated, recorded
@@ -44,9 +45,8 @@ def empty_result(problem: FullRowProblem, out_dtype: torch.dtype) -> Tensor:
 
 def launch(problem: FullRowProblem, choice: FullRowChoice, out: Tensor) -> None:
     """As the backend does, but for its choice."""
-    backend = {"_choice": lambda device, vocab_size, itemsize: choice, "_cache_bytes": lambda device: 10_000}
-    with mock.patch.multiple(cuda_full_rows, **backend):
-        cuda_full_rows.full_rows(problem, out)
+    with mock.patch.object(cuda, "cache_bytes", lambda device: 10_000):
+        start_full_rows(cuda, problem, out, choice=choice)
 
 
 def small_choice(kernel: str, vocab_size: int, itemsize: int, blocks: int = 1, warps: int = 2) -> FullRowChoice:
@@ -129,7 +129,7 @@ def laid(kernel, blocks, vocab_size, dtype, start, values, out_dtype) -> tuple[F
 
 def test_every_kernel_is_tested():
     """By test_kernels."""
-    assert set(a_case_of_each_kernel()) == set(cuda_full_rows.kernel_names())
+    assert set(a_case_of_each_kernel()) == set(full_row_launch.kernel_names())
 
 
 SHARDS = 4

@@ -17,7 +17,7 @@ from torch import Tensor
 import fused_topk
 from fused_topk.functional import full_rows
 from fused_topk.layout.full_row_choice import alternatives, choose_full_row
-from oracle import DTYPES, bits
+from oracle import DTYPES, bits, start_full_rows
 from rows import INF, NAN, adversarial_rows, layouts, random_logits, shifted
 
 VALUES = ("softmax", "log_softmax")
@@ -288,7 +288,7 @@ def test_instruction_sets_agree(cpu):
                     out = torch.empty(
                         logits.shape[:-1] if is_sum else logits.shape, dtype=torch.float32 if is_sum else logits.dtype
                     )
-                    backend.full_rows(FullRowProblem(logits, 1.0, None, values), out, name)
+                    start_full_rows(backend, FullRowProblem(logits, 1.0, None, values), out, instruction_set=name)
                     return out
 
                 check(run, values, logits)

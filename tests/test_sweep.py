@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fused_topk import cli
-from fused_topk.backends import cpu, cuda, cuda_full_rows
+from fused_topk.backends import cpu, cuda
 from fused_topk.benchmark import inputs, suites, sweep
 from fused_topk.benchmark.runner import Settings
 from fused_topk.benchmark.timing import summarize
@@ -31,22 +31,22 @@ def no_gpu(monkeypatch):
         pytest.skip("no native CPU kernel")
     launched = []
 
-    def row_topk(problem, out, choice):
+    def prepare_topk(problem, device, choice):
         launched.append(choice)
-        cpu.row_topk(problem, out)
+        return cpu.prepare_topk(problem, device)
 
-    def full_rows(problem, out, choice):
+    def prepare_full_rows(problem, device, dtype, choice):
         launched.append(choice)
-        cpu.full_rows(problem, out)
+        return cpu.prepare_full_rows(problem, device, dtype)
 
     def time_graph(function, given, effort):
         function(given[0])
         return summarize([float(len(set(launched)))])
 
-    monkeypatch.setattr(cuda, "row_topk", row_topk)
+    monkeypatch.setattr(cuda, "prepare_topk", prepare_topk)
     monkeypatch.setattr(cuda, "read_rows", lambda logits: None)
     monkeypatch.setattr(driver, "max_shared_bytes_per_block", lambda device: 227 << 10)
-    monkeypatch.setattr(cuda_full_rows, "full_rows", full_rows)
+    monkeypatch.setattr(cuda, "prepare_full_rows", prepare_full_rows)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     monkeypatch.setattr(sweep, "inputs_from_memory", lambda case, device: inputs.make_inputs(case, device, 2))
     monkeypatch.setattr(sweep, "time_graph", time_graph)
@@ -74,17 +74,20 @@ def test_best_and_loss(no_gpu):
 
 
 def test_wrong_answer_and_failed_launch_get_no_time(no_gpu, monkeypatch):
-    right = cuda.row_topk
+    right = cuda.prepare_topk
     choices = sweep.alternatives(TOPK, torch.device("cpu"))
 
-    def broken(problem, out, choice):
-        right(problem, out, choice)
-        if choice == choices[0]:
-            out.indices.copy_(out.indices.flip(-1))
-        if choice == choices[1]:
-            raise RuntimeError("too many resources\nrequested")
+    def broken(problem, device, choice):
+        def run(logits, out):
+            right(problem, device, choice)(logits, out)
+            if choice == choices[0]:
+                out.indices.copy_(out.indices.flip(-1))
+            if choice == choices[1]:
+                raise RuntimeError("too many resources\nrequested")
 
-    monkeypatch.setattr(cuda, "row_topk", broken)
+        return run
+
+    monkeypatch.setattr(cuda, "prepare_topk", broken)
     (swept,) = sweep.run([TOPK], SETTINGS)
     assert set(swept.failures) == set(choices[:2])
     assert "wrong answer" in swept.failures[choices[0]]

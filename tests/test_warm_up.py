@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import fused_topk
-from fused_topk.backends import cuda, cuda_full_rows
+from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver, tickets
 from fused_topk.problem import FullRowProblem
 from gpu_stand_in import StandInGpus
-from oracle import problem_of
+from oracle import problem_of, start, start_full_rows
 from simt.emulate import recorded
 from simt.row_topk import empty_result
 
@@ -25,7 +25,7 @@ PATIENCE = 60
 @pytest.fixture
 def gpus(monkeypatch, tmp_path):
     monkeypatch.setenv("FUSED_TOPK_CACHE_DIR", str(tmp_path / "kernels"))
-    caches = (cuda._choice, cuda_full_rows._choice, cuda_full_rows._cache_bytes)
+    caches = (cuda.topk_choice, cuda.full_row_choice, cuda.cache_bytes)
     for cache in caches:
         cache.cache_clear()
     yield StandInGpus(monkeypatch)
@@ -43,14 +43,14 @@ def asked_by(function, shape, k, dtype, mask=None, normalize="allowed"):
     with recorded() as names:
         if function in ("softmax", "log_softmax", "logsumexp"):
             out = torch.empty(shape[:-1]) if function == "logsumexp" else torch.empty_like(logits)
-            cuda_full_rows.full_rows(FullRowProblem(logits, 1.0, None, function), out)
+            start_full_rows(cuda, FullRowProblem(logits, 1.0, None, function), out)
         elif function == "beam_topk":
             problem = problem_of("log_softmax_topk", logits, k, mask=mask, normalize=normalize)
             scores = torch.zeros(shape[:2])
-            cuda.beam_topk(problem, scores, empty_result(problem, scores))
+            start(cuda, problem, empty_result(problem, scores), scores)
         else:
             problem = problem_of(function, logits, k, mask=mask, normalize=normalize)
-            cuda.row_topk(problem, empty_result(problem))
+            start(cuda, problem, empty_result(problem))
     return set(names)
 
 
@@ -98,7 +98,7 @@ def test_after_it_a_call_neither_loads_nor_waits(gpus, monkeypatch):
     monkeypatch.setattr(driver, "call", lambda *arguments: launches.append(arguments))
     monkeypatch.setattr(tickets, "zeroed", lambda device, count: 0)
     problem = problem_of("softmax_topk", torch.zeros(2, 128256), 8)
-    cuda.prepare(problem, torch.device("cuda", 0))(problem.logits, empty_result(problem))
+    start(cuda, problem, empty_result(problem))
     assert len(launches) == 1
     assert (len(gpus.compiled), len(gpus.loaded), len(gpus.synchronized)) == (1, 1, 1)
 

@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 
 from ..layout.topk_choice import MAX_K
 from . import cpu, cuda, reference
+from .protocol import Backend as Backend
 
-_BACKENDS: dict[str, ModuleType] = {"cuda": cuda, "cpu": cpu, "reference": reference}
+_BACKENDS: dict[str, Backend] = {"cuda": cuda, "cpu": cpu, "reference": reference}
 NAMES = tuple(_BACKENDS)
 
 
 def available(device: torch.device | None = None) -> dict[str, str | None]:
     """For each backend None if it works here, else the cause and the remedy in one sentence. GPUs differ: with `device` the
     answer is about that one, without it about the one that fits best."""
-    return {name: _cause(backend, device) for name, backend in _BACKENDS.items()}
+    return {name: backend.unavailable(device) for name, backend in _BACKENDS.items()}
 
 
 def best_device() -> torch.device:
@@ -26,14 +25,7 @@ def best_device() -> torch.device:
     return gpu if available(gpu)["cuda"] is None else torch.device("cpu")
 
 
-def _cause(backend: ModuleType, device: torch.device | None) -> str | None:
-    if backend is cuda:
-        return cuda.unavailable(device if device is not None and device.type == "cuda" else None)
-    cause: str | None = backend.unavailable()
-    return cause
-
-
-def pick(device: torch.device, dtype: torch.dtype, k: int, requested: str | None) -> ModuleType:
+def pick(device: torch.device, dtype: torch.dtype, k: int, requested: str | None) -> Backend:
     """The backend that serves logits of that dtype on that device, and that `k`.
 
     Raises:
@@ -42,28 +34,23 @@ def pick(device: torch.device, dtype: torch.dtype, k: int, requested: str | None
     """
     if requested is None:
         backend = _BACKENDS.get(device.type)
-        works = backend is not None and backend.supports(dtype, k) and _cause(backend, device) is None
+        works = backend is not None and backend.supports(dtype, k) and backend.unavailable(device) is None
         return backend if backend is not None and works else reference
+    if requested == "reference":
+        return reference
     backend = _BACKENDS[requested]
-    if backend is reference:
-        return backend
     if device.type != requested:
         raise ValueError(
             f"`backend` must fit the device of `logits`, got backend={requested!r} with logits on {device}; "
             "move the logits or leave backend=None"
         )
-    cause = _cause(backend, device)
+    cause = backend.unavailable(device)
     if cause is not None:
         raise RuntimeError(f"`backend`={requested!r} does not work here: {cause}")
     if not backend.supports(dtype, k):
-        limit = f" and k <= {MAX_K}" if backend is cuda else ""
+        limit = f" and k <= {MAX_K}" if requested == "cuda" else ""
         raise ValueError(
             f"`backend`={requested!r} takes float32, float16 and bfloat16 logits{limit}, got {dtype} and k={k}; "
             "leave backend=None to fall back to torch operations"
         )
     return backend
-
-
-def result_dtype(logits_dtype: torch.dtype) -> torch.dtype:
-    """dtype of probabilities and logsumexp: float32, and float64 for float64 logits."""
-    return torch.float64 if logits_dtype == torch.float64 else torch.float32

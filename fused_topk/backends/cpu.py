@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, Problem, Start, TopK
+from ..problem import FullRowProblem, Problem, TopK
+from .protocol import StartFullRows, StartTopk
 
 _cpu: Any
 try:
@@ -28,7 +28,7 @@ _FULL_ROW_KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
 _NORMALIZE_OVER = {"allowed": 0, "all": 1, "topk": 2}
 
 
-def unavailable() -> str | None:
+def unavailable(device: torch.device | None = None) -> str | None:
     """None when the extension can be used, else why not and what to do."""
     if _cpu is None:
         return (
@@ -55,24 +55,12 @@ def instruction_set() -> str:
     return str(_cpu.instruction_set())
 
 
-def row_topk(problem: Problem, out: TopK, instruction_set: str = "") -> None:
-    """The k best of every row, their values, and the row's logsumexp.
-
-    `instruction_set`: one of `_cpu.instruction_sets()` instead of the best, for tests.
-    """
-    _prepare(problem, None, instruction_set)(problem.logits, out, None)
-
-
-def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK, instruction_set: str = "") -> None:
-    """The k best continuations of every batch entry over all of its beams."""
-    _prepare(problem, beam_scores, instruction_set)(problem.logits, out, beam_scores)
-
-
-def prepare(problem: Problem, device: torch.device, beam_scores: Tensor | None = None) -> Start:
-    """row_topk(), or with beam_scores beam_topk(), of tensors like these, which may be meta tensors. What the kernel knows of a
-    mask and of row temperatures holds their addresses, so with these it is made anew for each call."""
+def prepare_topk(
+    problem: Problem, device: torch.device, beam_scores: Tensor | None = None, instruction_set: str = ""
+) -> StartTopk:
+    """See :class:`protocol.Backend`. `instruction_set`: one of `_cpu.instruction_sets()` instead of the best, for tests."""
     if problem.mask is None and problem.row_temperature is None:
-        return _prepare(problem, beam_scores, "")
+        return _topk(problem, beam_scores, instruction_set)
 
     def run(
         logits: Tensor,
@@ -81,21 +69,26 @@ def prepare(problem: Problem, device: torch.device, beam_scores: Tensor | None =
         mask: Tensor | None = None,
         row_temperature: Tensor | None = None,
     ) -> None:
-        _prepare(problem.at(logits, mask, row_temperature), beam_scores, "")(logits, out, beam_scores)
+        # What the kernel knows of a mask and of row temperatures holds their addresses.
+        _topk(problem.at(logits, mask, row_temperature), beam_scores, instruction_set)(logits, out, beam_scores)
 
     return run
 
 
-def full_rows(problem: FullRowProblem, out: Tensor, instruction_set: str = "") -> None:
-    """Probabilities, log-probabilities or the logsumexp of every row, into the contiguous `out`."""
-    prepare_full_rows(problem, out.dtype, instruction_set)(problem.logits, out)
-
-
 def prepare_full_rows(
-    problem: FullRowProblem, dtype: torch.dtype, instruction_set: str = ""
-) -> Callable[[Tensor, Tensor], None]:
-    """full_rows() of logits like these, which may be a meta tensor, into an `out` of `dtype`. Row temperatures are those of
-    `problem`: their address is part of what is prepared."""
+    problem: FullRowProblem, device: torch.device, dtype: torch.dtype, instruction_set: str = ""
+) -> StartFullRows:
+    """See :class:`protocol.Backend`. `instruction_set`: as for :func:`prepare_topk`."""
+    if problem.row_temperature is None:
+        return _full_rows(problem, dtype, instruction_set)
+
+    def run(logits: Tensor, out: Tensor, row_temperature: Tensor | None = None) -> None:
+        _full_rows(problem.at(logits, row_temperature), dtype, instruction_set)(logits, out)
+
+    return run
+
+
+def _full_rows(problem: FullRowProblem, dtype: torch.dtype, instruction_set: str) -> StartFullRows:
     run = _cpu.FullRows(
         *_rows(problem.logits, problem.temperature, problem.row_temperature),
         _FULL_ROW_KINDS[problem.values],
@@ -103,10 +96,10 @@ def prepare_full_rows(
         instruction_set,
     )
     num_threads = torch.get_num_threads
-    return lambda logits, out: run(logits.data_ptr(), out.data_ptr(), num_threads())
+    return lambda logits, out, row_temperature=None: run(logits.data_ptr(), out.data_ptr(), num_threads())
 
 
-def _prepare(problem: Problem, beam_scores: Tensor | None, instruction_set: str) -> Start:
+def _topk(problem: Problem, beam_scores: Tensor | None, instruction_set: str) -> StartTopk:
     logits, k, temperature, row_temperature, mask, values, normalize = problem
     # The raw logits have no temperature, and nothing is relative to a token that may not be chosen.
     if values == "logits":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA backend: plans the launches of the kernels in csrc/, which cuda_driver.py compiles and runs.
+"""The CUDA backend: gives the launches that :mod:`fused_topk.layout` plans to :mod:`fused_topk.cuda_runtime`.
 
 A launch goes to torch's current stream on the logits' device, waits for nothing, and takes all its memory from torch's
 caching allocator, so it can be captured in a CUDA graph.
@@ -16,13 +16,17 @@ from torch import Tensor
 
 from .. import env
 from ..cuda_runtime import driver, tickets
-from ..layout import topk_launch
+from ..layout import full_row_launch, topk_launch
+from ..layout.full_row_choice import FullRowChoice, choose_full_row
+from ..layout.full_row_launch import FullRowLaunch, FullRowLayout
 from ..layout.topk_choice import MAX_K, KernelChoice, choose
-from ..problem import Problem, Start, TopK
+from ..layout.topk_launch import FORMATS, Launch, Layout, row_count
+from ..problem import FullRowProblem, Problem, TopK
+from .protocol import StartFullRows, StartTopk
 
-_PROBLEM_DTYPE = np.dtype(f"V{topk_launch.PROBLEM_BYTES}")
-_FORMATS = topk_launch.FORMATS
-_MAX_ROWS = topk_launch.MAX_ROWS
+# One element of that many bytes, which CuPy passes by value.
+_TOPK_ARGUMENT = np.dtype(f"V{topk_launch.PROBLEM_BYTES}")
+_FULL_ROW_ARGUMENT = np.dtype(f"V{full_row_launch.FULL_ROWS_BYTES}")
 _SHARED_BYTES_UNASKED = 48 << 10  # what a kernel has without asking
 
 unavailable = driver.unavailable
@@ -30,26 +34,23 @@ unavailable = driver.unavailable
 
 def supports(dtype: torch.dtype, k: int) -> bool:
     """Whether the kernels take logits of that dtype and that k."""
-    return dtype in _FORMATS and k <= MAX_K
+    return dtype in FORMATS and k <= MAX_K
 
 
-def row_topk(problem: Problem, out: TopK, choice: KernelChoice | None = None) -> None:
-    """Launches the kernel on the rows of `problem` and writes `out`; with another layout than its own if one is given."""
-    _launch(problem, None, out, choice)
-
-
-def prepare(problem: Problem, device: torch.device, beam_scores: Tensor | None = None) -> Start:
-    """row_topk(), or with beam_scores beam_topk(), of tensors like these, which may be meta tensors: all that does not change
-    with their addresses."""
-    shape, strides, itemsize = problem.logits.shape, problem.logits.stride(), problem.logits.element_size()
-    rows, index = topk_launch.row_count(shape), device.index
+def prepare_topk(
+    problem: Problem, device: torch.device, beam_scores: Tensor | None = None, choice: KernelChoice | None = None
+) -> StartTopk:
+    """See :class:`protocol.Backend`. The merge over beams is part of the same launch. `choice`: instead of the best one."""
+    logits, index = problem.logits, device.index
+    itemsize, rows = logits.element_size(), row_count(logits.shape)
     if rows == 0:
         return lambda logits, out, beam_scores=None, mask=None, row_temperature=None: None
-    choice = _choice(rows, shape[-1], problem.k, itemsize, index, beam_scores is not None)
+    if choice is None:
+        choice = topk_choice(rows, logits.shape[-1], problem.k, itemsize, index, beam_scores is not None)
     unaligned, aligned = (
-        topk_launch.plan(_layout(problem, is_aligned, beam_scores), choice) for is_aligned in (False, True)
+        topk_launch.plan(_topk_layout(problem, is_aligned, beam_scores), choice) for is_aligned in (False, True)
     )
-    has_adjacent = strides[-1] == 1 or shape[-1] == 1
+    has_adjacent = _has_adjacent(logits)
 
     def run(
         logits: Tensor,
@@ -61,9 +62,11 @@ def prepare(problem: Problem, device: torch.device, beam_scores: Tensor | None =
         address = logits.data_ptr()
         planned = unaligned if address % 16 else aligned
         if planned is None or not has_adjacent or address % itemsize:
-            _launch(problem.at(logits, mask, row_temperature), beam_scores, out)
+            copied = _copied(problem.at(logits, mask, row_temperature))
+            start = prepare_topk(copied, device, beam_scores, choice)
+            start(copied.logits, out, beam_scores, copied.mask, copied.row_temperature)
             return
-        _start(
+        _launch_topk(
             planned,
             index,
             address,
@@ -77,9 +80,40 @@ def prepare(problem: Problem, device: torch.device, beam_scores: Tensor | None =
     return run
 
 
-def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK) -> None:
-    """The same, then the merge over the beams of each batch entry, in the same launch."""
-    _launch(problem, beam_scores, out)
+def prepare_full_rows(
+    problem: FullRowProblem, device: torch.device, dtype: torch.dtype, choice: FullRowChoice | None = None
+) -> StartFullRows:
+    """See :class:`protocol.Backend`. `choice`: another cut of the rows than the best one."""
+    logits, index = problem.logits, device.index
+    itemsize = logits.element_size()
+    if row_count(logits.shape) == 0:
+        return lambda logits, out, row_temperature=None: None
+    if choice is None:
+        choice = full_row_choice(index, logits.shape[-1], itemsize)
+    layout = FullRowLayout(logits.shape, logits.stride(), logits.dtype, dtype, False, problem.values)
+    unaligned, aligned = (
+        full_row_launch.plan(layout._replace(is_aligned=is_aligned), choice, cache_bytes(index))
+        for is_aligned in (False, True)
+    )
+    has_adjacent, is_written = _has_adjacent(logits), problem.values != "logsumexp"
+
+    def run(logits: Tensor, out: Tensor, row_temperature: Tensor | None = None) -> None:
+        address, to = logits.data_ptr(), out.data_ptr()
+        planned = unaligned if address % 16 or (is_written and to % 16) else aligned
+        if planned is None or not has_adjacent or address % itemsize:
+            copied = problem.at(logits.clone(memory_format=torch.contiguous_format), row_temperature)
+            prepare_full_rows(copied, device, dtype, choice)(copied.logits, out, copied.row_temperature)
+            return
+        temperatures = 0
+        if row_temperature is not None:
+            # One number a row. They seldom have other strides, and the kernel knows no others.
+            given = problem.at(logits, row_temperature).row_temperature
+            assert given is not None
+            row_temperature = given.contiguous()
+            temperatures = row_temperature.data_ptr()
+        _launch_full_rows(planned, index, address, problem.temperature, temperatures, out)
+
+    return run
 
 
 def read_rows(logits: Tensor) -> None:
@@ -98,87 +132,57 @@ def read_rows(logits: Tensor) -> None:
 
 
 def kernel_names() -> list[str]:
-    """Every variant that a launch can ask for, as name expressions for NVRTC."""
+    """Every variant that a launch of top-k can ask for, and the floor's, as name expressions for NVRTC."""
     return ["fused_topk::read_rows_kernel", *topk_launch.kernel_names()]
 
 
-def kernel_of(problem: Problem, device: int, beam_scores: Tensor | None = None) -> str:
+def topk_kernel(problem: Problem, device: int, beam_scores: Tensor | None = None) -> str:
     """The kernel that a launch asks for, on logits as torch allocates them: contiguous, from a multiple of 16 bytes on. The
     tensors may be meta tensors, and have at least one row."""
     logits = problem.logits
-    rows, vocab_size = topk_launch.row_count(logits.shape), logits.shape[-1]
-    choice = _choice(rows, vocab_size, problem.k, logits.element_size(), device, beam_scores is not None)
-    planned = topk_launch.plan(_layout(problem, True, beam_scores), choice)
+    rows, vocab_size = row_count(logits.shape), logits.shape[-1]
+    choice = topk_choice(rows, vocab_size, problem.k, logits.element_size(), device, beam_scores is not None)
+    planned = topk_launch.plan(_topk_layout(problem, True, beam_scores), choice)
     assert planned is not None, "contiguous tensors have one stride"
     return planned.kernel
 
 
-def choice_of(problem: Problem) -> KernelChoice:
-    """The layout over the GPU that a launch of `problem` gets."""
-    vocab_size = problem.logits.shape[-1]
-    rows = problem.logits.numel() // vocab_size
-    return _choice(
-        rows,
-        vocab_size,
-        problem.k,
-        problem.logits.element_size(),
-        problem.logits.get_device(),
-    )
+def full_row_kernel(vocab_size: int, dtype: torch.dtype, device: int) -> str:
+    """The kernel that contiguous full rows ask for, with results in their own dtype."""
+    choice = full_row_choice(device, vocab_size, dtype.itemsize)
+    return full_row_launch.kernel_name(choice, dtype, dtype, is_aligned=vocab_size * dtype.itemsize % 16 == 0)
 
 
-def _launch(
-    problem: Problem,
-    beam_scores: Tensor | None,
-    out: TopK,
-    choice: KernelChoice | None = None,
-) -> None:
-    logits, mask, row_temperature = readable(problem.logits), problem.mask, problem.row_temperature
-    shape, device, address = logits.shape, logits.get_device(), logits.data_ptr()
-    rows = topk_launch.row_count(shape)
-    if rows == 0:
-        return
-    if choice is None:
-        choice = _choice(rows, shape[-1], problem.k, logits.element_size(), device, beam_scores is not None)
-    planned = topk_launch.plan(_layout(problem._replace(logits=logits), address % 16 == 0, beam_scores), choice)
-    if planned is None:
-        # More unrelated strides than the kernel walks: the one case in which rows are copied.
-        contiguous = problem._replace(
-            logits=logits.contiguous(),
-            mask=None if mask is None else mask.contiguous(),
-            row_temperature=None if row_temperature is None else row_temperature.contiguous(),
+@cache
+def topk_choice(
+    rows: int, vocab_size: int, k: int, itemsize: int, device: int, has_beams: bool = False
+) -> KernelChoice:
+    """The layout over that GPU of such rows."""
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    choice = choose(rows, vocab_size, k, itemsize, multiprocessors, has_beams)
+    if env.print_choice():
+        print(
+            f"fused_topk: {rows} x {vocab_size} of {itemsize} bytes, k={k}: {choice.regime}, {choice}",
+            file=sys.stderr,
         )
-        return _launch(contiguous, beam_scores, out, choice)
-    _start(
-        planned,
-        device,
-        address,
-        problem.temperature,
-        0 if row_temperature is None else row_temperature.data_ptr(),
-        0 if mask is None else mask.data_ptr(),
-        0 if beam_scores is None else beam_scores.data_ptr(),
-        out,
-    )
+    return choice
 
 
-def _layout(problem: Problem, is_aligned: bool, beam_scores: Tensor | None) -> topk_launch.Layout:
-    logits, mask, row_temperature = problem.logits, problem.mask, problem.row_temperature
-    return topk_launch.Layout(
-        logits.shape,
-        logits.stride(),
-        logits.dtype,
-        is_aligned,
-        problem.k,
-        problem.values,
-        problem.normalize,
-        mask is not None and mask.dtype != torch.bool,
-        None if mask is None else mask.stride(),
-        None if row_temperature is None else row_temperature.stride(),
-        None if beam_scores is None else beam_scores.stride(),
-    )
+@cache
+def cache_bytes(device: int) -> int:
+    """Of that GPU's L2 cache."""
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-def _start(
-    planned: topk_launch.Launch,
+@cache
+def full_row_choice(device: int, vocab_size: int, itemsize: int) -> FullRowChoice:
+    """The cut of full rows on that GPU."""
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return choose_full_row(vocab_size, itemsize, driver.max_shared_bytes_per_block(device), multiprocessors)
+
+
+def _launch_topk(
+    planned: Launch,
     device: int,
     logits: int,
     temperature: float,
@@ -206,8 +210,7 @@ def _start(
         out.indices.data_ptr(),
         out.logsumexp.data_ptr(),
     )
-    # One element of that many bytes: CuPy passes it by value.
-    argument = np.frombuffer(filled, _PROBLEM_DTYPE)
+    argument = np.frombuffer(filled, _TOPK_ARGUMENT)
     shared_bytes = planned.shared_bytes
     if shared_bytes > _SHARED_BYTES_UNASKED:
         # A kernel for hardware that has less than this needs less.
@@ -215,21 +218,59 @@ def _start(
     driver.call(function, planned.grid, planned.threads, (argument,), device, shared_bytes)
 
 
-def readable(logits: Tensor) -> Tensor:
-    """The logits themselves, unless their elements are not adjacent or not aligned to their own size."""
-    if (logits.stride(-1) != 1 and logits.shape[-1] > 1) or logits.data_ptr() % logits.element_size():
-        return logits.clone(memory_format=torch.contiguous_format)
-    return logits
-
-
-@cache
-def _choice(rows: int, vocab_size: int, k: int, itemsize: int, device: int, has_beams: bool = False) -> KernelChoice:
-    choice = choose(
-        rows, vocab_size, k, itemsize, torch.cuda.get_device_properties(device).multi_processor_count, has_beams
+def _launch_full_rows(
+    planned: FullRowLaunch, device: int, logits: int, temperature: float, row_temperature: int, out: Tensor
+) -> None:
+    """Likewise."""
+    function = driver.function(device, planned.kernel)
+    scratch = counters = 0
+    if planned.scratch_words:
+        workspace = torch.empty(planned.scratch_words, dtype=torch.int64, device=out.device)
+        scratch = workspace.data_ptr()
+        counters = tickets.zeroed(device, planned.counters)
+    filled = planned.fill(logits, temperature, row_temperature, scratch, counters, out.data_ptr())
+    argument = np.frombuffer(filled, _FULL_ROW_ARGUMENT)
+    driver.call(
+        function,
+        planned.grid,
+        planned.threads,
+        (argument,),
+        device,
+        planned.shared_bytes,
+        is_cooperative=planned.is_cooperative,
     )
-    if env.print_choice():
-        print(
-            f"fused_topk: {rows} x {vocab_size} of {itemsize} bytes, k={k}: {choice.regime}, {choice}",
-            file=sys.stderr,
-        )
-    return choice
+
+
+def _topk_layout(problem: Problem, is_aligned: bool, beam_scores: Tensor | None) -> Layout:
+    logits, mask, row_temperature = problem.logits, problem.mask, problem.row_temperature
+    return Layout(
+        logits.shape,
+        logits.stride(),
+        logits.dtype,
+        is_aligned,
+        problem.k,
+        problem.values,
+        problem.normalize,
+        mask is not None and mask.dtype != torch.bool,
+        None if mask is None else mask.stride(),
+        None if row_temperature is None else row_temperature.stride(),
+        None if beam_scores is None else beam_scores.stride(),
+    )
+
+
+def _has_adjacent(logits: Tensor) -> bool:
+    """Whether the kernels can read the rows where they lie."""
+    return logits.stride(-1) == 1 or logits.shape[-1] == 1
+
+
+def _copied(problem: Problem) -> Problem:
+    """The same request with rows that the kernels can read: a copy of the logits, or where they can be read and the tensors
+    have more unrelated strides than a kernel walks, of all."""
+    logits, mask, row_temperature = problem.logits, problem.mask, problem.row_temperature
+    if not _has_adjacent(logits) or logits.data_ptr() % logits.element_size():
+        return problem._replace(logits=logits.clone(memory_format=torch.contiguous_format))
+    return problem._replace(
+        logits=logits.contiguous(),
+        mask=None if mask is None else mask.contiguous(),
+        row_temperature=None if row_temperature is None else row_temperature.contiguous(),
+    )

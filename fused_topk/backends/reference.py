@@ -10,15 +10,45 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, Problem, Start, TopK
+from ..problem import FullRowProblem, Problem, TopK
+from .protocol import StartFullRows, StartTopk
 
 # By the bytes of an element.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def unavailable() -> str | None:
+def unavailable(device: torch.device | None = None) -> str | None:
     """None: torch is all that it needs."""
     return None
+
+
+def supports(dtype: torch.dtype, k: int) -> bool:
+    """True: it takes every floating-point dtype and every k."""
+    return True
+
+
+def prepare_topk(problem: Problem, device: torch.device, beam_scores: Tensor | None = None) -> StartTopk:
+    """row_topk(), or with beam_scores beam_topk()."""
+
+    def run(
+        logits: Tensor,
+        out: TopK,
+        beam_scores: Tensor | None = None,
+        mask: Tensor | None = None,
+        row_temperature: Tensor | None = None,
+    ) -> None:
+        given = problem.at(logits, mask, row_temperature)
+        if beam_scores is None:
+            row_topk(given, out)
+        else:
+            beam_topk(given, beam_scores, out)
+
+    return run
+
+
+def prepare_full_rows(problem: FullRowProblem, device: torch.device, dtype: torch.dtype) -> StartFullRows:
+    """full_rows()."""
+    return lambda logits, out, row_temperature=None: full_rows(problem.at(logits, row_temperature), out)
 
 
 def row_topk(problem: Problem, out: TopK) -> None:
@@ -45,25 +75,6 @@ def row_topk(problem: Problem, out: TopK) -> None:
     values = shifted.exp() / total if problem.values == "softmax" else shifted - total.log()
     # A row without a finite normalizer has no probabilities at all, as in torch.softmax.
     out.values.copy_(values.where(d.log().isfinite(), torch.nan))
-
-
-def prepare(problem: Problem, device: torch.device, beam_scores: Tensor | None = None) -> Start:
-    """row_topk(), or with beam_scores beam_topk(), of tensors like these, which may be meta tensors."""
-
-    def run(
-        logits: Tensor,
-        out: TopK,
-        beam_scores: Tensor | None = None,
-        mask: Tensor | None = None,
-        row_temperature: Tensor | None = None,
-    ) -> None:
-        given = problem.at(logits, mask, row_temperature)
-        if beam_scores is None:
-            row_topk(given, out)
-        else:
-            beam_topk(given, beam_scores, out)
-
-    return run
 
 
 def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK) -> None:

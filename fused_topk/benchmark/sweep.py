@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from fused_topk.backends import cuda, cuda_full_rows
+from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver
 from fused_topk.layout import full_row_choice, topk_choice
 from fused_topk.layout.full_row_choice import FullRowChoice
 from fused_topk.layout.topk_choice import KernelChoice
-from fused_topk.operators.row_topk import empty_row_result
+from fused_topk.plans import row_result
 from fused_topk.problem import FullRowProblem, Problem
 
 from .inputs import DTYPES
@@ -99,14 +99,16 @@ def launcher(case: Case, choice: Choice) -> Function:
 
     def topk(logits: Tensor) -> object:
         assert isinstance(choice, KernelChoice)
-        out = empty_row_result(logits, case.k, "log_softmax")
-        cuda.row_topk(Problem(logits, case.k, 1.0, None, None, "log_softmax", "allowed"), out, choice)
+        out = row_result(logits, case.k, "log_softmax").empty(logits.device)
+        problem = Problem(logits, case.k, 1.0, None, None, "log_softmax", "allowed")
+        cuda.prepare_topk(problem, logits.device, choice=choice)(logits, out)
         return out
 
     def softmax(logits: Tensor) -> object:
         assert isinstance(choice, FullRowChoice)
         out = torch.empty_like(logits)
-        cuda_full_rows.full_rows(FullRowProblem(logits, 1.0, None, "softmax"), out, choice)
+        problem = FullRowProblem(logits, 1.0, None, "softmax")
+        cuda.prepare_full_rows(problem, logits.device, out.dtype, choice)(logits, out)
         return out
 
     return topk if case.k else softmax

@@ -32,7 +32,7 @@ def unavailable(device: torch.device | None = None) -> str | None:
     cause = _cupy_problem()
     if cause is not None:
         return cause
-    index = None if device is None else device.index
+    index = device.index if device is not None and device.type == "cuda" else None
     try:
         causes = [_gpu_problem(i) for i in (range(torch.cuda.device_count()) if index is None else [index])]
     except RuntimeError as error:

@@ -35,7 +35,8 @@ def check_tensor(name: str, value: Any) -> None:
             f"`{name}` must be a torch.Tensor, got a Proxy of torch.fx.symbolic_trace; use torch.export or torch.compile, "
             "or name the function in torch.fx.wrap"
         )
-    distributed = sys.modules.get("torch.distributed.tensor")
+    # A plain tensor is asked nothing more: torch.compile then traces no look-up of a module that another thread imports.
+    distributed = None if type(value) is Tensor else sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(value, distributed.DTensor):
         raise TypeError(
             f"`{name}` must not be a DTensor, got one placed {value.placements}; pass .full_tensor(), or .to_local() where "

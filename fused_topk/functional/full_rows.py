@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends
-from ..operators import full_rows as full_row_operators
-from ..operators import transforms
-from ..operators.row_topk import need_dispatcher
+from .. import plans
+from ..operators import full_rows, transforms
+from ..operators.dispatch import need_dispatcher
+from ..plans import FullRowPlan, Like
+from ..problem import result_dtype
 from .arguments import check_backend, check_dim, check_logits, check_temperature, check_vocabulary
 
 # The operator itself, without the look-up through torch.ops at every call.
@@ -117,9 +118,9 @@ def logsumexp(
         TypeError, ValueError, RuntimeError: as :func:`softmax`.
     """
     if _is_plain(logits, dim, temperature, backend):
-        return _plan("logsumexp", logits.dtype, logits.device, logits.shape, logits.stride(), backend)(logits)
+        return _plan("logsumexp", logits.dtype, logits.device, logits.shape, logits.stride(), backend).run(logits)
     rows, number, row_temperature = _checked(logits, dim, temperature, backend)
-    return _run(rows, number, row_temperature, "logsumexp", backends.result_dtype(logits.dtype), backend)
+    return _run(rows, number, row_temperature, "logsumexp", result_dtype(logits.dtype), backend)
 
 
 def _values(
@@ -131,7 +132,7 @@ def _values(
     backend: str | None,
 ) -> Tensor:
     if _is_plain(logits, dim, temperature, backend) and (dtype is None or type(dtype) is torch.dtype):
-        return _plan(values, logits.dtype, logits.device, logits.shape, logits.stride(), backend, dtype)(logits)
+        return _plan(values, logits.dtype, logits.device, logits.shape, logits.stride(), backend, dtype).run(logits)
     rows, number, row_temperature = _checked(logits, dim, temperature, backend)
     result = _run(rows, number, row_temperature, values, _checked_dtype(dtype, logits), backend)
     return result if rows is logits else result.movedim(-1, dim)
@@ -157,13 +158,13 @@ def _plan(
     shape: torch.Size,
     strides: tuple[int, ...],
     backend: str | None,
-    result_dtype: torch.dtype | None = None,
-) -> Callable[[Tensor], Tensor]:
-    """The call for all logits of that kind: checked, and computed but for what lies in them. It holds no memory of a device."""
-    logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    _checked(logits, -1, None, backend)
-    out_dtype = backends.result_dtype(dtype) if values == "logsumexp" else _checked_dtype(result_dtype, logits)
-    return full_row_operators.prepare(logits, values, device, out_dtype, backend)
+    dtype_of_result: torch.dtype | None = None,
+) -> FullRowPlan:
+    """The plan of a call with these arguments, which are checked here: once for all such calls."""
+    rows = Like(dtype, shape, strides)
+    logits, number, _ = _checked(rows.meta(), -1, None, backend)
+    out_dtype = result_dtype(dtype) if values == "logsumexp" else _checked_dtype(dtype_of_result, logits)
+    return plans.full_row_plan(device, rows, number, None, values, out_dtype, backend)
 
 
 def _checked_dtype(dtype: torch.dtype | None, logits: Tensor) -> torch.dtype:
@@ -195,7 +196,7 @@ def _run(
     elif need_dispatcher(logits, row_temperature):
         run = _full_rows
     else:
-        run = full_row_operators.full_rows
+        run = full_rows.full_rows
     result: Tensor = run(logits, temperature, row_temperature, values, dtype, backend)
     return result
 
@@ -211,4 +212,4 @@ def _checked(
         logits = logits.movedim(dim, -1)
     check_vocabulary(logits.shape[-1])
     check_backend(backend)
-    return logits, *check_temperature(temperature, logits, backends.result_dtype(logits.dtype))
+    return logits, *check_temperature(temperature, logits, result_dtype(logits.dtype))

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import backends
-from ..operators import row_topk as operators
-from ..operators import transforms
-from ..problem import Problem, Start, TopK
+from .. import backends, plans
+from ..operators import row_topk, transforms
+from ..operators.dispatch import need_dispatcher
+from ..plans import Like, TopkPlan
+from ..problem import TopK, result_dtype
 from .arguments import (
     check_backend,
     check_beam_scores,
@@ -210,38 +211,16 @@ def beam_topk(
             "`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure"
         )
     check_backend(backend)
-    number, row_temperature = check_temperature(temperature, logits, backends.result_dtype(logits.dtype))
+    number, row_temperature = check_temperature(temperature, logits, result_dtype(logits.dtype))
     mask = check_mask(mask, logits)
     run: Callable[..., Any]
     if transforms.is_active():
         run = transforms.BeamTopk.apply
-    elif operators.need_dispatcher(logits, beam_scores, row_temperature, mask):
+    elif need_dispatcher(logits, beam_scores, row_temperature, mask):
         run = _beam_topk
     else:
-        run = operators.beam_topk
+        run = row_topk.beam_topk
     return TopK(*run(logits, beam_scores, k, number, row_temperature, mask, normalize, backend))
-
-
-class _Like(NamedTuple):
-    """What a plan knows of a tensor: all but its address."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    strides: tuple[int, ...]
-
-    @staticmethod
-    def of(tensor: Tensor | None) -> _Like | None:
-        return None if tensor is None else _Like(tensor.dtype, tensor.shape, tensor.stride())
-
-    def meta(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
-
-
-class _Plan(NamedTuple):
-    """A call that is checked and computed but for what lies in its tensors."""
-
-    result: operators.RowResult
-    start: Start
 
 
 @functools.lru_cache(maxsize=4096)
@@ -255,23 +234,20 @@ def _plan(
     backend: str | None,
     normalize: str = "allowed",
     temperature: float | None = None,
-    row_temperature: _Like | None = None,
-    mask: _Like | None = None,
-) -> _Plan:
-    """What does not change from one such call to the next, for a short row most of the time. It holds no memory of a device."""
-    logits = _Like(dtype, shape, strides).meta()
+    row_temperature: Like | None = None,
+    mask: Like | None = None,
+) -> TopkPlan:
+    """The plan of a call with these arguments, which are checked here: once for all such calls."""
+    rows = Like(dtype, shape, strides)
+    logits = rows.meta()
     check_logits(logits)
     check_vocabulary(logits.shape[-1])
     check_k(k, logits.shape[-1])
     check_normalize(normalize)
     given = temperature if row_temperature is None else row_temperature.meta()
-    number, of_rows = check_temperature(given, logits, backends.result_dtype(dtype))
+    number, of_rows = check_temperature(given, logits, result_dtype(dtype))
     allowed = check_mask(None if mask is None else mask.meta(), logits)
-    result = operators.row_result(logits, k, values)
-    chosen = backends.pick(device, dtype, k, backend)
-    if logits.numel() == 0:
-        return _Plan(result, lambda logits, out, beam_scores=None, mask=None, row_temperature=None: None)
-    return _Plan(result, chosen.prepare(Problem(logits, k, number, of_rows, allowed, values, normalize), device))
+    return plans.topk_plan(device, rows, k, number, Like.of(of_rows), Like.of(allowed), values, normalize, backend)
 
 
 def _planned(
@@ -288,11 +264,11 @@ def _planned(
     row_temperature = temperature if isinstance(temperature, Tensor) else None
     if out is not None and not (type(out) in (TopK, tuple) and [type(t) for t in out] == [Tensor] * 3):
         return None
-    if operators.need_dispatcher(logits, mask, row_temperature, *(out or ())):
+    if need_dispatcher(logits, mask, row_temperature, *(out or ())):
         return None
     number: float | None = None
     if row_temperature is not None:
-        is_known = row_temperature.dtype is backends.result_dtype(logits.dtype) and not row_temperature.requires_grad
+        is_known = row_temperature.dtype is result_dtype(logits.dtype) and not row_temperature.requires_grad
         if not is_known or row_temperature.device != logits.device:
             return None
         check_row_temperature(row_temperature)
@@ -310,20 +286,18 @@ def _planned(
         backend,
         normalize,
         number,
-        _Like.of(row_temperature),
-        _Like.of(mask),
+        Like.of(row_temperature),
+        Like.of(mask),
     )
     if out is None:
-        result = plan.result.empty(logits.device)
-        plan.start(logits, result, None, mask, row_temperature)
-        return result
+        return plan.run(logits, mask, row_temperature)
     written = out if type(out) is TopK else TopK(*out)
     inputs = (logits, mask, row_temperature)
     if is_plain_out(written, plan.result.fields, inputs):
         plan.start(logits, written, None, mask, row_temperature)
         return written
     check_out(written, plan.result.fields, inputs)
-    operators.write_into(written, lambda result: plan.start(logits, result, None, mask, row_temperature), plan.result)
+    plan.run_into(written, logits, mask, row_temperature)
     return written
 
 
@@ -348,7 +322,7 @@ def _row(
     ):
         if temperature is None and mask is None and out is None and normalize == "allowed":
             # The call that asks for nothing else, without the microsecond that the others take to look at the rest.
-            if not operators.need_dispatcher(logits):
+            if not need_dispatcher(logits):
                 device = logits.device
                 plan = _plan(values, logits.dtype, device, logits.shape, logits.stride(), k, backend)
                 result = plan.result.empty(device)
@@ -376,22 +350,22 @@ def _row(
     check_k(k, vocab_size)
     check_normalize(normalize)
     check_backend(backend)
-    number, row_temperature = check_temperature(temperature, logits, backends.result_dtype(logits.dtype))
+    number, row_temperature = check_temperature(temperature, logits, result_dtype(logits.dtype))
     mask = check_mask(mask, logits)
     if out is None:
         run: Callable[..., Any]
         if transforms.is_active():
             run = transforms.RowTopk.apply
-        elif operators.need_dispatcher(logits, row_temperature, mask):
+        elif need_dispatcher(logits, row_temperature, mask):
             run = _row_topk
         else:
-            run = operators.row_topk
+            run = row_topk.row_topk
         result = TopK(*run(logits, k, number, row_temperature, mask, values, normalize, backend))
         if not moved:
             return result
         return TopK(result.values.movedim(-1, dim), result.indices.movedim(-1, dim), result.logsumexp)
 
-    expected = list(operators.row_result(logits, k, values).fields)
+    expected = list(plans.row_result(logits, k, values).fields)
     if moved:
         shape = list(logits.shape[:-1])
         shape.insert(dim, k)
@@ -401,8 +375,8 @@ def _row(
     last = (
         TopK(written.values.movedim(dim, -1), written.indices.movedim(dim, -1), written.logsumexp) if moved else written
     )
-    run_out = operators.row_topk_out
-    if operators.need_dispatcher(logits, row_temperature, mask, *last):
+    run_out = row_topk.row_topk_out
+    if need_dispatcher(logits, row_temperature, mask, *last):
         run_out = _row_topk_out
     run_out(logits, k, number, row_temperature, mask, values, normalize, backend, *last)
     return written

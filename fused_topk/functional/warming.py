@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import backends
-from ..backends import cuda, cuda_full_rows
+from ..backends import cuda
 from ..cuda_runtime import driver
 from ..problem import Problem
 from .arguments import check_choice, check_k, check_normalize, check_vocabulary
@@ -91,7 +91,7 @@ def _kernels(
     rows = torch.Size(shape[:-1]).numel()
     if name not in _TOPK_VALUES:
         if rows and backends.pick(gpu, dtype, 1, None) is cuda:
-            yield cuda_full_rows.kernel_of(shape[-1], dtype, gpu.index)
+            yield cuda.full_row_kernel(shape[-1], dtype, gpu.index)
         return
     has_beams = name == "beam_topk"
     if has_beams and len(shape) != 3:
@@ -105,7 +105,7 @@ def _kernels(
         check_k(k, shape[-1] * (shape[1] if has_beams else 1))
         if rows and backends.pick(gpu, dtype, k, None) is cuda:
             problem = Problem(logits, k, 1.0, None, mask, _TOPK_VALUES[name], normalize)
-            yield cuda.kernel_of(problem, gpu.index, scores)
+            yield cuda.topk_kernel(problem, gpu.index, scores)
 
 
 def _shapes(shapes: Any) -> list[tuple[int, ...]]:

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
-from types import ModuleType
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..backends import result_dtype
-from ..operators.row_topk import beam_result, empty_beam_result, empty_row_result
-from ..problem import Problem, TopK
+from ..backends import Backend
+from ..plans import beam_result, row_result
+from ..problem import Problem, TopK, result_dtype
 from . import packed
 
 
@@ -70,7 +69,7 @@ class Rows(NamedTuple):
     """
 
     logits: Tensor  # [R, V], in the model's dtype
-    backend: ModuleType
+    backend: Backend
 
     @property
     def vocab_size(self) -> int:
@@ -116,26 +115,28 @@ class Rows(NamedTuple):
             )
             return run(logits, beam_scores)
         mask = mask.expand(batch * beams, -1).view(batch, beams, -1)
-        out = empty_beam_result(logits, k)
-        self.backend.beam_topk(Problem(logits, k, 1.0, None, mask, "log_softmax", "all"), beam_scores, out)
+        out = beam_result(logits, k).empty(logits.device)
+        problem = Problem(logits, k, 1.0, None, mask, "log_softmax", "all")
+        self.backend.prepare_topk(problem, logits.device, beam_scores)(logits, out, beam_scores, mask)
         return out
 
     def _scan(self, k: int, mask: Tensor | None, values: str, normalize: str, temperature: float) -> TopK:
         logits = self.logits
         if mask is not None:
             mask = mask.expand(len(logits), -1)
-        out = empty_row_result(logits, k, values)
-        self.backend.row_topk(Problem(logits, k, temperature, None, mask, values, normalize), out)
+        out = row_result(logits, k, values).empty(logits.device)
+        problem = Problem(logits, k, temperature, None, mask, values, normalize)
+        self.backend.prepare_topk(problem, logits.device)(logits, out, None, mask)
         return out
 
 
 @lru_cache(maxsize=256)
 def _prepared_greatest(
-    backend: ModuleType, dtype: torch.dtype, device: torch.device, shape: torch.Size, strides: tuple[int, ...]
+    backend: Backend, dtype: torch.dtype, device: torch.device, shape: torch.Size, strides: tuple[int, ...]
 ) -> Callable[[Tensor, Tensor], None]:
     """What does it to logits of that kind: everything about the launch but the addresses."""
     logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    run = backend.prepare(Problem(logits, 1, 1.0, None, None, "logits", "allowed"), device)
+    run = backend.prepare_topk(Problem(logits, 1, 1.0, None, None, "logits", "allowed"), device)
 
     def run_new(logits: Tensor, ids: Tensor) -> None:
         # Nobody reads these two. They belong to the call: kept ones would be freed while a graph still writes to them.
@@ -148,7 +149,7 @@ def _prepared_greatest(
 
 @lru_cache(maxsize=256)
 def _prepared_beams(
-    backend: ModuleType,
+    backend: Backend,
     dtype: torch.dtype,
     device: torch.device,
     shape: torch.Size,
@@ -159,7 +160,7 @@ def _prepared_beams(
     """What gives the k best continuations of logits and scores of that kind."""
     logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     beam_scores = torch.empty_strided(shape[:2], scores_strides, dtype=torch.float32, device="meta")
-    run = backend.prepare(Problem(logits, k, 1.0, None, None, "log_softmax", "all"), device, beam_scores)
+    run = backend.prepare_topk(Problem(logits, k, 1.0, None, None, "log_softmax", "all"), device, beam_scores)
     result = beam_result(logits, k)
 
     def run_new(logits: Tensor, beam_scores: Tensor) -> TopK:
@@ -249,7 +250,7 @@ def _scan(rows: Rows, k: int, mask: Tensor | None, are_log_probs: bool) -> TopK:
 _LOWEST = torch.finfo(torch.float32).min
 
 
-def _best_of(backend: ModuleType, scores: Tensor, ids: Tensor, is_void: Tensor, k: int) -> Candidates:
+def _best_of(backend: Backend, scores: Tensor, ids: Tensor, is_void: Tensor, k: int) -> Candidates:
     """The k best that are not void, best first; among equal ones, such as those with -inf, those listed first."""
     chosen = Rows(scores.clamp(min=_LOWEST).masked_fill_(is_void, -torch.inf), backend).topk(k)
     values = chosen.values.masked_fill(chosen.values == _LOWEST, -torch.inf)

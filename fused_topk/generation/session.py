@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class Session:
         self._reason_of_step: str | None = None
         # The backend for logits of the kind that came last, or why none serves them.
         self._kind: tuple[Any, ...] = ()
-        self._backend: ModuleType = reference
+        self._backend: backends.Backend = reference
         self._reason_of_kind: str | None = None
 
     def begin(self, config: GenerationConfig, processors: LogitsProcessorList) -> LogitsProcessorList:

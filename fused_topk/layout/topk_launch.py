@@ -130,10 +130,7 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
     """
     *leading, vocab_size = layout.shape
     rows = row_count(layout.shape)
-    if rows > MAX_ROWS:
-        raise ValueError(
-            f"`logits` must have at most {MAX_ROWS} rows for the CUDA kernel, got {rows}; pass them in parts"
-        )
+    check_rows(rows)
     # One description of the rows for all tensors that have one entry a row.
     per_row = [layout.strides[:-1]]
     if layout.mask_strides is not None or layout.temperature_strides is not None:
@@ -211,6 +208,14 @@ def row_count(shape: Sequence[int]) -> int:
     for size in shape[:-1]:
         rows *= size
     return rows
+
+
+def check_rows(rows: int) -> None:
+    """Raises a ValueError where a launch cannot take so many."""
+    if rows > MAX_ROWS:
+        raise ValueError(
+            f"`logits` must have at most {MAX_ROWS} rows for the CUDA kernel, got {rows}; pass them in parts"
+        )
 
 
 def kernel_name(element: str, choice: KernelChoice, method: Method, is_aligned: bool, mask_use: int) -> str:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import full_rows as full_row_operators
-from . import row_topk as operators
+from . import full_rows as full_rows  # the operators that these Functions call
+from . import gradients
+from . import row_topk as row_topk
 
 # A private name of torch. Without it the Functions take every call but those that torch.compile traces: they serve all.
 _is_active: Callable[[], bool] = getattr(
@@ -56,14 +57,14 @@ def _map_beams(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None]
 
 
 class RowTopk(torch.autograd.Function):
-    """operators.row_topk."""
+    """row_topk."""
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
         return tuple(torch.ops.fused_topk.row_topk.default(*arguments))
 
-    setup_context = staticmethod(operators.row_setup_context)
-    backward = staticmethod(operators.row_backward)
+    setup_context = staticmethod(gradients.row_setup_context)
+    backward = staticmethod(gradients.row_backward)
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
@@ -71,14 +72,14 @@ class RowTopk(torch.autograd.Function):
 
 
 class BeamTopk(torch.autograd.Function):
-    """operators.beam_topk."""
+    """beam_topk."""
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
         return tuple(torch.ops.fused_topk.beam_topk.default(*arguments))
 
-    setup_context = staticmethod(operators.beam_setup_context)
-    backward = staticmethod(operators.beam_backward)
+    setup_context = staticmethod(gradients.beam_setup_context)
+    backward = staticmethod(gradients.beam_backward)
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
@@ -86,17 +87,17 @@ class BeamTopk(torch.autograd.Function):
 
 
 class FullRows(torch.autograd.Function):
-    """full_row_operators.full_rows."""
+    """full_rows."""
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
         return torch.ops.fused_topk.full_rows.default(*arguments)
 
-    setup_context = staticmethod(full_row_operators.setup_context)
+    setup_context = staticmethod(gradients.full_rows_setup_context)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return full_row_operators.backward(ctx, gradient, FullRows.apply)
+        return gradients.full_rows_backward(ctx, gradient, FullRows.apply)
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:

@@ -12,7 +12,7 @@ import oracle
 from fused_topk import TopK
 from fused_topk.backends import cuda
 from fused_topk.layout.topk_choice import KernelChoice, choose
-from oracle import DTYPES, problem_of
+from oracle import DTYPES, problem_of, start
 from rows import NAN, adversarial_rows, packed, random_logits, random_mask, shifted
 from test_beam import check_beams
 
@@ -110,7 +110,7 @@ class Laid:
         problem = problem_of("log_softmax_topk" if entry == "beam_topk" else entry, logits, arguments[-1], **settings)
         if self.device != "cpu":
             out = empty_result(problem, scores)
-            cuda._launch(problem, scores, out, self.case.choice())
+            start(cuda, problem, out, scores, choice=self.case.choice())
             return out
         out, outcome = row_topk(problem, self.case.choice(), beam_scores=scores, **self.how)
         self.outcomes.append(outcome)
@@ -135,5 +135,5 @@ def kernel_of(case: Case) -> str:
     logits, settings, _ = case._replace(rows="1").arguments("cpu")
     problem = problem_of(case.entry, logits, case.k, **settings)
     with recorded() as names:
-        cuda._launch(problem, None, empty_result(problem), case.choice())
+        start(cuda, problem, empty_result(problem), choice=case.choice())
     return names[0]

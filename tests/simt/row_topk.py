@@ -12,6 +12,7 @@ from fused_topk import TopK
 from fused_topk.backends import cuda
 from fused_topk.layout.topk_choice import KernelChoice
 from fused_topk.problem import Problem
+from oracle import start
 
 from .emulate import emulated
 from .launch import Array, Outcome
@@ -31,7 +32,7 @@ def row_topk(
     arrays = [Array(name, tensor, "input") for name, tensor in inputs.items() if tensor is not None]
     arrays += [Array(name, tensor, "output") for name, tensor in out._asdict().items()]
     with emulated(arrays, **how) as outcomes:
-        cuda._launch(problem, beam_scores, out, choice)
+        start(cuda, problem, out, beam_scores, choice=choice)
     return out, outcomes[0]
 
 

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a backend is: it gets a request ready once, and then runs it on any tensors of the same kind."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..problem import FullRowProblem, Problem, TopK
+
+
+class StartTopk(Protocol):
+    """Runs a prepared top-k request on tensors of the layout that it was prepared for, and writes `out`."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        out: TopK,
+        beam_scores: Tensor | None = None,
+        mask: Tensor | None = None,
+        row_temperature: Tensor | None = None,
+    ) -> None: ...
+
+
+class StartFullRows(Protocol):
+    """Runs a prepared request for full rows, likewise, and writes the contiguous `out`."""
+
+    def __call__(self, logits: Tensor, out: Tensor, row_temperature: Tensor | None = None) -> None: ...
+
+
+class Backend(Protocol):
+    """The modules :mod:`reference`, :mod:`cpu` and :mod:`cuda` are such backends."""
+
+    def __hash__(self) -> int: ...
+
+    def unavailable(self, device: torch.device | None = None) -> str | None:
+        """None if it works on that device, or without one on any, else the cause and the remedy in one sentence."""
+        ...
+
+    def supports(self, dtype: torch.dtype, k: int) -> bool:
+        """Whether it takes logits of that dtype, and that k; full rows ask with k = 1."""
+        ...
+
+    def prepare_topk(self, problem: Problem, device: torch.device, beam_scores: Tensor | None = None) -> StartTopk:
+        """All that does not change with the addresses of the tensors, which may be meta tensors.
+
+        The k best of every row, their values, and the row's logsumexp. With beam_scores, which show a layout too, the
+        k best continuations of every batch entry over all of its beams.
+        """
+        ...
+
+    def prepare_full_rows(self, problem: FullRowProblem, device: torch.device, dtype: torch.dtype) -> StartFullRows:
+        """Likewise for probabilities, log-probabilities or the logsumexp of every row, into an `out` of that dtype."""
+        ...

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launch of csrc/softmax_rows.cu looks like: a pure function of shapes and strides, as topk_launch.py."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from .collapse import collapse
+from .full_row_choice import KERNEL_VARIANTS, FullRowChoice
+from .kernel_arguments import FullRows, writer
+from .topk_launch import FORMATS, check_rows, row_count
+
+_KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
+_LEADING_DIMS = 2
+# Results up to this part of the L2 cache stay in it, for whoever reads them next; the logits then leave it first.
+_RESULT_OF_CACHE = 0.75
+
+# What changes from call to call; a plan has all else.
+_write_addresses, _ADDRESSES = writer(FullRows, "logits", "out", "row_temperature")
+_write_temperature, _TEMPERATURE = writer(FullRows, "temperature")
+_write_scratch, _SCRATCH = writer(FullRows, "parts", "counters")
+FULL_ROWS_BYTES = ctypes.sizeof(FullRows)
+
+
+class FullRowLayout(NamedTuple):
+    """Everything about a request but addresses and numbers that change from call to call."""
+
+    shape: Sequence[int]  # (..., V)
+    strides: Sequence[int]
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    is_aligned: bool  # whether the logits, and the result unless it is a logsumexp, start at multiples of 16 bytes
+    values: str
+
+
+class FullRowLaunch(NamedTuple):
+    """A launch but for its addresses."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    threads: int
+    shared_bytes: int
+    is_cooperative: bool
+    argument: bytes  # struct FullRows with the addresses left zero
+    scratch_words: int  # of 8 bytes: (m, d) of a row's blocks
+    counters: int  # zeroed, of 4 bytes
+
+    def fill(
+        self, logits: int, temperature: float, row_temperature: int, scratch: int, counters: int, out: int
+    ) -> bytearray:
+        """The struct with the addresses of a call, 0 for what it has not."""
+        filled = bytearray(self.argument)
+        _write_addresses(filled, _ADDRESSES, logits, out, row_temperature)
+        _write_temperature(filled, _TEMPERATURE, temperature)
+        if scratch:
+            _write_scratch(filled, _SCRATCH, scratch, counters)
+        return filled
+
+
+@lru_cache(maxsize=4096)
+def plan(layout: FullRowLayout, choice: FullRowChoice, cache_bytes: int) -> FullRowLaunch | None:
+    """The launch for a layout of at least one row, or None if its rows have more unrelated strides than the kernel walks.
+
+    Args:
+        cache_bytes: of the GPU's L2 cache.
+
+    Raises:
+        ValueError: more rows than a launch can take.
+    """
+    *leading, vocab_size = layout.shape
+    rows = row_count(layout.shape)
+    check_rows(rows)
+    sizes, (strides,) = collapse(leading, [layout.strides[:-1]])
+    if len(sizes) > _LEADING_DIMS:
+        return None
+    is_written = layout.values != "logsumexp"
+    out_dtype = layout.out_dtype if is_written else layout.dtype
+    bytes_that_align = [stride * layout.dtype.itemsize for stride in strides]
+    bytes_that_align += [vocab_size * dtype.itemsize for dtype in (layout.dtype, out_dtype)]
+    is_aligned = layout.is_aligned and all(count % 16 == 0 for count in bytes_that_align)
+    owners = choice.owners_of(rows) if choice.is_cooperative else 0
+    argument = FullRows(
+        inner_stride=strides[-1],
+        inner_rows=sizes[-1],
+        V=vocab_size,
+        kind=_KINDS[layout.values],
+        result_stays=is_written and rows * vocab_size * out_dtype.itemsize <= cache_bytes * _RESULT_OF_CACHE,
+        shared_vectors=choice.shared_vectors,
+        outer_stride=strides[0] if len(sizes) == 2 else 0,
+        rows=rows,
+        blocks_per_row=choice.blocks_per_row,
+    )
+    return FullRowLaunch(
+        kernel_name(choice, layout.dtype, out_dtype, is_aligned),
+        (choice.blocks(rows),),
+        choice.threads,
+        choice.shared_bytes,
+        choice.is_cooperative,
+        bytes(argument),
+        scratch_words=owners * 2 * choice.blocks_per_row,
+        counters=owners,
+    )
+
+
+def kernel_name(choice: FullRowChoice, dtype: torch.dtype, out_dtype: torch.dtype, is_aligned: bool) -> str:
+    """A kernel of csrc/softmax_rows.cu, as NVRTC wants it named."""
+    formats = f"fused_topk::{FORMATS[dtype]}, fused_topk::{FORMATS[out_dtype]}"
+    kernel = f"fused_topk::full_rows::softmax_{choice.kernel}_rows_kernel"
+    return f"{kernel}<{formats}, {choice.vectors}, {str(is_aligned).lower()}>"
+
+
+def kernel_names() -> list[str]:
+    """Every variant that a launch can ask for."""
+    return [
+        kernel_name(FullRowChoice(kernel, 0, vectors), dtype, out_dtype, is_aligned)
+        for dtype in FORMATS
+        for out_dtype in dict.fromkeys((dtype, torch.float32))
+        for kernel, vectors in KERNEL_VARIANTS
+        for is_aligned in (True, False)
+    ]

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The library that the operators are in, and which calls torch's dispatcher must see."""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+library = torch.library.Library("fused_topk", "DEF")
+
+
+def _keys(*names: str) -> int:
+    sets = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr() for name in names)
+    return functools.reduce(operator.or_, sets)
+
+
+try:
+    # The dispatcher's keys that every dense CPU or CUDA tensor has, and every thread. Any other stands for something that
+    # must see the call: a transform, a mode, a tracer, a subclass, a negation that is still to be done.
+    _OTHER_TENSOR_KEYS = ~_keys(
+        "CPU", "AutogradCPU", "AutocastCPU", "CUDA", "AutogradCUDA", "AutocastCUDA", "ADInplaceOrView"
+    )
+    _OTHER_THREAD_KEYS = ~_keys("BackendSelect", "ADInplaceOrView")
+    _keys_of_tensor = torch._C._dispatch_keys
+    _keys_of_thread = torch._C._dispatch_tls_local_include_set
+    _keys_of_tensor(torch.empty(0, device="cpu")).raw_repr(), _keys_of_thread().raw_repr(), forward_ad._current_level
+    _sees_keys = True
+except (AttributeError, TypeError):
+    # A version of torch that has other private names: every call then goes through the dispatcher.
+    _sees_keys = False
+
+
+def need_dispatcher(logits: Tensor, *others: Tensor | None) -> bool:
+    """Whether a call with these tensors must go through torch: for gradients, torch.compile, vmap, a mode and the like.
+
+    If not, the operator's implementation may be called directly: the dispatcher takes 40 µs for an operator that is
+    written in Python, and torch less than that for all of a short row.
+    """
+    return (
+        not _sees_keys
+        or torch.compiler.is_compiling()
+        or forward_ad._current_level >= 0
+        or _keys_of_thread().raw_repr() & _OTHER_THREAD_KEYS != 0
+        # Written out for the one tensor that every call has, because a call of a short row takes 2 µs.
+        or (logits.requires_grad and torch.is_grad_enabled())
+        or _keys_of_tensor(logits).raw_repr() & _OTHER_TENSOR_KEYS != 0
+        or (bool(others) and any(tensor is not None and need_dispatcher(tensor) for tensor in others))
+    )

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a request: what its result looks like, and how its backend starts on it.
+
+A plan depends on all of a request but what lies in its tensors, so it is kept for the next such request: for a short row
+most of a call's time goes into what the plan has. Plans hold no memory of a device.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import backends
+from .backends.protocol import StartFullRows, StartTopk
+from .problem import FullRowProblem, Problem, TopK, result_dtype
+
+
+class Like(NamedTuple):
+    """What a plan knows of a tensor: all but its address."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor | None) -> Like | None:
+        return None if tensor is None else Like(tensor.dtype, tensor.shape, tensor.stride())
+
+    def meta(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+
+class TopkResult(NamedTuple):
+    """What a :class:`TopK` looks like."""
+
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+    dtype: torch.dtype
+    value_dtype: torch.dtype
+
+    @property
+    def fields(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Shape and dtype of values, indices and logsumexp."""
+        return (self.shape, self.value_dtype), (self.shape, torch.int64), (self.rows, self.dtype)
+
+    def empty(self, device: torch.device) -> TopK:
+        """Uninitialised tensors for it."""
+        shape, rows, dtype, value_dtype = self
+        # By keyword: torch takes 1 µs longer to see that a positional tuple is a size. And a named tuple's own __new__ is
+        # written in Python.
+        values = torch.empty(size=shape, dtype=value_dtype, device=device)
+        indices = torch.empty(size=shape, dtype=torch.int64, device=device)
+        return tuple.__new__(TopK, (values, indices, torch.empty(size=rows, dtype=dtype, device=device)))
+
+
+def row_result(logits: Tensor, k: int, values: str) -> TopkResult:
+    """Of the k best of each row."""
+    rows, dtype = tuple(logits.shape[:-1]), result_dtype(logits.dtype)
+    return TopkResult((*rows, k), rows, dtype, logits.dtype if values == "logits" else dtype)
+
+
+def beam_result(logits: Tensor, k: int) -> TopkResult:
+    """Of the k best over all beams of each batch entry."""
+    batch, beams, _ = logits.shape
+    dtype = result_dtype(logits.dtype)
+    return TopkResult((batch, k), (batch, beams), dtype, dtype)
+
+
+class TopkPlan(NamedTuple):
+    """A top-k request, checked and computed but for what lies in its tensors."""
+
+    result: TopkResult
+    start: StartTopk
+
+    def run(
+        self, logits: Tensor, mask: Tensor | None, row_temperature: Tensor | None, beam_scores: Tensor | None = None
+    ) -> TopK:
+        """Its result, in new tensors."""
+        out = self.result.empty(logits.device)
+        self.start(logits, out, beam_scores, mask, row_temperature)
+        return out
+
+    def run_into(self, out: TopK, logits: Tensor, mask: Tensor | None, row_temperature: Tensor | None) -> None:
+        """Its result in `out`: written there, or where no backend can write that, copied."""
+        values, indices, logsumexp = out
+        is_writable = indices.dtype is torch.int64 and values.is_contiguous()
+        if is_writable and indices.is_contiguous() and logsumexp.is_contiguous():
+            self.start(logits, out, None, mask, row_temperature)
+            return
+        for given, computed in zip(out, self.run(logits, mask, row_temperature), strict=True):
+            given.copy_(computed)
+
+
+@functools.lru_cache(maxsize=4096)
+def topk_plan(
+    device: torch.device,
+    logits: Like,
+    k: int,
+    temperature: float,
+    row_temperature: Like | None,
+    mask: Like | None,
+    values: str,
+    normalize: str,
+    backend: str | None,
+    beam_scores: Like | None = None,
+) -> TopkPlan:
+    """The plan of a checked request: the fields are those of :class:`Problem`."""
+    rows = logits.meta()
+    scores = None if beam_scores is None else beam_scores.meta()
+    result = row_result(rows, k, values) if scores is None else beam_result(rows, k)
+    chosen = backends.pick(device, logits.dtype, k, backend)
+    if rows.numel() == 0:
+        return TopkPlan(result, lambda logits, out, beam_scores=None, mask=None, row_temperature=None: None)
+    problem = Problem(
+        rows,
+        k,
+        temperature,
+        None if row_temperature is None else row_temperature.meta(),
+        None if mask is None else mask.meta(),
+        values,
+        normalize,
+    )
+    return TopkPlan(result, chosen.prepare_topk(problem, device, scores))
+
+
+class FullRowPlan(NamedTuple):
+    """A request for full rows, likewise."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    is_alike: bool  # whether the result is a tensor such as the logits
+    start: StartFullRows
+
+    def run(self, logits: Tensor, row_temperature: Tensor | None = None) -> Tensor:
+        """Its result, in a new tensor."""
+        # Torch makes a tensor like another one in less time than one of a given shape.
+        is_alike = self.is_alike
+        out = (
+            torch.empty_like(logits)
+            if is_alike
+            else torch.empty(size=self.shape, dtype=self.dtype, device=logits.device)
+        )
+        self.start(logits, out, row_temperature)
+        return out
+
+
+def full_row_shape(logits: Tensor, values: str) -> torch.Size:
+    """Of the result."""
+    return logits.shape[:-1] if values == "logsumexp" else logits.shape
+
+
+@functools.lru_cache(maxsize=4096)
+def full_row_plan(
+    device: torch.device,
+    logits: Like,
+    temperature: float,
+    row_temperature: Like | None,
+    values: str,
+    dtype: torch.dtype,
+    backend: str | None,
+) -> FullRowPlan:
+    """The plan of a checked request: the fields are those of :class:`FullRowProblem`, and the dtype of the result."""
+    rows = logits.meta()
+    shape = full_row_shape(rows, values)
+    is_alike = shape == rows.shape and dtype is rows.dtype and rows.is_contiguous()
+    chosen = backends.pick(device, logits.dtype, 1, backend)
+    if rows.numel() == 0:
+        return FullRowPlan(shape, dtype, is_alike, lambda logits, out, row_temperature=None: None)
+    temperatures = None if row_temperature is None else row_temperature.meta()
+    problem = FullRowProblem(rows, temperature, temperatures, values)
+    return FullRowPlan(shape, dtype, is_alike, chosen.prepare_full_rows(problem, device, dtype))
