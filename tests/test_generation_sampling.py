@@ -160,7 +160,8 @@ def test_sampled_tokens_have_the_stock_distribution(options):
 def test_beam_sampling_has_the_stock_distribution():
     # The best of two beams after one step, among all pairs of first tokens.
     model = tiny("llama")
-    options = {"num_beams": 2, "top_k": 6, "eos_token_id": None}
+    # Of fewer tokens a version that sorts its draws (transformers 5.24) leaves too few different ones to compare.
+    options = {"num_beams": 2, "top_k": 12, "eos_token_id": None}
     torch.manual_seed(1)
     stock = first_tokens(model, DRAWS, **options)
     stats(reset=True)
