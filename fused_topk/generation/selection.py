@@ -48,8 +48,7 @@ class Edit(Protocol):
         ...
 
 
-# Up to here torch's own reduction is as quick on a GPU as ours, and the host launches it in a third of the time. On an H200
-# torch takes 11 µs for up to 64 rows of 32000 and 28 for rows of 128256, ours 10 for both; the host 9 against 25.
+# Up to here torch's own reduction is as quick on a GPU as ours, and the host launches it in a third of the time.
 _ARGMAX_VOCAB_SIZE = 1 << 16
 
 

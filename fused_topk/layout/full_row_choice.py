@@ -11,9 +11,7 @@ grid    the same of many blocks                        as much as the GPU holds
 long    the same; what does not fit is read twice      longer rows
 ======= ============================================== ==========================================
 
-µs on an H200: 4000 x 25000 bf16 as "block" 133, as "shared" 105; 128 x 65536 fp32 as "shared" 18.9, as "grid" 20.0; 128 x
-131072 fp32 as "grid" 38.0, in clusters of 4 or 8 blocks that exchange through each other's shared memory 39.9 (not all of
-them run at once, and a new one waits for as many free places).
+The limits are measured in csrc/TUNING.md ("Which kernel, and how a row is cut").
 
 The number of rows plays no part: how a row is cut, and in which order its sums are added, follows from V, the dtype and
 the GPU. So a row has the same result, bit for bit, in whatever batch it comes.
@@ -118,8 +116,7 @@ def choose_full_row(vocab_size: int, itemsize: int, shared_per_block: int, multi
     if vectors <= 4 * _WARP:
         return FullRowChoice("warp", _WARP * _WARP_ROWS, 4)
     if vectors <= 2048:
-        # The shorter the row, the more its latency counts, which more threads shorten. µs with 2 vectors, with 4:
-        # 128 x 2048 bf16 2.5, 2.9; 4000 x 1000 fp32 8.9, 8.4.
+        # The shorter the row, the more its latency counts, which more threads shorten.
         in_registers = 2 if vectors <= 512 else 4
         return FullRowChoice("block", _round_up(-(-vectors // in_registers), _WARP), in_registers)
     # Two blocks on a multiprocessor, or one with the threads of both.

@@ -79,39 +79,33 @@ class KernelChoice(NamedTuple):
         return 32 * (_WARPS_PER_BLOCK if self.warps == 1 else self.warps)
 
     def k_of_warp(self, k: int) -> int:
-        """Which best each warp of a block publishes, so that fewer of them than have a part to read prove a bound of k (KthBound
-        of csrc/bound.cuh).
+        """How many of its best logits each warp of a block publishes. The least of what enough warps publish is then a lower
+        bound of the row's k-th best (KthBound of csrc/bound.cuh).
 
-        Least logits pass the bound of three quarters of the warps; of more where k is large, for a warp knows few of its bests.
-        In µs on an H200 at f1fb647, of all warps, three quarters or half of them: 8 x 50257 fp32 k = 50, 7 blocks of 8: 15.0,
-        10.3, 10.6; 16 x 32000 k = 50, 4 blocks of 8: 11.3, 9.1, 9.4; 256 x 128256 bf16 k = 8: 23.8, 22.5, 22.5; 32 x 151936
-        k = 50: 14.0, 14.0, 14.3. At 0757611, of all warps, 15 or 14 of 16: 64 x 128256 fp32 k = 200: 25.0, 23.6, 22.8,
-        8 x 50257 k = 256: 18.7, 18.7, 14.3; of three quarters, all warps, 15 or 14 of 16: 64 x 128256 k = 128: 22.7, 22.2, 22.4,
-        22.5.
+        Three quarters of the warps are enough, which lets the fewest logits pass. Where k is large a warp has few of its bests
+        at hand, and all warps but an eighth, or a sixteenth, are needed. Measured in csrc/TUNING.md.
         """
         readers = self._readers
         of_most = -(-k // (readers - readers // 4))
         return of_most if of_most <= _FEW_OF_WARP else -(-k // (readers - readers // (8 if k <= 256 else 16)))
 
     def k_of_split(self, k: int) -> int:
-        """The same of the blocks of a row (bound_of_lists() of csrc/merge.cuh).
+        """How many of its best logits each block of a row publishes (bound_of_lists() of csrc/merge.cuh).
 
-        In µs on an H200, of all blocks, or of three quarters: 8 x 262144 bf16 k = 50, 16 blocks: 11.0, 9.5; 16 x 128256 k = 50,
-        8 blocks: 10.4, 9.9; but 8 x 50257 fp32 k = 50, 4 blocks: 9.7, 10.3. To rank more than 16 would take long.
+        Three quarters of 5 to 16 blocks are enough for a bound. Fewer blocks have none to spare, and to rank more takes too
+        long. Measured in csrc/TUNING.md.
         """
         spare = self.splits // 4 if _FEW_SPLITS < self.splits <= _RANKED_SPLITS else 0
         return -(-k // (self.splits - spare))
 
     @property
     def lead(self) -> int:
-        """How many of the last tiles a group reads first (TileOrder of csrc/scan.cuh), so that its first tiles have the best of
-        sorted logits, whichever way they are sorted: half as many as there are warps, and one more, because a row may end with
-        few logits. None where each warp has one tile at most, or a part has several, which are read one after the other.
-        Windows of tiles need no such order.
+        """How many of a row's last tiles a group reads first (TileOrder of csrc/scan.cuh).
 
-        Ascending logits, in µs on an H200, with none and with these first: 256 x 128256 fp32 k = 50: 157, 45 (normal ones 42),
-        2048 x 32000 bf16 k = 50: 277, 49 (73), 1 x 32000 k = 8: 17.4, 11.2 (6.1), descending ones 10.7, 14.0. Of three quarters
-        of the warps and half of them: 1 x 32000 descending 15.3, 14.0, 64 x 128256 fp32 k = 1024 ascending 47, 67 (30).
+        Then the group's first tiles hold the best of sorted logits, ascending or descending, and its bound is good from the
+        start. Half as many as there are warps, and one more, because a row may end with few logits. None where each warp has one
+        tile at most, or where a part has several tiles, which are read one after the other. Windows of tiles need no such order.
+        Measured in csrc/TUNING.md.
         """
         if self.lanes or self.tiles_per_part > 1 or self.parts // self.splits <= self.warps:
             return 0
@@ -125,9 +119,7 @@ class KernelChoice(NamedTuple):
     def method(self, k: int, itemsize: int, is_plain: bool) -> Method:
         """How the kernel makes candidates of a warp's tiles. is_plain: aligned rows, no mask.
 
-        In windows where that was measured to be quicker, in µs on an H200: 64 x 128256 bf16 k = 8, 16 warps: 14.3 tile by
-        tile, 12.4 in windows; 256 x 128256: 30.1, 25.6; 32 x 262144 k = 20: 16.5, 16.0. Not with one tile a warp
-        (1 x 128256: 6.8, 7.5) nor of float32 (64 x 128256 17.1, 16.0, but with spilled registers; 4000 x 25000 108, 120).
+        Windows pay for 16-bit logits where a warp has several tiles. Measured in csrc/TUNING.md.
         """
         if self.lanes or self.warps == 1:
             return Method.TILE_BY_TILE
@@ -171,24 +163,8 @@ def choose(
 ) -> KernelChoice:
     """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors.
 
-    What the limits rest on, in µs on an H200 (132 multiprocessors), choices timed beside each other, as `python -m
-    fused_topk sweep` does. Routers at e074df7; float32 rows of 20000 logits and more as they are now (KernelChoice.lead); all
-    else on the way from f1fb647 to 0757611, while blocks of 8 warps could still share a row:
-
-    - 8 lanes that merge, or the best off the tops of more: 65536 x 256 bf16 k = 8: 15.6 or 40; 16384 x 128: 5.1 or 7.9;
-      4096 x 64: 2.5 or 3.1;
-    - a warp or 8 warps a row, k = 8: 264 x 2000 fp32: 6.5 or 5.4, 400 x 2000: 6.7 or 9.1, 528 x 4000: 10.2 or 10.3,
-      800 x 4000: 11.0 or 14.3, 1000 x 8000: 17.8 or 16.2, 4000 x 20000: 82 or 87, 4000 x 25000: 104 or 103, k = 5: 102
-      or 98, k = 16: 106 or 120, k = 64: 120 or 189, 4000 x 60000: 223 or 216, k = 16: 226 or 222, 1600 x 60000: 104 or 91,
-      unaligned 4000 x 50257: 220 or 228; bf16: 1600 x 32000: 45 or 41, 2048 x 32000: 47 or 51, 1600 x 128256: 132 or 110,
-      4096 x 128256: 254 or 262, but 4096 x 64000 k = 20: 166 or 155;
-    - 8 or 16 warps, rows for more than one multiprocessor each: 200 x 128256 bf16 k = 8: 21 or 26; not so many: 64 x 12000
-      fp32 k = 50: 9.3 or 6.4, 96 x 64000 bf16 k = 50: 15.6 or 11.3; with a part for each of 8: 64 x 8000 fp32 k = 8: 4.7 or
-      5.2, k = 50: 6.3 or 6.2;
-    - blocks of 16 warps, one of which a multiprocessor has room for: 1 x 128256 bf16 k = 20, 4, 6, 8: 9.0, 8.9, 7.4;
-      16 x 262144, 4, 6, 8, 10: 12.2, 11.8, 11.1, 16.1; 64 x 128256 k = 8, 2 or 3: 12.1 or 17.0; 32 x 25000 fp32 k = 50, 1 or
-      2: 9.0 or 10.4. Blocks of 8 warps: 1 x 128256 at best 8.5, 16 x 262144 12.4, 64 x 128256 12.5; 140 x 50257 fp32 k = 8, 1
-      or 2: 18.0 or 23.8.
+    Each limit below rests on a row of csrc/TUNING.md ("Which kernel, and how a row is cut"): choices timed beside each other
+    by `python -m fused_topk sweep`.
     """
     parts, tiles_per_part = _cut(vocab_size)
     vectors = _TILE * itemsize // _WARP_BYTES
