@@ -36,8 +36,7 @@ def check_tensor(name: str, value: Any) -> None:
             "or name the function in torch.fx.wrap"
         )
     # A plain tensor is asked nothing more: torch.compile then traces no look-up of a module that another thread imports.
-    distributed = None if type(value) is Tensor else sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and isinstance(value, distributed.DTensor):
+    if type(value) is not Tensor and isinstance(value, _distributed_tensor()):
         raise TypeError(
             f"`{name}` must not be a DTensor, got one placed {value.placements}; pass .full_tensor(), or .to_local() where "
             "whole rows are local"
@@ -46,6 +45,12 @@ def check_tensor(name: str, value: Any) -> None:
         raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}; convert it with torch.as_tensor")
     if value.layout != torch.strided:
         raise TypeError(f"`{name}` must be a dense tensor, got layout {value.layout}; convert it with .to_dense()")
+
+
+def _distributed_tensor() -> tuple[type, ...]:
+    """The class DTensor, where it has been imported: torch 2.4 has it in a private module."""
+    modules = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "_tensor"))
+    return tuple(module.DTensor for module in modules if hasattr(module, "DTensor"))
 
 
 def check_logits(logits: Any) -> None:
