@@ -36,7 +36,7 @@ def check_tensor(name: str, value: Any) -> None:
             "or name the function in torch.fx.wrap"
         )
     # A plain tensor is asked nothing more: torch.compile then traces no look-up of a module that another thread imports.
-    if type(value) is not Tensor and isinstance(value, _distributed_tensor()):
+    if type(value) is not Tensor and _is_distributed(value):
         raise TypeError(
             f"`{name}` must not be a DTensor, got one placed {value.placements}; pass .full_tensor(), or .to_local() where "
             "whole rows are local"
@@ -47,10 +47,11 @@ def check_tensor(name: str, value: Any) -> None:
         raise TypeError(f"`{name}` must be a dense tensor, got layout {value.layout}; convert it with .to_dense()")
 
 
-def _distributed_tensor() -> tuple[type, ...]:
-    """The class DTensor, where it has been imported: torch 2.4 has it in a private module."""
+def _is_distributed(value: Any) -> bool:
+    """Whether it is a DTensor. Torch 2.4 has the class in a private module, and none is imported for this."""
     modules = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "_tensor"))
-    return tuple(module.DTensor for module in modules if hasattr(module, "DTensor"))
+    kinds = (getattr(module, "DTensor", None) for module in modules)
+    return any(kind is not None and isinstance(value, kind) for kind in kinds)
 
 
 def check_logits(logits: Any) -> None:
