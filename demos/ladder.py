@@ -5,7 +5,7 @@
     python demos/ladder.py --device cpu --plot out/ladder.png --json out/ladder.json
     python demos/ladder.py --from-json demos/results/ladder_cpu.json    # shows an older run again
 
-The rungs are csrc/ladder.cu, to be read from top to bottom, and csrc/cpu/ladder.cpp; demos/README.md says what each adds
+The rungs are csrc/ladder/ladder.cu, to be read from top to bottom, and csrc/ladder/ladder.cpp; demos/README.md says what each adds
 and why it is as fast as it is. Nothing is timed before its answer was compared with float64.
 """
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_topk import ladder
+import ladder_rungs as ladder
 from fused_topk.backends import cuda
 from fused_topk.benchmark.inputs import make_inputs, rotation_count
 from fused_topk.benchmark.suites import Case
 from fused_topk.benchmark.timing import Effort, time_graph, time_interleaved
-from fused_topk.ladder import RUNGS, Rung
+from ladder_rungs import RUNGS, Rung
 
 # Float32 results of a few roundings an element; naive softmax sums what it has not scaled.
 TOLERANCE = 1e-4

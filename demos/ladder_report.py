@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fused_topk.benchmark.report import three_digits
-from fused_topk.ladder import RUNGS
+from ladder_rungs import RUNGS
 
 Document = dict[str, Any]
 

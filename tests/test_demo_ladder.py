@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_topk import ladder
 from fused_topk.backends import cpu
 
 DEMOS = Path(__file__).parent.parent / "demos"
@@ -19,6 +18,7 @@ sys.path.insert(0, str(DEMOS))
 pytest.importorskip("matplotlib")
 
 import ladder_measure  # noqa: E402
+import ladder_rungs  # noqa: E402
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def test_prints_draws_and_keeps_its_numbers(run):
     assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
     assert {"date", "machine", "device", "overflow", "points"} <= set(document)
     names = {point["name"] for point in document["points"]}
-    assert names >= {rung.name for rung in ladder.RUNGS if rung.name != "shuffle"} | {"torch", "copy", "read"}
+    assert names >= {rung.name for rung in ladder_rungs.RUNGS if rung.name != "shuffle"} | {"torch", "copy", "read"}
     assert all(point["us"] > 0 for point in document["points"])
 
 
@@ -53,14 +53,14 @@ def test_shows_an_older_run(run):
 
 @pytest.mark.parametrize("name", ("online", "online_topk"))
 def test_wrong_answer_is_not_timed(monkeypatch, name):
-    right = ladder.climb
+    right = ladder_rungs.climb
 
     def wrong(rung, logits, scratch):
         right(rung, logits, scratch)
         if rung.name == name:
             (scratch.y if rung.gives == "softmax" else scratch.values)[0] *= 1.01
 
-    monkeypatch.setattr(ladder, "climb", wrong)
+    monkeypatch.setattr(ladder_rungs, "climb", wrong)
     with pytest.raises(RuntimeError, match="off by 1"):
         list(ladder_measure.measure(ladder_measure.Shape("batch", 4, 100, 5 if "topk" in name else 0), CPU))
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_topk import ladder
+import ladder_rungs as ladder
 from fused_topk.backends import cpu
 from fused_topk.cuda_runtime import driver, kernel_source
-from fused_topk.ladder import BY_NAME, GPU_K, RUNGS
+from ladder_rungs import BY_NAME, GPU_K, RUNGS
 from rows import INF, random_logits
 from simt import build
 from simt.emulate import emulated, recorded

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fused_topk import ladder
+import ladder_rungs
 from fused_topk.backends import cuda as kernels
 from fused_topk.cuda_runtime.kernel_source import source_folder
 from fused_topk.layout import full_row_launch, topk_launch
@@ -142,8 +142,10 @@ def test_every_kernel_is_tested():
     """Here, and by files of their own that show the same of theirs: test_simt_full_rows.py, test_ladder.py."""
     tested = {*CASES, "fused_topk::read_rows_kernel"}
     assert tested == set(kernels.kernel_names())
-    named = {re.split("<", name)[0] for name in (*tested, *full_row_launch.kernel_names(), *ladder.kernel_names())}
-    sources = (path.read_text() for path in source_folder().glob("*.cu"))
+    named = {
+        re.split("<", name)[0] for name in (*tested, *full_row_launch.kernel_names(), *ladder_rungs.kernel_names())
+    }
+    sources = (path.read_text() for path in source_folder().rglob("*.cu"))
     defined = [name for source in sources for name in re.findall(r"__global__[^{;]*?(\w+)\(const", source)]
     assert defined and sorted(name.split("::")[-1] for name in named) == sorted(defined)
 

@@ -17,8 +17,8 @@
 #include <string_view>
 #include <vector>
 
+#include "../ladder/ladder.h"
 #include "full_rows.h"
-#include "ladder.h"
 #include "problem.h"
 
 namespace nb = nanobind;

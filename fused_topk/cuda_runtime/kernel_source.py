@@ -38,7 +38,7 @@ SOURCES = (
 FULL_ROW_SOURCES = (*SOURCES[:5], "full_row.cuh", "waiting.cuh", "softmax_rows.cu")
 """Likewise of the kernels in the namespace fused_topk::full_rows: a unit of their own, so that each compiles quickly."""
 
-LADDER_SOURCES = (*SOURCES[:3], "ladder.cu")
+LADDER_SOURCES = (*SOURCES[:3], "ladder/ladder.cu")
 """Likewise of the namespace fused_topk::ladder."""
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 120)

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rungs of csrc/ladder.cu on the CPU: the same passes over memory, in vectors. For demos/ladder.py.
+// The rungs of ladder.cu on the CPU: the same passes over memory, in vectors. For demos/ladder.py.
 #pragma once
 
-#include "vector_kernels.h"
+#include "../cpu/vector_kernels.h"
 
 namespace fused_topk::cpu {
 
-// In the order of fused_topk/ladder.py.
+// In the order of demos/ladder_rungs.py.
 enum class Rung : u32 {
   kNaive = 0,
   kSafe = 1,

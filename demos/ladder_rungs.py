@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ladder from three passes over the logits to one, to be run rung by rung: csrc/ladder.cu, csrc/cpu/ladder.cpp.
+"""The ladder from three passes over the logits to one, as data, and how each rung is launched.
 
-For demos/ladder.py, which explains, times and draws it. The package's own functions are faster than any rung.
+The rungs are csrc/ladder/ladder.cu and csrc/ladder/ladder.cpp. The package's own functions are faster than any of them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import backends
-from .backends import cpu
-from .cuda_runtime import driver
-from .problem import FullRowProblem, Problem, TopK
+from fused_topk import backends
+from fused_topk.backends import cpu
+from fused_topk.cuda_runtime import driver
+from fused_topk.problem import FullRowProblem, Problem, TopK
 
 GPU_K = (5, 10, 15, 30)
 """The k that the GPU's lists are compiled for."""
@@ -57,7 +57,7 @@ RUNGS = (
 )
 BY_NAME = {rung.name: rung for rung in RUNGS}
 
-# enum Rung of csrc/cpu/ladder.h. Of a CPU's lanes and shuffles there is nothing to tell apart.
+# enum Rung of csrc/ladder/ladder.h. Of a CPU's lanes and shuffles there is nothing to tell apart.
 _ON_CPU = {
     "naive": 0,
     "safe": 1,
@@ -126,7 +126,7 @@ def climb(rung: Rung, logits: Tensor, scratch: Scratch) -> None:
 
 
 def kernel_names() -> list[str]:
-    """Every kernel of csrc/ladder.cu, as NVRTC wants it named."""
+    """Every kernel of csrc/ladder/ladder.cu, as NVRTC wants it named."""
     softmax = ("naive_softmax", "safe_softmax", "online_softmax", "shuffle_softmax", "register_softmax")
     names = [_kernel(name) for name in (*softmax, "partial_normalizer", "merged_softmax")]
     return names + [_kernel(n, k) for n in ("topk", "safe_softmax_topk", "online_softmax_topk") for k in GPU_K]

@@ -4,10 +4,10 @@
 #include <atomic>
 #include <memory>
 
-#include "full_row_kernels.h"
-#include "row_state.h"
-#include "selection.h"
-#include "thread_pool.h"
+#include "../cpu/full_row_kernels.h"
+#include "../cpu/row_state.h"
+#include "../cpu/selection.h"
+#include "../cpu/thread_pool.h"
 
 namespace fused_topk::cpu {
 namespace {
