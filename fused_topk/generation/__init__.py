@@ -4,6 +4,7 @@
     with fused_decoding(model):                       # or enable(model) ... disable(model)
         model.generate(...)                           # unchanged: beam search and greedy; sampling=True adds sampling
     model.generate(..., custom_generate=generate)     # the same for one call
+    with fused_decoding(model, whole_step=True):      # beams share their prompt, and the cache is never copied
     FusedTopKLogitsProcessor(top_k, ...)              # an ordinary LogitsProcessor
     stats()                                           # what was fused, what was not, and why
     next_token_topk, topk_logprobs                    # compact results without generate()
@@ -28,6 +29,8 @@ transformers' own loops run (`_sample`, `_beam_search`, and models' overrides of
 Beside public API (forward hooks, generate, get_compiled_call) two private names are used: `_get_logits_processor`, to
 learn the processors and the configuration of a call, without which generate() stays stock, with one warning; and torch's
 `_compiled_call_impl`, without which the steps of a model after model.compile() are stock, and counted.
+
+With whole_step=True calls of the kinds that :mod:`whole_step` serves run in loops of its own.
 
 A model carries hooks (:mod:`hooks`) while it is enabled, in a block or in a call. They hold nothing of a call: what is
 asked for is kept by block, in a context variable, and what happens in a call is its :class:`session.Session`.

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
 
-from .hooks import held
+from .hooks import held, whole_loop
 from .model_logits import variables
 from .session import SAMPLING, SEARCH, Options, Session, running
+from .statistics import count_not_whole
+from .whole_step import Declined
 
 
 def generate(
@@ -24,12 +26,13 @@ def generate(
     generation_config: GenerationConfig,
     sampling: bool = False,
     topk_per_step: int = 0,
+    whole_step: bool = False,
     **model_kwargs: Any,
 ) -> Any:
     """For `model.generate(..., custom_generate=fused_topk.generation.generate)`: this one call takes the fused path.
 
-    Not to be called directly. Own arguments of generate(): `sampling` and `topk_per_step`, as in :func:`enable`; with
-    the latter and return_dict_in_generate=True the result has `topk`, the list of :attr:`FusedDecoding.topk`.
+    Not to be called directly. Own arguments of generate(): `sampling`, `topk_per_step` and `whole_step`, as in
+    :func:`fused_decoding`; with topk_per_step and return_dict_in_generate=True the result has `topk`, the list of :attr:`FusedDecoding.topk`.
 
     transformers does not hand `streamer` and `synced_gpus` to custom_generate; they are taken from the call all the
     same. It refuses `stop_strings` before it gets here, and ignores custom_generate with cache_implementation="paged":
@@ -54,6 +57,22 @@ def generate(
             "`do_sample` must be False unless sampling=True is given, got do_sample=True; fused sampling has the same "
             "distribution but draws other tokens for a seed: pass sampling=True to generate() to accept that"
         )
+    options = Options.checked(sampling, topk_per_step, whole_step)
+    is_synced = _is_synced(model, given.get("synced_gpus"))
+    if whole_step:
+        reason = next((name for name in ("streamer", "synced_gpus") if given.get(name) is not None), None)
+        if reason is None and (topk_per_step or is_synced):
+            reason = "topk_per_step" if topk_per_step else "synced_gpus"
+        try:
+            if reason is not None:
+                raise Declined(reason)
+            with held(model):
+                return whole_loop(model)(
+                    model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+                )
+        except Declined as declined:
+            count_not_whole(str(declined))
+
     is_beam = mode in (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
     loop = getattr(type(model), _loop_name(mode, is_beam), None)
     if loop is None:
@@ -65,9 +84,8 @@ def generate(
         model_kwargs["streamer"] = given.get("streamer")
     elif given.get("streamer") is not None:
         raise ValueError("`streamer` must be None with beams, got one; set num_beams=1 to stream")
-    model_kwargs["synced_gpus"] = _is_synced(model, given.get("synced_gpus"))
+    model_kwargs["synced_gpus"] = is_synced
 
-    options = Options.checked(sampling, topk_per_step)
     session = Session(model, options)
     with held(model), running(session):
         result = loop(

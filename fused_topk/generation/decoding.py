@@ -13,6 +13,7 @@ from transformers import GenerationMixin
 from .hooks import LOOKUP, FusedDecoding, Request, entered, set_enabled
 from .session import Options
 from .statistics import tell_once
+from .whole_step import drop
 
 
 def _generators(model: Any) -> list[Any]:
@@ -35,7 +36,7 @@ def _fusible(model: Any) -> list[Any]:
     return found
 
 
-def enable(model: nn.Module, *, sampling: bool = False) -> None:
+def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool = False) -> None:
     """Makes the model's generate() calls take the fused path, until :func:`disable`.
 
     Beam search and greedy decoding give the sequences of the stock path; where logits tie, the smaller index. Calls of
@@ -46,6 +47,9 @@ def enable(model: nn.Module, *, sampling: bool = False) -> None:
         model: a transformers model, or one with such models as parts: each part that can generate is enabled.
         sampling: also fuse do_sample=True with top-k, top-p or min-p, and beam sampling. The distribution is that of
             the stock path; the random numbers are used otherwise, so that a seed gives other draws.
+        whole_step: read the prompt once for all beams of a sequence, and never copy the cache (:mod:`whole_step`). For greedy
+            decoding and beam search of decoder-only models; other calls take the fused path, and :func:`stats` says why in
+            `not_whole`. The first call of a model tries it on a few tokens. Results have no past_key_values.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -54,20 +58,27 @@ def enable(model: nn.Module, *, sampling: bool = False) -> None:
         >>> enable(model)  # doctest: +SKIP
         >>> model.generate(**inputs, num_beams=4)  # doctest: +SKIP
     """
-    set_enabled(_fusible(model), Request(Options.checked(sampling, 0)))
+    set_enabled(_fusible(model), Request(Options.checked(sampling, 0, whole_step)))
 
 
 def disable(model: nn.Module) -> None:
     """Undoes :func:`enable`, also within a block, which goes on. Does nothing to a model that is not enabled.
 
+    Forgets, too, what `whole_step` has kept for later calls of the model.
+
     Raises:
         TypeError: not a model that can generate.
     """
-    set_enabled(_generators(model), None)
+    found = _generators(model)
+    set_enabled(found, None)
+    for module in found:
+        drop(module)
 
 
 @contextmanager
-def fused_decoding(model: nn.Module, *, sampling: bool = False, topk_per_step: int = 0) -> Iterator[FusedDecoding]:
+def fused_decoding(
+    model: nn.Module, *, sampling: bool = False, topk_per_step: int = 0, whole_step: bool = False
+) -> Iterator[FusedDecoding]:
     """Makes the model's generate() calls in a with block take the fused path.
 
     Blocks of several threads or tasks may overlap: a call takes the options of the innermost block that its own thread or
@@ -78,6 +89,7 @@ def fused_decoding(model: nn.Module, *, sampling: bool = False, topk_per_step: i
         model: see :func:`enable`.
         sampling: also fuse sampling: the same distribution, other draws for a seed.
         topk_per_step: record for each step the k most probable tokens; 0 for no record.
+        whole_step: see :func:`enable`.
 
     Yields:
         FusedDecoding, whose `topk` has the record of the last call, also after the block.
@@ -89,6 +101,6 @@ def fused_decoding(model: nn.Module, *, sampling: bool = False, topk_per_step: i
         >>> with fused_decoding(model):  # doctest: +SKIP
         ...     model.generate(**inputs, num_beams=4)
     """
-    block = Request(Options.checked(sampling, topk_per_step))
+    block = Request(Options.checked(sampling, topk_per_step, whole_step))
     with entered(_fusible(model), block):
         yield block.given

@@ -22,9 +22,10 @@ import torch
 from torch import nn
 
 from ..problem import TopK
+from . import whole_step
 from .model_logits import is_of_a_loop
 from .session import Options, Session, running, session_of
-from .statistics import count_fallback
+from .statistics import count_fallback, count_not_whole
 
 # The one private name of transformers: gives the processors of a loop, and is given its configuration.
 LOOKUP = "_get_logits_processor"
@@ -94,6 +95,10 @@ class Hooks:
         elif hooks is not None and next(reversed(hooks)) != self._handle.id:
             hooks.move_to_end(self._handle.id)
 
+    @property
+    def hook_id(self) -> int:
+        return int(self._handle.id)
+
     def remove_unused(self) -> None:
         if self.enabled is None and not self.blocks and not self.num_calls:
             self._handle.remove()
@@ -155,12 +160,34 @@ def _generate(module: Any, original: Callable[..., Any], *args: Any, **kwargs: A
     request = _asked_for(module) if outer is None or outer.has_begun else None
     if request is None:
         return original(*args, **kwargs)
+    if request.options.whole_step:
+        try:
+            return _generate_whole(module, original, request, *args, **kwargs)
+        except whole_step.Declined as declined:
+            count_not_whole(str(declined))
     reason = next((name for name in ("custom_generate", "assistant_model") if kwargs.get(name) is not None), None)
     session = Session(module, request.options, reason)
     with held(module), running(session):
         result = original(*args, **kwargs)
     request.given.topk = session.topk
     return result
+
+
+def _generate_whole(module: Any, original: Callable[..., Any], request: Request, *args: Any, **kwargs: Any) -> Any:
+    reason = whole_step.of_arguments(args, kwargs)
+    if reason is None and request.options.topk_per_step:
+        reason = "topk_per_step"
+    if reason is not None:
+        raise whole_step.Declined(reason)
+    with held(module), running(Session(module, request.options)):
+        result = original(*args, custom_generate=whole_loop(module), **kwargs)
+    request.given.topk = []
+    return result
+
+
+def whole_loop(module: Any) -> whole_step.Loop:
+    """For a module that has hooks."""
+    return whole_step.Loop(frozenset({*_RUN, _ATTRIBUTE}), module.__dict__[_ATTRIBUTE].hook_id)
 
 
 def _processors(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -35,16 +35,18 @@ class Options(NamedTuple):
 
     sampling: bool = False
     topk_per_step: int = 0
+    whole_step: bool = False
 
     @staticmethod
-    def checked(sampling: Any, topk_per_step: Any) -> Options:
-        if not isinstance(sampling, bool):
-            raise TypeError(f"`sampling` must be a bool, got {type(sampling).__name__}; pass True or False")
+    def checked(sampling: Any, topk_per_step: Any, whole_step: Any) -> Options:
+        for name, value in (("sampling", sampling), ("whole_step", whole_step)):
+            if not isinstance(value, bool):
+                raise TypeError(f"`{name}` must be a bool, got {type(value).__name__}; pass True or False")
         if isinstance(topk_per_step, bool) or not isinstance(topk_per_step, int):
             raise TypeError(f"`topk_per_step` must be an int, got {type(topk_per_step).__name__}; pass 0 for no record")
         if topk_per_step < 0:
             raise ValueError(f"`topk_per_step` must not be negative, got {topk_per_step}; pass 0 for no record")
-        return Options(sampling, topk_per_step)
+        return Options(sampling, topk_per_step, whole_step)
 
 
 class Session:

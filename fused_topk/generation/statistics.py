@@ -13,22 +13,33 @@ import torch
 logger = logging.getLogger("fused_topk.generation")
 
 
-class Stats(NamedTuple):
-    """Decoding steps of all models of this process since the start or the last reset.
-
-    fused: steps whose tokens were chosen in one read of the logits.
-    fallback: steps that ran stock operations, on the same values.
-    reasons: for each reason of a fallback, the number of its steps.
-    """
-
+class _Steps(NamedTuple):
     fused: int
     fallback: int
     reasons: dict[str, int]
 
 
+class Stats(_Steps):
+    """Decoding steps of all models of this process since the start or the last reset.
+
+    fused: steps whose tokens were chosen in one read of the logits.
+    fallback: steps that ran stock operations, on the same values.
+    reasons: for each reason of a fallback, the number of its steps.
+    whole: those of the fused steps that ran with whole_step=True, on a prompt that beams share.
+    not_whole: for each reason why a call with whole_step=True ran without, the number of such calls.
+
+    A tuple of the first three.
+    """
+
+    whole: int
+    not_whole: dict[str, int]
+
+
 _lock = threading.Lock()
 _fused = 0
 _reasons: Counter[str] = Counter()
+_whole = 0
+_not_whole: Counter[str] = Counter()
 _told: set[str] = set()
 
 
@@ -39,19 +50,21 @@ def stats(reset: bool = False) -> Stats:
         reset: start again from zero after this call.
 
     Returns:
-        Stats(fused, fallback, reasons).
+        Stats(fused, fallback, reasons), with whole and not_whole.
 
     Example:
         >>> import fused_topk.generation as fg
         >>> fg.stats(reset=True).reasons
         {}
     """
-    global _fused
+    global _fused, _whole
     with _lock:
         result = Stats(_fused, _reasons.total(), dict(_reasons))
+        result.whole, result.not_whole = _whole, dict(_not_whole)
         if reset:
-            _fused = 0
+            _fused = _whole = 0
             _reasons.clear()
+            _not_whole.clear()
     return result
 
 
@@ -59,6 +72,19 @@ def count_fused() -> None:
     global _fused
     with _lock:
         _fused += 1
+
+
+def count_whole(steps: int) -> None:
+    global _fused, _whole
+    with _lock:
+        _fused += steps
+        _whole += steps
+
+
+def count_not_whole(reason: str) -> None:
+    with _lock:
+        _not_whole[reason] += 1
+    tell_once(f"a call with whole_step=True runs without: {reason}")
 
 
 # A graph cannot count: its runs would not be seen, only its compilation.

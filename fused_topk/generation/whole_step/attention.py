@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of all beams of a sequence to keys that they share, through transformers' attention interface.
+
+A step has a query for each beam, of batch * beams rows, and keys of `batch` rows (:mod:`cache`). The queries of all beams
+and of all heads that share a key head are read as one block, so that each key is read once for all of them, and nothing is
+copied for grouped heads. A prompt has as many rows of queries as of keys, and is read as transformers' own functions do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+# Scores as transformers' function for `sdpa` forms them, which knows no cap of the scores, and as all others do.
+PLAIN = "fused_topk_shared_prompt"
+CAPPED = "fused_topk_shared_prompt_capped"
+
+
+class Call(NamedTuple):
+    """What a layer's attention was asked for."""
+
+    groups: int  # query heads to a key head
+    window: int | None  # how many of the last places may be looked at
+
+
+# The calls while a prompt is read; None where nobody looks.
+_calls: ContextVar[list[Call] | None] = ContextVar("fused_topk_attention_calls", default=None)
+
+
+@contextmanager
+def watched() -> Iterator[list[Call]]:
+    """Within it, the list of the calls so far."""
+    calls: list[Call] = []
+    token = _calls.set(calls)
+    try:
+        yield calls
+    finally:
+        _calls.reset(token)
+
+
+def name_for(implementation: str | None) -> str:
+    """The function that computes as the model's own attention implementation does."""
+    return PLAIN if implementation == "sdpa" else CAPPED
+
+
+def plain(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """For models whose implementation is `sdpa`."""
+    return _attend(query, key, value, attention_mask, **{**options, "softcap": None})
+
+
+def capped(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """For models of any other implementation."""
+    return _attend(query, key, value, attention_mask, **options)
+
+
+def _attend(
+    query: Tensor,  # [rows, heads, length, dim]
+    key: Tensor,  # [batch, key heads, places, dim]
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    rows, heads, length, dim = query.shape
+    batch, key_heads = key.shape[:2]
+    groups, beams = heads // key_heads, rows // batch
+    if not torch.compiler.is_compiling() and (calls := _calls.get()) is not None:
+        calls.append(Call(groups, sliding_window))
+    scale = dim**-0.5 if scaling is None else scaling
+    if length > 1:
+        key, value = (_repeated(each, groups) for each in (key, value))
+        return _weighted(query, key, value, mask, scale, softcap, mask is None).transpose(1, 2).contiguous(), None
+    if mask is not None:
+        # A step's mask may have a second one for the layers with a window: see `ancestry.Mask`.
+        mask = mask[:, -1:] if sliding_window is not None else mask[:, :1]
+    block = query.view(batch, beams, key_heads, groups, dim).permute(0, 2, 3, 1, 4)
+    found = _weighted(block.reshape(batch, key_heads, groups * beams, dim), key, value, mask, scale, softcap, False)
+    found = found.view(batch, key_heads, groups, beams, -1).permute(0, 3, 1, 2, 4)
+    return found.reshape(rows, 1, heads, -1), None
+
+
+def _repeated(heads: Tensor, times: int) -> Tensor:
+    return heads if times == 1 else heads.repeat_interleave(times, 1)
+
+
+def _weighted(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None, is_causal: bool
+) -> Tensor:
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, is_causal=is_causal)
+    scores = torch.tanh(query @ key.transpose(-1, -2) * scale / softcap) * softcap
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        # Finite, so that a row of padding, which may look at nothing, has no NaN.
+        scores = scores.masked_fill(~mask if mask.dtype == torch.bool else mask < 0, torch.finfo(scores.dtype).min)
+    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+
+
+for _name, _function in ((PLAIN, plain), (CAPPED, capped)):
+    AttentionInterface.register(_name, _function)
+    # The prompt's mask. That of a step has four dimensions, and models hand it on as it is.
+    AttentionMaskInterface.register(_name, sdpa_mask)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A generate() call as whole steps: what is asked before, and the function that generate() runs in place of its loop."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ..edits import Plan
+from . import attention, reasons, trial
+from .beams import Rules
+from .criteria import Criteria
+from .decoder import Prompt, positions_of
+from .search import Declined, Search
+from .twin import Snapshot, twin_of
+
+
+class _Ready(NamedTuple):
+    """What is known of a model: its twin, or why it has none."""
+
+    twin: Any
+    reason: str | None
+    of: Snapshot
+
+
+# Attributes of a model that say nothing about what it computes, or that this package puts there.
+_SKIPPED = frozenset({"generation_config"})
+
+_ready: weakref.WeakKeyDictionary[Any, _Ready] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+def drop(model: Any) -> None:
+    """Forgets the model's twin."""
+    with _lock:
+        _ready.pop(model, None)
+
+
+def twin_for(model: Any, own: frozenset[str], own_hook: int) -> Any:
+    """The model's twin, with a trial where the model is not as it was.
+
+    Args:
+        own: attributes of the model that are the package's.
+        own_hook: the id of the package's forward hook.
+
+    Raises:
+        Declined: the model cannot be served.
+    """
+    with _lock:
+        ready = _ready.get(model)
+        if ready is None or not ready.of.is_of(model):
+            ready = _ready[model] = _made_ready(model, own, own_hook)
+    if ready.reason is not None:
+        raise Declined(ready.reason)
+    return ready.twin
+
+
+def _made_ready(model: Any, own: frozenset[str], own_hook: int) -> _Ready:
+    def state(root: Any) -> dict[str, Any]:
+        state = {name: value for name, value in vars(root).items() if name not in own}
+        hooks = state["_forward_hooks"].copy()
+        hooks.pop(own_hook, None)
+        return {**state, "_forward_hooks": hooks}
+
+    snapshot = Snapshot(model, _SKIPPED | own)
+    twin = twin_of(model, attention.name_for(model.config._attn_implementation), state)
+    return _Ready(twin, trial.reason_against(twin, twin_of(model, None, state)), snapshot)
+
+
+class Loop:
+    """What generate() runs, through `custom_generate=`.
+
+    Raises:
+        Declined: the call is to run on the fused path.
+    """
+
+    def __init__(self, own: frozenset[str], own_hook: int) -> None:
+        self._own = own
+        self._own_hook = own_hook
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        **inputs: Any,
+    ) -> Any:
+        reason = (
+            reasons.of_model(model, self._own_hook) or reasons.of_config(generation_config) or reasons.of_inputs(inputs)
+        )
+        if reason is not None:
+            raise Declined(reason)
+        criteria = Criteria(stopping_criteria)
+        plan = Plan(list(logits_processor), is_sampling=False)
+        reason = criteria.reason or plan.reason or ("renormalize_logits" if plan.filters else None)
+        if generation_config.output_scores and generation_config.return_dict_in_generate and plan.processors:
+            reason = reason or "output_scores with logits processors"
+        if reason is not None:
+            raise Declined(reason)
+        twin = twin_for(model, self._own, self._own_hook)
+        return _search(twin, input_ids, plan, criteria, generation_config, inputs).run()
+
+
+def _search(
+    twin: Any, ids: Tensor, plan: Plan, criteria: Criteria, config: GenerationConfig, inputs: dict[str, Any]
+) -> Search:
+    beams = config.num_beams
+    ends = _tokens(config.eos_token_id)
+    rules = Rules(beams, config.max_length - ids.shape[1], ends, config.length_penalty, config.early_stopping)
+    if rules.room < 1 or len(ids) % beams:
+        raise Declined("no room for a new token")
+    if set(criteria.ends) != set(ends):
+        raise Declined("end tokens of the stopping criteria and of the configuration differ")
+    vocab_size = twin.config.get_text_config(decoder=True).vocab_size
+    if rules.kept > beams * vocab_size:
+        raise Declined("more continuations than there are")
+    prompt = _prompt(ids, beams, inputs)
+    return Search(twin, prompt, rules, plan, criteria, config, _padding(config, ends))
+
+
+def _prompt(ids: Tensor, beams: int, inputs: dict[str, Any]) -> Prompt:
+    """One row of a sequence, of those that generate() has made for its beams."""
+    ids = ids[::beams]
+    mask = inputs.get("attention_mask")
+    is_text = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[::beams].bool()
+    if is_text.shape != ids.shape or not bool(is_text[:, -1].all()):
+        raise Declined("an attention mask that is not of left padding")
+    positions = inputs.get("position_ids")
+    positions = positions_of(is_text) if positions is None else positions[::beams]
+    if positions.shape != ids.shape:
+        raise Declined("position_ids of another shape")
+    kept = inputs.get("logits_to_keep")
+    return Prompt(ids, is_text, positions, {} if kept is None else {"logits_to_keep": kept})
+
+
+def _tokens(value: Any) -> tuple[int, ...]:
+    return () if value is None else tuple(torch.as_tensor(value).flatten().tolist())
+
+
+def _padding(config: GenerationConfig, ends: tuple[int, ...]) -> int | None:
+    """What stands after the end of a text, as transformers has it.
+
+    With beams that is the first end token where padding is token 0, which reads as none there.
+    """
+    if not ends:
+        return None
+    pad = _tokens(config.pad_token_id)
+    if config.num_beams > 1:
+        return pad[0] if pad and pad[0] else ends[0]
+    return pad[0] if pad else ends[0]

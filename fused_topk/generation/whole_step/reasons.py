@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a call cannot be served as a whole step. Each function gives a reason, or None where it knows none."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+
+# What generate() takes beside its inputs that changes how a call runs.
+_ARGUMENTS = (
+    "custom_generate",
+    "assistant_model",
+    "streamer",
+    "synced_gpus",
+    "tokenizer",
+    "inputs_embeds",
+    "past_key_values",
+    "cache",
+    "cache_params",
+)
+# What a loop may hand to a decoder-only model.
+_INPUTS = {
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "cache",
+    "use_cache",
+    "logits_to_keep",
+    "cache_position",
+}
+# Rotary embeddings that are the same whatever the length of the text.
+_ROTARY = {"default", "linear", "llama3", "yarn", "proportional"}
+# Methods of a model that generate() asks for the inputs of a step: public, and one that is not.
+_PREPARING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def of_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Of the arguments of generate()."""
+    # After the inputs and the configuration all are known by name.
+    if len(args) > 2:
+        return "generate() with three positional arguments or more"
+    return next((name for name in _ARGUMENTS if kwargs.get(name) is not None), None)
+
+
+def of_model(model: Any, own_hook: int) -> str | None:
+    """Of the model as it is now.
+
+    Args:
+        own_hook: the id of the forward hook that this package has put there.
+    """
+    name = type(model).__name__
+    if getattr(type(model), "generate", None) is not GenerationMixin.generate:
+        return f"generate() of {name}"
+    if model.config.is_encoder_decoder:
+        return "an encoder-decoder"
+    if model.training:
+        return "a model in training mode"
+    for method in _PREPARING:
+        if getattr(type(model), method, None) is not getattr(GenerationMixin, method, None):
+            return f"{method} of {name}"
+    if getattr(model, "hf_quantizer", None) is not None:
+        return "a quantized model"
+    parameters = inspect.signature(model.forward).parameters
+    if not {"input_ids", "attention_mask", "position_ids", "use_cache"} <= parameters.keys():
+        return f"{name} takes no position_ids"
+    return _of_modules(model, own_hook) or _of_weights(model) or _of_config(model.config)
+
+
+def _of_modules(model: nn.Module, own_hook: int) -> str | None:
+    for module in model.modules():
+        state = vars(module)
+        if state.get("_compiled_call_impl") is not None:
+            return "a compiled model"
+        if "forward" in state and not _is_own(module, state["forward"]):
+            return f"forward() of a {type(module).__name__} that has been replaced"
+        for hooks in _HOOKS:
+            for key, hook in state[hooks].items():
+                is_stock = str(getattr(hook, "__module__", "")).startswith("transformers.")
+                if not is_stock and not (module is model and key == own_hook):
+                    return f"a forward hook of a {type(module).__name__}"
+    return None
+
+
+def _is_own(module: nn.Module, forward: Any) -> bool:
+    """Whether it is the method of the class, which some versions of transformers leave behind as an attribute."""
+    of = getattr(forward, "__self__", None), getattr(forward, "__func__", None)
+    return of[0] is module and of[1] is type(module).forward
+
+
+def _of_weights(model: nn.Module) -> str | None:
+    devices = set()
+    for weight in model.parameters():
+        if type(weight) is not nn.Parameter:
+            return f"weights that are a {type(weight).__name__}"
+        devices.add(weight.device)
+    if len(devices) > 1:
+        return "weights on several devices"
+    kind = next(iter(devices)).type
+    return None if kind in ("cpu", "cuda") else f"weights on {kind}"
+
+
+def _of_config(config: Any) -> str | None:
+    config = config.get_text_config(decoder=True)
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return "attention in chunks"
+    for name in ("rope_scaling", "rope_parameters"):
+        kinds = _rotary_kinds(getattr(config, name, None)) - _ROTARY
+        if kinds:
+            return f"rotary embeddings of kind {sorted(kinds)[0]}"
+    return None
+
+
+def _rotary_kinds(parameters: Any) -> set[str]:
+    """Those of a configuration, which may have one for each kind of layer."""
+    if not isinstance(parameters, Mapping):
+        return set()
+    own = parameters.get("rope_type", parameters.get("type"))
+    nested = (_rotary_kinds(each) for each in parameters.values())
+    return {str(own)} - {"None"} | {kind for kinds in nested for kind in kinds}
+
+
+def of_config(config: GenerationConfig) -> str | None:
+    """Of the configuration of a call, complete as a loop gets it."""
+    mode: GenerationMode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH):
+        return f"generation mode {mode.value}"
+    for name in ("cache_implementation", "prefill_chunk_size", "stop_strings"):
+        if getattr(config, name, None) is not None:
+            return name
+    for name in ("output_attentions", "output_hidden_states", "low_memory", "token_healing", "is_assistant"):
+        if getattr(config, name, None):
+            return name
+    return None if config.use_cache else "use_cache=False"
+
+
+def of_inputs(inputs: Mapping[str, Any]) -> str | None:
+    """Of what a loop hands to the model."""
+    unknown = [name for name, value in inputs.items() if name not in _INPUTS and value is not None]
+    if unknown:
+        return f"model input {unknown[0]}"
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return "autocast"
+    return None

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What generate() returns, from what a search has found."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
+
+from .beams import Hypotheses
+
+
+class Kept(NamedTuple):
+    """What is kept of each step for the user; None for what is not."""
+
+    scores: list[Tensor] | None
+    logits: list[Tensor] | None
+
+    @staticmethod
+    def asked_for(config: GenerationConfig) -> Kept:
+        is_kept = config.return_dict_in_generate
+        return Kept(*([] if is_kept and each else None for each in (config.output_scores, config.output_logits)))
+
+    def add(self, logits: Tensor, are_log_probs: bool) -> None:
+        """One step's logits [rows, V]."""
+        if self.scores is None and self.logits is None:
+            return
+        logits = logits.to(torch.float32, copy=True)
+        if self.logits is not None:
+            self.logits.append(logits)
+        if self.scores is not None:
+            self.scores.append(logits.log_softmax(-1) if are_log_probs else logits)
+
+    def fields(self) -> dict[str, Any]:
+        return {name: None if kept is None else tuple(kept) for name, kept in zip(self._fields, self, strict=True)}
+
+
+def of_beams(prompt: Tensor, ended: Hypotheses, fill: int, kept: Kept, config: GenerationConfig) -> Any:
+    """The best texts of each sequence.
+
+    Args:
+        prompt: int64 [batch, length].
+        ended: the best of each sequence, best first.
+        fill: what stands after the end of a text.
+    """
+    batch, beams = ended.scores.shape
+    count = config.num_return_sequences
+    scores, tokens, parents = (each[:, :count].flatten(0, 1) for each in ended)
+    is_token = parents >= 0
+    longest = int(is_token.sum(1).max())
+    tokens = tokens.where(is_token, fill)[:, :longest]
+    sequences = torch.cat([prompt.repeat_interleave(count, 0), tokens], 1)
+    if not config.return_dict_in_generate:
+        return sequences
+    first = torch.arange(batch, device=prompt.device).repeat_interleave(count)[:, None] * beams
+    output: Any = GenerateBeamDecoderOnlyOutput
+    return output(
+        sequences=sequences,
+        sequences_scores=scores if config.output_scores else None,
+        beam_indices=(parents + first).where(parents >= 0, -1)[:, :longest].int(),
+        **kept.fields(),
+    )
+
+
+def of_greedy(prompt: Tensor, tokens: Tensor, kept: Kept, config: GenerationConfig) -> Any:
+    """The texts, of `tokens` [batch, n]."""
+    sequences = torch.cat([prompt, tokens], 1)
+    if not config.return_dict_in_generate:
+        return sequences
+    output: Any = GenerateDecoderOnlyOutput
+    return output(sequences=sequences, **kept.fields())

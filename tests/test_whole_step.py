@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole-step generate() against stock: sequences, scores and beams of greedy and beam search."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+from decoding import EOS, PAD, assert_same, generate_both, inputs_for, one_thread  # noqa: F401
+from whole_steps import SERVED, assert_whole, family, swaps, whole
+
+
+@pytest.mark.parametrize("num_beams", [1, 3, 4, 8])
+@pytest.mark.parametrize("name", SERVED)
+def test_families(name, num_beams):
+    crossed = 0
+    for seed in range(3):
+        model = family(name, seed)
+        result = assert_whole(
+            model,
+            inputs_for(model, batch=3, padding=3),
+            num_beams=num_beams,
+            num_return_sequences=num_beams,
+            max_new_tokens=14,
+        )
+        crossed += 0 if num_beams == 1 else swaps(result, num_beams)
+    assert num_beams == 1 or crossed >= 30
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Mistral"])
+def test_the_models_own_attention_decides_of_the_cap(name, num_beams):
+    for attention in (None, "eager"):
+        assert_whole(family(name, attention=attention), num_beams=num_beams, max_new_tokens=14)
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 2.0])
+def test_every_rule_of_stopping(length_penalty, early_stopping):
+    for seed, ends in ((0, [5, 6, 7, 40]), (1, [5]), (2, list(range(5, 30)))):
+        assert_whole(
+            family("Llama", seed),
+            inputs_for(family("Llama"), batch=4, padding=2),
+            num_beams=4,
+            num_return_sequences=4,
+            max_new_tokens=14,
+            eos_token_id=ends,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+        )
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 2},
+        {"max_length": 9, "max_new_tokens": None},
+        {"min_new_tokens": 6},
+        {"min_length": 12, "eos_token_id": [5, 6, 7, 8, 9]},
+        {"min_new_tokens": 10, "max_new_tokens": 10},
+        {"eos_token_id": None},
+        {"pad_token_id": 3},
+        {"max_time": 60.0},
+        {"use_cache": True},
+        {"output_scores": True},
+        {"output_logits": True, "output_scores": False},
+        {"repetition_penalty": 1.7, "output_scores": False},
+        {"no_repeat_ngram_size": 2, "output_scores": False},
+        {"bad_words_ids": [[7], [8, 9]], "suppress_tokens": [10, 11], "output_scores": False},
+        {"sequence_bias": [[[7], 4.0], [[9, 8], -3.0]], "output_scores": False},
+        {"forced_bos_token_id": 9, "forced_eos_token_id": 5, "output_scores": False},
+        {"exponential_decay_length_penalty": (3, 1.4), "output_scores": False},
+        {"remove_invalid_values": True, "output_scores": False},
+        {"prefix_allowed_tokens_fn": lambda batch, text: [5, 7, 11, 13 + batch], "output_scores": False},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options(options, num_beams):
+    options = dict(options)
+    # Beams give the scores of their texts only with those of all steps, which no processor may have changed.
+    if options.keys() & {"min_new_tokens", "min_length"}:
+        options["output_scores"] = False
+    assert_whole(family("Llama", 1), inputs_for(family("Llama"), batch=3, padding=2), num_beams=num_beams, **options)
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_a_plain_tensor_is_returned_where_it_is_asked_for(num_beams):
+    model = family("Qwen2")
+    stock, given, steps = generate_both(
+        model, fused=whole, num_beams=num_beams, return_dict_in_generate=False, output_scores=False
+    )
+    assert torch.equal(stock, given) and steps.whole and not steps.not_whole
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_prompt_of_one_token(num_beams):
+    for name in SERVED:
+        assert_whole(family(name), inputs_for(family(name), batch=2, length=1), num_beams=num_beams)
+
+
+def test_texts_end_at_different_times_and_not_at_all():
+    inputs = inputs_for(family("Llama"), batch=6)
+    lengths = set()
+    for seed in range(4):
+        result = assert_whole(
+            family("Llama", seed),
+            inputs,
+            num_beams=4,
+            num_return_sequences=4,
+            max_new_tokens=20,
+            eos_token_id=list(range(5, 60)),
+            early_stopping=True,
+        )
+        lengths |= set((result["beam_indices"] >= 0).sum(1).tolist())
+    assert len(lengths) > 3 and max(lengths) < 20
+    result = assert_whole(family("Llama"), inputs, num_beams=4, max_new_tokens=20, eos_token_id=None)
+    assert result["beam_indices"].shape[1] == 20
+
+
+def test_more_beams_than_a_first_step_has_tokens():
+    # Beams that are no candidates in the first step come in.
+    assert_whole(family("Llama"), num_beams=40, eos_token_id=[5, 6, 7], max_new_tokens=4)
+
+
+def test_random_configurations():
+    choose = random.Random(25)
+    crossed = 0
+    for _ in range(40):
+        name = choose.choice(list(SERVED))
+        beams = choose.choice([1, 2, 3, 5, 8])
+        model = family(name, choose.randrange(3))
+        length = choose.randint(1, 9)
+        inputs = inputs_for(model, batch=choose.randint(1, 4), length=length, padding=choose.randint(0, length - 1))
+        options = {
+            "num_beams": beams,
+            "num_return_sequences": choose.randint(1, beams),
+            "max_new_tokens": choose.randint(1, 18),
+            "eos_token_id": choose.choice([None, [EOS], choose.sample(range(5, 97), 9)]),
+            "pad_token_id": choose.choice([PAD, 3]),
+        }
+        if beams > 1:
+            options |= {
+                "length_penalty": choose.choice([-1.0, 0.0, 0.7, 1.0, 2.0]),
+                "early_stopping": choose.choice([True, False, "never"]),
+            }
+        for processor in choose.sample(list(_PROCESSORS), choose.choice([0, 0, 1, 2])):
+            options |= {**_PROCESSORS[processor], "output_scores": False}
+        result = assert_whole(model, inputs, **options)
+        crossed += 0 if beams == 1 else swaps(result, beams)
+    assert crossed > 100
+
+
+_PROCESSORS = {
+    "min_new_tokens": {"min_new_tokens": 5},
+    "repetition": {"repetition_penalty": 1.4},
+    "ngrams": {"no_repeat_ngram_size": 2},
+    "bad_words": {"bad_words_ids": [[7], [8, 9], [40]]},
+    "suppressed": {"suppress_tokens": [10, 11, 12]},
+    "bias": {"sequence_bias": [[[7], 4.0], [[9, 8], -3.0]]},
+}
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("name", ["Llama", "Mixtral", "Gemma3"])
+def test_bfloat16_runs_and_scores_as_the_model_does(name, num_beams):
+    # Sums are ordered otherwise, so that texts may differ; on a model this small they are as probable on average.
+    model = family(name, dtype=torch.bfloat16)
+    inputs = inputs_for(model, batch=4)
+    stock, given, steps = generate_both(model, inputs, fused=whole, num_beams=num_beams, max_new_tokens=8)
+    assert steps.whole and not steps.not_whole
+    if num_beams > 1:
+        assert given["sequences_scores"].mean() >= stock["sequences_scores"].mean() - 0.1
+
+
+def test_the_same_model_again_and_with_other_shapes():
+    model = family("Llama")
+    for batch, length, beams in ((1, 3, 2), (4, 8, 5), (1, 3, 2)):
+        assert_whole(model, inputs_for(model, batch=batch, length=length), num_beams=beams)
+
+
+def test_custom_generate():
+    from fused_topk.generation import generate, stats
+
+    model = family("Llama")
+    for beams in (1, 4):
+        options = {"num_beams": beams, "max_new_tokens": 8, "return_dict_in_generate": True, "do_sample": False}
+        stock = model.generate(**inputs_for(model), **options)
+        stats(reset=True)
+        given = model.generate(**inputs_for(model), **options, custom_generate=generate, whole_step=True)
+        assert_same(stock, given)
+        assert stats().whole and not stats().not_whole and not stats().fallback

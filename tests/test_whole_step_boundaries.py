@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is not served as a whole step takes the fused path and says why; the model stays as it is."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+import transformers
+from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+
+from decoding import Recorder, generate_both, inputs_for, one_thread, tiny  # noqa: F401
+from fused_topk.generation import disable, enable, fused_decoding, generate, stats
+from fused_topk.generation.whole_step import entry
+from whole_steps import assert_declined, assert_whole, family, whole
+
+BEAMS = {"num_beams": 3, "max_new_tokens": 6}
+
+
+@pytest.fixture(name="model")
+def own_model():
+    """A model of its own for each test, which may change it."""
+    return copy.deepcopy(family("Llama"))
+
+
+class Never(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("reason", "options"),
+    [
+        ("use_cache=False", {"use_cache": False}),
+        ("cache_implementation", {"cache_implementation": "dynamic"}),
+        ("output_attentions", {"output_attentions": True}),
+        ("output_hidden_states", {"output_hidden_states": True}),
+        ("stopping criterion Never", {"stopping_criteria": StoppingCriteriaList([Never()])}),
+        ("renormalize_logits", {"renormalize_logits": True, "output_scores": False}),
+        ("output_scores with logits processors", {"repetition_penalty": 1.5, "output_scores": True}),
+        ("logits processor Halving", {"logits_processor": "halving", "output_scores": False}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_options_that_are_not_served(reason, options, model):
+    if options.get("logits_processor"):
+
+        class Halving(transformers.LogitsProcessor):
+            def __call__(self, input_ids, scores):
+                return scores / 2
+
+        options = {**options, "logits_processor": transformers.LogitsProcessorList([Halving()])}
+    for beams in (1, 3):
+        assert_declined(model, reason, num_beams=beams, max_new_tokens=6, **options)
+
+
+def test_a_shorter_length_of_the_users_own_is_served(model):
+    assert_whole(model, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(9)]), **BEAMS)
+
+
+def test_calls_that_are_not_served(model):
+    inputs = inputs_for(model)
+    embedded = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    assert_declined(model, "inputs_embeds", {"inputs_embeds": embedded}, **BEAMS)
+    assert_declined(model, "streamer", inputs_for(model, batch=1), streamer=Recorder(), max_new_tokens=4)
+    stats(reset=True)
+    with fused_decoding(model, whole_step=True, topk_per_step=2) as given:
+        model.generate(**inputs, **BEAMS)
+    assert len(given.topk) == 6 and stats().not_whole == {"topk_per_step": 1}
+    stats(reset=True)
+    with whole(model):
+        model.generate(**inputs, do_sample=True, max_new_tokens=3)
+    assert stats().not_whole == {"generation mode sample": 1}
+
+
+@pytest.mark.parametrize("name", ["mamba", "t5", "bart", "whisper"])
+def test_models_that_are_not_served(name):
+    reasons = {"mamba": None, "whisper": "generate() of WhisperForConditionalGeneration"}
+    model = tiny(name)
+    for beams in (1, 3):
+        _, _, steps = generate_both(model, fused=whole, num_beams=beams)
+        assert steps.whole == 0 and steps.fused > 0
+        assert len(steps.not_whole) == 1
+        assert reasons.get(name, "an encoder-decoder") in (None, *steps.not_whole)
+
+
+_SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.3,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Bloom", {"n_head": 4, "n_layer": 2}),
+        ("Falcon", {"alibi": True, "new_decoder_architecture": False}),
+        ("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}),
+        ("GptOss", {"num_local_experts": 2, "intermediate_size": 32, "head_dim": 8, "num_key_value_heads": 2}),
+        ("OPT", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_attention_of_other_kinds_gives_the_results_of_stock_either_way(name, options):
+    # Biases by distance, sinks, positions from the mask: served where the trial finds the same, else not.
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        **{**_SHAPE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 5, **options}
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    for beams in (1, 3):
+        stock, given, steps = generate_both(
+            model, inputs_for(model, batch=3, padding=3), fused=whole, num_beams=beams, output_scores=False
+        )
+        assert torch.equal(stock["sequences"], given["sequences"])
+        assert bool(steps.whole) != bool(steps.not_whole)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_change_with_the_length(kind):
+    assert (
+        entry.reasons._of_config(
+            transformers.LlamaConfig(rope_scaling={"rope_type": "default", "factor": 2.0, "rope_theta": 1e4})
+        )
+        is None
+    )
+    config = transformers.LlamaConfig()
+    config.rope_scaling = config.rope_parameters = {"rope_type": kind}
+    assert entry.reasons._of_config(config) == f"rotary embeddings of kind {kind}"
+
+
+def test_a_model_in_training_mode(model):
+    model.train()
+    assert_declined(model, "a model in training mode", **BEAMS)
+
+
+def test_hooks_and_replaced_functions(model):
+    assert_whole(model, **BEAMS)
+    handle = model.model.layers[0].register_forward_hook(lambda module, args, output: None)
+    assert_declined(model, "a forward hook of a LlamaDecoderLayer", **BEAMS)
+    handle.remove()
+    assert_whole(model, **BEAMS)
+    layer = model.model.layers[0].mlp
+    # As transformers leaves it behind after a call with output_attentions, in some versions.
+    layer.forward = layer.forward
+    assert_whole(model, **BEAMS)
+    layer.forward = type(layer)(model.config).forward
+    assert_declined(model, "forward() of a LlamaMLP that has been replaced", **BEAMS)
+
+
+def test_parts_and_weights_that_change(model):
+    assert_whole(model, **BEAMS)
+    model.lm_head = nn.Linear(32, 97, bias=True)
+    assert_whole(model, **BEAMS)
+    model.model.layers[0].self_attn.q_proj.weight = nn.Parameter(torch.randn(32, 32))
+    assert_whole(model, **BEAMS)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+    assert_whole(model, **BEAMS)
+    model.model.layers[0].self_attn.scaling = 0.1
+    assert_whole(model, **BEAMS)
+    model.config.pad_token_id = 7
+    assert_whole(model, **BEAMS)
+
+
+def test_the_model_is_as_it_was(model):
+    before = dict(vars(model)), copy.deepcopy(model.config), [dict(vars(each)) for each in model.modules()]
+    assert_whole(model, **BEAMS)
+    assert vars(model) == before[0] and model.config.to_dict() == before[1].to_dict()
+    assert model.config._attn_implementation == before[1]._attn_implementation
+    assert [dict(vars(each)) for each in model.modules()] == before[2]
+
+
+def test_the_model_is_as_it_was_after_an_exception(model, monkeypatch):
+    def fail(*args, **kwargs):
+        raise MemoryError("no room")
+
+    assert_whole(model, **BEAMS)
+    monkeypatch.setattr("fused_topk.generation.whole_step.search.best_continuations", fail)
+    with pytest.raises(MemoryError, match="no room"), whole(model):
+        model.generate(**inputs_for(model), **BEAMS)
+    monkeypatch.undo()
+    assert "generate" not in vars(model)
+    assert_whole(model, **BEAMS)
+
+
+def test_a_step_that_turns_out_to_need_stock_operations(model):
+    with torch.no_grad():
+        model.lm_head.weight[9] = torch.nan
+    assert_declined(model, "NaN among the scores", output_scores=False, **BEAMS)
+
+
+def test_other_threads_run_the_model_with_its_own_attention(model):
+    inputs = inputs_for(model)
+    options = {"max_new_tokens": 20, "do_sample": False, "num_beams": 4}
+    expected = model.generate(**inputs, **options)
+    logits = model(**inputs).logits
+    found, errors = [], []
+
+    def run(function):
+        try:
+            for _ in range(6):
+                found.append(function())
+        except Exception as error:
+            errors.append(error)
+
+    with whole(model):
+        threads = [
+            threading.Thread(target=run, args=(lambda: torch.equal(model.generate(**inputs, **options), expected),)),
+            threading.Thread(target=run, args=(lambda: torch.equal(model.generate(**inputs, **options), expected),)),
+            threading.Thread(target=run, args=(lambda: torch.equal(model(**inputs).logits, logits),)),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors and len(found) == 18 and all(found)
+
+
+def test_disable_forgets_and_so_does_the_end_of_the_model(model):
+    enable(model, whole_step=True)
+    model.generate(**inputs_for(model), **BEAMS)
+    assert model in entry._ready
+    disable(model)
+    assert model not in entry._ready
+
+
+def test_what_is_kept_does_not_outlive_the_model():
+    model = copy.deepcopy(family("Llama"))
+    with whole(model):
+        model.generate(**inputs_for(model), **BEAMS)
+    assert model in entry._ready
+    weight = weakref.ref(model.lm_head.weight)
+    del model
+    gc.collect()
+    assert weight() is None
+
+
+def test_copies_are_not_enabled_and_have_a_twin_of_their_own(model):
+    enable(model, whole_step=True)
+    model.generate(**inputs_for(model), **BEAMS)
+    other = copy.deepcopy(model)
+    stats(reset=True)
+    other.generate(**inputs_for(model), **BEAMS)
+    assert stats().fused == 0
+    disable(model)
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_the_option_must_be_a_bool(model, value):
+    with pytest.raises(TypeError, match="`whole_step` must be a bool"):
+        enable(model, whole_step=value)
+    with pytest.raises(TypeError, match="`whole_step` must be a bool"):
+        model.generate(**inputs_for(model), custom_generate=generate, whole_step=value)
+
+
+def test_the_cache_grows_with_the_prompt_once_and_the_new_tokens_of_the_beams(model, monkeypatch):
+    from fused_topk.generation.whole_step import cache
+
+    sizes = []
+    made = cache.SharedPromptLayer._empty
+    monkeypatch.setattr(
+        cache.SharedPromptLayer, "_empty", lambda self, like: sizes.append((found := made(self, like)).shape) or found
+    )
+    inputs = inputs_for(model, batch=2, length=11)
+    with whole(model):
+        model.generate(**inputs, num_beams=5, max_new_tokens=7)
+    # The trial makes some of its own. The last new token is not read.
+    assert set(sizes[-4:]) == {torch.Size([2, 2, 11 + 5 * 6, 8])}

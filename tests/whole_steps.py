@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoder-only models of many families with random weights, and the comparison of stock and whole-step generate()."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import torch
+import transformers
+
+from decoding import BOS, EOS, PAD, assert_same, generate_both
+from fused_topk.generation import fused_decoding
+
+whole = functools.partial(fused_decoding, whole_step=True)
+
+_SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "head_dim": 8,
+}
+_WINDOW = {"sliding_window": 5}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+# Windows are shorter than the texts of the tests, and in half of the layers where a family has two kinds of them.
+FAMILIES = {
+    "Llama": {},
+    "Mistral": _WINDOW,
+    "Gemma": {},
+    "Gemma2": {**_WINDOW, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 9.0},
+    "Gemma3": {**_WINDOW, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "Qwen2": {**_WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    "Qwen3": {},
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96},
+    "Phi": {"partial_rotary_factor": 0.5},
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": _EXPERTS,
+    "Qwen3Moe": _EXPERTS,
+    "GPTNeoX": {},
+    "Starcoder2": _WINDOW,
+    "Olmo2": {},
+}
+_HEADS = {"GPT2": "GPT2LMHeadModel"}
+_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+
+
+def _head(name: str) -> type:
+    return getattr(transformers, _HEADS.get(name, f"{name}ForCausalLM"))
+
+
+def has_interface(name: str) -> bool:
+    """Whether this version of the family asks transformers' attention interface: some had attention of their own."""
+    return hasattr(sys.modules[_head(name).__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+SERVED = [name for name in FAMILIES if has_interface(name)]
+
+
+@functools.cache
+def family(name: str, seed: int = 0, attention: str | None = None, dtype: torch.dtype = torch.float32):
+    """A model with random weights, large enough that beams cross. Not to be changed: it is kept."""
+    config = getattr(transformers, _CONFIGS.get(name, f"{name}Config"))
+    options = {} if name == "GPT2" else _SHAPE
+    torch.manual_seed(seed)
+    made = config(
+        vocab_size=97,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        initializer_range=0.3,
+        attn_implementation=attention,
+        **{**options, **FAMILIES[name]},
+    )
+    return _head(name)(made).to(dtype).eval()
+
+
+def assert_whole(model, inputs=None, **options):
+    """Stock and whole-step generate() agree, and every step of the latter was whole. Gives what stock gives."""
+    stock, given, steps = generate_both(model, inputs, fused=whole, **options)
+    assert_same(stock, given)
+    assert not steps.not_whole, steps.not_whole
+    assert steps.whole > 0 and steps.whole == steps.fused and steps.fallback == 0
+    return stock
+
+
+def assert_declined(model, reason, inputs=None, **options):
+    """The call ran on the fused path, for that reason, with the results of stock."""
+    stock, given, steps = generate_both(model, inputs, fused=whole, **options)
+    if options.get("return_dict_in_generate", True):
+        assert_same(stock, given)
+    else:
+        assert torch.equal(stock, given)
+    assert steps.whole == 0
+    assert steps.not_whole == {reason: 1}
+
+
+def swaps(result, beams: int) -> int:
+    """How often a returned text goes on from another beam than the one that its last token was in."""
+    indices = result["beam_indices"]
+    is_token = indices[:, 1:] >= 0
+    return int(((indices[:, 1:] % beams != indices[:, :-1] % beams) & is_token).sum())
