@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Python module fused_topk._cpu. It takes addresses, sizes and strides, so that it knows neither torch nor numpy;
-// fused_topk/backends/cpu.py, its only caller, has checked them all.
+// The Python module fused_topk._cpu. It takes addresses, sizes and strides and knows neither torch nor numpy. Its only
+// caller, fused_topk/backends/cpu.py, has checked them all.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -27,7 +27,7 @@ namespace fused_topk::cpu {
 namespace {
 
 #if defined(__x86_64__)
-// Not every compiler's __builtin_cpu_supports knows it. AVX, which it also needs of the system, is asked for besides.
+// Not every compiler's __builtin_cpu_supports knows f16c. It also needs AVX, which the caller asks for.
 bool has_f16c() {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
@@ -65,7 +65,7 @@ T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Splits the last one off, that of the vocabulary.
+// Removes the last stride, the vocabulary's, and returns it.
 i64 pop(std::vector<i64>& strides) {
   const i64 last = strides.back();
   strides.pop_back();
@@ -98,10 +98,11 @@ u64 elements_of(const LogitRows& rows) {
   return elements;
 }
 
-// Below that many elements, to release Python's lock and take it again costs as much as the call.
+// With fewer elements, releasing and taking Python's lock costs as much as the call.
 constexpr u64 kWorthReleasing = 4096;
 
-// softmax + top-k of tensors of one kind: all but the addresses that change from call to call, read from Python once.
+// softmax + top-k of tensors of one shape and layout. Python passes all that does not change from call to call once; a
+// call passes the addresses.
 class Topk {
  public:
   // clang-format off: likewise
@@ -147,7 +148,7 @@ class Topk {
   u64 elements_;
 };
 
-// softmax, log_softmax or logsumexp of full rows of tensors of one kind, likewise.
+// softmax, log_softmax or logsumexp of full rows, in the same way.
 class FullRows {
  public:
   // clang-format off: likewise

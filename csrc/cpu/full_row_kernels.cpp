@@ -16,7 +16,7 @@ inline void write_logsumexp(const ShortRows& rows, const Normalizers& normalizer
   for (u32 r = 0; r < kRows; ++r) *rows.y[r] = logsumexp_of(normalizers, r, rows.x[r], rows.n, inverse, log_d[r]);
 }
 
-// No finite normalizer, no probabilities: NaN, as torch has it.
+// A row without a finite normalizer has no probabilities. As in torch, they are NaN.
 inline void write_nan(const ShortRows& rows, const Normalizers& normalizers) {
   for (u32 r = 0; r < kRows; ++r) {
     for (u32 i = 0; i < rows.n && !normalizers.is_finite(r); ++i) rows.y[r][i] = kNaN;
@@ -98,7 +98,7 @@ double exp_terms(const float* x, u32 n, const Exponential& e, float* terms, cons
                     [=](Floats lanes, u32 i, u32 count) { store_lanes(terms + i, count, lanes); });
 }
 
-// y = make(x), a vector at a time: unlike of a plain loop, the compiler need not know whether y is x.
+// y = make(x), a vector at a time. A plain loop would be compiled twice, because y may be x.
 template <class MAKE>
 inline void map(const float* x, u32 n, float* y, const MAKE& make) {
   u32 i = 0;
@@ -160,7 +160,7 @@ inline u16 half_of_float(float x) {
   // Below 2^-14 the last place is 2^-24, as it is in a float from 0.5 to 1.
   const u32 subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
   half = magnitude < 0x38800000u ? subnormal : half;
-  // What rounds to 65536 or more.
+  // Whatever rounds to 65536 or more is infinite.
   half = magnitude >= 0x477FF000u ? 0x7C00u : half;
   half = magnitude > 0x7F800000u ? 0x7E00u : half;
   return u16(half | (bits >> 16 & 0x8000u));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loops over elements of full rows: a second table for each instruction set, under the rules of vector_kernels.h.
+// The loops over elements of full rows. A second table for each instruction set, under the rules of vector_kernels.h.
 #pragma once
 
 #include "vector_kernels.h"
@@ -8,8 +8,8 @@ namespace fused_topk::cpu {
 
 enum class FullRowKind : u32 { kSoftmax = 0, kLogSoftmax = 1, kLogSumExp = 2 };
 
-// Rows of at most this many elements are solved several at a time, by short_rows. A longer one fills the vector units by
-// itself.
+// Rows of at most this many elements are solved several at a time, by short_rows. A longer one fills the vector units
+// by itself.
 constexpr u32 kShortRow = 256;
 
 struct FullRowKernels {
@@ -18,7 +18,7 @@ struct FullRowKernels {
   void (*short_rows)(FullRowKind kind, const float* x, u32 rows, u32 n, const Exponential& exponential,
                      double inverse_temperature, float* y);
 
-  // The exponentials of x into terms, and their sum, as of sum_exp. x and terms: [n]; `next` likewise.
+  // Writes the exponentials of x [n] to terms [n] and returns their sum. `next`: as for sum_exp.
   double (*exp_terms)(const float* x, u32 n, const Exponential& exponential, float* terms, const void* next, u32 bytes);
 
   // y = factor * terms. y may be terms.

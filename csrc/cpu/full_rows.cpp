@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // softmax, log_softmax and logsumexp of full rows, on several threads.
 //
-// A row is read in blocks; each block gets a normalizer, and the row's is their sum, in their order, whoever computed
-// them: so the result does not depend on the threads. Softmax of a row that the cache holds keeps the exponentials,
-// relative to their block's maximum, where the result will be, and scales them at the end: one exponential an element
-// and one read from memory. Of a longer row the exponentials are computed again, which costs less than to write and
-// read them.
+// A row is read in blocks. Each block has a normalizer. The row's normalizer is their merge, in the order of the
+// blocks, so the result does not depend on the threads. If the cache holds a row, softmax keeps the exponentials in the
+// place of the result, relative to their block's maximum, and scales them at the end: one exponential an element and
+// one read from memory. The exponentials of a longer row are computed twice, which costs less than writing and reading
+// them.
 //
 // Rows of at most kShortRow elements are solved several at a time, by one call of the table's short_rows.
 //
-// A task is a row, or several short ones, where rows are many; where they are fewer than the threads can share evenly, a
+// With many rows, a task is a row or several short ones. With fewer rows than the threads can share evenly, a task is a
 // part of a row, and all parts are summed before the first is written.
 #include "full_rows.h"
 
@@ -24,7 +24,7 @@
 namespace fused_topk::cpu {
 namespace {
 
-// Fewer elements than this for a thread are not worth waking it. A guess.
+// A thread is woken for no fewer elements than this. A guess.
 constexpr u64 kElementsPerThread = 16384;
 constexpr u32 kBlocksPerPart = 4;
 constexpr u32 kTasksPerThread = 4;
@@ -33,7 +33,7 @@ constexpr u64 kElementsPerTask = 16384;
 // Elements whose exponentials a core's second-level cache holds until they are scaled.
 constexpr u32 kMostKept = 1u << 17;
 
-// A row's normalizer, and what its logits are turned into results with.
+// A row's normalizer, and the numbers that turn its logits into results.
 struct RowResult {
   double m;
   double d;
@@ -54,7 +54,7 @@ struct Solver {
   u32 blocks;  // of a row
   u32 parts;   // of a row
   Temperature temperature;
-  // Where there is more than one part.
+  // Only with more than one part.
   std::vector<BlockNormalizer> normalizers;  // [rows, blocks]
   std::unique_ptr<float[]> kept;             // nullable; [rows, vocab_size]
   std::vector<RowResult> results;            // [rows]
@@ -159,7 +159,7 @@ struct Solver {
 
   char* out_of(u64 row) const { return problem.out + row * problem.vocab_size * kItemSize[problem.out_dtype]; }
 
-  // By the length of a row alone, so that its bits depend on nothing else.
+  // Follows from the length of a row alone, so that its bits depend on nothing else.
   bool keeps_terms() const { return problem.kind == FullRowKind::kSoftmax && problem.vocab_size <= kMostKept; }
 
   // Where a row's exponentials are kept, [vocab_size], or null where they are not.
@@ -171,8 +171,8 @@ struct Solver {
     return workspace.terms.data();
   }
 
-  // Block by block of a row's elements: calls do_block(number, first element, how many, them as floats, what follows them
-  // in memory).
+  // Block by block of a row's elements: calls do_block(number, first element, how many, them as floats, what follows
+  // them in memory).
   template <class BLOCK>
   void for_each_block(u64 row, u32 first, u32 end, Workspace& workspace, const BLOCK& do_block) const {
     const i64 item_size = kItemSize[problem.dtype];
@@ -202,7 +202,7 @@ struct Solver {
       exponential.reference = reference_point(greatest);
       const double d = terms ? kernels.full_rows->exp_terms(x, n, exponential, terms + begin, next, item_size)
                              : kernels.sum_exp(x, n, exponential, next, item_size);
-      // So a NaN is noticed without looking for it. A maximum of +inf gives NaN too, and so does a temperature.
+      // A NaN in x makes d NaN. So does a maximum of +inf or a bad temperature: only then is x searched for a NaN.
       const bool has_nan = d != d && kernels.has_nan(x, n);
       block_normalizers[block] = {has_nan ? std::numeric_limits<float>::quiet_NaN() : greatest, d};
     });
@@ -215,7 +215,7 @@ struct Solver {
     const double m = sum.m;
     const double log_d = problem.kind == FullRowKind::kSoftmax ? 0.0 : std::log(sum.d);
     if (problem.kind == FullRowKind::kLogSumExp) {
-      // Against a maximum of +inf, d would be NaN; the temperature may be NaN, and the result is then too.
+      // Relative to a maximum of +inf, d is NaN. The result is +inf, or NaN if the temperature is.
       reinterpret_cast<float*>(problem.out)[row] = float(std::isinf(m) ? m * inverse : m * inverse + log_d);
     }
     return {m, sum.d, log_d, std::isfinite(m) && std::isfinite(sum.d)};
@@ -236,7 +236,8 @@ struct Solver {
       if (problem.out_dtype != kFloat32) full_rows.store[problem.out_dtype](y, n, out + u64(begin) * out_size);
     };
 
-    // No finite normalizer, no probabilities: NaN, as torch has it. And exponentials that were kept need no logits.
+    // A row without a finite normalizer has no probabilities. As in torch, they are NaN. Exponentials that were kept
+    // need no logits.
     if (!result.is_finite || terms) {
       for (u32 block = first; block < end; ++block) {
         const u32 begin = block * kBlock;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call for full rows is asked to do. binding.cpp fills it in; full_rows.cpp does it.
+// A request for full rows. binding.cpp fills it in, and full_rows.cpp computes it.
 #pragma once
 
 #include "full_row_kernels.h"

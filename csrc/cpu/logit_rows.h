@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of logits that a call is about.
+// The rows of logits of a request.
 #pragma once
 
 #include <vector>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call is asked to do. binding.cpp fills it in; rows.cpp does it.
+// A request for top-k. binding.cpp fills it in, and rows.cpp computes it.
 #pragma once
 
 #include "logit_rows.h"
@@ -14,7 +14,7 @@ struct Problem : LogitRows {
   ValueKind value_kind;
   NormalizeOver normalize_over;
 
-  // Strides as of LogitRows, but of kBits they count words.
+  // Strides count elements, as in LogitRows. With kBits they count words.
   const char* mask;  // null for kNone; [sizes..., vocab_size] bytes, or [sizes..., ceil(vocab_size / 32)] words
   MaskKind mask_kind;
   std::vector<i64> mask_strides;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // One instruction set's table of router_kernels.h, built like vector_kernels.cpp.
 //
-// Rows lie in the lanes of vectors: one operation compares elements of several rows. A candidate, 32 bits of key above 8
-// of the index, is an integer below 2^40, so a float64 holds it, and the order of candidates is that of float64, of which
-// every instruction set has a maximum and a minimum. The k best are those of a sorting network over groups of elements.
+// Rows lie in the lanes of vectors, so one operation compares elements of several rows. A candidate is a key of 32 bits
+// above 8 bits of index: an integer below 2^40. A float64 holds it exactly, and every instruction set has the maximum
+// and the minimum of float64. A sorting network over groups of elements finds the k best.
 #include "router_kernels.h"
 
 #include "side_by_side.h"
@@ -20,7 +20,7 @@ static_assert(kGroup % kRows == 0);
 typedef u32 Keys __attribute__((vector_size(4 * kGroup)));
 typedef int SignedKeys __attribute__((vector_size(4 * kGroup)));
 
-// order_key of order.h, lane by lane; with signed integers, which vectors of every instruction set can compare.
+// order_key of order.h, lane by lane. It uses signed integers, because every instruction set compares vectors of them.
 inline Keys order_keys(Keys bits) {
   const SignedKeys magnitude = (SignedKeys)(bits & 0x7FFFFFFFu);
   const Keys sign = (Keys)((SignedKeys)bits >> 31);
@@ -29,7 +29,7 @@ inline Keys order_keys(Keys bits) {
   return of_numbers | (Keys)(magnitude > 0x7F800000);
 }
 
-// Elements [i, i + 8) of 8 rows, element j of row r in lane r of columns[j]. What lies behind a row's end is anything.
+// Elements [i, i + 8) of 8 rows, element j of row r in lane r of columns[j]. Elements beyond a row's end are undefined.
 inline void load_columns(const float* const (&x)[kGroup], u32 i, u32 n, Keys (&columns)[8]) {
 #if defined(__AVX2__)
   __m256 a[8], b[8];
@@ -65,7 +65,7 @@ typedef u64 CandidateBits __attribute__((vector_size(8 * kCandidates)));
 typedef u32 CandidateKeys __attribute__((vector_size(4 * kCandidates)));
 static_assert(kGroup % kCandidates == 0);
 
-// The bits of 2^52: those of an integer below it may be added.
+// The bits of 2^52. Adding the bits of an integer below 2^52 gives the sum of both as a float64.
 constexpr u64 kInteger = 0x4330000000000000ull;
 
 inline Candidates candidates_of(CandidateKeys keys, u32 index) {
@@ -106,8 +106,8 @@ inline void sort(Candidates* x) {
   }
 }
 
-// The WIDTH best of best and x, both sorted, into best, sorted. The greater ones of each place and its mirror image rise
-// and then fall, so halves that are compared with each other come apart.
+// Leaves the WIDTH best of the sorted `best` and `x` in `best`, sorted. The greater one of each place and its mirror
+// image is taken. These rise and then fall (a bitonic sequence), so comparing half with half sorts them.
 template <u32 WIDTH>
 inline void merge(Candidates* best, Candidates* x) {
 #pragma GCC unroll 8
@@ -142,7 +142,7 @@ inline void best_of(const Keys* keys, u32 n, u32 lane, Candidates (&best)[WIDTH]
 
 // ---- Results ----
 
-// The chosen of a group of rows. Of rows that are missing: zeros, or what the last one has.
+// The chosen of a group of rows. Missing rows have zeros, or what the last row has.
 struct Chosen {
   u32 keys[kMostChosen][kGroup] = {};
   u32 indices[kMostChosen][kGroup] = {};
@@ -171,7 +171,7 @@ inline void write_values(const RouterRows& rows, u32 r, const float (&terms)[kMo
     return;
   }
   for (u32 i = 0; i < rows.k; ++i) {
-    // Where the float32 exponential ends, the results do not yet.
+    // Below the range of the float32 exponential there are results still.
     const double term = terms[i][r] > 0.0f ? double(terms[i][r]) : __builtin_exp(z[i][r]);
     values[i] = float(term / d);
   }
@@ -246,7 +246,7 @@ inline void route_group(const RouterRows& rows, const float* const (&x)[kGroup],
     if (is_finite[r]) {
       write_values(rows, r, terms, z, d[r], log_d[r], values + r * k);
     } else {
-      // No finite normalizer, no probabilities: NaN, as torch.softmax has it.
+      // A row without a finite normalizer has no probabilities. As in torch.softmax, they are NaN.
       for (u32 i = 0; i < k; ++i) values[r * k + i] = kNaN;
     }
   }

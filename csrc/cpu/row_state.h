@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is known of a row while it is read, and where it lies: shared by rows.cpp and full_rows.cpp.
+// The state of a row while it is read, and where it lies. Shared by rows.cpp and full_rows.cpp.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace fused_topk::cpu {
 
 constexpr u32 kItemSize[kDTypes] = {4, 2, 2};
 
-// The normalizer of a block: d in float64, so that the blocks of a row add no error.
+// The normalizer of a block. d is float64, so that merging the blocks of a row adds no error.
 struct BlockNormalizer {
   float m;
   double d;
@@ -32,13 +32,13 @@ inline BlockNormalizer merge(const BlockNormalizer& a, const BlockNormalizer& b,
   return {m, relative_to_m(a) + relative_to_m(b)};
 }
 
-// A row's temperature in the forms that the arithmetic wants.
+// A row's temperature, as the loops take it.
 struct Temperature {
   double inverse;
   Exponential exponential;  // all but its reference
 
-  // One that is not positive makes a NaN of everything but the indices. Others are brought within what float32
-  // arithmetic can multiply and divide by.
+  // A temperature that is not positive makes NaN of all results but the indices. Others are clamped to what float32 can
+  // multiply and divide by.
   explicit Temperature(double t) {
     t = t > 0.0 ? std::clamp(t, 0x1p-120, 0x1p126) : std::numeric_limits<double>::quiet_NaN();
     inverse = 1.0 / t;
@@ -50,7 +50,7 @@ struct Temperature {
     bits &= 0xFFFFFF00u;
     float high;
     std::memcpy(&high, &bits, sizeof high);
-    // Not -inf, so that a logit of -inf is always below.
+    // Finite, so that a logit of -inf is always below.
     const double lowest = std::max(-125.0 * c, -double(std::numeric_limits<float>::max()));
     exponential = {0.0f, float(1.0 / c), high, float(c - high), std::isnan(t) ? float(t) : float(lowest)};
   }
@@ -60,7 +60,7 @@ inline i64 offset_of(u64 row, const std::vector<i64>& sizes, const std::vector<i
   i64 offset = 0;
   for (size_t dim = sizes.size(); dim-- > 0 && row != 0;) {
     const u64 size = u64(sizes[dim]);
-    // Mostly there is one dimension, or the others are 1: no division then.
+    // With one dimension, or others of size 1, there is no division. That is the usual case.
     const u64 outer = row < size ? 0 : row / size;
     offset += i64(row - outer * size) * strides[dim];
     row = outer;
@@ -72,7 +72,7 @@ inline const char* logits_of(const LogitRows& rows, u64 row) {
   return rows.logits + offset_of(row, rows.sizes, rows.logits_strides) * kItemSize[rows.dtype];
 }
 
-// float32 as the loops want it is read where it lies.
+// Whether the logits are adjacent, aligned float32, which is read where it lies.
 inline bool is_read_in_place(const LogitRows& rows, const char* logits) {
   return rows.dtype == kFloat32 && rows.logits_element_stride == 1 &&
          reinterpret_cast<std::uintptr_t>(logits) % alignof(float) == 0;

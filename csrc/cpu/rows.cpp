@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // The rows of a problem, on several threads.
 //
-// A task is a part of a row, a range of its blocks: a whole row where rows are many, and less where they are fewer than
-// the threads can share evenly. Whoever finishes the last part of a row joins the parts and writes the row's results;
-// whoever finishes the last beam of a batch entry joins the beams. The results do not depend on any of this, to the
-// last bit: the k best are exact, and a row's normalizer is the sum of its blocks' normalizers in their order, whoever
-// computed them.
+// A task is a part of a row: a range of its blocks. With many rows it is the whole row. With fewer rows than the
+// threads can share evenly, a row has several parts. The thread that finishes the last part of a row merges the parts
+// and writes the row's results. The thread that finishes the last beam of a batch entry merges the beams. The results
+// are the same to the last bit, however rows are cut: the k best are exact, and a row's normalizer is the merge of its
+// blocks' normalizers in their order.
 //
 // The short rows of an expert router are solved several at a time, by router_kernels.cpp.
 //
-// Error of logsumexp and log-probabilities: d is off by at most 7.7 units of 2^-24 (exp_in_place and sum_exp in
-// vector_kernels.cpp), beyond what the rounding of x - m does. That changes log d by at most the mean of |x - m| / T
-// under the row's probabilities, which is its entropy less log d, at most log V, in the same unit; for most float16 and
-// bfloat16 logits x - m is exact. From there on everything is float64, and is rounded to float32 once. So
+// Error of logsumexp and log-probabilities, in units of 2^-24. The exponentials and their sum put d off by at most 7.7
+// (vectors.h). The rounding of x - m changes log d by at most the mean of |x - m| / T under the row's probabilities.
+// That is the row's entropy less log d, at most log V; most float16 and bfloat16 logits have an exact x - m. All else
+// is float64 and is rounded to float32 once. So
 //     |error| <= (7.7 + log V - log d) 2^-24 + 2^-24 |result|,    under 1.4e-6 + 2^-24 |result| at V = 2^22.
 #include <algorithm>
 #include <atomic>
@@ -32,7 +32,7 @@ namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-// Fewer elements than this for a thread are not worth waking it, fewer blocks not worth joining. Guesses.
+// A thread is woken for no fewer elements than this, and a part has no fewer blocks. Guesses.
 constexpr u64 kElementsPerThread = 16384;
 constexpr u32 kBlocksPerPart = 4;
 constexpr u32 kTasksPerThread = 4;
@@ -70,13 +70,13 @@ struct Solver {
   std::atomic<u64> next_task{0};
   u64 tasks_at_once = 1;
 
-  // What parts leave for the last of their row: only where parts > 1.
+  // What parts leave for the last part of their row. Only with parts > 1.
   std::unique_ptr<BlockNormalizer[]> normalizers;  // [rows, blocks]
   std::vector<u64> part_lists;                     // [rows, parts, k]
   std::vector<u32> part_sizes;                     // [rows, parts]
   std::unique_ptr<std::atomic<u32>[]> parts_left;  // [rows]
 
-  // What rows leave for the last beam of their batch entry: only with beams.
+  // What rows leave for the last beam of their batch entry. Only with beams.
   std::vector<float> beam_values;                  // [rows, k]
   std::vector<u32> beam_tokens;                    // [rows, k]
   std::unique_ptr<std::atomic<u32>[]> beams_left;  // [rows / beams]
@@ -107,7 +107,7 @@ struct Solver {
     return u32(std::clamp<u64>(useful, 1, problem.threads));
   }
 
-  // So many that the threads have about equal shares, though one may come late.
+  // Enough parts that the threads have about equal shares, even if one starts late.
   u32 parts_of_a_row() const {
     const u64 tasks = threads() == 1 ? 1 : kTasksPerThread * u64(threads());
     if (rows == 0 || rows >= tasks) return 1;
@@ -138,12 +138,12 @@ struct Solver {
     });
   }
 
-  // By what is asked of a row alone, so that its bits depend on nothing else.
+  // Follows from what is asked of one row, so that its bits depend on nothing else.
   bool is_routed() const {
     return problem.vocab_size <= kMostExperts && problem.k <= kMostChosen && !problem.mask && !problem.beam_scores;
   }
 
-  // The rows of an expert router. A task is as many as a buffer holds.
+  // The rows of an expert router. A task is as many rows as a buffer holds.
   void route() {
     const u64 rows_at_once = kBlock / problem.vocab_size;
     const u64 tasks = (rows + rows_at_once - 1) / rows_at_once;
@@ -159,7 +159,7 @@ struct Solver {
 
   void route(u64 first, u32 count, float* buffer) const {
     const float* const x = read_rows(problem, first, count, buffer);
-    // The kernel takes one temperature: it gets runs of rows that have the same.
+    // The kernel takes one temperature. So it gets runs of rows with equal temperatures.
     for (u32 begin = 0, end; begin < count; begin = end) {
       const double t = temperature_of(first + begin);
       end = begin + 1;
@@ -228,14 +228,14 @@ struct Solver {
     finish_row(row, row_normalizers, workspace);
   }
 
-  // Reads blocks first .. end once: their normalizers, and their candidates into the workspace's selection.
+  // Reads blocks first .. end once. Writes their normalizers, and adds their candidates to the workspace's selection.
   void scan(const Row& row, u32 first, u32 end, BlockNormalizer* block_normalizers, Workspace& workspace) const {
     const Problem& p = problem;
     const VectorKernels& kernels = *p.kernels;
     const bool mask_first = row.mask && p.normalize_over != NormalizeOver::kAll;
     const bool mask_later = row.mask && !mask_first;
     const i64 step = p.logits_element_stride * kItemSize[p.dtype];
-    // float32 as the loops want it is read where it lies.
+    // Adjacent, aligned float32 logits are read where they lie.
     const bool in_place = !row.mask && is_read_in_place(p, row.logits);
     Exponential exponential = row.temperature.exponential;
 
@@ -253,7 +253,7 @@ struct Solver {
       float greatest = kernels.maximum(x, n);
       exponential.reference = reference_point(greatest);
       const double d = kernels.sum_exp(x, n, exponential, source + n * step, kItemSize[p.dtype]);
-      // So a NaN is noticed without looking for it. A maximum of +inf gives NaN too, and so does a temperature.
+      // A NaN in x makes d NaN. So does a maximum of +inf or a bad temperature: only then is x searched for a NaN.
       const bool may_have_nan = d != d;
       const bool has_nan = may_have_nan && kernels.has_nan(x, n);
       *block_normalizers++ = {has_nan ? float(kNaN) : greatest, d};
@@ -281,7 +281,7 @@ struct Solver {
     for (u32 i = 1; i < blocks; ++i) sum = merge(sum, block_normalizers[i], row.temperature.inverse);
     const double m = sum.m;
     const double log_d = std::log(sum.d);
-    // Against a maximum of +inf, d would be NaN; the temperature may be NaN, and the logsumexp is then too.
+    // Relative to a maximum of +inf, d is NaN. The logsumexp is +inf, or NaN if the temperature is.
     const double logsumexp = std::isinf(m) ? m * row.temperature.inverse : m * row.temperature.inverse + log_d;
     problem.logsumexp[row.number] = float(logsumexp);
 
@@ -307,13 +307,12 @@ struct Solver {
 
   // Probabilities or log-probabilities.
   void write_values(const Row& row, const u64* best, double m, double log_d, float* values) const {
-    // No finite normalizer, no probabilities: NaN, as torch.softmax has it.
+    // A row without a finite normalizer has no probabilities. As in torch.softmax, they are NaN.
     if (!std::isfinite(log_d) || !std::isfinite(m)) {
       std::fill(values, values + k, float(kNaN));
       return;
     }
-    // The logits first: a loop of conversions alone, without a wait for the last one's arithmetic, is several times as
-    // fast.
+    // The logits come first: a loop of conversions alone waits for no arithmetic and is several times as fast.
     for (u32 i = 0; i < k; ++i) {
       const u32 bits = bits_of_key(key_of(best[i]));
       std::memcpy(values + i, &bits, sizeof bits);
@@ -348,8 +347,8 @@ struct Solver {
     }
   }
 
-  // The k best of a batch entry: those of its beams' lists, one after another, by their accumulated value. An equal
-  // value goes to the smaller beam, and within a beam to the order of its row.
+  // The k best of a batch entry, by accumulated value. The lists of its beams stand one after the other. So of equal
+  // values the smaller beam's comes first, and within a beam its row's order holds.
   void finish_beams(u64 entry, Selection& selection) {
     const u64 first_row = entry * beams;
     const char* const scores = reinterpret_cast<const char*>(problem.beam_scores);

@@ -22,11 +22,11 @@ float float_of(u32 bits) {
   return x;
 }
 
-// The least logit that ranks before `x`, whatever their indices; +inf where only a NaN does.
+// The least logit that ranks before `x` whatever their indices are. It is +inf where only a NaN ranks before x.
 float least_above(u32 key) { return key >= kPositiveInfinityKey ? kInfinity : float_of(bits_of_key(key + 1)); }
 
-// By key, greatest first, keeping the order of equal keys: radix sort, least significant digit first. Returns where the
-// result is, `list` or `scratch`.
+// Sorts by key, greatest first, and keeps the order of equal keys: a radix sort from the least significant digit on.
+// Returns where the result is, `list` or `scratch`.
 template <u32 DIGITS, u32 BITS>
 u64* sort_by_key(u64* list, u32 size, u64* scratch) {
   constexpr u32 kMask = (1u << BITS) - 1;
@@ -38,7 +38,7 @@ u64* sort_by_key(u64* list, u32 size, u64* scratch) {
   for (u32 digit = 0; digit < DIGITS; ++digit) {
     u32* start = counts[digit];
     const u32 shift = digit * BITS;
-    // All alike: as the low bits of a float that was a bfloat16.
+    // All digits are equal, as the low bits of a float that was a bfloat16 are.
     if (start[~key_of(list[0]) >> shift & kMask] == size) continue;
     u32 sum = 0;
     for (u32 value = 0; value <= kMask; ++value) {
@@ -52,18 +52,18 @@ u64* sort_by_key(u64* list, u32 size, u64* scratch) {
   return list;
 }
 
-// More candidates than this pay for the longer tables of fewer passes.
+// From this many candidates on, fewer passes with longer tables pay.
 constexpr u32 kManyToSort = 4096;
-// With no more than this, sorting them all is quicker than finding the k best first.
+// Up to this many candidates, sorting them all is quicker than finding the k best first.
 constexpr u32 kFew = 64;
 
 }  // namespace
 
 Selection::Selection(const VectorKernels& kernels, u32 k, u64 row_length) : kernels_(kernels), k_(k) {
-  // Trimmed late enough that it pays, and early enough that the threshold stays sharp. Guesses.
+  // The list is trimmed late enough that it pays, and early enough that the threshold stays sharp. Guesses.
   const u64 trim_at = 3 * u64(k) + 64;
   const u64 capacity = 4 * u64(k) + 256;
-  // A list that takes the whole row needs no trimming until the end.
+  // A list with room for the whole row is trimmed once, at the end.
   const u64 whole_row = row_length + kMostAtOnce;
   capacity_ = u32(std::min(capacity, whole_row));
   trim_at_ = u32(std::min(trim_at, whole_row));
@@ -85,7 +85,7 @@ void Selection::add_block(const float* x, u32 n, u32 first_index, float greatest
   u32 begin = 0;
   if (threshold_ > -kInfinity) begin = append(0, std::min(capacity_, before + k_ + k_ / 2 + 2 * kMostAtOnce));
   if (begin < n) {
-    // The first block, or one where many pass, as in an ascending row: a threshold from the block itself.
+    // The first block, or one of an ascending row, where many pass: the block itself gives a threshold.
     const float bound = kernels_.lower_bound_of_kth(x, n, k_);
     if (bound > threshold_) {
       threshold_ = bound;
@@ -93,7 +93,7 @@ void Selection::add_block(const float* x, u32 n, u32 first_index, float greatest
       begin = 0;
     }
     while ((begin = append(begin, capacity_)) < n) trim();
-    // k of this block are not below the bound, and they have the smaller indices.
+    // At least k elements of this block are >= the bound, and their indices are smaller.
     if (bound > -kInfinity) raise_threshold(least_above(order_key(bits_of(bound))));
   }
   if (size_ >= trim_at_) trim();

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The k best candidates of a row, or of a part of one, found block by block.
 //
-// A list takes every candidate that could still be among the k best: those whose logit is not below a threshold, which
-// rises as the list is trimmed to its k best. What the threshold lets through in excess costs time, never correctness.
-// The list is in the order of the indices throughout, so that a stable sort by logit alone gives the final order.
+// A list takes every candidate that may be among the k best: those with a logit >= a threshold. The threshold rises
+// whenever the list is trimmed to its k best. A low threshold costs time, never a candidate. The list is in the order
+// of the indices at any time, so a stable sort by logit alone gives the final order.
 #pragma once
 
 #include <vector>
@@ -19,7 +19,7 @@ class Selection {
 
   void restart();
 
-  // Blocks come in the order of their indices. `greatest`: no element of x is greater, NaNs apart.
+  // Blocks come in the order of their indices. `greatest`: the maximum of x without its NaNs.
   void add_block(const float* x, u32 n, u32 first_index, float greatest, bool may_have_nan);
 
   // Candidates with indices beyond all those seen so far.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Short rows, several at a time: a row alone is a chain of operations that each wait for the one before, and too short to
-// fill the waits. Only for the files that are compiled once per instruction set, like vectors.h.
+// Short rows, several at a time. One short row is a chain of operations, each of which waits for the one before. Other
+// rows fill the waits. Only for the files that are compiled once per instruction set, like vectors.h.
 #pragma once
 
 #include "../normalizer.h"
@@ -31,7 +31,7 @@ inline Doubles4 logarithm(Doubles4 d) {
   return whole * 0.6931471805599453 + 2.0 * s * series;
 }
 
-// Calls do_vectors(i, count) for the vectors of a row, [i, i + count) of it each: count = kLanes but for the last.
+// Calls do_vectors(i, count) for each vector [i, i + count) of a row. count is kLanes, and less for the last vector.
 template <class VECTORS>
 inline void for_each_vector(u32 n, const VECTORS& do_vectors) {
   u32 i = 0;
@@ -51,8 +51,8 @@ inline void store_lanes(float* y, u32 count, Floats lanes) {
   }
 }
 
-// Rows that lie side by side in the registers, so that the chain of operations of one fills the waits of the others.
-// Where fewer are left, the last one stands in for those that are missing: its result is written several times.
+// Rows that lie side by side in the registers. Where fewer than kRows are left, the last row takes the missing places,
+// and its result is written several times.
 constexpr u32 kRows = sizeof(Doubles4) / sizeof(double);
 
 struct ShortRows {
@@ -61,8 +61,8 @@ struct ShortRows {
   u32 n;
 };
 
-// The exponentials of x relative to its reference, and their sums. KEEP: each row's go into its y. A float32 lane adds up at most 4
-// of them before it goes on in float64, as in sum_of_exp.
+// The sums of the exponentials of x relative to its reference. KEEP: the exponentials go into the row's y. A float32
+// lane adds at most 4 of them and goes on in float64, as in sum_of_exp.
 template <bool KEEP>
 inline Doubles4 sum_side_by_side(const ShortRows& rows, const float (&reference)[kRows], const Exponential& e) {
   constexpr u32 kRun = 4 * kLanes;

@@ -16,7 +16,7 @@
 namespace fused_topk::cpu {
 namespace {
 
-// Lives on the stack of the thread that called, which leaves only when nobody can touch it any more.
+// Lives on the caller's stack. The caller leaves when no thread can touch it any more.
 struct Job {
   const std::function<void()>& work;
   unsigned still_wanted;
@@ -47,7 +47,7 @@ class Pool {
     std::exception_ptr error = attempt(work);
 
     std::unique_lock lock(mutex_);
-    // Whoever comes now would find no task left.
+    // A thread that comes now finds no task.
     const auto waiting = std::find(jobs_.begin(), jobs_.end(), &job);
     if (waiting != jobs_.end()) jobs_.erase(waiting);
     job.ended.wait(lock, [&] { return job.running == 0; });
@@ -61,7 +61,7 @@ class Pool {
     try {
       for (; workers_ < workers; ++workers_) std::thread([this] { serve(); }).detach();
     } catch (const std::system_error&) {
-      // No more threads to be had: those that there are, and the caller, do it all.
+      // The system has no more threads. The existing ones and the caller do all the work.
     }
   }
 
@@ -86,11 +86,11 @@ class Pool {
   unsigned workers_ = 0;
 };
 
-// What a compiler makes of GNU OpenMP's `parallel`: runs the function in each thread of a team, and waits for all of them. Of 0
-// threads: in as many as torch has set.
+// The function that a compiler calls for an OpenMP `parallel` region: runs `function` in each thread of a team and
+// waits for all. threads = 0: as many as torch has set.
 using OpenMpParallel = void (*)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
 
-// Always in the whole team, as torch does: in a smaller one, the threads that it leaves out would end, and be made anew later.
+// Always the whole team, as torch does. Threads that a smaller team leaves out would end and be made again later.
 void run_on_team(OpenMpParallel parallel, unsigned threads, const std::function<void()>& work) {
   struct Run {
     const std::function<void()>& work;
@@ -117,14 +117,14 @@ OpenMpParallel openmp_parallel = nullptr;
 // Never destroyed: its threads wait in it until the process ends.
 Pool* pool = nullptr;
 
-// A forked child has none of the threads, neither of a team nor of a pool, and perhaps a lock that one of them held: it starts
-// with a new pool.
+// A forked child has no thread of a team or a pool, and may have a lock that one of them held. It starts with a new
+// pool.
 void abandon_threads() {
   openmp_parallel = nullptr;
   pool = new Pool;
 }
 
-// As soon as this library is loaded, before a child is forked that could use it.
+// Runs when this library is loaded, before a child that could use it is forked.
 [[maybe_unused]] const bool is_ready = [] {
   openmp_parallel = reinterpret_cast<OpenMpParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
   pool = new Pool;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One instruction set's table of vector_kernels.h: built with -DFUSED_TOPK_SET=<Baseline, Avx2 or Avx512> and the
-// compiler's options for that set. Written with the vector types of vectors.h; intrinsics only where those have no
-// word for it (comparisons to a bit mask, conversion from float16). Everything but the table has internal linkage.
+// compiler's options for that set. Written with the vector types of vectors.h, and with intrinsics for what these
+// cannot express: comparisons to a bit mask, conversion from float16. Everything but the table has internal linkage.
 #include "vector_kernels.h"
 
 #include "full_row_kernels.h"
@@ -23,8 +23,8 @@ inline T element(const void* source, i64 i) {
 
 inline float float_of_bfloat16(u16 bits) { return float_of(u32(bits) << 16); }
 
-// float16 has 5 bits of exponent, biased by 15. Works on integers up to the last step, so that it does not depend on
-// how the thread treats denormals.
+// float16 has 5 bits of exponent, biased by 15. All but the last step works on integers, so the result does not depend
+// on how the thread treats denormals.
 inline float float_of_half(u16 half) {
 #if defined(__aarch64__)
   __fp16 x;
@@ -34,9 +34,9 @@ inline float float_of_half(u16 half) {
   constexpr u32 kRebias = u32(127 - 15) << 23;
   const u32 magnitude = half & 0x7FFFu;
   u32 bits = (magnitude << 13) + kRebias;
-  // Infinity and NaN have all bits of the exponent set, here as there.
+  // Infinity and NaN have all bits of the exponent set in both formats.
   bits += magnitude >= 0x7C00u ? kRebias : 0u;
-  // Below 2^-14 there is no leading one to share.
+  // Below 2^-14 a float16 has no implied leading one.
   const u32 subnormal = bits_of(float(int(magnitude)) * 0x1p-24f);
   bits = magnitude < 0x0400u ? subnormal : bits;
   return float_of(bits | u32(half & 0x8000u) << 16);
@@ -119,11 +119,11 @@ double sum_exp(const float* x, u32 n, const Exponential& e, const void* next, u3
 
 // ---- Selection ----
 
-// Signed integers in the order of the floats; NaNs do not come here.
+// Signed integers in the order of the floats. x has no NaN.
 inline int ordered(int bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }
 
-// The greatest of x that at least k of x are not below; or another that at most k + slack are not below. By bisection:
-// to count some hundred integers takes a few instructions, and 32 rounds are the most, whatever lies in x.
+// A value that k to k + slack elements of x are >=, or else the k-th greatest of x. Found by bisection: counting some
+// hundred integers takes a few instructions, and there are at most 32 rounds, whatever x is.
 inline int kth_greatest(const int* x, u32 n, u32 k, u32 slack) {
   int low = 0x7FFFFFFF;
   int high = -0x7FFFFFFF - 1;
@@ -132,7 +132,7 @@ inline int kth_greatest(const int* x, u32 n, u32 k, u32 slack) {
     high = x[i] > high ? x[i] : high;
   }
   if (k == 1) return high;
-  // At least k are not below low, fewer than k are above high.
+  // At least k elements are >= low, and fewer than k are > high.
   while (low < high) {
     const int middle = int((i64(low) + high + 1) >> 1);
     u32 count = 0;
@@ -144,7 +144,7 @@ inline int kth_greatest(const int* x, u32 n, u32 k, u32 slack) {
     low = middle;
     if (count <= k + slack) break;
   }
-  // The least that is not below low. What is below wraps around, to more than any that is not.
+  // The least element >= low. An element below low wraps around and becomes greater than all others.
   u32 least = ~0u;
   for (u32 i = 0; i < n; ++i) {
     const u32 above_low = u32(x[i]) - u32(low);
@@ -153,10 +153,10 @@ inline int kth_greatest(const int* x, u32 n, u32 k, u32 slack) {
   return int(u32(low) + least);
 }
 
-// The maxima of disjoint groups of x: k groups have an element not below the k-th greatest of them.
+// The maxima of disjoint groups of x. At least k elements of x are >= the k-th greatest maximum.
 float lower_bound_of_kth(const float* x, u32 n, u32 k) {
   const u32 vectors = n / kLanes;
-  // About 4 k groups: then about 1.15 k elements are not below the bound, if they lie at random.
+  // With 4 k groups, about 1.15 k elements in random order are >= the bound.
   u32 groups = (4 * k + kLanes - 1) / kLanes;
   groups = groups < 4 ? 4 : groups;
   groups = groups > vectors / 2 ? vectors / 2 : groups;
@@ -181,7 +181,7 @@ u32 keep_best(u64* list, u32 size, u32 k, int* keys) {
   const int kth = kth_greatest(keys, size, k, 0);
   u32 above = 0;
   for (u32 i = 0; i < size; ++i) above += keys[i] > kth;
-  // Those that tie with the last are kept up to the first place where there are enough of them.
+  // Of those that tie with the last, the first ones are kept.
   u32 kept = 0;
   u32 i = 0;
   for (u32 ties = k - above; ties != 0; ++i) {
@@ -196,7 +196,7 @@ u32 keep_best(u64* list, u32 size, u32 k, int* keys) {
   return u32(kth) ^ 0x80000000u;
 }
 
-// The place of each is the number of those that rank before it.
+// The place of a candidate is the number of candidates that rank before it.
 void sort_few(const u64* list, u32 size, u64* sorted) {
   int keys[kMostToSort];
   const u32 padded = (size + kLanes - 1) / kLanes * kLanes;
@@ -240,7 +240,7 @@ void make_candidates(const float* x, u32 n, u32 first_index, u64* candidates) {
   for (u32 i = 0; i < n; ++i) candidates[i] = make_candidate(order_key(bits_of(x[i])), first_index + i);
 }
 
-// Bit i: x[i] is not below the threshold. x: [64]
+// Bit i: x[i] >= threshold. x: [64]
 inline u64 bits_not_below(const float* x, Floats threshold) {
   u64 bits = 0;
   for (u32 i = 0; i < 64; i += kLanes) bits |= u64(lanes_not_below(load(x + i), threshold)) << i;
@@ -260,7 +260,7 @@ u32 append_candidates(const float* x, u32 begin, u32 n, u32 first_index, float t
   u32 i = begin;
   for (; i < n && capacity - end >= kMostAtOnce; i += 64) {
     u64 bits = 0;
-    // Mostly there is nothing, for long.
+    // Most vectors have no such element.
     for (; i + 64 <= n && bits == 0; i += 64) bits = bits_not_below(x + i, limit);
     if (bits != 0) {
       i -= 64;
@@ -269,7 +269,7 @@ u32 append_candidates(const float* x, u32 begin, u32 n, u32 first_index, float t
       __builtin_memcpy(rest, x + i, (n - i) * sizeof(float));
       bits = bits_not_below(rest, limit) & ((1ull << (n - i)) - 1);
     }
-    // As in rows that ascend, or are all equal.
+    // All elements pass, as in rows that ascend or are all equal.
     if (bits == ~0ull) {
       make_candidates(x + i, 64, first_index + i, list + end);
       end += 64;

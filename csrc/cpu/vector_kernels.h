@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loops over elements: everything whose speed depends on the instruction set, and nothing else.
+// The loops over elements: all that depends on the instruction set, and nothing else.
 //
-// vector_kernels.cpp is compiled once per instruction set, each time into one VectorKernels table; vector_kernels.cpp
-// must not use the standard library, because a template that two of those builds instantiate would be merged by the
-// linker, and code for a newer CPU could run on an older one. Reading order: order.h, this file, vector_kernels.cpp.
+// vector_kernels.cpp is compiled once per instruction set, each time into one VectorKernels table. It must not use the
+// standard library: if two builds instantiate the same template, the linker keeps one of them, and code for a newer CPU
+// might run on an older one. Reading order: order.h, this file, vector_kernels.cpp.
 #pragma once
 
 #include "../order.h"
@@ -39,7 +39,7 @@ struct VectorKernels {
   // Elements 0 .. n of a row of the table's dtype, `stride` elements apart, as float32. x: [n], n <= kBlock.
   void (*load[kDTypes])(const void* source, i64 stride, u32 n, float* x);
 
-  // -inf into x[i] where mask[i * stride] is false; where bit i % 32 of words[i / 32 * stride] is 0.
+  // Writes -inf to x[i] where mask[i * stride] is false, or where bit i % 32 of words[i / 32 * stride] is 0.
   void (*mask_bools)(const u8* mask, i64 stride, u32 n, float* x);
   void (*mask_bits)(const void* words, i64 stride, u32 n, float* x);
 
@@ -49,32 +49,32 @@ struct VectorKernels {
   // Whether one of x is NaN.
   bool (*has_nan)(const float* x, u32 n);
 
-  // The sum of the exponentials of x. NaN if one of x is. `next` is what will be read next, [n * bytes]: it is fetched
-  // into the cache meanwhile, because the sum is bound by arithmetic and the reading by memory.
+  // The sum of the exponentials of x, NaN if x has a NaN. `next` [n * bytes] is read next. It is fetched into the cache
+  // meanwhile: the sum waits for arithmetic, reading waits for memory.
   double (*sum_exp)(const float* x, u32 n, const Exponential& exponential, const void* next, u32 bytes);
 
-  // A value that at least k of x are not below, and not many more than k, NaNs apart; -inf where that is hard to tell
-  // (k > n / 4).
+  // A value that at least k elements of x, and not many more, are >=. NaNs do not count. -inf for k > n / 4, where it
+  // is hard to find.
   float (*lower_bound_of_kth)(const float* x, u32 n, u32 k);
 
-  // Appends the candidates of those x[i], begin <= i < n, that are not below `threshold` (NaN is not), in their order,
-  // with index first_index + i. Stops in time if there might be more than `capacity` in the list. Returns where it
-  // stopped, n at the end; a new start at that place loses nothing.
+  // Appends a candidate with index first_index + i for each x[i], begin <= i < n, that is NaN or >= `threshold`, in
+  // their order. Stops before the list could exceed `capacity`. Returns where it stopped, n at the end. A call that
+  // begins there loses nothing.
   u32 (*append_candidates)(const float* x, u32 begin, u32 n, u32 first_index, float threshold, u64* list, u32* size,
                            u32 capacity);
 
-  // Of list[0 .. size], in the order of their indices, leaves the k best at its beginning, k <= size, in that order.
-  // Returns the key of the last of them. keys: [size], for its own use.
+  // Leaves the k <= size best of list[0 .. size] at its beginning. The list is in the order of the indices before and
+  // after. Returns the least key of the k. keys: [size], scratch.
   u32 (*keep_best)(u64* list, u32 size, u32 k, int* keys);
 
-  // list[0 .. size], size <= kMostToSort and in the order of their indices, into `sorted`, best first.
+  // Writes list[0 .. size] to `sorted`, best first. size <= kMostToSort, and the list is in the order of the indices.
   void (*sort_few)(const u64* list, u32 size, u64* sorted);
 
   const FullRowKernels* full_rows;
   const RouterKernels* router;
 };
 
-// Comparing each with each grows with the square.
+// Comparing each candidate with each other one grows with the square of their number.
 constexpr u32 kMostToSort = 128;
 
 // append_candidates stops when fewer than this many slots are left.

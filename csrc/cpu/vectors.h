@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-// The name of this instruction set's table of a kind: kAvx2Kernels for FUSED_TOPK_TABLE(Kernels).
+// The name of this instruction set's table: FUSED_TOPK_TABLE(Kernels) is kAvx2Kernels in the build for AVX2.
 #define FUSED_TOPK_JOIN(set, kind) k##set##kind
 #define FUSED_TOPK_JOIN_EXPANDED(set, kind) FUSED_TOPK_JOIN(set, kind)
 #define FUSED_TOPK_TABLE(kind) FUSED_TOPK_JOIN_EXPANDED(FUSED_TOPK_SET, kind)
@@ -111,7 +111,7 @@ typedef float Floats8 __attribute__((vector_size(32)));
 typedef double Doubles4 __attribute__((vector_size(32)));
 typedef double Doubles8 __attribute__((vector_size(64)));
 
-// Four lanes with the greatest, and with the sum, of all: in halves, of which each step waits for the one before.
+// Four lanes that hold the greatest, or the sum, of all lanes. Each step halves the vector.
 inline Floats4 four_greatest(Floats4 x) { return x; }
 inline Doubles4 four_sums(Doubles4 x) { return x; }
 
@@ -178,7 +178,7 @@ inline Doubles4 sums_of_lanes(const Doubles (&x)[4]) {
 //   - The multiplication by 2^n is exact.
 // Measured: 2.13 units over every float32 argument at T = 1, 1.76 with fused multiply-add; 2.35 at other T.
 //
-// Several vectors at a time, step by step: one alone is a chain of operations that each wait for the one before.
+// Several vectors at a time: one alone is a chain of operations, each of which waits for the one before.
 template <u32 COUNT>
 inline void exp_in_place(Floats (&x)[COUNT], const Exponential& e) {
   // Adding 1.5 * 2^23 leaves the nearest integer in the low bits, here with a float's exponent bias added to it.
@@ -197,15 +197,15 @@ inline void exp_in_place(Floats (&x)[COUNT], const Exponential& e) {
   for (u32 v = 0; v < COUNT; ++v) p[v] = p[v] * f[v] + 0x1.ebfbdap-3f;
   for (u32 v = 0; v < COUNT; ++v) p[v] = p[v] * f[v] + 0x1.62e430p-1f;
   for (u32 v = 0; v < COUNT; ++v) p[v] = p[v] * f[v] + 1.0f;
-  // Only the low bits survive the shift. The choice is written so that a NaN stays one.
+  // Only the low bits survive the shift. The comparison is written so that a NaN stays NaN.
   for (u32 v = 0; v < COUNT; ++v) x[v] = x[v] < e.lowest ? Floats{} : p[v] * (Floats)((UInts)shifted[v] << 23);
 }
 
-// The sum of the exponentials of x [n], each vector of which `keep(terms, i, lanes)` gets: the first `lanes` of `terms`
-// are those of x + i. Fetches n elements of `bytes` each from `next` on.
+// The sum of the exponentials of x [n]. keep(terms, i, lanes) gets each vector of them: its first `lanes` lanes belong
+// to x[i] and the following. Fetches n elements of `bytes` each from `next` on.
 //
-// A float32 lane adds up at most 4 exponentials before it goes on in float64: with the two additions that join four
-// vectors, 5 roundings, whatever the length of the row.
+// A float32 lane adds at most 4 exponentials and goes on in float64. With the two additions that join four vectors
+// these are 5 roundings, however long the row is.
 template <class KEEP>
 inline double sum_of_exp(const float* x, u32 n, const Exponential& e, const void* next, u32 bytes, const KEEP& keep) {
   constexpr u32 kGroup = 4 * kLanes;

@@ -12,7 +12,7 @@
 namespace fused_topk::cpu {
 namespace {
 
-// e^x beyond is more than a float32 holds.
+// e^x of a greater x is more than a float32 holds.
 constexpr float kLargestArgument = 88.72283f;
 
 struct Climber {
@@ -28,8 +28,8 @@ struct Climber {
     u32 first, end;
   };
 
-  // Calls do_block(first element, how many) for a span's blocks: a pass over memory, since the caches that hold a block do
-  // not hold a row.
+  // Calls do_block(first element, count) for each block of a span. That is one pass over memory: a cache holds a block,
+  // not a row.
   template <class BLOCK>
   static void pass(const Span& span, const BLOCK& do_block) {
     for (u32 i = span.first; i < span.end; i += kBlock) do_block(i, std::min(kBlock, span.end - i));
@@ -57,7 +57,7 @@ struct Climber {
     return kernels.sum_exp(x, n, relative_to(reference), x + n, sizeof(float));
   }
 
-  // Naive: nothing is subtracted, and what is too great becomes infinite.
+  // Naive: nothing is subtracted. Of a logit above kLargestArgument the exponential is infinite.
   double naive_sum(const Span& span) const {
     double d = 0.0;
     pass(span, [&](u32 i, u32 n) {
@@ -89,7 +89,7 @@ struct Climber {
     for (u32 i = span.first; i < span.end; ++i) span.y[i] = std::exp(span.x[i]) / float(d);
   }
 
-  // The exponentials wait where the result will be, relative to the maximum of their block.
+  // The exponentials, relative to the maximum of their block, wait in the place of the result.
   void kept(const Span& span) const {
     std::vector<BlockNormalizer> blocks;
     BlockNormalizer state{-std::numeric_limits<float>::infinity(), 0.0};
@@ -105,7 +105,7 @@ struct Climber {
     });
   }
 
-  // The k best of the span's z, which is x or y; with `sums`, its normalizer in the same pass.
+  // The k best of the span's z, which is x or y. With `sums`, the same pass computes the normalizer.
   void select(const Span& span, const float* z, Selection& selection, BlockNormalizer* sums) const {
     selection.restart();
     pass(span, [&](u32 i, u32 n) {
@@ -164,7 +164,7 @@ struct Climber {
     }
   }
 
-  // On each thread, do_task = make_task(); all together call do_task(number) for all numbers below `tasks`.
+  // Each thread makes its own do_task = make_task(). Together they call do_task(number) for all numbers below `tasks`.
   template <class TASK>
   void on_threads(u64 tasks, const TASK& make_task) const {
     std::atomic<u64> next{0};
@@ -174,7 +174,8 @@ struct Climber {
     });
   }
 
-  // Every row in a part for each thread: their normalizers, then, when all are there, each merges them and writes.
+  // Each thread has a part of every row. It leaves the normalizers of its parts. When all are there, it merges them and
+  // writes.
   void split() const {
     const u32 parts = problem.threads;
     std::vector<BlockNormalizer> partial(problem.rows * parts);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ladder from three passes over a row to one: each rung a kernel to be read, not the fastest of its kind. What a rung
-// adds is in its comment, with its accesses of memory for each element. demos/ladder.py explains, times and draws them;
-// the package's own kernels are softmax_rows.cu and softmax_topk.cu.
+// The ladder from three passes over a row to one. Each rung is a kernel to be read, not the fastest of its kind. Its
+// comment says what it adds, and how often it accesses memory for each element. demos/ladder.py explains, times and
+// draws the rungs. The package's own kernels are softmax_rows.cu and softmax_topk.cu.
 //
-// All rungs: float32, x [rows, V] and y [rows, V] without gaps, e^x as 2^(x log2 e). Blocks of 256 threads, or as said.
-// Reading order: order.h, normalizer.h, platform.cuh, this file from top to bottom.
+// All rungs: float32, x [rows, V] and y [rows, V] without gaps, e^x as 2^(x log2 e). Blocks have 256 threads unless a
+// rung says otherwise. Reading order: order.h, normalizer.h, platform.cuh, this file from top to bottom.
 #include "../platform.cuh"
 
 namespace fused_topk::ladder {
@@ -18,7 +18,7 @@ __device__ __forceinline__ Normalizer merge(Normalizer a, Normalizer b) {
 }
 __device__ __forceinline__ float add(float a, float b) { return a + b; }
 
-// The tree of the textbooks: half of the threads add the other half's values, then a quarter, ... One barrier a step.
+// The textbook's tree: half of the threads add the other half's values, then a quarter, and so on. One barrier a step.
 // The result is in every thread. All threads of the block call it; a barrier must come before the next call.
 template <class T, class COMBINE>
 __device__ T block_tree(T value, T (&slots)[kThreads], COMBINE combine) {
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) online_softmax_kernel(const float* x
   for (u32 i = threadIdx.x; i < V; i += kThreads) y[i] = exponential(x[i] - reference_point(row.m)) / row.d;
 }
 
-// ---- 4. The same with warp shuffles: lanes exchange registers, and one barrier is left of eight. 2 reads, 1 write. ----
+// ---- 4. The same with warp shuffles: lanes exchange registers. One barrier of eight is left. 2 reads, 1 write. ----
 
 __device__ __forceinline__ Normalizer shuffle_tree(Normalizer state) {
   for (u32 step = kWarpSize / 2; step > 0; step /= 2) {
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(512) register_softmax_kernel(const float4* x, 
     const float none = -FUSED_TOPK_INFINITY;
     held[u] = i < vectors ? x[i] : float4{none, none, none, none};
   }
-  // All of it is here: the maximum first, then one exponential an element instead of two.
+  // The whole row is in registers. So the maximum comes first, and then one exponential an element instead of two.
   Normalizer state;
 #pragma unroll
   for (u32 u = 0; u < kHeld; ++u) {
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(512) register_softmax_kernel(const float4* x, 
 }
 
 // ---- 6. One row over many blocks: a kernel that leaves each block's (m, d), and one in which every block merges them
-//         all before it writes its part. A part of only -inf merges as nothing. 2 reads, 1 write. ----
+//         all before it writes its part. A part of only -inf adds nothing. 2 reads, 1 write. ----
 
 // Blocks (parts, rows); part p of a row is elements [p V / parts, (p + 1) V / parts).
 __global__ void __launch_bounds__(kThreads) partial_normalizer_kernel(const float* x, Normalizer* partial, u32 V) {
@@ -190,7 +190,7 @@ struct TopList {
 #pragma unroll
     for (u32 i = 0; i < K; ++i) best[i] = kNoCandidate;
   }
-  // Lets c sink to its place; what falls out at the end is lost. Mostly c is below the last, and nothing happens.
+  // Inserts c at its place and drops the last entry. Most c are below the last entry, and nothing happens.
   __device__ __forceinline__ void insert(u64 c) {
     if (c <= best[K - 1]) return;
 #pragma unroll
@@ -207,7 +207,7 @@ struct TopList {
   }
 };
 
-// The K best of 32 sorted lists, in order: K times, the greatest first element leaves its list. All lanes call it.
+// The K best of 32 sorted lists, in order: K times the greatest first entry leaves its list. All lanes call it.
 template <u32 K>
 __device__ void warp_best(TopList<K>& list, u64* sorted) {
   for (u32 rank = 0; rank < K; ++rank) {
@@ -223,7 +223,7 @@ __device__ void warp_best(TopList<K>& list, u64* sorted) {
   __syncwarp();
 }
 
-// The K best of the block's lists, in order, seen by its first warp, which alone may use them. All threads call it, once.
+// The K best of the block's lists, in order. Only the first warp has the result. All threads call it, once.
 template <u32 K>
 __device__ bool block_best(TopList<K>& list, u64 (&lists)[kWarps + 1][K]) {
   warp_best<K>(list, lists[threadIdx.x / kWarpSize]);
@@ -238,8 +238,8 @@ __device__ bool block_best(TopList<K>& list, u64 (&lists)[kWarps + 1][K]) {
   return true;
 }
 
-// Unfused: what reads the probabilities that a softmax has written. With safe softmax 5 accesses an element (3 reads and
-// 1 write, then this read); with online softmax 4.
+// Unfused: reads the probabilities that a softmax kernel has written. After safe softmax these are 5 accesses an
+// element (3 reads, 1 write and this read), after online softmax 4.
 template <u32 K>
 __global__ void __launch_bounds__(kThreads, 1) topk_kernel(const float* y, float* values, i64* indices, u32 V) {
   __shared__ u64 lists[kWarps + 1][K];
