@@ -41,7 +41,6 @@ class TopkResult(NamedTuple):
     dtype: torch.dtype
     value_dtype: torch.dtype
 
-    @property
     def fields(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Shape and dtype of values, indices and logsumexp."""
         return (self.shape, self.value_dtype), (self.shape, torch.int64), (self.rows, self.dtype)

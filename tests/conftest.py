@@ -16,9 +16,9 @@ in any case.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -35,14 +35,17 @@ REQUIRED = tuple(
 )
 
 
-class Backend(NamedTuple):
+# Not a NamedTuple: torch.compile of torch 2.6 does not trace a call of one.
+@dataclasses.dataclass(frozen=True)
+class Backend:
     """A backend and the device whose tensors it is given; a test calls it with the name of a public function."""
 
     name: str
     device: str
 
     def __call__(self, entry: str, *args, **kwargs) -> TopK:
-        k = next((a for a in args if isinstance(a, int)), 0)
+        # A list, because torch.compile of torch 2.6 does not trace next() of a generator.
+        k = [*(a for a in args if isinstance(a, int)), 0][0]
         # Beyond the kernels' limit only the automatic choice serves, with torch operations.
         name = None if self.name == "cuda" and k > MAX_K else self.name
         return getattr(fused_topk, entry)(*args, backend=name, **kwargs)

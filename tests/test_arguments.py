@@ -329,11 +329,7 @@ def test_symbolic_trace_is_refused_with_what_works():
 def test_distributed_tensors_are_refused_with_what_works(tmp_path):
     distributed = pytest.importorskip("torch.distributed")
     from torch.distributed.device_mesh import init_device_mesh
-
-    try:
-        from torch.distributed.tensor import Shard, distribute_tensor
-    except ImportError:  # torch 2.4
-        from torch.distributed._tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:

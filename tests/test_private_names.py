@@ -79,7 +79,7 @@ else:
 if torch.cuda.is_available():
     with torch.cuda.stream(torch.cuda.Stream()):
         check(fused_topk.softmax_topk(logits.cuda(), 5).values.cpu())
-else:
+elif torch.version.cuda is None:
     torch.cuda.current_stream = lambda device: types.SimpleNamespace(cuda_stream=100 + device)
     assert tickets.raw_stream(1) == 101
     torch.cuda._lazy_init, torch._C._cuda_getDevice = lambda: None, lambda: 2

@@ -48,10 +48,9 @@ def check_tensor(name: str, value: Any) -> None:
 
 
 def _is_distributed(value: Any) -> bool:
-    """Whether it is a DTensor. Torch 2.4 has the class in a private module, and none is imported for this."""
-    modules = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "_tensor"))
-    kinds = (getattr(module, "DTensor", None) for module in modules)
-    return any(kind is not None and isinstance(value, kind) for kind in kinds)
+    """Whether it is a DTensor. The module that has the class is not imported for this."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def check_logits(logits: Any) -> None:

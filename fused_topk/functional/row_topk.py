@@ -293,10 +293,10 @@ def _planned(
         return plan.run(logits, mask, row_temperature)
     written = out if type(out) is TopK else TopK(*out)
     inputs = (logits, mask, row_temperature)
-    if is_plain_out(written, plan.result.fields, inputs):
+    if is_plain_out(written, plan.result.fields(), inputs):
         plan.start(logits, written, None, mask, row_temperature)
         return written
-    check_out(written, plan.result.fields, inputs)
+    check_out(written, plan.result.fields(), inputs)
     plan.run_into(written, logits, mask, row_temperature)
     return written
 
@@ -365,7 +365,7 @@ def _row(
             return result
         return TopK(result.values.movedim(-1, dim), result.indices.movedim(-1, dim), result.logsumexp)
 
-    expected = list(plans.row_result(logits, k, values).fields)
+    expected = list(plans.row_result(logits, k, values).fields())
     if moved:
         shape = list(logits.shape[:-1])
         shape.insert(dim, k)
