@@ -257,12 +257,12 @@ def test_copies_are_not_enabled_and_have_a_twin_of_their_own(model):
     disable(model)
 
 
-@pytest.mark.parametrize("value", [1, "yes", None])
-def test_the_option_must_be_a_bool(model, value):
-    with pytest.raises(TypeError, match="`whole_step` must be a bool"):
+@pytest.mark.parametrize(("value", "error"), [(1, TypeError), (None, TypeError), ("yes", ValueError)])
+def test_the_option_must_be_known(model, value, error):
+    with pytest.raises(error, match="`whole_step` must be"):
         enable(model, whole_step=value)
-    with pytest.raises(TypeError, match="`whole_step` must be a bool"):
-        model.generate(**inputs_for(model), custom_generate=generate, whole_step=value)
+    with pytest.raises(error, match="`whole_step` must be"):
+        model.generate(**inputs_for(model), custom_generate=generate, whole_step=value, max_new_tokens=2)
 
 
 def test_the_cache_grows_with_the_prompt_once_and_the_new_tokens_of_the_beams(model, monkeypatch):

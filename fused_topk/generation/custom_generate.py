@@ -26,7 +26,7 @@ def generate(
     generation_config: GenerationConfig,
     sampling: bool = False,
     topk_per_step: int = 0,
-    whole_step: bool = False,
+    whole_step: bool | str = False,
     **model_kwargs: Any,
 ) -> Any:
     """For `model.generate(..., custom_generate=fused_topk.generation.generate)`: this one call takes the fused path.
@@ -67,7 +67,7 @@ def generate(
             if reason is not None:
                 raise Declined(reason)
             with held(model):
-                return whole_loop(model)(
+                return whole_loop(model, options)(
                     model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
                 )
         except Declined as declined:

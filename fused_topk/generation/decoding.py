@@ -36,7 +36,7 @@ def _fusible(model: Any) -> list[Any]:
     return found
 
 
-def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool = False) -> None:
+def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str = False) -> None:
     """Makes the model's generate() calls take the fused path, until :func:`disable`.
 
     Beam search and greedy decoding give the sequences of the stock path; where logits tie, the smaller index. Calls of
@@ -50,6 +50,8 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool = False
         whole_step: read the prompt once for all beams of a sequence, and never copy the cache (:mod:`whole_step`). For greedy
             decoding and beam search of decoder-only models; other calls take the fused path, and :func:`stats` says why in
             `not_whole`. The first call of a model tries it on a few tokens. Results have no past_key_values.
+            "compiled" makes each token one call of torch.compile's code, without processors and output_scores. The first
+            call of a shape (batch, beams, lengths rounded up) compiles, which takes tens of seconds and is logged.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -77,7 +79,7 @@ def disable(model: nn.Module) -> None:
 
 @contextmanager
 def fused_decoding(
-    model: nn.Module, *, sampling: bool = False, topk_per_step: int = 0, whole_step: bool = False
+    model: nn.Module, *, sampling: bool = False, topk_per_step: int = 0, whole_step: bool | str = False
 ) -> Iterator[FusedDecoding]:
     """Makes the model's generate() calls in a with block take the fused path.
 

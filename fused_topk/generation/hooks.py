@@ -180,14 +180,15 @@ def _generate_whole(module: Any, original: Callable[..., Any], request: Request,
     if reason is not None:
         raise whole_step.Declined(reason)
     with held(module), running(Session(module, request.options)):
-        result = original(*args, custom_generate=whole_loop(module), **kwargs)
+        result = original(*args, custom_generate=whole_loop(module, request.options), **kwargs)
     request.given.topk = []
     return result
 
 
-def whole_loop(module: Any) -> whole_step.Loop:
+def whole_loop(module: Any, options: Options) -> whole_step.Loop:
     """For a module that has hooks."""
-    return whole_step.Loop(frozenset({*_RUN, _ATTRIBUTE}), module.__dict__[_ATTRIBUTE].hook_id)
+    hook = module.__dict__[_ATTRIBUTE].hook_id
+    return whole_step.Loop(frozenset({*_RUN, _ATTRIBUTE}), hook, options.whole_step == "compiled")
 
 
 def _processors(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

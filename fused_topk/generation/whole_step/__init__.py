@@ -11,6 +11,7 @@ and custom_generate (:mod:`entry`), through which generate() prepares the call a
     trial                whether a model is: it is tried on a few tokens, once
     twin                 a copy of the model's modules, of the same weights, so that the model itself is not touched
     cache, ancestry, attention, decoder    the forward pass
+    compiled             the same as one compiled call a token, kept for later calls of the same shape
     beams, search, results    the choice of tokens, the loops, what is returned
 
 Sequences are those of transformers, with ties to the smaller index. A result has no `past_key_values`: the cache is not one

@@ -22,7 +22,7 @@ class Mask:
         self, prompt: Tensor, beams: int, room: int, groups: int, window: int | None, dtype: torch.dtype
     ) -> None:
         device = prompt.device
-        self._prompt = prompt[:, None, :].expand(-1, beams, -1)
+        self.prompt = prompt
         self._groups = groups
         self._window = window
         self._beams = torch.arange(beams, device=device)
@@ -33,22 +33,23 @@ class Mask:
         )
         self._zero = torch.zeros((), dtype=dtype, device=device)
 
-    def __call__(self, parents: Tensor, step: int) -> Tensor:
-        """[batch, 1 or 2, groups * beams, used places]: 0 where a beam may look, else -inf; the second with the window.
+    def __call__(self, parents: Tensor, step: Tensor, shown: int) -> Tensor:
+        """[batch, 1 or 2, groups * beams, places]: 0 where a beam may look, else -inf; the second with the window.
 
         Args:
-            parents: int64 [batch, beams, at least step + 2 or room + 1]; parents[:, j, s + 1] is the place among the
-                beams that token s of the beam that is now at j was written at, for all s < step.
-            step: which of the new tokens is read.
+            parents: int64 [batch, beams, shown + 1 or more]; parents[:, j, s + 1] is the place among the beams that
+                token s of the beam that is now at j was written at, for all s < step.
+            step: int64 [1], which of the new tokens is read.
+            shown: of how many new tokens there are places, more than `step`.
         """
         batch, beams, _ = parents.shape
-        steps = self._steps[: step + 1]
-        written = torch.where(steps < step, parents[:, :, 1 : step + 2], self._beams[:, None])
-        is_past = (written[..., None] == self._beams).flatten(2)
-        seen = torch.cat([self._prompt, is_past], 2)
+        steps = self._steps[:shown]
+        written = torch.where(steps < step, parents[:, :, 1 : shown + 1], self._beams[:, None])
+        is_past = (written[..., None] == self._beams) & (steps <= step)[:, None]
+        seen = torch.cat([self.prompt[:, None].expand(-1, beams, -1), is_past.flatten(2)], 2)
         masks = [seen]
         if self._window is not None:
-            here = self._prompt.shape[2] + step
+            here = self.prompt.shape[1] + step
             masks.append(seen & (self._order[: seen.shape[2]] > here - self._window))
         mask = torch.stack(masks, 1).unsqueeze(2).expand(-1, -1, self._groups, -1, -1)
         mask = mask.reshape(batch, len(masks), self._groups * beams, -1)

@@ -78,7 +78,8 @@ def _attend(
     rows, heads, length, dim = query.shape
     batch, key_heads = key.shape[:2]
     groups, beams = heads // key_heads, rows // batch
-    if not torch.compiler.is_compiling() and (calls := _calls.get()) is not None:
+    # Not is_compiling(), which is so for all threads while one of them compiles.
+    if not torch.compiler.is_dynamo_compiling() and (calls := _calls.get()) is not None:
         calls.append(Call(groups, sliding_window))
     scale = dim**-0.5 if scaling is None else scaling
     if length > 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beam search with tensors of one shape: what the beams hold, and what a choice of continuations makes of it.
+"""Beam search as a function of tensors whose shapes do not change: what beams hold, and what a choice makes of it.
 
 Scores, and their order where they are equal, are those of transformers' beam search; equal ones by smaller index.
 """
@@ -42,69 +42,98 @@ class Hypotheses(NamedTuple):
         return Hypotheses(self.scores.gather(1, chosen), *(_rows(each, chosen) for each in self[1:]))
 
 
-class BeamSearch:
-    """The state of one call."""
+class Beams(NamedTuple):
+    """What a call holds between two tokens."""
 
-    def __init__(self, rules: Rules, batch: int, device: torch.device) -> None:
-        self.rules = rules
-        shape = (batch, rules.beams)
-        scores = torch.full(shape, VOID, device=device)
-        empty = torch.full((*shape, rules.room), -1, dtype=torch.int64, device=device)
-        # Beams are one text at first; only the first of them counts.
-        of_first = scores.index_fill(1, torch.zeros(1, dtype=torch.int64, device=device), 0.0)
-        self.running = Hypotheses(of_first, empty, empty)
-        self.ended = Hypotheses(scores, empty, empty)
-        self.is_ended = torch.zeros(shape, dtype=torch.bool, device=device)
-        self._may_improve = torch.ones(batch, 1, dtype=torch.bool, device=device)
-        self._is_best = torch.arange(rules.kept, device=device) < rules.beams
-        self._ends = torch.tensor(rules.ends, dtype=torch.int64, device=device)
+    running: Hypotheses
+    ended: Hypotheses
+    is_ended: Tensor  # bool [batch, beams]: whether there is one at this place of `ended`
+    may_improve: Tensor  # bool [batch, 1]
+    goes_on: Tensor  # bool []
 
-    def choose(self, scores: Tensor, indices: Tensor, vocab_size: int, step: int, are_last: bool) -> Tensor:
-        """Goes on with the best continuations.
 
-        Args:
-            scores: float32 [batch, rules.kept], best first.
-            indices: int64 [batch, rules.kept], beam * V + token.
-            step: which of the new tokens it is.
-            are_last: whether every text ends with this token.
+class Constants(NamedTuple):
+    """What the choices of a call need on its device."""
 
-        Returns:
-            bool []: whether the search is to go on.
-        """
-        rules = self.rules
-        parent, token = indices // vocab_size, indices % vocab_size
-        continued = Hypotheses(scores, _rows(self.running.tokens, parent), _rows(self.running.parents, parent))
-        continued.tokens[:, :, step] = token
-        continued.parents[:, :, step] = parent
-        has_ended = torch.isin(token, self._ends) | are_last
+    ends: Tensor  # int64 [n]
+    is_best: Tensor  # bool [rules.kept]
+    lengths: Tensor  # float32 [room]: what the score of a text of 1, 2, ... tokens is divided by
+    longest: Tensor  # float32 [1]: the same of the longest text that there can be
 
-        self.running = _best(continued._replace(scores=scores + has_ended * VOID), rules.beams)
-        self._keep_ended(continued, has_ended, step)
-        return self._goes_on(has_ended, step)
-
-    def _keep_ended(self, continued: Hypotheses, has_ended: Tensor, step: int) -> None:
-        """The best of the texts that had ended and of those that end now, if those are among the best continuations."""
-        rules = self.rules
-        ends_now = has_ended & self._is_best
-        is_full = self.is_ended.all(1, keepdim=True) & (rules.early_stopping is True)
-        scores = continued.scores / (step + 1) ** rules.length_penalty
-        scores = scores + is_full * VOID + ~self._may_improve * VOID + ~ends_now * VOID
-        both = Hypotheses(
-            torch.cat([self.ended.scores, scores], 1),
-            *(torch.cat(pair, 1) for pair in zip(self.ended[1:], continued[1:], strict=True)),
+    @staticmethod
+    def of(rules: Rules, longest: int, device: torch.device) -> Constants:
+        lengths = (torch.arange(1, rules.room + 1, dtype=torch.float64, device=device) ** rules.length_penalty).float()
+        return Constants(
+            torch.tensor(rules.ends, dtype=torch.int64, device=device),
+            torch.arange(rules.kept, device=device) < rules.beams,
+            lengths,
+            lengths[longest - 1 : longest],
         )
-        chosen = _order(both.scores)[:, : rules.beams]
-        self.ended = both.pick(chosen)
-        self.is_ended = torch.cat([self.is_ended, ends_now], 1).gather(1, chosen)
 
-    def _goes_on(self, has_ended: Tensor, step: int) -> Tensor:
-        rules = self.rules
-        longest = rules.room if rules.early_stopping == "never" and rules.length_penalty > 0 else step + 1
-        best_running = self.running.scores[:, :1] / longest**rules.length_penalty
-        worst_ended = torch.where(self.is_ended, self.ended.scores.amin(1, keepdim=True), VOID)
-        self._may_improve = self._may_improve & (best_running > worst_ended).any(1, keepdim=True)
-        is_full = self.is_ended.all() & (rules.early_stopping is True)
-        return self._may_improve.any() & ~is_full & ~has_ended.all()
+
+def at_first(rules: Rules, batch: int, device: torch.device) -> Beams:
+    """Before the first token: beams are one text, of which only the first of them counts."""
+    shape = (batch, rules.beams)
+    scores = torch.full(shape, VOID, device=device)
+    empty = torch.full((*shape, rules.room), -1, dtype=torch.int64, device=device)
+    of_first = scores.clone()
+    of_first[:, 0] = 0.0
+    return Beams(
+        Hypotheses(of_first, empty, empty),
+        Hypotheses(scores, empty, empty),
+        torch.zeros(shape, dtype=torch.bool, device=device),
+        torch.ones(batch, 1, dtype=torch.bool, device=device),
+        torch.ones((), dtype=torch.bool, device=device),
+    )
+
+
+def choose(
+    beams: Beams,
+    rules: Rules,
+    constants: Constants,
+    scores: Tensor,
+    indices: Tensor,
+    vocab_size: int,
+    step: Tensor,
+    are_last: Tensor,
+) -> Beams:
+    """Goes on with the best continuations.
+
+    Args:
+        scores: float32 [batch, rules.kept], best first.
+        indices: int64 [batch, rules.kept], beam * V + token.
+        step: int64 [1], which of the new tokens it is.
+        are_last: bool [1], whether every text ends with this token.
+    """
+    parent, token = indices // vocab_size, indices % vocab_size
+    tokens, parents = (_rows(each, parent) for each in beams.running[1:])
+    continued = Hypotheses(
+        scores, tokens.index_copy_(2, step, token[..., None]), parents.index_copy_(2, step, parent[..., None])
+    )
+    has_ended = torch.isin(token, constants.ends) | are_last
+    running = _best(continued._replace(scores=scores + has_ended * VOID), rules.beams)
+
+    # Of the texts that had ended and of those that end now, if those are among the best continuations, the best.
+    length = constants.lengths.index_select(0, step)
+    ends_now = has_ended & constants.is_best
+    is_full = beams.is_ended.all(1, keepdim=True) & (rules.early_stopping is True)
+    final = scores / length + is_full * VOID + ~beams.may_improve * VOID + ~ends_now * VOID
+    both = Hypotheses(
+        torch.cat([beams.ended.scores, final], 1),
+        *(torch.cat(pair, 1) for pair in zip(beams.ended[1:], continued[1:], strict=True)),
+    )
+    chosen = _order(both.scores)[:, : rules.beams]
+    ended = both.pick(chosen)
+    is_ended = torch.cat([beams.is_ended, ends_now], 1).gather(1, chosen)
+
+    if rules.early_stopping == "never" and rules.length_penalty > 0:
+        length = constants.longest
+    worst_ended = torch.where(is_ended, ended.scores.amin(1, keepdim=True), VOID)
+    may_improve = beams.may_improve & (running.scores[:, :1] / length > worst_ended).any(1, keepdim=True)
+    goes_on = may_improve.any() & ~has_ended.all()
+    if rules.early_stopping is True:
+        goes_on = goes_on & ~is_ended.all()
+    return Beams(running, ended, is_ended, may_improve, goes_on)
 
 
 def _best(of: Hypotheses, count: int) -> Hypotheses:

@@ -16,25 +16,30 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class Places:
-    """Where all layers of a cache write in the step that runs."""
+    """Where all layers of a cache write, and what of it is shown.
 
-    def __init__(self, beams: int, room: int, device: torch.device) -> None:
+    Args:
+        prompt: places for the prompt, which is written to the last of them.
+        beams, room: rows for each sequence, and new tokens of each.
+    """
+
+    def __init__(self, prompt: int, beams: int, room: int, device: torch.device) -> None:
+        self.prompt = prompt
         self.beams = beams
         self.room = room
-        # None while the prompt is read.
-        self.prompt: int | None = None
-        self.used = 0
-        self._of_step = torch.arange(beams, device=device)
+        self.is_reading_prompt = True
+        self._of_step = torch.arange(beams, device=device) + prompt
         self.written = self._of_step
+        self.shown = prompt
 
-    def end_prompt(self, length: int) -> None:
-        self.prompt = length
+    @property
+    def total(self) -> int:
+        return self.prompt + self.room * self.beams
 
-    def begin_step(self, step: int) -> None:
-        assert self.prompt is not None
-        start = self.prompt + step * self.beams
-        self.written = self._of_step + start
-        self.used = start + self.beams
+    def begin_step(self, step: Tensor, shown: int) -> None:
+        """Args: see ancestry.Mask."""
+        self.written = self._of_step + step * self.beams
+        self.shown = self.prompt + shown * self.beams
 
 
 class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -50,30 +55,35 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         values = key_states if value_states is None else value_states
+        if self.is_initialized:
+            # Of the call before.
+            self.keys.zero_()
+            self.values.zero_()
+            return
         self.keys, self.values = (self._empty(each) for each in (key_states, values))
         self.is_initialized = True
 
     def _empty(self, like: Tensor) -> Tensor:
-        batch, heads, prompt, dim = like.shape
+        batch, heads, _, dim = like.shape
         # Zeros: what no beam looks at is multiplied by zero all the same, and must not be NaN.
-        return like.new_zeros(batch, heads, prompt + self._places.room * self._places.beams, dim)
+        return like.new_zeros(batch, heads, self._places.total, dim)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         places = self._places
-        if places.prompt is None:
+        if places.is_reading_prompt:
             self.lazy_initialization(key_states, value_states)
-            length = key_states.shape[2]
-            self.keys[:, :, :length] = key_states
-            self.values[:, :, :length] = value_states
+            begin = places.prompt - key_states.shape[2]
+            self.keys[:, :, begin : places.prompt] = key_states
+            self.values[:, :, begin : places.prompt] = value_states
             return key_states, value_states
         for kept, written in ((self.keys, key_states), (self.values, value_states)):
             _, heads, _, dim = written.shape
             of_beams = written.view(-1, places.beams, heads, dim).transpose(1, 2)
             kept.index_copy_(2, places.written, of_beams)
-        return self.keys[:, :, : places.used], self.values[:, :, : places.used]
+        return self.keys[:, :, : places.shown], self.values[:, :, : places.shown]
 
     def get_seq_length(self, *args: Any) -> int:
-        return self._places.prompt or 0
+        return 0 if self._places.is_reading_prompt else self._places.prompt
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         # Before transformers 5.5 it is the positions of the queries.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .ancestry import Mask
@@ -23,29 +24,42 @@ class Prompt(NamedTuple):
 
 
 class Decoder:
-    """Reads the prompt, then a token a beam.
+    """Reads prompts, then a token a beam.
 
     Args:
         twin: see :mod:`twin`.
-        prompt: what to begin with.
+        batch: how many sequences.
+        prompt: how many places a prompt has; a shorter one has padding before it.
         beams: rows for each sequence.
         room: for how many tokens a beam.
     """
 
-    def __init__(self, twin: Any, prompt: Prompt, beams: int, room: int) -> None:
+    def __init__(self, twin: Any, batch: int, prompt: int, beams: int, room: int, device: torch.device) -> None:
         self._twin = twin
         self._cache_argument = cache_argument(twin)
-        self._prompt = prompt
         self._beams = beams
-        self._places = Places(beams, room, prompt.ids.device)
+        self.room = room
+        self._places = Places(prompt, beams, room, device)
         config = twin.config.get_text_config(decoder=True)
         self._cache = shared_prompt_cache(config.num_hidden_layers, self._places)
-        self._room = room
+        self._is_text = torch.zeros(batch, prompt, dtype=torch.bool, device=device)
+        self._last_positions = torch.zeros(batch * beams, 1, dtype=torch.int64, device=device)
+        self._mask: Mask | None = None
         self.calls: list[Call] = []
 
-    def read_prompt(self) -> Tensor:
+    @property
+    def num_bytes(self) -> int:
+        """Of the cache."""
+        layers: list[Any] = self._cache.layers
+        return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in layers)
+
+    def read_prompt(self, prompt: Prompt) -> Tensor:
         """The last logits [batch, V]."""
-        prompt = self._prompt
+        padding = self._is_text.shape[1] - prompt.ids.shape[1]
+        self._is_text[:, :padding] = False
+        self._is_text[:, padding:] = prompt.is_text
+        self._last_positions.copy_(prompt.positions[:, -1:].repeat_interleave(self._beams, 0))
+        self._places.is_reading_prompt = True
         with watched() as calls:
             logits = self._forward(
                 prompt.ids,
@@ -54,25 +68,25 @@ class Decoder:
                 prompt.positions,
                 **prompt.extra,
             )
+        self._places.is_reading_prompt = False
         self.calls = calls
-        self._places.end_prompt(prompt.ids.shape[1])
-        windows = [call.window for call in calls if call.window is not None]
-        self._mask = Mask(
-            prompt.is_text, self._beams, self._room, calls[0].groups, max(windows, default=None), logits.dtype
-        )
+        if self._mask is None:
+            windows = [call.window for call in calls if call.window is not None]
+            self._mask = Mask(
+                self._is_text, self._beams, self.room, calls[0].groups, max(windows, default=None), logits.dtype
+            )
         return logits
 
-    def read(self, tokens: Tensor, parents: Tensor, step: int) -> Tensor:
+    def read(self, tokens: Tensor, parents: Tensor, step: Tensor, shown: int) -> Tensor:
         """The last logits [batch * beams, V].
 
         Args:
             tokens: int64 [batch, beams], the new token of each beam.
-            parents: see :class:`ancestry.Mask`.
-            step: how many new tokens have been read before.
+            parents, step, shown: see :class:`ancestry.Mask`.
         """
-        self._places.begin_step(step)
-        positions = (self._prompt.positions[:, -1:] + (step + 1)).repeat_interleave(self._beams, 0)
-        return self._forward(tokens.reshape(-1, 1), self._mask(parents, step), positions)
+        assert self._mask is not None
+        self._places.begin_step(step, shown)
+        return self._forward(tokens.reshape(-1, 1), self._mask(parents, step, shown), self._last_positions + (step + 1))
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, **extra: Any) -> Tensor:
         output = self._twin(

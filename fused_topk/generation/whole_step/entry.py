@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from ..edits import Plan
 from . import attention, reasons, trial
 from .beams import Rules
+from .compiled import Store
 from .criteria import Criteria
 from .decoder import Prompt, positions_of
 from .search import Declined, Search
@@ -26,6 +27,7 @@ class _Ready(NamedTuple):
     twin: Any
     reason: str | None
     of: Snapshot
+    store: Store
 
 
 # Attributes of a model that say nothing about what it computes, or that this package puts there.
@@ -41,8 +43,8 @@ def drop(model: Any) -> None:
         _ready.pop(model, None)
 
 
-def twin_for(model: Any, own: frozenset[str], own_hook: int) -> Any:
-    """The model's twin, with a trial where the model is not as it was.
+def ready_for(model: Any, own: frozenset[str], own_hook: int) -> _Ready:
+    """The model's twin and what is kept of it, with a trial where the model is not as it was.
 
     Args:
         own: attributes of the model that are the package's.
@@ -57,7 +59,7 @@ def twin_for(model: Any, own: frozenset[str], own_hook: int) -> Any:
             ready = _ready[model] = _made_ready(model, own, own_hook)
     if ready.reason is not None:
         raise Declined(ready.reason)
-    return ready.twin
+    return ready
 
 
 def _made_ready(model: Any, own: frozenset[str], own_hook: int) -> _Ready:
@@ -69,17 +71,22 @@ def _made_ready(model: Any, own: frozenset[str], own_hook: int) -> _Ready:
 
     snapshot = Snapshot(model, _SKIPPED | own)
     twin = twin_of(model, attention.name_for(model.config._attn_implementation), state)
-    return _Ready(twin, trial.reason_against(twin, twin_of(model, None, state)), snapshot)
+    return _Ready(twin, trial.reason_against(twin, twin_of(model, None, state)), snapshot, Store())
 
 
 class Loop:
     """What generate() runs, through `custom_generate=`.
 
+    Args:
+        own, own_hook: see :func:`ready_for`.
+        is_compiled: whether steps are to be compiled.
+
     Raises:
         Declined: the call is to run on the fused path.
     """
 
-    def __init__(self, own: frozenset[str], own_hook: int) -> None:
+    def __init__(self, own: frozenset[str], own_hook: int, is_compiled: bool) -> None:
+        self._is_compiled = is_compiled
         self._own = own
         self._own_hook = own_hook
 
@@ -104,8 +111,9 @@ class Loop:
             reason = reason or "output_scores with logits processors"
         if reason is not None:
             raise Declined(reason)
-        twin = twin_for(model, self._own, self._own_hook)
-        return _search(twin, input_ids, plan, criteria, generation_config, inputs).run()
+        ready = ready_for(model, self._own, self._own_hook)
+        search = _search(ready.twin, input_ids, plan, criteria, generation_config, inputs)
+        return search._replace(store=ready.store if self._is_compiled else None).run()
 
 
 def _search(

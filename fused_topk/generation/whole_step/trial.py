@@ -42,8 +42,8 @@ def _reason(twin: Any, stock: Any, name: str) -> str | None:
     batch, length = is_text.shape
     beams, room = len(_CHOSEN[0]), len(_CHOSEN)
     ids = (torch.arange(batch * length, device=device) * 7 + 3).view(batch, length) % vocab_size
-    decoder = Decoder(twin, Prompt(ids, is_text, positions_of(is_text), {}), beams, room)
-    decoder.read_prompt()
+    decoder = Decoder(twin, batch, length + 1, beams, room, device)
+    decoder.read_prompt(Prompt(ids, is_text, positions_of(is_text), {}))
     reason = _reason_of_layers(twin.config.get_text_config(decoder=True), decoder, name)
     if reason is not None:
         return reason
@@ -56,7 +56,7 @@ def _reason(twin: Any, stock: Any, name: str) -> str | None:
         parents[:, :, step] = chosen_from
         tokens = (torch.arange(batch * beams, device=device).view(batch, beams) * 5 + step + 1) % vocab_size
         texts = torch.cat([texts[:, chosen_from], tokens[..., None]], -1)
-        found = decoder.read(tokens, parents, step)
+        found = decoder.read(tokens, parents, torch.tensor([step], device=device), room)
 
     mask = torch.cat([is_text, is_text.new_ones(batch, room)], 1).repeat_interleave(beams, 0)
     expected = stock(

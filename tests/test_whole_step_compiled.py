@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole steps as one compiled call a token: the results of stock, and what is kept for later calls."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+from decoding import assert_same, generate_both, inputs_for, one_thread  # noqa: F401
+from fused_topk.generation import disable, enable, fused_decoding, stats
+from fused_topk.generation.whole_step import compiled, entry
+from fused_topk.generation.whole_step.compiled import rounded_up
+from whole_steps import family, swaps
+
+compiling = functools.partial(fused_decoding, whole_step="compiled")
+OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
+
+
+@pytest.fixture(name="model")
+def own_model():
+    return copy.deepcopy(family("Llama"))
+
+
+@pytest.fixture(name="traced")
+def traced_only(monkeypatch):
+    """Steps are traced as they are to be compiled, and run as they were: the compiler itself takes its time."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend="eager", **options))
+
+
+def assert_compiled(model, inputs, **options):
+    stock, given, steps = generate_both(model, inputs, fused=compiling, **{**OPTIONS, **options})
+    assert_same(stock, given)
+    assert not steps.not_whole and not steps.not_compiled, (steps.not_whole, steps.not_compiled)
+    assert steps.compiled == steps.whole == steps.fused > 0
+    return stock
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GPT2"])
+def test_compiled_steps_give_the_stock_sequences(name, num_beams):
+    model = family(name)
+    crossed = 0
+    for length, room in ((6, 12), (9, 16), (1, 1)):
+        result = assert_compiled(
+            model, inputs_for(model, 3, length, padding=min(2, length - 1)), num_beams=num_beams, max_new_tokens=room
+        )
+        crossed += 0 if num_beams == 1 else swaps(result, num_beams)
+    assert num_beams == 1 or crossed > 3
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "Gemma3", "Qwen3", "GPT2", "Phi"])
+def test_traced_steps_give_the_stock_sequences(name, num_beams, traced):
+    model = family(name, seed=1)
+    for length, room in ((6, 12), (9, 16), (1, 1)):
+        inputs = inputs_for(model, 3, length, padding=min(2, length - 1))
+        assert_compiled(model, inputs, num_beams=num_beams, num_return_sequences=num_beams, max_new_tokens=room)
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 2.0])
+def test_every_rule_of_stopping(length_penalty, early_stopping, traced):
+    # Eleven tokens of sixteen that there is room for: the longest text that can be is what is asked for.
+    model = family("Llama")
+    options = {"length_penalty": length_penalty, "early_stopping": early_stopping, "max_new_tokens": 11}
+    for batch in (2, 4):
+        assert_compiled(model, inputs_for(model, batch), num_beams=4, num_return_sequences=4, **options)
+
+
+def test_later_calls_of_the_same_shape_compile_nothing(model, traced, caplog):
+    assert_compiled(model, inputs_for(model, 2, 6), num_beams=3)
+    for length, room in ((9, 16), (16, 3)):
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert_compiled(model, inputs_for(model, 2, length), num_beams=3, max_new_tokens=room)
+    assert sum("was compiled" in message for message in caplog.messages) == 1
+    assert len(entry._ready[model].store) == 1
+    assert_compiled(model, inputs_for(model, 2, 17), num_beams=3)
+    assert len(entry._ready[model].store) == 2
+    assert sum("was compiled" in message for message in caplog.messages) == 2
+
+
+def test_what_is_kept_is_bounded_and_dropped(model, traced, monkeypatch):
+    monkeypatch.setattr(compiled, "MAX_SHAPES", 2)
+    for beams in (2, 3, 4):
+        assert_compiled(model, inputs_for(model), num_beams=beams)
+    store = entry._ready[model].store
+    assert [shape.rules.beams for shape in store._kept] == [3, 4]
+    monkeypatch.setattr(compiled, "MAX_BYTES", 1)
+    assert_compiled(model, inputs_for(model), num_beams=3)
+    assert [shape.rules.beams for shape in store._kept] == [3]
+    enable(model, whole_step="compiled")
+    disable(model)
+    assert model not in entry._ready
+
+
+def test_a_changed_model_is_compiled_anew(model, traced):
+    assert_compiled(model, inputs_for(model), num_beams=3)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(97, 32))
+    assert_compiled(model, inputs_for(model), num_beams=3)
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    assert_compiled(model, inputs_for(model), num_beams=3)
+
+
+def assert_not_compiled(model, reason, **options):
+    stock, given, steps = generate_both(model, fused=compiling, **{**OPTIONS, "num_beams": 3, **options})
+    assert_same(stock, given)
+    assert steps.whole > 0 and steps.compiled == 0 and not steps.not_whole
+    assert steps.not_compiled == {reason: 1}
+
+
+def test_calls_that_are_whole_but_not_compiled(model, traced):
+    assert_not_compiled(model, "output_scores or output_logits", output_scores=True)
+    assert_not_compiled(model, "logits processor RepetitionPenaltyLogitsProcessor", repetition_penalty=1.5)
+
+
+def test_a_compiler_that_fails(model, monkeypatch):
+    def compile(function, **options):
+        def fail(*args):
+            raise OSError("no compiler")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", compile)
+    for _ in range(2):
+        assert_not_compiled(model, "torch.compile raises OSError")
+
+
+def test_calls_at_once_share_nothing(model, traced):
+    inputs = inputs_for(model)
+    options = {"num_beams": 3, "do_sample": False, "max_new_tokens": 12}
+    expected = model.generate(**inputs, **options)
+    found = []
+    stats(reset=True)
+    with compiling(model):
+        threads = [
+            threading.Thread(
+                target=lambda: found.extend(
+                    torch.equal(model.generate(**inputs, **options), expected) for _ in range(5)
+                )
+            )
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 10 and all(found)
+    assert stats().compiled > 0 and stats().not_compiled.keys() <= {"another call of the same shape runs"}
+
+
+def test_lengths_are_rounded_up_to_few():
+    sizes = [rounded_up(length) for length in range(1, 3000)]
+    assert all(size >= length for length, size in enumerate(sizes, 1))
+    assert all(size < 1.5 * length for length, size in enumerate(sizes, 1) if length > 16)
+    assert sorted(set(sizes))[:6] == [16, 24, 32, 48, 64, 96] and len(set(sizes)) == 16
