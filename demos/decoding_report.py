@@ -19,6 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from causal_models import CausalModel
+from fused_topk.benchmark.report import origin
 from fused_topk.machine import describe
 from generate_comparison import WAYS, Comparison
 
@@ -150,8 +151,7 @@ def save_json(path: Path, measured: Measurement) -> None:
     content: dict[str, Any] = {
         **asdict(measured),
         "summary": {mode.mode: {way: measured.row(mode, way) for way in WAYS} for mode in measured.modes},
-        "machine": describe(),
-        "date": date.today().isoformat(),
+        **origin(describe()),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

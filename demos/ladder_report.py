@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from fused_topk.benchmark.published import Table as Figures
 from fused_topk.benchmark.report import three_digits
 from ladder_rungs import RUNGS
 
@@ -38,42 +39,66 @@ _BASELINES = {0: "safe", 5: "safe_then_topk"}
 
 def print_ladder(run: Document, console: Console) -> None:
     """The rungs at one shape."""
-    points = [point for point in run["points"] if point["part"] == "ladder"]
-    rows, vocab = points[0]["rows"], points[0]["vocab"]
-    times = {point["name"]: point["us"] for point in points}
-    table = Table(title=f"The ladder at {rows} x {vocab} float32, k = 5; {machine_of(run)}", header_style="bold")
-    table.add_column("")
-    table.add_column("rung")
-    for heading in ("reads", "writes", "MB", "µs", "GB/s", "faster than 2 or 7a"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for rung in RUNGS:
-        if rung.name not in times:
-            table.add_row(rung.number, rung.title, str(rung.reads), str(rung.writes), *["-"] * 4)
-            continue
-        us, moved = times[rung.name], rung.accesses * rows * vocab * 4
-        baseline = times[_BASELINES[0 if rung.gives == "softmax" else 5]]
-        cells = (rung.reads, rung.writes, f"{moved / 1e6:.0f}", three_digits(us), three_digits(moved / us / 1000))
-        table.add_row(rung.number, rung.title, *map(str, cells), f"{baseline / us:.2f}x")
-    for name, title in (("copy", "plain copy"), ("read", "plain read")):
-        table.add_row("", title, *["-"] * 3, three_digits(times[name]), "-", "-")
-    console.print(table)
+    rows, vocab = _ladder_shape(run)
+    _print(f"The ladder at {rows} x {vocab} float32, k = 5; {machine_of(run)}", ladder_table(run), console)
     naive, safe = run["overflow"]
     console.print(
         f"Why 2: of one logit 100 among zeros, whose probability is 1, naive softmax makes {naive}, safe {safe}."
     )
 
 
+def ladder(run: Document) -> str:
+    """The rungs at one shape, for a document."""
+    rows, vocab = _ladder_shape(run)
+    return f"The ladder at {rows} x {vocab} float32, k = 5:\n\n{ladder_table(run).markdown()}"
+
+
+def ladder_table(run: Document) -> Figures:
+    rows, vocab = _ladder_shape(run)
+    times = {point["name"]: point["us"] for point in run["points"] if point["part"] == "ladder"}
+    lines = []
+    for rung in RUNGS:
+        label = [rung.number, rung.title, str(rung.reads), str(rung.writes)]
+        if rung.name not in times:
+            lines.append([*label, *["-"] * 4])
+            continue
+        us, moved = times[rung.name], rung.accesses * rows * vocab * 4
+        baseline = times[_BASELINES[0 if rung.gives == "softmax" else 5]]
+        gigabytes_per_second = three_digits(moved / us / 1000)
+        lines.append([*label, f"{moved / 1e6:.0f}", three_digits(us), gigabytes_per_second, f"{baseline / us:.2f}x"])
+    for name in ("copy", "read"):
+        lines.append(["", f"plain {name}", *["-"] * 3, three_digits(times[name]), *["-"] * 2])
+    return Figures(("", "rung", "reads", "writes", "MB", "µs", "GB/s", "faster than 2 or 7a"), lines, labels=2)
+
+
+def _ladder_shape(run: Document) -> tuple[int, int]:
+    point = next(point for point in run["points"] if point["part"] == "ladder")
+    return point["rows"], point["vocab"]
+
+
 def print_rows(run: Document, console: Console) -> None:
     """128 x V, as in the project's table of peers."""
+    _print(f"softmax of 128 x V float32, µs; {machine_of(run)}", rows_table(run), console)
+
+
+def rows_table(run: Document) -> Figures:
     points = [point for point in run["points"] if point["part"] == "rows"]
     names = ("copy", "package_softmax", "torch", "naive", "safe", "online")
-    table = Table(title=f"softmax of 128 x V float32, µs; {machine_of(run)}", header_style="bold")
-    for heading in ("V", *(_STYLES[name][2] for name in names), "fused_topk / copy"):
-        table.add_column(heading, justify="right")
+    lines = []
     for vocab in dict.fromkeys(point["vocab"] for point in points):
         times = {point["name"]: point["us"] for point in points if point["vocab"] == vocab}
         ratio = f"{times['package_softmax'] / times['copy']:.2f}"
-        table.add_row(str(vocab), *(three_digits(times.get(name)) for name in names), ratio)
+        lines.append([str(vocab), *(three_digits(times.get(name)) for name in names), ratio])
+    return Figures(("V", *(_STYLES[name][2] for name in names), "fused_topk / copy"), lines, labels=0)
+
+
+def _print(title: str, figures: Figures, console: Console) -> None:
+    table = Table(title=title, header_style="bold")
+    for column, heading in enumerate(figures.headings):
+        is_label = column < figures.labels
+        table.add_column(heading, justify="left" if is_label else "right", no_wrap=not is_label)
+    for line in figures.rows:
+        table.add_row(*line)
     console.print(table)
 
 

@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README.md shows is what happens: its Python blocks run, and print what it says they print."""
+"""What README.md shows is what happens: its Python blocks run, and print what it says they print. Published figures are those
+of the runs."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import fused_topk
-from fused_topk.benchmark.published import filled
+from fused_topk.benchmark import published
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "demos" / "results"))
+pytest.importorskip("matplotlib", reason="the demos' tables are made beside their figures")
+
+import publish  # noqa: E402
+
 README = ROOT / "README.md"
 # A python block, and the text block that follows it with nothing but blank lines between them.
 _BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\s*\n(?:\s*```text\n(?P<output>.*?)^```)?", re.MULTILINE | re.DOTALL)
@@ -68,10 +75,15 @@ def test_paths_in_documents_exist(document):
         assert (ROOT / path).exists(), f"{document.name} names {path}"
 
 
-def test_readme_tables_have_the_published_figures():
-    text = README.read_text()
-    assert text.count("<!-- figures: ") == 2
-    assert filled(text, ROOT) == text, "run `python demos/results/fill_tables.py`"
+@pytest.mark.parametrize("document", publish.DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documents_have_the_published_figures(document):
+    assert "<!-- figures: " in document.read_text()
+    assert publish.published_again(document) == document.read_text(), "run `python demos/results/publish.py`"
+
+
+@pytest.mark.parametrize("run", sorted((ROOT / "demos" / "results").glob("*.json")), ids=lambda path: path.name)
+def test_every_run_is_shown_in_a_document(run):
+    assert any(re.search(rf"<!-- figures: \S*\b{run.name}\b", document.read_text()) for document in publish.DOCUMENTS)
 
 
 _TABLE = """\
@@ -84,8 +96,12 @@ _TABLE = """\
 """
 
 
-def test_readme_figures_are_filled_in_from_the_json():
-    made = filled(_TABLE.format(heading="fused_topk", row="64 x 128256, bf16, k = 8, ascending"), ROOT)
+def filled(text):
+    return published.filled(text, ROOT, publish.VIEWS)
+
+
+def test_figures_are_filled_in_from_the_json():
+    made = filled(_TABLE.format(heading="fused_topk", row="64 x 128256, bf16, k = 8, ascending"))
     assert "| 64 x 128256, bf16, k = 8, ascending | 5.42 | 16.0 |" in made
     assert "| of no run | 1 |" in made
 
@@ -94,6 +110,40 @@ def test_readme_figures_are_filled_in_from_the_json():
     ("heading", "row", "message"),
     [("fused_topk", "65 x 128256, bf16, k = 8", "65 x 128256"), ("cub", "64 x 128256, bf16, k = 8", "got cub")],
 )
-def test_readme_figures_that_no_run_has_are_an_error(heading, row, message):
+def test_figures_that_no_run_has_are_an_error(heading, row, message):
     with pytest.raises(ValueError, match=message):
-        filled(_TABLE.format(heading=heading, row=row), ROOT)
+        filled(_TABLE.format(heading=heading, row=row))
+
+
+def test_a_view_writes_all_up_to_its_end():
+    begin, end = "<!-- figures: demos/results/cpu.json summary -->", "<!-- end of figures -->"
+    made = filled(f"before\n{begin}\nof an older run\n{end}\nafter")
+    lines = made.split("\n")
+    assert lines[:2] == ["before", begin] and lines[-2:] == [end, "after"]
+    assert "slower than torch" in made and "older" not in made
+    assert filled(made) == made
+    with pytest.raises(ValueError, match="must be followed by"):
+        filled(begin)
+    with pytest.raises(ValueError, match="got totals"):
+        filled(begin.replace("summary", "totals"))
+
+
+def _result(shape: str, to_torch: float | None) -> dict[str, object]:
+    return {"shape": shape, "cache": "cold", "ratio_to_torch": to_torch}
+
+
+def test_summary_names_the_shapes_that_are_slower_than_torch():
+    run = {"results": [_result("1 x 8 fp32 k=8", 1.25), _result("9 x 9 fp32 k=8", 0.5)], "host": {}}
+    assert published.summary(run) == (
+        "Of 2 measurements 1 is slower than torch: 1 x 8 fp32 k=8 takes 1.25 times as long."
+    )
+    run["results"] = [_result("9 x 9 fp32 k=8", 0.5), _result("9 x 9 fp32 k=9", None)]
+    assert published.summary(run) == "Of 2 measurements none is slower than torch."
+
+
+def test_about_says_what_a_run_did_not_record():
+    machine = {"versions": {"torch": "2.11"}, "gpus": [], "cpu": {"model": "A CPU", "threads": 2}}
+    run = {"machine": machine, "device": "cpu"}
+    assert published.about(run) == "*A CPU, 2 threads; torch 2.11; date and commit not recorded.*"
+    run |= {"date": "2026-11-23T11:02:53+00:00", "git_commit": "8e6619c24a15"}
+    assert published.about(run) == "*A CPU, 2 threads; torch 2.11; 2026-11-23, commit 8e6619c24a15.*"

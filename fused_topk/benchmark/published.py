@@ -1,34 +1,134 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of published figures: a document names the rows and columns, the JSON of a run has the numbers.
+"""Published figures: a document says which it shows, and the JSON of a run has the numbers.
 
-A table stands below a line `<!-- figures: PATH -->`, PATH being the JSON relative to the document. Its first column says
-which case a row is, as `64 x 128256, bf16, k = 8, ascending`; its other headings are those of `COLUMNS`.
+A document marks its figures in two ways, with the JSON's path relative to itself:
+
+- `<!-- figures: PATH -->` stands above a table that names its rows and columns. Its first column says which case a row is, as
+  `64 x 128256, bf16, k = 8, ascending`; its other headings are those of `COLUMNS`. The numbers are filled in.
+- `<!-- figures: PATH VIEW -->` and `<!-- end of figures -->` enclose what a view writes of the whole run.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .report import Document, load, three_digits
+from .report import Document as Document  # of which views are made
+from .report import three_digits
 from .runner import FUSED
 
-_MARKER = re.compile(r"<!-- figures: (?P<path>\S+) -->")
+View = Callable[[Document], str]
+
+_MARKER = re.compile(r"<!-- figures: (?P<path>\S+)(?: (?P<view>\w+))? -->")
+_END = "<!-- end of figures -->"
 # What a row means where it names no operation.
 _DEFAULT_OPERATION = "softmax"
+_WAITS_SHOWN = 3
+
+
+class Table(NamedTuple):
+    """A table of texts. The first `labels` columns are words, the others numbers."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    labels: int = 1
+
+    def markdown(self) -> str:
+        rule = ["---" if column < self.labels else "---:" for column in range(len(self.headings))]
+        return "\n".join(_row(cells) for cells in (self.headings, rule, *self.rows))
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def filled(text: str, folder: Path, views: Mapping[str, View]) -> str:
+    """The document with its figures made anew.
+
+    Args:
+        text: a Markdown document.
+        folder: where it lies; paths of the JSON files are relative to it.
+        views: what the document may name as VIEW.
+
+    Raises:
+        ValueError: the document names a case, a column or a view that there is not, or does not end a view's figures.
+    """
+    return "\n".join(_lines(iter(text.split("\n")), folder, views))
+
+
+def _lines(lines: Iterator[str], folder: Path, views: Mapping[str, View]) -> Iterator[str]:
+    run: Document | None = None
+    headings: list[str] = []
+    for line in lines:
+        marker = _MARKER.search(line)
+        if marker is not None:
+            run, headings = json.loads((folder / marker["path"]).read_text(encoding="utf-8")), []
+            if marker["view"]:
+                if marker["view"] not in views:
+                    raise ValueError(f"views must be among {', '.join(views)}, got {marker['view']}")
+                if _END not in lines:  # takes what the view writes again
+                    raise ValueError(f"{marker[0]} must be followed by {_END}")
+                yield line
+                yield ""
+                yield views[marker["view"]](run)
+                yield ""
+                line, run = _END, None
+        elif run is not None and line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if not headings:
+                headings = cells[1:]
+                unknown = [heading for heading in headings if heading not in COLUMNS]
+                if unknown:
+                    raise ValueError(f"columns must be among {', '.join(COLUMNS)}, got {', '.join(unknown)}")
+            elif set(cells[0]) - set("-: "):
+                entry = _entry(run, cells[0])
+                line = _row([cells[0], *(COLUMNS[heading](entry) for heading in headings)])
+        elif headings:
+            run, headings = None, []
+        yield line
+
+
+def _entry(run: Document, row: str) -> Mapping[str, Any]:
+    """The case of a run that a row names, with inputs from memory where the run has both."""
+    wanted = _words(row)
+    # `bench` writes results, `counters` launches.
+    entries = [*run.get("results", ()), *run.get("launches", ())]
+    found = [entry for entry in entries if _words(entry.get("shape") or entry["case"]) == wanted]
+    if not found:
+        raise ValueError(f"a row must name a case of the run of {run['date']}, got {row!r}")
+    return min(found, key=lambda entry: entry.get("cache") == "hot")
+
+
+def _words(label: str) -> frozenset[str]:
+    """What a label says, however it is punctuated."""
+    joined = label.replace(",", " ").replace(" = ", "=").replace("all logits equal", "equal")
+    shape, _, rest = joined.partition(" x ")
+    return frozenset([f"{shape.strip()} x", *rest.split()]) - {_DEFAULT_OPERATION, "x"}
 
 
 def _median(name: str) -> Callable[[Mapping[str, Any]], str]:
-    def cell(times: Mapping[str, Any]) -> str:
+    def cell(entry: Mapping[str, Any]) -> str:
+        times = entry["times"]
         return three_digits(times[name]["median"]) if name in times else "-"
 
     return cell
 
 
-def _torch_over_fused(times: Mapping[str, Any]) -> str:
-    return f"{times['torch']['median'] / times[FUSED]['median']:.1f}"
+def _torch_over_fused(entry: Mapping[str, Any]) -> str:
+    return f"{1 / entry['ratio_to_torch']:.1f}" if entry["ratio_to_torch"] else "-"
+
+
+def _share(name: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda launch: f"{launch['shares'][name]:.0%}"
+
+
+def _waits(launch: Mapping[str, Any]) -> str:
+    """What a warp waits for the longest; for nothing means that it works."""
+    shares = sorted(launch["states"].items(), key=lambda state: -state[1])
+    return "; ".join([f"{name} {share:.0%}" for name, share in shares if name != "nothing"][:_WAITS_SHOWN])
 
 
 COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
@@ -38,58 +138,74 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "torch": _median("torch"),
     "torch.softmax": _median("torch"),
     "torch.compile": _median("compiled"),
-    "torch / fused": _torch_over_fused,
+    "torch / fused_topk": _torch_over_fused,
+    "issue slots": _share("issue slots"),
+    "memory": _share("memory"),
+    "a warp waits for": _waits,
 }
-"""Heading of a column, and its cell for the times of a case."""
+"""Heading of a column, and its cell for a case."""
 
 
-def filled(text: str, folder: Path) -> str:
-    """The document with the numbers of its tables made anew.
-
-    Args:
-        text: a Markdown document.
-        folder: where it lies; paths of the JSON files are relative to it.
-
-    Raises:
-        ValueError: a table names a case or a column that its run does not have.
-    """
-    return "\n".join(_lines(text.split("\n"), folder))
-
-
-def _lines(lines: list[str], folder: Path) -> Iterator[str]:
-    run: Document | None = None
-    headings: list[str] = []
-    for line in lines:
-        marker = _MARKER.search(line)
-        if marker is not None:
-            run, headings = load(folder / marker["path"]), []
-        elif run is not None and line.startswith("|"):
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            if not headings:
-                headings = cells[1:]
-                unknown = [heading for heading in headings if heading not in COLUMNS]
-                if unknown:
-                    raise ValueError(f"columns must be among {', '.join(COLUMNS)}, got {', '.join(unknown)}")
-            elif set(cells[0]) - set("-: "):
-                times = _entry(run, cells[0])["times"]
-                line = "| " + " | ".join([cells[0], *(COLUMNS[heading](times) for heading in headings)]) + " |"
-        elif headings:
-            run, headings = None, []
-        yield line
+def about(run: Document) -> str:
+    """Where, with what and from which commit the run was made, as one line."""
+    machine = run["machine"]
+    versions = machine["versions"]
+    on_gpu = run.get("device", "cuda").startswith("cuda") and machine["gpus"]
+    where = machine["gpus"][0]["name"] if on_gpu else f"{machine['cpu']['model']}, {machine['cpu']['threads']} threads"
+    names = ["torch", "transformers", "python"]
+    parts = [f"{name} {versions[name]}" for name in names if versions.get(name)]
+    if on_gpu:
+        parts += [f"driver for CUDA {versions['cuda driver']}", f"NVRTC {versions['nvrtc']}"]
+    date, commit = run.get("date"), run.get("git_commit")
+    when = f"{date[:10]}, commit {commit or 'unknown'}" if date else "date and commit not recorded"
+    return f"*{where}; {', '.join(parts)}; {when}.*"
 
 
-def _entry(run: Document, row: str) -> Mapping[str, Any]:
-    """The case of a run that a row names, with inputs from memory where the run has both."""
-    wanted = _words(row)
-    entries = [entry for entry in run["results"] if _words(entry["shape"]) == wanted]
-    if not entries:
-        raise ValueError(f"a row must name a case of the run of {run['date']}, got {row!r}")
-    found: Mapping[str, Any] = min(entries, key=lambda entry: entry["cache"] == "hot")
-    return found
+def summary(run: Document) -> str:
+    """How the run compares with torch, and the time of a call on the host."""
+    slower = [
+        f"{entry['shape']} takes {entry['ratio_to_torch']:.2f} times as long"
+        for entry in run["results"]
+        if (entry["ratio_to_torch"] or 0) > 1
+    ]
+    verb = "are" if len(slower) > 1 else "is"
+    text = f"Of {len(run['results'])} measurements {len(slower) or 'none'} {verb} slower than torch"
+    text += f": {', '.join(slower)}." if slower else "."
+    if run["host"]:
+        host = {name: three_digits(timing["median"]) for name, timing in run["host"].items()}
+        text += f" An eager call takes {host[FUSED]} µs on the host, torch's two operations {host['torch']} µs."
+    return text
 
 
-def _words(label: str) -> frozenset[str]:
-    """What a label says, however it is punctuated."""
-    joined = label.replace(",", " ").replace(" = ", "=").replace("all logits equal", "equal")
-    shape, _, rest = joined.partition(" x ")
-    return frozenset([f"{shape.strip()} x", *rest.split()]) - {_DEFAULT_OPERATION, "x"}
+def suites(run: Document) -> str:
+    """Every result, a table for each suite."""
+    results = run["results"]
+    others = [name for name in ("compiled", "cupy", "flashinfer") if any(name in entry["times"] for entry in results)]
+    headings = ["rows x V", "cache", "µs", "p10 to p90", "GB/s", "floor", "µs / floor", "torch", "torch / µs", *others]
+    tables = []
+    for suite in dict.fromkeys(entry["suite"] for entry in results):
+        rows = [_suite_row(entry, others) for entry in results if entry["suite"] == suite]
+        tables += [f"### {suite}", Table(headings, rows, labels=2).markdown()]
+    return "\n\n".join(tables)
+
+
+def _suite_row(entry: Mapping[str, Any], others: Iterable[str]) -> list[str]:
+    fused = entry["times"][FUSED]
+    floor = "read" if "read" in entry["times"] else "copy"
+    to_floor = entry[f"ratio_to_{floor}"]
+    return [
+        entry["shape"],
+        entry["cache"],
+        three_digits(fused["median"]),
+        f"{three_digits(fused['p10'])} to {three_digits(fused['p90'])}",
+        three_digits(entry["gigabytes_per_second"]),
+        _median(floor)(entry),
+        f"{to_floor:.2f}" if to_floor else "-",
+        _median("torch")(entry),
+        _torch_over_fused(entry),
+        *(_median(name)(entry) for name in others),
+    ]
+
+
+VIEWS: dict[str, View] = {"about": about, "summary": summary, "suites": suites}
+"""Views of a run of `python -m fused_topk bench`; `about` is one of any run."""
