@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `info` tells what works on this machine, `cache` which compiled kernels it keeps, `bench` how fast it is,
-`sweep` how fast it could be, `counters` what it waits for."""
+"""The command line.
+
+info      what works on this machine
+cache     which compiled kernels are on disk
+bench     how fast the functions are
+sweep     how fast every possible choice of kernel is
+counters  what the GPU does while a kernel runs
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ if TYPE_CHECKING:
     from .benchmark.suites import Case
     from .benchmark.sweep import Sweep
 
-# What only one command needs (rich's tables, matplotlib, the benchmark) is imported by that command.
+# Each command imports what only it needs: rich's tables, matplotlib, the benchmark. So the others start quickly.
 app = typer.Typer(
     help="Softmax and top-k in one read of the logits.",
     no_args_is_help=True,
@@ -29,10 +35,10 @@ app = typer.Typer(
 )
 
 _MIB = 1 << 20
-# Wide enough for every column where the output is no terminal but a file or a pipe.
+# The width of tables in a file or a pipe: every column fits.
 _PIPE_WIDTH = 200
 
-# What several commands take.
+# Options that several commands have.
 _Gpu = Annotated[str, typer.Option("--device", help="cuda or cuda:1.")]
 _Rows = Annotated[str, typer.Option(help="Only these row counts (batch entries, for beams), as 1,64.")]
 _Vocab = Annotated[str, typer.Option(help="Only these row lengths.")]
@@ -132,7 +138,7 @@ def bench(
     cases = _judged(_cases(suite, on_gpu, rows, vocab, k, dtype), on_gpu, targets)
     old = report.load(compare) if compare else None
 
-    # What every case would fail with, said once.
+    # An unavailable backend would fail every case with the same error, so it is reported once, before the first.
     available = backends.available(chosen_device)
     if settings.backend not in available:
         raise typer.BadParameter(f"--backend must be of {', '.join(available)}, got {settings.backend!r}")
@@ -258,8 +264,10 @@ def _run(cases: list[tuple[str, Case]], settings: Settings) -> list[Result]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[tuple[Callable[[Case], None], Callable[[str], None]]]:
-    """A progress bar, as what names the case that begins and what counts one that is done. Where there is no terminal, the
-    text that the latter gets tells a log how far it is."""
+    """A progress bar, as two functions: `show(case)` names the case that begins, `advance(done)` counts a finished one.
+
+    Without a terminal there is no bar, and `advance` prints its argument instead.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -290,7 +298,7 @@ def _mebibytes(count: int) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """In the largest unit of which it has at least two."""
+    """The duration as text, in the largest unit of which it has at least two."""
     for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -300,13 +308,14 @@ def _duration(seconds: float) -> str:
 def _cases(suite: str, on_gpu: bool, rows: str, vocab: str, k: str, dtype: str) -> list[tuple[str, Case]]:
     from .benchmark.suites import ITEM_BYTES, SUITES, select
 
-    # The cpu suite's targets are about the CPU kernel; and the largest inputs take a CPU minutes each.
+    # The cpu suite's targets are about the CPU kernel.
     names = [name for name in SUITES if name != "cpu" or not on_gpu]
     if suite != "all":
         names = _words(suite or ("decode,paper" if on_gpu else "cpu"), SUITES, "--suite")
     filters = (_numbers(rows, "--rows"), _numbers(vocab, "--vocab"), _numbers(k, "--k"))
     cases = select(names, *filters, _words(dtype, ITEM_BYTES, "--dtype"))
     if not on_gpu:
+        # A larger input takes a CPU minutes.
         small = [(name, case) for name, case in cases if case.input_bytes <= 256 * _MIB]
         if len(small) < len(cases):
             typer.echo(f"Left out on the CPU: {len(cases) - len(small)} shapes over 256 MiB.", err=True)
@@ -317,7 +326,7 @@ def _cases(suite: str, on_gpu: bool, rows: str, vocab: str, k: str, dtype: str) 
 
 
 def _judged(cases: list[tuple[str, Case]], on_gpu: bool, targets: bool) -> list[tuple[str, Case]]:
-    """The cases with the targets that this kind of machine has, if they are asked for."""
+    """The cases, with targets only if they are asked for and are about this kind of machine."""
     return [
         (name, case if targets and on_gpu == (name != "cpu") else case._replace(target=None, hot=None))
         for name, case in cases
@@ -335,7 +344,7 @@ def _device(name: str) -> Any:
         raise typer.BadParameter(f"--device must be cuda, cuda:N or cpu, got {name!r}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("--device cuda needs a GPU that torch sees; `info` says what is missing")
-    # With its index: set_device asks for one.
+    # torch.cuda.set_device needs an index.
     return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
 
 
@@ -367,7 +376,7 @@ def _write_json(document: dict[str, Any], path: Path, console: Console) -> None:
 
 
 def _parent(path: Path) -> Path:
-    """`path`, its folder made."""
+    """Returns `path` after creating its parent folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine has and what of the package works on it. What is missing or broken is a value, never an error."""
+"""What this machine has, and which backends work on it. Something missing or broken is a value, never an error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def describe() -> dict[str, Any]:
 
 
 def print_description(found: dict[str, Any], console: Console) -> None:
-    """What describe() gives, as a table."""
+    """Prints the result of describe() as a table."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -50,7 +50,7 @@ def print_description(found: dict[str, Any], console: Console) -> None:
     cpu = found["cpu"]
     kernel = f"native kernel: {cpu['instructions']}" if cpu["instructions"] else "no native kernel"
     table.add_row("CPU", escape(f"{cpu['model']}, {kernel}, {cpu['threads']} threads"))
-    # A list, or the reason why there is none.
+    # "gpus" is a list, or the error that prevented one.
     gpus = found["gpus"] if isinstance(found["gpus"], list) else []
     if not gpus:
         table.add_row("GPU", escape(found["gpus"] or "none that torch sees"))
@@ -73,7 +73,7 @@ def print_description(found: dict[str, Any], console: Console) -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """Version of each part, None where it is not installed."""
+    """The version of each part, None for one that is not installed."""
     return {
         "fused_topk": __version__,
         "python": platform.python_version(),
@@ -88,7 +88,8 @@ def versions() -> dict[str, str | None]:
 
 
 def _or_cause(read: Callable[[], Any]) -> Any:
-    """What `read` gives, or the error in one line: a broken driver or half an install is what `info` is asked about."""
+    """The result of `read()`, or its error in one line. `info` must describe a broken driver, not fail because of
+    it."""
     try:
         return read()
     except Exception as error:
@@ -110,7 +111,7 @@ def _has_cupy() -> bool:
 
 
 def _driver_version() -> str | None:
-    """The newest CUDA that the driver supports."""
+    """The newest CUDA version that the driver supports."""
     if not torch.cuda.is_available() or not _has_cupy():
         return None
     number = importlib.import_module("cupy_backends.cuda.api.runtime").driverGetVersion()
@@ -142,7 +143,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _cpu_instructions() -> str | None:
-    """The instruction set that the native kernel chose, None where it does not work."""
+    """The instruction set that the native kernel uses, None if the kernel does not work."""
     if backends.available().get("cpu") is not None:
         return None
     return str(importlib.import_module("fused_topk.backends.cpu").instruction_set())

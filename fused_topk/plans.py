@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a request: what its result looks like, and how its backend starts on it.
-
-A plan depends on all of a request but what lies in its tensors, so it is kept for the next such request: for a short row
-most of a call's time goes into what the plan has. Plans hold no memory of a device.
+"""The plan of a request: the shape and dtype of its result, and the function by which its backend computes it.
+A plan does not depend on the contents of the tensors. So it is cached and serves every later request with the same
+layout: for a short row, planning takes longer than the rest of the call. Plans hold no device memory.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .problem import FullRowProblem, Problem, TopK, result_dtype
 
 
 class Like(NamedTuple):
-    """What a plan knows of a tensor: all but its address."""
+    """What a plan knows of a tensor: its layout, without its address."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -34,7 +33,7 @@ class Like(NamedTuple):
 
 
 class TopkResult(NamedTuple):
-    """What a :class:`TopK` looks like."""
+    """The shapes and dtypes of a :class:`TopK`."""
 
     shape: tuple[int, ...]
     rows: tuple[int, ...]
@@ -46,30 +45,30 @@ class TopkResult(NamedTuple):
         return (self.shape, self.value_dtype), (self.shape, torch.int64), (self.rows, self.dtype)
 
     def empty(self, device: torch.device) -> TopK:
-        """Uninitialised tensors for it."""
+        """New uninitialised tensors of these shapes and dtypes."""
         shape, rows, dtype, value_dtype = self
-        # By keyword: torch takes 1 µs longer to see that a positional tuple is a size. And a named tuple's own __new__ is
-        # written in Python.
+        # The size is passed by keyword because torch parses a positional tuple more slowly. tuple.__new__ avoids the
+        # named tuple's own __new__, which is written in Python.
         values = torch.empty(size=shape, dtype=value_dtype, device=device)
         indices = torch.empty(size=shape, dtype=torch.int64, device=device)
         return tuple.__new__(TopK, (values, indices, torch.empty(size=rows, dtype=dtype, device=device)))
 
 
 def row_result(logits: Tensor, k: int, values: str) -> TopkResult:
-    """Of the k best of each row."""
+    """The shapes and dtypes for the k best of each row."""
     rows, dtype = tuple(logits.shape[:-1]), result_dtype(logits.dtype)
     return TopkResult((*rows, k), rows, dtype, logits.dtype if values == "logits" else dtype)
 
 
 def beam_result(logits: Tensor, k: int) -> TopkResult:
-    """Of the k best over all beams of each batch entry."""
+    """The shapes and dtypes for the k best over all beams of each batch entry."""
     batch, beams, _ = logits.shape
     dtype = result_dtype(logits.dtype)
     return TopkResult((batch, k), (batch, beams), dtype, dtype)
 
 
 class TopkPlan(NamedTuple):
-    """A top-k request, checked and computed but for what lies in its tensors."""
+    """A checked and prepared top-k request. It lacks only the tensors."""
 
     result: TopkResult
     start: StartTopk
@@ -77,13 +76,13 @@ class TopkPlan(NamedTuple):
     def run(
         self, logits: Tensor, mask: Tensor | None, row_temperature: Tensor | None, beam_scores: Tensor | None = None
     ) -> TopK:
-        """Its result, in new tensors."""
+        """Computes the result into new tensors and returns them."""
         out = self.result.empty(logits.device)
         self.start(logits, out, beam_scores, mask, row_temperature)
         return out
 
     def run_into(self, out: TopK, logits: Tensor, mask: Tensor | None, row_temperature: Tensor | None) -> None:
-        """Its result in `out`: written there, or where no backend can write that, copied."""
+        """Computes the result into `out`: in place if `out` is contiguous with int64 indices, else by way of a copy."""
         values, indices, logsumexp = out
         is_writable = indices.dtype is torch.int64 and values.is_contiguous()
         if is_writable and indices.is_contiguous() and logsumexp.is_contiguous():
@@ -106,7 +105,7 @@ def topk_plan(
     backend: str | None,
     beam_scores: Like | None = None,
 ) -> TopkPlan:
-    """The plan of a checked request: the fields are those of :class:`Problem`."""
+    """The plan of a checked request. The arguments are the fields of :class:`Problem`, with layouts for tensors."""
     rows = logits.meta()
     scores = None if beam_scores is None else beam_scores.meta()
     result = row_result(rows, k, values) if scores is None else beam_result(rows, k)
@@ -126,16 +125,16 @@ def topk_plan(
 
 
 class FullRowPlan(NamedTuple):
-    """A request for full rows, likewise."""
+    """A checked and prepared request for full rows. It lacks only the tensors."""
 
-    shape: torch.Size
-    dtype: torch.dtype
-    is_alike: bool  # whether the result is a tensor such as the logits
+    shape: torch.Size  # of the result
+    dtype: torch.dtype  # of the result
+    is_alike: bool  # whether the result has the shape, the dtype and the strides of the logits
     start: StartFullRows
 
     def run(self, logits: Tensor, row_temperature: Tensor | None = None) -> Tensor:
-        """Its result, in a new tensor."""
-        # Torch makes a tensor like another one in less time than one of a given shape.
+        """Computes the result into a new tensor and returns it."""
+        # torch.empty_like takes less time than torch.empty.
         is_alike = self.is_alike
         out = (
             torch.empty_like(logits)
@@ -147,7 +146,7 @@ class FullRowPlan(NamedTuple):
 
 
 def full_row_shape(logits: Tensor, values: str) -> torch.Size:
-    """Of the result."""
+    """The shape of the result."""
     return logits.shape[:-1] if values == "logsumexp" else logits.shape
 
 
@@ -161,7 +160,10 @@ def full_row_plan(
     dtype: torch.dtype,
     backend: str | None,
 ) -> FullRowPlan:
-    """The plan of a checked request: the fields are those of :class:`FullRowProblem`, and the dtype of the result."""
+    """The plan of a checked request.
+
+    The arguments are the fields of :class:`FullRowProblem`, with layouts for tensors, and the dtype of the result.
+    """
     rows = logits.meta()
     shape = full_row_shape(rows, values)
     is_alike = shape == rows.shape and dtype is rows.dtype and rows.is_contiguous()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words that all layers share: what a call asks for, once every argument has been checked, and what it gives."""
+"""The types that all layers share: a checked request, and its result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TopK(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A checked request. A backend reads it and writes a :class:`TopK` of contiguous tensors that the caller allocated."""
+    """A checked top-k request. A backend writes its result into a :class:`TopK` of the caller's contiguous tensors."""
 
     logits: Tensor  # (..., V), any strides
     k: int  # 1 <= k <= V
@@ -35,32 +35,35 @@ class Problem(NamedTuple):
     normalize: str  # "allowed", "all" or "topk"
 
     def at(self, logits: Tensor, mask: Tensor | None, row_temperature: Tensor | None) -> Problem:
-        """The same request where these tensors lie: its own may be meta tensors that only show shapes and strides."""
+        """This request with these tensors in place of its own, which may be meta tensors.
+
+        A tensor that the request has broadcast is broadcast again, to the same shape and strides.
+        """
         return self._replace(
             logits=logits, mask=_at(self.mask, mask), row_temperature=_at(self.row_temperature, row_temperature)
         )
 
 
 class FullRowProblem(NamedTuple):
-    """A checked request for full rows. A backend reads it and writes the contiguous tensor that the caller allocated."""
+    """A checked request for full rows. A backend writes its result into a contiguous tensor from the caller."""
 
     logits: Tensor  # (..., V), any strides
     temperature: float  # positive and finite; ignored where row_temperature is given
     row_temperature: Tensor | None  # logits.shape[:-1], float32, any strides
-    values: str  # "softmax" or "log_softmax", each for a result of logits.shape; "logsumexp", of logits.shape[:-1]
+    values: str  # "softmax" or "log_softmax": the result has logits.shape; "logsumexp": it has logits.shape[:-1]
 
     def at(self, logits: Tensor, row_temperature: Tensor | None) -> FullRowProblem:
-        """The same request where these tensors lie, as :meth:`Problem.at`."""
+        """This request with these tensors in place of its own. See :meth:`Problem.at`."""
         return self._replace(logits=logits, row_temperature=_at(self.row_temperature, row_temperature))
 
 
 def result_dtype(logits_dtype: torch.dtype) -> torch.dtype:
-    """dtype of probabilities and logsumexp: float32, and float64 for float64 logits."""
+    """The dtype of probabilities and logsumexp: float64 for float64 logits, else float32."""
     return torch.float64 if logits_dtype == torch.float64 else torch.float32
 
 
 def _at(like: Tensor | None, tensor: Tensor | None) -> Tensor | None:
-    """The tensor, seen with the shape and the strides of `like`, which broadcasting may have given it."""
+    """A view of `tensor` with the shape and the strides of `like`, which may be a broadcast view of the same layout."""
     if like is None or tensor is None:
         return None
     is_alike = tensor.shape == like.shape and tensor.stride() == like.stride()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users call: functions that check their arguments and hand the rows on to :mod:`fused_topk.operators`."""
+"""The public functions. They check their arguments and call :mod:`fused_topk.operators`."""
 
 from .full_rows import log_softmax, logsumexp, softmax
 from .row_topk import beam_topk, log_softmax_topk, softmax_topk, topk

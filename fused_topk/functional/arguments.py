@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of every public argument. Each error names the argument, the rule, the value that broke it, and the remedy.
-
-They run before anything is allocated or launched, and none of them waits for a device: what a CUDA tensor holds is not
-looked at.
+"""The checks of every public argument. Each error names the argument, the rule, the wrong value and the remedy.
+They run before anything is allocated or launched. They never read the contents of a CUDA tensor, so they never wait for
+a device.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ def check_tensor(name: str, value: Any) -> None:
             f"`{name}` must be a torch.Tensor, got a Proxy of torch.fx.symbolic_trace; use torch.export or torch.compile, "
             "or name the function in torch.fx.wrap"
         )
-    # A plain tensor is asked nothing more: torch.compile then traces no look-up of a module that another thread imports.
+    # A plain tensor skips the DTensor check: torch.compile must not trace a look-up in sys.modules, which changes when
+    # another thread imports something.
     if type(value) is not Tensor and _is_distributed(value):
         raise TypeError(
             f"`{name}` must not be a DTensor, got one placed {value.placements}; pass .full_tensor(), or .to_local() where "
@@ -48,7 +48,7 @@ def check_tensor(name: str, value: Any) -> None:
 
 
 def _is_distributed(value: Any) -> bool:
-    """Whether it is a DTensor. The module that has the class is not imported for this."""
+    """Whether `value` is a DTensor. There are none before something imports torch.distributed.tensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -65,7 +65,8 @@ def check_logits(logits: Any) -> None:
 
 
 def _check_no_tangent(name: str, tensor: Tensor) -> None:
-    # Without this a derivative of zero would come out. Outside of jvp the level, a private name of torch, is -1.
+    # The operators have no forward-mode derivative: without this check it would silently be zero. torch's private
+    # _current_level is -1 outside of forward mode.
     may_be_dual = getattr(forward_ad, "_current_level", 0) >= 0
     if may_be_dual and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
         raise RuntimeError(
@@ -75,7 +76,7 @@ def _check_no_tangent(name: str, tensor: Tensor) -> None:
 
 
 def check_dim(dim: Any, dims: int) -> int:
-    """The dimension counted from the front."""
+    """The dimension as a non-negative number."""
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(
             f"`dim` must be an int, got {type(dim).__name__}; pass the position of the vocabulary dimension"
@@ -97,7 +98,7 @@ def check_vocabulary(vocab_size: int) -> None:
 
 
 def check_k(k: Any, most: int, what: str = "the vocabulary size") -> None:
-    # A symbolic k of torch.compile passes as an int; NumPy's integers are not ints.
+    # torch.compile may pass a symbolic k. NumPy's integers are no subclass of int.
     if isinstance(k, (bool, Tensor)) or not isinstance(k, (int, torch.SymInt, np.integer)):
         raise TypeError(f"`k` must be an int, got {type(k).__name__}; use int(k)")
     if not 1 <= k <= most:
@@ -107,7 +108,7 @@ def check_k(k: Any, most: int, what: str = "the vocabulary size") -> None:
 def check_temperature(
     temperature: float | Tensor | None, logits: Tensor, dtype: torch.dtype
 ) -> tuple[float, Tensor | None]:
-    """(temperature of all rows, or a tensor of leading shape with each row's)."""
+    """(the temperature of all rows, None), or (1.0, the temperature of each row with shape logits.shape[:-1])."""
     if temperature is None:
         return 1.0, None
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float, Tensor)):
@@ -137,13 +138,14 @@ def check_temperature(
 
 
 def check_row_temperature(temperature: Tensor) -> None:
-    """Its values, where they can be looked at without waiting for a device: on the CPU."""
+    """Checks the values of a plain CPU tensor. Reading those of a CUDA tensor would wait for the device."""
     if type(temperature) is not Tensor or temperature.device.type != "cpu" or torch.compiler.is_compiling():
         return
     if transforms.is_active():
-        # What vmap maps over has no one number.
+        # Under vmap a tensor stands for many, so it has no single value to compare.
         return
-    # One reduction and two numbers are quicker than two comparisons. NaN goes through both.
+    # One reduction is quicker than two comparisons of whole tensors. aminmax() returns NaN if there is one, which fails
+    # both tests.
     least, greatest = temperature.aminmax() if temperature.numel() else (1.0, 1.0)
     if float(least) >= _LEAST_TEMPERATURE and float(greatest) <= _GREATEST_TEMPERATURE:
         return
@@ -153,7 +155,7 @@ def check_row_temperature(temperature: Tensor) -> None:
 
 
 def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:
-    """The mask with the logits' leading shape, without a copy."""
+    """The mask broadcast to the logits' leading shape, without a copy."""
     if mask is None:
         return None
     check_tensor("mask", mask)
@@ -222,7 +224,10 @@ def check_beam_scores(beam_scores: Any, logits: Tensor) -> None:
 
 
 def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], inputs: Sequence[Tensor | None]) -> None:
-    """`out` must have the `expected` shapes and dtypes, those of values, indices and logsumexp; indices may be int32."""
+    """Checks that the tensors of `out` have the `expected` shapes and dtypes and overlap no other tensor of the call.
+
+    `expected` is in the order values, indices, logsumexp. Indices may also be int32.
+    """
     if not isinstance(out, (tuple, list)) or len(out) != 3:
         raise TypeError(
             f"`out` must be a tuple (values, indices, logsumexp), got {type(out).__name__}; pass three tensors"
@@ -251,7 +256,7 @@ def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], i
                 f"`out.{name}` must not overlap itself, got strides {tensor.stride()}; use .contiguous() or torch.empty"
             )
     if torch.compiler.is_compiling():
-        # Tensors have no addresses while a graph is traced.
+        # Traced tensors have no addresses.
         return
     places = [
         (name, t, _bytes(t))
@@ -271,9 +276,10 @@ def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], i
 def is_plain_out(
     out: Sequence[Tensor], expected: Sequence[tuple[Sequence[int], torch.dtype]], inputs: Sequence[Tensor | None]
 ) -> bool:
-    """Whether check_out() accepts these dense tensors and each is contiguous, apart from all others, and of the expected dtype.
+    """A quick sufficient test: True if every tensor has the expected dtype, is contiguous and overlaps no other.
 
-    Says so in a third of the time, for the call that an engine makes at every step. If not, check_out() must decide.
+    check_out() accepts such tensors. Where this returns False, check_out() decides. It takes three times as long, which
+    counts for a call at every step of an inference engine.
     """
     logits = inputs[0]
     assert logits is not None
@@ -285,7 +291,7 @@ def is_plain_out(
         start = tensor.data_ptr()
         ranges.append((start, start + tensor.nbytes))
     ranges += [_bytes(tensor) for tensor in inputs if tensor is not None]
-    # In the order of their starts, each must end before the next begins.
+    # Sorted by start, each range must end before the next begins.
     ranges.sort()
     return all(end <= start for (_, end), (start, _) in pairwise(ranges))
 
@@ -303,7 +309,7 @@ def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    # Dimensions in the order of their strides must each step over everything inside them.
+    # Sorted by stride, each dimension's stride must exceed the extent of all dimensions before it.
     reach = 0
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride <= reach:
@@ -313,11 +319,12 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 
 
 def _may_share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors whose ranges of addresses overlap may have a byte in common.
+    """Whether two tensors whose address ranges overlap may have a byte in common.
 
-    Tensors may lie between each other's elements or rows, as the columns of one buffer do. All outer strides are multiples
-    of their greatest common divisor g, so an element's address modulo g depends on the inner dimensions alone: where the
-    inner stretches are disjoint modulo g, the tensors are. That is tried for every division into inner and outer ones.
+    They may be interleaved, as the columns of one buffer are. The dimensions are divided into inner ones and outer
+    ones, by a least outer stride. Let g be the greatest common divisor of all outer strides. Then an element's address
+    modulo g depends on its inner dimensions only. So the tensors are disjoint if their inner extents are disjoint
+    modulo g. Every division is tried.
     """
     if a.device != b.device:
         return False
@@ -339,7 +346,7 @@ def _steps(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def _bytes(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor and the one behind its last; an empty range where it has none."""
+    """The addresses of a tensor's first byte and of the byte after its last. (0, 0) for a tensor without memory."""
     if not tensor.numel() or tensor.device.type == "meta":
         return 0, 0
     start, size = tensor.data_ptr(), tensor.element_size()

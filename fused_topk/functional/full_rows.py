@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions of full rows: check the arguments, bring the vocabulary to the end, call the operator."""
+"""The public functions of full rows. They check the arguments, move the vocabulary last and call the operator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..plans import FullRowPlan, Like
 from ..problem import result_dtype
 from .arguments import check_backend, check_dim, check_logits, check_temperature, check_vocabulary
 
-# The operator itself, without the look-up through torch.ops at every call.
+# The operator is looked up once, not at every call.
 _full_rows = torch.ops.fused_topk.full_rows.default
 
 
@@ -29,20 +29,22 @@ def softmax(
     dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The probabilities `softmax(logits / temperature)` of full rows: each logit is read once, or twice in long rows.
+    """The probabilities `softmax(logits / temperature)` of full rows.
+
+    Each logit is read once. In rows longer than the chip can hold, some logits are read twice.
 
     Online normalizer: Milakov & Gimelshein 2018, Algorithm 3 (https://arxiv.org/abs/1805.02867).
 
     Args:
-        logits: shape (..., V), float32, float16, bfloat16 or float64, on any device; any strides. Rows whose elements
-            are adjacent are read in place, others are copied first.
+        logits: shape (..., V), float32, float16, bfloat16 or float64, any strides, any device. Rows with adjacent
+            elements are read in place, others are copied first.
         dim: the dimension that sums to 1.
-        temperature: divides the logits: a positive number, or a floating-point tensor with one a row, broadcastable to
-            the shape of `logits` without `dim`. In a row where a CUDA tensor holds no positive number, the result is NaN
-            (a CPU tensor is checked).
-        dtype: of the result: None for that of `logits`, or torch.float32.
-        backend: None picks the fastest that works, and falls back to torch operations. "cuda", "cpu" (native) or
-            "reference" (torch operations) is used or raises.
+        temperature: divides the logits. A positive number, or a floating-point tensor with one number per row,
+            broadcastable to the shape of `logits` without `dim`. The values of a CPU tensor are checked. Those of a
+            CUDA tensor are not: a row whose temperature is not positive has NaN results.
+        dtype: the dtype of the result: None for the dtype of `logits`, or torch.float32.
+        backend: None picks the fastest backend that works, and falls back to torch operations. "cuda", "cpu" (native)
+            and "reference" (torch operations) name one; if it does not work, the call raises.
 
     Returns:
         A tensor of the shape of `logits`.
@@ -53,9 +55,9 @@ def softmax(
         RuntimeError: the requested backend does not work here, or a kernel does not compile.
 
     Contract:
-        The sum is float32 or better whatever the dtype, and rounded once to that of the result. A row with a NaN or a
-        +inf, or of only -inf, is NaN, as in torch. Deterministic: the same row gives the same bits in every call, and in
-        whatever batch it comes. Does not wait for the device, but in the first call of a kernel on a GPU (see
+        Sums are float32 or more precise for every dtype. The result is rounded once, to its dtype. A row with a NaN or
+        a +inf, or of only -inf, is NaN, as in torch. Deterministic: the same row gives the same bits in every call and
+        in every batch. A call does not wait for the device, except the first call of a kernel on a GPU (see
         :func:`warm_up`). Can be captured in a CUDA graph and compiled with fullgraph=True. Differentiable with respect
         to the logits.
 
@@ -75,14 +77,15 @@ def log_softmax(
     dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The log-probabilities `log_softmax(logits / temperature)` of full rows: as :func:`softmax` in all else.
+    """The log-probabilities `log_softmax(logits / temperature)` of full rows. The contract is that of :func:`softmax`.
 
-    Formed as (x - m) / T - log d with the row's maximum m: a large common offset of the logits costs no accuracy.
+    They are computed as (x - m) / T - log d with the row's maximum m. So a large common offset of the logits costs no
+    accuracy.
 
     Args:
-        logits: see :func:`softmax`, as for all arguments.
+        logits: see :func:`softmax`, which describes all arguments.
         dim: the vocabulary dimension.
-        temperature: a positive number, or a tensor with one a row.
+        temperature: a positive number, or a tensor with one number per row.
         dtype: None, or torch.float32.
         backend: None, "cuda", "cpu" or "reference".
 
@@ -105,14 +108,14 @@ def logsumexp(
     """`logsumexp(logits / temperature)` of every row, in one read.
 
     Args:
-        logits: see :func:`softmax`, as for all arguments.
+        logits: see :func:`softmax`, which describes all arguments.
         dim: the vocabulary dimension.
-        temperature: a positive number, or a tensor with one a row.
+        temperature: a positive number, or a tensor with one number per row.
         backend: None, "cuda", "cpu" or "reference".
 
     Returns:
-        float32 of the shape of `logits` without `dim` (float64 for float64 logits). +inf for a row with +inf, -inf for
-        one of only -inf, NaN for one with NaN.
+        float32 of the shape of `logits` without `dim` (float64 for float64 logits). A row with NaN gives NaN, another
+        with +inf gives +inf, and a row of only -inf gives -inf.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax`.
@@ -139,7 +142,7 @@ def _values(
 
 
 def _is_plain(logits: Tensor, dim: int, temperature: float | Tensor | None, backend: str | None) -> bool:
-    """Whether a plan serves the call: no argument beyond the logits, nothing that torch's dispatcher has to see."""
+    """Whether a cached plan serves the call: it has no optional argument and does not need torch's dispatcher."""
     return (
         type(logits) is Tensor
         and type(dim) is int
@@ -160,7 +163,7 @@ def _plan(
     backend: str | None,
     dtype_of_result: torch.dtype | None = None,
 ) -> FullRowPlan:
-    """The plan of a call with these arguments, which are checked here: once for all such calls."""
+    """Checks these arguments and plans the call, once for all calls with the same arguments."""
     rows = Like(dtype, shape, strides)
     logits, number, _ = _checked(rows.meta(), -1, None, backend)
     out_dtype = result_dtype(dtype) if values == "logsumexp" else _checked_dtype(dtype_of_result, logits)
@@ -168,7 +171,7 @@ def _plan(
 
 
 def _checked_dtype(dtype: torch.dtype | None, logits: Tensor) -> torch.dtype:
-    """Of the result."""
+    """The dtype of the result."""
     if dtype is None:
         return logits.dtype
     if not isinstance(dtype, torch.dtype):
@@ -204,7 +207,7 @@ def _run(
 def _checked(
     logits: Tensor, dim: int, temperature: float | Tensor | None, backend: str | None
 ) -> tuple[Tensor, float, Tensor | None]:
-    """(logits with the vocabulary last, temperature of all rows, or a tensor with each row's)."""
+    """(logits with the vocabulary last, and the two results of check_temperature())."""
     check_logits(logits)
     dims = logits.dim()
     dim = check_dim(dim, dims)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions: check the arguments, bring the vocabulary to the end, call the operator."""
+"""The public functions of top-k. They check the arguments, move the vocabulary last and call the operator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .arguments import (
     is_plain_out,
 )
 
-# The operators themselves, without the look-up through torch.ops at every call.
+# The operators are looked up once, not at every call.
 _row_topk = torch.ops.fused_topk.row_topk.default
 _row_topk_out = torch.ops.fused_topk.row_topk_out.default
 _beam_topk = torch.ops.fused_topk.beam_topk.default
@@ -54,27 +54,28 @@ def softmax_topk(
     Online normalizer with a running top-k: Milakov & Gimelshein 2018, Algorithm 4 (https://arxiv.org/abs/1805.02867).
 
     Args:
-        logits: shape (..., V), float32, float16, bfloat16 or float64, on any device; any strides. Rows whose elements
-            are adjacent are read in place, others are copied first.
-        k: how many, 1 <= k <= V.
+        logits: shape (..., V), float32, float16, bfloat16 or float64, any strides, any device. Rows with adjacent
+            elements are read in place, others are copied first.
+        k: the number of results per row, 1 <= k <= V.
         dim: the vocabulary dimension.
-        temperature: divides the logits: a positive number, or a floating-point tensor with one a row, broadcastable to
-            the shape of `logits` without `dim`. In a row where a CUDA tensor holds no positive number, values and
-            logsumexp are NaN (a CPU tensor is checked).
-        mask: the tokens that may be chosen: bool, broadcastable to `logits`, True where allowed; or int32 of shape
-            (..., ceil(V / 32)), bit j of word i for token 32 i + j, the vocabulary last. A token that is not allowed is
-            treated as a logit of -inf.
-        normalize: what the probabilities are relative to. "allowed": the allowed tokens. "all": the whole row, as if the
-            mask came after softmax. "topk": the k chosen, which then sum to 1.
-        backend: None picks the fastest that works, and falls back to torch operations with the same answer. "cuda",
-            "cpu" (native) or "reference" (torch operations) is used or raises.
-        out: (values, indices, logsumexp) to write into instead of new tensors. They may have any strides and lie between
-            each other's elements. Contiguous ones are written in place; `indices` may also be int32, for which int64
-            ones are computed and copied.
+        temperature: divides the logits. A positive number, or a floating-point tensor with one number per row,
+            broadcastable to the shape of `logits` without `dim`. The values of a CPU tensor are checked. Those of a
+            CUDA tensor are not: a row whose temperature is not positive has NaN values and a NaN logsumexp.
+        mask: the allowed tokens, the ones that may be chosen. bool, broadcastable to `logits`, True where allowed; or
+            int32 of shape (..., ceil(V / 32)), the vocabulary last, where bit j of word i is for token 32 i + j. A
+            token that is not allowed counts as a logit of -inf.
+        normalize: the tokens whose probabilities sum to 1. "allowed": the allowed tokens. "all": the whole row, as if
+            the mask came after softmax. "topk": the k chosen tokens.
+        backend: None picks the fastest backend that works, and falls back to torch operations. "cuda", "cpu" (native)
+            and "reference" (torch operations) name one; if it does not work, the call raises.
+        out: (values, indices, logsumexp) to write into instead of new tensors. They may have any strides, and may be
+            interleaved. Contiguous int64 `indices` and contiguous other tensors are written in place. `indices` may
+            also be int32: int64 indices are computed and copied.
 
     Returns:
-        TopK with values float32 (..., k), indices int64 (..., k) along `dim`, and logsumexp float32 (...) of the scaled
-        logits: of the whole row with normalize="all", else of the allowed tokens. float64 logits give float64 results.
+        TopK with values float32 (..., k), indices int64 (..., k), both with the k along `dim`, and logsumexp float32
+        (...) of the scaled logits. The logsumexp is over the whole row with normalize="all", else over the allowed
+        tokens. float64 logits give float64 values and logsumexp.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
@@ -82,15 +83,15 @@ def softmax_topk(
         RuntimeError: the requested backend does not work here, or a kernel does not compile.
 
     Contract:
-        Order: greater logits first; equal logits (-0 equals +0) by smaller index; NaN above +inf. So the indices are
-        fully determined: equal on every backend and in every run. They are in range and distinct whatever the input.
-        Always k results: where fewer are allowed or finite, the rest have probability 0.
-        A row with NaN has NaN for values and logsumexp; one with +inf has NaN and +inf; one of only -inf, or with
-        nothing allowed, has NaN and -inf, and the indices 0 ... k - 1.
-        Deterministic: the same row gives the same bits in every call, and in whatever batch it comes.
-        Does not wait for the device, but in the first call of a kernel on a GPU, which compiles and loads it:
-        :func:`warm_up` does that ahead. Can be captured in a CUDA graph and compiled with fullgraph=True. Values and
-        logsumexp are differentiable with respect to the logits.
+        Order: greater logits first, NaN above +inf; equal logits (-0 equals +0) by smaller index. So the indices are
+        fully determined: they are equal on every backend and in every run. They are always in range and distinct.
+        There are always k results. Where fewer tokens are allowed or finite, the rest have probability 0.
+        A row with NaN has NaN values and a NaN logsumexp. Another row with +inf has NaN values and the logsumexp +inf.
+        A row of only -inf, or with no allowed token, has NaN values, the logsumexp -inf and the indices 0 ... k - 1.
+        Deterministic: the same row gives the same bits in every call and in every batch.
+        A call does not wait for the device, except the first call of a kernel on a GPU, which compiles and loads it.
+        :func:`warm_up` does that ahead. Can be captured in a CUDA graph and compiled with fullgraph=True.
+        Values and logsumexp are differentiable with respect to the logits.
 
     Example:
         >>> import torch, fused_topk
@@ -113,14 +114,14 @@ def log_softmax_topk(
 ) -> TopK:
     """The k largest log-probabilities of `log_softmax(logits / temperature)`, sorted, in one read of the logits.
 
-    As :func:`softmax_topk` in all but the values, which are formed as (x - m) / T - log d with the row's maximum m: a
-    large common offset of the logits costs no accuracy. A token that is not allowed has the value -inf.
+    The contract is that of :func:`softmax_topk`. The values are computed as (x - m) / T - log d with the row's maximum
+    m. So a large common offset of the logits costs no accuracy. A token that is not allowed has the value -inf.
 
     Args:
-        logits: see :func:`softmax_topk`, as for all arguments.
-        k: how many, 1 <= k <= V.
+        logits: see :func:`softmax_topk`, which describes all arguments.
+        k: the number of results per row, 1 <= k <= V.
         dim: the vocabulary dimension.
-        temperature: a positive number, or a tensor with one a row.
+        temperature: a positive number, or a tensor with one number per row.
         mask: the tokens that may be chosen, bool or packed int32.
         normalize: "allowed", "all" (log-probabilities of the whole row, as in beam search) or "topk".
         backend: None, "cuda", "cpu" or "reference".
@@ -146,11 +147,11 @@ def topk(
 ) -> TopK:
     """The k largest logits themselves, sorted, and each row's logsumexp from the same read.
 
-    Like `torch.topk` with the ties determined: the order and the contract are those of :func:`softmax_topk`.
+    Like `torch.topk`, but ties are determined: the order and the contract are those of :func:`softmax_topk`.
 
     Args:
-        logits: see :func:`softmax_topk`, as for all arguments.
-        k: how many, 1 <= k <= V.
+        logits: see :func:`softmax_topk`, which describes all arguments.
+        k: the number of results per row, 1 <= k <= V.
         dim: the vocabulary dimension.
         mask: the tokens that may be chosen; the others have the value -inf.
         backend: None, "cuda", "cpu" or "reference".
@@ -176,30 +177,30 @@ def beam_topk(
     normalize: str = "allowed",
     backend: str | None = None,
 ) -> TopK:
-    """The k best continuations of every sequence over all of its beams: one step of beam search in one read.
+    """The k best continuations of every sequence, over all of its beams: one step of beam search in one read.
 
     Equals `torch.topk((log_softmax(logits.float(), -1) + beam_scores[..., None]).flatten(1), k)`.
 
     Args:
-        logits: shape (batch, beams, V); see :func:`softmax_topk`, as for all arguments.
+        logits: shape (batch, beams, V). See :func:`softmax_topk`, which describes all arguments.
         beam_scores: shape (batch, beams), the accumulated log-probability of each beam.
-        k: how many for each sequence, 1 <= k <= beams * V.
-        temperature: a positive number, or a tensor with one a row, broadcastable to (batch, beams).
+        k: the number of results per sequence, 1 <= k <= beams * V.
+        temperature: a positive number, or a tensor with one number per row, broadcastable to (batch, beams).
         mask: the tokens that may be chosen.
         normalize: "allowed" (the mask comes before log_softmax) or "all" (after it, as in transformers' beam search).
         backend: None, "cuda", "cpu" or "reference".
 
     Returns:
-        TopK with values float32 (batch, k), accumulated log-probabilities; indices int64 (batch, k), beam * V + token;
-        logsumexp float32 (batch, beams).
+        TopK with values float32 (batch, k), the accumulated log-probabilities; indices int64 (batch, k), each
+        beam * V + token; logsumexp float32 (batch, beams).
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
 
     Contract:
-        Greater accumulated values first. Equal ones (their sum is rounded to float32) by smaller beam, and within a beam
-        by the order of its logits: so a beam contributes its own best tokens, even where its score is so low that all
-        of its sums round to the same number. Otherwise as :func:`softmax_topk`.
+        Order: greater accumulated values first, after rounding to float32; equal values by smaller beam, and within a
+        beam in the order of its logits. So a beam contributes its best tokens even if its score is so low that all of its
+        sums round to the same number. The rest of the contract is that of :func:`softmax_topk`.
     """
     check_logits(logits)
     check_beam_scores(beam_scores, logits)
@@ -237,7 +238,7 @@ def _plan(
     row_temperature: Like | None = None,
     mask: Like | None = None,
 ) -> TopkPlan:
-    """The plan of a call with these arguments, which are checked here: once for all such calls."""
+    """Checks these arguments and plans the call, once for all calls with the same arguments."""
     rows = Like(dtype, shape, strides)
     logits = rows.meta()
     check_logits(logits)
@@ -260,7 +261,7 @@ def _planned(
     backend: str | None,
     out: tuple[Tensor, Tensor, Tensor] | None,
 ) -> TopK | None:
-    """The call without torch's dispatcher, by a plan; None where something in it is not known to allow that."""
+    """Runs the call by a cached plan, without torch's dispatcher. None if an argument may need more than that."""
     row_temperature = temperature if isinstance(temperature, Tensor) else None
     if out is not None and not (type(out) in (TopK, tuple) and [type(t) for t in out] == [Tensor] * 3):
         return None
@@ -312,7 +313,7 @@ def _row(
     backend: str | None,
     out: tuple[Tensor, Tensor, Tensor] | None,
 ) -> TopK:
-    # Of the types that a plan's key needs; whatever else comes is checked below.
+    # Arguments of exactly these types can be the key of a cached plan. All others are checked below.
     if (
         type(logits) is Tensor
         and type(k) is int
@@ -321,7 +322,7 @@ def _row(
         and (dim == -1 or dim == logits.dim() - 1)
     ):
         if temperature is None and mask is None and out is None and normalize == "allowed":
-            # The call that asks for nothing else, without the microsecond that the others take to look at the rest.
+            # The plainest call has a path of its own: for a short row, looking at the optional arguments would show.
             if not need_dispatcher(logits):
                 device = logits.device
                 plan = _plan(values, logits.dtype, device, logits.shape, logits.stride(), k, backend)
@@ -342,7 +343,8 @@ def _row(
     moved = dim != dims - 1
     if moved:
         logits = logits.movedim(dim, -1)
-        # A bool mask follows the logits' dimensions; missing leading ones are size 1. A packed one has the words last.
+        # A bool mask has the logits' dimensions, so it moves with them, after leading dimensions of size 1 are added. A
+        # packed mask already has its words last.
         if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() <= dims:
             mask = mask.reshape((1,) * (dims - mask.dim()) + mask.shape).movedim(dim, -1)
     vocab_size = logits.shape[-1]

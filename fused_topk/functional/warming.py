@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Getting a GPU's kernels ready before the first call that is served."""
+"""Compiles and loads a GPU's kernels before they are needed."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ def warm_up(
     normalize: str = "allowed",
     device: torch.device | str | int | None = None,
 ) -> int:
-    """Compiles and loads the kernels of calls to come, so that the first of them neither compiles nor waits for the GPU.
+    """Compiles and loads the kernels of later calls, so that these calls neither compile nor wait for the GPU.
 
-    A kernel's first call on a GPU otherwise does: it compiles for about a second, unless an earlier process has left the
-    kernel on disk, loads it, and waits for the GPU. Which kernel a call asks for depends on all that is given here.
-    Nothing is computed. Threads may call it for several GPUs at once.
+    Without it, the first call of a kernel on a GPU compiles the kernel for about a second, or reads it from disk if an
+    earlier process has compiled it. Then it loads the kernel and waits for the GPU. Which kernel a call needs depends
+    on all arguments below. Nothing is computed. Several threads may call it at the same time, for different GPUs.
 
     Args:
-        shapes: of the logits, as the functions take them: one or several, (rows, V) for instance. Calls with contiguous
-            logits of these shapes, or whose rows begin at multiples of 16 bytes, are served.
-        k: one or several; not needed for full rows.
-        functions: names of one or several of the package's functions.
-        dtypes: of the logits, one or several.
-        masked: whether calls with a mask come too.
-        normalize: of those calls.
+        shapes: one or several shapes of logits, as the functions take them, such as (rows, V). The kernels serve logits
+            of these shapes that are contiguous or whose rows begin at multiples of 16 bytes.
+        k: one or several k; not needed for full rows.
+        functions: the names of one or several of the package's functions.
+        dtypes: one or several dtypes of the logits.
+        masked: whether to prepare calls with a mask too.
+        normalize: the `normalize` of the calls with a mask.
         device: the GPU; by default torch's current one.
 
     Returns:
-        How many kernels are ready: 0 where these calls use none, as on a CPU, or where `python -m fused_topk info` tells why.
+        The number of kernels that are ready. 0 if these calls use no CUDA kernel, as on a CPU; `python -m fused_topk
+        info` says why.
 
     Raises:
         TypeError, ValueError: an argument that the functions would refuse.
@@ -87,7 +88,7 @@ def _kernels(
     normalize: str,
     gpu: torch.device,
 ) -> Iterator[str]:
-    """The kernels that calls of one function with one kind of logits ask for."""
+    """The kernels that calls of one function need, for logits of one shape and dtype."""
     rows = torch.Size(shape[:-1]).numel()
     if name not in _TOPK_VALUES:
         if rows and backends.pick(gpu, dtype, 1, None) is cuda:
@@ -120,7 +121,7 @@ def _shapes(shapes: Any) -> list[tuple[int, ...]]:
 
 
 def _gpu(device: torch.device | str | int | None) -> torch.device:
-    """With its index. A CPU where there is no GPU to take by default."""
+    """The device, with an index if it is a GPU. By default the current GPU, or the CPU if there is no GPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
