@@ -86,7 +86,19 @@ def inputs_for(model, batch: int = 2, length: int = 6, padding: int = 0) -> dict
 
 
 class SmallerIndexFirst(TorchFunctionMode):
-    """Within it torch.topk of plain tensors takes the smaller index among equals, where it promises none."""
+    """Within it torch.topk of plain tensors takes the smaller index among equals, where it promises none.
+
+    `gap` is the smallest difference between neighbours of the k + 1 largest values of a row that it has seen. Rows
+    shorter than `vocab_size` do not count: a router's experts, hypotheses that have ended.
+    """
+
+    # Beams that do not exist yet have scores of about this.
+    _NO_CANDIDATE = -1e8
+
+    def __init__(self, vocab_size: int = 0):
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.gap = float("inf")
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -98,7 +110,18 @@ class SmallerIndexFirst(TorchFunctionMode):
             return func(*args, **kwargs)
         k = kwargs["k"] if "k" in kwargs else args[1]
         values, indices = args[0].sort(dim=-1, descending=True, stable=True)
+        if values.shape[-1] >= self.vocab_size:
+            is_candidate = values[..., 1 : k + 1] > self._NO_CANDIDATE
+            self.gap = min([self.gap, *(-values[..., : k + 1].diff(dim=-1)[is_candidate]).tolist()])
         return torch.return_types.topk((values[..., :k], indices[..., :k]))
+
+
+def stock_gap(model, inputs, **options) -> float:
+    """How far apart the closest two candidates are that stock generate() has to put in order."""
+    order = SmallerIndexFirst(model.config.vocab_size)
+    with order:
+        model.generate(**inputs, do_sample=False, **options)
+    return order.gap
 
 
 def generate_both(model, inputs=None, *, fused=fused_decoding, **options):
@@ -115,13 +138,13 @@ def generate_both(model, inputs=None, *, fused=fused_decoding, **options):
     return stock, given, stats(reset=True)
 
 
-def assert_same(stock, given) -> None:
-    """Same sequences; scores of sequences and of tokens within 2e-5, or some units in the last place of float32."""
+def assert_same(stock, given, atol: float = 2e-5) -> None:
+    """Same sequences; scores of sequences and of tokens within `atol`, or some units in the last place of float32."""
     torch.testing.assert_close(given["sequences"], stock["sequences"], rtol=0, atol=0)
     for name in ("sequences_scores", "scores", "logits"):
         assert (given.get(name) is None) == (stock.get(name) is None), name
         if stock.get(name) is not None:
-            torch.testing.assert_close(given[name], stock[name], rtol=5e-7, atol=2e-5)
+            torch.testing.assert_close(given[name], stock[name], rtol=5e-7, atol=atol)
     if stock.get("beam_indices") is not None:
         torch.testing.assert_close(given["beam_indices"], stock["beam_indices"], rtol=0, atol=0)
 

@@ -10,24 +10,24 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-from decoding import EOS, PAD, assert_same, generate_both, inputs_for, one_thread  # noqa: F401
+from decoding import EOS, PAD, assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
 from whole_steps import SERVED, assert_whole, family, swaps, whole
 
 
 @pytest.mark.parametrize("num_beams", [1, 3, 4, 8])
 @pytest.mark.parametrize("name", SERVED)
 def test_families(name, num_beams):
-    crossed = 0
-    for seed in range(3):
+    options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 14}
+    crossed = compared = 0
+    for seed in range(6):
         model = family(name, seed)
-        result = assert_whole(
-            model,
-            inputs_for(model, batch=3, padding=3),
-            num_beams=num_beams,
-            num_return_sequences=num_beams,
-            max_new_tokens=14,
-        )
-        crossed += 0 if num_beams == 1 else swaps(result, num_beams)
+        inputs = inputs_for(model, batch=3, padding=3)
+        # Of two candidates a rounding apart stock takes one in float32 and the other in float64.
+        if compared < 3 and stock_gap(model, inputs, **options) > 2e-5:
+            result = assert_whole(model, inputs, **options)
+            compared += 1
+            crossed += 0 if num_beams == 1 else swaps(result, num_beams)
+    assert compared == 3
     assert num_beams == 1 or crossed >= 30
 
 

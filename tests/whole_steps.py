@@ -12,6 +12,10 @@ import transformers
 from decoding import BOS, EOS, PAD, assert_same, generate_both
 from fused_topk.generation import fused_decoding
 
+# Attention adds in another order here than in stock generate(), whose own scores of these models lie up to 1.2e-5 from
+# float64. Experts multiply rows in another order too.
+TOLERANCE = 5e-5
+
 whole = functools.partial(fused_decoding, whole_step=True)
 
 _SHAPE = {
@@ -85,7 +89,7 @@ def family(name: str, seed: int = 0, attention: str | None = None, dtype: torch.
 def assert_whole(model, inputs=None, **options):
     """Stock and whole-step generate() agree, and every step of the latter was whole. Gives what stock gives."""
     stock, given, steps = generate_both(model, inputs, fused=whole, **options)
-    assert_same(stock, given)
+    assert_same(stock, given, TOLERANCE)
     assert not steps.not_whole, steps.not_whole
     assert steps.whole > 0 and steps.whole == steps.fused and steps.fallback == 0
     return stock

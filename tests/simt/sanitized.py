@@ -6,14 +6,13 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from .build import address_sanitizer_environment
 
 _PROGRAM = """if True:
     import importlib, pickle, sys
-    sys.path.insert(0, sys.argv[1])
+    sys.path[:] = pickle.load(sys.stdin.buffer)
     module, name, calls = pickle.load(sys.stdin.buffer)
     function = getattr(importlib.import_module(module), name)
     for arguments in calls:
@@ -25,8 +24,9 @@ _PROGRAM = """if True:
 def call(module: str, name: str, calls: list[tuple[Any, ...]]) -> subprocess.CompletedProcess[str]:
     """Runs `module.name` with the arguments of each call, up to the first fault; the output's last line names the call."""
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(Path(__file__).parents[1])],
-        input=pickle.dumps((module, name, calls)),
+        [sys.executable, "-c", _PROGRAM],
+        # The path comes first: without it the calls' own types are not found.
+        input=pickle.dumps(sys.path) + pickle.dumps((module, name, calls)),
         env=address_sanitizer_environment(),
         capture_output=True,
     )
