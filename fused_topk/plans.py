@@ -33,20 +33,20 @@ class Like(NamedTuple):
 
 
 class TopkResult(NamedTuple):
-    """The shapes and dtypes of a :class:`TopK`."""
+    """The shape and the dtype of each field of a :class:`TopK`."""
 
-    shape: tuple[int, ...]
-    rows: tuple[int, ...]
-    dtype: torch.dtype
-    value_dtype: torch.dtype
+    values: tuple[tuple[int, ...], torch.dtype]
+    indices: tuple[tuple[int, ...], torch.dtype]
+    logsumexp: tuple[tuple[int, ...], torch.dtype]
 
-    def fields(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Shape and dtype of values, indices and logsumexp."""
-        return (self.shape, self.value_dtype), (self.shape, torch.int64), (self.rows, self.dtype)
+    @staticmethod
+    def of(shape: tuple[int, ...], value_dtype: torch.dtype, rows: tuple[int, ...], dtype: torch.dtype) -> TopkResult:
+        """`shape`: of the values and indices. `rows`: of the logsumexp."""
+        return TopkResult((shape, value_dtype), (shape, torch.int64), (rows, dtype))
 
     def empty(self, device: torch.device) -> TopK:
         """New uninitialised tensors of these shapes and dtypes."""
-        shape, rows, dtype, value_dtype = self
+        (shape, value_dtype), _, (rows, dtype) = self
         # The size is passed by keyword because torch parses a positional tuple more slowly. tuple.__new__ avoids the
         # named tuple's own __new__, which is written in Python.
         values = torch.empty(size=shape, dtype=value_dtype, device=device)
@@ -57,14 +57,14 @@ class TopkResult(NamedTuple):
 def row_result(logits: Tensor, k: int, values: str) -> TopkResult:
     """The shapes and dtypes for the k best of each row."""
     rows, dtype = tuple(logits.shape[:-1]), result_dtype(logits.dtype)
-    return TopkResult((*rows, k), rows, dtype, logits.dtype if values == "logits" else dtype)
+    return TopkResult.of((*rows, k), logits.dtype if values == "logits" else dtype, rows, dtype)
 
 
 def beam_result(logits: Tensor, k: int) -> TopkResult:
     """The shapes and dtypes for the k best over all beams of each batch entry."""
     batch, beams, _ = logits.shape
     dtype = result_dtype(logits.dtype)
-    return TopkResult((batch, k), (batch, beams), dtype, dtype)
+    return TopkResult.of((batch, k), dtype, (batch, beams), dtype)
 
 
 class TopkPlan(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -284,16 +283,19 @@ def is_plain_out(
     logits = inputs[0]
     assert logits is not None
     device = logits.device
-    ranges = []
+    ranges = [_bytes(tensor) for tensor in inputs if tensor is not None]
     for tensor, (shape, dtype) in zip(out, expected):
         if tensor.dtype is not dtype or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():
             return False
-        start = tensor.data_ptr()
-        ranges.append((start, start + tensor.nbytes))
-    ranges += [_bytes(tensor) for tensor in inputs if tensor is not None]
+        ranges.append(_bytes(tensor))
     # Sorted by start, each range must end before the next begins.
     ranges.sort()
-    return all(end <= start for (_, end), (start, _) in pairwise(ranges))
+    end_of_last = 0
+    for start, end in ranges:
+        if start < end_of_last:
+            return False
+        end_of_last = end
+    return True
 
 
 def check_same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
@@ -347,9 +349,9 @@ def _steps(tensor: Tensor) -> list[tuple[int, int]]:
 
 def _bytes(tensor: Tensor) -> tuple[int, int]:
     """The addresses of a tensor's first byte and of the byte after its last. (0, 0) for a tensor without memory."""
-    if not tensor.numel() or tensor.device.type == "meta":
+    start = tensor.data_ptr()
+    if not start:
         return 0, 0
-    start, size = tensor.data_ptr(), tensor.element_size()
     if tensor.is_contiguous():
-        return start, start + tensor.numel() * size
-    return start, start + size + sum(step * (n - 1) for step, n in _steps(tensor))
+        return start, start + tensor.nbytes
+    return start, start + tensor.element_size() + sum(step * (n - 1) for step, n in _steps(tensor))

@@ -35,6 +35,7 @@ _row_topk = torch.ops.fused_topk.row_topk.default
 _row_topk_out = torch.ops.fused_topk.row_topk_out.default
 _beam_topk = torch.ops.fused_topk.beam_topk.default
 _BACKENDS = (None, *backends.NAMES)
+_OUT_TYPES = (TopK, tuple)
 _PLANNED_TEMPERATURES = (type(None), float, int, Tensor)
 
 
@@ -263,10 +264,14 @@ def _planned(
 ) -> TopK | None:
     """Runs the call by a cached plan, without torch's dispatcher. None if an argument may need more than that."""
     row_temperature = temperature if isinstance(temperature, Tensor) else None
-    if out is not None and not (type(out) in (TopK, tuple) and [type(t) for t in out] == [Tensor] * 3):
-        return None
-    if need_dispatcher(logits, mask, row_temperature, *(out or ())):
-        return None
+    if out is None:
+        if need_dispatcher(logits, mask, row_temperature):
+            return None
+    else:
+        if type(out) not in _OUT_TYPES or len(out) != 3 or not type(out[0]) is type(out[1]) is type(out[2]) is Tensor:
+            return None
+        if need_dispatcher(logits, mask, row_temperature, *out):
+            return None
     number: float | None = None
     if row_temperature is not None:
         is_known = row_temperature.dtype is result_dtype(logits.dtype) and not row_temperature.requires_grad
@@ -292,12 +297,13 @@ def _planned(
     )
     if out is None:
         return plan.run(logits, mask, row_temperature)
-    written = out if type(out) is TopK else TopK(*out)
+    # tuple.__new__ avoids the named tuple's own __new__, which is written in Python.
+    written = out if type(out) is TopK else tuple.__new__(TopK, out)
     inputs = (logits, mask, row_temperature)
-    if is_plain_out(written, plan.result.fields(), inputs):
+    if is_plain_out(written, plan.result, inputs):
         plan.start(logits, written, None, mask, row_temperature)
         return written
-    check_out(written, plan.result.fields(), inputs)
+    check_out(written, plan.result, inputs)
     plan.run_into(written, logits, mask, row_temperature)
     return written
 
@@ -367,7 +373,7 @@ def _row(
             return result
         return TopK(result.values.movedim(-1, dim), result.indices.movedim(-1, dim), result.logsumexp)
 
-    expected = list(plans.row_result(logits, k, values).fields())
+    expected = list(plans.row_result(logits, k, values))
     if moved:
         shape = list(logits.shape[:-1])
         shape.insert(dim, k)

@@ -40,7 +40,7 @@ def need_dispatcher(logits: Tensor, *others: Tensor | None) -> bool:
     If not, the operator's implementation may be called directly: the dispatcher takes 40 µs for an operator that is
     written in Python, and torch less than that for all of a short row.
     """
-    return (
+    if (
         not _sees_keys
         or torch.compiler.is_compiling()
         or forward_ad._current_level >= 0
@@ -48,5 +48,12 @@ def need_dispatcher(logits: Tensor, *others: Tensor | None) -> bool:
         # Written out for the one tensor that every call has, because a call of a short row takes 2 µs.
         or (logits.requires_grad and torch.is_grad_enabled())
         or _keys_of_tensor(logits).raw_repr() & _OTHER_TENSOR_KEYS != 0
-        or (bool(others) and any(tensor is not None and need_dispatcher(tensor) for tensor in others))
-    )
+    ):
+        return True
+    for tensor in others:
+        if tensor is not None and (
+            (tensor.requires_grad and torch.is_grad_enabled())
+            or _keys_of_tensor(tensor).raw_repr() & _OTHER_TENSOR_KEYS != 0
+        ):
+            return True
+    return False

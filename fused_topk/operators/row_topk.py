@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import plans
 from ..plans import Like, TopkPlan
-from ..problem import TopK
+from ..problem import TopK, result_dtype
 from . import gradients
 from .dispatch import library
 
@@ -76,7 +76,7 @@ def beam_topk(
     normalize: str,
     backend: str | None,
 ) -> TopK:
-    scores = beam_scores.to(plans.beam_result(logits, k).dtype)
+    scores = beam_scores.to(result_dtype(logits.dtype))
     plan = _plan(logits, k, temperature, row_temperature, mask, "log_softmax", normalize, backend, scores)
     return plan.run(logits, mask, row_temperature, scores)
 
