@@ -95,7 +95,7 @@ def bench(
     suite: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: decode, paper, routing, long, k, beams, softmax, distributions, cpu, or all."
+            help="Comma-separated: decode, paper, routing, long, k, beams, softmax, distributions, unaligned, cpu, or all."
         ),
     ] = "",
     device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu; by default a GPU where there is one.")] = "",
@@ -215,7 +215,9 @@ def sweep(
 def counters(
     suite: Annotated[
         str,
-        typer.Option(help="Comma-separated: decode, paper, routing, long, k, beams, softmax, distributions, or all."),
+        typer.Option(
+            help="Comma-separated: decode, paper, routing, long, k, beams, softmax, distributions, unaligned, or all."
+        ),
     ] = "decode",
     device: _Gpu = "cuda",
     rows: _Rows = "",
