@@ -24,9 +24,9 @@ struct Policy {
 namespace policy {
 
 enum Gpu { kAnyGpu, kFrom80, k90 };                           // any; compute capability 8.0 and later; 9.0
-enum Rows { kAnyRows, kUnmasked, kPlain, kMaskedUnaligned };  // kPlain: aligned, without a mask
+enum Rows { kAnyRows, kUnmasked, kPlain, kUnaligned, kMaskedUnaligned };  // kPlain: aligned, without a mask
 enum Bits { kAnyBits = 0, k16 = 16, k32 = 32 };
-enum Methods { kAnyMethod, kByTile, kNotForMany };
+enum Methods { kAnyMethod, kByTile, kByWindow, kNotForMany };
 
 struct Row {
   Gpu gpu;
@@ -43,12 +43,11 @@ struct Row {
 constexpr Row kTable[] = {
     // GPU    group   rows              logits    methods       warps ahead in place
     // 4 kB in place for each warp, so that 32 warps fit.
-    {k90,     1, 1,   kUnmasked,        k16,      kAnyMethod,   {32,  2,    true}},
+    {k90,     1, 1,   kPlain,           k16,      kAnyMethod,   {32,  2,    true}},
+    {k90,     1, 1,   kUnmasked,        k16,      kAnyMethod,   {24,  2,    true}},
     {k90,     1, 1,   kPlain,           k32,      kAnyMethod,   {32,  1,    true}},
-    {k90,     1, 1,   kUnmasked,        k32,      kAnyMethod,   {24,  1,    true}},
     {k90,     1, 8,   kPlain,           kAnyBits, kAnyMethod,   {24,  2,    false}},
     {k90,     1, 8,   kUnmasked,        k16,      kAnyMethod,   {24,  2,    false}},
-    {k90,     1, 8,   kUnmasked,        k32,      kAnyMethod,   {24,  2,    true}},
     {k90,     1, 8,   kAnyRows,         kAnyBits, kAnyMethod,   {16,  2,    false}},
     {k90,     16, 16, kPlain,           kAnyBits, kByTile,      {16,  2,    true}},
     {k90,     16, 16, kPlain,           kAnyBits, kAnyMethod,   {16,  1,    false}},
@@ -57,7 +56,8 @@ constexpr Row kTable[] = {
     {k90,     16, 16, kAnyRows,         k16,      kAnyMethod,   {16,  1,    false}},
     {k90,     16, 16, kAnyRows,         k32,      kAnyMethod,   {16,  0,    false}},
     {kFrom80, 1, 1,   kPlain,           k16,      kAnyMethod,   {24,  2,    true}},
-    {kFrom80, 1, 1,   kUnmasked,        k32,      kAnyMethod,   {24,  1,    true}},
+    {kFrom80, 1, 1,   kPlain,           k32,      kAnyMethod,   {24,  1,    true}},
+    {kAnyGpu, 8, 8,   kUnaligned,       k16,      kByWindow,    {8,   2,    false}},
     {kAnyGpu, 1, 8,   kMaskedUnaligned, kAnyBits, kAnyMethod,   {8,   2,    false}},
     {kAnyGpu, 1, 8,   kAnyRows,         kAnyBits, kAnyMethod,   {16,  2,    false}},
     {kAnyGpu, 16, 16, kAnyRows,         kAnyBits, kAnyMethod,   {16,  0,    false}},
@@ -66,9 +66,12 @@ constexpr Row kTable[] = {
 
 constexpr bool fits(Gpu gpu) { return gpu == kAnyGpu || (gpu == k90 ? __CUDA_ARCH__ == 900 : __CUDA_ARCH__ >= 800); }
 constexpr bool fits(Methods methods, u32 method) {
-  return methods == kAnyMethod || (methods == kByTile ? method == kTileByTile : method != kForMany);
+  if (methods == kByTile) return method == kTileByTile;
+  if (methods == kByWindow) return method == kInWindows;
+  return methods == kAnyMethod || method != kForMany;
 }
 constexpr bool fits(Rows rows, bool masked, bool aligned) {
+  if (rows == kUnaligned) return !aligned;
   if (rows == kMaskedUnaligned) return masked && !aligned;
   return rows == kAnyRows || (!masked && (aligned || rows == kUnmasked));
 }

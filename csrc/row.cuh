@@ -350,18 +350,17 @@ class TileStream {
 
   // Moves the tile taken last to the start of its slot. own: the lane's first vector. All 32 lanes call it.
   __device__ __forceinline__ void move_to_start(Vector* own) const {
+    Vector moved[VECTORS];
     with_shift([&](auto shift) {
-      if constexpr (shift.value == 0) return;
 #pragma unroll
-      for (u32 u = 0; u < VECTORS; ++u) {
-        const Vector moved = straddle<shift.value>(own + u * kWarpSize);
-        // Waits until the lane before has read this lane's vector.
-        __syncwarp();
-        own[u * kWarpSize] = moved;
-      }
-      // Any lane may read what this one has moved.
-      __syncwarp();
+      for (u32 u = 0; u < VECTORS; ++u) moved[u] = straddle<shift.value>(own + u * kWarpSize);
     });
+    // Waits until the lane before has read this lane's vectors.
+    __syncwarp();
+#pragma unroll
+    for (u32 u = 0; u < VECTORS; ++u) own[u * kWarpSize] = moved[u];
+    // Any lane may read what this one has moved.
+    __syncwarp();
   }
 
   // The elements of the tile taken last, from its first token on.
