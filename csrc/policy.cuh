@@ -23,7 +23,7 @@ struct Policy {
 
 namespace policy {
 
-enum Gpu { kAnyGpu, kFrom80, k90 };                           // any; compute capability 8.0 and later; 9.0
+enum Gpu { kAnyGpu, kFrom80, k90 };                                       // any; compute capability 8.0 and later; 9.0
 enum Rows { kAnyRows, kUnmasked, kPlain, kUnaligned, kMaskedUnaligned };  // kPlain: aligned, without a mask
 enum Bits { kAnyBits = 0, k16 = 16, k32 = 32 };
 enum Methods { kAnyMethod, kByTile, kByWindow, kNotForMany };
