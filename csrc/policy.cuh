@@ -44,7 +44,6 @@ constexpr Row kTable[] = {
     // GPU    group   rows              logits    methods       warps ahead in place
     // 4 kB in place for each warp, so that 32 warps fit.
     {k90,     1, 1,   kPlain,           k16,      kAnyMethod,   {32,  2,    true}},
-    {k90,     1, 1,   kUnmasked,        k16,      kAnyMethod,   {24,  2,    true}},
     {k90,     1, 1,   kPlain,           k32,      kAnyMethod,   {32,  1,    true}},
     {k90,     1, 8,   kPlain,           kAnyBits, kAnyMethod,   {24,  2,    false}},
     {k90,     1, 8,   kUnmasked,        k16,      kAnyMethod,   {24,  2,    false}},

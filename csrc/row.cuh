@@ -192,8 +192,7 @@ struct Tile {
 //   2: requested tiles travel to the warp's two slots of shared memory, if the hardware copies in the background
 //   1: the requested tile travels to registers
 //   0: no requests; take() issues all loads of a tile before it uses the first
-// IN_PLACE: requested tiles travel to AHEAD slots. A tile stays in its slot while the warp works on it: no registers. In an
-// unaligned row, take() moves it to the slot's start, so that each vector is one of shared memory.
+// IN_PLACE: requested tiles travel to AHEAD slots. A tile stays in its slot while the warp works on it: no registers.
 template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 AHEAD, bool IN_PLACE = false>
 class TileStream {
  public:
@@ -203,6 +202,7 @@ class TileStream {
   static constexpr u32 kAhead = !kInBackground && (AHEAD == 2 || IN_PLACE) ? 0 : AHEAD;
   static constexpr bool kToRegisters = !kInBackground && kAhead == 1;
   using RowTile = Tile<FORMAT, VECTORS, kInPlace>;
+  static_assert(!IN_PLACE || ALIGNED, "what straddles two vectors is put together in registers");
   // An unaligned row's vector straddles two vectors of memory.
   static constexpr u32 kSlotVectors = kWarpSize * VECTORS + (ALIGNED ? 0 : 1);
   // From slot to slot. Copies to a multiple of 128 bytes are the quickest.
@@ -247,7 +247,7 @@ class TileStream {
 #pragma unroll
         for (u32 u = 0; u < VECTORS; ++u) copy_async(slot + u * kWarpSize, source + u * kWarpSize * 16, policy);
         if (!ALIGNED && lane_id() == 0) copy_async(slot + VECTORS * kWarpSize, source + VECTORS * kWarpSize * 16);
-      } else if constexpr (ALIGNED && kInPlace) {
+      } else if constexpr (kInPlace) {
         const u32 first = tile * RowTile::kElements + lane_id() * FORMAT::kPerVector;
 #pragma unroll
         for (u32 u = 0; u < VECTORS; ++u) {
@@ -293,7 +293,6 @@ class TileStream {
       __syncwarp();
       Vector* const own = slots_ + slot_ + lane_id();
       if constexpr (kInPlace) {
-        if constexpr (!ALIGNED) move_to_start(own);
         tile.place = own;
       } else {
         with_shift([&](auto shift) {
@@ -348,24 +347,9 @@ class TileStream {
     }
   }
 
-  // Moves the tile taken last to the start of its slot. own: the lane's first vector. All 32 lanes call it.
-  __device__ __forceinline__ void move_to_start(Vector* own) const {
-    Vector moved[VECTORS];
-    with_shift([&](auto shift) {
-#pragma unroll
-      for (u32 u = 0; u < VECTORS; ++u) moved[u] = straddle<shift.value>(own + u * kWarpSize);
-    });
-    // Waits until the lane before has read this lane's vectors.
-    __syncwarp();
-#pragma unroll
-    for (u32 u = 0; u < VECTORS; ++u) own[u * kWarpSize] = moved[u];
-    // Any lane may read what this one has moved.
-    __syncwarp();
-  }
-
   // The elements of the tile taken last, from its first token on.
   __device__ __forceinline__ const Bits* slot_elements() const {
-    return reinterpret_cast<const Bits*>(slots_ + slot_) + (kInPlace ? 0 : before_);
+    return reinterpret_cast<const Bits*>(slots_ + slot_) + before_;
   }
 
   // Whether no element of a vector lies within the row. `first` counts from `address`, so it includes `before_`.
@@ -381,7 +365,7 @@ class TileStream {
 
   __device__ __forceinline__ Vector vector_of_slot(u32 u) const {
     const Vector* const vector = slots_ + slot_ + u * kWarpSize + lane_id();
-    if constexpr (ALIGNED || kInPlace) return vector[0];
+    if constexpr (ALIGNED) return vector[0];
     return straddle(vector[0], vector[1], before_ * sizeof(Bits));
   }
 

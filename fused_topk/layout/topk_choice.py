@@ -142,8 +142,7 @@ class KernelChoice(NamedTuple):
 
     def _tiles_of_warp(self, method: Method, is_aligned: bool, is_unmasked: bool) -> int:
         """That fit in its share of shared memory: policy_of() of csrc/policy.cuh, on hardware that has room for most."""
-        is_in_place = self.warps == 1 and is_unmasked and (is_aligned or self.vectors == VARIANTS[2][0][1])
-        if is_in_place:
+        if self.warps == 1 and is_aligned and is_unmasked:
             return _PLACE_BYTES // (self.vectors * _WARP_BYTES)
         if self.warps <= 8:
             return 2
