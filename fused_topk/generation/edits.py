@@ -10,11 +10,13 @@ version with a further option is left to the stock operations. Semantics are tho
 from __future__ import annotations
 
 import functools
+import marshal
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
@@ -147,7 +149,8 @@ class _State:
         self._names = list(vars(processor))
         self._values = list(vars(processor).values())
         # Those that can be changed in place, and what would show it.
-        self._versions = [(value, _version(value)) for value in self._values if isinstance(value, (Tensor, list, dict))]
+        found = [(value, _contents(value)) for value in self._values]
+        self._contents = [(value, contents) for value, contents in found if contents is not None]
 
     def is_of(self, processor: Any) -> bool:
         kind, attributes = type(processor), vars(processor)
@@ -156,14 +159,26 @@ class _State:
             and kind.__call__ is self._call
             and list(attributes) == self._names
             and all(map(operator.is_, attributes.values(), self._values))
-            and all(_version(value) == version for value, version in self._versions)
+            and all(_contents(value) == contents for value, contents in self._contents)
         )
 
 
-def _version(value: Any) -> int | None:
+def _contents(value: Any) -> Any:
+    """What differs after a value has been changed in place; None for what cannot be, or is not looked into."""
     if isinstance(value, Tensor):
-        return None if value.is_inference() else value._version
-    return len(value)
+        if not value.is_inference():
+            return value._version
+        return value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.device.type == "cpu" else None
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if not isinstance(value, (list, tuple, dict, set)):
+        return None
+    try:
+        # Of Python's own numbers, at the speed of C. This format is the last one without references, so that equal ones are.
+        return marshal.dumps(value, 2)
+    except ValueError:
+        parts = [*value, *value.values()] if isinstance(value, dict) else list(value)
+        return [(id(part), _contents(part)) for part in parts]
 
 
 def is_as_published(kind: type) -> bool:
