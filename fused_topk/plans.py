@@ -82,14 +82,19 @@ class TopkPlan(NamedTuple):
         return out
 
     def run_into(self, out: TopK, logits: Tensor, mask: Tensor | None, row_temperature: Tensor | None) -> None:
-        """Computes the result into `out`: in place if `out` is contiguous with int64 indices, else by way of a copy."""
+        """Computes the result into `out`: in place if `out` is contiguous, else by way of a copy. Other indices than int64
+        are a copy of such."""
         values, indices, logsumexp = out
-        is_writable = indices.dtype is torch.int64 and values.is_contiguous()
-        if is_writable and indices.is_contiguous() and logsumexp.is_contiguous():
+        if not (values.is_contiguous() and logsumexp.is_contiguous()):
+            for given, computed in zip(out, self.run(logits, mask, row_temperature), strict=True):
+                given.copy_(computed)
+            return
+        if indices.dtype is torch.int64 and indices.is_contiguous():
             self.start(logits, out, None, mask, row_temperature)
             return
-        for given, computed in zip(out, self.run(logits, mask, row_temperature), strict=True):
-            given.copy_(computed)
+        computed = torch.empty(size=self.result.indices[0], dtype=torch.int64, device=logits.device)
+        self.start(logits, out._replace(indices=computed), None, mask, row_temperature)
+        indices.copy_(computed)
 
 
 @functools.lru_cache(maxsize=4096)

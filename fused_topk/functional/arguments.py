@@ -277,6 +277,8 @@ def is_plain_out(
 ) -> bool:
     """A quick sufficient test: True if every tensor has the expected dtype, is contiguous and overlaps no other.
 
+    Indices may also be int32.
+
     check_out() accepts such tensors. Where this returns False, check_out() decides. It takes three times as long, which
     counts for a call at every step of an inference engine.
     """
@@ -285,7 +287,8 @@ def is_plain_out(
     device = logits.device
     ranges = [_bytes(tensor) for tensor in inputs if tensor is not None]
     for tensor, (shape, dtype) in zip(out, expected):
-        if tensor.dtype is not dtype or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():
+        is_of_dtype = tensor.dtype is dtype or (dtype is torch.int64 and tensor.dtype is torch.int32)
+        if not is_of_dtype or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():
             return False
         ranges.append(_bytes(tensor))
     # Sorted by start, each range must end before the next begins.

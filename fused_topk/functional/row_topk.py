@@ -300,10 +300,11 @@ def _planned(
     # tuple.__new__ avoids the named tuple's own __new__, which is written in Python.
     written = out if type(out) is TopK else tuple.__new__(TopK, out)
     inputs = (logits, mask, row_temperature)
-    if is_plain_out(written, plan.result, inputs):
+    if not is_plain_out(written, plan.result, inputs):
+        check_out(written, plan.result, inputs)
+    elif written.indices.dtype is torch.int64:
         plan.start(logits, written, None, mask, row_temperature)
         return written
-    check_out(written, plan.result, inputs)
     plan.run_into(written, logits, mask, row_temperature)
     return written
 
