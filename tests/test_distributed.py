@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vocabulary over 1 to 4 processes on this machine. distributed_checks.py has what each process checks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import pytest
+import torch
+
+import distributed_checks
+import fused_topk.distributed
+import processes
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
+
+CHECKS = [
+    name
+    for name, check in vars(distributed_checks).items()
+    if inspect.isfunction(check)
+    and list(inspect.signature(check).parameters) == ["rank", "size"]
+    and name != "a_process_dies"
+]
+
+
+@functools.cache
+def results(size: int) -> list[dict[str, str | None]]:
+    """Of all checks but the one that ends a process. The processes start once."""
+    return processes.run("distributed_checks", CHECKS, size)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_processes(check):
+    passes(check, 2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("check", CHECKS)
+def test_other_numbers_of_processes(check, size):
+    passes(check, size)
+
+
+def passes(check: str, size: int) -> None:
+    for rank, of_rank in enumerate(results(size)):
+        assert check in of_rank, f"rank {rank} of {size} has no result; it died or did not end"
+        assert of_rank[check] is None, of_rank[check]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_process_that_dies(size):
+    *survivors, dead = processes.run("distributed_checks", ["a_process_dies"], size)
+    assert dead == {}
+    assert survivors == [{"a_process_dies": None}] * (size - 1), survivors
+
+
+def test_without_a_group():
+    with pytest.raises(RuntimeError, match=r"torch\.distributed must be initialised"):
+        fused_topk.distributed.topk(torch.zeros(2, 5), 2)
+
+
+def test_public_functions_have_complete_docstrings():
+    for name in fused_topk.distributed.__all__:
+        function = getattr(fused_topk.distributed, name)
+        for parameter in inspect.signature(function).parameters:
+            assert f"        {parameter}: " in function.__doc__, f"{name}: {parameter}"
