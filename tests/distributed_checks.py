@@ -41,8 +41,8 @@ def counted():
         given.append(own.nbytes)
         return gather(everywhere, own, group=group)
 
-    gather = collective._all_gather_single
-    with mock.patch.object(collective, "_all_gather_single", count):
+    gather = collective.all_gather_single
+    with mock.patch.object(collective, "all_gather_single", count):
         yield given
 
 

@@ -14,7 +14,7 @@ from .. import env
 from .packing import Header, Packing, describe_difference, headers_of
 
 # Its name since torch 2.13.
-_all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 # For each group the calls that all of its processes are known to make alike. A group that is gone takes its entry with it.
 _agreed: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
@@ -89,5 +89,5 @@ def _all_gather(own: Tensor, group: Any) -> Tensor:
         gathered: Tensor = functional.all_gather_tensor(own, 0, group)
         return gathered
     everywhere = torch.empty(dist.get_world_size(group), own.shape[1], dtype=own.dtype, device=own.device)
-    _all_gather_single(everywhere, own, group=group)
+    all_gather_single(everywhere, own, group=group)
     return everywhere

@@ -234,7 +234,7 @@ def _gather(
     else:
         buffer = torch.empty(packing.words, dtype=torch.int64, device=device)
         buffer[:2].copy_(header_words(header, device))
-        _write_state(local_logits, held, arguments, packing.state(buffer))
+        write_state(local_logits, held, arguments, packing.state(buffer))
     everywhere = exchange(buffer, packing, group)
     parts = packing.parts(everywhere)
     if state is not None and has_gradient:
@@ -267,7 +267,7 @@ def _state(local_logits: Tensor, k: int, held: int, arguments: tuple[Any, ...]) 
     return TopK(pad(best, missing, value=-torch.inf), pad(indices, missing, value=_NO_TOKEN), normalizer)
 
 
-def _write_state(local_logits: Tensor, held: int, arguments: tuple[Any, ...], out: TopK) -> None:
+def write_state(local_logits: Tensor, held: int, arguments: tuple[Any, ...], out: TopK) -> None:
     """Likewise, into the tensors of a buffer."""
     best, indices, normalizer = out
     if held < indices.shape[-1]:
