@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -65,3 +68,28 @@ def test_public_functions_have_complete_docstrings():
         function = getattr(fused_topk.distributed, name)
         for parameter in inspect.signature(function).parameters:
             assert f"        {parameter}: " in function.__doc__, f"{name}: {parameter}"
+
+
+def bench(launcher: list[str], *arguments: object) -> subprocess.CompletedProcess[str]:
+    options = ["--suite", "distributed", "--device", "cpu", "--quick", "--rows", "1", *map(str, arguments)]
+    command = [sys.executable, *launcher, "-m", "fused_topk", "bench", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_bench_needs_torchrun():
+    done = bench([])
+    assert done.returncode == 1 and "start it with `torchrun" in done.stderr
+
+
+@pytest.mark.exhaustive
+def test_bench(tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = bench(launcher, "--json", tmp_path / "run.json")
+    assert done.returncode == 0, done.stderr
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["processes"] == 2 and run["engine"] == "gloo" and run["format"] == 1
+    shapes = {entry["shape"]: entry for entry in run["results"]}
+    assert list(shapes) == ["1 x 128256 bf16 k=8", "1 x 128256 bf16 k=50"]
+    first = shapes["1 x 128256 bf16 k=8"]
+    assert first["bytes_of_process"] == {"whole": 16 + 8 + 8 * 8 + 8 * 2, "gathered": 128256}
+    assert set(first["times"]) == {"local", "collective", "merge", "whole", "gathered", "empty"}
