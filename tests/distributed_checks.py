@@ -279,6 +279,39 @@ def dtensors(rank: int, size: int) -> None:
     torch.testing.assert_close(live.grad.full_tensor(), plain.grad, rtol=1e-5, atol=1e-5)
 
 
+def full_rows_of_dtensors(rank: int, size: int) -> None:
+    """Values stay where their logits are; gradients are those of the whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (size,))
+    rows = adversarial_rows(43, 5, torch.float32)
+    of_special = torch.stack(list(rows.values()))
+    logits = random_logits(4, 43) + 1e4
+    t = torch.linspace(0.5, 2.0, 4)
+    weights = torch.linspace(-1.0, 1.0, 43)
+    for placement, entry in itertools.product(
+        (Shard(1), Shard(0), Replicate()), ("softmax", "log_softmax", "logsumexp")
+    ):
+        is_whole = entry == "logsumexp" and placement == Shard(1)
+        run = getattr(fused_topk, entry)
+        got = run(distribute_tensor(of_special, mesh, [placement]))
+        assert list(got.placements) == [Replicate() if is_whole else placement]
+        torch.testing.assert_close(got.full_tensor(), run(of_special), equal_nan=True, rtol=2e-6, atol=2e-6)
+        live = distribute_tensor(logits, mesh, [placement]).requires_grad_()
+        plain = logits.clone().requires_grad_()
+        of_live, of_plain = run(live, temperature=t), run(plain, temperature=t)
+        scale = 1.0 if entry == "logsumexp" else weights
+        (of_live.full_tensor() * scale).sum().backward()
+        (of_plain * scale).sum().backward()
+        torch.testing.assert_close(of_live.full_tensor(), of_plain, rtol=1e-6, atol=2e-6)
+        torch.testing.assert_close(live.grad.full_tensor(), plain.grad, rtol=1e-5, atol=1e-6)
+    half = distribute_tensor(logits.bfloat16(), mesh, [Shard(1)])
+    assert fused_topk.softmax(half).dtype == torch.bfloat16
+    assert fused_topk.softmax(half, dtype=torch.float32).dtype == fused_topk.logsumexp(half).dtype == torch.float32
+    raises(ValueError, "`dim` must be the last", lambda: fused_topk.softmax(half, 0))
+
+
 def a_process_dies(rank: int, size: int) -> None:
     """The others get torch.distributed's error, and a new group of theirs works."""
     logits = random_logits(3, 90)

@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .. import functional
 from ..functional.arguments import check_k
+from ..functional.full_rows import checked_dtype
 from ..operators.gradients import unpacked
-from ..problem import TopK
+from ..problem import TopK, result_dtype
+from . import full_rows as of_columns
 from . import functions
 
 _ENTRIES = {"softmax": "softmax_topk", "log_softmax": "log_softmax_topk", "logits": "topk"}
@@ -35,8 +37,7 @@ def row(
     """softmax_topk, log_softmax_topk or topk."""
     if out is not None:
         raise TypeError("`out` must be None where `logits` is a DTensor, got tensors; use the result")
-    if dim not in (-1, logits.dim() - 1):
-        raise ValueError(f"`dim` must be the last one where `logits` is a DTensor, got dim={dim}; use logits.movedim")
+    _check_last(dim, logits)
     local = _Local(logits, mask, temperature)
     check_k(k, logits.shape[-1])
     settings: dict[str, Any] = {"mask": local.mask, "backend": backend}
@@ -71,6 +72,35 @@ def beams(
         result = functions.beam_topk(local.logits, scores, k, group=local.group, **settings)
     batch = logits.shape[0]
     return TopK(*map(local.whole, result, ((batch, k), (batch, k), tuple(logits.shape[:-1]))))
+
+
+def full_rows(
+    values: str,
+    logits: Tensor,
+    dim: int,
+    temperature: float | Tensor | None,
+    dtype: torch.dtype | None,
+    backend: str | None,
+) -> Tensor:
+    """softmax, log_softmax or logsumexp. Values stay where their logits are."""
+    _check_last(dim, logits)
+    local = _Local(logits, None, temperature)
+    settings: dict[str, Any] = {"temperature": local.temperature, "backend": backend}
+    out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else checked_dtype(dtype, logits)
+    if local.group is not None:
+        result = of_columns.full_rows(values, local.logits, local.group, dtype=out_dtype, **settings)
+    elif values == "logsumexp":
+        result = functional.logsumexp(local.logits, **settings)
+    else:
+        result = getattr(functional, values)(local.logits, dtype=out_dtype, **settings)
+    if values == "logsumexp":
+        return local.whole(result, tuple(logits.shape[:-1]))
+    return local.whole(result, tuple(logits.shape), local.placements)
+
+
+def _check_last(dim: int, logits: Tensor) -> None:
+    if dim not in (-1, logits.dim() - 1):
+        raise ValueError(f"`dim` must be the last one where `logits` is a DTensor, got dim={dim}; use logits.movedim")
 
 
 class _Local:
@@ -114,11 +144,11 @@ class _Local:
         local: Tensor = whole.redistribute(placements=placements).to_local()
         return local
 
-    def whole(self, local: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def whole(self, local: Tensor, shape: tuple[int, ...], placements: Sequence[Any] | None = None) -> Tensor:
         """The result of that shape of which this process has `local`."""
         stride = torch.empty(shape, device="meta").stride()
         result: Tensor = DTensor.from_local(
-            local, self.mesh, self.of_result, run_check=False, shape=torch.Size(shape), stride=stride
+            local, self.mesh, placements or self.of_result, run_check=False, shape=torch.Size(shape), stride=stride
         )
         return result
 

@@ -166,7 +166,7 @@ def beam_topk(
             "`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure"
         )
     beams = max(local_logits.shape[1], 1)
-    call = _gather(local_logits, k, group, temperature, mask, normalize, backend, of_row=beams)
+    call = gather_states(local_logits, k, group, temperature, mask, normalize, backend, of_row=beams)
     parts, vocab_size = call.parts, call.vocab_size
     k_of_beam = k if vocab_size is None else min(k, vocab_size)
     rows = TopK(*run_merge(*parts, k_of_beam, *call.temperatures, "log_softmax", normalize, backend))
@@ -191,11 +191,11 @@ def _row(
 ) -> TopK:
     check_logits(local_logits)
     check_normalize(normalize)
-    call = _gather(local_logits, k, group, temperature, mask, normalize, backend)
+    call = gather_states(local_logits, k, group, temperature, mask, normalize, backend)
     return TopK(*run_merge(*call.parts, k, *call.temperatures, values, normalize, backend))
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """The states of all processes, and what the merge of them takes besides."""
 
     parts: Parts
@@ -203,7 +203,7 @@ class _Call(NamedTuple):
     vocab_size: int | None  # of the whole vocabulary; None: not known on the host, but no less than k
 
 
-def _gather(
+def gather_states(
     local_logits: Tensor,
     k: int,
     group: Any,
@@ -212,7 +212,7 @@ def _gather(
     normalize: str,
     backend: str | None,
     of_row: int = 1,
-) -> _Call:
+) -> Call:
     """Exchanges the states of this process's columns. `of_row`: rows that share k."""
     group = group_of(group)
     check_k(k, 2**31 - 1, "what an exchange takes")
@@ -248,7 +248,7 @@ def _gather(
         check(said)
         vocab_size = sum(of_rank.length for of_rank in said)
         check_k(k, of_row * vocab_size, "the whole vocabulary" if of_row == 1 else "beams times the whole vocabulary")
-    return _Call(parts, (number, row_temperature), vocab_size)
+    return Call(parts, (number, row_temperature), vocab_size)
 
 
 def _state(local_logits: Tensor, k: int, held: int, arguments: tuple[Any, ...]) -> TopK:

@@ -349,6 +349,7 @@ def _row(
             if planned is not None:
                 return planned
     if type(logits) is not Tensor and is_distributed(logits):
+        # Imported here: plain tensors need no torch.distributed.
         from ..distributed import dtensors
 
         return dtensors.row(values, logits, k, dim, temperature, mask, normalize, backend, out)
