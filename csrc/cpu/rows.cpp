@@ -140,7 +140,8 @@ struct Solver {
 
   // Follows from what is asked of one row, so that its bits depend on nothing else.
   bool is_routed() const {
-    return problem.vocab_size <= kMostExperts && problem.k <= kMostChosen && !problem.mask && !problem.beam_scores;
+    const bool is_short = problem.vocab_size <= kMostExperts && problem.k <= kMostChosen;
+    return is_short && !problem.mask && !problem.beam_scores && problem.value_kind != ValueKind::kState;
   }
 
   // The rows of an expert router. A task is as many rows as a buffer holds.
@@ -279,13 +280,19 @@ struct Solver {
   void finish_row(const Row& row, const BlockNormalizer* block_normalizers, Workspace& workspace) {
     BlockNormalizer sum = block_normalizers[0];
     for (u32 i = 1; i < blocks; ++i) sum = merge(sum, block_normalizers[i], row.temperature.inverse);
+    const u64* best = workspace.selection.sorted();
+    if (problem.value_kind == ValueKind::kState) {
+      problem.logsumexp[row.number] = sum.m;
+      problem.logsumexp[rows + row.number] = float(sum.d);
+      write_logits(row, best);
+      return;
+    }
     const double m = sum.m;
     const double log_d = std::log(sum.d);
     // Relative to a maximum of +inf, d is NaN. The logsumexp is +inf, or NaN if the temperature is.
     const double logsumexp = std::isinf(m) ? m * row.temperature.inverse : m * row.temperature.inverse + log_d;
     problem.logsumexp[row.number] = float(logsumexp);
 
-    const u64* best = workspace.selection.sorted();
     if (problem.value_kind == ValueKind::kLogits) {
       write_logits(row, best);
     } else if (!problem.beam_scores) {
