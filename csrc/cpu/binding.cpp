@@ -189,7 +189,7 @@ void linear_topk(u32 dtype, u32 rows, u32 vocab_size, u32 depth,
                  std::uintptr_t mask, u32 mask_kind, std::vector<i64> mask_strides,
                  u32 k, u32 value_kind, u32 normalize_over,
                  std::uintptr_t values, std::uintptr_t indices, std::uintptr_t logsumexp,
-                 std::uintptr_t maximum, std::uintptr_t sum,
+                 std::uintptr_t state,
                  u32 threads, std::string_view instruction_set) {
   // clang-format on
   const nb::gil_scoped_release without_gil;
@@ -213,8 +213,7 @@ void linear_topk(u32 dtype, u32 rows, u32 vocab_size, u32 depth,
   p.weight_stride = weight_stride;
   p.bias = pointer<const char>(bias);
   p.bias_stride = bias_stride;
-  p.maximum = pointer<float>(maximum);
-  p.sum = pointer<float>(sum);
+  p.state = pointer<float>(state);
   solve(p);
 }
 

@@ -21,8 +21,7 @@ struct LinearProblem : Problem {
   const char* bias;  // nullable; [vocab_size], of `dtype`
   i64 bias_stride;
 
-  float* maximum;  // [rows], the m of the row's (m, d)
-  float* sum;      // [rows], its d
+  float* state;  // [rows, 2]: the row's m and d
 };
 
 // Throws std::bad_alloc.
