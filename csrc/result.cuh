@@ -28,6 +28,15 @@ struct RowResult {
   __device__ __forceinline__ float logsumexp() const { return m * inverse_temperature + (is_finite() ? log_d : 0.0f); }
 };
 
+// Writes the logsumexp of a row, or its (m, d) for kState. One thread calls it.
+__device__ __forceinline__ void write_normalizer(u32 value_kind, float* logsumexp, u32 row, const RowResult& result) {
+  if (value_kind == kState) {
+    reinterpret_cast<float2*>(logsumexp)[row] = {result.m, result.d};
+  } else {
+    logsumexp[row] = result.logsumexp();
+  }
+}
+
 // Writes the i-th of a row's k chosen: token `index` with logit x, -inf if the mask hides it. raw_logit(index) returns
 // the input's bits. A candidate's key has lost the sign of a zero and the payload of a NaN.
 template <class FORMAT, class RAW_LOGIT>
@@ -35,7 +44,7 @@ __device__ __forceinline__ void write_chosen(const Problem& problem, u32 row, u3
                                              const RowResult& relative_to, RAW_LOGIT raw_logit) {
   const i64 out = i64(row) * k + i;
   problem.indices[out] = index;
-  if (problem.value_kind == kLogits) {
+  if (problem.value_kind == kLogits || problem.value_kind == kState) {
     static_cast<typename FORMAT::Bits*>(problem.values)[out] =
         x == -FUSED_TOPK_INFINITY ? FORMAT::kNegativeInfinity : raw_logit(index);
   } else {

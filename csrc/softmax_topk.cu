@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
     chosen = candidates.sort();
     if (is_sequence) break;
     const RowResult result = shared.row;
-    if (GROUP::thread() == GROUP::kThreads - 1) problem.logsumexp[row] = result.logsumexp();
+    if (GROUP::thread() == GROUP::kThreads - 1) write_normalizer(problem.value_kind, problem.logsumexp, row, result);
     if (problem.beams == 0) {
       write_row<GROUP>(problem, row, k, chosen, scan.reader, result);
       return;

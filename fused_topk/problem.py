@@ -23,6 +23,23 @@ class TopK(NamedTuple):
     logsumexp: Tensor
 
 
+class TopKState(NamedTuple):
+    """What is known of a part of every row: the state (m, d, T) of the paper. States of a row's parts merge into the whole's.
+
+    logits: the raw logits of the part's k best, in the logits' dtype, shape (..., k), in the order of
+        :func:`softmax_topk`; -inf where a token is not allowed.
+    indices: int64 tokens of the whole vocabulary, shape (..., k).
+    m: the greatest raw logit that counts for d, shape (...); -inf if none counts. float32 (float64 for float64 logits).
+    d: the sum of exp((x - m) / temperature) over the logits x that count, shape (...), in m's dtype; 0 if none counts,
+        and NaN if m is NaN or +inf.
+    """
+
+    logits: Tensor
+    indices: Tensor
+    m: Tensor
+    d: Tensor
+
+
 class Problem(NamedTuple):
     """A checked top-k request. A backend writes its result into a :class:`TopK` of the caller's contiguous tensors."""
 
@@ -31,7 +48,8 @@ class Problem(NamedTuple):
     temperature: float  # positive and finite; ignored where row_temperature is given
     row_temperature: Tensor | None  # logits.shape[:-1], float32, any strides
     mask: Tensor | None  # bool of logits.shape, or int32 of logits.shape[:-1] + (ceil(V / 32),), any strides
-    values: str  # "softmax", "log_softmax" or "logits"
+    # "softmax", "log_softmax", "logits" or "state": logits, and (m, d) in a last dimension of 2 in place of the logsumexp
+    values: str
     normalize: str  # "allowed", "all" or "topk"
 
     def at(self, logits: Tensor, mask: Tensor | None, row_temperature: Tensor | None) -> Problem:
@@ -42,6 +60,29 @@ class Problem(NamedTuple):
         return self._replace(
             logits=logits, mask=_at(self.mask, mask), row_temperature=_at(self.row_temperature, row_temperature)
         )
+
+
+class MergeProblem(NamedTuple):
+    """A checked request to merge the states of a row's parts. A backend writes its result into a :class:`TopK`.
+
+    Each list is in the order of candidates. An index of -1 marks an entry that is no candidate; such entries come last.
+    """
+
+    logits: Tensor  # (parts, ..., k of a part), any strides, as all of these
+    indices: Tensor  # logits.shape, int64
+    m: Tensor  # logits.shape[:-1], float32, or float64 for float64 logits
+    d: Tensor  # like m
+    lengths: Tensor | None  # (parts,) int32, tokens of each part: indices count from its start; None: of the whole row
+    k: int  # 1 <= k <= parts times k of a part
+    temperature: float  # the one that d was summed with; positive and finite; ignored where row_temperature is given
+    row_temperature: Tensor | None  # logits.shape[1:-1], float32, or float64 for float64 logits
+    values: str  # as in Problem
+    normalize: str  # "topk", or "all" for what the states are relative to
+
+    def at(self, logits: Tensor, indices: Tensor, m: Tensor, d: Tensor, *others: Tensor | None) -> MergeProblem:
+        """This request with these tensors in place of its own. `others`: lengths and row_temperature."""
+        lengths, row_temperature = others
+        return self._replace(logits=logits, indices=indices, m=m, d=d, lengths=lengths, row_temperature=row_temperature)
 
 
 class FullRowProblem(NamedTuple):

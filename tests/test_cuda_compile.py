@@ -10,7 +10,7 @@ import pytest
 
 from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver, kernel_source
-from fused_topk.layout import full_row_launch
+from fused_topk.layout import full_row_launch, merge_launch
 from fused_topk.layout.topk_choice import Method
 from nvrtc_library import of_cuda12
 
@@ -74,6 +74,14 @@ def test_kernels_compile_without_spills(nvrtc, dtype, architecture):
 def test_read_rows_compiles_without_spills(nvrtc, architecture):
     _, _, log = driver.compile_kernel("fused_topk::read_rows_kernel", architecture)
     assert_no_spills("read_rows_kernel", log)
+
+
+@pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
+def test_merge_kernels_compile_without_spills(nvrtc, architecture):
+    for kernel in merge_launch.kernel_names():
+        _, entry, log = driver.compile_kernel(kernel, architecture)
+        assert "merge_states_kernel" in entry
+        assert_no_spills(kernel, log)
 
 
 @pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)

@@ -19,6 +19,7 @@ from simt.translate import translate
 KERNEL_OF = {
     kernel_arguments.Problem: "fused_topk::softmax_topk_kernel",
     kernel_arguments.FullRows: "fused_topk::full_rows::softmax_warp_rows_kernel",
+    kernel_arguments.States: "fused_topk::merging::merge_states_kernel",
 }
 
 
@@ -87,7 +88,7 @@ def test_fields_must_be_adjacent():
 
 
 FORMATS = {2: "BFloat16", 4: "Float32"}
-VALUE_KINDS = {"logits": "Logits", "softmax": "Probabilities", "log_softmax": "LogProbabilities"}
+VALUE_KINDS = {"logits": "Logits", "softmax": "Probabilities", "log_softmax": "LogProbabilities", "state": "State"}
 
 
 def mirrored(itemsize: int) -> list[str]:
@@ -100,7 +101,7 @@ def mirrored(itemsize: int) -> list[str]:
         f"kRouterLanes == {topk_choice._ROUTER_LANES} && kRouterLanes == {topk_choice._ROUTER_K}",
         f"kIndexBits + 1 == {topk_choice._SHORT_ROW}",
         f"kLeadingDims == {kernel_arguments.LEADING_DIMS}",
-        *(f"k{name} == {topk_launch._VALUE_KINDS[kind]}" for kind, name in VALUE_KINDS.items()),
+        *(f"k{name} == {topk_launch.VALUE_KINDS[kind]}" for kind, name in VALUE_KINDS.items()),
         f"kMaskBoth == {topk_launch._MASK_USES['allowed']} && kMaskChoice == {topk_launch._MASK_USES['all']}",
     ]
     for warps, vectors in topk_choice.VARIANTS[itemsize]:

@@ -20,6 +20,7 @@
 #include "../ladder/ladder.h"
 #include "full_rows.h"
 #include "linear_rows.h"
+#include "merge.h"
 #include "problem.h"
 
 namespace nb = nanobind;
@@ -217,6 +218,68 @@ void linear_topk(u32 dtype, u32 rows, u32 vocab_size, u32 depth,
   solve(p);
 }
 
+// The merge of the states of parts, in the same way. Each tensor's strides are those of [parts, sizes..., width], or
+// without the width.
+class Merge {
+ public:
+  // clang-format off: likewise
+  Merge(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides, std::vector<i64> indices_strides,
+        std::vector<i64> m_strides, std::vector<i64> d_strides, i64 lengths_stride,
+        double temperature, std::vector<i64> temperature_strides,
+        u32 k, u32 value_kind, bool normalize_topk)
+      // clang-format on
+      : kind_{} {
+    kind_.kernels = &kernels_named("");
+    kind_.dtype = DType(dtype);
+    kind_.parts = u32(shape.front());
+    kind_.width = u32(shape.back());
+    kind_.sizes.assign(shape.begin() + 1, shape.end() - 1);
+    kind_.logits = of_parts(std::move(logits_strides), true);
+    kind_.indices = of_parts(std::move(indices_strides), true);
+    kind_.m = of_parts(std::move(m_strides), false);
+    kind_.d = of_parts(std::move(d_strides), false);
+    kind_.lengths_stride = lengths_stride;
+    kind_.temperature = temperature;
+    kind_.temperature_strides = std::move(temperature_strides);
+    kind_.k = k;
+    kind_.value_kind = ValueKind(value_kind);
+    kind_.normalize_topk = normalize_topk;
+    elements_ = u64(kind_.parts) * kind_.width;
+    for (const i64 size : kind_.sizes) elements_ *= u64(size);
+  }
+
+  void operator()(std::uintptr_t logits, std::uintptr_t indices, std::uintptr_t m, std::uintptr_t d,
+                  std::uintptr_t lengths, std::uintptr_t row_temperature, std::uintptr_t values,
+                  std::uintptr_t result_indices, std::uintptr_t logsumexp, u32 threads) const {
+    std::optional<nb::gil_scoped_release> without_gil;
+    if (elements_ > kWorthReleasing) without_gil.emplace();
+    MergeProblem p = kind_;
+    p.threads = threads;
+    p.logits.base = pointer<const char>(logits);
+    p.indices.base = pointer<const char>(indices);
+    p.m.base = pointer<const char>(m);
+    p.d.base = pointer<const char>(d);
+    p.lengths = pointer<const int>(lengths);
+    p.row_temperature = pointer<const float>(row_temperature);
+    p.values = pointer<char>(values);
+    p.result_indices = pointer<i64>(result_indices);
+    p.logsumexp = pointer<float>(logsumexp);
+    solve(p);
+  }
+
+ private:
+  static OfParts of_parts(std::vector<i64> strides, bool has_elements) {
+    OfParts result{};
+    if (has_elements) result.element_stride = pop(strides);
+    result.part_stride = strides.front();
+    result.row_strides.assign(strides.begin() + 1, strides.end());
+    return result;
+  }
+
+  MergeProblem kind_;
+  u64 elements_;
+};
+
 void ladder(u32 rung, u64 rows, u32 vocab_size, u32 k, std::uintptr_t x, std::uintptr_t y, std::uintptr_t values,
             std::uintptr_t indices, u32 threads) {
   const nb::gil_scoped_release without_gil;
@@ -236,6 +299,9 @@ NB_MODULE(_cpu, module) {
       .def(nb::init<u32, Strides, Strides, double, std::uintptr_t, Strides, u32, u32, std::string_view>())
       .def("__call__", &FullRows::operator());
   module.def("linear_topk", &linear_topk);
+  nb::class_<Merge>(module, "Merge")
+      .def(nb::init<u32, Strides, Strides, Strides, Strides, Strides, i64, double, Strides, u32, u32, bool>())
+      .def("__call__", &Merge::operator());
   module.def("ladder", &ladder);
   module.def(
       "instruction_set", [] { return supported_kernels().front()->name; },

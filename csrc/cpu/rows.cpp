@@ -137,7 +137,8 @@ struct Solver {
 
   // Follows from what is asked of one row, so that its bits depend on nothing else.
   bool is_routed() const {
-    return problem.vocab_size <= kMostExperts && problem.k <= kMostChosen && !problem.mask && !problem.beam_scores;
+    const bool is_short = problem.vocab_size <= kMostExperts && problem.k <= kMostChosen;
+    return is_short && !problem.mask && !problem.beam_scores && problem.value_kind != ValueKind::kState;
   }
 
   // The rows of an expert router. A task is as many rows as a buffer holds.
@@ -260,10 +261,16 @@ struct Solver {
   void finish_row(const Row& row, const BlockNormalizer* block_normalizers, Workspace& workspace) {
     BlockNormalizer sum = block_normalizers[0];
     for (u32 i = 1; i < blocks; ++i) sum = merge(sum, block_normalizers[i], row.temperature.inverse);
+    const u64* best = workspace.selection.sorted();
+    if (problem.value_kind == ValueKind::kState) {
+      problem.logsumexp[2 * row.number] = sum.m;
+      problem.logsumexp[2 * row.number + 1] = float(sum.d);
+      write_logits(row, best);
+      return;
+    }
     const FinishedRow finished(sum, row.temperature.inverse);
     problem.logsumexp[row.number] = finished.logsumexp();
 
-    const u64* best = workspace.selection.sorted();
     if (problem.value_kind == ValueKind::kLogits) {
       write_logits(row, best);
     } else if (!problem.beam_scores) {

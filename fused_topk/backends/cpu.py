@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, Problem, TopK
-from .protocol import StartFullRows, StartTopk
+from ..problem import FullRowProblem, MergeProblem, Problem, TopK
+from .protocol import StartFullRows, StartMerge, StartTopk
 
 _cpu: Any
 try:
@@ -23,7 +23,7 @@ except ImportError as error:
 # The enumerations of csrc/cpu/problem.h, full_rows.h and vector_kernels.h.
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _NO_MASK, _BOOL_MASK, _PACKED_MASK = 0, 1, 2
-_VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2}
+_VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2, "state": 3}
 _FULL_ROW_KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
 _NORMALIZE_OVER = {"allowed": 0, "all": 1, "topk": 2}
 
@@ -71,6 +71,50 @@ def prepare_topk(
     ) -> None:
         # What the kernel knows of a mask and of row temperatures holds their addresses.
         _topk(problem.at(logits, mask, row_temperature), beam_scores, instruction_set)(logits, out, beam_scores)
+
+    return run
+
+
+def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
+    """See :class:`protocol.Backend`."""
+    temperatures, lengths = problem.row_temperature, problem.lengths
+    merge = _cpu.Merge(
+        _DTYPES[problem.logits.dtype],
+        problem.logits.shape,
+        problem.logits.stride(),
+        problem.indices.stride(),
+        problem.m.stride(),
+        problem.d.stride(),
+        0 if lengths is None else lengths.stride(0),
+        problem.temperature,
+        () if temperatures is None else temperatures.stride(),
+        problem.k,
+        _VALUE_KINDS[problem.values],
+        problem.normalize == "topk",
+    )
+    num_threads = torch.get_num_threads
+
+    def run(
+        logits: Tensor,
+        indices: Tensor,
+        m: Tensor,
+        d: Tensor,
+        lengths: Tensor | None,
+        row_temperature: Tensor | None,
+        out: TopK,
+    ) -> None:
+        merge(
+            logits.data_ptr(),
+            indices.data_ptr(),
+            m.data_ptr(),
+            d.data_ptr(),
+            0 if lengths is None else lengths.data_ptr(),
+            0 if row_temperature is None else row_temperature.data_ptr(),
+            out.values.data_ptr(),
+            out.indices.data_ptr(),
+            out.logsumexp.data_ptr(),
+            num_threads(),
+        )
 
     return run
 

@@ -16,16 +16,18 @@ from torch import Tensor
 
 from .. import env
 from ..cuda_runtime import driver, tickets
-from ..layout import full_row_launch, topk_launch
+from ..layout import full_row_launch, merge_launch, topk_launch
 from ..layout.full_row_choice import FullRowChoice, choose_full_row
 from ..layout.full_row_launch import FullRowLaunch, FullRowLayout
+from ..layout.merge_launch import MergeLaunch, MergeLayout
 from ..layout.topk_choice import MAX_K, KernelChoice, choose
 from ..layout.topk_launch import FORMATS, Launch, Layout, row_count
-from ..problem import FullRowProblem, Problem, TopK
-from .protocol import StartFullRows, StartTopk
+from ..problem import FullRowProblem, MergeProblem, Problem, TopK
+from .protocol import StartFullRows, StartMerge, StartTopk
 
 # One element of that many bytes, which CuPy passes by value.
 _TOPK_ARGUMENT = np.dtype(f"V{topk_launch.PROBLEM_BYTES}")
+_MERGE_ARGUMENT = np.dtype(f"V{merge_launch.STATES_BYTES}")
 _FULL_ROW_ARGUMENT = np.dtype(f"V{full_row_launch.FULL_ROWS_BYTES}")
 _SHARED_BYTES_UNASKED = 48 << 10  # what a kernel has without asking
 
@@ -76,6 +78,44 @@ def prepare_topk(
             0 if beam_scores is None else beam_scores.data_ptr(),
             out,
         )
+
+    return run
+
+
+def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
+    """See :class:`protocol.Backend`."""
+    planned, index = _merge_plan(problem), device.index
+    itemsize = problem.logits.element_size()
+
+    def run(
+        logits: Tensor,
+        indices: Tensor,
+        m: Tensor,
+        d: Tensor,
+        lengths: Tensor | None,
+        row_temperature: Tensor | None,
+        out: TopK,
+    ) -> None:
+        if planned is None or logits.data_ptr() % itemsize:
+            logits = logits.clone(memory_format=torch.contiguous_format)
+            indices, m, d = indices.contiguous(), m.contiguous(), d.contiguous()
+            row_temperature = None if row_temperature is None else row_temperature.contiguous()
+            copied = problem.at(logits, indices, m, d, lengths, row_temperature)
+            prepare_merge(copied, device)(logits, indices, m, d, lengths, row_temperature, out)
+            return
+        function = driver.function(index, planned.kernel)
+        filled = planned.fill(
+            logits.data_ptr(),
+            indices.data_ptr(),
+            m.data_ptr(),
+            d.data_ptr(),
+            0 if lengths is None else lengths.data_ptr(),
+            0 if row_temperature is None else row_temperature.data_ptr(),
+            out.values.data_ptr(),
+            out.indices.data_ptr(),
+            out.logsumexp.data_ptr(),
+        )
+        driver.call(function, planned.grid, planned.threads, (np.frombuffer(filled, _MERGE_ARGUMENT),), index)
 
     return run
 
@@ -256,6 +296,25 @@ def _topk_layout(problem: Problem, is_aligned: bool, beam_scores: Tensor | None)
         None if row_temperature is None else row_temperature.stride(),
         None if beam_scores is None else beam_scores.stride(),
     )
+
+
+def _merge_plan(problem: MergeProblem) -> MergeLaunch | None:
+    lengths, temperatures = problem.lengths, problem.row_temperature
+    layout = MergeLayout(
+        problem.logits.shape,
+        problem.logits.dtype,
+        problem.logits.stride(),
+        problem.indices.stride(),
+        problem.m.stride(),
+        problem.d.stride(),
+        0 if lengths is None else lengths.stride(0),
+        None if temperatures is None else temperatures.stride(),
+        problem.k,
+        problem.temperature,
+        problem.values,
+        problem.normalize,
+    )
+    return merge_launch.plan(layout)
 
 
 def _has_adjacent(logits: Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, Problem, TopK
+from ..problem import FullRowProblem, MergeProblem, Problem, TopK
 
 
 class StartTopk(Protocol):
@@ -21,6 +21,21 @@ class StartTopk(Protocol):
         beam_scores: Tensor | None = None,
         mask: Tensor | None = None,
         row_temperature: Tensor | None = None,
+    ) -> None: ...
+
+
+class StartMerge(Protocol):
+    """Runs a prepared merge on tensors of the layout that it was prepared for, and writes the contiguous `out`."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        indices: Tensor,
+        m: Tensor,
+        d: Tensor,
+        lengths: Tensor | None,
+        row_temperature: Tensor | None,
+        out: TopK,
     ) -> None: ...
 
 
@@ -49,6 +64,10 @@ class Backend(Protocol):
         The k best of every row, their values, and the row's logsumexp. With beam_scores, which show a layout too, the
         k best continuations of every batch entry over all of its beams.
         """
+        ...
+
+    def prepare_merge(self, problem: MergeProblem, device: torch.device) -> StartMerge:
+        """Likewise for the k best of the candidates of a row's parts, and the normalizer of the whole row."""
         ...
 
     def prepare_full_rows(self, problem: FullRowProblem, device: torch.device, dtype: torch.dtype) -> StartFullRows:

@@ -2,6 +2,7 @@
 """The public functions. They check their arguments and call :mod:`fused_topk.operators`."""
 
 from .full_rows import log_softmax, logsumexp, softmax
+from .merging import merge_states, merge_topk, topk_state
 from .row_topk import beam_topk, log_softmax_topk, softmax_topk, topk
 from .warming import warm_up
 
@@ -10,8 +11,11 @@ __all__ = [
     "log_softmax",
     "log_softmax_topk",
     "logsumexp",
+    "merge_states",
+    "merge_topk",
     "softmax",
     "softmax_topk",
     "topk",
+    "topk_state",
     "warm_up",
 ]

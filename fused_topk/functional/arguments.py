@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from .. import backends
 from ..operators import transforms
-from ..problem import TopK
+from ..problem import TopK, TopKState, result_dtype
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NORMALIZE = ("allowed", "all", "topk")
@@ -220,6 +220,49 @@ def check_beam_scores(beam_scores: Any, logits: Tensor) -> None:
             f"`beam_scores` must have the shape {tuple(logits.shape[:2])} of the beams, got {tuple(beam_scores.shape)}; "
             "there is one score a beam"
         )
+
+
+def check_start(start: Any) -> None:
+    if isinstance(start, (bool, Tensor)) or not isinstance(start, (int, torch.SymInt, np.integer)):
+        raise TypeError(f"`start` must be an int, got {type(start).__name__}; use int(start)")
+    if not 0 <= start <= 2**62:
+        raise ValueError(f"`start` must be the token at which the part begins, 0 to 2^62, got {start}; pass 0 or more")
+
+
+def check_part(name: str, part: Any, first: TopKState) -> None:
+    """Checks a state by itself, and that it fits to the first one of the parts."""
+    if not isinstance(part, tuple) or len(part) != 4:
+        raise TypeError(f"`{name}` must be a TopKState, got {type(part).__name__}; make it with topk_state()")
+    logits, indices, *normalizer = part
+    check_logits(logits)
+    for field, tensor in zip(TopKState._fields[1:], part[1:], strict=True):
+        check_tensor(f"{name}.{field}", tensor)
+        check_same_device(f"{name}.{field}", tensor, first[0])
+    check_same_device(f"{name}.logits", logits, first[0])
+    if logits.dtype is not first[0].dtype:
+        raise TypeError(
+            f"`{name}.logits` must have the dtype {first[0].dtype} of the first part, got {logits.dtype}; convert the "
+            "logits before topk_state()"
+        )
+    if logits.shape[:-1] != first[0].shape[:-1]:
+        raise ValueError(
+            f"`{name}.logits` must have the leading shape {tuple(first[0].shape[:-1])} of the first part, got "
+            f"{tuple(logits.shape[:-1])}; the parts must be of the same rows"
+        )
+    if indices.dtype is not torch.int64 or indices.shape != logits.shape:
+        raise ValueError(
+            f"`{name}.indices` must be int64 of shape {tuple(logits.shape)}, got {indices.dtype} of shape "
+            f"{tuple(indices.shape)}; take them as topk_state() returns them"
+        )
+    if logits.shape[-1] == 0:
+        raise ValueError(f"`{name}.logits` must have at least one candidate a row, got none; leave an empty part out")
+    dtype = result_dtype(logits.dtype)
+    for field, tensor in zip(("m", "d"), normalizer, strict=True):
+        if tensor.dtype is not dtype or tensor.shape != logits.shape[:-1]:
+            raise ValueError(
+                f"`{name}.{field}` must be {dtype} of shape {tuple(logits.shape[:-1])}, got {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)}; take it as topk_state() returns it"
+            )
 
 
 def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], inputs: Sequence[Tensor | None]) -> None:

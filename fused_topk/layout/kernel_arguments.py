@@ -89,6 +89,38 @@ class FullRows(ctypes.Structure):
     )
 
 
+class States(ctypes.Structure):
+    """struct States of csrc/merge_states.cu, where each field is explained."""
+
+    _fields_ = (
+        ("logits", _POINTER),
+        ("indices", _POINTER),
+        ("m", _POINTER),
+        ("d", _POINTER),
+        ("lengths", _POINTER),
+        ("row_temperature", _POINTER),
+        ("values", _POINTER),
+        ("result_indices", _POINTER),
+        ("logsumexp", _POINTER),
+        ("logits_part_stride", _I64),
+        ("logits_row_stride", _I64),
+        ("indices_part_stride", _I64),
+        ("indices_row_stride", _I64),
+        ("m_part_stride", _I64),
+        ("m_row_stride", _I64),
+        ("d_part_stride", _I64),
+        ("d_row_stride", _I64),
+        ("lengths_stride", _I64),
+        ("rows", _U32),
+        ("parts", _U32),
+        ("width", _U32),
+        ("k", _U32),
+        ("value_kind", _U32),
+        ("normalize_topk", _U32),
+        ("temperature", _F32),
+    )
+
+
 _CODES = {_F32: "f", _U8: "B", _U16: "H", _U32: "I", _I64: "q", _POINTER: "Q", _BOOL: "?"}
 
 

@@ -64,6 +64,9 @@ def row_backward(
     if mask is not None:
         # A token that is not allowed has the constant value -inf or 0, and what a loss makes of that is no gradient.
         grad_log = grad_log.where(_unpacked(mask, logits.shape[-1]).gather(-1, indices), 0.0)
+    if ctx.values == "state":
+        gradient = _state_gradient(logits, temperature, mask, ctx.normalize, indices, grad_values, grad_logsumexp)
+        return gradient, *(None,) * 7
     if ctx.values == "logits":
         # The logits themselves: their gradient goes back to where they came from.
         from_values = torch.zeros_like(logits).scatter_add(-1, indices, grad_log)
@@ -82,6 +85,33 @@ def row_backward(
         return gradient + chosen, *(None,) * 7
     gradient = _row_gradient(logits, temperature, mask, ctx.normalize, indices, grad_log, grad_logsumexp)
     return gradient, *(None,) * 7
+
+
+def _state_gradient(
+    logits: Tensor,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    normalize: str,
+    indices: Tensor,
+    grad_logits: Tensor,
+    grad_normalizer: Tensor,
+) -> Tensor:
+    """Gradient with respect to the logits, given those with respect to the k best (..., k) and to (m, d) (..., 2).
+
+    d m / d x_i is 1 for the first greatest logit j, and d d / d x_i = (e_i - d [i = j]) / T with e_i = exp((x_i - m) / T).
+    """
+    grad_m, grad_d = grad_normalizer[..., :1], grad_normalizer[..., 1:]
+    hidden = None if mask is None else ~_unpacked(mask, logits.shape[-1])
+    counted = logits.to(grad_normalizer.dtype)
+    if hidden is not None and normalize != "all":
+        counted = counted.masked_fill(hidden, -torch.inf)
+    m, j = counted.max(-1, keepdim=True)
+    e = ((counted - m.where(m != -torch.inf, 0.0)) / temperature).exp()
+    d = e.sum(-1, keepdim=True)
+    gradient = (grad_d * e / temperature).scatter_add(-1, j, grad_m - grad_d * d / temperature)
+    if hidden is not None and normalize != "all":
+        gradient = gradient.masked_fill(hidden, 0.0)
+    return (gradient.scatter_add(-1, indices, grad_logits.to(gradient.dtype))).to(logits.dtype)
 
 
 def beam_setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None:

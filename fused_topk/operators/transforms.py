@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import full_rows as full_rows  # the operators that these Functions call
-from . import gradients
+from . import gradients, merging
 from . import row_topk as row_topk
 
 # A private name of torch. Without it the Functions take every call but those that torch.compile traces: they serve all.
@@ -86,6 +86,32 @@ class BeamTopk(torch.autograd.Function):
         return _map_beams(BeamTopk.apply, info, in_dims, *arguments)
 
 
+def _map_parts(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+    """What vmap maps over becomes the first dimension of the rows, which follows the one of the parts."""
+    mapped = _mapped(info, in_dims, arguments)
+    # The parts have lengths in common to all rows.
+    if in_dims[4] is not None:
+        raise ValueError("`lengths` must not be mapped over; the parts of all rows begin at the same tokens")
+    mapped[:4] = [x.movedim(0, 1) for x in mapped[:4]]
+    mapped[4] = arguments[4]
+    return run(*mapped), (0, 0, 0)
+
+
+class MergeParts(torch.autograd.Function):
+    """merge_parts."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return tuple(torch.ops.fused_topk.merge_parts.default(*arguments))
+
+    setup_context = staticmethod(merging.setup_context)
+    backward = staticmethod(merging.backward)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        return _map_parts(MergeParts.apply, info, in_dims, *arguments)
+
+
 class FullRows(torch.autograd.Function):
     """full_rows."""
 
@@ -106,7 +132,12 @@ class FullRows(torch.autograd.Function):
 
 # The operators by themselves too, as in a gradient that uses one. Without the rule torch loops over them.
 if hasattr(torch.library, "register_vmap"):
-    for _name, _map in (("row_topk", _map_rows), ("beam_topk", _map_beams), ("full_rows", _map_full_rows)):
+    for _name, _map in (
+        ("row_topk", _map_rows),
+        ("beam_topk", _map_beams),
+        ("merge_parts", _map_parts),
+        ("full_rows", _map_full_rows),
+    ):
         _operator = getattr(torch.ops.fused_topk, _name).default
         torch.library.register_vmap(
             f"fused_topk::{_name}",
