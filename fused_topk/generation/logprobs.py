@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..functional.arguments import check_k, check_logits, check_same_device, check_tensor
+from ..functional.arguments import check_k, check_logits, check_targets
 from ..problem import TopK
 
 # Logits looked at at once where ranks are counted: their comparison takes a byte each.
@@ -68,15 +68,7 @@ def topk_logprobs(logits: Tensor, k: int, targets: Tensor | None = None) -> Toke
     best = functional.log_softmax_topk(logits, k)
     if targets is None:
         return TokenLogprobs(*best, None, None)
-    check_tensor("targets", targets)
-    if targets.dtype != torch.int64:
-        raise TypeError(f"`targets` must be int64, got {targets.dtype}; use .long()")
-    if targets.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"`targets` must have the shape {tuple(logits.shape[:-1])} of the positions, got {tuple(targets.shape)}; "
-            "for a causal model drop the last logits and the first target"
-        )
-    check_same_device("targets", targets, logits)
+    check_targets(targets, logits)
     has_target = targets >= 0
     tokens = targets.clamp(min=0).unsqueeze(-1)
     their_logits = logits.gather(-1, tokens)

@@ -40,22 +40,28 @@ def is_for_the_native_kernel(rows: int, k: int) -> bool:
     return rows <= _NATIVE_ROWS and rows * k <= _NATIVE_CANDIDATES
 
 
-def forward_pieces(rows: int, vocab_size: int, k: int, itemsize: int, logit_bytes: int, is_cpu: bool) -> Pieces:
+def forward_pieces(
+    rows: int, vocab_size: int, k: int, itemsize: int, logit_bytes: int, row_bytes: int, is_cpu: bool
+) -> Pieces:
     """The pieces of the forward pass.
 
-    logit_bytes: what a logit of a piece takes, with what is computed from it.
+    logit_bytes: what a logit of a piece takes, with what is computed from it. row_bytes: what a row takes besides its logits
+    and its candidates.
     """
     state_bytes = k * (itemsize + _INDEX_BYTES) + 2 * _INDEX_BYTES
-    if rows * (vocab_size * logit_bytes + 2 * state_bytes) <= SCRATCH_BYTES:
+    # A state, its copy and the result.
+    if rows * (vocab_size * logit_bytes + 3 * state_bytes + row_bytes) <= SCRATCH_BYTES:
         return Pieces(rows, vocab_size, 1)
     piece = (_CPU_PIECE_BYTES if is_cpu else _GPU_PIECE_BYTES) // logit_bytes
     block = min(rows, _CPU_ROWS if is_cpu else _GPU_ROWS, max(1, piece // _TOKEN_MULTIPLE))
+    block = max(1, min(block, _STATES_BYTES // 3 // max(row_bytes, 1)))
     # Two states, their copy and the result, at the least.
-    if 5 * block * state_bytes > _STATES_BYTES:
+    if 5 * block * state_bytes > 2 * _STATES_BYTES // 3:
         # Many candidates: whole rows, so that there is nothing to merge.
-        return Pieces(max(1, min(rows, piece // vocab_size)), vocab_size, 1)
+        of_row = vocab_size * logit_bytes + 3 * state_bytes + row_bytes
+        return Pieces(max(1, min(rows, SCRATCH_BYTES // of_row)), vocab_size, 1)
     tokens = _even_share(vocab_size, piece // block)
-    return Pieces(block, tokens, max(2, _STATES_BYTES // (3 * block * state_bytes)))
+    return Pieces(block, tokens, max(2, 2 * _STATES_BYTES // 3 // (3 * block * state_bytes)))
 
 
 def backward_pieces(rows: int, vocab_size: int, depth: int, itemsize: int, is_cpu: bool) -> Pieces:
