@@ -230,10 +230,17 @@ def select(
     dtype: Iterable[str] = (),
 ) -> list[tuple[str, Case]]:
     """The named suites' cases, with their suite; each filter, where given, lists the values that pass."""
+    rows, vocab, k, dtype = list(rows), list(vocab), list(k), list(dtype)
+    return [(name, case) for name in names for case in filtered(SUITES[name], rows, vocab, k, dtype)]
+
+
+def filtered(
+    cases: Iterable[Case],
+    rows: Iterable[int] = (),
+    vocab: Iterable[int] = (),
+    k: Iterable[int] = (),
+    dtype: Iterable[str] = (),
+) -> list[Case]:
+    """The cases that pass; each filter, where given, lists the values that do."""
     filters = [(name, set(wanted)) for name, wanted in (("rows", rows), ("vocab", vocab), ("k", k), ("dtype", dtype))]
-    return [
-        (name, case)
-        for name in names
-        for case in SUITES[name]
-        if all(not wanted or getattr(case, field) in wanted for field, wanted in filters)
-    ]
+    return [case for case in cases if all(not wanted or getattr(case, field) in wanted for field, wanted in filters)]

@@ -35,7 +35,7 @@ def check_tensor(name: str, value: Any) -> None:
         )
     # A plain tensor skips the DTensor check: torch.compile must not trace a look-up in sys.modules, which changes when
     # another thread imports something.
-    if type(value) is not Tensor and _is_distributed(value):
+    if type(value) is not Tensor and is_distributed(value):
         raise TypeError(
             f"`{name}` must not be a DTensor, got one placed {value.placements}; pass .full_tensor(), or .to_local() where "
             "whole rows are local"
@@ -46,7 +46,7 @@ def check_tensor(name: str, value: Any) -> None:
         raise TypeError(f"`{name}` must be a dense tensor, got layout {value.layout}; convert it with .to_dense()")
 
 
-def _is_distributed(value: Any) -> bool:
+def is_distributed(value: Any) -> bool:
     """Whether `value` is a DTensor. There are none before something imports torch.distributed.tensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
