@@ -231,7 +231,7 @@ def test_linear_weight_at_an_odd_address(cpu, dtype):
     odd.copy_(weight)
     assert odd.data_ptr() % weight.element_size()
     assert not native_cpu.multiplies(hidden, odd, None)
-    assert_same(cpu("linear_topk", hidden, odd, 5), cpu("linear_topk", hidden, weight, 5))
+    check(cpu, "linear_topk", hidden, odd, 5)
 
 
 def test_linear_in_pieces_of_rows_that_do_not_merge(monkeypatch, call):
@@ -293,7 +293,8 @@ class LiveBytes(TorchDispatchMode):
 
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if not isinstance(tensor, Tensor):
+            # Plans are made with tensors that have no memory.
+            if not isinstance(tensor, Tensor) or tensor.is_meta:
                 continue
             storage = tensor.untyped_storage()
             if storage._cdata in self._known or not storage.nbytes():
@@ -316,7 +317,7 @@ def result_bytes(result) -> int:
 @pytest.mark.parametrize(
     ("rows", "vocab_size", "k", "dtype", "has_targets"),
     [
-        (33, 128256, 8, "fp32", False),
+        (140, 128256, 8, "fp32", False),
         (200, 128256, 8, "fp32", True),
         (700, 60000, 64, "bf16", True),
         (40, 300000, 2000, "fp32", False),
@@ -482,7 +483,7 @@ def test_linear_has_no_second_gradient():
 def test_linear_opcheck(has_targets, keeps_state):
     hidden, weight, bias = exact_head((2, 3), 8, 50, torch.float32)
     learned = [x.requires_grad_(keeps_state) for x in (hidden, weight, bias)]
-    targets = torch.tensor([[1, 2, -100], [4, 5, 6]]).unsqueeze(-1) if has_targets else None
+    targets = torch.tensor([[1, 2, 3], [4, 5, 6]]).unsqueeze(-1) if has_targets else None
     head = (*learned, 0.7, None, random_mask(2, 3, 50), targets, "allowed")
     arguments = (*head, 4, "softmax", None, has_targets, keeps_state)
     torch.library.opcheck(torch.ops.fused_topk.linear_topk.default, arguments)

@@ -117,13 +117,22 @@ inline Floats4 sums_of_lanes(const Floats (&x)[kTokens]) {
 template <class WEIGHT, u32 ROWS>
 void multiply_tile(const float* hidden, u32 hidden_stride, const char* const (&weight)[kTokens], u32 n, u32 count,
                    bool is_first, float* logits) {
-  Floats sums[ROWS][kTokens] = {};
+  // Not `= {}`, which clears memory before the registers.
+  Floats sums[ROWS][kTokens];
+#pragma GCC unroll 8
+  for (u32 r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
+    for (u32 t = 0; t < kTokens; ++t) sums[r][t] = Floats{};
+  }
   const auto add_products = [&](u32 i, const auto& load_vectors) {
     Floats w[kTokens][WEIGHT::kVectors];
     for (u32 t = 0; t < kTokens; ++t) load_vectors(weight[t] + i * WEIGHT::kBytes, w[t]);
+#pragma GCC unroll 2
     for (u32 v = 0; v < WEIGHT::kVectors; ++v) {
+#pragma GCC unroll 8
       for (u32 r = 0; r < ROWS; ++r) {
         const Floats x = load(hidden + r * hidden_stride + i + v * kLanes);
+#pragma GCC unroll 8
         for (u32 t = 0; t < kTokens; ++t) sums[r][t] += x * w[t][v];
       }
     }
@@ -136,6 +145,7 @@ void multiply_tile(const float* hidden, u32 hidden_stride, const char* const (&w
     };
     add_products(i, load_rest);
   }
+#pragma GCC unroll 8
   for (u32 r = 0; r < ROWS; ++r) {
     Floats4 sum = sums_of_lanes(sums[r]);
     float* const y = logits + r * kLinearBlock;

@@ -82,4 +82,5 @@ def _even_share(vocab_size: int, most: int) -> int:
     if most >= vocab_size:
         return vocab_size
     pieces = -(-vocab_size // most)
-    return -(-vocab_size // pieces + _TOKEN_MULTIPLE - 1) // _TOKEN_MULTIPLE * _TOKEN_MULTIPLE
+    share = -(-vocab_size // pieces)
+    return -(-share // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE

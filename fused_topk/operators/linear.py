@@ -11,7 +11,7 @@ their tokens; dz / T goes on to hidden (dz W), weight (dz^T h) and bias.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,11 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    return backward_by(torch.ops.fused_topk.linear_topk_backward.default, ctx, *gradients)
+
+
+def backward_by(run: Callable[..., Any], ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    """`run`: linear_topk_backward as the caller of the gradient calls it."""
     grad_values, _, grad_logsumexp, grad_logprobs, _, _ = gradients
     hidden, weight, bias, row_temperature, mask, targets, values, indices, state = ctx.saved_tensors
     if not state.numel() and hidden.numel():
@@ -96,13 +101,11 @@ def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         grad_normalizer = grad_normalizer - grad_target.sum(-1)
     wanted = [bool(x) for x in ctx.needs_input_grad[:3]]
     head = (hidden, weight, bias, temperature, row_temperature, mask, targets, normalize)
-    found = torch.ops.fused_topk.linear_topk_backward.default(
-        *head, indices, state, grad_chosen, grad_target, grad_normalizer, wanted
-    )
+    found = run(*head, indices, state, grad_chosen, grad_target, grad_normalizer, wanted)
     return *(x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)), *(None,) * 10
 
 
-def _no_second_gradient(ctx: Any, *gradients: Tensor) -> None:
+def no_second_gradient(ctx: Any, *gradients: Tensor) -> None:
     raise RuntimeError(
         "the gradient of linear_topk must not be differentiated again, got create_graph=True; use "
         "torch.nn.functional.linear and softmax_topk, which keep the logits"
@@ -114,4 +117,4 @@ library.impl("linear_topk_backward", linear_topk_backward, "CompositeExplicitAut
 torch.library.register_fake("fused_topk::linear_topk", _fake_linear_topk, lib=library)
 torch.library.register_fake("fused_topk::linear_topk_backward", _fake_linear_topk_backward, lib=library)
 torch.library.register_autograd("fused_topk::linear_topk", backward, setup_context=setup_context, lib=library)
-torch.library.register_autograd("fused_topk::linear_topk_backward", _no_second_gradient, lib=library)
+torch.library.register_autograd("fused_topk::linear_topk_backward", no_second_gradient, lib=library)

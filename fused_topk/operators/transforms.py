@@ -137,11 +137,38 @@ class LinearTopk(torch.autograd.Function):
         return tuple(torch.ops.fused_topk.linear_topk.default(*arguments))
 
     setup_context = staticmethod(linear.setup_context)
-    backward = staticmethod(linear.backward)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return linear.backward_by(LinearTopkBackward.apply, ctx, *gradients)
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
         return _map_heads(LinearTopk.apply, info, in_dims, *arguments)
+
+
+class LinearTopkBackward(torch.autograd.Function):
+    """linear_topk_backward, which vmap loops over."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return torch.ops.fused_topk.linear_topk_backward.default(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is kept: there is no second gradient."""
+
+    backward = staticmethod(linear.no_second_gradient)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        turns = [
+            LinearTopkBackward.apply(
+                *(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True))
+            )
+            for i in range(info.batch_size)
+        ]
+        return tuple(map(torch.stack, zip(*turns, strict=True))), (0, 0, 0)
 
 
 class FullRows(torch.autograd.Function):
