@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -570,3 +571,30 @@ def test_linear_refuses(change, error, message):
     arguments = {"hidden": torch.ones(2, 4), "weight": torch.ones(9, 4), "k": 3, **change}
     with pytest.raises(error, match=message):
         fused_topk.linear_softmax_topk(**arguments)
+
+
+# ---- Benchmark ----
+
+
+def test_bench_linear(monkeypatch, tmp_path):
+    from typer.testing import CliRunner
+
+    from fused_topk.benchmark import linear as suite
+    from fused_topk.benchmark.suites import Case
+    from fused_topk.cli import app
+
+    heads = tuple(suite.HeadCase(Case(rows, 300, 4, "fp32"), 16, None, 1000.0) for rows in (1, 300))
+    monkeypatch.setattr(suite, "CPU_CASES", heads)
+    file = tmp_path / "linear.json"
+    command = ["bench", "--suite", "linear", "--device", "cpu", "--quick", "--json", str(file)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    results = json.loads(file.read_text())["results"]
+    assert [row["rows"] for row in results] == [1, 300]
+    assert all(set(row["times"]) == set(suite.FUNCTIONS) and row["meets_targets"] for row in results)
+
+    # A wrong answer is found before anything is timed.
+    right = fused_topk.linear_log_softmax_topk
+    monkeypatch.setattr(fused_topk, "linear_log_softmax_topk", lambda *a: TopK(*(x + 1 for x in right(*a))))
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1 and "wrong answer" in done.output

@@ -32,6 +32,10 @@ constexpr u32 kRowsAtOnce = 2;
 constexpr u32 kDepth = 512;
 // Tokens whose weights are kept in the first-level cache while the rows take their turns.
 constexpr u32 kGroup = 16;
+// With few rows the weights are fetched into the cache ahead of their use: more bytes than the hardware fetches ahead on its
+// own are on their way. With more rows the arithmetic takes as long.
+constexpr u32 kRowsThatWait = 4;
+constexpr i64 kFarAhead = 8192, kAhead = 2048;
 static_assert(kLinearBlock % kGroup == 0 && kGroup % kTokens == 0);
 
 // How weights become vectors of floats: kVectors of them from kStep elements.
@@ -116,7 +120,7 @@ inline Floats4 sums_of_lanes(const Floats (&x)[kTokens]) {
 // weight[t] from the stretch's first element on. Writes the sums, or adds them to those of the stretches before.
 template <class WEIGHT, u32 ROWS>
 void multiply_tile(const float* hidden, u32 hidden_stride, const char* const (&weight)[kTokens], u32 n, u32 count,
-                   bool is_first, float* logits) {
+                   i64 ahead, bool is_first, float* logits) {
   // Not `= {}`, which clears memory before the registers.
   Floats sums[ROWS][kTokens];
 #pragma GCC unroll 8
@@ -127,6 +131,9 @@ void multiply_tile(const float* hidden, u32 hidden_stride, const char* const (&w
   const auto add_products = [&](u32 i, const auto& load_vectors) {
     Floats w[kTokens][WEIGHT::kVectors];
     for (u32 t = 0; t < kTokens; ++t) load_vectors(weight[t] + i * WEIGHT::kBytes, w[t]);
+    if (ROWS <= kRowsThatWait) {
+      for (u32 t = 0; t < kTokens; ++t) __builtin_prefetch(weight[t] + i * WEIGHT::kBytes + ahead);
+    }
 #pragma GCC unroll 2
     for (u32 v = 0; v < WEIGHT::kVectors; ++v) {
 #pragma GCC unroll 8
@@ -160,7 +167,7 @@ void multiply_tile(const float* hidden, u32 hidden_stride, const char* const (&w
 }
 
 template <class WEIGHT>
-using MultiplyTile = void (*)(const float*, u32, const char* const (&)[kTokens], u32, u32, bool, float*);
+using MultiplyTile = void (*)(const float*, u32, const char* const (&)[kTokens], u32, u32, i64, bool, float*);
 
 // The function for each number of rows, from 1 on.
 template <class WEIGHT>
@@ -193,6 +200,9 @@ void multiply(const Products& p) {
   const u32 tiles = (p.rows + kRowsAtOnce - 1) / kRowsAtOnce;
   // Where all rows take part at once, the weights of a few tokens are read straight through.
   const u32 group = tiles == 1 ? kTokens : kGroup;
+  // The weights that come next, in bytes: those of the next tokens, or if they are long, the same tokens' later ones.
+  const i64 of_tokens = i64(kTokens) * p.weight_stride * WEIGHT::kBytes;
+  const i64 ahead = of_tokens <= kFarAhead ? of_tokens * (kFarAhead / (of_tokens < 1 ? 1 : of_tokens)) : kAhead;
   for (u32 first = 0; first < p.tokens; first += group) {
     const u32 end = p.tokens - first < group ? p.tokens : first + group;
     for (u32 begin = 0; begin < p.depth; begin += kDepth) {
@@ -207,7 +217,7 @@ void multiply(const Products& p) {
             const i64 at = i64(token + (t < count ? t : count - 1)) * p.weight_stride + begin;
             weight[t] = p.weight + at * WEIGHT::kBytes;
           }
-          kMultiplyTile<WEIGHT>[rows - 1](p.hidden + row* hidden_stride + begin, hidden_stride, weight, n, count,
+          kMultiplyTile<WEIGHT>[rows - 1](p.hidden + row* hidden_stride + begin, hidden_stride, weight, n, count, ahead,
                                           begin == 0, p.logits + row* kLinearBlock + token);
         }
       }
