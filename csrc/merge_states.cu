@@ -22,7 +22,7 @@ struct States {
   const float* row_temperature;  // nullable; [rows]
   void* values;                  // [rows, k] float, or the logits' format for kLogits and kState
   i64* result_indices;           // [rows, k]
-  float* logsumexp;              // [rows]; for kState [rows, 2]: m and d
+  float* logsumexp;              // [rows]; for kState [2, rows]: m, d
   // In elements. Entries of a list are adjacent.
   i64 logits_part_stride, logits_row_stride;
   i64 indices_part_stride, indices_row_stride;
@@ -155,10 +155,13 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, WARPS ==
   const float inverse_temperature = states.inverse_temperature(row);
   const Normalizer sum = merge_normalizers(states, row, kLog2E * inverse_temperature);
   const RowResult result(sum.m, sum.d, inverse_temperature);
-  if (thread == 0) write_normalizer(states.value_kind, states.logsumexp, row, result);
+  if (thread == 0) {
+    states.logsumexp[row] = result.logsumexp();
+    if (states.value_kind == kState) write_state(states.logsumexp, states.rows, row, result);
+  }
 
   const Lists<FORMAT> lists(states, row);
-  const bool are_logits = states.value_kind == kLogits || states.value_kind == kState;
+  const bool are_logits = has_logits(states.value_kind);
   const auto value_of = [&](float x, const RowResult& relative_to) {
     return states.value_kind == kProbabilities ? relative_to.probability(x) : relative_to.log_probability(x);
   };

@@ -26,8 +26,10 @@ __device__ __forceinline__ float inverse_of(float t) {
 // only.
 enum MaskUse : u32 { kNoMask = 0, kMaskBoth = 1, kMaskChoice = 2 };
 
-// What `values` holds. kState: logits too, and (m, d) of the row stands in place of its logsumexp.
-enum ValueKind : u32 { kLogits = 0, kProbabilities = 1, kLogProbabilities = 2, kState = 3 };
+// What `values` holds. kState: logits too, and m and d of the row stand in place of its logsumexp. has_logits() tells both
+// by two bits, because some kernels have no register left for a second comparison.
+enum ValueKind : u32 { kLogits = 0, kProbabilities = 1, kLogProbabilities = 2, kState = 4 };
+__device__ __forceinline__ bool has_logits(u32 value_kind) { return (value_kind & 3) == kLogits; }
 
 // The fields that every launch reads come first. Each 64 bytes of the struct (less 16, the first time) cost the first
 // block that reads them a fetch from memory. The first 48 bytes suffice to request the logits.
@@ -52,7 +54,7 @@ struct Problem {
   u64* lists;                    // nullable; [rows, splits * (list_length + 1)]: the splits' lists and bounds
   Normalizer* parts;             // nullable; [rows, parts]: their states
   u32* row_tickets;              // nullable; [rows], zero before and after each launch
-  float* logsumexp;              // [rows]; for kState [rows, 2]: m and d
+  float* logsumexp;              // [rows]; for kState [2, rows]: m, d
   void* values;  // [rows, k] float, or the logits' format for kLogits and kState; [rows / beams, k] with beams
   i64* indices;  // like values
   u32 value_kind;

@@ -28,13 +28,11 @@ struct RowResult {
   __device__ __forceinline__ float logsumexp() const { return m * inverse_temperature + (is_finite() ? log_d : 0.0f); }
 };
 
-// Writes the logsumexp of a row, or its (m, d) for kState. One thread calls it.
-__device__ __forceinline__ void write_normalizer(u32 value_kind, float* logsumexp, u32 row, const RowResult& result) {
-  if (value_kind == kState) {
-    reinterpret_cast<float2*>(logsumexp)[row] = {result.m, result.d};
-  } else {
-    logsumexp[row] = result.logsumexp();
-  }
+// Writes m and d of a row for kState, over the logsumexp that the same thread has written. So most kernels need no second
+// branch, nor a register for it. One thread calls it.
+__device__ __forceinline__ void write_state(float* logsumexp, u32 rows, u32 row, const RowResult& result) {
+  logsumexp[row] = result.m;
+  logsumexp[rows + row] = result.d;
 }
 
 // Writes the i-th of a row's k chosen: token `index` with logit x, -inf if the mask hides it. raw_logit(index) returns
@@ -44,7 +42,7 @@ __device__ __forceinline__ void write_chosen(const Problem& problem, u32 row, u3
                                              const RowResult& relative_to, RAW_LOGIT raw_logit) {
   const i64 out = i64(row) * k + i;
   problem.indices[out] = index;
-  if (problem.value_kind == kLogits || problem.value_kind == kState) {
+  if (has_logits(problem.value_kind)) {
     static_cast<typename FORMAT::Bits*>(problem.values)[out] =
         x == -FUSED_TOPK_INFINITY ? FORMAT::kNegativeInfinity : raw_logit(index);
   } else {

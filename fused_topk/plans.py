@@ -64,7 +64,7 @@ def _row_result(
     rows: tuple[int, ...], k: int, values: str, logits_dtype: torch.dtype, dtype: torch.dtype
 ) -> TopkResult:
     if values == "state":
-        return TopkResult.of((*rows, k), logits_dtype, (*rows, 2), dtype)
+        return TopkResult.of((*rows, k), logits_dtype, (2, *rows), dtype)
     return TopkResult.of((*rows, k), logits_dtype if values == "logits" else dtype, rows, dtype)
 
 

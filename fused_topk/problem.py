@@ -64,7 +64,7 @@ class Problem(NamedTuple):
     temperature: float  # positive and finite; ignored where row_temperature is given
     row_temperature: Tensor | None  # logits.shape[:-1], float32, any strides
     mask: Tensor | None  # bool of logits.shape, or int32 of logits.shape[:-1] + (ceil(V / 32),), any strides
-    # "softmax", "log_softmax", "logits" or "state": logits, and (m, d) in a last dimension of 2 in place of the logsumexp
+    # "softmax", "log_softmax", "logits" or "state": logits, and m and d in a first dimension of 2 in place of the logsumexp
     values: str
     normalize: str  # "allowed", "all" or "topk"
 

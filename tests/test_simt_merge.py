@@ -11,10 +11,12 @@ from fused_topk import TopK, TopKState
 from fused_topk.backends import cuda, reference
 from fused_topk.problem import MergeProblem
 from oracle import DTYPES, VALUES_OF, assert_topk, expected, problem_of, start
-from rows import INF, NAN, adversarial_rows, random_logits
+from rows import INF, NAN, adversarial_rows, random_logits, random_mask
 from simt import build
+from simt.cases import Case
 from simt.emulate import emulated
 from simt.launch import SCHEDULES, Array
+from simt.row_topk import empty_result, row_topk
 from test_merge import D_TOLERANCE, assert_same_state, split
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
@@ -27,7 +29,7 @@ def run(problem: MergeProblem, **how) -> TopK:
     out = TopK(
         torch.empty(*rows, k, dtype=problem.logits.dtype if are_logits else torch.float32),
         torch.empty(*rows, k, dtype=torch.int64),
-        torch.empty((*rows, 2) if problem.values == "state" else rows),
+        torch.empty((2, *rows) if problem.values == "state" else rows),
     )
     inputs = problem._asdict()
     for name in ("k", "temperature", "values", "normalize"):
@@ -51,11 +53,11 @@ def parts_of(logits: Tensor, cuts: list[int], width: int, temperature=1.0, norma
         held = min(width, x.shape[-1])
         problem = problem_of("log_softmax_topk", x, held, temperature=temperature, normalize=normalize)
         state = TopK(
-            torch.empty(rows, held, dtype=x.dtype), torch.empty(rows, held, dtype=torch.int64), torch.empty(rows, 2)
+            torch.empty(rows, held, dtype=x.dtype), torch.empty(rows, held, dtype=torch.int64), torch.empty(2, rows)
         )
         start(reference, problem._replace(values="state"), state)
         wide[part, :, :held], tokens[part, :, :held] = state.values, state.indices
-        m[part], d[part] = state.logsumexp.unbind(-1)
+        m[part], d[part] = state.logsumexp.unbind(0)
     lengths = torch.tensor([[x.shape[-1], 0] for x in pieces], dtype=torch.int32)[:, 0]
     return wide, tokens, m, d, lengths
 
@@ -94,7 +96,45 @@ def test_state(size, dtype):
     got = run(MergeProblem(*parts_of(logits, cuts, width), k, 1.0, None, "state", "allowed"))
     best, tokens, m, d, _ = parts_of(logits, [], k)
     want = TopKState(best[0], tokens[0], m[0], d[0])
-    assert_same_state(TopKState(got.values, got.indices, *got.logsumexp.unbind(-1)), want, D_TOLERANCE)
+    assert_same_state(TopKState(got.values, got.indices, *got.logsumexp.unbind(0)), want, D_TOLERANCE)
+
+
+# V, k, whose rows, blocks a row: each kind of kernel that reads logits.
+KERNELS = {
+    "router rows": (100, 5, "few", 0),
+    "short rows": (200, 20, "few", 0),
+    "warp": (1024, 8, "few", 0),
+    "8 warps": (2049, 5, "few", 0),
+    "16 warps": (4097, 40, "few", 0),
+    "splits": (9001, 50, "few", 3),
+    "for many": (3001, 192, "few", 1),
+    "windows": (50001, 33, "some", 0),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("normalize", ["allowed", "all", "none"])
+def test_state_of_logits(kernel, dtype, normalize):
+    """topk_state() of every kind of kernel, with each use of a mask."""
+    vocab_size, k, owner, splits = KERNELS[kernel]
+    case = Case(vocab_size, k, dtype, rows="5", owner=owner, splits=splits)
+    rows = adversarial_rows(vocab_size, k, DTYPES[dtype])
+    names = ["normal", "offset_up", "negative_infinities", "all_negative_infinity", "one_positive_infinity", "one_nan"]
+    logits = torch.stack([rows[name] for name in names])
+    settings = {}
+    if normalize != "none":
+        settings = {"mask": random_mask(len(names), vocab_size, share=0.7), "normalize": normalize}
+    problem = problem_of("log_softmax_topk", logits, k, temperature=0.7, **settings)._replace(values="state")
+    got, outcome = row_topk(problem, case.choice())
+    outcome.check()
+    want = empty_result(problem)
+    start(reference, problem, want)
+    assert_same_state(
+        TopKState(got.values, got.indices, *got.logsumexp),
+        TopKState(want.values, want.indices, *want.logsumexp),
+        D_TOLERANCE,
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.5, "rows"], ids=str)

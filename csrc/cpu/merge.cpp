@@ -127,8 +127,8 @@ struct Merger {
       if (is_token) heads[best] = head_at(best, row, head.place + 1);
     }
     if (problem.value_kind == ValueKind::kState) {
-      problem.logsumexp[2 * row] = sum.m;
-      problem.logsumexp[2 * row + 1] = float(sum.d);
+      problem.logsumexp[row] = sum.m;
+      problem.logsumexp[rows + row] = float(sum.d);
       return;
     }
     const double log_d = std::log(sum.d);

@@ -41,7 +41,7 @@ struct MergeProblem {
 
   char* values;         // [sizes..., k] float, or dtype for kLogits and kState
   i64* result_indices;  // [sizes..., k]
-  float* logsumexp;     // [sizes...]; [sizes..., 2] for kState: m and d
+  float* logsumexp;     // [sizes...]; [2, sizes...] for kState: m, d
 };
 
 // The k best of every row over its parts, and the row's normalizer. Throws std::bad_alloc.

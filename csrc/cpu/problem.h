@@ -22,7 +22,7 @@ struct Problem : LogitRows {
 
   void* values;      // [sizes..., k] float, or dtype for kLogits and kState; [batch, k] with beams
   i64* indices;      // like values
-  float* logsumexp;  // [sizes...]; [sizes..., 2] for kState: m and d
+  float* logsumexp;  // [sizes...]; [2, sizes...] for kState: m, d
 
   const float* beam_scores;  // nullable; [batch, beams] where sizes = {batch, beams}
   i64 beam_scores_strides[2];

@@ -263,8 +263,8 @@ struct Solver {
     for (u32 i = 1; i < blocks; ++i) sum = merge(sum, block_normalizers[i], row.temperature.inverse);
     const u64* best = workspace.selection.sorted();
     if (problem.value_kind == ValueKind::kState) {
-      problem.logsumexp[2 * row.number] = sum.m;
-      problem.logsumexp[2 * row.number + 1] = float(sum.d);
+      problem.logsumexp[row.number] = sum.m;
+      problem.logsumexp[rows + row.number] = float(sum.d);
       write_logits(row, best);
       return;
     }

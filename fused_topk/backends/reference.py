@@ -84,7 +84,7 @@ def row_topk(problem: Problem, out: TopK) -> None:
     m, d = _normalizer(counted, temperature)
     if problem.values == "state":
         out.values.copy_(chosen)
-        _write_state(counted.amax(-1, keepdim=True), d, out)
+        _write_state(counted.amax(-1), d.squeeze(-1), out)
         return
     out.logsumexp.copy_((m / temperature + d.log()).squeeze(-1))
     if raw:
@@ -136,7 +136,7 @@ def merge(problem: MergeProblem, out: TopK) -> None:
     d = (problem.d.to(dtype).movedim(0, -1) * ((of_parts - m) / temperature).exp()).sum(-1, keepdim=True)
     if problem.values == "state":
         out.values.copy_(chosen)
-        _write_state(greatest, d, out)
+        _write_state(greatest.squeeze(-1), d.squeeze(-1), out)
         return
     logsumexp = (m / temperature + d.log()).where(greatest.isfinite(), greatest / temperature)
     out.logsumexp.copy_(logsumexp.squeeze(-1))
@@ -222,8 +222,8 @@ def _temperature(problem: Problem | MergeProblem | FullRowProblem) -> float | Te
 
 
 def _write_state(m: Tensor, d: Tensor, out: TopK) -> None:
-    """(m, d) of every row, (..., 1) each, in place of the logsumexp. Relative to +inf there is no d."""
-    out.logsumexp.copy_(torch.cat((m, d.where(m < torch.inf, torch.nan)), -1))
+    """m and d of every row, in place of the logsumexp. Relative to +inf there is no d."""
+    out.logsumexp.copy_(torch.stack((m, d.where(m < torch.inf, torch.nan))))
 
 
 def _normalizer(x: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:

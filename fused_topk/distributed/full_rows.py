@@ -39,7 +39,7 @@ def full_rows(
 
 
 class _OfColumns(torch.autograd.Function):
-    """The values of some columns, given (m, d) (..., 2) of their rows. The gradient sums over all processes."""
+    """The values of some columns, given m and d (2, ...) of their rows. The gradient sums over all processes."""
 
     @staticmethod
     def forward(
@@ -51,7 +51,7 @@ class _OfColumns(torch.autograd.Function):
         dtype: torch.dtype,
         group: Any,
     ) -> Tensor:
-        m, d = normalizer[..., :1], normalizer[..., 1:]
+        m, d = normalizer.unsqueeze(-1).unbind(0)
         shifted = (logits.to(normalizer.dtype) - m) / temperature
         result = shifted.exp() / d if values == "softmax" else shifted - d.log()
         # A row without a finite normalizer has no probabilities, as in torch.softmax.

@@ -255,11 +255,11 @@ def _state(local_logits: Tensor, k: int, held: int, arguments: tuple[Any, ...]) 
     """The state of this process's columns, as differentiable tensors with k entries a row."""
     leading, dtype = local_logits.shape[:-1], result_dtype(local_logits.dtype)
     if held == 0:
-        nothing = torch.tensor([-torch.inf, 0.0], dtype=dtype, device=local_logits.device)
+        sums = local_logits.sum(-1).to(dtype)
         return TopK(
             local_logits.new_full((*leading, k), -torch.inf),
             torch.full((*leading, k), _NO_TOKEN, device=local_logits.device),
-            nothing.expand(*leading, 2) + local_logits.sum(-1, keepdim=True).to(dtype),
+            torch.stack((sums - torch.inf, sums)),
         )
     best, indices, normalizer = _row_topk(local_logits, held, *arguments)
     pad = torch.nn.functional.pad
@@ -274,8 +274,8 @@ def write_state(local_logits: Tensor, held: int, arguments: tuple[Any, ...], out
         best.fill_(-torch.inf)
         indices.fill_(_NO_TOKEN)
     if held == 0:
-        normalizer.select(-1, 0).fill_(-torch.inf)
-        normalizer.select(-1, 1).zero_()
+        normalizer[0].fill_(-torch.inf)
+        normalizer[1].zero_()
         return
     written = TopK(best[..., :held], indices[..., :held], normalizer)
     _, row_temperature, mask, *_ = arguments
@@ -286,7 +286,7 @@ def write_state(local_logits: Tensor, held: int, arguments: tuple[Any, ...], out
 
 def _with_own(parts: Parts, rank: int, own: TopK) -> Parts:
     """The parts with this process's state in place of its copy, so that gradients reach the logits."""
-    live = (own.values, own.indices, own.logsumexp.select(-1, 0), own.logsumexp.select(-1, 1))
+    live = (own.values, own.indices, *own.logsumexp.unbind(0))
     logits, indices, m, d = (
         torch.cat((of_all[:rank], of_own.unsqueeze(0), of_all[rank + 1 :])) for of_all, of_own in zip(parts[:4], live)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one buffer that travels: a header, then (m, d) of every row, then every row's tokens, then their logits.
+"""The one buffer that travels: a header, then every row's m, every row's d, then every row's tokens, then their logits.
 
 Each piece is contiguous, so the kernels write a process's state into its buffer, and read the others' where the collective
 leaves them.
@@ -87,7 +87,7 @@ class Packing(NamedTuple):
         """Views of all buffers (processes, words)."""
         logits, indices, normalizer = self._views(buffers)
         lengths = headers_of(buffers)[:, 0]
-        return Parts(logits, indices, normalizer.select(-1, 0), normalizer.select(-1, 1), lengths)
+        return Parts(logits, indices, normalizer.select(1, 0), normalizer.select(1, 1), lengths)
 
     def _views(self, buffers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         header, normalizer, indices, logits = self._ends()
@@ -97,7 +97,7 @@ class Packing(NamedTuple):
         return (
             elements.view(count, *self.leading, self.k),
             buffers[:, normalizer:indices].view(count, *self.leading, self.k),
-            numbers.view(count, *self.leading, 2),
+            numbers.view(count, 2, *self.leading),
         )
 
     def packed(self, header: Header, state: TopK) -> Tensor:

@@ -91,7 +91,7 @@ def topk_state(
     else:
         run = row_topk.row_topk
     best, indices, normalizer = run(logits, k, number, row_temperature, mask, "state", normalize, backend)
-    return TopKState(best, indices + start if start else indices, normalizer.select(-1, 0), normalizer.select(-1, 1))
+    return TopKState(best, indices + start if start else indices, normalizer.select(0, 0), normalizer.select(0, 1))
 
 
 def merge_states(
@@ -124,7 +124,7 @@ def merge_states(
         Differentiable with respect to the parts' logits, m and d.
     """
     best, indices, normalizer = _merge(parts, k, temperature, "state", "allowed", backend)
-    return TopKState(best, indices, normalizer.select(-1, 0), normalizer.select(-1, 1))
+    return TopKState(best, indices, normalizer.select(0, 0), normalizer.select(0, 1))
 
 
 def merge_topk(

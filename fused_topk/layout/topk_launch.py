@@ -27,7 +27,7 @@ FORMATS = {
 
 MAX_ROWS = 2**31 - 1
 
-VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2, "state": 3}
+VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2, "state": 4}
 _MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
 
 # What changes from call to call; a plan has all else.

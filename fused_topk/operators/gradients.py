@@ -96,11 +96,11 @@ def _state_gradient(
     grad_logits: Tensor,
     grad_normalizer: Tensor,
 ) -> Tensor:
-    """Gradient with respect to the logits, given those with respect to the k best (..., k) and to (m, d) (..., 2).
+    """Gradient with respect to the logits, given those with respect to the k best (..., k) and to m and d (2, ...).
 
     d m / d x_i is 1 for the first greatest logit j, and d d / d x_i = (e_i - d [i = j]) / T with e_i = exp((x_i - m) / T).
     """
-    grad_m, grad_d = grad_normalizer[..., :1], grad_normalizer[..., 1:]
+    grad_m, grad_d = grad_normalizer.unsqueeze(-1).unbind(0)
     hidden = None if mask is None else ~unpacked(mask, logits.shape[-1])
     counted = logits.to(grad_normalizer.dtype)
     if hidden is not None and normalize != "all":

@@ -84,7 +84,7 @@ def backward(
 
     if ctx.values == "state":
         grad_chosen = grad_values
-        grad_m, grad_d = grad_normalizer[..., :1], grad_normalizer[..., 1:]
+        grad_m, grad_d = grad_normalizer.unsqueeze(-1).unbind(0)
         is_greatest = torch.zeros_like(of_parts).scatter(-1, of_parts.argmax(-1, keepdim=True), 1.0)
         grad_of_d = grad_d * e
         grad_of_m = is_greatest * (grad_m - grad_d * total / temperature) + grad_d * terms / temperature

@@ -43,7 +43,12 @@ def _mapped(info: Any, in_dims: Sequence[int | None], arguments: Sequence[Any]) 
 
 
 def _map_rows(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-    return run(*_mapped(info, in_dims, arguments)), (0, 0, 0)
+    return run(*_mapped(info, in_dims, arguments)), _dims_of_results(arguments[5])
+
+
+def _dims_of_results(values: str) -> tuple[int, int, int]:
+    """What vmap has mapped over, in the results. Of a state, m and d come first."""
+    return 0, 0, int(values == "state")
 
 
 def _map_full_rows(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
@@ -111,7 +116,7 @@ def _map_parts(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None]
         raise ValueError("`lengths` must not be mapped over; the parts of all rows begin at the same tokens")
     mapped[:4] = [x.movedim(0, 1) for x in mapped[:4]]
     mapped[4] = arguments[4]
-    return run(*mapped), (0, 0, 0)
+    return run(*mapped), _dims_of_results(arguments[8])
 
 
 class MergeParts(torch.autograd.Function):
