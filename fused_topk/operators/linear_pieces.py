@@ -161,7 +161,7 @@ def _forward_block(
     if target is None and not out.state.numel():
         return
     whole = states[0] if len(states) == 1 else _merged(states, 1, number, temperatures, "state", normalize, backend)
-    state = whole.logsumexp
+    state = whole.logsumexp.t()
     if out.state.numel():
         out.state[part].copy_(state)
     if target is not None:
@@ -178,7 +178,7 @@ def _merged(
     normalize: str,
     backend: str | None,
 ) -> TopK:
-    """`states`: (logits, indices, (m, d)) of pieces that follow each other."""
+    """`states`: the logits (rows, k), indices, and m and d (2, rows) of pieces that follow each other."""
     width = max(state.indices.shape[-1] for state in states)
     rows = states[0].indices.shape[0]
     logits = states[0].values.new_full((len(states), rows, width), -torch.inf)
@@ -189,7 +189,7 @@ def _merged(
         logits[i, :, :held].copy_(state.values)
         indices[i, :, :held].copy_(state.indices)
     normalizer = torch.stack([state.logsumexp for state in states])
-    m, d = normalizer.unbind(-1)
+    m, d = normalizer.unbind(1)
     k = min(k, len(states) * width)
     over = "topk" if normalize == "topk" else "all"
     return merging.merge_parts(logits, indices, m, d, None, k, number, temperatures, values, over, backend)
@@ -236,8 +236,6 @@ class _Targets:
         is_before = logits == self._logits
         is_before &= torch.arange(start, start + tokens, device=logits.device) < self._tokens
         is_before |= logits > self._logits
-        # A target does not come before itself, whatever the rounding of its logit.
-        is_before.scatter_(-1, place, is_before.gather(-1, place) & ~is_here)
         self._ranks += is_before.sum(-1, keepdim=True)
 
     def write(
