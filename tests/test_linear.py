@@ -88,19 +88,6 @@ def check_targets(got: LinearTopK, logits: Tensor, targets: Tensor, temperature=
 
 
 @pytest.fixture
-def small_pieces(monkeypatch):
-    """Pieces of 3 rows and 1024 tokens, two of which are merged at once."""
-
-    def shrink(itemsize: int) -> None:
-        monkeypatch.setattr(layout, "SCRATCH_BYTES", 1)
-        for name in ("_CPU_PIECE_BYTES", "_GPU_PIECE_BYTES"):
-            monkeypatch.setattr(layout, name, 3 * 1024 * itemsize)
-        monkeypatch.setattr(layout, "_NATIVE_ROWS", 0)
-
-    return shrink
-
-
-@pytest.fixture
 def call():
     """A public function by its name."""
     return lambda entry, *args, **settings: getattr(fused_topk, entry)(*args, **settings)
@@ -144,6 +131,32 @@ def test_linear_in_pieces(monkeypatch, call, dtype, normalize, mask_kind, tokens
             assert torch.equal(found.target_ranks, both.target_ranks)
         if normalize == "allowed":
             check(call, "linear_topk", hidden, weight, k, bias, mask=mask, targets=targets)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("tokens", [1024, 10**6])
+def test_linear_several_targets(monkeypatch, call, dtype, tokens):
+    """Of a row's own best tokens, whose values the result has; and the gradient of a loss over them."""
+    hidden, weight, bias = exact_head((2, 5), 24, 2500, ALL_DTYPES[dtype])
+    merged_in_pieces(monkeypatch, 3, tokens, 2)
+    monkeypatch.setattr(layout, "backward_pieces", lambda *sizes: layout.Pieces(3, min(tokens, 2500), 1))
+    best = call("linear_log_softmax_topk", hidden, weight, 9, bias, temperature=0.8)
+    targets = best.indices.clone()
+    targets[0, 1, 2] = -1
+    learned = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    found = call("linear_log_softmax_topk", *learned, 1, bias, temperature=0.8, targets=targets)
+    assert found.target_ranks is None
+    wanted = best.values.where(targets >= 0, torch.nan)
+    # Both are rounded once, from states that may be merged from other pieces.
+    torch.testing.assert_close(found.target_logprobs.detach(), wanted, rtol=4e-7, atol=2e-6, equal_nan=True)
+    if dtype == "fp64":
+        share = torch.arange(90.0, dtype=torch.float64).view(2, 5, 9)
+        (found.target_logprobs.where(targets >= 0, 0.0) * share).sum().backward()
+        stock = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logp = (torch.nn.functional.linear(*stock, bias) / 0.8).log_softmax(-1).gather(-1, targets.clamp(min=0))
+        (logp.where(targets >= 0, 0.0) * share).sum().backward()
+        for got, want in zip(learned, stock):
+            torch.testing.assert_close(got.grad, want.grad)
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
