@@ -366,6 +366,28 @@ def test_linear_backward_scratch_memory(rows, depth, vocab_size, dtype):
     assert 2**20 < live.most - result_bytes(result) <= 64 << 20
 
 
+def test_linear_choice_of_the_native_kernel(monkeypatch, cpu):
+    """Which calls it takes, by what is asked of it."""
+    taken = []
+    native = native_cpu.linear_topk
+    monkeypatch.setattr(native_cpu, "linear_topk", lambda head, *rest: taken.append(head.rows) or native(head, *rest))
+    for rows, depth, k, dtype in (
+        (32, 256, 8, "fp32"),
+        (33, 256, 8, "fp32"),
+        (8, 128, 8, "fp32"),
+        (9, 128, 8, "fp32"),
+        (31, 128, 8, "bf16"),
+        (4, 300, 1025, "fp32"),
+        (2, 300, 8, "fp16"),
+        (3, 300, 8, "fp64"),
+    ):
+        hidden, weight, _ = exact_head(rows, depth, 1500, ALL_DTYPES[dtype])
+        fused_topk.linear_topk(hidden, weight, k)
+    fused_topk.linear_topk(hidden.float(), weight.float(), 8, targets=torch.zeros(3, dtype=torch.int64))
+    fused_topk.linear_topk(hidden.float(), weight.float().T.contiguous().T, 8)
+    assert taken == [32, 8, 31]
+
+
 @pytest.mark.parametrize("is_cpu", [True, False])
 def test_linear_pieces_fit(is_cpu):
     for rows in (1, 33, 256, 257, 8192, 10**6):

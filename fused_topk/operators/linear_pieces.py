@@ -86,7 +86,8 @@ def forward(
     chosen = backends.pick(head.hidden.device, head.hidden.dtype, k, backend)
     if rows == 0:
         return out
-    is_small = linear_pieces.is_for_the_native_kernel(rows, k)
+    depth, itemsize = head.hidden.shape[-1], head.hidden.element_size()
+    is_small = linear_pieces.is_for_the_native_kernel(rows, depth, k, itemsize)
     if (
         chosen is native
         and is_small
@@ -100,7 +101,6 @@ def forward(
         return out
     lead = head.hidden.dim() - 1
     flat = LinearResult(*(_flat(x, x.dim() - lead) if x.numel() else x for x in out))
-    itemsize = head.hidden.element_size()
     logit_bytes = itemsize + (_RANK_BYTES if has_ranks else 0) + (head.mask is not None)
     row_bytes = 0 if head.targets is None else head.targets.shape[-1] * _TARGET_BYTES
     if chosen is reference:
