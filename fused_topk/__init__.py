@@ -3,6 +3,9 @@
 
 from .functional import (
     beam_topk,
+    linear_log_softmax_topk,
+    linear_softmax_topk,
+    linear_topk,
     log_softmax,
     log_softmax_topk,
     logsumexp,
@@ -14,15 +17,19 @@ from .functional import (
     topk_state,
     warm_up,
 )
-from .problem import TopK, TopKState
+from .problem import LinearTopK, TopK, TopKState
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LinearTopK",
     "TopK",
     "TopKState",
     "__version__",
     "beam_topk",
+    "linear_log_softmax_topk",
+    "linear_softmax_topk",
+    "linear_topk",
     "log_softmax",
     "log_softmax_topk",
     "logsumexp",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,21 @@ class TopKState(NamedTuple):
     indices: Tensor
     m: Tensor
     d: Tensor
+
+
+class LinearTopK(NamedTuple):
+    """The result of the functions that take hidden states, where targets are given.
+
+    values, indices, logsumexp: as in :class:`TopK`.
+    target_logprobs: float32 of the targets' shape, their log-probabilities; NaN where there is no target.
+    target_ranks: int64 (...), 1 for the best token; 0 where there is no target. None where a row has several targets.
+    """
+
+    values: Tensor
+    indices: Tensor
+    logsumexp: Tensor
+    target_logprobs: Tensor
+    target_ranks: Tensor | None
 
 
 class Problem(NamedTuple):
@@ -83,6 +99,23 @@ class MergeProblem(NamedTuple):
         """This request with these tensors in place of its own. `others`: lengths and row_temperature."""
         lengths, row_temperature = others
         return self._replace(logits=logits, indices=indices, m=m, d=d, lengths=lengths, row_temperature=row_temperature)
+
+
+class LinearProblem(NamedTuple):
+    """A checked request for logits that an LM head computes. All leading dimensions are those of the rows."""
+
+    hidden: Tensor  # (..., H), any strides
+    weight: Tensor  # (V, H), any strides, of the dtype of hidden, as bias
+    bias: Tensor | None  # (V,)
+    temperature: float  # positive and finite; ignored where row_temperature is given
+    row_temperature: Tensor | None  # (...), float32, or float64 for float64 hidden states
+    mask: Tensor | None  # (..., V) bool, or (..., ceil(V / 32)) int32
+    targets: Tensor | None  # (..., n), int64
+    normalize: str  # "allowed", "all" or "topk"
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.hidden.shape[:-1])
 
 
 class FullRowProblem(NamedTuple):

@@ -19,6 +19,7 @@
 
 #include "../ladder/ladder.h"
 #include "full_rows.h"
+#include "linear_rows.h"
 #include "merge.h"
 #include "problem.h"
 
@@ -180,6 +181,43 @@ class FullRows {
   u64 elements_;
 };
 
+// The k best of an LM head's logits. One call: its product takes far longer than reading the arguments.
+// clang-format off: likewise
+void linear_topk(u32 dtype, u32 rows, u32 vocab_size, u32 depth,
+                 std::uintptr_t hidden, i64 hidden_stride, std::uintptr_t weight, i64 weight_stride,
+                 std::uintptr_t bias, i64 bias_stride,
+                 double temperature, std::uintptr_t row_temperature, i64 temperature_stride,
+                 std::uintptr_t mask, u32 mask_kind, std::vector<i64> mask_strides,
+                 u32 k, u32 value_kind, u32 normalize_over,
+                 std::uintptr_t values, std::uintptr_t indices, std::uintptr_t logsumexp,
+                 std::uintptr_t state,
+                 u32 threads, std::string_view instruction_set) {
+  // clang-format on
+  const nb::gil_scoped_release without_gil;
+  LinearProblem p{};
+  static_cast<LogitRows&>(p) = logit_rows(0, dtype, {i64(rows), i64(vocab_size)}, {0, 1}, temperature, row_temperature,
+                                          {temperature_stride}, threads, instruction_set);
+  p.k = k;
+  p.value_kind = ValueKind(value_kind);
+  p.normalize_over = NormalizeOver(normalize_over);
+  p.mask = pointer<const char>(mask);
+  p.mask_kind = MaskKind(mask_kind);
+  if (mask) p.mask_element_stride = pop(mask_strides);
+  p.mask_strides = std::move(mask_strides);
+  p.values = pointer<void>(values);
+  p.indices = pointer<i64>(indices);
+  p.logsumexp = pointer<float>(logsumexp);
+  p.depth = depth;
+  p.hidden = pointer<const char>(hidden);
+  p.hidden_stride = hidden_stride;
+  p.weight = pointer<const char>(weight);
+  p.weight_stride = weight_stride;
+  p.bias = pointer<const char>(bias);
+  p.bias_stride = bias_stride;
+  p.state = pointer<float>(state);
+  solve(p);
+}
+
 // The merge of the states of parts, in the same way. Each tensor's strides are those of [parts, sizes..., width], or
 // without the width.
 class Merge {
@@ -260,6 +298,7 @@ NB_MODULE(_cpu, module) {
   nb::class_<FullRows>(module, "FullRows")
       .def(nb::init<u32, Strides, Strides, double, std::uintptr_t, Strides, u32, u32, std::string_view>())
       .def("__call__", &FullRows::operator());
+  module.def("linear_topk", &linear_topk);
   nb::class_<Merge>(module, "Merge")
       .def(nb::init<u32, Strides, Strides, Strides, Strides, Strides, i64, double, Strides, u32, u32, bool>())
       .def("__call__", &Merge::operator());

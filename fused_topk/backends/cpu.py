@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, MergeProblem, Problem, TopK
+from ..problem import FullRowProblem, LinearProblem, MergeProblem, Problem, TopK
 from .protocol import StartFullRows, StartMerge, StartTopk
 
 _cpu: Any
@@ -23,6 +23,8 @@ except ImportError as error:
 # The enumerations of csrc/cpu/problem.h, full_rows.h and vector_kernels.h.
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _NO_MASK, _BOOL_MASK, _PACKED_MASK = 0, 1, 2
+# Those that linear_kernels.cpp multiplies.
+_MULTIPLIED = (torch.float32, torch.bfloat16)
 _VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2, "state": 3}
 _FULL_ROW_KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
 _NORMALIZE_OVER = {"allowed": 0, "all": 1, "topk": 2}
@@ -117,6 +119,55 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
         )
 
     return run
+
+
+def multiplies(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether linear_topk() can read this LM head where it lies."""
+    if weight.dtype not in _MULTIPLIED or not weight.numel() or weight.stride(-1) != 1:
+        return False
+    return all(x.data_ptr() % x.element_size() == 0 for x in (hidden, weight, bias) if x is not None)
+
+
+def linear_topk(
+    problem: LinearProblem, k: int, values: str, best: TopK, state: Tensor | None, instruction_set: str = ""
+) -> None:
+    """The k best of the logits that an LM head computes, without the logits. At most 32 rows (rows, H), without targets.
+
+    best: contiguous tensors for the result. state: (rows, 2), for m and d; None if nobody wants them. `instruction_set`: as
+    for :func:`prepare_topk`.
+    """
+    hidden, weight, bias, temperature, row_temperature, mask, _, normalize = problem
+    if values == "logits":
+        temperature, row_temperature, normalize = 1.0, None, "allowed"
+    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+    if state is None:
+        state = best.logsumexp.new_empty(len(hidden), 2)
+    _cpu.linear_topk(
+        _DTYPES[weight.dtype],
+        len(hidden),
+        *weight.shape,
+        hidden.data_ptr(),
+        hidden.stride(0),
+        weight.data_ptr(),
+        weight.stride(0),
+        0 if bias is None else bias.data_ptr(),
+        0 if bias is None else bias.stride(0),
+        temperature,
+        0 if row_temperature is None else row_temperature.data_ptr(),
+        0 if row_temperature is None else row_temperature.stride(0),
+        0 if mask is None else mask.data_ptr(),
+        _NO_MASK if mask is None else _BOOL_MASK if mask.dtype is torch.bool else _PACKED_MASK,
+        () if mask is None else mask.stride(),
+        k,
+        _VALUE_KINDS[values],
+        _NORMALIZE_OVER[normalize],
+        best.values.data_ptr(),
+        best.indices.data_ptr(),
+        best.logsumexp.data_ptr(),
+        state.data_ptr(),
+        torch.get_num_threads(),
+        instruction_set,
+    )
 
 
 def prepare_full_rows(

@@ -265,6 +265,76 @@ def check_part(name: str, part: Any, first: TopKState) -> None:
             )
 
 
+def check_hidden(hidden: Any) -> None:
+    check_tensor("hidden", hidden)
+    if hidden.dtype not in _DTYPES:
+        raise TypeError(
+            f"`hidden` must be float32, float16, bfloat16 or float64, got {hidden.dtype}; convert it with .float()"
+        )
+    if hidden.dim() == 0 or hidden.shape[-1] == 0:
+        raise ValueError(
+            f"`hidden` must have the shape (..., H) with H >= 1, got {tuple(hidden.shape)}; the last dimension is the "
+            "model's"
+        )
+    _check_no_tangent("hidden", hidden)
+
+
+def check_head(weight: Any, bias: Any, hidden: Tensor) -> None:
+    """Checks the weight and the bias of an LM head."""
+    check_tensor("weight", weight)
+    size = hidden.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != size:
+        raise ValueError(
+            f"`weight` must have the shape (V, {size}), got {tuple(weight.shape)}; it is that of torch.nn.Linear, one row a "
+            "token"
+        )
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        check_tensor(name, tensor)
+        if tensor.dtype is not hidden.dtype:
+            raise TypeError(
+                f"`{name}` must have the dtype {hidden.dtype} of `hidden`, got {tensor.dtype}; convert one of them"
+            )
+        check_same_device(name, tensor, hidden)
+        _check_no_tangent(name, tensor)
+    if weight.shape[0] == 0:
+        raise ValueError("`weight` must have at least one token, got a dimension of size 0; skip an empty head")
+    check_vocabulary(weight.shape[0])
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"`bias` must have the shape {tuple(weight.shape[:1])} of the vocabulary, got {tuple(bias.shape)}; it is that of "
+            "torch.nn.Linear"
+        )
+
+
+def check_targets(targets: Any, logits: Tensor, may_be_several: bool = False) -> None:
+    """`may_be_several`: whether a row may have several targets, in a last dimension of their own."""
+    check_tensor("targets", targets)
+    if targets.dtype != torch.int64:
+        raise TypeError(f"`targets` must be int64, got {targets.dtype}; use .long()")
+    is_several = may_be_several and targets.dim() == logits.dim()
+    if is_several and targets.shape[-1] == 0:
+        raise ValueError("`targets` must have at least one token a row, got none; leave targets=None")
+    if (targets.shape[:-1] if is_several else targets.shape) != logits.shape[:-1]:
+        raise ValueError(
+            f"`targets` must have the shape {tuple(logits.shape[:-1])} of the positions, got {tuple(targets.shape)}; "
+            "for a causal model drop the last position and the first target"
+        )
+    check_same_device("targets", targets, logits)
+    if type(targets) is not Tensor or targets.device.type != "cpu" or torch.compiler.is_compiling():
+        # Reading the values of a CUDA tensor would wait for the device.
+        return
+    if transforms.is_active() or not targets.numel():
+        return
+    greatest = int(targets.max())
+    if greatest >= logits.shape[-1]:
+        raise ValueError(
+            f"`targets` must be below the vocabulary size {logits.shape[-1]}, got {greatest}; negative ones mark positions "
+            "without a target"
+        )
+
+
 def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], inputs: Sequence[Tensor | None]) -> None:
     """Checks that the tensors of `out` have the `expected` shapes and dtypes and overlap no other tensor of the call.
 

@@ -43,7 +43,7 @@ from . import timestamps as timestamps
 from .custom_generate import generate
 from .decoding import disable, enable, fused_decoding
 from .hooks import FusedDecoding
-from .logprobs import TokenLogprobs, next_token_topk, topk_logprobs
+from .logprobs import TokenLogprobs, next_token_topk, text_topk_logprobs, topk_logprobs
 from .statistics import Stats, stats
 from .warpers import FusedTopKLogitsProcessor
 
@@ -58,5 +58,6 @@ __all__ = [
     "generate",
     "next_token_topk",
     "stats",
+    "text_topk_logprobs",
     "topk_logprobs",
 ]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import full_rows as full_rows  # the operators that these Functions call
-from . import gradients, merging
+from . import gradients, linear, merging
 from . import row_topk as row_topk
 
 # A private name of torch. Without it the Functions take every call but those that torch.compile traces: they serve all.
@@ -59,6 +59,23 @@ def _map_beams(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None]
     """Beams have one batch dimension: what vmap maps over is folded into it."""
     folded = [x.flatten(0, 1) if isinstance(x, Tensor) else x for x in _mapped(info, in_dims, arguments)]
     return tuple(x.unflatten(0, (info.batch_size, -1)) for x in run(*folded)), (0, 0, 0)
+
+
+def _map_heads(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+    """Each mapped weight or bias is a head of its own, and they take their turns."""
+    if in_dims[1] is None and in_dims[2] is None:
+        head = arguments[1:3]
+        hidden, _, _, *others = _mapped(info, in_dims, arguments)
+        result = run(hidden, *head, *others)
+        # Empty tensors that stand for nothing are not mapped.
+        has_targets, (has_ranks, keeps_state) = arguments[6] is not None, arguments[-2:]
+        is_mapped = (True, True, True, has_targets, has_ranks, keeps_state)
+        return result, tuple(0 if x else None for x in is_mapped)
+    turns = [
+        run(*(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True)))
+        for i in range(info.batch_size)
+    ]
+    return tuple(map(torch.stack, zip(*turns, strict=True))), (0,) * 6
 
 
 class RowTopk(torch.autograd.Function):
@@ -115,6 +132,48 @@ class MergeParts(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
         return _map_parts(MergeParts.apply, info, in_dims, *arguments)
+
+
+class LinearTopk(torch.autograd.Function):
+    """linear_topk."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return tuple(torch.ops.fused_topk.linear_topk.default(*arguments))
+
+    setup_context = staticmethod(linear.setup_context)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return linear.backward_by(LinearTopkBackward.apply, ctx, *gradients)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        return _map_heads(LinearTopk.apply, info, in_dims, *arguments)
+
+
+class LinearTopkBackward(torch.autograd.Function):
+    """linear_topk_backward, which vmap loops over."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return torch.ops.fused_topk.linear_topk_backward.default(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is kept: there is no second gradient."""
+
+    backward = staticmethod(linear.no_second_gradient)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        turns = [
+            LinearTopkBackward.apply(
+                *(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True))
+            )
+            for i in range(info.batch_size)
+        ]
+        return tuple(map(torch.stack, zip(*turns, strict=True))), (0, 0, 0)
 
 
 class FullRows(torch.autograd.Function):
