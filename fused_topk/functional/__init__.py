@@ -3,6 +3,7 @@
 
 from .full_rows import log_softmax, logsumexp, softmax
 from .row_topk import beam_topk, log_softmax_topk, softmax_topk, topk
+from .sampling import sample
 from .warming import warm_up
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "log_softmax",
     "log_softmax_topk",
     "logsumexp",
+    "sample",
     "softmax",
     "softmax_topk",
     "topk",
