@@ -38,6 +38,9 @@ SOURCES = (
 FULL_ROW_SOURCES = (*SOURCES[:5], "full_row.cuh", "waiting.cuh", "softmax_rows.cu")
 """Likewise of the kernels in the namespace fused_topk::full_rows: a unit of their own, so that each compiles quickly."""
 
+SAMPLE_SOURCES = (*SOURCES[:5], "philox.h", "sample_rows.cu")
+"""Likewise of the namespace fused_topk::sampling."""
+
 LADDER_SOURCES = (*SOURCES[:3], "ladder/ladder.cu")
 """Likewise of the namespace fused_topk::ladder."""
 
@@ -65,6 +68,8 @@ def sources_of(kernel: str) -> tuple[str, ...]:
     """The files that a kernel, named as NVRTC wants it, is compiled from."""
     if kernel.startswith("fused_topk::full_rows::"):
         return FULL_ROW_SOURCES
+    if kernel.startswith("fused_topk::sampling::"):
+        return SAMPLE_SOURCES
     return LADDER_SOURCES if kernel.startswith("fused_topk::ladder::") else SOURCES
 
 

@@ -181,9 +181,17 @@ def _names(
                 f"`generator` must be on {logits.device}, the device of `logits`, got {generator.device}; "
                 f"make it with torch.Generator({str(logits.device)!r})"
             )
-    rows = logits.shape[:-1].numel()
-    # A name of 126 random bits for each row: no two of all rows that are ever drawn have the same.
-    names = torch.randint(0, 2**63 - 1, (2, rows), dtype=torch.int64, device=logits.device, generator=generator)
+    return random_names(logits.shape[:-1].numel(), logits.device, generator)
+
+
+def random_names(
+    rows: int, device: torch.device, generator: torch.Generator | None
+) -> tuple[tuple[int, Tensor], tuple[int, Tensor]]:
+    """Seeds and counters of that many rows from a generator, or the device's default one, each as (of all, of each).
+
+    A name has 126 random bits: no two of all rows that are ever drawn have the same.
+    """
+    names = torch.randint(0, 2**63 - 1, (2, rows), dtype=torch.int64, device=device, generator=generator)
     return (0, names[0]), (0, names[1])
 
 
