@@ -372,6 +372,31 @@ def test_compiled_and_fake(backend):
     torch.library.opcheck(torch.ops.fused_topk.sample.default, arguments)
 
 
+def test_a_graph_draws_anew_at_each_replay(cuda):
+    """And nothing waits for the GPU, also where more is kept than is listed."""
+    logits = rows_of(9001).cuda()
+    seed = torch.arange(len(logits), device="cuda")
+    temperature = torch.ones(len(logits), device="cuda")
+    settings = {"temperature": temperature, "top_p": 0.99, "num_samples": 4}
+    expected = cuda("sample", logits, seed=seed, **settings).tokens
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        drawn = cuda("sample", logits, **settings).tokens
+        named = cuda("sample", logits, seed=seed, **settings).tokens
+    replayed = []
+    for _ in range(2):
+        graph.replay()
+        replayed.append(drawn.clone())
+        assert torch.equal(named, expected)
+    assert not torch.equal(*replayed)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cuda("sample", logits, **settings)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

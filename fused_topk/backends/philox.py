@@ -40,8 +40,8 @@ def uniforms(seed: Tensor, counter: Tensor, stream: Tensor, samples: int, dtype:
         samples: how many a row.
     """
     sample = torch.arange(samples, device=seed.device)
-    zero = (seed + counter + stream + sample) * 0
-    seed, counter, stream, sample = (zero + part for part in (seed, counter, stream, sample))
+    name = torch.broadcast_tensors(seed, counter, stream, sample)  # type: ignore[no-untyped-call]
+    seed, counter, stream, sample = name
     w0, w1, _, _ = words((seed & _WORD, _high(seed)), (counter & _WORD, _high(counter), sample, stream))
     return ((w0 >> 12 | w1 << 20).to(dtype) + 0.5) * 2.0**-52
 
