@@ -305,6 +305,19 @@ def test_a_row_draws_the_same_in_any_batch(backend):
             assert torch.equal(apart.log_probs.view(torch.int32), together.log_probs[rows].view(torch.int32))
 
 
+def test_a_row_draws_the_same_on_any_number_of_threads(cpu, threads):
+    logits = rows_of(100_000, torch.bfloat16)[[0, 3, 4]]
+    logits[2, 77_777] = NAN
+    for name in ("whole", "temperature", "usual", "top_p", "min_p"):
+        drawn = []
+        for count in (1, 2, 5):
+            threads(count)
+            drawn.append(cpu("sample", logits, seed=torch.arange(3), num_samples=5, logprobs=2, **SETTINGS[name]))
+        for other in drawn[1:]:
+            assert torch.equal(other.tokens, drawn[0].tokens) and torch.equal(other.topk.indices, drawn[0].topk.indices)
+            assert torch.equal(other.log_probs.view(torch.int32), drawn[0].log_probs.view(torch.int32))
+
+
 def test_seeds_counters_and_streams(backend):
     logits = torch.zeros(3, 10_000, device=backend.device)
     same = backend("sample", logits, seed=torch.tensor([4, 4, 5], device=backend.device), num_samples=8).tokens

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Draws from rows, on several threads. A task is a row, or several short ones.
+// Draws from rows, on several threads. A task is a row, or several short ones. With fewer rows than the threads can
+// share evenly it is a part of a row, and the thread that finishes the last part of a row draws from it.
 //
 // A row is read once, block by block: the normalizer of each block, and where a filter needs them the row's best in a
 // list. Top-k, top-p and min-p keep the best of a row. So a candidate, the border, says what is kept: the tokens that do
@@ -33,6 +34,8 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 // As in full_rows.cpp. Guesses.
 constexpr u64 kElementsPerThread = 16384;
 constexpr u64 kElementsPerTask = 16384;
+constexpr u32 kBlocksPerPart = 4;
+constexpr u32 kTasksPerThread = 4;
 // Listed where no top-k says how many are kept. What top-p keeps of a language model's rows is mostly less.
 constexpr u32 kListed = 128;
 // Room for tokens that tie with the k-th, besides k / 8.
@@ -108,6 +111,14 @@ struct Workspace {
   }
 };
 
+// What the parts of a row leave for the last of them.
+struct SharedRow {
+  std::vector<BlockNormalizer> own;       // [blocks]
+  std::vector<BlockNormalizer> tempered;  // [blocks]
+  std::vector<std::vector<u64>> lists;    // [parts]
+  std::atomic<u32> parts_left;
+};
+
 struct Solver {
   const SampleProblem& problem;
   const VectorKernels& kernels = *problem.kernels;
@@ -116,19 +127,86 @@ struct Solver {
   const u32 vocab_size = problem.vocab_size;
   const u32 blocks = (vocab_size - 1) / kBlock + 1;
 
+  u32 threads() const { return u32(std::clamp<u64>(rows * vocab_size / kElementsPerThread, 1, problem.threads)); }
+
+  u32 parts_of_a_row() const {
+    const u64 tasks = threads() == 1 ? 1 : kTasksPerThread * u64(threads());
+    if (rows >= tasks) return 1;
+    return u32(std::clamp<u64>(blocks / kBlocksPerPart, 1, (tasks - 1) / rows + 1));
+  }
+
   void run() const {
+    const u32 parts = parts_of_a_row();
+    if (parts > 1) {
+      run_parts(parts);
+      return;
+    }
     const u64 at_once = std::max<u64>(1, kElementsPerTask / vocab_size);
-    const u64 tasks = (rows + at_once - 1) / at_once;
-    const u64 useful = std::clamp<u64>(rows * vocab_size / kElementsPerThread, 1, problem.threads);
-    std::atomic<u64> next_task{0};
-    run_on_threads(u32(std::min(useful, tasks)), [&] {
-      Workspace workspace;
-      for (;;) {
-        const u64 first = next_task.fetch_add(1, std::memory_order_relaxed) * at_once;
-        if (first >= rows) return;
-        for (u64 row = first; row < std::min(rows, first + at_once); ++row) sample(row_at(row), workspace);
+    for_each_task((rows + at_once - 1) / at_once, [&](u64 task, Workspace& workspace) {
+      for (u64 number = task * at_once; number < std::min(rows, (task + 1) * at_once); ++number) {
+        const Row row = row_at(number);
+        Selection* const selection = selection_of(row, workspace);
+        resize(row, workspace.own, workspace.tempered);
+        read(row, 0, blocks, selection, workspace.own.data(), workspace.tempered.data(), workspace);
+        draw(row, selection, workspace);
       }
     });
+  }
+
+  void run_parts(u32 parts) const {
+    const std::unique_ptr<SharedRow[]> shared(new SharedRow[rows]);
+    for (u64 number = 0; number < rows; ++number) {
+      resize(row_at(number), shared[number].own, shared[number].tempered);
+      shared[number].lists.resize(parts);
+      shared[number].parts_left.store(parts, std::memory_order_relaxed);
+    }
+    for_each_task(rows * parts, [&](u64 task, Workspace& workspace) {
+      const Row row = row_at(task / parts);
+      const u32 part = u32(task % parts);
+      SharedRow& of_row = shared[row.number];
+      Selection* const selection = selection_of(row, workspace);
+      const u32 first = u32(u64(blocks) * part / parts), end = u32(u64(blocks) * (part + 1) / parts);
+      read(row, first, end, selection, of_row.own.data(), of_row.tempered.data(), workspace);
+      if (selection) {
+        u32 count;
+        const u64* const best = selection->trimmed(&count);
+        of_row.lists[part].assign(best, best + count);
+      }
+      // Releases what this part wrote, and acquires what the others did.
+      if (of_row.parts_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+      if (selection) {
+        selection->restart();
+        for (const std::vector<u64>& list : of_row.lists) selection->add_candidates(list.data(), u32(list.size()));
+      }
+      workspace.own.swap(of_row.own);
+      workspace.tempered.swap(of_row.tempered);
+      draw(row, selection, workspace);
+    });
+  }
+
+  // Calls do_task(task, the thread's workspace) for all tasks.
+  template <class TASK>
+  void for_each_task(u64 tasks, const TASK& do_task) const {
+    std::atomic<u64> next_task{0};
+    run_on_threads(u32(std::min<u64>(threads(), tasks)), [&] {
+      Workspace workspace;
+      for (;;) {
+        const u64 task = next_task.fetch_add(1, std::memory_order_relaxed);
+        if (task >= tasks) return;
+        do_task(task, workspace);
+      }
+    });
+  }
+
+  // Null where no list is needed.
+  Selection* selection_of(const Row& row, Workspace& workspace) const {
+    const u32 length = list_length(row);
+    return length ? &workspace.selection_of(kernels, length, vocab_size) : nullptr;
+  }
+
+  void resize(const Row& row, std::vector<BlockNormalizer>& own, std::vector<BlockNormalizer>& tempered) const {
+    own.resize(blocks);
+    if (row.needs_sum()) tempered.resize(blocks);
   }
 
   Row row_at(u64 number) const {
@@ -159,11 +237,8 @@ struct Solver {
     return u32(std::min<u64>(length, vocab_size));
   }
 
-  void sample(const Row& row, Workspace& workspace) const {
-    const u32 length = list_length(row);
-    Selection* const selection = length ? &workspace.selection_of(kernels, length, vocab_size) : nullptr;
-    read(row, selection, workspace);
-
+  // Of a row whose normalizers are in the workspace, and whose best are in the selection, if there is one.
+  void draw(const Row& row, Selection* selection, Workspace& workspace) const {
     BlockNormalizer own = workspace.own[0];
     for (u32 i = 1; i < blocks; ++i) own = merge(own, workspace.own[i], 1.0);
     const float m = own.m;
@@ -177,7 +252,7 @@ struct Solver {
 
     u64 border = kKeepAll;
     if (row.has_filter()) {
-      const u32 kept = kept_of_list(row, best, length, m, workspace);
+      const u32 kept = kept_of_list(row, best, list_length(row), m, workspace);
       if (kept) {
         draw_from_list(row, kept, m, log_d, workspace);
         return;
@@ -205,15 +280,14 @@ struct Solver {
 
   u32 elements_of(u32 block) const { return std::min(kBlock, vocab_size - block * kBlock); }
 
-  // Reads the row. Writes the blocks' normalizers, and offers the elements to the selection, if there is one.
-  void read(const Row& row, Selection* selection, Workspace& workspace) const {
+  // Reads blocks first .. end. Writes their normalizers, and offers the elements to the selection, if there is one.
+  void read(const Row& row, u32 first, u32 end, Selection* selection, BlockNormalizer* own_normalizers,
+            BlockNormalizer* tempered_normalizers, Workspace& workspace) const {
     const bool is_tempered = row.needs_sum() && row.temperature.inverse != 1.0;
-    workspace.own.resize(blocks);
-    if (row.needs_sum()) workspace.tempered.resize(blocks);
     Exponential own = one.exponential, tempered = row.temperature.exponential;
     const u32 item_size = kItemSize[problem.dtype];
     const i64 step = problem.logits_element_stride * item_size;
-    for (u32 block = 0; block < blocks; ++block) {
+    for (u32 block = first; block < end; ++block) {
       const u32 n = elements_of(block);
       const float* const x = load_block(row, block, workspace);
       const char* const next = row.logits + (u64(block) * kBlock + n) * step;
@@ -223,9 +297,9 @@ struct Solver {
       // As in rows.cpp.
       const bool has_nan = d != d && kernels.has_nan(x, n);
       const float m = has_nan ? kNaN : greatest;
-      workspace.own[block] = {m, d};
+      own_normalizers[block] = {m, d};
       if (row.needs_sum()) {
-        workspace.tempered[block] = {m, is_tempered ? kernels.sum_exp(x, n, tempered, next, item_size) : d};
+        tempered_normalizers[block] = {m, is_tempered ? kernels.sum_exp(x, n, tempered, next, item_size) : d};
       }
       if (selection) selection->add_block(x, n, block * kBlock, greatest, has_nan);
     }
