@@ -11,18 +11,20 @@ from .functional import (
     logsumexp,
     merge_states,
     merge_topk,
+    sample,
     softmax,
     softmax_topk,
     topk,
     topk_state,
     warm_up,
 )
-from .problem import LinearTopK, TopK, TopKState
+from .problem import LinearTopK, Sample, TopK, TopKState
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LinearTopK",
+    "Sample",
     "TopK",
     "TopKState",
     "__version__",
@@ -35,6 +37,7 @@ __all__ = [
     "logsumexp",
     "merge_states",
     "merge_topk",
+    "sample",
     "softmax",
     "softmax_topk",
     "topk",

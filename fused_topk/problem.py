@@ -118,6 +118,44 @@ class LinearProblem(NamedTuple):
         return math.prod(self.hidden.shape[:-1])
 
 
+class Sample(NamedTuple):
+    """The result of :func:`sample`.
+
+    tokens: int64 drawn tokens, shape (..., num_samples).
+    log_probs: float32 log-probabilities of these tokens, shape (..., num_samples).
+    topk: the row's best tokens with their log-probabilities, where asked for.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    topk: TopK | None
+
+
+class SampleProblem(NamedTuple):
+    """A checked request for draws. A backend writes its result into a :class:`Sample` of the caller's contiguous tensors.
+
+    Each parameter is one number, or where its `row_...` is given one a row: contiguous (R,).
+    """
+
+    logits: Tensor  # (R, V), any strides, R >= 1
+    temperature: float  # 0 for the best token
+    row_temperature: Tensor | None  # float64
+    top_k: int  # 0 keeps all
+    row_top_k: Tensor | None  # int64
+    top_p: float  # 1 keeps all
+    row_top_p: Tensor | None  # float64
+    min_p: float  # 0 keeps all
+    row_min_p: Tensor | None  # float64
+    mask: Tensor | None  # bool (R, V), or int32 (R, ceil(V / 32)), any strides
+    seed: int  # of all rows, which are told apart by their numbers
+    row_seed: Tensor | None  # int64
+    counter: int
+    row_counter: Tensor | None  # int64
+    num_samples: int
+    logprobs: int  # the length of Sample.topk; 0 for none
+    truncated: bool  # whether log-probabilities are relative to what is kept
+
+
 class FullRowProblem(NamedTuple):
     """A checked request for full rows. A backend writes its result into a contiguous tensor from the caller."""
 

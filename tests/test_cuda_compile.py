@@ -10,7 +10,7 @@ import pytest
 
 from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver, kernel_source
-from fused_topk.layout import full_row_launch, merge_launch
+from fused_topk.layout import full_row_launch, merge_launch, sample_launch
 from fused_topk.layout.topk_choice import Method
 from nvrtc_library import of_cuda12
 
@@ -114,6 +114,16 @@ def test_full_row_kernels_compile_without_spills(nvrtc, request, dtype, architec
         _, entry, log = driver.compile_kernel(kernel, architecture)
         assert "softmax_" in entry
         assert_no_spills(kernel, log)
+
+
+@pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
+def test_sampling_kernels_compile_without_spills(nvrtc, architecture):
+    for kernel in sample_launch.kernel_names():
+        _, entry, log = driver.compile_kernel(kernel, architecture)
+        assert "sample_rows_kernel" in entry
+        assert_no_spills(kernel, log)
+        (used,) = re.findall(r"(\d+) bytes smem", log)
+        assert int(used) <= 48 << 10, kernel
 
 
 def test_the_second_nvrtc_is_cuda_12s(nvrtc, request):

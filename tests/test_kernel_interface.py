@@ -18,6 +18,7 @@ from simt.translate import translate
 
 KERNEL_OF = {
     kernel_arguments.Problem: "fused_topk::softmax_topk_kernel",
+    kernel_arguments.SampleRows: "fused_topk::sampling::sample_rows_kernel",
     kernel_arguments.FullRows: "fused_topk::full_rows::softmax_warp_rows_kernel",
     kernel_arguments.States: "fused_topk::merging::merge_states_kernel",
 }
@@ -50,7 +51,8 @@ def claims_of(structure: type[ctypes.Structure]) -> list[str]:
         place = getattr(structure, field)
         claims += [f"offsetof({name}, {field}) == {place.offset}", f"sizeof({name}::{field}) == {place.size}"]
         element = getattr(type_, "_type_", None)
-        kind = {ctypes.c_float: "std::is_floating_point_v", ctypes.c_bool: "std::is_integral_v"}.get(type_)
+        kind = {ctypes.c_bool: "std::is_integral_v"}.get(type_)
+        kind = "std::is_floating_point_v" if type_ in (ctypes.c_float, ctypes.c_double) else kind
         kind = kind or ("std::is_signed_v" if ctypes.c_int64 in (type_, element) else "!std::is_signed_v")
         claims.append(f"{kind}<std::remove_extent_t<decltype({name}::{field})>>")
     return claims

@@ -13,7 +13,7 @@ import fused_topk
 from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver, tickets
 from fused_topk.layout import merge_launch
-from fused_topk.problem import FullRowProblem
+from fused_topk.problem import FullRowProblem, Sample, SampleProblem
 from gpu_stand_in import StandInGpus
 from oracle import problem_of, start, start_full_rows
 from simt.emulate import recorded
@@ -65,6 +65,29 @@ def test_rows(gpus, function, shape, dtype):
     wanted = set().union(*(asked_by(function, shape, k, dtype) for k in (1, 8, 60)))
     assert fused_topk.warm_up(shape, (1, 8, 60), functions=function, dtypes=dtype, device="cuda:1") == len(wanted)
     assert compiled(gpus) == wanted and {device for device, _ in driver._loaded} == {1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1000), (4000, 60), (3, 50257)], ids=str)
+def test_draws(gpus, shape, dtype):
+    def asked(top_k, row_top_k, top_p, mask):
+        out = Sample(torch.empty(shape[0], 1, dtype=torch.int64), torch.empty(shape[0], 1), None)
+        filters = (top_k, row_top_k, top_p, None, 0.0, None)
+        with recorded() as names:
+            cuda.sample(
+                SampleProblem(
+                    torch.zeros(shape, dtype=dtype), 1.0, None, *filters, mask, 0, None, 0, None, 1, 0, False
+                ),
+                out,
+            )
+        return set(names)
+
+    of_rows, mask = torch.full(shape[:1], 40), torch.ones(shape, dtype=torch.bool)
+    calls = ((0, None, 1.0), (0, None, 0.9), (900, None, 1.0), (0, of_rows, 0.9))
+    wanted = set().union(*(asked(*call, given) for call in calls for given in (None, mask)))
+    options = {"functions": "sample", "dtypes": dtype, "masked": True, "device": 1}
+    assert fused_topk.warm_up(shape, 900, **options) == len(wanted)
+    assert compiled(gpus) == wanted
 
 
 @pytest.mark.parametrize("normalize", ["allowed", "all", "topk"])

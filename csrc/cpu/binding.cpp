@@ -22,6 +22,7 @@
 #include "linear_rows.h"
 #include "merge.h"
 #include "problem.h"
+#include "sampling.h"
 
 namespace nb = nanobind;
 
@@ -280,6 +281,46 @@ class Merge {
   u64 elements_;
 };
 
+// Draws from the rows of a tensor [rows, vocab_size]. Each parameter is a number, and the address of one a row or 0.
+// clang-format off: likewise
+void sample(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
+            double temperature, std::uintptr_t row_temperature, i64 top_k, std::uintptr_t row_top_k,
+            double top_p, std::uintptr_t row_top_p, double min_p, std::uintptr_t row_min_p,
+            std::uintptr_t mask, u32 mask_kind, std::vector<i64> mask_strides,
+            i64 seed, std::uintptr_t row_seed, i64 counter, std::uintptr_t row_counter,
+            u32 num_samples, u32 logprobs, bool truncated,
+            std::uintptr_t tokens, std::uintptr_t log_probs,
+            std::uintptr_t best_values, std::uintptr_t best_indices, std::uintptr_t logsumexp,
+            u32 threads, std::string_view instruction_set) {
+  // clang-format on
+  SampleProblem p{};
+  static_cast<LogitRows&>(p) =
+      logit_rows(logits, dtype, std::move(shape), std::move(logits_strides), 1.0, 0, {}, threads, instruction_set);
+  p.temperatures = {temperature, pointer<const double>(row_temperature)};
+  p.top_k = {top_k, pointer<const i64>(row_top_k)};
+  p.top_p = {top_p, pointer<const double>(row_top_p)};
+  p.min_p = {min_p, pointer<const double>(row_min_p)};
+  p.seed = {seed, pointer<const i64>(row_seed)};
+  p.counter = {counter, pointer<const i64>(row_counter)};
+  p.mask = pointer<const char>(mask);
+  p.mask_kind = MaskKind(mask_kind);
+  if (mask) {
+    p.mask_row_stride = mask_strides.at(0);
+    p.mask_element_stride = mask_strides.at(1);
+  }
+  p.num_samples = num_samples;
+  p.logprobs = logprobs;
+  p.truncated = truncated;
+  p.tokens = pointer<i64>(tokens);
+  p.log_probs = pointer<float>(log_probs);
+  p.best_values = pointer<float>(best_values);
+  p.best_indices = pointer<i64>(best_indices);
+  p.logsumexp = pointer<float>(logsumexp);
+  std::optional<nb::gil_scoped_release> without_gil;
+  if (elements_of(p) > kWorthReleasing) without_gil.emplace();
+  solve(p);
+}
+
 void ladder(u32 rung, u64 rows, u32 vocab_size, u32 k, std::uintptr_t x, std::uintptr_t y, std::uintptr_t values,
             std::uintptr_t indices, u32 threads) {
   const nb::gil_scoped_release without_gil;
@@ -302,6 +343,7 @@ NB_MODULE(_cpu, module) {
   nb::class_<Merge>(module, "Merge")
       .def(nb::init<u32, Strides, Strides, Strides, Strides, Strides, i64, double, Strides, u32, u32, bool>())
       .def("__call__", &Merge::operator());
+  module.def("sample", &sample);
   module.def("ladder", &ladder);
   module.def(
       "instruction_set", [] { return supported_kernels().front()->name; },

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, LinearProblem, MergeProblem, Problem, TopK
+from ..problem import FullRowProblem, LinearProblem, MergeProblem, Problem, Sample, SampleProblem, TopK
 from .protocol import StartFullRows, StartMerge, StartTopk
 
 _cpu: Any
@@ -181,6 +181,45 @@ def prepare_full_rows(
         _full_rows(problem.at(logits, row_temperature), dtype, instruction_set)(logits, out)
 
     return run
+
+
+def sample(problem: SampleProblem, out: Sample, instruction_set: str = "") -> None:
+    """See :class:`protocol.Backend`. `instruction_set`: as for :func:`prepare_topk`."""
+    p = problem
+    topk = (None,) * 3 if out.topk is None else out.topk
+    _cpu.sample(
+        p.logits.data_ptr(),
+        _DTYPES[p.logits.dtype],
+        p.logits.shape,
+        p.logits.stride(),
+        p.temperature,
+        _address(p.row_temperature),
+        p.top_k,
+        _address(p.row_top_k),
+        p.top_p,
+        _address(p.row_top_p),
+        p.min_p,
+        _address(p.row_min_p),
+        _address(p.mask),
+        _NO_MASK if p.mask is None else _BOOL_MASK if p.mask.dtype is torch.bool else _PACKED_MASK,
+        () if p.mask is None else p.mask.stride(),
+        p.seed,
+        _address(p.row_seed),
+        p.counter,
+        _address(p.row_counter),
+        p.num_samples,
+        p.logprobs,
+        p.truncated,
+        out.tokens.data_ptr(),
+        out.log_probs.data_ptr(),
+        *map(_address, topk),
+        torch.get_num_threads(),
+        instruction_set,
+    )
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _full_rows(problem: FullRowProblem, dtype: torch.dtype, instruction_set: str) -> StartFullRows:

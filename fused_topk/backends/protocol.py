@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, MergeProblem, Problem, TopK
+from ..problem import FullRowProblem, MergeProblem, Problem, Sample, SampleProblem, TopK
 
 
 class StartTopk(Protocol):
@@ -72,4 +72,8 @@ class Backend(Protocol):
 
     def prepare_full_rows(self, problem: FullRowProblem, device: torch.device, dtype: torch.dtype) -> StartFullRows:
         """Likewise for probabilities, log-probabilities or the logsumexp of every row, into an `out` of that dtype."""
+        ...
+
+    def sample(self, problem: SampleProblem, out: Sample) -> None:
+        """Draws tokens from each row, and writes `out`."""
         ...

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, MergeProblem, Problem, TopK
+from ..problem import FullRowProblem, MergeProblem, Problem, Sample, SampleProblem, TopK
 from .protocol import StartFullRows, StartMerge, StartTopk
 
 # By the bytes of an element.
@@ -66,6 +66,14 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
 def prepare_full_rows(problem: FullRowProblem, device: torch.device, dtype: torch.dtype) -> StartFullRows:
     """full_rows()."""
     return lambda logits, out, row_temperature=None: full_rows(problem.at(logits, row_temperature), out)
+
+
+def sample(problem: SampleProblem, out: Sample) -> None:
+    """See :mod:`reference_sampling`."""
+    # It uses this module.
+    from . import reference_sampling
+
+    reference_sampling.sample(problem, out)
 
 
 def row_topk(problem: Problem, out: TopK) -> None:

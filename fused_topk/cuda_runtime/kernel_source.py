@@ -40,6 +40,8 @@ FULL_ROW_SOURCES = (*SOURCES[:5], "full_row.cuh", "waiting.cuh", "softmax_rows.c
 
 MERGING_SOURCES = (*SOURCES[:5], "problem.cuh", "result.cuh", "merge_states.cu")
 """Likewise of the namespace fused_topk::merging."""
+SAMPLE_SOURCES = (*SOURCES[:5], "philox.h", "sample_rows.cu")
+"""Likewise of the namespace fused_topk::sampling."""
 
 LADDER_SOURCES = (*SOURCES[:3], "ladder/ladder.cu")
 """Likewise of the namespace fused_topk::ladder."""
@@ -70,6 +72,8 @@ def sources_of(kernel: str) -> tuple[str, ...]:
         return FULL_ROW_SOURCES
     if kernel.startswith("fused_topk::merging::"):
         return MERGING_SOURCES
+    if kernel.startswith("fused_topk::sampling::"):
+        return SAMPLE_SOURCES
     return LADDER_SOURCES if kernel.startswith("fused_topk::ladder::") else SOURCES
 
 

@@ -5,6 +5,7 @@ from .full_rows import log_softmax, logsumexp, softmax
 from .linear import linear_log_softmax_topk, linear_softmax_topk, linear_topk
 from .merging import merge_states, merge_topk, topk_state
 from .row_topk import beam_topk, log_softmax_topk, softmax_topk, topk
+from .sampling import sample
 from .warming import warm_up
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "logsumexp",
     "merge_states",
     "merge_topk",
+    "sample",
     "softmax",
     "softmax_topk",
     "topk",

@@ -96,12 +96,14 @@ def check_vocabulary(vocab_size: int) -> None:
         )
 
 
-def check_k(k: Any, most: int, what: str = "the vocabulary size") -> None:
+def check_k(k: Any, most: int, what: str = "the vocabulary size", name: str = "k") -> None:
     # torch.compile may pass a symbolic k. NumPy's integers are no subclass of int.
     if isinstance(k, (bool, Tensor)) or not isinstance(k, (int, torch.SymInt, np.integer)):
-        raise TypeError(f"`k` must be an int, got {type(k).__name__}; use int(k)")
+        raise TypeError(f"`{name}` must be an int, got {type(k).__name__}; use int({name})")
     if not 1 <= k <= most:
-        raise ValueError(f"`k` must satisfy 1 <= k <= {most} ({what}), got k={k}; pass min(k, {most})")
+        raise ValueError(
+            f"`{name}` must satisfy 1 <= {name} <= {most} ({what}), got {name}={k}; pass min({name}, {most})"
+        )
 
 
 def check_temperature(
@@ -151,6 +153,53 @@ def check_row_temperature(temperature: Tensor) -> None:
     ok = (temperature >= _LEAST_TEMPERATURE) & (temperature <= _GREATEST_TEMPERATURE)
     worst = temperature[~ok].reshape(-1)[0].item()
     raise ValueError(f"`temperature` must be positive and finite in every row, got {worst}; clamp it")
+
+
+def check_row_numbers(
+    name: str,
+    value: Any,
+    logits: Tensor,
+    dtype: torch.dtype,
+    limits: tuple[float, float],
+    or_zero: bool = False,
+) -> tuple[Any, Tensor | None]:
+    """A parameter of sampling: (the number of all rows, None), or (0, that of each row, contiguous, flat and of `dtype`).
+
+    Args:
+        limits: the least and the greatest value.
+        or_zero: whether 0 is allowed besides.
+    """
+    least, greatest = limits
+    kinds: tuple[Any, ...] = (int, float, np.number) if dtype.is_floating_point else (int, np.integer)
+    if isinstance(value, bool) or not isinstance(value, (*kinds, Tensor)):
+        a_number = "a number" if dtype.is_floating_point else "an int"
+        raise TypeError(f"`{name}` must be {a_number} or a tensor, got {type(value).__name__}; convert it")
+    rule = f"satisfy {least:.3g} <= {name} <= {greatest:.3g}{' or be 0' if or_zero else ''}"
+    if not isinstance(value, Tensor):
+        given: Any = value
+        number = float(given) if dtype.is_floating_point else int(given)
+        if not (least <= number <= greatest or (or_zero and number == 0)):
+            raise ValueError(f"`{name}` must {rule}, got {value}; clamp it")
+        return number, None
+    check_tensor(name, value)
+    if value.is_floating_point() != dtype.is_floating_point or value.dtype == torch.bool or value.is_complex():
+        kind = "a floating-point" if dtype.is_floating_point else "an integer"
+        raise TypeError(f"`{name}` must be {kind} tensor, got {value.dtype}; use .to({dtype})")
+    check_same_device(name, value, logits)
+    rows = logits.shape[:-1]
+    if value.dim() > len(rows) or not _broadcasts(value.shape, rows):
+        raise ValueError(
+            f"`{name}` must be one number a row, broadcastable to {tuple(rows)}, got shape {tuple(value.shape)}; "
+            "drop its vocabulary dimension if it has one"
+        )
+    numbers = value.detach().to(dtype)
+    if type(value) is Tensor and value.device.type == "cpu" and value.numel() and not torch.compiler.is_compiling():
+        ok = (numbers >= least) & (numbers <= greatest)
+        if or_zero:
+            ok |= numbers == 0
+        if not bool(ok.all()):
+            raise ValueError(f"`{name}` must {rule} in every row, got {numbers[~ok][0].item()}; clamp it")
+    return 0, numbers.expand(rows).reshape(-1).contiguous()
 
 
 def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:

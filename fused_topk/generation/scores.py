@@ -12,7 +12,7 @@ the next is recognised, and any other gets the tensor that the stock operations 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import backends
 from . import penalties, selection, warpers
 from .edits import NotSparse, Plan
 from .record import Recorded
@@ -288,6 +289,11 @@ class LazyScores(StandIn):
         rows, beams, filters = self._step.rows, self._beam_scores, self._filters or ()
         if self._stage is not Stage.PROBS or replacement:
             return NotImplemented
+        parameters = warpers.parameters(filters)
+        if beams is None and num_samples == 1 and parameters is not None and not penalties.must_be_checked(self._edits):
+            drawn = self._sample(parameters, generator)
+            if drawn is not None:
+                return drawn
         length = warpers.list_length(filters, rows.vocab_size)
         if length is None:
             return self._stock_multinomial("sampling from the whole vocabulary", num_samples, generator)
@@ -319,6 +325,21 @@ class LazyScores(StandIn):
         indices = drawn.div(length, rounding_mode="floor").mul_(rows.vocab_size).add_(tokens)
         self._chosen.append((indices, total.gather(1, drawn)))
         return indices
+
+    def _sample(self, parameters: Mapping[str, float], generator: Any) -> Tensor | None:
+        """Draws from the vocabulary itself, on a backend with kernels for it, and waits for nothing."""
+        rows = self._step.rows
+        # Stock operations are quicker than the reference.
+        if rows.backend is backends.reference:
+            return None
+        drawn = selection.sample(rows, self._edits, parameters, generator)
+        if drawn is None:
+            return None
+        if not drawn.log_probs.is_cuda and bool(drawn.log_probs.isnan().any()):
+            # A row without a distribution: torch.multinomial says so. On a GPU nothing waits for it.
+            return self._stock_multinomial("a row without a distribution", 1, generator)
+        self._step.end()
+        return drawn.tokens
 
     def _stock_multinomial(self, reason: str, num_samples: int, generator: Any) -> Tensor:
         return torch.multinomial(self.dense(reason), num_samples, generator=generator)

@@ -13,7 +13,7 @@ Nothing here waits for the device or has a shape that depends on what a tensor h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
 from typing import NamedTuple, Protocol
 
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from ..backends import Backend
+from ..functional.sampling import random_names
 from ..plans import beam_result, row_result
-from ..problem import Problem, TopK, result_dtype
+from ..problem import Problem, Sample, SampleProblem, TopK, result_dtype
 from . import packed
 
 
@@ -119,6 +120,41 @@ class Rows(NamedTuple):
         self.backend.prepare_topk(problem, logits.device, beam_scores)(logits, out, beam_scores, mask)
         return out
 
+    def sample(self, parameters: Mapping[str, float], mask: Tensor | None, generator: torch.Generator | None) -> Sample:
+        """A token [R, 1] of each row, drawn from the tokens in `mask` [1 or R, W]. See :func:`fused_topk.sample`.
+
+        Args:
+            parameters: of temperature, top_k, top_p and min_p those that are set.
+        """
+        logits = self.logits
+        if mask is not None:
+            mask = mask.expand(len(logits), -1)
+        rows, device = len(logits), logits.device
+        seed, counter = random_names(rows, device, generator)
+        problem = SampleProblem(
+            logits,
+            float(parameters.get("temperature", 1.0)),
+            None,
+            int(parameters.get("top_k", 0)),
+            None,
+            float(parameters.get("top_p", 1.0)),
+            None,
+            float(parameters.get("min_p", 0.0)),
+            None,
+            mask,
+            *seed,
+            *counter,
+            1,
+            0,
+            False,
+        )
+        tokens = torch.empty((rows, 1), dtype=torch.int64, device=device)
+        log_probs = torch.empty((rows, 1), dtype=result_dtype(logits.dtype), device=device)
+        result = Sample(tokens, log_probs, None)
+        if rows:
+            self.backend.sample(problem, result)
+        return result
+
     def _scan(self, k: int, mask: Tensor | None, values: str, normalize: str, temperature: float) -> TopK:
         logits = self.logits
         if mask is not None:
@@ -208,6 +244,13 @@ def best_continuations(rows: Rows, edits: Sequence[Edit], beam_scores: Tensor, k
     ids = merged.ids.view(batch, beams, -1) + beam * rows.vocab_size
     # In the order of beam * V + token, so that equal ones are taken by the smaller.
     return _best_of(rows.backend, total.flatten(1), ids.flatten(1), merged.is_void.view(batch, -1), k)
+
+
+def sample(
+    rows: Rows, edits: Sequence[Edit], parameters: Mapping[str, float], generator: torch.Generator | None
+) -> Sample | None:
+    """A token [R, 1] of each row in one read of it; None where edits change what is read and not only hide tokens."""
+    return None if _must_merge(edits) else rows.sample(parameters, _scanned_by(edits), generator)
 
 
 def logsumexp(rows: Rows, edits: Sequence[Edit], temperature: float, are_log_probs: bool) -> Tensor:

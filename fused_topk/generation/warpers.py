@@ -40,6 +40,10 @@ class Filter(NamedTuple):
 NORMALIZE = Filter("normalize", 1.0)
 # In greedy decoding; other ones may make a row's best tokens equal.
 _TEMPERATURES = (1e-3, 1e3)
+# In the order in which fused_topk.sample() applies them.
+_PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
+# Beyond them scores overflow in float32, or have no digits left.
+_SAMPLED_TEMPERATURES = (1e-30, 1e30)
 # Far more than can become equal by rounding; those that are equal come by their indices.
 GREEDY_LENGTH = 8
 
@@ -93,6 +97,20 @@ def list_length(filters: Sequence[Filter], vocab_size: int) -> int | None:
     if any(kind not in ("temperature", "normalize") for kind, *_ in filters):
         return min(vocab_size, _WINDOW)
     return None
+
+
+def parameters(filters: Sequence[Filter]) -> dict[str, float] | None:
+    """The filters as the parameters of fused_topk.sample(), by name; None where they are others, or in another order."""
+    # What renormalises a row leaves its distribution as it is.
+    steps = [each for each in filters if each != NORMALIZE]
+    kinds = [each.kind for each in steps]
+    # sample() keeps one token at least.
+    if kinds != [kind for kind in _PARAMETERS if kind in kinds] or any(each.at_least > 1 for each in steps):
+        return None
+    low, high = _SAMPLED_TEMPERATURES
+    if any(each.kind == "temperature" and not low <= each.number <= high for each in steps):
+        return None
+    return {each.kind: each.number for each in steps}
 
 
 def apply(
