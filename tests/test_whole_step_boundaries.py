@@ -81,15 +81,13 @@ def test_calls_that_are_not_served(model):
     assert stats().not_whole == {"generation mode sample": 1}
 
 
-@pytest.mark.parametrize("name", ["mamba", "t5", "bart", "whisper"])
+@pytest.mark.parametrize("name", ["mamba", "t5"])
 def test_models_that_are_not_served(name):
-    reasons = {"mamba": None, "whisper": "generate() of WhisperForConditionalGeneration"}
     model = tiny(name)
     for beams in (1, 3):
         _, _, steps = generate_both(model, fused=whole, num_beams=beams)
         assert steps.whole == 0 and steps.fused > 0
         assert len(steps.not_whole) == 1
-        assert reasons.get(name, "an encoder-decoder") in (None, *steps.not_whole)
 
 
 _SHAPE = {

@@ -10,7 +10,7 @@ and custom_generate (:mod:`entry`), through which generate() prepares the call a
     reasons, criteria    what is served: everything else runs on the fused path, and stats() counts why
     trial                whether a model is: it is tried on a few tokens, once
     twin                 a copy of the model's modules, of the same weights, so that the model itself is not touched
-    cache, ancestry, attention, decoder    the forward pass
+    cache, ancestry, attention, decoder    the forward pass, of encoder-decoders on what their encoder has read once
     compiled             the same as one compiled call a token, kept for later calls of the same shape
     beams, search, results    the choice of tokens, the loops, what is returned
 

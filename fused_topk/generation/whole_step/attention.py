@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of all beams of a sequence to keys that they share, through transformers' attention interface.
 
-A step has a query for each beam, of batch * beams rows, and keys of `batch` rows (:mod:`cache`). The queries of all beams
+A step has a query for each beam, of batch * beams rows, and keys of `batch` rows (:mod:`cache`), of texts and of sources. The queries of all beams
 and of all heads that share a key head are read as one block, so that each key is read once for all of them, and nothing is
 copied for grouped heads. A prompt has as many rows of queries as of keys, and is read as transformers' own functions do.
 """
@@ -55,17 +55,18 @@ def plain(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """For models whose implementation is `sdpa`."""
-    return _attend(query, key, value, attention_mask, **{**options, "softcap": None})
+    return _attend(module, query, key, value, attention_mask, **{**options, "softcap": None})
 
 
 def capped(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """For models of any other implementation."""
-    return _attend(query, key, value, attention_mask, **options)
+    return _attend(module, query, key, value, attention_mask, **options)
 
 
 def _attend(
+    module: Any,
     query: Tensor,  # [rows, heads, length, dim]
     key: Tensor,  # [batch, key heads, places, dim]
     value: Tensor,
@@ -73,6 +74,7 @@ def _attend(
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     rows, heads, length, dim = query.shape
@@ -84,7 +86,9 @@ def _attend(
     scale = dim**-0.5 if scaling is None else scaling
     if length > 1:
         key, value = (_repeated(each, groups) for each in (key, value))
-        return _weighted(query, key, value, mask, scale, softcap, mask is None).transpose(1, 2).contiguous(), None
+        # Attention to a source is not.
+        is_causal = mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        return _weighted(query, key, value, mask, scale, softcap, is_causal).transpose(1, 2).contiguous(), None
     if mask is not None:
         # A step's mask may have a second one for the layers with a window: see `ancestry.Mask`.
         mask = mask[:, -1:] if sliding_window is not None else mask[:, :1]

@@ -39,13 +39,19 @@ class Shape(NamedTuple):
 
     batch: int
     prompt: int
+    source: int | None  # of what an encoder has read
     rules: Rules  # with the room rounded up
     device: torch.device
 
     @staticmethod
     def of(prompt: Prompt, rules: Rules) -> Shape:
-        batch, length = prompt.ids.shape
-        return Shape(batch, rounded_up(length), rules._replace(room=rounded_up(rules.room)), prompt.ids.device)
+        (batch, length), device = prompt.ids.shape, prompt.ids.device
+        source = None
+        if prompt.source is not None:
+            source = prompt.source.hidden.shape[1]
+            # Without a mask there is no padding.
+            source = source if prompt.source.is_text is None else rounded_up(source)
+        return Shape(batch, rounded_up(length), source, rules._replace(room=rounded_up(rules.room)), device)
 
 
 def rounded_up(length: int) -> int:
@@ -61,7 +67,9 @@ class Step:
 
     def __init__(self, twin: Any, shape: Shape) -> None:
         rules = shape.rules
-        self.decoder = Decoder(twin, shape.batch, shape.prompt, rules.beams, rules.room - 1, shape.device)
+        self.decoder = Decoder(
+            twin, shape.batch, shape.prompt, rules.beams, rules.room - 1, shape.device, shape.source, is_kept=True
+        )
         self.shape = shape
         # Compiled code is kept by the code of the function, at most eight of one. This is a function of its own.
         advance = _advance_greedy if rules.beams == 1 else _advance_beams
@@ -157,7 +165,7 @@ def first_beams(step: Step, prompt: Prompt, room: int) -> tuple[Beams, Constants
 
 def first_texts(step: Step, prompt: Prompt, padding: int | None) -> tuple[Texts, Padding]:
     """The state of greedy search with the first token."""
-    (batch, _, rules, device) = step.shape
+    batch, rules, device = step.shape.batch, step.shape.rules, step.shape.device
     constants = Padding(
         torch.tensor(rules.ends, dtype=torch.int64, device=device),
         torch.tensor([padding or 0], device=device),

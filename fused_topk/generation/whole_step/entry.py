@@ -16,7 +16,7 @@ from . import attention, reasons, trial
 from .beams import Rules
 from .compiled import Store
 from .criteria import Criteria
-from .decoder import Prompt, positions_of
+from .decoder import Prompt, Source, positions_of, vocab_size_of
 from .search import Declined, Search
 from .twin import Snapshot, twin_of
 
@@ -100,7 +100,9 @@ class Loop:
         **inputs: Any,
     ) -> Any:
         reason = (
-            reasons.of_model(model, self._own_hook) or reasons.of_config(generation_config) or reasons.of_inputs(inputs)
+            reasons.of_model(model, self._own_hook)
+            or reasons.of_config(generation_config)
+            or reasons.of_inputs(inputs, model.config.is_encoder_decoder)
         )
         if reason is not None:
             raise Declined(reason)
@@ -126,10 +128,11 @@ def _search(
         raise Declined("no room for a new token")
     if set(criteria.ends) != set(ends):
         raise Declined("end tokens of the stopping criteria and of the configuration differ")
-    vocab_size = twin.config.get_text_config(decoder=True).vocab_size
-    if rules.kept > beams * vocab_size:
+    if rules.kept > beams * vocab_size_of(twin.config):
         raise Declined("more continuations than there are")
-    prompt = _prompt(ids, beams, inputs)
+    prompt = (
+        _prompt_with_source(twin, ids, beams, inputs) if "encoder_outputs" in inputs else _prompt(ids, beams, inputs)
+    )
     return Search(twin, prompt, rules, plan, criteria, config, _padding(config, ends))
 
 
@@ -146,6 +149,31 @@ def _prompt(ids: Tensor, beams: int, inputs: dict[str, Any]) -> Prompt:
         raise Declined("position_ids of another shape")
     kept = inputs.get("logits_to_keep")
     return Prompt(ids, is_text, positions, {} if kept is None else {"logits_to_keep": kept})
+
+
+def _prompt_with_source(twin: Any, ids: Tensor, beams: int, inputs: dict[str, Any]) -> Prompt:
+    """The same for an encoder-decoder, whose encoder generate() has run."""
+    hidden, mask = inputs["encoder_outputs"][0], inputs.get("attention_mask")
+    of_prompt = inputs.get("decoder_attention_mask")
+    if not isinstance(hidden, Tensor) or hidden.dim() != 3 or len(hidden) != len(ids):
+        raise Declined("encoder_outputs of other rows")
+    if of_prompt is not None and not bool(of_prompt.all()):
+        raise Declined("decoder_attention_mask with padding")
+    # What hears a sound gets no mask of its length.
+    takes_mask = twin.main_input_name == "input_ids"
+    hidden = hidden[::beams]
+    if takes_mask and mask is not None and mask.shape != (len(ids), hidden.shape[1]):
+        raise Declined("an attention mask of another shape")
+    is_source = None
+    if takes_mask:
+        is_source = hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask[::beams].bool()
+    ids = ids[::beams]
+    is_text = torch.ones_like(ids, dtype=torch.bool)
+    positions = inputs.get("decoder_position_ids")
+    positions = positions_of(is_text) if positions is None else positions[::beams]
+    if positions.shape != ids.shape:
+        raise Declined("decoder_position_ids of another shape")
+    return Prompt(ids, is_text, positions, {}, Source(hidden, is_source))
 
 
 def _tokens(value: Any) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ _ARGUMENTS = (
     "cache",
     "cache_params",
 )
-# What a loop may hand to a decoder-only model.
+# What a loop may hand to a model, and what to an encoder-decoder.
 _INPUTS = {
     "attention_mask",
     "position_ids",
@@ -34,10 +34,20 @@ _INPUTS = {
     "logits_to_keep",
     "cache_position",
 }
+_INPUTS_WITH_SOURCE = (_INPUTS - {"position_ids", "logits_to_keep"}) | {
+    "encoder_outputs",
+    "decoder_attention_mask",
+    "decoder_position_ids",
+}
+_TAKEN = {"input_ids", "attention_mask", "position_ids", "use_cache"}
+_TAKEN_WITH_SOURCE = {"decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "attention_mask", "use_cache"}
 # Rotary embeddings that are the same whatever the length of the text.
 _ROTARY = {"default", "linear", "llama3", "yarn", "proportional"}
-# Methods of a model that generate() asks for the inputs of a step: public, and one that is not.
-_PREPARING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+# generate() itself, and the methods of a model that it asks for the inputs of a step: public, and one that is not.
+_METHODS = ("generate", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+# Models with methods of their own that come to the same. Whisper's generate() calls transformers' for each piece of sound;
+# the inputs that it prepares of its own are positions after padding, which is declined.
+_KNOWN_METHODS = ("transformers.models.whisper.",)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -56,20 +66,19 @@ def of_model(model: Any, own_hook: int) -> str | None:
         own_hook: the id of the forward hook that this package has put there.
     """
     name = type(model).__name__
-    if getattr(type(model), "generate", None) is not GenerationMixin.generate:
-        return f"generate() of {name}"
-    if model.config.is_encoder_decoder:
-        return "an encoder-decoder"
+    for method in _METHODS:
+        found = getattr(type(model), method, None)
+        is_known = str(getattr(found, "__module__", "")).startswith(_KNOWN_METHODS)
+        if found is not getattr(GenerationMixin, method, None) and not is_known:
+            return f"{method}() of {name}"
     if model.training:
         return "a model in training mode"
-    for method in _PREPARING:
-        if getattr(type(model), method, None) is not getattr(GenerationMixin, method, None):
-            return f"{method} of {name}"
     if getattr(model, "hf_quantizer", None) is not None:
         return "a quantized model"
-    parameters = inspect.signature(model.forward).parameters
-    if not {"input_ids", "attention_mask", "position_ids", "use_cache"} <= parameters.keys():
-        return f"{name} takes no position_ids"
+    needed = _TAKEN_WITH_SOURCE if model.config.is_encoder_decoder else _TAKEN
+    missing = sorted(needed - inspect.signature(model.forward).parameters.keys())
+    if missing:
+        return f"{name} takes no {missing[0]}"
     return _of_modules(model, own_hook) or _of_weights(model) or _of_config(model.config)
 
 
@@ -140,11 +149,19 @@ def of_config(config: GenerationConfig) -> str | None:
     return None if config.use_cache else "use_cache=False"
 
 
-def of_inputs(inputs: Mapping[str, Any]) -> str | None:
-    """Of what a loop hands to the model."""
-    unknown = [name for name, value in inputs.items() if name not in _INPUTS and value is not None]
+def of_inputs(inputs: Mapping[str, Any], has_source: bool) -> str | None:
+    """Of what a loop hands to the model.
+
+    Args:
+        has_source: whether it is an encoder-decoder.
+    """
+    known = _INPUTS_WITH_SOURCE if has_source else _INPUTS
+    unknown = [name for name, value in inputs.items() if name not in known and value is not None]
     if unknown:
         return f"model input {unknown[0]}"
+    caches = [inputs.get(name) for name in ("cache", "past_key_values")]
+    if any(cache is not None and cache.get_seq_length() for cache in caches):
+        return "a cache that has been used"
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return "autocast"
     return None

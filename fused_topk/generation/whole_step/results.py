@@ -8,7 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
+from transformers.generation.utils import (
+    GenerateBeamDecoderOnlyOutput,
+    GenerateBeamEncoderDecoderOutput,
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+)
 
 from .beams import Hypotheses
 
@@ -38,11 +43,14 @@ class Kept(NamedTuple):
         return {name: None if kept is None else tuple(kept) for name, kept in zip(self._fields, self, strict=True)}
 
 
-def of_beams(prompt: Tensor, ended: Hypotheses, fill: int, kept: Kept, config: GenerationConfig) -> Any:
+def of_beams(
+    prompt: Tensor, ended: Hypotheses, fill: int, kept: Kept, config: GenerationConfig, has_source: bool
+) -> Any:
     """The best texts of each sequence.
 
     Args:
         prompt: int64 [batch, length].
+        has_source: whether the model is an encoder-decoder.
         ended: the best of each sequence, best first.
         fill: what stands after the end of a text.
     """
@@ -56,7 +64,7 @@ def of_beams(prompt: Tensor, ended: Hypotheses, fill: int, kept: Kept, config: G
     if not config.return_dict_in_generate:
         return sequences
     first = torch.arange(batch, device=prompt.device).repeat_interleave(count)[:, None] * beams
-    output: Any = GenerateBeamDecoderOnlyOutput
+    output: Any = GenerateBeamEncoderDecoderOutput if has_source else GenerateBeamDecoderOnlyOutput
     return output(
         sequences=sequences,
         sequences_scores=scores if config.output_scores else None,
@@ -65,10 +73,10 @@ def of_beams(prompt: Tensor, ended: Hypotheses, fill: int, kept: Kept, config: G
     )
 
 
-def of_greedy(prompt: Tensor, tokens: Tensor, kept: Kept, config: GenerationConfig) -> Any:
+def of_greedy(prompt: Tensor, tokens: Tensor, kept: Kept, config: GenerationConfig, has_source: bool) -> Any:
     """The texts, of `tokens` [batch, n]."""
     sequences = torch.cat([prompt, tokens], 1)
     if not config.return_dict_in_generate:
         return sequences
-    output: Any = GenerateDecoderOnlyOutput
+    output: Any = GenerateEncoderDecoderOutput if has_source else GenerateDecoderOnlyOutput
     return output(sequences=sequences, **kept.fields())

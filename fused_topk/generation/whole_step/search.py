@@ -80,7 +80,7 @@ class Search(NamedTuple):
                 break
             logits = decoder.read(chosen, parents, torch.tensor([step], device=ids.device), step + 1)
         count_whole(step + 1)
-        return of_greedy(ids, tokens[:, : step + 1], kept, self.config)
+        return of_greedy(ids, tokens[:, : step + 1], kept, self.config, self._has_source)
 
     def _beams(self) -> Any:
         rules, ids = self.rules, self.prompt.ids
@@ -101,7 +101,9 @@ class Search(NamedTuple):
                 break
             logits = decoder.read(beams.running.tokens[:, :, step], beams.running.parents, now, step + 1)
         count_whole(step + 1)
-        return of_beams(ids, beams.ended, -1 if self.padding is None else self.padding, kept, self.config)
+        return of_beams(
+            ids, beams.ended, -1 if self.padding is None else self.padding, kept, self.config, self._has_source
+        )
 
     def _reason_against_compiling(self) -> str | None:
         if self.plan.processors:
@@ -131,13 +133,20 @@ class Search(NamedTuple):
         count_whole(step + 1, are_compiled=True)
         kept = Kept.asked_for(self.config)
         if is_greedy:
-            return of_greedy(ids, state.tokens[:, : step + 1], kept, self.config)
-        return of_beams(ids, state.ended, -1 if self.padding is None else self.padding, kept, self.config)
+            return of_greedy(ids, state.tokens[:, : step + 1], kept, self.config, self._has_source)
+        return of_beams(
+            ids, state.ended, -1 if self.padding is None else self.padding, kept, self.config, self._has_source
+        )
 
     def _decoder(self) -> Decoder:
         # The last of the new tokens is not read.
-        batch, length = self.prompt.ids.shape
-        return Decoder(self.twin, batch, length, self.rules.beams, self.rules.room - 1, self.prompt.ids.device)
+        (batch, length), source = self.prompt.ids.shape, self.prompt.source
+        places = None if source is None else source.hidden.shape[1]
+        return Decoder(self.twin, batch, length, self.rules.beams, self.rules.room - 1, self.prompt.ids.device, places)
+
+    @property
+    def _has_source(self) -> bool:
+        return self.prompt.source is not None
 
     def _greatest(self, logits: Tensor, texts: Tensor) -> Tensor:
         rows = Rows(logits, backend_for(logits))
