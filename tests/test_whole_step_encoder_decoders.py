@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import random
 
 import pytest
@@ -12,73 +11,23 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-import transformers
 from transformers.modeling_outputs import BaseModelOutput
 
-from decoding import BOS, EOS, PAD, generate_both, one_thread, stock_gap, tiny  # noqa: F401
+from decoding import EOS, generate_both, one_thread, stock_gap, tiny  # noqa: F401
 from fused_topk.generation import stats
 from fused_topk.generation.whole_step import cache
-from whole_steps import assert_declined, assert_whole, swaps, whole
-
-_SHAPE = {
-    "d_model": 32,
-    **{f"{side}_{part}": n for side in ("encoder", "decoder") for part, n in (("layers", 2), ("attention_heads", 4))},
-    **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
-    "max_position_embeddings": 96,
-    "init_std": 0.5,
-    "decoder_start_token_id": 2,
-    "forced_eos_token_id": None,
-}
-_SOUND = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 96}
-# An embedding that is not scaled leaves random weights with the same token again and again.
-FAMILIES = {
-    "Bart": ("ForConditionalGeneration", {"scale_embedding": True}),
-    "MBart": ("ForConditionalGeneration", {"scale_embedding": True}),
-    "Marian": ("MTModel", {"decoder_start_token_id": PAD, "scale_embedding": True}),
-    "M2M100": ("ForConditionalGeneration", {}),
-    "Pegasus": ("ForConditionalGeneration", {"scale_embedding": True}),
-    "Whisper": ("ForConditionalGeneration", _SOUND),
-}
-
-
-@functools.cache
-def family(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **options):
-    """A model with random weights. Not to be changed: it is kept."""
-    head, own = FAMILIES[name]
-    tokens = {"vocab_size": 97, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{name}Config")(**{**tokens, **_SHAPE, **own, **options})
-    model = getattr(transformers, f"{name}{head}")(config).to(dtype).eval()
-    # Random embeddings of tokens that are read are those that are chosen from: a token would choose itself.
-    generator = torch.Generator().manual_seed(seed)
-    head = copy.deepcopy(model.get_output_embeddings())
-    head.weight = torch.nn.Parameter(torch.randn(head.weight.shape, generator=generator).to(dtype) * 0.4)
-    model.set_output_embeddings(head)
-    return model
-
-
-def inputs_for(model, batch: int = 3, length: int = 7, padding: int = 2) -> dict[str, torch.Tensor]:
-    """Random sources; the last `padding` places of the first text are padding."""
-    generator = torch.Generator().manual_seed(batch * 100 + length)
-    if model.config.model_type == "whisper":
-        shape = (batch, model.config.num_mel_bins, 2 * model.config.max_source_positions)
-        return {"input_features": torch.randn(shape, generator=generator).to(model.dtype)}
-    ids = torch.randint(8, model.config.vocab_size, (batch, length), generator=generator)
-    mask = torch.ones_like(ids)
-    if padding:
-        ids[0, -padding:], mask[0, -padding:] = PAD, 0
-    return {"input_ids": ids, "attention_mask": mask}
+from whole_steps import ENCODER_DECODERS, assert_declined, assert_whole, encoder_decoder, source_for, swaps, whole
 
 
 @pytest.mark.parametrize("num_beams", [1, 3, 4, 8])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
 def test_families(name, num_beams):
     # Whisper's processors change scores, and beams give no scores of their texts without those of the steps.
     options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 14, "output_scores": False}
     crossed = compared = 0
     for seed in range(8):
-        model = family(name, seed)
-        inputs = inputs_for(model)
+        model = encoder_decoder(name, seed)
+        inputs = source_for(model)
         # Of two candidates a rounding apart stock takes one in float32 and the other in float64.
         if compared < 3 and stock_gap(model, inputs, **options) > 2e-5:
             result = assert_whole(model, inputs, **options)
@@ -108,29 +57,29 @@ def test_families(name, num_beams):
     ids=lambda options: "-".join(options),
 )
 def test_options(options, num_beams):
-    assert_whole(family("Bart", 1), inputs_for(family("Bart")), num_beams=num_beams, **options)
+    assert_whole(encoder_decoder("Bart", 1), source_for(encoder_decoder("Bart")), num_beams=num_beams, **options)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_a_translation_begins_with_its_language(num_beams):
     # As M2M100 and NLLB are asked: the first token is given, and in later ones it is a token like others.
-    model = family("M2M100", 2)
+    model = encoder_decoder("M2M100", 2)
     result = assert_whole(
-        model, inputs_for(model), num_beams=num_beams, forced_bos_token_id=33, output_scores=False, max_new_tokens=12
+        model, source_for(model), num_beams=num_beams, forced_bos_token_id=33, output_scores=False, max_new_tokens=12
     )
     assert (result["sequences"][:, 1] == 33).all()
 
 
 def test_the_result_is_of_the_kind_of_stock():
-    model = family("Bart")
+    model = encoder_decoder("Bart")
     for beams in (1, 3):
-        stock, given, _ = generate_both(model, inputs_for(model), fused=whole, num_beams=beams)
+        stock, given, _ = generate_both(model, source_for(model), fused=whole, num_beams=beams)
         assert type(given) is type(stock)
 
 
 def test_an_encoder_that_has_run_before():
-    model = family("Marian", 1)
-    inputs = inputs_for(model)
+    model = encoder_decoder("Marian", 1)
+    inputs = source_for(model)
     outputs = model.get_encoder()(**inputs)
     options = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "attention_mask": inputs["attention_mask"]}
 
@@ -150,8 +99,8 @@ def test_an_encoder_that_has_run_before():
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_whispers_own_prompts_and_pieces(num_beams):
-    model = family("Whisper", 1)
-    inputs = inputs_for(model)
+    model = encoder_decoder("Whisper", 1)
+    inputs = source_for(model)
     prompt = torch.tensor([3, 20, 21])
     options = {"num_beams": num_beams, "max_new_tokens": 9, "output_scores": False, "return_dict_in_generate": False}
     for extra in ({"decoder_input_ids": torch.tensor([[2, 40, 41]] * 3)}, {"prompt_ids": prompt}):
@@ -164,10 +113,10 @@ def test_random_configurations():
     choose = random.Random(26)
     crossed = 0
     for _ in range(25):
-        model = family(choose.choice(list(FAMILIES)), choose.randrange(3))
+        model = encoder_decoder(choose.choice(list(ENCODER_DECODERS)), choose.randrange(3))
         beams = choose.choice([1, 2, 3, 5, 8])
         length = choose.randint(1, 9)
-        inputs = inputs_for(model, choose.randint(1, 4), length, choose.randint(0, length - 1))
+        inputs = source_for(model, choose.randint(1, 4), length, choose.randint(0, length - 1))
         options = {
             "num_beams": beams,
             "num_return_sequences": choose.randint(1, beams),
@@ -195,15 +144,15 @@ def test_keys_of_the_source_are_kept_once_for_all_beams(monkeypatch):
         "lazy_initialization",
         lambda self, *states: (made(self, *states), sizes.append(self.keys.shape)),
     )
-    model = copy.deepcopy(family("Bart"))
+    model = copy.deepcopy(encoder_decoder("Bart"))
     with whole(model):
-        model.generate(**inputs_for(model, batch=2, length=11), num_beams=5, max_new_tokens=7)
+        model.generate(**source_for(model, batch=2, length=11), num_beams=5, max_new_tokens=7)
     assert set(sizes[-2:]) == {torch.Size([2, 4, 11, 8])}
 
 
 def test_calls_that_are_not_served():
-    model = copy.deepcopy(family("Bart", 1))
-    inputs = inputs_for(model, batch=2)
+    model = copy.deepcopy(encoder_decoder("Bart", 1))
+    inputs = source_for(model, batch=2)
     padded = {
         "decoder_input_ids": torch.tensor([[0, 2], [2, 40]]),
         "decoder_attention_mask": torch.tensor([[0, 1], [1, 1]]),
@@ -220,9 +169,9 @@ def test_t5_takes_the_old_path():
 
 def test_bfloat16():
     for beams in (1, 4):
-        model = family("M2M100", dtype=torch.bfloat16)
+        model = encoder_decoder("M2M100", dtype=torch.bfloat16)
         options = {"num_beams": beams, "max_new_tokens": 8}
-        stock, given, steps = generate_both(model, inputs_for(model, batch=4), fused=whole, **options)
+        stock, given, steps = generate_both(model, source_for(model, batch=4), fused=whole, **options)
         assert steps.whole and not steps.not_whole
         if beams > 1:
             assert given["sequences_scores"].mean() >= stock["sequences_scores"].mean() - 0.1
@@ -231,8 +180,8 @@ def test_bfloat16():
 def test_a_cache_that_has_been_used_is_not_replaced():
     from fused_topk.generation import generate
 
-    model = family("Bart", 1)
-    inputs = inputs_for(model, padding=0)
+    model = encoder_decoder("Bart", 1)
+    inputs = source_for(model, padding=0)
     options = {"max_new_tokens": 5, "do_sample": False}
     begun = model.generate(**inputs, **options, return_dict_in_generate=True)
     name = "cache" if "cache" in begun else "past_key_values"

@@ -192,7 +192,8 @@ def _generate_whole(module: Any, original: Callable[..., Any], request: Request,
 def whole_loop(module: Any, options: Options) -> whole_step.Loop:
     """For a module that has hooks."""
     hook = module.__dict__[_ATTRIBUTE].hook_id
-    return whole_step.Loop(frozenset({*_RUN, _ATTRIBUTE}), hook, options.whole_step == "compiled")
+    own = frozenset({*_RUN, _ATTRIBUTE})
+    return whole_step.Loop(own, hook, options.whole_step == "compiled", options.sampling)
 
 
 def _processors(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

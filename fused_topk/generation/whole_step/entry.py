@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from .. import warpers
 from ..edits import Plan
+from ..processors import Processors, reason_against
 from . import attention, reasons, trial
 from .beams import Rules
-from .compiled import Store
 from .criteria import Criteria
 from .decoder import Prompt, Source, positions_of, vocab_size_of
-from .search import Declined, Search
+from .kept import Store, Way
+from .reasons import Declined
+from .search import Search
 from .twin import Snapshot, twin_of
 
 
@@ -80,13 +83,15 @@ class Loop:
     Args:
         own, own_hook: see :func:`ready_for`.
         is_compiled: whether steps are to be compiled.
+        is_sampling: whether calls that sample are to be served, too.
 
     Raises:
         Declined: the call is to run on the fused path.
     """
 
-    def __init__(self, own: frozenset[str], own_hook: int, is_compiled: bool) -> None:
+    def __init__(self, own: frozenset[str], own_hook: int, is_compiled: bool, is_sampling: bool) -> None:
         self._is_compiled = is_compiled
+        self._is_sampling = is_sampling
         self._own = own
         self._own_hook = own_hook
 
@@ -101,26 +106,35 @@ class Loop:
     ) -> Any:
         reason = (
             reasons.of_model(model, self._own_hook)
-            or reasons.of_config(generation_config)
+            or reasons.of_config(generation_config, self._is_sampling)
             or reasons.of_inputs(inputs, model.config.is_encoder_decoder)
         )
         if reason is not None:
             raise Declined(reason)
         criteria = Criteria(stopping_criteria)
-        plan = Plan(list(logits_processor), is_sampling=False)
-        reason = criteria.reason or plan.reason or ("renormalize_logits" if plan.filters else None)
-        if generation_config.output_scores and generation_config.return_dict_in_generate and plan.processors:
-            reason = reason or "output_scores with logits processors"
+        plan = Plan(list(logits_processor), bool(generation_config.do_sample))
+        # Within fused_decoding() the list has been replaced by one that holds the same.
+        reason = None if type(logits_processor) is Processors else reason_against(logits_processor)
+        reason = reason or criteria.reason or plan.reason
+        if generation_config.num_beams > 1:
+            reason = reason or plan.reason_of_beams
         if reason is not None:
             raise Declined(reason)
         ready = ready_for(model, self._own, self._own_hook)
-        search = _search(ready.twin, input_ids, plan, criteria, generation_config, inputs)
-        return search._replace(store=ready.store if self._is_compiled else None).run()
+        way = Way.on(input_ids.device, self._is_compiled)
+        return _search(ready, way, input_ids, plan, criteria, generation_config, inputs).run()
 
 
 def _search(
-    twin: Any, ids: Tensor, plan: Plan, criteria: Criteria, config: GenerationConfig, inputs: dict[str, Any]
+    ready: _Ready,
+    way: Way | None,
+    ids: Tensor,
+    plan: Plan,
+    criteria: Criteria,
+    config: GenerationConfig,
+    inputs: dict[str, Any],
 ) -> Search:
+    twin = ready.twin
     beams = config.num_beams
     ends = _tokens(config.eos_token_id)
     rules = Rules(beams, config.max_length - ids.shape[1], ends, config.length_penalty, config.early_stopping)
@@ -133,7 +147,9 @@ def _search(
     prompt = (
         _prompt_with_source(twin, ids, beams, inputs) if "encoder_outputs" in inputs else _prompt(ids, beams, inputs)
     )
-    return Search(twin, prompt, rules, plan, criteria, config, _padding(config, ends))
+    if config.do_sample and warpers.list_length(plan.filters, vocab_size_of(twin.config)) is None:
+        raise Declined("sampling from the whole vocabulary")
+    return Search(twin, prompt, rules, plan, criteria, config, _padding(config, ends), ready.store, way)
 
 
 def _prompt(ids: Tensor, beams: int, inputs: dict[str, Any]) -> Prompt:

@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin
-from transformers.generation.configuration_utils import GenerationMode
+
+from ..session import BEAMS, SAMPLING, SEARCH
+
+
+class Declined(Exception):
+    """The call is to run on the fused path, for the reason that this names."""
+
 
 # What generate() takes beside its inputs that changes how a call runs.
 _ARGUMENTS = (
@@ -135,11 +143,15 @@ def _rotary_kinds(parameters: Any) -> set[str]:
     return {str(own)} - {"None"} | {kind for kinds in nested for kind in kinds}
 
 
-def of_config(config: GenerationConfig) -> str | None:
+def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | None:
     """Of the configuration of a call, complete as a loop gets it."""
-    mode: GenerationMode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH):
+    mode = config.get_generation_mode()
+    if mode not in SEARCH + SAMPLING:
         return f"generation mode {mode.value}"
+    if mode in SAMPLING and not is_sampling_asked_for:
+        return "do_sample without sampling=True"
+    if mode in SAMPLING and mode in BEAMS and not _sorts_drawn_beams():
+        return "beam sampling of this version of transformers"
     for name in ("cache_implementation", "prefill_chunk_size", "stop_strings"):
         if getattr(config, name, None) is not None:
             return name
@@ -147,6 +159,13 @@ def of_config(config: GenerationConfig) -> str | None:
         if getattr(config, name, None):
             return name
     return None if config.use_cache else "use_cache=False"
+
+
+@functools.cache
+def _sorts_drawn_beams() -> bool:
+    """Whether beam sampling goes on with the best of what it has drawn, as from 5.24 on, or with what it has drawn first."""
+    major, minor = transformers.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (5, 24)
 
 
 def of_inputs(inputs: Mapping[str, Any], has_source: bool) -> str | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,15 +30,15 @@ class Kept(NamedTuple):
         is_kept = config.return_dict_in_generate
         return Kept(*([] if is_kept and each else None for each in (config.output_scores, config.output_logits)))
 
-    def add(self, logits: Tensor, are_log_probs: bool) -> None:
-        """One step's logits [rows, V]."""
-        if self.scores is None and self.logits is None:
-            return
-        logits = logits.to(torch.float32, copy=True)
+    def add(self, logits: Tensor, scores: Callable[[], Tensor]) -> None:
+        """One step's logits [rows, V], and what gives the scores that the processors make of them."""
         if self.logits is not None:
-            self.logits.append(logits)
+            self.logits.append(logits.to(torch.float32, copy=True))
         if self.scores is not None:
-            self.scores.append(logits.log_softmax(-1) if are_log_probs else logits)
+            self.scores.append(scores())
+
+    def of_first(self, steps: int) -> Kept:
+        return Kept(*(None if each is None else each[:steps] for each in self))
 
     def fields(self) -> dict[str, Any]:
         return {name: None if kept is None else tuple(kept) for name, kept in zip(self._fields, self, strict=True)}
@@ -73,7 +74,7 @@ def of_beams(
     )
 
 
-def of_greedy(prompt: Tensor, tokens: Tensor, kept: Kept, config: GenerationConfig, has_source: bool) -> Any:
+def of_texts(prompt: Tensor, tokens: Tensor, kept: Kept, config: GenerationConfig, has_source: bool) -> Any:
     """The texts, of `tokens` [batch, n]."""
     sequences = torch.cat([prompt, tokens], 1)
     if not config.return_dict_in_generate:

@@ -68,6 +68,7 @@ def _reason(twin: Any, stock: Any, name: str) -> str | None:
 
     mask = torch.cat([is_text, is_text.new_ones(batch, room)], 1).repeat_interleave(beams, 0)
     texts = texts.flatten(0, 1)
+    inputs: dict[str, Any]
     if source is None:
         inputs = {"input_ids": texts, "attention_mask": mask.long(), "position_ids": positions_of(mask)}
     else:
