@@ -17,6 +17,26 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 
+class Length:
+    """How many tokens a text has: a number on the device, of which the host knows a bound.
+
+    Models that count positions by their cache add to it; those that let a table grow compare it before, which may wait for
+    no device.
+    """
+
+    def __init__(self, tensor: Tensor, most: int) -> None:
+        self.tensor = tensor
+        self._most = most
+
+    def __add__(self, other: Any) -> Any:
+        return Length(self.tensor + other, self._most + other) if isinstance(other, int) else self.tensor + other
+
+    __radd__ = __add__
+
+    def __gt__(self, other: int) -> bool:
+        return self._most > other
+
+
 class Places:
     """Where all layers of a cache write, and what of it is shown.
 
@@ -34,28 +54,30 @@ class Places:
         self.written = self._of_step
         self.shown = prompt
         # What a model that counts its positions by the cache is told that was read before: see `count_from`.
-        self.length: Tensor | int = prompt
+        self.length: Length | int = prompt
         self._text_length: Tensor | None = None
+        self._most = 0
 
     @property
     def total(self) -> int:
         return self.prompt + self.room * self.beams
 
-    def count_from(self, length: int) -> None:
-        """From here on the cache says how many tokens a text has, of which the prompt had `length`.
+    def count_from(self, length: int, most: int) -> None:
+        """From here on the cache says how many tokens a text has: the prompt's `length` and those since, at most `most`.
 
         In a tensor: compiled and captured steps are the same for every length.
         """
         if self._text_length is None:
             self._text_length = torch.zeros((), dtype=torch.int64, device=self._of_step.device)
         self._text_length.fill_(length)
+        self._most = most
 
     def begin_step(self, step: Tensor, shown: int) -> None:
         """Args: see ancestry.Mask."""
         self.written = self._of_step + step * self.beams
         self.shown = self.prompt + shown * self.beams
         if self._text_length is not None:
-            self.length = self._text_length + step.squeeze(0)
+            self.length = Length(self._text_length + step.squeeze(0), self._most)
 
 
 class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -99,7 +121,11 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.keys[:, :, : places.shown], self.values[:, :, : places.shown]
 
     def get_seq_length(self, *args: Any) -> Any:
-        return 0 if self._places.is_reading_prompt else self._places.length
+        length = self._places.length
+        if self._places.is_reading_prompt:
+            return 0
+        # torch.compile knows tensors only.
+        return length.tensor if isinstance(length, Length) and torch.compiler.is_dynamo_compiling() else length
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         # Before transformers 5.5 it is the positions of the queries.

@@ -29,6 +29,7 @@ class Prompt(NamedTuple):
     is_text: Tensor  # bool [batch, length], False where it is padding
     positions: Tensor  # int64 [batch, length]
     extra: dict[str, Any]  # further arguments of the model
+    longest: int  # how many tokens its texts may have with it
     source: Source | None = None
 
 
@@ -112,7 +113,8 @@ class Decoder:
         source = prompt.source
         if source is None or self._source is None:
             return {}
-        self._places.count_from(prompt.ids.shape[1])
+        # The last token is not read.
+        self._places.count_from(prompt.ids.shape[1], prompt.longest - 2)
         # The next pass computes its keys.
         self._cache.is_updated = dict.fromkeys(self._cache.is_updated, False)
         length, dim = source.hidden.shape[1:]
@@ -137,7 +139,7 @@ class Decoder:
         extra = dict(self._of_source)
         if self._source is not None and "cache_position" in self._arguments:
             # Versions that count positions by it make it of the cache's length else, for which they wait.
-            extra["cache_position"] = self._places.length.view(1)  # type: ignore[union-attr]
+            extra["cache_position"] = self._places.length.tensor.view(1)  # type: ignore[union-attr]
         mask, positions = self._mask(parents, step, shown), self._last_positions + (step + 1)
         return self._forward(tokens.reshape(-1, 1), mask, positions, **extra)
 

@@ -144,15 +144,22 @@ def _search(
         raise Declined("end tokens of the stopping criteria and of the configuration differ")
     if rules.kept > beams * vocab_size_of(twin.config):
         raise Declined("more continuations than there are")
+    with_source = "encoder_outputs" in inputs
     prompt = (
-        _prompt_with_source(twin, ids, beams, inputs) if "encoder_outputs" in inputs else _prompt(ids, beams, inputs)
+        _prompt_with_source(twin, ids, beams, config.max_length, inputs)
+        if with_source
+        else _prompt(ids, beams, config.max_length, inputs)
     )
+    positions = getattr(twin.config, "max_position_embeddings", None)
+    if with_source and positions is not None and config.max_length > positions:
+        # Some models let their positions grow, which only single operations can.
+        way = None
     if config.do_sample and warpers.list_length(plan.filters, vocab_size_of(twin.config)) is None:
         raise Declined("sampling from the whole vocabulary")
     return Search(twin, prompt, rules, plan, criteria, config, _padding(config, ends), ready.store, way)
 
 
-def _prompt(ids: Tensor, beams: int, inputs: dict[str, Any]) -> Prompt:
+def _prompt(ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
     """One row of a sequence, of those that generate() has made for its beams."""
     ids = ids[::beams]
     mask = inputs.get("attention_mask")
@@ -164,10 +171,10 @@ def _prompt(ids: Tensor, beams: int, inputs: dict[str, Any]) -> Prompt:
     if positions.shape != ids.shape:
         raise Declined("position_ids of another shape")
     kept = inputs.get("logits_to_keep")
-    return Prompt(ids, is_text, positions, {} if kept is None else {"logits_to_keep": kept})
+    return Prompt(ids, is_text, positions, {} if kept is None else {"logits_to_keep": kept}, longest)
 
 
-def _prompt_with_source(twin: Any, ids: Tensor, beams: int, inputs: dict[str, Any]) -> Prompt:
+def _prompt_with_source(twin: Any, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
     """The same for an encoder-decoder, whose encoder generate() has run."""
     hidden, mask = inputs["encoder_outputs"][0], inputs.get("attention_mask")
     of_prompt = inputs.get("decoder_attention_mask")
@@ -189,7 +196,7 @@ def _prompt_with_source(twin: Any, ids: Tensor, beams: int, inputs: dict[str, An
     positions = positions_of(is_text) if positions is None else positions[::beams]
     if positions.shape != ids.shape:
         raise Declined("decoder_position_ids of another shape")
-    return Prompt(ids, is_text, positions, {}, Source(hidden, is_source))
+    return Prompt(ids, is_text, positions, {}, longest, Source(hidden, is_source))
 
 
 def _tokens(value: Any) -> tuple[int, ...]:

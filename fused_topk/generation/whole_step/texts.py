@@ -52,5 +52,6 @@ def choose_tokens(texts: Texts, constants: Constants, chosen: Tensor, step: Tens
         are_last: bool [1], whether every text ends with this token.
     """
     chosen = torch.where(texts.has_ended, constants.padding, chosen)
-    has_ended = texts.has_ended | torch.isin(chosen, constants.ends)
+    # Not torch.isin, which for many end tokens waits for the device.
+    has_ended = texts.has_ended | (chosen.unsqueeze(-1) == constants.ends).any(-1)
     return Texts(texts.tokens.index_copy(1, step, chosen[:, None]), has_ended, ~(has_ended.all() | are_last.squeeze(0)))

@@ -50,7 +50,7 @@ def _reason(twin: Any, stock: Any, name: str) -> str | None:
     # With a place more than is needed. Where there is no mask of the source it has none.
     places = None if source is None else source.hidden.shape[1] + (source.is_text is not None)
     decoder = Decoder(twin, batch, length + 1, beams, room, device, places)
-    decoder.read_prompt(Prompt(ids, is_text, positions_of(is_text), {}, source))
+    decoder.read_prompt(Prompt(ids, is_text, positions_of(is_text), {}, length + room + 1, source))
     reason = _reason_of_layers(twin.config, decoder, name)
     if reason is not None:
         return reason
@@ -82,7 +82,8 @@ def _reason(twin: Any, stock: Any, name: str) -> str | None:
 def _some_tokens(config: Any, numbers: Tensor) -> Tensor:
     """Tokens of those numbers, none of which is padding: some models count positions without it."""
     ids = numbers % vocab_size_of(config)
-    return ids.where(ids != config.get_text_config(decoder=True).pad_token_id, (ids + 1) % vocab_size_of(config))
+    padding = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
+    return ids if padding is None else ids.where(ids != padding, (ids + 1) % vocab_size_of(config))
 
 
 def _source(stock: Any) -> Source:
