@@ -93,9 +93,38 @@ def _attend(
         # A step's mask may have a second one for the layers with a window: see `ancestry.Mask`.
         mask = mask[:, -1:] if sliding_window is not None else mask[:, :1]
     block = query.view(batch, beams, key_heads, groups, dim).permute(0, 2, 3, 1, 4)
+    if mask is not None and mask.shape[-1] != key.shape[2]:
+        found = _weighted_apart(block, key, value, mask, scale, softcap).permute(0, 3, 1, 2, 4)
+        return found.reshape(rows, 1, heads, -1), None
     found = _weighted(block.reshape(batch, key_heads, groups * beams, dim), key, value, mask, scale, softcap, False)
     found = found.view(batch, key_heads, groups, beams, -1).permute(0, 3, 1, 2, 4)
     return found.reshape(rows, 1, heads, -1), None
+
+
+def _weighted_apart(
+    query: Tensor,  # [batch, key heads, groups, beams, dim]
+    key: Tensor,  # [batch, key heads, prompt + beams * new tokens, dim], a beam's new tokens beside each other
+    value: Tensor,
+    mask: Tensor,  # [batch, 1, beams, prompt + new tokens]
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Attention of each beam to the prompt, and to its own new tokens."""
+    beams, places = query.shape[3], mask.shape[-1]
+    new = (key.shape[2] - places) // (beams - 1)
+    prompt = places - new
+
+    def own(of: Tensor) -> Tensor:
+        return of[:, :, prompt:].unflatten(2, (beams, new))  # type: ignore[no-untyped-call,no-any-return]
+
+    of_prompt = torch.einsum("bhgjd,bhpd->bhgjp", query, key[:, :, :prompt])
+    of_new = torch.einsum("bhgjd,bhjnd->bhgjn", query, own(key))
+    scores = torch.cat([of_prompt, of_new], -1) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    weights = (scores + mask.unsqueeze(2)).softmax(-1, dtype=torch.float32).to(value.dtype)
+    found = torch.einsum("bhgjp,bhpd->bhgjd", weights[..., :prompt], value[:, :, :prompt])
+    return found + torch.einsum("bhgjn,bhjnd->bhgjd", weights[..., prompt:], own(value))
 
 
 def _repeated(heads: Tensor, times: int) -> Tensor:

@@ -53,6 +53,8 @@ class Places:
         self._of_step = torch.arange(beams, device=device) + prompt
         self.written = self._of_step
         self.shown = prompt
+        # int64 [batch, beams, shown]: where each new token of a beam's past is among the beams; None where masks say it.
+        self.gathered: Tensor | None = None
         # What a model that counts its positions by the cache is told that was read before: see `count_from`.
         self.length: Length | int = prompt
         self._text_length: Tensor | None = None
@@ -72,8 +74,9 @@ class Places:
         self._text_length.fill_(length)
         self._most = most
 
-    def begin_step(self, step: Tensor, shown: int) -> None:
-        """Args: see ancestry.Mask."""
+    def begin_step(self, step: Tensor, shown: int, gathered: Tensor | None) -> None:
+        """Args: see ancestry.Mask, and `gathered` here."""
+        self.gathered = gathered
         self.written = self._of_step + step * self.beams
         self.shown = self.prompt + shown * self.beams
         if self._text_length is not None:
@@ -118,7 +121,17 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             _, heads, _, dim = written.shape
             of_beams = written.view(-1, places.beams, heads, dim).transpose(1, 2)
             kept.index_copy_(2, places.written, of_beams)
+        if places.gathered is not None:
+            return self._gathered(self.keys, places.gathered), self._gathered(self.values, places.gathered)
         return self.keys[:, :, : places.shown], self.values[:, :, : places.shown]
+
+    def _gathered(self, kept: Tensor, written: Tensor) -> Tensor:
+        """[batch, heads, prompt + beams * new tokens, dim]: the new tokens of a beam are beside each other."""
+        prompt, beams = self._places.prompt, self._places.beams
+        batch, heads, _, dim = kept.shape
+        new = kept[:, :, prompt : self._places.shown].view(batch, heads, -1, beams, dim)
+        index = written.transpose(1, 2)[:, None, :, :, None].expand(-1, heads, -1, -1, dim)
+        return torch.cat([kept[:, :, :prompt], new.gather(3, index).transpose(2, 3).flatten(2, 3)], 2)
 
     def get_seq_length(self, *args: Any) -> Any:
         length = self._places.length

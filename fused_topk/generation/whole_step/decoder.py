@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from .ancestry import Mask
+from .ancestry import Mask, gathers
 from .attention import Call, watched
 from .cache import Places, shared_prompt_cache
 
@@ -70,6 +70,7 @@ class Decoder:
         self._source = None if source is None else torch.zeros(batch, source, dtype=torch.int64, device=device)
         # Of the encoder's output a step needs no more than the shape, and its mask.
         self._of_source: dict[str, Any] = {}
+        self._gathers = gathers(prompt, beams, room)
         self._mask: Mask | None = None
         self.calls: list[Call] = []
 
@@ -104,7 +105,13 @@ class Decoder:
         if self._mask is None:
             windows = [call.window for call in calls if call.window is not None]
             self._mask = Mask(
-                self._is_text, self._beams, self.room, calls[0].groups, max(windows, default=None), logits.dtype
+                self._is_text,
+                self._beams,
+                self.room,
+                calls[0].groups,
+                max(windows, default=None),
+                logits.dtype,
+                self._gathers,
             )
         return logits
 
@@ -135,7 +142,8 @@ class Decoder:
             parents, step, shown: see :class:`ancestry.Mask`.
         """
         assert self._mask is not None
-        self._places.begin_step(step, shown)
+        gathered = self._mask.written(parents, step, shown) if self._gathers else None
+        self._places.begin_step(step, shown, gathered)
         extra = dict(self._of_source)
         if self._source is not None and "cache_position" in self._arguments:
             # Versions that count positions by it make it of the cache's length else, for which they wait.

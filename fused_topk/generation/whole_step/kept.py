@@ -36,6 +36,8 @@ logger = logging.getLogger("fused_topk.generation")
 # Of one model. Guesses: a service has few shapes, and the cache of one may be as large as the model.
 MAX_SHAPES = 8
 MAX_BYTES = 1 << 32
+# More beams than that are those of models that add few tokens.
+_WIDE = 32
 
 
 class NotKept(Exception):
@@ -77,14 +79,19 @@ class Shape(NamedTuple):
             source = prompt.source.hidden.shape[1]
             # Without a mask there is no padding.
             source = source if prompt.source.is_text is None else rounded_up(source)
-        rounded = rules._replace(room=rounded_up(rules.room))
+        # A place for a new token is one for each beam.
+        rounded = rules._replace(room=rounded_up(rules.room, 4 if rules.beams > _WIDE else 16))
         mode = torch.is_inference_mode_enabled()
         return Shape(batch, rounded_up(length), source, rounded, prompt.ids.device, way, mode)
 
 
-def rounded_up(length: int) -> int:
-    """To 16, 24, 32, 48, 64, and so on: to less than half as much again, from 16 on."""
-    size = 16
+def rounded_up(length: int, least: int = 16) -> int:
+    """To 16, 24, 32, 48, 64, and so on: to less than half as much again, from 16 on.
+
+    Args:
+        least: the first of them, a power of two.
+    """
+    size = least
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return size
