@@ -7,6 +7,7 @@ What the device does late is late here too. test_whole_step_cuda.py has the real
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from decoding import assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
-from fused_topk.generation import stats
+from fused_topk.generation import fused_decoding, stats
 from fused_topk.generation.whole_step import entry, graphs, kept
 from whole_steps import TOLERANCE, family, swaps, whole
 
@@ -185,6 +186,31 @@ def test_a_capture_that_fails(model, monkeypatch):
         assert_same(stock, given, TOLERANCE)
         assert steps.whole > 0 and steps.captured == 0
         assert steps.not_compiled == {"what is to be captured raises RuntimeError": 1}
+
+
+def test_what_cannot_be_compiled_is_captured_all_the_same(model, monkeypatch):
+    def compile(function, **options):
+        def fail(*args):
+            raise OSError("no compiler")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", compile)
+    compiling = functools.partial(fused_decoding, whole_step="compiled")
+    stock, given, steps = generate_both(model, fused=compiling, num_beams=3, **OPTIONS)
+    assert_same(stock, given, TOLERANCE)
+    assert steps.captured == steps.whole > 0 and steps.compiled == 0
+    assert steps.not_compiled == {"what is to be compiled and captured raises OSError": 1}
+
+
+def test_a_step_for_longer_texts_serves_shorter_ones(model):
+    for room, made in ((40, 1), (20, 1), (12, 1), (8, 1), (60, 2), (50, 2)):
+        assert_captured(model, inputs_for(model), num_beams=3, max_new_tokens=room, early_stopping="never")
+        assert StandIn.made == made
+    # Not one for much longer texts: attention looks at places for all of them.
+    assert_captured(model, inputs_for(model, 3), num_beams=3, max_new_tokens=80, eos_token_id=None)
+    assert_captured(model, inputs_for(model, 3), num_beams=3, max_new_tokens=10)
+    assert StandIn.made == 4
 
 
 class Waits(TorchDispatchMode):

@@ -29,7 +29,6 @@ class Graph:
 
     def __init__(self, run: Callable[[], Any], device: torch.device) -> None:
         with torch.cuda.device(device):
-            before = torch.cuda.memory_reserved(device)
             stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
@@ -37,6 +36,10 @@ class Graph:
                 for _ in range(2):
                     run()
             torch.cuda.current_stream(device).wait_stream(stream)
+            # As the capture does it, too: what is reserved after it that was not before is the graph's.
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved(device)
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
                 # Lies in the graph's own memory, and is written anew by each replay.

@@ -56,6 +56,10 @@ class Way(NamedTuple):
         way = Way(is_compiled, graphs.are_for(device))
         return way if any(way) else None
 
+    def and_simpler(self) -> list[Way]:
+        """This one, and what is tried where it fails: some models are captured that are not compiled in one piece."""
+        return [self, Way(False, True)] if all(self) else [self]
+
     def __str__(self) -> str:
         return " and ".join(name for name, is_so in zip(("compiled", "captured"), self, strict=True) if is_so)
 
@@ -83,6 +87,11 @@ class Shape(NamedTuple):
         rounded = rules._replace(room=rounded_up(rules.room, 4 if rules.beams > _WIDE else 16))
         mode = torch.is_inference_mode_enabled()
         return Shape(batch, rounded_up(length), source, rounded, prompt.ids.device, way, mode)
+
+    def serves(self, other: Shape) -> bool:
+        """Whether a step of this shape does what is asked of the other, with at most four times the room."""
+        is_same = self == other._replace(rules=other.rules._replace(room=self.rules.room))
+        return is_same and other.rules.room <= self.rules.room <= 4 * other.rules.room
 
 
 def rounded_up(length: int, least: int = 16) -> int:
@@ -309,12 +318,14 @@ class Store:
 
     @contextmanager
     def step(self, twin: Any, shape: Shape) -> Iterator[Step]:
-        """That of a shape, for one call.
+        """That of a shape, for one call, or one that has been made for longer texts.
 
         Raises:
             NotKept: another call uses it, or it could not be made before.
         """
         with self._lock:
+            longer = [each for each in self._kept if each.serves(shape)]
+            shape = min(longer, key=lambda each: each.rules.room, default=shape)
             if shape in self._failed:
                 raise NotKept(self._failed[shape])
             if shape in self._used:

@@ -53,9 +53,9 @@ class Search(NamedTuple):
             Declined: a step turned out to need the stock operations.
         """
         try:
-            if self.way is not None:
+            for way in [] if self.way is None else self.way.and_simpler():
                 try:
-                    return self._run_kept(self.way)
+                    return self._run_kept(way)
                 except NotKept as error:
                     count_not_compiled(str(error))
             return self._run(self._decoder(), None)
