@@ -73,6 +73,20 @@ def test_demo_decodes_plots_and_writes_its_numbers(tiny_model, tmp_path):
         assert mode["is_right"] and mode["fallbacks"] == {}
         # Two rounds of six steps, without the first of each.
         assert {way: len(each["steps"]) for way, each in mode["ways"].items()} == {"stock": 10, "fused": 10}
+    assert found["calls"].keys() == {"beam search", "greedy"}
+    for ways in found["calls"].values():
+        assert {"stock", "fused", "whole step"} <= ways.keys()
+        assert ways["whole step"]["share_of_same"] == 1.0 and ways["whole step"]["not_as_asked"] == {}
+        assert all(each["first_token"] > 0 for each in ways.values())
+
+
+@pytest.mark.exhaustive
+def test_demo_with_a_peer(tiny_model, tmp_path):
+    pytest.importorskip("ctranslate2", reason="needs CTranslate2: pip install ctranslate2")
+    options = ("--new-tokens", 6, "--batch", 2, "--rounds", 1, "--output", tmp_path / "plot.png")
+    result = run_demo("--model", tiny_model, "--device", "cpu", *options, "--peer", "ctranslate2")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("CTranslate2") == 2
 
 
 @pytest.fixture
@@ -236,3 +250,5 @@ def test_cost_of_generation_on_a_cpu(monkeypatch, tmp_path, capsys, threads):
         assert each["steps_fallback"] == {} and each["steps_fused"] > 0
         assert each["share_of_same_sequences"] == 1.0
         assert each["stock"]["generate_step"] > 0 and each["fused"]["selection_gpu"] > 0
+        assert each["whole_calls"]["whole step"]["share_of_same"] == 1.0
+        assert each["whole_calls"]["whole step"]["not_as_asked"] == {}

@@ -8,6 +8,7 @@ with block is open or a call runs, whoever began: what a call does is its sessio
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import threading
@@ -179,6 +180,9 @@ def _generate_whole(module: Any, original: Callable[..., Any], request: Request,
         reason = "topk_per_step"
     if reason is not None:
         raise whole_step.Declined(reason)
+    if "encoder_outputs" in kwargs:
+        # generate() writes to it, and runs again where the loop declines.
+        kwargs = {**kwargs, "encoder_outputs": copy.copy(kwargs["encoder_outputs"])}
     with held(module), running(Session(module, request.options)):
         result = original(*args, custom_generate=whole_loop(module, request.options), **kwargs)
     request.given.topk = []
@@ -188,7 +192,8 @@ def _generate_whole(module: Any, original: Callable[..., Any], request: Request,
 def whole_loop(module: Any, options: Options) -> whole_step.Loop:
     """For a module that has hooks."""
     hook = module.__dict__[_ATTRIBUTE].hook_id
-    return whole_step.Loop(frozenset({*_RUN, _ATTRIBUTE}), hook, options.whole_step == "compiled")
+    own = frozenset({*_RUN, _ATTRIBUTE})
+    return whole_step.Loop(own, hook, options.whole_step == "compiled", options.sampling)
 
 
 def _processors(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import backends
-from . import penalties, selection, warpers
+from . import choice, penalties, selection, warpers
 from .edits import NotSparse, Plan
 from .record import Recorded
 from .selection import Edit, Rows
@@ -227,19 +227,12 @@ class LazyScores(StandIn):
         return self.dense("operation add") + other
 
     def _topk(self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-        rows = self._step.rows
-        is_normalized = self._filters == [warpers.NORMALIZE]
-        is_known = self._stage is Stage.TOTALS and (is_normalized or not self._filters) and dim in (-1, 1) and largest
+        is_known = self._stage is Stage.TOTALS and dim in (-1, 1) and largest
         # A k that is out of range is left to torch.topk, which says so: the kernels would read past the row.
-        if not is_known or type(k) is not int or not 1 <= k <= self.shape[-1] or not rows.supports(k):
+        if not is_known or type(k) is not int or not 1 <= k <= self.shape[-1]:
             return NotImplemented
-        assert self._beam_scores is not None
-        beam_scores = self._beam_scores
-        if is_normalized and self._edits:
-            # A shift of the rows; without edits log-probabilities are normalised.
-            beam_scores = beam_scores - selection.logsumexp(rows, self._edits, 1.0, True).view_as(beam_scores)
-        found = selection.best_continuations(rows, self._edits, beam_scores, k)
-        if not self._holds_for(found[0]):
+        found = self._asked(choice.continuations, self._beam_scores, k)
+        if found is None:
             return NotImplemented
         if not found[0].is_cuda and bool(found[0][:, 0].isnan().any()):
             # All of such a row are NaN, and their order is torch.topk's. On a GPU that is arbitrary, and nothing waits for it.
@@ -249,32 +242,21 @@ class LazyScores(StandIn):
         return torch.return_types.topk(found)
 
     def _argmax(self, dim: int | None = None, keepdim: bool = False) -> Any:
-        rows, edits, filters = self._step.rows, self._edits, self._filters or ()
-        if self._stage is not Stage.LOGITS or not warpers.keep_the_best(filters) or dim not in (-1, 1) or keepdim:
+        if self._stage is not Stage.LOGITS or dim not in (-1, 1) or keepdim:
             return NotImplemented
-        if filters or edits:
-            length = min(rows.vocab_size, warpers.GREEDY_LENGTH) if filters else 1
-            if not rows.supports(length):
-                return NotImplemented
-            found = selection.best(rows, edits, length, False)
-            if not self._holds_for(found.scores[:, :1]):
-                return NotImplemented
-            ids = found.ids[:, 0]
-            if filters:
-                ids = warpers.greatest(
-                    filters, *found, lambda temperature: selection.logsumexp(rows, edits, temperature, False)
-                )
-        else:
-            ids = rows.greatest()
+        ids = self._asked(choice.greatest)
+        if ids is None:
+            return NotImplemented
         self._step.end()
         return ids
 
-    def _holds_for(self, chosen: Tensor) -> bool:
-        """Whether the edits say all that the processors do to what is chosen, with these scores; else this is a tensor."""
-        if penalties.holds_for(self._step.rows, self._edits, chosen, self._beam_scores is not None):
-            return True
-        self.dense("invalid values to remove")
-        return False
+    def _asked(self, choose: Callable[..., Any], *args: Any) -> Any:
+        """What a function of :mod:`choice` gives; None where this is to be a tensor, which it may be afterwards."""
+        try:
+            return choose(self._step.rows, self._edits, self._filters or (), *args)
+        except NotSparse as cause:
+            self.dense(str(cause))
+            return None
 
     def _softmax(self, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
         if self._stage not in (Stage.LOGITS, Stage.TOTALS) or dim not in (-1, 1) or dtype is not None:
@@ -294,37 +276,21 @@ class LazyScores(StandIn):
             drawn = self._sample(parameters, generator)
             if drawn is not None:
                 return drawn
-        length = warpers.list_length(filters, rows.vocab_size)
-        if length is None:
+        if warpers.list_length(filters, rows.vocab_size) is None:
             return self._stock_multinomial("sampling from the whole vocabulary", num_samples, generator)
-        if beams is not None:
-            # As many as are drawn must be there, if need be with probability 0.
-            length = min(rows.vocab_size, max(length, -(-num_samples // beams.shape[1])))
-        if not rows.supports(length):
+        # As many as are drawn must be there, if need be with probability 0.
+        at_least = 1 if beams is None else -(-num_samples // beams.shape[1])
+        if not choice.can_list(rows, filters, at_least):
             return NotImplemented
-        are_log_probs = beams is not None
-        best = selection.best(rows, self._edits, length, are_log_probs)
-        if not self._holds_for(best.scores):
-            return NotImplemented
-        scores, was_enough = warpers.apply(
-            filters,
-            best.scores,
-            rows.vocab_size,
-            lambda temperature: selection.logsumexp(rows, self._edits, temperature, are_log_probs),
-        )
-        if was_enough is not None and (_is_capturing(scores) or not bool(was_enough.all())):
+        left = self._asked(choice.left_over, at_least, beams is not None)
+        if left is None:
             return self._stock_multinomial("the warpers keep more tokens than were listed", num_samples, generator)
         self._step.end()
         if beams is None:
-            drawn = torch.multinomial(scores.softmax(-1), num_samples, generator=generator)
-            return best.ids.gather(1, drawn)
-        batch, num_beams = beams.shape
-        total = (scores.view(batch, num_beams, -1) + beams.unsqueeze(-1)).flatten(1)
-        drawn = torch.multinomial(total.softmax(-1), num_samples, generator=generator)
-        tokens = best.ids.view(batch, -1).gather(1, drawn)
-        indices = drawn.div(length, rounding_mode="floor").mul_(rows.vocab_size).add_(tokens)
-        self._chosen.append((indices, total.gather(1, drawn)))
-        return indices
+            return choice.drawn(left, num_samples, generator)
+        drawn = choice.drawn_continuations(left, beams, rows.vocab_size, num_samples, generator)
+        self._chosen.append((drawn.indices, drawn.scores))
+        return drawn.indices
 
     def _sample(self, parameters: Mapping[str, float], generator: Any) -> Tensor | None:
         """Draws from the vocabulary itself, on a backend with kernels for it, and waits for nothing."""
@@ -371,7 +337,3 @@ _RECOGNISED: dict[Any, Callable[..., Any]] = {
     torch.gather: LazyScores._gather,
     torch.clone: LazyScores.clone,
 }
-
-
-def _is_capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
