@@ -40,11 +40,12 @@ _lock = threading.RLock()
 class FusedDecoding:
     """What :func:`fused_decoding` gives.
 
-    topk: with topk_per_step=k, the steps of the last generate() call, each a TopK without any tensor of the vocabulary's
-        size. values: float32 [rows, k], log-probabilities of the model's own distribution, before processors and
-        warpers. indices: int64 [rows, k], their tokens, most probable first. logsumexp: float32 [rows], of the logits.
-        Rows are those of the model's input in that step: sequences, or with beams sequence * beams + beam, as in
-        `beam_indices`. Empty where a mode is not served.
+    Attributes:
+        topk: with topk_per_step=k, the steps of the last generate() call, each a TopK without any tensor of the vocabulary's
+            size. values: float32 [rows, k], log-probabilities of the model's own distribution, before processors and
+            warpers. indices: int64 [rows, k], their tokens, most probable first. logsumexp: float32 [rows], of the logits.
+            Rows are those of the model's input in that step: sequences, or with beams sequence * beams + beam, as in
+            `beam_indices`. Empty where a mode is not served.
     """
 
     def __init__(self) -> None:

@@ -213,14 +213,12 @@ class FusedTopKLogitsProcessor(LogitsProcessor):
 
     Examples:
 
-    ```python
     >>> import torch
     >>> from fused_topk.generation import FusedTopKLogitsProcessor
 
     >>> processor = FusedTopKLogitsProcessor(top_k=2, temperature=0.5)
     >>> processor(None, torch.tensor([[1.0, 3.0, 2.0, 2.0]]))
     tensor([[-inf, 6., 4., 4.]])
-    ```
     """
 
     def __init__(
