@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What compilers make for the tests, kept under a hash of all that it follows from: nothing is compiled twice.
 
-The folder is FUSED_TOPK_TEST_CACHE, or one of this user's among the temporary files. `.ci/run` names one that outlives it.
+The folder is FUSED_TOPK_TEST_CACHE, or `fused_topk/tests` in the user's cache folder. It may be removed at any time.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _MOST_IDLE_SECONDS = 3 * 86400
-_FOLDER = Path(
-    os.environ.get("FUSED_TOPK_TEST_CACHE") or Path(tempfile.gettempdir()) / f"fused_topk-tests-{os.getuid()}"
-)
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+_FOLDER = Path(os.environ.get("FUSED_TOPK_TEST_CACHE") or _CACHE / "fused_topk" / "tests")
 
 
 def key(*parts: str) -> str:
