@@ -53,7 +53,7 @@ def nvrtc(request, monkeypatch):
 def kept_report(compiler: str, compile_kernel, kernel: str, architecture: int) -> tuple[bytes, str, str]:
     """compile_kernel(kernel, architecture), of the binary only the beginning. A kernel that this compiler has compiled before is
     not compiled again; to NVRTC, texts that differ in comments are the same."""
-    code = re.sub(r"[ \t]*(//[^\n]*)?\n\s*", "\n", kernel_source.translation_unit(kernel))
+    code = re.sub(r"\s*\n\s*", "\n", re.sub(r"//[^\n]*", "", kernel_source.translation_unit(kernel)))
 
     def build(_, path) -> None:
         binary, entry, log = compile_kernel(kernel, architecture)
