@@ -13,10 +13,11 @@ from torch import Tensor
 class TopK(NamedTuple):
     """The result of every function of the package.
 
-    values: float32 probabilities, log-probabilities or scores, greatest first, shape (..., k). For :func:`topk` the
-        logits themselves, bit for bit, in their own dtype.
-    indices: int64 positions along the vocabulary, shape (..., k).
-    logsumexp: float32 log of the sum of the exponentials of the (temperature-scaled) logits, shape (...).
+    Attributes:
+        values: float32 probabilities, log-probabilities or scores, greatest first, shape (..., k). For :func:`topk` the
+            logits themselves, bit for bit, in their own dtype.
+        indices: int64 positions along the vocabulary, shape (..., k).
+        logsumexp: float32 log of the sum of the exponentials of the (temperature-scaled) logits, shape (...).
     """
 
     values: Tensor

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from importlib import metadata
 
 import pytest
 
@@ -12,6 +14,7 @@ from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver, kernel_source
 from fused_topk.layout import full_row_launch, merge_launch, sample_launch
 from fused_topk.layout.topk_choice import Method
+from kept import built, key
 from nvrtc_library import of_cuda12
 
 pytestmark = pytest.mark.exhaustive
@@ -47,7 +50,25 @@ def nvrtc(request, monkeypatch):
     if version >= (12, 9):
         # Beside a driver NVRTC keeps what it compiles, and a kernel from there comes without the assembler's report.
         monkeypatch.setattr(kernel_source, "OPTIONS", (*kernel_source.OPTIONS, "--no-cache"))
+    package = "nvidia-cuda-nvrtc-cu12" if request.param == "cuda12" else "nvidia-cuda-nvrtc"
+    release = next((d.version for d in metadata.distributions(name=package)), "")
+    compiler, compile_kernel = f"{version} {package} {release}", driver.compile_kernel
+    monkeypatch.setattr(driver, "compile_kernel", lambda *what: kept_report(compiler, compile_kernel, *what))
     return found
+
+
+def kept_report(compiler: str, compile_kernel, kernel: str, architecture: int) -> tuple[bytes, str, str]:
+    """compile_kernel(kernel, architecture), of the binary only the beginning. A kernel that this compiler has compiled before is
+    not compiled again; to NVRTC, texts that differ in comments are the same."""
+    code = re.sub(r"\s*\n\s*", "\n", re.sub(r"//[^\n]*", "", kernel_source.translation_unit(kernel)))
+
+    def build(_, path) -> None:
+        binary, entry, log = compile_kernel(kernel, architecture)
+        path.write_text(json.dumps([binary[:64].hex(), entry, log]))
+
+    name = key(compiler, code, *kernel_source.OPTIONS, str(architecture), kernel)
+    begin, entry, log = json.loads(built(f"{name}.nvrtc.json", build).read_text())
+    return bytes.fromhex(begin), entry, log
 
 
 def most_static_bytes(warps: int, method: int) -> int:

@@ -27,7 +27,7 @@ from .warpers import NORMALIZE, Filter, filters_of
 
 
 class Ban:
-    """Tokens get -inf. `scanned` holds all others."""
+    """Some tokens get the score -inf. `scanned` holds all others."""
 
     ids = None
     replaces_row = False
@@ -40,7 +40,7 @@ class Ban:
 
 
 class Force:
-    """Every score becomes -inf but for the tokens `ids` [1, n], which get 0."""
+    """The tokens `ids` [1, n] get the score 0, all others -inf."""
 
     scanned = None
     replaces_row = True
@@ -60,26 +60,27 @@ class Step(NamedTuple):
     rows: Rows  # the model's logits
     edits: Sequence[Edit]  # of the processors before
     are_log_probs: bool
-    # By id(), what stock operations are to run in this step in place of a processor that has called a user's function.
+    # Some processors call a user's function, which must be called once. By the processor's id(): what the stock operations of
+    # this step run in its place.
     answered: dict[int, Any]
-    # To be told of a processor that an adapter itself has called, which may have changed its attributes.
+    # To be called with a processor that an adapter has called: the processor may have changed its attributes.
     on_call: Callable[[Any], None]
 
 
 class NotSparse(Exception):
-    """A processor turned out to do more in this step than an edit can say; the stock operations must run."""
+    """In this step a processor does more than an edit can tell. The stock operations must run."""
 
 
-# Gives a processor's edit in a step, or None where it changes nothing.
+# Returns a processor's edit in a step; None if it changes nothing.
 Adapter = Callable[[Step], "Edit | None"]
 
 
 class Plan:
     """How the processors of one generate() call are carried out.
 
-    reason: why they cannot be fused, None where they can.
+    reason: why they cannot be fused; None if they can.
     filters: what the warpers at the end do to the best tokens of each row.
-    reason_of_beams: why they cannot be fused in beam search.
+    reason_of_beams: why they cannot be fused in beam search; None if they can.
     """
 
     def __init__(self, processors: Iterable[Any], is_sampling: bool) -> None:
@@ -115,7 +116,7 @@ class Plan:
     def edits(
         self, input_ids: Tensor, rows: Rows, are_log_probs: bool, answered: dict[int, Any] | None = None
     ) -> list[Edit]:
-        """What the processors but for the final warpers do in a step.
+        """What the processors do in a step, without the warpers at the end.
 
         Args:
             answered: gets :attr:`Step.answered`.
@@ -182,21 +183,21 @@ def _contents(value: Any) -> Any:
 
 
 def is_as_published(kind: type) -> bool:
-    """Whether calls of a class run the code of the module that it is from: somebody may have put other code there."""
+    """Whether the class runs the code of the module that defines it, and nobody has patched its __call__."""
     code = getattr(kind.__call__, "__code__", None)
     return code is not None and code.co_filename == getattr(sys.modules.get(kind.__module__), "__file__", None)
 
 
 def _adapter_of(processor: Any) -> Adapter | None:
     make, known = ADAPTERS.get(type(processor), (None, frozenset()))
-    # Optional attributes of single versions are in the table; the others must be there, and no more.
+    # The table has all attributes, also those of single versions. A processor with any other attribute is unknown.
     if make is None or not vars(processor).keys() <= known or not is_as_published(type(processor)):
         return None
     return make(processor)
 
 
 def _tokens(value: Any) -> list[int] | None:
-    """The tokens that an attribute names; None for what is no whole number or a list of them."""
+    """The tokens that an attribute names. None if it is neither an integer nor a list of integers."""
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):

@@ -22,12 +22,13 @@ _CHUNK = 2**24
 class TokenLogprobs(NamedTuple):
     """The result of :func:`topk_logprobs`.
 
-    values: float32 [..., k], log-probabilities, greatest first.
-    indices: int64 [..., k], their tokens.
-    logsumexp: float32 [...], of the logits: log-probability = logit - logsumexp.
-    target_logprobs: float32 of the targets' shape; None without targets.
-    target_ranks: int64 [...], 1 for the most probable token; of equal ones the smaller index first. None without targets, or
-        where a position has several.
+    Attributes:
+        values: float32 [..., k], log-probabilities, greatest first.
+        indices: int64 [..., k], their tokens.
+        logsumexp: float32 [...], of the logits: log-probability = logit - logsumexp.
+        target_logprobs: float32 of the targets' shape; None without targets.
+        target_ranks: int64 [...], 1 for the most probable token; of equal ones the smaller index first. None without targets, or
+            where a position has several.
     """
 
     values: Tensor

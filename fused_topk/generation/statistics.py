@@ -22,14 +22,15 @@ class _Steps(NamedTuple):
 class Stats(_Steps):
     """Decoding steps of all models of this process since the start or the last reset.
 
-    fused: steps whose tokens were chosen in one read of the logits.
-    fallback: steps that ran stock operations, on the same values.
-    reasons: for each reason of a fallback, the number of its steps.
-    whole: those of the fused steps that ran with whole_step=True, on a prompt that beams share.
-    not_whole: for each reason why a call with whole_step=True ran without, the number of such calls.
-    compiled: those of the whole steps whose forward pass ran as compiled code.
-    captured: those of the whole steps whose forward pass was the replay of a CUDA graph.
-    not_compiled: for each reason why a call whose steps were to be compiled or captured ran without, the number of such calls.
+    Attributes:
+        fused: steps whose tokens were chosen in one read of the logits.
+        fallback: steps that ran stock operations, on the same values.
+        reasons: for each reason of a fallback, the number of its steps.
+        whole: those of the fused steps that ran with whole_step=True, on a prompt that beams share.
+        not_whole: for each reason why a call with whole_step=True ran without, the number of such calls.
+        compiled: those of the whole steps whose forward pass ran as compiled code.
+        captured: those of the whole steps whose forward pass was the replay of a CUDA graph.
+        not_compiled: for each reason why a call whose steps were to be compiled or captured ran without, the number of such calls.
 
     A tuple of the first three.
     """

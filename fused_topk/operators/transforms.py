@@ -17,7 +17,7 @@ from . import full_rows as full_rows  # the operators that these Functions call
 from . import gradients, linear, merging
 from . import row_topk as row_topk
 
-# A private name of torch. Without it the Functions take every call but those that torch.compile traces: they serve all.
+# A private name of torch. Without it the Functions take every call except those that torch.compile traces. They serve all.
 _is_active: Callable[[], bool] = getattr(
     torch._C, "_are_functorch_transforms_active", lambda: not torch.compiler.is_compiling()
 )
@@ -29,7 +29,7 @@ def is_active() -> bool:
 
 
 def _at_front(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """The tensor with what vmap maps over as its first dimension, in which a tensor that is not mapped repeats itself."""
+    """The tensor with the dimension that vmap maps over in front. A tensor that vmap does not map over is expanded."""
     if tensor is None:
         return None
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -56,7 +56,7 @@ def _map_full_rows(run: Callable[..., Any], info: Any, in_dims: Sequence[int | N
 
 
 def _map_beams(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-    """Beams have one batch dimension: what vmap maps over is folded into it."""
+    """Beam search has one batch dimension. The dimension that vmap maps over is folded into it."""
     folded = [x.flatten(0, 1) if isinstance(x, Tensor) else x for x in _mapped(info, in_dims, arguments)]
     return tuple(x.unflatten(0, (info.batch_size, -1)) for x in run(*folded)), (0, 0, 0)
 
@@ -194,7 +194,7 @@ class FullRows(torch.autograd.Function):
         return _map_full_rows(FullRows.apply, info, in_dims, *arguments)
 
 
-# The operators by themselves too, as in a gradient that uses one. Without the rule torch loops over them.
+# The operators themselves get the rules too, because gradients use them. Without a rule torch loops over the mapped dimension.
 if hasattr(torch.library, "register_vmap"):
     for _name, _map in (
         ("row_topk", _map_rows),
