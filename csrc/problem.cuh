@@ -15,12 +15,21 @@ constexpr float kLargestInverse = 2e38f;
 // The greatest |m log2(e) / T|. Beyond it the rounding error of this offset would exceed 1/4.
 constexpr float kLargestOffset = 4194304.0f;
 
+// 1 / T. A T that is not positive makes NaN of all results but the indices. A T so small that 1 / T overflows acts like
+// the smallest T whose inverse is finite, so that (m - m) / T stays 0.
+__device__ __forceinline__ float inverse_of(float t) {
+  const float inverse = __frcp_rn(t);
+  return t > 0.0f ? (inverse < kLargestInverse ? inverse : kLargestInverse) : __uint_as_float(0x7FC00000u);
+}
+
 // What a mask hides a token from. kMaskBoth: from the choice and from (m, d). kMaskChoice ("all"): from the choice
 // only.
 enum MaskUse : u32 { kNoMask = 0, kMaskBoth = 1, kMaskChoice = 2 };
 
-// What `values` holds.
-enum ValueKind : u32 { kLogits = 0, kProbabilities = 1, kLogProbabilities = 2 };
+// What `values` holds. kState: logits too, and m and d of the row stand in place of its logsumexp. One
+// comparison of two bits tells both (has_logits).
+enum ValueKind : u32 { kLogits = 0, kProbabilities = 1, kLogProbabilities = 2, kState = 4 };
+__device__ __forceinline__ bool has_logits(u32 value_kind) { return (value_kind & 3) == kLogits; }
 
 // The fields that every launch reads come first. Each 64 bytes of the struct (less 16, the first time) cost the first
 // block that reads them a fetch from memory. The first 48 bytes suffice to request the logits.
@@ -45,9 +54,9 @@ struct Problem {
   u64* lists;                    // nullable; [rows, splits * (list_length + 1)]: the splits' lists and bounds
   Normalizer* parts;             // nullable; [rows, parts]: their states
   u32* row_tickets;              // nullable; [rows], zero before and after each launch
-  float* logsumexp;              // [rows]
-  void* values;                  // [rows, k] float, or the logits' format for kLogits; [rows / beams, k] with beams
-  i64* indices;                  // like values
+  float* logsumexp;              // [rows]; for kState [2, rows]: m, d
+  void* values;  // [rows, k] float, or the logits' format for kLogits and kState; [rows / beams, k] with beams
+  i64* indices;  // like values
   u32 value_kind;
   u32 normalize_topk;  // 1: values are relative to the k chosen
   u32 beams;           // 0: no beam search; else so many rows make a sequence
@@ -78,12 +87,8 @@ struct Problem {
     return {static_cast<const char*>(mask) + start, mask_element_stride, mask_kind};
   }
 
-  // 1 / T of a row. A T that is not positive makes NaN of all results but the indices. A T so small that 1 / T
-  // overflows acts like the smallest T whose inverse is finite, so that (m - m) / T stays 0.
   __device__ __forceinline__ float inverse_temperature(u32 row) const {
-    const float t = row_temperature ? __ldg(row_temperature + offset(row, temperature_strides)) : temperature;
-    const float inverse = __frcp_rn(t);
-    return t > 0.0f ? (inverse < kLargestInverse ? inverse : kLargestInverse) : __uint_as_float(0x7FC00000u);
+    return inverse_of(row_temperature ? __ldg(row_temperature + offset(row, temperature_strides)) : temperature);
   }
 
  private:

@@ -28,6 +28,13 @@ struct RowResult {
   __device__ __forceinline__ float logsumexp() const { return m * inverse_temperature + (is_finite() ? log_d : 0.0f); }
 };
 
+// Writes m and d of a row for kState. The thread that wrote the row's logsumexp calls it: m replaces that, so that every
+// launch writes a logsumexp without asking.
+__device__ __forceinline__ void write_state(float* logsumexp, u32 rows, u32 row, const RowResult& result) {
+  logsumexp[row] = result.m;
+  logsumexp[rows + row] = result.d;
+}
+
 // Writes the i-th of a row's k chosen: token `index` with logit x, -inf if the mask hides it. raw_logit(index) returns
 // the input's bits. A candidate's key has lost the sign of a zero and the payload of a NaN.
 template <class FORMAT, class RAW_LOGIT>
@@ -35,7 +42,7 @@ __device__ __forceinline__ void write_chosen(const Problem& problem, u32 row, u3
                                              const RowResult& relative_to, RAW_LOGIT raw_logit) {
   const i64 out = i64(row) * k + i;
   problem.indices[out] = index;
-  if (problem.value_kind == kLogits) {
+  if (has_logits(problem.value_kind)) {
     static_cast<typename FORMAT::Bits*>(problem.values)[out] =
         x == -FUSED_TOPK_INFINITY ? FORMAT::kNegativeInfinity : raw_logit(index);
   } else {

@@ -192,7 +192,10 @@ __global__ void __launch_bounds__(128, resident_router_blocks(MASK != kNoMask))
   if (!is_writer) return;
   const auto raw_logit = [&](u32 index) { return x.stream.raw_logit(index); };
   if (x.sub < k) write_chosen<FORMAT>(problem, row, k, x.sub, index_of_word(word), logit, relative_to, raw_logit);
-  if (x.sub == 0) problem.logsumexp[row] = result.logsumexp();
+  if (x.sub == 0) {
+    problem.logsumexp[row] = result.logsumexp();
+    if (problem.value_kind == kState) write_state(problem.logsumexp, problem.rows, row, result);
+  }
 }
 
 }  // namespace fused_topk

@@ -134,7 +134,10 @@ __global__ void __launch_bounds__(128, resident_short_blocks(MASK != kNoMask))
   if (!is_writer) return;
   for (u32 i = x.sub; i < k; i += lanes)
     write_chosen<FORMAT>(problem, row, k, i, index_of_word(chosen[i]), logit(i), relative_to, raw_logit);
-  if (x.sub == 0) problem.logsumexp[row] = result.logsumexp();
+  if (x.sub == 0) {
+    problem.logsumexp[row] = result.logsumexp();
+    if (problem.value_kind == kState) write_state(problem.logsumexp, problem.rows, row, result);
+  }
 }
 
 }  // namespace fused_topk

@@ -298,6 +298,9 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
     if (GROUP::thread() == GROUP::kThreads - 1) problem.logsumexp[row] = result.logsumexp();
     if (problem.beams == 0) {
       write_row<GROUP>(problem, row, k, chosen, scan.reader, result);
+      // Last, when no register is taken: a branch before it makes some kernels spill.
+      if (problem.value_kind == kState && GROUP::thread() == GROUP::kThreads - 1)
+        write_state(problem.logsumexp, problem.rows, row, shared.row);
       return;
     }
     if (!hand_over_beam(problem, row, k, shared.beam, chosen, result, candidates, lists, sequence, shared.is_last))

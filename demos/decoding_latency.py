@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decodes with a real language model and shows what choosing the next tokens in one read saves.
 
-transformers' generate() runs stock and fused in turns: beam search, greedy search and sampling, on the same prompts.
+transformers' generate() runs stock and fused in turns: beam search, greedy search and sampling, on the same prompts. Then
+whole calls of beam search and greedy search, also with whole_step, in turns.
 
     python demos/decoding_latency.py                                  # a tiny model, trained here in about a minute
+    python demos/decoding_latency.py --compiled --peer ctranslate2    # also compiled whole steps, and CTranslate2
     python demos/decoding_latency.py --random-weights llama-1b        # a true shape, for a GPU
     python demos/decoding_latency.py --model path/to/any/causal-lm
 
-Reading order: generate_comparison.py (both ways, times and checks), selection_step.py (the step by itself),
-causal_models.py and tiny_language_model.py (what it decodes with), decoding_report.py (what it prints and plots).
+Reading order: generate_comparison.py (both ways, times and checks), selection_step.py (the step by itself), whole_calls.py
+(all ways, by whole calls), causal_models.py and tiny_language_model.py (what it decodes with), decoding_report.py (what it prints and plots).
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ try:
     from torch import Tensor
     from tqdm import tqdm
 
+    import ctranslate2_peer
+    import whole_calls
     from causal_models import RANDOM_SHAPES, CausalModel, encode, from_disk, random_prompts, tiny, with_random_weights
-    from decoding_report import Measurement, print_checks, print_table, print_texts, save_json, save_plot
+    from decoding_report import Measurement, print_calls, print_checks, print_table, print_texts, save_json, save_plot
     from fused_topk import backends
     from fused_topk.backends import cpu
-    from generate_comparison import Comparison, compare
+    from generate_comparison import Comparison, compare, options_of
     from tiny_language_model import Recipe
+    from whole_calls import COMPILED, FUSED, STATIC, STOCK, WHOLE, Calls
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"this demo needs the package {(error.name or '?').partition('.')[0]!r}, which is not installed; "
@@ -77,6 +82,10 @@ def main(
     training_steps: Annotated[int, typer.Option(help="Of the tiny model: more give better text.")] = Recipe.steps,
     output: Annotated[Path, typer.Option(help="Where the plot goes, as a PNG.")] = Path("out/decoding_latency.png"),
     json_path: Annotated[str, typer.Option("--json", metavar="PATH", help="Also write every number there.")] = "",
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Also compile whole steps: up to a minute each.")
+    ] = False,
+    peer: Annotated[str, typer.Option(metavar="ctranslate2", help="Also time it, where it is installed.")] = "",
 ) -> None:
     for option, value, least in (
         ("beams", beams, 1),
@@ -94,6 +103,10 @@ def main(
         _fail(f"`--model` and `--random-weights` exclude each other, got {model!r} and {random_weights!r}; give one")
     if prompt and random_weights:
         _fail("`--prompt` needs a tokenizer, which random weights do not have; leave --prompt or --random-weights out")
+    if peer not in ("", "ctranslate2"):
+        _fail(f"`--peer` must be ctranslate2, got {peer!r}; leave it out")
+    if peer and random_weights:
+        _fail("`--peer` needs a tokenizer, which random weights do not have; leave --peer or --random-weights out")
     if output.suffix.lower() != ".png":
         _fail(f"`--output` must end in .png, got {str(output)!r}; rename it")
     load_before = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
@@ -120,6 +133,11 @@ def main(
         measured, written = measure(
             chosen, tokens, mask, beams=beams, new_tokens=new_tokens, rounds=rounds, load_before=load_before
         )
+        ways = [STOCK, FUSED, WHOLE, *([COMPILED] if compiled else []), STATIC]
+        inputs = {"input_ids": tokens, "attention_mask": mask}
+        measured.calls.update(
+            measure_calls(chosen, inputs, ways, beams=beams, new_tokens=new_tokens, rounds=rounds, has_peer=bool(peer))
+        )
     except (ValueError, RuntimeError) as error:
         _fail(str(error))
 
@@ -129,6 +147,7 @@ def main(
         print_texts(console, chosen, texts, written, tokens.shape[1])
     print_table(console, measured)
     print_checks(console, measured)
+    print_calls(console, measured)
     try:
         save_plot(output, measured)
         console.print(f"Plot: {output}")
@@ -177,6 +196,30 @@ def measure(
         load_before=load_before,
     )
     return measured, written
+
+
+def measure_calls(
+    chosen: CausalModel,
+    inputs: dict[str, Tensor],
+    ways: list[str],
+    *,
+    beams: int,
+    new_tokens: int,
+    rounds: int,
+    has_peer: bool,
+) -> dict[str, dict[str, Calls]]:
+    """Whole calls of beam search and greedy search, by way."""
+    found = {}
+    for mode in ("beam search", "greedy"):
+        options = options_of(mode, beams)
+        runs = {way: whole_calls.way_of(chosen.model, inputs, options, way) for way in ways}
+        if has_peer:
+            folder = chosen.model.config._name_or_path
+            runs[ctranslate2_peer.NAME] = ctranslate2_peer.way_of(
+                folder, chosen.tokenizer, inputs, options["num_beams"]
+            )
+        found[mode] = whole_calls.measure(runs, new_tokens, rounds, chosen.model)
+    return found
 
 
 def _device(name: str) -> torch.device:

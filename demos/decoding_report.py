@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from causal_models import CausalModel
 from fused_topk.benchmark.report import origin
 from fused_topk.machine import describe
 from generate_comparison import WAYS, Comparison
+from whole_calls import STOCK, Calls
 
 # Okabe and Ito's palette: tells apart for every kind of colour vision.
 _COLORS = {"stock": "#D55E00", "fused": "#0072B2"}
@@ -45,6 +46,8 @@ class Measurement:
     new_tokens: int
     modes: list[Comparison]
     load_before: float | None
+    # By mode and way, of whole calls.
+    calls: dict[str, dict[str, Calls]] = field(default_factory=dict)
 
     @property
     def is_right(self) -> bool:
@@ -107,6 +110,34 @@ def print_table(console: Console, measured: Measurement) -> None:
             f"[bold yellow]Note[/]: other processes keep this machine busy (load {measured.load_before:.1f} on "
             f"{os.cpu_count()} cores), so the times are not to be trusted; run again when it is idle."
         )
+
+
+def print_calls(console: Console, measured: Measurement) -> None:
+    """Whole calls: all ways, with what each saves of a step."""
+    has_peak = measured.device != "cpu"
+    table = Table(
+        title="Whole calls",
+        title_justify="left",
+        caption_justify="left",
+        caption="First call: with all that is compiled or captured in it, which later calls of the same shape find. Step: of "
+        "each token\nbut the first, from calls for one token and for all. Same: the sequences are stock's.",
+    )
+    for header in ("generate()", ""):
+        table.add_column(header)
+    headers = ("First call", "First token", "Step", "stock / this", "Tokens/s", "Same")
+    for header in (*headers, *(["Beyond weights"] if has_peak else [])):
+        table.add_column(header, justify="right")
+    for mode, ways in measured.calls.items():
+        for way, calls in ways.items():
+            cells = [mode if way == STOCK else "", way, _time(calls.first_call), _time(calls.first_token)]
+            cells += [_time(calls.step), f"{ways[STOCK].step / calls.step:.2f}x", f"{measured.batch / calls.step:,.0f}"]
+            cells += [f"{calls.share_of_same:.0%}", *([_size(calls.peak_beyond_weights)] if has_peak else [])]
+            table.add_row(*cells, end_section=way == list(ways)[-1])
+    console.print(table)
+    for mode, ways in measured.calls.items():
+        for way, calls in ways.items():
+            if calls.not_as_asked:
+                console.print(escape(f"{mode}, {way}: some calls ran otherwise: {calls.not_as_asked}"))
 
 
 def print_checks(console: Console, measured: Measurement) -> None:

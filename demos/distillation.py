@@ -3,6 +3,9 @@
 
     python demos/distillation.py
 
+The first part shows what a step of such training costs with a large LM head: torch, which keeps all logits and their
+gradient, against `linear_log_softmax_topk`, which computes them in pieces, forwards and backwards.
+
 The teacher is the small language model of decoding_latency.py, trained there or here. Of each of its distributions over
 32,000 tokens the k best log-probabilities are kept. One student of half the width learns from those, one from all of the
 teacher's logits, and both are compared with the teacher on held-out text.
@@ -11,7 +14,10 @@ teacher's logits, and both are compared with the teacher on held-out text.
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import resource
 import sysconfig
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +30,8 @@ from tqdm import trange
 from transformers import AutoModelForCausalLM
 
 from causal_models import CausalModel, tiny
-from fused_topk.generation import TokenLogprobs, topk_logprobs
+from fused_topk import linear_log_softmax_topk
+from fused_topk.generation import TokenLogprobs, text_topk_logprobs, topk_logprobs
 from tiny_language_model import Recipe
 
 LENGTH, BATCH = 64, 8
@@ -45,12 +52,19 @@ def texts(teacher: CausalModel, count: int) -> Tensor:
 @torch.no_grad()
 def lessons_of(teacher: Any, tokens: Tensor, k: int) -> list[TokenLogprobs]:
     """The teacher's k best log-probabilities at each position, for each batch: all that has to be stored."""
-    return [topk_logprobs(teacher(batch[:, :-1]).logits, k) for batch in tokens.split(BATCH)]
+    return [text_topk_logprobs(teacher, batch[:, :-1], k) for batch in tokens.split(BATCH)]
 
 
-def from_best(logits: Tensor, lesson: TokenLogprobs) -> Tensor:
-    """Kullback-Leibler divergence of the student from the teacher, over the k tokens and all others as one."""
-    ours, theirs = logits.log_softmax(-1).gather(-1, lesson.indices), lesson.values
+def from_best(student: Any, inputs: Tensor, lesson: TokenLogprobs) -> Tensor:
+    """Kullback-Leibler divergence of the student from the teacher, over the k tokens and all others as one. The student's
+    logits are never all in memory."""
+    ours = text_topk_logprobs(student, inputs, 1, targets=lesson.indices).target_logprobs
+    assert ours is not None
+    return divergence(ours, lesson.values)
+
+
+def divergence(ours: Tensor, theirs: Tensor) -> Tensor:
+    """The same, of log-probabilities [..., k]."""
     # What is left of each distribution; never quite nothing.
     our_rest = torch.log1p(-ours.exp().sum(-1).clamp(max=1 - 1e-6))
     their_rest = torch.log1p(-theirs.exp().sum(-1).clamp(max=1 - 1e-6))
@@ -59,19 +73,19 @@ def from_best(logits: Tensor, lesson: TokenLogprobs) -> Tensor:
 
 
 def from_all(logits: Tensor, lesson: Tensor) -> Tensor:
-    """The same over all tokens; `lesson` are the teacher's logits."""
+    """Over all tokens; `lesson` are the teacher's logits."""
     theirs = lesson.log_softmax(-1)
     return (theirs.exp() * (theirs - logits.log_softmax(-1))).sum(-1).mean()
 
 
-def trained(student: Any, tokens: Tensor, loss_of: Callable[[Tensor, int], Tensor], steps: int, name: str) -> Any:
-    """A copy of the student after some steps; `loss_of` its logits and the number of the batch."""
+def trained(student: Any, tokens: Tensor, loss_of: Callable[[Any, Tensor, int], Tensor], steps: int, name: str) -> Any:
+    """A copy of the student after some steps; `loss_of` the student, its input and the number of the batch."""
     student = copy.deepcopy(student).train()
     optimizer = torch.optim.AdamW(student.parameters(), lr=4e-3)
     batches = tokens.split(BATCH)
     for step in (bar := trange(steps, desc=f"Student, {name}", mininterval=1.0)):
         number = step % len(batches)
-        loss = loss_of(student(batches[number][:, :-1]).logits, number)
+        loss = loss_of(student, batches[number][:, :-1], number)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -83,14 +97,85 @@ def trained(student: Any, tokens: Tensor, loss_of: Callable[[Tensor, int], Tenso
 @torch.no_grad()
 def scored(model: Any, teacher: Any, tokens: Tensor) -> tuple[float, float, float]:
     """On texts: divergence from the teacher, mean log-probability of the next token, how often it is among the ten best."""
-    found, divergence = [], 0.0
+    found, total = [], 0.0
     for batch in tokens.split(BATCH):
         logits = model(batch[:, :-1]).logits
-        divergence += float(from_all(logits, teacher(batch[:, :-1]).logits)) * len(batch) / len(tokens)
+        total += float(from_all(logits, teacher(batch[:, :-1]).logits)) * len(batch) / len(tokens)
         found.append(topk_logprobs(logits, 1, targets=batch[:, 1:]))
     logprobs = torch.cat([each.target_logprobs.flatten() for each in found if each.target_logprobs is not None])
     ranks = torch.cat([each.target_ranks.flatten() for each in found if each.target_ranks is not None])
-    return divergence, float(logprobs.mean()), float((ranks <= 10).float().mean())
+    return total, float(logprobs.mean()), float((ranks <= 10).float().mean())
+
+
+def step_cost(positions: int, depth: int, vocab_size: int, k: int, keeps_logits: bool) -> tuple[float, float, float]:
+    """(seconds, MB of memory at the peak beyond that before, the loss) of a forward and a backward pass of an LM head."""
+    is_cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if is_cuda else "cpu")
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if is_cuda else torch.float32
+
+    def learned(*shape: int) -> Tensor:
+        drawn = torch.randn(*shape, generator=generator, device=device) * depth**-0.5
+        return drawn.to(dtype).requires_grad_()
+
+    hidden, weight = learned(positions, depth), learned(vocab_size, depth)
+    tokens = torch.randint(vocab_size, (positions, k), generator=generator, device=device)
+    theirs = torch.randn(positions, k, generator=generator, device=device).log_softmax(-1) - 0.1
+    targets = tokens[:, 0]
+
+    def loss() -> Tensor:
+        if keeps_logits:
+            logprobs = (hidden @ weight.T).log_softmax(-1, dtype=torch.float32)
+            ours, of_target = logprobs.gather(-1, tokens), logprobs.gather(-1, targets[:, None])
+        else:
+            both = torch.cat([tokens, targets[:, None]], -1)
+            found = linear_log_softmax_topk(hidden, weight, 1, targets=both).target_logprobs
+            ours, of_target = found.split([k, 1], -1)
+        return divergence(ours, theirs) - of_target.mean()
+
+    with Peak(device) as peak:
+        begin = time.perf_counter()
+        value = loss()
+        value.backward()
+        found = float(value.detach())
+        seconds = time.perf_counter() - begin
+    return seconds, peak.megabytes, found
+
+
+def compare_steps(positions: int, depth: int, vocab_size: int, k: int) -> None:
+    """Each in a process of its own, whose peak memory is the step's."""
+    print(
+        f"One step of an LM head, {positions} positions x {depth} -> {vocab_size}, {k} teacher's tokens each:",
+        flush=True,
+    )
+    context = multiprocessing.get_context("spawn")
+    for name, keeps_logits in (("torch, all logits kept", True), ("linear_log_softmax_topk", False)):
+        with context.Pool(1) as pool:
+            seconds, megabytes, loss = pool.apply(step_cost, (positions, depth, vocab_size, k, keeps_logits))
+        print(f"  {name:28}{megabytes:8,.0f} MB {seconds:8.2f} s   loss {loss:.5f}", flush=True)
+
+
+class Peak:
+    """How far the memory rises in a block: torch's on a GPU, the process's on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.megabytes = 0.0
+
+    def __enter__(self) -> Peak:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self._before = self._now()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.megabytes = (self._now(is_peak=True) - self._before) / 1e6
+
+    def _now(self, is_peak: bool = False) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated() if is_peak else torch.cuda.memory_allocated()
+        # Of Linux, in kB; the highest so far too, for what is held before the block is not given back.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main(
@@ -98,7 +183,12 @@ def main(
     steps: Annotated[int, typer.Option(help="Of each student's training.")] = 60,
     num_texts: Annotated[int, typer.Option(help=f"Texts of {LENGTH} tokens to learn from.")] = 128,
     training_steps: Annotated[int, typer.Option(help="Of the teacher.")] = Recipe.steps,
+    positions: Annotated[int, typer.Option(help="Of the step whose memory is compared; 0 leaves it out.")] = 1024,
+    depth: Annotated[int, typer.Option(help="Of its hidden states.")] = 256,
+    vocab_size: Annotated[int, typer.Option(help="Of its LM head.")] = 128256,
 ) -> None:
+    if positions:
+        compare_steps(positions, depth, vocab_size, k)
     transformers.logging.set_verbosity_error()
     teacher = tiny(torch.device("cpu"), torch.float32, Recipe(steps=training_steps))
     everything = texts(teacher, num_texts + 32)
@@ -124,13 +214,15 @@ def main(
     models = {
         "teacher": teacher.model,
         "student, untrained": student,
-        f"student, {best}": trained(student, tokens, lambda x, n: from_best(x, lessons[n]), steps, best),
-        f"student, {whole}": trained(student, tokens, lambda x, n: from_all(x, all_logits(n)), steps, whole),
+        f"student, {best}": trained(student, tokens, lambda model, x, n: from_best(model, x, lessons[n]), steps, best),
+        f"student, {whole}": trained(
+            student, tokens, lambda model, x, n: from_all(model(x).logits, all_logits(n)), steps, whole
+        ),
     }
     print(f"On held-out text:           {'KL from teacher':>20} {'log p(next token)':>20} {'among the ten best':>20}")
     for name, model in models.items():
-        divergence, mean, share = scored(model, teacher.model, held_out)
-        print(f"{name:28}{divergence:20.3f} {mean:20.3f} {share:20.1%}")
+        from_teacher, mean, share = scored(model, teacher.model, held_out)
+        print(f"{name:28}{from_teacher:20.3f} {mean:20.3f} {share:20.1%}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 
 Three measurements for each shape. The selection step by itself, from the model's logits to the chosen tokens: its time
 on the GPU (replays of a CUDA graph), beside `beam_topk` alone, its time on the host, and its scratch memory. A whole
-generate(): wall time, stock and fused in turns. All kernels of a few steps of generate(), from torch's profiler.
+generate(): wall time, stock and fused in turns. All kernels of a few steps of generate(), from torch's profiler. And whole
+calls, also with whole_step: first call, first token, step, and memory beyond the weights, in turns.
 
     python demos/generation_cost.py --json out/generation_cost.json       # a GPU: every shape, about three minutes
     python demos/generation_cost.py --case small-beam --device cpu
@@ -27,6 +28,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, M2M100Config, PretrainedConfig
 
 import fused_topk
+import whole_calls
 from causal_models import RANDOM_SHAPES
 from fused_topk.benchmark.report import origin
 from fused_topk.generation import fused_decoding, stats
@@ -58,13 +60,22 @@ class Case(NamedTuple):
     batch: int
     beams: int
     new_tokens: int = 48
+    prompt: int = 32
+    # As recommender models with semantic ids are asked.
+    returns_all: bool = False
 
 
 CASES = {
     "llama-1b-8x4": Case(RANDOM_SHAPES["llama-1b"], 8, 4),
     "llama-1b-32x8": Case(RANDOM_SHAPES["llama-1b"], 32, 8),
     "llama-1b-greedy": Case(RANDOM_SHAPES["llama-1b"], 1, 1, 16),
+    "llama-1b-8x4-prompt-512": Case(RANDOM_SHAPES["llama-1b"], 8, 4, 64, 512),
+    "llama-1b-8-greedy-prompt-512": Case(RANDOM_SHAPES["llama-1b"], 8, 1, 64, 512),
+    "llama-1b-8x4-prompt-2048": Case(RANDOM_SHAPES["llama-1b"], 8, 4, 128, 2048),
+    "llama-1b-1x4-prompt-512": Case(RANDOM_SHAPES["llama-1b"], 1, 4, 64, 512),
     "nllb-600m-16x5": Case(NLLB_600M, 16, 5),
+    "qwen-0.5b-1x512-prompt-1024": Case(RANDOM_SHAPES["qwen2.5-0.5b"], 1, 512, 4, 1024, returns_all=True),
+    "qwen-0.5b-1x128-prompt-1024": Case(RANDOM_SHAPES["qwen2.5-0.5b"], 1, 128, 4, 1024, returns_all=True),
     "qwen-0.5b-1x512": Case(RANDOM_SHAPES["qwen2.5-0.5b"], 1, 512, 16),
     "small-beam": Case(SMALL, 4, 4),
     "small-greedy": Case(SMALL, 4, 1, 16),
@@ -163,7 +174,7 @@ def _timed(run: Callable[[], Any]) -> float:
 
 
 def measure_generate(
-    case: Case, dtype: torch.dtype, device: torch.device, seconds: float, costs: dict[str, Cost]
+    case: Case, dtype: torch.dtype, device: torch.device, seconds: float, costs: dict[str, Cost], is_compiled: bool
 ) -> dict[str, Any]:
     """Adds the costs of whole generate() calls, stock and fused in turns for about `seconds`; facts about the run."""
     torch.manual_seed(0)
@@ -173,7 +184,9 @@ def measure_generate(
     # Random weights end a text at random: without an end token every run has the same number of steps.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    prompts = torch.randint(5, case.config.vocab_size, (case.batch, 32), generator=torch.Generator().manual_seed(0))
+    prompts = torch.randint(
+        5, case.config.vocab_size, (case.batch, case.prompt), generator=torch.Generator().manual_seed(0)
+    )
     inputs = {"input_ids": prompts.to(device), "attention_mask": torch.ones_like(prompts).to(device)}
 
     def generate(new_tokens: int = case.new_tokens) -> torch.Tensor:
@@ -198,6 +211,13 @@ def measure_generate(
         for name in sorted(costs, reverse=bool(turn % 2)):
             times[name].append(_timed(lambda name=name: run(name)) / case.new_tokens)
     steps = stats(reset=True)
+    options: dict[str, Any] = {"num_beams": case.beams, "do_sample": False}
+    if case.returns_all:
+        options["num_return_sequences"] = case.beams
+    ways = [whole_calls.STOCK, whole_calls.FUSED, whole_calls.WHOLE, whole_calls.STATIC]
+    ways[3:3] = [whole_calls.COMPILED] if is_compiled else []
+    runs = {way: whole_calls.way_of(model, inputs, options, way) for way in ways}
+    calls = whole_calls.measure(runs, case.new_tokens, max(3, min(rounds, 9)), model)
     for name, cost in costs.items():
         cost.generate_step, cost.generate_step_least = statistics.median(times[name]), min(times[name])
         if device.type == "cuda":
@@ -217,6 +237,7 @@ def measure_generate(
         "steps_fallback": steps.reasons,
         # bfloat16 logits of random weights tie; torch.topk takes any of equals, the fused path the smaller index.
         "share_of_same_sequences": same,
+        "whole_calls": {way: asdict(each) for way, each in calls.items()},
     }
 
 
@@ -234,6 +255,9 @@ def main(
     device: Annotated[str, typer.Option(help="By default a GPU where there is one.")] = "",
     seconds: Annotated[float, typer.Option(help="For the rounds of generate() of each shape.")] = 8.0,
     json_path: Annotated[str, typer.Option("--json", metavar="PATH", help="Where to write every number.")] = "",
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Also compile whole steps: up to a minute each.")
+    ] = False,
 ) -> None:
     unknown = [name for name in case if name not in CASES]
     if unknown:
@@ -249,7 +273,7 @@ def main(
         started = time.perf_counter()
         try:
             costs, alone = measure_selection(CASES[name], dtype, place)
-            facts = measure_generate(CASES[name], dtype, place, seconds, costs)
+            facts = measure_generate(CASES[name], dtype, place, seconds, costs, compiled)
         except torch.OutOfMemoryError as error:
             print(f"{name}: out of memory ({error})", file=sys.stderr, flush=True)
             continue
@@ -260,6 +284,8 @@ def main(
             "seconds": time.perf_counter() - started,
         }
         print(_line(name, costs, alone, facts, time.perf_counter() - started), flush=True)
+        for way, calls in facts["whole_calls"].items():
+            print(_call_line(way, calls), flush=True)
         # After each shape, so that an interrupted run has what it found.
         if json_path:
             Path(json_path).parent.mkdir(parents=True, exist_ok=True)
@@ -283,6 +309,16 @@ def _line(name: str, costs: dict[str, Cost], alone: float | None, facts: dict[st
         f"least {pair('generate_step_least')}, all kernels {pair('profiled_gpu')}, "
         f"peak MB {pair('generate_peak_bytes', 1e-6)}; same {facts['share_of_same_sequences']:.0%}, "
         f"fallbacks {facts['steps_fallback'] or 'none'}; {seconds:.0f} s"
+    )
+
+
+def _call_line(way: str, calls: dict[str, Any]) -> str:
+    peak = calls["peak_beyond_weights"]
+    memory = "" if peak is None else f", {peak / 1e9:.2f} GB beyond the weights"
+    otherwise = f", ran otherwise: {calls['not_as_asked']}" if calls["not_as_asked"] else ""
+    return (
+        f"  {way}: first call {calls['first_call']:.2f} s, first token {1e3 * calls['first_token']:.1f} ms, step "
+        f"{1e3 * calls['step']:.2f} ms, same {calls['share_of_same']:.0%}{memory}{otherwise}"
     )
 
 

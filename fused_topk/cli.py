@@ -95,7 +95,8 @@ def bench(
     suite: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: decode, paper, routing, long, k, beams, softmax, distributions, unaligned, cpu, or all."
+            help="Comma-separated: decode, paper, routing, long, k, beams, softmax, distributions, unaligned, cpu, or all; or "
+            "linear alone; or distributed alone, under torchrun."
         ),
     ] = "",
     device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu; by default a GPU where there is one.")] = "",
@@ -121,6 +122,12 @@ def bench(
 
     Exits with 1 if any answer was wrong or any shape failed.
     """
+    if suite == "linear":
+        _bench_linear(device, rows, vocab, k, dtype, quick, json_path)
+        return
+    if suite == "distributed":
+        _bench_distributed(device, rows, vocab, k, dtype, quick, json_path)
+        return
     import torch
 
     from . import backends
@@ -247,6 +254,70 @@ def counters(
     counting.print_counted(counted, console, hot)
     if json_path:
         _write_json(counting.document(counted, describe(), hot), json_path, console)
+
+
+def _bench_linear(device: str, rows: str, vocab: str, k: str, dtype: str, quick: bool, json_path: Path | None) -> None:
+    """Times LM heads."""
+    from .benchmark import linear
+    from .benchmark.suites import ITEM_BYTES, filtered
+    from .machine import describe
+
+    chosen = _device(device)
+    filters = (_numbers(rows, "--rows"), _numbers(vocab, "--vocab"), _numbers(k, "--k"))
+    of_device = linear.GPU_CASES if chosen.type == "cuda" else linear.CPU_CASES
+    passing = set(filtered([head.case for head in of_device], *filters, _words(dtype, ITEM_BYTES, "--dtype")))
+    cases = [head for head in of_device if head.case in passing]
+    if not cases:
+        raise typer.BadParameter("no shape of the suite passes the filters")
+
+    def show(measured: linear.Measured) -> None:
+        typer.echo(f"{measured.head.label}: {_micros(measured.times['fused'].median)}", err=True)
+
+    try:
+        measured = linear.run(cases, chosen, quick, show)
+    except AssertionError as error:
+        typer.echo(f"wrong answer: {error}", err=True)
+        raise typer.Exit(1) from error
+    console = _console()
+    linear.print_measured(measured, console)
+    if json_path:
+        _write_json(linear.document(measured, chosen, quick, describe()), json_path, console)
+
+
+def _bench_distributed(
+    device: str, rows: str, vocab: str, k: str, dtype: str, quick: bool, json_path: Path | None
+) -> None:
+    """Times a vocabulary over the processes of torchrun. The first process prints and writes."""
+    import torch.distributed as dist
+
+    from .benchmark import distributed
+    from .benchmark.suites import ITEM_BYTES, filtered
+    from .machine import describe
+
+    filters = (_numbers(rows, "--rows"), _numbers(vocab, "--vocab"), _numbers(k, "--k"))
+    cases = filtered(distributed.CASES, *filters, _words(dtype, ITEM_BYTES, "--dtype"))
+    if not cases:
+        raise typer.BadParameter("no shape of the suite passes the filters")
+    try:
+        chosen = distributed.join(_device(device).type)
+    except RuntimeError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    is_first = dist.get_rank() == 0
+
+    def show(measured: distributed.Measured) -> None:
+        if is_first:
+            typer.echo(f"{measured.case.label}: {_micros(measured.times['whole'].median)}", err=True)
+
+    try:
+        measured = distributed.run(cases, chosen, quick, show)
+        if is_first:
+            console = _console()
+            distributed.print_measured(measured, console)
+            if json_path:
+                _write_json(distributed.document(measured, chosen, quick, describe()), json_path, console)
+    finally:
+        dist.destroy_process_group()
 
 
 def _run(cases: list[tuple[str, Case]], settings: Settings) -> list[Result]:

@@ -28,3 +28,9 @@ def kernel_cache_dir() -> Path | None:
 def print_choice() -> bool:
     """Whether each new choice of kernel is printed once: `FUSED_TOPK_PRINT_CHOICE` is neither unset, empty nor 0."""
     return os.environ.get("FUSED_TOPK_PRINT_CHOICE", "") not in ("", "0")
+
+
+def check_distributed() -> bool:
+    """Whether every call of fused_topk.distributed first compares those of all processes, by a second collective:
+    `FUSED_TOPK_CHECK_DISTRIBUTED` is neither unset, empty nor 0."""
+    return os.environ.get("FUSED_TOPK_CHECK_DISTRIBUTED", "") not in ("", "0")

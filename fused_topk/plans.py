@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from . import backends
-from .backends.protocol import StartFullRows, StartTopk
-from .problem import FullRowProblem, Problem, TopK, result_dtype
+from .backends.protocol import StartFullRows, StartMerge, StartTopk
+from .problem import FullRowProblem, MergeProblem, Problem, TopK, result_dtype
 
 
 class Like(NamedTuple):
@@ -57,7 +57,20 @@ class TopkResult(NamedTuple):
 def row_result(logits: Tensor, k: int, values: str) -> TopkResult:
     """The shapes and dtypes for the k best of each row."""
     rows, dtype = tuple(logits.shape[:-1]), result_dtype(logits.dtype)
-    return TopkResult.of((*rows, k), logits.dtype if values == "logits" else dtype, rows, dtype)
+    return _row_result(rows, k, values, logits.dtype, dtype)
+
+
+def _row_result(
+    rows: tuple[int, ...], k: int, values: str, logits_dtype: torch.dtype, dtype: torch.dtype
+) -> TopkResult:
+    if values == "state":
+        return TopkResult.of((*rows, k), logits_dtype, (2, *rows), dtype)
+    return TopkResult.of((*rows, k), logits_dtype if values == "logits" else dtype, rows, dtype)
+
+
+def merge_result(logits: Tensor, k: int, values: str) -> TopkResult:
+    """The shapes and dtypes for the k best of the parts' candidates, of shape (parts, ..., k of a part)."""
+    return _row_result(tuple(logits.shape[1:-1]), k, values, logits.dtype, result_dtype(logits.dtype))
 
 
 def beam_result(logits: Tensor, k: int) -> TopkResult:
@@ -82,14 +95,19 @@ class TopkPlan(NamedTuple):
         return out
 
     def run_into(self, out: TopK, logits: Tensor, mask: Tensor | None, row_temperature: Tensor | None) -> None:
-        """Computes the result into `out`: in place if `out` is contiguous with int64 indices, else by way of a copy."""
+        """Computes the result into `out`: in place if `out` is contiguous, else by way of a copy. Other indices than int64
+        are a copy of such."""
         values, indices, logsumexp = out
-        is_writable = indices.dtype is torch.int64 and values.is_contiguous()
-        if is_writable and indices.is_contiguous() and logsumexp.is_contiguous():
+        if not (values.is_contiguous() and logsumexp.is_contiguous()):
+            for given, computed in zip(out, self.run(logits, mask, row_temperature), strict=True):
+                given.copy_(computed)
+            return
+        if indices.dtype is torch.int64 and indices.is_contiguous():
             self.start(logits, out, None, mask, row_temperature)
             return
-        for given, computed in zip(out, self.run(logits, mask, row_temperature), strict=True):
-            given.copy_(computed)
+        computed = torch.empty(size=self.result.indices[0], dtype=torch.int64, device=logits.device)
+        self.start(logits, out._replace(indices=computed), None, mask, row_temperature)
+        indices.copy_(computed)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -122,6 +140,63 @@ def topk_plan(
         normalize,
     )
     return TopkPlan(result, chosen.prepare_topk(problem, device, scores))
+
+
+class MergePlan(NamedTuple):
+    """A checked and prepared request to merge states. It lacks only the tensors."""
+
+    result: TopkResult
+    start: StartMerge
+
+    def run(
+        self,
+        logits: Tensor,
+        indices: Tensor,
+        m: Tensor,
+        d: Tensor,
+        lengths: Tensor | None,
+        row_temperature: Tensor | None,
+    ) -> TopK:
+        """Computes the result into new tensors and returns them."""
+        out = self.result.empty(logits.device)
+        self.start(logits, indices, m, d, lengths, row_temperature, out)
+        return out
+
+
+@functools.lru_cache(maxsize=4096)
+def merge_plan(
+    device: torch.device,
+    logits: Like,
+    indices: Like,
+    m: Like,
+    d: Like,
+    lengths: Like | None,
+    k: int,
+    temperature: float,
+    row_temperature: Like | None,
+    values: str,
+    normalize: str,
+    backend: str | None,
+) -> MergePlan:
+    """The plan of a checked request. The arguments are the fields of :class:`MergeProblem`, with layouts for tensors."""
+    lists = logits.meta()
+    result = merge_result(lists, k, values)
+    chosen = backends.pick(device, logits.dtype, 1, backend)
+    if lists.numel() == 0:
+        return MergePlan(result, lambda *tensors: None)
+    problem = MergeProblem(
+        lists,
+        indices.meta(),
+        m.meta(),
+        d.meta(),
+        None if lengths is None else lengths.meta(),
+        k,
+        temperature,
+        None if row_temperature is None else row_temperature.meta(),
+        values,
+        normalize,
+    )
+    return MergePlan(result, chosen.prepare_merge(problem, device))
 
 
 class FullRowPlan(NamedTuple):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -12,15 +13,48 @@ from torch import Tensor
 class TopK(NamedTuple):
     """The result of every function of the package.
 
-    values: float32 probabilities, log-probabilities or scores, greatest first, shape (..., k). For :func:`topk` the
-        logits themselves, bit for bit, in their own dtype.
-    indices: int64 positions along the vocabulary, shape (..., k).
-    logsumexp: float32 log of the sum of the exponentials of the (temperature-scaled) logits, shape (...).
+    Attributes:
+        values: float32 probabilities, log-probabilities or scores, greatest first, shape (..., k). For :func:`topk` the
+            logits themselves, bit for bit, in their own dtype.
+        indices: int64 positions along the vocabulary, shape (..., k).
+        logsumexp: float32 log of the sum of the exponentials of the (temperature-scaled) logits, shape (...).
     """
 
     values: Tensor
     indices: Tensor
     logsumexp: Tensor
+
+
+class TopKState(NamedTuple):
+    """What is known of a part of every row: the state (m, d, T) of the paper. States of a row's parts merge into the whole's.
+
+    logits: the raw logits of the part's k best, in the logits' dtype, shape (..., k), in the order of
+        :func:`softmax_topk`; -inf where a token is not allowed.
+    indices: int64 tokens of the whole vocabulary, shape (..., k).
+    m: the greatest raw logit that counts for d, shape (...); -inf if none counts. float32 (float64 for float64 logits).
+    d: the sum of exp((x - m) / temperature) over the logits x that count, shape (...), in m's dtype; 0 if none counts,
+        and NaN if m is NaN or +inf.
+    """
+
+    logits: Tensor
+    indices: Tensor
+    m: Tensor
+    d: Tensor
+
+
+class LinearTopK(NamedTuple):
+    """The result of the functions that take hidden states, where targets are given.
+
+    values, indices, logsumexp: as in :class:`TopK`.
+    target_logprobs: float32 of the targets' shape, their log-probabilities; NaN where there is no target.
+    target_ranks: int64 (...), 1 for the best token; 0 where there is no target. None where a row has several targets.
+    """
+
+    values: Tensor
+    indices: Tensor
+    logsumexp: Tensor
+    target_logprobs: Tensor
+    target_ranks: Tensor | None
 
 
 class Problem(NamedTuple):
@@ -31,7 +65,8 @@ class Problem(NamedTuple):
     temperature: float  # positive and finite; ignored where row_temperature is given
     row_temperature: Tensor | None  # logits.shape[:-1], float32, any strides
     mask: Tensor | None  # bool of logits.shape, or int32 of logits.shape[:-1] + (ceil(V / 32),), any strides
-    values: str  # "softmax", "log_softmax" or "logits"
+    # "softmax", "log_softmax", "logits" or "state": logits, and m and d in a first dimension of 2 in place of the logsumexp
+    values: str
     normalize: str  # "allowed", "all" or "topk"
 
     def at(self, logits: Tensor, mask: Tensor | None, row_temperature: Tensor | None) -> Problem:
@@ -42,6 +77,84 @@ class Problem(NamedTuple):
         return self._replace(
             logits=logits, mask=_at(self.mask, mask), row_temperature=_at(self.row_temperature, row_temperature)
         )
+
+
+class MergeProblem(NamedTuple):
+    """A checked request to merge the states of a row's parts. A backend writes its result into a :class:`TopK`.
+
+    Each list is in the order of candidates. An index of -1 marks an entry that is no candidate; such entries come last.
+    """
+
+    logits: Tensor  # (parts, ..., k of a part), any strides, as all of these
+    indices: Tensor  # logits.shape, int64
+    m: Tensor  # logits.shape[:-1], float32, or float64 for float64 logits
+    d: Tensor  # like m
+    lengths: Tensor | None  # (parts,) int32, tokens of each part: indices count from its start; None: of the whole row
+    k: int  # 1 <= k <= parts times k of a part
+    temperature: float  # the one that d was summed with; positive and finite; ignored where row_temperature is given
+    row_temperature: Tensor | None  # logits.shape[1:-1], float32, or float64 for float64 logits
+    values: str  # as in Problem
+    normalize: str  # "topk", or "all" for what the states are relative to
+
+    def at(self, logits: Tensor, indices: Tensor, m: Tensor, d: Tensor, *others: Tensor | None) -> MergeProblem:
+        """This request with these tensors in place of its own. `others`: lengths and row_temperature."""
+        lengths, row_temperature = others
+        return self._replace(logits=logits, indices=indices, m=m, d=d, lengths=lengths, row_temperature=row_temperature)
+
+
+class LinearProblem(NamedTuple):
+    """A checked request for logits that an LM head computes. All leading dimensions are those of the rows."""
+
+    hidden: Tensor  # (..., H), any strides
+    weight: Tensor  # (V, H), any strides, of the dtype of hidden, as bias
+    bias: Tensor | None  # (V,)
+    temperature: float  # positive and finite; ignored where row_temperature is given
+    row_temperature: Tensor | None  # (...), float32, or float64 for float64 hidden states
+    mask: Tensor | None  # (..., V) bool, or (..., ceil(V / 32)) int32
+    targets: Tensor | None  # (..., n), int64
+    normalize: str  # "allowed", "all" or "topk"
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.hidden.shape[:-1])
+
+
+class Sample(NamedTuple):
+    """The result of :func:`sample`.
+
+    tokens: int64 drawn tokens, shape (..., num_samples).
+    log_probs: float32 log-probabilities of these tokens, shape (..., num_samples).
+    topk: the row's best tokens with their log-probabilities, where asked for.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    topk: TopK | None
+
+
+class SampleProblem(NamedTuple):
+    """A checked request for draws. A backend writes its result into a :class:`Sample` of the caller's contiguous tensors.
+
+    Each parameter is one number, or where its `row_...` is given one a row: contiguous (R,).
+    """
+
+    logits: Tensor  # (R, V), any strides, R >= 1
+    temperature: float  # 0 for the best token
+    row_temperature: Tensor | None  # float64
+    top_k: int  # 0 keeps all
+    row_top_k: Tensor | None  # int64
+    top_p: float  # 1 keeps all
+    row_top_p: Tensor | None  # float64
+    min_p: float  # 0 keeps all
+    row_min_p: Tensor | None  # float64
+    mask: Tensor | None  # bool (R, V), or int32 (R, ceil(V / 32)), any strides
+    seed: int  # of all rows, which are told apart by their numbers
+    row_seed: Tensor | None  # int64
+    counter: int
+    row_counter: Tensor | None  # int64
+    num_samples: int
+    logprobs: int  # the length of Sample.topk; 0 for none
+    truncated: bool  # whether log-probabilities are relative to what is kept
 
 
 class FullRowProblem(NamedTuple):

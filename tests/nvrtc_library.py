@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 from pathlib import Path
 
 
@@ -78,7 +79,13 @@ class Nvrtc:
 
 
 def of_cuda12() -> Nvrtc:
-    """That of the package nvidia-cuda-nvrtc-cu12."""
+    """That of the package nvidia-cuda-nvrtc-cu12, from the folder FUSED_TOPK_CUDA12_PACKAGES, else from the environment.
+
+    A folder of its own is better: CuPy for CUDA 13 may take this library for its own where it is in the environment.
+    """
+    folder = os.environ.get("FUSED_TOPK_CUDA12_PACKAGES")
+    if folder:
+        return Nvrtc(Path(folder) / "nvidia" / "cuda_nvrtc" / "lib")
     spec = importlib.util.find_spec("nvidia.cuda_nvrtc")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("nvidia-cuda-nvrtc-cu12 is not installed")

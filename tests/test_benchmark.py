@@ -289,6 +289,41 @@ def test_run_times_beams_against_their_rows():
     assert result.target_us == pytest.approx(result.times["rows"].median + 2)
 
 
+@pytest.mark.parametrize("sampling", suites.SAMPLING)
+def test_run_times_draws_against_the_top_k_and_the_chain_of_warpers(sampling):
+    pytest.importorskip("transformers")
+    case = Case(3, 2000, 50, "fp32", Target(1.5, "rows"), sampling=sampling)
+    settings = runner.Settings(CPU, "reference", ("torch", "transformers", "flashinfer"), quick=True)
+    ((result,),) = runner.run([("sampling", case)], settings)
+    assert result.failure is None
+    assert set(result.times) == {"read", "fused", "rows", "torch", "transformers"}
+    assert result.target_us == pytest.approx(1.5 * result.times["rows"].median)
+    assert case.bytes_moved == 3 * 2000 * 4 + 3 * 12 and case.label == f"3 x 2000 fp32 sample {sampling}"
+    assert PEERS["transformers"].make(case._replace(sampling=""), CPU) is None
+
+
+def test_peers_draw_from_what_the_filters_keep():
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)) * 3
+    for sampling, parameters in suites.SAMPLING.items():
+        case = Case(4, 300, 50, "fp32", sampling=sampling)
+        got = fused_topk.sample(logits.repeat(2000, 1), truncated_log_probs=True, **parameters)
+        for name in ("torch", "transformers"):
+            drawn = PEERS[name].make(case, CPU)(logits.repeat(2000, 1))
+            counts = [tokens.view(2000, 4)[:, 0].bincount(minlength=300) / 2000 for tokens in (got.tokens, drawn)]
+            assert bool((counts[0] - counts[1]).abs().max() < 0.08)
+
+
+def test_check_of_draws_sees_what_is_wrong():
+    logits = torch.randn(5, 60, generator=torch.Generator().manual_seed(0))
+    expected = fused_topk.sample(logits, seed=0)
+    assert check.sample_error(logits, expected, expected) is None
+    others = expected._replace(tokens=(expected.tokens + 1) % 60)
+    assert "5 of 5 rows" in check.sample_error(logits, others, expected)
+    assert "out of range" in check.sample_error(logits, expected._replace(tokens=expected.tokens + 60), expected)
+    assert "log-prob" in check.sample_error(logits, expected._replace(log_probs=expected.log_probs + 1e-3), expected)
+    assert "shape" in check.sample_error(logits, expected._replace(tokens=expected.tokens[:, 0]), expected)
+
+
 def test_run_holds_a_distribution_against_normal_logits():
     normal = Case(4, 500, 5, "fp32")
     equal = normal._replace(distribution="equal", target=Target(2.5, "normal"))

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from importlib import metadata
 
 import pytest
 
 from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver, kernel_source
-from fused_topk.layout import full_row_launch
+from fused_topk.layout import full_row_launch, merge_launch, sample_launch
 from fused_topk.layout.topk_choice import Method
+from kept import built, key
 from nvrtc_library import of_cuda12
 
 pytestmark = pytest.mark.exhaustive
@@ -19,13 +22,20 @@ pytestmark = pytest.mark.exhaustive
 DTYPES = ("Float32", "Float16", "BFloat16")
 
 
+# A kernel takes about a second, nearly all of it in the optimizer: several in one program take no less time than alone. So
+# the second NVRTC gets a share of the kernels for each architecture. With CuPy for CUDA 12 it is CuPy's and gets all.
+SHARES = 4
+
+
 # CuPy's NVRTC, and that of CUDA 12 beside it, whatever CUDA CuPy is for.
 @pytest.fixture(params=["cupy", "cuda12"])
 def nvrtc(request, monkeypatch):
     try:
+        # CuPy's comes first: CuPy takes an NVRTC that is loaded already for its own.
+        own = driver._nvrtc().getVersion()
         if request.param == "cuda12":
             library = of_cuda12()
-            if library.getVersion() == driver._nvrtc().getVersion():
+            if library.getVersion() == own:
                 pytest.skip("it is CuPy's NVRTC too")
             monkeypatch.setattr(driver, "_nvrtc", lambda: library)
         found = driver._nvrtc()
@@ -40,7 +50,25 @@ def nvrtc(request, monkeypatch):
     if version >= (12, 9):
         # Beside a driver NVRTC keeps what it compiles, and a kernel from there comes without the assembler's report.
         monkeypatch.setattr(kernel_source, "OPTIONS", (*kernel_source.OPTIONS, "--no-cache"))
+    package = "nvidia-cuda-nvrtc-cu12" if request.param == "cuda12" else "nvidia-cuda-nvrtc"
+    release = next((d.version for d in metadata.distributions(name=package)), "")
+    compiler, compile_kernel = f"{version} {package} {release}", driver.compile_kernel
+    monkeypatch.setattr(driver, "compile_kernel", lambda *what: kept_report(compiler, compile_kernel, *what))
     return found
+
+
+def kept_report(compiler: str, compile_kernel, kernel: str, architecture: int) -> tuple[bytes, str, str]:
+    """compile_kernel(kernel, architecture), of the binary only the beginning. A kernel that this compiler has compiled before is
+    not compiled again; to NVRTC, texts that differ in comments are the same."""
+    code = re.sub(r"\s*\n\s*", "\n", re.sub(r"//[^\n]*", "", kernel_source.translation_unit(kernel)))
+
+    def build(_, path) -> None:
+        binary, entry, log = compile_kernel(kernel, architecture)
+        path.write_text(json.dumps([binary[:64].hex(), entry, log]))
+
+    name = key(compiler, code, *kernel_source.OPTIONS, str(architecture), kernel)
+    begin, entry, log = json.loads(built(f"{name}.nvrtc.json", build).read_text())
+    return bytes.fromhex(begin), entry, log
 
 
 def most_static_bytes(warps: int, method: int) -> int:
@@ -52,6 +80,20 @@ def kernels_of(dtype: str) -> list[str]:
     return [name for name in cuda.kernel_names() if f"::{dtype}," in name]
 
 
+def share(kernels: list[str], nvrtc: str, architecture: int) -> list[str]:
+    """Those that "cupy" or "cuda12" compiles for the architecture."""
+    if nvrtc == "cupy":
+        return kernels
+    return kernels[kernel_source.ARCHITECTURES.index(architecture) % SHARES :: SHARES]
+
+
+def test_shares_are_every_kernel_for_an_older_and_for_a_newer_architecture():
+    for kernels in map(kernels_of, DTYPES):
+        for architectures in (kernel_source.ARCHITECTURES[:SHARES], kernel_source.ARCHITECTURES[-SHARES:]):
+            found = [kernel for each in architectures for kernel in share(kernels, "cuda12", each)]
+            assert sorted(found) == sorted(kernels)
+
+
 def test_kernel_names_are_all_tested():
     tested = [name for dtype in DTYPES for name in kernels_of(dtype)]
     assert len(tested) == len(set(tested)) == len(cuda.kernel_names()) - 1 == 152
@@ -59,8 +101,8 @@ def test_kernel_names_are_all_tested():
 
 @pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_compile_without_spills(nvrtc, dtype, architecture):
-    for kernel in kernels_of(dtype):
+def test_kernels_compile_without_spills(nvrtc, request, dtype, architecture):
+    for kernel in share(kernels_of(dtype), request.node.callspec.params["nvrtc"], architecture):
         binary, entry, log = driver.compile_kernel(kernel, architecture)
         assert binary[:4] == b"\x7fELF"
         assert kernel.split("::")[1].split("<")[0] in entry
@@ -77,14 +119,32 @@ def test_read_rows_compiles_without_spills(nvrtc, architecture):
 
 
 @pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
+def test_merge_kernels_compile_without_spills(nvrtc, architecture):
+    for kernel in merge_launch.kernel_names():
+        _, entry, log = driver.compile_kernel(kernel, architecture)
+        assert "merge_states_kernel" in entry
+        assert_no_spills(kernel, log)
+
+
+@pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_full_row_kernels_compile_without_spills(nvrtc, dtype, architecture):
+def test_full_row_kernels_compile_without_spills(nvrtc, request, dtype, architecture):
     kernels = [name for name in full_row_launch.kernel_names() if f"<fused_topk::{dtype}," in name]
     assert len(kernels) == 12 * (1 if dtype == "Float32" else 2)
-    for kernel in kernels:
+    for kernel in share(kernels, request.node.callspec.params["nvrtc"], architecture):
         _, entry, log = driver.compile_kernel(kernel, architecture)
         assert "softmax_" in entry
         assert_no_spills(kernel, log)
+
+
+@pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
+def test_sampling_kernels_compile_without_spills(nvrtc, architecture):
+    for kernel in sample_launch.kernel_names():
+        _, entry, log = driver.compile_kernel(kernel, architecture)
+        assert "sample_rows_kernel" in entry
+        assert_no_spills(kernel, log)
+        (used,) = re.findall(r"(\d+) bytes smem", log)
+        assert int(used) <= 48 << 10, kernel
 
 
 def test_the_second_nvrtc_is_cuda_12s(nvrtc, request):

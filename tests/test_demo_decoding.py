@@ -73,6 +73,20 @@ def test_demo_decodes_plots_and_writes_its_numbers(tiny_model, tmp_path):
         assert mode["is_right"] and mode["fallbacks"] == {}
         # Two rounds of six steps, without the first of each.
         assert {way: len(each["steps"]) for way, each in mode["ways"].items()} == {"stock": 10, "fused": 10}
+    assert found["calls"].keys() == {"beam search", "greedy"}
+    for ways in found["calls"].values():
+        assert {"stock", "fused", "whole step"} <= ways.keys()
+        assert ways["whole step"]["share_of_same"] == 1.0 and ways["whole step"]["not_as_asked"] == {}
+        assert all(each["first_token"] > 0 for each in ways.values())
+
+
+@pytest.mark.exhaustive
+def test_demo_with_a_peer(tiny_model, tmp_path):
+    pytest.importorskip("ctranslate2", reason="needs CTranslate2: pip install ctranslate2")
+    options = ("--new-tokens", 6, "--batch", 2, "--rounds", 1, "--output", tmp_path / "plot.png")
+    result = run_demo("--model", tiny_model, "--device", "cpu", *options, "--peer", "ctranslate2")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("CTranslate2") == 2
 
 
 @pytest.fixture
@@ -189,11 +203,21 @@ def test_distillation_stores_little_and_teaches(tiny_model, capsys, monkeypatch,
     # After a few steps of training it has no opinions yet.
     with torch.no_grad():
         teacher.model.lm_head.weight.mul_(30)
-    distillation.main(k=20, steps=30, num_texts=16, training_steps=1)
+    distillation.main(k=20, steps=30, num_texts=16, training_steps=1, positions=0)
     lines = capsys.readouterr().out.splitlines()
     divergence = {line[:28].strip(): float(line[28:48]) for line in lines[-4:]}
     assert abs(divergence["teacher"]) < 1e-5
     assert divergence["student, from the best 20"] < divergence["student, untrained"]
+
+
+def test_distillation_step_costs_less_memory(capsys):
+    # The logits of 200 positions are 51 MB, and torch's step holds them several times.
+    distillation.compare_steps(200, 8, 64000, 16)
+    _, *lines = capsys.readouterr().out.splitlines()
+    megabytes = [float(line[30:38].replace(",", "")) for line in lines]
+    losses = [float(line.split()[-1]) for line in lines]
+    assert megabytes[1] < megabytes[0] / 2
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
 
 
 def test_distillation_losses_are_those_of_the_definition():
@@ -204,7 +228,10 @@ def test_distillation_losses_are_those_of_the_definition():
     torch.testing.assert_close(distillation.from_all(ours, theirs), expected.sum(-1).mean())
     # With all but one token listed, the others as one are that token.
     lesson = distillation.topk_logprobs(theirs, 39)
-    torch.testing.assert_close(distillation.from_best(ours, lesson), expected.sum(-1).mean(), rtol=1e-6, atol=1e-6)
+    at_best = ours.log_softmax(-1).gather(-1, lesson.indices)
+    torch.testing.assert_close(
+        distillation.divergence(at_best, lesson.values), expected.sum(-1).mean(), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_cost_of_generation_on_a_cpu(monkeypatch, tmp_path, capsys, threads):
@@ -223,3 +250,5 @@ def test_cost_of_generation_on_a_cpu(monkeypatch, tmp_path, capsys, threads):
         assert each["steps_fallback"] == {} and each["steps_fused"] > 0
         assert each["share_of_same_sequences"] == 1.0
         assert each["stock"]["generate_step"] > 0 and each["fused"]["selection_gpu"] > 0
+        assert each["whole_calls"]["whole step"]["share_of_same"] == 1.0
+        assert each["whole_calls"]["whole step"]["not_as_asked"] == {}

@@ -81,7 +81,11 @@ def test_a_compiled_model_is_not_touched_outside_generate(model):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("how", ["around", "with its block", "custom_generate"])
+# To trace generate() takes ten seconds.
+@pytest.mark.parametrize(
+    "how",
+    ["around", *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("with its block", "custom_generate"))],
+)
 def test_torch_compile_around_generate_runs_stock_and_is_counted(model, how):
     options = {**inputs_for(model), **OPTIONS, "max_new_tokens": 1}
     expected, _ = run(model, max_new_tokens=1)

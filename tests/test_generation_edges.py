@@ -187,6 +187,11 @@ def cuts_prompt(processor):
     processor.prompt_ignore_length = 4
 
 
+@torch.inference_mode()
+def made_for_inference():
+    return stock.SuppressTokensLogitsProcessor(range(8, 110))
+
+
 CHANGES = {
     "number": (lambda: stock.RepetitionPenaltyLogitsProcessor(1.1), lambda p: setattr(p, "penalty", 9.0)),
     "option": (lambda: stock.RepetitionPenaltyLogitsProcessor(3.0), cuts_prompt),
@@ -205,6 +210,16 @@ CHANGES = {
     "other biases": (
         lambda: stock.SequenceBiasLogitsProcessor([[[i, j], 2.0] for i in range(8, 20) for j in range(20, 200)]),
         lambda p: p.sequence_bias.update({key: 50.0 - key[1] for key in p.sequence_bias}),
+    ),
+    "an encoder's n-grams": (
+        lambda: stock.EncoderNoRepeatNGramLogitsProcessor(1, torch.tensor([[8], [9]])),
+        lambda p: p.generated_ngrams[0].update({(): list(range(8, 150))}),
+    ),
+    "tokens of inference mode": (made_for_inference, torch.inference_mode()(lambda p: p.suppress_tokens.add_(100))),
+    "prepared biases": (
+        lambda: stock.SequenceBiasLogitsProcessor([[[i, j], 2.0] for i in range(8, 20) for j in range(20, 200)]),
+        # Of single versions only.
+        lambda p: [biases.neg_() for _, _, biases in getattr(p, "multi_token_biases", ())],
     ),
     "an attribute": (lambda: stock.SuppressTokensLogitsProcessor([8]), lambda p: setattr(p, "other", 1)),
     "class": (lambda: stock.SuppressTokensLogitsProcessor([8]), lambda p: setattr(p, "__class__", Twice)),

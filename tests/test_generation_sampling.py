@@ -22,6 +22,7 @@ from transformers import (
 from decoding import assert_fused, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.backends import cpu
 from fused_topk.generation import FusedTopKLogitsProcessor, fused_decoding, stats, warpers
+from fused_topk.generation.scores import LazyScores
 from fused_topk.generation.selection import Rows, best, logsumexp
 
 CHAINS = {
@@ -157,6 +158,60 @@ def test_sampled_tokens_have_the_stock_distribution(options):
     assert not is_likely(counts, (probabilities * torch.linspace(1, 1.3, 1211)).div(probabilities.sum()), DRAWS)
 
 
+@pytest.mark.parametrize(
+    "options",
+    # top_p keeps more than a list would have.
+    [{}, {"temperature": 1.7}, {"suppress_tokens": list(range(0, 1211, 2))}, {"temperature": 2.0, "top_p": 0.999}],
+    ids="-".join,
+)
+def test_the_whole_vocabulary_is_sampled_in_one_read(options):
+    model = tiny("llama", vocab_size=1211)
+    options = {"top_k": 0, **options}
+    torch.manual_seed(0)
+    stock = model.generate(
+        **inputs_for(model, batch=1, length=1),
+        do_sample=True,
+        max_new_tokens=1,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **options,
+    )
+    stats(reset=True)
+    with fused_decoding(model, sampling=True):
+        counts = first_tokens(model, DRAWS, **options)
+    steps = stats(reset=True)
+    assert steps.fused == 1 and steps.fallback == 0, steps.reasons
+    assert is_likely(counts, stock.scores[0][0].softmax(-1), DRAWS)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+def test_rows_without_a_distribution_are_stocks_errors(value):
+    logits = torch.zeros(2, 1, 30)
+    logits[1, 0, 4] = value
+    scores = LazyScores.of(Rows(logits[:, -1], cpu), logits)
+    with pytest.raises(RuntimeError, match="probability tensor contains"):
+        torch.multinomial(torch.nn.functional.softmax(scores, dim=-1), num_samples=1)
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ([], {}),
+        ([("temperature", 0.5), ("top_k", 5), ("top_p", 0.5), ("min_p", 0.5)], None),
+        ([("top_k", 5), warpers.NORMALIZE, ("min_p", 0.1)], {"top_k": 5, "min_p": 0.1}),
+        ([("top_p", 0.5), ("top_k", 5)], "other"),
+        ([("top_k", 5), ("temperature", 0.5)], "other"),
+        ([("top_k", 5), ("top_k", 3)], "other"),
+        ([("top_p", 0.5, 2)], "other"),
+        ([("temperature", 1e-40)], "other"),
+    ],
+)
+def test_chains_that_one_call_stands_for(filters, expected):
+    chain = [warpers.Filter(*each) for each in filters]
+    given = warpers.parameters(chain)
+    assert given == (None if expected == "other" else expected or {kind: number for kind, number, *_ in filters})
+
+
 def test_beam_sampling_has_the_stock_distribution():
     # The best of two beams after one step, among all pairs of first tokens.
     model = tiny("llama")
@@ -211,10 +266,13 @@ def test_a_chain_that_leaves_one_token_samples_the_stock_sequence(num_beams):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"top_k": 0}, "sampling from the whole vocabulary"),
+        ({"top_k": 0, "repetition_penalty": 1.3}, "sampling from the whole vocabulary"),
         ({"top_k": 5, "typical_p": 0.5}, "logits processor TypicalLogitsWarper"),
         ({"top_k": 5, "epsilon_cutoff": 0.01}, "logits processor EpsilonLogitsWarper"),
-        ({"top_k": 0, "temperature": 1e6, "top_p": 0.99}, "the warpers keep more tokens than were listed"),
+        (
+            {"top_k": 0, "temperature": 1e6, "top_p": 0.99, "repetition_penalty": 1.3},
+            "the warpers keep more tokens than were listed",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -148,15 +148,38 @@ def test_whisper_with_timestamps(num_beams):
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_detection_of_speech_looks_at_one_step(num_beams):
+@pytest.mark.parametrize("is_first", [True, False])
+def test_detection_of_speech_looks_at_all_scores_once(is_first, num_beams):
     detectors = [stock.WhisperNoSpeechDetection(50, begin_index=1, scores_is_logprobs=num_beams > 1) for _ in range(2)]
     found = []
     for detector, is_fused in zip(detectors, (False, True), strict=True):
         stats(reset=True)
         with fused_decoding(tiny("bart")) if is_fused else contextlib.nullcontext():
-            processors = transformers.LogitsProcessorList([detector])
+            processors = [detector, stock.SuppressTokensLogitsProcessor([60, 61, 62])][:: 1 if is_first else -1]
             options = {"num_beams": num_beams, "max_new_tokens": 6, "logits_processor": processors}
             found.append(tiny("bart").generate(**inputs_for(tiny("bart")), **options))
     steps = stats(reset=True)
     assert torch.equal(*found) and torch.equal(*(detector.no_speech_prob for detector in detectors))
-    assert steps.fused == 5 and steps.fallback == 1, steps.reasons
+    # Behind others it would have to see what they leave of the scores.
+    assert (steps.fused, steps.fallback) == ((6, 0) if is_first else (5, 1)), steps.reasons
+
+
+def test_detection_of_speech_runs_once_where_stock_operations_choose():
+    asked = []
+
+    class Model:
+        def __call__(self, **inputs):
+            asked.append(inputs)
+            return SimpleNamespace(logits=torch.zeros(2, 3, 211))
+
+    stats(reset=True)
+    for is_fused in (False, True):
+        detector = stock.WhisperNoSpeechDetection(50, begin_index=2)
+        detector.begin_index = 1
+        detector.set_model(Model())
+        detector.inputs = {}
+        with fused_decoding(tiny("bart")) if is_fused else contextlib.nullcontext():
+            # The last token, which only the stock processor takes for one, in the step in which the detector looks.
+            last = stock.ForcedBOSTokenLogitsProcessor(-1)
+            tiny("bart").generate(**inputs_for(tiny("bart")), max_new_tokens=4, logits_processor=[detector, last])
+    assert len(asked) == 2 and stats(reset=True).fallback == 1

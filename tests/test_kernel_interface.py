@@ -18,7 +18,9 @@ from simt.translate import translate
 
 KERNEL_OF = {
     kernel_arguments.Problem: "fused_topk::softmax_topk_kernel",
+    kernel_arguments.SampleRows: "fused_topk::sampling::sample_rows_kernel",
     kernel_arguments.FullRows: "fused_topk::full_rows::softmax_warp_rows_kernel",
+    kernel_arguments.States: "fused_topk::merging::merge_states_kernel",
 }
 
 
@@ -49,7 +51,8 @@ def claims_of(structure: type[ctypes.Structure]) -> list[str]:
         place = getattr(structure, field)
         claims += [f"offsetof({name}, {field}) == {place.offset}", f"sizeof({name}::{field}) == {place.size}"]
         element = getattr(type_, "_type_", None)
-        kind = {ctypes.c_float: "std::is_floating_point_v", ctypes.c_bool: "std::is_integral_v"}.get(type_)
+        kind = {ctypes.c_bool: "std::is_integral_v"}.get(type_)
+        kind = "std::is_floating_point_v" if type_ in (ctypes.c_float, ctypes.c_double) else kind
         kind = kind or ("std::is_signed_v" if ctypes.c_int64 in (type_, element) else "!std::is_signed_v")
         claims.append(f"{kind}<std::remove_extent_t<decltype({name}::{field})>>")
     return claims
@@ -87,7 +90,7 @@ def test_fields_must_be_adjacent():
 
 
 FORMATS = {2: "BFloat16", 4: "Float32"}
-VALUE_KINDS = {"logits": "Logits", "softmax": "Probabilities", "log_softmax": "LogProbabilities"}
+VALUE_KINDS = {"logits": "Logits", "softmax": "Probabilities", "log_softmax": "LogProbabilities", "state": "State"}
 
 
 def mirrored(itemsize: int) -> list[str]:
@@ -100,7 +103,7 @@ def mirrored(itemsize: int) -> list[str]:
         f"kRouterLanes == {topk_choice._ROUTER_LANES} && kRouterLanes == {topk_choice._ROUTER_K}",
         f"kIndexBits + 1 == {topk_choice._SHORT_ROW}",
         f"kLeadingDims == {kernel_arguments.LEADING_DIMS}",
-        *(f"k{name} == {topk_launch._VALUE_KINDS[kind]}" for kind, name in VALUE_KINDS.items()),
+        *(f"k{name} == {topk_launch.VALUE_KINDS[kind]}" for kind, name in VALUE_KINDS.items()),
         f"kMaskBoth == {topk_launch._MASK_USES['allowed']} && kMaskChoice == {topk_launch._MASK_USES['all']}",
     ]
     for warps, vectors in topk_choice.VARIANTS[itemsize]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fused_topk import TopK
-from fused_topk.functional import arguments
+from fused_topk.functional import arguments, row_topk
 from oracle import DTYPES, assert_same, assert_topk, expected
 from rows import adversarial_rows, random_logits
 
@@ -141,6 +141,19 @@ def test_row_topk_out_with_int32_indices(backend, entry):
     got = backend(entry, logits, 8, out=out)
     assert got.indices is out.indices and out.indices.dtype == torch.int32
     assert_same(out._replace(indices=out.indices.long()), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_row_topk_plain_out_takes_the_short_way(cpu, monkeypatch, dtype):
+    """One look at each tensor, and values and logsumexp in place: the check of all that is accepted takes three times as long."""
+    copied = []
+    copy_ = Tensor.copy_
+    monkeypatch.setattr(Tensor, "copy_", lambda given, *args: copied.append(given) or copy_(given, *args))
+    monkeypatch.setattr(row_topk, "check_out", None)
+    logits = random_logits(5, 64)
+    out = TopK(torch.empty(5, 8), torch.empty(5, 8, dtype=dtype), torch.empty(5))
+    cpu("softmax_topk", logits, 8, out=out)
+    assert len(copied) == (dtype is torch.int32) and all(given is out.indices for given in copied)
 
 
 def test_row_topk_out_of_results_that_lie_between_each_other(backend):

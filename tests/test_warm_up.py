@@ -12,7 +12,8 @@ import torch
 import fused_topk
 from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver, tickets
-from fused_topk.problem import FullRowProblem
+from fused_topk.layout import merge_launch
+from fused_topk.problem import FullRowProblem, Sample, SampleProblem
 from gpu_stand_in import StandInGpus
 from oracle import problem_of, start, start_full_rows
 from simt.emulate import recorded
@@ -64,6 +65,29 @@ def test_rows(gpus, function, shape, dtype):
     wanted = set().union(*(asked_by(function, shape, k, dtype) for k in (1, 8, 60)))
     assert fused_topk.warm_up(shape, (1, 8, 60), functions=function, dtypes=dtype, device="cuda:1") == len(wanted)
     assert compiled(gpus) == wanted and {device for device, _ in driver._loaded} == {1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1000), (4000, 60), (3, 50257)], ids=str)
+def test_draws(gpus, shape, dtype):
+    def asked(top_k, row_top_k, top_p, mask):
+        out = Sample(torch.empty(shape[0], 1, dtype=torch.int64), torch.empty(shape[0], 1), None)
+        filters = (top_k, row_top_k, top_p, None, 0.0, None)
+        with recorded() as names:
+            cuda.sample(
+                SampleProblem(
+                    torch.zeros(shape, dtype=dtype), 1.0, None, *filters, mask, 0, None, 0, None, 1, 0, False
+                ),
+                out,
+            )
+        return set(names)
+
+    of_rows, mask = torch.full(shape[:1], 40), torch.ones(shape, dtype=torch.bool)
+    calls = ((0, None, 1.0), (0, None, 0.9), (900, None, 1.0), (0, of_rows, 0.9))
+    wanted = set().union(*(asked(*call, given) for call in calls for given in (None, mask)))
+    options = {"functions": "sample", "dtypes": dtype, "masked": True, "device": 1}
+    assert fused_topk.warm_up(shape, 900, **options) == len(wanted)
+    assert compiled(gpus) == wanted
 
 
 @pytest.mark.parametrize("normalize", ["allowed", "all", "topk"])
@@ -164,3 +188,13 @@ def test_a_gpu_does_not_wait_for_the_compiler_of_another(monkeypatch):
         finally:
             compiled.set()
         assert [each.result(PATIENCE) for each in slow] == ["kernel of 0"] * 2
+
+
+@pytest.mark.parametrize("function", ["merge_states", "merge_topk", "topk_state"])
+def test_states(gpus, function):
+    """A merge has two kernels a dtype, a state that of its row."""
+    ready = fused_topk.warm_up((3, 50), 100, functions=function, dtypes=torch.bfloat16, device="cuda:1")
+    wanted = {merge_launch.kernel_name(torch.bfloat16, warps) for warps in merge_launch.MERGE_WARPS}
+    if function == "topk_state":
+        wanted = asked_by("topk", (3, 50), 50, torch.bfloat16)
+    assert compiled(gpus) == wanted and ready == len(wanted)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -182,6 +183,13 @@ def test_the_same_model_again_and_with_other_shapes():
     model = family("Llama")
     for batch, length, beams in ((1, 3, 2), (4, 8, 5), (1, 3, 2)):
         assert_whole(model, inputs_for(model, batch=batch, length=length), num_beams=beams)
+
+
+def test_a_model_without_a_padding_token():
+    model = copy.deepcopy(family("Llama"))
+    model.config.pad_token_id = model.generation_config.pad_token_id = None
+    for beams in (1, 3):
+        assert_whole(model, num_beams=beams)
 
 
 def test_custom_generate():

@@ -12,11 +12,11 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-from decoding import assert_same, generate_both, inputs_for, one_thread  # noqa: F401
+from decoding import assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding, stats
-from fused_topk.generation.whole_step import compiled, entry
-from fused_topk.generation.whole_step.compiled import rounded_up
-from whole_steps import family, swaps
+from fused_topk.generation.whole_step import entry, kept
+from fused_topk.generation.whole_step.kept import rounded_up
+from whole_steps import TOLERANCE, encoder_decoder, family, source_for, swaps
 
 compiling = functools.partial(fused_decoding, whole_step="compiled")
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
@@ -36,7 +36,7 @@ def traced_only(monkeypatch):
 
 def assert_compiled(model, inputs, **options):
     stock, given, steps = generate_both(model, inputs, fused=compiling, **{**OPTIONS, **options})
-    assert_same(stock, given)
+    assert_same(stock, given, TOLERANCE)
     assert not steps.not_whole and not steps.not_compiled, (steps.not_whole, steps.not_compiled)
     assert steps.compiled == steps.whole == steps.fused > 0
     return stock
@@ -88,12 +88,12 @@ def test_later_calls_of_the_same_shape_compile_nothing(model, traced, caplog):
 
 
 def test_what_is_kept_is_bounded_and_dropped(model, traced, monkeypatch):
-    monkeypatch.setattr(compiled, "MAX_SHAPES", 2)
+    monkeypatch.setattr(kept, "MAX_SHAPES", 2)
     for beams in (2, 3, 4):
         assert_compiled(model, inputs_for(model), num_beams=beams)
     store = entry._ready[model].store
     assert [shape.rules.beams for shape in store._kept] == [3, 4]
-    monkeypatch.setattr(compiled, "MAX_BYTES", 1)
+    monkeypatch.setattr(kept, "MAX_BYTES", 1)
     assert_compiled(model, inputs_for(model), num_beams=3)
     assert [shape.rules.beams for shape in store._kept] == [3]
     enable(model, whole_step="compiled")
@@ -117,9 +117,26 @@ def assert_not_compiled(model, reason, **options):
     assert steps.not_compiled == {reason: 1}
 
 
-def test_calls_that_are_whole_but_not_compiled(model, traced):
-    assert_not_compiled(model, "output_scores or output_logits", output_scores=True)
-    assert_not_compiled(model, "logits processor RepetitionPenaltyLogitsProcessor", repetition_penalty=1.5)
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{"output_scores": True}, {"repetition_penalty": 1.5, "output_scores": True}, {"no_repeat_ngram_size": 2}],
+    ids=lambda options: "-".join(options),
+)
+def test_calls_whose_choice_takes_more_compile_the_forward_pass(options, num_beams, model, traced):
+    assert_compiled(model, inputs_for(model, 2, 6), num_beams=num_beams, **options)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert_compiled(model, inputs_for(model, 2, 9), num_beams=num_beams, **options)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("name", ["Bart", "Marian", "M2M100", "Whisper"])
+def test_traced_steps_of_encoder_decoders(name, num_beams, traced):
+    model = encoder_decoder(name, 1)
+    for length, padding in ((7, 2), (5, 0), (20, 4)):
+        inputs = source_for(model, 3, length, padding)
+        if stock_gap(model, inputs, num_beams=num_beams, max_new_tokens=12) > 2e-5:
+            assert_compiled(model, inputs, num_beams=num_beams, num_return_sequences=num_beams)
 
 
 def test_a_compiler_that_fails(model, monkeypatch):
@@ -131,7 +148,7 @@ def test_a_compiler_that_fails(model, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", compile)
     for _ in range(2):
-        assert_not_compiled(model, "torch.compile raises OSError")
+        assert_not_compiled(model, "what is to be compiled raises OSError")
 
 
 def test_calls_at_once_share_nothing(model, traced):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder-only models of many families with random weights, and the comparison of stock and whole-step generate()."""
+"""Models of many families with random weights, and the comparison of stock and whole-step generate()."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 
@@ -84,6 +85,56 @@ def family(name: str, seed: int = 0, attention: str | None = None, dtype: torch.
         **{**options, **FAMILIES[name]},
     )
     return _head(name)(made).to(dtype).eval()
+
+
+_SHAPE_OF_BOTH = {
+    "d_model": 32,
+    **{f"{side}_{part}": n for side in ("encoder", "decoder") for part, n in (("layers", 2), ("attention_heads", 4))},
+    **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
+    "max_position_embeddings": 96,
+    "init_std": 0.5,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
+_SOUND = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 96}
+# An embedding that is not scaled leaves random weights with the same token again and again.
+ENCODER_DECODERS = {
+    "Bart": ("ForConditionalGeneration", {"scale_embedding": True}),
+    "MBart": ("ForConditionalGeneration", {"scale_embedding": True}),
+    "Marian": ("MTModel", {"decoder_start_token_id": PAD, "scale_embedding": True}),
+    "M2M100": ("ForConditionalGeneration", {}),
+    "Pegasus": ("ForConditionalGeneration", {"scale_embedding": True}),
+    "Whisper": ("ForConditionalGeneration", _SOUND),
+}
+
+
+@functools.cache
+def encoder_decoder(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **options):
+    """A model with random weights. Not to be changed: it is kept."""
+    head, own = ENCODER_DECODERS[name]
+    tokens = {"vocab_size": 97, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{name}Config")(**{**tokens, **_SHAPE_OF_BOTH, **own, **options})
+    model = getattr(transformers, f"{name}{head}")(config).to(dtype).eval()
+    # Random embeddings of tokens that are read are those that are chosen from: a token would choose itself.
+    generator = torch.Generator().manual_seed(seed)
+    head = copy.deepcopy(model.get_output_embeddings())
+    head.weight = torch.nn.Parameter(torch.randn(head.weight.shape, generator=generator).to(dtype) * 0.4)
+    model.set_output_embeddings(head)
+    return model
+
+
+def source_for(model, batch: int = 3, length: int = 7, padding: int = 2) -> dict[str, torch.Tensor]:
+    """Random sources; the last `padding` places of the first text are padding."""
+    generator = torch.Generator().manual_seed(batch * 100 + length)
+    if model.config.model_type == "whisper":
+        shape = (batch, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        return {"input_features": torch.randn(shape, generator=generator).to(model.dtype)}
+    ids = torch.randint(8, model.config.vocab_size, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if padding:
+        ids[0, -padding:], mask[0, -padding:] = PAD, 0
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def assert_whole(model, inputs=None, **options):

@@ -19,7 +19,10 @@
 
 #include "../ladder/ladder.h"
 #include "full_rows.h"
+#include "linear_rows.h"
+#include "merge.h"
 #include "problem.h"
+#include "sampling.h"
 
 namespace nb = nanobind;
 
@@ -179,6 +182,145 @@ class FullRows {
   u64 elements_;
 };
 
+// The k best of an LM head's logits. One call: its product takes far longer than reading the arguments.
+// clang-format off: likewise
+void linear_topk(u32 dtype, u32 rows, u32 vocab_size, u32 depth,
+                 std::uintptr_t hidden, i64 hidden_stride, std::uintptr_t weight, i64 weight_stride,
+                 std::uintptr_t bias, i64 bias_stride,
+                 double temperature, std::uintptr_t row_temperature, i64 temperature_stride,
+                 std::uintptr_t mask, u32 mask_kind, std::vector<i64> mask_strides,
+                 u32 k, u32 value_kind, u32 normalize_over,
+                 std::uintptr_t values, std::uintptr_t indices, std::uintptr_t logsumexp,
+                 std::uintptr_t state,
+                 u32 threads, std::string_view instruction_set) {
+  // clang-format on
+  const nb::gil_scoped_release without_gil;
+  LinearProblem p{};
+  static_cast<LogitRows&>(p) = logit_rows(0, dtype, {i64(rows), i64(vocab_size)}, {0, 1}, temperature, row_temperature,
+                                          {temperature_stride}, threads, instruction_set);
+  p.k = k;
+  p.value_kind = ValueKind(value_kind);
+  p.normalize_over = NormalizeOver(normalize_over);
+  p.mask = pointer<const char>(mask);
+  p.mask_kind = MaskKind(mask_kind);
+  if (mask) p.mask_element_stride = pop(mask_strides);
+  p.mask_strides = std::move(mask_strides);
+  p.values = pointer<void>(values);
+  p.indices = pointer<i64>(indices);
+  p.logsumexp = pointer<float>(logsumexp);
+  p.depth = depth;
+  p.hidden = pointer<const char>(hidden);
+  p.hidden_stride = hidden_stride;
+  p.weight = pointer<const char>(weight);
+  p.weight_stride = weight_stride;
+  p.bias = pointer<const char>(bias);
+  p.bias_stride = bias_stride;
+  p.state = pointer<float>(state);
+  solve(p);
+}
+
+// The merge of the states of parts, in the same way. Each tensor's strides are those of [parts, sizes..., width], or
+// without the width.
+class Merge {
+ public:
+  // clang-format off: likewise
+  Merge(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides, std::vector<i64> indices_strides,
+        std::vector<i64> m_strides, std::vector<i64> d_strides, i64 lengths_stride,
+        double temperature, std::vector<i64> temperature_strides,
+        u32 k, u32 value_kind, bool normalize_topk)
+      // clang-format on
+      : kind_{} {
+    kind_.kernels = &kernels_named("");
+    kind_.dtype = DType(dtype);
+    kind_.parts = u32(shape.front());
+    kind_.width = u32(shape.back());
+    kind_.sizes.assign(shape.begin() + 1, shape.end() - 1);
+    kind_.logits = of_parts(std::move(logits_strides), true);
+    kind_.indices = of_parts(std::move(indices_strides), true);
+    kind_.m = of_parts(std::move(m_strides), false);
+    kind_.d = of_parts(std::move(d_strides), false);
+    kind_.lengths_stride = lengths_stride;
+    kind_.temperature = temperature;
+    kind_.temperature_strides = std::move(temperature_strides);
+    kind_.k = k;
+    kind_.value_kind = ValueKind(value_kind);
+    kind_.normalize_topk = normalize_topk;
+    elements_ = u64(kind_.parts) * kind_.width;
+    for (const i64 size : kind_.sizes) elements_ *= u64(size);
+  }
+
+  void operator()(std::uintptr_t logits, std::uintptr_t indices, std::uintptr_t m, std::uintptr_t d,
+                  std::uintptr_t lengths, std::uintptr_t row_temperature, std::uintptr_t values,
+                  std::uintptr_t result_indices, std::uintptr_t logsumexp, u32 threads) const {
+    std::optional<nb::gil_scoped_release> without_gil;
+    if (elements_ > kWorthReleasing) without_gil.emplace();
+    MergeProblem p = kind_;
+    p.threads = threads;
+    p.logits.base = pointer<const char>(logits);
+    p.indices.base = pointer<const char>(indices);
+    p.m.base = pointer<const char>(m);
+    p.d.base = pointer<const char>(d);
+    p.lengths = pointer<const int>(lengths);
+    p.row_temperature = pointer<const float>(row_temperature);
+    p.values = pointer<char>(values);
+    p.result_indices = pointer<i64>(result_indices);
+    p.logsumexp = pointer<float>(logsumexp);
+    solve(p);
+  }
+
+ private:
+  static OfParts of_parts(std::vector<i64> strides, bool has_elements) {
+    OfParts result{};
+    if (has_elements) result.element_stride = pop(strides);
+    result.part_stride = strides.front();
+    result.row_strides.assign(strides.begin() + 1, strides.end());
+    return result;
+  }
+
+  MergeProblem kind_;
+  u64 elements_;
+};
+
+// Draws from the rows of a tensor [rows, vocab_size]. Each parameter is a number, and the address of one a row or 0.
+// clang-format off: likewise
+void sample(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
+            double temperature, std::uintptr_t row_temperature, i64 top_k, std::uintptr_t row_top_k,
+            double top_p, std::uintptr_t row_top_p, double min_p, std::uintptr_t row_min_p,
+            std::uintptr_t mask, u32 mask_kind, std::vector<i64> mask_strides,
+            i64 seed, std::uintptr_t row_seed, i64 counter, std::uintptr_t row_counter,
+            u32 num_samples, u32 logprobs, bool truncated,
+            std::uintptr_t tokens, std::uintptr_t log_probs,
+            std::uintptr_t best_values, std::uintptr_t best_indices, std::uintptr_t logsumexp,
+            u32 threads, std::string_view instruction_set) {
+  // clang-format on
+  SampleProblem p{};
+  static_cast<LogitRows&>(p) =
+      logit_rows(logits, dtype, std::move(shape), std::move(logits_strides), 1.0, 0, {}, threads, instruction_set);
+  p.temperatures = {temperature, pointer<const double>(row_temperature)};
+  p.top_k = {top_k, pointer<const i64>(row_top_k)};
+  p.top_p = {top_p, pointer<const double>(row_top_p)};
+  p.min_p = {min_p, pointer<const double>(row_min_p)};
+  p.seed = {seed, pointer<const i64>(row_seed)};
+  p.counter = {counter, pointer<const i64>(row_counter)};
+  p.mask = pointer<const char>(mask);
+  p.mask_kind = MaskKind(mask_kind);
+  if (mask) {
+    p.mask_row_stride = mask_strides.at(0);
+    p.mask_element_stride = mask_strides.at(1);
+  }
+  p.num_samples = num_samples;
+  p.logprobs = logprobs;
+  p.truncated = truncated;
+  p.tokens = pointer<i64>(tokens);
+  p.log_probs = pointer<float>(log_probs);
+  p.best_values = pointer<float>(best_values);
+  p.best_indices = pointer<i64>(best_indices);
+  p.logsumexp = pointer<float>(logsumexp);
+  std::optional<nb::gil_scoped_release> without_gil;
+  if (elements_of(p) > kWorthReleasing) without_gil.emplace();
+  solve(p);
+}
+
 void ladder(u32 rung, u64 rows, u32 vocab_size, u32 k, std::uintptr_t x, std::uintptr_t y, std::uintptr_t values,
             std::uintptr_t indices, u32 threads) {
   const nb::gil_scoped_release without_gil;
@@ -197,6 +339,11 @@ NB_MODULE(_cpu, module) {
   nb::class_<FullRows>(module, "FullRows")
       .def(nb::init<u32, Strides, Strides, double, std::uintptr_t, Strides, u32, u32, std::string_view>())
       .def("__call__", &FullRows::operator());
+  module.def("linear_topk", &linear_topk);
+  nb::class_<Merge>(module, "Merge")
+      .def(nb::init<u32, Strides, Strides, Strides, Strides, Strides, i64, double, Strides, u32, u32, bool>())
+      .def("__call__", &Merge::operator());
+  module.def("sample", &sample);
   module.def("ladder", &ladder);
   module.def(
       "instruction_set", [] { return supported_kernels().front()->name; },

@@ -20,9 +20,9 @@ struct Problem : LogitRows {
   std::vector<i64> mask_strides;
   i64 mask_element_stride;
 
-  void* values;      // [sizes..., k] float, or dtype for kLogits; [batch, k] with beams
+  void* values;      // [sizes..., k] float, or dtype for kLogits and kState; [batch, k] with beams
   i64* indices;      // like values
-  float* logsumexp;  // [sizes...]
+  float* logsumexp;  // [sizes...]; [2, sizes...] for kState: m, d
 
   const float* beam_scores;  // nullable; [batch, beams] where sizes = {batch, beams}
   i64 beam_scores_strides[2];

@@ -7,7 +7,8 @@
 
 namespace fused_topk::cpu {
 
-enum class ValueKind : u32 { kLogits = 0, kProbabilities = 1, kLogProbabilities = 2 };
+// kState: logits, and (m, d) of the row in place of its logsumexp.
+enum class ValueKind : u32 { kLogits = 0, kProbabilities = 1, kLogProbabilities = 2, kState = 3 };
 // What the probabilities are relative to: the allowed tokens, the whole row, or the k chosen.
 enum class NormalizeOver : u32 { kAllowed = 0, kAll = 1, kTopK = 2 };
 
@@ -22,7 +23,7 @@ struct RouterRows {
   u32 k;
   Exponential exponential;  // with the reference 0
   double inverse_temperature;
-  ValueKind value_kind;
+  ValueKind value_kind;  // never kState
   NormalizeOver normalize_over;
 
   float* values;     // [rows, k]; not written for kLogits

@@ -22,15 +22,12 @@
 #include <limits>
 #include <memory>
 
-#include "problem.h"
-#include "row_state.h"
 #include "selection.h"
 #include "thread_pool.h"
+#include "topk_row.h"
 
 namespace fused_topk::cpu {
 namespace {
-
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 // A thread is woken for no fewer elements than this, and a part has no fewer blocks. Guesses.
 constexpr u64 kElementsPerThread = 16384;
@@ -140,7 +137,8 @@ struct Solver {
 
   // Follows from what is asked of one row, so that its bits depend on nothing else.
   bool is_routed() const {
-    return problem.vocab_size <= kMostExperts && problem.k <= kMostChosen && !problem.mask && !problem.beam_scores;
+    const bool is_short = problem.vocab_size <= kMostExperts && problem.k <= kMostChosen;
+    return is_short && !problem.mask && !problem.beam_scores && problem.value_kind != ValueKind::kState;
   }
 
   // The rows of an expert router. A task is as many rows as a buffer holds.
@@ -161,9 +159,9 @@ struct Solver {
     const float* const x = read_rows(problem, first, count, buffer);
     // The kernel takes one temperature. So it gets runs of rows with equal temperatures.
     for (u32 begin = 0, end; begin < count; begin = end) {
-      const double t = temperature_of(first + begin);
+      const double t = temperature_of(problem, first + begin);
       end = begin + 1;
-      while (end < count && temperature_of(first + end) == t) ++end;
+      while (end < count && temperature_of(problem, first + end) == t) ++end;
       route_run(x + u64(begin) * problem.vocab_size, first + begin, end - begin, Temperature(t));
     }
     if (problem.value_kind == ValueKind::kLogits) copy_logits(first, count);
@@ -190,18 +188,11 @@ struct Solver {
     }
   }
 
-  double temperature_of(u64 number) const {
-    const Problem& p = problem;
-    return p.row_temperature ? p.row_temperature[offset_of(number, p.sizes, p.temperature_strides)] : p.temperature;
-  }
-
   Row row_at(u64 number) const {
     const Problem& p = problem;
     const i64 logits_offset = offset_of(number, p.sizes, p.logits_strides);
-    const u32 mask_item_size = p.mask_kind == MaskKind::kBits ? 4 : 1;
-    return {number, p.logits + logits_offset * kItemSize[p.dtype],
-            p.mask ? p.mask + offset_of(number, p.sizes, p.mask_strides) * mask_item_size : nullptr,
-            Temperature(temperature_of(number))};
+    return {number, p.logits + logits_offset * kItemSize[p.dtype], mask_of(p, number),
+            Temperature(temperature_of(p, number))};
   }
 
   void do_part(u64 number, u32 part, Workspace& workspace) {
@@ -248,7 +239,7 @@ struct Solver {
         kernels.load[p.dtype](source, p.logits_element_stride, n, workspace.buffer);
         x = workspace.buffer;
       }
-      if (mask_first) apply_mask(row, begin, n, workspace.buffer);
+      if (mask_first) apply_mask(p, row.mask, begin, n, workspace.buffer);
 
       float greatest = kernels.maximum(x, n);
       exponential.reference = reference_point(greatest);
@@ -259,19 +250,10 @@ struct Solver {
       *block_normalizers++ = {has_nan ? float(kNaN) : greatest, d};
 
       if (mask_later) {
-        apply_mask(row, begin, n, workspace.buffer);
+        apply_mask(p, row.mask, begin, n, workspace.buffer);
         greatest = kernels.maximum(x, n);
       }
       workspace.selection.add_block(x, n, begin, greatest, has_nan);
-    }
-  }
-
-  void apply_mask(const Row& row, u32 begin, u32 n, float* x) const {
-    const i64 stride = problem.mask_element_stride;
-    if (problem.mask_kind == MaskKind::kBools) {
-      problem.kernels->mask_bools(reinterpret_cast<const u8*>(row.mask) + begin * stride, stride, n, x);
-    } else {
-      problem.kernels->mask_bits(row.mask + begin / 32 * stride * 4, stride, n, x);
     }
   }
 
@@ -279,21 +261,24 @@ struct Solver {
   void finish_row(const Row& row, const BlockNormalizer* block_normalizers, Workspace& workspace) {
     BlockNormalizer sum = block_normalizers[0];
     for (u32 i = 1; i < blocks; ++i) sum = merge(sum, block_normalizers[i], row.temperature.inverse);
-    const double m = sum.m;
-    const double log_d = std::log(sum.d);
-    // Relative to a maximum of +inf, d is NaN. The logsumexp is +inf, or NaN if the temperature is.
-    const double logsumexp = std::isinf(m) ? m * row.temperature.inverse : m * row.temperature.inverse + log_d;
-    problem.logsumexp[row.number] = float(logsumexp);
-
     const u64* best = workspace.selection.sorted();
+    if (problem.value_kind == ValueKind::kState) {
+      problem.logsumexp[row.number] = sum.m;
+      problem.logsumexp[rows + row.number] = float(sum.d);
+      write_logits(row, best);
+      return;
+    }
+    const FinishedRow finished(sum, row.temperature.inverse);
+    problem.logsumexp[row.number] = finished.logsumexp();
+
     if (problem.value_kind == ValueKind::kLogits) {
       write_logits(row, best);
     } else if (!problem.beam_scores) {
       write_indices(row, best);
-      write_values(row, best, m, log_d, static_cast<float*>(problem.values) + row.number * k);
+      write_values(problem, finished, best, k, static_cast<float*>(problem.values) + row.number * k);
     } else {
       for (u32 i = 0; i < k; ++i) beam_tokens[row.number * k + i] = index_of(best[i]);
-      write_values(row, best, m, log_d, beam_values.data() + row.number * k);
+      write_values(problem, finished, best, k, beam_values.data() + row.number * k);
       if (beams_left[row.number / beams].fetch_sub(1, std::memory_order_acq_rel) == 1) {
         finish_beams(row.number / beams, *workspace.beam_selection);
       }
@@ -303,33 +288,6 @@ struct Solver {
   void write_indices(const Row& row, const u64* best) const {
     i64* const indices = problem.indices + row.number * k;
     for (u32 i = 0; i < k; ++i) indices[i] = index_of(best[i]);
-  }
-
-  // Probabilities or log-probabilities.
-  void write_values(const Row& row, const u64* best, double m, double log_d, float* values) const {
-    // A row without a finite normalizer has no probabilities. As in torch.softmax, they are NaN.
-    if (!std::isfinite(log_d) || !std::isfinite(m)) {
-      std::fill(values, values + k, float(kNaN));
-      return;
-    }
-    // The logits come first: a loop of conversions alone waits for no arithmetic and is several times as fast.
-    for (u32 i = 0; i < k; ++i) {
-      const u32 bits = bits_of_key(key_of(best[i]));
-      std::memcpy(values + i, &bits, sizeof bits);
-    }
-    const double inverse = row.temperature.inverse;
-    const auto shifted = [=](float logit) { return (logit - m) * inverse; };
-    double log_total = log_d;
-    if (problem.normalize_over == NormalizeOver::kTopK) {
-      double total = 0.0;
-      for (u32 i = 0; i < k; ++i) total += std::exp(shifted(values[i]));
-      log_total = std::log(total);
-    }
-    if (problem.value_kind == ValueKind::kProbabilities) {
-      for (u32 i = 0; i < k; ++i) values[i] = float(std::exp(shifted(values[i]) - log_total));
-    } else {
-      for (u32 i = 0; i < k; ++i) values[i] = float(shifted(values[i]) - log_total);
-    }
   }
 
   // The chosen logits bit for bit, and -inf for tokens that are not allowed.

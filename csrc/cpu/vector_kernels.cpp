@@ -5,6 +5,7 @@
 #include "vector_kernels.h"
 
 #include "full_row_kernels.h"
+#include "linear_kernels.h"
 #include "router_kernels.h"
 #include "vectors.h"
 
@@ -309,6 +310,7 @@ extern const VectorKernels FUSED_TOPK_TABLE(Kernels) = {
     sort_few,
     &FUSED_TOPK_TABLE(FullRowKernels),
     &FUSED_TOPK_TABLE(RouterKernels),
+    FUSED_TOPK_TABLE(LinearKernels),
 };
 // clang-format on
 

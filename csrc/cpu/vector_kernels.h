@@ -31,6 +31,7 @@ struct Exponential {
 };
 
 struct FullRowKernels;
+struct LinearKernels;
 struct RouterKernels;
 
 struct VectorKernels {
@@ -72,6 +73,7 @@ struct VectorKernels {
 
   const FullRowKernels* full_rows;
   const RouterKernels* router;
+  const LinearKernels* linear;  // [kDTypes]
 };
 
 // Comparing each candidate with each other one grows with the square of their number.

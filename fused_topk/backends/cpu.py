@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, Problem, TopK
-from .protocol import StartFullRows, StartTopk
+from ..problem import FullRowProblem, LinearProblem, MergeProblem, Problem, Sample, SampleProblem, TopK
+from .protocol import StartFullRows, StartMerge, StartTopk
 
 _cpu: Any
 try:
@@ -23,7 +23,9 @@ except ImportError as error:
 # The enumerations of csrc/cpu/problem.h, full_rows.h and vector_kernels.h.
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _NO_MASK, _BOOL_MASK, _PACKED_MASK = 0, 1, 2
-_VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2}
+# Those that linear_kernels.cpp multiplies.
+_MULTIPLIED = (torch.float32, torch.bfloat16)
+_VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2, "state": 3}
 _FULL_ROW_KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
 _NORMALIZE_OVER = {"allowed": 0, "all": 1, "topk": 2}
 
@@ -75,6 +77,99 @@ def prepare_topk(
     return run
 
 
+def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
+    """See :class:`protocol.Backend`."""
+    temperatures, lengths = problem.row_temperature, problem.lengths
+    merge = _cpu.Merge(
+        _DTYPES[problem.logits.dtype],
+        problem.logits.shape,
+        problem.logits.stride(),
+        problem.indices.stride(),
+        problem.m.stride(),
+        problem.d.stride(),
+        0 if lengths is None else lengths.stride(0),
+        problem.temperature,
+        () if temperatures is None else temperatures.stride(),
+        problem.k,
+        _VALUE_KINDS[problem.values],
+        problem.normalize == "topk",
+    )
+    num_threads = torch.get_num_threads
+
+    def run(
+        logits: Tensor,
+        indices: Tensor,
+        m: Tensor,
+        d: Tensor,
+        lengths: Tensor | None,
+        row_temperature: Tensor | None,
+        out: TopK,
+    ) -> None:
+        merge(
+            logits.data_ptr(),
+            indices.data_ptr(),
+            m.data_ptr(),
+            d.data_ptr(),
+            0 if lengths is None else lengths.data_ptr(),
+            0 if row_temperature is None else row_temperature.data_ptr(),
+            out.values.data_ptr(),
+            out.indices.data_ptr(),
+            out.logsumexp.data_ptr(),
+            num_threads(),
+        )
+
+    return run
+
+
+def multiplies(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether linear_topk() can read this LM head where it lies."""
+    if weight.dtype not in _MULTIPLIED or not weight.numel() or weight.stride(-1) != 1:
+        return False
+    return all(x.data_ptr() % x.element_size() == 0 for x in (hidden, weight, bias) if x is not None)
+
+
+def linear_topk(
+    problem: LinearProblem, k: int, values: str, best: TopK, state: Tensor | None, instruction_set: str = ""
+) -> None:
+    """The k best of the logits that an LM head computes, without the logits. At most 32 rows (rows, H), without targets.
+
+    best: contiguous tensors for the result. state: (rows, 2), for m and d; None if nobody wants them. `instruction_set`: as
+    for :func:`prepare_topk`.
+    """
+    hidden, weight, bias, temperature, row_temperature, mask, _, normalize = problem
+    if values == "logits":
+        temperature, row_temperature, normalize = 1.0, None, "allowed"
+    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+    if state is None:
+        state = best.logsumexp.new_empty(len(hidden), 2)
+    _cpu.linear_topk(
+        _DTYPES[weight.dtype],
+        len(hidden),
+        *weight.shape,
+        hidden.data_ptr(),
+        hidden.stride(0),
+        weight.data_ptr(),
+        weight.stride(0),
+        0 if bias is None else bias.data_ptr(),
+        0 if bias is None else bias.stride(0),
+        temperature,
+        0 if row_temperature is None else row_temperature.data_ptr(),
+        0 if row_temperature is None else row_temperature.stride(0),
+        0 if mask is None else mask.data_ptr(),
+        _NO_MASK if mask is None else _BOOL_MASK if mask.dtype is torch.bool else _PACKED_MASK,
+        () if mask is None else mask.stride(),
+        k,
+        _VALUE_KINDS[values],
+        _NORMALIZE_OVER[normalize],
+        best.values.data_ptr(),
+        best.indices.data_ptr(),
+        best.logsumexp.data_ptr(),
+        state.data_ptr(),
+        torch.get_num_threads(),
+        instruction_set,
+    )
+
+
 def prepare_full_rows(
     problem: FullRowProblem, device: torch.device, dtype: torch.dtype, instruction_set: str = ""
 ) -> StartFullRows:
@@ -86,6 +181,45 @@ def prepare_full_rows(
         _full_rows(problem.at(logits, row_temperature), dtype, instruction_set)(logits, out)
 
     return run
+
+
+def sample(problem: SampleProblem, out: Sample, instruction_set: str = "") -> None:
+    """See :class:`protocol.Backend`. `instruction_set`: as for :func:`prepare_topk`."""
+    p = problem
+    topk = (None,) * 3 if out.topk is None else out.topk
+    _cpu.sample(
+        p.logits.data_ptr(),
+        _DTYPES[p.logits.dtype],
+        p.logits.shape,
+        p.logits.stride(),
+        p.temperature,
+        _address(p.row_temperature),
+        p.top_k,
+        _address(p.row_top_k),
+        p.top_p,
+        _address(p.row_top_p),
+        p.min_p,
+        _address(p.row_min_p),
+        _address(p.mask),
+        _NO_MASK if p.mask is None else _BOOL_MASK if p.mask.dtype is torch.bool else _PACKED_MASK,
+        () if p.mask is None else p.mask.stride(),
+        p.seed,
+        _address(p.row_seed),
+        p.counter,
+        _address(p.row_counter),
+        p.num_samples,
+        p.logprobs,
+        p.truncated,
+        out.tokens.data_ptr(),
+        out.log_probs.data_ptr(),
+        *map(_address, topk),
+        torch.get_num_threads(),
+        instruction_set,
+    )
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _full_rows(problem: FullRowProblem, dtype: torch.dtype, instruction_set: str) -> StartFullRows:

@@ -7,6 +7,7 @@ caching allocator, so it can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from functools import cache
 
@@ -16,17 +17,21 @@ from torch import Tensor
 
 from .. import env
 from ..cuda_runtime import driver, tickets
-from ..layout import full_row_launch, topk_launch
+from ..layout import full_row_launch, merge_launch, sample_launch, topk_launch
 from ..layout.full_row_choice import FullRowChoice, choose_full_row
 from ..layout.full_row_launch import FullRowLaunch, FullRowLayout
+from ..layout.kernel_arguments import SampleRows
+from ..layout.merge_launch import MergeLaunch, MergeLayout
 from ..layout.topk_choice import MAX_K, KernelChoice, choose
 from ..layout.topk_launch import FORMATS, Launch, Layout, row_count
-from ..problem import FullRowProblem, Problem, TopK
-from .protocol import StartFullRows, StartTopk
+from ..problem import FullRowProblem, MergeProblem, Problem, Sample, SampleProblem, TopK
+from .protocol import StartFullRows, StartMerge, StartTopk
 
 # One element of that many bytes, which CuPy passes by value.
 _TOPK_ARGUMENT = np.dtype(f"V{topk_launch.PROBLEM_BYTES}")
+_MERGE_ARGUMENT = np.dtype(f"V{merge_launch.STATES_BYTES}")
 _FULL_ROW_ARGUMENT = np.dtype(f"V{full_row_launch.FULL_ROWS_BYTES}")
+_SAMPLE_ARGUMENT = np.dtype(f"V{ctypes.sizeof(SampleRows)}")
 _SHARED_BYTES_UNASKED = 48 << 10  # what a kernel has without asking
 
 unavailable = driver.unavailable
@@ -80,6 +85,44 @@ def prepare_topk(
     return run
 
 
+def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
+    """See :class:`protocol.Backend`."""
+    planned, index = _merge_plan(problem), device.index
+    itemsize = problem.logits.element_size()
+
+    def run(
+        logits: Tensor,
+        indices: Tensor,
+        m: Tensor,
+        d: Tensor,
+        lengths: Tensor | None,
+        row_temperature: Tensor | None,
+        out: TopK,
+    ) -> None:
+        if planned is None or logits.data_ptr() % itemsize:
+            logits = logits.clone(memory_format=torch.contiguous_format)
+            indices, m, d = indices.contiguous(), m.contiguous(), d.contiguous()
+            row_temperature = None if row_temperature is None else row_temperature.contiguous()
+            copied = problem.at(logits, indices, m, d, lengths, row_temperature)
+            prepare_merge(copied, device)(logits, indices, m, d, lengths, row_temperature, out)
+            return
+        function = driver.function(index, planned.kernel)
+        filled = planned.fill(
+            logits.data_ptr(),
+            indices.data_ptr(),
+            m.data_ptr(),
+            d.data_ptr(),
+            0 if lengths is None else lengths.data_ptr(),
+            0 if row_temperature is None else row_temperature.data_ptr(),
+            out.values.data_ptr(),
+            out.indices.data_ptr(),
+            out.logsumexp.data_ptr(),
+        )
+        driver.call(function, planned.grid, planned.threads, (np.frombuffer(filled, _MERGE_ARGUMENT),), index)
+
+    return run
+
+
 def prepare_full_rows(
     problem: FullRowProblem, device: torch.device, dtype: torch.dtype, choice: FullRowChoice | None = None
 ) -> StartFullRows:
@@ -114,6 +157,76 @@ def prepare_full_rows(
         _launch_full_rows(planned, index, address, problem.temperature, temperatures, out)
 
     return run
+
+
+def sample(problem: SampleProblem, out: Sample) -> None:
+    """See :class:`protocol.Backend`. Two launches: the row's best and its normalizer, and the draws."""
+    p = problem
+    logits, index = p.logits, p.logits.get_device()
+    if not _has_adjacent(logits) or logits.data_ptr() % logits.element_size():
+        logits = logits.clone(memory_format=torch.contiguous_format)
+    rows, vocab_size = logits.shape
+    topk_launch.check_rows(rows)
+    has_other_filter = p.row_top_p is not None or p.top_p < 1 or p.row_min_p is not None or p.min_p > 0
+    length = sample_launch.list_length(vocab_size, p.top_k if p.row_top_k is None else None, has_other_filter)
+    if length < p.logprobs <= sample_launch.LONGEST_LIST:
+        length = p.logprobs
+    listed = _log_softmax_topk(logits, length, p.mask, out.topk if length == p.logprobs else None)
+    if out.topk is not None and length > p.logprobs:
+        out.topk.values.copy_(listed.values[:, : p.logprobs])
+        out.topk.indices.copy_(listed.indices[:, : p.logprobs])
+        out.topk.logsumexp.copy_(listed.logsumexp)
+    elif length < p.logprobs:
+        _log_softmax_topk(logits, p.logprobs, p.mask, out.topk)
+    filled = SampleRows(
+        logits=logits.data_ptr(),
+        row_stride=logits.stride(0),
+        list_values=listed.values.data_ptr(),
+        list_indices=listed.indices.data_ptr(),
+        mask=_address(p.mask),
+        mask_row_stride=0 if p.mask is None else p.mask.stride(0),
+        mask_element_stride=0 if p.mask is None else p.mask.stride(1),
+        temperature=p.temperature,
+        row_temperature=_address(p.row_temperature),
+        top_k=p.top_k,
+        row_top_k=_address(p.row_top_k),
+        top_p=p.top_p,
+        row_top_p=_address(p.row_top_p),
+        min_p=p.min_p,
+        row_min_p=_address(p.row_min_p),
+        seed=p.seed,
+        row_seed=_address(p.row_seed),
+        counter=p.counter,
+        row_counter=_address(p.row_counter),
+        tokens=out.tokens.data_ptr(),
+        log_probs=out.log_probs.data_ptr(),
+        V=vocab_size,
+        length=length,
+        mask_kind=p.mask is not None and p.mask.dtype != torch.bool,
+        num_samples=p.num_samples,
+        truncated=p.truncated,
+        one=sample_launch.unit(vocab_size),
+    )
+    function = driver.function(index, sample_launch.kernel_name(logits.dtype))
+    argument = np.frombuffer(bytes(filled), _SAMPLE_ARGUMENT)
+    driver.call(function, (rows,), sample_launch.THREADS, (argument,), index)
+
+
+def _log_softmax_topk(logits: Tensor, k: int, mask: Tensor | None, out: TopK | None) -> TopK:
+    """The best k of each row with their log-probabilities, into `out` or new tensors."""
+    if out is None:
+        values, indices, logsumexp = (
+            torch.empty((len(logits), *shape), dtype=dtype, device=logits.device)
+            for shape, dtype in (((k,), torch.float32), ((k,), torch.int64), ((), torch.float32))
+        )
+        out = TopK(values, indices, logsumexp)
+    problem = Problem(logits, k, 1.0, None, mask, "log_softmax", "allowed")
+    prepare_topk(problem, torch.device("cuda", max(logits.get_device(), 0)))(logits, out, None, mask)
+    return out
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def read_rows(logits: Tensor) -> None:
@@ -256,6 +369,25 @@ def _topk_layout(problem: Problem, is_aligned: bool, beam_scores: Tensor | None)
         None if row_temperature is None else row_temperature.stride(),
         None if beam_scores is None else beam_scores.stride(),
     )
+
+
+def _merge_plan(problem: MergeProblem) -> MergeLaunch | None:
+    lengths, temperatures = problem.lengths, problem.row_temperature
+    layout = MergeLayout(
+        problem.logits.shape,
+        problem.logits.dtype,
+        problem.logits.stride(),
+        problem.indices.stride(),
+        problem.m.stride(),
+        problem.d.stride(),
+        0 if lengths is None else lengths.stride(0),
+        None if temperatures is None else temperatures.stride(),
+        problem.k,
+        problem.temperature,
+        problem.values,
+        problem.normalize,
+    )
+    return merge_launch.plan(layout)
 
 
 def _has_adjacent(logits: Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, Problem, TopK
+from ..problem import FullRowProblem, MergeProblem, Problem, Sample, SampleProblem, TopK
 
 
 class StartTopk(Protocol):
@@ -21,6 +21,21 @@ class StartTopk(Protocol):
         beam_scores: Tensor | None = None,
         mask: Tensor | None = None,
         row_temperature: Tensor | None = None,
+    ) -> None: ...
+
+
+class StartMerge(Protocol):
+    """Runs a prepared merge on tensors of the layout that it was prepared for, and writes the contiguous `out`."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        indices: Tensor,
+        m: Tensor,
+        d: Tensor,
+        lengths: Tensor | None,
+        row_temperature: Tensor | None,
+        out: TopK,
     ) -> None: ...
 
 
@@ -51,6 +66,14 @@ class Backend(Protocol):
         """
         ...
 
+    def prepare_merge(self, problem: MergeProblem, device: torch.device) -> StartMerge:
+        """Likewise for the k best of the candidates of a row's parts, and the normalizer of the whole row."""
+        ...
+
     def prepare_full_rows(self, problem: FullRowProblem, device: torch.device, dtype: torch.dtype) -> StartFullRows:
         """Likewise for probabilities, log-probabilities or the logsumexp of every row, into an `out` of that dtype."""
+        ...
+
+    def sample(self, problem: SampleProblem, out: Sample) -> None:
+        """Draws tokens from each row, and writes `out`."""
         ...

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, Problem, TopK
-from .protocol import StartFullRows, StartTopk
+from ..problem import FullRowProblem, MergeProblem, Problem, Sample, SampleProblem, TopK
+from .protocol import StartFullRows, StartMerge, StartTopk
 
 # By the bytes of an element.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -46,9 +46,34 @@ def prepare_topk(problem: Problem, device: torch.device, beam_scores: Tensor | N
     return run
 
 
+def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
+    """merge()."""
+
+    def run(
+        logits: Tensor,
+        indices: Tensor,
+        m: Tensor,
+        d: Tensor,
+        lengths: Tensor | None,
+        row_temperature: Tensor | None,
+        out: TopK,
+    ) -> None:
+        merge(problem.at(logits, indices, m, d, lengths, row_temperature), out)
+
+    return run
+
+
 def prepare_full_rows(problem: FullRowProblem, device: torch.device, dtype: torch.dtype) -> StartFullRows:
     """full_rows()."""
     return lambda logits, out, row_temperature=None: full_rows(problem.at(logits, row_temperature), out)
+
+
+def sample(problem: SampleProblem, out: Sample) -> None:
+    """See :mod:`reference_sampling`."""
+    # It uses this module.
+    from . import reference_sampling
+
+    reference_sampling.sample(problem, out)
 
 
 def row_topk(problem: Problem, out: TopK) -> None:
@@ -63,7 +88,12 @@ def row_topk(problem: Problem, out: TopK) -> None:
     temperature = 1.0 if raw else _temperature(problem)
     dtype = _working_dtype(problem.logits)
     whole_row = problem.normalize == "all" and not raw
-    m, d = _normalizer((problem.logits if whole_row else candidates).to(dtype), temperature)
+    counted = (problem.logits if whole_row else candidates).to(dtype)
+    m, d = _normalizer(counted, temperature)
+    if problem.values == "state":
+        out.values.copy_(chosen)
+        _write_state(counted.amax(-1), d.squeeze(-1), out)
+        return
     out.logsumexp.copy_((m / temperature + d.log()).squeeze(-1))
     if raw:
         out.values.copy_(chosen)
@@ -97,6 +127,53 @@ def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK) -> None:
     best = _ranking(accumulated)[:, : problem.k]
     out.values.copy_(accumulated.gather(1, best))
     out.indices.copy_(flat_indices.gather(1, best))
+
+
+def merge(problem: MergeProblem, out: TopK) -> None:
+    """The k best of the parts' candidates, their values, and the normalizer of the whole."""
+    candidates, indices, order = merge_order(problem.logits, problem.indices, problem.lengths)
+    best = order[..., : problem.k]
+    out.indices.copy_(indices.gather(-1, best))
+    chosen = _gather(candidates, best)
+
+    dtype = _working_dtype(problem.logits)
+    temperature = _temperature(problem)
+    of_parts = problem.m.to(dtype).movedim(0, -1)
+    greatest = of_parts.amax(-1, keepdim=True)
+    m = greatest.where(greatest.isfinite(), 0.0)
+    d = (problem.d.to(dtype).movedim(0, -1) * ((of_parts - m) / temperature).exp()).sum(-1, keepdim=True)
+    if problem.values == "state":
+        out.values.copy_(chosen)
+        _write_state(greatest.squeeze(-1), d.squeeze(-1), out)
+        return
+    logsumexp = (m / temperature + d.log()).where(greatest.isfinite(), greatest / temperature)
+    out.logsumexp.copy_(logsumexp.squeeze(-1))
+    if problem.values == "logits":
+        out.values.copy_(chosen)
+        return
+    if problem.normalize == "topk":
+        # The states may be relative to more than the allowed tokens, so the chosen have a maximum of their own.
+        first = chosen[..., :1].to(dtype)
+        m = m.where(~first.isfinite(), first)
+    shifted = (chosen.to(dtype) - m) / temperature
+    total = shifted.exp().sum(-1, keepdim=True) if problem.normalize == "topk" else d
+    values = shifted.exp() / total if problem.values == "softmax" else shifted - total.log()
+    out.values.copy_(values.where(greatest.isfinite() & d.log().isfinite(), torch.nan))
+
+
+def merge_order(logits: Tensor, indices: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The candidates of all parts side by side, (..., parts * k of a part): their logits, their tokens in the whole
+    vocabulary, and their places from the best to the worst."""
+    is_none = indices < 0
+    if lengths is not None:
+        lengths = lengths.to(torch.int64)
+        starts = lengths.cumsum(0) - lengths
+        indices = (indices + starts.view(-1, *[1] * (indices.dim() - 1))).masked_fill(is_none, -1)
+    candidates = logits.masked_fill(is_none, -torch.inf).movedim(0, -2).flatten(-2)
+    indices, is_none = indices.movedim(0, -2).flatten(-2), is_none.movedim(0, -2).flatten(-2)
+    # First by token, then by logit: a stable sort leaves equal logits in the order of their tokens.
+    by_token = indices.masked_fill(is_none, torch.iinfo(torch.int64).max).sort(dim=-1, stable=True).indices
+    return candidates, indices, by_token.gather(-1, _ranking(_gather(candidates, by_token)))
 
 
 def full_rows(problem: FullRowProblem, out: Tensor) -> None:
@@ -144,12 +221,17 @@ def _gather(x: Tensor, indices: Tensor) -> Tensor:
     return x.view(_INTEGERS[x.element_size()]).gather(-1, indices).view(x.dtype)
 
 
-def _temperature(problem: Problem | FullRowProblem) -> float | Tensor:
+def _temperature(problem: Problem | MergeProblem | FullRowProblem) -> float | Tensor:
     """The temperature in a form that divides rows; NaN where a row's is not positive, so that the row becomes NaN."""
     if problem.row_temperature is None:
         return problem.temperature
     temperature = problem.row_temperature.to(_working_dtype(problem.logits)).unsqueeze(-1)
     return temperature.where(temperature > 0, torch.nan)
+
+
+def _write_state(m: Tensor, d: Tensor, out: TopK) -> None:
+    """m and d of every row, in place of the logsumexp. Relative to +inf there is no d."""
+    out.logsumexp.copy_(torch.stack((m, d.where(m < torch.inf, torch.nan))))
 
 
 def _normalizer(x: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:

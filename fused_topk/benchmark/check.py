@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_topk.problem import TopK
+from fused_topk.problem import Sample, TopK
 
 # Elements looked at together: float64 temporaries of the largest shapes would not fit beside the inputs.
 _CHUNK = 1 << 26
@@ -36,6 +36,24 @@ def log_softmax_topk_error(logits: Tensor, k: int, got: TopK) -> str | None:
         if error:
             return error
     return None
+
+
+def sample_error(logits: Tensor, got: Sample, expected: Sample) -> str | None:
+    """What is wrong with `got`, or None. `logits` is (rows, V), and `expected` what the reference draws by the same numbers.
+
+    A number within rounding of a border between two tokens draws either: that happens once in 100,000 rows.
+    """
+    rows = len(logits)
+    if got.tokens.shape != (rows, 1) or got.tokens.dtype != torch.int64:
+        return f"tokens must be int64 of shape {(rows, 1)}, got {got.tokens.dtype} of {tuple(got.tokens.shape)}"
+    if bool(((got.tokens < 0) | (got.tokens >= logits.shape[-1])).any()):
+        return "a token is out of range"
+    others = int((got.tokens != expected.tokens).sum())
+    if others > 1:
+        return f"{others} of {rows} rows draw other tokens than the reference"
+    log_probs = logits.double().log_softmax(-1).gather(1, got.tokens)
+    far = _first_far(got.log_probs.flatten(), log_probs.flatten())
+    return None if far is None else f"log-probabilities: {far}"
 
 
 def softmax_error(logits: Tensor, got: Tensor) -> str | None:

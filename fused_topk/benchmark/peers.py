@@ -6,12 +6,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .suites import Case
+from .suites import SAMPLING, Case
 from .timing import Function
 
 
@@ -33,12 +33,45 @@ def beam_scores(case: Case, device: torch.device) -> Tensor:
 
 def _torch(case: Case, device: torch.device) -> Function:
     k = case.k
+    if case.sampling:
+        return _torch_sampling(**SAMPLING[case.sampling])
     if k == 0:
         return lambda logits: torch.softmax(logits, -1)
     if not case.beams:
         return lambda logits: torch.topk(torch.log_softmax(logits, -1, dtype=torch.float32), k)
     scores = beam_scores(case, device)[..., None]
     return lambda logits: torch.topk((torch.log_softmax(logits, -1, dtype=torch.float32) + scores).flatten(1), k)
+
+
+def _torch_sampling(top_k: float = 0, top_p: float = 1.0, min_p: float = 0.0) -> Function:
+    """torch.multinomial of what the filters leave: of the k best, or of the sorted row, or of a masked one."""
+
+    def draw(logits: Tensor) -> Tensor:
+        if not top_k and top_p == 1:
+            probs = torch.softmax(logits, -1, dtype=torch.float32)
+            return torch.multinomial(probs.where(probs >= min_p * probs.amax(-1, keepdim=True), 0.0), 1)
+        best = logits.float().topk(int(top_k)) if top_k else logits.float().sort(dim=-1, descending=True)
+        probs = best.values.softmax(-1)
+        drawn = torch.multinomial(probs.where(probs.cumsum(-1) - probs < top_p, 0.0), 1)
+        return best.indices.gather(-1, drawn)
+
+    return draw
+
+
+def _transformers(case: Case, device: torch.device) -> Function | None:
+    if not case.sampling:
+        return None
+    process = importlib.import_module("transformers.generation.logits_process")
+    kinds = {"top_k": "TopKLogitsWarper", "top_p": "TopPLogitsWarper", "min_p": "MinPLogitsWarper"}
+    warpers = [getattr(process, kinds[name])(number) for name, number in SAMPLING[case.sampling].items()]
+
+    def draw(logits: Tensor) -> Tensor:
+        scores = logits.float()
+        for warper in warpers:
+            scores = warper(None, scores)
+        return torch.multinomial(scores.softmax(-1), 1)
+
+    return draw
 
 
 def _compiled(case: Case, device: torch.device) -> Function:
@@ -53,12 +86,28 @@ def _flashinfer(case: Case, device: torch.device) -> Function | None:
     if case.beams or case.k == 0:
         return None
     flashinfer, k = importlib.import_module("flashinfer"), case.k
+    if case.sampling:
+        return _flashinfer_sampling(importlib.import_module("flashinfer.sampling"), **SAMPLING[case.sampling])
     return lambda logits: flashinfer.top_k(logits, k)
+
+
+def _flashinfer_sampling(module: Any, top_k: float = 0, top_p: float = 1.0, min_p: float = 0.0) -> Function:
+    """Its functions for these filters; those for one filter take probabilities."""
+    if top_k:
+        # transformers' order: top-p of what top-k left.
+        return lambda logits: module.top_k_top_p_sampling_from_logits(
+            logits.float(), int(top_k), top_p, filter_apply_order="top_k_first"
+        )
+    if top_p < 1:
+        return lambda logits: module.top_p_sampling_from_probs(logits.softmax(-1, dtype=torch.float32), top_p)
+    if min_p > 0:
+        return lambda logits: module.min_p_sampling_from_probs(logits.softmax(-1, dtype=torch.float32), min_p)
+    return lambda logits: module.sampling_from_logits(logits.float())
 
 
 def _cupy(case: Case, device: torch.device) -> Function | None:
     # CuPy has no bfloat16 that its sorts take.
-    if case.beams or case.k == 0 or case.dtype == "bf16":
+    if case.beams or case.k == 0 or case.dtype == "bf16" or case.sampling:
         return None
     cupy, k = importlib.import_module("cupy"), case.k
 
@@ -71,6 +120,10 @@ def _cupy(case: Case, device: torch.device) -> Function | None:
             return cupy.take_along_axis(log_probs, chosen, axis=-1), chosen
 
     return log_softmax_topk
+
+
+def _needs_transformers(device: torch.device) -> str | None:
+    return None if importlib.util.find_spec("transformers") else "transformers is not installed"
 
 
 def _always(device: torch.device) -> str | None:
@@ -91,7 +144,12 @@ PEERS = {
         "torch.topk(torch.log_softmax(logits, -1, dtype=float32), k), or torch.softmax(logits, -1)", _always, _torch
     ),
     "compiled": Peer("torch.compile of the same", _always, _compiled),
-    "flashinfer": Peer("radix top-k alone: no softmax, unsorted", _needs_gpu_package("flashinfer"), _flashinfer),
+    "transformers": Peer(
+        "its warpers, softmax and torch.multinomial, of sampling alone", _needs_transformers, _transformers
+    ),
+    "flashinfer": Peer(
+        "radix top-k alone: no softmax, unsorted; its sampling functions", _needs_gpu_package("flashinfer"), _flashinfer
+    ),
     # Its allocator and its sorts synchronise, which a capture forbids.
     "cupy": Peer("log_softmax and argpartition, unsorted; eager", _needs_gpu_package("cupy"), _cupy, capturable=False),
 }

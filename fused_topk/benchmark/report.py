@@ -116,6 +116,7 @@ def _entry(result: Result) -> dict[str, Any]:
         "k": case.k,
         "dtype": case.dtype,
         "distribution": case.distribution,
+        "sampling": case.sampling,
         "rotation": result.rotation,
         "bytes": case.bytes_moved,
         "times": {name: timing._asdict() for name, timing in result.times.items()},

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import fused_topk
-from fused_topk.problem import TopK
+from fused_topk.problem import Sample, TopK
 
-from .check import beam_topk_error, log_softmax_topk_error, softmax_error
+from .check import beam_topk_error, log_softmax_topk_error, sample_error, softmax_error
 from .inputs import fits_in_cache, make_inputs, rotation_count
 from .peers import PEERS, beam_scores
-from .suites import Case
+from .suites import SAMPLING, Case
 from .timing import FULL, QUICK, Effort, Function, Timing, time_eager, time_graph, time_host, time_interleaved
 
 FUSED = "fused"
@@ -120,6 +120,13 @@ def answer_error(case: Case, fused: Function, inputs: Sequence[Tensor], device: 
             if error:
                 return f"wrong answer: {error}"
             continue
+        if case.sampling and isinstance(got, Sample):
+            expected = _sample_function(case, "reference")(logits)
+            assert isinstance(expected, Sample)
+            error = sample_error(logits, got, expected)
+            if error:
+                return f"wrong answer: {error}"
+            continue
         if not isinstance(got, TopK):
             return f"expected a TopK, got {type(got).__name__}"
         if case.beams:
@@ -192,6 +199,8 @@ def _run_on_cpu(suite: str, case: Case, settings: Settings) -> Result:
 
 def fused_function(case: Case, settings: Settings) -> Function:
     k, backend = case.k, settings.backend
+    if case.sampling:
+        return _sample_function(case, backend)
     if k == 0:
         return lambda logits: fused_topk.softmax(logits, backend=backend)
     if not case.beams:
@@ -200,8 +209,15 @@ def fused_function(case: Case, settings: Settings) -> Function:
     return lambda logits: fused_topk.beam_topk(logits, scores, k, backend=backend)
 
 
+def _sample_function(case: Case, backend: str) -> Function:
+    parameters: dict[str, Any] = SAMPLING[case.sampling]
+    return lambda logits: fused_topk.sample(logits, seed=0, backend=backend, **parameters)
+
+
 def _rows_function(case: Case, settings: Settings) -> dict[str, Function]:
-    """For beams, what the same rows cost one by one."""
+    """For beams, what the same rows cost one by one; for draws, the top-k of the same rows."""
+    if case.sampling:
+        return {"rows": fused_function(case._replace(sampling=""), settings)}
     if not case.beams:
         return {}
     rows = fused_function(case._replace(rows=case.num_rows, beams=0), settings)

@@ -15,6 +15,15 @@ ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 HOST_TARGET_US = 12.0
 
 
+# What sample() is asked for, by name.
+SAMPLING: dict[str, dict[str, float]] = {
+    "whole": {},
+    "top-k top-p": {"top_k": 50, "top_p": 0.9},
+    "top-p": {"top_p": 0.9},
+    "min-p": {"min_p": 0.05},
+}
+
+
 class Target(NamedTuple):
     """At most `times` x (the time of `of` in the same run) + `plus` µs."""
 
@@ -44,7 +53,10 @@ def micros(limit: float) -> Target:
 
 
 class Case(NamedTuple):
-    """One shape. With `beams`, `rows` counts batch entries and the operation is beam_topk; with k = 0, it is softmax."""
+    """One shape. With `beams`, `rows` counts batch entries and the operation is beam_topk; with k = 0, it is softmax.
+
+    With `sampling`, a key of SAMPLING, it is sample(), and "rows" is log_softmax_topk of the same rows and this k.
+    """
 
     rows: int
     vocab: int
@@ -54,6 +66,7 @@ class Case(NamedTuple):
     hot: Target | None = None  # where it differs from `target`, which is for inputs that come from memory
     distribution: str = "normal"
     beams: int = 0
+    sampling: str = ""
 
     @property
     def num_rows(self) -> int:
@@ -65,9 +78,12 @@ class Case(NamedTuple):
 
     @property
     def bytes_moved(self) -> int:
-        """Logits read once; float32 values, int64 indices and a float32 logsumexp written once. softmax: as a copy."""
+        """Logits read once; float32 values, int64 indices and a float32 logsumexp written once. softmax: as a copy.
+        sample(): a token and its log-probability."""
         if self.k == 0:
             return 2 * self.input_bytes
+        if self.sampling:
+            return self.input_bytes + self.rows * 12
         return self.input_bytes + self.rows * self.k * 12 + self.num_rows * 4
 
     @property
@@ -79,7 +95,7 @@ class Case(NamedTuple):
     def label(self) -> str:
         rows = f"{self.rows} x {self.beams} beams" if self.beams else f"{self.rows}"
         data = "" if self.distribution == "normal" else f" {self.distribution}"
-        what = f"k={self.k}" if self.k else "softmax"
+        what = f"sample {self.sampling}" if self.sampling else f"k={self.k}" if self.k else "softmax"
         return f"{rows} x {self.vocab} {self.dtype} {what}{data}"
 
     def target_for(self, cache: str) -> Target | None:
@@ -208,6 +224,17 @@ _SOFTMAX_SHAPES = (
     *((4000, vocab, 1.1) for vocab in (1000, 4000, 10000, 25000, 100000)),
 )
 
+# Relative to the top-k of the same rows: k = 8 for the whole vocabulary, else 50.
+_SAMPLING_SHAPES = ((1, 128256), (8, 32000), (8, 128256), (64, 128256), (256, 128256))
+
+
+def _sampling_case(rows: int, vocab: int, dtype: str, sampling: str, data: str) -> Case:
+    k, times = (8, 1.4) if sampling == "whole" else (50, 1.5)
+    # What top-p keeps of normal logits is longer than any list: no target.
+    target = None if sampling == "top-p" and data == "normal" else Target(times, "rows")
+    return Case(rows, vocab, k, dtype, target, distribution=data, sampling=sampling)
+
+
 SUITES: dict[str, tuple[Case, ...]] = {
     "decode": _DECODE,
     "paper": _PAPER,
@@ -224,6 +251,13 @@ SUITES: dict[str, tuple[Case, ...]] = {
             for rows, vocab, times in _SOFTMAX_SHAPES
         ),
         *(Case(1, vocab, 0, "fp32", copy(1.5)) for vocab in (4194304, 67108864)),
+    ),
+    "sampling": tuple(
+        _sampling_case(*shape, dtype, sampling, data)
+        for dtype in ("fp32", "bf16")
+        for shape in _SAMPLING_SHAPES
+        for data in ("normal", "peaked")
+        for sampling in SAMPLING
     ),
     "distributions": tuple(
         Case(*shape, None if data == "normal" else Target(2.5, "normal"), distribution=data)
@@ -258,10 +292,17 @@ def select(
     dtype: Iterable[str] = (),
 ) -> list[tuple[str, Case]]:
     """The named suites' cases, with their suite; each filter, where given, lists the values that pass."""
+    rows, vocab, k, dtype = list(rows), list(vocab), list(k), list(dtype)
+    return [(name, case) for name in names for case in filtered(SUITES[name], rows, vocab, k, dtype)]
+
+
+def filtered(
+    cases: Iterable[Case],
+    rows: Iterable[int] = (),
+    vocab: Iterable[int] = (),
+    k: Iterable[int] = (),
+    dtype: Iterable[str] = (),
+) -> list[Case]:
+    """The cases that pass; each filter, where given, lists the values that do."""
     filters = [(name, set(wanted)) for name, wanted in (("rows", rows), ("vocab", vocab), ("k", k), ("dtype", dtype))]
-    return [
-        (name, case)
-        for name in names
-        for case in SUITES[name]
-        if all(not wanted or getattr(case, field) in wanted for field, wanted in filters)
-    ]
+    return [case for case in cases if all(not wanted or getattr(case, field) in wanted for field, wanted in filters)]

@@ -13,18 +13,18 @@ import torch
 from . import kernel_cache, kernel_source, tickets
 from .tickets import raw_stream
 
-# Of the driver's enumerations CUfunction_attribute and CUdevice_attribute.
+# Values of the driver's enumerations CUfunction_attribute and CUdevice_attribute.
 _SHARED_SIZE_BYTES = 1
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _MAX_SHARED_BYTES_PER_BLOCK = 97  # what a kernel may ask for
 
-# A private name of torch, which saves a microsecond; a version without it has the public one.
+# A private function of torch that saves a microsecond. Versions without it get the public one.
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def unavailable(device: torch.device | None = None) -> str | None:
-    """None if the kernels can run on that GPU, or without one on any, else the cause and the remedy in one sentence."""
-    # Where there is a CUDA tensor, torch is initialized: that is quicker to see than the device.
+    """None if the kernels can run on that GPU, else the cause and the remedy in one sentence. Without `device`: on any GPU."""
+    # is_initialized() is quicker than is_available(), and true whenever there is a CUDA tensor.
     if not (torch.cuda.is_initialized() or torch.cuda.is_available()):  # type: ignore[no-untyped-call]
         return "torch sees no CUDA device; install a CUDA build of torch on a machine with an NVIDIA GPU and its driver"
     if torch.version.hip:
@@ -82,7 +82,7 @@ def function(device: int, kernel: str) -> Any:
     """The loaded kernel, compiled on first use in this process unless an earlier one has left it on disk."""
     found = _loaded.get((device, kernel))
     if found is None:
-        # One thread compiles, and those that want the same GPU's find its result. Other GPUs do not wait.
+        # One thread compiles for a GPU at a time. The others find its result. Threads of other GPUs do not wait.
         with _loading.setdefault(device, threading.Lock()):
             found = _loaded.get((device, kernel))
             if found is None:
@@ -91,7 +91,7 @@ def function(device: int, kernel: str) -> Any:
 
 
 def affordable_shared_bytes(device: int, kernel: str, wanted: int) -> int:
-    """How much shared memory to ask for in a launch of a loaded kernel: no more than there is."""
+    """`wanted` bytes of shared memory for a launch of a loaded kernel, or as many as the GPU has."""
     return min(wanted, _most_dynamic_shared_bytes.get((device, kernel), wanted))
 
 
@@ -104,7 +104,7 @@ def call(
     shared_bytes: int = 0,
     is_cooperative: bool = False,
 ) -> None:
-    """Launches; all blocks of a cooperative launch run at the same time, so that they may wait for each other."""
+    """Launches a kernel. All blocks of a cooperative launch run at the same time, so they may wait for each other."""
     stream = _stream(raw_stream(device))
     if device == _current_device():
         kernel(grid, (threads,), arguments, shared_bytes, stream, is_cooperative)
@@ -115,7 +115,7 @@ def call(
 
 @cache
 def _stream(handle: int) -> Any:
-    """A CuPy name for torch's stream. Given to the launch itself: CuPy's own current stream is another one."""
+    """torch's stream as a CuPy object, to be passed to a launch. CuPy's own current stream is another one."""
     import cupy
 
     if not hasattr(cupy.cuda.Stream, "from_external"):  # before CuPy 14
@@ -151,12 +151,12 @@ def _load(device: int, kernel: str) -> Any:
     stored = kernel_cache.load(key)
     if stored is None:
         binary, name, _ = compile_kernel(kernel, architecture)
-        # The entry's mangled name travels in front of the binary.
+        # The entry's mangled name is stored in front of the binary.
         stored = name.encode() + b"\0" + binary
         kernel_cache.store(key, stored)
     entry, _, binary = stored.partition(b"\0")
     with torch.cuda.device(device):
-        # torch makes the device's context current; CuPy then loads into the same one.
+        # torch makes the device's context current. CuPy then loads into the same context.
         torch.cuda.current_stream()
         module = cupy.cuda.function.Module()
         module.load(binary)

@@ -31,7 +31,7 @@ _MOST_WRITING_SECONDS = 3600
 _MAGIC, _FORMAT = b"fused_topk", 1
 # Magic, format, length of what follows, SHA-256 of the key and of what follows.
 _HEADER = struct.Struct("<12sIQ32s")
-# Other files in the folder are none of ours.
+# The names of our files. Other files in the folder are left alone.
 _FINISHED = re.compile(r"[0-9a-f]{64}\.cubin")
 _UNFINISHED = re.compile(r"[0-9a-f]{64}\..*\.part")
 
@@ -97,7 +97,7 @@ def problem() -> str | None:
 
 
 def kept() -> list[Kept]:
-    """The kernels on disk, the one that was used last first."""
+    """The kernels on disk, the most recently used first."""
     folder = env.kernel_cache_dir()
     return sorted(_files(folder, _FINISHED), key=lambda file: -file.last_use) if folder else []
 
@@ -130,7 +130,7 @@ def _is_mine(found: os.stat_result) -> bool:
 
 
 def _distrust(folder: Path) -> str | None:
-    """Why others may have written what is in the folder, or it is none; None if not, or if there is nothing yet."""
+    """Why the folder cannot be trusted: others may have written to it, or it is not a folder. None if it can, or is missing."""
     try:
         found = folder.lstat()
     except FileNotFoundError:
@@ -155,7 +155,7 @@ def _make(folder: Path) -> None:
 
 
 def _write(folder: Path, key: str, compiled: bytes) -> None:
-    """Beside its final place and then renamed: another process sees the whole file or none."""
+    """Writes a temporary file beside the final place and renames it, so that another process sees the whole file or none."""
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=f"{key}.", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -167,8 +167,8 @@ def _write(folder: Path, key: str, compiled: bytes) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what killed processes left unfinished, and those kernels whose last use lies furthest back, such as other
-    versions', as far as the limits demand it."""
+    """Removes the unfinished files of killed processes. Then, until the limits are met, the kernels that were unused for longest,
+    such as those of other versions."""
     now = time.time()
     old = [file for file in _files(folder, _UNFINISHED) if now - file.last_use > _MOST_WRITING_SECONDS]
     total = 0

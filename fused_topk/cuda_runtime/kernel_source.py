@@ -36,10 +36,15 @@ SOURCES = (
 """Reading order, and the order in which they are joined. Their own #include lines are for editors and C++ compilers."""
 
 FULL_ROW_SOURCES = (*SOURCES[:5], "full_row.cuh", "waiting.cuh", "softmax_rows.cu")
-"""Likewise of the kernels in the namespace fused_topk::full_rows: a unit of their own, so that each compiles quickly."""
+"""The same for the kernels in the namespace fused_topk::full_rows. They are a unit of their own, so that each compiles quickly."""
+
+MERGING_SOURCES = (*SOURCES[:5], "problem.cuh", "result.cuh", "merge_states.cu")
+"""Likewise of the namespace fused_topk::merging."""
+SAMPLE_SOURCES = (*SOURCES[:5], "philox.h", "sample_rows.cu")
+"""Likewise of the namespace fused_topk::sampling."""
 
 LADDER_SOURCES = (*SOURCES[:3], "ladder/ladder.cu")
-"""Likewise of the namespace fused_topk::ladder."""
+"""The same for the namespace fused_topk::ladder."""
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 120)
 """Compute capabilities (times ten) that every kernel is compiled for in the tests."""
@@ -65,6 +70,10 @@ def sources_of(kernel: str) -> tuple[str, ...]:
     """The files that a kernel, named as NVRTC wants it, is compiled from."""
     if kernel.startswith("fused_topk::full_rows::"):
         return FULL_ROW_SOURCES
+    if kernel.startswith("fused_topk::merging::"):
+        return MERGING_SOURCES
+    if kernel.startswith("fused_topk::sampling::"):
+        return SAMPLE_SOURCES
     return LADDER_SOURCES if kernel.startswith("fused_topk::ladder::") else SOURCES
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Zeroed counters on the GPU, by which the blocks of a launch know who comes last."""
+"""Zeroed counters on the GPU. They tell the blocks of a launch which of them comes last."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def _public_raw_stream(device: int) -> int:
 
 
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_raw_stream)
-"""The address of torch's current stream on a device: by a private name of torch, which saves a microsecond, or a public one."""
+"""The address of torch's current stream on a device. A private function of torch saves a microsecond over the public one."""
 
 _lock = threading.Lock()
 
 
 class _TicketReserve(NamedTuple):
-    """Zeroed counters for captured graphs, and how many are taken: graphs may replay at any time, so none is reused."""
+    """Zeroed counters for captured graphs, and how many are taken. Graphs may replay at any time, so no counter is reused."""
 
     tickets: Tensor
     taken: list[int]
@@ -38,7 +38,7 @@ _outgrown_tickets: list[Tensor] = []
 def prepare(device: int) -> None:
     if device not in _reserves and not torch.cuda.is_current_stream_capturing():
         tickets = torch.zeros(_RESERVED_TICKETS, dtype=torch.int32, device=f"cuda:{device}")
-        # Once for each device: a graph may be replayed on another stream than this one.
+        # This waits, once for each device: a graph may be replayed on another stream than this one.
         torch.cuda.current_stream(device).synchronize()
         _reserves[device] = _TicketReserve(tickets, [0])
 
@@ -55,7 +55,7 @@ def zeroed(device: int, count: int) -> int:
                 first = reserve.taken[0]
                 reserve.taken[0] += count
                 return reserve.tickets.data_ptr() + 4 * first
-        # None left: zeroed by the graph itself, in its own memory, at every replay.
+        # The reserve is used up. These counters are in the graph's own memory, and the graph zeroes them at every replay.
         return torch.zeros(count, dtype=torch.int32, device=f"cuda:{device}").data_ptr()
     key = device, raw_stream(device)
     tickets = _stream_tickets.get(key)
@@ -64,7 +64,7 @@ def zeroed(device: int, count: int) -> int:
             tickets = _stream_tickets.get(key)
             if tickets is None or tickets.numel() < count:
                 if tickets is not None:
-                    # Another thread may be about to launch with them.
+                    # They are kept: another thread may be about to launch with them.
                     _outgrown_tickets.append(tickets)
                 tickets = torch.zeros(max(count, 4096), dtype=torch.int32, device=f"cuda:{device}")
                 _stream_tickets[key] = tickets

@@ -2,16 +2,26 @@
 """The public functions. They check their arguments and call :mod:`fused_topk.operators`."""
 
 from .full_rows import log_softmax, logsumexp, softmax
+from .linear import linear_log_softmax_topk, linear_softmax_topk, linear_topk
+from .merging import merge_states, merge_topk, topk_state
 from .row_topk import beam_topk, log_softmax_topk, softmax_topk, topk
+from .sampling import sample
 from .warming import warm_up
 
 __all__ = [
     "beam_topk",
+    "linear_log_softmax_topk",
+    "linear_softmax_topk",
+    "linear_topk",
     "log_softmax",
     "log_softmax_topk",
     "logsumexp",
+    "merge_states",
+    "merge_topk",
+    "sample",
     "softmax",
     "softmax_topk",
     "topk",
+    "topk_state",
     "warm_up",
 ]

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from .. import backends
 from ..operators import transforms
-from ..problem import TopK
+from ..problem import TopK, TopKState, result_dtype
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NORMALIZE = ("allowed", "all", "topk")
@@ -35,7 +35,7 @@ def check_tensor(name: str, value: Any) -> None:
         )
     # A plain tensor skips the DTensor check: torch.compile must not trace a look-up in sys.modules, which changes when
     # another thread imports something.
-    if type(value) is not Tensor and _is_distributed(value):
+    if type(value) is not Tensor and is_distributed(value):
         raise TypeError(
             f"`{name}` must not be a DTensor, got one placed {value.placements}; pass .full_tensor(), or .to_local() where "
             "whole rows are local"
@@ -46,7 +46,7 @@ def check_tensor(name: str, value: Any) -> None:
         raise TypeError(f"`{name}` must be a dense tensor, got layout {value.layout}; convert it with .to_dense()")
 
 
-def _is_distributed(value: Any) -> bool:
+def is_distributed(value: Any) -> bool:
     """Whether `value` is a DTensor. There are none before something imports torch.distributed.tensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
@@ -96,12 +96,14 @@ def check_vocabulary(vocab_size: int) -> None:
         )
 
 
-def check_k(k: Any, most: int, what: str = "the vocabulary size") -> None:
+def check_k(k: Any, most: int, what: str = "the vocabulary size", name: str = "k") -> None:
     # torch.compile may pass a symbolic k. NumPy's integers are no subclass of int.
     if isinstance(k, (bool, Tensor)) or not isinstance(k, (int, torch.SymInt, np.integer)):
-        raise TypeError(f"`k` must be an int, got {type(k).__name__}; use int(k)")
+        raise TypeError(f"`{name}` must be an int, got {type(k).__name__}; use int({name})")
     if not 1 <= k <= most:
-        raise ValueError(f"`k` must satisfy 1 <= k <= {most} ({what}), got k={k}; pass min(k, {most})")
+        raise ValueError(
+            f"`{name}` must satisfy 1 <= {name} <= {most} ({what}), got {name}={k}; pass min({name}, {most})"
+        )
 
 
 def check_temperature(
@@ -151,6 +153,53 @@ def check_row_temperature(temperature: Tensor) -> None:
     ok = (temperature >= _LEAST_TEMPERATURE) & (temperature <= _GREATEST_TEMPERATURE)
     worst = temperature[~ok].reshape(-1)[0].item()
     raise ValueError(f"`temperature` must be positive and finite in every row, got {worst}; clamp it")
+
+
+def check_row_numbers(
+    name: str,
+    value: Any,
+    logits: Tensor,
+    dtype: torch.dtype,
+    limits: tuple[float, float],
+    or_zero: bool = False,
+) -> tuple[Any, Tensor | None]:
+    """A parameter of sampling: (the number of all rows, None), or (0, that of each row, contiguous, flat and of `dtype`).
+
+    Args:
+        limits: the least and the greatest value.
+        or_zero: whether 0 is allowed besides.
+    """
+    least, greatest = limits
+    kinds: tuple[Any, ...] = (int, float, np.number) if dtype.is_floating_point else (int, np.integer)
+    if isinstance(value, bool) or not isinstance(value, (*kinds, Tensor)):
+        a_number = "a number" if dtype.is_floating_point else "an int"
+        raise TypeError(f"`{name}` must be {a_number} or a tensor, got {type(value).__name__}; convert it")
+    rule = f"satisfy {least:.3g} <= {name} <= {greatest:.3g}{' or be 0' if or_zero else ''}"
+    if not isinstance(value, Tensor):
+        given: Any = value
+        number = float(given) if dtype.is_floating_point else int(given)
+        if not (least <= number <= greatest or (or_zero and number == 0)):
+            raise ValueError(f"`{name}` must {rule}, got {value}; clamp it")
+        return number, None
+    check_tensor(name, value)
+    if value.is_floating_point() != dtype.is_floating_point or value.dtype == torch.bool or value.is_complex():
+        kind = "a floating-point" if dtype.is_floating_point else "an integer"
+        raise TypeError(f"`{name}` must be {kind} tensor, got {value.dtype}; use .to({dtype})")
+    check_same_device(name, value, logits)
+    rows = logits.shape[:-1]
+    if value.dim() > len(rows) or not _broadcasts(value.shape, rows):
+        raise ValueError(
+            f"`{name}` must be one number a row, broadcastable to {tuple(rows)}, got shape {tuple(value.shape)}; "
+            "drop its vocabulary dimension if it has one"
+        )
+    numbers = value.detach().to(dtype)
+    if type(value) is Tensor and value.device.type == "cpu" and value.numel() and not torch.compiler.is_compiling():
+        ok = (numbers >= least) & (numbers <= greatest)
+        if or_zero:
+            ok |= numbers == 0
+        if not bool(ok.all()):
+            raise ValueError(f"`{name}` must {rule} in every row, got {numbers[~ok][0].item()}; clamp it")
+    return 0, numbers.expand(rows).reshape(-1).contiguous()
 
 
 def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:
@@ -222,6 +271,119 @@ def check_beam_scores(beam_scores: Any, logits: Tensor) -> None:
         )
 
 
+def check_start(start: Any) -> None:
+    if isinstance(start, (bool, Tensor)) or not isinstance(start, (int, torch.SymInt, np.integer)):
+        raise TypeError(f"`start` must be an int, got {type(start).__name__}; use int(start)")
+    if not 0 <= start <= 2**62:
+        raise ValueError(f"`start` must be the token at which the part begins, 0 to 2^62, got {start}; pass 0 or more")
+
+
+def check_part(name: str, part: Any, first: TopKState) -> None:
+    """Checks a state by itself, and that it fits to the first one of the parts."""
+    if not isinstance(part, tuple) or len(part) != 4:
+        raise TypeError(f"`{name}` must be a TopKState, got {type(part).__name__}; make it with topk_state()")
+    logits, indices, *normalizer = part
+    check_logits(logits)
+    for field, tensor in zip(TopKState._fields[1:], part[1:], strict=True):
+        check_tensor(f"{name}.{field}", tensor)
+        check_same_device(f"{name}.{field}", tensor, first[0])
+    check_same_device(f"{name}.logits", logits, first[0])
+    if logits.dtype is not first[0].dtype:
+        raise TypeError(
+            f"`{name}.logits` must have the dtype {first[0].dtype} of the first part, got {logits.dtype}; convert the "
+            "logits before topk_state()"
+        )
+    if logits.shape[:-1] != first[0].shape[:-1]:
+        raise ValueError(
+            f"`{name}.logits` must have the leading shape {tuple(first[0].shape[:-1])} of the first part, got "
+            f"{tuple(logits.shape[:-1])}; the parts must be of the same rows"
+        )
+    if indices.dtype is not torch.int64 or indices.shape != logits.shape:
+        raise ValueError(
+            f"`{name}.indices` must be int64 of shape {tuple(logits.shape)}, got {indices.dtype} of shape "
+            f"{tuple(indices.shape)}; take them as topk_state() returns them"
+        )
+    if logits.shape[-1] == 0:
+        raise ValueError(f"`{name}.logits` must have at least one candidate a row, got none; leave an empty part out")
+    dtype = result_dtype(logits.dtype)
+    for field, tensor in zip(("m", "d"), normalizer, strict=True):
+        if tensor.dtype is not dtype or tensor.shape != logits.shape[:-1]:
+            raise ValueError(
+                f"`{name}.{field}` must be {dtype} of shape {tuple(logits.shape[:-1])}, got {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)}; take it as topk_state() returns it"
+            )
+
+
+def check_hidden(hidden: Any) -> None:
+    check_tensor("hidden", hidden)
+    if hidden.dtype not in _DTYPES:
+        raise TypeError(
+            f"`hidden` must be float32, float16, bfloat16 or float64, got {hidden.dtype}; convert it with .float()"
+        )
+    if hidden.dim() == 0 or hidden.shape[-1] == 0:
+        raise ValueError(
+            f"`hidden` must have the shape (..., H) with H >= 1, got {tuple(hidden.shape)}; the last dimension is the "
+            "model's"
+        )
+    _check_no_tangent("hidden", hidden)
+
+
+def check_head(weight: Any, bias: Any, hidden: Tensor) -> None:
+    """Checks the weight and the bias of an LM head."""
+    check_tensor("weight", weight)
+    size = hidden.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != size:
+        raise ValueError(
+            f"`weight` must have the shape (V, {size}), got {tuple(weight.shape)}; it is that of torch.nn.Linear, one row a "
+            "token"
+        )
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        check_tensor(name, tensor)
+        if tensor.dtype is not hidden.dtype:
+            raise TypeError(
+                f"`{name}` must have the dtype {hidden.dtype} of `hidden`, got {tensor.dtype}; convert one of them"
+            )
+        check_same_device(name, tensor, hidden)
+        _check_no_tangent(name, tensor)
+    if weight.shape[0] == 0:
+        raise ValueError("`weight` must have at least one token, got a dimension of size 0; skip an empty head")
+    check_vocabulary(weight.shape[0])
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"`bias` must have the shape {tuple(weight.shape[:1])} of the vocabulary, got {tuple(bias.shape)}; it is that of "
+            "torch.nn.Linear"
+        )
+
+
+def check_targets(targets: Any, logits: Tensor, may_be_several: bool = False) -> None:
+    """`may_be_several`: whether a row may have several targets, in a last dimension of their own."""
+    check_tensor("targets", targets)
+    if targets.dtype != torch.int64:
+        raise TypeError(f"`targets` must be int64, got {targets.dtype}; use .long()")
+    is_several = may_be_several and targets.dim() == logits.dim()
+    if is_several and targets.shape[-1] == 0:
+        raise ValueError("`targets` must have at least one token a row, got none; leave targets=None")
+    if (targets.shape[:-1] if is_several else targets.shape) != logits.shape[:-1]:
+        raise ValueError(
+            f"`targets` must have the shape {tuple(logits.shape[:-1])} of the positions, got {tuple(targets.shape)}; "
+            "for a causal model drop the last position and the first target"
+        )
+    check_same_device("targets", targets, logits)
+    if type(targets) is not Tensor or targets.device.type != "cpu" or torch.compiler.is_compiling():
+        # Reading the values of a CUDA tensor would wait for the device.
+        return
+    if transforms.is_active() or not targets.numel():
+        return
+    greatest = int(targets.max())
+    if greatest >= logits.shape[-1]:
+        raise ValueError(
+            f"`targets` must be below the vocabulary size {logits.shape[-1]}, got {greatest}; negative ones mark positions "
+            "without a target"
+        )
+
+
 def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], inputs: Sequence[Tensor | None]) -> None:
     """Checks that the tensors of `out` have the `expected` shapes and dtypes and overlap no other tensor of the call.
 
@@ -277,6 +439,8 @@ def is_plain_out(
 ) -> bool:
     """A quick sufficient test: True if every tensor has the expected dtype, is contiguous and overlaps no other.
 
+    Indices may also be int32.
+
     check_out() accepts such tensors. Where this returns False, check_out() decides. It takes three times as long, which
     counts for a call at every step of an inference engine.
     """
@@ -285,7 +449,8 @@ def is_plain_out(
     device = logits.device
     ranges = [_bytes(tensor) for tensor in inputs if tensor is not None]
     for tensor, (shape, dtype) in zip(out, expected):
-        if tensor.dtype is not dtype or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():
+        is_of_dtype = tensor.dtype is dtype or (dtype is torch.int64 and tensor.dtype is torch.int32)
+        if not is_of_dtype or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():
             return False
         ranges.append(_bytes(tensor))
     # Sorted by start, each range must end before the next begins.

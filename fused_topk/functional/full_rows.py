@@ -15,7 +15,7 @@ from ..operators import full_rows, transforms
 from ..operators.dispatch import need_dispatcher
 from ..plans import FullRowPlan, Like
 from ..problem import result_dtype
-from .arguments import check_backend, check_dim, check_logits, check_temperature, check_vocabulary
+from .arguments import check_backend, check_dim, check_logits, check_temperature, check_vocabulary, is_distributed
 
 # The operator is looked up once, not at every call.
 _full_rows = torch.ops.fused_topk.full_rows.default
@@ -122,6 +122,8 @@ def logsumexp(
     """
     if _is_plain(logits, dim, temperature, backend):
         return _plan("logsumexp", logits.dtype, logits.device, logits.shape, logits.stride(), backend).run(logits)
+    if type(logits) is not Tensor and is_distributed(logits):
+        return _of_dtensor("logsumexp", logits, dim, temperature, None, backend)
     rows, number, row_temperature = _checked(logits, dim, temperature, backend)
     return _run(rows, number, row_temperature, "logsumexp", result_dtype(logits.dtype), backend)
 
@@ -136,9 +138,25 @@ def _values(
 ) -> Tensor:
     if _is_plain(logits, dim, temperature, backend) and (dtype is None or type(dtype) is torch.dtype):
         return _plan(values, logits.dtype, logits.device, logits.shape, logits.stride(), backend, dtype).run(logits)
+    if type(logits) is not Tensor and is_distributed(logits):
+        return _of_dtensor(values, logits, dim, temperature, dtype, backend)
     rows, number, row_temperature = _checked(logits, dim, temperature, backend)
-    result = _run(rows, number, row_temperature, values, _checked_dtype(dtype, logits), backend)
+    result = _run(rows, number, row_temperature, values, checked_dtype(dtype, logits), backend)
     return result if rows is logits else result.movedim(-1, dim)
+
+
+def _of_dtensor(
+    values: str,
+    logits: Tensor,
+    dim: int,
+    temperature: float | Tensor | None,
+    dtype: torch.dtype | None,
+    backend: str | None,
+) -> Tensor:
+    # Imported here: plain tensors need no torch.distributed.
+    from ..distributed import dtensors
+
+    return dtensors.full_rows(values, logits, dim, temperature, dtype, backend)
 
 
 def _is_plain(logits: Tensor, dim: int, temperature: float | Tensor | None, backend: str | None) -> bool:
@@ -166,11 +184,11 @@ def _plan(
     """Checks these arguments and plans the call, once for all calls with the same arguments."""
     rows = Like(dtype, shape, strides)
     logits, number, _ = _checked(rows.meta(), -1, None, backend)
-    out_dtype = result_dtype(dtype) if values == "logsumexp" else _checked_dtype(dtype_of_result, logits)
+    out_dtype = result_dtype(dtype) if values == "logsumexp" else checked_dtype(dtype_of_result, logits)
     return plans.full_row_plan(device, rows, number, None, values, out_dtype, backend)
 
 
-def _checked_dtype(dtype: torch.dtype | None, logits: Tensor) -> torch.dtype:
+def checked_dtype(dtype: torch.dtype | None, logits: Tensor) -> torch.dtype:
     """The dtype of the result."""
     if dtype is None:
         return logits.dtype

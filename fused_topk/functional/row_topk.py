@@ -27,6 +27,7 @@ from .arguments import (
     check_row_temperature,
     check_temperature,
     check_vocabulary,
+    is_distributed,
     is_plain_out,
 )
 
@@ -203,6 +204,10 @@ def beam_topk(
         beam in the order of its logits. So a beam contributes its best tokens even if its score is so low that all of its
         sums round to the same number. The rest of the contract is that of :func:`softmax_topk`.
     """
+    if type(logits) is not Tensor and is_distributed(logits):
+        from ..distributed import dtensors
+
+        return dtensors.beams(logits, beam_scores, k, temperature, mask, normalize, backend)
     check_logits(logits)
     check_beam_scores(beam_scores, logits)
     check_vocabulary(logits.shape[-1])
@@ -300,10 +305,11 @@ def _planned(
     # tuple.__new__ avoids the named tuple's own __new__, which is written in Python.
     written = out if type(out) is TopK else tuple.__new__(TopK, out)
     inputs = (logits, mask, row_temperature)
-    if is_plain_out(written, plan.result, inputs):
+    if not is_plain_out(written, plan.result, inputs):
+        check_out(written, plan.result, inputs)
+    elif written.indices.dtype is torch.int64:
         plan.start(logits, written, None, mask, row_temperature)
         return written
-    check_out(written, plan.result, inputs)
     plan.run_into(written, logits, mask, row_temperature)
     return written
 
@@ -343,6 +349,11 @@ def _row(
             planned = _planned(values, logits, k, temperature, mask, normalize, backend, out)
             if planned is not None:
                 return planned
+    if type(logits) is not Tensor and is_distributed(logits):
+        # Imported here: plain tensors need no torch.distributed.
+        from ..distributed import dtensors
+
+        return dtensors.row(values, logits, k, dim, temperature, mask, normalize, backend, out)
     check_logits(logits)
     dims = logits.dim()
     dim = check_dim(dim, dims)

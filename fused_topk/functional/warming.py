@@ -12,6 +12,7 @@ import torch
 from .. import backends
 from ..backends import cuda
 from ..cuda_runtime import driver
+from ..layout import merge_launch, sample_launch
 from ..problem import Problem
 from .arguments import check_choice, check_k, check_normalize, check_vocabulary
 
@@ -20,8 +21,10 @@ _TOPK_VALUES = {
     "log_softmax_topk": "log_softmax",
     "topk": "logits",
     "beam_topk": "log_softmax",
+    "topk_state": "state",
 }
-_FUNCTIONS = (*_TOPK_VALUES, "softmax", "log_softmax", "logsumexp")
+_MERGES = ("merge_states", "merge_topk")
+_FUNCTIONS = (*_TOPK_VALUES, *_MERGES, "softmax", "log_softmax", "logsumexp", "sample")
 
 
 def warm_up(
@@ -43,8 +46,10 @@ def warm_up(
     Args:
         shapes: one or several shapes of logits, as the functions take them, such as (rows, V). The kernels serve logits
             of these shapes that are contiguous or whose rows begin at multiples of 16 bytes.
-        k: one or several k; not needed for full rows.
-        functions: the names of one or several of the package's functions.
+        k: one or several k; not needed for full rows. For sample() the `top_k` of the calls that have one number for it;
+            calls with a tensor, or without top-k, are served in any case.
+        functions: the names of one or several of the package's functions. Those of fused_topk.distributed need "topk_state"
+            of a process's columns, and "merge_topk".
         dtypes: one or several dtypes of the logits.
         masked: whether to prepare calls with a mask too.
         normalize: the `normalize` of the calls with a mask.
@@ -90,6 +95,15 @@ def _kernels(
 ) -> Iterator[str]:
     """The kernels that calls of one function need, for logits of one shape and dtype."""
     rows = torch.Size(shape[:-1]).numel()
+    if name in _MERGES:
+        # One kernel for few candidates and one for many, whatever the shape.
+        if backends.pick(gpu, dtype, 1, None) is cuda:
+            yield from (merge_launch.kernel_name(dtype, warps) for warps in merge_launch.MERGE_WARPS)
+        return
+    if name == "sample":
+        if rows and backends.pick(gpu, dtype, 1, None) is cuda:
+            yield from _sampling_kernels(rows, shape[-1], dtype, ks, masked, gpu)
+        return
     if name not in _TOPK_VALUES:
         if rows and backends.pick(gpu, dtype, 1, None) is cuda:
             yield cuda.full_row_kernel(shape[-1], dtype, gpu.index)
@@ -103,10 +117,25 @@ def _kernels(
     masks = [None, torch.empty(shape, dtype=torch.bool, device="meta")] if masked else [None]
     scores = torch.empty(shape[:-1], device="meta") if has_beams else None
     for k, mask in product(ks, masks):
+        # A state keeps what there is.
+        k = min(k, shape[-1]) if name == "topk_state" else k
         check_k(k, shape[-1] * (shape[1] if has_beams else 1))
         if rows and backends.pick(gpu, dtype, k, None) is cuda:
             problem = Problem(logits, k, 1.0, None, mask, _TOPK_VALUES[name], normalize)
             yield cuda.topk_kernel(problem, gpu.index, scores)
+
+
+def _sampling_kernels(
+    rows: int, vocab_size: int, dtype: torch.dtype, top_ks: list[int], masked: bool, gpu: torch.device
+) -> Iterator[str]:
+    """The kernel that draws, and those of the lists that it draws from."""
+    yield sample_launch.kernel_name(dtype)
+    logits = torch.empty((rows, vocab_size), dtype=dtype, device="meta")
+    masks = [None, torch.empty((rows, vocab_size), dtype=torch.bool, device="meta")] if masked else [None]
+    for (top_k, has_filter), mask in product([(0, False), (0, True), *((k, True) for k in top_ks)], masks):
+        length = sample_launch.list_length(vocab_size, top_k, has_filter)
+        problem = Problem(logits, length, 1.0, None, mask, "log_softmax", "allowed")
+        yield cuda.topk_kernel(problem, gpu.index)
 
 
 def _shapes(shapes: Any) -> list[tuple[int, ...]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face decoding that reads the vocabulary once. The only part of the package that knows transformers.
+"""Hugging Face decoding that reads the vocabulary once. The only part of the package that knows transformers::
 
     with fused_decoding(model):                       # or enable(model) ... disable(model)
         model.generate(...)                           # unchanged: beam search and greedy; sampling=True adds sampling
@@ -9,20 +9,20 @@
     stats()                                           # what was fused, what was not, and why
     next_token_topk, topk_logprobs                    # compact results without generate()
 
-How stock loops are served without a copy of any
-------------------------------------------------
+How stock loops are served without a copy of any:
+
 transformers' own loops run (`_sample`, `_beam_search`, and models' overrides of them); only what they compute on is other:
 
 1. Outside generate() nothing changes. Inside, a forward hook marks the logits that the model returns to the loop
-   (:class:`model_logits.ModelLogits`: real logits, usable for everything). Where the loop takes the last ones in float32, it
-   gets :class:`scores.LazyScores`: a value that has not been computed. Only functions of transformers that run the loop do:
+   (`model_logits.ModelLogits`: real logits, usable for everything). Where the loop takes the last ones in float32, it
+   gets `scores.LazyScores`: a value that has not been computed. Only functions of transformers that run the loop do:
    processors, criteria, streamers and hooks, which may ask the model too, get plain tensors.
 2. A lazy value recognises what the loops do with it: log_softmax, the processors, adding the beams' scores, reshaping,
    and last topk, argmax or softmax + multinomial. Until then nothing is computed; the last one runs `beam_topk` or
-   `topk` on the model's own logits (:mod:`selection`).
+   `topk` on the model's own logits (`selection`).
 3. Any other operation, known or not, gets the values that the stock operations compute, and the step goes on with
    stock operations. So a change in transformers can cost speed, never a result.
-4. Processors that touch few tokens become edits (:mod:`edits`): those tokens are left out of the one scan by a mask, a
+4. Processors that touch few tokens become edits (`edits`): those tokens are left out of the one scan by a mask, a
    bit for a token, and merged in with their new values. Which processors: those of exactly a known class with exactly
    the known attributes. One that is anything else makes the step run the stock ones.
 
@@ -30,10 +30,10 @@ Beside public API (forward hooks, generate, get_compiled_call) two private names
 learn the processors and the configuration of a call, without which generate() stays stock, with one warning; and torch's
 `_compiled_call_impl`, without which the steps of a model after model.compile() are stock, and counted.
 
-With whole_step=True calls of the kinds that :mod:`whole_step` serves run in loops of its own.
+With whole_step=True calls of the kinds that `whole_step` serves run in loops of its own.
 
-A model carries hooks (:mod:`hooks`) while it is enabled, in a block or in a call. They hold nothing of a call: what is
-asked for is kept by block, in a context variable, and what happens in a call is its :class:`session.Session`.
+A model carries hooks (`hooks`) while it is enabled, in a block or in a call. They hold nothing of a call: what is
+asked for is kept by block, in a context variable, and what happens in a call is its `session.Session`.
 """
 
 from . import biases as biases  # these add to the table of edits
@@ -43,7 +43,7 @@ from . import timestamps as timestamps
 from .custom_generate import generate
 from .decoding import disable, enable, fused_decoding
 from .hooks import FusedDecoding
-from .logprobs import TokenLogprobs, next_token_topk, topk_logprobs
+from .logprobs import TokenLogprobs, next_token_topk, text_topk_logprobs, topk_logprobs
 from .statistics import Stats, stats
 from .warpers import FusedTopKLogitsProcessor
 
@@ -58,5 +58,6 @@ __all__ = [
     "generate",
     "next_token_topk",
     "stats",
+    "text_topk_logprobs",
     "topk_logprobs",
 ]

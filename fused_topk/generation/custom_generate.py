@@ -32,7 +32,8 @@ def generate(
     """For `model.generate(..., custom_generate=fused_topk.generation.generate)`: this one call takes the fused path.
 
     Not to be called directly. Own arguments of generate(): `sampling`, `topk_per_step` and `whole_step`, as in
-    :func:`fused_decoding`; with topk_per_step and return_dict_in_generate=True the result has `topk`, the list of :attr:`FusedDecoding.topk`.
+    :func:`fused_decoding`. With topk_per_step and return_dict_in_generate=True the result has `topk`, the list that
+    :class:`FusedDecoding` has.
 
     transformers does not hand `streamer` and `synced_gpus` to custom_generate; they are taken from the call all the
     same. It refuses `stop_strings` before it gets here, and ignores custom_generate with cache_implementation="paged":

@@ -48,10 +48,13 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str =
         sampling: also fuse do_sample=True with top-k, top-p or min-p, and beam sampling. The distribution is that of
             the stock path; the random numbers are used otherwise, so that a seed gives other draws.
         whole_step: read the prompt once for all beams of a sequence, and never copy the cache (:mod:`whole_step`). For greedy
-            decoding and beam search of decoder-only models; other calls take the fused path, and :func:`stats` says why in
-            `not_whole`. The first call of a model tries it on a few tokens. Results have no past_key_values.
-            "compiled" makes each token one call of torch.compile's code, without processors and output_scores. The first
-            call of a shape (batch, beams, lengths rounded up) compiles, which takes tens of seconds and is logged.
+            decoding and beam search, also of encoder-decoders, and with sampling=True for sampling; other calls take the
+            fused path, and :func:`stats` says why in `not_whole`. The first call of a model tries it on a few tokens.
+            Results have no past_key_values. On a GPU each token is one replay of a CUDA graph, captured in the first call
+            of a shape (batch, beams, lengths rounded up). "compiled" has torch.compile make the steps, too, which takes
+            tens of seconds in that call: on a CPU each token is one call of its code, on a GPU that is captured. The time
+            is logged. Where processors, sampling or scores that are returned take a choice of their own, it is the forward
+            pass that is compiled and captured.
 
     Raises:
         TypeError: an argument of the wrong kind.

@@ -10,11 +10,13 @@ version with a further option is left to the stock operations. Semantics are tho
 from __future__ import annotations
 
 import functools
+import marshal
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
@@ -25,7 +27,7 @@ from .warpers import NORMALIZE, Filter, filters_of
 
 
 class Ban:
-    """Tokens get -inf. `scanned` holds all others."""
+    """Some tokens get the score -inf. `scanned` holds all others."""
 
     ids = None
     replaces_row = False
@@ -38,7 +40,7 @@ class Ban:
 
 
 class Force:
-    """Every score becomes -inf but for the tokens `ids` [1, n], which get 0."""
+    """The tokens `ids` [1, n] get the score 0, all others -inf."""
 
     scanned = None
     replaces_row = True
@@ -58,26 +60,27 @@ class Step(NamedTuple):
     rows: Rows  # the model's logits
     edits: Sequence[Edit]  # of the processors before
     are_log_probs: bool
-    # By id(), what stock operations are to run in this step in place of a processor that has called a user's function.
+    # Some processors call a user's function, which must be called once. By the processor's id(): what the stock operations of
+    # this step run in its place.
     answered: dict[int, Any]
-    # To be told of a processor that an adapter itself has called, which may have changed its attributes.
+    # To be called with a processor that an adapter has called: the processor may have changed its attributes.
     on_call: Callable[[Any], None]
 
 
 class NotSparse(Exception):
-    """A processor turned out to do more in this step than an edit can say; the stock operations must run."""
+    """In this step a processor does more than an edit can tell. The stock operations must run."""
 
 
-# Gives a processor's edit in a step, or None where it changes nothing.
+# Returns a processor's edit in a step; None if it changes nothing.
 Adapter = Callable[[Step], "Edit | None"]
 
 
 class Plan:
     """How the processors of one generate() call are carried out.
 
-    reason: why they cannot be fused, None where they can.
+    reason: why they cannot be fused; None if they can.
     filters: what the warpers at the end do to the best tokens of each row.
-    reason_of_beams: why they cannot be fused in beam search.
+    reason_of_beams: why they cannot be fused in beam search; None if they can.
     """
 
     def __init__(self, processors: Iterable[Any], is_sampling: bool) -> None:
@@ -113,7 +116,7 @@ class Plan:
     def edits(
         self, input_ids: Tensor, rows: Rows, are_log_probs: bool, answered: dict[int, Any] | None = None
     ) -> list[Edit]:
-        """What the processors but for the final warpers do in a step.
+        """What the processors do in a step, without the warpers at the end.
 
         Args:
             answered: gets :attr:`Step.answered`.
@@ -147,7 +150,8 @@ class _State:
         self._names = list(vars(processor))
         self._values = list(vars(processor).values())
         # Those that can be changed in place, and what would show it.
-        self._versions = [(value, _version(value)) for value in self._values if isinstance(value, (Tensor, list, dict))]
+        found = [(value, _contents(value)) for value in self._values]
+        self._contents = [(value, contents) for value, contents in found if contents is not None]
 
     def is_of(self, processor: Any) -> bool:
         kind, attributes = type(processor), vars(processor)
@@ -156,32 +160,44 @@ class _State:
             and kind.__call__ is self._call
             and list(attributes) == self._names
             and all(map(operator.is_, attributes.values(), self._values))
-            and all(_version(value) == version for value, version in self._versions)
+            and all(_contents(value) == contents for value, contents in self._contents)
         )
 
 
-def _version(value: Any) -> int | None:
+def _contents(value: Any) -> Any:
+    """What differs after a value has been changed in place; None for what cannot be, or is not looked into."""
     if isinstance(value, Tensor):
-        return None if value.is_inference() else value._version
-    return len(value)
+        if not value.is_inference():
+            return value._version
+        return value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.device.type == "cpu" else None
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if not isinstance(value, (list, tuple, dict, set)):
+        return None
+    try:
+        # Of Python's own numbers, at the speed of C. This format is the last one without references, so that equal ones are.
+        return marshal.dumps(value, 2)
+    except ValueError:
+        parts = [*value, *value.values()] if isinstance(value, dict) else list(value)
+        return [(id(part), _contents(part)) for part in parts]
 
 
 def is_as_published(kind: type) -> bool:
-    """Whether calls of a class run the code of the module that it is from: somebody may have put other code there."""
+    """Whether the class runs the code of the module that defines it, and nobody has patched its __call__."""
     code = getattr(kind.__call__, "__code__", None)
     return code is not None and code.co_filename == getattr(sys.modules.get(kind.__module__), "__file__", None)
 
 
 def _adapter_of(processor: Any) -> Adapter | None:
     make, known = ADAPTERS.get(type(processor), (None, frozenset()))
-    # Optional attributes of single versions are in the table; the others must be there, and no more.
+    # The table has all attributes, also those of single versions. A processor with any other attribute is unknown.
     if make is None or not vars(processor).keys() <= known or not is_as_published(type(processor)):
         return None
     return make(processor)
 
 
 def _tokens(value: Any) -> list[int] | None:
-    """The tokens that an attribute names; None for what is no whole number or a list of them."""
+    """The tokens that an attribute names. None if it is neither an integer nor a list of integers."""
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):

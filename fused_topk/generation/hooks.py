@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is put on a model so that its generate() calls can be fused, and taken away without a trace.
+"""The methods and the forward hook that a model carries while its generate() calls can be fused.
 
-The methods that are put on a model do what the model's own ones do, except within a call that is to be fused. So it does
-not matter how often they are wrapped, nor whether somebody keeps them. They are on a model as long as it is enabled, a
-with block is open or a call runs, whoever began: what a call does is its session's, never the model's.
+Such a method does what the model's own method does, except within a call that is to be fused. So it may be wrapped again, or
+kept by somebody, without harm. A model carries the methods while it is enabled, a with block is open, or a call runs. Then
+they are removed without a trace. The state of a call is in its session, never in the model.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import threading
@@ -27,24 +28,25 @@ from .model_logits import is_of_a_loop
 from .session import Options, Session, running, session_of
 from .statistics import count_fallback, count_not_whole
 
-# The one private name of transformers: gives the processors of a loop, and is given its configuration.
+# The one private name of transformers: a method that takes a loop's configuration and returns its processors.
 LOOKUP = "_get_logits_processor"
-# What torch calls a module's forward hooks; where that changes, hooks that are added later see marked logits.
+# torch's private name of a module's forward hooks. If it changes, hooks that are added later get marked logits.
 _HOOKS = "_forward_hooks"
 _ATTRIBUTE = "_fused_topk_hooks"
 
-# Of all models. Reentrant: the garbage collector may close a block at any line.
+# One lock for all models. It is reentrant: the garbage collector may close a block at any line.
 _lock = threading.RLock()
 
 
 class FusedDecoding:
-    """What :func:`fused_decoding` gives.
+    """The record of a with block: :func:`fused_decoding` yields it.
 
-    topk: with topk_per_step=k, the steps of the last generate() call, each a TopK without any tensor of the vocabulary's
-        size. values: float32 [rows, k], log-probabilities of the model's own distribution, before processors and
-        warpers. indices: int64 [rows, k], their tokens, most probable first. logsumexp: float32 [rows], of the logits.
-        Rows are those of the model's input in that step: sequences, or with beams sequence * beams + beam, as in
-        `beam_indices`. Empty where a mode is not served.
+    Attributes:
+        topk: with topk_per_step=k, the steps of the last generate() call, each a TopK without any tensor of the vocabulary's
+            size. values: float32 [rows, k], log-probabilities of the model's own distribution, before processors and
+            warpers. indices: int64 [rows, k], their tokens, most probable first. logsumexp: float32 [rows], of the logits.
+            Rows are those of the model's input in that step: sequences, or with beams sequence * beams + beam, as in
+            `beam_indices`. Empty where a mode is not served.
     """
 
     def __init__(self) -> None:
@@ -59,12 +61,12 @@ class Request:
         self.given = FusedDecoding()
 
 
-# The blocks that this thread or task is in; some may have been closed elsewhere.
+# The blocks that this thread or task has entered. Another thread or task may have closed some of them.
 _entered: ContextVar[tuple[Request, ...]] = ContextVar("fused_topk_blocks", default=())
 
 
 class Hooks:
-    """Those of one module that can generate."""
+    """The methods and the forward hook on one module that can generate."""
 
     def __init__(self, module: Any) -> None:
         self.enabled: Request | None = None
@@ -75,7 +77,7 @@ class Hooks:
         self.put()
 
     def put(self) -> None:
-        """Puts the methods in front of the module's own ones and of those that somebody has put there since."""
+        """Puts the methods in front of the module's own methods, and of any that somebody has put there since."""
         for name in _RUN:
             self._put(name)
 
@@ -88,7 +90,7 @@ class Hooks:
         self.num_calls += 1
         # model.compile() may have been called since.
         self._put(_COMPILED)
-        # So may register_forward_hook: other hooks get the logits unmarked. Or somebody has removed all of them.
+        # The hook must be the last one, so that other hooks get unmarked logits. Somebody may also have removed it.
         hooks = getattr(self._module, _HOOKS, None)
         if hooks is not None and self._handle.id not in hooks:
             self._handle = self._module.register_forward_hook(_after_forward)
@@ -116,7 +118,7 @@ class Hooks:
     @staticmethod
     def _leave(state: dict[str, Any]) -> None:
         for name in _RUN:
-            # What somebody has put in front of it stays, and with it the method, which from now on does nothing.
+            # If somebody has wrapped the method, the wrapper and the method stay. The method then only calls the original.
             while type(method := state.get(name)) is _Method:
                 if method.replaced is None:
                     del state[name]
@@ -126,20 +128,20 @@ class Hooks:
 
 
 class _Method:
-    """In front of a method of one module."""
+    """Stands in front of a method of one module."""
 
     def __init__(self, module: Any, name: str) -> None:
-        # For the signature and the docstring.
+        # It has the signature and the docstring of the original.
         functools.update_wrapper(self, getattr(module, name))
         self._module = module
         self._name = name
-        # That of the instance, which somebody has put there before.
+        # The method that somebody has set on the instance before, if any.
         self.replaced: Callable[..., Any] | None = module.__dict__.get(name)
 
     def _original(self) -> Callable[..., Any]:
         if self.replaced is not None:
             return self.replaced
-        # Looked up at each call, as Python does: a class may be patched, too.
+        # The class's method is looked up at each call, as Python does: somebody may patch the class later.
         found: Callable[..., Any] = getattr(type(self._module), self._name)
         return MethodType(found, self._module) if hasattr(found, "__get__") else found
 
@@ -147,7 +149,7 @@ class _Method:
         return _RUN[self._name](self._module, self._original(), *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """Whoever copies it gets the original."""
+        """A copy is the original method."""
         return functools.partial, (self._original(),)
 
 
@@ -156,7 +158,7 @@ def _generate(module: Any, original: Callable[..., Any], *args: Any, **kwargs: A
         count_fallback("torch.compile around generate()")
         return original(*args, **kwargs)
     outer = session_of(module)
-    # Else this one is wrapped by another that has begun the same call.
+    # A session that has not begun belongs to this same call: this method is wrapped by another one of ours.
     request = _asked_for(module) if outer is None or outer.has_begun else None
     if request is None:
         return original(*args, **kwargs)
@@ -179,6 +181,9 @@ def _generate_whole(module: Any, original: Callable[..., Any], request: Request,
         reason = "topk_per_step"
     if reason is not None:
         raise whole_step.Declined(reason)
+    if "encoder_outputs" in kwargs:
+        # generate() writes to it, and runs again where the loop declines.
+        kwargs = {**kwargs, "encoder_outputs": copy.copy(kwargs["encoder_outputs"])}
     with held(module), running(Session(module, request.options)):
         result = original(*args, custom_generate=whole_loop(module, request.options), **kwargs)
     request.given.topk = []
@@ -186,9 +191,10 @@ def _generate_whole(module: Any, original: Callable[..., Any], request: Request,
 
 
 def whole_loop(module: Any, options: Options) -> whole_step.Loop:
-    """For a module that has hooks."""
+    """The loop of whole steps for a module that carries hooks."""
     hook = module.__dict__[_ATTRIBUTE].hook_id
-    return whole_step.Loop(frozenset({*_RUN, _ATTRIBUTE}), hook, options.whole_step == "compiled")
+    own = frozenset({*_RUN, _ATTRIBUTE})
+    return whole_step.Loop(own, hook, options.whole_step == "compiled", options.sampling)
 
 
 def _processors(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +214,7 @@ def _call_compiled(module: Any, original: Callable[..., Any], *args: Any, **kwar
 
 
 def _state(module: Any, original: Callable[..., Any]) -> Any:
-    """What copy, pickle and torch.save take: copies are not enabled."""
+    """The state that copy, pickle and torch.save take. It has no hooks, so a copy is not enabled."""
     state = original()
     hooks = module.__dict__.get(_ATTRIBUTE)
     if hooks is None or not isinstance(state, dict):
@@ -217,7 +223,7 @@ def _state(module: Any, original: Callable[..., Any]) -> Any:
         return hooks.stripped(state)
 
 
-# What model.compile() sets. The second private name, of torch; None or missing where that was not called.
+# The second private name, one of torch: model.compile() sets it. Before that it is None or missing.
 _COMPILED = "_compiled_call_impl"
 _RUN: dict[str, Callable[..., Any]] = {
     "generate": _generate,
@@ -229,7 +235,7 @@ _RUN: dict[str, Callable[..., Any]] = {
 
 
 def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
-    # In a compiled model the logits are not marked inside the graph but where they come out: _call_compiled.
+    # In a compiled model the logits are marked where they leave the graph (_call_compiled), not inside.
     if torch.compiler.is_compiling():
         return output
     session = session_of(module)
@@ -242,7 +248,7 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _asked_for(module: Any) -> Request | None:
-    """What the call that begins is to be: None for stock."""
+    """The request that a new call follows; None for a stock call."""
     hooks: Hooks | None = module.__dict__.get(_ATTRIBUTE)
     if hooks is None:
         return None
@@ -252,12 +258,13 @@ def _asked_for(module: Any) -> Request | None:
                 return block
         if hooks.enabled is not None or not hooks.blocks:
             return hooks.enabled
-        # A thread that was started in a block does not know of it. Nor does the block of its calls, which may be others'.
+        # This thread has entered no block; perhaps the thread that started it has. It takes the options of the newest
+        # block, but its calls are not recorded there: the block may belong to another thread.
         return Request(hooks.blocks[-1].options)
 
 
 def set_enabled(modules: Sequence[Any], request: Request | None) -> None:
-    """What the calls of the modules are that no block asks for; None for stock."""
+    """Sets the request that calls outside every block follow; None for stock calls."""
     with _lock:
         for module in modules:
             hooks = module.__dict__.get(_ATTRIBUTE) if request is None else _hooks(module)
@@ -268,7 +275,7 @@ def set_enabled(modules: Sequence[Any], request: Request | None) -> None:
 
 @contextmanager
 def entered(modules: Sequence[Any], block: Request) -> Iterator[None]:
-    """Within it the calls of the modules are what the block asks for."""
+    """A with block: calls of the modules within it follow the request `block`."""
     with _lock:
         found = [_hooks(module) for module in modules]
         for hooks in found:
@@ -277,7 +284,7 @@ def entered(modules: Sequence[Any], block: Request) -> Iterator[None]:
     try:
         yield
     finally:
-        # Not by a token: the block may be left in another task, and before one that was entered later.
+        # ContextVar.reset() does not serve here: the block may be left in another task, or before a block entered later.
         _entered.set(tuple(each for each in _entered.get() if each is not block))
         with _lock:
             for hooks in found:
@@ -287,7 +294,7 @@ def entered(modules: Sequence[Any], block: Request) -> Iterator[None]:
 
 @contextmanager
 def held(module: Any) -> Iterator[None]:
-    """Within it the hooks stay on the module: a call runs."""
+    """A with block around a call: the module keeps its hooks until the call ends."""
     with _lock:
         hooks = module.__dict__.get(_ATTRIBUTE) or _hooks(module)
         hooks.begin_call()

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..functional.arguments import check_k, check_logits, check_same_device, check_tensor
+from ..functional.arguments import check_k, check_logits, check_targets
 from ..problem import TopK
+from .lm_head import HeadInput, run_with_head
 
 # Logits looked at at once where ranks are counted: their comparison takes a byte each.
 _CHUNK = 2**24
@@ -21,11 +22,13 @@ _CHUNK = 2**24
 class TokenLogprobs(NamedTuple):
     """The result of :func:`topk_logprobs`.
 
-    values: float32 [..., k], log-probabilities, greatest first.
-    indices: int64 [..., k], their tokens.
-    logsumexp: float32 [...], of the logits: log-probability = logit - logsumexp.
-    target_logprobs: float32 [...], of the targets; None without targets.
-    target_ranks: int64 [...], 1 for the most probable token; of equal ones the smaller index first. None without targets.
+    Attributes:
+        values: float32 [..., k], log-probabilities, greatest first.
+        indices: int64 [..., k], their tokens.
+        logsumexp: float32 [...], of the logits: log-probability = logit - logsumexp.
+        target_logprobs: float32 of the targets' shape; None without targets.
+        target_ranks: int64 [...], 1 for the most probable token; of equal ones the smaller index first. None without targets, or
+            where a position has several.
     """
 
     values: Tensor
@@ -68,25 +71,22 @@ def topk_logprobs(logits: Tensor, k: int, targets: Tensor | None = None) -> Toke
     best = functional.log_softmax_topk(logits, k)
     if targets is None:
         return TokenLogprobs(*best, None, None)
-    check_tensor("targets", targets)
-    if targets.dtype != torch.int64:
-        raise TypeError(f"`targets` must be int64, got {targets.dtype}; use .long()")
-    if targets.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"`targets` must have the shape {tuple(logits.shape[:-1])} of the positions, got {tuple(targets.shape)}; "
-            "for a causal model drop the last logits and the first target"
-        )
-    check_same_device("targets", targets, logits)
-    has_target = targets >= 0
+    check_targets(targets, logits)
+    logprobs = _logprobs_of(logits, best, targets.unsqueeze(-1)).squeeze(-1)
     tokens = targets.clamp(min=0).unsqueeze(-1)
-    their_logits = logits.gather(-1, tokens)
+    their_logits = logits.detach().gather(-1, tokens)
+    ranks = _ranks(logits.detach(), tokens, their_logits).where(targets >= 0, 0)
+    return TokenLogprobs(*best, logprobs, ranks)
+
+
+def _logprobs_of(logits: Tensor, best: TopK, targets: Tensor) -> Tensor:
+    """The log-probabilities of targets [..., n], NaN for negative ones."""
     # As the difference to the best token: a common offset of the logits costs no digits.
+    their_logits = logits.gather(-1, targets.clamp(min=0))
     best_logits = logits.gather(-1, best.indices[..., :1])
     dtype = best.values.dtype
     logprobs = best.values[..., :1] + (their_logits.to(dtype) - best_logits.to(dtype))
-    logprobs = logprobs.squeeze(-1).where(has_target, torch.nan)
-    ranks = _ranks(logits.detach(), tokens, their_logits.detach()).where(has_target, 0)
-    return TokenLogprobs(*best, logprobs, ranks)
+    return logprobs.where(targets >= 0, torch.nan)
 
 
 def _ranks(logits: Tensor, tokens: Tensor, their_logits: Tensor) -> Tensor:
@@ -111,11 +111,55 @@ def _ranks(logits: Tensor, tokens: Tensor, their_logits: Tensor) -> Tensor:
     return ranks.add_(1).view(logits.shape[:-1])
 
 
+def text_topk_logprobs(
+    model: nn.Module, inputs: Tensor | Mapping[str, Any], k: int, targets: Tensor | None = None
+) -> TokenLogprobs:
+    """The k most probable tokens at every position of given texts, and how the targets fare: :func:`topk_logprobs` of a model.
+
+    One forward pass. Where the model's head is a plain linear layer (lm_head.py), its logits are never all in memory, in the
+    backward pass neither. Elsewhere they are computed as the model does.
+
+    Args:
+        model, inputs: see :func:`next_token_topk`. The whole mapping goes to the model, so it must have no `labels`.
+        k: 1 <= k <= V.
+        targets: int64 [batch, length], a token for each position, or [batch, length, n], n tokens for each, as a teacher's
+            best ones; negative ones (such as -100) stand for no target. None for no targets.
+
+    Returns:
+        TokenLogprobs: values and indices [batch, length, k], logsumexp [batch, length], and with targets their
+        log-probabilities, and their ranks if there is one a position. Differentiable with respect to what the model has
+        learned.
+
+    Raises:
+        TypeError, ValueError: an argument of a wrong kind, dtype, shape or device.
+
+    Contract:
+        That of :func:`fused_topk.linear_log_softmax_topk`. Logits of 16 bits are not widened first.
+
+    Example:
+        >>> text_topk_logprobs(model, tokenizer(["The sky is"], return_tensors="pt"), k=3)  # doctest: +SKIP
+    """
+    arguments, _ = _model_arguments(model, inputs)
+    found = run_with_head(model, arguments)
+    if not isinstance(found, HeadInput):
+        best = functional.log_softmax_topk(found, k)
+        if targets is None:
+            return TokenLogprobs(*best, None, None)
+        if targets.dim() < found.dim():
+            return topk_logprobs(found, k, targets)
+        check_targets(targets, found, may_be_several=True)
+        return TokenLogprobs(*best, _logprobs_of(found, best, targets), None)
+    if targets is None:
+        return TokenLogprobs(*functional.linear_log_softmax_topk(*found.head(k)), None, None)
+    return TokenLogprobs(*functional.linear_log_softmax_topk(*found.head(k), targets=targets))
+
+
 @torch.no_grad()
 def next_token_topk(model: nn.Module, inputs: Tensor | Mapping[str, Any], k: int) -> TopK:
     """The k most likely next tokens of each text, with their log-probabilities.
 
-    One forward pass, of which only the last logits are computed where the model can (`logits_to_keep`).
+    One forward pass, of which only the last logits are computed where the model can (`logits_to_keep`), and not even these
+    are kept where its head is a plain linear layer (lm_head.py).
 
     Args:
         model: a transformers model with a language modelling head, in the mode (eval or train) that it is in.
@@ -134,13 +178,31 @@ def next_token_topk(model: nn.Module, inputs: Tensor | Mapping[str, Any], k: int
     Example:
         >>> next_token_topk(model, tokenizer(["The sky is"], return_tensors="pt"), k=3)  # doctest: +SKIP
     """
+    arguments, mask = _model_arguments(model, inputs)
+    # With padding on the right the last text is not the last place.
+    if mask is None and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        arguments["logits_to_keep"] = 1
+    found = run_with_head(model, arguments)
+    states = found.hidden if isinstance(found, HeadInput) else found
+    if mask is None:
+        rows = states[:, -1]
+    else:
+        places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+        last = (mask.to(places.dtype) * places).argmax(-1).to(states.device)
+        rows = states[torch.arange(len(states), device=states.device), last]
+    if not isinstance(found, HeadInput):
+        return functional.log_softmax_topk(rows, k)
+    return functional.linear_log_softmax_topk(*found._replace(hidden=rows).head(k))
+
+
+def _model_arguments(model: nn.Module, inputs: Any) -> tuple[dict[str, Any], Tensor | None]:
+    """What the model is called with, and the mask of the texts whose next tokens it predicts."""
     if not isinstance(inputs, (Tensor, Mapping)):
         raise TypeError(
             f"`inputs` must be a tensor of input ids or a mapping of the model's arguments, got {type(inputs).__name__}; "
             "call the tokenizer with return_tensors='pt'"
         )
     arguments: dict[str, Any] = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
-    known = inspect.signature(model.forward).parameters
     config: Any = model.config
     mask = arguments.get("attention_mask")
     if getattr(config, "is_encoder_decoder", False):
@@ -150,23 +212,7 @@ def next_token_topk(model: nn.Module, inputs: Tensor | Mapping[str, Any], k: int
             start = getattr(getattr(model, "generation_config", None), "decoder_start_token_id", None)
             start = config.decoder_start_token_id if start is None else start
             arguments["decoder_input_ids"] = torch.full((len(first), 1), start, device=first.device)
-    # With padding on the right the last text is not the last place.
-    if mask is None and "logits_to_keep" in known:
-        arguments["logits_to_keep"] = 1
-    if "use_cache" in known:
+    if "use_cache" in inspect.signature(model.forward).parameters:
         arguments["use_cache"] = False
     arguments["return_dict"] = True
-    output = model(**arguments)
-    logits = getattr(output, "logits", None)
-    if logits is None:
-        raise TypeError(
-            f"`model` must have a language modelling head, got {type(model).__name__}; "
-            "load it with a class for generation, such as AutoModelForCausalLM"
-        )
-    if mask is None:
-        rows = logits[:, -1]
-    else:
-        places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-        last = (mask.to(places.dtype) * places).argmax(-1).to(logits.device)
-        rows = logits[torch.arange(len(logits), device=logits.device), last]
-    return functional.log_softmax_topk(rows, k)
+    return arguments, mask

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's logits that tell where a decoding loop takes the last of them.
+"""A model's logits that notice when a decoding loop takes the last row of each text.
 
-At every step of a loop this code is cold, and what a tensor's subclass costs to make and to drop is most of it: so there is one.
+There is one tensor subclass here and no more: to make and drop one costs most of this code's time at every step.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ class Loop(Protocol):
     """The decoding loop that the logits are for."""
 
     def is_in(self, frame: FrameType) -> bool:
-        """Whether it is the loop's function: others may look at the logits before it does."""
+        """Whether the frame is the loop's own function. Other functions may look at the logits before it does."""
         raise NotImplementedError
 
     def take(self, rows: Tensor, of: Tensor) -> Any:
-        """What the loop computes on, for the last rows [R, V] of the logits."""
+        """What the loop is to compute on in place of the last rows [R, V] of the logits `of`."""
         raise NotImplementedError
 
 
 class ModelLogits(Tensor):
-    """The logits [R, length, V] that a model has returned to a loop: a real tensor, every operation on which gives plain
-    tensors. Where the loop takes the last rows [R, V], it gets a stand-in, which becomes what `loop.take(rows, these logits)`
-    gives where it is taken in float32. From then on this is a plain tensor, whoever keeps it.
+    """The logits [R, length, V] that a model has returned to a loop. A real tensor: every operation on it gives plain tensors.
+
+    A loop takes the last rows [R, V] and converts them to float32. It then gets `loop.take(rows, these logits)`, by way of a
+    stand-in. From then on this is a plain tensor, whoever keeps it.
     """
 
-    # The same under a private name of torch, by which its C++ code knows it and saves the call.
+    # torch has a private function that does the same. Its C++ code recognises that function and saves the call.
     __torch_function__: Any = getattr(torch._C, "_disabled_torch_function_impl", staticmethod(_as_plain))
 
     loop: Loop
 
     @staticmethod
     def of(logits: Tensor, loop: Loop) -> ModelLogits:
-        """The same values, in a tensor that others do not have."""
+        """The same values in a new tensor object, which nobody else holds."""
         marked = logits.as_subclass(ModelLogits)
         marked.loop = loop
         return marked
 
     def __getitem__(self, index: Any) -> Any:
-        # Only with the types known: a tensor in an index compares elementwise.
+        # `in` compares, and a tensor in an index would compare elementwise. So the types come first.
         is_simple = type(index) is tuple and len(index) in (2, 3) and type(index[1]) is int and type(index[0]) is slice
         if not is_simple or (len(index) == 3 and type(index[2]) is not slice) or index not in _LAST:
             return super().__getitem__(index)
@@ -63,7 +64,7 @@ class ModelLogits(Tensor):
             return super().__getitem__(index)
         del self.loop
         self.__class__ = Tensor  # type: ignore[assignment]
-        # Half the time of indexing.
+        # select() takes half the time of indexing.
         return _LastLogits(self.select(1, -1), self, loop)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -74,12 +75,12 @@ class ModelLogits(Tensor):
         return copied
 
 
-# Those of x[:, -1] and x[:, -1, :].
+# The indices of x[:, -1] and x[:, -1, :].
 _LAST = ((slice(None), -1), (slice(None), -1, slice(None)))
 
 
 class _LastLogits(StandIn):
-    """The last of them, [R, V], as the model computed them."""
+    """The last rows [R, V] of the logits, as the model computed them."""
 
     __slots__ = ("_loop", "_of", "_rows")
 
@@ -93,20 +94,23 @@ class _LastLogits(StandIn):
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         rows = self._rows
-        # As all loops write it, with keywords.
+        # All loops of transformers write .to(copy=True, dtype=torch.float32, device=...).
         if args or kwargs.get("dtype") is not torch.float32 or kwargs.get("copy") is not True:
             return rows.to(*args, **kwargs)
         device = kwargs.get("device")
         return self._loop.take(rows if device is None or device == rows.device else rows.to(device), self._of)
 
 
-# By its id, the code of functions that are_of_a_loop; kept, so that the id is not another's. Codes compare by all their bytes.
+# The code of functions that is_of_a_loop() has found, by id. Codes are slow to compare: by all their bytes. A code is kept here,
+# so that no other object gets its id.
 _codes: dict[int, CodeType] = {}
 
 
 def is_of_a_loop(frame: FrameType) -> bool:
-    """Whether a function of transformers is in the frame that runs a decoding loop, or a part of one: they are given a
-    `generation_config`. What users write, or transformers' processors and criteria, which loops call, is not.
+    """Whether the frame is a function of transformers that runs a decoding loop or a part of one.
+
+    Such a function has a parameter `generation_config`. Functions of users do not count, nor do the processors and criteria that
+    a loop calls.
     """
     code = frame.f_code
     if id(code) in _codes:
@@ -122,7 +126,7 @@ def variables(frame: FrameType) -> dict[str, Any]:
     """The local variables of the function in the frame."""
     found = frame.f_locals
     copied = dict(found)
-    # Before Python 3.13 a copy, which the frame keeps, and with it the tensors that the function drops.
+    # Before Python 3.13, f_locals is a dict that the frame keeps. It would keep tensors alive that the function drops.
     if type(found) is dict:
         found.clear()
     return copied

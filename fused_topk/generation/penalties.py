@@ -68,9 +68,14 @@ class Cleaning:
         return scores.nan_to_num(0.0)
 
 
+def must_be_checked(edits: Sequence[Edit]) -> bool:
+    """Whether :func:`holds_for` must see what is chosen."""
+    return any(type(edit) is Cleaning for edit in edits)
+
+
 def holds_for(rows: Rows, edits: Sequence[Edit], chosen: Tensor, are_log_probs: bool) -> bool:
     """Whether what is chosen by these edits, with these scores, is right for all that :class:`Cleaning` changes."""
-    if not any(type(edit) is Cleaning for edit in edits):
+    if not must_be_checked(edits):
         return True
     # Log-probabilities of a row with NaN or +inf are all NaN, and then nothing of it may have been chosen.
     if are_log_probs and not bool(rows.topk(1).logsumexp.isfinite().all()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop's logits processors, which turn lazy scores into lazy scores where all of them can be fused."""
+"""A loop's logits processors. They turn lazy scores into lazy scores if all of them can be fused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def reason_against(processors: Any) -> str | None:
-    """Why what a loop is to call with its scores cannot be replaced, None where it can."""
+    """Why a loop's processors cannot be replaced by :class:`Processors`; None if they can."""
     if type(processors) is LogitsProcessorList and is_as_published(LogitsProcessorList):
         return None
     return f"logits processors in a {type(processors).__name__}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores that a loop keeps for the user, of which the choice is fused all the same."""
+"""Scores that a loop keeps for the user. The choice from them is fused all the same."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 
 class Recorded(Tensor):
-    """Scores [R, V] as stock operations give them: greedy decoding and sampling keep the tensor that they choose from.
+    """Scores [R, V] as stock operations give them, in a real tensor.
 
-    A real tensor. `lazy` are the scores that the choice is made of; with the choice, as with any other operation, this
-    becomes a plain tensor. So the user gets nothing else.
+    Greedy decoding and sampling keep the tensor that they choose from. Here the choice is made from `lazy` instead. At the choice,
+    or at any other operation, this becomes a plain tensor. So the user gets a plain tensor.
     """
 
     lazy: Any
@@ -28,7 +28,7 @@ class Recorded(Tensor):
         return tensor  # type: ignore[return-value]
 
     def end(self) -> Any:
-        """Makes it a plain tensor; gives `lazy`."""
+        """Becomes a plain tensor and returns `lazy`."""
         lazy = self.__dict__.pop("lazy")
         self.__class__ = Tensor  # type: ignore[assignment]
         return lazy
@@ -45,7 +45,7 @@ class Recorded(Tensor):
             for value in (*args, *kwargs.values()):
                 if type(value) is cls:
                     value.end().dense(f"operation {func.__name__}")
-        # As for a plain tensor.
+        # The operation runs as on a plain tensor.
         return Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores that a decoding loop computes on instead of a tensor, computed only when tokens are chosen.
+"""Scores that a decoding loop computes on instead of a tensor. Nothing is computed until tokens are chosen.
 
-The package's docstring has the idea. Here are the stages that the loops go through; an operation that leads from one to
-the next is recognised, and any other gets the tensor that the stock operations give.
+The docstring of `fused_topk.generation` has the idea. A loop goes through the stages below. An operation that leads to the next
+stage is recognised. Any other operation gets the tensor that the stock operations give.
 
     greedy, sampling    LOGITS -> processors -> argmax, or PROBS -> multinomial
     beam search         LOGITS -> LOG_PROBS -> processors -> BEAMS -> BEAM_TOTALS -> TOTALS -> topk
@@ -12,7 +12,7 @@ the next is recognised, and any other gets the tensor that the stock operations 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import penalties, selection, warpers
+from .. import backends
+from . import choice, penalties, selection, warpers
 from .edits import NotSparse, Plan
 from .record import Recorded
 from .selection import Edit, Rows
@@ -29,10 +30,10 @@ from .statistics import count_fallback, count_fused
 
 
 class Step:
-    """The last logits of one forward pass, and how its tokens came to be chosen.
+    """The last logits of one forward pass, until its tokens are chosen.
 
-    Once they are, only the loop keeps the logits alive: it drops the model's output before it computes the next one, and what
-    it still has of the scores must not stand in the way.
+    After that the step holds no logits. The loop drops the model's output before it computes the next one, and the memory must
+    become free then, even if the loop still has some of the scores.
     """
 
     def __init__(self, rows: Rows, of: Tensor) -> None:
@@ -51,11 +52,11 @@ class Step:
                 "the scores of a decoding step were used after the model's output had been dropped, when they are gone; "
                 "call disable(model), and please report the versions of transformers and fused_topk"
             )
-        # Where the loop had them: it may have taken them to another device than the model's.
+        # On the device where the loop had them: it may differ from the model's.
         return Rows(logits.select(1, -1).to(self._device), self._backend)
 
     def end(self, reason: str | None = None) -> None:
-        """Counts the step: as fused, or as run by stock operations for a reason."""
+        """Counts the step as fused. With a reason, counts it as a fallback."""
         if self._rows is not None:
             self._device = self._rows.logits.device
             self._rows = None
@@ -77,7 +78,7 @@ class Stage(Enum):
 
 
 class LazyScores(StandIn):
-    """Scores float32 that have not been computed. Stands in for a tensor in a decoding loop."""
+    """float32 scores that have not been computed yet. Stands in for a tensor in a decoding loop."""
 
     __slots__ = ("_beam_scores", "_chosen", "_compute", "_dense", "_edits", "_filters", "_stage", "_step", "shape")
 
@@ -94,24 +95,24 @@ class LazyScores(StandIn):
         self.shape = shape if type(shape) is torch.Size else torch.Size(shape)
         self._step = step
         self._stage = stage
-        # Gives what the stock operations give.
+        # Runs the stock operations up to this stage.
         self._compute = compute
         self._dense: Tensor | None = None
-        # What the processors do. No filters before they have run, an empty list where there is no warper among them.
+        # What the processors do. The filters are None until the processors have run; they are empty if none is a warper.
         self._edits = edits
         self._filters = filters
-        # [batch, beams], once they have been added.
+        # [batch, beams], from BEAM_TOTALS on.
         self._beam_scores = beam_scores
-        # (flat indices, their scores) that sampling among TOTALS has given.
+        # What sampling from TOTALS has drawn: (flat indices, their scores).
         self._chosen: list[tuple[Tensor, Tensor]] = []
 
     @classmethod
     def of(cls, rows: Rows, of: Tensor) -> LazyScores:
-        """The model's last logits in float32, as a loop takes them. of: the logits [R, length, V] that they are the last of."""
+        """The model's last logits in float32, as a loop takes them. of: all of the model's logits, [R, length, V]."""
         step = Step(rows, of)
         return cls(step, Stage.LOGITS, rows.logits.shape, lambda: step.rows.logits.to(copy=True, dtype=torch.float32))
 
-    # What a tensor has.
+    # The attributes of a tensor that loops ask for.
 
     dtype = torch.float32
     requires_grad = False
@@ -134,17 +135,17 @@ class LazyScores(StandIn):
         return self.shape[0]
 
     def clone(self, **kwargs: Any) -> Tensor:
-        """The tensor, for the record: the step can still be fused."""
+        """The tensor, which the loop keeps as a record. The step can still be fused."""
         return self._compute() if self._dense is None else self._dense.clone()
 
     def recorded(self) -> Recorded:
-        """The tensor, which the loop keeps, with these scores for the choice."""
+        """The tensor, which the loop keeps as a record and chooses from. The choice is made with these scores."""
         tensor = self._compute()
         self._compute = lambda: tensor
         return Recorded.of(tensor, self)
 
     def dense(self, reason: str) -> Tensor:
-        """The tensor, because of an operation that can not be fused; from here on it is this tensor."""
+        """The tensor, because of an operation that cannot be fused. From here on these scores are that tensor."""
         if self._dense is None:
             self._dense = self._compute()
             self._step.end(reason)
@@ -166,10 +167,16 @@ class LazyScores(StandIn):
                     return result
         return super().__torch_function__(func, types, args, kwargs)
 
-    # What the loops do, in their order.
+    # The operations of the loops, in the order in which they run.
 
     def processed(self, plan: Plan, input_ids: Tensor, run_stock: Callable[[Tensor, dict[int, Any]], Tensor]) -> Any:
-        """These scores after the logits processors, which `run_stock` runs on a tensor, given :attr:`edits.Step.answered`."""
+        """These scores after the logits processors.
+
+        Args:
+            plan: what the processors do.
+            input_ids: the tokens so far.
+            run_stock: runs the processors on a tensor, given `edits.Step.answered`.
+        """
         answered: dict[int, Any] = {}
 
         is_known_place = self._stage in (Stage.LOGITS, Stage.LOG_PROBS) and self._filters is None
@@ -201,12 +208,12 @@ class LazyScores(StandIn):
             shape = tuple(shape[0])
         stage = None
         if self._dense is None and self._stage is Stage.LOG_PROBS:
-            # The beams apart.
+            # Gives each beam an index of its own.
             rows, vocab_size = self.shape
             if len(shape) == 3 and shape[0] * shape[1] == rows and shape[2] == vocab_size:
                 stage = Stage.BEAMS
         elif self._dense is None and self._stage is Stage.BEAM_TOTALS:
-            # And together again.
+            # Joins the beams of a sequence.
             batch, beams, vocab_size = self.shape
             if len(shape) == 2 and shape[0] == batch and shape[1] in (-1, beams * vocab_size):
                 stage, shape = Stage.TOTALS, (batch, beams * vocab_size)
@@ -226,99 +233,86 @@ class LazyScores(StandIn):
         return self.dense("operation add") + other
 
     def _topk(self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-        rows = self._step.rows
-        is_normalized = self._filters == [warpers.NORMALIZE]
-        is_known = self._stage is Stage.TOTALS and (is_normalized or not self._filters) and dim in (-1, 1) and largest
+        is_known = self._stage is Stage.TOTALS and dim in (-1, 1) and largest
         # A k that is out of range is left to torch.topk, which says so: the kernels would read past the row.
-        if not is_known or type(k) is not int or not 1 <= k <= self.shape[-1] or not rows.supports(k):
+        if not is_known or type(k) is not int or not 1 <= k <= self.shape[-1]:
             return NotImplemented
-        assert self._beam_scores is not None
-        beam_scores = self._beam_scores
-        if is_normalized and self._edits:
-            # A shift of the rows; without edits log-probabilities are normalised.
-            beam_scores = beam_scores - selection.logsumexp(rows, self._edits, 1.0, True).view_as(beam_scores)
-        found = selection.best_continuations(rows, self._edits, beam_scores, k)
-        if not self._holds_for(found[0]):
+        found = self._asked(choice.continuations, self._beam_scores, k)
+        if found is None:
             return NotImplemented
         if not found[0].is_cuda and bool(found[0][:, 0].isnan().any()):
-            # All of such a row are NaN, and their order is torch.topk's. On a GPU that is arbitrary, and nothing waits for it.
+            # A row with a NaN is all NaN, and torch.topk decides its order. On a GPU that order is arbitrary, so no step waits
+            # for the values to look for a NaN.
             self.dense("NaN among the scores")
             return NotImplemented
         self._step.end()
         return torch.return_types.topk(found)
 
     def _argmax(self, dim: int | None = None, keepdim: bool = False) -> Any:
-        rows, edits, filters = self._step.rows, self._edits, self._filters or ()
-        if self._stage is not Stage.LOGITS or not warpers.keep_the_best(filters) or dim not in (-1, 1) or keepdim:
+        if self._stage is not Stage.LOGITS or dim not in (-1, 1) or keepdim:
             return NotImplemented
-        if filters or edits:
-            length = min(rows.vocab_size, warpers.GREEDY_LENGTH) if filters else 1
-            if not rows.supports(length):
-                return NotImplemented
-            found = selection.best(rows, edits, length, False)
-            if not self._holds_for(found.scores[:, :1]):
-                return NotImplemented
-            ids = found.ids[:, 0]
-            if filters:
-                ids = warpers.greatest(
-                    filters, *found, lambda temperature: selection.logsumexp(rows, edits, temperature, False)
-                )
-        else:
-            ids = rows.greatest()
+        ids = self._asked(choice.greatest)
+        if ids is None:
+            return NotImplemented
         self._step.end()
         return ids
 
-    def _holds_for(self, chosen: Tensor) -> bool:
-        """Whether the edits say all that the processors do to what is chosen, with these scores; else this is a tensor."""
-        if penalties.holds_for(self._step.rows, self._edits, chosen, self._beam_scores is not None):
-            return True
-        self.dense("invalid values to remove")
-        return False
+    def _asked(self, choose: Callable[..., Any], *args: Any) -> Any:
+        """What a function of :mod:`choice` gives; None where this is to be a tensor, which it may be afterwards."""
+        try:
+            return choose(self._step.rows, self._edits, self._filters or (), *args)
+        except NotSparse as cause:
+            self.dense(str(cause))
+            return None
 
     def _softmax(self, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
         if self._stage not in (Stage.LOGITS, Stage.TOTALS) or dim not in (-1, 1) or dtype is not None:
             return NotImplemented
         result = self._next(Stage.PROBS, self.shape, lambda: F.softmax(self._tensor(), dim=-1))
-        # What is drawn by the probabilities is asked of the scores.
+        # The loop draws from the probabilities and then asks the scores for what it has drawn (_gather).
         result._chosen = self._chosen
         return result
 
     def _multinomial(self, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
-        """Samples among the few tokens that the warpers leave: the same distribution, other random numbers."""
+        """Samples from the few tokens that the warpers leave. The distribution is the stock one, the random numbers differ."""
         rows, beams, filters = self._step.rows, self._beam_scores, self._filters or ()
         if self._stage is not Stage.PROBS or replacement:
             return NotImplemented
-        length = warpers.list_length(filters, rows.vocab_size)
-        if length is None:
+        parameters = warpers.parameters(filters)
+        if beams is None and num_samples == 1 and parameters is not None and not penalties.must_be_checked(self._edits):
+            drawn = self._sample(parameters, generator)
+            if drawn is not None:
+                return drawn
+        if warpers.list_length(filters, rows.vocab_size) is None:
             return self._stock_multinomial("sampling from the whole vocabulary", num_samples, generator)
-        if beams is not None:
-            # As many as are drawn must be there, if need be with probability 0.
-            length = min(rows.vocab_size, max(length, -(-num_samples // beams.shape[1])))
-        if not rows.supports(length):
+        # As many as are drawn must be there, if need be with probability 0.
+        at_least = 1 if beams is None else -(-num_samples // beams.shape[1])
+        if not choice.can_list(rows, filters, at_least):
             return NotImplemented
-        are_log_probs = beams is not None
-        best = selection.best(rows, self._edits, length, are_log_probs)
-        if not self._holds_for(best.scores):
-            return NotImplemented
-        scores, was_enough = warpers.apply(
-            filters,
-            best.scores,
-            rows.vocab_size,
-            lambda temperature: selection.logsumexp(rows, self._edits, temperature, are_log_probs),
-        )
-        if was_enough is not None and (_is_capturing(scores) or not bool(was_enough.all())):
+        left = self._asked(choice.left_over, at_least, beams is not None)
+        if left is None:
             return self._stock_multinomial("the warpers keep more tokens than were listed", num_samples, generator)
         self._step.end()
         if beams is None:
-            drawn = torch.multinomial(scores.softmax(-1), num_samples, generator=generator)
-            return best.ids.gather(1, drawn)
-        batch, num_beams = beams.shape
-        total = (scores.view(batch, num_beams, -1) + beams.unsqueeze(-1)).flatten(1)
-        drawn = torch.multinomial(total.softmax(-1), num_samples, generator=generator)
-        tokens = best.ids.view(batch, -1).gather(1, drawn)
-        indices = drawn.div(length, rounding_mode="floor").mul_(rows.vocab_size).add_(tokens)
-        self._chosen.append((indices, total.gather(1, drawn)))
-        return indices
+            return choice.drawn(left, num_samples, generator)
+        drawn = choice.drawn_continuations(left, beams, rows.vocab_size, num_samples, generator)
+        self._chosen.append((drawn.indices, drawn.scores))
+        return drawn.indices
+
+    def _sample(self, parameters: Mapping[str, float], generator: Any) -> Tensor | None:
+        """Draws from the vocabulary itself, on a backend with kernels for it, and waits for nothing."""
+        rows = self._step.rows
+        # Stock operations are quicker than the reference.
+        if rows.backend is backends.reference:
+            return None
+        drawn = selection.sample(rows, self._edits, parameters, generator)
+        if drawn is None:
+            return None
+        if not drawn.log_probs.is_cuda and bool(drawn.log_probs.isnan().any()):
+            # A row without a distribution: torch.multinomial says so. On a GPU nothing waits for it.
+            return self._stock_multinomial("a row without a distribution", 1, generator)
+        self._step.end()
+        return drawn.tokens
 
     def _stock_multinomial(self, reason: str, num_samples: int, generator: Any) -> Tensor:
         return torch.multinomial(self.dense(reason), num_samples, generator=generator)
@@ -350,7 +344,3 @@ _RECOGNISED: dict[Any, Callable[..., Any]] = {
     torch.gather: LazyScores._gather,
     torch.clone: LazyScores.clone,
 }
-
-
-def _is_capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

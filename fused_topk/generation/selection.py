@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of tokens from logits and sparse edits of them, in one scan of each row.
 
-What processors make of a row's scores is described by a few edits, in order. Each knows the few tokens that it touches.
-With S the tokens that any edit touches, and V the vocabulary, exactly
+A few edits, in order, describe what processors do to a row's scores. Each edit knows the few tokens that it touches. Let S be the
+tokens that any edit touches, and V the vocabulary. Then exactly
 
     best k of edited row  =  best k of ( best k of V \\ S as it was  +  S with its edited values ).
 
 The scan leaves S out by its mask. Scores are the logits themselves (greedy decoding, sampling) or log-probabilities of
-the whole row (beam search, where processors come after log_softmax). Greater scores first, equal ones by smaller index.
+the whole row (beam search, where processors come after log_softmax). Greater scores come first, equal ones by smaller index.
 Nothing here waits for the device or has a shape that depends on what a tensor holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
 from typing import NamedTuple, Protocol
 
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from ..backends import Backend
+from ..functional.sampling import random_names
 from ..plans import beam_result, row_result
-from ..problem import Problem, TopK, result_dtype
+from ..problem import Problem, Sample, SampleProblem, TopK, result_dtype
 from . import packed
 
 
@@ -30,8 +31,8 @@ class Edit(Protocol):
     """What one processor does to the scores of one step.
 
     scanned: words [1 or R, W] of the tokens that the scan may choose; None for all.
-    ids: int64 [1 or R, S], touched tokens that may still be chosen; those >= V are ignored. None where there are none.
-    replaces_row: the scores before it do not matter, and all tokens but `ids` have -inf after it.
+    ids: int64 [1 or R, S], touched tokens that may still be chosen; those >= V are ignored. None if there are none.
+    replaces_row: the scores before the edit do not matter, and all tokens but `ids` have -inf after it.
     """
 
     @property
@@ -44,16 +45,16 @@ class Edit(Protocol):
     def replaces_row(self) -> bool: ...
 
     def apply(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """The new scores [R, S] of any tokens `ids` [R, S] of the vocabulary that had `scores` before."""
+        """The new scores [R, S] of tokens `ids` [R, S], whose scores are `scores` before the edit."""
         ...
 
 
-# Up to here torch's own reduction is as quick on a GPU as ours, and the host launches it in a third of the time.
+# Up to this V, torch's argmax is as quick on a GPU as our kernel, and the host launches it in a third of the time.
 _ARGMAX_VOCAB_SIZE = 1 << 16
 
 
 class Candidates(NamedTuple):
-    """Some tokens of each row, among them its best. Tokens that are not listed have no greater scores."""
+    """Some tokens of each row, the best among them. No token that is missing has a greater score than a listed one."""
 
     scores: Tensor  # float32 [R, n]
     ids: Tensor  # int64 [R, n]
@@ -62,9 +63,8 @@ class Candidates(NamedTuple):
 class Rows(NamedTuple):
     """The last logits of a forward pass, and the backend whose kernels read them.
 
-    Its methods are the package's functions for what a decoding step asks them: arguments are right by construction and
-    nothing needs a gradient, so the checks and the operators around the kernels are left out. They cost more than the
-    launch, at every step.
+    Its methods are the package's functions without checks and operators, which cost more than the launch at every step. A decoding
+    step's arguments are right by construction, and nothing needs a gradient.
     """
 
     logits: Tensor  # [R, V], in the model's dtype
@@ -75,7 +75,7 @@ class Rows(NamedTuple):
         return self.logits.shape[-1]
 
     def supports(self, k: int) -> bool:
-        """Whether the kernels can list k tokens of a row."""
+        """Whether the kernels take this k."""
         return bool(self.backend.supports(self.logits.dtype, k))
 
     def greatest(self) -> Tensor:
@@ -83,9 +83,9 @@ class Rows(NamedTuple):
         logits = self.logits
         rows, vocab_size = logits.shape
         if vocab_size <= _ARGMAX_VOCAB_SIZE and logits.is_cuda:
-            # The same answer from one read too, and no softmax is asked for.
+            # argmax gives the same answer, also in one read.
             return logits.argmax(-1)
-        # With k = 1, [R] lies in memory as [R, 1].
+        # The kernel writes [R, 1], which lies in memory as [R] does.
         ids = torch.empty(size=(rows,), dtype=torch.int64, device=logits.device)
         _prepared_greatest(self.backend, logits.dtype, logits.device, logits.shape, logits.stride())(logits, ids)
         return ids
@@ -119,6 +119,41 @@ class Rows(NamedTuple):
         self.backend.prepare_topk(problem, logits.device, beam_scores)(logits, out, beam_scores, mask)
         return out
 
+    def sample(self, parameters: Mapping[str, float], mask: Tensor | None, generator: torch.Generator | None) -> Sample:
+        """A token [R, 1] of each row, drawn from the tokens in `mask` [1 or R, W]. See :func:`fused_topk.sample`.
+
+        Args:
+            parameters: of temperature, top_k, top_p and min_p those that are set.
+        """
+        logits = self.logits
+        if mask is not None:
+            mask = mask.expand(len(logits), -1)
+        rows, device = len(logits), logits.device
+        seed, counter = random_names(rows, device, generator)
+        problem = SampleProblem(
+            logits,
+            float(parameters.get("temperature", 1.0)),
+            None,
+            int(parameters.get("top_k", 0)),
+            None,
+            float(parameters.get("top_p", 1.0)),
+            None,
+            float(parameters.get("min_p", 0.0)),
+            None,
+            mask,
+            *seed,
+            *counter,
+            1,
+            0,
+            False,
+        )
+        tokens = torch.empty((rows, 1), dtype=torch.int64, device=device)
+        log_probs = torch.empty((rows, 1), dtype=result_dtype(logits.dtype), device=device)
+        result = Sample(tokens, log_probs, None)
+        if rows:
+            self.backend.sample(problem, result)
+        return result
+
     def _scan(self, k: int, mask: Tensor | None, values: str, normalize: str, temperature: float) -> TopK:
         logits = self.logits
         if mask is not None:
@@ -133,12 +168,13 @@ class Rows(NamedTuple):
 def _prepared_greatest(
     backend: Backend, dtype: torch.dtype, device: torch.device, shape: torch.Size, strides: tuple[int, ...]
 ) -> Callable[[Tensor, Tensor], None]:
-    """What does it to logits of that kind: everything about the launch but the addresses."""
+    """A function that writes the token of the greatest logit, for logits of that dtype, device and layout."""
     logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     run = backend.prepare_topk(Problem(logits, 1, 1.0, None, None, "logits", "allowed"), device)
 
     def run_new(logits: Tensor, ids: Tensor) -> None:
-        # Nobody reads these two. They belong to the call: kept ones would be freed while a graph still writes to them.
+        # Nobody reads these two. Each call makes its own: tensors kept here could be freed while a CUDA graph still writes
+        # to them.
         values = torch.empty(size=shape[:1], dtype=dtype, device=device)
         logsumexp = torch.empty(size=shape[:1], dtype=result_dtype(dtype), device=device)
         run(logits, TopK(values, ids, logsumexp))
@@ -156,7 +192,7 @@ def _prepared_beams(
     scores_strides: tuple[int, ...],
     k: int,
 ) -> Callable[[Tensor, Tensor], TopK]:
-    """What gives the k best continuations of logits and scores of that kind."""
+    """A function that returns the k best continuations, for logits and scores of that kind."""
     logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     beam_scores = torch.empty_strided(shape[:2], scores_strides, dtype=torch.float32, device="meta")
     run = backend.prepare_topk(Problem(logits, k, 1.0, None, None, "log_softmax", "all"), device, beam_scores)
@@ -206,8 +242,15 @@ def best_continuations(rows: Rows, edits: Sequence[Edit], beam_scores: Tensor, k
     total = merged.scores.view(batch, beams, -1) + beam_scores.unsqueeze(-1)
     beam = torch.arange(beams, device=total.device).view(beams, 1)
     ids = merged.ids.view(batch, beams, -1) + beam * rows.vocab_size
-    # In the order of beam * V + token, so that equal ones are taken by the smaller.
+    # They lie in the order of beam * V + token. So of equal scores the smaller index is taken.
     return _best_of(rows.backend, total.flatten(1), ids.flatten(1), merged.is_void.view(batch, -1), k)
+
+
+def sample(
+    rows: Rows, edits: Sequence[Edit], parameters: Mapping[str, float], generator: torch.Generator | None
+) -> Sample | None:
+    """A token [R, 1] of each row in one read of it; None where edits change what is read and not only hide tokens."""
+    return None if _must_merge(edits) else rows.sample(parameters, _scanned_by(edits), generator)
 
 
 def logsumexp(rows: Rows, edits: Sequence[Edit], temperature: float, are_log_probs: bool) -> Tensor:
@@ -221,7 +264,7 @@ def logsumexp(rows: Rows, edits: Sequence[Edit], temperature: float, are_log_pro
     if not _must_merge(edits):
         return result
     merged = _merged(rows, edits, 1, are_log_probs)
-    # Of the scanned tokens only the best is among these; its share must not count twice.
+    # `merged` also has the best of the scanned tokens. The scan has counted its share already.
     touched = merged.scores if mask is None else merged.scores.masked_fill(packed.holds(mask, merged.ids), -torch.inf)
     return torch.logaddexp(result, (touched / temperature).logsumexp(-1, keepdim=True))
 
@@ -245,19 +288,19 @@ def _scan(rows: Rows, k: int, mask: Tensor | None, are_log_probs: bool) -> TopK:
     return found._replace(values=found.values.float())
 
 
-# The lowest finite float32: in place of -inf where there must be something lower still.
+# The lowest finite float32. It stands for -inf where a void place must be lower still.
 _LOWEST = torch.finfo(torch.float32).min
 
 
 def _best_of(backend: Backend, scores: Tensor, ids: Tensor, is_void: Tensor, k: int) -> Candidates:
-    """The k best that are not void, best first; among equal ones, such as those with -inf, those listed first."""
+    """The k best that are not void, best first. Among equal scores, also of -inf, those listed first."""
     chosen = Rows(scores.clamp(min=_LOWEST).masked_fill_(is_void, -torch.inf), backend).topk(k)
     values = chosen.values.masked_fill(chosen.values == _LOWEST, -torch.inf)
     return Candidates(values, ids.gather(1, chosen.indices))
 
 
 class _Merged(NamedTuple):
-    """At least the k best tokens of each row, by ascending token; a place that repeats one or holds none is void."""
+    """At least the k best tokens of each row, by ascending token. A place that repeats a token, or holds none, is void."""
 
     scores: Tensor  # float32 [R, n], -inf where void
     ids: Tensor  # int64 [R, n]
@@ -270,7 +313,7 @@ def _merged(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> _
     ids = torch.cat(touched, 1) if len(touched) > 1 else touched[0]
     within = ids.clamp(max=vocab_size - 1)
     if edits[0].replaces_row:
-        # Nothing of the logits is left. Tokens with -inf fill up, those of the smallest indices.
+        # No logit matters. The tokens of the smallest indices fill up, with -inf.
         scanned = torch.arange(min(vocab_size, k + ids.shape[1]), device=logits.device).expand(len(logits), -1)
         scores = torch.full_like(within, -torch.inf, dtype=torch.float32)
         fill = torch.full_like(scanned, -torch.inf, dtype=torch.float32)
@@ -279,14 +322,14 @@ def _merged(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> _
         fill, scanned = found.values, found.indices
         scores = logits.gather(1, within).float()
         if are_log_probs:
-            # All by one formula, so that equal logits stay equal.
+            # One formula serves touched and scanned tokens, so that equal logits stay equal.
             of_scanned = logits.gather(1, scanned).float()
             scores = _log_probs(scores, found, of_scanned[:, :1])
             fill = _log_probs(of_scanned, found, of_scanned[:, :1]).where(fill != -torch.inf, -torch.inf)
     for edit in edits:
         scores = edit.apply(within, scores)
 
-    # Touched tokens first, so that the sort keeps them before the same token among those that fill up the scan.
+    # Touched tokens come first. So the stable sort puts them before the same token of the scan, which becomes void.
     ids, order = torch.cat([ids, scanned], 1).sort(stable=True)
     scores = torch.cat([scores, fill], 1).gather(1, order)
     is_void = ids >= vocab_size
@@ -297,9 +340,9 @@ def _merged(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> _
 def _log_probs(logits: Tensor, scanned: TopK, best_logit: Tensor) -> Tensor:
     """The log-probabilities of any tokens with these logits [R, S].
 
-    As the difference to the best token of the scan, whose log-probability is known: unlike logit - logsumexp that loses
-    no digits to a large common offset. Where the scan had no token, logit - logsumexp it is. NaN all over a row with NaN or
-    +inf, or with nothing else than -inf.
+    They are computed from the difference to the scan's best token, whose log-probability is known. Unlike logit - logsumexp, this
+    loses no digits to a large common offset. If the scan has no token, it is logit - logsumexp. All are NaN in a row with NaN or
+    +inf, or of only -inf.
     """
     best_score = scanned.values[:, :1]
     is_known = best_score > -torch.inf

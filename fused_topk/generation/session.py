@@ -26,12 +26,12 @@ from .statistics import count_fallback
 SEARCH = (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH)
 SAMPLING = (GenerationMode.SAMPLE, GenerationMode.BEAM_SAMPLE)
 BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
-# The loop hands its scores to these methods, which a user's model may have of its own.
+# Methods that get the loop's scores. A user's model may override them.
 _OF_BEAMS = ("_unflatten_beam_dim", "_get_top_k_continuations")
 
 
 class Options(NamedTuple):
-    """What a user asks for: see :func:`fused_topk.generation.fused_decoding`."""
+    """The options of :func:`fused_topk.generation.fused_decoding`."""
 
     sampling: bool = False
     topk_per_step: int = 0
@@ -57,8 +57,8 @@ class Session:
     """One running generate() call of one model.
 
     Args:
-        reason: why no step of it can be fused; None if some can.
-        loop: the code of a loop that computes as transformers' do; None for one of theirs.
+        reason: why no step of the call can be fused; None if steps may be fused.
+        loop: the code of a loop that computes as transformers' loops do; None for a loop of transformers.
     """
 
     def __init__(
@@ -68,32 +68,33 @@ class Session:
         self.topk: list[TopK] = []
         self._options = options
         self._reason_of_call = reason
-        # The same for the loop that runs; none does before its processors are known.
+        # Why no step of the running loop can be fused. A loop runs once its processors are known.
         self._reason: str | None = None
         self.has_begun = False
         self.is_open = True
         self._given_loop = self._loop = loop
         self._processors: LogitsProcessorList | None = None
-        # What greedy decoding and sampling keep for the user. The tensor of the step that runs, which may not have been used.
+        # What greedy decoding and sampling keep for the user, and the record of the running step.
         self._records_logits = self.records_scores = False
         self._recorded: Recorded | None = None
-        # Calls of the model and steps of the loop so far; what is known of the step that runs.
+        # Calls of the model and steps of the loop so far. Then the running step: whether the loop has taken its logits, and
+        # why it cannot be fused.
         self._num_forwards = self._num_steps = 0
         self._is_taken = False
         self._reason_of_step: str | None = None
-        # The backend for logits of the kind that came last, or why none serves them.
+        # The dtype and device of the last logits, and the backend for such logits or the reason why there is none.
         self._kind: tuple[Any, ...] = ()
         self._backend: backends.Backend = reference
         self._reason_of_kind: str | None = None
 
     def begin(self, config: GenerationConfig, processors: LogitsProcessorList) -> LogitsProcessorList:
-        """Before a loop with that configuration; gives the processors that it is to use."""
+        """Called before a loop with that configuration. Returns the processors for the loop to use."""
         if processors is self._processors:
-            # Somebody has wrapped the method that asks, and that has been wrapped again.
+            # Somebody has wrapped the method that asks for processors, and it has been wrapped by us again.
             return processors
         self.has_begun = True
         self._reason = self._reason_of_call or self._reason_of_loop(config) or reason_against(processors)
-        # Beam search takes copies for that: LazyScores.clone.
+        # Beam search keeps clones of the scores instead: LazyScores.clone.
         is_kept = config.return_dict_in_generate and _mode(config) not in BEAMS
         self._records_logits = bool(is_kept and config.output_logits)
         self.records_scores = bool(is_kept and config.output_scores)
@@ -119,7 +120,7 @@ class Session:
         return output
 
     def is_in(self, frame: FrameType) -> bool:
-        """Whether the loop of this call is in the frame: it has the processors."""
+        """Whether the frame is the loop of this call. The loop is the function that has this call's processors."""
         if frame.f_code is self._loop:
             return True
         if self._loop is None and is_of_a_loop(frame) and variables(frame).get("logits_processor") is self._processors:
@@ -128,7 +129,7 @@ class Session:
         return False
 
     def end_step(self) -> None:
-        """Counts a step whose scores are not of the model's logits, as far as is known, before their processors run."""
+        """Called before the processors of a step run. Counts the step as a fallback if the loop has not taken the logits."""
         self._num_steps += 1
         if not self._is_taken:
             count_fallback(self._reason_of_step or self._unknown_loop())
@@ -139,7 +140,7 @@ class Session:
         return f"the loop of {type(self.model).__name__} does not take the last logits as transformers' loops do"
 
     def record(self, scores: LazyScores) -> Recorded:
-        """What the loop keeps for the user and chooses from."""
+        """The tensor that the loop keeps for the user and chooses from."""
         self._end_record()
         self._recorded = scores.recorded()
         return self._recorded
@@ -152,9 +153,9 @@ class Session:
     def close(self) -> None:
         self.is_open = False
         self._end_record()
-        # These two keep each other.
+        # Session and processors refer to each other. Without this they would live until the garbage collector runs.
         self._processors = None
-        # A loop that is not transformers', or does not ask the processors of this call.
+        # No step was counted: the loop is not one of transformers, or does not run this call's processors.
         if not self._num_steps:
             for _ in range(self._num_forwards):
                 count_fallback(self._reason or self._unknown_loop())
@@ -173,7 +174,7 @@ class Session:
         return None
 
     def _unserved(self, logits: Any) -> str | None:
-        """Why these logits would be served by torch operations, or not at all; None if by `self._backend`."""
+        """Why no kernel serves these logits; None if `self._backend` does."""
         if type(logits) is not Tensor or logits.dim() != 3:
             dims = f" of {logits.dim()} dimensions" if isinstance(logits, Tensor) else ""
             return f"logits that are a {type(logits).__name__}{dims}"
@@ -200,14 +201,14 @@ class Session:
 
 
 def _replace_logits(output: Any, logits: Tensor) -> str | None:
-    """Puts the logits into a model's output; why that cannot be, or None where it is done."""
+    """Puts the logits into a model's output. Returns None, or why that is impossible."""
     try:
-        # As an item, transformers' ModelOutput does not look through all of its fields.
+        # Setting an item is quicker than setting an attribute: transformers' ModelOutput then does not walk its fields.
         if isinstance(output, dict):
             output["logits"] = logits
         else:
             output.logits = logits
-    # Named tuples, frozen dataclasses and properties without a setter raise the former, read-only mappings the latter.
+    # AttributeError: a named tuple, a frozen dataclass, a property without setter. TypeError: a read-only mapping.
     except (AttributeError, TypeError):
         return f"an output that cannot be assigned to, {type(output).__name__}"
     return None
@@ -224,7 +225,7 @@ _current: ContextVar[Session | None] = ContextVar("fused_topk_session", default=
 
 @contextmanager
 def running(session: Session) -> Iterator[None]:
-    """The session is the current one of this thread within the block."""
+    """A with block in which the session is the current one of this thread."""
     token = _current.set(session)
     try:
         yield
@@ -234,6 +235,9 @@ def running(session: Session) -> Iterator[None]:
 
 
 def session_of(model: nn.Module) -> Session | None:
-    """The generate() call of that model that this thread is in. A task that was started in a call may outlive it."""
+    """The session of the running generate() call of that model, if this thread is in one.
+
+    A task that was started in a call may outlive it: a closed session does not count.
+    """
     session = _current.get()
     return session if session is not None and session.model is model and session.is_open else None

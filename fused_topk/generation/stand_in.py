@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in for a tensor in a decoding loop: for all that it does not know, it becomes the tensor."""
+"""Objects that stand in for a tensor in a decoding loop. At an operation that they do not know, they become the tensor."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class StandIn:
-    """Something that a tensor can be made of. What its subclasses do not define is done on the tensor."""
+    """Can become a tensor. An operation that a subclass does not define runs on that tensor."""
 
     __slots__ = ()
-    # NumPy's scalars leave operations with it to it, as with a tensor.
+    # As with a tensor, an operation of a NumPy scalar and this object is this object's.
     __array_priority__ = Tensor.__array_priority__
 
     def dense(self, reason: str) -> Tensor:
-        """The tensor, because of an operation that needs it."""
+        """The tensor. reason: the operation that needs it."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
@@ -60,7 +60,7 @@ _OPERATORS = (
         for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
     ),
     "__matmul__ __rmatmul__",
-    # Copies are copies of the tensor.
+    # A copy is a copy of the tensor.
     "__reduce_ex__",
 )
 for _name in " ".join(_OPERATORS).split():

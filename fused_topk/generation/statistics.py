@@ -22,13 +22,15 @@ class _Steps(NamedTuple):
 class Stats(_Steps):
     """Decoding steps of all models of this process since the start or the last reset.
 
-    fused: steps whose tokens were chosen in one read of the logits.
-    fallback: steps that ran stock operations, on the same values.
-    reasons: for each reason of a fallback, the number of its steps.
-    whole: those of the fused steps that ran with whole_step=True, on a prompt that beams share.
-    not_whole: for each reason why a call with whole_step=True ran without, the number of such calls.
-    compiled: those of the whole steps that ran as one compiled call.
-    not_compiled: for each reason why a call with whole_step="compiled" ran without, the number of such calls.
+    Attributes:
+        fused: steps whose tokens were chosen in one read of the logits.
+        fallback: steps that ran stock operations, on the same values.
+        reasons: for each reason of a fallback, the number of its steps.
+        whole: those of the fused steps that ran with whole_step=True, on a prompt that beams share.
+        not_whole: for each reason why a call with whole_step=True ran without, the number of such calls.
+        compiled: those of the whole steps whose forward pass ran as compiled code.
+        captured: those of the whole steps whose forward pass was the replay of a CUDA graph.
+        not_compiled: for each reason why a call whose steps were to be compiled or captured ran without, the number of such calls.
 
     A tuple of the first three.
     """
@@ -36,6 +38,7 @@ class Stats(_Steps):
     whole: int
     not_whole: dict[str, int]
     compiled: int
+    captured: int
     not_compiled: dict[str, int]
 
 
@@ -45,6 +48,7 @@ _reasons: Counter[str] = Counter()
 _whole = 0
 _not_whole: Counter[str] = Counter()
 _compiled = 0
+_captured = 0
 _not_compiled: Counter[str] = Counter()
 _told: set[str] = set()
 
@@ -56,20 +60,20 @@ def stats(reset: bool = False) -> Stats:
         reset: start again from zero after this call.
 
     Returns:
-        Stats(fused, fallback, reasons), with whole, not_whole, compiled, not_compiled.
+        Stats(fused, fallback, reasons), with whole, not_whole, compiled, captured, not_compiled.
 
     Example:
         >>> import fused_topk.generation as fg
         >>> fg.stats(reset=True).reasons
         {}
     """
-    global _fused, _whole, _compiled
+    global _fused, _whole, _compiled, _captured
     with _lock:
         result = Stats(_fused, _reasons.total(), dict(_reasons))
         result.whole, result.not_whole = _whole, dict(_not_whole)
-        result.compiled, result.not_compiled = _compiled, dict(_not_compiled)
+        result.compiled, result.captured, result.not_compiled = _compiled, _captured, dict(_not_compiled)
         if reset:
-            _fused = _whole = _compiled = 0
+            _fused = _whole = _compiled = _captured = 0
             _reasons.clear()
             _not_whole.clear()
             _not_compiled.clear()
@@ -82,12 +86,13 @@ def count_fused() -> None:
         _fused += 1
 
 
-def count_whole(steps: int, are_compiled: bool = False) -> None:
-    global _fused, _whole, _compiled
+def count_whole(steps: int, are_compiled: bool, are_captured: bool) -> None:
+    global _fused, _whole, _compiled, _captured
     with _lock:
         _fused += steps
         _whole += steps
         _compiled += steps if are_compiled else 0
+        _captured += steps if are_captured else 0
 
 
 def count_not_whole(reason: str) -> None:
@@ -99,7 +104,7 @@ def count_not_whole(reason: str) -> None:
 def count_not_compiled(reason: str) -> None:
     with _lock:
         _not_compiled[reason] += 1
-    tell_once(f"a whole step runs without compiled code: {reason}")
+    tell_once(f"whole steps run one operation after another: {reason}")
 
 
 # A graph cannot count: its runs would not be seen, only its compilation.

@@ -11,6 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 from transformers.generation import logits_process as stock
 
 from . import packed
@@ -65,11 +68,20 @@ def _timestamps(p: Any) -> Adapter:
     return adapter
 
 
+def _unchanged(input_ids: Tensor, scores: Tensor) -> Tensor:
+    return scores
+
+
 def _no_speech(p: Any) -> Adapter:
     def adapter(step: Step) -> Edit | None:
-        # There it looks at all of the scores; it never changes any.
+        # Once in a segment it looks at all of the scores. It never changes any.
         if step.input_ids.shape[1] == p.begin_index:
-            raise NotSparse("Whisper's detection of speech, once in a segment")
+            if step.edits:
+                raise NotSparse("Whisper's detection of speech behind other processors, once in a segment")
+            scores = step.rows.logits.to(copy=True, dtype=torch.float32)
+            p(step.input_ids, F.log_softmax(scores, dim=-1) if step.are_log_probs else scores)
+            step.on_call(p)
+            step.answered[id(p)] = _unchanged
         return None
 
     return adapter

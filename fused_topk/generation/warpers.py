@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The warpers of sampling on the best tokens of each row instead of on the vocabulary.
 
-Temperature, top-k, top-p and min-p only ever keep the best tokens of a row: how many depends on the scores. So they run
-on a list of the best, and find out whether it was long enough: it was if they removed its last token. top-k keeps every
-token that ties with the k-th, as transformers does. What renormalises the scores, after all others, shifts a row.
+Temperature, top-k, top-p and min-p keep the best tokens of a row. How many depends on the scores. So they run on a list of the
+best. The list was long enough if they remove its last token. top-k keeps every token that ties with the k-th, as transformers
+does. Normalization of the scores comes last and shifts a row.
 """
 
 from __future__ import annotations
@@ -21,31 +21,34 @@ from transformers.generation import logits_process as stock
 from .. import functional
 from ..layout.topk_choice import MAX_K
 
-# Length of the list where no top-k bounds it: what top-p and min-p keep in practice is far less.
+# Length of the list if no top-k bounds it. In practice top-p and min-p keep far fewer tokens.
 _WINDOW = 1024
 # Room for tokens that tie with the k-th: with bfloat16 logits of 152k tokens, k = 1024 has 15 to 22 of them.
 _ROOM_FOR_TIES = 64
 
 
 class Filter(NamedTuple):
-    """One step of the chain: "temperature", "top_k", "top_p", "min_p" or "normalize", its number, and how many it keeps at
-    least."""
+    """One step of the chain."""
 
-    kind: str
-    number: float
-    at_least: int = 1
+    kind: str  # "temperature", "top_k", "top_p", "min_p" or "normalize"
+    number: float  # the temperature, k, p or min_p
+    at_least: int = 1  # how many tokens it keeps at least
 
 
-# Scores less their logsumexp.
+# Subtracts the logsumexp from the scores.
 NORMALIZE = Filter("normalize", 1.0)
-# In greedy decoding; other ones may make a row's best tokens equal.
+# Temperatures that greedy decoding takes. Others may make a row's best tokens equal.
 _TEMPERATURES = (1e-3, 1e3)
-# Far more than can become equal by rounding; those that are equal come by their indices.
+# In the order in which fused_topk.sample() applies them.
+_PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
+# Beyond them scores overflow in float32, or have no digits left.
+_SAMPLED_TEMPERATURES = (1e-30, 1e30)
+# More tokens than can become equal by rounding. Equal tokens are ordered by their indices.
 GREEDY_LENGTH = 8
 
 
 def filters_of(processor: Any) -> list[Filter] | None:
-    """What a warper does, or None for anything else. Only exact classes with the known attributes and -inf as filter."""
+    """What a warper does. None for anything but the exact classes, with the known attributes and the filter value -inf."""
     kind = type(processor)
     known = _ATTRIBUTES.get(kind)
     if (
@@ -93,6 +96,20 @@ def list_length(filters: Sequence[Filter], vocab_size: int) -> int | None:
     if any(kind not in ("temperature", "normalize") for kind, *_ in filters):
         return min(vocab_size, _WINDOW)
     return None
+
+
+def parameters(filters: Sequence[Filter]) -> dict[str, float] | None:
+    """The filters as the parameters of fused_topk.sample(), by name; None where they are others, or in another order."""
+    # What renormalises a row leaves its distribution as it is.
+    steps = [each for each in filters if each != NORMALIZE]
+    kinds = [each.kind for each in steps]
+    # sample() keeps one token at least.
+    if kinds != [kind for kind in _PARAMETERS if kind in kinds] or any(each.at_least > 1 for each in steps):
+        return None
+    low, high = _SAMPLED_TEMPERATURES
+    if any(each.kind == "temperature" and not low <= each.number <= high for each in steps):
+        return None
+    return {each.kind: each.number for each in steps}
 
 
 def apply(
@@ -213,14 +230,12 @@ class FusedTopKLogitsProcessor(LogitsProcessor):
 
     Examples:
 
-    ```python
     >>> import torch
     >>> from fused_topk.generation import FusedTopKLogitsProcessor
 
     >>> processor = FusedTopKLogitsProcessor(top_k=2, temperature=0.5)
     >>> processor(None, torch.tensor([[1.0, 3.0, 2.0, 2.0]]))
     tensor([[-inf, 6., 4., 4.]])
-    ```
     """
 
     def __init__(

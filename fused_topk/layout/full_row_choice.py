@@ -6,9 +6,9 @@ kernel  the row waits in                               when
 ======= ============================================== ==========================================
 warp    registers of a warp                            up to 2 KiB
 block   registers of a block                           up to 32 KiB
-shared  its registers and shared memory                up to 288 KiB, or what shared memory allows
-grid    the same of many blocks                        as much as the GPU holds
-long    the same; what does not fit is read twice      longer rows
+shared  registers and shared memory of a block         up to 288 KiB, or what shared memory allows
+grid    registers and shared memory of many blocks     as much as the GPU holds
+long    as grid; what does not fit is read twice       longer rows
 ======= ============================================== ==========================================
 
 The limits are measured in csrc/TUNING.md ("Which kernel, and how a row is cut").
@@ -28,7 +28,7 @@ _GRID_THREADS = 512
 _LONG_THREADS = 768
 _REGISTERS = 4
 _VECTORS = 16
-# A block's own variables and the system's.
+# Bytes of shared memory for a block's variables and for the system.
 _STATIC_SHARED = 2048
 
 
@@ -37,10 +37,11 @@ class FullRowChoice(NamedTuple):
 
     kernel: str  # "warp", "block", "shared", "grid" or "long"
     threads: int
-    vectors: int  # of 16 bytes: of each thread, in registers
+    vectors: int  # vectors of 16 bytes that each thread keeps in registers
     shared_vectors: int = 0  # and in shared memory
     blocks_per_row: int = 1
-    owners: int = 0  # of "grid" and "long": so many times blocks_per_row run at a time, each for row after row
+    # "grid" and "long": so many groups of blocks_per_row blocks run at a time. Each group takes row after row.
+    owners: int = 0
 
     @property
     def shared_bytes(self) -> int:

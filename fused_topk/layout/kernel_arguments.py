@@ -10,7 +10,7 @@ import ctypes
 import struct
 from collections.abc import Callable
 
-_F32 = ctypes.c_float
+_F32, _F64 = ctypes.c_float, ctypes.c_double
 _U8, _U16, _U32 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32
 _I64, _POINTER = ctypes.c_int64, ctypes.c_uint64
 _BOOL = ctypes.c_bool
@@ -89,7 +89,73 @@ class FullRows(ctypes.Structure):
     )
 
 
-_CODES = {_F32: "f", _U8: "B", _U16: "H", _U32: "I", _I64: "q", _POINTER: "Q", _BOOL: "?"}
+class States(ctypes.Structure):
+    """struct States of csrc/merge_states.cu, where each field is explained."""
+
+    _fields_ = (
+        ("logits", _POINTER),
+        ("indices", _POINTER),
+        ("m", _POINTER),
+        ("d", _POINTER),
+        ("lengths", _POINTER),
+        ("row_temperature", _POINTER),
+        ("values", _POINTER),
+        ("result_indices", _POINTER),
+        ("logsumexp", _POINTER),
+        ("logits_part_stride", _I64),
+        ("logits_row_stride", _I64),
+        ("indices_part_stride", _I64),
+        ("indices_row_stride", _I64),
+        ("m_part_stride", _I64),
+        ("m_row_stride", _I64),
+        ("d_part_stride", _I64),
+        ("d_row_stride", _I64),
+        ("lengths_stride", _I64),
+        ("rows", _U32),
+        ("parts", _U32),
+        ("width", _U32),
+        ("k", _U32),
+        ("value_kind", _U32),
+        ("normalize_topk", _U32),
+        ("temperature", _F32),
+    )
+
+
+class SampleRows(ctypes.Structure):
+    """struct SampleRows of csrc/sample_rows.cu, where each field is explained."""
+
+    _fields_ = (
+        ("logits", _POINTER),
+        ("row_stride", _I64),
+        ("list_values", _POINTER),
+        ("list_indices", _POINTER),
+        ("mask", _POINTER),
+        ("mask_row_stride", _I64),
+        ("mask_element_stride", _I64),
+        ("temperature", _F64),
+        ("row_temperature", _POINTER),
+        ("top_k", _I64),
+        ("row_top_k", _POINTER),
+        ("top_p", _F64),
+        ("row_top_p", _POINTER),
+        ("min_p", _F64),
+        ("row_min_p", _POINTER),
+        ("seed", _I64),
+        ("row_seed", _POINTER),
+        ("counter", _I64),
+        ("row_counter", _POINTER),
+        ("tokens", _POINTER),
+        ("log_probs", _POINTER),
+        ("V", _U32),
+        ("length", _U32),
+        ("mask_kind", _U32),
+        ("num_samples", _U32),
+        ("truncated", _U32),
+        ("one", _F32),
+    )
+
+
+_CODES = {_F32: "f", _F64: "d", _U8: "B", _U16: "H", _U32: "I", _I64: "q", _POINTER: "Q", _BOOL: "?"}
 
 
 def fields(structure: type[ctypes.Structure], *names: str) -> tuple[struct.Struct, int]:

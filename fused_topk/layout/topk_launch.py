@@ -27,7 +27,7 @@ FORMATS = {
 
 MAX_ROWS = 2**31 - 1
 
-_VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2}
+VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2, "state": 4}
 _MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
 
 # What changes from call to call; a plan has all else.
@@ -171,8 +171,8 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         k_of_split=k_of_split,
         list_length=length,
         splits_of_k=-(-k_row // k_of_split),
-        value_kind=_VALUE_KINDS[layout.values],
-        normalize_topk=layout.normalize == "topk",
+        value_kind=VALUE_KINDS[layout.values],
+        normalize_topk=layout.normalize == "topk" and layout.values != "state",
         beams=beams,
         k_of_beam=-(-layout.k // beams) if beams else 0,
         sizes=_innermost_first(sizes, 1),

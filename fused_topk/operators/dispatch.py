@@ -30,7 +30,7 @@ try:
     _keys_of_tensor(torch.empty(0, device="cpu")).raw_repr(), _keys_of_thread().raw_repr(), forward_ad._current_level
     _sees_keys = True
 except (AttributeError, TypeError):
-    # A version of torch that has other private names: every call then goes through the dispatcher.
+    # This version of torch has other private names. Every call then goes through the dispatcher.
     _sees_keys = False
 
 

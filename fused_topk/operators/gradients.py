@@ -20,7 +20,7 @@ from torch import Tensor
 from ..problem import TopK, result_dtype
 
 
-def _unpacked(mask: Tensor, vocab_size: int) -> Tensor:
+def unpacked(mask: Tensor, vocab_size: int) -> Tensor:
     """A mask as bool, one a token."""
     if mask.dtype == torch.bool:
         return mask
@@ -38,7 +38,7 @@ def _row_gradient(
     grad_logsumexp: Tensor,
 ) -> Tensor:
     """Gradient with respect to the logits, given those with respect to log-probabilities (..., k) and logsumexp (...)."""
-    hidden = None if mask is None or normalize == "all" else ~_unpacked(mask, logits.shape[-1])
+    hidden = None if mask is None or normalize == "all" else ~unpacked(mask, logits.shape[-1])
     scaled = logits.to(grad_log_probabilities.dtype) / temperature
     p = (scaled if hidden is None else scaled.masked_fill(hidden, -torch.inf)).softmax(-1)
     gradient = p * (grad_logsumexp - grad_log_probabilities.sum(-1)).unsqueeze(-1)
@@ -63,7 +63,10 @@ def row_backward(
     grad_log = grad_values * values if ctx.values == "softmax" else grad_values
     if mask is not None:
         # A token that is not allowed has the constant value -inf or 0, and what a loss makes of that is no gradient.
-        grad_log = grad_log.where(_unpacked(mask, logits.shape[-1]).gather(-1, indices), 0.0)
+        grad_log = grad_log.where(unpacked(mask, logits.shape[-1]).gather(-1, indices), 0.0)
+    if ctx.values == "state":
+        gradient = _state_gradient(logits, temperature, mask, ctx.normalize, indices, grad_values, grad_logsumexp)
+        return gradient, *(None,) * 7
     if ctx.values == "logits":
         # The logits themselves: their gradient goes back to where they came from.
         from_values = torch.zeros_like(logits).scatter_add(-1, indices, grad_log)
@@ -78,10 +81,37 @@ def row_backward(
         gradient = _row_gradient(logits, temperature, mask, "topk", indices, zero, grad_logsumexp)
         chosen = torch.zeros_like(gradient).scatter_add(-1, indices, (grad_log / temperature).to(gradient.dtype))
         if mask is not None:
-            chosen = chosen.where(_unpacked(mask, logits.shape[-1]), 0.0)
+            chosen = chosen.where(unpacked(mask, logits.shape[-1]), 0.0)
         return gradient + chosen, *(None,) * 7
     gradient = _row_gradient(logits, temperature, mask, ctx.normalize, indices, grad_log, grad_logsumexp)
     return gradient, *(None,) * 7
+
+
+def _state_gradient(
+    logits: Tensor,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    normalize: str,
+    indices: Tensor,
+    grad_logits: Tensor,
+    grad_normalizer: Tensor,
+) -> Tensor:
+    """Gradient with respect to the logits, given those with respect to the k best (..., k) and to m and d (2, ...).
+
+    d m / d x_i is 1 for the first greatest logit j, and d d / d x_i = (e_i - d [i = j]) / T with e_i = exp((x_i - m) / T).
+    """
+    grad_m, grad_d = grad_normalizer.unsqueeze(-1).unbind(0)
+    hidden = None if mask is None else ~unpacked(mask, logits.shape[-1])
+    counted = logits.to(grad_normalizer.dtype)
+    if hidden is not None and normalize != "all":
+        counted = counted.masked_fill(hidden, -torch.inf)
+    m, j = counted.max(-1, keepdim=True)
+    e = ((counted - m.where(m != -torch.inf, 0.0)) / temperature).exp()
+    d = e.sum(-1, keepdim=True)
+    gradient = (grad_d * e / temperature).scatter_add(-1, j, grad_m - grad_d * d / temperature)
+    if hidden is not None and normalize != "all":
+        gradient = gradient.masked_fill(hidden, 0.0)
+    return (gradient.scatter_add(-1, indices, grad_logits.to(gradient.dtype))).to(logits.dtype)
 
 
 def beam_setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None:
@@ -104,7 +134,7 @@ def beam_backward(
     tokens = (indices % vocab_size).unsqueeze(1).expand(batch, beams, -1)
     if mask is not None:
         # The value of a token that is not allowed is -inf, whatever the score of its beam.
-        of_beam = of_beam.where(_unpacked(mask, vocab_size).gather(-1, tokens), 0.0)
+        of_beam = of_beam.where(unpacked(mask, vocab_size).gather(-1, tokens), 0.0)
     grad_scores = of_beam.sum(-1).to(ctx.scores_dtype)
     gradient = _row_gradient(logits, temperature, mask, ctx.normalize, tokens, of_beam, grad_logsumexp)
     return gradient, grad_scores, *(None,) * 6

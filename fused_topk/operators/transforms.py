@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from . import full_rows as full_rows  # the operators that these Functions call
-from . import gradients
+from . import gradients, linear, merging
 from . import row_topk as row_topk
 
-# A private name of torch. Without it the Functions take every call but those that torch.compile traces: they serve all.
+# A private name of torch. Without it the Functions take every call except those that torch.compile traces. They serve all.
 _is_active: Callable[[], bool] = getattr(
     torch._C, "_are_functorch_transforms_active", lambda: not torch.compiler.is_compiling()
 )
@@ -29,7 +29,7 @@ def is_active() -> bool:
 
 
 def _at_front(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """The tensor with what vmap maps over as its first dimension, in which a tensor that is not mapped repeats itself."""
+    """The tensor with the dimension that vmap maps over in front. A tensor that vmap does not map over is expanded."""
     if tensor is None:
         return None
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -43,7 +43,12 @@ def _mapped(info: Any, in_dims: Sequence[int | None], arguments: Sequence[Any]) 
 
 
 def _map_rows(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-    return run(*_mapped(info, in_dims, arguments)), (0, 0, 0)
+    return run(*_mapped(info, in_dims, arguments)), _dims_of_results(arguments[5])
+
+
+def _dims_of_results(values: str) -> tuple[int, int, int]:
+    """What vmap has mapped over, in the results. Of a state, m and d come first."""
+    return 0, 0, int(values == "state")
 
 
 def _map_full_rows(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
@@ -51,9 +56,26 @@ def _map_full_rows(run: Callable[..., Any], info: Any, in_dims: Sequence[int | N
 
 
 def _map_beams(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-    """Beams have one batch dimension: what vmap maps over is folded into it."""
+    """Beam search has one batch dimension. The dimension that vmap maps over is folded into it."""
     folded = [x.flatten(0, 1) if isinstance(x, Tensor) else x for x in _mapped(info, in_dims, arguments)]
     return tuple(x.unflatten(0, (info.batch_size, -1)) for x in run(*folded)), (0, 0, 0)
+
+
+def _map_heads(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+    """Each mapped weight or bias is a head of its own, and they take their turns."""
+    if in_dims[1] is None and in_dims[2] is None:
+        head = arguments[1:3]
+        hidden, _, _, *others = _mapped(info, in_dims, arguments)
+        result = run(hidden, *head, *others)
+        # Empty tensors that stand for nothing are not mapped.
+        has_targets, (has_ranks, keeps_state) = arguments[6] is not None, arguments[-2:]
+        is_mapped = (True, True, True, has_targets, has_ranks, keeps_state)
+        return result, tuple(0 if x else None for x in is_mapped)
+    turns = [
+        run(*(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True)))
+        for i in range(info.batch_size)
+    ]
+    return tuple(map(torch.stack, zip(*turns, strict=True))), (0,) * 6
 
 
 class RowTopk(torch.autograd.Function):
@@ -86,6 +108,74 @@ class BeamTopk(torch.autograd.Function):
         return _map_beams(BeamTopk.apply, info, in_dims, *arguments)
 
 
+def _map_parts(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+    """What vmap maps over becomes the first dimension of the rows, which follows the one of the parts."""
+    mapped = _mapped(info, in_dims, arguments)
+    # The parts have lengths in common to all rows.
+    if in_dims[4] is not None:
+        raise ValueError("`lengths` must not be mapped over; the parts of all rows begin at the same tokens")
+    mapped[:4] = [x.movedim(0, 1) for x in mapped[:4]]
+    mapped[4] = arguments[4]
+    return run(*mapped), _dims_of_results(arguments[8])
+
+
+class MergeParts(torch.autograd.Function):
+    """merge_parts."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return tuple(torch.ops.fused_topk.merge_parts.default(*arguments))
+
+    setup_context = staticmethod(merging.setup_context)
+    backward = staticmethod(merging.backward)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        return _map_parts(MergeParts.apply, info, in_dims, *arguments)
+
+
+class LinearTopk(torch.autograd.Function):
+    """linear_topk."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return tuple(torch.ops.fused_topk.linear_topk.default(*arguments))
+
+    setup_context = staticmethod(linear.setup_context)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return linear.backward_by(LinearTopkBackward.apply, ctx, *gradients)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        return _map_heads(LinearTopk.apply, info, in_dims, *arguments)
+
+
+class LinearTopkBackward(torch.autograd.Function):
+    """linear_topk_backward, which vmap loops over."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return torch.ops.fused_topk.linear_topk_backward.default(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is kept: there is no second gradient."""
+
+    backward = staticmethod(linear.no_second_gradient)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        turns = [
+            LinearTopkBackward.apply(
+                *(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True))
+            )
+            for i in range(info.batch_size)
+        ]
+        return tuple(map(torch.stack, zip(*turns, strict=True))), (0, 0, 0)
+
+
 class FullRows(torch.autograd.Function):
     """full_rows."""
 
@@ -104,9 +194,14 @@ class FullRows(torch.autograd.Function):
         return _map_full_rows(FullRows.apply, info, in_dims, *arguments)
 
 
-# The operators by themselves too, as in a gradient that uses one. Without the rule torch loops over them.
+# The operators themselves get the rules too, because gradients use them. Without a rule torch loops over the mapped dimension.
 if hasattr(torch.library, "register_vmap"):
-    for _name, _map in (("row_topk", _map_rows), ("beam_topk", _map_beams), ("full_rows", _map_full_rows)):
+    for _name, _map in (
+        ("row_topk", _map_rows),
+        ("beam_topk", _map_beams),
+        ("merge_parts", _map_parts),
+        ("full_rows", _map_full_rows),
+    ):
         _operator = getattr(torch.ops.fused_topk, _name).default
         torch.library.register_vmap(
             f"fused_topk::{_name}",

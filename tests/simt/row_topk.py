@@ -40,11 +40,12 @@ def empty_result(problem: Problem, beam_scores: Tensor | None = None) -> TopK:
     """Memory for the result."""
     logits, k = problem.logits, problem.k
     shape = (*(logits.shape[:-1] if beam_scores is None else logits.shape[:1]), k)
-    values = logits.dtype if problem.values == "logits" else torch.float32
+    values = logits.dtype if problem.values in ("logits", "state") else torch.float32
+    rows = logits.shape[:-1]
     return TopK(
         torch.empty(shape, dtype=values, device=logits.device),
         torch.empty(shape, dtype=torch.int64, device=logits.device),
-        torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device),
+        torch.empty((2, *rows) if problem.values == "state" else rows, dtype=torch.float32, device=logits.device),
     )
 
 

@@ -10,16 +10,15 @@ and custom_generate (:mod:`entry`), through which generate() prepares the call a
     reasons, criteria    what is served: everything else runs on the fused path, and stats() counts why
     trial                whether a model is: it is tried on a few tokens, once
     twin                 a copy of the model's modules, of the same weights, so that the model itself is not touched
-    cache, ancestry, attention, decoder    the forward pass
-    compiled             the same as one compiled call a token, kept for later calls of the same shape
-    beams, search, results    the choice of tokens, the loops, what is returned
+    cache, ancestry, attention, decoder    the forward pass, of encoder-decoders on what their encoder has read once
+    kept, graphs         steps that are compiled, captured as CUDA graphs, or both, kept for later calls of the same shape
+    beams, texts, search, results    what a search holds, the loops, what is returned
 
 Sequences are those of transformers, with ties to the smaller index. A result has no `past_key_values`: the cache is not one
 that a model can go on with.
 """
 
 from .entry import Loop, drop
-from .reasons import of_arguments
-from .search import Declined
+from .reasons import Declined, of_arguments
 
 __all__ = ["Declined", "Loop", "drop", "of_arguments"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of all beams of a sequence to keys that they share, through transformers' attention interface.
 
-A step has a query for each beam, of batch * beams rows, and keys of `batch` rows (:mod:`cache`). The queries of all beams
+A step has a query for each beam, of batch * beams rows, and keys of `batch` rows (:mod:`cache`), of texts and of sources. The queries of all beams
 and of all heads that share a key head are read as one block, so that each key is read once for all of them, and nothing is
 copied for grouped heads. A prompt has as many rows of queries as of keys, and is read as transformers' own functions do.
 """
@@ -55,17 +55,18 @@ def plain(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """For models whose implementation is `sdpa`."""
-    return _attend(query, key, value, attention_mask, **{**options, "softcap": None})
+    return _attend(module, query, key, value, attention_mask, **{**options, "softcap": None})
 
 
 def capped(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """For models of any other implementation."""
-    return _attend(query, key, value, attention_mask, **options)
+    return _attend(module, query, key, value, attention_mask, **options)
 
 
 def _attend(
+    module: Any,
     query: Tensor,  # [rows, heads, length, dim]
     key: Tensor,  # [batch, key heads, places, dim]
     value: Tensor,
@@ -73,6 +74,7 @@ def _attend(
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     rows, heads, length, dim = query.shape
@@ -84,14 +86,45 @@ def _attend(
     scale = dim**-0.5 if scaling is None else scaling
     if length > 1:
         key, value = (_repeated(each, groups) for each in (key, value))
-        return _weighted(query, key, value, mask, scale, softcap, mask is None).transpose(1, 2).contiguous(), None
+        # Attention to a source is not.
+        is_causal = mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        return _weighted(query, key, value, mask, scale, softcap, is_causal).transpose(1, 2).contiguous(), None
     if mask is not None:
         # A step's mask may have a second one for the layers with a window: see `ancestry.Mask`.
         mask = mask[:, -1:] if sliding_window is not None else mask[:, :1]
     block = query.view(batch, beams, key_heads, groups, dim).permute(0, 2, 3, 1, 4)
+    if mask is not None and mask.shape[-1] != key.shape[2]:
+        found = _weighted_apart(block, key, value, mask, scale, softcap).permute(0, 3, 1, 2, 4)
+        return found.reshape(rows, 1, heads, -1), None
     found = _weighted(block.reshape(batch, key_heads, groups * beams, dim), key, value, mask, scale, softcap, False)
     found = found.view(batch, key_heads, groups, beams, -1).permute(0, 3, 1, 2, 4)
     return found.reshape(rows, 1, heads, -1), None
+
+
+def _weighted_apart(
+    query: Tensor,  # [batch, key heads, groups, beams, dim]
+    key: Tensor,  # [batch, key heads, prompt + beams * new tokens, dim], a beam's new tokens beside each other
+    value: Tensor,
+    mask: Tensor,  # [batch, 1, beams, prompt + new tokens]
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Attention of each beam to the prompt, and to its own new tokens."""
+    beams, places = query.shape[3], mask.shape[-1]
+    new = (key.shape[2] - places) // (beams - 1)
+    prompt = places - new
+
+    def own(of: Tensor) -> Tensor:
+        return of[:, :, prompt:].unflatten(2, (beams, new))  # type: ignore[no-untyped-call,no-any-return]
+
+    of_prompt = torch.einsum("bhgjd,bhpd->bhgjp", query, key[:, :, :prompt])
+    of_new = torch.einsum("bhgjd,bhjnd->bhgjn", query, own(key))
+    scores = torch.cat([of_prompt, of_new], -1) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    weights = (scores + mask.unsqueeze(2)).softmax(-1, dtype=torch.float32).to(value.dtype)
+    found = torch.einsum("bhgjp,bhpd->bhgjd", weights[..., :prompt], value[:, :, :prompt])
+    return found + torch.einsum("bhgjn,bhjnd->bhgjd", weights[..., prompt:], own(value))
 
 
 def _repeated(heads: Tensor, times: int) -> Tensor:

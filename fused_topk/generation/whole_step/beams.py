@@ -110,7 +110,8 @@ def choose(
     continued = Hypotheses(
         scores, tokens.index_copy_(2, step, token[..., None]), parents.index_copy_(2, step, parent[..., None])
     )
-    has_ended = torch.isin(token, constants.ends) | are_last
+    # Not torch.isin, which for many end tokens waits for the device.
+    has_ended = (token.unsqueeze(-1) == constants.ends).any(-1) | are_last
     running = _best(continued._replace(scores=scores + has_ended * VOID), rules.beams)
 
     # Of the texts that had ended and of those that end now, if those are among the best continuations, the best.

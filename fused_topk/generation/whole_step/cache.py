@@ -4,6 +4,8 @@
 A layer has one tensor of keys and one of values, [batch, heads, prompt + room * beams, dim]: places for the prompt, then
 `beams` places for each new token. Beam j of step t writes to place prompt + t * beams + j, for good. Which of the places
 are a beam's past is told by the mask (:mod:`ancestry`).
+
+Keys of what an encoder has read belong to the sequence, too: [batch, heads, length of the source, dim].
 """
 
 from __future__ import annotations
@@ -12,7 +14,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+
+
+class Length:
+    """How many tokens a text has: a number on the device, of which the host knows a bound.
+
+    Models that count positions by their cache add to it; those that let a table grow compare it before, which may wait for
+    no device.
+    """
+
+    def __init__(self, tensor: Tensor, most: int) -> None:
+        self.tensor = tensor
+        self._most = most
+
+    def __add__(self, other: Any) -> Any:
+        return Length(self.tensor + other, self._most + other) if isinstance(other, int) else self.tensor + other
+
+    __radd__ = __add__
+
+    def __gt__(self, other: int) -> bool:
+        return self._most > other
 
 
 class Places:
@@ -31,15 +53,34 @@ class Places:
         self._of_step = torch.arange(beams, device=device) + prompt
         self.written = self._of_step
         self.shown = prompt
+        # int64 [batch, beams, shown]: where each new token of a beam's past is among the beams; None where masks say it.
+        self.gathered: Tensor | None = None
+        # What a model that counts its positions by the cache is told that was read before: see `count_from`.
+        self.length: Length | int = prompt
+        self._text_length: Tensor | None = None
+        self._most = 0
 
     @property
     def total(self) -> int:
         return self.prompt + self.room * self.beams
 
-    def begin_step(self, step: Tensor, shown: int) -> None:
-        """Args: see ancestry.Mask."""
+    def count_from(self, length: int, most: int) -> None:
+        """From here on the cache says how many tokens a text has: the prompt's `length` and those since, at most `most`.
+
+        In a tensor: compiled and captured steps are the same for every length.
+        """
+        if self._text_length is None:
+            self._text_length = torch.zeros((), dtype=torch.int64, device=self._of_step.device)
+        self._text_length.fill_(length)
+        self._most = most
+
+    def begin_step(self, step: Tensor, shown: int, gathered: Tensor | None) -> None:
+        """Args: see ancestry.Mask, and `gathered` here."""
+        self.gathered = gathered
         self.written = self._of_step + step * self.beams
         self.shown = self.prompt + shown * self.beams
+        if self._text_length is not None:
+            self.length = Length(self._text_length + step.squeeze(0), self._most)
 
 
 class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -80,15 +121,29 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             _, heads, _, dim = written.shape
             of_beams = written.view(-1, places.beams, heads, dim).transpose(1, 2)
             kept.index_copy_(2, places.written, of_beams)
+        if places.gathered is not None:
+            return self._gathered(self.keys, places.gathered), self._gathered(self.values, places.gathered)
         return self.keys[:, :, : places.shown], self.values[:, :, : places.shown]
 
-    def get_seq_length(self, *args: Any) -> int:
-        return 0 if self._places.is_reading_prompt else self._places.prompt
+    def _gathered(self, kept: Tensor, written: Tensor) -> Tensor:
+        """[batch, heads, prompt + beams * new tokens, dim]: the new tokens of a beam are beside each other."""
+        prompt, beams = self._places.prompt, self._places.beams
+        batch, heads, _, dim = kept.shape
+        new = kept[:, :, prompt : self._places.shown].view(batch, heads, -1, beams, dim)
+        index = written.transpose(1, 2)[:, None, :, :, None].expand(-1, heads, -1, -1, dim)
+        return torch.cat([kept[:, :, :prompt], new.gather(3, index).transpose(2, 3).flatten(2, 3)], 2)
+
+    def get_seq_length(self, *args: Any) -> Any:
+        length = self._places.length
+        if self._places.is_reading_prompt:
+            return 0
+        # torch.compile knows tensors only.
+        return length.tensor if isinstance(length, Length) and torch.compiler.is_dynamo_compiling() else length
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         # Before transformers 5.5 it is the positions of the queries.
         length = query_length if isinstance(query_length, int) else len(query_length)
-        return self.get_seq_length() + length, 0
+        return (0 if self._places.is_reading_prompt else self._places.prompt) + length, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -98,5 +153,55 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
 
-def shared_prompt_cache(num_layers: int, places: Places) -> Cache:
-    return Cache(layers=[SharedPromptLayer(places) for _ in range(num_layers)])
+class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer's keys and values of what an encoder has read. Beams look at them where they are.
+
+    Args:
+        length: places, of which a shorter source takes the first.
+    """
+
+    is_sliding = False
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, length: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._length = length
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        values = key_states if value_states is None else value_states
+        if not self.is_initialized:
+            self.keys, self.values = (
+                each.new_zeros(*each.shape[:2], self._length, each.shape[3]) for each in (key_states, values)
+            )
+            self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.lazy_initialization(key_states, value_states)
+        for kept, written in ((self.keys, key_states), (self.values, value_states)):
+            length = written.shape[2]
+            kept[:, :, :length] = written
+            # Of the call before.
+            kept[:, :, length:] = 0
+        return key_states, value_states
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self._length if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self._length, 0
+
+    def get_max_length(self) -> int:
+        return self._length
+
+    def get_max_cache_shape(self) -> int:
+        """The same, as transformers 4 and 5.0 call it."""
+        return self._length
+
+
+def shared_prompt_cache(num_layers: int, places: Places, source: int | None) -> Any:
+    """Args: source: places for what an encoder has read; None for a model without."""
+    cache = Cache(layers=[SharedPromptLayer(places) for _ in range(num_layers)])
+    if source is None:
+        return cache
+    return EncoderDecoderCache(cache, Cache(layers=[SourceLayer(source) for _ in range(num_layers)]))

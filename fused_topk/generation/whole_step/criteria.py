@@ -23,6 +23,7 @@ class Criteria:
 
     reason: why they cannot be served; None where they can.
     ends: the tokens that end a text.
+    max_length: of a text with its prompt.
     """
 
     def __init__(self, criteria: Any) -> None:
@@ -39,8 +40,12 @@ class Criteria:
             if isinstance(each, EosTokenCriteria)
             for token in each.eos_token_id.flatten().tolist()
         )
-        self._max_length = min(each.max_length for each in known if isinstance(each, MaxLengthCriteria))
+        self.max_length = min(each.max_length for each in known if isinstance(each, MaxLengthCriteria))
         self._clocks = [each for each in known if isinstance(each, MaxTimeCriteria)]
+
+    @property
+    def have_clocks(self) -> bool:
+        return bool(self._clocks)
 
     def end_all(self, ids: Tensor, length: int) -> bool:
         """Whether every text of that length ends.
@@ -48,4 +53,4 @@ class Criteria:
         Args:
             ids: any of the tokens, for the device.
         """
-        return length >= self._max_length or any(bool(each(ids, None).any()) for each in self._clocks)
+        return length >= self.max_length or any(bool(each(ids, None).any()) for each in self._clocks)

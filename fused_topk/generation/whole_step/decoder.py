@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's forward pass over beams that share their prompt."""
+"""A model's forward pass over beams that share their prompt, and what an encoder has read."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
 
-from .ancestry import Mask
+from .ancestry import Mask, gathers
 from .attention import Call, watched
 from .cache import Places, shared_prompt_cache
+
+
+class Source(NamedTuple):
+    """What an encoder has read, a row for each sequence."""
+
+    hidden: Tensor  # [batch, length, dim]
+    is_text: Tensor | None  # bool [batch, length], False where it is padding; None where the model takes no mask
 
 
 class Prompt(NamedTuple):
@@ -21,6 +29,8 @@ class Prompt(NamedTuple):
     is_text: Tensor  # bool [batch, length], False where it is padding
     positions: Tensor  # int64 [batch, length]
     extra: dict[str, Any]  # further arguments of the model
+    longest: int  # how many tokens its texts may have with it
+    source: Source | None = None
 
 
 class Decoder:
@@ -32,26 +42,46 @@ class Decoder:
         prompt: how many places a prompt has; a shorter one has padding before it.
         beams: rows for each sequence.
         room: for how many tokens a beam.
+        source: how many places what an encoder has read has; a shorter one has padding after it. None for a model without.
+        is_kept: whether later calls read other prompts with it, by the same compiled code.
     """
 
-    def __init__(self, twin: Any, batch: int, prompt: int, beams: int, room: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        twin: Any,
+        batch: int,
+        prompt: int,
+        beams: int,
+        room: int,
+        device: torch.device,
+        source: int | None = None,
+        is_kept: bool = False,
+    ) -> None:
         self._twin = twin
+        self._arguments = inspect.signature(twin.forward).parameters.keys()
         self._cache_argument = cache_argument(twin)
         self._beams = beams
+        self._is_kept = is_kept
         self.room = room
         self._places = Places(prompt, beams, room, device)
-        config = twin.config.get_text_config(decoder=True)
-        self._cache = shared_prompt_cache(config.num_hidden_layers, self._places)
+        self._cache = shared_prompt_cache(num_layers(twin.config), self._places, source)
         self._is_text = torch.zeros(batch, prompt, dtype=torch.bool, device=device)
         self._last_positions = torch.zeros(batch * beams, 1, dtype=torch.int64, device=device)
+        self._source = None if source is None else torch.zeros(batch, source, dtype=torch.int64, device=device)
+        # Of the encoder's output a step needs no more than the shape, and its mask.
+        self._of_source: dict[str, Any] = {}
+        self._gathers = gathers(prompt, beams, room)
         self._mask: Mask | None = None
         self.calls: list[Call] = []
 
     @property
     def num_bytes(self) -> int:
         """Of the cache."""
-        layers: list[Any] = self._cache.layers
-        return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in layers)
+        caches = [self._cache] if self._source is None else self._both_caches()
+        return sum(int(layer.keys.nbytes + layer.values.nbytes) for cache in caches for layer in cache.layers)
+
+    def _both_caches(self) -> list[Any]:
+        return [self._cache.self_attention_cache, self._cache.cross_attention_cache]
 
     def read_prompt(self, prompt: Prompt) -> Tensor:
         """The last logits [batch, V]."""
@@ -60,12 +90,14 @@ class Decoder:
         self._is_text[:, padding:] = prompt.is_text
         self._last_positions.copy_(prompt.positions[:, -1:].repeat_interleave(self._beams, 0))
         self._places.is_reading_prompt = True
+        of_source = self._begin_source(prompt)
         with watched() as calls:
             logits = self._forward(
                 prompt.ids,
                 # transformers' functions are quicker where they know that there is none.
                 None if bool(prompt.is_text.all()) else prompt.is_text.long(),
                 prompt.positions,
+                **of_source,
                 **prompt.extra,
             )
         self._places.is_reading_prompt = False
@@ -73,9 +105,34 @@ class Decoder:
         if self._mask is None:
             windows = [call.window for call in calls if call.window is not None]
             self._mask = Mask(
-                self._is_text, self._beams, self.room, calls[0].groups, max(windows, default=None), logits.dtype
+                self._is_text,
+                self._beams,
+                self.room,
+                calls[0].groups,
+                max(windows, default=None),
+                logits.dtype,
+                self._gathers,
             )
         return logits
+
+    def _begin_source(self, prompt: Prompt) -> dict[str, Any]:
+        """What the model is told of its source while it reads the prompt."""
+        source = prompt.source
+        if source is None or self._source is None:
+            return {}
+        # The last token is not read.
+        self._places.count_from(prompt.ids.shape[1], prompt.longest - 2)
+        # The next pass computes its keys.
+        self._cache.is_updated = dict.fromkeys(self._cache.is_updated, False)
+        length, dim = source.hidden.shape[1:]
+        is_masked = source.is_text is not None and not bool(source.is_text.all())
+        self._source.zero_()
+        self._source[:, :length] = 1 if source.is_text is None else source.is_text
+        if not self._of_source or not self._is_kept:
+            needs_mask = source.is_text is not None and (self._is_kept or is_masked)
+            hidden = source.hidden.new_zeros(1, 1, 1).expand(*self._source.shape, dim)
+            self._of_source = _source_inputs(hidden, self._source if needs_mask else None)
+        return _source_inputs(source.hidden, self._source[:, :length] if is_masked else None)
 
     def read(self, tokens: Tensor, parents: Tensor, step: Tensor, shown: int) -> Tensor:
         """The last logits [batch * beams, V].
@@ -85,26 +142,48 @@ class Decoder:
             parents, step, shown: see :class:`ancestry.Mask`.
         """
         assert self._mask is not None
-        self._places.begin_step(step, shown)
-        return self._forward(tokens.reshape(-1, 1), self._mask(parents, step, shown), self._last_positions + (step + 1))
+        gathered = self._mask.written(parents, step, shown) if self._gathers else None
+        self._places.begin_step(step, shown, gathered)
+        extra = dict(self._of_source)
+        if self._source is not None and "cache_position" in self._arguments:
+            # Versions that count positions by it make it of the cache's length else, for which they wait.
+            extra["cache_position"] = self._places.length.tensor.view(1)  # type: ignore[union-attr]
+        mask, positions = self._mask(parents, step, shown), self._last_positions + (step + 1)
+        return self._forward(tokens.reshape(-1, 1), mask, positions, **extra)
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, **extra: Any) -> Tensor:
-        output = self._twin(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            return_dict=True,
-            **{self._cache_argument: self._cache},
-            **extra,
-        )
+        prefix = "" if self._source is None else "decoder_"
+        inputs = {f"{prefix}input_ids": ids, f"{prefix}attention_mask": mask}
+        if f"{prefix}position_ids" in self._arguments:
+            inputs[f"{prefix}position_ids"] = positions
+        output = self._twin(use_cache=True, return_dict=True, **{self._cache_argument: self._cache}, **inputs, **extra)
         logits: Tensor = output.logits[:, -1]
         return logits
+
+
+def _source_inputs(hidden: Tensor, is_text: Tensor | None) -> dict[str, Any]:
+    inputs: dict[str, Any] = {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden)}
+    return inputs if is_text is None else {**inputs, "attention_mask": is_text}
 
 
 def cache_argument(model: Any) -> str:
     """What the model's forward pass calls the cache: `cache` from transformers 5.2x on."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def num_layers(config: Any) -> int:
+    """Of the decoder."""
+    if config.is_encoder_decoder:
+        # What get_text_config() gives for its decoder has, in some versions, the layers of another.
+        of_decoder = (getattr(config, name, None) for name in ("decoder_layers", "num_decoder_layers"))
+        return int(next(number for number in of_decoder if number is not None))
+    return int(config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def vocab_size_of(config: Any) -> int:
+    """How many tokens can be chosen: some models have another number of those that can be read."""
+    own = getattr(config, "decoder_vocab_size", None)
+    return int(own or config.get_text_config(decoder=True).vocab_size)
 
 
 def positions_of(is_text: Tensor) -> Tensor:

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from .. import warpers
 from ..edits import Plan
+from ..processors import Processors, reason_against
 from . import attention, reasons, trial
 from .beams import Rules
-from .compiled import Store
 from .criteria import Criteria
-from .decoder import Prompt, positions_of
-from .search import Declined, Search
+from .decoder import Prompt, Source, positions_of, vocab_size_of
+from .kept import Store, Way
+from .reasons import Declined
+from .search import Search
 from .twin import Snapshot, twin_of
 
 
@@ -80,13 +83,15 @@ class Loop:
     Args:
         own, own_hook: see :func:`ready_for`.
         is_compiled: whether steps are to be compiled.
+        is_sampling: whether calls that sample are to be served, too.
 
     Raises:
         Declined: the call is to run on the fused path.
     """
 
-    def __init__(self, own: frozenset[str], own_hook: int, is_compiled: bool) -> None:
+    def __init__(self, own: frozenset[str], own_hook: int, is_compiled: bool, is_sampling: bool) -> None:
         self._is_compiled = is_compiled
+        self._is_sampling = is_sampling
         self._own = own
         self._own_hook = own_hook
 
@@ -100,25 +105,36 @@ class Loop:
         **inputs: Any,
     ) -> Any:
         reason = (
-            reasons.of_model(model, self._own_hook) or reasons.of_config(generation_config) or reasons.of_inputs(inputs)
+            reasons.of_model(model, self._own_hook)
+            or reasons.of_config(generation_config, self._is_sampling)
+            or reasons.of_inputs(inputs, model.config.is_encoder_decoder)
         )
         if reason is not None:
             raise Declined(reason)
         criteria = Criteria(stopping_criteria)
-        plan = Plan(list(logits_processor), is_sampling=False)
-        reason = criteria.reason or plan.reason or ("renormalize_logits" if plan.filters else None)
-        if generation_config.output_scores and generation_config.return_dict_in_generate and plan.processors:
-            reason = reason or "output_scores with logits processors"
+        plan = Plan(list(logits_processor), bool(generation_config.do_sample))
+        # Within fused_decoding() the list has been replaced by one that holds the same.
+        reason = None if type(logits_processor) is Processors else reason_against(logits_processor)
+        reason = reason or criteria.reason or plan.reason
+        if generation_config.num_beams > 1:
+            reason = reason or plan.reason_of_beams
         if reason is not None:
             raise Declined(reason)
         ready = ready_for(model, self._own, self._own_hook)
-        search = _search(ready.twin, input_ids, plan, criteria, generation_config, inputs)
-        return search._replace(store=ready.store if self._is_compiled else None).run()
+        way = Way.on(input_ids.device, self._is_compiled)
+        return _search(ready, way, input_ids, plan, criteria, generation_config, inputs).run()
 
 
 def _search(
-    twin: Any, ids: Tensor, plan: Plan, criteria: Criteria, config: GenerationConfig, inputs: dict[str, Any]
+    ready: _Ready,
+    way: Way | None,
+    ids: Tensor,
+    plan: Plan,
+    criteria: Criteria,
+    config: GenerationConfig,
+    inputs: dict[str, Any],
 ) -> Search:
+    twin = ready.twin
     beams = config.num_beams
     ends = _tokens(config.eos_token_id)
     rules = Rules(beams, config.max_length - ids.shape[1], ends, config.length_penalty, config.early_stopping)
@@ -126,14 +142,24 @@ def _search(
         raise Declined("no room for a new token")
     if set(criteria.ends) != set(ends):
         raise Declined("end tokens of the stopping criteria and of the configuration differ")
-    vocab_size = twin.config.get_text_config(decoder=True).vocab_size
-    if rules.kept > beams * vocab_size:
+    if rules.kept > beams * vocab_size_of(twin.config):
         raise Declined("more continuations than there are")
-    prompt = _prompt(ids, beams, inputs)
-    return Search(twin, prompt, rules, plan, criteria, config, _padding(config, ends))
+    with_source = "encoder_outputs" in inputs
+    prompt = (
+        _prompt_with_source(twin, ids, beams, config.max_length, inputs)
+        if with_source
+        else _prompt(ids, beams, config.max_length, inputs)
+    )
+    positions = getattr(twin.config, "max_position_embeddings", None)
+    if with_source and positions is not None and config.max_length > positions:
+        # Some models let their positions grow, which only single operations can.
+        way = None
+    if config.do_sample and warpers.list_length(plan.filters, vocab_size_of(twin.config)) is None:
+        raise Declined("sampling from the whole vocabulary")
+    return Search(twin, prompt, rules, plan, criteria, config, _padding(config, ends), ready.store, way)
 
 
-def _prompt(ids: Tensor, beams: int, inputs: dict[str, Any]) -> Prompt:
+def _prompt(ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
     """One row of a sequence, of those that generate() has made for its beams."""
     ids = ids[::beams]
     mask = inputs.get("attention_mask")
@@ -145,7 +171,32 @@ def _prompt(ids: Tensor, beams: int, inputs: dict[str, Any]) -> Prompt:
     if positions.shape != ids.shape:
         raise Declined("position_ids of another shape")
     kept = inputs.get("logits_to_keep")
-    return Prompt(ids, is_text, positions, {} if kept is None else {"logits_to_keep": kept})
+    return Prompt(ids, is_text, positions, {} if kept is None else {"logits_to_keep": kept}, longest)
+
+
+def _prompt_with_source(twin: Any, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
+    """The same for an encoder-decoder, whose encoder generate() has run."""
+    hidden, mask = inputs["encoder_outputs"][0], inputs.get("attention_mask")
+    of_prompt = inputs.get("decoder_attention_mask")
+    if not isinstance(hidden, Tensor) or hidden.dim() != 3 or len(hidden) != len(ids):
+        raise Declined("encoder_outputs of other rows")
+    if of_prompt is not None and not bool(of_prompt.all()):
+        raise Declined("decoder_attention_mask with padding")
+    # What hears a sound gets no mask of its length.
+    takes_mask = twin.main_input_name == "input_ids"
+    hidden = hidden[::beams]
+    if takes_mask and mask is not None and mask.shape != (len(ids), hidden.shape[1]):
+        raise Declined("an attention mask of another shape")
+    is_source = None
+    if takes_mask:
+        is_source = hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask[::beams].bool()
+    ids = ids[::beams]
+    is_text = torch.ones_like(ids, dtype=torch.bool)
+    positions = inputs.get("decoder_position_ids")
+    positions = positions_of(is_text) if positions is None else positions[::beams]
+    if positions.shape != ids.shape:
+        raise Declined("decoder_position_ids of another shape")
+    return Prompt(ids, is_text, positions, {}, longest, Source(hidden, is_source))
 
 
 def _tokens(value: Any) -> tuple[int, ...]:

@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin
-from transformers.generation.configuration_utils import GenerationMode
+
+from ..session import BEAMS, SAMPLING, SEARCH
+
+
+class Declined(Exception):
+    """The call is to run on the fused path, for the reason that this names."""
+
 
 # What generate() takes beside its inputs that changes how a call runs.
 _ARGUMENTS = (
@@ -24,7 +32,7 @@ _ARGUMENTS = (
     "cache",
     "cache_params",
 )
-# What a loop may hand to a decoder-only model.
+# What a loop may hand to a model, and what to an encoder-decoder.
 _INPUTS = {
     "attention_mask",
     "position_ids",
@@ -34,10 +42,20 @@ _INPUTS = {
     "logits_to_keep",
     "cache_position",
 }
+_INPUTS_WITH_SOURCE = (_INPUTS - {"position_ids", "logits_to_keep"}) | {
+    "encoder_outputs",
+    "decoder_attention_mask",
+    "decoder_position_ids",
+}
+_TAKEN = {"input_ids", "attention_mask", "position_ids", "use_cache"}
+_TAKEN_WITH_SOURCE = {"decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "attention_mask", "use_cache"}
 # Rotary embeddings that are the same whatever the length of the text.
 _ROTARY = {"default", "linear", "llama3", "yarn", "proportional"}
-# Methods of a model that generate() asks for the inputs of a step: public, and one that is not.
-_PREPARING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+# generate() itself, and the methods of a model that it asks for the inputs of a step: public, and one that is not.
+_METHODS = ("generate", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+# Models with methods of their own that come to the same. Whisper's generate() calls transformers' for each piece of sound;
+# the inputs that it prepares of its own are positions after padding, which is declined.
+_KNOWN_METHODS = ("transformers.models.whisper.",)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -56,20 +74,19 @@ def of_model(model: Any, own_hook: int) -> str | None:
         own_hook: the id of the forward hook that this package has put there.
     """
     name = type(model).__name__
-    if getattr(type(model), "generate", None) is not GenerationMixin.generate:
-        return f"generate() of {name}"
-    if model.config.is_encoder_decoder:
-        return "an encoder-decoder"
+    for method in _METHODS:
+        found = getattr(type(model), method, None)
+        is_known = str(getattr(found, "__module__", "")).startswith(_KNOWN_METHODS)
+        if found is not getattr(GenerationMixin, method, None) and not is_known:
+            return f"{method}() of {name}"
     if model.training:
         return "a model in training mode"
-    for method in _PREPARING:
-        if getattr(type(model), method, None) is not getattr(GenerationMixin, method, None):
-            return f"{method} of {name}"
     if getattr(model, "hf_quantizer", None) is not None:
         return "a quantized model"
-    parameters = inspect.signature(model.forward).parameters
-    if not {"input_ids", "attention_mask", "position_ids", "use_cache"} <= parameters.keys():
-        return f"{name} takes no position_ids"
+    needed = _TAKEN_WITH_SOURCE if model.config.is_encoder_decoder else _TAKEN
+    missing = sorted(needed - inspect.signature(model.forward).parameters.keys())
+    if missing:
+        return f"{name} takes no {missing[0]}"
     return _of_modules(model, own_hook) or _of_weights(model) or _of_config(model.config)
 
 
@@ -126,11 +143,15 @@ def _rotary_kinds(parameters: Any) -> set[str]:
     return {str(own)} - {"None"} | {kind for kinds in nested for kind in kinds}
 
 
-def of_config(config: GenerationConfig) -> str | None:
+def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | None:
     """Of the configuration of a call, complete as a loop gets it."""
-    mode: GenerationMode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH):
+    mode = config.get_generation_mode()
+    if mode not in SEARCH + SAMPLING:
         return f"generation mode {mode.value}"
+    if mode in SAMPLING and not is_sampling_asked_for:
+        return "do_sample without sampling=True"
+    if mode in SAMPLING and mode in BEAMS and not _sorts_drawn_beams():
+        return "beam sampling of this version of transformers"
     for name in ("cache_implementation", "prefill_chunk_size", "stop_strings"):
         if getattr(config, name, None) is not None:
             return name
@@ -140,11 +161,26 @@ def of_config(config: GenerationConfig) -> str | None:
     return None if config.use_cache else "use_cache=False"
 
 
-def of_inputs(inputs: Mapping[str, Any]) -> str | None:
-    """Of what a loop hands to the model."""
-    unknown = [name for name, value in inputs.items() if name not in _INPUTS and value is not None]
+@functools.cache
+def _sorts_drawn_beams() -> bool:
+    """Whether beam sampling goes on with the best of what it has drawn, as from 5.24 on, or with what it has drawn first."""
+    major, minor = transformers.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (5, 24)
+
+
+def of_inputs(inputs: Mapping[str, Any], has_source: bool) -> str | None:
+    """Of what a loop hands to the model.
+
+    Args:
+        has_source: whether it is an encoder-decoder.
+    """
+    known = _INPUTS_WITH_SOURCE if has_source else _INPUTS
+    unknown = [name for name, value in inputs.items() if name not in known and value is not None]
     if unknown:
         return f"model input {unknown[0]}"
+    caches = [inputs.get(name) for name in ("cache", "past_key_values")]
+    if any(cache is not None and cache.get_seq_length() for cache in caches):
+        return "a cache that has been used"
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return "autocast"
     return None

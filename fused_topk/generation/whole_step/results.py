@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
+from transformers.generation.utils import (
+    GenerateBeamDecoderOnlyOutput,
+    GenerateBeamEncoderDecoderOutput,
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+)
 
 from .beams import Hypotheses
 
@@ -24,25 +30,28 @@ class Kept(NamedTuple):
         is_kept = config.return_dict_in_generate
         return Kept(*([] if is_kept and each else None for each in (config.output_scores, config.output_logits)))
 
-    def add(self, logits: Tensor, are_log_probs: bool) -> None:
-        """One step's logits [rows, V]."""
-        if self.scores is None and self.logits is None:
-            return
-        logits = logits.to(torch.float32, copy=True)
+    def add(self, logits: Tensor, scores: Callable[[], Tensor]) -> None:
+        """One step's logits [rows, V], and what gives the scores that the processors make of them."""
         if self.logits is not None:
-            self.logits.append(logits)
+            self.logits.append(logits.to(torch.float32, copy=True))
         if self.scores is not None:
-            self.scores.append(logits.log_softmax(-1) if are_log_probs else logits)
+            self.scores.append(scores())
+
+    def of_first(self, steps: int) -> Kept:
+        return Kept(*(None if each is None else each[:steps] for each in self))
 
     def fields(self) -> dict[str, Any]:
         return {name: None if kept is None else tuple(kept) for name, kept in zip(self._fields, self, strict=True)}
 
 
-def of_beams(prompt: Tensor, ended: Hypotheses, fill: int, kept: Kept, config: GenerationConfig) -> Any:
+def of_beams(
+    prompt: Tensor, ended: Hypotheses, fill: int, kept: Kept, config: GenerationConfig, has_source: bool
+) -> Any:
     """The best texts of each sequence.
 
     Args:
         prompt: int64 [batch, length].
+        has_source: whether the model is an encoder-decoder.
         ended: the best of each sequence, best first.
         fill: what stands after the end of a text.
     """
@@ -56,7 +65,7 @@ def of_beams(prompt: Tensor, ended: Hypotheses, fill: int, kept: Kept, config: G
     if not config.return_dict_in_generate:
         return sequences
     first = torch.arange(batch, device=prompt.device).repeat_interleave(count)[:, None] * beams
-    output: Any = GenerateBeamDecoderOnlyOutput
+    output: Any = GenerateBeamEncoderDecoderOutput if has_source else GenerateBeamDecoderOnlyOutput
     return output(
         sequences=sequences,
         sequences_scores=scores if config.output_scores else None,
@@ -65,10 +74,10 @@ def of_beams(prompt: Tensor, ended: Hypotheses, fill: int, kept: Kept, config: G
     )
 
 
-def of_greedy(prompt: Tensor, tokens: Tensor, kept: Kept, config: GenerationConfig) -> Any:
+def of_texts(prompt: Tensor, tokens: Tensor, kept: Kept, config: GenerationConfig, has_source: bool) -> Any:
     """The texts, of `tokens` [batch, n]."""
     sequences = torch.cat([prompt, tokens], 1)
     if not config.return_dict_in_generate:
         return sequences
-    output: Any = GenerateDecoderOnlyOutput
+    output: Any = GenerateEncoderDecoderOutput if has_source else GenerateDecoderOnlyOutput
     return output(sequences=sequences, **kept.fields())

@@ -1,29 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops: greedy search and beam search, a forward pass and a choice for each new token."""
+"""The loops: a forward pass and a choice for each new token, apart or as one step that is kept."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ... import backends
-from ...backends import Backend, reference
+from .. import choice
 from ..edits import NotSparse, Plan
-from ..penalties import holds_for
-from ..selection import Rows, best, best_continuations
 from ..statistics import count_not_compiled, count_whole
-from .beams import Constants, Rules, at_first, choose
-from .compiled import NotCompiled, Shape, Store, first_beams, first_texts
+from . import beams, graphs, texts
+from .beams import Beams, Rules
 from .criteria import Criteria
 from .decoder import Decoder, Prompt
-from .results import Kept, of_beams, of_greedy
+from .kept import NotKept, Shape, Step, Store, Way, unless_over
+from .reasons import Declined
+from .results import Kept, of_beams, of_texts
+from .scan import Scan
+from .texts import Texts
 
 
-class Declined(Exception):
-    """The call is to run on the fused path, for the reason that this names."""
+class Reader(Protocol):
+    """What computes the logits: a decoder, or a step that is kept."""
+
+    def read_prompt(self, prompt: Prompt) -> Tensor: ...
+
+    def read(self, tokens: Tensor, parents: Tensor, step: Tensor, shown: int) -> Tensor: ...
 
 
 class Search(NamedTuple):
@@ -37,8 +42,9 @@ class Search(NamedTuple):
     config: GenerationConfig
     # What stands after the end of a text; None where no text ends before the others.
     padding: int | None
-    # Of compiled steps; None where they are not asked for.
-    store: Store | None = None
+    # Of steps that are kept, and how they are made; None where none is.
+    store: Store
+    way: Way | None
 
     def run(self) -> Any:
         """What generate() returns.
@@ -47,127 +53,175 @@ class Search(NamedTuple):
             Declined: a step turned out to need the stock operations.
         """
         try:
-            if self.store is not None:
-                reason = self._reason_against_compiling()
-                if reason is not None:
-                    raise NotCompiled(reason)
-                return self._run_compiled(self.store)
-        except NotCompiled as error:
-            count_not_compiled(str(error))
-        try:
-            return self._greedy() if self.rules.beams == 1 else self._beams()
+            for way in [] if self.way is None else self.way.and_simpler():
+                try:
+                    return self._run_kept(way)
+                except NotKept as error:
+                    count_not_compiled(str(error))
+            return self._run(self._decoder(), None)
         except NotSparse as error:
             raise Declined(str(error)) from error
 
-    def _greedy(self) -> Any:
-        ids, room = self.prompt.ids, self.rules.room
-        batch, length = ids.shape
-        decoder = self._decoder()
-        kept = Kept.asked_for(self.config)
-        tokens = ids.new_empty(batch, room)
-        parents = ids.new_zeros(batch, 1, room)
-        ends = torch.tensor(self.rules.ends, dtype=torch.int64, device=ids.device)
-        has_ended = torch.zeros(batch, dtype=torch.bool, device=ids.device)
-        logits = decoder.read_prompt(self.prompt)
-        for step in range(room):
-            kept.add(logits, are_log_probs=False)
-            chosen = self._greatest(logits, torch.cat([ids, tokens[:, :step]], 1))
-            if self.rules.ends and self.padding is not None:
-                chosen = chosen.masked_fill(has_ended, self.padding)
-            tokens[:, step] = chosen
-            has_ended |= torch.isin(chosen, ends)
-            if self.criteria.end_all(ids, length + step + 1) or bool(has_ended.all()):
-                break
-            logits = decoder.read(chosen, parents, torch.tensor([step], device=ids.device), step + 1)
-        count_whole(step + 1)
-        return of_greedy(ids, tokens[:, : step + 1], kept, self.config)
+    # All of a step at once.
 
-    def _beams(self) -> Any:
-        rules, ids = self.rules, self.prompt.ids
+    def _run_kept(self, way: Way) -> Any:
+        with self.store.step(self.twin, Shape.of(self.prompt, self.rules, way)) as step:
+            kept = Kept.asked_for(self.config)
+            if self.plan.processors or self.config.do_sample or any(each is not None for each in kept):
+                return self._run(step, way)
+            return self._run_at_once(step, way)
+
+    def _run_at_once(self, step: Step, way: Way) -> Any:
+        ids, rules = self.prompt.ids, self.rules
+        length, batch = ids.shape[1], len(ids)
+        room = min(rules.room, self.criteria.max_length - length)
+        state, constants = self._first(step.shape.rules, batch, room)
+        logits = step.read_prompt(self.prompt)
+        ends_now = self.criteria.end_all(ids, length + 1)
+        state = self._chosen(state, constants, logits, ids, 0, ends_now)
+        step.begin(state, constants, room - 1)
+        flag = graphs.EndFlag(ids.device)
+        token = 1
+        is_going = flag.goes_on(step.goes_on)
+        while is_going and token < room:
+            if self.criteria.have_clocks and self.criteria.end_all(ids, length + token + 1):
+                step.end_with(token)
+            step.advance()
+            is_going = flag.goes_on(step.goes_on)
+            token += 1
+        steps = int(step.count)
+        count_whole(steps, way.is_compiled, way.is_captured)
+        return self._result(step.state, steps, Kept.asked_for(self.config))
+
+    # The forward pass and the choice apart.
+
+    def _run(self, reader: Reader, way: Way | None) -> Any:
+        """Args: way: how the forward pass runs."""
+        ids, rules = self.prompt.ids, self.rules
         batch, length = ids.shape
-        decoder = self._decoder()
         kept = Kept.asked_for(self.config)
-        beams, constants = at_first(rules, batch, ids.device), Constants.of(rules, rules.room, ids.device)
-        # All beams are one text at first.
-        logits = decoder.read_prompt(self.prompt).repeat_interleave(rules.beams, 0)
+        state, constants = self._first(rules, batch, rules.room)
+        is_late = graphs.are_for(ids.device)
+        flag = graphs.EndFlag(ids.device)
+        steps = torch.zeros(1, dtype=torch.int64, device=ids.device)
+        logits = reader.read_prompt(self.prompt)
         for step in range(rules.room):
-            kept.add(logits, are_log_probs=True)
-            texts = torch.cat([ids.repeat_interleave(rules.beams, 0), beams.running.tokens.flatten(0, 1)[:, :step]], 1)
-            scores, indices = self._continuations(logits, texts, beams.running.scores)
-            now = torch.tensor([step], device=ids.device)
-            are_last = torch.tensor([self.criteria.end_all(ids, length + step + 1)], device=ids.device)
-            beams = choose(beams, rules, constants, scores, indices, logits.shape[-1], now, are_last)
-            if not beams.goes_on:
+            ends_now = self.criteria.end_all(ids, length + step + 1)
+            after = self._chosen(state, constants, logits, ids, step, ends_now, kept)
+            if is_late:
+                steps += state.goes_on
+                after = unless_over(state, after)
+            state = after
+            if ends_now or not flag.goes_on(state.goes_on):
                 break
-            logits = decoder.read(beams.running.tokens[:, :, step], beams.running.parents, now, step + 1)
-        count_whole(step + 1)
-        return of_beams(ids, beams.ended, -1 if self.padding is None else self.padding, kept, self.config)
-
-    def _reason_against_compiling(self) -> str | None:
-        if self.plan.processors:
-            return f"logits processor {type(self.plan.processors[0]).__name__}"
-        if any(each is not None for each in Kept.asked_for(self.config)):
-            return "output_scores or output_logits"
-        return None
-
-    def _run_compiled(self, store: Store) -> Any:
-        ids, rules, prompt = self.prompt.ids, self.rules, self.prompt
-        length, is_greedy = ids.shape[1], rules.beams == 1
-        not_last, last = (torch.tensor([value], device=ids.device) for value in (False, True))
-        state: Any
-        constants: Any
-        with store.step(self.twin, Shape.of(prompt, rules)) as advance:
-            if is_greedy:
-                state, constants = first_texts(advance, prompt, self.padding)
-            else:
-                state, constants = first_beams(advance, prompt, rules.room)
-            step, ends_now = 0, self.criteria.end_all(ids, length + 1)
-            while not ends_now and bool(~state.has_ended.all() if is_greedy else state.goes_on):
-                step += 1
-                ends_now = self.criteria.end_all(ids, length + step + 1)
-                state = advance(
-                    state, constants, torch.tensor([step], device=ids.device), last if ends_now else not_last
-                )
-        count_whole(step + 1, are_compiled=True)
-        kept = Kept.asked_for(self.config)
-        if is_greedy:
-            return of_greedy(ids, state.tokens[:, : step + 1], kept, self.config)
-        return of_beams(ids, state.ended, -1 if self.padding is None else self.padding, kept, self.config)
+            now = torch.full((1,), step, device=ids.device)
+            tokens, parents = (
+                (state.tokens[:, step], constants.parents)
+                if rules.beams == 1
+                else (state.running.tokens[:, :, step], state.running.parents)
+            )
+            # After the end there is no token. Any does: what comes of it is dropped.
+            logits = reader.read(tokens.clamp(min=0), parents, now, step + 1)
+        count = int(steps) if is_late else step + 1
+        count_whole(count, way is not None and way.is_compiled, way is not None and way.is_captured)
+        return self._result(state, count, kept)
 
     def _decoder(self) -> Decoder:
         # The last of the new tokens is not read.
-        batch, length = self.prompt.ids.shape
-        return Decoder(self.twin, batch, length, self.rules.beams, self.rules.room - 1, self.prompt.ids.device)
+        (batch, length), source = self.prompt.ids.shape, self.prompt.source
+        places = None if source is None else source.hidden.shape[1]
+        return Decoder(self.twin, batch, length, self.rules.beams, self.rules.room - 1, self.prompt.ids.device, places)
 
-    def _greatest(self, logits: Tensor, texts: Tensor) -> Tensor:
-        rows = Rows(logits, backend_for(logits))
-        edits = self.plan.edits(texts, rows, False)
-        if not edits:
-            return rows.greatest()
-        found = best(rows, edits, 1, False)
-        self._check(rows, edits, found.scores, False)
-        return found.ids[:, 0]
+    def _first(self, rules: Rules, batch: int, room: int) -> tuple[Any, Any]:
+        """The state before the first token, and the constants of the choices.
 
-    def _continuations(self, logits: Tensor, texts: Tensor, beam_scores: Tensor) -> tuple[Tensor, Tensor]:
-        kept = self.rules.kept
-        rows = Rows(logits, backend_for(logits))
-        if not rows.supports(kept):
+        Args:
+            room: of the call; that of `rules` may have been rounded up.
+        """
+        device = self.prompt.ids.device
+        if rules.beams == 1:
+            return texts.at_first(rules, batch, device), texts.Constants.of(rules, batch, self.padding, device)
+        return beams.at_first(rules, batch, device), beams.Constants.of(rules, room, device)
+
+    def _chosen(
+        self,
+        state: Any,
+        constants: Any,
+        logits: Tensor,
+        ids: Tensor,
+        step: int,
+        ends_now: bool,
+        kept: Kept | None = None,
+    ) -> Any:
+        """The state after the choice of one more token.
+
+        Args:
+            logits: [rows, V] of the last tokens; of the prompt, a row for each sequence.
+            ids: the prompts.
+            step: which of the new tokens it is.
+            ends_now: whether every text ends with it.
+            kept: gets what the user is to be given of the step.
+        """
+        rules, device = self.rules, ids.device
+        if step == 0 and rules.beams > 1:
+            # All beams are one text at first.
+            logits = logits.repeat_interleave(rules.beams, 0)
+        now = torch.full((1,), step, device=device)
+        are_last = torch.full((1,), ends_now, dtype=torch.bool, device=device)
+        is_greedy = rules.beams == 1
+        written = state.tokens[:, :step] if is_greedy else state.running.tokens.flatten(0, 1)[:, :step]
+        # Only processors look at it.
+        text = (
+            torch.cat([ids.repeat_interleave(rules.beams, 0), written.clamp(min=0)], 1) if self.plan.processors else ids
+        )
+        scan = Scan(self.plan, logits, text, are_log_probs=not is_greedy, never_declines=bool(self.config.do_sample))
+        if kept is not None:
+            kept.add(logits, scan.dense)
+        if is_greedy:
+            chosen = self._drawn(scan) if self.config.do_sample else self._greatest(scan)
+            return texts.choose_tokens(state, constants, chosen, now, are_last)
+        scores, indices = self._continuations(scan, state)
+        return beams.choose(state, rules, constants, scores, indices, logits.shape[-1], now, are_last)
+
+    def _greatest(self, scan: Scan) -> Tensor:
+        found = choice.greatest(scan.rows, scan.edits, self.plan.filters)
+        return scan.dense().argmax(-1) if found is None else found
+
+    def _drawn(self, scan: Scan) -> Tensor:
+        left = scan.left_over(1)
+        if left is None:
+            return torch.multinomial(scan.dense().softmax(-1), 1).squeeze(1)
+        return choice.drawn(left).squeeze(1)
+
+    def _continuations(self, scan: Scan, state: Beams) -> tuple[Tensor, Tensor]:
+        number, beam_scores = self.rules.kept, state.running.scores
+        if self.config.do_sample:
+            return self._drawn_continuations(scan, beam_scores)
+        found = choice.continuations(scan.rows, scan.edits, self.plan.filters, beam_scores, number)
+        if found is None:
             raise Declined("more continuations than the kernels list")
-        edits = self.plan.edits(texts, rows, True)
-        scores, indices = best_continuations(rows, edits, beam_scores, kept)
-        self._check(rows, edits, scores, True)
-        return scores, indices
-
-    def _check(self, rows: Rows, edits: Any, scores: Tensor, are_log_probs: bool) -> None:
-        if not holds_for(rows, edits, scores, are_log_probs):
-            raise Declined("remove_invalid_values with values to be removed")
-        if are_log_probs and not scores.is_cuda and bool(scores[:, 0].isnan().any()):
+        if not found[0].is_cuda and bool(found[0][:, 0].isnan().any()):
             # All of such a row are NaN, and their order is torch.topk's. On a GPU nothing waits for it.
             raise Declined("NaN among the scores")
+        return found
 
+    def _drawn_continuations(self, scan: Scan, beam_scores: Tensor) -> tuple[Tensor, Tensor]:
+        number = self.rules.kept
+        left = scan.left_over(-(-number // self.rules.beams))
+        if left is None:
+            total = (scan.dense().view(*beam_scores.shape, -1) + beam_scores.unsqueeze(-1)).flatten(1)
+            indices = torch.multinomial(total.softmax(-1), number)
+            scores = total.gather(1, indices)
+        else:
+            scores, indices = choice.drawn_continuations(left, beam_scores, scan.rows.vocab_size, number)
+        scores, order = scores.sort(dim=-1, descending=True, stable=True)
+        return scores, indices.gather(1, order)
 
-def backend_for(logits: Tensor) -> Backend:
-    backend = backends.pick(logits.device, logits.dtype, 1, None)
-    if backend is reference:
-        raise Declined(f"no kernels for {logits.dtype} on {logits.device.type}")
-    return backend
+    def _result(self, state: Texts | Beams, steps: int, kept: Kept) -> Any:
+        """Args: steps: how many tokens the longest text has."""
+        ids, has_source = self.prompt.ids, self.prompt.source is not None
+        kept = kept.of_first(steps)
+        if isinstance(state, Texts):
+            return of_texts(ids, state.tokens[:, :steps], kept, self.config, has_source)
+        fill = -1 if self.padding is None else self.padding
+        return of_beams(ids, state.ended, fill, kept, self.config, has_source)

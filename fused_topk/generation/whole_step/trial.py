@@ -7,16 +7,20 @@ ways that are not known here, or with arguments of attention that are not, shows
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
 
-from .decoder import Decoder, Prompt, positions_of
+from .decoder import Decoder, Prompt, Source, num_layers, positions_of, vocab_size_of
 
 # The first text begins with padding; beams cross in each step.
 _IS_TEXT = [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
 _CHOSEN = [[0, 0, 0], [2, 0, 1], [1, 1, 2]]
+# And with padding behind it what the second text's encoder has read.
+_IS_SOURCE = [[1, 1, 1, 1], [1, 1, 0, 0]]
 
 
 def reason_against(twin: Any, stock: Any) -> str | None:
@@ -37,14 +41,17 @@ def reason_against(twin: Any, stock: Any) -> str | None:
 
 def _reason(twin: Any, stock: Any, name: str) -> str | None:
     device = next(stock.parameters()).device
-    vocab_size = stock.config.get_text_config(decoder=True).vocab_size
-    is_text = torch.tensor(_IS_TEXT, device=device).bool()
+    source = _source(stock) if stock.config.is_encoder_decoder else None
+    # Models with an encoder know of no padding before a text.
+    is_text = torch.tensor(_IS_TEXT, device=device).bool() | (source is not None)
     batch, length = is_text.shape
     beams, room = len(_CHOSEN[0]), len(_CHOSEN)
-    ids = (torch.arange(batch * length, device=device) * 7 + 3).view(batch, length) % vocab_size
-    decoder = Decoder(twin, batch, length + 1, beams, room, device)
-    decoder.read_prompt(Prompt(ids, is_text, positions_of(is_text), {}))
-    reason = _reason_of_layers(twin.config.get_text_config(decoder=True), decoder, name)
+    ids = _some_tokens(stock.config, torch.arange(batch * length, device=device) * 7 + 3).view(batch, length)
+    # With a place more than is needed. Where there is no mask of the source it has none.
+    places = None if source is None else source.hidden.shape[1] + (source.is_text is not None)
+    decoder = Decoder(twin, batch, length + 1, beams, room, device, places)
+    decoder.read_prompt(Prompt(ids, is_text, positions_of(is_text), {}, length + room + 1, source))
+    reason = _reason_of_layers(twin.config, decoder, name)
     if reason is not None:
         return reason
 
@@ -54,20 +61,46 @@ def _reason(twin: Any, stock: Any, name: str) -> str | None:
         chosen_from = torch.tensor(chosen, device=device)
         parents = parents[:, chosen_from]
         parents[:, :, step] = chosen_from
-        tokens = (torch.arange(batch * beams, device=device).view(batch, beams) * 5 + step + 1) % vocab_size
+        counted = torch.arange(batch * beams, device=device).view(batch, beams)
+        tokens = _some_tokens(stock.config, counted * 5 + step + 1)
         texts = torch.cat([texts[:, chosen_from], tokens[..., None]], -1)
         found = decoder.read(tokens, parents, torch.tensor([step], device=device), room)
 
     mask = torch.cat([is_text, is_text.new_ones(batch, room)], 1).repeat_interleave(beams, 0)
-    expected = stock(
-        input_ids=texts.flatten(0, 1), attention_mask=mask.long(), position_ids=positions_of(mask), use_cache=False
-    ).logits[:, -1]
+    texts = texts.flatten(0, 1)
+    inputs: dict[str, Any]
+    if source is None:
+        inputs = {"input_ids": texts, "attention_mask": mask.long(), "position_ids": positions_of(mask)}
+    else:
+        hidden, is_source = (None if each is None else each.repeat_interleave(beams, 0) for each in source)
+        of_source = {} if is_source is None else {"attention_mask": is_source.long()}
+        inputs = {"decoder_input_ids": texts, "encoder_outputs": BaseModelOutput(last_hidden_state=hidden), **of_source}
+    expected = stock(**inputs, use_cache=False).logits[:, -1]
     return None if _are_close(found, expected) else f"{name} computes something else with a shared prompt"
+
+
+def _some_tokens(config: Any, numbers: Tensor) -> Tensor:
+    """Tokens of those numbers, none of which is padding: some models count positions without it."""
+    ids = numbers % vocab_size_of(config)
+    padding = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
+    return ids if padding is None else ids.where(ids != padding, (ids + 1) % vocab_size_of(config))
+
+
+def _source(stock: Any) -> Source:
+    """As an encoder would give it: any numbers do."""
+    weight = next(stock.parameters())
+    is_text = torch.tensor(_IS_SOURCE, device=weight.device).bool()
+    shape = (*is_text.shape, stock.config.get_text_config(decoder=True).hidden_size)
+    hidden = torch.arange(math.prod(shape), dtype=torch.float32, device=weight.device).view(shape).sin()
+    return Source(hidden.to(stock.dtype), is_text if stock.main_input_name == "input_ids" else None)
 
 
 def _reason_of_layers(config: Any, decoder: Decoder, name: str) -> str | None:
     calls = decoder.calls
-    if len(calls) != config.num_hidden_layers or len({call.groups for call in calls}) > 1:
+    # A layer of an encoder-decoder attends to the text, and to the source.
+    expected = num_layers(config) * (2 if config.is_encoder_decoder else 1)
+    config = config.get_text_config(decoder=True)
+    if len(calls) != expected or len({call.groups for call in calls}) > 1:
         return f"{name} has attention of its own, in some layers"
     windows = [call.window for call in calls if call.window is not None]
     if len(set(windows)) > 1:

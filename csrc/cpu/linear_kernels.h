@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// The product of a few hidden states and the weight of an LM head, a block of the vocabulary at a time: one instruction
+// set's part of linear_rows.cpp. linear_kernels.cpp is compiled once per instruction set, like vector_kernels.cpp.
+#pragma once
+
+#include "vector_kernels.h"
+
+namespace fused_topk::cpu {
+
+// The logits of this many tokens are computed, and then folded into the rows' states: 4 KB a row. A multiple of 32, the
+// tokens of a packed mask's word.
+constexpr u32 kLinearBlock = 1024;
+// More rows are a matter for a library: with these the weight waits for arithmetic, no longer for memory.
+constexpr u32 kMostLinearRows = 32;
+
+// Some tokens' logits, without the bias.
+struct Products {
+  const float* hidden;  // [rows, padded_depth], as `arrange` leaves it
+  u32 rows;
+  u32 depth;           // the size of a hidden state
+  const char* weight;  // [tokens, depth], of the dtype that the function is for
+  i64 weight_stride;   // in elements
+  u32 tokens;
+  float* logits;  // [rows, kLinearBlock]
+};
+
+// For weights of one dtype.
+struct LinearKernels {
+  // The elements that an arranged hidden state of `depth` elements takes.
+  u32 (*padded_depth)(u32 depth);
+
+  // A hidden state [depth] in the order in which `multiply` reads it, [padded_depth].
+  void (*arrange)(const float* hidden, u32 depth, float* arranged);
+
+  // Sums in float32. The order of a logit's sum follows from depth alone.
+  void (*multiply)(const Products& products);
+
+  // Adds the bias to x [n], and rounds to the dtype of the weight. bias: nullable, [n]
+  void (*finish)(float* x, const float* bias, u32 n);
+};
+
+// By the dtype of the weight. Those of float16 are null: that product is left to a library.
+extern const LinearKernels kBaselineLinearKernels[kDTypes];
+#if defined(__x86_64__)
+extern const LinearKernels kAvx2LinearKernels[kDTypes];
+extern const LinearKernels kAvx512LinearKernels[kDTypes];
+#endif
+
+}  // namespace fused_topk::cpu

@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+// The k best of the logits of an LM head, on several threads, for a few rows.
+//
+// A part is a stretch of the vocabulary, for all rows: the weight is read once from memory. Within a part, the logits of
+// a block of tokens are computed into a buffer of the nearest caches and then folded into the rows' states. When all parts
+// are done, the threads share the rows, merge the parts of each, and write its results. As in rows.cpp a row's results do
+// not depend on how the vocabulary is cut into parts: the k best are exact, and the normalizer is the merge of the blocks'
+// normalizers in their order. Nor do they depend on the other rows, as a logit's sum does not (linear_kernels.cpp).
+//
+// The errors of logsumexp and log-probabilities beyond those of the logits are bounded as in rows.cpp.
+#include "linear_rows.h"
+
+#include <atomic>
+#include <memory>
+
+#include "selection.h"
+#include "thread_pool.h"
+#include "topk_row.h"
+
+namespace fused_topk::cpu {
+namespace {
+
+// A thread is woken for no fewer multiplications than this. A guess.
+constexpr u64 kProductsPerThread = 1 << 16;
+// More threads than that wait for the same memory, and each needs lists of its own.
+constexpr u32 kMostThreads = 64;
+constexpr u32 kTasksPerThread = 4;
+
+// Memory for floats, aligned to a line of the cache.
+class Floats {
+ public:
+  explicit Floats(size_t count) : memory_(count + kAlignment) {
+    const auto address = reinterpret_cast<std::uintptr_t>(memory_.data());
+    begin_ = memory_.data() + (0 - address) % (kAlignment * sizeof(float)) / sizeof(float);
+  }
+  float* begin() { return begin_; }
+  const float* begin() const { return begin_; }
+
+ private:
+  static constexpr size_t kAlignment = 16;
+  std::vector<float> memory_;
+  float* begin_;
+};
+
+struct LinearSolver {
+  const LinearProblem& problem;
+  const LinearKernels& linear;
+  u32 rows;
+  u32 blocks;  // of the vocabulary
+  u32 parts;   // of the vocabulary
+  u32 k;
+  std::atomic<u32> next_part{0};
+  std::atomic<u32> next_row{0};
+
+  Floats hidden;                             // [rows, padded depth], arranged
+  std::vector<Temperature> temperatures;     // [rows]
+  std::vector<BlockNormalizer> normalizers;  // [rows, blocks]
+  std::vector<std::vector<u64>> part_lists;  // [rows, parts], each part's k best
+
+  explicit LinearSolver(const LinearProblem& p)
+      : problem(p),
+        linear(p.kernels->linear[p.dtype]),
+        rows(u32(p.sizes[0])),
+        blocks((p.vocab_size - 1) / kLinearBlock + 1),
+        parts(parts_of(threads(), blocks)),
+        k(p.k),
+        hidden(size_t(rows) * linear.padded_depth(p.depth)),
+        normalizers(size_t(rows) * blocks),
+        part_lists(size_t(rows) * parts) {
+    for (u32 row = 0; row < rows; ++row) temperatures.emplace_back(temperature_of(p, row));
+  }
+
+  u32 threads() const {
+    const u64 useful = u64(rows) * problem.vocab_size * std::max(problem.depth, 1u) / kProductsPerThread;
+    return u32(std::clamp<u64>(useful, 1, std::min(problem.threads, kMostThreads)));
+  }
+
+  // Enough parts that the threads have about equal shares, even if one starts late.
+  static u32 parts_of(u32 threads, u32 blocks) {
+    return threads == 1 ? 1 : std::min(blocks, kTasksPerThread * threads);
+  }
+
+  void run() {
+    if (rows == 0) return;
+    arrange();
+    run_on_threads(std::min(threads(), parts), [this] { do_parts(); });
+    run_on_threads(std::min(threads(), rows), [this] { finish_rows(); });
+  }
+
+  void arrange() {
+    const u32 item_size = kItemSize[problem.dtype];
+    Floats row(problem.depth);
+    for (u32 r = 0; r < rows; ++r) {
+      const char* const source = problem.hidden + r * problem.hidden_stride * item_size;
+      for (u32 i = 0; i < problem.depth; i += kBlock) {
+        const u32 n = std::min(kBlock, problem.depth - i);
+        problem.kernels->load[problem.dtype](source + size_t(i) * item_size, 1, n, row.begin() + i);
+      }
+      linear.arrange(row.begin(), problem.depth, hidden.begin() + size_t(r) * linear.padded_depth(problem.depth));
+    }
+  }
+
+  void do_parts() {
+    Floats logits(size_t(rows) * kLinearBlock);
+    Floats bias(kLinearBlock);
+    std::vector<Selection> selections(rows, Selection(*problem.kernels, k, problem.vocab_size));
+    for (;;) {
+      const u32 part = next_part.fetch_add(1, std::memory_order_relaxed);
+      if (part >= parts) return;
+      const u32 first = u32(u64(blocks) * part / parts);
+      const u32 end = u32(u64(blocks) * (part + 1) / parts);
+      for (Selection& selection : selections) selection.restart();
+      for (u32 block = first; block < end; ++block) do_block(block, logits.begin(), bias.begin(), selections.data());
+      for (u32 row = 0; row < rows; ++row) {
+        u32 count;
+        const u64* const best = selections[row].trimmed(&count);
+        part_lists[size_t(row) * parts + part].assign(best, best + count);
+      }
+    }
+  }
+
+  // logits: [rows, kLinearBlock] and bias_buffer: [kLinearBlock], scratch. selections: [rows]
+  void do_block(u32 block, float* logits, float* bias_buffer, Selection* selections) {
+    const LinearProblem& p = problem;
+    const u32 item_size = kItemSize[p.dtype];
+    const u32 begin = block * kLinearBlock;
+    const u32 n = std::min(kLinearBlock, p.vocab_size - begin);
+    const char* const weight = p.weight + i64(begin) * p.weight_stride * item_size;
+    linear.multiply({hidden.begin(), rows, p.depth, weight, p.weight_stride, n, logits});
+    const float* bias = nullptr;
+    if (p.bias) {
+      p.kernels->load[p.dtype](p.bias + i64(begin) * p.bias_stride * item_size, p.bias_stride, n, bias_buffer);
+      bias = bias_buffer;
+    }
+    // The first weights of the next block are fetched while the exponentials are computed.
+    const char* next = weight + i64(n) * p.weight_stride * item_size;
+    for (u32 row = 0; row < rows; ++row, next += n * sizeof(float)) {
+      float* const x = logits + size_t(row) * kLinearBlock;
+      linear.finish(x, bias, n);
+      normalizers[size_t(row) * blocks + block] = fold(row, begin, n, x, next, selections[row]);
+    }
+  }
+
+  // Adds the logits x [n] of tokens begin .. begin + n to the row's candidates. Returns their normalizer.
+  BlockNormalizer fold(u32 row, u32 begin, u32 n, float* x, const void* next, Selection& selection) const {
+    const VectorKernels& kernels = *problem.kernels;
+    const char* const mask = mask_of(problem, row);
+    const bool mask_later = mask && problem.normalize_over == NormalizeOver::kAll;
+    if (mask && !mask_later) apply_mask(problem, mask, begin, n, x);
+    float greatest = kernels.maximum(x, n);
+    Exponential exponential = temperatures[row].exponential;
+    exponential.reference = reference_point(greatest);
+    const double d = kernels.sum_exp(x, n, exponential, next, sizeof(float));
+    // As in rows.cpp: only where d is NaN may x have one.
+    const bool has_nan = d != d && kernels.has_nan(x, n);
+    const BlockNormalizer result = {has_nan ? float(kNaN) : greatest, d};
+    if (mask_later) {
+      apply_mask(problem, mask, begin, n, x);
+      greatest = kernels.maximum(x, n);
+    }
+    selection.add_block(x, n, begin, greatest, has_nan);
+    return result;
+  }
+
+  void finish_rows() {
+    Selection selection(*problem.kernels, k, 0);
+    for (;;) {
+      const u32 row = next_row.fetch_add(1, std::memory_order_relaxed);
+      if (row >= rows) return;
+      selection.restart();
+      for (u32 part = 0; part < parts; ++part) {
+        const std::vector<u64>& best = part_lists[size_t(row) * parts + part];
+        selection.add_candidates(best.data(), u32(best.size()));
+      }
+      const BlockNormalizer* const of_blocks = normalizers.data() + size_t(row) * blocks;
+      BlockNormalizer sum = of_blocks[0];
+      for (u32 block = 1; block < blocks; ++block) sum = merge(sum, of_blocks[block], temperatures[row].inverse);
+      write(row, selection.sorted(), sum);
+    }
+  }
+
+  void write(u32 row, const u64* best, const BlockNormalizer& sum) const {
+    const FinishedRow finished(sum, temperatures[row].inverse);
+    problem.logsumexp[row] = finished.logsumexp();
+    problem.state[2 * row] = sum.m;
+    problem.state[2 * row + 1] = float(sum.d);
+    i64* const indices = problem.indices + size_t(row) * k;
+    for (u32 i = 0; i < k; ++i) indices[i] = index_of(best[i]);
+    if (problem.value_kind == ValueKind::kLogits) {
+      write_logits(row, best);
+    } else {
+      write_values(problem, finished, best, k, static_cast<float*>(problem.values) + size_t(row) * k);
+    }
+  }
+
+  // In the dtype of the weight: of bfloat16, the upper half of a float.
+  void write_logits(u32 row, const u64* best) const {
+    const u32 item_size = kItemSize[problem.dtype];
+    char* value = static_cast<char*>(problem.values) + size_t(row) * k * item_size;
+    for (u32 i = 0; i < k; ++i, value += item_size) {
+      const u32 bits = bits_of_key(key_of(best[i])) >> (problem.dtype == kBFloat16 ? 16 : 0);
+      std::memcpy(value, &bits, item_size);
+    }
+  }
+};
+
+}  // namespace
+
+void solve(const LinearProblem& problem) { LinearSolver(problem).run(); }
+
+}  // namespace fused_topk::cpu

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+// The merge of the states of a row's parts, rows on several threads.
+//
+// The parts' lists are sorted, so the best of all is the best of their first entries, k times over. The normalizers are
+// merged in float64, in the order of the parts.
+#include "merge.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "row_state.h"
+#include "thread_pool.h"
+
+namespace fused_topk::cpu {
+namespace {
+
+// A thread is woken for no fewer entries than this, and takes so many rows at once. A guess.
+constexpr u64 kEntriesPerTask = 4096;
+
+constexpr i64 kNoToken = -1;
+
+// The best entry of a part that is not chosen yet.
+struct Head {
+  u32 key;    // kNoKey if none is left
+  u32 place;  // in the part's list
+  i64 token;  // in the whole vocabulary
+};
+
+// Ranks a before b. Between parts with a token in common the earlier part decides, which the caller looks at first.
+bool ranks_before(const Head& a, const Head& b) { return a.key > b.key || (a.key == b.key && a.token < b.token); }
+
+struct Merger {
+  const MergeProblem& problem;
+  std::vector<i64> starts;  // [parts], the token at which each begins
+  u64 rows = 1;
+  std::atomic<u64> next_row{0};
+
+  explicit Merger(const MergeProblem& p) : problem(p), starts(p.parts, 0) {
+    for (const i64 size : p.sizes) rows *= u64(size);
+    for (u32 part = 1; p.lengths && part < p.parts; ++part) {
+      starts[part] = starts[part - 1] + p.lengths[(part - 1) * p.lengths_stride];
+    }
+  }
+
+  void run() {
+    const u64 entries = u64(problem.parts) * problem.width + problem.k;
+    const u64 rows_at_once = std::max<u64>(1, kEntriesPerTask / entries);
+    const u64 tasks = (rows + rows_at_once - 1) / rows_at_once;
+    run_on_threads(u32(std::min<u64>(problem.threads, tasks)), [this, rows_at_once] {
+      std::vector<Head> heads(problem.parts);
+      std::vector<float> chosen(problem.k);
+      for (;;) {
+        const u64 first = next_row.fetch_add(rows_at_once, std::memory_order_relaxed);
+        if (first >= rows) return;
+        const u64 end = std::min(rows, first + rows_at_once);
+        for (u64 row = first; row < end; ++row) merge_row(row, heads, chosen);
+      }
+    });
+  }
+
+  const char* of_row(const OfParts& x, u32 part, u64 row, u32 item_size) const {
+    return x.base + (part * x.part_stride + offset_of(row, problem.sizes, x.row_strides)) * item_size;
+  }
+
+  const char* logit_at(u32 part, u64 row, u32 place) const {
+    const u32 item_size = kItemSize[problem.dtype];
+    return of_row(problem.logits, part, row, item_size) + place * problem.logits.element_stride * item_size;
+  }
+
+  // The entry at `place` of a part's list, if there is one.
+  Head head_at(u32 part, u64 row, u32 place) const {
+    constexpr Head kNone = {kNoKey, 0, std::numeric_limits<i64>::max()};
+    if (place >= problem.width) return kNone;
+    const char* const tokens = of_row(problem.indices, part, row, sizeof(i64));
+    i64 token;
+    std::memcpy(&token, tokens + place * problem.indices.element_stride * i64(sizeof token), sizeof token);
+    if (token < 0) return kNone;
+    const float logit = logit_of(part, row, place);
+    u32 bits;
+    std::memcpy(&bits, &logit, sizeof bits);
+    return {order_key(bits), place, token + starts[part]};
+  }
+
+  float logit_of(u32 part, u64 row, u32 place) const {
+    float logit;
+    problem.kernels->load[problem.dtype](logit_at(part, row, place), 1, 1, &logit);
+    return logit;
+  }
+
+  BlockNormalizer state_of(u32 part, u64 row) const {
+    float m, d;
+    std::memcpy(&m, of_row(problem.m, part, row, sizeof m), sizeof m);
+    std::memcpy(&d, of_row(problem.d, part, row, sizeof d), sizeof d);
+    return {m, d};
+  }
+
+  double inverse_temperature(u64 row) const {
+    const MergeProblem& p = problem;
+    const float* const of_rows = p.row_temperature;
+    return Temperature(of_rows ? of_rows[offset_of(row, p.sizes, p.temperature_strides)] : p.temperature).inverse;
+  }
+
+  void merge_row(u64 row, std::vector<Head>& heads, std::vector<float>& chosen) const {
+    const double inverse = inverse_temperature(row);
+    BlockNormalizer sum = state_of(0, row);
+    for (u32 part = 1; part < problem.parts; ++part) sum = merge(sum, state_of(part, row), inverse);
+
+    const bool are_logits = problem.value_kind == ValueKind::kLogits || problem.value_kind == ValueKind::kState;
+    const u32 item_size = are_logits ? kItemSize[problem.dtype] : u32(sizeof(float));
+    char* const values = problem.values + row * problem.k * item_size;
+    i64* const tokens = problem.result_indices + row * problem.k;
+    for (u32 part = 0; part < problem.parts; ++part) heads[part] = head_at(part, row, 0);
+    for (u32 i = 0; i < problem.k; ++i) {
+      u32 best = 0;
+      for (u32 part = 1; part < problem.parts; ++part) {
+        if (ranks_before(heads[part], heads[best])) best = part;
+      }
+      const Head head = heads[best];
+      const bool is_token = head.key != kNoKey;
+      tokens[i] = is_token ? head.token : kNoToken;
+      chosen[i] = is_token ? logit_of(best, row, head.place) : -FUSED_TOPK_INFINITY;
+      if (are_logits) write_logit(is_token ? logit_at(best, row, head.place) : nullptr, values + i * item_size);
+      if (is_token) heads[best] = head_at(best, row, head.place + 1);
+    }
+    if (problem.value_kind == ValueKind::kState) {
+      problem.logsumexp[row] = sum.m;
+      problem.logsumexp[rows + row] = float(sum.d);
+      return;
+    }
+    const double log_d = std::log(sum.d);
+    // Relative to a maximum of +inf, d is NaN.
+    problem.logsumexp[row] = float(std::isinf(sum.m) ? sum.m * inverse : sum.m * inverse + log_d);
+    if (!are_logits) write_values(chosen, sum.m, log_d, inverse, reinterpret_cast<float*>(values));
+  }
+
+  // Bit for bit; -inf where there is no token.
+  void write_logit(const char* logit, char* value) const {
+    constexpr u32 kNegativeInfinity[kDTypes] = {0xFF800000u, 0xFC00u, 0xFF80u};
+    std::memcpy(value, logit ? static_cast<const void*>(logit) : &kNegativeInfinity[problem.dtype],
+                kItemSize[problem.dtype]);
+  }
+
+  void write_values(const std::vector<float>& chosen, double m, double log_d, double inverse, float* values) const {
+    const u32 k = problem.k;
+    // As in torch.softmax, a row without a finite normalizer has no probabilities.
+    if (!std::isfinite(log_d) || !std::isfinite(m)) {
+      std::fill(values, values + k, std::numeric_limits<float>::quiet_NaN());
+      return;
+    }
+    double log_total = log_d;
+    if (problem.normalize_topk) {
+      // The states may be relative to more than the allowed tokens, so the chosen have a maximum of their own.
+      if (std::isfinite(chosen[0])) m = chosen[0];
+      double total = 0.0;
+      for (const float logit : chosen) total += std::exp((logit - m) * inverse);
+      log_total = std::log(total);
+    }
+    for (u32 i = 0; i < k; ++i) {
+      const double log_probability = (chosen[i] - m) * inverse - log_total;
+      values[i] = float(problem.value_kind == ValueKind::kProbabilities ? std::exp(log_probability) : log_probability);
+    }
+  }
+};
+
+}  // namespace
+
+void solve(const MergeProblem& problem) { Merger(problem).run(); }
+
+}  // namespace fused_topk::cpu

@@ -1,0 +1,566 @@
+// SPDX-License-Identifier: Apache-2.0
+// Draws from rows, on several threads. A task is a row, or several short ones. With fewer rows than the threads can
+// share evenly it is a part of a row, and the thread that finishes the last part of a row draws from it.
+//
+// A row is read once, block by block: the normalizer of each block, and where a filter needs them the row's best in a
+// list. Top-k, top-p and min-p keep the best of a row. So a candidate, the border, says what is kept: the tokens that do
+// not rank behind it. Mostly the list has the border, and a token is drawn from the list. Without filters the blocks'
+// sums say which block has the token, and that block is read again. Where what is kept is longer than the list, the row
+// is read again for the border, and for the sums of what is kept.
+//
+// The token of a uniform number u is the first, by index, at which the running sum of the kept weights exceeds u times
+// their total. Weights are off by 2^-21 relatively (vectors.h) and sums are float64, so a draw is exact to 2^-20 of the
+// total.
+#include "sampling.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <memory>
+
+#include "../philox.h"
+#include "full_row_kernels.h"
+#include "row_state.h"
+#include "selection.h"
+#include "thread_pool.h"
+
+namespace fused_topk::cpu {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+// As in full_rows.cpp. Guesses.
+constexpr u64 kElementsPerThread = 16384;
+constexpr u64 kElementsPerTask = 16384;
+constexpr u32 kBlocksPerPart = 4;
+constexpr u32 kTasksPerThread = 4;
+// Listed where no top-k says how many are kept. What top-p keeps of a language model's rows is mostly less.
+constexpr u32 kListed = 128;
+// Room for tokens that tie with the k-th, besides k / 8.
+constexpr u32 kRoomForTies = 16;
+// A block is summed in stretches of so many elements until the one with the token is found.
+constexpr u32 kStretch = 256;
+// The border of top-p is searched by so many leading bits of the keys first.
+constexpr u32 kBinBits = 16;
+
+// No candidate ranks behind it.
+constexpr u64 kKeepAll = 0;
+
+float logit_of(u32 key) {
+  const u32 bits = bits_of_key(key);
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+float logit_of(u64 candidate) { return logit_of(key_of(candidate)); }
+
+u32 key_of_logit(float x) {
+  u32 bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return order_key(bits);
+}
+
+// Ranks behind every token with that key.
+u64 last_of_key(u32 key) { return u64(key) << 32; }
+
+// What is asked of a row.
+struct Row {
+  u64 number;
+  const char* logits;
+  const char* mask;  // nullable
+  Temperature temperature;
+  bool is_greedy;
+  u32 k;  // 0: top-k keeps all
+  double top_p;
+  double min_p;
+
+  bool has_top_p() const { return top_p < 1.0; }
+  bool has_min_p() const { return min_p > 0.0; }
+  bool has_filter() const { return k || has_top_p() || has_min_p(); }
+  // Whether the sum of all weights at this temperature is needed.
+  bool needs_sum() const { return !is_greedy && !k && (has_top_p() || !has_min_p()); }
+};
+
+struct KeptToken {
+  u32 index;
+  double weight;
+};
+
+struct Workspace {
+  alignas(64) float buffer[kBlock];
+  alignas(64) float terms[kBlock];
+  std::vector<BlockNormalizer> own;       // of the blocks, at temperature 1
+  std::vector<BlockNormalizer> tempered;  // at the row's temperature
+  std::vector<double> sums;               // [blocks]: running sums of the kept weights
+  std::unique_ptr<Selection> selection;
+  u32 listed = 0;
+  std::vector<KeptToken> kept;
+  std::vector<double> bins;
+  std::vector<u64> of_bin;
+
+  Selection& selection_of(const VectorKernels& kernels, u32 k, u32 vocab_size) {
+    if (listed != k) {
+      selection.reset(new Selection(kernels, k, vocab_size));
+      listed = k;
+    }
+    selection->restart();
+    return *selection;
+  }
+};
+
+// What the parts of a row leave for the last of them.
+struct SharedRow {
+  std::vector<BlockNormalizer> own;       // [blocks]
+  std::vector<BlockNormalizer> tempered;  // [blocks]
+  std::vector<std::vector<u64>> lists;    // [parts]
+  std::atomic<u32> parts_left;
+};
+
+struct Solver {
+  const SampleProblem& problem;
+  const VectorKernels& kernels = *problem.kernels;
+  const Temperature one{1.0};
+  const u64 rows = u64(problem.sizes[0]);
+  const u32 vocab_size = problem.vocab_size;
+  const u32 blocks = (vocab_size - 1) / kBlock + 1;
+
+  u32 threads() const { return u32(std::clamp<u64>(rows * vocab_size / kElementsPerThread, 1, problem.threads)); }
+
+  u32 parts_of_a_row() const {
+    const u64 tasks = threads() == 1 ? 1 : kTasksPerThread * u64(threads());
+    if (rows >= tasks) return 1;
+    return u32(std::clamp<u64>(blocks / kBlocksPerPart, 1, (tasks - 1) / rows + 1));
+  }
+
+  void run() const {
+    const u32 parts = parts_of_a_row();
+    if (parts > 1) {
+      run_parts(parts);
+      return;
+    }
+    const u64 at_once = std::max<u64>(1, kElementsPerTask / vocab_size);
+    for_each_task((rows + at_once - 1) / at_once, [&](u64 task, Workspace& workspace) {
+      for (u64 number = task * at_once; number < std::min(rows, (task + 1) * at_once); ++number) {
+        const Row row = row_at(number);
+        Selection* const selection = selection_of(row, workspace);
+        resize(row, workspace.own, workspace.tempered);
+        read(row, 0, blocks, selection, workspace.own.data(), workspace.tempered.data(), workspace);
+        draw(row, selection, workspace);
+      }
+    });
+  }
+
+  void run_parts(u32 parts) const {
+    const std::unique_ptr<SharedRow[]> shared(new SharedRow[rows]);
+    for (u64 number = 0; number < rows; ++number) {
+      resize(row_at(number), shared[number].own, shared[number].tempered);
+      shared[number].lists.resize(parts);
+      shared[number].parts_left.store(parts, std::memory_order_relaxed);
+    }
+    for_each_task(rows * parts, [&](u64 task, Workspace& workspace) {
+      const Row row = row_at(task / parts);
+      const u32 part = u32(task % parts);
+      SharedRow& of_row = shared[row.number];
+      Selection* const selection = selection_of(row, workspace);
+      const u32 first = u32(u64(blocks) * part / parts), end = u32(u64(blocks) * (part + 1) / parts);
+      read(row, first, end, selection, of_row.own.data(), of_row.tempered.data(), workspace);
+      if (selection) {
+        u32 count;
+        const u64* const best = selection->trimmed(&count);
+        of_row.lists[part].assign(best, best + count);
+      }
+      // Releases what this part wrote, and acquires what the others did.
+      if (of_row.parts_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+      if (selection) {
+        selection->restart();
+        for (const std::vector<u64>& list : of_row.lists) selection->add_candidates(list.data(), u32(list.size()));
+      }
+      workspace.own.swap(of_row.own);
+      workspace.tempered.swap(of_row.tempered);
+      draw(row, selection, workspace);
+    });
+  }
+
+  // Calls do_task(task, the thread's workspace) for all tasks.
+  template <class TASK>
+  void for_each_task(u64 tasks, const TASK& do_task) const {
+    std::atomic<u64> next_task{0};
+    run_on_threads(u32(std::min<u64>(threads(), tasks)), [&] {
+      Workspace workspace;
+      for (;;) {
+        const u64 task = next_task.fetch_add(1, std::memory_order_relaxed);
+        if (task >= tasks) return;
+        do_task(task, workspace);
+      }
+    });
+  }
+
+  // Null where no list is needed.
+  Selection* selection_of(const Row& row, Workspace& workspace) const {
+    const u32 length = list_length(row);
+    return length ? &workspace.selection_of(kernels, length, vocab_size) : nullptr;
+  }
+
+  void resize(const Row& row, std::vector<BlockNormalizer>& own, std::vector<BlockNormalizer>& tempered) const {
+    own.resize(blocks);
+    if (row.needs_sum()) tempered.resize(blocks);
+  }
+
+  Row row_at(u64 number) const {
+    const SampleProblem& p = problem;
+    const double temperature = p.temperatures(number);
+    const i64 k = p.top_k(number);
+    const char* mask = nullptr;
+    if (p.mask) mask = p.mask + i64(number) * p.mask_row_stride * (p.mask_kind == MaskKind::kBits ? 4 : 1);
+    return {number,
+            logits_of(p, number),
+            mask,
+            Temperature(temperature > 0.0 ? temperature : 1.0),
+            !(temperature > 0.0),
+            k > 0 && k < i64(vocab_size) ? u32(k) : 0,
+            p.top_p(number),
+            p.min_p(number)};
+  }
+
+  u32 list_length(const Row& row) const {
+    u64 length = problem.logprobs;
+    if (row.is_greedy) {
+      length = std::max<u64>(length, 1);
+    } else if (row.k) {
+      length = std::max<u64>(length, u64(row.k) + kRoomForTies + row.k / 8);
+    } else if (row.has_filter()) {
+      length = std::max<u64>(length, kListed);
+    }
+    return u32(std::min<u64>(length, vocab_size));
+  }
+
+  // Of a row whose normalizers are in the workspace, and whose best are in the selection, if there is one.
+  void draw(const Row& row, Selection* selection, Workspace& workspace) const {
+    BlockNormalizer own = workspace.own[0];
+    for (u32 i = 1; i < blocks; ++i) own = merge(own, workspace.own[i], 1.0);
+    const float m = own.m;
+    const double log_d = std::log(own.d);
+    const u64* const best = selection ? selection->sorted() : nullptr;
+    if (problem.logprobs) list_best(row, best, m, log_d);
+    if (!std::isfinite(m) || row.is_greedy) {
+      take_best(row, best ? best[0] : best_of(row, workspace), m, log_d);
+      return;
+    }
+
+    u64 border = kKeepAll;
+    if (row.has_filter()) {
+      const u32 kept = kept_of_list(row, best, list_length(row), m, workspace);
+      if (kept) {
+        draw_from_list(row, kept, m, log_d, workspace);
+        return;
+      }
+      border = border_of(row, best, m, workspace);
+    }
+    draw_from_blocks(row, border, m, log_d, workspace);
+  }
+
+  // The elements of a block as floats, those that the mask hides -inf. In place, or in the workspace's buffer.
+  const float* load_block(const Row& row, u32 block, Workspace& workspace) const {
+    const i64 step = problem.logits_element_stride * kItemSize[problem.dtype];
+    const u32 begin = block * kBlock, n = elements_of(block);
+    const char* const source = row.logits + begin * step;
+    if (!row.mask && is_read_in_place(problem, row.logits)) return reinterpret_cast<const float*>(source);
+    kernels.load[problem.dtype](source, problem.logits_element_stride, n, workspace.buffer);
+    const i64 stride = problem.mask_element_stride;
+    if (row.mask && problem.mask_kind == MaskKind::kBools) {
+      kernels.mask_bools(reinterpret_cast<const u8*>(row.mask) + begin * stride, stride, n, workspace.buffer);
+    } else if (row.mask) {
+      kernels.mask_bits(row.mask + begin / 32 * stride * 4, stride, n, workspace.buffer);
+    }
+    return workspace.buffer;
+  }
+
+  u32 elements_of(u32 block) const { return std::min(kBlock, vocab_size - block * kBlock); }
+
+  // Reads blocks first .. end. Writes their normalizers, and offers the elements to the selection, if there is one.
+  void read(const Row& row, u32 first, u32 end, Selection* selection, BlockNormalizer* own_normalizers,
+            BlockNormalizer* tempered_normalizers, Workspace& workspace) const {
+    const bool is_tempered = row.needs_sum() && row.temperature.inverse != 1.0;
+    Exponential own = one.exponential, tempered = row.temperature.exponential;
+    const u32 item_size = kItemSize[problem.dtype];
+    const i64 step = problem.logits_element_stride * item_size;
+    for (u32 block = first; block < end; ++block) {
+      const u32 n = elements_of(block);
+      const float* const x = load_block(row, block, workspace);
+      const char* const next = row.logits + (u64(block) * kBlock + n) * step;
+      const float greatest = kernels.maximum(x, n);
+      own.reference = tempered.reference = reference_point(greatest);
+      const double d = kernels.sum_exp(x, n, own, next, item_size);
+      // As in rows.cpp.
+      const bool has_nan = d != d && kernels.has_nan(x, n);
+      const float m = has_nan ? kNaN : greatest;
+      own_normalizers[block] = {m, d};
+      if (row.needs_sum()) {
+        tempered_normalizers[block] = {m, is_tempered ? kernels.sum_exp(x, n, tempered, next, item_size) : d};
+      }
+      if (selection) selection->add_block(x, n, block * kBlock, greatest, has_nan);
+    }
+  }
+
+  // The first in the order, of a row for which there is no list.
+  u64 best_of(const Row& row, Workspace& workspace) const {
+    Selection selection(kernels, 1, vocab_size);
+    for (u32 block = 0; block < blocks; ++block) {
+      const u32 n = elements_of(block);
+      const float* const x = load_block(row, block, workspace);
+      selection.add_block(x, n, block * kBlock, kernels.maximum(x, n), true);
+    }
+    return selection.sorted()[0];
+  }
+
+  void list_best(const Row& row, const u64* best, float m, double log_d) const {
+    const u32 count = problem.logprobs;
+    problem.logsumexp[row.number] = float(std::isinf(m) ? double(m) : m + log_d);
+    for (u32 i = 0; i < count; ++i) {
+      problem.best_indices[row.number * count + i] = index_of(best[i]);
+      problem.best_values[row.number * count + i] = own_log_prob(logit_of(best[i]), m, log_d);
+    }
+  }
+
+  static float own_log_prob(float x, float m, double log_d) {
+    return std::isfinite(m) && std::isfinite(log_d) ? float(double(x) - m - log_d) : kNaN;
+  }
+
+  void take_best(const Row& row, u64 best, float m, double log_d) const {
+    const bool has_distribution = std::isfinite(m) && problem.temperatures(row.number) == 0.0;
+    const float log_prob = !problem.truncated ? own_log_prob(logit_of(best), m, log_d) : has_distribution ? 0.0f : kNaN;
+    std::fill_n(problem.tokens + row.number * problem.num_samples, problem.num_samples, i64(index_of(best)));
+    std::fill_n(problem.log_probs + row.number * problem.num_samples, problem.num_samples, log_prob);
+  }
+
+  double weight_of(const Row& row, float x, float m) const {
+    return std::exp((double(x) - m) * row.temperature.inverse);
+  }
+
+  // How many of the list are kept, with their weights in the workspace; 0 if what is kept is longer than the list.
+  u32 kept_of_list(const Row& row, const u64* best, u32 length, float m, Workspace& workspace) const {
+    bool has_border = length == vocab_size;
+    u32 kept = length;
+    if (row.k) {
+      const u32 kth = key_of(best[row.k - 1]);
+      while (kept > row.k && key_of(best[kept - 1]) < kth) --kept;
+      has_border |= kept < length;
+      // Without the sum of all that tie with the k-th, top-p has nothing to be relative to.
+      if (!has_border && row.has_top_p()) return 0;
+    }
+    std::vector<KeptToken>& tokens = workspace.kept;
+    tokens.resize(kept);
+    double total = 0.0;
+    for (u32 i = 0; i < kept; ++i) {
+      tokens[i] = {index_of(best[i]), weight_of(row, logit_of(best[i]), m)};
+      total += tokens[i].weight;
+    }
+    if (row.has_top_p()) {
+      if (!row.k) total = sum_of_all(row, m, workspace);
+      double before = tokens[0].weight;
+      u32 within = 1;
+      while (within < kept && before < row.top_p * total) before += tokens[within++].weight;
+      has_border |= within < kept || before >= row.top_p * total;
+      kept = within;
+    }
+    if (row.has_min_p()) {
+      const u32 before = kept;
+      while (kept > 1 && tokens[kept - 1].weight < row.min_p) --kept;
+      has_border |= kept < before;
+    }
+    return has_border ? kept : 0;
+  }
+
+  double sum_of_all(const Row& row, float m, const Workspace& workspace) const {
+    double sum = 0.0;
+    for (u32 i = 0; i < blocks; ++i) sum += relative_to(m, workspace.tempered[i], row);
+    return sum;
+  }
+
+  static double relative_to(float m, const BlockNormalizer& of_block, const Row& row) {
+    return of_block.d == 0.0 ? 0.0 : of_block.d * std::exp((double(of_block.m) - m) * row.temperature.inverse);
+  }
+
+  // u times the total, below the total.
+  double aim_of(const Row& row, u32 sample, double total) const {
+    const SampleProblem& p = problem;
+    // Rows with a seed of their own are told apart by it.
+    const u32 stream = p.seed.of_rows ? 0 : u32(row.number);
+    const double u = uniform_number(u64(p.seed(row.number)), u64(p.counter(row.number)), sample, stream);
+    return std::min(u * total, std::nextafter(total, 0.0));
+  }
+
+  void write(const Row& row, u32 sample, u32 token, float x, float m, double log_d, double total) const {
+    const u64 place = row.number * problem.num_samples + sample;
+    problem.tokens[place] = token;
+    problem.log_probs[place] = problem.truncated ? float((double(x) - m) * row.temperature.inverse - std::log(total))
+                                                 : own_log_prob(x, m, log_d);
+  }
+
+  // The logit of a token that may be drawn.
+  float logit_at(const Row& row, u32 token) const {
+    float x;
+    const i64 step = problem.logits_element_stride * kItemSize[problem.dtype];
+    kernels.load[problem.dtype](row.logits + token * step, 1, 1, &x);
+    return x;
+  }
+
+  void draw_from_list(const Row& row, u32 count, float m, double log_d, Workspace& workspace) const {
+    KeptToken* const tokens = workspace.kept.data();
+    std::sort(tokens, tokens + count, [](const KeptToken& a, const KeptToken& b) { return a.index < b.index; });
+    std::vector<double>& sums = workspace.sums;
+    sums.resize(count);
+    double total = 0.0;
+    for (u32 i = 0; i < count; ++i) sums[i] = total += tokens[i].weight;
+    for (u32 sample = 0; sample < problem.num_samples; ++sample) {
+      const auto at = std::upper_bound(sums.begin(), sums.end(), aim_of(row, sample, total));
+      const u32 token = tokens[at - sums.begin()].index;
+      write(row, sample, token, logit_at(row, token), m, log_d, total);
+    }
+  }
+
+  void draw_from_blocks(const Row& row, u64 border, float m, double log_d, Workspace& workspace) const {
+    std::vector<double>& sums = workspace.sums;
+    sums.resize(blocks);
+    Exponential exponential = row.temperature.exponential;
+    exponential.reference = m;
+    double total = 0.0;
+    for (u32 block = 0; block < blocks; ++block) {
+      if (border == kKeepAll) {
+        total += relative_to(m, workspace.tempered[block], row);
+      } else {
+        const float* const x = load_kept(row, block, border, workspace);
+        total += kernels.sum_exp(x, elements_of(block), exponential, x, 0);
+      }
+      sums[block] = total;
+    }
+    for (u32 sample = 0; sample < problem.num_samples; ++sample) {
+      const double aim = aim_of(row, sample, total);
+      const u32 block = u32(std::upper_bound(sums.begin(), sums.end(), aim) - sums.begin());
+      const u32 token = draw_in_block(row, block, block ? aim - sums[block - 1] : aim, border, exponential, workspace);
+      write(row, sample, token, logit_at(row, token), m, log_d, total);
+    }
+  }
+
+  // The elements of a block, -inf where they rank behind the border.
+  const float* load_kept(const Row& row, u32 block, u64 border, Workspace& workspace) const {
+    const float* const x = load_block(row, block, workspace);
+    if (border == kKeepAll) return x;
+    const u32 n = elements_of(block), begin = block * kBlock;
+    const float least = logit_of(border);
+    // Of those that tie with the border the first ones.
+    const u32 cut = std::min(index_of(border), vocab_size - 1);
+    const u32 ties = cut < begin ? 0 : std::min(n, cut - begin + 1);
+    float* const y = workspace.buffer;
+    for (u32 i = 0; i < ties; ++i) y[i] = x[i] >= least ? x[i] : -kInfinity;
+    for (u32 i = ties; i < n; ++i) y[i] = x[i] > least ? x[i] : -kInfinity;
+    return y;
+  }
+
+  // The first token of the block at which the running sum exceeds `rest`. If by rounding none does, the last that
+  // weighs anything; if in float32 none does, the greatest.
+  u32 draw_in_block(const Row& row, u32 block, double rest, u64 border, const Exponential& exponential,
+                    Workspace& workspace) const {
+    const float* const x = load_kept(row, block, border, workspace);
+    const u32 n = elements_of(block);
+    u32 first = 0;
+    double rest_of_first = rest;
+    for (u32 begin = 0; begin < n; begin += kStretch) {
+      const double sum = kernels.sum_exp(x + begin, std::min(kStretch, n - begin), exponential, x, 0);
+      if (sum > 0.0) {
+        first = begin;
+        rest_of_first = rest;
+      }
+      if (rest < sum) break;
+      rest -= sum;
+    }
+    const u32 end = std::min(n, first + kStretch);
+    u32 last = n;
+    for (u32 i = first; i < end; ++i) {
+      const double weight = weight_of(row, x[i], exponential.reference);
+      if (weight > 0.0) last = i;
+      if (rest_of_first < weight) break;
+      rest_of_first -= weight;
+    }
+    if (last == n) last = u32(std::max_element(x, x + n) - x);
+    return block * kBlock + last;
+  }
+
+  // The last candidate that is kept, of a row of which more is kept than the list has.
+  u64 border_of(const Row& row, const u64* best, float m, Workspace& workspace) const {
+    u64 border = row.k ? last_of_key(key_of(best[row.k - 1])) : last_of_key(kNegativeInfinityKey);
+    if (row.has_top_p()) border = std::max(border, border_of_top_p(row, border, m, workspace));
+    if (row.has_min_p()) border = std::max(border, border_of_min_p(row, m));
+    return border;
+  }
+
+  // Weights fall with the keys: bisection.
+  u64 border_of_min_p(const Row& row, float m) const {
+    u32 high = key_of_logit(m), low = kNegativeInfinityKey;
+    while (low < high) {
+      const u32 middle = low + (high - low) / 2;
+      if (weight_of(row, logit_of(middle), m) < row.min_p) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    return last_of_key(high);
+  }
+
+  // The last of the shortest prefix with a share of top_p of all that does not rank behind `least`. Sums the weights by
+  // the leading bits of the keys, and sorts only the tokens of the bin that has the border.
+  u64 border_of_top_p(const Row& row, u64 least, float m, Workspace& workspace) const {
+    std::vector<double>& bins = workspace.bins;
+    bins.assign(size_t(1) << kBinBits, 0.0);
+    Exponential exponential = row.temperature.exponential;
+    exponential.reference = m;
+    const u32 least_key = key_of(least);
+    for (u32 block = 0; block < blocks; ++block) {
+      const u32 n = elements_of(block);
+      const float* const x = load_block(row, block, workspace);
+      kernels.full_rows->exp_terms(x, n, exponential, workspace.terms, x, 0);
+      for (u32 i = 0; i < n; ++i) {
+        const u32 key = key_of_logit(x[i]);
+        if (key >= least_key) bins[key >> (32 - kBinBits)] += workspace.terms[i];
+      }
+    }
+    double total = 0.0;
+    for (size_t bin = bins.size(); bin-- > 0;) total += bins[bin];
+    const double aim = row.top_p * total;
+    double before = 0.0;
+    u32 bin = u32(bins.size()) - 1;
+    while (bin > least_key >> (32 - kBinBits) && before + bins[bin] < aim) before += bins[bin--];
+
+    std::vector<u64>& of_bin = workspace.of_bin;
+    of_bin.clear();
+    for (u32 block = 0; block < blocks; ++block) {
+      const u32 n = elements_of(block);
+      const float* const x = load_block(row, block, workspace);
+      for (u32 i = 0; i < n; ++i) {
+        const u32 key = key_of_logit(x[i]);
+        if (key >> (32 - kBinBits) == bin && key >= least_key)
+          of_bin.push_back(make_candidate(key, block * kBlock + i));
+      }
+    }
+    std::sort(of_bin.begin(), of_bin.end(), [](u64 a, u64 b) { return a > b; });
+    u64 border = least;
+    for (const u64 candidate : of_bin) {
+      if (before >= aim) break;
+      border = candidate;
+      before += weight_of(row, logit_of(candidate), m);
+    }
+    return border;
+  }
+};
+
+}  // namespace
+
+void solve(const SampleProblem& problem) {
+  if (problem.sizes[0]) Solver{problem}.run();
+}
+
+}  // namespace fused_topk::cpu

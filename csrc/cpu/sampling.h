@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// A request for draws. binding.cpp fills it in, and sampling.cpp computes it.
+#pragma once
+
+#include "problem.h"
+
+namespace fused_topk::cpu {
+
+// A parameter: one number, or one a row.
+template <class T>
+struct RowNumber {
+  T number;
+  const T* of_rows;  // nullable; [rows]
+
+  T operator()(u64 row) const { return of_rows ? of_rows[row] : number; }
+};
+
+// `sizes` has one dimension. The temperature is that of `temperatures`.
+struct SampleProblem : LogitRows {
+  RowNumber<double> temperatures;  // 0: the best token
+  RowNumber<i64> top_k;            // 0: all
+  RowNumber<double> top_p;
+  RowNumber<double> min_p;
+  RowNumber<i64> seed;
+  RowNumber<i64> counter;
+
+  const char* mask;  // null for kNone; [rows, vocab_size] bytes, or [rows, ceil(vocab_size / 32)] words
+  MaskKind mask_kind;
+  i64 mask_row_stride;
+  i64 mask_element_stride;
+
+  u32 num_samples;
+  u32 logprobs;    // how many of the best are listed
+  bool truncated;  // whether log_probs are relative to what is kept
+
+  i64* tokens;         // [rows, num_samples]
+  float* log_probs;    // [rows, num_samples]
+  float* best_values;  // nullable; [rows, logprobs], log-probabilities
+  i64* best_indices;   // nullable; [rows, logprobs]
+  float* logsumexp;    // nullable; [rows]
+};
+
+// Throws std::bad_alloc.
+void solve(const SampleProblem& problem);
+
+}  // namespace fused_topk::cpu

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// A row of a request for top-k: its temperature, its mask, and its results. Shared by rows.cpp and linear_rows.cpp.
+#pragma once
+
+#include "problem.h"
+#include "row_state.h"
+
+namespace fused_topk::cpu {
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+inline double temperature_of(const Problem& p, u64 row) {
+  return p.row_temperature ? p.row_temperature[offset_of(row, p.sizes, p.temperature_strides)] : p.temperature;
+}
+
+// Null where there is no mask.
+inline const char* mask_of(const Problem& p, u64 row) {
+  const u32 item_size = p.mask_kind == MaskKind::kBits ? 4 : 1;
+  return p.mask ? p.mask + offset_of(row, p.sizes, p.mask_strides) * item_size : nullptr;
+}
+
+// Writes -inf to those of tokens begin .. begin + n that the row's mask forbids. begin is a multiple of 32. x: [n]
+inline void apply_mask(const Problem& p, const char* mask, u32 begin, u32 n, float* x) {
+  const i64 stride = p.mask_element_stride;
+  if (p.mask_kind == MaskKind::kBools) {
+    p.kernels->mask_bools(reinterpret_cast<const u8*>(mask) + begin * stride, stride, n, x);
+  } else {
+    p.kernels->mask_bits(mask + begin / 32 * stride * 4, stride, n, x);
+  }
+}
+
+// The normalizer of a whole row.
+struct FinishedRow {
+  double m;
+  double log_d;
+  double inverse_temperature;
+
+  FinishedRow(const BlockNormalizer& sum, double inverse)
+      : m(sum.m), log_d(std::log(sum.d)), inverse_temperature(inverse) {}
+
+  // Relative to a maximum of +inf, d is NaN. The logsumexp is +inf, or NaN if the temperature is.
+  float logsumexp() const { return float(std::isinf(m) ? m * inverse_temperature : m * inverse_temperature + log_d); }
+};
+
+// Probabilities or log-probabilities of the k best. values: [k]
+inline void write_values(const Problem& p, const FinishedRow& row, const u64* best, u32 k, float* values) {
+  // A row without a finite normalizer has no probabilities. As in torch.softmax, they are NaN.
+  if (!std::isfinite(row.log_d) || !std::isfinite(row.m)) {
+    std::fill(values, values + k, float(kNaN));
+    return;
+  }
+  // The logits come first: a loop of conversions alone waits for no arithmetic and is several times as fast.
+  for (u32 i = 0; i < k; ++i) {
+    const u32 bits = bits_of_key(key_of(best[i]));
+    std::memcpy(values + i, &bits, sizeof bits);
+  }
+  const double m = row.m, inverse = row.inverse_temperature;
+  const auto shifted = [=](float logit) { return (logit - m) * inverse; };
+  double log_total = row.log_d;
+  if (p.normalize_over == NormalizeOver::kTopK) {
+    double total = 0.0;
+    for (u32 i = 0; i < k; ++i) total += std::exp(shifted(values[i]));
+    log_total = std::log(total);
+  }
+  if (p.value_kind == ValueKind::kProbabilities) {
+    for (u32 i = 0; i < k; ++i) values[i] = float(std::exp(shifted(values[i]) - log_total));
+  } else {
+    for (u32 i = 0; i < k; ++i) values[i] = float(shifted(values[i]) - log_total);
+  }
+}
+
+}  // namespace fused_topk::cpu

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling written for reading: what each backend draws, in torch operations, several passes and float64.
+
+Temperature, top-k, top-p and min-p only ever keep the best tokens of a row. So what they keep is a prefix of the row sorted
+in the project's order. Its weights e^((x - m) / T) are then put back in the order of the tokens, and their running sum says
+which token a uniform number u draws: the first whose sum exceeds u times the total.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..problem import Problem, Sample, SampleProblem
+from . import philox, reference
+
+
+def sample(problem: SampleProblem, out: Sample) -> None:
+    """Draws tokens and writes `out`."""
+    p = problem
+    rows, vocab_size = p.logits.shape
+    # What logprobs lists and what a token's log-probability is relative to: the model's own distribution.
+    own = Problem(p.logits, p.logprobs, 1.0, None, p.mask, "log_softmax", "allowed")
+    if out.topk is not None:
+        reference.row_topk(own, out.topk)
+
+    x = reference._candidates(own)
+    dtype = reference._working_dtype(p.logits)
+    order = reference._ranking(x)
+    ranked = reference._gather(x, order).to(dtype)
+    best = ranked[:, :1]
+    temperature = _column(p.temperature, p.row_temperature, dtype, x.device)
+    has_distribution = best.isfinite()
+    is_drawn = has_distribution & (temperature > 0)
+    shifted = ranked - best.where(has_distribution, 0.0)
+    scaled = shifted / temperature.where(temperature > 0, 1.0)
+
+    weights = scaled.exp()
+    weights = weights * _kept(p, ranked, weights)
+    of_token = torch.zeros_like(weights).scatter(1, order, weights)
+    sums = of_token.cumsum(1)
+    total = sums[:, -1:]
+    u = philox.uniforms(*_names(p, x.device), p.num_samples, dtype)
+    # A product that is rounded up to the total would be beyond every token.
+    aim = torch.minimum(u * total, total.nextafter(torch.zeros_like(total)))
+    drawn = torch.searchsorted(sums, aim, right=True).clamp(max=vocab_size - 1)
+    tokens = drawn.where(is_drawn, order[:, :1])
+    out.tokens.copy_(tokens)
+
+    of_drawn = x.to(dtype).gather(1, tokens) - best.where(has_distribution, 0.0)
+    if p.truncated:
+        log_probs = of_drawn / temperature.where(temperature > 0, 1.0) - total.log()
+        log_probs = log_probs.where(temperature != 0, 0.0)
+        has_distribution = has_distribution & (temperature >= 0)
+    else:
+        log_probs = of_drawn - shifted.exp().sum(1, keepdim=True).log()
+    out.log_probs.copy_(log_probs.where(has_distribution, torch.nan))
+
+
+def _kept(p: SampleProblem, ranked: Tensor, weights: Tensor) -> Tensor:
+    """bool (R, V): whether top-k, top-p and min-p keep the token of each rank.
+
+    Args:
+        ranked: logits in the project's order.
+        weights: e^((x - m) / T) of them.
+    """
+    dtype, device, vocab_size = weights.dtype, weights.device, weights.shape[1]
+    top_k = _column(p.top_k, p.row_top_k, torch.int64, device)
+    last = (top_k.where((top_k > 0) & (top_k < vocab_size), vocab_size) - 1).expand(len(ranked), 1)
+    # All that tie with the k-th, as transformers keeps them.
+    kept = ranked >= ranked.gather(1, last)
+
+    top_p = _column(p.top_p, p.row_top_p, dtype, device)
+    sums = (weights * kept).cumsum(1)
+    before = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], 1)
+    # The shortest prefix with at least that share. Not `< top_p`: NaN and 1 and more keep all.
+    is_within = ~(before >= top_p * sums[:, -1:]) | ~(top_p < 1)
+    min_p = _column(p.min_p, p.row_min_p, dtype, device)
+    is_likely = ~(weights < min_p)
+    kept = kept & is_within & is_likely
+    kept[:, 0] = True
+    return kept
+
+
+def _names(p: SampleProblem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The seed, the counter and the stream of each row (philox.uniforms)."""
+    seed = _column(p.seed, p.row_seed, torch.int64, device)
+    counter = _column(p.counter, p.row_counter, torch.int64, device)
+    rows = p.logits.shape[0] if p.row_seed is None else 1
+    return seed, counter, torch.arange(rows, device=device).unsqueeze(1)
+
+
+def _column(number: float, of_rows: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A parameter in a form that broadcasts along rows."""
+    if of_rows is None:
+        return torch.full((1, 1), number, dtype=dtype, device=device)
+    return of_rows.to(dtype).unsqueeze(1)

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Top-k of a vocabulary that is spread over the processes of a group: each has some columns of the logits, all get the result.
+
+One collective a call: the k candidates and (m, d) of every row travel, never the logits. `torch.distributed` is the engine, with
+NCCL on GPUs and Gloo on CPUs.
+"""
+
+from .functions import beam_topk, log_softmax_topk, softmax_topk, topk
+
+__all__ = ["beam_topk", "log_softmax_topk", "softmax_topk", "topk"]

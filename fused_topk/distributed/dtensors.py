@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package's functions of DTensor logits. Sharded over the vocabulary, they are exchanged as states; sharded over rows or
+replicated, each process works on what it has. The result is a DTensor, replicated where the logits were sharded over the
+vocabulary, else placed as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from .. import functional
+from ..functional.arguments import check_k
+from ..functional.full_rows import checked_dtype
+from ..operators.gradients import unpacked
+from ..problem import TopK, result_dtype
+from . import full_rows as of_columns
+from . import functions
+
+_ENTRIES = {"softmax": "softmax_topk", "log_softmax": "log_softmax_topk", "logits": "topk"}
+
+
+def row(
+    values: str,
+    logits: Tensor,
+    k: int,
+    dim: int,
+    temperature: float | Tensor | None,
+    mask: Tensor | None,
+    normalize: str,
+    backend: str | None,
+    out: Any,
+) -> TopK:
+    """softmax_topk, log_softmax_topk or topk."""
+    if out is not None:
+        raise TypeError("`out` must be None where `logits` is a DTensor, got tensors; use the result")
+    _check_last(dim, logits)
+    local = _Local(logits, mask, temperature)
+    check_k(k, logits.shape[-1])
+    settings: dict[str, Any] = {"mask": local.mask, "backend": backend}
+    if values != "logits":
+        settings |= {"temperature": local.temperature, "normalize": normalize}
+    if local.group is None:
+        result = getattr(functional, _ENTRIES[values])(local.logits, k, **settings)
+    else:
+        result = getattr(functions, _ENTRIES[values])(local.logits, k, group=local.group, **settings)
+    leading = tuple(logits.shape[:-1])
+    return TopK(*map(local.whole, result, ((*leading, k), (*leading, k), leading)))
+
+
+def beams(
+    logits: Tensor,
+    beam_scores: Tensor,
+    k: int,
+    temperature: float | Tensor | None,
+    mask: Tensor | None,
+    normalize: str,
+    backend: str | None,
+) -> TopK:
+    """beam_topk. The beams of a sequence must lie on one process."""
+    local = _Local(logits, mask, temperature, last_row_dim=1)
+    scores = local.cut(beam_scores, logits.shape[:-1])
+    check_k(k, max(logits.shape[1], 1) * logits.shape[-1], "beams times the vocabulary size")
+    settings: dict[str, Any] = {"mask": local.mask, "backend": backend}
+    settings |= {"temperature": local.temperature, "normalize": normalize}
+    if local.group is None:
+        result = functional.beam_topk(local.logits, scores, k, **settings)
+    else:
+        result = functions.beam_topk(local.logits, scores, k, group=local.group, **settings)
+    batch = logits.shape[0]
+    return TopK(*map(local.whole, result, ((batch, k), (batch, k), tuple(logits.shape[:-1]))))
+
+
+def full_rows(
+    values: str,
+    logits: Tensor,
+    dim: int,
+    temperature: float | Tensor | None,
+    dtype: torch.dtype | None,
+    backend: str | None,
+) -> Tensor:
+    """softmax, log_softmax or logsumexp. Values stay where their logits are."""
+    _check_last(dim, logits)
+    local = _Local(logits, None, temperature)
+    settings: dict[str, Any] = {"temperature": local.temperature, "backend": backend}
+    out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else checked_dtype(dtype, logits)
+    if local.group is not None:
+        result = of_columns.full_rows(values, local.logits, local.group, dtype=out_dtype, **settings)
+    elif values == "logsumexp":
+        result = functional.logsumexp(local.logits, **settings)
+    else:
+        result = getattr(functional, values)(local.logits, dtype=out_dtype, **settings)
+    if values == "logsumexp":
+        return local.whole(result, tuple(logits.shape[:-1]))
+    return local.whole(result, tuple(logits.shape), local.placements)
+
+
+def _check_last(dim: int, logits: Tensor) -> None:
+    if dim not in (-1, logits.dim() - 1):
+        raise ValueError(f"`dim` must be the last one where `logits` is a DTensor, got dim={dim}; use logits.movedim")
+
+
+class _Local:
+    """What this process has of the tensors of a call, and where results are placed."""
+
+    def __init__(
+        self, logits: Tensor, mask: Tensor | None, temperature: float | Tensor | None, last_row_dim: int | None = None
+    ) -> None:
+        assert isinstance(logits, DTensor)
+        self.mesh = logits.device_mesh
+        last = logits.dim() - 1
+        # A partial sum is summed, and beams that lie apart are brought together.
+        placements = [
+            p if p.is_replicate() or (type(p) is Shard and p.dim % (last + 1) != last_row_dim) else Replicate()
+            for p in logits.placements
+        ]
+        of_vocabulary = [i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim % (last + 1) == last]
+        # Over several dimensions of the mesh, only the last one stays.
+        for i in of_vocabulary[:-1]:
+            placements[i] = Replicate()
+        logits = logits.redistribute(placements=placements)
+        self.placements = placements
+        self.group = self.mesh.get_group(of_vocabulary[-1]) if of_vocabulary else None
+        self.of_result = [Replicate() if i in of_vocabulary else p for i, p in enumerate(placements)]
+        self.logits = logits.to_local()
+        self.mask = None
+        if mask is not None:
+            whole = unpacked(_plain(mask), logits.shape[-1])
+            self.mask = self.cut(whole, logits.shape)
+        self.temperature = self.cut(temperature, logits.shape[:-1]) if isinstance(temperature, Tensor) else temperature
+
+    def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        """This process's share of a tensor that broadcasts to the logits, or to their rows, and that every process has."""
+        placements = [
+            p if not isinstance(p, Shard) or p.dim % len(self.logits.shape) < len(shape) else Replicate()
+            for p in self.placements
+        ]
+        whole = DTensor.from_local(
+            _plain(tensor).expand(shape), self.mesh, [Replicate()] * self.mesh.ndim, run_check=False
+        )
+        local: Tensor = whole.redistribute(placements=placements).to_local()
+        return local
+
+    def whole(self, local: Tensor, shape: tuple[int, ...], placements: Sequence[Any] | None = None) -> Tensor:
+        """The result of that shape of which this process has `local`."""
+        stride = torch.empty(shape, device="meta").stride()
+        result: Tensor = DTensor.from_local(
+            local, self.mesh, placements or self.of_result, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+        return result
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every process."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions: those of the package, of columns that the processes of a group have between them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..functional import row_topk as of_rows
+from ..functional.arguments import (
+    check_backend,
+    check_beam_scores,
+    check_k,
+    check_logits,
+    check_mask,
+    check_normalize,
+    check_temperature,
+)
+from ..functional.merging import run_merge
+from ..operators import row_topk
+from ..operators.dispatch import need_dispatcher
+from ..problem import TopK, result_dtype
+from .collective import agree, check, exchange, group_of, headers
+from .packing import Header, Packing, Parts, header_words
+
+_row_topk = torch.ops.fused_topk.row_topk.default
+_row_topk_out = torch.ops.fused_topk.row_topk_out.default
+_NO_TOKEN = -1
+
+
+def softmax_topk(
+    local_logits: Tensor,
+    k: int,
+    *,
+    group: Any = None,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    normalize: str = "allowed",
+    backend: str | None = None,
+) -> TopK:
+    """The k largest probabilities of the whole vocabulary, the same on every process of the group.
+
+    Every process calls it with its columns of the same rows. The whole vocabulary is those of rank 0, then those of rank 1,
+    and so on. One all-gather moves 8 + k (8 + the bytes of a logit) bytes a row and process, and 16 a call.
+
+    Args:
+        local_logits: shape (..., V_local), this process's columns, on the group's device. V_local may differ between
+            processes, and may be 0.
+        k: the number of results per row, at most the size of the whole vocabulary; the same on all processes. Compiled calls,
+            and those in a CUDA graph, cannot check it: they fill up with the value of -inf and the index -1.
+        group: the process group; by default the one of all processes.
+        temperature: a positive number, or a tensor with one number per row; the same on all processes.
+        mask: the tokens that may be chosen, of this process's columns: bool, or packed int32 with the process's first column
+            first.
+        normalize: "allowed", "all" or "topk", of the whole vocabulary. See :func:`fused_topk.softmax_topk`.
+        backend: None, "cuda", "cpu" or "reference".
+
+    Returns:
+        TopK as :func:`fused_topk.softmax_topk` returns it for the whole vocabulary.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`fused_topk.softmax_topk`.
+        ValueError: on every process, if they pass another k, dtype, number of rows or normalize. The first call of a kind
+            compares them by a second, small collective, on a CPU every call does without one. Where a process changes its
+            calls later, and buffers of another size meet, Gloo aborts and NCCL may hang; FUSED_TOPK_CHECK_DISTRIBUTED=1
+            compares at every call.
+        RuntimeError: torch.distributed's own, if a process dies or does not call in time. A new group then works.
+
+    Contract:
+        Indices are exactly those of the unsharded call, ties included. The rest is the contract of
+        :func:`fused_topk.merge_topk`. Gradients with respect to a process's columns are those of a loss that every process
+        computes alike from the result. A call does not wait for the GPU, except the first of a kind, and calls with
+        k > V_local. It can be captured in a CUDA graph after such a first call, and compiled with fullgraph=True.
+    """
+    return _row("softmax", local_logits, k, group, temperature, mask, normalize, backend)
+
+
+def log_softmax_topk(
+    local_logits: Tensor,
+    k: int,
+    *,
+    group: Any = None,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    normalize: str = "allowed",
+    backend: str | None = None,
+) -> TopK:
+    """The k largest log-probabilities of the whole vocabulary, the same on every process of the group.
+
+    Args:
+        local_logits: shape (..., V_local). See :func:`softmax_topk`, which describes all arguments.
+        k: the number of results per row.
+        group: the process group.
+        temperature: a positive number, or a tensor with one number per row.
+        mask: the tokens of this process's columns that may be chosen.
+        normalize: "allowed", "all" or "topk".
+        backend: None, "cuda", "cpu" or "reference".
+
+    Returns:
+        TopK as :func:`fused_topk.log_softmax_topk` returns it for the whole vocabulary.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
+    """
+    return _row("log_softmax", local_logits, k, group, temperature, mask, normalize, backend)
+
+
+def topk(
+    local_logits: Tensor, k: int, *, group: Any = None, mask: Tensor | None = None, backend: str | None = None
+) -> TopK:
+    """The k largest logits of the whole vocabulary, bit for bit, the same on every process of the group.
+
+    Args:
+        local_logits: shape (..., V_local). See :func:`softmax_topk`, which describes all arguments.
+        k: the number of results per row.
+        group: the process group.
+        mask: the tokens of this process's columns that may be chosen.
+        backend: None, "cuda", "cpu" or "reference".
+
+    Returns:
+        TopK as :func:`fused_topk.topk` returns it for the whole vocabulary.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
+    """
+    return _row("logits", local_logits, k, group, None, mask, "allowed", backend)
+
+
+def beam_topk(
+    local_logits: Tensor,
+    beam_scores: Tensor,
+    k: int,
+    *,
+    group: Any = None,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    normalize: str = "allowed",
+    backend: str | None = None,
+) -> TopK:
+    """One step of beam search over the whole vocabulary: the k best continuations, the same on every process of the group.
+
+    Args:
+        local_logits: shape (batch, beams, V_local). See :func:`softmax_topk`, which describes all arguments.
+        beam_scores: shape (batch, beams), the same on all processes.
+        k: the number of results per sequence, at most beams times the size of the whole vocabulary.
+        group: the process group.
+        temperature: a positive number, or a tensor with one number per row.
+        mask: the tokens of this process's columns that may be chosen.
+        normalize: "allowed" or "all".
+        backend: None, "cuda", "cpu" or "reference".
+
+    Returns:
+        TopK as :func:`fused_topk.beam_topk` returns it for the whole vocabulary.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
+    """
+    check_logits(local_logits)
+    check_beam_scores(beam_scores, local_logits)
+    check_normalize(normalize)
+    if normalize == "topk":
+        raise ValueError(
+            "`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure"
+        )
+    beams = max(local_logits.shape[1], 1)
+    call = gather_states(local_logits, k, group, temperature, mask, normalize, backend, of_row=beams)
+    parts, vocab_size = call.parts, call.vocab_size
+    k_of_beam = k if vocab_size is None else min(k, vocab_size)
+    rows = TopK(*run_merge(*parts, k_of_beam, *call.temperatures, "log_softmax", normalize, backend))
+    scores = beam_scores.to(rows.values.dtype).unsqueeze(-1)
+    accumulated = (rows.values + scores).flatten(1)
+    # Of equal scores the earlier in the lists comes first: the smaller beam, and within a beam the row's order.
+    best = of_rows.topk(accumulated.detach(), k, backend=backend).indices
+    of_beams = torch.arange(beams, device=accumulated.device).unsqueeze(-1)
+    tokens = of_beams * (parts.lengths.sum() if vocab_size is None else vocab_size) + rows.indices
+    return TopK(accumulated.gather(1, best), tokens.flatten(1).gather(1, best), rows.logsumexp)
+
+
+def _row(
+    values: str,
+    local_logits: Tensor,
+    k: int,
+    group: Any,
+    temperature: float | Tensor | None,
+    mask: Tensor | None,
+    normalize: str,
+    backend: str | None,
+) -> TopK:
+    check_logits(local_logits)
+    check_normalize(normalize)
+    call = gather_states(local_logits, k, group, temperature, mask, normalize, backend)
+    return TopK(*run_merge(*call.parts, k, *call.temperatures, values, normalize, backend))
+
+
+class Call(NamedTuple):
+    """The states of all processes, and what the merge of them takes besides."""
+
+    parts: Parts
+    temperatures: tuple[float, Tensor | None]
+    vocab_size: int | None  # of the whole vocabulary; None: not known on the host, but no less than k
+
+
+def gather_states(
+    local_logits: Tensor,
+    k: int,
+    group: Any,
+    temperature: float | Tensor | None,
+    mask: Tensor | None,
+    normalize: str,
+    backend: str | None,
+    of_row: int = 1,
+) -> Call:
+    """Exchanges the states of this process's columns. `of_row`: rows that share k."""
+    group = group_of(group)
+    check_k(k, 2**31 - 1, "what an exchange takes")
+    check_backend(backend)
+    number, row_temperature = check_temperature(temperature, local_logits, result_dtype(local_logits.dtype))
+    mask = check_mask(mask, local_logits)
+    length, device = local_logits.shape[-1], local_logits.device
+    packing = Packing(tuple(local_logits.shape[:-1]), k, local_logits.dtype)
+    header = Header.of(length, k, packing.rows, local_logits.dtype, normalize)
+    agree(header, device, group)
+    arguments = (number, row_temperature, mask, "state", normalize, backend)
+    held = min(k, length)
+    is_traced = torch.compiler.is_compiling()
+    has_gradient = torch.is_grad_enabled() and local_logits.requires_grad
+    state = None
+    if is_traced or has_gradient:
+        state = _state(local_logits, k, held, arguments)
+        buffer = packing.packed(header, TopK(*(x.detach() for x in state)))
+    else:
+        buffer = torch.empty(packing.words, dtype=torch.int64, device=device)
+        buffer[:2].copy_(header_words(header, device))
+        write_state(local_logits, held, arguments, packing.state(buffer))
+    everywhere = exchange(buffer, packing, group)
+    parts = packing.parts(everywhere)
+    if state is not None and has_gradient:
+        parts = _with_own(parts, dist.get_rank(group), state)
+
+    vocab_size = None
+    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    # A GPU is waited for only where k may exceed the vocabulary.
+    if not is_traced and not is_captured and (device.type == "cpu" or k > length):
+        said = headers(everywhere)
+        check(said)
+        vocab_size = sum(of_rank.length for of_rank in said)
+        check_k(k, of_row * vocab_size, "the whole vocabulary" if of_row == 1 else "beams times the whole vocabulary")
+    return Call(parts, (number, row_temperature), vocab_size)
+
+
+def _state(local_logits: Tensor, k: int, held: int, arguments: tuple[Any, ...]) -> TopK:
+    """The state of this process's columns, as differentiable tensors with k entries a row."""
+    leading, dtype = local_logits.shape[:-1], result_dtype(local_logits.dtype)
+    if held == 0:
+        sums = local_logits.sum(-1).to(dtype)
+        return TopK(
+            local_logits.new_full((*leading, k), -torch.inf),
+            torch.full((*leading, k), _NO_TOKEN, device=local_logits.device),
+            torch.stack((sums - torch.inf, sums)),
+        )
+    best, indices, normalizer = _row_topk(local_logits, held, *arguments)
+    pad = torch.nn.functional.pad
+    missing = (0, k - held)
+    return TopK(pad(best, missing, value=-torch.inf), pad(indices, missing, value=_NO_TOKEN), normalizer)
+
+
+def write_state(local_logits: Tensor, held: int, arguments: tuple[Any, ...], out: TopK) -> None:
+    """Likewise, into the tensors of a buffer."""
+    best, indices, normalizer = out
+    if held < indices.shape[-1]:
+        best.fill_(-torch.inf)
+        indices.fill_(_NO_TOKEN)
+    if held == 0:
+        normalizer[0].fill_(-torch.inf)
+        normalizer[1].zero_()
+        return
+    written = TopK(best[..., :held], indices[..., :held], normalizer)
+    _, row_temperature, mask, *_ = arguments
+    has_dispatcher = need_dispatcher(local_logits, row_temperature, mask, *written)
+    run: Any = _row_topk_out if has_dispatcher else row_topk.row_topk_out
+    run(local_logits, held, *arguments, *written)
+
+
+def _with_own(parts: Parts, rank: int, own: TopK) -> Parts:
+    """The parts with this process's state in place of its copy, so that gradients reach the logits."""
+    live = (own.values, own.indices, *own.logsumexp.unbind(0))
+    logits, indices, m, d = (
+        torch.cat((of_all[:rank], of_own.unsqueeze(0), of_all[rank + 1 :])) for of_all, of_own in zip(parts[:4], live)
+    )
+    return Parts(logits, indices, m, d, parts.lengths)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one buffer that travels: a header, then every row's m, every row's d, then every row's tokens, then their logits.
+
+Each piece is contiguous, so the kernels write a process's state into its buffer, and read the others' where the collective
+leaves them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..problem import TopK, result_dtype
+
+_WORD = 8  # bytes; no piece begins within one
+_HEADER_WORDS = 2
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_NORMALIZE = ("allowed", "all", "topk")
+
+
+class Header(NamedTuple):
+    """What a process says of its call. All but the length must be the same everywhere."""
+
+    length: int  # columns of the process
+    k: int
+    rows: int
+    kind: int  # dtype and normalize
+
+    @staticmethod
+    def of(length: int, k: int, rows: int, dtype: torch.dtype, normalize: str) -> Header:
+        return Header(length, k, rows, len(_DTYPES) * _NORMALIZE.index(normalize) + _DTYPES.index(dtype))
+
+    def __str__(self) -> str:
+        normalize, dtype = divmod(self.kind, len(_DTYPES))
+        if normalize >= len(_NORMALIZE):
+            return "something else than a state"
+        return f"k={self.k}, {self.rows} rows of {_DTYPES[dtype]} and normalize={_NORMALIZE[normalize]!r}"
+
+
+class Parts(NamedTuple):
+    """Views of the states of all processes, as the operator merge_parts takes them."""
+
+    logits: Tensor  # (processes, ..., k)
+    indices: Tensor  # (processes, ..., k), int64 from each process's first column on
+    m: Tensor  # (processes, ...)
+    d: Tensor  # (processes, ...)
+    lengths: Tensor  # (processes,) int32
+
+
+class Packing(NamedTuple):
+    """Where the pieces are, in words of 8 bytes."""
+
+    leading: tuple[int, ...]  # of the rows
+    k: int
+    dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        return torch.Size(self.leading).numel()
+
+    @property
+    def words(self) -> int:
+        """Of a process's buffer."""
+        return self._ends()[-1]
+
+    def _ends(self) -> tuple[int, int, int, int]:
+        """Of the header, (m, d), the tokens and the logits."""
+        entries = self.rows * self.k
+        normalizer = _HEADER_WORDS + self.rows * 2 * result_dtype(self.dtype).itemsize // _WORD
+        return (
+            _HEADER_WORDS,
+            normalizer,
+            normalizer + entries,
+            normalizer + entries + -(-entries * self.dtype.itemsize // _WORD),
+        )
+
+    def state(self, buffer: Tensor) -> TopK:
+        """Views of a buffer (words,): the logits, the tokens and (m, d) of one process."""
+        one = self._views(buffer.unsqueeze(0))
+        return TopK(*(x.squeeze(0) for x in one))
+
+    def parts(self, buffers: Tensor) -> Parts:
+        """Views of all buffers (processes, words)."""
+        logits, indices, normalizer = self._views(buffers)
+        lengths = headers_of(buffers)[:, 0]
+        return Parts(logits, indices, normalizer.select(1, 0), normalizer.select(1, 1), lengths)
+
+    def _views(self, buffers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        header, normalizer, indices, logits = self._ends()
+        entries, count = self.rows * self.k, buffers.shape[0]
+        numbers = buffers[:, header:normalizer].view(result_dtype(self.dtype))
+        elements = buffers[:, indices:logits].view(self.dtype)[:, :entries]
+        return (
+            elements.view(count, *self.leading, self.k),
+            buffers[:, normalizer:indices].view(count, *self.leading, self.k),
+            numbers.view(count, 2, *self.leading),
+        )
+
+    def packed(self, header: Header, state: TopK) -> Tensor:
+        """A new buffer (words,) that holds a state: for traced code, which writes into no view."""
+        logits, indices, normalizer = state
+        padding = -(self.rows * self.k * self.dtype.itemsize) % _WORD // self.dtype.itemsize
+        elements = torch.nn.functional.pad(logits.flatten(), (0, padding))
+        pieces = (normalizer.flatten().view(torch.int64), indices.flatten(), elements.view(torch.int64))
+        return torch.cat((header_words(header, logits.device), *pieces))
+
+
+def headers_of(buffers: Tensor) -> Tensor:
+    """The headers (processes, 4) of all buffers."""
+    return buffers[:, :_HEADER_WORDS].view(torch.int32)
+
+
+def header_words(header: Header, device: torch.device) -> Tensor:
+    """The header as the first words of a buffer."""
+    if torch.compiler.is_compiling():
+        return torch.tensor(header, dtype=torch.int32, device=device).view(torch.int64)
+    return _header_words(header, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _header_words(header: Header, device: torch.device) -> Tensor:
+    # Kept, so that a call, which a CUDA graph may capture, copies nothing from the host.
+    with torch.inference_mode(False):
+        return torch.tensor(header, dtype=torch.int32, device=device).view(torch.int64)
+
+
+def describe_difference(headers: Sequence[Header]) -> str | None:
+    """None if the calls of all processes fit together, else who asked for what."""
+    if all(header[1:] == headers[0][1:] for header in headers):
+        return None
+    return "; ".join(f"rank {rank} has {header}" for rank, header in enumerate(headers))

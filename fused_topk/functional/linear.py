@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions of LM heads: hidden states in, the k best logits out, and no tensor of logits in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from ..operators import linear, transforms
+from ..operators.dispatch import need_dispatcher
+from ..problem import LinearTopK, TopK, result_dtype
+from .arguments import (
+    check_backend,
+    check_head,
+    check_hidden,
+    check_k,
+    check_mask,
+    check_normalize,
+    check_targets,
+    check_temperature,
+)
+
+_linear_topk = torch.ops.fused_topk.linear_topk.default
+
+
+@overload
+def linear_softmax_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    *,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    normalize: str = "allowed",
+    targets: None = None,
+    backend: str | None = None,
+) -> TopK: ...
+
+
+@overload
+def linear_softmax_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    *,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    normalize: str = "allowed",
+    targets: Tensor,
+    backend: str | None = None,
+) -> LinearTopK: ...
+
+
+def linear_softmax_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    *,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    normalize: str = "allowed",
+    targets: Tensor | None = None,
+    backend: str | None = None,
+) -> TopK | LinearTopK:
+    """The k largest probabilities of the logits `hidden @ weight.T + bias`, which are never all in memory.
+
+    As `softmax_topk(torch.nn.functional.linear(hidden, weight, bias), k)`. The logits are computed in pieces, and the pieces'
+    states (m, d, T) are merged: Milakov & Gimelshein 2018, equations 6 and 7 and Algorithm 4
+    (https://arxiv.org/abs/1805.02867).
+
+    Args:
+        hidden: shape (..., H), float32, float16, bfloat16 or float64, any strides, any device.
+        weight: shape (V, H), the dtype and the device of `hidden`, any strides: that of `torch.nn.Linear`.
+        k: the number of results per row, 1 <= k <= V.
+        bias: shape (V,), likewise, or None.
+        temperature, mask, normalize, backend: see :func:`softmax_topk`; what it says of `logits` is meant of those with shape
+            (..., V) that the head gives.
+        targets: int64 (...), a token for each row; or (..., n), n tokens for each, as a teacher's best ones. Negative ones
+            (such as -100) stand for no target. None for none.
+
+    Returns:
+        TopK with values float32 (..., k), indices int64 (..., k) and logsumexp float32 (...). With targets LinearTopK, which
+        also has target_logprobs, float32 of the targets' shape, NaN where there is no target, and target_ranks int64 (...),
+        1 for the best token, 0 where there is no target; None for targets of shape (..., n). float64 hidden states give
+        float64.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: a value, shape or device that breaks a rule above.
+        RuntimeError: the requested backend does not work here; or a second derivative is asked for.
+
+    Contract:
+        Logits: summed in float32 (float64 for float64), with the bias, and rounded to the dtype of `hidden`, as a linear layer
+        gives them. The order of the sums is the library's. On the CPU a native kernel multiplies up to 32 rows of float32 or
+        bfloat16 (8 of float32 with H < 256) if rows * k <= 4096 and no targets are given. It sums every row in one order, so
+        that a row's results do not depend on the rows beside it. Otherwise sums may differ in the last place with the number
+        of rows, and logits that are nearly equal may change places.
+        Order, ties, special values: those of :func:`softmax_topk`, for these logits.
+        Memory: at most 64 MB beyond the result, whatever the rows and the vocabulary; in the backward pass, too.
+        Targets: their log-probabilities are relative to the allowed tokens, or with normalize="all" to all. One that is not
+        allowed has -inf. A rank is 1 + the number of allowed tokens that come before the target. Where the logits do not fit
+        into one piece, a token whose logit differs from the target's by no more than the rounding of their sums may be
+        counted either way. In a row with NaN ranks mean nothing. Targets of V or more raise on the CPU, and must not occur on
+        a GPU.
+        Does not wait for the device. Can be captured in a CUDA graph and compiled with fullgraph=True.
+        Values, logsumexp and target_logprobs are differentiable, once, with respect to hidden, weight and bias. The logits are
+        computed again in the backward pass. A weight of 16 bits has its gradient rounded once for each 256 rows (2048 on a
+        GPU), or fewer where H is large.
+
+    Example:
+        >>> import torch, fused_topk
+        >>> hidden, weight = torch.eye(2), torch.tensor([[1.0, 0.0], [3.0, 2.0], [2.0, 4.0]])
+        >>> fused_topk.linear_softmax_topk(hidden, weight, 1).indices
+        tensor([[1],
+                [2]])
+    """
+    return _linear("softmax", hidden, weight, k, bias, temperature, mask, normalize, targets, backend)
+
+
+@overload
+def linear_log_softmax_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    *,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    normalize: str = "allowed",
+    targets: None = None,
+    backend: str | None = None,
+) -> TopK: ...
+
+
+@overload
+def linear_log_softmax_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    *,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    normalize: str = "allowed",
+    targets: Tensor,
+    backend: str | None = None,
+) -> LinearTopK: ...
+
+
+def linear_log_softmax_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    *,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    normalize: str = "allowed",
+    targets: Tensor | None = None,
+    backend: str | None = None,
+) -> TopK | LinearTopK:
+    """The k largest log-probabilities of the logits `hidden @ weight.T + bias`, which are never all in memory.
+
+    The contract is that of :func:`linear_softmax_topk`.
+
+    Args:
+        hidden, weight, bias: see :func:`linear_softmax_topk`, which describes all arguments.
+        k: the number of results per row, 1 <= k <= V.
+        temperature: a positive number, or a tensor with one number per row.
+        mask: the tokens that may be chosen, bool or packed int32.
+        normalize: "allowed", "all" or "topk".
+        targets: int64 (...) or (..., n), tokens whose log-probabilities are wanted, or None.
+        backend: None, "cuda", "cpu" or "reference".
+
+    Returns:
+        TopK, or with targets LinearTopK.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`linear_softmax_topk`.
+    """
+    return _linear("log_softmax", hidden, weight, k, bias, temperature, mask, normalize, targets, backend)
+
+
+@overload
+def linear_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    targets: None = None,
+    backend: str | None = None,
+) -> TopK: ...
+
+
+@overload
+def linear_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    targets: Tensor,
+    backend: str | None = None,
+) -> LinearTopK: ...
+
+
+def linear_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    targets: Tensor | None = None,
+    backend: str | None = None,
+) -> TopK | LinearTopK:
+    """The k largest of the logits `hidden @ weight.T + bias` themselves, which are never all in memory.
+
+    The contract is that of :func:`linear_softmax_topk`.
+
+    Args:
+        hidden, weight, bias: see :func:`linear_softmax_topk`, which describes all arguments.
+        k: the number of results per row, 1 <= k <= V.
+        mask: the tokens that may be chosen; the others have the value -inf.
+        targets: int64 (...) or (..., n), tokens whose log-probabilities are wanted, or None.
+        backend: None, "cuda", "cpu" or "reference".
+
+    Returns:
+        TopK with values (..., k) in the dtype of `hidden`, indices int64 (..., k) and logsumexp float32 (...) of the allowed
+        logits; or with targets LinearTopK.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`linear_softmax_topk`.
+    """
+    return _linear("logits", hidden, weight, k, bias, None, mask, "allowed", targets, backend)
+
+
+def _linear(
+    values: str,
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    bias: Tensor | None,
+    temperature: float | Tensor | None,
+    mask: Tensor | None,
+    normalize: str,
+    targets: Tensor | None,
+    backend: str | None,
+) -> TopK | LinearTopK:
+    check_hidden(hidden)
+    check_head(weight, bias, hidden)
+    check_k(k, weight.shape[0])
+    check_normalize(normalize)
+    check_backend(backend)
+    # Of the logits' shape, on their device, without their memory.
+    logits = hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
+    number, row_temperature = check_temperature(temperature, logits, result_dtype(hidden.dtype))
+    mask = check_mask(mask, logits)
+    has_ranks = False
+    if targets is not None:
+        check_targets(targets, logits, may_be_several=True)
+        has_ranks = targets.dim() == hidden.dim() - 1
+        if has_ranks:
+            targets = targets.unsqueeze(-1)
+    run: Callable[..., Any]
+    is_transformed = transforms.is_active()
+    if is_transformed:
+        run = transforms.LinearTopk.apply
+    elif need_dispatcher(hidden, weight, bias, row_temperature, mask, targets):
+        run = _linear_topk
+    else:
+        run = linear.linear_topk
+    learned = (hidden, weight) if bias is None else (hidden, weight, bias)
+    keeps_state = is_transformed or (torch.is_grad_enabled() and any(x.requires_grad for x in learned))
+    head = (hidden, weight, bias, number, row_temperature, mask, targets, normalize)
+    best, indices, logsumexp, logprobs, ranks, _ = run(*head, k, values, backend, has_ranks, keeps_state)
+    if targets is None:
+        return TopK(best, indices, logsumexp)
+    if has_ranks:
+        return LinearTopK(best, indices, logsumexp, logprobs.squeeze(-1), ranks.squeeze(-1))
+    return LinearTopK(best, indices, logsumexp, logprobs, None)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions for rows in parts: the state of each part, and the merge of states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..operators import merging, row_topk, transforms
+from ..operators.dispatch import need_dispatcher
+from ..problem import TopK, TopKState, result_dtype
+from .arguments import (
+    check_backend,
+    check_choice,
+    check_k,
+    check_logits,
+    check_mask,
+    check_normalize,
+    check_part,
+    check_start,
+    check_temperature,
+    check_vocabulary,
+)
+
+_row_topk = torch.ops.fused_topk.row_topk.default
+_merge_parts = torch.ops.fused_topk.merge_parts.default
+_VALUES = ("softmax", "log_softmax", "logits")
+_NO_TOKEN = -1
+
+
+def topk_state(
+    logits: Tensor,
+    k: int,
+    *,
+    start: int = 0,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    normalize: str = "allowed",
+    backend: str | None = None,
+) -> TopKState:
+    """The state (m, d, T) of a part of every row, in one read of the logits: what :func:`merge_topk` takes.
+
+    Milakov & Gimelshein 2018, equations 6 and 7 and Algorithm 4 (https://arxiv.org/abs/1805.02867).
+
+    Args:
+        logits: shape (..., V_part), the columns `start` ... `start` + V_part - 1 of every row. See :func:`softmax_topk`,
+            which describes all arguments but `start`.
+        k: the number of candidates to keep. Where it exceeds V_part, all V_part are kept.
+        start: the token at which the part begins; start + V_part may exceed 2^31.
+        temperature: a positive number, or a tensor with one number per row. The merge must be given the same.
+        mask: the tokens of the part that may be chosen, bool or packed int32, with the part's first token first.
+        normalize: "allowed": m and d are of the allowed tokens. "all": they are of the whole part, and the mask hides
+            tokens from the choice only. "topk": as "allowed"; the merge then normalises by what it chooses.
+        backend: None, "cuda", "cpu" or "reference".
+
+    Returns:
+        TopKState with logits and indices of shape (..., min(k, V_part)), m and d of shape (...).
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
+
+    Contract:
+        The candidates, their order, ties, NaN, waiting and determinism are those of :func:`topk`. The logits are copied
+        bit for bit. The logits, m and d are differentiable.
+
+    Example:
+        >>> import torch, fused_topk
+        >>> x = torch.tensor([1.0, 3.0, 2.0, 3.0])
+        >>> parts = [fused_topk.topk_state(x[:2], 2), fused_topk.topk_state(x[2:], 2, start=2)]
+        >>> fused_topk.merge_topk(parts, 2).indices
+        tensor([1, 3])
+    """
+    check_logits(logits)
+    check_vocabulary(logits.shape[-1])
+    # Any k suits a part that is shorter.
+    check_k(k, 2**63 - 1)
+    k = min(k, logits.shape[-1])
+    check_start(start)
+    check_normalize(normalize)
+    check_backend(backend)
+    number, row_temperature = check_temperature(temperature, logits, result_dtype(logits.dtype))
+    mask = check_mask(mask, logits)
+    run: Callable[..., Any]
+    if transforms.is_active():
+        run = transforms.RowTopk.apply
+    elif need_dispatcher(logits, row_temperature, mask):
+        run = _row_topk
+    else:
+        run = row_topk.row_topk
+    best, indices, normalizer = run(logits, k, number, row_temperature, mask, "state", normalize, backend)
+    return TopKState(best, indices + start if start else indices, normalizer.select(0, 0), normalizer.select(0, 1))
+
+
+def merge_states(
+    parts: Sequence[TopKState],
+    k: int,
+    *,
+    temperature: float | Tensor | None = None,
+    backend: str | None = None,
+) -> TopKState:
+    """The state of the union of several parts of the same rows: the + of the monoid of states.
+
+    Args:
+        parts: one or more states, as :func:`topk_state` and this function return them, of parts without a common token,
+            in any order. Their leading shapes, dtypes and devices must agree; their numbers of candidates may differ.
+        k: the number of candidates to keep. A part must hold its own k best, or all of its tokens. Where k exceeds what
+            the parts hold together, all are kept.
+        temperature: the one that the states were made with: a positive number, or a tensor with one number per row.
+        backend: None, "cuda", "cpu" or "reference".
+
+    Returns:
+        TopKState of the union.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
+
+    Contract:
+        Candidates and their order are exact: the greater logit first, equal ones by smaller index, whatever the order of the
+        parts and however merges are nested. d is summed in the order of the parts; other orders differ by rounding.
+        A part in which nothing is allowed changes nothing but which -inf entries fill up missing candidates.
+        Differentiable with respect to the parts' logits, m and d.
+    """
+    best, indices, normalizer = _merge(parts, k, temperature, "state", "allowed", backend)
+    return TopKState(best, indices, normalizer.select(0, 0), normalizer.select(0, 1))
+
+
+def merge_topk(
+    parts: Sequence[TopKState],
+    k: int,
+    *,
+    values: str = "softmax",
+    temperature: float | Tensor | None = None,
+    normalize: str = "allowed",
+    backend: str | None = None,
+) -> TopK:
+    """The k best of whole rows, from the states of their parts: what the unsharded call gives.
+
+    Args:
+        parts: see :func:`merge_states`.
+        k: the number of results per row, at most what the parts hold together. A part must hold its own k best, or all of
+            its tokens.
+        values: "softmax", "log_softmax" or "logits", as :func:`softmax_topk`, :func:`log_softmax_topk` and :func:`topk`.
+        temperature: the one that the states were made with: a positive number, or a tensor with one number per row.
+        normalize: the one that the states were made with. "allowed" and "all" differ in the states alone. "topk": the values
+            are relative to the k chosen.
+        backend: None, "cuda", "cpu" or "reference".
+
+    Returns:
+        TopK with values and indices of shape (..., k), and logsumexp (...) of the scaled logits.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
+
+    Contract:
+        Indices, and the values of "logits", are exactly those of the unsharded call, ties included. Log-probabilities are
+        formed as (x - m) / T - log d, so a large common offset of the logits costs no accuracy. The rest is the contract of
+        :func:`softmax_topk`. Differentiable with respect to the parts' logits, m and d, except where a logit is -inf.
+
+    Example:
+        >>> import torch, fused_topk
+        >>> pieces = torch.arange(8.0).split(4)
+        >>> parts = [fused_topk.topk_state(x, 3, start=4 * i) for i, x in enumerate(pieces)]
+        >>> fused_topk.merge_topk(parts, 3, values="logits").values
+        tensor([7., 6., 5.])
+    """
+    check_choice("values", values, _VALUES)
+    return TopK(*_merge(parts, k, temperature, values, normalize, backend))
+
+
+def _merge(
+    parts: Sequence[TopKState],
+    k: int,
+    temperature: float | Tensor | None,
+    values: str,
+    normalize: str,
+    backend: str | None,
+) -> Any:
+    if isinstance(parts, (Tensor, TopKState)) or not isinstance(parts, Sequence):
+        raise TypeError(
+            f"`parts` must be a sequence of TopKState, got {type(parts).__name__}; wrap a single one in a list"
+        )
+    if not parts:
+        raise ValueError("`parts` must have at least one state, got none; a row has at least one part")
+    for i, part in enumerate(parts):
+        check_part(f"parts[{i}]", part, parts[0])
+    held = sum(part.indices.shape[-1] for part in parts)
+    if values == "state":
+        check_k(k, 2**63 - 1)
+        k = min(k, held)
+    else:
+        check_k(k, held, "the candidates of all parts")
+    check_normalize(normalize)
+    check_backend(backend)
+    first = parts[0]
+    number, row_temperature = check_temperature(temperature, first.logits, result_dtype(first.logits.dtype))
+    width = max(part.indices.shape[-1] for part in parts)
+    logits = _stacked([part.logits for part in parts], width, -torch.inf)
+    indices = _stacked([part.indices for part in parts], width, _NO_TOKEN)
+    m, d = torch.stack([part.m for part in parts]), torch.stack([part.d for part in parts])
+    return run_merge(logits, indices, m, d, None, k, number, row_temperature, values, normalize, backend)
+
+
+def run_merge(logits: Tensor, indices: Tensor, m: Tensor, d: Tensor, *rest: Any) -> Any:
+    """The operator merge_parts, with checked arguments, by the shortest way that serves these tensors."""
+    run: Callable[..., Any]
+    if transforms.is_active():
+        run = transforms.MergeParts.apply
+    elif need_dispatcher(logits, indices, m, d, rest[0], rest[3]):
+        run = _merge_parts
+    else:
+        run = merging.merge_parts
+    return run(logits, indices, m, d, *rest)
+
+
+def _stacked(tensors: list[Tensor], width: int, filler: float) -> Tensor:
+    """(parts, ..., width)."""
+    return torch.stack(
+        [
+            x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]), value=filler)
+            for x in tensors
+        ]
+    )

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public function that draws tokens. It checks its arguments, makes rows of the logits and calls the operator.
+
+How a token is drawn, and why so:
+
+- Temperature, top-k, top-p and min-p keep a prefix of the row in the order of its logits. So a border says what is kept: a
+  token is kept if it ranks at or before the border.
+- One uniform number u a draw. The token is the first, by index, at which the running sum of the kept weights exceeds u
+  times their total. A backend has the sums of a row's parts from the one read that it makes anyway: they say which part
+  holds the draw, and only that part is read again. The Gumbel trick, the argmax of x / T - log(-log u_i), needs a random
+  number and two logarithms for every token of the vocabulary: on a CPU that takes longer than all the rest of the row.
+- By index, not by rank: no sort of what is kept, and one definition for a list of the best and for a whole row.
+- The random numbers are Philox4x32-10 (:mod:`fused_topk.backends.philox`), named by seed, counter and sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..operators import sampling, transforms
+from ..operators.dispatch import need_dispatcher
+from ..problem import Sample, SampleProblem, TopK
+from .arguments import (
+    check_backend,
+    check_k,
+    check_logits,
+    check_mask,
+    check_row_numbers,
+    check_vocabulary,
+)
+
+_sample = torch.ops.fused_topk.sample.default
+_SEEDS = (-(2**63), 2**63 - 1)
+_MOST_SAMPLES = 2**31 - 1
+_LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
+_GREATEST_TEMPERATURE = torch.finfo(torch.float32).max
+
+
+def sample(
+    logits: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor = 0,
+    top_p: float | Tensor = 1.0,
+    min_p: float | Tensor = 0.0,
+    mask: Tensor | None = None,
+    seed: int | Tensor | None = None,
+    counter: int | Tensor = 0,
+    generator: torch.Generator | None = None,
+    num_samples: int = 1,
+    logprobs: int = 0,
+    truncated_log_probs: bool = False,
+    backend: str | None = None,
+) -> Sample:
+    """Tokens drawn from `softmax(logits / temperature)` after top-k, top-p and min-p, with their log-probabilities.
+
+    The distribution is that of transformers' TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper and
+    MinPLogitsWarper, in this order, each acting on what the one before it left. The vocabulary is the last dimension.
+
+    Args:
+        logits: shape (..., V), float32, float16, bfloat16 or float64, any strides, any device.
+        temperature: divides the logits; 0 takes the best token. This and the next three are one number, or a tensor with
+            one number a row, broadcastable to the shape of `logits` without the vocabulary. The values of a CPU tensor
+            are checked, those of a CUDA tensor are not.
+        top_k: keeps the k most likely tokens, and all that tie with the k-th. 0, or more than V, keeps all.
+        top_p: keeps the fewest of the most likely tokens whose probabilities sum to at least `top_p`, and at least one.
+            Of equal tokens at this border the smaller indices are kept. 1 keeps all.
+        min_p: keeps the tokens whose probability is at least `min_p` times that of the most likely one. 0 keeps all.
+        mask: the tokens that may be drawn, as for :func:`softmax_topk`: a token that is not allowed counts as -inf.
+        seed: names the random numbers, instead of a generator. An int64 tensor, broadcastable as `temperature`, is the
+            seed of each row: a row then draws the same wherever it stands in whatever batch. One int is for all rows, and
+            a row's number in the batch tells its draws from those of the others.
+        counter: int, or an int64 tensor with one a row: which draw of its seed it is. A request that counts its tokens
+            gets new random numbers for each, and the same ones when it is repeated.
+        generator: names the random numbers where there is no `seed`: it is advanced on its device, as by torch's own
+            samplers, once a call. None: torch's default generator of the device. In a CUDA graph, register it.
+        num_samples: independent draws from each row; a token may come more than once.
+        logprobs: how many of the row's best tokens to return as well; 0 for none.
+        truncated_log_probs: whether log_probs are those of the distribution that was drawn from (after temperature,
+            top-k, top-p and min-p). Otherwise they are the model's own: of `log_softmax(logits)` over the allowed tokens.
+        backend: None, "cuda", "cpu" or "reference", as for :func:`softmax_topk`.
+
+    Returns:
+        Sample with tokens int64 (..., num_samples), log_probs float32 (..., num_samples), and topk: None, or the TopK
+        that `log_softmax_topk(logits, logprobs, mask=mask)` gives. float64 logits have float64 log_probs.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: a value, shape or device that breaks a rule above.
+        RuntimeError: the requested backend does not work here, or a kernel does not compile.
+
+    Contract:
+        A draw takes one uniform number u, of 52 bits, never 0 and never 1. It is Philox4x32-10 of (seed; counter, sample,
+        row's number or 0), bit for bit the same on every backend. The token is the first by index at which the sum of the
+        kept tokens' probabilities exceeds u. Backends sum in other orders: so they draw the same token unless u is within
+        2^-19 of a border between two tokens, and keep the same tokens unless one is as near to the border of top-p.
+        A token that is not kept, or not allowed, is never drawn.
+        A row without a distribution, with NaN, with +inf, of only -inf, or with nothing allowed, gives the first token in
+        the order of :func:`softmax_topk`, and NaN log-probabilities. So does a temperature on a GPU that is negative or
+        NaN, with truncated log-probabilities of NaN. Temperature 0 gives the same token, with 0 as its truncated
+        log-probability. Tokens are always in range.
+        Deterministic. A call does not wait for the device, and can be captured in a CUDA graph. Not differentiable:
+        for a gradient, gather the tokens from a log_softmax.
+        With torch.compile, pass `seed`, or leave out both `seed` and `generator`.
+
+    Example:
+        >>> import torch, fused_topk
+        >>> fused_topk.sample(torch.tensor([1.0, 9.0, 2.0]), top_k=2, top_p=0.9, seed=0).tokens
+        tensor([1])
+    """
+    check_logits(logits)
+    *lead, vocab_size = logits.shape
+    check_vocabulary(vocab_size)
+    check_backend(backend)
+    check_k(num_samples, _MOST_SAMPLES, "samples of a row", "num_samples")
+    if type(logprobs) is not int or logprobs != 0:
+        check_k(logprobs, vocab_size, name="logprobs")
+    if not isinstance(truncated_log_probs, bool):
+        raise TypeError(
+            f"`truncated_log_probs` must be a bool, got {type(truncated_log_probs).__name__}; pass True or False"
+        )
+    if transforms.is_active():
+        raise RuntimeError(
+            "`sample` must not be called under a transform of torch.func, got one that is active; pass the rows as one tensor"
+        )
+    floating = torch.float32 if logits.device.type in ("mps", "xpu") else torch.float64
+    of_temperature = check_row_numbers(
+        "temperature", temperature, logits, floating, (_LEAST_TEMPERATURE, _GREATEST_TEMPERATURE), or_zero=True
+    )
+    of_top_k = check_row_numbers("top_k", top_k, logits, torch.int64, (0, _SEEDS[1]))
+    of_top_p = check_row_numbers("top_p", top_p, logits, floating, (0, 1))
+    of_min_p = check_row_numbers("min_p", min_p, logits, floating, (0, 1))
+    allowed = check_mask(mask, logits)
+    rows = logits.detach().reshape(-1, vocab_size)
+    if allowed is not None:
+        allowed = allowed.reshape(-1, allowed.shape[-1])
+    of_seed, of_counter = _names(seed, counter, generator, logits)
+    problem = SampleProblem(
+        rows,
+        *of_temperature,
+        *of_top_k,
+        *of_top_p,
+        *of_min_p,
+        allowed,
+        *of_seed,
+        *of_counter,
+        num_samples,
+        logprobs,
+        truncated_log_probs,
+    )
+    if need_dispatcher(rows, *(x for x in problem[1:] if isinstance(x, Tensor))):
+        tokens, log_probs, *topk = _sample(*problem, backend)
+        result = Sample(tokens, log_probs, TopK(*topk) if logprobs else None)
+    else:
+        result = sampling.draw(problem, backend)
+    return result if logits.dim() == 2 else _shaped(result, lead)
+
+
+def _names(
+    seed: int | Tensor | None, counter: int | Tensor, generator: torch.Generator | None, logits: Tensor
+) -> tuple[tuple[Any, Tensor | None], tuple[Any, Tensor | None]]:
+    """The seeds and the counters of the rows, each as (of all, of each)."""
+    if seed is not None:
+        if generator is not None:
+            raise ValueError("`generator` must be None where a `seed` is given, got both; leave one out")
+        of_seed = check_row_numbers("seed", seed, logits, torch.int64, _SEEDS)
+        return of_seed, check_row_numbers("counter", counter, logits, torch.int64, _SEEDS)
+    if not (isinstance(counter, int) and counter == 0):
+        raise ValueError("`counter` must be left out without a `seed`, got one; a generator counts by itself")
+    if generator is not None:
+        if not isinstance(generator, torch.Generator):
+            raise TypeError(
+                f"`generator` must be a torch.Generator, got {type(generator).__name__}; an int is a `seed`"
+            )
+        if generator.device.type != logits.device.type:
+            raise ValueError(
+                f"`generator` must be on {logits.device}, the device of `logits`, got {generator.device}; "
+                f"make it with torch.Generator({str(logits.device)!r})"
+            )
+    return random_names(logits.shape[:-1].numel(), logits.device, generator)
+
+
+def random_names(
+    rows: int, device: torch.device, generator: torch.Generator | None
+) -> tuple[tuple[int, Tensor], tuple[int, Tensor]]:
+    """Seeds and counters of that many rows from a generator, or the device's default one, each as (of all, of each).
+
+    A name has 126 random bits: no two of all rows that are ever drawn have the same.
+    """
+    names = torch.randint(0, 2**63 - 1, (2, rows), dtype=torch.int64, device=device, generator=generator)
+    return (0, names[0]), (0, names[1])
+
+
+def _shaped(result: Sample, lead: Sequence[int]) -> Sample:
+    """The result with the leading dimensions of the logits."""
+
+    def of_rows(x: Tensor) -> Tensor:
+        return x.reshape(*lead, *x.shape[1:])
+
+    topk = None if result.topk is None else TopK(*map(of_rows, result.topk))
+    return Sample(of_rows(result.tokens), of_rows(result.log_probs), topk)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of a step's tokens from its logits, its processors' edits and its warpers: greedy, of beams, and by chance.
+
+Where that takes scores of the whole vocabulary, each function says so before anything is drawn: it gives None, or raises
+NotSparse where processors turn out to do more than their edits say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import penalties, selection, warpers
+from .edits import NotSparse
+from .selection import Candidates, Edit, Rows
+from .warpers import Filter
+
+
+class Drawn(NamedTuple):
+    """Continuations of beams that have been drawn."""
+
+    scores: Tensor  # float32 [batch, n], accumulated
+    indices: Tensor  # int64 [batch, n], beam * V + token
+
+
+def greatest(rows: Rows, edits: Sequence[Edit], filters: Sequence[Filter]) -> Tensor | None:
+    """int64 [R]: the token of the greatest score of each row."""
+    if not filters and not edits:
+        return rows.greatest()
+    length = min(rows.vocab_size, warpers.GREEDY_LENGTH) if filters else 1
+    if not warpers.keep_the_best(filters) or not rows.supports(length):
+        return None
+    found = selection.best(rows, edits, length, False)
+    _check(rows, edits, found.scores[:, :1], False)
+    if not filters:
+        return found.ids[:, 0]
+    return warpers.greatest(filters, *found, lambda temperature: selection.logsumexp(rows, edits, temperature, False))
+
+
+def continuations(
+    rows: Rows, edits: Sequence[Edit], filters: Sequence[Filter], beam_scores: Tensor, k: int
+) -> tuple[Tensor, Tensor] | None:
+    """The k best continuations of each sequence: see :func:`selection.best_continuations`.
+
+    Args:
+        filters: none, or the one that renormalises.
+    """
+    if (filters and list(filters) != [warpers.NORMALIZE]) or not rows.supports(k):
+        return None
+    if filters and edits:
+        # A shift of the rows; without edits log-probabilities are normalised.
+        beam_scores = beam_scores - selection.logsumexp(rows, edits, 1.0, True).view_as(beam_scores)
+    found = selection.best_continuations(rows, edits, beam_scores, k)
+    _check(rows, edits, found[0], True)
+    return found
+
+
+def can_list(rows: Rows, filters: Sequence[Filter], at_least: int) -> bool:
+    """Whether :func:`left_over` can be asked."""
+    length = _length(rows, filters, at_least)
+    return length is not None and rows.supports(length)
+
+
+def _length(rows: Rows, filters: Sequence[Filter], at_least: int) -> int | None:
+    length = warpers.list_length(filters, rows.vocab_size)
+    return None if length is None else min(rows.vocab_size, max(length, at_least))
+
+
+def left_over(
+    rows: Rows, edits: Sequence[Edit], filters: Sequence[Filter], at_least: int, are_log_probs: bool
+) -> Candidates | None:
+    """The tokens of each row that the warpers leave, with -inf for others that are listed.
+
+    Args:
+        at_least: how many to list, if need be with -inf.
+    """
+    length = _length(rows, filters, at_least)
+    if length is None or not rows.supports(length):
+        return None
+    best = selection.best(rows, edits, length, are_log_probs)
+    _check(rows, edits, best.scores, are_log_probs)
+    scores, was_enough = warpers.apply(
+        filters,
+        best.scores,
+        rows.vocab_size,
+        lambda temperature: selection.logsumexp(rows, edits, temperature, are_log_probs),
+    )
+    if was_enough is not None and (_is_capturing(scores) or not bool(was_enough.all())):
+        return None
+    return Candidates(scores, best.ids)
+
+
+def drawn(left: Candidates, num_samples: int = 1, generator: Any = None) -> Tensor:
+    """int64 [R, num_samples]: tokens by their probabilities among those that are left."""
+    chosen = torch.multinomial(left.scores.softmax(-1), num_samples, generator=generator)
+    return left.ids.gather(1, chosen)
+
+
+def drawn_continuations(
+    left: Candidates, beam_scores: Tensor, vocab_size: int, num_samples: int, generator: Any = None
+) -> Drawn:
+    """Continuations of each sequence's beams by their probabilities, in the order in which they are drawn."""
+    batch, num_beams = beam_scores.shape
+    total = (left.scores.view(batch, num_beams, -1) + beam_scores.unsqueeze(-1)).flatten(1)
+    chosen = torch.multinomial(total.softmax(-1), num_samples, generator=generator)
+    tokens = left.ids.view(batch, -1).gather(1, chosen)
+    indices = chosen.div(left.ids.shape[1], rounding_mode="floor").mul_(vocab_size).add_(tokens)
+    return Drawn(total.gather(1, chosen), indices)
+
+
+def _check(rows: Rows, edits: Sequence[Edit], chosen: Tensor, are_log_probs: bool) -> None:
+    if not penalties.holds_for(rows, edits, chosen, are_log_probs):
+        raise NotSparse("invalid values to remove")
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's forward pass without the product of its LM head, where that is known to be all that the head does.
+
+The product is recognised where the model calls it: `torch.nn.functional.linear` with the weight of the output embeddings. A
+stand-in without memory takes its place. If the model then returns that very tensor as its logits, nothing lies behind the
+product: no soft cap, no scale, no conversion. If it returns another one, the model runs once more, as it is, and the next
+call knows. Only this thread is concerned.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..functional.arguments import check_head, check_hidden
+
+
+class HeadInput(NamedTuple):
+    """What a model's LM head gets, and the head."""
+
+    hidden: Tensor  # [batch, length, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+
+    def head(self, k: int) -> tuple[Tensor, Tensor, int, Tensor | None]:
+        """The first arguments of :func:`fused_topk.linear_log_softmax_topk`."""
+        return self.hidden, self.weight, k, self.bias
+
+
+# Models whose logits are more than the product.
+_refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def run_with_head(model: nn.Module, arguments: Mapping[str, Any]) -> HeadInput | Tensor:
+    """Runs the model. Returns what its LM head gets where the logits are the head's product and nothing else; else its logits.
+
+    Raises:
+        TypeError: the model has no logits.
+    """
+    weight = _weight_of_plain_head(model)
+    if weight is not None:
+        with _Recognizer(weight) as recognizer:
+            logits: Tensor = _logits(model(**arguments), model)
+        if recognizer.found is None:
+            return logits
+        if logits is recognizer.stand_in:
+            found: HeadInput = recognizer.found
+            return found
+        _refused.add(model)
+        del logits
+    return _logits(model(**arguments), model)
+
+
+def _logits(output: Any, model: nn.Module) -> Tensor:
+    logits: Tensor | None = getattr(output, "logits", None)
+    if logits is None:
+        raise TypeError(
+            f"`model` must have a language modelling head, got {type(model).__name__}; "
+            "load it with a class for generation, such as AutoModelForCausalLM"
+        )
+    return logits
+
+
+def _weight_of_plain_head(model: nn.Module) -> Tensor | None:
+    """The weight of the model's LM head, if that is a linear layer that nobody else has a hand in."""
+    get: Callable[[], Any] | None = getattr(model, "get_output_embeddings", None)
+    head = None if get is None or model in _refused else get()
+    # A subclass may compute otherwise; so may a module with a forward or a hook of its own, or one that accelerate loads
+    # for its turn. A compiled model does not look at who calls.
+    if type(head) is not nn.Linear or "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks:
+        return None
+    if getattr(model, "_compiled_call_impl", None) is not None or torch.compiler.is_compiling():
+        return None
+    weight = head.weight
+    is_plain = type(weight) is nn.Parameter and weight.device.type in ("cpu", "cuda")
+    return weight if is_plain else None
+
+
+class _Recognizer(TorchFunctionMode):
+    """Takes the place of the product with `weight`, the first time."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self._weight = weight
+        self.found: HeadInput | None = None
+        self.stand_in: Tensor | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        is_product = func is nn.functional.linear and not kwargs and len(args) == 3 and args[1] is self._weight
+        if not is_product or self.found is not None:
+            return func(*args, **(kwargs or {}))
+        hidden, weight, bias = args
+        try:
+            check_hidden(hidden)
+            check_head(weight, bias, hidden)
+        except (TypeError, ValueError):
+            # Such as states of another dtype than the weight, which autocast converts.
+            return func(*args)
+        self.found = HeadInput(hidden, weight, bias)
+        # It must require a gradient as the product would: models look.
+        self.stand_in = hidden.detach().new_zeros(()).expand(*hidden.shape[:-1], weight.shape[0])
+        return self.stand_in

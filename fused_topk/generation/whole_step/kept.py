@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of one shape that are kept for later calls: compiled, captured as a CUDA graph, or both.
+
+Such a step reads and writes tensors that stay where they are, the cache and the state of the search, and has one shape.
+Shapes are few: prompts, sources and texts are rounded up, prompts with padding before them, sources with padding behind
+them, texts with steps that are not taken.
+
+There are two steps of a shape. One does all, the forward pass and the choice. The other reads tokens and gives logits, for
+calls whose choice takes more: processors, sampling, scores to be returned.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import functional
+from ..edits import NotSparse
+from . import graphs
+from .beams import Rules, choose
+from .decoder import Decoder, Prompt
+from .reasons import Declined
+from .texts import choose_tokens
+
+logger = logging.getLogger("fused_topk.generation")
+
+# Of one model. Guesses: a service has few shapes, and the cache of one may be as large as the model.
+MAX_SHAPES = 8
+MAX_BYTES = 1 << 32
+# More beams than that are those of models that add few tokens.
+_WIDE = 32
+
+
+class NotKept(Exception):
+    """The call is to run without, for the reason that this names."""
+
+
+class Way(NamedTuple):
+    """How the steps of a call are to run."""
+
+    is_compiled: bool
+    is_captured: bool
+
+    @staticmethod
+    def on(device: torch.device, is_compiled: bool) -> Way | None:
+        """None where nothing is kept."""
+        way = Way(is_compiled, graphs.are_for(device))
+        return way if any(way) else None
+
+    def and_simpler(self) -> list[Way]:
+        """This one, and what is tried where it fails: some models are captured that are not compiled in one piece."""
+        return [self, Way(False, True)] if all(self) else [self]
+
+    def __str__(self) -> str:
+        return " and ".join(name for name, is_so in zip(("compiled", "captured"), self, strict=True) if is_so)
+
+
+class Shape(NamedTuple):
+    """What a step is made for."""
+
+    batch: int
+    prompt: int
+    source: int | None  # of what an encoder has read
+    rules: Rules  # with the room rounded up
+    device: torch.device
+    way: Way
+    # Tensors of that mode cannot be written outside of it.
+    is_inference: bool
+
+    @staticmethod
+    def of(prompt: Prompt, rules: Rules, way: Way) -> Shape:
+        (batch, length), source = prompt.ids.shape, None
+        if prompt.source is not None:
+            source = prompt.source.hidden.shape[1]
+            # Without a mask there is no padding.
+            source = source if prompt.source.is_text is None else rounded_up(source)
+        # A place for a new token is one for each beam.
+        rounded = rules._replace(room=rounded_up(rules.room, 4 if rules.beams > _WIDE else 16))
+        mode = torch.is_inference_mode_enabled()
+        return Shape(batch, rounded_up(length), source, rounded, prompt.ids.device, way, mode)
+
+    def serves(self, other: Shape) -> bool:
+        """Whether a step of this shape does what is asked of the other, with at most four times the room."""
+        is_same = self == other._replace(rules=other.rules._replace(room=self.rules.room))
+        return is_same and other.rules.room <= self.rules.room <= 4 * other.rules.room
+
+
+def rounded_up(length: int, least: int = 16) -> int:
+    """To 16, 24, 32, 48, 64, and so on: to less than half as much again, from 16 on.
+
+    Args:
+        least: the first of them, a power of two.
+    """
+    size = least
+    while size < length:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size
+
+
+class Step:
+    """The steps of one shape. Serve one call at a time.
+
+    goes_on: bool [], whether the search does.
+    """
+
+    def __init__(self, twin: Any, shape: Shape) -> None:
+        rules, device = shape.rules, shape.device
+        self.decoder = Decoder(
+            twin, shape.batch, shape.prompt, rules.beams, rules.room - 1, device, shape.source, is_kept=True
+        )
+        self.shape = shape
+        # How many tokens there are; where the last of them is.
+        self.count = torch.ones(1, dtype=torch.int64, device=device)
+        self._last = torch.zeros(1, dtype=torch.int64, device=device)
+        self._state: Any = None
+        self._constants: Any = None
+        self._tokens = torch.zeros(shape.batch, rules.beams, dtype=torch.int64, device=device)
+        self._parents = torch.zeros(shape.batch, rules.beams, rules.room, dtype=torch.int64, device=device)
+        self._advance: Callable[[], Any] | None = None
+        self._read: Callable[[], Any] | None = None
+        self._graph_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the cache, and of the graphs' own memory."""
+        return self.decoder.num_bytes + self._graph_bytes
+
+    @property
+    def state(self) -> Any:
+        """Of the search. The next call writes over it."""
+        return self._state
+
+    @property
+    def goes_on(self) -> Tensor:
+        flag: Tensor = self._state.goes_on
+        return flag
+
+    def begin(self, state: Any, constants: Any, last: int) -> None:
+        """With the first token.
+
+        Args:
+            state: of the search.
+            constants: of its choices.
+            last: which of the new tokens is the last one, from 0 on.
+        """
+        if self._state is None:
+            self._state, self._constants = _copies(state), _copies(constants)
+        _write((self._state, self._constants), (state, constants))
+        self.count.fill_(1)
+        self._last.fill_(last)
+
+    def end_with(self, token: int) -> None:
+        """That one of the new tokens is the last, from 0 on."""
+        self._last.fill_(token)
+
+    def advance(self) -> None:
+        """One more token."""
+        if self._advance is None:
+            run = _advance_texts if self.shape.rules.beams == 1 else _advance_beams
+            is_late = graphs.are_for(self.shape.device)
+            args = (self.decoder, self.shape.rules, self._state, self._constants, self.count, self._last, is_late)
+            # Steps that are tried before one is captured change nothing, as steps after the end.
+            goes_on = self.goes_on.clone()
+            if self.shape.way.is_captured:
+                self.goes_on.fill_(False)
+            self._advance = self._made(run, args, lambda: self.goes_on.copy_(goes_on))
+            if not self.shape.way.is_captured:
+                return
+        self._advance()
+
+    def read_prompt(self, prompt: Prompt) -> Tensor:
+        return self.decoder.read_prompt(prompt)
+
+    def read(self, tokens: Tensor, parents: Tensor, step: Tensor, shown: int) -> Tensor:
+        """As of :class:`Decoder`; the next call writes over the logits."""
+        self._tokens.copy_(tokens.view_as(self._tokens))
+        self._parents[:, :, : parents.shape[2]] = parents
+        self.count.copy_(step)
+        if self._read is None:
+            args = (self.decoder, self._tokens, self._parents, self.count)
+            self._read = self._made(_read, args, lambda: None)
+        logits: Tensor = self._read()
+        return logits
+
+    def _made(self, function: Any, args: tuple[Any, ...], after_trials: Callable[[], Any]) -> Callable[[], Any]:
+        """What runs the function on the arguments, on which it has run at least once."""
+        started = time.perf_counter()
+        run: Callable[[], Any] = _Bound(_compiled(function, id(self)) if self.shape.way.is_compiled else function, args)
+        try:
+            run()
+            if self.shape.way.is_captured:
+                graph = graphs.Graph(run, self.shape.device)
+                self._graph_bytes += graph.num_bytes
+                run = _Replay(graph)
+        # Of the compiler, of the C++ compiler that it runs, or of the capture: whatever it is, the call runs without.
+        except Exception as error:
+            raise NotKept(f"what is to be {self.shape.way} raises {type(error).__name__}") from error
+        after_trials()
+        self._tell(time.perf_counter() - started)
+        return run
+
+    def _tell(self, seconds: float) -> None:
+        shape = self.shape
+        logger.warning(
+            "fused_topk: a step of %d x %d beams, with up to %d + %d tokens, was %s in %.1f s, for later calls, too",
+            shape.batch,
+            shape.rules.beams,
+            shape.prompt,
+            shape.rules.room,
+            shape.way,
+            seconds,
+        )
+
+
+class _Bound:
+    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
+        self._function, self._args = function, args
+
+    def __call__(self) -> Any:
+        return self._function(*self._args)
+
+
+class _Replay:
+    def __init__(self, graph: graphs.Graph) -> None:
+        self._graph = graph
+
+    def __call__(self) -> Any:
+        self._graph.replay()
+        return self._graph.output
+
+
+def _compiled(function: Any, number: int) -> Any:
+    # Compiled code is kept by the code of the function, at most eight of one. This is a function of its own.
+    own = types.FunctionType(function.__code__.replace(co_name=f"{function.__name__}_{number}"), globals())
+    # Its arguments are the same objects in each call, and the model is looked at once a call (entry.ready_for): torch need
+    # not look at all of it at each token, which takes half of the time of a small model.
+    skip = getattr(torch.compiler, "skip_all_guards_unsafe", None)
+    options: dict[str, Any] = {} if skip is None else {"options": {"guard_filter_fn": skip}}
+    return torch.compile(own, dynamic=False, **options)
+
+
+def _advance_beams(
+    decoder: Decoder, rules: Rules, state: Any, constants: Any, step: Tensor, last: Tensor, is_late: bool
+) -> None:
+    before = step - 1
+    tokens = state.running.tokens.index_select(2, before).squeeze(2)
+    logits = decoder.read(tokens, state.running.parents, before, decoder.room)
+    vocab_size = logits.shape[-1]
+    of_beams = logits.view(-1, rules.beams, vocab_size)
+    found = functional.beam_topk(of_beams, state.running.scores, rules.kept, normalize="all")
+    after = choose(state, rules, constants, found.values, found.indices, vocab_size, step, step >= last)
+    _go_on(state, after, step, is_late)
+
+
+def _advance_texts(
+    decoder: Decoder, rules: Rules, state: Any, constants: Any, step: Tensor, last: Tensor, is_late: bool
+) -> None:
+    before = step - 1
+    logits = decoder.read(state.tokens.index_select(1, before), constants.parents, before, decoder.room)
+    after = choose_tokens(state, constants, functional.topk(logits, 1).indices.squeeze(1), step, step >= last)
+    _go_on(state, after, step, is_late)
+
+
+def _read(decoder: Decoder, tokens: Tensor, parents: Tensor, step: Tensor) -> Tensor:
+    return decoder.read(tokens, parents, step, decoder.room)
+
+
+def _go_on(state: Any, after: Any, step: Tensor, is_late: bool) -> None:
+    if is_late:
+        after = unless_over(state, after)
+        step.add_(state.goes_on)
+    else:
+        step.add_(1)
+    _write(state, after)
+
+
+def unless_over(before: Any, after: Any) -> Any:
+    """`after`, but for a search that does not go on: then it stays as it was."""
+    return _mapped(lambda one, other: torch.where(before.goes_on, other, one), before, after)
+
+
+def _mapped(function: Callable[..., Tensor], *of: Any) -> Any:
+    """A named tuple of what the function makes of the tensors in such named tuples, which may be in each other."""
+    if isinstance(of[0], Tensor):
+        return function(*of)
+    return type(of[0])(*(_mapped(function, *each) for each in zip(*of, strict=True)))
+
+
+def _copies(value: Any) -> Any:
+    return _mapped(torch.clone, value)
+
+
+def _write(to: Any, of: Any) -> None:
+    if isinstance(to, Tensor):
+        to.copy_(of)
+        return
+    for each, other in zip(to, of, strict=True):
+        _write(each, other)
+
+
+class Store:
+    """The steps that are kept of one model."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Shape, Step] = OrderedDict()
+        self._used: set[Shape] = set()
+        self._failed: dict[Shape, str] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def step(self, twin: Any, shape: Shape) -> Iterator[Step]:
+        """That of a shape, for one call, or one that has been made for longer texts.
+
+        Raises:
+            NotKept: another call uses it, or it could not be made before.
+        """
+        with self._lock:
+            longer = [each for each in self._kept if each.serves(shape)]
+            shape = min(longer, key=lambda each: each.rules.room, default=shape)
+            if shape in self._failed:
+                raise NotKept(self._failed[shape])
+            if shape in self._used:
+                raise NotKept("another call of the same shape runs")
+            self._used.add(shape)
+            step = self._kept.pop(shape, None)
+        try:
+            step = Step(twin, shape) if step is None else step
+            try:
+                yield step
+            # Of this call: the next one may not raise it.
+            except (Declined, NotSparse):
+                self._keep(shape, step)
+                raise
+            self._keep(shape, step)
+        except NotKept as error:
+            self._failed[shape] = str(error)
+            raise
+        finally:
+            self._used.discard(shape)
+
+    def _keep(self, shape: Shape, step: Step) -> None:
+        with self._lock:
+            self._kept[shape] = step
+            while len(self._kept) > MAX_SHAPES or (
+                len(self._kept) > 1 and sum(each.num_bytes for each in self._kept.values()) > MAX_BYTES
+            ):
+                self._kept.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._kept)

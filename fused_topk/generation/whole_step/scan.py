@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step's logits with what the processors of the call do to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from ... import backends
+from ...backends import Backend, reference
+from .. import choice
+from ..edits import NotSparse, Plan
+from ..selection import Candidates, Edit, Rows
+from .reasons import Declined
+
+
+class Scan:
+    """One step's logits, and what its processors do to them.
+
+    is_dense: whether no edits say it.
+    """
+
+    def __init__(self, plan: Plan, logits: Tensor, text: Tensor, are_log_probs: bool, never_declines: bool) -> None:
+        self.rows = Rows(logits, backend_for(logits))
+        self.is_dense = False
+        self.edits: list[Edit] = []
+        self._plan = plan
+        self._text = text
+        self._are_log_probs = are_log_probs
+        self._dense: Tensor | None = None
+        # By processor, what stands for it where a user's function has been called for it: see `edits.Step`.
+        self._answered: dict[int, Any] = {}
+        try:
+            self.edits = plan.edits(text, self.rows, are_log_probs, self._answered)
+        except NotSparse:
+            # What has been drawn cannot be drawn again: that would prefer the draws that end well.
+            if not never_declines:
+                raise
+            self.is_dense = True
+
+    def left_over(self, at_least: int) -> Candidates | None:
+        """What the warpers leave, in a list of a row's best; None where it is not known to be long enough."""
+        if self.is_dense:
+            return None
+        try:
+            return choice.left_over(self.rows, self.edits, self._plan.filters, at_least, self._are_log_probs)
+        except NotSparse:
+            return None
+
+    def dense(self) -> Tensor:
+        """float32 [R, V]: the scores as the stock processors give them."""
+        if self._dense is None:
+            scores = self.rows.logits.to(torch.float32, copy=True)
+            scores = scores.log_softmax(-1) if self._are_log_probs else scores
+            processors: Any = [self._answered.get(id(each), each) for each in self._plan.processors]
+            text: Any = self._text
+            self._dense = LogitsProcessorList(processors)(text, scores)
+        return self._dense
+
+
+def backend_for(logits: Tensor) -> Backend:
+    backend = backends.pick(logits.device, logits.dtype, 1, None)
+    if backend is reference:
+        raise Declined(f"no kernels for {logits.dtype} on {logits.device.type}")
+    return backend

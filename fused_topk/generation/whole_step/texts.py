@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Search without beams: what texts hold, a row for each sequence, and what a token makes of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .beams import Rules
+
+
+class Texts(NamedTuple):
+    """What a call holds between two tokens."""
+
+    tokens: Tensor  # int64 [batch, room]
+    has_ended: Tensor  # bool [batch]
+    goes_on: Tensor  # bool []
+
+
+class Constants(NamedTuple):
+    """What the choices of a call need on its device."""
+
+    ends: Tensor  # int64 [n]
+    padding: Tensor  # int64 [1], what stands after the end of a text
+    parents: Tensor  # int64 [batch, 1, room], zeros: no text has another's past
+
+    @staticmethod
+    def of(rules: Rules, batch: int, padding: int | None, device: torch.device) -> Constants:
+        return Constants(
+            torch.tensor(rules.ends, dtype=torch.int64, device=device),
+            # Without it no text ends before the others.
+            torch.tensor([padding or 0], device=device),
+            torch.zeros(batch, 1, rules.room, dtype=torch.int64, device=device),
+        )
+
+
+def at_first(rules: Rules, batch: int, device: torch.device) -> Texts:
+    return Texts(
+        torch.zeros(batch, rules.room, dtype=torch.int64, device=device),
+        torch.zeros(batch, dtype=torch.bool, device=device),
+        torch.ones((), dtype=torch.bool, device=device),
+    )
+
+
+def choose_tokens(texts: Texts, constants: Constants, chosen: Tensor, step: Tensor, are_last: Tensor) -> Texts:
+    """Goes on with the tokens `chosen` [batch].
+
+    Args:
+        step: int64 [1], which of the new tokens it is.
+        are_last: bool [1], whether every text ends with this token.
+    """
+    chosen = torch.where(texts.has_ended, constants.padding, chosen)
+    # Not torch.isin, which for many end tokens waits for the device.
+    has_ended = texts.has_ended | (chosen.unsqueeze(-1) == constants.ends).any(-1)
+    return Texts(texts.tokens.index_copy(1, step, chosen[:, None]), has_ended, ~(has_ended.all() | are_last.squeeze(0)))

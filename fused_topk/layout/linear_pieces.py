@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the logits of an LM head are cut into pieces, none of which outlives its turn: pure functions of sizes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# Beyond the result, whatever the rows and the vocabulary. The promise of functional/linear.py.
+SCRATCH_BYTES = 64 << 20
+# Of a piece's logits where there are several pieces. On a GPU a guess: a piece of 48 MB is about what the L2 cache of an
+# H100 holds, and the library's product wants few, large pieces. On a CPU 256 x 8192 float32: beside the weight's piece it
+# stays in a last-level cache.
+_GPU_PIECE_BYTES = 48 << 20
+_CPU_PIECE_BYTES = 8 << 20
+# More rows read the weight fewer times, and leave fewer tokens to a piece.
+_GPU_ROWS = 2048
+_CPU_ROWS = 256
+# Of the pieces' states: those that are merged at once, their stacked copy, and the result.
+_STATES_BYTES = 12 << 20
+_INDEX_BYTES = 8
+# The tokens of a piece, so that its rows are aligned and it has whole words of a packed mask.
+_TOKEN_MULTIPLE = 1024
+
+# The native CPU kernel reads the weight once for as many rows as this: kMostLinearRows of csrc/cpu/linear_kernels.h.
+_NATIVE_ROWS = 32
+# Adding up the lanes of a sum takes as long as a short sum. Times of product + softmax_topk over ours, CPU time of one thread
+# of a shared Xeon (model 207, AVX-512), 2026-11-25: 128 -> 32000 float32, 8 rows 1.2, 16 and 32 rows 0.8; bfloat16 1.1 at
+# 16 and 32 rows; 512 -> 50257 float32 1.2 at 16, 1.0 at 32; bfloat16 1.2 and 1.3.
+_SHORT_DEPTH = 256
+_NATIVE_ROWS_OF_SHORT = 8
+# Times rows: its threads have a list for every row.
+_NATIVE_CANDIDATES = 4096
+
+
+class Pieces(NamedTuple):
+    """The greatest piece, and how many pieces of the same rows are merged at once."""
+
+    rows: int
+    tokens: int  # the whole vocabulary, or a multiple of 1024
+    states: int
+
+
+def is_for_the_native_kernel(rows: int, depth: int, k: int, itemsize: int) -> bool:
+    """Whether the CPU's own product is worth it, whose scratch memory stays small."""
+    if rows > _NATIVE_ROWS or rows * k > _NATIVE_CANDIDATES:
+        return False
+    return rows <= _NATIVE_ROWS_OF_SHORT or itemsize < 4 or depth >= _SHORT_DEPTH
+
+
+def forward_pieces(
+    rows: int, vocab_size: int, k: int, itemsize: int, logit_bytes: int, row_bytes: int, is_cpu: bool
+) -> Pieces:
+    """The pieces of the forward pass.
+
+    logit_bytes: what a logit of a piece takes, with what is computed from it. row_bytes: what a row takes besides its logits
+    and its candidates.
+    """
+    state_bytes = k * (itemsize + _INDEX_BYTES) + 2 * _INDEX_BYTES
+    # A state, its copy and the result.
+    if rows * (vocab_size * logit_bytes + 3 * state_bytes + row_bytes) <= SCRATCH_BYTES:
+        return Pieces(rows, vocab_size, 1)
+    piece = (_CPU_PIECE_BYTES if is_cpu else _GPU_PIECE_BYTES) // logit_bytes
+    block = min(rows, _CPU_ROWS if is_cpu else _GPU_ROWS, max(1, piece // _TOKEN_MULTIPLE))
+    block = max(1, min(block, _STATES_BYTES // 3 // max(row_bytes, 1)))
+    # Two states, their copy and the result, at the least.
+    if 5 * block * state_bytes > 2 * _STATES_BYTES // 3:
+        # Many candidates: whole rows, so that there is nothing to merge.
+        of_row = vocab_size * logit_bytes + 3 * state_bytes + row_bytes
+        return Pieces(max(1, min(rows, SCRATCH_BYTES // of_row)), vocab_size, 1)
+    tokens = _even_share(vocab_size, piece // block)
+    return Pieces(block, tokens, max(2, 2 * _STATES_BYTES // 3 // (3 * block * state_bytes)))
+
+
+def backward_pieces(rows: int, vocab_size: int, depth: int, itemsize: int, is_cpu: bool) -> Pieces:
+    """The pieces of the backward pass, of hidden states of `depth` elements."""
+    # The logits, float32 (float64) numbers, and a mask.
+    logit_bytes = itemsize + max(itemsize, 4) + 1
+    # The hidden states' gradient is summed in float32, from products in their own dtype; the states may be copied.
+    row_bytes = depth * (2 * itemsize + max(itemsize, 4))
+    piece_bytes = min(SCRATCH_BYTES // 2, 2 * _CPU_PIECE_BYTES if is_cpu else SCRATCH_BYTES)
+    block = max(1, min(rows, _CPU_ROWS if is_cpu else _GPU_ROWS, SCRATCH_BYTES // 3 // max(row_bytes, 1)))
+    tokens = _even_share(vocab_size, piece_bytes // (block * logit_bytes))
+    return Pieces(block, tokens, 1)
+
+
+def _even_share(vocab_size: int, most: int) -> int:
+    """Tokens of a piece, at most about `most`, so that the last piece is not much smaller than the others."""
+    most = max(_TOKEN_MULTIPLE, most // _TOKEN_MULTIPLE * _TOKEN_MULTIPLE)
+    if most >= vocab_size:
+        return vocab_size
+    pieces = -(-vocab_size // most)
+    share = -(-vocab_size // pieces)
+    return -(-share // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE

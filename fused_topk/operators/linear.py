@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator of LM heads, and its gradient in closed form.
+
+    linear_topk             linear_softmax_topk, linear_log_softmax_topk and linear_topk
+    linear_topk_backward    its gradient: an operator too, so that torch.compile sees one call and not its pieces
+
+With z = x / T the scaled logits and p their softmax, the gradient of logsumexp with respect to z is p, and that of the
+log-probability of token j is 1[i = j] - p_i. So the gradient of a loss is c p plus what its k values and its target add at
+their tokens; dz / T goes on to hidden (dz W), weight (dz^T h) and bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..problem import LinearProblem
+from . import linear_pieces
+from .dispatch import library
+
+_HEAD = "Tensor hidden, Tensor weight, Tensor? bias, float temperature, Tensor? row_temperature, Tensor? mask, Tensor? targets, str normalize"
+library.define(
+    f"linear_topk({_HEAD}, SymInt k, str values, str? backend, bool has_ranks, bool keeps_state)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+library.define(
+    f"linear_topk_backward({_HEAD}, Tensor indices, Tensor state, Tensor grad_chosen, Tensor? grad_target, "
+    "Tensor grad_normalizer, bool[] wanted) -> (Tensor, Tensor, Tensor)"
+)
+_HEAD_ARGUMENTS = len(LinearProblem._fields)
+
+
+def linear_topk(*arguments: Any) -> linear_pieces.LinearResult:
+    """The arguments of the operator, in its order."""
+    return linear_pieces.forward(LinearProblem(*arguments[:_HEAD_ARGUMENTS]), *arguments[_HEAD_ARGUMENTS:])
+
+
+def _fake_linear_topk(*arguments: Any) -> linear_pieces.LinearResult:
+    k, values, _, has_ranks, keeps_state = arguments[_HEAD_ARGUMENTS:]
+    head = LinearProblem(*arguments[:_HEAD_ARGUMENTS])
+    return linear_pieces.empty_result(head.hidden, k, values, head.targets, has_ranks, keeps_state)
+
+
+def linear_topk_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Likewise."""
+    return linear_pieces.backward(LinearProblem(*arguments[:_HEAD_ARGUMENTS]), *arguments[_HEAD_ARGUMENTS:])
+
+
+def _fake_linear_topk_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    hidden, weight, bias = arguments[:3]
+    wanted: Sequence[bool] = arguments[-1]
+    return tuple(
+        torch.empty(like.shape if is_wanted else (0,), dtype=hidden.dtype, device=hidden.device)
+        for like, is_wanted in zip((hidden, weight, weight[:, 0] if bias is None else bias), wanted, strict=True)
+    )
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, bias, ctx.temperature, row_temperature, mask, targets, ctx.normalize, _, ctx.values, *_ = inputs
+    values, indices, _, _, ranks, state = output
+    ctx.mark_non_differentiable(indices, ranks, state)
+    ctx.save_for_backward(hidden, weight, bias, row_temperature, mask, targets, values, indices, state)
+
+
+def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    return backward_by(torch.ops.fused_topk.linear_topk_backward.default, ctx, *gradients)
+
+
+def backward_by(run: Callable[..., Any], ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    """`run`: linear_topk_backward as the caller of the gradient calls it."""
+    grad_values, _, grad_logsumexp, grad_logprobs, _, _ = gradients
+    hidden, weight, bias, row_temperature, mask, targets, values, indices, state = ctx.saved_tensors
+    if not state.numel() and hidden.numel():
+        raise RuntimeError("`keeps_state` must be True where a gradient is wanted, got False; pass True")
+    temperature, normalize = ctx.temperature, ctx.normalize
+    if ctx.values == "logits":
+        # The raw logits have no temperature.
+        temperature, row_temperature, normalize = 1.0, None, "allowed"
+    # d p = p d(log p)
+    grad_chosen = grad_values * values if ctx.values == "softmax" else grad_values
+    grad_chosen = grad_chosen.to(state.dtype)
+    if mask is not None:
+        # A token that is not allowed has the constant value -inf or 0.
+        grad_chosen = grad_chosen.where(linear_pieces.allowed_at(mask, indices), 0.0)
+    grad_normalizer = grad_logsumexp
+    if ctx.values != "logits":
+        if normalize == "topk":
+            p = values if ctx.values == "softmax" else values.exp()
+            grad_chosen = grad_chosen - p * grad_chosen.sum(-1, keepdim=True)
+        else:
+            grad_normalizer = grad_normalizer - grad_chosen.sum(-1)
+    grad_target = None
+    if targets is not None:
+        has_target = targets >= 0
+        if mask is not None:
+            has_target = has_target & linear_pieces.allowed_at(mask, targets.clamp(min=0))
+        grad_target = grad_logprobs.where(has_target, 0.0)
+        grad_normalizer = grad_normalizer - grad_target.sum(-1)
+    wanted = [bool(x) for x in ctx.needs_input_grad[:3]]
+    head = (hidden, weight, bias, temperature, row_temperature, mask, targets, normalize)
+    found = run(*head, indices, state, grad_chosen, grad_target, grad_normalizer, wanted)
+    return *(x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)), *(None,) * 10
+
+
+def no_second_gradient(ctx: Any, *gradients: Tensor) -> None:
+    raise RuntimeError(
+        "the gradient of linear_topk must not be differentiated again, got create_graph=True; use "
+        "torch.nn.functional.linear and softmax_topk, which keep the logits"
+    )
+
+
+library.impl("linear_topk", linear_topk, "CompositeExplicitAutograd")
+library.impl("linear_topk_backward", linear_topk_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("fused_topk::linear_topk", _fake_linear_topk, lib=library)
+torch.library.register_fake("fused_topk::linear_topk_backward", _fake_linear_topk_backward, lib=library)
+torch.library.register_autograd("fused_topk::linear_topk", backward, setup_context=setup_context, lib=library)
+torch.library.register_autograd("fused_topk::linear_topk_backward", no_second_gradient, lib=library)

@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An LM head in pieces: products by the library, of some rows and some of the vocabulary, none of which is kept.
+
+A piece of the logits goes into the rows' states (m, d, T), and the states of a row's pieces are merged. The backward pass
+computes the logits again, in pieces of its own. Scratch memory is bounded by `SCRATCH_BYTES` of layout/linear_pieces.py.
+Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..backends import cpu as native
+from ..backends import reference
+from ..layout import linear_pieces
+from ..problem import LinearProblem, TopK, result_dtype
+from . import merging, row_topk
+from .gradients import unpacked
+
+# What the reference computes of a logit: float64 copies, integers to sort by, and their order.
+_REFERENCE_LOGIT_BYTES = 64
+# The comparisons that count a target's rank.
+_RANK_BYTES = 3
+# Where a target lies in a piece, and its logit.
+_TARGET_BYTES = 48
+# Of the weights of targets: 4 MB of float32.
+_COPIED_ELEMENTS = 1 << 20
+_WORD = 32  # tokens of a packed mask's word
+
+
+class LinearResult(NamedTuple):
+    """What the operator returns. The last three are empty tensors where nobody asked for them."""
+
+    values: Tensor  # (..., k)
+    indices: Tensor  # (..., k)
+    logsumexp: Tensor  # (...)
+    target_logprobs: Tensor  # (..., n)
+    target_ranks: Tensor  # (..., n)
+    state: Tensor  # (..., 2), the row's m and d
+
+
+class _Block(NamedTuple):
+    """Some rows, without leading dimensions."""
+
+    first: int
+    hidden: Tensor  # (rows, H)
+    row_temperature: Tensor | None  # (rows,)
+    mask: Tensor | None  # (rows, V), or (rows, words)
+    targets: Tensor | None  # (rows, n)
+
+    @property
+    def part(self) -> slice:
+        return slice(self.first, self.first + len(self.hidden))
+
+
+def empty_result(
+    hidden: Tensor, k: int, values: str, targets: Tensor | None, has_ranks: bool, keeps_state: bool
+) -> LinearResult:
+    """Uninitialised tensors for the result."""
+    lead, device = hidden.shape[:-1], hidden.device
+    dtype = result_dtype(hidden.dtype)
+    nobody = (0,)
+    of_targets = nobody if targets is None else targets.shape
+    return LinearResult(
+        torch.empty((*lead, k), dtype=hidden.dtype if values == "logits" else dtype, device=device),
+        torch.empty((*lead, k), dtype=torch.int64, device=device),
+        torch.empty(lead, dtype=dtype, device=device),
+        torch.empty(of_targets, dtype=dtype, device=device),
+        torch.empty(of_targets if has_ranks else nobody, dtype=torch.int64, device=device),
+        torch.empty((*lead, 2) if keeps_state else nobody, dtype=dtype, device=device),
+    )
+
+
+def forward(
+    head: LinearProblem, k: int, values: str, backend: str | None, has_ranks: bool, keeps_state: bool
+) -> LinearResult:
+    """The k best of every row, and what else is asked for."""
+    out = empty_result(head.hidden, k, values, head.targets, has_ranks, keeps_state)
+    rows = head.rows
+    chosen = backends.pick(head.hidden.device, head.hidden.dtype, k, backend)
+    if rows == 0:
+        return out
+    depth, itemsize = head.hidden.shape[-1], head.hidden.element_size()
+    is_small = linear_pieces.is_for_the_native_kernel(rows, depth, k, itemsize)
+    if (
+        chosen is native
+        and is_small
+        and head.targets is None
+        and native.multiplies(head.hidden, head.weight, head.bias)
+    ):
+        everyone = next(_blocks(head, rows))
+        given = head._replace(hidden=everyone.hidden, row_temperature=everyone.row_temperature, mask=everyone.mask)
+        best = TopK(out.values, out.indices, out.logsumexp)
+        native.linear_topk(given, k, values, best, out.state if keeps_state else None)
+        return out
+    lead = head.hidden.dim() - 1
+    flat = LinearResult(*(_flat(x, x.dim() - lead) if x.numel() else x for x in out))
+    logit_bytes = itemsize + (_RANK_BYTES if has_ranks else 0) + (head.mask is not None)
+    row_bytes = 0 if head.targets is None else head.targets.shape[-1] * _TARGET_BYTES
+    if chosen is reference:
+        logit_bytes += _REFERENCE_LOGIT_BYTES
+    vocab_size = len(head.weight)
+    pieces = linear_pieces.forward_pieces(
+        rows, vocab_size, k, itemsize, logit_bytes, row_bytes, head.hidden.device.type == "cpu"
+    )
+    buffer = head.hidden.new_empty(pieces.rows * min(pieces.tokens, vocab_size))
+    for block in _blocks(head, pieces.rows):
+        if pieces.tokens >= vocab_size and head.targets is None and not keeps_state:
+            logits = _product(block.hidden, head, 0, vocab_size, buffer)
+            number, temperatures, normalize = _settings(head, block, values)
+            best = TopK(flat.values[block.part], flat.indices[block.part], flat.logsumexp[block.part])
+            row_topk.row_topk_out(logits, k, number, temperatures, block.mask, values, normalize, backend, *best)
+        else:
+            _forward_block(head, block, pieces, k, values, backend, buffer, flat)
+    return out
+
+
+def _settings(head: LinearProblem, block: _Block, values: str) -> tuple[float, Tensor | None, str]:
+    """Temperature and normalisation, which raw logits do not have."""
+    if values == "logits":
+        return 1.0, None, "allowed"
+    return head.temperature, block.row_temperature, head.normalize
+
+
+def _forward_block(
+    head: LinearProblem,
+    block: _Block,
+    pieces: linear_pieces.Pieces,
+    k: int,
+    values: str,
+    backend: str | None,
+    buffer: Tensor,
+    out: LinearResult,
+) -> None:
+    vocab_size, part = len(head.weight), block.part
+    number, temperatures, normalize = _settings(head, block, values)
+    has_ranks = bool(out.target_ranks.numel())
+    target = None if block.targets is None else _Targets(head, block, has_ranks, is_whole=pieces.tokens >= vocab_size)
+    states: list[TopK] = []
+    for start in range(0, vocab_size, pieces.tokens):
+        end = min(start + pieces.tokens, vocab_size)
+        logits = _product(block.hidden, head, start, end, buffer)
+        mask = _tokens(block.mask, start, end)
+        states.append(
+            row_topk.row_topk(logits, min(k, end - start), number, temperatures, mask, "state", normalize, backend)
+        )
+        states[-1].indices.add_(start)
+        if target is not None:
+            target.look_at(logits, mask, start)
+        if len(states) == pieces.states and end < vocab_size:
+            states = [_merged(states, k, number, temperatures, "state", normalize, backend)]
+    best = _merged(states, k, number, temperatures, values, normalize, backend)
+    for given, computed in zip(out, best):
+        given[part].copy_(computed)
+    if target is None and not out.state.numel():
+        return
+    whole = states[0] if len(states) == 1 else _merged(states, 1, number, temperatures, "state", normalize, backend)
+    state = whole.logsumexp.t()
+    if out.state.numel():
+        out.state[part].copy_(state)
+    if target is not None:
+        ranks = out.target_ranks[part] if has_ranks else None
+        target.write(state, number, temperatures, out.target_logprobs[part], ranks)
+
+
+def _merged(
+    states: Sequence[TopK],
+    k: int,
+    number: float,
+    temperatures: Tensor | None,
+    values: str,
+    normalize: str,
+    backend: str | None,
+) -> TopK:
+    """`states`: the logits (rows, k), indices, and m and d (2, rows) of pieces that follow each other."""
+    width = max(state.indices.shape[-1] for state in states)
+    rows = states[0].indices.shape[0]
+    logits = states[0].values.new_full((len(states), rows, width), -torch.inf)
+    # An index of -1 marks an entry that is no candidate.
+    indices = states[0].indices.new_full((len(states), rows, width), -1)
+    for i, state in enumerate(states):
+        held = state.indices.shape[-1]
+        logits[i, :, :held].copy_(state.values)
+        indices[i, :, :held].copy_(state.indices)
+    normalizer = torch.stack([state.logsumexp for state in states])
+    m, d = normalizer.unbind(1)
+    k = min(k, len(states) * width)
+    over = "topk" if normalize == "topk" else "all"
+    return merging.merge_parts(logits, indices, m, d, None, k, number, temperatures, values, over, backend)
+
+
+class _Targets:
+    """The logits of a block's targets (rows, n), and how many tokens come before each."""
+
+    def __init__(self, head: LinearProblem, block: _Block, has_ranks: bool, is_whole: bool) -> None:
+        assert block.targets is not None
+        self._has_target = block.targets >= 0
+        self._tokens = block.targets.clamp(0, len(head.weight) - 1)
+        self._ranks = torch.ones_like(self._tokens) if has_ranks else None
+        self._logits = block.hidden.new_empty(self._tokens.shape)
+        if has_ranks and not is_whole:
+            self._multiply(head, block)
+
+    def _multiply(self, head: LinearProblem, block: _Block) -> None:
+        """The pieces before a target's own need its logit, so it is computed ahead. It may differ from the piece's in the last
+        place."""
+        wide = result_dtype(block.hidden.dtype)
+        tokens = self._tokens.squeeze(-1)
+        # A part of the rows at a time, because the weights of their targets are copied.
+        for rows in torch.arange(len(tokens), device="cpu").split(max(1, _COPIED_ELEMENTS // head.weight.shape[1])):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            logits = head.weight[tokens[part]].to(wide).mul_(block.hidden[part]).sum(-1)
+            if head.bias is not None:
+                logits += head.bias[tokens[part]]
+            self._logits[part, 0] = logits.to(self._logits.dtype)
+        if block.mask is not None:
+            self._logits.masked_fill_(~allowed_at(block.mask, self._tokens), -torch.inf)
+
+    def look_at(self, logits: Tensor, mask: Tensor | None, start: int) -> None:
+        """Looks for them in a piece of the logits, which it may change."""
+        tokens = logits.shape[-1]
+        if mask is not None:
+            logits.masked_fill_(~unpacked(mask, tokens), -torch.inf)
+        place = self._tokens - start
+        is_here = (place >= 0) & (place < tokens)
+        place.clamp_(0, tokens - 1)
+        self._logits = logits.gather(-1, place).where(is_here, self._logits)
+        if self._ranks is None:
+            return
+        is_before = logits == self._logits
+        is_before &= torch.arange(start, start + tokens, device=logits.device) < self._tokens
+        is_before |= logits > self._logits
+        self._ranks += is_before.sum(-1, keepdim=True)
+
+    def write(
+        self, state: Tensor, number: float, temperatures: Tensor | None, logprobs: Tensor, ranks: Tensor | None
+    ) -> None:
+        """state: (rows, 2), of the whole rows."""
+        m, d = state.unsqueeze(-2).unbind(-1)
+        log_d = d.log()
+        temperature = number if temperatures is None else temperatures.unsqueeze(-1)
+        # As for the k best, a row without a finite normalizer has no probabilities.
+        is_known = self._has_target & m.isfinite() & log_d.isfinite()
+        logprobs.copy_(((self._logits.to(m.dtype) - m) / temperature - log_d).where(is_known, torch.nan))
+        if ranks is not None and self._ranks is not None:
+            ranks.copy_(self._ranks.where(self._has_target, 0))
+
+
+def backward(
+    head: LinearProblem,
+    indices: Tensor,
+    state: Tensor,
+    grad_chosen: Tensor,
+    grad_target: Tensor | None,
+    grad_normalizer: Tensor,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of hidden, weight and bias, those that are wanted; else an empty tensor.
+
+    With p the softmax of a row, that of its scaled logits is grad_normalizer p, and what grad_chosen and grad_target add
+    at the chosen tokens (..., k) and at the target.
+    """
+    hidden, weight, bias = head.hidden, head.weight, head.bias
+    vocab_size, depth = weight.shape
+    dtype = result_dtype(hidden.dtype)
+    nothing = hidden.new_empty(0)
+    grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else nothing
+    grad_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format) if wanted[1] else nothing
+    grad_bias = torch.zeros(vocab_size, dtype=dtype, device=hidden.device) if wanted[2] else nothing
+    rows = head.rows
+    if rows == 0:
+        return grad_hidden, grad_weight, grad_bias if bias is None or not wanted[2] else grad_bias.to(bias.dtype)
+    flat_indices, flat_chosen = _flat(indices, 1), _flat(grad_chosen, 1)
+    m, d = _flat(state, 1).unbind(-1)
+    base = m.where(m != -torch.inf, 0.0).unsqueeze(-1)
+    of_p = (grad_normalizer.reshape(-1) / d).unsqueeze(-1)
+    of_target = None if grad_target is None else _flat(grad_target, 1)
+    pieces = linear_pieces.backward_pieces(rows, vocab_size, depth, hidden.element_size(), hidden.device.type == "cpu")
+    size = pieces.rows * min(pieces.tokens, vocab_size)
+    buffer = hidden.new_empty(size)
+    wide_buffer = buffer if dtype == hidden.dtype else hidden.new_empty(size, dtype=dtype)
+    flat_grad_hidden = _flat(grad_hidden, 1) if wanted[0] else None
+    for block in _blocks(head, pieces.rows):
+        part = block.part
+        temperature = head.temperature if block.row_temperature is None else block.row_temperature.unsqueeze(-1)
+        of_hidden = block.hidden.new_zeros(block.hidden.shape, dtype=dtype) if wanted[0] else None
+        for start in range(0, vocab_size, pieces.tokens):
+            end = min(start + pieces.tokens, vocab_size)
+            logits = _product(block.hidden, head, start, end, buffer)
+            g = wide_buffer[: logits.numel()].view(logits.shape)
+            torch.sub(logits, base[part], out=g)
+            g.div_(temperature).exp_().mul_(of_p[part])
+            _add_at(g, flat_indices[part], flat_chosen[part], start)
+            if of_target is not None and block.targets is not None:
+                _add_at(g, block.targets, of_target[part], start)
+            g.div_(temperature)
+            mask = _tokens(block.mask, start, end)
+            if mask is not None and head.normalize != "all":
+                g.masked_fill_(~unpacked(mask, end - start), 0.0)
+            if wanted[2]:
+                grad_bias[start:end] += g.sum(0)
+            rounded = g if g.dtype == logits.dtype else logits.copy_(g)
+            if of_hidden is not None:
+                of_hidden += rounded @ weight[start:end]
+            if wanted[1]:
+                grad_weight[start:end].addmm_(rounded.t(), block.hidden)
+        if flat_grad_hidden is not None and of_hidden is not None:
+            flat_grad_hidden[part].copy_(of_hidden)
+    return grad_hidden, grad_weight, grad_bias if bias is None or not wanted[2] else grad_bias.to(bias.dtype)
+
+
+def _add_at(x: Tensor, tokens: Tensor, what: Tensor, start: int) -> None:
+    """Adds to those of the tokens (rows, k) that lie in the piece x, which begins at `start`."""
+    place = tokens - start
+    is_here = (place >= 0) & (place < x.shape[-1])
+    x.scatter_add_(-1, place.clamp(0, x.shape[-1] - 1), what.to(x.dtype).where(is_here, 0.0))
+
+
+def _product(hidden: Tensor, head: LinearProblem, start: int, end: int, buffer: Tensor) -> Tensor:
+    """The logits (rows, end - start), in the buffer."""
+    rows = len(hidden)
+    out = buffer[: rows * (end - start)].view(rows, end - start)
+    weight = head.weight[start:end].t()
+    if head.bias is None:
+        return torch.mm(hidden, weight, out=out)
+    return torch.addmm(head.bias[start:end], hidden, weight, out=out)
+
+
+def _blocks(head: LinearProblem, size: int) -> Iterator[_Block]:
+    """The rows, `size` at a time."""
+    for first in range(0, head.rows, size):
+        rows = slice(first, min(first + size, head.rows))
+        yield _Block(
+            first,
+            _some_rows(head.hidden, 1, rows),
+            None if head.row_temperature is None else _some_rows(head.row_temperature, 0, rows),
+            None if head.mask is None else _some_rows(head.mask, 1, rows),
+            None if head.targets is None else _some_rows(head.targets, 1, rows),
+        )
+
+
+def _some_rows(tensor: Tensor, trailing: int, rows: slice) -> Tensor:
+    """Rows of a tensor whose `trailing` last dimensions are no rows': a view where its strides allow, else a copy of those."""
+    lead = tensor.shape[: tensor.dim() - trailing]
+    try:
+        return _flat(tensor, trailing, is_view=True)[rows]
+    except RuntimeError:
+        numbers = torch.arange(rows.start, rows.stop, device=tensor.device)
+        places = []
+        for size in reversed(lead):
+            places.append(numbers % size)
+            numbers = numbers.div(size, rounding_mode="floor")
+        return tensor[tuple(reversed(places))]
+
+
+def _flat(tensor: Tensor, trailing: int, is_view: bool = False) -> Tensor:
+    """All leading dimensions but the last `trailing` as one."""
+    shape = (-1, *tensor.shape[tensor.dim() - trailing :])
+    if 0 in shape[1:]:
+        shape = (math.prod(tensor.shape[: tensor.dim() - trailing]), *shape[1:])
+    return tensor.view(shape) if is_view else tensor.reshape(shape)
+
+
+def _tokens(mask: Tensor | None, start: int, end: int) -> Tensor | None:
+    """The mask of some tokens; `start` is a multiple of 32."""
+    if mask is None:
+        return None
+    return mask[:, start:end] if mask.dtype == torch.bool else mask[:, start // _WORD : -(-end // _WORD)]
+
+
+def allowed_at(mask: Tensor, tokens: Tensor) -> Tensor:
+    """Whether the mask (..., V or words) allows the tokens (..., n)."""
+    if mask.dtype == torch.bool:
+        return mask.gather(-1, tokens)
+    return (mask.gather(-1, tokens // _WORD) >> (tokens % _WORD).to(mask.dtype) & 1).bool()

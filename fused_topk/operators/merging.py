@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator that merges the states of a row's parts, and its gradient in closed form.
+
+    merge_parts     merge_states and merge_topk; the parts are the first dimension of every tensor
+
+With M = max m_p, e_p = exp((m_p - M) / T) and D = sum d_p e_p, the gradient of log D + M / T is d_p e_p / (D T) with respect
+to m_p, and e_p / D with respect to d_p. A chosen logit has the gradient 1 / T of its log-probability.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import plans
+from ..backends.reference import merge_order
+from ..plans import Like
+from ..problem import TopK
+from .dispatch import library
+
+library.define(
+    "merge_parts(Tensor logits, Tensor indices, Tensor m, Tensor d, Tensor? lengths, SymInt k, float temperature, "
+    "Tensor? row_temperature, str values, str normalize, str? backend) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def merge_parts(
+    logits: Tensor,
+    indices: Tensor,
+    m: Tensor,
+    d: Tensor,
+    lengths: Tensor | None,
+    k: int,
+    temperature: float,
+    row_temperature: Tensor | None,
+    values: str,
+    normalize: str,
+    backend: str | None,
+) -> TopK:
+    plan = plans.merge_plan(
+        logits.device,
+        Like(logits.dtype, logits.shape, logits.stride()),
+        Like(indices.dtype, indices.shape, indices.stride()),
+        Like(m.dtype, m.shape, m.stride()),
+        Like(d.dtype, d.shape, d.stride()),
+        Like.of(lengths),
+        k,
+        temperature,
+        Like.of(row_temperature),
+        values,
+        normalize,
+        backend,
+    )
+    return plan.run(logits, indices, m, d, lengths, row_temperature)
+
+
+def _fake_merge_parts(logits: Tensor, indices: Tensor, m: Tensor, d: Tensor, lengths: Any, k: int, *rest: Any) -> TopK:
+    values = rest[2]
+    return plans.merge_result(logits, k, values).empty(logits.device)
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None:
+    logits, indices, m, d, lengths, ctx.k, ctx.temperature, row_temperature, ctx.values, ctx.normalize, _ = inputs
+    values, chosen, _ = output
+    ctx.mark_non_differentiable(chosen)
+    ctx.save_for_backward(logits, indices, m, d, lengths, row_temperature, values)
+
+
+def backward(
+    ctx: Any, grad_values: Tensor, grad_indices: Tensor | None, grad_normalizer: Tensor
+) -> tuple[Tensor | None, ...]:
+    logits, indices, m, d, lengths, row_temperature, values = ctx.saved_tensors
+    temperature = ctx.temperature if row_temperature is None else row_temperature.unsqueeze(-1)
+    candidates, _, order = merge_order(logits, indices, lengths)
+    best = order[..., : ctx.k]
+    of_parts, sums = m.movedim(0, -1), d.movedim(0, -1)
+    greatest = of_parts.amax(-1, keepdim=True)
+    base = greatest.where(greatest != -torch.inf, 0.0)
+    e = ((of_parts - base) / temperature).exp()
+    terms = sums * e
+    total = terms.sum(-1, keepdim=True)
+
+    if ctx.values == "state":
+        grad_chosen = grad_values
+        grad_m, grad_d = grad_normalizer.unsqueeze(-1).unbind(0)
+        is_greatest = torch.zeros_like(of_parts).scatter(-1, of_parts.argmax(-1, keepdim=True), 1.0)
+        grad_of_d = grad_d * e
+        grad_of_m = is_greatest * (grad_m - grad_d * total / temperature) + grad_d * terms / temperature
+    else:
+        grad_logsumexp = grad_normalizer.unsqueeze(-1)
+        grad_chosen = grad_values
+        if ctx.values != "logits":
+            # d p = p d(log p)
+            grad_log = grad_values * values if ctx.values == "softmax" else grad_values
+            # The probability of a logit of -inf is the constant 0.
+            grad_log = grad_log.where(candidates.gather(-1, best) != -torch.inf, 0.0)
+            if ctx.normalize == "topk":
+                p = values if ctx.values == "softmax" else values.exp()
+                grad_log = grad_log - p * grad_log.sum(-1, keepdim=True)
+            else:
+                grad_logsumexp = grad_logsumexp - grad_log.sum(-1, keepdim=True)
+            grad_chosen = grad_log / temperature
+        grad_of_d = grad_logsumexp * e / total
+        grad_of_m = grad_logsumexp * terms / (total * temperature)
+    scattered = torch.zeros_like(candidates).scatter(-1, best, grad_chosen.to(candidates.dtype))
+    grad_logits = scattered.unflatten(-1, (logits.shape[0], logits.shape[-1])).movedim(-2, 0)
+    of_m, of_d = grad_of_m.to(m.dtype).movedim(-1, 0), grad_of_d.to(d.dtype).movedim(-1, 0)
+    return grad_logits, None, of_m, of_d, *(None,) * 7
+
+
+library.impl("merge_parts", merge_parts, "CompositeExplicitAutograd")
+torch.library.register_fake("fused_topk::merge_parts", _fake_merge_parts, lib=library)
+torch.library.register_autograd("fused_topk::merge_parts", backward, setup_context=setup_context, lib=library)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator of sampling, `sample`: what torch.compile, fake tensors and CUDA graphs see of it.
+
+Its random numbers are named by its arguments, so it is a function of them. Nothing of it is differentiable.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..problem import Sample, SampleProblem, TopK, result_dtype
+from .dispatch import library
+
+library.define(
+    "sample(Tensor logits, float temperature, Tensor? row_temperature, SymInt top_k, Tensor? row_top_k, float top_p, "
+    "Tensor? row_top_p, float min_p, Tensor? row_min_p, Tensor? mask, int seed, Tensor? row_seed, int counter, "
+    "Tensor? row_counter, SymInt num_samples, SymInt logprobs, bool truncated, str? backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def draw(problem: SampleProblem, backend: str | None) -> Sample:
+    """Draws into new tensors, of (R, num_samples) and (R, logprobs)."""
+    logits = problem.logits
+    chosen = backends.pick(logits.device, logits.dtype, max(problem.logprobs, 1), backend)
+    out = _empty(problem)
+    if logits.shape[0]:
+        chosen.sample(problem, out)
+    return out
+
+
+def sample(*arguments: Any) -> tuple[Tensor, ...]:
+    *of_problem, backend = arguments
+    return _flat(draw(SampleProblem(*of_problem), backend))
+
+
+def _fake_sample(*arguments: Any) -> tuple[Tensor, ...]:
+    return _flat(_empty(SampleProblem(*arguments[:-1])))
+
+
+def _empty(problem: SampleProblem) -> Sample:
+    """New uninitialised tensors for the result."""
+    logits, num_samples, logprobs = problem.logits, problem.num_samples, problem.logprobs
+    rows, device, dtype = logits.shape[0], logits.device, result_dtype(logits.dtype)
+    topk = None
+    if logprobs:
+        topk = TopK(
+            torch.empty((rows, logprobs), dtype=dtype, device=device),
+            torch.empty((rows, logprobs), dtype=torch.int64, device=device),
+            torch.empty((rows,), dtype=dtype, device=device),
+        )
+    return Sample(
+        torch.empty((rows, num_samples), dtype=torch.int64, device=device),
+        torch.empty((rows, num_samples), dtype=dtype, device=device),
+        topk,
+    )
+
+
+def _flat(result: Sample) -> tuple[Tensor, ...]:
+    """As the operator returns it: an operator has a fixed number of results, so empty tensors stand for no TopK."""
+    tokens, log_probs, topk = result
+    if topk is None:
+        topk = TopK(log_probs.new_empty((0,)), tokens.new_empty((0,)), log_probs.new_empty((0,)))
+    return tokens, log_probs, *topk
+
+
+library.impl("sample", sample, "CompositeExplicitAutograd")
+torch.library.register_fake("fused_topk::sample", _fake_sample, lib=library)

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each process of a group checks (test_distributed.py): the result of its columns is that of the whole vocabulary."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fused_topk
+import processes
+from fused_topk import TopK, distributed
+from fused_topk.distributed import collective
+from oracle import DTYPES, VALUES_OF, assert_same, assert_topk, expected
+from rows import INF, adversarial_rows, packed, random_logits, random_mask
+from test_beam import check_beams
+
+FOLDER = ""  # that all processes can write
+
+
+def columns(x: Tensor, rank: int, size: int, cuts: list[int] | None = None) -> Tensor:
+    """The process's share: unequal, unless `cuts` says where they begin."""
+    vocab_size = x.shape[-1]
+    if cuts is None:
+        cuts = [vocab_size * (i * i + 3 * i) // (size * size + 3 * size) for i in range(1, size)]
+    return x.tensor_split(cuts, -1)[rank]
+
+
+@contextmanager
+def counted():
+    """The bytes that this process gives to each collective."""
+    given = []
+
+    def count(everywhere, own, group):
+        given.append(own.nbytes)
+        return gather(everywhere, own, group=group)
+
+    gather = collective.all_gather_single
+    with mock.patch.object(collective, "all_gather_single", count):
+        yield given
+
+
+def adversarial_rows_of_every_dtype(rank: int, size: int) -> None:
+    for (entry, name), k in itertools.product(itertools.product(VALUES_OF, DTYPES), (1, 9, 120)):
+        rows = adversarial_rows(257, k, DTYPES[name])
+        logits = torch.stack(list(rows.values()))
+        got = getattr(distributed, entry)(columns(logits, rank, size), k)
+        assert_topk(got, expected(entry, logits, k), logits, entry, row_names=list(rows))
+
+
+def masks_and_temperatures(rank: int, size: int) -> None:
+    logits = random_logits(6, 320)
+    mask = random_mask(6, 320, share=0.6)
+    mask[1] = False
+    mask[2, :300] = False
+    mask[3] = torch.arange(320) == 319
+    words = [32 * i for i in range(1, size)]
+    for normalize, is_packed, t in itertools.product(
+        ("allowed", "all", "topk"), (False, True), (None, 0.7, torch.linspace(0.3, 2.0, 6))
+    ):
+        own = columns(mask, rank, size, words)
+        settings = {"normalize": normalize, "temperature": t}
+        for entry in ("softmax_topk", "log_softmax_topk"):
+            got = getattr(distributed, entry)(
+                columns(logits, rank, size, words), 9, mask=packed(own) if is_packed else own, **settings
+            )
+            assert_topk(got, expected(entry, logits, 9, mask=mask, **settings), logits, entry, temperature=t)
+
+
+def beams_of_whole_sequences(rank: int, size: int) -> None:
+    logits = (random_logits(3, 4, 300) / 2).round()
+    scores = random_logits(3, 4, seed=1) - 20
+
+    def sharded(entry, logits, *arguments, mask=None, **settings):
+        own = None if mask is None else columns(mask.expand(logits.shape), rank, size)
+        return getattr(distributed, entry)(columns(logits, rank, size), *arguments, mask=own, **settings)
+
+    mask = random_mask(3, 4, 300, share=0.5)
+    for k in (1, 8, 50, 1200):
+        check_beams(sharded, logits, scores, k)
+        check_beams(sharded, logits, scores, k, mask=mask, normalize="all", temperature=0.7)
+        got = sharded("beam_topk", logits, scores, k)
+        assert torch.equal(got.indices, fused_topk.beam_topk(logits, scores, k).indices)
+
+
+def shapes_and_short_parts(rank: int, size: int) -> None:
+    """Parts shorter than k, and parts without a column."""
+    for shape in ((40,), (2, 3, 40), (0, 40)):
+        logits = random_logits(*shape)
+        for cuts in (None, [0] * (size - 1), [40] * (size - 1), list(range(1, size))):
+            for k in (1, 12, 40):
+                got = distributed.softmax_topk(columns(logits, rank, size, cuts), k)
+                assert got.values.shape == (*shape[:-1], k) and got.logsumexp.shape == shape[:-1]
+                if logits.numel():
+                    assert_topk(got, expected("softmax_topk", logits, k), logits, "softmax_topk")
+    double = random_logits(3, 40).double() / 3
+    got = distributed.log_softmax_topk(columns(double, rank, size), 5)
+    assert_topk(got, expected("log_softmax_topk", double, 5), double, "log_softmax_topk")
+    raises(ValueError, "1 <= k <= 40", lambda: distributed.topk(columns(logits.new_ones(2, 40), rank, size), 41))
+
+
+def one_collective_of_few_bytes(rank: int, size: int) -> None:
+    """At most 8 + 12 k bytes a row and 16 a call, in one collective, once the group has made a call of the kind."""
+    logits = random_logits(7, 3000)
+    own = columns(logits, rank, size)
+    for k, dtype in ((1, torch.float32), (8, torch.float32), (50, torch.bfloat16), (33, torch.float16)):
+        distributed.softmax_topk(own.to(dtype), k)
+        with counted() as given:
+            distributed.softmax_topk(own.to(dtype), k)
+            distributed.log_softmax_topk(own.to(dtype), k, temperature=0.5)
+            distributed.topk(own.to(dtype)[:, : 100 + rank], k)
+        bytes_of_call = 16 + 7 * 8 + 7 * k * 8 + -(-7 * k * dtype.itemsize // 8) * 8
+        assert given == [bytes_of_call] * 3
+        # And what rounds the buffer up to whole words.
+        assert bytes_of_call < 7 * (12 * k + 8) + 16 + 8
+    with counted() as given:
+        distributed.beam_topk(own.unflatten(0, (1, 7)), torch.zeros(1, 7), 8)
+    assert len(given) == 1
+
+
+def raises(error: type[Exception], text: str, call) -> None:
+    try:
+        call()
+    except error as raised:
+        assert text in str(raised), raised
+    else:
+        raise AssertionError(f"no {error.__name__}")
+
+
+def calls_that_differ_are_errors_everywhere(rank: int, size: int) -> None:
+    if size == 1:
+        return
+    is_last = rank == size - 1
+    logits = random_logits(5, 60)
+    for change in ({"k": 13}, {"rows": 4}, {"dtype": torch.bfloat16}, {"normalize": "all"}):
+        settings = {"k": 14, "rows": 5, "dtype": torch.float32, "normalize": "allowed", **(change if is_last else {})}
+        own = logits[: settings["rows"]].to(settings["dtype"])
+        call = functools.partial(distributed.softmax_topk, own, settings["k"], normalize=settings["normalize"])
+        raises(ValueError, f"rank {size - 1} has k={13 if 'k' in change else 14}, ", call)
+        raises(ValueError, "rank 0 has k=14, 5 rows of torch.float32 and normalize='allowed'; rank 1", call)
+    # Both kinds are known, and the buffers have one size: the headers tell, without another collective.
+    for dtype in (torch.float16, torch.bfloat16):
+        distributed.topk(logits.to(dtype), 8)
+    own = logits.to(torch.float16 if is_last else torch.bfloat16)
+    with counted() as given:
+        raises(ValueError, f"rank {size - 1} has k=8, 5 rows of torch.float16", lambda: distributed.topk(own, 8))
+    assert len(given) == 1
+    # Both kinds are known, and the sizes differ: the switch tells.
+    for k in (8, 9):
+        distributed.topk(logits, k)
+    with mock.patch.dict(os.environ, FUSED_TOPK_CHECK_DISTRIBUTED="1"):
+        raises(ValueError, f"rank {size - 1} has k=9", lambda: distributed.topk(logits, 9 if is_last else 8))
+    whole = torch.cat([logits] * size, -1)
+    assert_topk(distributed.topk(logits, 8), expected("topk", whole, 8), whole, "topk")
+
+
+def arguments(rank: int, size: int) -> None:
+    logits = random_logits(2, 3, 20)
+    raises(ValueError, "`k` must satisfy 1 <= k", lambda: distributed.topk(logits, 0))
+    raises(TypeError, "`k` must be an int", lambda: distributed.topk(logits, 2.0))
+    raises(TypeError, "`logits` must be a torch.Tensor", lambda: distributed.topk([1.0], 2))
+    raises(ValueError, "`normalize` must be one of", lambda: distributed.softmax_topk(logits, 2, normalize="none"))
+    raises(ValueError, "`backend` must be one of", lambda: distributed.softmax_topk(logits, 2, backend="tpu"))
+    raises(ValueError, "got 'topk'", lambda: distributed.beam_topk(logits, torch.zeros(2, 3), 2, normalize="topk"))
+    raises(ValueError, "`beam_scores` must have the shape", lambda: distributed.beam_topk(logits, torch.zeros(2), 2))
+    raises(ValueError, "`temperature` must be positive", lambda: distributed.softmax_topk(logits, 2, temperature=0.0))
+    raises(
+        ValueError,
+        "`group` must contain this process",
+        lambda: distributed.topk(logits, 2, group=dist.GroupMember.NON_GROUP_MEMBER),
+    )
+
+
+def groups_of_some_processes(rank: int, size: int) -> None:
+    """Each process works in the group of its parity."""
+    groups = [dist.new_group([r for r in range(size) if r % 2 == parity]) for parity in range(min(size, 2))]
+    own = groups[rank % 2]
+    logits = random_logits(3, 90, seed=rank % 2)
+    got = distributed.softmax_topk(columns(logits, dist.get_rank(own), dist.get_world_size(own)), 5, group=own)
+    assert_topk(got, expected("softmax_topk", logits, 5), logits, "softmax_topk")
+
+
+def compiled(rank: int, size: int) -> None:
+    logits, scores = random_logits(2, 3, 90), random_logits(2, 3)
+    own = columns(logits, rank, size)
+
+    def step(x):
+        best = distributed.log_softmax_topk(x * 2, 5)
+        of_beams = distributed.beam_topk(x, scores, 6)
+        return (*best, *of_beams)
+
+    want = (*fused_topk.log_softmax_topk(logits * 2, 5), *fused_topk.beam_topk(logits, scores, 6))
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for backend in (count, "aot_eager"):
+        torch._dynamo.reset()
+        got = torch.compile(step, fullgraph=True, backend=backend)(own)
+        for i in (1, 4):
+            assert torch.equal(got[i], want[i])
+        for i in (0, 2, 3, 5):
+            torch.testing.assert_close(got[i], want[i])
+    names = [str(node.target) for node in graphs[0].graph.nodes]
+    assert len(graphs) == 1 and sum("all_gather" in name for name in names) == 2, names
+
+    def loss(x):
+        best = distributed.log_softmax_topk(x, 5)
+        return best.values.square().sum() + best.logsumexp.sum()
+
+    found = []
+    for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        x = own.clone().requires_grad_()
+        run(x).backward()
+        found.append(x.grad)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def gradients(rank: int, size: int) -> None:
+    """Of a loss that every process computes alike."""
+    logits = random_logits(3, 90)
+    weights = torch.linspace(0.5, 2.0, 5)
+    for entry, normalize in itertools.product(VALUES_OF, ("allowed", "topk")):
+        settings = {} if entry == "topk" else {"normalize": normalize, "temperature": 0.7}
+        found = []
+        for of in (fused_topk, distributed):
+            x = (logits if of is fused_topk else columns(logits, rank, size)).clone().requires_grad_()
+            result = getattr(of, entry)(x, 5, **settings)
+            ((result.values * weights).sum() + 0.3 * result.logsumexp.sum()).backward()
+            found.append(x.grad)
+        torch.testing.assert_close(found[1], columns(found[0], rank, size), rtol=1e-5, atol=1e-6)
+    # A part without a column has a gradient too.
+    x = columns(logits, rank, size, [90] * (size - 1)).clone().requires_grad_()
+    distributed.log_softmax_topk(x, 5).values.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def dtensors(rank: int, size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (size,))
+    logits = random_logits(5, 3, 43)
+    mask = random_mask(3, 43, share=0.7)
+    t = torch.linspace(0.5, 2.0, 15).view(5, 3)
+    scores = random_logits(5, 3, seed=2)
+    with counted() as given:
+        for placement in (Shard(2), Shard(0), Shard(1), Replicate()):
+            x = distribute_tensor(logits, mesh, [placement])
+            of_result = [Replicate()] if placement == Shard(2) else [placement]
+            before = len(given)
+            for entry in VALUES_OF:
+                settings = {"mask": mask} if entry == "topk" else {"mask": mask, "temperature": t, "normalize": "all"}
+                got = getattr(fused_topk, entry)(x, 6, **settings)
+                assert all(isinstance(y, DTensor) and list(y.placements) == of_result for y in got)
+                want = expected(entry, logits, 6, **settings)
+                whole = TopK(*(y.full_tensor() for y in got))
+                assert_topk(
+                    TopK(*(y.contiguous() for y in whole)), want, logits, entry, temperature=settings.get("temperature")
+                )
+            got = fused_topk.beam_topk(x, scores, 6)
+            want = fused_topk.beam_topk(logits, scores, 6)
+            assert torch.equal(got.indices.full_tensor(), want.indices)
+            torch.testing.assert_close(got.values.full_tensor(), want.values)
+            assert got.logsumexp.full_tensor().shape == (5, 3)
+            # Only the vocabulary's states travel.
+            assert (len(given) > before) == (placement == Shard(2))
+    x = distribute_tensor(logits, mesh, [Shard(2)])
+    words = fused_topk.softmax_topk(x, 6, mask=packed(mask)).indices.full_tensor()
+    assert torch.equal(words, fused_topk.softmax_topk(logits, 6, mask=mask).indices)
+    raises(
+        TypeError,
+        "`out` must be None",
+        lambda: fused_topk.softmax_topk(x, 6, out=tuple(fused_topk.softmax_topk(logits, 6))),
+    )
+    raises(ValueError, "`dim` must be the last", lambda: fused_topk.softmax_topk(x, 3, 0))
+    raises(ValueError, "1 <= k <= 43", lambda: fused_topk.softmax_topk(x, 44))
+    live = distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_()
+    fused_topk.log_softmax_topk(live, 5).values.to_local().square().sum().backward()
+    plain = logits.clone().requires_grad_()
+    fused_topk.log_softmax_topk(plain, 5).values.square().sum().backward()
+    torch.testing.assert_close(live.grad.full_tensor(), plain.grad, rtol=1e-5, atol=1e-5)
+
+
+def full_rows_of_dtensors(rank: int, size: int) -> None:
+    """Values stay where their logits are; gradients are those of the whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (size,))
+    rows = adversarial_rows(43, 5, torch.float32)
+    of_special = torch.stack(list(rows.values()))
+    logits = random_logits(4, 43) + 1e4
+    t = torch.linspace(0.5, 2.0, 4)
+    weights = torch.linspace(-1.0, 1.0, 43)
+    for placement, entry in itertools.product(
+        (Shard(1), Shard(0), Replicate()), ("softmax", "log_softmax", "logsumexp")
+    ):
+        is_whole = entry == "logsumexp" and placement == Shard(1)
+        run = getattr(fused_topk, entry)
+        got = run(distribute_tensor(of_special, mesh, [placement]))
+        assert list(got.placements) == [Replicate() if is_whole else placement]
+        torch.testing.assert_close(got.full_tensor(), run(of_special), equal_nan=True, rtol=2e-6, atol=2e-6)
+        live = distribute_tensor(logits, mesh, [placement]).requires_grad_()
+        plain = logits.clone().requires_grad_()
+        of_live, of_plain = run(live, temperature=t), run(plain, temperature=t)
+        scale = 1.0 if entry == "logsumexp" else weights
+        (of_live.full_tensor() * scale).sum().backward()
+        (of_plain * scale).sum().backward()
+        torch.testing.assert_close(of_live.full_tensor(), of_plain, rtol=1e-6, atol=2e-6)
+        torch.testing.assert_close(live.grad.full_tensor(), plain.grad, rtol=1e-5, atol=1e-6)
+    half = distribute_tensor(logits.bfloat16(), mesh, [Shard(1)])
+    assert fused_topk.softmax(half).dtype == torch.bfloat16
+    assert fused_topk.softmax(half, dtype=torch.float32).dtype == fused_topk.logsumexp(half).dtype == torch.float32
+    raises(ValueError, "`dim` must be the last", lambda: fused_topk.softmax(half, 0))
+
+
+def a_process_dies(rank: int, size: int) -> None:
+    """The others get torch.distributed's error, and a new group of theirs works."""
+    logits = random_logits(3, 90)
+    distributed.topk(logits, 5)
+    if rank == size - 1:
+        os._exit(1)
+    raises(RuntimeError, "", lambda: distributed.topk(logits, 5))
+    dist.destroy_process_group()
+    processes.join(FOLDER, "store_of_the_rest", rank, size - 1)
+    got = distributed.softmax_topk(columns(logits, rank, size - 1), 5)
+    assert_same(
+        TopK(got.values * 0, got.indices, got.logsumexp * 0),
+        TopK(*(x * scale for x, scale in zip(fused_topk.softmax_topk(logits, 5), (0, 1, 0)))),
+    )
+    assert got.values.max() < INF

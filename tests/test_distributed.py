@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vocabulary over 1 to 4 processes on this machine. distributed_checks.py has what each process checks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import distributed_checks
+import fused_topk.distributed
+import processes
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
+
+CHECKS = [
+    name
+    for name, check in vars(distributed_checks).items()
+    if inspect.isfunction(check)
+    and list(inspect.signature(check).parameters) == ["rank", "size"]
+    and name != "a_process_dies"
+]
+
+
+@functools.cache
+def results(size: int) -> list[dict[str, str | None]]:
+    """Of all checks but the one that ends a process. The processes start once."""
+    return processes.run("distributed_checks", CHECKS, size)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_processes(check):
+    passes(check, 2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("check", CHECKS)
+def test_other_numbers_of_processes(check, size):
+    passes(check, size)
+
+
+def passes(check: str, size: int) -> None:
+    for rank, of_rank in enumerate(results(size)):
+        assert check in of_rank, f"rank {rank} of {size} has no result; it died or did not end"
+        assert of_rank[check] is None, of_rank[check]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_process_that_dies(size):
+    *survivors, dead = processes.run("distributed_checks", ["a_process_dies"], size)
+    assert dead == {}
+    assert survivors == [{"a_process_dies": None}] * (size - 1), survivors
+
+
+def test_without_a_group():
+    with pytest.raises(RuntimeError, match=r"torch\.distributed must be initialised"):
+        fused_topk.distributed.topk(torch.zeros(2, 5), 2)
+
+
+def test_public_functions_have_complete_docstrings():
+    for name in fused_topk.distributed.__all__:
+        function = getattr(fused_topk.distributed, name)
+        for parameter in inspect.signature(function).parameters:
+            assert f"        {parameter}: " in function.__doc__, f"{name}: {parameter}"
+
+
+def bench(launcher: list[str], *arguments: object) -> subprocess.CompletedProcess[str]:
+    options = ["--suite", "distributed", "--device", "cpu", "--quick", "--rows", "1", *map(str, arguments)]
+    command = [sys.executable, *launcher, "-m", "fused_topk", "bench", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_bench_needs_torchrun():
+    done = bench([])
+    assert done.returncode == 1 and "start it with `torchrun" in done.stderr
+
+
+@pytest.mark.exhaustive
+def test_bench(tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = bench(launcher, "--json", tmp_path / "run.json")
+    assert done.returncode == 0, done.stderr
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["processes"] == 2 and run["engine"] == "gloo" and run["format"] == 1
+    shapes = {entry["shape"]: entry for entry in run["results"]}
+    assert list(shapes) == ["1 x 128256 bf16 k=8", "1 x 128256 bf16 k=50"]
+    first = shapes["1 x 128256 bf16 k=8"]
+    assert first["bytes_of_process"] == {"whole": 16 + 8 + 8 * 8 + 8 * 2, "gathered": 128256}
+    assert set(first["times"]) == {"local", "collective", "merge", "whole", "gathered", "empty"}

@@ -1,0 +1,635 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LM heads: the k best of logits that are computed on the way, against float64, in one piece and in many."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fused_topk
+from fused_topk import LinearTopK, TopK
+from fused_topk.backends import cpu as native_cpu
+from fused_topk.layout import linear_pieces as layout
+from fused_topk.operators import linear_pieces
+from fused_topk.problem import LinearProblem
+from oracle import DTYPES, assert_same, assert_topk, expected
+from rows import packed, random_mask, shifted
+
+ENTRIES = {"linear_softmax_topk": "softmax_topk", "linear_log_softmax_topk": "log_softmax_topk", "linear_topk": "topk"}
+ALL_DTYPES = {**DTYPES, "fp64": torch.float64}
+INSTRUCTION_SETS = native_cpu._cpu.instruction_sets() if native_cpu.unavailable() is None else ["baseline"]
+# Rows, the size of a hidden state, vocabulary and k. The native kernel takes the first ones: tiles of each height, depths
+# that fill no vector, or several stretches, and blocks of the vocabulary that are not full.
+SHAPES = [
+    (1, 1, 1, 1),
+    (1, 64, 2000, 8),
+    (2, 33, 7, 3),
+    (5, 130, 3001, 40),
+    (7, 3, 1025, 5),
+    (13, 600, 2050, 5),
+    (32, 16, 4097, 100),
+    (33, 20, 5000, 8),
+    (3, 40, 3000, 3000),
+]
+
+
+def exact_head(rows: tuple[int, ...] | int, depth: int, vocab_size: int, dtype: torch.dtype, device="cpu", seed=0):
+    """Hidden states, weight and bias of which every sum of products is exact in float32, whatever its order.
+
+    They are multiples of 1/8 and 1/4 below 1 and 2: so are the products, of 1/32, and 600 of them stay below 2^11.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lead = (rows,) if isinstance(rows, int) else rows
+    hidden = torch.randint(-7, 8, (*lead, depth), generator=generator) / 8
+    weight = torch.randint(-7, 8, (vocab_size, depth), generator=generator) / 4
+    bias = torch.randint(-7, 8, (vocab_size,), generator=generator) / 4
+    return tuple(x.to(dtype).to(device) for x in (hidden, weight, bias))
+
+
+def exact_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    logits = hidden.double() @ weight.double().T
+    return (logits if bias is None else logits + bias.double()).to(hidden.dtype)
+
+
+def check(call, entry: str, hidden: Tensor, weight: Tensor, k: int, bias: Tensor | None = None, **settings) -> TopK:
+    """Compares with the oracle of the exact logits."""
+    logits = exact_logits(hidden, weight, bias)
+    targets = settings.pop("targets", None)
+    got = call(entry, hidden, weight, k, bias, targets=targets, **settings)
+    want = expected(ENTRIES[entry], logits, k, **settings)
+    assert isinstance(got, TopK if targets is None else LinearTopK)
+    assert_topk(TopK(*got[:3]), want, logits, ENTRIES[entry], temperature=settings.get("temperature"))
+    if targets is not None:
+        check_targets(got, logits, targets, **settings)
+    return got
+
+
+def check_targets(got: LinearTopK, logits: Tensor, targets: Tensor, temperature=1.0, mask=None, normalize="allowed"):
+    temperature = temperature.double().unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
+    allowed = torch.ones_like(logits, dtype=torch.bool) if mask is None else mask.expand(logits.shape)
+    shown = logits.double().masked_fill(~allowed, -torch.inf)
+    over = logits.double() if normalize == "all" else shown
+    exact = shown / temperature - (over / temperature).logsumexp(-1, keepdim=True)
+    tokens = targets.clamp(min=0).unsqueeze(-1)
+    wanted = exact.gather(-1, tokens).squeeze(-1).where(targets >= 0, torch.nan)
+    # As in oracle.py.
+    unit = torch.finfo(got.target_logprobs.dtype).eps / 2
+    bound = unit * (7 * wanted.abs() + 14 * math.log(logits.shape[-1]) + 22)
+    same = (got.target_logprobs == wanted) | (got.target_logprobs.isnan() & wanted.isnan())
+    assert (same | ((got.target_logprobs.double() - wanted).abs() <= bound)).all()
+    order = shown.sort(dim=-1, descending=True, stable=True).indices
+    ranks = 1 + (order == tokens).int().argmax(-1)
+    assert torch.equal(got.target_ranks, ranks.where(targets >= 0, 0))
+
+
+@pytest.fixture
+def call():
+    """A public function by its name."""
+    return lambda entry, *args, **settings: getattr(fused_topk, entry)(*args, **settings)
+
+
+def merged_in_pieces(monkeypatch, rows: int, tokens: int, states: int) -> None:
+    monkeypatch.setattr(layout, "_NATIVE_ROWS", 0)
+    monkeypatch.setattr(layout, "forward_pieces", lambda *sizes: layout.Pieces(rows, min(tokens, sizes[1]), states))
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("rows", "depth", "vocab_size", "k"), SHAPES)
+def test_linear_against_float64(backend, entry, dtype, with_bias, rows, depth, vocab_size, k):
+    hidden, weight, bias = exact_head(rows, depth, vocab_size, DTYPES[dtype], backend.device)
+    check(backend, entry, hidden, weight, k, bias if with_bias else None)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("normalize", ["allowed", "all", "topk"])
+@pytest.mark.parametrize("mask_kind", ["none", "bool", "packed"])
+@pytest.mark.parametrize("tokens", [1024, 2048, 10**6])
+def test_linear_in_pieces(monkeypatch, call, dtype, normalize, mask_kind, tokens):
+    """Masks are cut at the borders of pieces; k exceeds the last piece, and the first where tokens are few."""
+    hidden, weight, bias = exact_head((2, 5), 24, 4133, ALL_DTYPES[dtype])
+    merged_in_pieces(monkeypatch, 3, tokens, 2)
+    mask = None if mask_kind == "none" else random_mask(2, 5, 4133, share=0.3)
+    temperature = torch.linspace(0.5, 3.0, 10, dtype=torch.float64).view(2, 5).to(hidden.dtype)
+    targets = torch.randint(0, 4133, (2, 5), generator=torch.Generator().manual_seed(3))
+    targets[1, 2] = -100
+    for k in (1, 7, 1030):
+        settings = {"normalize": normalize, "mask": mask, "temperature": temperature.to(torch.float32)}
+        plain = check(call, "linear_log_softmax_topk", hidden, weight, k, bias, **settings)
+        both = check(call, "linear_softmax_topk", hidden, weight, k, bias, targets=targets, **settings)
+        if mask_kind == "packed":
+            settings["mask"] = packed(mask)
+            words = fused_topk.linear_log_softmax_topk(hidden, weight, k, bias, **settings)
+            assert_same(words, plain)
+            found = fused_topk.linear_softmax_topk(hidden, weight, k, bias, targets=targets, **settings)
+            assert torch.equal(found.target_ranks, both.target_ranks)
+        if normalize == "allowed":
+            check(call, "linear_topk", hidden, weight, k, bias, mask=mask, targets=targets)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("tokens", [1024, 10**6])
+def test_linear_several_targets(monkeypatch, call, dtype, tokens):
+    """Of a row's own best tokens, whose values the result has; and the gradient of a loss over them."""
+    hidden, weight, bias = exact_head((2, 5), 24, 2500, ALL_DTYPES[dtype])
+    merged_in_pieces(monkeypatch, 3, tokens, 2)
+    monkeypatch.setattr(layout, "backward_pieces", lambda *sizes: layout.Pieces(3, min(tokens, 2500), 1))
+    best = call("linear_log_softmax_topk", hidden, weight, 9, bias, temperature=0.8)
+    targets = best.indices.clone()
+    targets[0, 1, 2] = -1
+    learned = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    found = call("linear_log_softmax_topk", *learned, 1, bias, temperature=0.8, targets=targets)
+    assert found.target_ranks is None
+    wanted = best.values.where(targets >= 0, torch.nan)
+    # Both are rounded once, from states that may be merged from other pieces.
+    torch.testing.assert_close(found.target_logprobs.detach(), wanted, rtol=4e-7, atol=2e-6, equal_nan=True)
+    if dtype == "fp64":
+        share = torch.arange(90.0, dtype=torch.float64).view(2, 5, 9)
+        (found.target_logprobs.where(targets >= 0, 0.0) * share).sum().backward()
+        stock = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logp = (torch.nn.functional.linear(*stock, bias) / 0.8).log_softmax(-1).gather(-1, targets.clamp(min=0))
+        (logp.where(targets >= 0, 0.0) * share).sum().backward()
+        for got, want in zip(learned, stock):
+            torch.testing.assert_close(got.grad, want.grad)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_linear_native_kernel(cpu, instruction_set, dtype):
+    for rows, depth, vocab_size, k in SHAPES:
+        if rows > 32 or k > 128:
+            continue
+        hidden, weight, bias = exact_head(rows, depth, vocab_size, DTYPES[dtype])
+        mask = random_mask(rows, vocab_size)
+        mask[:, 0] = True
+        temperature = torch.linspace(0.5, 3.0, rows)
+        logits = exact_logits(hidden, weight, bias)
+        for normalize, allowed in (("allowed", None), ("all", mask), ("topk", packed(mask)), ("allowed", packed(mask))):
+            head = LinearProblem(hidden, weight, bias, 1.0, temperature, allowed, None, normalize)
+            out = linear_pieces.empty_result(hidden, k, "log_softmax", None, False, True)
+            best = TopK(*out[:3])
+            native_cpu.linear_topk(head, k, "log_softmax", best, out.state, instruction_set)
+            settings = {"normalize": normalize, "mask": allowed, "temperature": temperature}
+            assert_topk(best, expected("log_softmax_topk", logits, k, **settings), logits, "log_softmax_topk",
+                        temperature=temperature)  # fmt: skip
+            counted = logits if normalize == "all" or allowed is None else logits.masked_fill(~mask, -torch.inf)
+            assert torch.equal(out.state[:, 0], counted.amax(-1).float())
+            exact = (
+                ((counted.double() - counted.double().amax(-1, keepdim=True)) / temperature.double()[:, None])
+                .exp()
+                .sum(-1)
+            )
+            torch.testing.assert_close(out.state[:, 1].double(), exact, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("depth", [1, 5, 100, 512, 2048, 3000])
+def test_linear_native_sums_are_within_their_bound(cpu, instruction_set, depth):
+    """The bound that linear_kernels.cpp derives, of every logit."""
+    generator = torch.Generator().manual_seed(depth)
+    hidden, weight = torch.randn(3, depth, generator=generator), torch.randn(70, depth, generator=generator)
+    bias = torch.randn(70, generator=generator)
+    out = linear_pieces.empty_result(hidden, 70, "logits", None, False, False)
+    head = LinearProblem(hidden, weight, bias, 1.0, None, None, None, "allowed")
+    native_cpu.linear_topk(head, 70, "logits", TopK(*out[:3]), None, instruction_set)
+    got = torch.empty(3, 70).scatter_(-1, out.indices, out.values)
+    lanes = {"avx512": 16, "avx2": 8, "baseline": 4}[instruction_set]
+    n = min(depth, 512) / lanes + math.log2(lanes) + math.ceil(depth / 512) + 2
+    terms = hidden.double().abs() @ weight.double().abs().T + bias.double().abs()
+    assert ((got.double() - (hidden.double() @ weight.double().T + bias.double())).abs() <= n * 2**-24 * terms).all()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_linear_native_rows_do_not_depend_on_the_batch(cpu, threads, dtype):
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(32, 700, generator=generator).to(DTYPES[dtype])
+    weight = torch.randn(9000, 700, generator=generator).to(DTYPES[dtype])
+    threads(1)
+    alone = [cpu("linear_softmax_topk", hidden[i : i + 1], weight, 9) for i in range(32)]
+    for count in (2, 4):
+        threads(count)
+        for rows in (1, 2, 3, 5, 6, 7, 12, 13, 31, 32):
+            together = cpu("linear_softmax_topk", hidden[:rows], weight, 9)
+            for got, one in zip(together, zip(*alone[:rows])):
+                assert torch.equal(got, torch.cat(one))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_layouts(backend, dtype):
+    """Transposed and padded weights, repeated rows, leading dimensions that do not merge, odd addresses."""
+    hidden, weight, bias = exact_head((4, 6), 24, 1500, DTYPES[dtype], backend.device)
+    whole = check(backend, "linear_topk", hidden, weight, 9, bias)
+    padded = torch.full((1500, 40), torch.nan, dtype=weight.dtype, device=weight.device)
+    padded[:, :24] = weight
+    wide_bias = torch.full((1500, 2), torch.nan, dtype=weight.dtype, device=weight.device)
+    wide_bias[:, 0] = bias
+    for other in (weight.T.contiguous().T, padded[:, :24], shifted(weight, 1)):
+        assert_same(backend("linear_topk", hidden, other, 9, wide_bias[:, 0]), whole)
+    for view in (hidden[:, :-1], hidden.transpose(0, 1), hidden[:1].expand(4, 6, 24), hidden[..., ::2].repeat(1, 1, 2)):
+        check(backend, "linear_topk", view, weight, 9, bias)
+    assert_same(backend("linear_topk", hidden[1, 2], weight, 9, bias), TopK(*(x[1, 2] for x in whole)))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_linear_weight_at_an_odd_address(cpu, dtype):
+    """The native kernel reads whole elements, so the library multiplies."""
+    hidden, weight, _ = exact_head(3, 16, 50, DTYPES[dtype])
+    memory = bytearray(weight.nbytes + 1)
+    odd = torch.frombuffer(memory, dtype=weight.dtype, offset=1, count=weight.numel()).view(weight.shape)
+    odd.copy_(weight)
+    assert odd.data_ptr() % weight.element_size()
+    assert not native_cpu.multiplies(hidden, odd, None)
+    check(cpu, "linear_topk", hidden, odd, 5)
+
+
+def test_linear_in_pieces_of_rows_that_do_not_merge(monkeypatch, call):
+    merged_in_pieces(monkeypatch, 7, 1024, 3)
+    hidden, weight, bias = exact_head((3, 9, 4), 24, 2100, torch.float32)
+    mask = random_mask(3, 9, 4, 2100)
+    targets = torch.randint(0, 2100, (3, 9, 4), generator=torch.Generator().manual_seed(3))
+    for dims in (slice(None), slice(0, -1)):
+        check(
+            call, "linear_softmax_topk", hidden[:, dims], weight, 9, bias, mask=mask[:, dims], targets=targets[:, dims]
+        )
+    check(call, "linear_softmax_topk", hidden, weight, 9, bias, mask=mask[:, :1], targets=targets)
+
+
+@pytest.mark.parametrize("tokens", [1024, 10**6])
+@pytest.mark.parametrize("is_native", [False, True])
+def test_linear_special_values(monkeypatch, call, tokens, is_native):
+    hidden, weight, _ = exact_head(6, 8, 2500, torch.float32)
+    if not is_native:
+        merged_in_pieces(monkeypatch, 4, tokens, 2)
+    bias = torch.zeros(2500)
+    bias[[5, 2000]] = -torch.inf
+    mask = torch.ones(6, 2500, dtype=torch.bool)
+    mask[3] = False
+    mask[4, 1:2000] = False
+    hidden[1] = torch.nan
+    hidden[2] = 0.0
+    check(call, "linear_softmax_topk", hidden, weight, 700, bias, mask=mask)
+    bias[2100] = torch.inf
+    check(call, "linear_log_softmax_topk", hidden, weight, 700, bias, mask=mask)
+    bias[7] = torch.nan
+    check(call, "linear_topk", hidden, weight, 700, bias)
+
+
+@pytest.mark.parametrize("targets", [False, True])
+def test_linear_without_rows(backend, targets):
+    hidden, weight, bias = exact_head((2, 0), 8, 20, torch.float32, backend.device)
+    settings = {"targets": torch.empty(2, 0, dtype=torch.int64, device=backend.device)} if targets else {}
+    found = backend("linear_softmax_topk", hidden.requires_grad_(), weight.requires_grad_(), 3, bias, **settings)
+    assert found.values.shape == (2, 0, 3) and found.logsumexp.shape == (2, 0)
+    assert not targets or found.target_ranks.shape == (2, 0)
+    found.values.sum().backward()
+    assert hidden.grad.shape == hidden.shape and not weight.grad.any()
+
+
+# ---- Memory ----
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made under it have held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        import weakref
+
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            # Plans are made with tensors that have no memory.
+            if not isinstance(tensor, Tensor) or tensor.is_meta:
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._known or not storage.nbytes():
+                continue
+            self._known.add(storage._cdata)
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
+        return result
+
+    def _drop(self, address: int, size: int) -> None:
+        self._known.discard(address)
+        self.now -= size
+
+
+def result_bytes(result) -> int:
+    return sum(x.nbytes for x in result)
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "k", "dtype", "has_targets"),
+    [
+        (140, 128256, 8, "fp32", False),
+        (200, 128256, 8, "fp32", True),
+        (700, 60000, 64, "bf16", True),
+        (40, 300000, 2000, "fp32", False),
+        (3000, 20000, 1, "fp32", False),
+        (40, 20000, 20000, "bf16", False),
+        (50, 30000, 4, "fp64", False),
+    ],
+)
+def test_linear_scratch_memory(rows, vocab_size, k, dtype, has_targets):
+    hidden, weight, _ = exact_head((2, rows), 2, vocab_size, ALL_DTYPES[dtype])
+    # Rows that do not merge may be copied, but not all at once.
+    hidden = hidden[:, : rows // 2]
+    targets = torch.zeros(*hidden.shape[:-1], 1, dtype=torch.int64) if has_targets else None
+    head = LinearProblem(hidden, weight, None, 1.0, None, None, targets, "allowed")
+    with LiveBytes() as live:
+        result = linear_pieces.forward(head, k, "softmax", None, has_targets, has_targets)
+    assert live.most - result_bytes(result) <= 64 << 20
+    # The counting sees the pieces.
+    assert live.most - result_bytes(result) > 2**20
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "vocab_size", "dtype"), [(600, 64, 32000, "fp32"), (300, 128, 50000, "bf16")]
+)
+def test_linear_backward_scratch_memory(rows, depth, vocab_size, dtype):
+    hidden, weight, bias = exact_head(rows, depth, vocab_size, DTYPES[dtype])
+    head = LinearProblem(hidden, weight, bias, 1.0, None, None, None, "allowed")
+    state = linear_pieces.forward(head, 4, "softmax", None, False, True)
+    grads = torch.ones(rows, 4), None, torch.ones(rows)
+    with LiveBytes() as live:
+        result = linear_pieces.backward(head, state.indices, state.state, *grads, (True, True, True))
+    assert 2**20 < live.most - result_bytes(result) <= 64 << 20
+
+
+def test_linear_choice_of_the_native_kernel(monkeypatch, cpu):
+    """Which calls it takes, by what is asked of it."""
+    taken = []
+    native = native_cpu.linear_topk
+    monkeypatch.setattr(native_cpu, "linear_topk", lambda head, *rest: taken.append(head.rows) or native(head, *rest))
+    for rows, depth, k, dtype in (
+        (32, 256, 8, "fp32"),
+        (33, 256, 8, "fp32"),
+        (8, 128, 8, "fp32"),
+        (9, 128, 8, "fp32"),
+        (31, 128, 8, "bf16"),
+        (4, 300, 1025, "fp32"),
+        (2, 300, 8, "fp16"),
+        (3, 300, 8, "fp64"),
+    ):
+        hidden, weight, _ = exact_head(rows, depth, 1500, ALL_DTYPES[dtype])
+        fused_topk.linear_topk(hidden, weight, k)
+    fused_topk.linear_topk(hidden.float(), weight.float(), 8, targets=torch.zeros(3, dtype=torch.int64))
+    fused_topk.linear_topk(hidden.float(), weight.float().T.contiguous().T, 8)
+    assert taken == [32, 8, 31]
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_linear_pieces_fit(is_cpu):
+    for rows in (1, 33, 256, 257, 8192, 10**6):
+        for vocab_size in (1, 1000, 32000, 128256, 4_000_000):
+            for k in {1, min(8, vocab_size), min(2048, vocab_size), vocab_size}:
+                for itemsize, logit_bytes in ((2, 2), (4, 8), (8, 72)):
+                    pieces = layout.forward_pieces(rows, vocab_size, k, itemsize, logit_bytes, 48, is_cpu)
+                    assert 1 <= pieces.rows <= rows and pieces.states >= 1
+                    assert pieces.tokens == vocab_size or pieces.tokens % 1024 == 0
+                    is_whole = pieces.tokens >= vocab_size
+                    logits = pieces.rows * pieces.tokens * logit_bytes
+                    held = 0 if is_whole else (2 * pieces.states + 1) * pieces.rows * k * (itemsize + 8)
+                    # A single row of more than 64 MB is a piece of its own.
+                    assert logits + held <= 64 << 20 or pieces.rows == 1
+        for depth in (1, 2048, 16384):
+            for vocab_size in (10, 128256):
+                pieces = layout.backward_pieces(rows, vocab_size, depth, 2, is_cpu)
+                assert 1 <= pieces.rows <= rows
+                assert pieces.rows * (pieces.tokens * 7 + depth * 8) <= 64 << 20
+
+
+# ---- Gradients ----
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("normalize", ["allowed", "all", "topk"])
+@pytest.mark.parametrize("mask_kind", ["none", "bool", "packed"])
+@pytest.mark.parametrize("has_targets", [False, True])
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_linear_gradcheck(monkeypatch, entry, normalize, mask_kind, has_targets, in_pieces):
+    vocab_size = 11
+    if in_pieces:
+        # The borders of these pieces need not suit a packed mask's words, so there the tokens stay together.
+        tokens = vocab_size if mask_kind == "packed" else 4
+        merged_in_pieces(monkeypatch, 2, tokens, 2)
+        monkeypatch.setattr(layout, "backward_pieces", lambda *sizes: layout.Pieces(2, tokens, 1))
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(vocab_size, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(vocab_size, generator=generator, dtype=torch.float64, requires_grad=True)
+    mask = random_mask(3, vocab_size, share=0.7)
+    settings = {}
+    if entry != "linear_topk":
+        settings = {"normalize": normalize, "temperature": torch.tensor([0.7, 1.0, 1.9], dtype=torch.float64)}
+    if mask_kind != "none":
+        settings["mask"] = mask if mask_kind == "bool" else packed(mask)
+    targets = torch.tensor([int(mask[0].int().argmax()), -100, int(mask[2].int().argmax())])
+    if has_targets:
+        settings["targets"] = targets
+
+    def function(hidden, weight, bias):
+        found = getattr(fused_topk, entry)(hidden, weight, 3, bias, **settings)
+        if has_targets:
+            return found.values, found.logsumexp, found.target_logprobs.where(targets >= 0, 0.0)
+        return found.values, found.logsumexp
+
+    assert torch.autograd.gradcheck(function, (hidden, weight, bias))
+
+
+def test_linear_gradients_of_some_inputs():
+    hidden, weight, bias = exact_head(40, 8, 300, torch.float32)
+    for wanted in ("hidden", "weight", "bias"):
+        given = {"hidden": hidden.clone(), "weight": weight.clone(), "bias": bias.clone()}
+        given[wanted].requires_grad_()
+        found = fused_topk.linear_log_softmax_topk(given["hidden"], given["weight"], 4, given["bias"])
+        (found.values.sum() + found.logsumexp.sum()).backward()
+        logits = torch.nn.functional.linear(*(given[name].detach().double() for name in given))
+        logits.requires_grad_()
+        best = logits.log_softmax(-1).gather(-1, found.indices)
+        (best.sum() + logits.logsumexp(-1).sum()).backward()
+        g = logits.grad
+        exact = {"hidden": g @ weight.double(), "weight": g.T @ hidden.double(), "bias": g.sum(0)}[wanted]
+        # Each of the gradient's sums of at most 300 terms below 9 in float32.
+        torch.testing.assert_close(given[wanted].grad.double(), exact, rtol=0, atol=300 * 9 * 2**-24)
+        assert all(x.grad is None for name, x in given.items() if name != wanted)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_linear_gradients_of_16_bits(dtype):
+    """Against float64 gradients from the same rounded logits: what is left is the rounding of the logits' gradient."""
+    hidden, weight, bias = exact_head(20, 8, 900, DTYPES[dtype])
+    learned = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    targets = torch.arange(20)
+    found = fused_topk.linear_log_softmax_topk(*learned[:2], 4, learned[2], targets=targets)
+    (found.values.sum() - found.target_logprobs.sum()).backward()
+    logits = exact_logits(hidden, weight, bias).double().requires_grad_()
+    logp = logits.log_softmax(-1)
+    (logp.gather(-1, found.indices).sum() - logp.gather(-1, targets[:, None]).sum()).backward()
+    g, size = logits.grad, logits.grad.abs()
+    # Rounded once as a number of the logits' gradient and once as a sum, with float32 between: 2.1 roundings at most. Below
+    # float16's normal numbers a rounding is of 2^-25.
+    u = torch.finfo(DTYPES[dtype]).eps / 2 * 2.1
+    tiny = 2.0**-25 * 900
+    for got, exact, terms in (
+        (learned[0].grad, g @ weight.double(), size @ weight.double().abs()),
+        (learned[1].grad, g.T @ hidden.double(), size.T @ hidden.double().abs()),
+        (learned[2].grad, g.sum(0), size.sum(0)),
+    ):
+        assert got.dtype == DTYPES[dtype]
+        assert ((got.double() - exact).abs() <= u * terms + tiny).all()
+
+
+def test_linear_gradient_of_a_common_offset():
+    """A bias of 1e4 on all tokens changes the gradient by the rounding of the logits only."""
+    hidden, weight, _ = exact_head(40, 8, 300, torch.float32)
+    grads = []
+    for offset in (0.0, 1e4):
+        given = hidden.clone().requires_grad_()
+        fused_topk.linear_log_softmax_topk(given, weight, 4, torch.full((300,), offset)).logsumexp.sum().backward()
+        grads.append(given.grad)
+    # The logits are multiples of 1/32, exact at 1e4 too.
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=2e-6)
+
+
+def test_linear_has_no_second_gradient():
+    hidden, weight, _ = exact_head(3, 8, 30, torch.float32)
+    hidden.requires_grad_()
+    found = fused_topk.linear_softmax_topk(hidden, weight, 4)
+    (grad,) = torch.autograd.grad(found.logsumexp.sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated again"):
+        grad.sum().backward()
+
+
+# ---- torch ----
+
+
+@pytest.mark.parametrize("has_targets", [False, True])
+@pytest.mark.parametrize("keeps_state", [False, True])
+def test_linear_opcheck(has_targets, keeps_state):
+    hidden, weight, bias = exact_head((2, 3), 8, 50, torch.float32)
+    learned = [x.requires_grad_(keeps_state) for x in (hidden, weight, bias)]
+    targets = torch.tensor([[1, 2, 3], [4, 5, 6]]).unsqueeze(-1) if has_targets else None
+    head = (*learned, 0.7, None, random_mask(2, 3, 50), targets, "allowed")
+    arguments = (*head, 4, "softmax", None, has_targets, keeps_state)
+    torch.library.opcheck(torch.ops.fused_topk.linear_topk.default, arguments)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_linear_compile(entry, dynamic):
+    function = getattr(fused_topk, entry)
+    compiled = torch.compile(lambda *a, **s: function(*a, **s), fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for rows in (2, 5):
+        hidden, weight, bias = exact_head(rows, 8, 50, torch.float32)
+        results = []
+        for run in (function, compiled):
+            learned = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+            found = run(learned[0], learned[1], 4, learned[2], targets=torch.arange(rows))
+            (found.values.sum() + found.target_logprobs.sum()).backward()
+            results.append([*(x.detach() for x in found), *(x.grad for x in learned)])
+        for got, want in zip(*results):
+            torch.testing.assert_close(got, want)
+
+
+def test_linear_fake_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        hidden, weight = torch.empty(3, 4, 8, dtype=torch.bfloat16), torch.empty(99, 8, dtype=torch.bfloat16)
+        found = fused_topk.linear_topk(hidden, weight, 5, targets=torch.empty(3, 4, dtype=torch.int64))
+    assert [(tuple(x.shape), x.dtype) for x in found] == [
+        ((3, 4, 5), torch.bfloat16),
+        ((3, 4, 5), torch.int64),
+        ((3, 4), torch.float32),
+        ((3, 4), torch.float32),
+        ((3, 4), torch.int64),
+    ]
+
+
+def test_linear_vmap_and_grad():
+    hidden, weight, bias = exact_head((4, 3), 8, 50, torch.float32)
+    targets = torch.arange(12).view(4, 3)
+
+    def function(hidden, weight, targets):
+        return fused_topk.linear_softmax_topk(hidden, weight, 5, bias, targets=targets)
+
+    whole = function(hidden, weight, targets)
+    for got, want in zip(torch.vmap(function, (0, None, 0))(hidden, weight, targets), whole):
+        torch.testing.assert_close(got, want)
+    heads = torch.stack([weight, -weight])
+    of_heads = torch.vmap(function, (None, 0, None))(hidden, heads, targets)
+    for got, want in zip(of_heads, zip(whole, function(hidden, -weight, targets))):
+        torch.testing.assert_close(got, torch.stack(want))
+
+    def loss(hidden):
+        return function(hidden, weight, targets).target_logprobs.sum()
+
+    given = hidden.clone().requires_grad_()
+    loss(given).backward()
+    torch.testing.assert_close(torch.func.grad(loss)(hidden), given.grad)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"hidden": [1.0]}, TypeError, "`hidden` must be a torch.Tensor"),
+        ({"hidden": torch.ones(2, 4, dtype=torch.int64)}, TypeError, "`hidden` must be float32"),
+        ({"hidden": torch.ones(2, 0)}, ValueError, "H >= 1"),
+        ({"weight": torch.ones(9, 5)}, ValueError, r"`weight` must have the shape \(V, 4\)"),
+        ({"weight": torch.ones(9, 4).bfloat16()}, TypeError, "dtype torch.float32 of `hidden`"),
+        ({"weight": torch.ones(0, 4)}, ValueError, "at least one token"),
+        ({"weight": torch.ones(9, 4, device="meta")}, ValueError, "`weight` must be on cpu"),
+        ({"bias": torch.ones(8)}, ValueError, r"`bias` must have the shape \(9,\)"),
+        ({"k": 10}, ValueError, "`k` must satisfy 1 <= k <= 9"),
+        ({"temperature": 0.0}, ValueError, "`temperature` must be positive"),
+        ({"mask": torch.ones(2, 8, dtype=torch.bool)}, ValueError, "`mask` of bool must broadcast"),
+        ({"normalize": "none"}, ValueError, "`normalize` must be one of"),
+        ({"targets": torch.zeros(2)}, TypeError, "`targets` must be int64"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, ValueError, "`targets` must have the shape"),
+        ({"targets": torch.tensor([0, 9])}, ValueError, "`targets` must be below the vocabulary size 9, got 9"),
+        ({"backend": "gpu"}, ValueError, "`backend` must be one of"),
+        ({"backend": "cuda"}, ValueError, "`backend` must fit the device"),
+    ],
+)
+def test_linear_refuses(change, error, message):
+    arguments = {"hidden": torch.ones(2, 4), "weight": torch.ones(9, 4), "k": 3, **change}
+    with pytest.raises(error, match=message):
+        fused_topk.linear_softmax_topk(**arguments)
+
+
+# ---- Benchmark ----
+
+
+def test_bench_linear(monkeypatch, tmp_path):
+    from typer.testing import CliRunner
+
+    from fused_topk.benchmark import linear as suite
+    from fused_topk.benchmark.suites import Case
+    from fused_topk.cli import app
+
+    heads = tuple(suite.HeadCase(Case(rows, 300, 4, "fp32"), 16, None, 1000.0) for rows in (1, 300))
+    monkeypatch.setattr(suite, "CPU_CASES", heads)
+    file = tmp_path / "linear.json"
+    command = ["bench", "--suite", "linear", "--device", "cpu", "--quick", "--json", str(file)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    results = json.loads(file.read_text())["results"]
+    assert [row["rows"] for row in results] == [1, 300]
+    assert all(set(row["times"]) == set(suite.FUNCTIONS) and row["meets_targets"] for row in results)
+
+    # A wrong answer is found before anything is timed.
+    right = fused_topk.linear_log_softmax_topk
+    monkeypatch.setattr(fused_topk, "linear_log_softmax_topk", lambda *a: TopK(*(x + 1 for x in right(*a))))
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1 and "wrong answer" in done.output

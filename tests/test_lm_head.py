@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose LM head is a plain linear layer: log-probabilities without their logits. Others: the stock way."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+import transformers
+
+from decoding import one_thread, tiny  # noqa: F401
+from fused_topk.generation import lm_head, next_token_topk, text_topk_logprobs, topk_logprobs
+
+SIZES = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def model_of(kind: str):
+    torch.manual_seed(0)
+    if kind == "gemma2":
+        config = transformers.Gemma2Config(
+            **SIZES, num_key_value_heads=2, head_dim=8, final_logit_softcapping=2.0, pad_token_id=0
+        )
+        return transformers.Gemma2ForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, pad_token_id=0)).eval()
+
+
+def tokens():
+    return torch.randint(1, 97, (2, 7), generator=torch.Generator().manual_seed(3))
+
+
+def logits_of(model, ids):
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def test_plain_head_is_recognised():
+    model, ids = model_of("llama"), tokens()
+    found = lm_head.run_with_head(model, {"input_ids": ids})
+    assert isinstance(found, lm_head.HeadInput) and found.weight is model.lm_head.weight
+    torch.testing.assert_close(torch.nn.functional.linear(*found).detach(), logits_of(model, ids))
+    assert model not in lm_head._refused
+
+
+def test_soft_cap_is_refused():
+    model, ids = model_of("gemma2"), tokens()
+    found = lm_head.run_with_head(model, {"input_ids": ids})
+    assert torch.equal(found.detach(), logits_of(model, ids))
+    assert model in lm_head._refused
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_text_topk_logprobs(kind):
+    model, ids = model_of(kind), tokens()
+    targets = ids.roll(-1, 1)
+    targets[:, -1] = -100
+    with torch.no_grad():
+        found = text_topk_logprobs(model, ids, 5, targets)
+        several = text_topk_logprobs(model, ids, 5, found.indices)
+    want = topk_logprobs(logits_of(model, ids).double(), 5, targets)
+    assert torch.equal(found.indices, want.indices) and torch.equal(found.target_ranks, want.target_ranks)
+    for name in ("values", "logsumexp", "target_logprobs"):
+        torch.testing.assert_close(
+            getattr(found, name).double(), getattr(want, name), rtol=0, atol=4e-6, equal_nan=True
+        )
+    assert several.target_ranks is None
+    torch.testing.assert_close(several.target_logprobs, found.values, rtol=0, atol=2e-6)
+    assert torch.equal(next_token_topk(model, ids, 5).indices, want.indices[:, -1])
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_text_topk_logprobs_gradients(kind):
+    model, ids = model_of(kind), tokens()
+    stock = copy.deepcopy(model)
+    targets = ids.roll(-1, 1)
+    text_topk_logprobs(model, ids, 1, targets).target_logprobs.sum().backward()
+    stock(input_ids=ids).logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).sum().backward()
+    for (name, got), want in zip(model.named_parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("change", ["hook", "forward", "subclass"])
+def test_heads_that_others_have_a_hand_in_run_stock(change):
+    model, ids = model_of("llama"), tokens()
+    head = model.lm_head
+    if change == "hook":
+        head.register_forward_hook(lambda module, args, output: output * 2)
+    elif change == "forward":
+        head.forward = lambda x: torch.nn.functional.linear(x, head.weight) * 2
+    else:
+        head.__class__ = type("Scaled", (torch.nn.Linear,), {"forward": lambda self, x: 2 * (x @ self.weight.T)})
+    found = lm_head.run_with_head(model, {"input_ids": ids})
+    assert isinstance(found, torch.Tensor)
+    assert torch.equal(found.detach(), logits_of(model, ids))
+    assert torch.equal(next_token_topk(model, ids, 5).indices, logits_of(model, ids)[:, -1].topk(5).indices)

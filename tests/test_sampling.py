@@ -1,0 +1,547 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sample(): the tokens that a uniform number draws, the distribution of the draws, and what a call promises besides.
+
+The strictest test needs no statistics: the uniform number of every draw is known, and so is the token that the exact running
+sum gives for it. A draw may be another one only if its number is within `NEAR` of a border between two tokens. What is left
+to statistics is that the numbers are uniform and independent.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import fused_topk
+from fused_topk.backends import philox
+from rows import INF, NAN, packed, random_logits, random_mask
+
+# Of the total, as the docstring of sample() promises.
+NEAR = 2.0**-19
+
+SETTINGS = {
+    "whole": {},
+    "temperature": {"temperature": 0.7},
+    "hot": {"temperature": 3.0},
+    "top_k": {"top_k": 50},
+    "top_k_of_one": {"top_k": 1},
+    "top_k_of_more_than_all": {"top_k": 10**7},
+    "many": {"top_k": 1500},
+    "top_p": {"top_p": 0.9},
+    "top_p_of_little": {"top_p": 0.02},
+    "top_p_of_nothing": {"top_p": 0.0},
+    "top_p_of_almost_all": {"top_p": 0.999, "temperature": 1.5},
+    "min_p": {"min_p": 0.05},
+    "min_p_of_much": {"min_p": 1.0},
+    "min_p_of_little": {"min_p": 1e-6, "temperature": 2.0},
+    "usual": {"top_k": 50, "top_p": 0.9},
+    "all": {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
+    "top_p_min_p": {"temperature": 1.3, "top_p": 0.97, "min_p": 0.001},
+}
+
+
+def rows_of(vocab_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Peaked, flat, tied, equal, mostly -inf, sorted, far from 0, and one token alone."""
+    normal = random_logits(vocab_size).float() / 2
+    alone = torch.full((vocab_size,), -INF)
+    alone[vocab_size // 3] = 1.0
+    rows = [
+        normal,
+        normal * 4,
+        normal / 8,
+        (normal * 2).round() / 2,
+        torch.zeros(vocab_size),
+        normal.where(torch.arange(vocab_size) % 7 == 0, -INF),
+        normal.sort().values,
+        normal + 1e4,
+        alone,
+    ]
+    return torch.stack(rows).to(dtype)
+
+
+def kept_weights(logits: Tensor, settings: dict, mask: Tensor | None = None) -> Tensor:
+    """float64 (R, V): the weights e^((x - m) / T) of the tokens that are kept, written without regard to cost."""
+    x = logits.double()
+    if mask is not None:
+        x = x.masked_fill(~mask, -INF)
+    rows, vocab_size = x.shape
+    result = torch.zeros_like(x)
+    for row in range(rows):
+
+        def of(name, default, row=row):
+            value = settings.get(name, default)
+            return value[row].item() if isinstance(value, Tensor) else value
+
+        # Greater first, of equal ones the smaller index.
+        order = x[row].argsort(descending=True, stable=True)
+        ranked = x[row][order]
+        weights = ((ranked - ranked[0]) / of("temperature", 1.0)).exp()
+        k = of("top_k", 0)
+        kept = ranked >= ranked[min(k or vocab_size, vocab_size) - 1]
+        before = (weights * kept).cumsum(0).roll(1)
+        before[0] = 0
+        if of("top_p", 1.0) < 1:
+            kept &= before < of("top_p", 1.0) * (weights * kept).sum()
+        kept &= weights >= of("min_p", 0.0)
+        kept[0] = True
+        result[row, order] = weights * kept
+    return result
+
+
+def uniforms(seed: Tensor, num_samples: int, counter: Tensor | int = 0) -> Tensor:
+    counters = torch.as_tensor(counter).expand(len(seed)).unsqueeze(1)
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    return philox.uniforms(seed.unsqueeze(1), counters, zero, num_samples, torch.float64)
+
+
+def check_draws(tokens: Tensor, u: Tensor, weights: Tensor) -> None:
+    """Each token is the one that the exact sums give for its number, or that of a number within NEAR."""
+    ends = weights.cumsum(1) / weights.sum(1, keepdim=True)
+    starts = torch.cat([torch.zeros_like(ends[:, :1]), ends[:, :-1]], 1)
+    assert bool(((tokens >= 0) & (tokens < weights.shape[1])).all())
+    start, end = starts.gather(1, tokens), ends.gather(1, tokens)
+    far = torch.maximum(start - u, u - end).clamp(min=0)
+    assert float(far.max()) <= NEAR, f"row {int(far.amax(1).argmax())}: off by {float(far.max()):.2e}"
+
+
+def check_is_kept(tokens: Tensor, weights: Tensor, top_p: float | None) -> None:
+    """No token outside of what is kept, but where it is within NEAR of the border of top-p."""
+    is_kept = weights.gather(1, tokens) > 0
+    assert top_p is not None or bool(is_kept.all())
+    assert float((~is_kept).double().mean()) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("vocab_size", [1, 5, 300, 9001])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_number_draws_the_token_of_the_exact_sums(backend, name, vocab_size, dtype):
+    settings = SETTINGS[name]
+    logits = rows_of(vocab_size, dtype)
+    seed = torch.arange(len(logits)) + 17
+    got = backend("sample", logits.to(backend.device), seed=seed.to(backend.device), num_samples=50, **settings)
+    tokens = got.tokens.cpu()
+    weights = kept_weights(logits, settings)
+    check_draws(tokens, uniforms(seed, 50), weights)
+    check_is_kept(tokens, weights, settings.get("top_p"))
+
+
+@pytest.mark.parametrize("name", ["whole", "top_p", "top_p_of_almost_all", "min_p_of_little", "usual", "many"])
+def test_long_rows(backend, name):
+    """What top-p keeps of flat rows is far longer than any list."""
+    settings = SETTINGS[name]
+    logits = rows_of(262144)[[0, 2, 3, 4, 7]]
+    seed = torch.arange(len(logits)) - 5
+    got = backend("sample", logits.to(backend.device), seed=seed.to(backend.device), num_samples=20, **settings)
+    weights = kept_weights(logits, settings)
+    check_draws(got.tokens.cpu(), uniforms(seed, 20), weights)
+    check_is_kept(got.tokens.cpu(), weights, settings.get("top_p"))
+
+
+@pytest.mark.parametrize("vocab_size", [40, 5000])
+def test_each_row_has_its_own_parameters(backend, vocab_size):
+    base = rows_of(vocab_size)[:4]
+    logits = base.repeat_interleave(len(SETTINGS), 0)
+    names = list(SETTINGS) * 4
+    settings = {
+        name: torch.tensor([SETTINGS[each].get(name, default) for each in names], dtype=torch.float64)
+        for name, default in (("temperature", 1.0), ("top_p", 1.0), ("min_p", 0.0))
+    }
+    settings["top_k"] = torch.tensor([SETTINGS[each].get("top_k", 0) for each in names])
+    seed = torch.arange(len(logits))
+    counter = torch.arange(len(logits)) * 2**40
+    on_device = {name: x.to(backend.device) for name, x in {**settings, "seed": seed, "counter": counter}.items()}
+    got = backend("sample", logits.to(backend.device), num_samples=9, truncated_log_probs=True, **on_device)
+    weights = kept_weights(logits, settings)
+    check_draws(got.tokens.cpu(), uniforms(seed, 9, counter), weights)
+    for row in range(0, len(logits), 5):
+        one = {name: x[row].item() for name, x in settings.items()}
+        rows = logits[row : row + 1].to(backend.device)
+        alone = backend(
+            "sample",
+            rows,
+            num_samples=9,
+            truncated_log_probs=True,
+            seed=on_device["seed"][row : row + 1],
+            counter=int(counter[row]),
+            **one,
+        )
+        assert torch.equal(alone.tokens, got.tokens[row : row + 1])
+        assert torch.equal(alone.log_probs, got.log_probs[row : row + 1])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("vocab_size", [30, 3000])
+def test_what_is_kept_is_what_transformers_keeps(backend, name, vocab_size):
+    """By its mass, which the truncated log-probability of a token shows, in float32 rows without ties at the border of top-p."""
+    process = pytest.importorskip("transformers.generation.logits_process")
+    settings = SETTINGS[name]
+    if settings.get("top_k", 0) > vocab_size:
+        return
+    warpers = [
+        *([process.TemperatureLogitsWarper(settings["temperature"])] if "temperature" in settings else []),
+        *([process.TopKLogitsWarper(settings["top_k"])] if "top_k" in settings else []),
+        *([process.TopPLogitsWarper(settings["top_p"])] if "top_p" in settings else []),
+        *([process.MinPLogitsWarper(settings["min_p"])] if "min_p" in settings else []),
+    ]
+    logits = torch.cat([rows_of(vocab_size)[:4], rows_of(vocab_size, torch.bfloat16)[:3].float()])
+    stock = logits
+    for warper in warpers:
+        stock = warper(None, stock)
+    got = backend("sample", logits.to(backend.device), num_samples=4, truncated_log_probs=True, seed=1, **settings)
+    tokens = got.tokens.cpu()
+    # Of equal tokens at the border of top-p stock keeps as many, but arbitrary ones.
+    scaled = logits.gather(1, tokens).double() / settings.get("temperature", 1.0)
+    expected = scaled - stock.double().logsumexp(1, keepdim=True)
+    # One token more or less shows, of any that weighs 1e-5 of what is kept; so little is within rounding of top-p.
+    torch.testing.assert_close(got.log_probs.cpu().double(), expected, rtol=0, atol=2e-5)
+
+
+def test_all_that_tie_with_the_kth_are_kept(backend):
+    logits = torch.zeros(1, 4000)
+    logits[0, 7] = 1.0
+    logits[0, 100:200] = 0.5
+    seed = torch.zeros(1, dtype=torch.int64, device=backend.device)
+    for k, kept in ((1, 1), (2, 101), (101, 101), (102, 4000), (3999, 4000)):
+        got = backend("sample", logits.to(backend.device), top_k=k, seed=seed, num_samples=1, truncated_log_probs=True)
+        weights = logits.double().exp().sort(descending=True).values[0, :kept]
+        token = int(got.tokens)
+        assert float(got.log_probs) == pytest.approx(float(logits[0, token] - weights.sum().log()), abs=1e-5)
+
+
+def test_masks(backend):
+    logits = rows_of(2000)[:4]
+    mask = random_mask(4, 2000, share=0.1)
+    mask[3] = False
+    mask[3, 1234] = True
+    seed = torch.arange(4)
+    for name in ("whole", "top_p", "usual", "min_p"):
+        expected = kept_weights(logits, SETTINGS[name], mask)
+        for given in (mask, packed(mask)):
+            got = backend(
+                "sample",
+                logits.to(backend.device),
+                mask=given.to(backend.device),
+                seed=seed.to(backend.device),
+                num_samples=30,
+                **SETTINGS[name],
+            )
+            check_draws(got.tokens.cpu(), uniforms(seed, 30), expected)
+            own = logits.masked_fill(~mask, -INF).log_softmax(-1).gather(1, got.tokens.cpu())
+            torch.testing.assert_close(got.log_probs.cpu(), own, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_log_probabilities(backend, name):
+    settings = SETTINGS[name]
+    logits = rows_of(700)[:8]
+    on_device = logits.to(backend.device)
+    got = backend("sample", on_device, seed=5, num_samples=6, logprobs=3, **settings)
+    own = logits.double().log_softmax(-1).gather(1, got.tokens.cpu())
+    torch.testing.assert_close(got.log_probs.cpu().double(), own, rtol=2e-6, atol=2e-6)
+    listed = backend("log_softmax_topk", on_device, 3)
+    assert torch.equal(got.topk.indices, listed.indices)
+    torch.testing.assert_close(got.topk.values, listed.values, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(got.topk.logsumexp, listed.logsumexp, rtol=2e-6, atol=2e-6)
+    truncated = backend("sample", on_device, seed=5, num_samples=6, truncated_log_probs=True, **settings)
+    assert torch.equal(got.tokens, truncated.tokens) and truncated.topk is None
+    weights = kept_weights(logits, settings)
+    expected = (weights.gather(1, got.tokens.cpu()) / weights.sum(1, keepdim=True)).log()
+    torch.testing.assert_close(truncated.log_probs.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["whole", "temperature", "top_p", "usual", "min_p"])
+@pytest.mark.parametrize("vocab_size", [6, 5000])
+def test_rows_without_a_distribution(backend, name, vocab_size):
+    rows = torch.randn(7, vocab_size, generator=torch.Generator().manual_seed(1))
+    rows[0, 3] = NAN
+    rows[1, 4] = INF
+    rows[2] = -INF
+    rows[3, 2], rows[3, 5] = NAN, INF
+    rows[4, 1] = rows[4, 4] = INF
+    rows[5] = NAN
+    mask = torch.ones(7, vocab_size, dtype=torch.bool)
+    mask[6] = False
+    got = backend(
+        "sample", rows.to(backend.device), mask=mask.to(backend.device), seed=0, num_samples=2, **SETTINGS[name]
+    )
+    assert got.tokens[:, 0].tolist() == got.tokens[:, 1].tolist() == [3, 4, 0, 2, 1, 0, 0]
+    assert bool(got.log_probs.isnan().all())
+    for settings in (SETTINGS[name], {"temperature": 0.0}):
+        again = backend(
+            "sample",
+            rows.to(backend.device),
+            mask=mask.to(backend.device),
+            seed=0,
+            truncated_log_probs=True,
+            **settings,
+        )
+        assert again.tokens[:, 0].tolist() == [3, 4, 0, 2, 1, 0, 0] and bool(again.log_probs.isnan().all())
+
+
+def test_greedy_rows(backend):
+    logits = rows_of(800).to(backend.device)
+    temperature = torch.ones(len(logits), dtype=torch.float32, device=backend.device)
+    temperature[::2] = 0
+    settings = {"temperature": temperature, "seed": 3, "num_samples": 4, "top_p": 0.95}
+    got = backend("sample", logits, **settings)
+    best = backend("log_softmax_topk", logits, 1)
+    assert bool((got.tokens[::2] == best.indices[::2]).all())
+    torch.testing.assert_close(got.log_probs[::2], best.values[::2].expand(-1, 4), rtol=2e-6, atol=2e-6)
+    truncated = backend("sample", logits, truncated_log_probs=True, **settings)
+    assert bool((truncated.log_probs[::2] == 0).all())
+    assert bool((got.tokens[1] != best.indices[1]).any())
+
+
+def test_a_row_draws_the_same_in_any_batch(backend):
+    logits = rows_of(3000, torch.bfloat16).to(backend.device)
+    seed = torch.arange(len(logits), device=backend.device)
+    for name in ("whole", "temperature", "usual", "top_p", "top_p_of_almost_all", "min_p"):
+        together = backend("sample", logits, seed=seed, num_samples=5, **SETTINGS[name])
+        for rows in ([3], [6, 2, 0], list(range(8, -1, -1)) * 9):
+            apart = backend("sample", logits[rows], seed=seed[rows], num_samples=5, **SETTINGS[name])
+            assert torch.equal(apart.tokens, together.tokens[rows])
+            assert torch.equal(apart.log_probs.view(torch.int32), together.log_probs[rows].view(torch.int32))
+
+
+def test_a_row_draws_the_same_on_any_number_of_threads(cpu, threads):
+    logits = rows_of(100_000, torch.bfloat16)[[0, 3, 4]]
+    logits[2, 77_777] = NAN
+    for name in ("whole", "temperature", "usual", "top_p", "min_p"):
+        drawn = []
+        for count in (1, 2, 5):
+            threads(count)
+            drawn.append(cpu("sample", logits, seed=torch.arange(3), num_samples=5, logprobs=2, **SETTINGS[name]))
+        for other in drawn[1:]:
+            assert torch.equal(other.tokens, drawn[0].tokens) and torch.equal(other.topk.indices, drawn[0].topk.indices)
+            assert torch.equal(other.log_probs.view(torch.int32), drawn[0].log_probs.view(torch.int32))
+
+
+def test_seeds_counters_and_streams(backend):
+    logits = torch.zeros(3, 10_000, device=backend.device)
+    same = backend("sample", logits, seed=torch.tensor([4, 4, 5], device=backend.device), num_samples=8).tokens
+    assert torch.equal(same[0], same[1]) and not torch.equal(same[0], same[2])
+    # Of one seed for all, the rows are told apart.
+    one = backend("sample", logits, seed=4, num_samples=8).tokens
+    assert torch.equal(one[0], same[0]) and not torch.equal(one[0], one[1])
+    assert torch.equal(one, backend("sample", logits, seed=4, num_samples=8).tokens)
+    later = backend("sample", logits, seed=4, counter=1, num_samples=8).tokens
+    assert not torch.equal(one, later)
+    each = backend("sample", logits, seed=4, counter=torch.tensor([0, 1, 0], device=backend.device)).tokens
+    assert torch.equal(each[:, 0], torch.stack([one[0, 0], later[1, 0], one[2, 0]]))
+    far = backend("sample", logits, seed=-(2**63), counter=2**63 - 1, num_samples=8).tokens
+    assert not torch.equal(far, one)
+
+
+def test_generators_are_advanced(backend):
+    logits = torch.zeros(3, 10_000, device=backend.device)
+
+    def draws(generator):
+        return [backend("sample", logits, generator=generator, num_samples=2).tokens for _ in range(2)]
+
+    first, second = draws(torch.Generator(backend.device).manual_seed(1))
+    assert not torch.equal(first, second)
+    again, _ = draws(torch.Generator(backend.device).manual_seed(1))
+    assert torch.equal(first, again)
+    torch.manual_seed(1)
+    by_default, then = draws(None)
+    assert torch.equal(first, by_default) and torch.equal(second, then)
+    assert len(set(first.flatten().tolist())) == 6
+
+
+def test_shapes_strides_and_empty_batches(backend):
+    logits = random_logits(2, 3, 80).to(backend.device)
+    seed = torch.arange(6, device=backend.device).view(2, 3)
+    flat = backend("sample", logits.view(6, 80), seed=seed.view(6), num_samples=2, top_k=7, logprobs=2)
+    for given in (logits, torch.cat([logits, logits], -1)[..., :80], logits.mT.contiguous().mT):
+        got = backend("sample", given, seed=seed, num_samples=2, top_k=7, logprobs=2)
+        assert got.tokens.shape == (2, 3, 2) and got.topk.values.shape == (2, 3, 2)
+        assert torch.equal(got.tokens.view(6, 2), flat.tokens) and torch.equal(got.log_probs.view(6, 2), flat.log_probs)
+        assert torch.equal(got.topk.indices.view(6, 2), flat.topk.indices) and got.topk.logsumexp.shape == (2, 3)
+    one = backend("sample", logits[0, 0], seed=seed[0, 0], num_samples=2, top_k=7)
+    assert torch.equal(one.tokens, flat.tokens[0]) and one.tokens.shape == (2,)
+    none = backend("sample", logits[:0], logprobs=4)
+    assert none.tokens.shape == (0, 3, 1) and none.topk.indices.shape == (0, 3, 4)
+
+
+def test_float64_logits_have_float64_log_probabilities():
+    logits = random_logits(2, 50).double().requires_grad_()
+    got = fused_topk.sample(logits, seed=0, logprobs=2)
+    assert got.log_probs.dtype == got.topk.values.dtype == torch.float64 and not got.log_probs.requires_grad
+
+
+def test_compiled_and_fake(backend):
+    logits = random_logits(3, 500).to(backend.device)
+    seed = torch.arange(3, device=backend.device)
+
+    def step(logits, seed):
+        return backend("sample", logits, top_k=20, top_p=0.9, seed=seed, logprobs=2)
+
+    expected, got = step(logits, seed), torch.compile(step, fullgraph=True, backend="eager")(logits, seed)
+    assert torch.equal(expected.tokens, got.tokens) and torch.equal(expected.log_probs, got.log_probs)
+    assert torch.equal(expected.topk.indices, got.topk.indices)
+    arguments = (logits, 1.0, None, 5, None, 0.9, None, 0.0, None, None, 0, seed, 0, None, 2, 1, False, backend.name)
+    torch.library.opcheck(torch.ops.fused_topk.sample.default, arguments)
+
+
+def test_a_graph_draws_anew_at_each_replay(cuda):
+    """And nothing waits for the GPU, also where more is kept than is listed."""
+    logits = rows_of(9001).cuda()
+    seed = torch.arange(len(logits), device="cuda")
+    temperature = torch.ones(len(logits), device="cuda")
+    settings = {"temperature": temperature, "top_p": 0.99, "num_samples": 4}
+    expected = cuda("sample", logits, seed=seed, **settings).tokens
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        drawn = cuda("sample", logits, **settings).tokens
+        named = cuda("sample", logits, seed=seed, **settings).tokens
+    replayed = []
+    for _ in range(2):
+        graph.replay()
+        replayed.append(drawn.clone())
+        assert torch.equal(named, expected)
+    assert not torch.equal(*replayed)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cuda("sample", logits, **settings)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"temperature": -1.0}, ValueError, "`temperature` must satisfy"),
+        ({"temperature": NAN}, ValueError, "or be 0"),
+        ({"temperature": torch.tensor([1.0, -1.0])}, ValueError, "in every row, got -1.0"),
+        ({"temperature": torch.tensor([[1.0], [1.0]])}, ValueError, "one number a row"),
+        ({"temperature": torch.tensor([1, 1])}, TypeError, "floating-point tensor"),
+        ({"top_k": -1}, ValueError, "`top_k` must satisfy 0 <= top_k"),
+        ({"top_k": 2.0}, TypeError, "`top_k` must be an int"),
+        ({"top_k": torch.tensor([1.0, 2.0])}, TypeError, "integer tensor"),
+        ({"top_p": 1.5}, ValueError, "`top_p` must satisfy 0 <= top_p <= 1"),
+        ({"min_p": True}, TypeError, "`min_p` must be a number"),
+        ({"min_p": torch.tensor([0.5, NAN])}, ValueError, "in every row, got nan"),
+        ({"seed": 2**63}, ValueError, "`seed`"),
+        ({"seed": 1, "generator": torch.Generator()}, ValueError, "leave one out"),
+        ({"counter": 1}, ValueError, "without a `seed`"),
+        ({"generator": 3}, TypeError, "an int is a `seed`"),
+        ({"num_samples": 0}, ValueError, "`num_samples` must satisfy 1 <="),
+        ({"logprobs": -1}, ValueError, "`logprobs`"),
+        ({"logprobs": 11}, ValueError, "<= 10"),
+        ({"truncated_log_probs": 1}, TypeError, "must be a bool"),
+        ({"mask": torch.ones(3, dtype=torch.bool)}, ValueError, "broadcast"),
+        ({"backend": "gpu"}, ValueError, "`backend`"),
+    ],
+)
+def test_errors_name_the_argument_and_the_remedy(arguments, error, message):
+    before = torch.random.get_rng_state()
+    with pytest.raises(error, match=message):
+        fused_topk.sample(torch.zeros(2, 10), **arguments)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+# The numbers themselves.
+
+
+def test_philox_gives_the_published_answers():
+    """The known answers of Random123 (kat_vectors, philox4x32 10)."""
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+    ones = 0xFFFFFFFF
+    for counter, key, answer in (
+        ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((ones,) * 4, (ones,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (*pi, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ):
+        words = philox.words(tuple(map(torch.tensor, key)), tuple(map(torch.tensor, counter)))
+        assert tuple(map(int, words)) == answer
+
+
+def test_numbers_are_never_0_or_1(monkeypatch):
+    for bits, expected in ((0, 2.0**-53), (0xFFFFFFFF, 1 - 2.0**-53)):
+        word = torch.full((1, 1), bits)
+        monkeypatch.setattr(philox, "words", lambda key, counter, word=word: (word,) * 4)
+        assert float(philox.uniforms(word, word, word, 1, torch.float64)) == expected
+
+
+def chi_square_tail(statistic: float, degrees: int) -> float:
+    return float(torch.special.gammaincc(torch.tensor(degrees / 2).double(), torch.tensor(statistic / 2).double()))
+
+
+@pytest.mark.parametrize("varied", ["seed", "counter", "sample", "stream"])
+def test_numbers_are_uniform_and_independent(varied):
+    """Whatever part of the name is counted up: Kolmogorov-Smirnov, and pairs of neighbours in a grid (chi-square)."""
+    n = 1 << 20
+    count = torch.arange(n).unsqueeze(1)
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    if varied == "sample":
+        u = philox.uniforms(zero, zero, zero, n, torch.float64).flatten()
+    else:
+        name = {part: count if part == varied else zero for part in ("seed", "counter", "stream")}
+        u = philox.uniforms(name["seed"], name["counter"], name["stream"], 1, torch.float64).flatten()
+    assert len(u.unique()) == n
+    # Exceeded by 1 in 10^5 uniform samples: 2 exp(-2 x^2) = 10^-5 at x = 2.47.
+    distance = (u.sort().values - (torch.arange(n) + 0.5) / n).abs().max() + 0.5 / n
+    assert float(distance) * math.sqrt(n) < 2.47
+    for lag in (1, 2, 32):
+        cell = (u * 32).long()
+        pairs = (cell[:-lag] * 32 + cell[lag:]).bincount(minlength=1024).double()
+        expected = (n - lag) / 1024
+        assert chi_square_tail(float(((pairs - expected) ** 2 / expected).sum()), 1023) > 1e-5
+        correlation = torch.corrcoef(torch.stack([u[:-lag], u[lag:]]))[0, 1]
+        # Of n independent pairs: normal, of deviation 1 / sqrt(n).
+        assert abs(float(correlation)) * math.sqrt(n) < 4.5
+
+
+@pytest.mark.exhaustive
+def test_names_of_many_tokens_do_not_repeat():
+    """The counter has 64 bits, the sample 31 and the row's number 31: distinct names are distinct inputs of a bijection, so the
+    128 bits of their output differ. Of 2^24 in a row, the first 64 bits are seen to."""
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    for start in (0, 2**32 - 2**23):
+        counter = start + torch.arange(1 << 24).unsqueeze(1)
+        assert len(philox.uniforms(zero, counter, zero, 1, torch.float64).unique()) == 1 << 24
+
+
+# The draws as a whole.
+
+
+@pytest.mark.parametrize("name", ["whole", "temperature", "usual", "top_p", "min_p", "all"])
+def test_frequencies(backend, name):
+    """Chi-square of many draws against the exact probabilities; tokens of fewer than 5 expected draws count together."""
+    draws = 40_000
+    logits = rows_of(400)[:6]
+    weights = kept_weights(logits, SETTINGS[name])
+    got = backend("sample", logits.to(backend.device), seed=11, num_samples=draws, **SETTINGS[name]).tokens.cpu()
+    assert_likely(got, weights, draws)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["whole", "usual", "top_p"])
+def test_frequencies_to_a_percent(backend, name):
+    """16 million draws: of a token with 1 %, a distortion by 1 % is four standard deviations."""
+    draws = 1 << 24
+    logits = rows_of(200)[:1]
+    weights = kept_weights(logits, SETTINGS[name])
+    seed = torch.arange(64, device=backend.device)
+    got = backend(
+        "sample", logits.to(backend.device).expand(64, -1), seed=seed, num_samples=draws // 64, **SETTINGS[name]
+    )
+    assert_likely(got.tokens.cpu().view(1, -1), weights, draws)
+
+
+def assert_likely(tokens: Tensor, weights: Tensor, draws: int) -> None:
+    """False alarms: 1 in 10^5 rows."""
+    for row in range(len(tokens)):
+        expected = weights[row] / weights[row].sum() * draws
+        counts = tokens[row].bincount(minlength=weights.shape[1]).double()
+        assert counts[expected == 0].sum() == 0
+        is_rare = expected < 5
+        counts = torch.cat([counts[~is_rare], counts[is_rare].sum()[None]])
+        expected = torch.cat([expected[~is_rare], expected[is_rare].sum()[None]])
+        counts, expected = counts[expected > 0], expected[expected > 0]
+        if len(expected) > 1:
+            statistic = float(((counts - expected) ** 2 / expected).sum())
+            assert chi_square_tail(statistic, len(expected) - 1) > 1e-5, f"row {row}"

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole steps on a GPU: CUDA graphs, their results by score, their memory, and what waits for the device."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+from decoding import inputs_for
+from fused_topk.generation import disable, fused_decoding, stats
+from fused_topk.generation.whole_step import entry, graphs, kept
+from whole_steps import encoder_decoder, family, source_for
+
+WAYS = {
+    "captured": functools.partial(fused_decoding, whole_step=True),
+    "compiled": functools.partial(fused_decoding, whole_step="compiled"),
+}
+MODELS = ["Llama", "Gemma2", "GPT2", "Mixtral", "Bart", "Marian", "M2M100", "Whisper"]
+BOTH = ("Bart", "Marian", "M2M100", "Whisper")
+
+
+def on_gpu(name, dtype=torch.float32, seed=1):
+    """A model of its own, and inputs of four sequences."""
+    made = encoder_decoder if name in BOTH else family
+    model = copy.deepcopy(made(name, seed)).to("cuda", dtype)
+    inputs = source_for(model, 4) if name in BOTH else inputs_for(model, 4, padding=2)
+    return model, {name: each.to("cuda") for name, each in inputs.items()}
+
+
+def rescored(model, inputs, found, beams, length_penalty=1.0):
+    """float32 [n]: the scores that the model by itself gives to the texts, read at once, without a cache."""
+    count = found.sequences.shape[0] // next(iter(inputs.values())).shape[0]
+    inputs = {name: each.repeat_interleave(count, 0) for name, each in inputs.items()}
+    texts, is_token = found.sequences, found.beam_indices >= 0
+    num_new = is_token.shape[1]
+    if "decoder_input_ids" in model.forward.__code__.co_varnames or model.config.is_encoder_decoder:
+        logits = model(**inputs, decoder_input_ids=texts, use_cache=False).logits
+    else:
+        mask = torch.cat([inputs["attention_mask"], inputs["attention_mask"].new_ones(len(texts), num_new)], 1)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = model(input_ids=texts, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    scores = logits[:, -num_new - 1 : -1].float().log_softmax(-1).gather(2, texts[:, -num_new:, None]).squeeze(2)
+    return (scores * is_token).sum(1) / is_token.sum(1) ** length_penalty
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_have_the_scores_that_are_reported_and_stocks_on_average(cuda, name, way):
+    for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 0.1)):
+        model, inputs = on_gpu(name, dtype)
+        options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 12, "do_sample": False}
+        options |= {"return_dict_in_generate": True, "output_scores": True}
+        with torch.no_grad():
+            stock = model.generate(**inputs, **options)
+        stats(reset=True)
+        with WAYS[way](model), torch.no_grad():
+            # Twice: captured, and replayed by a later call.
+            for _ in range(2):
+                found = model.generate(**inputs, **options)
+        steps = stats(reset=True)
+        assert steps.captured == steps.whole == steps.fused > 0, (steps.not_whole, steps.not_compiled)
+        assert (steps.compiled > 0) == (way == "compiled")
+        if name != "Whisper":
+            # Whisper's scores are those of its processors.
+            with torch.no_grad():
+                expected = rescored(model, inputs, found, 4)
+            torch.testing.assert_close(found.sequences_scores, expected, rtol=0, atol=tolerance)
+        assert found.sequences_scores.mean() >= stock.sequences_scores.mean() - tolerance
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_that_is_one_call_gives_what_single_operations_give(cuda, name, num_beams, monkeypatch):
+    model, inputs = on_gpu(name)
+    options = {"num_beams": num_beams, "max_new_tokens": 20, "do_sample": False}
+    with monkeypatch.context() as patch, WAYS["captured"](model):
+        patch.setattr(graphs, "are_for", lambda device: False)
+        expected = model.generate(**inputs, **options)
+    stats(reset=True)
+    with WAYS["captured"](model):
+        for _ in range(3):
+            assert torch.equal(model.generate(**inputs, **options), expected)
+    assert stats(reset=True).captured > 0
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_the_loop_does_not_wait(cuda, num_beams, monkeypatch):
+    model, inputs = on_gpu("Llama")
+    options = {"num_beams": num_beams, "max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    with WAYS["captured"](model):
+        model.generate(**inputs, **options)
+        advance = kept.Step.advance
+        goes_on = graphs.EndFlag.goes_on
+
+        def strict(function):
+            def run(*args):
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    return function(*args)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+
+            return run
+
+        monkeypatch.setattr(kept.Step, "advance", strict(advance))
+        monkeypatch.setattr(graphs.EndFlag, "goes_on", strict(goes_on))
+        stats(reset=True)
+        model.generate(**inputs, **options)
+        assert stats(reset=True).captured == 24
+
+
+def test_memory_beyond_the_weights_grows_with_the_prompt_once(cuda):
+    model, _ = on_gpu("Llama")
+    # Room for longer texts: the positions of this family are computed.
+    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 8, "eos_token_id": None}
+    store_bytes = []
+    for length in (64, 1024):
+        ids = torch.randint(8, 97, (4, length), device="cuda")
+        with WAYS["captured"](model):
+            model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+        step = list(entry._ready[model].store._kept.values())[-1]
+        store_bytes.append(step.decoder.num_bytes)
+    heads, dim, layers = 2, 8, 2
+    per_place = 4 * heads * dim * layers * 2 * 4
+    assert store_bytes[1] - store_bytes[0] == (1024 - 64) * per_place
+
+
+def test_graphs_are_dropped(cuda):
+    model, inputs = on_gpu("Llama")
+    from fused_topk.generation import enable
+
+    enable(model, whole_step=True)
+    model.generate(**inputs, num_beams=4, max_new_tokens=8, do_sample=False)
+    assert len(entry._ready[model].store) == 1
+    disable(model)
+    assert model not in entry._ready
+
+
+def test_other_threads_use_the_device_while_a_step_is_captured(cuda):
+    model, inputs = on_gpu("Llama")
+    options = {"max_new_tokens": 10, "do_sample": False}
+    expected = {beams: model.generate(**inputs, num_beams=beams, **options) for beams in (2, 3, 4, 5)}
+    is_over = threading.Event()
+
+    def work():
+        while not is_over.is_set():
+            torch.randn(1000, 1000, device="cuda").sum().item()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        stats(reset=True)
+        with WAYS["captured"](model):
+            for beams, of_stock in expected.items():
+                found = model.generate(**inputs, num_beams=beams, **options)
+                assert found.shape == of_stock.shape
+    finally:
+        is_over.set()
+        thread.join()
+    steps = stats(reset=True)
+    assert steps.captured == steps.whole > 0, steps.not_compiled
+
+
+def test_sampling_is_repeatable_and_captured(cuda):
+    model, inputs = on_gpu("Llama")
+    options = {"do_sample": True, "top_k": 20, "max_new_tokens": 12}
+    found = []
+    stats(reset=True)
+    with fused_decoding(model, sampling=True, whole_step=True):
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            found.append(model.generate(**inputs, **options))
+    steps = stats(reset=True)
+    assert steps.captured == steps.whole > 0, steps.not_compiled
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])

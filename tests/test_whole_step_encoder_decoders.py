@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole-step generate() of encoder-decoders against stock: their encoder's keys are kept once for all beams of a sequence."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+from transformers.modeling_outputs import BaseModelOutput
+
+from decoding import EOS, generate_both, one_thread, stock_gap, tiny  # noqa: F401
+from fused_topk.generation import stats
+from fused_topk.generation.whole_step import cache
+from whole_steps import ENCODER_DECODERS, assert_declined, assert_whole, encoder_decoder, source_for, swaps, whole
+
+
+@pytest.mark.parametrize("num_beams", [1, 3, 4, 8])
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_families(name, num_beams):
+    # Whisper's processors change scores, and beams give no scores of their texts without those of the steps.
+    options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 14, "output_scores": False}
+    crossed = compared = 0
+    for seed in range(8):
+        model = encoder_decoder(name, seed)
+        inputs = source_for(model)
+        # Of two candidates a rounding apart stock takes one in float32 and the other in float64.
+        if compared < 3 and stock_gap(model, inputs, **options) > 2e-5:
+            result = assert_whole(model, inputs, **options)
+            compared += 1
+            crossed += 0 if num_beams == 1 else swaps(result, num_beams)
+    assert compared == 3
+    assert num_beams == 1 or crossed >= 30
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 1},
+        {"max_length": 9, "max_new_tokens": None},
+        {"forced_bos_token_id": 9, "forced_eos_token_id": 5, "output_scores": False},
+        {"decoder_start_token_id": 11},
+        {"decoder_input_ids": torch.tensor([[2, 40, 41], [2, 30, 31], [2, 20, 21]])},
+        {"eos_token_id": [5, 6, 7, 40]},
+        {"min_new_tokens": 6, "output_scores": False},
+        {"repetition_penalty": 1.7, "output_scores": False},
+        {"encoder_repetition_penalty": 1.3, "encoder_no_repeat_ngram_size": 2, "output_scores": False},
+        {"no_repeat_ngram_size": 2, "output_scores": False},
+        {"bad_words_ids": [[7], [8, 9]], "output_scores": False},
+        {"output_logits": True, "output_scores": False},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options(options, num_beams):
+    assert_whole(encoder_decoder("Bart", 1), source_for(encoder_decoder("Bart")), num_beams=num_beams, **options)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_translation_begins_with_its_language(num_beams):
+    # As M2M100 and NLLB are asked: the first token is given, and in later ones it is a token like others.
+    model = encoder_decoder("M2M100", 2)
+    result = assert_whole(
+        model, source_for(model), num_beams=num_beams, forced_bos_token_id=33, output_scores=False, max_new_tokens=12
+    )
+    assert (result["sequences"][:, 1] == 33).all()
+
+
+def test_the_result_is_of_the_kind_of_stock():
+    model = encoder_decoder("Bart")
+    for beams in (1, 3):
+        stock, given, _ = generate_both(model, source_for(model), fused=whole, num_beams=beams)
+        assert type(given) is type(stock)
+
+
+def test_an_encoder_that_has_run_before():
+    model = encoder_decoder("Marian", 1)
+    inputs = source_for(model)
+    outputs = model.get_encoder()(**inputs)
+    options = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "attention_mask": inputs["attention_mask"]}
+
+    def again(**more):
+        # generate() changes what it is given.
+        return model.generate(encoder_outputs=BaseModelOutput(outputs.last_hidden_state), **options, **more)
+
+    stock, stock_processed = again(), again(renormalize_logits=True)
+    stats(reset=True)
+    with whole(model):
+        assert torch.equal(again(), stock)
+        assert stats(reset=True).whole
+        # A call that turns out not to be served begins anew.
+        declined = again(renormalize_logits=True)
+    assert torch.equal(declined, stock_processed)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_whispers_own_prompts_and_pieces(num_beams):
+    model = encoder_decoder("Whisper", 1)
+    inputs = source_for(model)
+    prompt = torch.tensor([3, 20, 21])
+    options = {"num_beams": num_beams, "max_new_tokens": 9, "output_scores": False, "return_dict_in_generate": False}
+    for extra in ({"decoder_input_ids": torch.tensor([[2, 40, 41]] * 3)}, {"prompt_ids": prompt}):
+        stock, given, steps = generate_both(model, inputs, fused=whole, **options, **extra)
+        assert torch.equal(stock, given)
+        assert steps.whole > 0 and steps.whole == steps.fused and not steps.not_whole
+
+
+def test_random_configurations():
+    choose = random.Random(26)
+    crossed = 0
+    for _ in range(25):
+        model = encoder_decoder(choose.choice(list(ENCODER_DECODERS)), choose.randrange(3))
+        beams = choose.choice([1, 2, 3, 5, 8])
+        length = choose.randint(1, 9)
+        inputs = source_for(model, choose.randint(1, 4), length, choose.randint(0, length - 1))
+        options = {
+            "num_beams": beams,
+            "num_return_sequences": choose.randint(1, beams),
+            "max_new_tokens": choose.randint(1, 18),
+            "eos_token_id": choose.choice([[EOS], choose.sample(range(5, 97), 9)]),
+            "output_scores": False,
+        }
+        if beams > 1:
+            options |= {
+                "length_penalty": choose.choice([-1.0, 0.0, 1.0, 2.0]),
+                "early_stopping": choose.choice([True, False, "never"]),
+            }
+        options |= choose.choice([{}, {}, {"repetition_penalty": 1.4}, {"no_repeat_ngram_size": 2}])
+        if stock_gap(model, inputs, **{**options, "output_scores": False}) > 2e-5:
+            result = assert_whole(model, inputs, **options)
+            crossed += 0 if beams == 1 else swaps(result, beams)
+    assert crossed > 60
+
+
+def test_keys_of_the_source_are_kept_once_for_all_beams(monkeypatch):
+    sizes = []
+    made = cache.SourceLayer.lazy_initialization
+    monkeypatch.setattr(
+        cache.SourceLayer,
+        "lazy_initialization",
+        lambda self, *states: (made(self, *states), sizes.append(self.keys.shape)),
+    )
+    model = copy.deepcopy(encoder_decoder("Bart"))
+    with whole(model):
+        model.generate(**source_for(model, batch=2, length=11), num_beams=5, max_new_tokens=7)
+    assert set(sizes[-2:]) == {torch.Size([2, 4, 11, 8])}
+
+
+def test_calls_that_are_not_served():
+    model = copy.deepcopy(encoder_decoder("Bart", 1))
+    inputs = source_for(model, batch=2)
+    padded = {
+        "decoder_input_ids": torch.tensor([[0, 2], [2, 40]]),
+        "decoder_attention_mask": torch.tensor([[0, 1], [1, 1]]),
+    }
+    assert_declined(model, "decoder_attention_mask with padding", inputs | padded, num_beams=3)
+    assert_declined(model, "output_attentions", inputs, num_beams=3, output_attentions=True)
+
+
+def test_t5_takes_the_old_path():
+    # Its attention adds a bias by distance, which ours does not know.
+    _, _, steps = generate_both(tiny("t5"), fused=whole, num_beams=3)
+    assert steps.whole == 0 and steps.fused > 0 and len(steps.not_whole) == 1
+
+
+def test_bfloat16():
+    for beams in (1, 4):
+        model = encoder_decoder("M2M100", dtype=torch.bfloat16)
+        options = {"num_beams": beams, "max_new_tokens": 8}
+        stock, given, steps = generate_both(model, source_for(model, batch=4), fused=whole, **options)
+        assert steps.whole and not steps.not_whole
+        if beams > 1:
+            assert given["sequences_scores"].mean() >= stock["sequences_scores"].mean() - 0.1
+
+
+def test_a_cache_that_has_been_used_is_not_replaced():
+    from fused_topk.generation import generate
+
+    model = encoder_decoder("Bart", 1)
+    inputs = source_for(model, padding=0)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    begun = model.generate(**inputs, **options, return_dict_in_generate=True)
+    name = "cache" if "cache" in begun else "past_key_values"
+    stats(reset=True)
+    model.generate(
+        **inputs,
+        **{**options, "decoder_input_ids": begun["sequences"], name: begun[name]},
+        custom_generate=generate,
+        whole_step=True,
+    )
+    assert stats(reset=True).not_whole == {"a cache that has been used": 1}

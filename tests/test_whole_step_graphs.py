@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captured whole steps, with a stand-in for the CUDA graph: the same calls on tensors that stay where they are.
+
+What the device does late is late here too. test_whole_step_cuda.py has the real thing.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+from decoding import assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
+from fused_topk.generation import fused_decoding, stats
+from fused_topk.generation.whole_step import entry, graphs, kept
+from whole_steps import TOLERANCE, family, swaps, whole
+
+OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
+
+
+class StandIn:
+    """Does again what a graph would replay, and writes to the same output."""
+
+    made = 0
+    replays = 0
+
+    def __init__(self, run, device):
+        for _ in range(3):
+            self.output = run()
+        self._run = run
+        self.num_bytes = 1000
+        StandIn.made += 1
+
+    def replay(self):
+        output = self._run()
+        if self.output is not None:
+            self.output.copy_(output)
+        StandIn.replays += 1
+
+
+class Event:
+    def synchronize(self):
+        pass
+
+
+# Tensors that the host reads without waiting for anybody, by address. Kept, so that no other gets it.
+ON_THE_HOST: dict[int, torch.Tensor] = {}
+
+
+def new_on_the_host():
+    copied = torch.empty((), dtype=torch.bool)
+    ON_THE_HOST[copied.data_ptr()] = copied
+    return Event(), copied
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    monkeypatch.setattr(graphs, "are_for", lambda device: True)
+    monkeypatch.setattr(graphs, "Graph", StandIn)
+    monkeypatch.setattr(graphs, "_new", new_on_the_host)
+    monkeypatch.setattr(graphs, "_record", lambda event, device: None)
+    monkeypatch.setattr(StandIn, "made", 0)
+    monkeypatch.setattr(StandIn, "replays", 0)
+
+
+@pytest.fixture(name="model")
+def own_model():
+    return copy.deepcopy(family("Llama"))
+
+
+def assert_captured(model, inputs, **options):
+    options = {**OPTIONS, **options}
+    stock, given, steps = generate_both(model, inputs, fused=whole, **options)
+    assert_same(stock, given, TOLERANCE)
+    assert not steps.not_whole and not steps.not_compiled, (steps.not_whole, steps.not_compiled)
+    assert steps.captured == steps.whole == steps.fused > 0 and steps.compiled == 0
+    return stock
+
+
+@pytest.mark.parametrize("num_beams", [1, 3, 4])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GPT2"])
+def test_captured_steps_give_the_stock_sequences(name, num_beams):
+    crossed = compared = 0
+    model = copy.deepcopy(family(name, 1))
+    for length, room in ((6, 12), (9, 16), (6, 3), (7, 12), (4, 15), (8, 14), (1, 1)):
+        inputs = inputs_for(model, 3, length, padding=min(2, length - 1))
+        options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": room}
+        # Of two candidates a rounding apart stock takes one in float32 and the other in float64.
+        if stock_gap(model, inputs, **{**OPTIONS, **options}) > 2e-5:
+            result = assert_captured(model, inputs, **options)
+            compared += 1
+            crossed += 0 if num_beams == 1 else swaps(result, num_beams)
+    assert compared >= 4
+    assert num_beams == 1 or crossed > 15
+    # All are of one shape.
+    assert StandIn.made == 1
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("length_penalty", [-1.0, 1.0])
+def test_steps_after_the_end_change_nothing(length_penalty, early_stopping, model):
+    lengths = set()
+    for ends in (list(range(5, 40)), list(range(5, 90)), [5]):
+        before = StandIn.replays
+        result = assert_captured(
+            model,
+            inputs_for(model, 4),
+            num_beams=3,
+            num_return_sequences=3,
+            max_new_tokens=14,
+            eos_token_id=ends,
+            early_stopping=early_stopping,
+            length_penalty=length_penalty,
+        )
+        steps = StandIn.replays - before + 1
+        longest = int((result["beam_indices"] >= 0).sum(1).max())
+        lengths.add(longest)
+        assert steps <= 14
+    assert len(lengths) > 1
+
+
+def test_what_runs_in_vain_is_counted_neither_as_steps_nor_as_tokens(model):
+    options = {**OPTIONS, "eos_token_id": list(range(5, 80)), "max_new_tokens": 30, "return_dict_in_generate": False}
+    _, given, steps = generate_both(model, inputs_for(model), fused=whole, **options)
+    assert given.shape[1] - 6 == steps.whole < 10
+    assert StandIn.replays == steps.whole - 1 + graphs.LATENESS
+
+
+def test_greedy_search_that_ends_early_and_not_at_all(model):
+    for ends in (list(range(5, 80)), [5], None):
+        assert_captured(model, inputs_for(model, 5), eos_token_id=ends, max_new_tokens=14)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.7},
+        {"no_repeat_ngram_size": 2, "min_new_tokens": 4},
+        {"output_scores": True},
+        {"output_logits": True, "eos_token_id": list(range(5, 80))},
+        {"output_scores": True, "repetition_penalty": 1.5, "eos_token_id": list(range(5, 80))},
+        {"renormalize_logits": True, "repetition_penalty": 1.5},
+        {"max_time": 60.0},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_calls_whose_choice_takes_more_capture_the_forward_pass(options, num_beams, model):
+    assert_captured(model, inputs_for(model, 3, padding=2), num_beams=num_beams, **options)
+    assert StandIn.made == 1 and StandIn.replays > 0
+
+
+def test_a_clock_ends_a_call(model, monkeypatch):
+    asked = []
+    monkeypatch.setattr(entry.Criteria, "have_clocks", property(lambda self: True))
+    ends = entry.Criteria.end_all
+    monkeypatch.setattr(
+        entry.Criteria,
+        "end_all",
+        lambda self, ids, length: asked.append(length) or length >= 11 or ends(self, ids, length),
+    )
+    for beams in (1, 3):
+        with whole(model):
+            found = model.generate(
+                **inputs_for(model), num_beams=beams, do_sample=False, eos_token_id=None, max_new_tokens=30
+            )
+        assert found.shape[1] == 11
+
+
+def test_what_is_captured_is_kept_and_dropped(model, monkeypatch):
+    monkeypatch.setattr(kept, "MAX_SHAPES", 2)
+    for beams in (2, 3, 4, 3):
+        assert_captured(model, inputs_for(model), num_beams=beams)
+    assert StandIn.made == 3
+    store = entry._ready[model].store
+    assert [shape.rules.beams for shape in store._kept] == [4, 3]
+    # A graph's own memory counts.
+    sizes = [step.num_bytes - step.decoder.num_bytes for step in store._kept.values()]
+    assert sizes == [1000, 1000]
+    entry.drop(model)
+    assert model not in entry._ready
+
+
+def test_a_capture_that_fails(model, monkeypatch):
+    def fail(run, device):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs, "Graph", fail)
+    for beams in (1, 3):
+        stock, given, steps = generate_both(model, fused=whole, num_beams=beams, **OPTIONS)
+        assert_same(stock, given, TOLERANCE)
+        assert steps.whole > 0 and steps.captured == 0
+        assert steps.not_compiled == {"what is to be captured raises RuntimeError": 1}
+
+
+def test_what_cannot_be_compiled_is_captured_all_the_same(model, monkeypatch):
+    def compile(function, **options):
+        def fail(*args):
+            raise OSError("no compiler")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", compile)
+    compiling = functools.partial(fused_decoding, whole_step="compiled")
+    stock, given, steps = generate_both(model, fused=compiling, num_beams=3, **OPTIONS)
+    assert_same(stock, given, TOLERANCE)
+    assert steps.captured == steps.whole > 0 and steps.compiled == 0
+    assert steps.not_compiled == {"what is to be compiled and captured raises OSError": 1}
+
+
+def test_a_step_for_longer_texts_serves_shorter_ones(model):
+    for room, made in ((40, 1), (20, 1), (12, 1), (8, 1), (60, 2), (50, 2)):
+        assert_captured(model, inputs_for(model), num_beams=3, max_new_tokens=room, early_stopping="never")
+        assert StandIn.made == made
+    # Not one for much longer texts: attention looks at places for all of them.
+    assert_captured(model, inputs_for(model, 3), num_beams=3, max_new_tokens=80, eos_token_id=None)
+    assert_captured(model, inputs_for(model, 3), num_beams=3, max_new_tokens=10)
+    assert StandIn.made == 4
+
+
+class Waits(TorchDispatchMode):
+    """Counts what a device would be waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.count += args[0].data_ptr() not in ON_THE_HOST
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_the_loop_waits_for_nothing_but_the_late_flag(num_beams, model):
+    waits = []
+    for room in (6, 12):
+        options = {"max_new_tokens": room, "eos_token_id": None, "num_beams": num_beams, "do_sample": False}
+        with whole(model):
+            model.generate(**inputs_for(model), **options)
+            stats(reset=True)
+            with Waits() as counted:
+                model.generate(**inputs_for(model), **options)
+        assert stats().captured == room
+        waits.append(counted.count)
+    assert waits[0] == waits[1]
+
+
+def test_calls_in_inference_mode_have_steps_of_their_own(model):
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_captured(model, inputs_for(model), num_beams=3)
+    assert StandIn.made == 2

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many beams: their new tokens are masked where they are few, and gathered where they are many."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+from decoding import inputs_for, one_thread, stock_gap  # noqa: F401
+from fused_topk.generation.whole_step import ancestry, kept
+from fused_topk.generation.whole_step.kept import Shape, Way, rounded_up
+from whole_steps import assert_whole, encoder_decoder, family, source_for, swaps
+
+
+@pytest.fixture(name="gathered")
+def always_gathered(monkeypatch):
+    monkeypatch.setattr(ancestry, "_LEAST_TO_GATHER", 2)
+    monkeypatch.setattr(ancestry, "_LEAST_SHARE", 0)
+
+
+@pytest.mark.parametrize("num_beams", [3, 8])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Gemma3", "Mistral", "GPT2", "Bart", "M2M100"])
+def test_gathered_tokens_give_the_stock_sequences(name, num_beams, gathered):
+    crossed = compared = 0
+    is_both = name in ("Bart", "M2M100")
+    options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 14}
+    for seed in range(6):
+        model = (encoder_decoder if is_both else family)(name, seed)
+        inputs = source_for(model) if is_both else inputs_for(model, batch=3, padding=3)
+        if compared < 2 and stock_gap(model, inputs, **options) > 2e-5:
+            crossed += swaps(assert_whole(model, inputs, **options), num_beams)
+            compared += 1
+    assert compared == 2 and crossed >= 15
+
+
+def test_the_cap_of_scores_where_tokens_are_gathered(gathered):
+    for attention in (None, "eager"):
+        assert_whole(family("Gemma2", attention=attention), num_beams=4, max_new_tokens=14)
+
+
+def test_the_choice():
+    # Recommender models: wide beams, few tokens.
+    assert not ancestry.gathers(1024, 512, 4)
+    assert not ancestry.gathers(1024, 128, 4)
+    # Ordinary beams, however long the texts.
+    assert not ancestry.gathers(32, 4, 4000)
+    assert ancestry.gathers(1024, 512, 64)
+    # Next to a long prompt the masked keys are few.
+    assert not ancestry.gathers(100_000, 512, 64)
+
+
+def test_few_tokens_of_many_beams_get_few_places():
+    assert [rounded_up(length, 4) for length in (1, 4, 5, 7, 9, 13, 17)] == [4, 4, 6, 8, 12, 16, 24]
+    model = family("Llama")
+    from fused_topk.generation.whole_step.beams import Rules
+    from fused_topk.generation.whole_step.decoder import Prompt, positions_of
+
+    ids = inputs_for(model)["input_ids"]
+    is_text = torch.ones_like(ids).bool()
+    prompt = Prompt(ids, is_text, positions_of(is_text), {}, 10)
+    for beams, room in ((kept._WIDE, 16), (kept._WIDE + 1, 4)):
+        rules = Rules(beams, 3, (), 1.0, False)
+        assert Shape.of(prompt, rules, Way(False, True)).rules.room == room
