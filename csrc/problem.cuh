@@ -26,8 +26,8 @@ __device__ __forceinline__ float inverse_of(float t) {
 // only.
 enum MaskUse : u32 { kNoMask = 0, kMaskBoth = 1, kMaskChoice = 2 };
 
-// What `values` holds. kState: logits too, and m and d of the row stand in place of its logsumexp. has_logits() tells both
-// by two bits, because some kernels have no register left for a second comparison.
+// What `values` holds. kState: logits too, and m and d of the row stand in place of its logsumexp. One
+// comparison of two bits tells both (has_logits).
 enum ValueKind : u32 { kLogits = 0, kProbabilities = 1, kLogProbabilities = 2, kState = 4 };
 __device__ __forceinline__ bool has_logits(u32 value_kind) { return (value_kind & 3) == kLogits; }
 

@@ -212,6 +212,17 @@ def compiled(rank: int, size: int) -> None:
     names = [str(node.target) for node in graphs[0].graph.nodes]
     assert len(graphs) == 1 and sum("all_gather" in name for name in names) == 2, names
 
+    def loss(x):
+        best = distributed.log_softmax_topk(x, 5)
+        return best.values.square().sum() + best.logsumexp.sum()
+
+    found = []
+    for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        x = own.clone().requires_grad_()
+        run(x).backward()
+        found.append(x.grad)
+    torch.testing.assert_close(found[1], found[0])
+
 
 def gradients(rank: int, size: int) -> None:
     """Of a loss that every process computes alike."""

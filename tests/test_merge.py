@@ -56,7 +56,7 @@ def assert_same_state(got: TopKState, want: TopKState, tolerance: float = 0.0) -
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("k", [1, 5, 40, 300])
+@pytest.mark.parametrize("k", [1, 40, 300])
 def test_merge_is_the_unsharded_call(backend, entry, dtype, cuts, k):
     """On all adversarial rows: NaN and infinities, ties across the parts, zeros of both signs."""
     rows = adversarial_rows(300, k, DTYPES[dtype])
@@ -69,7 +69,7 @@ def test_merge_is_the_unsharded_call(backend, entry, dtype, cuts, k):
 @pytest.mark.parametrize("normalize", ["allowed", "all", "topk"])
 @pytest.mark.parametrize("temperature", [None, 0.7, "rows"], ids=str)
 @pytest.mark.parametrize("kind", ["bool", "packed"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_merge_of_masked_parts(backend, cuts, normalize, temperature, kind, dtype):
     """A mask is cut where the parts are. Some rows allow a single part, fewer than k tokens, or nothing."""
     if kind == "packed" and cuts not in ("one", "at_words"):
