@@ -74,19 +74,19 @@ def call():
     return lambda entry, *args, **settings: getattr(fused_topk, entry)(*args, **settings)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("rows", "depth", "vocab_size", "k"), SHAPES)
-def test_linear_against_float64(backend, entry, dtype, with_bias, rows, depth, vocab_size, k):
+def test_linear_against_float64(backend, dtype, rows, depth, vocab_size, k):
     hidden, weight, bias = exact_head(rows, depth, vocab_size, DTYPES[dtype], backend.device)
-    check(backend, entry, hidden, weight, k, bias if with_bias else None)
+    for entry in ENTRIES:
+        check(backend, entry, hidden, weight, k)
+        check(backend, entry, hidden, weight, k, bias)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 @pytest.mark.parametrize("normalize", ["allowed", "all", "topk"])
 @pytest.mark.parametrize("mask_kind", ["none", "bool", "packed"])
-@pytest.mark.parametrize("tokens", [1024, 2048, 10**6])
+@pytest.mark.parametrize("tokens", [1024, 10**6])
 def test_linear_in_pieces(monkeypatch, call, dtype, normalize, mask_kind, tokens):
     """Masks are cut at the borders of pieces; k exceeds the last piece, and the first where tokens are few."""
     hidden, weight, bias = exact_head((2, 5), 24, 4133, ALL_DTYPES[dtype])
