@@ -11,7 +11,7 @@ namespace fused_topk {
 enum Method : u32 {
   kTileByTile = 0,
   kForMany = 1,    // tile by tile, for a large k
-  kInWindows = 2,  // a window of tiles at a time; an aligned row, without a mask, in parts of one tile
+  kInWindows = 2,  // a window of tiles at a time; a row without a mask, in parts of one tile
 };
 
 // What softmax_topk.cu is compiled for.
@@ -23,16 +23,17 @@ struct Policy {
 
 namespace policy {
 
-enum Gpu { kAnyGpu, kFrom80, k90 };                           // any; compute capability 8.0 and later; 9.0
-enum Rows { kAnyRows, kUnmasked, kPlain, kMaskedUnaligned };  // kPlain: aligned, without a mask
+enum Gpu { kAnyGpu, kFrom80, k90 };                                       // any; compute capability 8.0 and later; 9.0
+enum Rows { kAnyRows, kUnmasked, kPlain, kUnaligned, kMaskedUnaligned };  // kPlain: aligned, without a mask
 enum Bits { kAnyBits = 0, k16 = 16, k32 = 32 };
+enum Methods { kAnyMethod, kByTile, kByWindow, kNotForMany };
 
 struct Row {
   Gpu gpu;
   u32 least_warps, most_warps;  // of a group
   Rows rows;
-  Bits bits;             // of a logit
-  bool is_tile_by_tile;  // only for this method
+  Bits bits;  // of a logit
+  Methods methods;
   Policy policy;
 };
 
@@ -40,28 +41,36 @@ struct Row {
 // unaligned rows, need the registers. Beyond compute capability 9.0 these are the numbers for which no compiler spills.
 // clang-format off
 constexpr Row kTable[] = {
-    // GPU    group   rows              logits    by tile   warps ahead in place
+    // GPU    group   rows              logits    methods       warps ahead in place
     // 4 kB in place for each warp, so that 32 warps fit.
-    {k90,     1, 1,   kPlain,           k16,      false,    {32,  2,    true}},
-    {k90,     1, 1,   kPlain,           k32,      false,    {32,  1,    true}},
-    {k90,     1, 8,   kPlain,           kAnyBits, false,    {24,  2,    false}},
-    {k90,     1, 8,   kUnmasked,        k16,      false,    {24,  2,    false}},
-    {k90,     1, 8,   kAnyRows,         kAnyBits, false,    {16,  2,    false}},
-    {k90,     16, 16, kPlain,           kAnyBits, true,     {16,  2,    true}},
-    // For a large k, and in windows, shared memory has no room for tiles.
-    {k90,     16, 16, kPlain,           kAnyBits, false,    {16,  1,    false}},
-    {k90,     16, 16, kAnyRows,         k16,      false,    {16,  1,    false}},
-    {k90,     16, 16, kAnyRows,         k32,      false,    {16,  0,    false}},
-    {kFrom80, 1, 1,   kPlain,           k16,      false,    {24,  2,    true}},
-    {kFrom80, 1, 1,   kPlain,           k32,      false,    {24,  1,    true}},
-    {kAnyGpu, 1, 8,   kMaskedUnaligned, kAnyBits, false,    {8,   2,    false}},
-    {kAnyGpu, 1, 8,   kAnyRows,         kAnyBits, false,    {16,  2,    false}},
-    {kAnyGpu, 16, 16, kAnyRows,         kAnyBits, false,    {16,  0,    false}},
+    {k90,     1, 1,   kPlain,           k16,      kAnyMethod,   {32,  2,    true}},
+    {k90,     1, 1,   kPlain,           k32,      kAnyMethod,   {32,  1,    true}},
+    {k90,     1, 8,   kPlain,           kAnyBits, kAnyMethod,   {24,  2,    false}},
+    {k90,     1, 8,   kUnmasked,        k16,      kAnyMethod,   {24,  2,    false}},
+    {k90,     1, 8,   kAnyRows,         kAnyBits, kAnyMethod,   {16,  2,    false}},
+    {k90,     16, 16, kPlain,           kAnyBits, kByTile,      {16,  2,    true}},
+    {k90,     16, 16, kPlain,           kAnyBits, kAnyMethod,   {16,  1,    false}},
+    // What straddles two vectors is put together from shared memory: in registers, it would have to be there at once.
+    {k90,     16, 16, kUnmasked,        kAnyBits, kNotForMany,  {16,  2,    false}},
+    {k90,     16, 16, kAnyRows,         k16,      kAnyMethod,   {16,  1,    false}},
+    {k90,     16, 16, kAnyRows,         k32,      kAnyMethod,   {16,  0,    false}},
+    {kFrom80, 1, 1,   kPlain,           k16,      kAnyMethod,   {24,  2,    true}},
+    {kFrom80, 1, 1,   kPlain,           k32,      kAnyMethod,   {24,  1,    true}},
+    {kAnyGpu, 8, 8,   kUnaligned,       k16,      kByWindow,    {8,   2,    false}},
+    {kAnyGpu, 1, 8,   kMaskedUnaligned, kAnyBits, kAnyMethod,   {8,   2,    false}},
+    {kAnyGpu, 1, 8,   kAnyRows,         kAnyBits, kAnyMethod,   {16,  2,    false}},
+    {kAnyGpu, 16, 16, kAnyRows,         kAnyBits, kAnyMethod,   {16,  0,    false}},
 };
 // clang-format on
 
 constexpr bool fits(Gpu gpu) { return gpu == kAnyGpu || (gpu == k90 ? __CUDA_ARCH__ == 900 : __CUDA_ARCH__ >= 800); }
+constexpr bool fits(Methods methods, u32 method) {
+  if (methods == kByTile) return method == kTileByTile;
+  if (methods == kByWindow) return method == kInWindows;
+  return methods == kAnyMethod || method != kForMany;
+}
 constexpr bool fits(Rows rows, bool masked, bool aligned) {
+  if (rows == kUnaligned) return !aligned;
   if (rows == kMaskedUnaligned) return masked && !aligned;
   return rows == kAnyRows || (!masked && (aligned || rows == kUnmasked));
 }
@@ -73,7 +82,7 @@ constexpr Policy policy_of(u32 warps, u32 method, u32 bits, bool masked, bool al
   for (const policy::Row& row : policy::kTable) {
     if (policy::fits(row.gpu) && warps >= row.least_warps && warps <= row.most_warps &&
         policy::fits(row.rows, masked, aligned) && (row.bits == policy::kAnyBits || row.bits == bits) &&
-        (method == kTileByTile || !row.is_tile_by_tile))
+        policy::fits(row.methods, method))
       return row.policy;
   }
   return {};

@@ -83,6 +83,20 @@ __device__ __forceinline__ Vector straddle(const Vector& low, const Vector& high
   return out;
 }
 
+// The same of two vectors in shared memory, for a shift that the compiler knows: a multiple of 2.
+template <u32 SHIFT>
+__device__ __forceinline__ Vector straddle(const Vector* low) {
+  static_assert(SHIFT % 2 == 0 && SHIFT < 16);
+  if constexpr (SHIFT == 0) return *low;
+  const Vector a = low[0], b = low[1];
+  const u32 w[8] = {a.words[0], a.words[1], a.words[2], a.words[3], b.words[0], b.words[1], b.words[2], b.words[3]};
+  Vector out;
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i)
+    out.words[i] = SHIFT % 4 == 0 ? w[i + SHIFT / 4] : __funnelshift_r(w[i + SHIFT / 4], w[i + SHIFT / 4 + 1], 16);
+  return out;
+}
+
 // How a mask stores which tokens are allowed.
 enum MaskKind : u32 { kMaskBytes = 0, kMaskBits = 1 };
 
@@ -191,8 +205,10 @@ class TileStream {
   static_assert(!IN_PLACE || ALIGNED, "what straddles two vectors is put together in registers");
   // An unaligned row's vector straddles two vectors of memory.
   static constexpr u32 kSlotVectors = kWarpSize * VECTORS + (ALIGNED ? 0 : 1);
+  // From slot to slot. Copies to a multiple of 128 bytes are the quickest.
+  static constexpr u32 kSlotStride = kWarpSize * VECTORS + (ALIGNED ? 0 : 8);
   // The vectors of shared memory that each warp needs.
-  static constexpr u32 kWarpVectors = kInBackground ? kAhead * kSlotVectors : 0;
+  static constexpr u32 kWarpVectors = kInBackground ? kAhead * kSlotStride : 0;
 
   // row: [V]; slots: [kWarpVectors], the warp's own
   __device__ __forceinline__ TileStream(const Bits* row, u32 V, Vector* slots)
@@ -248,10 +264,12 @@ class TileStream {
           const u32 first = tile * RowTile::kElements + i * FORMAT::kPerVector;
           if (is_whole(first)) {
             copy_async(slots_ + slot_ + i, address(first));
-          } else {
-            slots_[slot_ + i] = load_edge(first - before_);
+          } else if (is_outside(first)) {
+            slots_[slot_ + i] = nothing();
           }
         }
+        // After the copies, which need not wait for these loads.
+        store_ends(tile);
       }
       commit_copies();
       to_next_slot();
@@ -259,7 +277,7 @@ class TileStream {
   }
   // Frees the slot of the tile taken last. request() does so too; call this one if no tile is left to request.
   __device__ __forceinline__ void to_next_slot() {
-    if (kAhead == 2) slot_ = kSlotVectors - slot_;
+    if (kAhead == 2) slot_ = kSlotStride - slot_;
   }
 
   // Takes the oldest requested tile. is_last: no other tile is in flight.
@@ -273,11 +291,14 @@ class TileStream {
       }
       // Waits for the other lanes' copies too.
       __syncwarp();
+      Vector* const own = slots_ + slot_ + lane_id();
       if constexpr (kInPlace) {
-        tile.place = slots_ + slot_ + lane_id();
+        tile.place = own;
       } else {
+        with_shift([&](auto shift) {
 #pragma unroll
-        for (u32 u = 0; u < VECTORS; ++u) tile.vectors[u] = vector_of_slot(u);
+          for (u32 u = 0; u < VECTORS; ++u) tile.vectors[u] = straddle<shift.value>(own + u * kWarpSize);
+        });
       }
     } else if constexpr (kToRegisters) {
 #pragma unroll
@@ -296,7 +317,7 @@ class TileStream {
   // kInBackground: element u * n + e of a lane, of the tile taken last: element e of its vector u.
   __device__ __forceinline__ Bits element_of_lane(u32 lane, u32 number) const {
     constexpr u32 n = FORMAT::kPerVector;
-    return reinterpret_cast<const Bits*>(slots_ + slot_)[before_ + (number / n * kWarpSize + lane) * n + number % n];
+    return slot_elements()[(number / n * kWarpSize + lane) * n + number % n];
   }
   // One of the lane's vectors, or one logit, of the tile taken last.
   __device__ __forceinline__ Vector vector_again(const RowTile& tile, u32 u) const {
@@ -304,11 +325,36 @@ class TileStream {
   }
   __device__ __forceinline__ Bits logit_again(u32 index, const RowTile& tile) const {
     if constexpr (!kInBackground) return raw_logit(index);
-    return reinterpret_cast<const Bits*>(slots_ + slot_)[before_ + index - tile.first];
+    return slot_elements()[index - tile.first];
   }
 
  private:
-  // Whether a vector lies within the row. `first` counts from `address`, so it includes `before_`.
+  template <u32 VALUE>
+  struct Constant {
+    static constexpr u32 value = VALUE;
+  };
+
+  // Calls use(Constant) with the row's distance from a multiple of 16 bytes. The compiler then knows which words of two
+  // vectors make one.
+  template <u32 LEAST = 0, u32 COUNT = ALIGNED ? 1 : FORMAT::kPerVector, class USE>
+  __device__ __forceinline__ void with_shift(USE use) const {
+    if constexpr (COUNT == 1) {
+      use(Constant<LEAST * u32(sizeof(Bits))>());
+    } else if (before_ < LEAST + COUNT / 2) {
+      with_shift<LEAST, COUNT / 2>(use);
+    } else {
+      with_shift<LEAST + COUNT / 2, COUNT / 2>(use);
+    }
+  }
+
+  // The elements of the tile taken last, from its first token on.
+  __device__ __forceinline__ const Bits* slot_elements() const {
+    return reinterpret_cast<const Bits*>(slots_ + slot_) + before_;
+  }
+
+  // Whether no element of a vector lies within the row. `first` counts from `address`, so it includes `before_`.
+  __device__ __forceinline__ bool is_outside(u32 first) const { return first >= V_ + before_; }
+  // Whether a vector lies within the row.
   __device__ __forceinline__ bool is_whole(u32 first) const {
     return first >= before_ && first < V_ + before_ && V_ + before_ - first >= FORMAT::kPerVector;
   }
@@ -361,6 +407,15 @@ class TileStream {
 #pragma unroll
     for (u32 u = 0; u < VECTORS; ++u)
       if (own + u * kWarpSize * FORMAT::kPerVector == V_ - rest) store(u, end);
+  }
+  // Stores, in the tile's slot, the vectors that lie partly within the row: its first one and its last one.
+  __device__ __forceinline__ void store_ends(u32 tile) const {
+    constexpr u32 n = FORMAT::kPerVector;
+    const u32 end = V_ + before_;
+    const bool is_end = lane_id() == 0 ? before_ != 0 : lane_id() == 1 && end % n != 0;
+    const u32 number = lane_id() == 0 ? 0 : end / n;
+    const u32 i = number - tile * (RowTile::kElements / n);
+    if (is_end && i < kSlotVectors) slots_[slot_ + i] = load_edge(number * n - before_);
   }
   // Loads a vector element by element, with -inf outside the row. `first` may be negative, modulo 2^32.
   __device__ __forceinline__ Vector load_edge(u32 first) const {

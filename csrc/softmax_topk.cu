@@ -49,11 +49,11 @@ struct ScanOf {
   static constexpr u32 kResidentBlocks = kPolicy.resident_warps / (WARPS == 1 ? 4 : WARPS);
   using Type = RowScan<FORMAT, VECTORS, ALIGNED, MASK, kPolicy.tiles_ahead, kPolicy.in_place, METHOD == kForMany>;
 };
-template <class FORMAT, u32 WARPS, u32 VECTORS>
-struct ScanOf<FORMAT, WARPS, kInWindows, VECTORS, true, kNoMask> {
-  static constexpr Policy kPolicy = policy_of(WARPS, kInWindows, 8 * sizeof(typename FORMAT::Bits), false, true);
+template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED>
+struct ScanOf<FORMAT, WARPS, kInWindows, VECTORS, ALIGNED, kNoMask> {
+  static constexpr Policy kPolicy = policy_of(WARPS, kInWindows, 8 * sizeof(typename FORMAT::Bits), false, ALIGNED);
   static constexpr u32 kResidentBlocks = kPolicy.resident_warps / WARPS;
-  using Type = WindowScan<FORMAT, WARPS, VECTORS, kPolicy.tiles_ahead, window_tiles(WARPS)>;
+  using Type = WindowScan<FORMAT, WARPS, VECTORS, ALIGNED, kPolicy.tiles_ahead, window_tiles(WARPS)>;
 };
 
 // A split's share of a row: parts [first_part, last_part), and how many of the k best it may have.

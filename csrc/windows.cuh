@@ -22,10 +22,10 @@ struct WindowShared {
 };
 
 // WARPS: the group's warps, which is the distance between two tiles of a warp. A part has one tile.
-template <class FORMAT, u32 WARPS, u32 VECTORS, u32 AHEAD, u32 WINDOW>
+template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED, u32 AHEAD, u32 WINDOW>
 class WindowScan {
  public:
-  using Reader = TileReader<FORMAT, VECTORS, true, kNoMask, AHEAD, false>;
+  using Reader = TileReader<FORMAT, VECTORS, ALIGNED, kNoMask, AHEAD, false>;
   using Stream = typename Reader::Stream;
   using RowTile = typename Reader::RowTile;
   using Selector = TileSelector<Reader, false>;

@@ -95,8 +95,8 @@ def bench(
     suite: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: decode, paper, routing, long, k, beams, softmax, distributions, cpu, or all; or linear "
-            "alone; or distributed alone, under torchrun."
+            help="Comma-separated: decode, paper, routing, long, k, beams, softmax, distributions, unaligned, cpu, or all; or "
+            "linear alone; or distributed alone, under torchrun."
         ),
     ] = "",
     device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu; by default a GPU where there is one.")] = "",
@@ -222,7 +222,9 @@ def sweep(
 def counters(
     suite: Annotated[
         str,
-        typer.Option(help="Comma-separated: decode, paper, routing, long, k, beams, softmax, distributions, or all."),
+        typer.Option(
+            help="Comma-separated: decode, paper, routing, long, k, beams, softmax, distributions, unaligned, or all."
+        ),
     ] = "decode",
     device: _Gpu = "cuda",
     rows: _Rows = "",

@@ -94,6 +94,15 @@ def test_distributions_are_timed_after_the_normal_one_they_are_held_against():
             assert case.target == Target(2.5, "normal")
 
 
+def test_unaligned_rows_are_timed_after_the_aligned_ones_they_are_held_against():
+    cases = suites.SUITES["unaligned"]
+    for aligned, unaligned in zip(cases[::2], cases[1::2], strict=True):
+        assert unaligned._replace(vocab=unaligned.aligned_vocab, target=None) == aligned
+        assert aligned.vocab * inputs.DTYPES[aligned.dtype].itemsize % 128 == 0
+        assert unaligned.vocab * inputs.DTYPES[unaligned.dtype].itemsize % 16 != 0
+        assert unaligned.target == Target(1.08, "aligned")
+
+
 def test_distributions_are_timed_of_every_kernel_that_an_h200_chooses():
     """Of aligned rows without a mask: each regime, and each way to make candidates of its tiles."""
 
@@ -321,6 +330,16 @@ def test_run_holds_a_distribution_against_normal_logits():
     (first,), (second,) = runner.run([("distributions", normal), ("distributions", equal)], SETTINGS)
     assert first.target_us is None
     assert second.target_us == pytest.approx(2.5 * first.fused.median)
+
+
+def test_run_holds_unaligned_rows_against_aligned_ones():
+    aligned = Case(4, 512, 5, "fp32")
+    unaligned = aligned._replace(vocab=501, target=Target(1.08, "aligned"))
+    (first,), (second,) = runner.run([("unaligned", aligned), ("unaligned", unaligned)], SETTINGS)
+    assert first.target_us is None
+    assert second.target_us == pytest.approx(1.08 * first.fused.median)
+    ((alone,),) = runner.run([("unaligned", unaligned)], SETTINGS)
+    assert alone.target_us is None
 
 
 def test_run_gives_no_time_to_a_wrong_answer(monkeypatch):

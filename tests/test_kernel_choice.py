@@ -188,7 +188,7 @@ def test_a_large_k_has_kernels_of_its_own():
 
 
 def test_three_tiles_of_a_warp_are_read_in_windows():
-    """Of 16-bit logits, in aligned rows without a mask."""
+    """Of 16-bit logits, in rows without a mask."""
     by_tile, in_windows = Method.TILE_BY_TILE, Method.IN_WINDOWS
     for warps, splits in ((8, 1), (16, 1), (16, 3)):
         for parts, want in ((2 * warps * splits, by_tile), (2 * warps * splits + 1, in_windows)):
@@ -214,16 +214,20 @@ def test_choose_covers_the_row():
 
 def test_choose_fits_the_machine():
     """Dynamic and static shared memory within the 99 KiB that a block gets on any hardware since compute capability 8.0:
-    tiles, windows of them, and the states of at most 1024 parts. 16 warps keep tiles in place only where a block gets 227."""
+    tiles, windows of them, and the states of at most 1024 parts. The tiles of 16 warps are there only where a block gets 227."""
     for problem in problems():
         choice = choose(*problem)
         states = 8 * 1024 if choice.splits == 1 or choice.warps == 1 else 0
-        for is_plain in (True, False):
-            method = choice.method(problem[2], problem[3], is_plain)
-            is_in_place = is_plain and choice.warps > 8 and method == Method.TILE_BY_TILE
-            shared_bytes = choice.shared_bytes(method, is_plain)
-            assert shared_bytes <= (128 if is_in_place else 64) * 1024 + 256 + states, (problem, choice)
-            most = 227 if is_in_place else 99
+        for is_aligned, is_unmasked in itertools.product((True, False), repeat=2):
+            method = choice.method(problem[2], problem[3], is_unmasked)
+            by_tile = method == Method.TILE_BY_TILE
+            has_room = (
+                choice.warps > 8 and is_unmasked and (by_tile or (method == Method.IN_WINDOWS and not is_aligned))
+            )
+            straddles = 0 if is_aligned else 32 * 128
+            shared_bytes = choice.shared_bytes(method, is_aligned, is_unmasked)
+            assert shared_bytes <= (128 if has_room else 64) * 1024 + straddles + states, (problem, choice)
+            most = 227 if has_room else 99
             assert shared_bytes + most_static_bytes(choice.warps, method) <= most << 10, (problem, choice)
         assert choice.threads <= 1024 and choice.threads % LANES == 0
         assert 1 <= choice.splits <= choice.parts, (problem, choice)
@@ -237,7 +241,7 @@ def test_32_warps_with_a_row_each_fit_on_a_multiprocessor():
     for problem in problems():
         choice = choose(*problem)
         if choice.warps == 1 and not choice.lanes:
-            block = choice.shared_bytes(Method.TILE_BY_TILE, is_plain=True) + most_static_bytes(1, Method.TILE_BY_TILE)
+            block = choice.shared_bytes(Method.TILE_BY_TILE, True, True) + most_static_bytes(1, Method.TILE_BY_TILE)
             assert 32 * 32 // choice.threads * (block + 1024) <= 228 << 10, (problem, choice)
 
 
@@ -292,15 +296,15 @@ def asked_kernels():
     variants = {}
     for problem in problems():
         choice = choose(*problem)
-        for is_plain in (True, False):
-            method = choice.method(problem[2], problem[3], is_plain)
-            variants[problem[3], choice.warps, method, choice.vectors, choice.kernel, is_plain] = choice
+        for is_unmasked in (True, False):
+            method = choice.method(problem[2], problem[3], is_unmasked)
+            variants[problem[3], choice.warps, method, choice.vectors, choice.kernel, is_unmasked] = choice
     return {
         kernel_name(element, choice, method, aligned, mask)
-        for (itemsize, _, method, _, _, is_plain), choice in variants.items()
+        for (itemsize, _, method, _, _, is_unmasked), choice in variants.items()
         for element in elements[itemsize]
         for aligned, mask in itertools.product((True, False), (0, 1, 2))
-        if (aligned and mask == 0) == is_plain
+        if (mask == 0) == is_unmasked
     }
 
 

@@ -86,6 +86,6 @@ def test_no_more_shared_memory_is_asked_for_than_there_is(monkeypatch):
         start(cuda, problem, empty_result(problem), choice=choice)
         return int(calls[-1][-1])
 
-    assert asked() == choice.shared_bytes(Method.TILE_BY_TILE, is_plain=True) > 60_000
+    assert asked() == choice.shared_bytes(Method.TILE_BY_TILE, True, True) > 60_000
     most[0, calls[-1][0]] = 60_000
     assert asked() == 60_000

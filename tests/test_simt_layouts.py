@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fused_topk import TopK
 from fused_topk.problem import FullRowProblem
-from oracle import DTYPES, check
-from rows import packed, random_logits, random_mask
+from oracle import DTYPES, assert_same, check
+from rows import NAN, packed, random_logits, random_mask, shifted
 from simt import build
 from simt.cases import Case, Laid
 from test_beam import check_beams
@@ -62,6 +63,49 @@ def test_beams(case):
     scores = random_logits(2, 3, seed=1)
     for view in (turned(scores.unsqueeze(-1))[..., 0], laid_out(scores, step=2), scores[:1].expand(2, 3)):
         check_beams(Laid(case), logits, view, case.k, mask=mask, temperature=temperature)
+
+
+# Rows that end at, before and behind a vector's end and a tile's; of a warp each, and for each number of warps tile by tile, in
+# windows and for a large k.
+ADDRESSES = [
+    *(Case(size, 9, "bf16", owner="many") for size in (257, 1023, 1024, 1025)),
+    *(Case(size, 9, "fp32", owner="many") for size in (257, 1023, 1024, 1025, 1027)),
+    Case(2049, 9, "fp16", owner="many", mask="bool"),
+]
+MORE_ADDRESSES = [
+    *(Case(size, 9, "bf16", owner="many") for size in (*range(1018, 1023), *range(1026, 1034), 2047, 2048, 2049)),
+    *(Case(size, 9, "fp32", owner="many") for size in (1021, 1022, 1026, 1028, 2047, 2048, 2049)),
+    *(Case(4097, 40, dtype, owner="some", mask=mask) for dtype in DTYPES for mask in ("none", "packed")),
+    *(Case(8193, 40, dtype, splits=splits) for dtype in DTYPES for splits in (1, 2)),
+    *(Case(size, 20, "bf16", owner="some") for size in (17000, 17001)),
+    Case(17001, 20, "fp16", owner="some"),
+    *(Case(33001, 8, dtype, splits=1) for dtype in ("bf16", "fp16")),
+    *(Case(1025, 100, dtype, owner="many") for dtype in DTYPES),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [*ADDRESSES, *(pytest.param(case, marks=pytest.mark.exhaustive) for case in MORE_ADDRESSES)], ids=str
+)
+def test_row_has_the_same_bits_at_any_address(case):
+    """One row at each distance from a multiple of 16 bytes, in one launch, and at none."""
+    dtype = DTYPES[case.dtype]
+    distances = 16 // dtype.itemsize
+    row = random_logits(case.vocab_size, dtype=dtype)
+    mask = {} if case.mask == "none" else {"mask": random_mask(1, case.vocab_size, share=0.7).expand(distances, -1)}
+    if case.mask == "packed":
+        mask = {"mask": packed(mask["mask"])}
+
+    def at_distance(stride: int) -> TopK:
+        logits = shifted(row.new_full((distances, stride), NAN), 0)[:, : case.vocab_size]
+        logits.copy_(row)
+        assert len({x.data_ptr() % 16 for x in logits}) == (distances if stride % 2 else 1)
+        return check(Laid(case, schedule="random"), case.entry, logits, case.k, **mask)
+
+    aligned = at_distance(-(-case.vocab_size // 16) * 16)
+    unaligned = at_distance(case.vocab_size | 1)
+    for got in (aligned, unaligned):
+        assert_same(got, TopK(*(x[:1].expand_as(x) for x in aligned)))
 
 
 def laid_out(tensor: Tensor, step: int = 1) -> Tensor:

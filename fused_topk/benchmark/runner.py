@@ -68,19 +68,22 @@ def run(
     cases: Iterable[tuple[str, Case]], settings: Settings, on_start: Callable[[Case], None] = lambda case: None
 ) -> Iterator[list[Result]]:
     """The results of each case as it is done: one per state of the cache. `on_start` hears of it before."""
-    normal: dict[tuple[Any, ...], float] = {}
+    earlier: dict[tuple[Any, ...], float] = {}
     for suite, case in cases:
         on_start(case)
         results = _run_case(suite, case, settings)
         for result in results:
-            shape = (*case._replace(distribution="normal", target=None, hot=None), result.cache)
-            if result.fused and case.distribution == "normal":
-                normal[shape] = result.fused.median
+            untargeted = case._replace(target=None, hot=None)
+            if result.fused:
+                earlier[(*untargeted, result.cache)] = result.fused.median
             target = case.target_for(result.cache)
             if target:
                 measured = {name: timing.median for name, timing in result.times.items()}
-                if shape in normal:
-                    measured["normal"] = normal[shape]
+                normal = untargeted._replace(distribution="normal")
+                aligned = untargeted._replace(vocab=case.aligned_vocab)
+                for name, other in (("normal", normal), ("aligned", aligned)):
+                    if (*other, result.cache) in earlier:
+                        measured[name] = earlier[(*other, result.cache)]
                 result.target_us = target.limit(measured)
         yield results
 

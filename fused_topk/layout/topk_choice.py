@@ -41,6 +41,7 @@ _FEW_SPLITS, _RANKED_SPLITS = 4, 16  # blocks of a row; bound_of_lists() of csrc
 # Of a row that a warp has alone, and of aligned float32 with k <= 8, which 8 warps read as fast as memory gives it.
 _MOST_PARTS_OF_WARP, _MOST_FLOAT_PARTS_OF_WARP, _FLOAT_K = 60, 24, 8
 _WARPS_PER_BLOCK = 4  # where a warp owns a row, or several
+_STRADDLE_BYTES = 128  # behind a tile of an unaligned row: TileStream::kSlotStride of csrc/row.cuh
 _PLACE_BYTES = 4096  # of its tiles that such a warp keeps in place, so that 32 warps fit on a multiprocessor
 
 
@@ -116,8 +117,8 @@ class KernelChoice(NamedTuple):
         """Warps that have a part to read, in the block that has the fewest parts."""
         return min(self.warps, self.parts // self.splits)
 
-    def method(self, k: int, itemsize: int, is_plain: bool) -> Method:
-        """How the kernel makes candidates of a warp's tiles. is_plain: aligned rows, no mask.
+    def method(self, k: int, itemsize: int, is_unmasked: bool) -> Method:
+        """How the kernel makes candidates of a warp's tiles.
 
         Windows pay for 16-bit logits where a warp has several tiles. Measured in csrc/TUNING.md.
         """
@@ -126,24 +127,27 @@ class KernelChoice(NamedTuple):
         if -(-k // self._readers) > _FEW_OF_WARP:
             return Method.FOR_MANY if self.warps > 8 else Method.TILE_BY_TILE
         has_tiles = self.parts > (_LEAST_TILES_IN_WINDOWS - 1) * self.warps * self.splits and self.tiles_per_part == 1
-        return Method.IN_WINDOWS if itemsize == 2 and is_plain and has_tiles else Method.TILE_BY_TILE
+        return Method.IN_WINDOWS if itemsize == 2 and is_unmasked and has_tiles else Method.TILE_BY_TILE
 
-    def shared_bytes(self, method: Method, is_plain: bool) -> int:
-        """Dynamic shared memory: tiles of each warp, and 16 bytes each for the straddle of an unaligned row; what it keeps of
-        a window; and the states of a row's parts, if one group has all of them. is_plain: aligned rows, no mask."""
+    def shared_bytes(self, method: Method, is_aligned: bool, is_unmasked: bool) -> int:
+        """Dynamic shared memory: tiles of each warp, and 128 bytes each for the straddle of an unaligned row; what it keeps of
+        a window; and the states of a row's parts, if one group has all of them."""
         if self.lanes:
             return 0
-        tile_bytes = self.vectors * _WARP_BYTES + (0 if is_plain else 16)
-        tiles = self.threads // 32 * self._tiles_of_warp(method, is_plain) * tile_bytes
+        tile_bytes = self.vectors * _WARP_BYTES + (0 if is_aligned else _STRADDLE_BYTES)
+        tiles = self.threads // 32 * self._tiles_of_warp(method, is_aligned, is_unmasked) * tile_bytes
         windows = self.warps * _window_bytes(8 if self.warps <= 8 else 4) if method == Method.IN_WINDOWS else 0
         states = 8 * self.parts * self.rows_per_block if self.splits == 1 else 0
         return tiles + windows + states
 
-    def _tiles_of_warp(self, method: Method, is_plain: bool) -> int:
+    def _tiles_of_warp(self, method: Method, is_aligned: bool, is_unmasked: bool) -> int:
         """That fit in its share of shared memory: policy_of() of csrc/policy.cuh, on hardware that has room for most."""
-        if self.warps == 1 and is_plain:
+        if self.warps == 1 and is_aligned and is_unmasked:
             return _PLACE_BYTES // (self.vectors * _WARP_BYTES)
-        return 2 if self.warps <= 8 or (method == Method.TILE_BY_TILE and is_plain) else 0
+        if self.warps <= 8:
+            return 2
+        has_room = method == Method.TILE_BY_TILE or (method == Method.IN_WINDOWS and not is_aligned)
+        return 2 if has_room and is_unmasked else 0
 
     @property
     def regime(self) -> str:

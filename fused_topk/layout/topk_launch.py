@@ -149,8 +149,7 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         mask_use = 1 if layout.values == "logits" else _MASK_USES[layout.normalize]
 
     k_row = min(layout.k, vocab_size)
-    is_plain = is_aligned and not mask_use
-    method = choice.method(k_row, itemsize, is_plain)
+    method = choice.method(k_row, itemsize, not mask_use)
     splits = choice.splits
     beams = 0 if layout.beam_strides is None else leading[1]
     length = list_length(k_row, splits)
@@ -192,7 +191,7 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         kernel_name(FORMATS[layout.dtype], choice, method, is_aligned, mask_use),
         choice.grid(rows),
         choice.threads,
-        choice.shared_bytes(method, is_plain),
+        choice.shared_bytes(method, is_aligned, not mask_use),
         bytes(problem),
         scratch_words=lists + parts + 2 * beam_lists,
         lists=lists,
@@ -240,13 +239,13 @@ def kernel_names() -> list[str]:
         )
         for is_aligned in (True, False)
         for mask_use in (0, 1, 2)
-        for method in _methods(choice, dtype.itemsize, is_aligned and not mask_use)
+        for method in _methods(choice, dtype.itemsize, not mask_use)
     ]
 
 
-def _methods(choice: KernelChoice, itemsize: int, is_plain: bool) -> list[Method]:
+def _methods(choice: KernelChoice, itemsize: int, is_unmasked: bool) -> list[Method]:
     has_many = choice.warps > 8
-    has_windows = choice.warps > 1 and itemsize == 2 and is_plain
+    has_windows = choice.warps > 1 and itemsize == 2 and is_unmasked
     return [Method.TILE_BY_TILE, *[Method.FOR_MANY] * has_many, *[Method.IN_WINDOWS] * has_windows]
 
 
