@@ -290,7 +290,8 @@ def check_part(name: str, part: Any, first: TopKState) -> None:
         raise TypeError(f"`{name}` must be a TopKState, got {type(part).__name__}; make it with topk_state()")
     logits, indices, *normalizer = part
     check_logits(logits)
-    for field, tensor in zip(TopKState._fields[1:], part[1:], strict=True):
+    # Not a slice of the part: torch.compile of torch 2.6 cannot trace one of a named tuple.
+    for field, tensor in zip(("indices", "m", "d"), (indices, *normalizer), strict=True):
         check_tensor(f"{name}.{field}", tensor)
         check_same_device(f"{name}.{field}", tensor, first[0])
     check_same_device(f"{name}.logits", logits, first[0])
