@@ -28,12 +28,13 @@ class TopK(NamedTuple):
 class TopKState(NamedTuple):
     """What is known of a part of every row: the state (m, d, T) of the paper. States of a row's parts merge into the whole's.
 
-    logits: the raw logits of the part's k best, in the logits' dtype, shape (..., k), in the order of
-        :func:`softmax_topk`; -inf where a token is not allowed.
-    indices: int64 tokens of the whole vocabulary, shape (..., k).
-    m: the greatest raw logit that counts for d, shape (...); -inf if none counts. float32 (float64 for float64 logits).
-    d: the sum of exp((x - m) / temperature) over the logits x that count, shape (...), in m's dtype; 0 if none counts,
-        and NaN if m is NaN or +inf.
+    Attributes:
+        logits: the raw logits of the part's k best, in the logits' dtype, shape (..., k), in the order of
+            :func:`softmax_topk`; -inf where a token is not allowed.
+        indices: int64 tokens of the whole vocabulary, shape (..., k).
+        m: the greatest raw logit that counts for d, shape (...); -inf if none counts. float32 (float64 for float64 logits).
+        d: the sum of exp((x - m) / temperature) over the logits x that count, shape (...), in m's dtype; 0 if none counts,
+            and NaN if m is NaN or +inf.
     """
 
     logits: Tensor
@@ -45,9 +46,12 @@ class TopKState(NamedTuple):
 class LinearTopK(NamedTuple):
     """The result of the functions that take hidden states, where targets are given.
 
-    values, indices, logsumexp: as in :class:`TopK`.
-    target_logprobs: float32 of the targets' shape, their log-probabilities; NaN where there is no target.
-    target_ranks: int64 (...), 1 for the best token; 0 where there is no target. None where a row has several targets.
+    Attributes:
+        values: as in :class:`TopK`, like indices and logsumexp.
+        indices: see values.
+        logsumexp: see values.
+        target_logprobs: float32 of the targets' shape, their log-probabilities; NaN where there is no target.
+        target_ranks: int64 (...), 1 for the best token; 0 where there is no target. None where a row has several targets.
     """
 
     values: Tensor
@@ -122,9 +126,10 @@ class LinearProblem(NamedTuple):
 class Sample(NamedTuple):
     """The result of :func:`sample`.
 
-    tokens: int64 drawn tokens, shape (..., num_samples).
-    log_probs: float32 log-probabilities of these tokens, shape (..., num_samples).
-    topk: the row's best tokens with their log-probabilities, where asked for.
+    Attributes:
+        tokens: int64 drawn tokens, shape (..., num_samples).
+        log_probs: float32 log-probabilities of these tokens, shape (..., num_samples).
+        topk: the row's best tokens with their log-probabilities, where asked for.
     """
 
     tokens: Tensor

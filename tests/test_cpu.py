@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fused_topk
 from fused_topk import TopK
 from fused_topk.backends import cpu as native_cpu
 from oracle import DTYPES, assert_same, assert_topk, expected, problem_of, start
@@ -275,3 +276,38 @@ def test_cpu_at_the_end_of_a_process(cpu):
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+class _Counting:
+    """The extension, which counts the objects that it makes."""
+
+    made = 0
+
+    def __getattr__(self, name: str):
+        if name in ("Topk", "FullRows"):
+            self.made += 1
+        return getattr(_cpu, name)
+
+
+@pytest.mark.parametrize("entry", ["softmax_topk", "topk", "softmax"])
+def test_cpu_plan_serves_masks_and_temperatures_at_any_address(cpu, entry, monkeypatch):
+    counting = _Counting()
+    monkeypatch.setattr(native_cpu, "_cpu", counting)
+    # No other test has rows of this length, so the plan is a new one.
+    logits = random_logits(3, 7919)
+    kept = []
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        mask = torch.rand(3, 7919, generator=generator) < 0.7
+        temperature = torch.rand(3, generator=generator) + 0.5
+        kept += [mask, temperature]
+        if entry == "softmax":
+            got = cpu(entry, logits, temperature=temperature)
+            torch.testing.assert_close(got, (logits / temperature[:, None]).softmax(-1))
+            continue
+        settings = {"mask": mask} if entry == "topk" else {"mask": mask, "temperature": temperature}
+        want = getattr(fused_topk, entry)(logits, 5, backend="reference", **settings)
+        got = cpu(entry, logits, 5, **settings)
+        assert torch.equal(got.indices, want.indices)
+        torch.testing.assert_close((got.values, got.logsumexp), (want.values, want.logsumexp))
+    assert counting.made == 1

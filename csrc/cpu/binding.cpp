@@ -76,21 +76,18 @@ i64 pop(std::vector<i64>& strides) {
 }
 
 // clang-format off: one argument group a line, in the order in which cpu.py passes them
-LogitRows logit_rows(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
-                     double temperature, std::uintptr_t row_temperature, std::vector<i64> temperature_strides,
-                     u32 threads, std::string_view instruction_set) {
+LogitRows logit_rows(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
+                     double temperature, std::vector<i64> temperature_strides,
+                     std::string_view instruction_set) {
   // clang-format on
   LogitRows rows{};
   rows.kernels = &kernels_named(instruction_set);
-  rows.threads = threads;
   rows.vocab_size = u32(pop(shape));
   rows.sizes = std::move(shape);
   rows.dtype = DType(dtype);
-  rows.logits = pointer<const char>(logits);
   rows.logits_element_stride = pop(logits_strides);
   rows.logits_strides = std::move(logits_strides);
   rows.temperature = temperature;
-  rows.row_temperature = pointer<const float>(row_temperature);
   rows.temperature_strides = std::move(temperature_strides);
   return rows;
 }
@@ -110,21 +107,20 @@ class Topk {
  public:
   // clang-format off: likewise
   Topk(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
-       double temperature, std::uintptr_t row_temperature, std::vector<i64> temperature_strides,
-       std::uintptr_t mask, u32 mask_kind, std::vector<i64> mask_strides,
+       double temperature, std::vector<i64> temperature_strides,
+       u32 mask_kind, std::vector<i64> mask_strides,
        u32 k, u32 value_kind, u32 normalize_over,
        std::vector<i64> beam_scores_strides, std::string_view instruction_set)
       // clang-format on
       : kind_{} {
-    static_cast<LogitRows&>(kind_) = logit_rows(0, dtype, std::move(shape), std::move(logits_strides), temperature,
-                                                row_temperature, std::move(temperature_strides), 1, instruction_set);
+    static_cast<LogitRows&>(kind_) = logit_rows(dtype, std::move(shape), std::move(logits_strides), temperature,
+                                                std::move(temperature_strides), instruction_set);
     elements_ = elements_of(kind_);
     kind_.k = k;
     kind_.value_kind = ValueKind(value_kind);
     kind_.normalize_over = NormalizeOver(normalize_over);
-    kind_.mask = pointer<const char>(mask);
     kind_.mask_kind = MaskKind(mask_kind);
-    if (mask) kind_.mask_element_stride = pop(mask_strides);
+    if (!mask_strides.empty()) kind_.mask_element_stride = pop(mask_strides);
     kind_.mask_strides = std::move(mask_strides);
     if (!beam_scores_strides.empty()) {
       kind_.beam_scores_strides[0] = beam_scores_strides.at(0);
@@ -133,7 +129,7 @@ class Topk {
   }
 
   void operator()(std::uintptr_t logits, std::uintptr_t values, std::uintptr_t indices, std::uintptr_t logsumexp,
-                  std::uintptr_t beam_scores, u32 threads) const {
+                  std::uintptr_t beam_scores, std::uintptr_t mask, std::uintptr_t row_temperature, u32 threads) const {
     std::optional<nb::gil_scoped_release> without_gil;
     if (elements_ > kWorthReleasing) without_gil.emplace();
     Problem p = kind_;
@@ -143,6 +139,8 @@ class Topk {
     p.indices = pointer<i64>(indices);
     p.logsumexp = pointer<float>(logsumexp);
     p.beam_scores = pointer<const float>(beam_scores);
+    p.mask = pointer<const char>(mask);
+    p.row_temperature = pointer<const float>(row_temperature);
     solve(p);
   }
 
@@ -156,24 +154,25 @@ class FullRows {
  public:
   // clang-format off: likewise
   FullRows(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
-           double temperature, std::uintptr_t row_temperature, std::vector<i64> temperature_strides,
+           double temperature, std::vector<i64> temperature_strides,
            u32 kind, u32 out_dtype, std::string_view instruction_set)
       // clang-format on
       : kind_{} {
-    static_cast<LogitRows&>(kind_) = logit_rows(0, dtype, std::move(shape), std::move(logits_strides), temperature,
-                                                row_temperature, std::move(temperature_strides), 1, instruction_set);
+    static_cast<LogitRows&>(kind_) = logit_rows(dtype, std::move(shape), std::move(logits_strides), temperature,
+                                                std::move(temperature_strides), instruction_set);
     elements_ = elements_of(kind_);
     kind_.kind = FullRowKind(kind);
     kind_.out_dtype = DType(out_dtype);
   }
 
-  void operator()(std::uintptr_t logits, std::uintptr_t out, u32 threads) const {
+  void operator()(std::uintptr_t logits, std::uintptr_t out, std::uintptr_t row_temperature, u32 threads) const {
     std::optional<nb::gil_scoped_release> without_gil;
     if (elements_ > kWorthReleasing) without_gil.emplace();
     FullRowProblem p = kind_;
     p.threads = threads;
     p.logits = pointer<const char>(logits);
     p.out = pointer<char>(out);
+    p.row_temperature = pointer<const float>(row_temperature);
     solve(p);
   }
 
@@ -196,8 +195,10 @@ void linear_topk(u32 dtype, u32 rows, u32 vocab_size, u32 depth,
   // clang-format on
   const nb::gil_scoped_release without_gil;
   LinearProblem p{};
-  static_cast<LogitRows&>(p) = logit_rows(0, dtype, {i64(rows), i64(vocab_size)}, {0, 1}, temperature, row_temperature,
-                                          {temperature_stride}, threads, instruction_set);
+  static_cast<LogitRows&>(p) =
+      logit_rows(dtype, {i64(rows), i64(vocab_size)}, {0, 1}, temperature, {temperature_stride}, instruction_set);
+  p.row_temperature = pointer<const float>(row_temperature);
+  p.threads = threads;
   p.k = k;
   p.value_kind = ValueKind(value_kind);
   p.normalize_over = NormalizeOver(normalize_over);
@@ -294,8 +295,9 @@ void sample(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vecto
             u32 threads, std::string_view instruction_set) {
   // clang-format on
   SampleProblem p{};
-  static_cast<LogitRows&>(p) =
-      logit_rows(logits, dtype, std::move(shape), std::move(logits_strides), 1.0, 0, {}, threads, instruction_set);
+  static_cast<LogitRows&>(p) = logit_rows(dtype, std::move(shape), std::move(logits_strides), 1.0, {}, instruction_set);
+  p.logits = pointer<const char>(logits);
+  p.threads = threads;
   p.temperatures = {temperature, pointer<const double>(row_temperature)};
   p.top_k = {top_k, pointer<const i64>(row_top_k)};
   p.top_p = {top_p, pointer<const double>(row_top_p)};
@@ -333,11 +335,10 @@ void ladder(u32 rung, u64 rows, u32 vocab_size, u32 k, std::uintptr_t x, std::ui
 NB_MODULE(_cpu, module) {
   using Strides = std::vector<i64>;
   nb::class_<Topk>(module, "Topk")
-      .def(nb::init<u32, Strides, Strides, double, std::uintptr_t, Strides, std::uintptr_t, u32, Strides, u32, u32, u32,
-                    Strides, std::string_view>())
+      .def(nb::init<u32, Strides, Strides, double, Strides, u32, Strides, u32, u32, u32, Strides, std::string_view>())
       .def("__call__", &Topk::operator());
   nb::class_<FullRows>(module, "FullRows")
-      .def(nb::init<u32, Strides, Strides, double, std::uintptr_t, Strides, u32, u32, std::string_view>())
+      .def(nb::init<u32, Strides, Strides, double, Strides, u32, u32, std::string_view>())
       .def("__call__", &FullRows::operator());
   module.def("linear_topk", &linear_topk);
   nb::class_<Merge>(module, "Merge")

@@ -61,8 +61,22 @@ def prepare_topk(
     problem: Problem, device: torch.device, beam_scores: Tensor | None = None, instruction_set: str = ""
 ) -> StartTopk:
     """See :class:`protocol.Backend`. `instruction_set`: one of `_cpu.instruction_sets()` instead of the best, for tests."""
-    if problem.mask is None and problem.row_temperature is None:
-        return _topk(problem, beam_scores, instruction_set)
+    logits, k, temperature, row_temperature, mask, values, normalize = problem
+    # The raw logits have no temperature, and nothing is relative to a token that may not be chosen.
+    is_raw = values == "logits"
+    if is_raw:
+        temperature, row_temperature, normalize = 1.0, None, "allowed"
+    topk = _cpu.Topk(
+        *_rows(logits, temperature, row_temperature),
+        _NO_MASK if mask is None else _BOOL_MASK if mask.dtype is torch.bool else _PACKED_MASK,
+        () if mask is None else mask.stride(),
+        k,
+        _VALUE_KINDS[values],
+        _NORMALIZE_OVER[normalize],
+        () if beam_scores is None else beam_scores.stride(),
+        instruction_set,
+    )
+    num_threads = torch.get_num_threads
 
     def run(
         logits: Tensor,
@@ -71,8 +85,18 @@ def prepare_topk(
         mask: Tensor | None = None,
         row_temperature: Tensor | None = None,
     ) -> None:
-        # What the kernel knows of a mask and of row temperatures holds their addresses.
-        _topk(problem.at(logits, mask, row_temperature), beam_scores, instruction_set)(logits, out, beam_scores)
+        values, indices, logsumexp = out
+        topk(
+            logits.data_ptr(),
+            values.data_ptr(),
+            indices.data_ptr(),
+            logsumexp.data_ptr(),
+            0 if beam_scores is None else beam_scores.data_ptr(),
+            # A broadcast view begins where its tensor does.
+            0 if mask is None else mask.data_ptr(),
+            0 if row_temperature is None or is_raw else row_temperature.data_ptr(),
+            num_threads(),
+        )
 
     return run
 
@@ -174,11 +198,17 @@ def prepare_full_rows(
     problem: FullRowProblem, device: torch.device, dtype: torch.dtype, instruction_set: str = ""
 ) -> StartFullRows:
     """See :class:`protocol.Backend`. `instruction_set`: as for :func:`prepare_topk`."""
-    if problem.row_temperature is None:
-        return _full_rows(problem, dtype, instruction_set)
+    full_rows = _cpu.FullRows(
+        *_rows(problem.logits, problem.temperature, problem.row_temperature),
+        _FULL_ROW_KINDS[problem.values],
+        _DTYPES[dtype],
+        instruction_set,
+    )
+    num_threads = torch.get_num_threads
 
     def run(logits: Tensor, out: Tensor, row_temperature: Tensor | None = None) -> None:
-        _full_rows(problem.at(logits, row_temperature), dtype, instruction_set)(logits, out)
+        temperatures = 0 if row_temperature is None else row_temperature.data_ptr()
+        full_rows(logits.data_ptr(), out.data_ptr(), temperatures, num_threads())
 
     return run
 
@@ -222,59 +252,12 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _full_rows(problem: FullRowProblem, dtype: torch.dtype, instruction_set: str) -> StartFullRows:
-    run = _cpu.FullRows(
-        *_rows(problem.logits, problem.temperature, problem.row_temperature),
-        _FULL_ROW_KINDS[problem.values],
-        _DTYPES[dtype],
-        instruction_set,
-    )
-    num_threads = torch.get_num_threads
-    return lambda logits, out, row_temperature=None: run(logits.data_ptr(), out.data_ptr(), num_threads())
-
-
-def _topk(problem: Problem, beam_scores: Tensor | None, instruction_set: str) -> StartTopk:
-    logits, k, temperature, row_temperature, mask, values, normalize = problem
-    # The raw logits have no temperature, and nothing is relative to a token that may not be chosen.
-    if values == "logits":
-        temperature, row_temperature, normalize = 1.0, None, "allowed"
-    mask_kind = _NO_MASK if mask is None else _BOOL_MASK if mask.dtype is torch.bool else _PACKED_MASK
-    topk = _cpu.Topk(
-        *_rows(logits, temperature, row_temperature),
-        0 if mask is None else mask.data_ptr(),
-        mask_kind,
-        () if mask is None else mask.stride(),
-        k,
-        _VALUE_KINDS[values],
-        _NORMALIZE_OVER[normalize],
-        () if beam_scores is None else beam_scores.stride(),
-        instruction_set,
-    )
-
-    num_threads = torch.get_num_threads
-
-    def run(
-        logits: Tensor,
-        out: TopK,
-        beam_scores: Tensor | None = None,
-        mask: Tensor | None = None,
-        row_temperature: Tensor | None = None,
-    ) -> None:
-        values, indices, logsumexp = out
-        scores = 0 if beam_scores is None else beam_scores.data_ptr()
-        topk(logits.data_ptr(), values.data_ptr(), indices.data_ptr(), logsumexp.data_ptr(), scores, num_threads())
-
-    return run
-
-
 def _rows(logits: Tensor, temperature: float, row_temperature: Tensor | None) -> tuple[Any, ...]:
-    """The arguments that say where the rows are, behind the address of the logits: struct LogitRows of csrc/cpu/
-    logit_rows.h."""
+    """The arguments that say how the rows lie: struct LogitRows of csrc/cpu/logit_rows.h, without its addresses."""
     return (
         _DTYPES[logits.dtype],
         logits.shape,
         logits.stride(),
         temperature,
-        0 if row_temperature is None else row_temperature.data_ptr(),
         () if row_temperature is None else row_temperature.stride(),
     )

@@ -131,8 +131,8 @@ def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK) -> None:
 
 def merge(problem: MergeProblem, out: TopK) -> None:
     """The k best of the parts' candidates, their values, and the normalizer of the whole."""
-    candidates, indices, order = merge_order(problem.logits, problem.indices, problem.lengths)
-    best = order[..., : problem.k]
+    candidates, indices = merge_candidates(problem.logits, problem.indices, problem.lengths)
+    best = _merge_order(candidates, indices)[..., : problem.k]
     out.indices.copy_(indices.gather(-1, best))
     chosen = _gather(candidates, best)
 
@@ -161,19 +161,22 @@ def merge(problem: MergeProblem, out: TopK) -> None:
     out.values.copy_(values.where(greatest.isfinite() & d.log().isfinite(), torch.nan))
 
 
-def merge_order(logits: Tensor, indices: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The candidates of all parts side by side, (..., parts * k of a part): their logits, their tokens in the whole
-    vocabulary, and their places from the best to the worst."""
+def merge_candidates(logits: Tensor, indices: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The candidates of all parts side by side, (..., parts * k of a part): their logits, and their tokens in the whole
+    vocabulary, -1 where there is no candidate."""
     is_none = indices < 0
     if lengths is not None:
         lengths = lengths.to(torch.int64)
         starts = lengths.cumsum(0) - lengths
         indices = (indices + starts.view(-1, *[1] * (indices.dim() - 1))).masked_fill(is_none, -1)
-    candidates = logits.masked_fill(is_none, -torch.inf).movedim(0, -2).flatten(-2)
-    indices, is_none = indices.movedim(0, -2).flatten(-2), is_none.movedim(0, -2).flatten(-2)
+    return logits.masked_fill(is_none, -torch.inf).movedim(0, -2).flatten(-2), indices.movedim(0, -2).flatten(-2)
+
+
+def _merge_order(candidates: Tensor, indices: Tensor) -> Tensor:
+    """The places of the candidates from the best to the worst."""
     # First by token, then by logit: a stable sort leaves equal logits in the order of their tokens.
-    by_token = indices.masked_fill(is_none, torch.iinfo(torch.int64).max).sort(dim=-1, stable=True).indices
-    return candidates, indices, by_token.gather(-1, _ranking(_gather(candidates, by_token)))
+    by_token = indices.masked_fill(indices < 0, torch.iinfo(torch.int64).max).sort(dim=-1, stable=True).indices
+    return by_token.gather(-1, _ranking(_gather(candidates, by_token)))
 
 
 def full_rows(problem: FullRowProblem, out: Tensor) -> None:

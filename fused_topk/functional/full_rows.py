@@ -15,7 +15,15 @@ from ..operators import full_rows, transforms
 from ..operators.dispatch import need_dispatcher
 from ..plans import FullRowPlan, Like
 from ..problem import result_dtype
-from .arguments import check_backend, check_dim, check_logits, check_temperature, check_vocabulary, is_distributed
+from .arguments import (
+    check_backend,
+    check_dim,
+    check_logits,
+    check_row_temperature,
+    check_temperature,
+    check_vocabulary,
+    is_distributed,
+)
 
 # The operator is looked up once, not at every call.
 _full_rows = torch.ops.fused_topk.full_rows.default
@@ -122,6 +130,10 @@ def logsumexp(
     """
     if _is_plain(logits, dim, temperature, backend):
         return _plan("logsumexp", logits.dtype, logits.device, logits.shape, logits.stride(), backend).run(logits)
+    if type(temperature) is Tensor:
+        planned = _planned("logsumexp", logits, dim, temperature, None, backend)
+        if planned is not None:
+            return planned
     if type(logits) is not Tensor and is_distributed(logits):
         return _of_dtensor("logsumexp", logits, dim, temperature, None, backend)
     rows, number, row_temperature = _checked(logits, dim, temperature, backend)
@@ -138,6 +150,10 @@ def _values(
 ) -> Tensor:
     if _is_plain(logits, dim, temperature, backend) and (dtype is None or type(dtype) is torch.dtype):
         return _plan(values, logits.dtype, logits.device, logits.shape, logits.stride(), backend, dtype).run(logits)
+    if type(temperature) is Tensor:
+        planned = _planned(values, logits, dim, temperature, dtype, backend)
+        if planned is not None:
+            return planned
     if type(logits) is not Tensor and is_distributed(logits):
         return _of_dtensor(values, logits, dim, temperature, dtype, backend)
     rows, number, row_temperature = _checked(logits, dim, temperature, backend)
@@ -171,6 +187,36 @@ def _is_plain(logits: Tensor, dim: int, temperature: float | Tensor | None, back
     )
 
 
+def _planned(
+    values: str, logits: Tensor, dim: int, temperature: Tensor, dtype: torch.dtype | None, backend: str | None
+) -> Tensor | None:
+    """Runs a call with row temperatures by a cached plan. None if an argument may need more than that."""
+    if (
+        type(logits) is not Tensor
+        or type(dim) is not int
+        or dim != -1
+        or not (backend is None or type(backend) is str)
+        or not (dtype is None or type(dtype) is torch.dtype)
+        or need_dispatcher(logits, temperature)
+        or temperature.dtype is not result_dtype(logits.dtype)
+        or temperature.device != logits.device
+        or temperature.requires_grad
+    ):
+        return None
+    plan = _plan(
+        values,
+        logits.dtype,
+        logits.device,
+        logits.shape,
+        logits.stride(),
+        backend,
+        dtype,
+        Like(temperature.dtype, temperature.shape, temperature.stride()),
+    )
+    check_row_temperature(temperature)
+    return plan.run(logits, temperature)
+
+
 @functools.lru_cache(maxsize=4096)
 def _plan(
     values: str,
@@ -180,12 +226,14 @@ def _plan(
     strides: tuple[int, ...],
     backend: str | None,
     dtype_of_result: torch.dtype | None = None,
+    row_temperature: Like | None = None,
 ) -> FullRowPlan:
     """Checks these arguments and plans the call, once for all calls with the same arguments."""
     rows = Like(dtype, shape, strides)
-    logits, number, _ = _checked(rows.meta(), -1, None, backend)
+    given = None if row_temperature is None else row_temperature.meta()
+    logits, number, of_rows = _checked(rows.meta(), -1, given, backend)
     out_dtype = result_dtype(dtype) if values == "logsumexp" else checked_dtype(dtype_of_result, logits)
-    return plans.full_row_plan(device, rows, number, None, values, out_dtype, backend)
+    return plans.full_row_plan(device, rows, number, Like.of(of_rows), values, out_dtype, backend)
 
 
 def checked_dtype(dtype: torch.dtype | None, logits: Tensor) -> torch.dtype:

@@ -79,10 +79,13 @@ def linear_softmax_topk(
         weight: shape (V, H), the dtype and the device of `hidden`, any strides: that of `torch.nn.Linear`.
         k: the number of results per row, 1 <= k <= V.
         bias: shape (V,), likewise, or None.
-        temperature, mask, normalize, backend: see :func:`softmax_topk`; what it says of `logits` is meant of those with shape
-            (..., V) that the head gives.
+        temperature: divides the logits. A positive number, or a tensor with one number per row. This and the next two are as
+            for :func:`softmax_topk`, of the logits with shape (..., V) that the head gives.
+        mask: the tokens that may be chosen, bool or packed int32.
+        normalize: "allowed", "all" or "topk".
         targets: int64 (...), a token for each row; or (..., n), n tokens for each, as a teacher's best ones. Negative ones
             (such as -100) stand for no target. None for none.
+        backend: None, "cuda", "cpu" or "reference".
 
     Returns:
         TopK with values float32 (..., k), indices int64 (..., k) and logsumexp float32 (...). With targets LinearTopK, which
@@ -170,8 +173,10 @@ def linear_log_softmax_topk(
     The contract is that of :func:`linear_softmax_topk`.
 
     Args:
-        hidden, weight, bias: see :func:`linear_softmax_topk`, which describes all arguments.
+        hidden: (..., H); see :func:`linear_softmax_topk`, which describes all arguments.
+        weight: (V, H).
         k: the number of results per row, 1 <= k <= V.
+        bias: (V,) or None.
         temperature: a positive number, or a tensor with one number per row.
         mask: the tokens that may be chosen, bool or packed int32.
         normalize: "allowed", "all" or "topk".
@@ -228,8 +233,10 @@ def linear_topk(
     The contract is that of :func:`linear_softmax_topk`.
 
     Args:
-        hidden, weight, bias: see :func:`linear_softmax_topk`, which describes all arguments.
+        hidden: (..., H); see :func:`linear_softmax_topk`, which describes all arguments.
+        weight: (V, H).
         k: the number of results per row, 1 <= k <= V.
+        bias: (V,) or None.
         mask: the tokens that may be chosen; the others have the value -inf.
         targets: int64 (...) or (..., n), tokens whose log-probabilities are wanted, or None.
         backend: None, "cuda", "cpu" or "reference".

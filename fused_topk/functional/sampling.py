@@ -85,8 +85,8 @@ def sample(
         backend: None, "cuda", "cpu" or "reference", as for :func:`softmax_topk`.
 
     Returns:
-        Sample with tokens int64 (..., num_samples), log_probs float32 (..., num_samples), and topk: None, or the TopK
-        that `log_softmax_topk(logits, logprobs, mask=mask)` gives. float64 logits have float64 log_probs.
+        Sample with tokens int64 (..., num_samples), log_probs float32 (..., num_samples), and topk, the TopK that
+        `log_softmax_topk(logits, logprobs, mask=mask)` gives (None for logprobs = 0). float64 logits have float64 log_probs.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.

@@ -120,7 +120,8 @@ def text_topk_logprobs(
     backward pass neither. Elsewhere they are computed as the model does.
 
     Args:
-        model, inputs: see :func:`next_token_topk`. The whole mapping goes to the model, so it must have no `labels`.
+        model: see :func:`next_token_topk`.
+        inputs: likewise. All of a mapping goes to the model, so it must have no `labels`.
         k: 1 <= k <= V.
         targets: int64 [batch, length], a token for each position, or [batch, length, n], n tokens for each, as a teacher's
             best ones; negative ones (such as -100) stand for no target. None for no targets.
@@ -145,9 +146,9 @@ def text_topk_logprobs(
         best = functional.log_softmax_topk(found, k)
         if targets is None:
             return TokenLogprobs(*best, None, None)
+        check_targets(targets, found, may_be_several=True)
         if targets.dim() < found.dim():
             return topk_logprobs(found, k, targets)
-        check_targets(targets, found, may_be_several=True)
         return TokenLogprobs(*best, _logprobs_of(found, best, targets), None)
     if targets is None:
         return TokenLogprobs(*functional.linear_log_softmax_topk(*found.head(k)), None, None)

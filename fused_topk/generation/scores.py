@@ -295,9 +295,9 @@ class LazyScores(StandIn):
         self._step.end()
         if beams is None:
             return choice.drawn(left, num_samples, generator)
-        drawn = choice.drawn_continuations(left, beams, rows.vocab_size, num_samples, generator)
-        self._chosen.append((drawn.indices, drawn.scores))
-        return drawn.indices
+        continuations = choice.drawn_continuations(left, beams, rows.vocab_size, num_samples, generator)
+        self._chosen.append((continuations.indices, continuations.scores))
+        return continuations.indices
 
     def _sample(self, parameters: Mapping[str, float], generator: Any) -> Tensor | None:
         """Draws from the vocabulary itself, on a backend with kernels for it, and waits for nothing."""

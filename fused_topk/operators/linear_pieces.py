@@ -213,8 +213,9 @@ class _Targets:
         wide = result_dtype(block.hidden.dtype)
         tokens = self._tokens.squeeze(-1)
         # A part of the rows at a time, because the weights of their targets are copied.
-        for rows in torch.arange(len(tokens), device="cpu").split(max(1, _COPIED_ELEMENTS // head.weight.shape[1])):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
+        size = max(1, _COPIED_ELEMENTS // head.weight.shape[1])
+        for first in range(0, len(tokens), size):
+            part = slice(first, first + size)
             logits = head.weight[tokens[part]].to(wide).mul_(block.hidden[part]).sum(-1)
             if head.bias is not None:
                 logits += head.bias[tokens[part]]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import plans
-from ..backends.reference import merge_order
+from ..backends.reference import merge_candidates
 from ..plans import Like
 from ..problem import TopK
 from .dispatch import library
@@ -62,19 +62,22 @@ def _fake_merge_parts(logits: Tensor, indices: Tensor, m: Tensor, d: Tensor, len
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None:
-    logits, indices, m, d, lengths, ctx.k, ctx.temperature, row_temperature, ctx.values, ctx.normalize, _ = inputs
+    logits, indices, m, d, lengths, _, ctx.temperature, row_temperature, ctx.values, ctx.normalize, _ = inputs
     values, chosen, _ = output
     ctx.mark_non_differentiable(chosen)
-    ctx.save_for_backward(logits, indices, m, d, lengths, row_temperature, values)
+    ctx.save_for_backward(logits, indices, m, d, lengths, row_temperature, values, chosen)
 
 
 def backward(
     ctx: Any, grad_values: Tensor, grad_indices: Tensor | None, grad_normalizer: Tensor
 ) -> tuple[Tensor | None, ...]:
-    logits, indices, m, d, lengths, row_temperature, values = ctx.saved_tensors
+    logits, indices, m, d, lengths, row_temperature, values, chosen = ctx.saved_tensors
     temperature = ctx.temperature if row_temperature is None else row_temperature.unsqueeze(-1)
-    candidates, _, order = merge_order(logits, indices, lengths)
-    best = order[..., : ctx.k]
+    candidates, tokens = merge_candidates(logits, indices, lengths)
+    # The chosen by their tokens, of which each is there once. The order of the logits takes a view of their bits, for which
+    # older versions of torch have no rule under vmap.
+    ascending, by_token = tokens.sort(dim=-1)
+    best = by_token.gather(-1, torch.searchsorted(ascending, chosen))
     of_parts, sums = m.movedim(0, -1), d.movedim(0, -1)
     greatest = of_parts.amax(-1, keepdim=True)
     base = greatest.where(greatest != -torch.inf, 0.0)
@@ -104,6 +107,8 @@ def backward(
             grad_chosen = grad_log / temperature
         grad_of_d = grad_logsumexp * e / total
         grad_of_m = grad_logsumexp * terms / (total * temperature)
+    # An entry that is no candidate is a constant.
+    grad_chosen = grad_chosen.where(chosen >= 0, 0.0)
     scattered = torch.zeros_like(candidates).scatter(-1, best, grad_chosen.to(candidates.dtype))
     grad_logits = scattered.unflatten(-1, (logits.shape[0], logits.shape[-1])).movedim(-2, 0)
     of_m, of_d = grad_of_m.to(m.dtype).movedim(-1, 0), grad_of_d.to(d.dtype).movedim(-1, 0)

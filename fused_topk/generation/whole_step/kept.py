@@ -194,16 +194,20 @@ class Step:
     def _made(self, function: Any, args: tuple[Any, ...], after_trials: Callable[[], Any]) -> Callable[[], Any]:
         """What runs the function on the arguments, on which it has run at least once."""
         started = time.perf_counter()
-        run: Callable[[], Any] = _Bound(_compiled(function, id(self)) if self.shape.way.is_compiled else function, args)
-        try:
-            run()
-            if self.shape.way.is_captured:
-                graph = graphs.Graph(run, self.shape.device)
-                self._graph_bytes += graph.num_bytes
-                run = _Replay(graph)
-        # Of the compiler, of the C++ compiler that it runs, or of the capture: whatever it is, the call runs without.
-        except Exception as error:
-            raise NotKept(f"what is to be {self.shape.way} raises {type(error).__name__}") from error
+        ways = _compiled(function, id(self)) if self.shape.way.is_compiled else [function]
+        for number, way in enumerate(ways, 1):
+            run: Callable[[], Any] = _Bound(way, args)
+            try:
+                run()
+                if self.shape.way.is_captured:
+                    graph = graphs.Graph(run, self.shape.device)
+                    self._graph_bytes += graph.num_bytes
+                    run = _Replay(graph)
+                break
+            # Of the compiler, of the C++ compiler that it runs, or of the capture: whatever it is, the call runs without.
+            except Exception as error:
+                if number == len(ways):
+                    raise NotKept(f"what is to be {self.shape.way} raises {type(error).__name__}") from error
         after_trials()
         self._tell(time.perf_counter() - started)
         return run
@@ -238,14 +242,22 @@ class _Replay:
         return self._graph.output
 
 
-def _compiled(function: Any, number: int) -> Any:
-    # Compiled code is kept by the code of the function, at most eight of one. This is a function of its own.
-    own = types.FunctionType(function.__code__.replace(co_name=f"{function.__name__}_{number}"), globals())
-    # Its arguments are the same objects in each call, and the model is looked at once a call (entry.ready_for): torch need
-    # not look at all of it at each token, which takes half of the time of a small model.
+def _compiled(function: Any, number: int) -> list[Any]:
+    """Ways to compile it, of which the first that works is to be taken."""
+
+    def own() -> Any:
+        # Compiled code is kept by the code of the function, at most eight of one. This is a function of its own.
+        code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
+        return types.FunctionType(code, globals())
+
+    plain = torch.compile(own(), dynamic=False)
     skip = getattr(torch.compiler, "skip_all_guards_unsafe", None)
-    options: dict[str, Any] = {} if skip is None else {"options": {"guard_filter_fn": skip}}
-    return torch.compile(own, dynamic=False, **options)
+    if skip is None:
+        return [plain]
+    # Its arguments are the same objects in each call, and the model is looked at once a call (entry.ready_for): torch need
+    # not look at all of it at each token. Only in one piece: of several, some are of functions that other steps call, too.
+    options: dict[str, Any] = {"guard_filter_fn": skip}
+    return [torch.compile(own(), dynamic=False, fullgraph=True, options=options), plain]
 
 
 def _advance_beams(
