@@ -57,7 +57,7 @@ constexpr Row kTable[] = {
     {k90,      16, 16,  kAnyRows,         k32,      kAnyMethod,   {16,  0,   false}},
     {kFrom80,  1,  1,   kPlain,           k16,      kAnyMethod,   {24,  2,   true}},
     {kFrom80,  1,  1,   kPlain,           k32,      kAnyMethod,   {24,  1,   true}},
-    {kFrom120, 8,  8,   kUnaligned,       k16,      kByWindow,    {8,   2,   false}},
+    {kFrom120, 8,  8,   kAnyRows,         k16,      kByWindow,    {8,   2,   false}},
     {kFrom100, 1,  8,   kUnaligned,       k32,      kAnyMethod,   {8,   2,   false}},
     {kAnyGpu,  1,  8,   kMaskedUnaligned, kAnyBits, kAnyMethod,   {8,   2,   false}},
     {kAnyGpu,  1,  8,   kAnyRows,         kAnyBits, kAnyMethod,   {16,  2,   false}},
