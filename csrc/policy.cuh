@@ -23,7 +23,8 @@ struct Policy {
 
 namespace policy {
 
-enum Gpu { kAnyGpu, kFrom80, k90 };                                       // any; compute capability 8.0 and later; 9.0
+// The least __CUDA_ARCH__, and for k90 the only one.
+enum Gpu { kAnyGpu = 0, kFrom80 = 800, k90 = 900, kFrom100 = 1000, kFrom120 = 1200 };
 enum Rows { kAnyRows, kUnmasked, kPlain, kUnaligned, kMaskedUnaligned };  // kPlain: aligned, without a mask
 enum Bits { kAnyBits = 0, k16 = 16, k32 = 32 };
 enum Methods { kAnyMethod, kByTile, kByWindow, kNotForMany };
@@ -41,29 +42,30 @@ struct Row {
 // unaligned rows, need the registers. Beyond compute capability 9.0 these are the numbers for which no compiler spills.
 // clang-format off
 constexpr Row kTable[] = {
-    // GPU    group   rows              logits    methods       warps ahead in place
+    // GPU     group    rows              logits    methods       warps ahead in place
     // 4 kB in place for each warp, so that 32 warps fit.
-    {k90,     1, 1,   kPlain,           k16,      kAnyMethod,   {32,  2,    true}},
-    {k90,     1, 1,   kPlain,           k32,      kAnyMethod,   {32,  1,    true}},
-    {k90,     1, 8,   kPlain,           kAnyBits, kAnyMethod,   {24,  2,    false}},
-    {k90,     1, 8,   kUnmasked,        k16,      kAnyMethod,   {24,  2,    false}},
-    {k90,     1, 8,   kAnyRows,         kAnyBits, kAnyMethod,   {16,  2,    false}},
-    {k90,     16, 16, kPlain,           kAnyBits, kByTile,      {16,  2,    true}},
-    {k90,     16, 16, kPlain,           kAnyBits, kAnyMethod,   {16,  1,    false}},
+    {k90,      1,  1,   kPlain,           k16,      kAnyMethod,   {32,  2,   true}},
+    {k90,      1,  1,   kPlain,           k32,      kAnyMethod,   {32,  1,   true}},
+    {k90,      1,  8,   kPlain,           kAnyBits, kAnyMethod,   {24,  2,   false}},
+    {k90,      1,  8,   kUnmasked,        k16,      kAnyMethod,   {24,  2,   false}},
+    {k90,      1,  8,   kAnyRows,         kAnyBits, kAnyMethod,   {16,  2,   false}},
+    {k90,      16, 16,  kPlain,           kAnyBits, kByTile,      {16,  2,   true}},
+    {k90,      16, 16,  kPlain,           kAnyBits, kAnyMethod,   {16,  1,   false}},
     // What straddles two vectors is put together from shared memory: in registers, it would have to be there at once.
-    {k90,     16, 16, kUnmasked,        kAnyBits, kNotForMany,  {16,  2,    false}},
-    {k90,     16, 16, kAnyRows,         k16,      kAnyMethod,   {16,  1,    false}},
-    {k90,     16, 16, kAnyRows,         k32,      kAnyMethod,   {16,  0,    false}},
-    {kFrom80, 1, 1,   kPlain,           k16,      kAnyMethod,   {24,  2,    true}},
-    {kFrom80, 1, 1,   kPlain,           k32,      kAnyMethod,   {24,  1,    true}},
-    {kAnyGpu, 8, 8,   kUnaligned,       k16,      kByWindow,    {8,   2,    false}},
-    {kAnyGpu, 1, 8,   kMaskedUnaligned, kAnyBits, kAnyMethod,   {8,   2,    false}},
-    {kAnyGpu, 1, 8,   kAnyRows,         kAnyBits, kAnyMethod,   {16,  2,    false}},
-    {kAnyGpu, 16, 16, kAnyRows,         kAnyBits, kAnyMethod,   {16,  0,    false}},
+    {k90,      16, 16,  kUnmasked,        kAnyBits, kNotForMany,  {16,  2,   false}},
+    {k90,      16, 16,  kAnyRows,         k16,      kAnyMethod,   {16,  1,   false}},
+    {k90,      16, 16,  kAnyRows,         k32,      kAnyMethod,   {16,  0,   false}},
+    {kFrom80,  1,  1,   kPlain,           k16,      kAnyMethod,   {24,  2,   true}},
+    {kFrom80,  1,  1,   kPlain,           k32,      kAnyMethod,   {24,  1,   true}},
+    {kFrom120, 8,  8,   kUnaligned,       k16,      kByWindow,    {8,   2,   false}},
+    {kFrom100, 1,  8,   kUnaligned,       k32,      kAnyMethod,   {8,   2,   false}},
+    {kAnyGpu,  1,  8,   kMaskedUnaligned, kAnyBits, kAnyMethod,   {8,   2,   false}},
+    {kAnyGpu,  1,  8,   kAnyRows,         kAnyBits, kAnyMethod,   {16,  2,   false}},
+    {kAnyGpu,  16, 16,  kAnyRows,         kAnyBits, kAnyMethod,   {16,  0,   false}},
 };
 // clang-format on
 
-constexpr bool fits(Gpu gpu) { return gpu == kAnyGpu || (gpu == k90 ? __CUDA_ARCH__ == 900 : __CUDA_ARCH__ >= 800); }
+constexpr bool fits(Gpu gpu) { return gpu == k90 ? __CUDA_ARCH__ == 900 : __CUDA_ARCH__ >= int(gpu); }
 constexpr bool fits(Methods methods, u32 method) {
   if (methods == kByTile) return method == kTileByTile;
   if (methods == kByWindow) return method == kInWindows;
