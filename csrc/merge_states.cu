@@ -63,7 +63,8 @@ class Lists {
   __device__ __forceinline__ Entry entry(u32 part, u32 place, i64 start) const {
     const i64* const indices = states_.indices + row_ * states_.indices_row_stride;
     const i64 index = __ldg(indices + part * states_.indices_part_stride + place);
-    constexpr i64 kBehindAll = 0x7FFFFFFFFFFFFFFF;
+    // One may be added to it: rank_in().
+    constexpr i64 kBehindAll = 0x7FFFFFFFFFFFFFFE;
     return index < 0 ? Entry{kNoKey, kBehindAll} : Entry{order_key(FORMAT::decode(bits(part, place))), start + index};
   }
   __device__ __forceinline__ i64 length(u32 part) const {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs checks in several processes that talk by Gloo on this machine."""
+"""Runs checks in several processes of this machine, which talk by Gloo or, each with a GPU of its own, by NCCL."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _PROGRAM = """if True:
 """
 
 
-def run(module: str, checks: Sequence[str], size: int, seconds: int = 240) -> list[dict[str, str | None]]:
+def run(
+    module: str, checks: Sequence[str], size: int, seconds: int = 240, backend: str = "gloo"
+) -> list[dict[str, str | None]]:
     """Runs the functions named `checks` of a module, one after the other, in each of `size` processes of a group.
 
     Returns:
@@ -35,7 +37,7 @@ def run(module: str, checks: Sequence[str], size: int, seconds: int = 240) -> li
         for rank in range(size):
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
             process = subprocess.Popen([sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, env=environment)
-            process.stdin.write(pickle.dumps(sys.path) + pickle.dumps((module, checks, rank, size, folder)))
+            process.stdin.write(pickle.dumps(sys.path) + pickle.dumps((module, checks, rank, size, folder, backend)))
             process.stdin.close()
             started.append(process)
         try:
@@ -48,10 +50,12 @@ def run(module: str, checks: Sequence[str], size: int, seconds: int = 240) -> li
         return [pickle.loads(path.read_bytes()) if path.exists() else {} for path in results]
 
 
-def work(module: str, checks: Sequence[str], rank: int, size: int, folder: str) -> None:
+def work(module: str, checks: Sequence[str], rank: int, size: int, folder: str, backend: str) -> None:
     """One process of run()."""
     torch.set_num_threads(1)
-    join(folder, "store", rank, size)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    join(folder, "store", rank, size, backend=backend)
     results: dict[str, str | None] = {}
     found = __import__(module)
     found.FOLDER = folder
@@ -66,8 +70,8 @@ def work(module: str, checks: Sequence[str], rank: int, size: int, folder: str) 
     os._exit(0)
 
 
-def join(folder: str, store: str, rank: int, size: int, seconds: int = 60) -> None:
+def join(folder: str, store: str, rank: int, size: int, seconds: int = 60, backend: str = "gloo") -> None:
     """Initialises torch.distributed."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/{store}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+        backend, init_method=f"file://{folder}/{store}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
     )

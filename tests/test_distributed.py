@@ -71,7 +71,18 @@ def test_public_functions_have_complete_docstrings():
 
 
 def bench(launcher: list[str], *arguments: object) -> subprocess.CompletedProcess[str]:
-    options = ["--suite", "distributed", "--device", "cpu", "--quick", "--rows", "1", *map(str, arguments)]
+    options = [
+        "--suite",
+        "distributed",
+        "--device",
+        "cpu",
+        "--quick",
+        "--rows",
+        "1",
+        "--vocab",
+        "128256",
+        *map(str, arguments),
+    ]
     command = [sys.executable, *launcher, "-m", "fused_topk", "bench", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 

@@ -66,8 +66,9 @@ def parts_of(logits: Tensor, cuts: list[int], width: int, temperature=1.0, norma
 # warp has lanes; k beyond a list.
 SIZES = {
     "one part": (300, 5, 5, []),
-    "warp": (300, 11, 11, [7, 8, 150, 250]),
-    "as many entries as a warp takes": (300, 64, 40, [150]),
+    "warp": (300, 6, 6, [7, 8, 150, 250]),
+    "as many entries as a warp takes": (300, 16, 12, [150]),
+    "two more": (300, 17, 17, [150]),
     "block": (300, 65, 65, [150]),
     "lists of one": (45, 1, 40, list(range(1, 45))),
     "all": (300, 300, 300, [4, 100]),

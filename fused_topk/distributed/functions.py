@@ -241,9 +241,8 @@ def gather_states(
         parts = _with_own(parts, dist.get_rank(group), state)
 
     vocab_size = None
-    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    # A GPU is waited for only where k may exceed the vocabulary.
-    if not is_traced and not is_captured and (device.type == "cpu" or k > length):
+    # A GPU is waited for only where k may exceed the vocabulary. torch.compile does not trace the question about a capture.
+    if not is_traced and (device.type == "cpu" or (k > length and not torch.cuda.is_current_stream_capturing())):
         said = headers(everywhere)
         check(said)
         vocab_size = sum(of_rank.length for of_rank in said)

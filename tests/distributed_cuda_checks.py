@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each process of a group checks, with a GPU of its own (test_distributed_cuda.py)."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+import fused_topk
+from distributed_checks import columns
+from fused_topk import distributed
+from oracle import DTYPES, VALUES_OF, assert_topk, expected
+from rows import adversarial_rows, random_logits, random_mask
+
+FOLDER = ""  # that all processes can write
+
+
+def adversarial_rows_of_every_dtype(rank: int, size: int) -> None:
+    for (entry, name), k in itertools.product(itertools.product(VALUES_OF, DTYPES), (1, 9, 120)):
+        rows = adversarial_rows(1257, k, DTYPES[name])
+        logits = torch.stack(list(rows.values())).cuda()
+        got = getattr(distributed, entry)(columns(logits, rank, size), k)
+        assert_topk(got, expected(entry, logits, k), logits, entry, row_names=list(rows))
+
+
+def masks_and_temperatures(rank: int, size: int) -> None:
+    logits = random_logits(6, 32000).cuda()
+    mask = random_mask(6, 32000).cuda()
+    temperature = torch.linspace(0.5, 2.0, 6, device="cuda")
+    own, own_mask = columns(logits, rank, size), columns(mask, rank, size)
+    for normalize in ("allowed", "all", "topk"):
+        settings = {"temperature": temperature, "normalize": normalize}
+        got = distributed.softmax_topk(own, 9, mask=own_mask, **settings)
+        want = fused_topk.softmax_topk(logits, 9, mask=mask, **settings)
+        assert torch.equal(got.indices, want.indices)
+        torch.testing.assert_close(got.values, want.values, rtol=1e-5, atol=1e-7)
+
+
+def beams(rank: int, size: int) -> None:
+    logits, scores = random_logits(4, 3, 32000).cuda(), random_logits(4, 3).cuda()
+    got = distributed.beam_topk(columns(logits, rank, size), scores, 6)
+    want = fused_topk.beam_topk(logits, scores, 6)
+    assert torch.equal(got.indices, want.indices)
+    torch.testing.assert_close(got.values, want.values)
+
+
+def a_graph_is_captured_and_replayed(rank: int, size: int) -> None:
+    logits = random_logits(5, 32000, seed=1).cuda()
+    own = columns(logits, rank, size).contiguous()
+    distributed.log_softmax_topk(own, 7)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = distributed.log_softmax_topk(own, 7)
+    for seed in (2, 3):
+        logits = random_logits(5, 32000, seed=seed).cuda()
+        own.copy_(columns(logits, rank, size))
+        graph.replay()
+        want = fused_topk.log_softmax_topk(logits, 7)
+        assert torch.equal(got.indices, want.indices)
+        torch.testing.assert_close(got.values, want.values)
+
+
+def compiled(rank: int, size: int) -> None:
+    logits = random_logits(5, 32000).cuda()
+
+    def step(x):
+        return distributed.log_softmax_topk(x * 2, 5)
+
+    got = torch.compile(step, fullgraph=True)(columns(logits, rank, size))
+    want = fused_topk.log_softmax_topk(logits * 2, 5)
+    assert torch.equal(got.indices, want.indices)
+    torch.testing.assert_close(got.values, want.values)
+
+
+def dtensors(rank: int, size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cuda", (size,))
+    logits = random_logits(6, 1001).cuda()
+    want = fused_topk.softmax_topk(logits, 5)
+    for placement in (Shard(1), Shard(0), Replicate()):
+        got = fused_topk.softmax_topk(distribute_tensor(logits, mesh, [placement]), 5)
+        assert torch.equal(got.indices.full_tensor(), want.indices), placement
+        torch.testing.assert_close(got.values.full_tensor(), want.values)
