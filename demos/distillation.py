@@ -174,7 +174,11 @@ class Peak:
     def _now(self, is_peak: bool = False) -> int:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated() if is_peak else torch.cuda.memory_allocated()
-        # Of Linux, in kB; the highest so far too, for what is held before the block is not given back.
+        # The highest so far, before the block too, for what is held then is not given back. Linux's own count is of this program
+        # alone; `ru_maxrss` begins with that of the process which started it.
+        status = Path("/proc/self/status")
+        if status.exists():
+            return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -33,6 +33,7 @@ def drawn(model, inputs, draws, fused, **options):
 @pytest.mark.parametrize(
     "options",
     [
+        {"top_k": 0},
         {"top_k": 20},
         {"top_k": 0, "top_p": 0.8},
         {"top_k": 0, "min_p": 0.05},
@@ -139,7 +140,7 @@ def test_a_row_that_keeps_more_than_was_listed_is_drawn_from_the_whole(monkeypat
 def test_what_is_not_served_draws_the_stock_tokens():
     model = family("Llama", 1)
     for options, reason in (
-        ({"top_k": 0}, "sampling from the whole vocabulary"),
+        ({"top_k": 0, "repetition_penalty": 1.3}, "sampling from the whole vocabulary"),
         ({"top_k": 5, "typical_p": 0.5}, "logits processor TypicalLogitsWarper"),
     ):
         stock, given = [], []

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import backends
+from ..problem import Sample
 from . import penalties, selection, warpers
 from .edits import NotSparse
 from .selection import Candidates, Edit, Rows
@@ -56,6 +58,22 @@ def continuations(
     found = selection.best_continuations(rows, edits, beam_scores, k)
     _check(rows, edits, found[0], True)
     return found
+
+
+def sampled(rows: Rows, edits: Sequence[Edit], filters: Sequence[Filter], generator: Any = None) -> Sample | None:
+    """A token [R, 1] of each row, drawn from the vocabulary itself by the kernel of :func:`fused_topk.sample`. It waits for nothing.
+
+    None where that may differ from what the processors do, and where there is no such kernel: then stock operations are quicker.
+    """
+    parameters = warpers.parameters(filters)
+    if parameters is None or rows.backend is backends.reference or penalties.must_be_checked(edits):
+        return None
+    return selection.sample(rows, edits, parameters, generator)
+
+
+def has_no_distribution(drawn: Sample) -> bool:
+    """Whether a row has none, as with NaN. On a GPU nothing waits to know."""
+    return not drawn.log_probs.is_cuda and bool(drawn.log_probs.isnan().any())
 
 
 def can_list(rows: Rows, filters: Sequence[Filter], at_least: int) -> bool:

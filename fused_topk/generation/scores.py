@@ -12,7 +12,7 @@ stage is recognised. Any other operation gets the tensor that the stock operatio
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import backends
-from . import choice, penalties, selection, warpers
+from . import choice, warpers
 from .edits import NotSparse, Plan
 from .record import Recorded
 from .selection import Edit, Rows
@@ -278,11 +277,13 @@ class LazyScores(StandIn):
         rows, beams, filters = self._step.rows, self._beam_scores, self._filters or ()
         if self._stage is not Stage.PROBS or replacement:
             return NotImplemented
-        parameters = warpers.parameters(filters)
-        if beams is None and num_samples == 1 and parameters is not None and not penalties.must_be_checked(self._edits):
-            drawn = self._sample(parameters, generator)
-            if drawn is not None:
-                return drawn
+        drawn = choice.sampled(rows, self._edits, filters, generator) if beams is None and num_samples == 1 else None
+        if drawn is not None:
+            if choice.has_no_distribution(drawn):
+                # torch.multinomial says so.
+                return self._stock_multinomial("a row without a distribution", 1, generator)
+            self._step.end()
+            return drawn.tokens
         if warpers.list_length(filters, rows.vocab_size) is None:
             return self._stock_multinomial("sampling from the whole vocabulary", num_samples, generator)
         # As many as are drawn must be there, if need be with probability 0.
@@ -298,21 +299,6 @@ class LazyScores(StandIn):
         continuations = choice.drawn_continuations(left, beams, rows.vocab_size, num_samples, generator)
         self._chosen.append((continuations.indices, continuations.scores))
         return continuations.indices
-
-    def _sample(self, parameters: Mapping[str, float], generator: Any) -> Tensor | None:
-        """Draws from the vocabulary itself, on a backend with kernels for it, and waits for nothing."""
-        rows = self._step.rows
-        # Stock operations are quicker than the reference.
-        if rows.backend is backends.reference:
-            return None
-        drawn = selection.sample(rows, self._edits, parameters, generator)
-        if drawn is None:
-            return None
-        if not drawn.log_probs.is_cuda and bool(drawn.log_probs.isnan().any()):
-            # A row without a distribution: torch.multinomial says so. On a GPU nothing waits for it.
-            return self._stock_multinomial("a row without a distribution", 1, generator)
-        self._step.end()
-        return drawn.tokens
 
     def _stock_multinomial(self, reason: str, num_samples: int, generator: Any) -> Tensor:
         return torch.multinomial(self.dense(reason), num_samples, generator=generator)

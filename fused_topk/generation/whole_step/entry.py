@@ -154,7 +154,9 @@ def _search(
     if with_source and positions is not None and config.max_length > positions:
         # Some models let their positions grow, which only single operations can.
         way = None
-    if config.do_sample and warpers.list_length(plan.filters, vocab_size_of(twin.config)) is None:
+    is_listed = not config.do_sample or warpers.list_length(plan.filters, vocab_size_of(twin.config)) is not None
+    # The kernel that draws from the vocabulary itself knows no beams, and no scores that processors have changed.
+    if not is_listed and (beams > 1 or plan.processors or warpers.parameters(plan.filters) is None):
         raise Declined("sampling from the whole vocabulary")
     return Search(twin, prompt, rules, plan, criteria, config, _padding(config, ends), ready.store, way)
 

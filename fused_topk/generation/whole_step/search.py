@@ -188,7 +188,10 @@ class Search(NamedTuple):
         return scan.dense().argmax(-1) if found is None else found
 
     def _drawn(self, scan: Scan) -> Tensor:
-        left = scan.left_over(1)
+        sampled = None if scan.is_dense else choice.sampled(scan.rows, scan.edits, self.plan.filters)
+        if sampled is not None and not choice.has_no_distribution(sampled):
+            return sampled.tokens.squeeze(1)
+        left = None if sampled is not None else scan.left_over(1)
         if left is None:
             return torch.multinomial(scan.dense().softmax(-1), 1).squeeze(1)
         return choice.drawn(left).squeeze(1)
