@@ -10,6 +10,7 @@ from typing import Any
 
 from fused_topk.benchmark import published
 from fused_topk.benchmark.published import Document, Table
+from fused_topk.benchmark.report import three_digits
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "demos"))
@@ -18,7 +19,15 @@ import ladder_report  # noqa: E402
 
 DOCUMENTS = [
     ROOT / name
-    for name in ("README.md", "demos/README.md", "demos/results/h200.md", "demos/results/cpu.md", "csrc/TUNING.md")
+    for name in (
+        "README.md",
+        "csrc/TUNING.md",
+        "demos/README.md",
+        "demos/results/cpu.md",
+        "demos/results/h100x2.md",
+        "demos/results/h200.md",
+        "docs/generation.md",
+    )
 ]
 _WAYS = ("stock", "fused")
 
@@ -76,11 +85,71 @@ def decoding(run: Document) -> str:
     return f"{title}\n\n{Table(headings, lines, labels=2).markdown()}"
 
 
+def whole_calls(run: Document) -> str:
+    """What demos/generation_cost.py wrote of whole calls: a line for each shape and way."""
+    headings = ("shape", "way", "first call, s", "first token, ms", "step, ms", "memory beyond weights, GB")
+    lines = [
+        [
+            name if way == "stock" else "",
+            way,
+            f"{cost['first_call']:.1f}",
+            f"{cost['first_token'] * 1e3:.1f}",
+            f"{cost['step'] * 1e3:.2f}",
+            f"{cost['peak_beyond_weights'] / 1e9:.2f}",
+        ]
+        for name, case in run["cases"].items()
+        for way, cost in case["whole_calls"].items()
+    ]
+    return Table(headings, lines, labels=2).markdown()
+
+
+def linear(run: Document) -> str:
+    """What `bench --suite linear` wrote."""
+    headings = (
+        "rows x H -> V",
+        "product",
+        "product, log_softmax_topk",
+        "product, torch",
+        "ours",
+        "ours / product",
+        "MB",
+    )
+    lines = [
+        [
+            result["shape"],
+            *(three_digits(result["times"][name]["median"]) for name in ("product", "stock", "torch", "fused")),
+            f"{result['ratio_to_product']:.2f}",
+            f"{result['scratch_bytes']['fused'] / 1e6:.0f}",
+        ]
+        for result in run["results"]
+    ]
+    return Table(headings, lines).markdown()
+
+
+def distributed(run: Document) -> str:
+    """What `bench --suite distributed` wrote."""
+    pieces = ("local", "collective", "merge", "whole", "gathered", "empty")
+    headings = ("rows x V", *pieces, "whole / (collective + local)", "bytes", "bytes of logits")
+    lines = [
+        [
+            result["shape"],
+            *(three_digits(result["times"][name]["median"]) for name in pieces),
+            f"{result['ratio_to_collective_and_local']:.2f}",
+            *(f"{result['bytes_of_process'][name]:,}" for name in ("whole", "gathered")),
+        ]
+        for result in run["results"]
+    ]
+    return Table(headings, lines).markdown()
+
+
 VIEWS = {
     **published.VIEWS,
     "ladder": ladder_report.ladder,
     "generation_cost": generation_cost,
     "decoding": decoding,
+    "whole_calls": whole_calls,
+    "linear": linear,
+    "distributed": distributed,
 }
 
 
