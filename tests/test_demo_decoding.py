@@ -123,12 +123,12 @@ def test_demo_says_at_once_that_a_device_has_no_kernels(tiny_model):
 def test_demo_notices_wrong_results(tiny_model, monkeypatch, tmp_path):
     from fused_topk.generation import selection
 
-    right = selection.best
-
-    def worst(rows, edits, k, are_log_probs):
-        return right(rows._replace(logits=-rows.logits), edits, k, are_log_probs)
-
-    monkeypatch.setattr(selection, "best", worst)
+    # What greedy search and sampling choose from.
+    for name in ("best", "sample"):
+        right = getattr(selection, name)
+        monkeypatch.setattr(
+            selection, name, lambda rows, *rest, right=right: right(rows._replace(logits=-rows.logits), *rest)
+        )
     monkeypatch.setattr(selection.Rows, "greatest", lambda rows: rows.logits.argmin(-1))
     options = ("--new-tokens", 6, "--batch", 2, "--rounds", 1, "--output", tmp_path / "plot.png")
     result = run_demo("--model", tiny_model, "--device", "cpu", *options)
