@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README.md shows is what happens: its Python blocks run, and print what it says they print. Published figures are those
-of the runs."""
+"""What README.md and docs/distributed.md show is what happens: their Python blocks run, and print what the text says they print.
+Published figures are those of the runs."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 import fused_topk
+from fused_topk import generation
 from fused_topk.benchmark import published
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +48,7 @@ def test_readme_examples_print_what_they_say():
     """In the order of the text, in one namespace, as a reader would type them."""
     namespace: dict[str, object] = {}
     torch.manual_seed(0)
+    generation.stats(reset=True)
     for code, output in _blocks():
         if not _runs_here(code):
             continue
@@ -53,6 +57,19 @@ def test_readme_examples_print_what_they_say():
             exec(compile(code, str(README), "exec"), namespace)
         if output is not None:
             assert printed.getvalue().strip() == output.strip()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
+def test_the_example_of_several_processes_prints_what_it_says(tmp_path):
+    text = (ROOT / "docs" / "distributed.md").read_text()
+    (code,), (output,) = (re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S) for language in ("py", "text"))
+    (tmp_path / "sharded.py").write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "sharded.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == 2 * output
 
 
 def test_readme_names_every_public_function():
