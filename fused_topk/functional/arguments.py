@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of every public argument. Each error names the argument, the rule, the wrong value and the remedy.
-They run before anything is allocated or launched. They never read the contents of a CUDA tensor, so they never wait for
-a device.
+"""The checks of every public argument but `out` (out.py). Each error names the argument, the rule, the wrong value and the
+remedy. The checks run before anything is allocated or launched. They never read the contents of a CUDA tensor, so they
+never wait for a device.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from torch.autograd import forward_ad
 
 from .. import backends
 from ..operators import transforms
-from ..problem import TopK, TopKState, result_dtype
+from ..problem import TopKState, result_dtype
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NORMALIZE = ("allowed", "all", "topk")
@@ -391,85 +390,6 @@ def check_targets(targets: Any, logits: Tensor, may_be_several: bool = False) ->
         )
 
 
-def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], inputs: Sequence[Tensor | None]) -> None:
-    """Checks that the tensors of `out` have the `expected` shapes and dtypes and overlap no other tensor of the call.
-
-    `expected` is in the order values, indices, logsumexp. Indices may also be int32.
-    """
-    if not isinstance(out, (tuple, list)) or len(out) != 3:
-        raise TypeError(
-            f"`out` must be a tuple (values, indices, logsumexp), got {type(out).__name__}; pass three tensors"
-        )
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (*inputs, *out) if isinstance(t, Tensor)
-    ):
-        raise ValueError(
-            "`out` must not be used where a gradient is wanted, got requires_grad=True; detach or leave out=None"
-        )
-    logits, *_ = inputs
-    for name, tensor, (shape, dtype) in zip(TopK._fields, out, expected, strict=True):
-        check_tensor(f"out.{name}", tensor)
-        if tensor.dtype is not dtype and (name, tensor.dtype) != ("indices", torch.int32):
-            raise TypeError(f"`out.{name}` must have dtype {dtype}, got {tensor.dtype}; allocate it so")
-        if tensor.shape != shape:
-            raise ValueError(
-                f"`out.{name}` must have shape {tuple(shape)}, got {tuple(tensor.shape)}; it is never resized"
-            )
-        if logits is not None and tensor.device != logits.device:
-            raise ValueError(
-                f"`out.{name}` must be on {logits.device}, the device of `logits`, got {tensor.device}; allocate it there"
-            )
-        if not tensor.is_contiguous() and tensor.numel() and _overlaps_itself(tensor):
-            raise ValueError(
-                f"`out.{name}` must not overlap itself, got strides {tensor.stride()}; use .contiguous() or torch.empty"
-            )
-    if torch.compiler.is_compiling():
-        # Traced tensors have no addresses.
-        return
-    places = [
-        (name, t, _bytes(t))
-        for name, t in zip(("logits", "mask", "temperature"), inputs, strict=False)
-        if t is not None
-    ]
-    for name, tensor in zip(TopK._fields, out, strict=True):
-        first, end = _bytes(tensor)
-        for other_name, other, (other_first, other_end) in places:
-            if first < other_end and other_first < end and _may_share_memory(tensor, other):
-                raise ValueError(
-                    f"`out.{name}` must not overlap `{other_name}` in memory; allocate a tensor of its own"
-                )
-        places.append((f"out.{name}", tensor, (first, end)))
-
-
-def is_plain_out(
-    out: Sequence[Tensor], expected: Sequence[tuple[Sequence[int], torch.dtype]], inputs: Sequence[Tensor | None]
-) -> bool:
-    """A quick sufficient test: True if every tensor has the expected dtype, is contiguous and overlaps no other.
-
-    Indices may also be int32.
-
-    check_out() accepts such tensors. Where this returns False, check_out() decides. It takes three times as long, which
-    counts for a call at every step of an inference engine.
-    """
-    logits = inputs[0]
-    assert logits is not None
-    device = logits.device
-    ranges = [_bytes(tensor) for tensor in inputs if tensor is not None]
-    for tensor, (shape, dtype) in zip(out, expected):
-        is_of_dtype = tensor.dtype is dtype or (dtype is torch.int64 and tensor.dtype is torch.int32)
-        if not is_of_dtype or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():
-            return False
-        ranges.append(_bytes(tensor))
-    # Sorted by start, each range must end before the next begins.
-    ranges.sort()
-    end_of_last = 0
-    for start, end in ranges:
-        if start < end_of_last:
-            return False
-        end_of_last = end
-    return True
-
-
 def check_same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
     if tensor.device != logits.device:
         raise ValueError(
@@ -480,50 +400,3 @@ def check_same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
 def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     offset = len(to) - len(shape)
     return offset >= 0 and all(s in (1, to[offset + i]) for i, s in enumerate(shape))
-
-
-def _overlaps_itself(tensor: Tensor) -> bool:
-    # Sorted by stride, each dimension's stride must exceed the extent of all dimensions before it.
-    reach = 0
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
-
-
-def _may_share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors whose address ranges overlap may have a byte in common.
-
-    They may be interleaved, as the columns of one buffer are. The dimensions are divided into inner ones and outer
-    ones, by a least outer stride. Let g be the greatest common divisor of all outer strides. Then an element's address
-    modulo g depends on its inner dimensions only. So the tensors are disjoint if their inner extents are disjoint
-    modulo g. Every division is tried.
-    """
-    if a.device != b.device:
-        return False
-    steps_of_a, steps_of_b = _steps(a), _steps(b)
-    distance = b.data_ptr() - a.data_ptr()
-    for least_outer in {step for step, _ in (*steps_of_a, *steps_of_b)}:
-        g = math.gcd(*(step for step, _ in (*steps_of_a, *steps_of_b) if step >= least_outer))
-        stretch_of_a = a.element_size() + sum(step * (n - 1) for step, n in steps_of_a if step < least_outer)
-        stretch_of_b = b.element_size() + sum(step * (n - 1) for step, n in steps_of_b if step < least_outer)
-        if stretch_of_a <= distance % g <= g - stretch_of_b:
-            return False
-    return True
-
-
-def _steps(tensor: Tensor) -> list[tuple[int, int]]:
-    """(stride in bytes, size) of each dimension along which the address changes."""
-    size = tensor.element_size()
-    return [(s * size, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1 and s]
-
-
-def _bytes(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and of the byte after its last. (0, 0) for a tensor without memory."""
-    start = tensor.data_ptr()
-    if not start:
-        return 0, 0
-    if tensor.is_contiguous():
-        return start, start + tensor.nbytes
-    return start, start + tensor.element_size() + sum(step * (n - 1) for step, n in _steps(tensor))

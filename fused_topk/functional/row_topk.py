@@ -23,13 +23,12 @@ from .arguments import (
     check_logits,
     check_mask,
     check_normalize,
-    check_out,
     check_row_temperature,
     check_temperature,
     check_vocabulary,
     is_distributed,
-    is_plain_out,
 )
+from .out import check_out, is_plain_out
 
 # The operators are looked up once, not at every call.
 _row_topk = torch.ops.fused_topk.row_topk.default
