@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line.
+"""The command line: its commands. command_options.py has what the text of their options means.
 
 info      what works on this machine
 cache     which compiled kernels are on disk
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from .command_options import cases_of, device_of, gpu_of, judged, numbers, words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -138,11 +140,11 @@ def bench(
     from .benchmark.timing import warm_up_gpu
     from .machine import describe
 
-    chosen_device = _device(device)
+    chosen_device = device_of(device)
     on_gpu = chosen_device.type == "cuda"
-    chosen_peers = () if no_peers else tuple(_words(peers, PEERS, "--peers"))
+    chosen_peers = () if no_peers else tuple(words(peers, PEERS, "--peers"))
     settings = Settings(chosen_device, backend or chosen_device.type, chosen_peers, quick)
-    cases = _judged(_cases(suite, on_gpu, rows, vocab, k, dtype), on_gpu, targets)
+    cases = judged(cases_of(suite, on_gpu, rows, vocab, k, dtype), on_gpu, targets)
     old = report.load(compare) if compare else None
 
     # An unavailable backend would fail every case with the same error, so it is reported once, before the first.
@@ -200,8 +202,8 @@ def sweep(
     from .benchmark.timing import warm_up_gpu
     from .machine import describe
 
-    settings = Settings(_gpu(device), "cuda", (), quick)
-    cases = [case for _, case in _cases(suite, True, rows, vocab, k, dtype) if case.distribution == "normal"]
+    settings = Settings(gpu_of(device), "cuda", (), quick)
+    cases = [case for _, case in cases_of(suite, True, rows, vocab, k, dtype) if case.distribution == "normal"]
     torch.cuda.set_device(settings.device)
     warm_up_gpu()
     sweeps: list[Sweep] = []
@@ -243,8 +245,8 @@ def counters(
     from .benchmark import counters as counting
     from .machine import describe
 
-    chosen = _gpu(device)
-    cases = list(dict.fromkeys(case for _, case in _cases(suite, True, rows, vocab, k, dtype)))
+    chosen = gpu_of(device)
+    cases = list(dict.fromkeys(case for _, case in cases_of(suite, True, rows, vocab, k, dtype)))
     try:
         counted = counting.count(cases, chosen, hot)
     except RuntimeError as error:
@@ -262,10 +264,10 @@ def _bench_linear(device: str, rows: str, vocab: str, k: str, dtype: str, quick:
     from .benchmark.suites import ITEM_BYTES, filtered
     from .machine import describe
 
-    chosen = _device(device)
-    filters = (_numbers(rows, "--rows"), _numbers(vocab, "--vocab"), _numbers(k, "--k"))
+    chosen = device_of(device)
+    filters = (numbers(rows, "--rows"), numbers(vocab, "--vocab"), numbers(k, "--k"))
     of_device = linear.GPU_CASES if chosen.type == "cuda" else linear.CPU_CASES
-    passing = set(filtered([head.case for head in of_device], *filters, _words(dtype, ITEM_BYTES, "--dtype")))
+    passing = set(filtered([head.case for head in of_device], *filters, words(dtype, ITEM_BYTES, "--dtype")))
     cases = [head for head in of_device if head.case in passing]
     if not cases:
         raise typer.BadParameter("no shape of the suite passes the filters")
@@ -294,12 +296,12 @@ def _bench_distributed(
     from .benchmark.suites import ITEM_BYTES, filtered
     from .machine import describe
 
-    filters = (_numbers(rows, "--rows"), _numbers(vocab, "--vocab"), _numbers(k, "--k"))
-    cases = filtered(distributed.CASES, *filters, _words(dtype, ITEM_BYTES, "--dtype"))
+    filters = (numbers(rows, "--rows"), numbers(vocab, "--vocab"), numbers(k, "--k"))
+    cases = filtered(distributed.CASES, *filters, words(dtype, ITEM_BYTES, "--dtype"))
     if not cases:
         raise typer.BadParameter("no shape of the suite passes the filters")
     try:
-        chosen = distributed.join(_device(device).type)
+        chosen = distributed.join(device_of(device).type)
     except RuntimeError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
@@ -376,71 +378,6 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} seconds"
-
-
-def _cases(suite: str, on_gpu: bool, rows: str, vocab: str, k: str, dtype: str) -> list[tuple[str, Case]]:
-    from .benchmark.suites import ITEM_BYTES, SUITES, select
-
-    # The cpu suite's targets are about the CPU kernel.
-    names = [name for name in SUITES if name != "cpu" or not on_gpu]
-    if suite != "all":
-        names = _words(suite or ("decode,paper" if on_gpu else "cpu"), SUITES, "--suite")
-    filters = (_numbers(rows, "--rows"), _numbers(vocab, "--vocab"), _numbers(k, "--k"))
-    cases = select(names, *filters, _words(dtype, ITEM_BYTES, "--dtype"))
-    if not on_gpu:
-        # A larger input takes a CPU minutes.
-        small = [(name, case) for name, case in cases if case.input_bytes <= 256 * _MIB]
-        if len(small) < len(cases):
-            typer.echo(f"Left out on the CPU: {len(cases) - len(small)} shapes over 256 MiB.", err=True)
-        cases = small
-    if not cases:
-        raise typer.BadParameter("no shape of the chosen suites passes the filters")
-    return cases
-
-
-def _judged(cases: list[tuple[str, Case]], on_gpu: bool, targets: bool) -> list[tuple[str, Case]]:
-    """The cases, with targets only if they are asked for and are about this kind of machine."""
-    return [
-        (name, case if targets and on_gpu == (name != "cpu") else case._replace(target=None, hot=None))
-        for name, case in cases
-    ]
-
-
-def _device(name: str) -> Any:
-    import torch
-
-    try:
-        chosen = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise typer.BadParameter(f"--device must be cuda, cuda:N or cpu, got {name!r}") from error
-    if chosen.type not in ("cuda", "cpu"):
-        raise typer.BadParameter(f"--device must be cuda, cuda:N or cpu, got {name!r}")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("--device cuda needs a GPU that torch sees; `info` says what is missing")
-    # torch.cuda.set_device needs an index.
-    return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
-
-
-def _gpu(name: str) -> Any:
-    chosen = _device(name)
-    if chosen.type != "cuda":
-        raise typer.BadParameter(f"--device must be cuda or cuda:N, got {name!r}")
-    return chosen
-
-
-def _words(text: str, known: Any, option: str) -> list[str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    for word in words:
-        if word not in known:
-            raise typer.BadParameter(f"{option} must be of {', '.join(known)}, got {word!r}")
-    return words
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",") if word.strip()]
-    except ValueError as error:
-        raise typer.BadParameter(f"{option} must be whole numbers with commas between, got {text!r}") from error
 
 
 def _write_json(document: dict[str, Any], path: Path, console: Console) -> None:

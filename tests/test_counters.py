@@ -120,7 +120,7 @@ def test_ncu_that_is_missing(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("option", "cache", "control"), [([], "cold", "all"), (["--hot"], "hot", "none")])
 def test_command(ncu, monkeypatch, tmp_path, option, cache, control):
-    monkeypatch.setattr(cli, "_device", lambda name: DEVICE)
+    monkeypatch.setattr(cli, "gpu_of", lambda name: DEVICE)
     given = ncu(written([launch(0)]))
     path = tmp_path / "new" / "counters.json"
     arguments = ["counters", "--rows", "64", "--vocab", "128256", "--dtype", "bf16", *option]

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the text of a command's option means: shapes, a device, a list. A wrong text is an error that names the option."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from .benchmark.suites import Case
+
+# A larger input takes a CPU minutes.
+_MOST_CPU_BYTES = 256 << 20
+
+
+def cases_of(suite: str, on_gpu: bool, rows: str, vocab: str, k: str, dtype: str) -> list[tuple[str, Case]]:
+    """The shapes of the suites that pass the filters, each with its suite's name."""
+    from .benchmark.suites import ITEM_BYTES, SUITES, select
+
+    # The cpu suite's targets are about the CPU kernel.
+    names = [name for name in SUITES if name != "cpu" or not on_gpu]
+    if suite != "all":
+        names = words(suite or ("decode,paper" if on_gpu else "cpu"), SUITES, "--suite")
+    filters = (numbers(rows, "--rows"), numbers(vocab, "--vocab"), numbers(k, "--k"))
+    cases = select(names, *filters, words(dtype, ITEM_BYTES, "--dtype"))
+    if not on_gpu:
+        small = [(name, case) for name, case in cases if case.input_bytes <= _MOST_CPU_BYTES]
+        if len(small) < len(cases):
+            typer.echo(
+                f"Left out on the CPU: {len(cases) - len(small)} shapes over {_MOST_CPU_BYTES >> 20} MiB.", err=True
+            )
+        cases = small
+    if not cases:
+        raise typer.BadParameter("no shape of the chosen suites passes the filters")
+    return cases
+
+
+def judged(cases: list[tuple[str, Case]], on_gpu: bool, targets: bool) -> list[tuple[str, Case]]:
+    """The cases, with targets only if they are asked for and are about this kind of machine."""
+    return [
+        (name, case if targets and on_gpu == (name != "cpu") else case._replace(target=None, hot=None))
+        for name, case in cases
+    ]
+
+
+def device_of(name: str) -> Any:
+    """The torch.device, with an index for a GPU. No name: a GPU where there is one."""
+    import torch
+
+    try:
+        chosen = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise typer.BadParameter(f"--device must be cuda, cuda:N or cpu, got {name!r}") from error
+    if chosen.type not in ("cuda", "cpu"):
+        raise typer.BadParameter(f"--device must be cuda, cuda:N or cpu, got {name!r}")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("--device cuda needs a GPU that torch sees; `info` says what is missing")
+    # torch.cuda.set_device needs an index.
+    return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
+
+
+def gpu_of(name: str) -> Any:
+    """The torch.device of a GPU."""
+    chosen = device_of(name)
+    if chosen.type != "cuda":
+        raise typer.BadParameter(f"--device must be cuda or cuda:N, got {name!r}")
+    return chosen
+
+
+def words(text: str, known: Any, option: str) -> list[str]:
+    """The words between commas, each of them `known`."""
+    given = [word.strip() for word in text.split(",") if word.strip()]
+    for word in given:
+        if word not in known:
+            raise typer.BadParameter(f"{option} must be of {', '.join(known)}, got {word!r}")
+    return given
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """The whole numbers between commas."""
+    try:
+        return [int(word) for word in text.split(",") if word.strip()]
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} must be whole numbers with commas between, got {text!r}") from error
