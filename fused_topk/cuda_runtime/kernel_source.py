@@ -13,6 +13,7 @@ SOURCES = (
     "normalizer.h",
     "platform.cuh",
     "policy.cuh",
+    "format.cuh",
     "row.cuh",
     "group.cuh",
     "bound.cuh",
@@ -35,12 +36,15 @@ SOURCES = (
 )
 """Reading order, and the order in which they are joined. Their own #include lines are for editors and C++ compilers."""
 
-FULL_ROW_SOURCES = (*SOURCES[:5], "full_row.cuh", "waiting.cuh", "softmax_rows.cu")
+_ROW_SOURCES = SOURCES[: SOURCES.index("row.cuh") + 1]
+
+FULL_ROW_SOURCES = (*_ROW_SOURCES, "full_row.cuh", "waiting.cuh", "softmax_rows.cu")
 """The same for the kernels in the namespace fused_topk::full_rows. They are a unit of their own, so that each compiles quickly."""
 
-MERGING_SOURCES = (*SOURCES[:5], "problem.cuh", "result.cuh", "merge_states.cu")
+MERGING_SOURCES = (*_ROW_SOURCES, "problem.cuh", "result.cuh", "merge_states.cu")
 """Likewise of the namespace fused_topk::merging."""
-SAMPLE_SOURCES = (*SOURCES[:5], "philox.h", "sample_rows.cu")
+
+SAMPLE_SOURCES = (*_ROW_SOURCES, "philox.h", "sample_rows.cu")
 """Likewise of the namespace fused_topk::sampling."""
 
 LADDER_SOURCES = (*SOURCES[:3], "ladder/ladder.cu")

@@ -23,7 +23,7 @@ FORMATS = {
     torch.float16: "Float16",
     torch.bfloat16: "BFloat16",
 }
-"""The element types that the kernels read, by their names in csrc/row.cuh."""
+"""The element types that the kernels read, by their names in csrc/format.cuh."""
 
 MAX_ROWS = 2**31 - 1
 
