@@ -41,7 +41,7 @@ __device__ __forceinline__ u32 nth_greatest(const u32 (&keys)[N], u32 n) {
   greatest = warp_max(greatest);
   bound = warp_min(bound);
   u32 passing = N * kWarpSize;
-  // Many equal keys may prevent that. Twelve halvings are close enough.
+  // With many equal keys no bound lets so few pass. So the loop ends after twelve halvings.
 #pragma unroll 1
   for (u32 turn = 0; turn < 12 && bound < greatest && passing > n + n / 8; ++turn) {
     const u32 trial = greatest - (greatest - bound) / 2;

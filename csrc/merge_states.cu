@@ -15,10 +15,10 @@ namespace fused_topk {
 // The argument of a launch. fused_topk/layout/merge_launch.py fills it by field names.
 struct States {
   const void* logits;            // [parts, rows, width]
-  const i64* indices;            // [parts, rows, width]; -1: no candidate, behind all that are
+  const i64* indices;            // [parts, rows, width]; -1: no candidate; ranks behind every candidate
   const float* m;                // [parts, rows]
   const float* d;                // [parts, rows]
-  const int* lengths;            // nullable; [parts]: their tokens, from whose sums indices count
+  const int* lengths;            // nullable; [parts]: the number of tokens of each; indices count from the part's first
   const float* row_temperature;  // nullable; [rows]
   void* values;                  // [rows, k] float, or the logits' format for kLogits and kState
   i64* result_indices;           // [rows, k]
@@ -142,8 +142,8 @@ __device__ __forceinline__ void sync_row() {
   }
 }
 
-// Grid: (rows), or (rows / 4) for WARPS = 1. With a bound of 32 resident warps and no more the compiler has 64 registers, and
-// spills none; left to itself it takes 32 on 9.0 and spills one.
+// Grid: (rows), or (rows / 4) for WARPS = 1. The limit of 32 resident warps leaves a thread 64 registers. Without a limit the
+// compiler takes 32 on compute capability 9.0, and spills one.
 template <class FORMAT, u32 WARPS>
 __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, WARPS == 1 ? 8 : 4)
     merge_states_kernel(const __grid_constant__ States states) {

@@ -11,7 +11,7 @@
 
 namespace fused_topk {
 
-// FORGETS_MASK: makes the compiler apply the mask again. Keeping what it leaves of each element would take too many registers.
+// FORGETS_MASK: makes the compiler apply the mask again. Keeping the masked elements would take too many registers.
 template <class READER, bool FORGETS_MASK = false>
 class PartFolder {
   static constexpr u32 VECTORS = READER::kVectors;

@@ -217,7 +217,7 @@ __device__ __forceinline__ u64 raise_in_shared(u64* number, u64 value) {
 }
 
 // Takes a ticket of a counter that blocks share: adds 1 and returns the value before. The `count`-th block gets count -
-// 1 and leaves 0. Orders memory: a block that gets a greater number sees what this block wrote before the barrier that
+// 1, and the counter is 0 again. Orders memory: a block that gets a greater number sees what this block wrote before the barrier that
 // precedes the call.
 __device__ __forceinline__ u32 take_ticket(u32* counter, u32 count) {
   u32 ticket;
@@ -235,8 +235,8 @@ __device__ __forceinline__ u32 tickets_taken(const u32* counter) {
   return count;
 }
 
-// Which lines of the L2 cache leave first: those read with this policy, or as usual. Lines that leave make room for
-// what is written.
+// What becomes of lines of the L2 cache that are read with this policy. leaves_first: they are the first to make room for
+// what is written. Else the cache decides, as usual.
 struct CachePolicy {
   u64 bits;
 
@@ -277,9 +277,9 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, Cac
       "l"(global), "l"(policy.bits)
       : "memory");
 }
-// Closes a group: the copies that this thread has begun since the last call. A group may be empty.
+// Closes a batch: the copies that this thread has begun since the last call. A batch may be empty.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most `PENDING` of this thread's groups, the newest, are in flight.
+// Waits until at most `PENDING` of this thread's batches, the newest, are in flight.
 template <u32 PENDING>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");

@@ -16,14 +16,14 @@ enum Method : u32 {
 
 // What softmax_topk.cu is compiled for.
 struct Policy {
-  u32 resident_warps;  // that must fit on a multiprocessor: caps a thread's registers at 64 for 32, 80 for 24, 128 for 16
-  u32 tiles_ahead;     // that a warp requests before it takes the first (TileStream)
+  u32 resident_warps;  // must fit on a multiprocessor: 32 leave a thread 64 registers, 24 leave 80, 16 leave 128
+  u32 tiles_ahead;     // are requested by a warp before it takes the first (TileStream)
   bool in_place;       // a tile stays in shared memory while a warp works on it (TileStream)
 };
 
 namespace policy {
 
-// The least __CUDA_ARCH__, and for k90 the only one.
+// The least __CUDA_ARCH__ of a row. k90 is for 900 alone.
 enum Gpu { kAnyGpu = 0, kFrom80 = 800, k90 = 900, kFrom100 = 1000, kFrom120 = 1200 };
 enum Rows { kAnyRows, kUnmasked, kPlain, kUnaligned, kMaskedUnaligned };  // kPlain: aligned, without a mask
 enum Bits { kAnyBits = 0, k16 = 16, k32 = 32 };
@@ -38,7 +38,7 @@ struct Row {
   Policy policy;
 };
 
-// The first row that fits holds. More than 16 warps are resident only where that is faster. A mask, and large tiles of
+// The first row that fits counts. More than 16 warps are resident only where that is faster. A mask, and large tiles of
 // unaligned rows, need the registers. Beyond compute capability 9.0 these are the numbers for which no compiler spills.
 // clang-format off
 constexpr Row kTable[] = {
@@ -51,7 +51,7 @@ constexpr Row kTable[] = {
     {k90,      1,  8,   kAnyRows,         kAnyBits, kAnyMethod,   {16,  2,   false}},
     {k90,      16, 16,  kPlain,           kAnyBits, kByTile,      {16,  2,   true}},
     {k90,      16, 16,  kPlain,           kAnyBits, kAnyMethod,   {16,  1,   false}},
-    // What straddles two vectors is put together from shared memory: in registers, it would have to be there at once.
+    // Unaligned: each vector is put together from two in shared memory. In registers a tile would need twice the room.
     {k90,      16, 16,  kUnmasked,        kAnyBits, kNotForMany,  {16,  2,   false}},
     {k90,      16, 16,  kAnyRows,         k16,      kAnyMethod,   {16,  1,   false}},
     {k90,      16, 16,  kAnyRows,         k32,      kAnyMethod,   {16,  0,   false}},
@@ -93,13 +93,13 @@ constexpr Policy policy_of(u32 warps, u32 method, u32 bits, bool masked, bool al
 // Tiles of a window: as many as fit beside the candidates of 16 warps; fewer in the 64 kB of compute capability 7.5.
 constexpr u32 window_tiles(u32 warps) { return warps <= 8 ? 8 : kHasAsyncCopy ? 4 : 2; }
 
-// Of other kernels: the blocks that must fit on a multiprocessor, a limit for the registers. 0 leaves it to the compiler, which
-// is the quickest on compute capability 9.0; elsewhere, and with a mask, some compiler would then spill.
+// The other kernels: how many blocks must fit on a multiprocessor, which limits the registers. 0 sets no limit. That is the
+// quickest on compute capability 9.0. On others, and with a mask, some compiler would then spill.
 constexpr bool kIs90 = __CUDA_ARCH__ == 900;
 constexpr u32 resident_router_blocks(bool masked) { return masked ? 4 : kIs90 ? 0 : 8; }
 constexpr u32 resident_short_blocks(bool masked) { return masked || !kIs90 ? 8 : 0; }
 constexpr u32 kResidentBlockRows = kIs90 ? 0 : 1;
-// As many as fused_topk/layout/full_row_choice.py lets run at a time.
+// fused_topk/layout/full_row_choice.py lets as many run at a time.
 constexpr u32 kResidentGridRows = kHasAsyncCopy ? 2 : 1;
 
 }  // namespace fused_topk

@@ -26,13 +26,13 @@ __device__ __forceinline__ float inverse_of(float t) {
 // only.
 enum MaskUse : u32 { kNoMask = 0, kMaskBoth = 1, kMaskChoice = 2 };
 
-// What `values` holds. kState: logits too, and m and d of the row stand in place of its logsumexp. One
-// comparison of two bits tells both (has_logits).
+// What `values` holds. kState: logits too, and m and d of the row stand in place of its logsumexp. The two lowest bits tell
+// whether it holds logits (has_logits).
 enum ValueKind : u32 { kLogits = 0, kProbabilities = 1, kLogProbabilities = 2, kState = 4 };
 __device__ __forceinline__ bool has_logits(u32 value_kind) { return (value_kind & 3) == kLogits; }
 
-// The fields that every launch reads come first. Each 64 bytes of the struct (less 16, the first time) cost the first
-// block that reads them a fetch from memory. The first 48 bytes suffice to request the logits.
+// The fields that every launch reads come first. Blocks fetch the struct from memory 64 bytes at a time, the first time 48.
+// These 48 bytes suffice to request the logits.
 struct Problem {
   const void* logits;  // [rows, V]
   i64 row_stride;      // of the logits, in elements; used if leading_dims is 1
@@ -41,10 +41,10 @@ struct Problem {
   u32 k;  // of a row
   u32 parts_per_row;
   u16 tiles_per_part_log2;
-  u16 lead;             // so many of a group's last tiles are read first
-  u32 parts_per_split;  // parts_per_row / splits; the first splits take one more
-  u32 splits_with_one_more;
-  u32 leading_dims;  // described by the strides below, innermost first
+  u16 lead;                  // how many of a group's last tiles are read first
+  u32 parts_per_split;       // parts_per_row / splits; the first splits take one more
+  u32 splits_with_one_more;  // how many those are
+  u32 leading_dims;          // described by the strides below, innermost first
   // j and ceil(k / j) of KthBound for the warps of a block, then for the splits of a row.
   u16 k_of_warp, warps_of_k;
   u16 k_of_split, list_length;
@@ -59,7 +59,7 @@ struct Problem {
   i64* indices;  // like values
   u32 value_kind;
   u32 normalize_topk;  // 1: values are relative to the k chosen
-  u32 beams;           // 0: no beam search; else so many rows make a sequence
+  u32 beams;           // 0: no beam search; else the number of rows of a sequence
   u32 k_of_beam;       // each beam's list is bounded by its candidate of this rank
   u32 sizes[kLeadingDims];
   u32 mask_kind;      // MaskKind

@@ -28,8 +28,8 @@ struct RowResult {
   __device__ __forceinline__ float logsumexp() const { return m * inverse_temperature + (is_finite() ? log_d : 0.0f); }
 };
 
-// Writes m and d of a row for kState. The thread that wrote the row's logsumexp calls it: m replaces that, so that every
-// launch writes a logsumexp without asking.
+// Writes m and d of a row for kState. The thread that wrote the row's logsumexp calls it, and m takes its place. So every
+// launch writes a logsumexp without asking for the kind.
 __device__ __forceinline__ void write_state(float* logsumexp, u32 rows, u32 row, const RowResult& result) {
   logsumexp[row] = result.m;
   logsumexp[rows + row] = result.d;

@@ -73,8 +73,8 @@ struct RowMask {
   }
 };
 
-// One tile of a row. Each lane has VECTORS vectors: element e of vector u is token first + (u * 32 + lane) * n + e. The
-// vectors are in registers. IN_PLACE: they stay in shared memory and are read from there at each use.
+// One tile of a row. Each lane has VECTORS vectors: element e of vector u is token first + (u * 32 + lane) * n + e,
+// for n elements in 16 bytes. The vectors are in registers. IN_PLACE: they stay in shared memory and are read from there at each use.
 template <class FORMAT, u32 VECTORS, bool IN_PLACE = false>
 struct Tile {
   static constexpr u32 kPerVector = FORMAT::kPerVector;
@@ -155,7 +155,7 @@ class TileStream {
   static_assert(!IN_PLACE || ALIGNED, "what straddles two vectors is put together in registers");
   // An unaligned row's vector straddles two vectors of memory.
   static constexpr u32 kSlotVectors = kWarpSize * VECTORS + (ALIGNED ? 0 : 1);
-  // From slot to slot. Copies to a multiple of 128 bytes are the quickest.
+  // The distance of two slots. Copies to a multiple of 128 bytes are the quickest.
   static constexpr u32 kSlotStride = kWarpSize * VECTORS + (ALIGNED ? 0 : 8);
   // The vectors of shared memory that each warp needs.
   static constexpr u32 kWarpVectors = kInBackground ? kAhead * kSlotStride : 0;
@@ -264,12 +264,12 @@ class TileStream {
     load_tile(number, tile.vectors);
   }
 
-  // kInBackground: element u * n + e of a lane, of the tile taken last: element e of its vector u.
+  // kInBackground: element `number` of any lane's share of the tile taken last. Element e of vector u is number u * n + e.
   __device__ __forceinline__ Bits element_of_lane(u32 lane, u32 number) const {
     constexpr u32 n = FORMAT::kPerVector;
     return slot_elements()[(number / n * kWarpSize + lane) * n + number % n];
   }
-  // One of the lane's vectors, or one logit, of the tile taken last.
+  // Of the tile taken last: vector u of this lane, and the logit of token `index`.
   __device__ __forceinline__ Vector vector_again(const RowTile& tile, u32 u) const {
     return kInBackground ? vector_of_slot(u) : tile.vectors[u];
   }
@@ -284,7 +284,7 @@ class TileStream {
     static constexpr u32 value = VALUE;
   };
 
-  // Calls use(Constant) with the row's distance from a multiple of 16 bytes. The compiler then knows which words of two
+  // Calls use(Constant) with the row's distance in bytes from a multiple of 16. The compiler then knows which words of two
   // vectors make one.
   template <u32 LEAST = 0, u32 COUNT = ALIGNED ? 1 : FORMAT::kPerVector, class USE>
   __device__ __forceinline__ void with_shift(USE use) const {
@@ -358,7 +358,7 @@ class TileStream {
     for (u32 u = 0; u < VECTORS; ++u)
       if (own + u * kWarpSize * FORMAT::kPerVector == V_ - rest) store(u, end);
   }
-  // Stores, in the tile's slot, the vectors that lie partly within the row: its first one and its last one.
+  // Stores in the tile's slot the row's first vector and its last one, where they lie partly outside the row.
   __device__ __forceinline__ void store_ends(u32 tile) const {
     constexpr u32 n = FORMAT::kPerVector;
     const u32 end = V_ + before_;

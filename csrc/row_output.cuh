@@ -61,7 +61,7 @@ __device__ __forceinline__ void keep_indices(const i64* indices, u32 count, i64 
 #pragma unroll 1
   for (u32 first = lane_id(); first < count; first += 2 * kWarpSize) {
     const u32 second = first + kWarpSize;
-    // Past the end the last entry is loaded again: so no register outlives a branch.
+    // Past the end the last entry is loaded again, so that the loads need no branch.
     const i64 own[2] = {load_from_other_block(indices + first),
                         load_from_other_block(indices + min(second, count - 1))};
     kept[first] = own[0];

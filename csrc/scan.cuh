@@ -45,8 +45,8 @@ struct RowScan {
   }
 };
 
-// The order in which a group reads its tiles. The warps take turns, one part each. A turn is a tile's number; the lead, the
-// last tiles that come first, have turns before the first tile's.
+// The order in which a group reads its tiles: first the lead, which are the last tiles, then the others. The warps take one
+// part each, in turn. A tile's turn is its number. The lead's turns are the numbers just before the first tile's.
 //
 // The lead (KernelChoice.lead of fused_topk/layout/topk_choice.py) serves rows of ascending logits: the best of a sorted row are
 // then among the first tiles read, so that not every tile beats all tiles before it.

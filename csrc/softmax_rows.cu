@@ -208,8 +208,8 @@ __global__ void __launch_bounds__(768) softmax_long_rows_kernel(const __grid_con
 #if __CUDA_ARCH__ == 900
     const Row last_time(problem, row, true);
 #else
-    // An unaligned row has no cache policy: it is the same row. Worked out twice, its addresses take registers that NVRTC
-    // 12.9 then spills for some targets. The code for 9.0 stays as it was measured.
+    // An unaligned row has no cache policy, so both are the same row. Made twice, it takes registers that NVRTC 12.9 spills
+    // for some targets, but not for 9.0.
     const Row last_time = ALIGNED ? Row(problem, row, true) : x;
 #endif
     waiting.ask_shared(last_time);

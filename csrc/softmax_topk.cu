@@ -88,7 +88,7 @@ __device__ __forceinline__ void leave_list(const Problem& problem, u32 split, SC
     const u32 key = candidates.hand_over(list, length, problem.k_of_split);
     if (leaves_bound) leave_bound(key);
   } else {
-    // Many candidates passed early. What the whole share proves by now drops most of them.
+    // Many candidates passed while the bound was loose. The bound of the whole share drops most of them.
     const bool has_more_tiles = problem.parts_per_split >= GROUP::kWarps || problem.tiles_per_part_log2 > 0;
     if (has_more_tiles && candidates.stored() > length) {
       const bool has_read = GROUP::warp() < problem.parts_per_split + (split < problem.splits_with_one_more);
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
   constexpr u32 kWarps = GROUP::kIsWarp ? 4 : WARPS;
   constexpr bool kHasWindows = METHOD == kInWindows;
   __shared__ GroupShared<GROUP> all_shared[kRowsPerBlock];
-  // At 16 bytes beyond a multiple of 32, background copies take a fifth longer.
+  // Background copies to other addresses than multiples of 32 bytes are slower.
   extern __shared__ __align__(128) Vector tile_slots[];
 
   const u32 own = GROUP::kIsWarp ? threadIdx.x / kWarpSize : 0;
@@ -256,8 +256,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
   if (splits > 1 && !hand_over_share(problem, row, k, splits, split, scan, candidates, bound, lists, shared.is_last))
     return;
 
-  // A long row has many steps. One warp would wait for memory at each. So each warp makes one, and all wait together. This is
-  // rare: the hint moves the code out of the way of the rest.
+  // Many steps are rare: the hint moves the code out of the way of the rest.
   const auto step_of_left = [&](u32 i) { return states.step_of_left(i, scan.folder.scale()); };
   const bool has_many_steps = states.has_many_steps();
   if (__builtin_expect(has_many_steps, false)) {

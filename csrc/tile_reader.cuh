@@ -23,7 +23,7 @@ class TileReader {
                 slots),
         V_(problem.V) {}
 
-  // In place: requests the warp's first tile before all else. Each tile comes with whether it exists.
+  // In place: requests the warp's first tile before all else. is_first: whether the warp has one; likewise below.
   __device__ __forceinline__ void start_early(u32 first, bool is_first) {
     if constexpr (Stream::kInPlace) request(first, is_first);
   }
@@ -60,7 +60,7 @@ class TileReader {
 #pragma unroll
     for (u32 u = 0; u < VECTORS; ++u) lane_max_ = max_nan(lane_max_, choosable_maximum(u));
   }
-  // Loads a tile now, which was read before with this maximum.
+  // Loads a tile now. lane_max: the lane's maximum of it, known from an earlier read.
   __device__ __forceinline__ void reload(u32 tile, float lane_max) {
     stream_.load(tile_, tile);
     lane_max_ = lane_max;
@@ -95,8 +95,8 @@ class TileReader {
     return greatest;
   }
 
-  // The element of token `index`, of bit u * n + e, read again from where the tile came: its key as the choice sees it, and
-  // its logit as (m, d) sees it.
+  // An element of the tile, read again from memory: token `index`, bit u * n + e of the lane's elements. The first returns its
+  // key as the choice sees it, the second its logit as (m, d) sees it.
   __device__ __forceinline__ u32 key_again(u32 index, u32 bit) const {
     if (MASK != kNoMask && !((allowed_ >> bit) & 1)) return kNegativeInfinityKey;
     return order_key(logit_again(index));

@@ -30,7 +30,7 @@ class TileSelector {
   static constexpr u32 kFewLanes = 4;
   // With hits in at least so many lanes, a tile's own best k are found first.
   static constexpr u32 kManyLanes = 24;
-  // With at most so many hits more than k, they are not.
+  // They are not if the tile has at most k + kFewMore hits.
   static constexpr u32 kFewMore = 32;
 
   __device__ __forceinline__ TileSelector() : offered_(0), best_(-FUSED_TOPK_INFINITY) {}
@@ -115,15 +115,15 @@ class TileSelector {
   template <class GROUP, bool UNROLL = !Stream::kInBackground || (Stream::kInPlace && !GROUP::kIsWarp)>
   __device__ __forceinline__ u32 best_of(READER& x, u32 todo, Candidates<GROUP>& candidates) {
     const float greatest_logit = warp_max(x.lane_max());
-    // No key is counted right against a NaN.
+    // The elements are compared as floats. With a NaN no count below would be right.
     if (greatest_logit != greatest_logit) return todo;
     const u32 k = candidates.k();
     const u32 greatest = order_key(greatest_logit);
     // Another warp may have seen better ones.
     candidates.exchange_threshold();
     if (make_candidate(greatest, x.tile().first) <= candidates.threshold()) return 0;
-    // Bounds known so far: the threshold, and what the lanes' maxima prove. All 32 of them are at least their minimum. For
-    // small k, finding the k-th is quicker than bisection.
+    // Bounds known so far: the threshold, and what the lanes' maxima prove. 32 elements are at least the least maximum. For
+    // small k, finding the k-th maximum is quicker than bisection.
     const u32 lane_key = order_key(x.lane_max());
     u32 least = key_of(candidates.threshold() + 1);
     if (k <= kWarpSize) least = max(least, warp_min(lane_key));
@@ -168,8 +168,8 @@ class TileSelector {
       if (__popc(lanes) <= kFewLanes) return hits_of_few(x, lanes, least);
     return hits_of_lane(x, least);
   }
-  // Usually a lane has few hits. So it compares only vectors whose maximum is one. Registers cannot be indexed: this needs a
-  // tile in shared memory. The maximum of four logits costs as much as to compare them.
+  // Usually a lane has few hits. So it compares only the vectors whose maximum is a hit. Registers cannot be indexed: the tile
+  // must be in shared memory. With four logits in a vector, the maximum costs as much as the comparisons.
   __device__ __forceinline__ u32 hits_of_lane(READER& x, float least) {
     if constexpr (!Stream::kInBackground || (Stream::kInPlace && kPerVector == 4)) return hits_unrolled(x, least);
     u32 vectors = 0;

@@ -15,7 +15,7 @@ template <u32 WINDOW>
 struct WindowShared {
   static constexpr u32 kLanesOfTile = kWarpSize / WINDOW;  // the lanes that add up a tile's sums
   float maxima[WINDOW][kWarpSize];
-  float sums[WINDOW][kWarpSize + kLanesOfTile];  // in finish_window() no two lanes read one bank
+  float sums[WINDOW][kWarpSize + kLanesOfTile];  // padded: in finish_window() no two lanes read the same bank
   float m[WINDOW];
   // The lanes' state between two calls of offer_window(). In registers it would take too many.
   u32 left[kWarpSize], offered[kWarpSize], current[kWarpSize];
