@@ -171,8 +171,8 @@ struct Solver {
     return workspace.terms.data();
   }
 
-  // Block by block of a row's elements: calls do_block(number, first element, how many, them as floats, what follows
-  // them in memory).
+  // Calls do_block(block, its first element, n, x [n], next) for blocks first .. end of a row. x: the block's elements as
+  // floats. next: the address behind them in memory.
   template <class BLOCK>
   void for_each_block(u64 row, u32 first, u32 end, Workspace& workspace, const BLOCK& do_block) const {
     const i64 item_size = kItemSize[problem.dtype];

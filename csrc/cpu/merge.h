@@ -32,7 +32,7 @@ struct MergeProblem {
   OfParts indices;  // [parts, sizes..., width] i64
   OfParts m, d;     // [parts, sizes...] float
 
-  const int* lengths;  // nullable; [parts]: tokens of each part, at which the next part's indices begin
+  const int* lengths;  // nullable; [parts]: the number of tokens of each; indices count from the part's first
   i64 lengths_stride;
 
   double temperature;

@@ -22,7 +22,7 @@ float float_of(u32 bits) {
   return x;
 }
 
-// The least logit that ranks before `x` whatever their indices are. It is +inf where only a NaN ranks before x.
+// The least logit that ranks before a logit of this key, whatever their indices are. +inf where only a NaN does.
 float least_above(u32 key) { return key >= kPositiveInfinityKey ? kInfinity : float_of(bits_of_key(key + 1)); }
 
 // Sorts by key, greatest first, and keeps the order of equal keys: a radix sort from the least significant digit on.

@@ -123,7 +123,7 @@ double sum_exp(const float* x, u32 n, const Exponential& e, const void* next, u3
 // Signed integers in the order of the floats. x has no NaN.
 inline int ordered(int bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }
 
-// A value that k to k + slack elements of x are >=, or else the k-th greatest of x. Found by bisection: counting some
+// A value that k to k + slack elements of x reach, or else the k-th greatest of x. Found by bisection: counting some
 // hundred integers takes a few instructions, and there are at most 32 rounds, whatever x is.
 inline int kth_greatest(const int* x, u32 n, u32 k, u32 slack) {
   int low = 0x7FFFFFFF;

@@ -54,8 +54,8 @@ struct VectorKernels {
   // meanwhile: the sum waits for arithmetic, reading waits for memory.
   double (*sum_exp)(const float* x, u32 n, const Exponential& exponential, const void* next, u32 bytes);
 
-  // A value that at least k elements of x, and not many more, are >=. NaNs do not count. -inf for k > n / 4, where it
-  // is hard to find.
+  // A value that at least k elements of x reach, and not many more. NaNs do not count. -inf for k > n / 4, where it is
+  // hard to find.
   float (*lower_bound_of_kth)(const float* x, u32 n, u32 k);
 
   // Appends a candidate with index first_index + i for each x[i], begin <= i < n, that is NaN or >= `threshold`, in
