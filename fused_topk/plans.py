@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import backends
 from .backends.protocol import StartFullRows, StartMerge, StartTopk
-from .problem import FullRowProblem, MergeProblem, Problem, TopK, result_dtype
+from .problem import FullRowProblem, MergeProblem, MergeTensors, Problem, TopK, result_dtype
 
 
 class Like(NamedTuple):
@@ -148,18 +148,10 @@ class MergePlan(NamedTuple):
     result: TopkResult
     start: StartMerge
 
-    def run(
-        self,
-        logits: Tensor,
-        indices: Tensor,
-        m: Tensor,
-        d: Tensor,
-        lengths: Tensor | None,
-        row_temperature: Tensor | None,
-    ) -> TopK:
+    def run(self, tensors: MergeTensors) -> TopK:
         """Computes the result into new tensors and returns them."""
-        out = self.result.empty(logits.device)
-        self.start(logits, indices, m, d, lengths, row_temperature, out)
+        out = self.result.empty(tensors.logits.device)
+        self.start(tensors, out)
         return out
 
 
@@ -183,7 +175,7 @@ def merge_plan(
     result = merge_result(lists, k, values)
     chosen = backends.pick(device, logits.dtype, 1, backend)
     if lists.numel() == 0:
-        return MergePlan(result, lambda *tensors: None)
+        return MergePlan(result, lambda tensors, out: None)
     problem = MergeProblem(
         lists,
         indices.meta(),

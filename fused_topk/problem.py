@@ -83,6 +83,17 @@ class Problem(NamedTuple):
         )
 
 
+class MergeTensors(NamedTuple):
+    """The tensors of a :class:`MergeProblem`, which describes them."""
+
+    logits: Tensor
+    indices: Tensor
+    m: Tensor
+    d: Tensor
+    lengths: Tensor | None
+    row_temperature: Tensor | None
+
+
 class MergeProblem(NamedTuple):
     """A checked request to merge the states of a row's parts. A backend writes its result into a :class:`TopK`.
 
@@ -100,10 +111,9 @@ class MergeProblem(NamedTuple):
     values: str  # as in Problem
     normalize: str  # "topk", or "all" for what the states are relative to
 
-    def at(self, logits: Tensor, indices: Tensor, m: Tensor, d: Tensor, *others: Tensor | None) -> MergeProblem:
-        """This request with these tensors in place of its own. `others`: lengths and row_temperature."""
-        lengths, row_temperature = others
-        return self._replace(logits=logits, indices=indices, m=m, d=d, lengths=lengths, row_temperature=row_temperature)
+    def at(self, tensors: MergeTensors) -> MergeProblem:
+        """This request with these tensors in place of its own."""
+        return self._replace(**tensors._asdict())
 
 
 class LinearProblem(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, LinearProblem, MergeProblem, Problem, Sample, SampleProblem, TopK
+from ..problem import FullRowProblem, LinearProblem, MergeProblem, MergeTensors, Problem, Sample, SampleProblem, TopK
 from .protocol import StartFullRows, StartMerge, StartTopk
 
 _cpu: Any
@@ -120,27 +120,8 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
     )
     num_threads = torch.get_num_threads
 
-    def run(
-        logits: Tensor,
-        indices: Tensor,
-        m: Tensor,
-        d: Tensor,
-        lengths: Tensor | None,
-        row_temperature: Tensor | None,
-        out: TopK,
-    ) -> None:
-        merge(
-            logits.data_ptr(),
-            indices.data_ptr(),
-            m.data_ptr(),
-            d.data_ptr(),
-            0 if lengths is None else lengths.data_ptr(),
-            0 if row_temperature is None else row_temperature.data_ptr(),
-            out.values.data_ptr(),
-            out.indices.data_ptr(),
-            out.logsumexp.data_ptr(),
-            num_threads(),
-        )
+    def run(tensors: MergeTensors, out: TopK) -> None:
+        merge(*map(_address, tensors), *map(_address, out), num_threads())
 
     return run
 

@@ -24,7 +24,7 @@ from ..layout.kernel_arguments import SampleRows
 from ..layout.merge_launch import MergeLaunch, MergeLayout
 from ..layout.topk_choice import MAX_K, KernelChoice, choose
 from ..layout.topk_launch import FORMATS, Launch, Layout, row_count
-from ..problem import FullRowProblem, MergeProblem, Problem, Sample, SampleProblem, TopK
+from ..problem import FullRowProblem, MergeProblem, MergeTensors, Problem, Sample, SampleProblem, TopK
 from .protocol import StartFullRows, StartMerge, StartTopk
 
 # One element of that many bytes, which CuPy passes by value.
@@ -90,34 +90,13 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
     planned, index = _merge_plan(problem), device.index
     itemsize = problem.logits.element_size()
 
-    def run(
-        logits: Tensor,
-        indices: Tensor,
-        m: Tensor,
-        d: Tensor,
-        lengths: Tensor | None,
-        row_temperature: Tensor | None,
-        out: TopK,
-    ) -> None:
-        if planned is None or logits.data_ptr() % itemsize:
-            logits = logits.clone(memory_format=torch.contiguous_format)
-            indices, m, d = indices.contiguous(), m.contiguous(), d.contiguous()
-            row_temperature = None if row_temperature is None else row_temperature.contiguous()
-            copied = problem.at(logits, indices, m, d, lengths, row_temperature)
-            prepare_merge(copied, device)(logits, indices, m, d, lengths, row_temperature, out)
+    def run(tensors: MergeTensors, out: TopK) -> None:
+        if planned is None or tensors.logits.data_ptr() % itemsize:
+            copied = _copied_merge(tensors)
+            prepare_merge(problem.at(copied), device)(copied, out)
             return
         function = driver.function(index, planned.kernel)
-        filled = planned.fill(
-            logits.data_ptr(),
-            indices.data_ptr(),
-            m.data_ptr(),
-            d.data_ptr(),
-            0 if lengths is None else lengths.data_ptr(),
-            0 if row_temperature is None else row_temperature.data_ptr(),
-            out.values.data_ptr(),
-            out.indices.data_ptr(),
-            out.logsumexp.data_ptr(),
-        )
+        filled = planned.fill(*map(_address, tensors), *map(_address, out))
         driver.call(function, planned.grid, planned.threads, (np.frombuffer(filled, _MERGE_ARGUMENT),), index)
 
     return run
@@ -393,6 +372,19 @@ def _merge_plan(problem: MergeProblem) -> MergeLaunch | None:
 def _has_adjacent(logits: Tensor) -> bool:
     """Whether the kernels can read the rows where they lie."""
     return logits.stride(-1) == 1 or logits.shape[-1] == 1
+
+
+def _copied_merge(tensors: MergeTensors) -> MergeTensors:
+    """The same tensors, but for the lengths, as contiguous copies. A copy of the logits starts at a multiple of their size."""
+    logits, indices, m, d, lengths, row_temperature = tensors
+    return MergeTensors(
+        logits.clone(memory_format=torch.contiguous_format),
+        indices.contiguous(),
+        m.contiguous(),
+        d.contiguous(),
+        lengths,
+        None if row_temperature is None else row_temperature.contiguous(),
+    )
 
 
 def _copied(problem: Problem) -> Problem:

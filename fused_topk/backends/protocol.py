@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, MergeProblem, Problem, Sample, SampleProblem, TopK
+from ..problem import FullRowProblem, MergeProblem, MergeTensors, Problem, Sample, SampleProblem, TopK
 
 
 class StartTopk(Protocol):
@@ -27,16 +27,7 @@ class StartTopk(Protocol):
 class StartMerge(Protocol):
     """Runs a prepared merge on tensors of the layout that it was prepared for, and writes the contiguous `out`."""
 
-    def __call__(
-        self,
-        logits: Tensor,
-        indices: Tensor,
-        m: Tensor,
-        d: Tensor,
-        lengths: Tensor | None,
-        row_temperature: Tensor | None,
-        out: TopK,
-    ) -> None: ...
+    def __call__(self, tensors: MergeTensors, out: TopK) -> None: ...
 
 
 class StartFullRows(Protocol):

@@ -48,19 +48,7 @@ def prepare_topk(problem: Problem, device: torch.device, beam_scores: Tensor | N
 
 def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
     """merge()."""
-
-    def run(
-        logits: Tensor,
-        indices: Tensor,
-        m: Tensor,
-        d: Tensor,
-        lengths: Tensor | None,
-        row_temperature: Tensor | None,
-        out: TopK,
-    ) -> None:
-        merge(problem.at(logits, indices, m, d, lengths, row_temperature), out)
-
-    return run
+    return lambda tensors, out: merge(problem.at(tensors), out)
 
 
 def prepare_full_rows(problem: FullRowProblem, device: torch.device, dtype: torch.dtype) -> StartFullRows:

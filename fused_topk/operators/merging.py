@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import plans
 from ..backends.reference import merge_candidates
 from ..plans import Like
-from ..problem import TopK
+from ..problem import MergeTensors, TopK
 from .dispatch import library
 
 library.define(
@@ -53,7 +53,7 @@ def merge_parts(
         normalize,
         backend,
     )
-    return plan.run(logits, indices, m, d, lengths, row_temperature)
+    return plan.run(MergeTensors(logits, indices, m, d, lengths, row_temperature))
 
 
 def _fake_merge_parts(logits: Tensor, indices: Tensor, m: Tensor, d: Tensor, lengths: Any, k: int, *rest: Any) -> TopK:
