@@ -6,10 +6,9 @@ machine with a GPU also `cuda` and `reference` on CUDA tensors. A test with a `n
 the reference with itself at length, runs on `cpu` and `cuda`. A backend that does not work here is skipped, unless
 FUSED_TOPK_REQUIRE_BACKENDS (a comma list, such as "cpu,cuda") names it: then its tests fail with the cause.
 
-There are two tiers. Plain `pytest` takes minutes: it runs every test, and of a test with parameters as few cases as have
-each value of each parameter once on each backend. `pytest -m exhaustive` runs all that this leaves out: the other
-combinations, and the tests that are marked so. `.ci/run` runs both. A test whose address is given with its parameters runs
-in any case.
+There are two tiers. Plain `pytest` takes minutes. It runs no test, and no value of a parameter, that is marked exhaustive.
+Of every other test it runs as few cases as have each value of each parameter once on each backend. `pytest -m exhaustive`
+runs all that this leaves out. `.ci/run` runs both. A test whose address is given with its parameters runs in any case.
 
 `pytest -m all_shapes` takes hours. Nothing else runs its tests, for which the other tiers take a covering subset.
 """
@@ -69,7 +68,7 @@ PLACES = ("backend", "native", "place")
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for _, of_test in itertools.groupby(items, key=_test_and_place):
-        cases = list(of_test)
+        cases = [case for case in of_test if case.get_closest_marker("exhaustive") is None]
         covering = _covering(cases)
         for case in cases:
             if case not in covering:
@@ -101,7 +100,7 @@ def _covering(cases: list[pytest.Item]) -> set[pytest.Item]:
     settings = [_settings(case) for case in cases]
     missing = set().union(*settings)
     chosen = set()
-    for added in range(max(map(len, settings)), 0, -1):
+    for added in range(max(map(len, settings), default=0), 0, -1):
         for case, of_case in zip(cases, settings):
             if len(of_case & missing) >= added:
                 chosen.add(case)

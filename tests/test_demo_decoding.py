@@ -60,6 +60,7 @@ def run_demo(*arguments):
     return CliRunner().invoke(decoding_latency.app, [*map(str, arguments)])
 
 
+@pytest.mark.exhaustive
 def test_demo_decodes_plots_and_writes_its_numbers(tiny_model, tmp_path):
     plot, numbers = tmp_path / "new folder" / "plot.png", tmp_path / "numbers.json"
     options = ("--new-tokens", 6, "--beams", 3, "--batch", 3, "--prompt", "import ", "--prompt", "def", "--rounds", 2)
@@ -210,6 +211,7 @@ def test_distillation_stores_little_and_teaches(tiny_model, capsys, monkeypatch,
     assert divergence["student, from the best 20"] < divergence["student, untrained"]
 
 
+@pytest.mark.exhaustive
 def test_distillation_step_costs_less_memory(capsys):
     # The logits of 200 positions are 51 MB, and torch's step holds them several times.
     distillation.compare_steps(200, 8, 64000, 16)

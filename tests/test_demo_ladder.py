@@ -34,6 +34,7 @@ def run(tmp_path_factory):
     return folder, done.stdout, json.loads((folder / "a.json").read_text())
 
 
+@pytest.mark.exhaustive
 def test_prints_draws_and_keeps_its_numbers(run):
     folder, text, document = run
     assert "naive softmax makes nan, safe 1.0" in text
@@ -44,6 +45,7 @@ def test_prints_draws_and_keeps_its_numbers(run):
     assert all(point["us"] > 0 for point in document["points"])
 
 
+@pytest.mark.exhaustive
 def test_shows_an_older_run(run):
     folder, text, _ = run
     command = [sys.executable, str(DEMOS / "ladder.py"), "--from-json", str(folder / "a.json")]

@@ -51,7 +51,7 @@ def passes(check: str, size: int) -> None:
         assert of_rank[check] is None, of_rank[check]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_process_that_dies(size):
     *survivors, dead = processes.run("distributed_checks", ["a_process_dies"], size)
     assert dead == {}

@@ -26,7 +26,11 @@ def nothing_compiled():
 
 @pytest.mark.parametrize(
     ("when", "options"),
-    [("before", {"num_beams": 3}), ("after", {}), ("within", {"custom_generate": generate})],
+    [
+        pytest.param("before", {"num_beams": 3}, marks=pytest.mark.exhaustive),
+        ("after", {}),
+        pytest.param("within", {"custom_generate": generate}, marks=pytest.mark.exhaustive),
+    ],
     ids=["before", "after", "within"],
 )
 def test_model_compile_is_served(model, when, options):
@@ -48,6 +52,7 @@ def test_model_compile_is_served(model, when, options):
     assert type(model._compiled_call_impl).__module__ != "fused_topk.generation.hooks"
 
 
+@pytest.mark.exhaustive
 def test_model_compile_fullgraph_is_served(model):
     expected, _ = run(model, use_cache=False)
     model.compile(backend="eager", fullgraph=True)
@@ -57,6 +62,7 @@ def test_model_compile_fullgraph_is_served(model):
     assert steps == (STEPS, 0, {})
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_forward_method_is_served(model):
     expected, _ = run(model, use_cache=False)
     model.forward = torch.compile(model.forward, backend="eager")
@@ -66,6 +72,7 @@ def test_a_compiled_forward_method_is_served(model):
     assert steps == (STEPS, 0, {})
 
 
+@pytest.mark.exhaustive
 def test_what_is_not_served_of_a_compiled_model_is_counted(model):
     model.compile(backend="eager")
     with fused_decoding(model):
@@ -82,10 +89,8 @@ def test_a_compiled_model_is_not_touched_outside_generate(model):
 
 
 # To trace generate() takes ten seconds.
-@pytest.mark.parametrize(
-    "how",
-    ["around", *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("with its block", "custom_generate"))],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["around", "with its block", "custom_generate"])
 def test_torch_compile_around_generate_runs_stock_and_is_counted(model, how):
     options = {**inputs_for(model), **OPTIONS, "max_new_tokens": 1}
     expected, _ = run(model, max_new_tokens=1)

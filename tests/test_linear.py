@@ -322,11 +322,11 @@ def result_bytes(result) -> int:
     [
         (140, 128256, 8, "fp32", False),
         (200, 128256, 8, "fp32", True),
-        (700, 60000, 64, "bf16", True),
+        pytest.param(700, 60000, 64, "bf16", True, marks=pytest.mark.exhaustive),
         (40, 300000, 2000, "fp32", False),
-        (3000, 20000, 1, "fp32", False),
+        pytest.param(3000, 20000, 1, "fp32", False, marks=pytest.mark.exhaustive),
         (40, 20000, 20000, "bf16", False),
-        (50, 30000, 4, "fp64", False),
+        pytest.param(50, 30000, 4, "fp64", False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_linear_scratch_memory(rows, vocab_size, k, dtype, has_targets):
@@ -343,7 +343,8 @@ def test_linear_scratch_memory(rows, vocab_size, k, dtype, has_targets):
 
 
 @pytest.mark.parametrize(
-    ("rows", "depth", "vocab_size", "dtype"), [(600, 64, 32000, "fp32"), (300, 128, 50000, "bf16")]
+    ("rows", "depth", "vocab_size", "dtype"),
+    [(600, 64, 32000, "fp32"), pytest.param(300, 128, 50000, "bf16", marks=pytest.mark.exhaustive)],
 )
 def test_linear_backward_scratch_memory(rows, depth, vocab_size, dtype):
     hidden, weight, bias = exact_head(rows, depth, vocab_size, DTYPES[dtype])

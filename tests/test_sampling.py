@@ -470,7 +470,9 @@ def chi_square_tail(statistic: float, degrees: int) -> float:
     return float(torch.special.gammaincc(torch.tensor(degrees / 2).double(), torch.tensor(statistic / 2).double()))
 
 
-@pytest.mark.parametrize("varied", ["seed", "counter", "sample", "stream"])
+@pytest.mark.parametrize(
+    "varied", ["seed", "counter", *(pytest.param(part, marks=pytest.mark.exhaustive) for part in ("sample", "stream"))]
+)
 def test_numbers_are_uniform_and_independent(varied):
     """Whatever part of the name is counted up: Kolmogorov-Smirnov, and pairs of neighbours in a grid (chi-square)."""
     n = 1 << 20
