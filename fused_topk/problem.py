@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class TopK(NamedTuple):
-    """The result of every function of the package.
+    """The result of every function of top-k.
 
     Attributes:
         values: float32 probabilities, log-probabilities or scores, greatest first, shape (..., k). For :func:`topk` the

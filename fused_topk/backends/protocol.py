@@ -31,7 +31,7 @@ class StartMerge(Protocol):
 
 
 class StartFullRows(Protocol):
-    """Runs a prepared request for full rows, likewise, and writes the contiguous `out`."""
+    """Runs a prepared request for full rows on tensors of its layout, and writes the contiguous `out`."""
 
     def __call__(self, logits: Tensor, out: Tensor, row_temperature: Tensor | None = None) -> None: ...
 
@@ -42,7 +42,7 @@ class Backend(Protocol):
     def __hash__(self) -> int: ...
 
     def unavailable(self, device: torch.device | None = None) -> str | None:
-        """None if it works on that device, or without one on any, else the cause and the remedy in one sentence."""
+        """None if it works on that device, else the cause and the remedy in one sentence. Without a device: on any."""
         ...
 
     def supports(self, dtype: torch.dtype, k: int) -> bool:
@@ -50,10 +50,11 @@ class Backend(Protocol):
         ...
 
     def prepare_topk(self, problem: Problem, device: torch.device, beam_scores: Tensor | None = None) -> StartTopk:
-        """All that does not change with the addresses of the tensors, which may be meta tensors.
+        """Plans a call once for its shapes and strides. The returned function takes only the tensors.
 
-        The k best of every row, their values, and the row's logsumexp. With beam_scores, which show a layout too, the
-        k best continuations of every batch entry over all of its beams.
+        It computes the k best of every row, their values, and the row's logsumexp. With beam_scores, it computes the k best
+        continuations of every batch entry over all of its beams. The tensors of `problem`, and beam_scores, may be meta
+        tensors: only their layouts count.
         """
         ...
 

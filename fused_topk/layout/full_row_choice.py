@@ -40,7 +40,7 @@ class FullRowChoice(NamedTuple):
     vectors: int  # vectors of 16 bytes that each thread keeps in registers
     shared_vectors: int = 0  # and in shared memory
     blocks_per_row: int = 1
-    # "grid" and "long": so many groups of blocks_per_row blocks run at a time. Each group takes row after row.
+    # "grid" and "long": how many groups of blocks_per_row blocks run at a time. Each group takes row after row.
     owners: int = 0
 
     @property

@@ -53,7 +53,7 @@ class FullRowLaunch(NamedTuple):
     def fill(
         self, logits: int, temperature: float, row_temperature: int, scratch: int, counters: int, out: int
     ) -> bytearray:
-        """The struct with the addresses of a call, 0 for what it has not."""
+        """The struct with the addresses of a call; 0 stands for a tensor that the call does not have."""
         filled = bytearray(self.argument)
         _write_addresses(filled, _ADDRESSES, logits, out, row_temperature)
         _write_temperature(filled, _TEMPERATURE, temperature)

@@ -15,10 +15,10 @@ from .kernel_arguments import States, writer
 from .topk_launch import FORMATS, VALUE_KINDS, check_rows
 
 MERGE_WARPS = (1, 8)
-"""Warps that have a row."""
+"""The warps that share a row."""
 
-# Entries up to which a warp has a row alone: one for each lane. Of 100 entries a warp takes 4 turns, each a chain of searches: 10.6 µs
-# for 8 rows on an H100, where 16 entries take 4.6.
+# Up to this many entries a warp has a row alone: one entry for each lane. More would take several turns, each a chain of
+# searches. Measured in csrc/TUNING.md.
 _MOST_ENTRIES_OF_WARP = 32
 
 # What changes from call to call; a plan has all else.
@@ -54,7 +54,7 @@ class MergeLaunch(NamedTuple):
     argument: bytes  # struct States with the addresses left zero
 
     def fill(self, *addresses: int) -> bytearray:
-        """The struct with the addresses of a call, in the order of its fields, 0 for what it has not."""
+        """The struct with the addresses of a call, in the order of its fields; 0 stands for a tensor that the call does not have."""
         filled = bytearray(self.argument)
         _write_addresses(filled, _ADDRESSES, *addresses)
         return filled

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a row is laid over the GPU: a pure function of the problem's size and the machine's, testable without a GPU.
 
-The choice is who owns a row; all but the first two (csrc/router_rows.cu, csrc/short_rows.cu) are one kernel,
-csrc/softmax_topk.cu:
+The choice is who owns a row. The first two regimes have kernels of their own (csrc/router_rows.cu, csrc/short_rows.cu). All
+others are one kernel, csrc/softmax_topk.cu:
 
 =============== ================================================== ==================================================
 regime          owner                                              when
 =============== ================================================== ==================================================
 router rows     8 lanes of a warp, which merge what they sorted    k <= 8 and V <= 256
-short rows      8, 16 or 32 lanes, the best come off their tops    k <= 32 and V <= 256
+short rows      8, 16 or 32 lanes; the best is taken k times       k <= 32 and V <= 256
 warp per row    one warp, tile by tile, four rows a block          many rows, V <= 61440 (aligned float32, k <= 8:
                                                                    24576), k <= 64; or V <= 1024, k <= 32
 block per row   8 or 16 warps of a block                           fewer rows, but as many as multiprocessors; or short
@@ -32,20 +32,22 @@ VARIANTS = {2: ((1, 4), (8, 4), (16, 4)), 4: ((1, 8), (8, 8), (16, 8))}
 
 _MAX_PARTS = 1024
 _TILE = 1024
-# Of csrc/short_rows.cu and router_rows.cu: logits and k at the most, and logits of a lane, or at least so many.
-_SHORT_ROW, _SHORT_K, _ROUTER_K, _SHORT_LANE = 256, 32, 8, 8
-_ROUTER_LANES = 8
+# csrc/short_rows.cu and router_rows.cu: the longest row, and the largest k of each.
+_SHORT_ROW, _SHORT_K, _ROUTER_K = 256, 32, 8
+_SHORT_LANE = 8  # logits of a lane in short_rows.cu, and the least in router_rows.cu
+_ROUTER_LANES = 8  # that have a row in router_rows.cu
 _WARP_BYTES = 512  # that a warp reads with one load of 16 bytes a lane
 _MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csrc/candidates.cuh has room for
 _FEW_SPLITS, _RANKED_SPLITS = 4, 16  # blocks of a row; bound_of_lists() of csrc/merge.cuh ranks half a warp of them
-# Of a row that a warp has alone, and of aligned float32 with k <= 8, which 8 warps read as fast as memory gives it.
+# The longest row of one warp, in parts. With k <= 8, 8 warps read longer rows of aligned float32 as fast as memory gives them.
 _MOST_PARTS_OF_WARP, _MOST_FLOAT_PARTS_OF_WARP, _FLOAT_K = 60, 24, 8
 _WARPS_PER_BLOCK = 4  # where a warp owns a row, or several
 _STRADDLE_BYTES = 128  # behind a tile of an unaligned row: TileStream::kSlotStride of csrc/row.cuh
-_PLACE_BYTES = 4096  # of its tiles that such a warp keeps in place, so that 32 warps fit on a multiprocessor
+_PLACE_BYTES = 4096  # of tiles in place, for a warp that owns a row: so 32 warps fit on a multiprocessor
 
 
-# Half of a warp's lanes: of more, their bests would prove too loose a bound (KthBound::needs_many() of csrc/bound.cuh).
+# A warp's j-th best key comes from its lanes' best keys. For j above half of the lanes that bound would be too loose
+# (KthBound::needs_many() of csrc/bound.cuh).
 _FEW_OF_WARP = 16
 _LEAST_TILES_IN_WINDOWS = 3  # of a warp
 
@@ -80,21 +82,21 @@ class KernelChoice(NamedTuple):
         return 32 * (_WARPS_PER_BLOCK if self.warps == 1 else self.warps)
 
     def k_of_warp(self, k: int) -> int:
-        """How many of its best logits each warp of a block publishes. The least of what enough warps publish is then a lower
-        bound of the row's k-th best (KthBound of csrc/bound.cuh).
+        """j: each warp of a block publishes its j-th best key. The keys of enough warps prove a lower bound of the row's k-th
+        best (KthBound of csrc/bound.cuh).
 
-        Three quarters of the warps are enough, which lets the fewest logits pass. Where k is large a warp has few of its bests
-        at hand, and all warps but an eighth, or a sixteenth, are needed. Measured in csrc/TUNING.md.
+        For a small k, three quarters of the warps are enough: that lets the fewest logits pass. For a large k, all warps but
+        an eighth or a sixteenth are needed. Measured in csrc/TUNING.md.
         """
         readers = self._readers
         of_most = -(-k // (readers - readers // 4))
         return of_most if of_most <= _FEW_OF_WARP else -(-k // (readers - readers // (8 if k <= 256 else 16)))
 
     def k_of_split(self, k: int) -> int:
-        """How many of its best logits each block of a row publishes (bound_of_lists() of csrc/merge.cuh).
+        """The same of the blocks of a row (bound_of_lists() of csrc/merge.cuh).
 
-        Three quarters of 5 to 16 blocks are enough for a bound. Fewer blocks have none to spare, and to rank more takes too
-        long. Measured in csrc/TUNING.md.
+        Of 5 to 16 blocks three quarters are enough. Of fewer, or more, all are needed: fewer have none to spare, and ranking
+        more takes too long. Measured in csrc/TUNING.md.
         """
         spare = self.splits // 4 if _FEW_SPLITS < self.splits <= _RANKED_SPLITS else 0
         return -(-k // (self.splits - spare))
@@ -103,10 +105,10 @@ class KernelChoice(NamedTuple):
     def lead(self) -> int:
         """How many of a row's last tiles a group reads first (TileOrder of csrc/scan.cuh).
 
-        Then the group's first tiles hold the best of sorted logits, ascending or descending, and its bound is good from the
-        start. Half as many as there are warps, and one more, because a row may end with few logits. None where each warp has one
-        tile at most, or where a part has several tiles, which are read one after the other. Windows of tiles need no such order.
-        Measured in csrc/TUNING.md.
+        The group's first tiles then hold the best of sorted logits, ascending or descending, and its bound is good from the
+        start. The lead is half as many tiles as there are warps, and one more, because a row may end with few logits. There is
+        none where each warp has one tile at most, nor where a part has several tiles, which are read one after the other.
+        Windows do not use it. Measured in csrc/TUNING.md.
         """
         if self.lanes or self.tiles_per_part > 1 or self.parts // self.splits <= self.warps:
             return 0
@@ -130,8 +132,8 @@ class KernelChoice(NamedTuple):
         return Method.IN_WINDOWS if itemsize == 2 and is_unmasked and has_tiles else Method.TILE_BY_TILE
 
     def shared_bytes(self, method: Method, is_aligned: bool, is_unmasked: bool) -> int:
-        """Dynamic shared memory: tiles of each warp, and 128 bytes each for the straddle of an unaligned row; what it keeps of
-        a window; and the states of a row's parts, if one group has all of them."""
+        """Dynamic shared memory: the tiles of each warp, each with 128 bytes more if the row is unaligned; what a warp keeps of
+        its window; and the states of a row's parts, if one group reads them all."""
         if self.lanes:
             return 0
         tile_bytes = self.vectors * _WARP_BYTES + (0 if is_aligned else _STRADDLE_BYTES)
@@ -141,7 +143,7 @@ class KernelChoice(NamedTuple):
         return tiles + windows + states
 
     def _tiles_of_warp(self, method: Method, is_aligned: bool, is_unmasked: bool) -> int:
-        """That fit in its share of shared memory: policy_of() of csrc/policy.cuh, on hardware that has room for most."""
+        """The tiles that have a place in shared memory: policy_of() of csrc/policy.cuh, for the GPU that keeps the most."""
         if self.warps == 1 and is_aligned and is_unmasked:
             return _PLACE_BYTES // (self.vectors * _WARP_BYTES)
         if self.warps <= 8:
@@ -203,8 +205,10 @@ def alternatives(rows: int, vocab_size: int, k: int, itemsize: int, multiprocess
 
 
 def list_length(k: int, splits: int) -> int:
-    """Candidates that a block of a split row hands over at most. Too few, and there is a cut before (Candidates::shorten()
-    of csrc/candidates.cuh); more than the last block can load at a time (gather() of csrc/merge.cuh), and it waits again.
+    """The most candidates that a block of a split row hands over.
+
+    If the list is too short, the block must cut first (Candidates::shorten() of csrc/candidates.cuh). If the lists are longer
+    than the last block can load at a time, it waits for memory again (gather() of csrc/merge.cuh).
     """
     helpers = 32 * 15  # all of a block but the warp that merges the states; each loads seven at a time
     most = 7 * helpers // splits

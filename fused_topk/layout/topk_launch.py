@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a launch of csrc/softmax_topk.cu, short_rows.cu or router_rows.cu looks like: a pure function of shapes and strides.
 
-It is kept for the next such call, for which all that is left is to fill in the addresses: an eager call of a small problem
-costs the host as much as all of its Python, so nothing is computed twice. Needs no GPU.
+The launch is kept for the next such call, which then only fills in the addresses. An eager call of a small problem takes as
+long as its Python does, so nothing is computed twice. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Launch(NamedTuple):
         indices: int,
         logsumexp: int,
     ) -> bytearray:
-        """The struct with the addresses of a call, 0 for what it has not."""
+        """The struct with the addresses of a call; 0 stands for a tensor that the call does not have."""
         filled = bytearray(self.problem)
         parts = scratch + 8 * self.lists
         _write_logits(filled, _LOGITS, logits)
