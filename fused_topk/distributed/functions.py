@@ -200,6 +200,7 @@ class Call(NamedTuple):
 
     parts: Parts
     temperatures: tuple[float, Tensor | None]
+    tails: Tensor | None  # what each process had travel along (processes, *its shape)
     vocab_size: int | None  # of the whole vocabulary; None: not known on the host, but no less than k
 
 
@@ -212,15 +213,21 @@ def gather_states(
     normalize: str,
     backend: str | None,
     of_row: int = 1,
+    tail: Tensor | None = None,
 ) -> Call:
-    """Exchanges the states of this process's columns. `of_row`: rows that share k."""
+    """Exchanges the states of this process's columns.
+
+    Args:
+        of_row: rows that share k.
+        tail: a tensor to exchange along with them, of one shape and dtype on all processes.
+    """
     group = group_of(group)
     check_k(k, 2**31 - 1, "what an exchange takes")
     check_backend(backend)
     number, row_temperature = check_temperature(temperature, local_logits, result_dtype(local_logits.dtype))
     mask = check_mask(mask, local_logits)
     length, device = local_logits.shape[-1], local_logits.device
-    packing = Packing(tuple(local_logits.shape[:-1]), k, local_logits.dtype)
+    packing = Packing(tuple(local_logits.shape[:-1]), k, local_logits.dtype, 0 if tail is None else tail.nbytes)
     header = Header.of(length, k, packing.rows, local_logits.dtype, normalize)
     agree(header, device, group)
     arguments = (number, row_temperature, mask, "state", normalize, backend)
@@ -230,13 +237,18 @@ def gather_states(
     state = None
     if is_traced or has_gradient:
         state = _state(local_logits, k, held, arguments)
-        buffer = packing.packed(header, TopK(*(x.detach() for x in state)))
+        buffer = packing.packed(header, TopK(*(x.detach() for x in state)), tail)
     else:
         buffer = torch.empty(packing.words, dtype=torch.int64, device=device)
         buffer[:2].copy_(header_words(header, device))
         write_state(local_logits, held, arguments, packing.state(buffer))
+        if tail is not None:
+            packing.tails(buffer.unsqueeze(0))[0].copy_(tail.contiguous().view(-1).view(torch.uint8))
     everywhere = exchange(buffer, packing, group)
     parts = packing.parts(everywhere)
+    tails = None
+    if tail is not None:
+        tails = packing.tails(everywhere).view(tail.dtype).view(len(everywhere), *tail.shape)
     if state is not None and has_gradient:
         parts = _with_own(parts, dist.get_rank(group), state)
 
@@ -247,7 +259,7 @@ def gather_states(
         check(said)
         vocab_size = sum(of_rank.length for of_rank in said)
         check_k(k, of_row * vocab_size, "the whole vocabulary" if of_row == 1 else "beams times the whole vocabulary")
-    return Call(parts, (number, row_temperature), vocab_size)
+    return Call(parts, (number, row_temperature), tails, vocab_size)
 
 
 def _state(local_logits: Tensor, k: int, held: int, arguments: tuple[Any, ...]) -> TopK:
