@@ -27,7 +27,12 @@ transformers.logging.disable_progress_bar()
 
 FOLDER = ""  # that all processes can write
 PAD, BOS, EOS = 0, 1, 5
-VOCAB_SIZE = 211  # which neither 2 nor 4 divides
+_VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+# Earlier versions leave the LM head whole on every process.
+IS_SERVED = _VERSION >= (5, 17)
+# Whether the vocabulary may be one that the group does not divide.
+MAY_BE_UNEVEN = _VERSION >= (5, 24)
+VOCAB_SIZE = 211 if MAY_BE_UNEVEN else 212
 LLAMA, GEMMA, QWEN = "Llama", "Gemma2", "Qwen2"
 _OWN = {
     GEMMA: {
@@ -65,7 +70,7 @@ def models(family: str = LLAMA, vocab_size: int = VOCAB_SIZE, tied: bool = False
         kind(config).save_pretrained(path)
     dist.barrier()
     sharded = kind.from_pretrained(path, **_plan()).eval()
-    assert type(sharded.lm_head.weight).__name__ == "DTensor"
+    assert (type(sharded.lm_head.weight).__name__ == "DTensor") == IS_SERVED
     return sharded, kind.from_pretrained(path).eval()
 
 
@@ -120,6 +125,18 @@ def assert_gathered(reason: str, model, alone, **options) -> None:
     assert steps.sharded == 0 and steps.gathered[reason] == steps.fused + steps.fallback > 0
 
 
+def whole_heads(rank: int, size: int) -> None:
+    """A head that every process has whole, as in versions that do not spread it, gathers nothing and is fused as ever."""
+    model, alone = (models()[1],) * 2 if IS_SERVED else models()
+    stats(reset=True)
+    for options in ({}, {"num_beams": 3}):
+        with fused_decoding(model), Collectives() as collectives:
+            got = sequences(model, **options)
+        assert torch.equal(got, sequences(alone, **options)) and collectives.given == []
+    steps = stats(reset=True)
+    assert steps.fused > 0 == steps.sharded and steps.gathered == {} and steps.reasons == {}
+
+
 def greedy_and_beams(rank: int, size: int) -> None:
     model, alone = models()
     for options in ({}, {"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5}):
@@ -148,6 +165,8 @@ def sequences_of(model, options) -> None:
 def other_heads(rank: int, size: int) -> None:
     """A soft cap behind the head, one tied to the embedding, and vocabularies that a group divides and that it does not."""
     for family, vocab_size, tied in ((GEMMA, 211, True), (QWEN, 208, False), (QWEN, 209, True), (LLAMA, 212, True)):
+        if not MAY_BE_UNEVEN:
+            vocab_size = 208
         model, alone = models(family, vocab_size, tied)
         assert_sharded(model, alone)
         assert_sharded(model, alone, num_beams=3)
@@ -162,7 +181,8 @@ def processors(rank: int, size: int) -> None:
         {"min_new_tokens": 5, "suppress_tokens": list(range(90, 160))},
         {"bad_words_ids": [[7], [3, 40], [200]], "sequence_bias": {(210,): 3.0, (33, 4): 9.0}},
         {"forced_eos_token_id": 5, "forced_bos_token_id": 4, "begin_suppress_tokens": [105, 106, 107]},
-        {"exponential_decay_length_penalty": (2, 1.5), "remove_invalid_values": True},
+        {"exponential_decay_length_penalty": (2, 1.5)},
+        {"remove_invalid_values": True},
         {"prefix_allowed_tokens_fn": lambda batch, ids: [5, 104, 105, 106, 107, 210, int(ids[-1])]},
         {"renormalize_logits": True, "repetition_penalty": 0.8},
     ):

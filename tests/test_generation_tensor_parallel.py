@@ -22,8 +22,10 @@ CHECKS = [
     for name, check in vars(tensor_parallel_checks).items()
     if inspect.isfunction(check) and list(inspect.signature(check).parameters) == ["rank", "size"]
 ]
+if not tensor_parallel_checks.IS_SERVED:
+    CHECKS = ["whole_heads"]
 # The processes of the plain tier, which take seconds to import transformers, run these alone.
-QUICK = ["greedy_and_beams", "few_bytes_a_step"]
+QUICK = ["greedy_and_beams", "few_bytes_a_step"] if tensor_parallel_checks.IS_SERVED else CHECKS
 
 
 @functools.cache
