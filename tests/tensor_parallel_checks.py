@@ -13,14 +13,19 @@ import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fused_topk import backends
 from fused_topk.generation import (
     FusedTopKLogitsProcessor,
     disable,
     enable,
     fused_decoding,
     generate,
+    packed,
     stats,
 )
+from fused_topk.generation.selection import Rows, Scanned
+from fused_topk.generation.sharded_logits import Columns, ShardedLogits
+from fused_topk.generation.sharded_rows import ShardedRows
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -141,6 +146,37 @@ def greedy_and_beams(rank: int, size: int) -> None:
     model, alone = models()
     for options in ({}, {"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5}):
         assert_sharded(model, alone, **options)
+
+
+def the_choice_of_columns(rank: int, size: int) -> None:
+    """Each question that a step may ask of its rows, with and without tokens that are left out."""
+    logits = torch.randn(6, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    columns = Columns.of(dist.group.WORLD, rank, size, VOCAB_SIZE)
+    own = logits[:, columns.start : columns.start + columns.length]
+    backend = backends.pick(logits.device, logits.dtype, 1, None)
+    whole = Rows(logits, backend)
+    sharded = ShardedRows(ShardedLogits.of(own, columns), backend, None)
+    assert torch.equal(sharded.greatest(), whole.greatest())
+    beam_scores = torch.tensor([[-1.0, -1.5, -2.0], [-0.5, -0.2, -3.0]])
+    ids = torch.randint(VOCAB_SIZE, (6, 9), generator=torch.Generator().manual_seed(1))
+    allowed = torch.rand(6, VOCAB_SIZE, generator=torch.Generator().manual_seed(2)) < 0.4
+    for mask in (None, packed.of(allowed.numpy(), logits.device), packed.of(allowed[:1].numpy(), logits.device)):
+        for got, want in (
+            (sharded.topk(7, mask), whole.topk(7, mask)),
+            (sharded.log_softmax_topk(7, mask), whole.log_softmax_topk(7, mask)),
+            (sharded.log_softmax_topk(1, mask, "allowed", 0.6), whole.log_softmax_topk(1, mask, "allowed", 0.6)),
+            (sharded.beam_topk(beam_scores, 8, mask), whole.beam_topk(beam_scores, 8, mask)),
+            *(
+                [rows.scan_and_look_up(7, mask, are_log_probs, ids) for rows in (sharded, whole)]
+                for are_log_probs in (False, True)
+            ),
+        ):
+            if isinstance(got, Scanned):
+                assert torch.equal(got.of_best, want.of_best) and torch.equal(got.of_ids, want.of_ids)
+                got, want = got.best, want.best
+            assert torch.equal(got.indices, want.indices)
+            torch.testing.assert_close(got.values, want.values, rtol=0, atol=2e-6)
+            torch.testing.assert_close(got.logsumexp, want.logsumexp, rtol=0, atol=2e-6)
 
 
 def few_bytes_a_step(rank: int, size: int) -> None:

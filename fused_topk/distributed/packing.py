@@ -28,17 +28,20 @@ class Header(NamedTuple):
     length: int  # columns of the process
     k: int
     rows: int
-    kind: int  # dtype and normalize
+    kind: int  # dtype, normalize, and whether something travels along
 
     @staticmethod
-    def of(length: int, k: int, rows: int, dtype: torch.dtype, normalize: str) -> Header:
-        return Header(length, k, rows, len(_DTYPES) * _NORMALIZE.index(normalize) + _DTYPES.index(dtype))
+    def of(length: int, k: int, rows: int, dtype: torch.dtype, normalize: str, has_tail: bool = False) -> Header:
+        kind = _NORMALIZE.index(normalize) + len(_NORMALIZE) * has_tail
+        return Header(length, k, rows, len(_DTYPES) * kind + _DTYPES.index(dtype))
 
     def __str__(self) -> str:
-        normalize, dtype = divmod(self.kind, len(_DTYPES))
-        if normalize >= len(_NORMALIZE):
+        kind, dtype = divmod(self.kind, len(_DTYPES))
+        has_tail, normalize = divmod(kind, len(_NORMALIZE))
+        if has_tail > 1:
             return "something else than a state"
-        return f"k={self.k}, {self.rows} rows of {_DTYPES[dtype]} and normalize={_NORMALIZE[normalize]!r}"
+        more = " with targets" if has_tail else ""
+        return f"k={self.k}, {self.rows} rows of {_DTYPES[dtype]} and normalize={_NORMALIZE[normalize]!r}{more}"
 
 
 class Parts(NamedTuple):
