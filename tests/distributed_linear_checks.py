@@ -100,6 +100,10 @@ def targets_of_a_head(rank: int, size: int) -> None:
             distributed.linear_softmax_topk(hidden, *own, targets=targets, start=start)
         assert len(given) == 1
     raises(ValueError, "`start` must be the token", lambda: distributed.linear_topk(hidden, *own, targets=targets))
+    if size > 1:
+        one_only = {"targets": targets, "start": start} if rank == 0 else {}
+        told = "rank 0 has k=3, 40 rows of torch.float32 and normalize='allowed' with targets; rank 1 has k=3"
+        raises(ValueError, told, lambda: distributed.linear_topk(hidden, own[0], 3, **one_only))
 
 
 def gradients_of_a_head(rank: int, size: int) -> None:

@@ -249,6 +249,8 @@ def sampling(rank: int, size: int) -> None:
     # Of 5 degrees of freedom: more in 1 of a million.
     assert ((counts - expected) ** 2 / expected).sum() < 37, (counts, expected)
     for options in (
+        {"top_k": 0, "min_new_tokens": 3},
+        {"top_k": 0, "temperature": 1.5},
         {"top_p": 0.7, "top_k": 0},
         {"min_p": 0.1, "top_k": 0, "repetition_penalty": 1.2},
         {"num_beams": 3, "top_k": 5},
@@ -377,7 +379,7 @@ def what_cannot_be_served(rank: int, size: int) -> None:
     assert list(stats(reset=True).gathered) == ["do_sample without sampling=True"]
     with fused_decoding(model, sampling=True):
         torch.manual_seed(rank)
-        got = sequences(model, do_sample=True, top_k=0)
+        got = sequences(model, do_sample=True, top_k=0, repetition_penalty=1.1)
     assert list(stats(reset=True).gathered) == ["sampling from the whole vocabulary"]
     assert_equal_everywhere(got)
     linear = type(model.lm_head)

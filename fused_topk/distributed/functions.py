@@ -181,13 +181,13 @@ def gather_states(
     mask: Tensor | None,
     normalize: str,
     backend: str | None,
-    of_row: int = 1,
+    of_row: int | None = 1,
     tail: Tensor | None = None,
 ) -> Call:
     """Exchanges the states of this process's columns.
 
     Args:
-        of_row: rows that share k.
+        of_row: rows that share k; None where k may exceed what there is.
         tail: a tensor to exchange along with them, of one shape and dtype on all processes.
     """
     group = group_of(group)
@@ -247,7 +247,7 @@ def _tails(everywhere: Tensor, packing: Packing, tail: Tensor) -> Tensor:
     return packing.tails(everywhere).view(tail.dtype).view(len(everywhere), *tail.shape)
 
 
-def _vocab_size(everywhere: Tensor, k: int, length: int, of_row: int = 1) -> int | None:
+def _vocab_size(everywhere: Tensor, k: int, length: int, of_row: int | None = 1) -> int | None:
     """See :class:`Call`. Checks what the processes say where it looks at it."""
     # A GPU is waited for only where k may exceed the vocabulary. torch.compile does not trace the question about a capture.
     if torch.compiler.is_compiling() or (
@@ -257,7 +257,8 @@ def _vocab_size(everywhere: Tensor, k: int, length: int, of_row: int = 1) -> int
     said = headers(everywhere)
     check(said)
     vocab_size = sum(of_rank.length for of_rank in said)
-    check_k(k, of_row * vocab_size, "the whole vocabulary" if of_row == 1 else "beams times the whole vocabulary")
+    if of_row is not None:
+        check_k(k, of_row * vocab_size, "the whole vocabulary" if of_row == 1 else "beams times the whole vocabulary")
     return vocab_size
 
 

@@ -98,8 +98,16 @@ class ShardedRows(Rows):
     def sample(
         self, parameters: Mapping[str, float], mask: Tensor | None, generator: torch.Generator | None
     ) -> Sample | None:
-        # No process has the probabilities of all tokens.
-        return None
+        if not parameters.keys() <= {"temperature"}:
+            # Lists of the best tokens take one collective, and say where they are too short.
+            return None
+        return distributed.sample(
+            self._local,
+            group=self._columns.group,
+            mask=self._own(mask),
+            generator=generator,
+            temperature=parameters.get("temperature", 1.0),
+        )
 
     def _own(self, mask: Tensor | None) -> Tensor | None:
         """Of the words of all tokens [1 or R, W] those of this process's columns [R, words]."""
