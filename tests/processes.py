@@ -36,6 +36,8 @@ def run(
         started = []
         for rank in range(size):
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            # As torchrun sets them: transformers asks for them.
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
             process = subprocess.Popen([sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, env=environment)
             process.stdin.write(pickle.dumps(sys.path) + pickle.dumps((module, checks, rank, size, folder, backend)))
             process.stdin.close()

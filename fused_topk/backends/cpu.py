@@ -144,6 +144,9 @@ def linear_topk(
     hidden, weight, bias, temperature, row_temperature, mask, _, normalize = problem
     if values == "logits":
         temperature, row_temperature, normalize = 1.0, None, "allowed"
+    if values == "state":
+        # The logits, with m and d at the temperature.
+        values = "logits"
     hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
     if state is None:
         state = best.logsumexp.new_empty(len(hidden), 2)

@@ -6,5 +6,16 @@ NCCL on GPUs and Gloo on CPUs.
 """
 
 from .functions import beam_topk, log_softmax_topk, softmax_topk, topk
+from .linear import linear_log_softmax_topk, linear_softmax_topk, linear_topk
+from .sampling import sample
 
-__all__ = ["beam_topk", "log_softmax_topk", "softmax_topk", "topk"]
+__all__ = [
+    "beam_topk",
+    "linear_log_softmax_topk",
+    "linear_softmax_topk",
+    "linear_topk",
+    "log_softmax_topk",
+    "sample",
+    "softmax_topk",
+    "topk",
+]

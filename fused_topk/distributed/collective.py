@@ -54,7 +54,7 @@ def agree(header: Header, device: torch.device, group: Any) -> None:
     if header[1:] in known and not env.check_distributed():
         return
     own = torch.tensor([header], dtype=torch.int64, device=device)
-    check([Header(*row) for row in _all_gather(own, group).tolist()])
+    check([Header(*row) for row in all_gather(own, group).tolist()])
     known.add(header[1:])
 
 
@@ -73,7 +73,7 @@ def check(headers: list[Header]) -> None:
 
 def exchange(buffer: Tensor, packing: Packing, group: Any) -> Tensor:
     """The buffers of all processes (processes, words), in the order of their ranks."""
-    return _all_gather(buffer.view(1, packing.words), group)
+    return all_gather(buffer.view(1, packing.words), group)
 
 
 def headers(buffers: Tensor) -> list[Header]:
@@ -81,8 +81,8 @@ def headers(buffers: Tensor) -> list[Header]:
     return [Header(*row) for row in headers_of(buffers).tolist()]
 
 
-def _all_gather(own: Tensor, group: Any) -> Tensor:
-    """(1, n) of each process into (processes, n)."""
+def all_gather(own: Tensor, group: Any) -> Tensor:
+    """(1, n) of each process into (processes, n), in the order of their ranks."""
     if torch.compiler.is_compiling():
         from torch.distributed import _functional_collectives as functional
 

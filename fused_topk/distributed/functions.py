@@ -90,20 +90,7 @@ def log_softmax_topk(
 ) -> TopK:
     """The k largest log-probabilities of the whole vocabulary, the same on every process of the group.
 
-    Args:
-        local_logits: shape (..., V_local). See :func:`softmax_topk`, which describes all arguments.
-        k: the number of results per row.
-        group: the process group.
-        temperature: a positive number, or a tensor with one number per row.
-        mask: the tokens of this process's columns that may be chosen.
-        normalize: "allowed", "all" or "topk".
-        backend: None, "cuda", "cpu" or "reference".
-
-    Returns:
-        TopK as :func:`fused_topk.log_softmax_topk` returns it for the whole vocabulary.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
+    Arguments, errors and contract are those of :func:`softmax_topk`, the result is that of :func:`fused_topk.log_softmax_topk`.
     """
     return _row("log_softmax", local_logits, k, group, temperature, mask, normalize, backend)
 
@@ -113,18 +100,7 @@ def topk(
 ) -> TopK:
     """The k largest logits of the whole vocabulary, bit for bit, the same on every process of the group.
 
-    Args:
-        local_logits: shape (..., V_local). See :func:`softmax_topk`, which describes all arguments.
-        k: the number of results per row.
-        group: the process group.
-        mask: the tokens of this process's columns that may be chosen.
-        backend: None, "cuda", "cpu" or "reference".
-
-    Returns:
-        TopK as :func:`fused_topk.topk` returns it for the whole vocabulary.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
+    Arguments, errors and contract are those of :func:`softmax_topk`, the result is that of :func:`fused_topk.topk`.
     """
     return _row("logits", local_logits, k, group, None, mask, "allowed", backend)
 
@@ -142,21 +118,14 @@ def beam_topk(
 ) -> TopK:
     """One step of beam search over the whole vocabulary: the k best continuations, the same on every process of the group.
 
+    The other arguments, errors and contract are those of :func:`softmax_topk`, the result is that of
+    :func:`fused_topk.beam_topk`.
+
     Args:
-        local_logits: shape (batch, beams, V_local). See :func:`softmax_topk`, which describes all arguments.
+        local_logits: shape (batch, beams, V_local).
         beam_scores: shape (batch, beams), the same on all processes.
         k: the number of results per sequence, at most beams times the size of the whole vocabulary.
-        group: the process group.
-        temperature: a positive number, or a tensor with one number per row.
-        mask: the tokens of this process's columns that may be chosen.
         normalize: "allowed" or "all".
-        backend: None, "cuda", "cpu" or "reference".
-
-    Returns:
-        TopK as :func:`fused_topk.beam_topk` returns it for the whole vocabulary.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
     """
     check_logits(local_logits)
     check_beam_scores(beam_scores, local_logits)
@@ -200,6 +169,7 @@ class Call(NamedTuple):
 
     parts: Parts
     temperatures: tuple[float, Tensor | None]
+    tails: Tensor | None  # what each process had travel along (processes, *its shape)
     vocab_size: int | None  # of the whole vocabulary; None: not known on the host, but no less than k
 
 
@@ -211,17 +181,23 @@ def gather_states(
     mask: Tensor | None,
     normalize: str,
     backend: str | None,
-    of_row: int = 1,
+    of_row: int | None = 1,
+    tail: Tensor | None = None,
 ) -> Call:
-    """Exchanges the states of this process's columns. `of_row`: rows that share k."""
+    """Exchanges the states of this process's columns.
+
+    Args:
+        of_row: rows that share k; None where k may exceed what there is.
+        tail: a tensor to exchange along with them, of one shape and dtype on all processes.
+    """
     group = group_of(group)
     check_k(k, 2**31 - 1, "what an exchange takes")
     check_backend(backend)
     number, row_temperature = check_temperature(temperature, local_logits, result_dtype(local_logits.dtype))
     mask = check_mask(mask, local_logits)
     length, device = local_logits.shape[-1], local_logits.device
-    packing = Packing(tuple(local_logits.shape[:-1]), k, local_logits.dtype)
-    header = Header.of(length, k, packing.rows, local_logits.dtype, normalize)
+    packing = Packing(tuple(local_logits.shape[:-1]), k, local_logits.dtype, 0 if tail is None else tail.nbytes)
+    header = Header.of(length, k, packing.rows, local_logits.dtype, normalize, tail is not None)
     agree(header, device, group)
     arguments = (number, row_temperature, mask, "state", normalize, backend)
     held = min(k, length)
@@ -230,24 +206,60 @@ def gather_states(
     state = None
     if is_traced or has_gradient:
         state = _state(local_logits, k, held, arguments)
-        buffer = packing.packed(header, TopK(*(x.detach() for x in state)))
+        buffer = packing.packed(header, TopK(*(x.detach() for x in state)), tail)
     else:
         buffer = torch.empty(packing.words, dtype=torch.int64, device=device)
         buffer[:2].copy_(header_words(header, device))
         write_state(local_logits, held, arguments, packing.state(buffer))
+        if tail is not None:
+            packing.tails(buffer.unsqueeze(0))[0].copy_(tail.contiguous().view(-1).view(torch.uint8))
     everywhere = exchange(buffer, packing, group)
     parts = packing.parts(everywhere)
+    tails = None if tail is None else _tails(everywhere, packing, tail)
     if state is not None and has_gradient:
         parts = _with_own(parts, dist.get_rank(group), state)
 
-    vocab_size = None
+    return Call(parts, (number, row_temperature), tails, _vocab_size(everywhere, k, length, of_row))
+
+
+def exchange_state(
+    state: TopK, length: int, normalize: str, group: Any, tail: Tensor | None
+) -> tuple[Parts, Tensor | None]:
+    """Exchanges a state that has been made, and what travels along.
+
+    Args:
+        state: the logits (..., k), the tokens from the process's first one on, and (m, d) (2, ...).
+        length: how many tokens the process has.
+        tail: see :func:`gather_states`.
+    """
+    *leading, k = state.indices.shape
+    dtype, device = state.values.dtype, state.values.device
+    packing = Packing(tuple(leading), k, dtype, 0 if tail is None else tail.nbytes)
+    header = Header.of(length, k, packing.rows, dtype, normalize, tail is not None)
+    agree(header, device, group)
+    everywhere = exchange(packing.packed(header, state, tail), packing, group)
+    _vocab_size(everywhere, k, length)
+    return packing.parts(everywhere), None if tail is None else _tails(everywhere, packing, tail)
+
+
+def _tails(everywhere: Tensor, packing: Packing, tail: Tensor) -> Tensor:
+    """(processes, *shape of the tail)."""
+    return packing.tails(everywhere).view(tail.dtype).view(len(everywhere), *tail.shape)
+
+
+def _vocab_size(everywhere: Tensor, k: int, length: int, of_row: int | None = 1) -> int | None:
+    """See :class:`Call`. Checks what the processes say where it looks at it."""
     # A GPU is waited for only where k may exceed the vocabulary. torch.compile does not trace the question about a capture.
-    if not is_traced and (device.type == "cpu" or (k > length and not torch.cuda.is_current_stream_capturing())):
-        said = headers(everywhere)
-        check(said)
-        vocab_size = sum(of_rank.length for of_rank in said)
+    if torch.compiler.is_compiling() or (
+        everywhere.device.type != "cpu" and (k <= length or torch.cuda.is_current_stream_capturing())
+    ):
+        return None
+    said = headers(everywhere)
+    check(said)
+    vocab_size = sum(of_rank.length for of_rank in said)
+    if of_row is not None:
         check_k(k, of_row * vocab_size, "the whole vocabulary" if of_row == 1 else "beams times the whole vocabulary")
-    return Call(parts, (number, row_temperature), vocab_size)
+    return vocab_size
 
 
 def _state(local_logits: Tensor, k: int, held: int, arguments: tuple[Any, ...]) -> TopK:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one buffer that travels: a header, then every row's m, every row's d, then every row's tokens, then their logits.
 
-Each piece is contiguous, so the kernels write a process's state into its buffer, and read the others' where the collective
+A caller may have something of its own travel along, at the end. Each piece is contiguous, so the kernels write a process's state into its buffer, and read the others' where the collective
 leaves them.
 """
 
@@ -28,17 +28,20 @@ class Header(NamedTuple):
     length: int  # columns of the process
     k: int
     rows: int
-    kind: int  # dtype and normalize
+    kind: int  # dtype, normalize, and whether something travels along
 
     @staticmethod
-    def of(length: int, k: int, rows: int, dtype: torch.dtype, normalize: str) -> Header:
-        return Header(length, k, rows, len(_DTYPES) * _NORMALIZE.index(normalize) + _DTYPES.index(dtype))
+    def of(length: int, k: int, rows: int, dtype: torch.dtype, normalize: str, has_tail: bool = False) -> Header:
+        kind = _NORMALIZE.index(normalize) + len(_NORMALIZE) * has_tail
+        return Header(length, k, rows, len(_DTYPES) * kind + _DTYPES.index(dtype))
 
     def __str__(self) -> str:
-        normalize, dtype = divmod(self.kind, len(_DTYPES))
-        if normalize >= len(_NORMALIZE):
+        kind, dtype = divmod(self.kind, len(_DTYPES))
+        has_tail, normalize = divmod(kind, len(_NORMALIZE))
+        if has_tail > 1:
             return "something else than a state"
-        return f"k={self.k}, {self.rows} rows of {_DTYPES[dtype]} and normalize={_NORMALIZE[normalize]!r}"
+        more = " with targets" if has_tail else ""
+        return f"k={self.k}, {self.rows} rows of {_DTYPES[dtype]} and normalize={_NORMALIZE[normalize]!r}{more}"
 
 
 class Parts(NamedTuple):
@@ -57,6 +60,7 @@ class Packing(NamedTuple):
     leading: tuple[int, ...]  # of the rows
     k: int
     dtype: torch.dtype
+    tail: int = 0  # bytes at the end that are the caller's
 
     @property
     def rows(self) -> int:
@@ -67,16 +71,12 @@ class Packing(NamedTuple):
         """Of a process's buffer."""
         return self._ends()[-1]
 
-    def _ends(self) -> tuple[int, int, int, int]:
-        """Of the header, (m, d), the tokens and the logits."""
+    def _ends(self) -> tuple[int, int, int, int, int]:
+        """Of the header, (m, d), the tokens, the logits and the tail."""
         entries = self.rows * self.k
         normalizer = _HEADER_WORDS + self.rows * 2 * result_dtype(self.dtype).itemsize // _WORD
-        return (
-            _HEADER_WORDS,
-            normalizer,
-            normalizer + entries,
-            normalizer + entries + -(-entries * self.dtype.itemsize // _WORD),
-        )
+        logits = normalizer + entries + -(-entries * self.dtype.itemsize // _WORD)
+        return _HEADER_WORDS, normalizer, normalizer + entries, logits, logits + -(-self.tail // _WORD)
 
     def state(self, buffer: Tensor) -> TopK:
         """Views of a buffer (words,): the logits, the tokens and (m, d) of one process."""
@@ -89,8 +89,13 @@ class Packing(NamedTuple):
         lengths = headers_of(buffers)[:, 0]
         return Parts(logits, indices, normalizer.select(1, 0), normalizer.select(1, 1), lengths)
 
+    def tails(self, buffers: Tensor) -> Tensor:
+        """The tails of all buffers, uint8 (processes, bytes)."""
+        *_, logits, tail = self._ends()
+        return buffers[:, logits:tail].view(torch.uint8)[:, : self.tail]
+
     def _views(self, buffers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        header, normalizer, indices, logits = self._ends()
+        header, normalizer, indices, logits, _ = self._ends()
         entries, count = self.rows * self.k, buffers.shape[0]
         numbers = buffers[:, header:normalizer].view(result_dtype(self.dtype))
         elements = buffers[:, indices:logits].view(self.dtype)[:, :entries]
@@ -100,13 +105,18 @@ class Packing(NamedTuple):
             numbers.view(count, 2, *self.leading),
         )
 
-    def packed(self, header: Header, state: TopK) -> Tensor:
+    def packed(self, header: Header, state: TopK, tail: Tensor | None = None) -> Tensor:
         """A new buffer (words,) that holds a state: for traced code, which writes into no view."""
         logits, indices, normalizer = state
-        padding = -(self.rows * self.k * self.dtype.itemsize) % _WORD // self.dtype.itemsize
-        elements = torch.nn.functional.pad(logits.flatten(), (0, padding))
-        pieces = (normalizer.flatten().view(torch.int64), indices.flatten(), elements.view(torch.int64))
+        pieces = [normalizer.flatten().view(torch.int64), indices.flatten(), _as_words(logits)]
+        if tail is not None:
+            pieces.append(_as_words(tail))
         return torch.cat((header_words(header, logits.device), *pieces))
+
+
+def _as_words(tensor: Tensor) -> Tensor:
+    padding = -tensor.nbytes % _WORD // tensor.itemsize
+    return torch.nn.functional.pad(tensor.flatten(), (0, padding)).view(torch.int64)
 
 
 def headers_of(buffers: Tensor) -> Tensor:

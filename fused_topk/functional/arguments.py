@@ -334,8 +334,13 @@ def check_hidden(hidden: Any) -> None:
     _check_no_tangent("hidden", hidden)
 
 
-def check_head(weight: Any, bias: Any, hidden: Tensor) -> None:
-    """Checks the weight and the bias of an LM head."""
+def check_head(weight: Any, bias: Any, hidden: Tensor, may_be_empty: bool = False) -> None:
+    """Checks the weight and the bias of an LM head. `may_be_empty`: without a token, as a process's share of one may be."""
+    if type(weight) is not Tensor and is_distributed(weight):
+        raise TypeError(
+            f"`weight` must not be a DTensor, got one placed {weight.placements}; for one that is sharded over its first "
+            "dimension give weight.to_local() to the function of this name in fused_topk.distributed"
+        )
     check_tensor("weight", weight)
     size = hidden.shape[-1]
     if weight.dim() != 2 or weight.shape[1] != size:
@@ -353,9 +358,10 @@ def check_head(weight: Any, bias: Any, hidden: Tensor) -> None:
             )
         check_same_device(name, tensor, hidden)
         _check_no_tangent(name, tensor)
-    if weight.shape[0] == 0:
-        raise ValueError("`weight` must have at least one token, got a dimension of size 0; skip an empty head")
-    check_vocabulary(weight.shape[0])
+    if weight.shape[0] or not may_be_empty:
+        if weight.shape[0] == 0:
+            raise ValueError("`weight` must have at least one token, got a dimension of size 0; skip an empty head")
+        check_vocabulary(weight.shape[0])
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
             f"`bias` must have the shape {tuple(weight.shape[:1])} of the vocabulary, got {tuple(bias.shape)}; it is that of "
@@ -363,8 +369,12 @@ def check_head(weight: Any, bias: Any, hidden: Tensor) -> None:
         )
 
 
-def check_targets(targets: Any, logits: Tensor, may_be_several: bool = False) -> None:
-    """`may_be_several`: whether a row may have several targets, in a last dimension of their own."""
+def check_targets(targets: Any, logits: Tensor, may_be_several: bool = False, is_part: bool = False) -> None:
+    """
+    Args:
+        may_be_several: whether a row may have several targets, in a last dimension of their own.
+        is_part: whether `logits` are a part of the vocabulary.
+    """
     check_tensor("targets", targets)
     if targets.dtype != torch.int64:
         raise TypeError(f"`targets` must be int64, got {targets.dtype}; use .long()")
@@ -380,7 +390,7 @@ def check_targets(targets: Any, logits: Tensor, may_be_several: bool = False) ->
     if type(targets) is not Tensor or targets.device.type != "cpu" or torch.compiler.is_compiling():
         # Reading the values of a CUDA tensor would wait for the device.
         return
-    if transforms.is_active() or not targets.numel():
+    if transforms.is_active() or not targets.numel() or is_part:
         return
     greatest = int(targets.max())
     if greatest >= logits.shape[-1]:

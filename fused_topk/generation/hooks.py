@@ -25,8 +25,9 @@ from torch import nn
 from ..problem import TopK
 from . import whole_step
 from .model_logits import is_of_a_loop
-from .session import Options, Session, running, session_of
+from .session import Options, Session, running, running_session, session_of
 from .statistics import count_fallback, count_not_whole
+from .tensor_parallel import head_of
 
 # The one private name of transformers: a method that takes a loop's configuration and returns its processors.
 LOOKUP = "_get_logits_processor"
@@ -73,23 +74,30 @@ class Hooks:
         self.blocks: list[Request] = []
         self.num_calls = 0
         self._module = module
+        # The LM head of a tensor-parallel model, while it has a method of ours.
+        self._head: Any = None
         self._handle = module.register_forward_hook(_after_forward)
         self.put()
 
     def put(self) -> None:
         """Puts the methods in front of the module's own methods, and of any that somebody has put there since."""
         for name in _RUN:
-            self._put(name)
+            _put(self._module, name)
+        self._put_head()
 
-    def _put(self, name: str) -> None:
-        state = self._module.__dict__
-        if getattr(self._module, name, None) is not None and type(state.get(name)) is not _Method:
-            state[name] = _Method(self._module, name)
+    def _put_head(self) -> None:
+        head = head_of(self._module)
+        if head is not self._head:
+            self._leave_head()
+        if head is not None:
+            self._head = head
+            _put(head, _FORWARD)
 
     def begin_call(self) -> None:
         self.num_calls += 1
         # model.compile() may have been called since.
-        self._put(_COMPILED)
+        _put(self._module, _COMPILED)
+        self._put_head()
         # The hook must be the last one, so that other hooks get unmarked logits. Somebody may also have removed it.
         hooks = getattr(self._module, _HOOKS, None)
         if hooks is not None and self._handle.id not in hooks:
@@ -105,6 +113,12 @@ class Hooks:
         if self.enabled is None and not self.blocks and not self.num_calls:
             self._handle.remove()
             self._leave(self._module.__dict__)
+            self._leave_head()
+
+    def _leave_head(self) -> None:
+        if self._head is not None:
+            _remove(self._head.__dict__, _FORWARD)
+            self._head = None
 
     def stripped(self, state: dict[str, Any]) -> dict[str, Any]:
         """A copy of the module's attributes without the hooks."""
@@ -118,13 +132,23 @@ class Hooks:
     @staticmethod
     def _leave(state: dict[str, Any]) -> None:
         for name in _RUN:
-            # If somebody has wrapped the method, the wrapper and the method stay. The method then only calls the original.
-            while type(method := state.get(name)) is _Method:
-                if method.replaced is None:
-                    del state[name]
-                else:
-                    state[name] = method.replaced
+            _remove(state, name)
         state.pop(_ATTRIBUTE, None)
+
+
+def _put(module: Any, name: str) -> None:
+    state = module.__dict__
+    if getattr(module, name, None) is not None and type(state.get(name)) is not _Method:
+        state[name] = _Method(module, name)
+
+
+def _remove(state: dict[str, Any], name: str) -> None:
+    # If somebody has wrapped the method, the wrapper and the method stay. The method then only calls the original.
+    while type(method := state.get(name)) is _Method:
+        if method.replaced is None:
+            del state[name]
+        else:
+            state[name] = method.replaced
 
 
 class _Method:
@@ -146,7 +170,8 @@ class _Method:
         return MethodType(found, self._module) if hasattr(found, "__get__") else found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _RUN[self._name](self._module, self._original(), *args, **kwargs)
+        run = _of_head if self._name == _FORWARD else _RUN[self._name]
+        return run(self._module, self._original(), *args, **kwargs)
 
     def __reduce__(self) -> Any:
         """A copy is the original method."""
@@ -234,6 +259,23 @@ _RUN: dict[str, Callable[..., Any]] = {
 }
 
 
+# Of the LM head of a tensor-parallel model.
+_FORWARD = "forward"
+
+
+def _of_head(head: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    session = None if torch.compiler.is_compiling() else running_session()
+    logits = None if session is None else session.columns_of(head, args, kwargs, _caller(sys._getframe(1)))
+    return original(*args, **kwargs) if logits is None else logits
+
+
+def _caller(frame: Any) -> Any:
+    """Who has called a module, given the frame of a function of this file that torch has called for it."""
+    while frame.f_globals is nn.modules.module.__dict__ or frame.f_globals is globals():
+        frame = frame.f_back
+    return frame
+
+
 def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     # In a compiled model the logits are marked where they leave the graph (_call_compiled), not inside.
     if torch.compiler.is_compiling():
@@ -241,10 +283,7 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     session = session_of(module)
     if session is None:
         return output
-    frame: Any = sys._getframe(1)
-    while frame.f_globals is nn.modules.module.__dict__ or frame.f_globals is globals():
-        frame = frame.f_back
-    return session.after_forward(output, is_of_a_loop(frame))
+    return session.after_forward(output, is_of_a_loop(_caller(sys._getframe(1))))
 
 
 def _asked_for(module: Any) -> Request | None:

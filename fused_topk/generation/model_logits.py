@@ -55,9 +55,7 @@ class ModelLogits(Tensor):
         return marked
 
     def __getitem__(self, index: Any) -> Any:
-        # `in` compares, and a tensor in an index would compare elementwise. So the types come first.
-        is_simple = type(index) is tuple and len(index) in (2, 3) and type(index[1]) is int and type(index[0]) is slice
-        if not is_simple or (len(index) == 3 and type(index[2]) is not slice) or index not in _LAST:
+        if not is_of_last(index):
             return super().__getitem__(index)
         loop = self.loop
         if not loop.is_in(sys._getframe(1)):
@@ -65,7 +63,7 @@ class ModelLogits(Tensor):
         del self.loop
         self.__class__ = Tensor  # type: ignore[assignment]
         # select() takes half the time of indexing.
-        return _LastLogits(self.select(1, -1), self, loop)
+        return LastLogits(self.select(1, -1), self, loop)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -79,7 +77,14 @@ class ModelLogits(Tensor):
 _LAST = ((slice(None), -1), (slice(None), -1, slice(None)))
 
 
-class _LastLogits(StandIn):
+def is_of_last(index: Any) -> bool:
+    """Whether a loop takes the last row of each text by that index."""
+    # `in` compares, and a tensor in an index would compare elementwise. So the types come first.
+    is_simple = type(index) is tuple and len(index) in (2, 3) and type(index[1]) is int and type(index[0]) is slice
+    return is_simple and (len(index) == 2 or type(index[2]) is slice) and index in _LAST
+
+
+class LastLogits(StandIn):
     """The last rows [R, V] of the logits, as the model computed them."""
 
     __slots__ = ("_loop", "_of", "_rows")

@@ -47,5 +47,18 @@ def holds(words: Tensor, ids: Tensor) -> Tensor:
     return torch.bitwise_right_shift(word, (ids & 31).int()).bitwise_and_(1).bool()
 
 
+def cut(words: Tensor, start: int, length: int) -> Tensor:
+    """Words of the tokens `start` ... `start` + `length` - 1 of the sets [1 or R, W], the first of them as bit 0."""
+    first, shift = divmod(start, 32)
+    count = -(-length // 32)
+    low = words[:, first : first + count]
+    if not shift:
+        return low.contiguous()
+    # Bits of the next word move in from above. A shift to the right brings copies of the sign bit, which are cleared.
+    high = torch.nn.functional.pad(words, (0, 1))[:, first + 1 : first + 1 + count]
+    low = low.bitwise_right_shift(shift).bitwise_and_((1 << (32 - shift)) - 1)
+    return high.bitwise_left_shift(32 - shift).bitwise_or_(low)
+
+
 def _words(allowed: np.ndarray) -> Tensor:
     return torch.from_numpy(np.packbits(allowed, axis=-1, bitorder="little").view(np.dtype("<i4")).copy())

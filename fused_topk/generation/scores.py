@@ -37,7 +37,6 @@ class Step:
 
     def __init__(self, rows: Rows, of: Tensor) -> None:
         self._rows: Rows | None = rows
-        self._backend = rows.backend
         self._of = weakref.ref(of)  # [R, length, V]
         self._is_counted = False
 
@@ -51,18 +50,24 @@ class Step:
                 "the scores of a decoding step were used after the model's output had been dropped, when they are gone; "
                 "call disable(model), and please report the versions of transformers and fused_topk"
             )
-        # On the device where the loop had them: it may differ from the model's.
-        return Rows(logits.select(1, -1).to(self._device), self._backend)
+        return self._rows_of(logits)
+
+    def gather(self, reason: str) -> None:
+        """Has the logits whole on every process, because of an operation that needs them all."""
+        if self._rows is not None:
+            self._rows.gather(reason)
 
     def end(self, reason: str | None = None) -> None:
         """Counts the step as fused. With a reason, counts it as a fallback."""
+        is_sharded = False
         if self._rows is not None:
-            self._device = self._rows.logits.device
+            is_sharded = self._rows.is_sharded
+            self._rows_of = self._rows.maker()
             self._rows = None
         if not self._is_counted:
             self._is_counted = True
             if reason is None:
-                count_fused()
+                count_fused(is_sharded)
             else:
                 count_fallback(reason)
 
@@ -135,7 +140,10 @@ class LazyScores(StandIn):
 
     def clone(self, **kwargs: Any) -> Tensor:
         """The tensor, which the loop keeps as a record. The step can still be fused."""
-        return self._compute() if self._dense is None else self._dense.clone()
+        if self._dense is not None:
+            return self._dense.clone()
+        self._step.gather("a copy of the scores")
+        return self._compute()
 
     def recorded(self) -> Recorded:
         """The tensor, which the loop keeps as a record and chooses from. The choice is made with these scores."""
@@ -146,6 +154,7 @@ class LazyScores(StandIn):
     def dense(self, reason: str) -> Tensor:
         """The tensor, because of an operation that cannot be fused. From here on these scores are that tensor."""
         if self._dense is None:
+            self._step.gather(reason)
             self._dense = self._compute()
             self._step.end(reason)
         return self._dense
@@ -277,6 +286,7 @@ class LazyScores(StandIn):
         rows, beams, filters = self._step.rows, self._beam_scores, self._filters or ()
         if self._stage is not Stage.PROBS or replacement:
             return NotImplemented
+        generator = rows.generator if generator is None else generator
         drawn = choice.sampled(rows, self._edits, filters, generator) if beams is None and num_samples == 1 else None
         if drawn is not None:
             if choice.has_no_distribution(drawn):

@@ -60,15 +60,43 @@ class Candidates(NamedTuple):
     ids: Tensor  # int64 [R, n]
 
 
-class Rows(NamedTuple):
+class Scanned(NamedTuple):
+    """The best of the scanned tokens, and raw logits."""
+
+    best: TopK  # [R, k]
+    of_best: Tensor  # float32 [R, k]
+    of_ids: Tensor  # float32 [R, S], of the tokens that were asked for
+
+
+class Rows:
     """The last logits of a forward pass, and the backend whose kernels read them.
 
     Its methods are the package's functions without checks and operators, which cost more than the launch at every step. A decoding
     step's arguments are right by construction, and nothing needs a gradient.
     """
 
-    logits: Tensor  # [R, V], in the model's dtype
-    backend: Backend
+    __slots__ = ("backend", "logits")
+
+    # Random numbers to draw with; None for the caller's.
+    generator: torch.Generator | None = None
+
+    def __init__(self, logits: Tensor, backend: Backend) -> None:
+        self.logits = logits  # [R, V], in the model's dtype
+        self.backend = backend
+
+    def maker(self) -> Callable[[Tensor], Rows]:
+        """A function that makes rows like these of a model's logits [R, length, V]. It holds no logits."""
+        # On the device where the loop had them: it may differ from the model's.
+        device, backend = self.logits.device, self.backend
+        return lambda logits: Rows(logits.select(1, -1).to(device), backend)
+
+    def gather(self, reason: str) -> None:
+        """Has all columns on this process."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no process has all columns."""
+        return False
 
     @property
     def vocab_size(self) -> int:
@@ -100,6 +128,19 @@ class Rows(NamedTuple):
         """The k greatest log-probabilities of the tokens in `mask` [1 or R, W]."""
         return self._scan(k, mask, "log_softmax", normalize, temperature)
 
+    def scan(self, k: int, mask: Tensor | None, are_log_probs: bool) -> TopK:
+        """The k best scores of the tokens in `mask` [1 or R, W], float32: log-probabilities of the whole row, or logits."""
+        if are_log_probs:
+            return self.log_softmax_topk(k, mask)
+        found = self.topk(k, mask)
+        return found._replace(values=found.values.float())
+
+    def scan_and_look_up(self, k: int, mask: Tensor | None, are_log_probs: bool, ids: Tensor) -> Scanned:
+        """The same, and the logits of the tokens `ids` [R, S]."""
+        best = self.scan(k, mask, are_log_probs)
+        of_best = self.logits.gather(1, best.indices).float() if are_log_probs else best.values
+        return Scanned(best, of_best, self.logits.gather(1, ids).float())
+
     def beam_topk(self, beam_scores: Tensor, k: int, mask: Tensor | None = None) -> TopK:
         """The k best continuations over all beams of a sequence, of the tokens in `mask` [1 or R, W].
 
@@ -119,7 +160,9 @@ class Rows(NamedTuple):
         self.backend.prepare_topk(problem, logits.device, beam_scores)(logits, out, beam_scores, mask)
         return out
 
-    def sample(self, parameters: Mapping[str, float], mask: Tensor | None, generator: torch.Generator | None) -> Sample:
+    def sample(
+        self, parameters: Mapping[str, float], mask: Tensor | None, generator: torch.Generator | None
+    ) -> Sample | None:
         """A token [R, 1] of each row, drawn from the tokens in `mask` [1 or R, W]. See :func:`fused_topk.sample`.
 
         Args:
@@ -216,7 +259,7 @@ def best(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> Cand
         are_log_probs: whether scores are log-probabilities of the whole row, or the logits.
     """
     if not _must_merge(edits):
-        found = _scan(rows, k, _scanned_by(edits), are_log_probs)
+        found = rows.scan(k, _scanned_by(edits), are_log_probs)
         return Candidates(found.values, found.indices)
     merged = _merged(rows, edits, k, are_log_probs)
     return _best_of(rows.backend, merged.scores, merged.ids, merged.is_void, k)
@@ -281,13 +324,6 @@ def _scanned_by(edits: Sequence[Edit]) -> Tensor | None:
     return reduce(torch.bitwise_and, words) if words else None
 
 
-def _scan(rows: Rows, k: int, mask: Tensor | None, are_log_probs: bool) -> TopK:
-    if are_log_probs:
-        return rows.log_softmax_topk(k, mask)
-    found = rows.topk(k, mask)
-    return found._replace(values=found.values.float())
-
-
 # The lowest finite float32. It stands for -inf where a void place must be lower still.
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -318,12 +354,10 @@ def _merged(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> _
         scores = torch.full_like(within, -torch.inf, dtype=torch.float32)
         fill = torch.full_like(scanned, -torch.inf, dtype=torch.float32)
     else:
-        found = _scan(rows, k, _scanned_by(edits), are_log_probs)
+        found, of_scanned, scores = rows.scan_and_look_up(k, _scanned_by(edits), are_log_probs, within)
         fill, scanned = found.values, found.indices
-        scores = logits.gather(1, within).float()
         if are_log_probs:
             # One formula serves touched and scanned tokens, so that equal logits stay equal.
-            of_scanned = logits.gather(1, scanned).float()
             scores = _log_probs(scores, found, of_scanned[:, :1])
             fill = _log_probs(of_scanned, found, of_scanned[:, :1]).where(fill != -torch.inf, -torch.inf)
     for edit in edits:

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
@@ -21,7 +22,10 @@ from .processors import Processors, reason_against
 from .record import Recorded
 from .scores import LazyScores
 from .selection import Rows
-from .statistics import count_fallback
+from .sharded_logits import ShardedLogits
+from .sharded_rows import ShardedRows
+from .statistics import count_fallback, count_gathered
+from .tensor_parallel import ShardedHead, head_of
 
 SEARCH = (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH)
 SAMPLING = (GenerationMode.SAMPLE, GenerationMode.BEAM_SAMPLE)
@@ -86,6 +90,10 @@ class Session:
         self._kind: tuple[Any, ...] = ()
         self._backend: backends.Backend = reference
         self._reason_of_kind: str | None = None
+        # The LM head of a tensor-parallel model, why its logits are gathered, and random numbers that all processes have.
+        self._head: ShardedHead | None = None
+        self._reason_to_gather: str | None = None
+        self._generator: torch.Generator | None = None
 
     def begin(self, config: GenerationConfig, processors: LogitsProcessorList) -> LogitsProcessorList:
         """Called before a loop with that configuration. Returns the processors for the loop to use."""
@@ -98,11 +106,46 @@ class Session:
         is_kept = config.return_dict_in_generate and _mode(config) not in BEAMS
         self._records_logits = bool(is_kept and config.output_logits)
         self.records_scores = bool(is_kept and config.output_scores)
+        self._begin_sharded(config, processors)
         if self._reason is not None:
             return processors
         self._loop = self._given_loop
         self._processors = Processors(self, processors, _mode(config) in SAMPLING)
         return self._processors
+
+    def _begin_sharded(self, config: GenerationConfig, processors: LogitsProcessorList) -> None:
+        """Asks, of a tensor-parallel model, whether its logits must be gathered in this call."""
+        module = head_of(self.model)
+        self._head = None if module is None else ShardedHead(self.model, module)
+        if self._head is None:
+            return
+        mode = _mode(config)
+        reason = self._reason or self._head.reason()
+        if config.return_dict_in_generate:
+            kept = [name for name in ("output_logits", "output_scores") if getattr(config, name)]
+            reason = reason or (kept[0] if kept else None)
+        kinds = [type(each).__qualname__ for each in processors]
+        call = repr((reason, mode.value, self._options, kinds))
+        agreement = self._head.agree(call, mode in SAMPLING)
+        if not agreement.is_alike:
+            reason = "a call that is not the same on all processes"
+        self._reason_to_gather = reason
+        if mode in SAMPLING:
+            self._generator = torch.Generator(self._head.module.weight.device).manual_seed(agreement.seed)
+
+    def columns_of(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType
+    ) -> ShardedLogits | None:
+        """What forward() of an LM head returns instead of gathered logits; None where it is to gather.
+
+        Args:
+            args, kwargs: of forward().
+            caller: who has called the head.
+        """
+        head = self._head
+        if head is None or module is not head.module or self._reason_to_gather is not None or not self.is_open:
+            return None
+        return head.logits(args, kwargs, caller)
 
     def after_forward(self, output: Any, is_asked_by_loop: bool = True) -> Any:
         """Marks the logits that the model has returned to the loop."""
@@ -110,6 +153,12 @@ class Session:
         if logits is None or type(logits) is ModelLogits:
             return output
         self._num_forwards += 1
+        if type(logits) is ShardedLogits:
+            return self._after_sharded_forward(output, logits, is_asked_by_loop)
+        if is_asked_by_loop and self._head is not None:
+            count_gathered(
+                self._reason_to_gather or "logits that the forward() of the model does not compute by itself"
+            )
         if is_asked_by_loop and self._reason is not None:
             self._num_steps += 1
             count_fallback(self._reason)
@@ -117,6 +166,20 @@ class Session:
             self._reason_of_step = self._unserved(logits)
             if self._reason_of_step is None:
                 self._reason_of_step = _replace_logits(output, ModelLogits.of(logits, self))
+        return output
+
+    def _after_sharded_forward(self, output: Any, logits: ShardedLogits, is_asked_by_loop: bool) -> Any:
+        reason = None if logits.is_gathered else self._unserved(logits.local)
+        if is_asked_by_loop and reason is None and not logits.is_gathered:
+            logits.loop = self
+            return output
+        # They are gathered in the model's forward() already, or now.
+        whole = logits.whole(reason or "a call of the model in the middle of generate()")
+        self._reason_of_step = _replace_logits(output, whole)
+        if is_asked_by_loop and self._reason_of_step is None:
+            self._reason_of_step = self._unserved(whole)
+            if self._reason_of_step is None:
+                _replace_logits(output, ModelLogits.of(whole, self))
         return output
 
     def is_in(self, frame: FrameType) -> bool:
@@ -194,9 +257,16 @@ class Session:
 
     def take(self, rows: Tensor, of: Tensor) -> Any:
         self._is_taken = True
-        if self._options.topk_per_step:
-            self.topk.append(functional.log_softmax_topk(rows, min(self._options.topk_per_step, rows.shape[-1])))
-        scores = LazyScores.of(Rows(rows, self._backend), of)
+        k = min(self._options.topk_per_step, rows.shape[-1])
+        if type(rows) is ShardedLogits:
+            taken: Rows = ShardedRows(rows, self._backend, self._generator)
+            if k:
+                self.topk.append(taken.log_softmax_topk(k))
+        else:
+            taken = Rows(rows, self._backend)
+            if k:
+                self.topk.append(functional.log_softmax_topk(rows, k))
+        scores = LazyScores.of(taken, of)
         return self.record(scores) if self._records_logits else scores
 
 
@@ -232,6 +302,11 @@ def running(session: Session) -> Iterator[None]:
     finally:
         _current.reset(token)
         session.close()
+
+
+def running_session() -> Session | None:
+    """The session of the running generate() call that this thread is in, of any model."""
+    return _current.get()
 
 
 def session_of(model: nn.Module) -> Session | None:

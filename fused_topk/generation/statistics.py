@@ -31,6 +31,8 @@ class Stats(_Steps):
         compiled: those of the whole steps whose forward pass ran as compiled code.
         captured: those of the whole steps whose forward pass was the replay of a CUDA graph.
         not_compiled: for each reason why a call whose steps were to be compiled or captured ran without, the number of such calls.
+        sharded: those of the fused steps of tensor-parallel models in which no process gathered the logits.
+        gathered: for each reason why the logits of a tensor-parallel model were gathered, the number of times.
 
     A tuple of the first three.
     """
@@ -40,6 +42,8 @@ class Stats(_Steps):
     compiled: int
     captured: int
     not_compiled: dict[str, int]
+    sharded: int
+    gathered: dict[str, int]
 
 
 _lock = threading.Lock()
@@ -50,6 +54,8 @@ _not_whole: Counter[str] = Counter()
 _compiled = 0
 _captured = 0
 _not_compiled: Counter[str] = Counter()
+_sharded = 0
+_gathered: Counter[str] = Counter()
 _told: set[str] = set()
 
 
@@ -60,30 +66,39 @@ def stats(reset: bool = False) -> Stats:
         reset: start again from zero after this call.
 
     Returns:
-        Stats(fused, fallback, reasons), with whole, not_whole, compiled, captured, not_compiled.
+        Stats(fused, fallback, reasons), with whole, not_whole, compiled, captured, not_compiled, sharded, gathered.
 
     Example:
         >>> import fused_topk.generation as fg
         >>> fg.stats(reset=True).reasons
         {}
     """
-    global _fused, _whole, _compiled, _captured
+    global _fused, _whole, _compiled, _captured, _sharded
     with _lock:
         result = Stats(_fused, _reasons.total(), dict(_reasons))
         result.whole, result.not_whole = _whole, dict(_not_whole)
         result.compiled, result.captured, result.not_compiled = _compiled, _captured, dict(_not_compiled)
+        result.sharded, result.gathered = _sharded, dict(_gathered)
         if reset:
-            _fused = _whole = _compiled = _captured = 0
+            _fused = _whole = _compiled = _captured = _sharded = 0
             _reasons.clear()
             _not_whole.clear()
             _not_compiled.clear()
+            _gathered.clear()
     return result
 
 
-def count_fused() -> None:
-    global _fused
+def count_fused(is_sharded: bool = False) -> None:
+    global _fused, _sharded
     with _lock:
         _fused += 1
+        _sharded += is_sharded
+
+
+def count_gathered(reason: str) -> None:
+    with _lock:
+        _gathered[reason] += 1
+    tell_once(f"the logits of a tensor-parallel model are gathered: {reason}")
 
 
 def count_whole(steps: int, are_compiled: bool, are_captured: bool) -> None:

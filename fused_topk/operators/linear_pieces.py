@@ -68,7 +68,7 @@ def empty_result(
     nobody = (0,)
     of_targets = nobody if targets is None else targets.shape
     return LinearResult(
-        torch.empty((*lead, k), dtype=hidden.dtype if values == "logits" else dtype, device=device),
+        torch.empty((*lead, k), dtype=hidden.dtype if values in ("logits", "state") else dtype, device=device),
         torch.empty((*lead, k), dtype=torch.int64, device=device),
         torch.empty(lead, dtype=dtype, device=device),
         torch.empty(of_targets, dtype=dtype, device=device),
@@ -80,7 +80,11 @@ def empty_result(
 def forward(
     head: LinearProblem, k: int, values: str, backend: str | None, has_ranks: bool, keeps_state: bool
 ) -> LinearResult:
-    """The k best of every row, and what else is asked for."""
+    """The k best of every row, and what else is asked for.
+
+    values: "state" is for a part of a vocabulary: the logits, those of the targets in place of their log-probabilities, and m and
+    d at the temperature.
+    """
     out = empty_result(head.hidden, k, values, head.targets, has_ranks, keeps_state)
     rows = head.rows
     chosen = backends.pick(head.hidden.device, head.hidden.dtype, k, backend)
@@ -155,7 +159,8 @@ def _forward_block(
             target.look_at(logits, mask, start)
         if len(states) == pieces.states and end < vocab_size:
             states = [_merged(states, k, number, temperatures, "state", normalize, backend)]
-    best = _merged(states, k, number, temperatures, values, normalize, backend)
+    kind = "logits" if values == "state" else values
+    best = _merged(states, k, number, temperatures, kind, normalize, backend)
     for given, computed in zip(out, best):
         given[part].copy_(computed)
     if target is None and not out.state.numel():
@@ -164,7 +169,9 @@ def _forward_block(
     state = whole.logsumexp.t()
     if out.state.numel():
         out.state[part].copy_(state)
-    if target is not None:
+    if target is not None and values == "state":
+        out.target_logprobs[part].copy_(target.logits)
+    elif target is not None:
         ranks = out.target_ranks[part] if has_ranks else None
         target.write(state, number, temperatures, out.target_logprobs[part], ranks)
 
@@ -203,7 +210,7 @@ class _Targets:
         self._has_target = block.targets >= 0
         self._tokens = block.targets.clamp(0, len(head.weight) - 1)
         self._ranks = torch.ones_like(self._tokens) if has_ranks else None
-        self._logits = block.hidden.new_empty(self._tokens.shape)
+        self.logits = block.hidden.new_empty(self._tokens.shape)
         if has_ranks and not is_whole:
             self._multiply(head, block)
 
@@ -219,9 +226,9 @@ class _Targets:
             logits = head.weight[tokens[part]].to(wide).mul_(block.hidden[part]).sum(-1)
             if head.bias is not None:
                 logits += head.bias[tokens[part]]
-            self._logits[part, 0] = logits.to(self._logits.dtype)
+            self.logits[part, 0] = logits.to(self.logits.dtype)
         if block.mask is not None:
-            self._logits.masked_fill_(~allowed_at(block.mask, self._tokens), -torch.inf)
+            self.logits.masked_fill_(~allowed_at(block.mask, self._tokens), -torch.inf)
 
     def look_at(self, logits: Tensor, mask: Tensor | None, start: int) -> None:
         """Looks for them in a piece of the logits, which it may change."""
@@ -231,12 +238,12 @@ class _Targets:
         place = self._tokens - start
         is_here = (place >= 0) & (place < tokens)
         place.clamp_(0, tokens - 1)
-        self._logits = logits.gather(-1, place).where(is_here, self._logits)
+        self.logits = logits.gather(-1, place).where(is_here, self.logits)
         if self._ranks is None:
             return
-        is_before = logits == self._logits
+        is_before = logits == self.logits
         is_before &= torch.arange(start, start + tokens, device=logits.device) < self._tokens
-        is_before |= logits > self._logits
+        is_before |= logits > self.logits
         self._ranks += is_before.sum(-1, keepdim=True)
 
     def write(
@@ -248,7 +255,7 @@ class _Targets:
         temperature = number if temperatures is None else temperatures.unsqueeze(-1)
         # As for the k best, a row without a finite normalizer has no probabilities.
         is_known = self._has_target & m.isfinite() & log_d.isfinite()
-        logprobs.copy_(((self._logits.to(m.dtype) - m) / temperature - log_d).where(is_known, torch.nan))
+        logprobs.copy_(((self.logits.to(m.dtype) - m) / temperature - log_d).where(is_known, torch.nan))
         if ranks is not None and self._ranks is not None:
             ranks.copy_(self._ranks.where(self._has_target, 0))
 

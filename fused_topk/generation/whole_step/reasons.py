@@ -14,6 +14,7 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin
 
 from ..session import BEAMS, SAMPLING, SEARCH
+from ..tensor_parallel import head_of
 
 
 class Declined(Exception):
@@ -81,6 +82,8 @@ def of_model(model: Any, own_hook: int) -> str | None:
             return f"{method}() of {name}"
     if model.training:
         return "a model in training mode"
+    if head_of(model) is not None:
+        return "a tensor-parallel model"
     if getattr(model, "hf_quantizer", None) is not None:
         return "a quantized model"
     needed = _TAKEN_WITH_SOURCE if model.config.is_encoder_decoder else _TAKEN

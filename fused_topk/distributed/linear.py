@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LM heads of which each process has some rows of the weight: pieces of the product within a process, then one collective.
+
+With p the softmax of a whole row, the gradient of a process's columns needs of the others only the row's m and d, which all have
+from the forward pass. That of the hidden states is a sum over all columns, so the backward pass sums it over the processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..functional.arguments import (
+    check_backend,
+    check_head,
+    check_hidden,
+    check_k,
+    check_mask,
+    check_normalize,
+    check_start,
+    check_targets,
+    check_temperature,
+)
+from ..functional.merging import run_merge
+from ..operators import linear
+from ..operators.dispatch import need_dispatcher
+from ..problem import LinearProblem, LinearTopK, TopK, result_dtype
+from .collective import group_of
+from .functions import exchange_state
+
+_linear_topk = torch.ops.fused_topk.linear_topk.default
+_linear_topk_backward = torch.ops.fused_topk.linear_topk_backward.default
+_NO_TOKEN = -1
+
+
+def linear_softmax_topk(
+    hidden: Tensor,
+    local_weight: Tensor,
+    k: int,
+    local_bias: Tensor | None = None,
+    *,
+    group: Any = None,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    normalize: str = "allowed",
+    targets: Tensor | None = None,
+    start: int | None = None,
+    backend: str | None = None,
+) -> TopK | LinearTopK:
+    """The k largest probabilities of an LM head whose rows the processes of the group have between them, the same on every one.
+
+    As :func:`fused_topk.linear_softmax_topk` of the weights of all processes in the order of their ranks. Each process computes
+    the logits of its own rows of the weight in pieces, and keeps none. One all-gather of the states (m, d, T) follows. Every
+    process of the group must make the call.
+
+    Args:
+        hidden: shape (..., H), the same on all processes.
+        local_weight: shape (V_local, H), this process's rows of the weight, such as `weight.to_local()` of a DTensor that is
+            sharded over its first dimension. Processes may have different numbers of rows, also none.
+        k: the number of results per row, 1 <= k <= V, the sum of all V_local.
+        local_bias: shape (V_local,), or None, on all processes alike.
+        group: the process group; None: all processes.
+        temperature: a positive number, or a tensor with one number per row, the same on all processes.
+        mask: the tokens of this process that may be chosen, as for logits of shape (..., V_local).
+        normalize: "allowed", "all" or "topk".
+        targets: int64 (...) or (..., n), tokens of the whole vocabulary, the same on all processes. Negative ones stand for no
+            target. None for none.
+        start: the token of this process's first row; needed where there are targets.
+        backend: None, "cuda", "cpu" or "reference".
+
+    Returns:
+        TopK, or with targets LinearTopK, as :func:`fused_topk.linear_softmax_topk` returns them for the whole weight. But
+        target_ranks is None: to count what comes before a target each process would have to know its logit ahead, which takes
+        a collective of its own.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`fused_topk.linear_softmax_topk` and :func:`softmax_topk`.
+
+    Contract:
+        Order, ties and special values: those of :func:`fused_topk.softmax_topk` for the logits that the processes compute. The
+        collective takes 16 + 8 + 12 k bytes a row and process, or less, and the size of a logit for each target.
+        Targets of V or more are not looked for: their log-probability is NaN.
+        Values, logsumexp and target_logprobs are differentiable, once, with respect to hidden, local_weight and local_bias. The
+        gradients are those of a loss that every process computes alike from the result. The backward pass sums the gradient of
+        `hidden` over the processes, in one all-reduce.
+    """
+    return _linear(
+        "softmax", hidden, local_weight, k, local_bias, group, temperature, mask, normalize, targets, start, backend
+    )
+
+
+def linear_log_softmax_topk(
+    hidden: Tensor,
+    local_weight: Tensor,
+    k: int,
+    local_bias: Tensor | None = None,
+    *,
+    group: Any = None,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    normalize: str = "allowed",
+    targets: Tensor | None = None,
+    start: int | None = None,
+    backend: str | None = None,
+) -> TopK | LinearTopK:
+    """The k largest log-probabilities of an LM head whose rows the processes of the group have between them.
+
+    Arguments, result and contract are those of :func:`linear_softmax_topk`.
+    """
+    return _linear(
+        "log_softmax", hidden, local_weight, k, local_bias, group, temperature, mask, normalize, targets, start, backend
+    )
+
+
+def linear_topk(
+    hidden: Tensor,
+    local_weight: Tensor,
+    k: int,
+    local_bias: Tensor | None = None,
+    *,
+    group: Any = None,
+    mask: Tensor | None = None,
+    targets: Tensor | None = None,
+    start: int | None = None,
+    backend: str | None = None,
+) -> TopK | LinearTopK:
+    """The k largest logits themselves of an LM head whose rows the processes of the group have between them.
+
+    Arguments, result and contract are those of :func:`linear_softmax_topk`; the values have the dtype of `hidden`.
+    """
+    return _linear("logits", hidden, local_weight, k, local_bias, group, None, mask, "allowed", targets, start, backend)
+
+
+class _Settings(NamedTuple):
+    """What a call asks for besides its tensors."""
+
+    k: int
+    values: str
+    temperature: float
+    normalize: str
+    backend: str | None
+    group: Any
+    start: int
+
+
+def _linear(
+    values: str,
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    bias: Tensor | None,
+    group: Any,
+    temperature: float | Tensor | None,
+    mask: Tensor | None,
+    normalize: str,
+    targets: Tensor | None,
+    start: int | None,
+    backend: str | None,
+) -> TopK | LinearTopK:
+    group = group_of(group)
+    check_hidden(hidden)
+    check_head(weight, bias, hidden, may_be_empty=True)
+    check_k(k, 2**31 - 1, "what an exchange takes")
+    check_normalize(normalize)
+    check_backend(backend)
+    # Of the logits' shape, on their device, without their memory.
+    logits = hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
+    number, row_temperature = check_temperature(temperature, logits, result_dtype(hidden.dtype))
+    mask = check_mask(mask, logits)
+    is_one_each = False
+    if targets is not None:
+        check_targets(targets, logits, may_be_several=True, is_part=True)
+        if start is None:
+            raise ValueError(
+                "`start` must be the token of this process's first row where `targets` are given, got None; without it no "
+                "process knows which targets are its own"
+            )
+        check_start(start)
+        is_one_each = targets.dim() == hidden.dim() - 1
+        if is_one_each:
+            targets = targets.unsqueeze(-1)
+    settings = _Settings(k, values, number, normalize, backend, group, start or 0)
+    best, indices, logsumexp, logprobs = _Head.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, row_temperature, mask, targets, settings
+    )
+    if targets is None:
+        return TopK(best, indices, logsumexp)
+    return LinearTopK(best, indices, logsumexp, logprobs.squeeze(-1) if is_one_each else logprobs, None)
+
+
+class _Head(torch.autograd.Function):
+    """The values (..., k), indices, logsumexp (...) and the targets' log-probabilities (..., n)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        row_temperature: Tensor | None,
+        mask: Tensor | None,
+        targets: Tensor | None,
+        settings: _Settings,
+    ) -> tuple[Tensor, ...]:
+        k, values, number, normalize, backend, group, start = settings
+        length = weight.shape[0]
+        own_targets = None
+        if targets is not None:
+            place = targets - start
+            own_targets = place.where((targets >= 0) & (place >= 0) & (place < length), _NO_TOKEN)
+        head = LinearProblem(hidden, weight, bias, number, row_temperature, mask, own_targets, normalize)
+        state, own_logits = _state(head, k, backend)
+        parts, logits = exchange_state(state, length, normalize, group, own_logits)
+        merge = (number, row_temperature)
+        best, indices, logsumexp = run_merge(*parts, k, *merge, values, normalize, backend)
+        normalizer = run_merge(*parts, 1, *merge, "state", normalize, backend)[2]
+        ends = parts.lengths.cumsum(0)
+        logprobs = hidden.new_empty(0, dtype=result_dtype(hidden.dtype))
+        if targets is not None and logits is not None:
+            # The first process whose tokens end behind the target.
+            owner = torch.searchsorted(ends, targets, right=True)
+            has_target = (targets >= 0) & (owner < len(ends))
+            of_owner = logits.gather(0, owner.clamp_(max=len(ends) - 1).unsqueeze(0)).squeeze(0)
+            m, d = normalizer.unsqueeze(-1).unbind(0)
+            t = number if row_temperature is None else row_temperature.unsqueeze(-1)
+            is_known = has_target & m.isfinite() & d.log().isfinite()
+            logprobs = ((of_owner.to(m.dtype) - m) / t - d.log()).where(is_known, torch.nan)
+        ctx.mark_non_differentiable(indices)
+        ctx.settings = settings
+        own = indices - (ends[dist.get_rank(group)] - length)
+        ctx.save_for_backward(hidden, weight, bias, row_temperature, mask, own_targets, best, own, normalizer, logprobs)
+        return best, indices, logsumexp, logprobs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        grad_values, _, grad_normalizer, grad_logprobs = gradients
+        hidden, weight, bias, row_temperature, mask, targets, best, own, normalizer, logprobs = ctx.saved_tensors
+        _, values, number, normalize, _, group, _ = ctx.settings
+        # A token that is not allowed has the constant value -inf or 0.
+        chosen = grad_values * best if values == "softmax" else grad_values.where(best != -torch.inf, 0.0)
+        chosen = chosen.to(normalizer.dtype)
+        if values == "logits":
+            number, row_temperature, normalize = 1.0, None, "allowed"
+        elif normalize == "topk":
+            p = best if values == "softmax" else best.exp()
+            chosen = chosen - p * chosen.sum(-1, keepdim=True)
+        else:
+            grad_normalizer = grad_normalizer - chosen.sum(-1)
+        of_targets = None
+        if targets is not None:
+            of_targets = grad_logprobs.where(logprobs.isfinite(), 0.0)
+            grad_normalizer = grad_normalizer - of_targets.sum(-1)
+        wanted = [bool(x) for x in ctx.needs_input_grad[:3]]
+        head = (hidden, weight, bias, number, row_temperature, mask, targets, normalize)
+        state = normalizer.movedim(0, -1).contiguous()
+        if weight.shape[0]:
+            run: Any = _linear_topk_backward if need_dispatcher(hidden, weight, bias) else linear.linear_topk_backward
+            found = run(*head, own, state, chosen, of_targets, grad_normalizer, wanted)
+        else:
+            found = tuple(None if x is None else torch.zeros_like(x) for x in (hidden, weight, bias))
+        if wanted[0]:
+            dist.all_reduce(found[0], group=group)
+        return *(x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)), *(None,) * 4
+
+
+def _state(head: LinearProblem, k: int, backend: str | None) -> tuple[TopK, Tensor | None]:
+    """The state of this process's tokens, with k entries a row, and the logits of its targets (..., n)."""
+    hidden, length = head.hidden, head.weight.shape[0]
+    held = min(k, length)
+    own_logits = None
+    if held:
+        run: Any = _linear_topk if need_dispatcher(*head[:3], *head[4:7]) else linear.linear_topk
+        logits, indices, _, of_targets, _, normalizer = run(*head, held, "state", backend, False, True)
+        if head.targets is not None:
+            own_logits = of_targets.to(hidden.dtype)
+    else:
+        logits, indices = hidden[..., :0], hidden[..., :0].long()
+        none = torch.zeros(hidden.shape[:-1], dtype=result_dtype(hidden.dtype), device=hidden.device)
+        normalizer = torch.stack((none - torch.inf, none), -1)
+        if head.targets is not None:
+            own_logits = hidden.new_zeros(head.targets.shape)
+    pad = torch.nn.functional.pad
+    missing = (0, k - held)
+    best = pad(logits, missing, value=-torch.inf), pad(indices, missing, value=_NO_TOKEN)
+    return TopK(*best, normalizer.movedim(-1, 0)), own_logits

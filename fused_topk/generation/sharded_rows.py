@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of tokens from logits of which each process has some columns. Each method is one small collective.
+
+So all processes of the group must call the same methods in the same order (:mod:`tensor_parallel`). What they return is the
+same on all of them, bit for bit: it is computed alike from the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import distributed
+from ..backends import Backend
+from ..distributed.functions import gather_states
+from ..functional.merging import run_merge
+from ..problem import Sample, TopK
+from . import packed
+from .selection import Rows, Scanned
+from .sharded_logits import ShardedLogits
+
+
+class ShardedRows(Rows):
+    """Rows whose columns the processes of a group have between them."""
+
+    __slots__ = ("_columns", "_local", "generator")
+
+    logits: ShardedLogits
+
+    def __init__(self, logits: ShardedLogits, backend: Backend, generator: torch.Generator | None) -> None:
+        super().__init__(logits, backend)
+        self.generator = generator
+        self._local = logits.local  # [R, columns]
+        self._columns = logits.columns
+
+    @property
+    def is_sharded(self) -> bool:
+        return not self.logits.is_gathered
+
+    def maker(self) -> Callable[[Any], Rows]:
+        backend, generator = self.backend, self.generator
+        return lambda logits: ShardedRows(logits.last(), backend, generator)
+
+    def gather(self, reason: str) -> None:
+        self.logits.whole(reason)
+
+    def greatest(self) -> Tensor:
+        return self.topk(1).indices.squeeze(-1)
+
+    def topk(self, k: int, mask: Tensor | None = None) -> TopK:
+        return distributed.topk(self._local, k, group=self._columns.group, mask=self._own(mask))
+
+    def log_softmax_topk(
+        self, k: int, mask: Tensor | None = None, normalize: str = "all", temperature: float = 1.0
+    ) -> TopK:
+        return distributed.log_softmax_topk(
+            self._local,
+            k,
+            group=self._columns.group,
+            mask=self._own(mask),
+            normalize=normalize,
+            temperature=temperature,
+        )
+
+    def beam_topk(self, beam_scores: Tensor, k: int, mask: Tensor | None = None) -> TopK:
+        own = self._own(mask)
+        if own is not None:
+            own = own.view(*beam_scores.shape, -1)
+        return distributed.beam_topk(
+            self._local.view(*beam_scores.shape, self._columns.length),
+            beam_scores,
+            k,
+            group=self._columns.group,
+            mask=own,
+            normalize="all",
+        )
+
+    def scan_and_look_up(self, k: int, mask: Tensor | None, are_log_probs: bool, ids: Tensor) -> Scanned:
+        columns, group = self._columns, self._columns.group
+        # Every process sends a number for every token. That of the token's owner is taken.
+        within = (ids - columns.start).clamp_(0, max(columns.length - 1, 0))
+        of_ids = self._local.gather(1, within) if columns.length else self._local.new_zeros(ids.shape)
+        normalize = "all" if are_log_probs else "allowed"
+        call = gather_states(self._local, k, group, None, self._own(mask), normalize, None, tail=of_ids)
+        assert call.tails is not None
+        of_ids = call.tails.gather(0, (ids // columns.block).unsqueeze(0)).squeeze(0)
+
+        def merged(values: str) -> TopK:
+            return TopK(*run_merge(*call.parts, k, *call.temperatures, values, normalize, None))
+
+        logits = merged("logits")
+        best = merged("log_softmax") if are_log_probs else logits._replace(values=logits.values.float())
+        return Scanned(best, logits.values.float(), of_ids.float())
+
+    def sample(
+        self, parameters: Mapping[str, float], mask: Tensor | None, generator: torch.Generator | None
+    ) -> Sample | None:
+        if not parameters.keys() <= {"temperature"}:
+            # Lists of the best tokens take one collective, and say where they are too short.
+            return None
+        return distributed.sample(
+            self._local,
+            group=self._columns.group,
+            mask=self._own(mask),
+            generator=generator,
+            temperature=parameters.get("temperature", 1.0),
+        )
+
+    def _own(self, mask: Tensor | None) -> Tensor | None:
+        """Of the words of all tokens [1 or R, W] those of this process's columns [R, words]."""
+        if mask is None:
+            return None
+        return packed.cut(mask, self._columns.start, self._columns.length).expand(len(self._local), -1)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each process of a group checks of an LM head's rows that they have between them (test_distributed_linear.py)."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.distributed as dist
+
+import fused_topk
+from distributed_checks import columns, counted, raises
+from fused_topk import LinearTopK, TopK, distributed
+from fused_topk.layout import linear_pieces as layout
+from linear_heads import ALL_DTYPES, ENTRIES, exact_head, exact_logits
+from oracle import assert_topk, expected
+from rows import random_mask
+
+FOLDER = ""
+
+
+def own_rows(x, rank, size, cuts=None):
+    """The process's share of a weight or a bias."""
+    return columns(x.movedim(0, -1), rank, size, cuts).movedim(-1, 0)
+
+
+def first_row(length: int, rank: int, size: int, cuts=None) -> int:
+    return int(columns(torch.arange(length), rank, size, cuts)[:1].sum()) if rank else 0
+
+
+def heads_of_every_dtype(rank: int, size: int) -> None:
+    """By the native kernel of few rows, and by the library's product of many."""
+    for (entry, whole), dtype, rows, k in itertools.product(ENTRIES.items(), ALL_DTYPES.values(), (3, 40), (1, 9)):
+        hidden, weight, bias = exact_head((rows,), 20, 301, dtype)
+        for with_bias in (None, bias):
+            own = None if with_bias is None else own_rows(bias, rank, size)
+            got = getattr(distributed, entry)(hidden, own_rows(weight, rank, size), k, own)
+            logits = exact_logits(hidden, weight, with_bias)
+            assert_topk(got, expected(whole, logits, k), logits, whole)
+
+
+def settings_of_a_head(rank: int, size: int) -> None:
+    hidden, weight, bias = exact_head((2, 3), 20, 301, torch.float32)
+    logits = exact_logits(hidden, weight, bias)
+    mask = random_mask(6, 301, share=0.5).view(2, 3, 301)
+    mask[0, 1] = False
+    temperatures = (None, 0.7, torch.linspace(0.3, 2.0, 6).view(2, 3))
+    for normalize, temperature in itertools.product(("allowed", "all", "topk"), temperatures):
+        settings = {"normalize": normalize, "temperature": temperature}
+        for entry in ("linear_softmax_topk", "linear_log_softmax_topk"):
+            got = getattr(distributed, entry)(
+                hidden,
+                own_rows(weight, rank, size),
+                8,
+                own_rows(bias, rank, size),
+                mask=columns(mask, rank, size),
+                **settings,
+            )
+            want = expected(ENTRIES[entry], logits, 8, mask=mask, **settings)
+            assert_topk(got, want, logits, ENTRIES[entry], temperature=temperature)
+
+
+def shares_without_a_row(rank: int, size: int) -> None:
+    hidden, weight, _ = exact_head((4,), 20, 301, torch.float32)
+    logits = exact_logits(hidden, weight)
+    targets = torch.tensor([0, 300, -100, 301])
+    for cuts in ([0] * (size - 1), [301] * (size - 1), list(range(1, size))):
+        own = own_rows(weight, rank, size, cuts)
+        start = ([0, *cuts])[rank]
+        for k in (1, 301):
+            got = distributed.linear_log_softmax_topk(hidden, own, k, targets=targets, start=start)
+            assert_topk(TopK(*got[:3]), expected("log_softmax_topk", logits, k), logits, "log_softmax_topk")
+            want = logits.double().log_softmax(-1)
+            torch.testing.assert_close(got.target_logprobs[:2], want[[0, 1], [0, 300]].float(), rtol=0, atol=2e-6)
+            assert got.target_logprobs[2:].isnan().all() and got.target_ranks is None
+    raises(ValueError, "1 <= k <= 301", lambda: distributed.linear_topk(hidden, own, 302))
+
+
+def targets_of_a_head(rank: int, size: int) -> None:
+    """In the one collective, with the states."""
+    for rows, several in itertools.product((3, 40), (False, True)):
+        hidden, weight, bias = exact_head((rows,), 20, 301, torch.float32, seed=rows)
+        generator = torch.Generator().manual_seed(rows)
+        targets = torch.randint(-1, 301, (rows, 5) if several else (rows,), generator=generator)
+        mask = random_mask(rows, 301, share=0.7)
+        own = own_rows(weight, rank, size), 4, own_rows(bias, rank, size)
+        start = first_row(301, rank, size)
+        for settings in ({}, {"temperature": 0.6}, {"mask": mask}, {"mask": mask, "normalize": "all"}):
+            cut = {"mask": columns(mask, rank, size)} if "mask" in settings else {}
+            with counted() as given:
+                got = distributed.linear_softmax_topk(hidden, *own, targets=targets, start=start, **settings | cut)
+            want = fused_topk.linear_softmax_topk(hidden, weight, 4, bias, targets=targets, **settings)
+            assert isinstance(got, LinearTopK) and got.target_ranks is None
+            assert torch.equal(got.indices, want.indices)
+            torch.testing.assert_close(got.target_logprobs, want.target_logprobs, rtol=0, atol=2e-6, equal_nan=True)
+            # The second is made once for each kind of call.
+            states = 16 + rows * 8 + rows * 4 * 8 + -(-rows * 4 * 4 // 8) * 8
+            assert given[-1] == states + -(-targets.numel() * 4 // 8) * 8 and len(given) <= 2
+        with counted() as given:
+            distributed.linear_softmax_topk(hidden, *own, targets=targets, start=start)
+        assert len(given) == 1
+    raises(ValueError, "`start` must be the token", lambda: distributed.linear_topk(hidden, *own, targets=targets))
+    if size > 1:
+        one_only = {"targets": targets, "start": start} if rank == 0 else {}
+        told = "rank 0 has k=3, 40 rows of torch.float32 and normalize='allowed' with targets; rank 1 has k=3"
+        raises(ValueError, told, lambda: distributed.linear_topk(hidden, own[0], 3, **one_only))
+
+
+def gradients_of_a_head(rank: int, size: int) -> None:
+    """Of a loss that every process computes alike: each gets those of its rows, and the whole one of the hidden states."""
+    hidden, weight, bias = (x.double() for x in exact_head((2, 3), 20, 301, torch.float64))
+    targets = torch.tensor([[0, 300, -1], [150, 7, 80]])
+    mask = random_mask(6, 301, share=0.8).view(2, 3, 301)
+    mask[0, 0, 100:] = False
+    start = first_row(301, rank, size)
+    factors = torch.linspace(-1, 2, 2 * 3 * 6, dtype=torch.float64).view(2, 3, 6)
+
+    def loss(found):
+        total = (found.values.where(found.values.isfinite(), 0.0) * factors).sum() + found.logsumexp.square().sum()
+        return total + 3 * found.target_logprobs.where(found.target_logprobs.isfinite(), 0.0).sum()
+
+    for entry, normalize, temperature, with_mask in itertools.product(
+        ENTRIES, ("allowed", "all", "topk"), (None, 0.7), (False, True)
+    ):
+        settings = {} if entry == "linear_topk" else {"normalize": normalize, "temperature": temperature}
+        whole = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        own = [
+            hidden.clone().requires_grad_(),
+            *(own_rows(x, rank, size).clone().requires_grad_() for x in (weight, bias)),
+        ]
+        one = {**settings, "mask": mask if with_mask else None, "targets": targets}
+        loss(getattr(fused_topk, entry)(whole[0], whole[1], 6, whole[2], **one)).backward()
+        parts = {**one, "mask": columns(mask, rank, size) if with_mask else None, "start": start}
+        loss(getattr(distributed, entry)(own[0], own[1], 6, own[2], **parts)).backward()
+        wanted = [whole[0].grad, *(own_rows(x.grad, rank, size) for x in whole[1:])]
+        for got, want in zip(own, wanted):
+            torch.testing.assert_close(got.grad, want, rtol=1e-9, atol=1e-9)
+
+
+def a_bounded_part_of_the_logits(rank: int, size: int) -> None:
+    """Pieces within a process: with many rows no process has all logits of its columns."""
+    sizes = []
+    pieces = layout.forward_pieces
+
+    def forward_pieces(*arguments):
+        found = pieces(*arguments)
+        sizes.append(found.rows * found.tokens)
+        return found
+
+    layout.forward_pieces = forward_pieces
+    try:
+        rows, vocab_size = 2000, 20000 * size
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(rows, 8, generator=generator)
+        weight = torch.randn(20000, 8, generator=torch.Generator().manual_seed(rank))
+        got = distributed.linear_topk(hidden, weight, 3)
+    finally:
+        layout.forward_pieces = pieces
+    assert sizes and max(sizes) * 4 <= layout.SCRATCH_BYTES < rows * 20000 * 4
+    everywhere = [torch.empty_like(weight) for _ in range(size)]
+    dist.all_gather(everywhere, weight)
+    logits = hidden[:5] @ torch.cat(everywhere).T
+    assert logits.shape[1] == vocab_size
+    assert torch.equal(got.indices[:5], logits.topk(3).indices)
+
+
+def heads_under_torch_compile(rank: int, size: int) -> None:
+    hidden, weight, _ = exact_head((4,), 20, 301, torch.float32)
+    own = own_rows(weight, rank, size)
+    compiled = torch.compile(lambda *x: distributed.linear_log_softmax_topk(*x, 6), fullgraph=True, backend="eager")
+    got, want = compiled(hidden, own), distributed.linear_log_softmax_topk(hidden, own, 6)
+    assert torch.equal(got.indices, want.indices)
+    torch.testing.assert_close(got.values, want.values, rtol=0, atol=0)
+
+
+def sharded_weights_are_told_where_to_go(rank: int, size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    hidden, weight, _ = exact_head((4,), 20, 301, torch.float32)
+    sharded = distribute_tensor(weight, init_device_mesh("cpu", (size,)), [Shard(0)])
+    raises(TypeError, "give weight.to_local() to the function", lambda: fused_topk.linear_topk(hidden, sharded, 3))
+    got = distributed.linear_topk(hidden, sharded.to_local(), 3)
+    assert torch.equal(got.indices, fused_topk.linear_topk(hidden, weight, 3).indices)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each process of a group checks of draws from columns that they have between them (test_distributed_sampling.py)."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fused_topk
+from distributed_checks import columns, counted, raises
+from fused_topk import distributed
+from rows import packed, random_mask
+from test_sampling import SETTINGS, check_draws, check_is_kept, kept_weights, rows_of, uniforms
+
+FOLDER = ""
+
+
+def assert_equal_everywhere(tokens: Tensor) -> None:
+    everywhere = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, tokens.contiguous())
+    assert all(torch.equal(each, tokens) for each in everywhere)
+
+
+def draws_of_exact_sums(rank: int, size: int) -> None:
+    """Whole rows, lists, and rows of which more is kept than a list has."""
+    for vocab_size in (5, 300, 9001):
+        for dtype in (torch.float32, torch.bfloat16):
+            logits = rows_of(vocab_size, dtype)
+            seed = torch.arange(len(logits)) + 17
+            own = columns(logits, rank, size)
+            for name, settings in SETTINGS.items():
+                got = distributed.sample(own, seed=seed, num_samples=50, **settings)
+                weights = kept_weights(logits, settings)
+                try:
+                    check_draws(got.tokens, uniforms(seed, 50), weights)
+                    check_is_kept(got.tokens, weights, settings.get("top_p"))
+                except AssertionError as error:
+                    raise AssertionError(f"{name}, {vocab_size} x {dtype}") from error
+                assert_equal_everywhere(got.tokens)
+
+
+def what_the_unsharded_call_gives(rank: int, size: int) -> None:
+    """Tokens, log-probabilities of both kinds and the best tokens, for each kind of name, with masks and leading dimensions."""
+    logits = rows_of(700)[[0, 1, 2, 5, 7, 0]].view(2, 3, 700)
+    mask = random_mask(6, 700, share=0.6).view(2, 3, 700)
+    mask[1, 2] = False
+    cuts = [32 * (20 * i // size) for i in range(1, size)]
+    names = ({"seed": 5}, {"seed": torch.arange(6).view(2, 3), "counter": 7}, {"seed": -1, "counter": 2**40})
+    for name in ("whole", "hot", "top_k", "usual", "min_p", "top_p_of_almost_all"):
+        for asked in names:
+            for own_mask in (None, columns(mask, rank, size, cuts), packed(columns(mask, rank, size, cuts))):
+                settings = {**SETTINGS[name], **asked, "num_samples": 4, "logprobs": 3}
+                settings["truncated_log_probs"] = name != "hot"
+                got = distributed.sample(columns(logits, rank, size, cuts), mask=own_mask, **settings)
+                want = fused_topk.sample(logits, mask=None if own_mask is None else mask, **settings)
+                assert torch.equal(got.tokens, want.tokens), (name, asked)
+                torch.testing.assert_close(got.log_probs, want.log_probs, rtol=0, atol=5e-6, equal_nan=True)
+                assert torch.equal(got.topk.indices, want.topk.indices)
+                torch.testing.assert_close(got.topk.values, want.topk.values, rtol=0, atol=2e-6, equal_nan=True)
+    one = distributed.sample(columns(logits[0, 0], rank, size), seed=3)
+    assert one.tokens.shape == (1,) and torch.equal(one.tokens, fused_topk.sample(logits[0, 0], seed=3).tokens)
+    assert distributed.sample(columns(logits[:0], rank, size), seed=3).tokens.shape == (0, 3, 1)
+
+
+def special_rows(rank: int, size: int) -> None:
+    logits = torch.randn(7, 90, generator=torch.Generator().manual_seed(0))
+    logits[0] = -torch.inf
+    logits[1, 70] = torch.nan
+    logits[2, 3] = torch.inf
+    logits[3, 10:] = -torch.inf
+    temperature = torch.tensor([1.0, 1.0, 0.5, 1.0, 0.0, 0.0, 2.0])
+    for cuts in (None, [0] * (size - 1), [90] * (size - 1)):
+        for settings in ({}, {"top_k": 5}, {"top_p": 0.8}):
+            for is_truncated in (False, True):
+                call = {"temperature": temperature, "seed": 1, "truncated_log_probs": is_truncated, **settings}
+                got = distributed.sample(columns(logits, rank, size, cuts), **call)
+                want = fused_topk.sample(logits, **call)
+                assert torch.equal(got.tokens, want.tokens), settings
+                torch.testing.assert_close(got.log_probs, want.log_probs, rtol=0, atol=5e-6, equal_nan=True)
+
+
+def parameters_of_each_row(rank: int, size: int) -> None:
+    base = rows_of(3000)[:4]
+    logits = base.repeat_interleave(len(SETTINGS), 0)
+    names = list(SETTINGS) * 4
+    settings = {
+        name: torch.tensor([SETTINGS[each].get(name, default) for each in names], dtype=torch.float64)
+        for name, default in (("temperature", 1.0), ("top_p", 1.0), ("min_p", 0.0))
+    }
+    settings["top_k"] = torch.tensor([SETTINGS[each].get("top_k", 0) for each in names])
+    seed = torch.arange(len(logits))
+    got = distributed.sample(columns(logits, rank, size), num_samples=9, seed=seed, **settings)
+    check_draws(got.tokens, uniforms(seed, 9), kept_weights(logits, settings))
+    short = {"top_k": torch.tensor([3, 900]), "top_p": 0.9}
+    got = distributed.sample(columns(base[:2], rank, size), num_samples=30, seed=seed[:2], **short)
+    short["top_p"] = torch.full((2,), 0.9, dtype=torch.float64)
+    check_draws(got.tokens, uniforms(seed[:2], 30), kept_weights(base[:2], short))
+
+
+def draws_of_the_first_generator(rank: int, size: int) -> None:
+    logits = rows_of(300)[:4]
+    own = columns(logits, rank, size)
+    found = []
+    for settings in ({}, {"top_k": 40}, {"top_p": 0.9999, "temperature": 4.0}):
+        for seed in (0, 0, 1):
+            generator = torch.Generator().manual_seed(100 * seed if rank == 0 else rank + 50 * len(found))
+            found.append(distributed.sample(own, generator=generator, num_samples=20, **settings).tokens)
+            assert_equal_everywhere(found[-1])
+        assert torch.equal(found[-3], found[-2]) and not torch.equal(found[-3], found[-1])
+        want = fused_topk.sample(logits, generator=torch.Generator().manual_seed(0), num_samples=20, **settings)
+        assert torch.equal(found[-3], want.tokens)
+
+
+def one_or_two_collectives(rank: int, size: int) -> None:
+    """Of few bytes, once the group has made a call of the kind."""
+    rows, samples = 8, 2
+    # Without ties.
+    logits = rows_of(9000)[[0, 1, 2, 5, 6, 7, 0, 1]]
+    own = columns(logits, rank, size)
+
+    def given_by(**settings):
+        distributed.sample(own, seed=0, num_samples=samples, **settings)
+        with counted() as given:
+            distributed.sample(own, seed=1, num_samples=samples, **settings)
+        return given
+
+    def of_state(k):
+        # A header; m and d; tokens and logits; m and d at the temperature, and the names.
+        return 16 + rows * (8 + 8 * k + 32) + -(-rows * k * 4 // 8) * 8
+
+    for settings in ({}, {"temperature": 0.5}):
+        assert given_by(**settings) == [of_state(1), 2 * 8 * rows * samples]
+    for settings, k in (({"top_k": 50}, 114), ({"top_k": 50, "top_p": 0.9, "min_p": 0.01}, 114)):
+        assert given_by(**settings) == [of_state(k)]
+    assert given_by(min_p=0.9) == [of_state(1024)]
+    *first, last = given_by(top_p=0.999, temperature=5.0)
+    assert first == [of_state(1024)] and last >= rows * 9000 * 4 // size
+
+
+def arguments_of_draws(rank: int, size: int) -> None:
+    own = columns(torch.zeros(2, 40), rank, size)
+    raises(ValueError, "`temperature` must satisfy", lambda: distributed.sample(own, temperature=-1.0))
+    raises(ValueError, "`num_samples` must satisfy", lambda: distributed.sample(own, num_samples=0))
+    raises(ValueError, "`top_p` must satisfy", lambda: distributed.sample(own, top_p=1.5))
+    raises(ValueError, "`generator` must be None", lambda: distributed.sample(own, seed=1, generator=torch.Generator()))
+    raises(ValueError, "`logprobs` must satisfy 1 <= logprobs <= 40", lambda: distributed.sample(own, logprobs=41))
