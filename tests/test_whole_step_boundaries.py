@@ -225,7 +225,7 @@ def test_other_threads_run_the_model_with_its_own_attention(model):
 
 
 def test_disable_forgets_and_so_does_the_end_of_the_model(model):
-    enable(model, whole_step=True)
+    enable(model, whole_step="eager")
     model.generate(**inputs_for(model), **BEAMS)
     assert model in entry._ready
     disable(model)
@@ -244,7 +244,7 @@ def test_what_is_kept_does_not_outlive_the_model():
 
 
 def test_copies_are_not_enabled_and_have_a_twin_of_their_own(model):
-    enable(model, whole_step=True)
+    enable(model, whole_step="eager")
     model.generate(**inputs_for(model), **BEAMS)
     other = copy.deepcopy(model)
     stats(reset=True)

@@ -194,7 +194,7 @@ def whole_loop(module: Any, options: Options) -> whole_step.Loop:
     """The loop of whole steps for a module that carries hooks."""
     hook = module.__dict__[_ATTRIBUTE].hook_id
     own = frozenset({*_RUN, _ATTRIBUTE})
-    return whole_step.Loop(own, hook, options.whole_step == "compiled", options.sampling)
+    return whole_step.Loop(own, hook, options.whole_step, options.sampling)
 
 
 def _processors(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from . import beams, graphs, texts
 from .beams import Beams, Rules
 from .criteria import Criteria
 from .decoder import Decoder, Prompt
+from .head import Head
 from .kept import NotKept, Shape, Step, Store, Way, unless_over
 from .reasons import Declined
 from .results import Kept, of_beams, of_texts
@@ -45,6 +46,7 @@ class Search(NamedTuple):
     # Of steps that are kept, and how they are made; None where none is.
     store: Store
     way: Way | None
+    head: Head | None
 
     def run(self) -> Any:
         """What generate() returns.
@@ -65,7 +67,7 @@ class Search(NamedTuple):
     # All of a step at once.
 
     def _run_kept(self, way: Way) -> Any:
-        with self.store.step(self.twin, Shape.of(self.prompt, self.rules, way)) as step:
+        with self.store.step(self.twin, self.head, Shape.of(self.prompt, self.rules, way)) as step:
             kept = Kept.asked_for(self.config)
             if self.plan.processors or self.config.do_sample or any(each is not None for each in kept):
                 return self._run(step, way)
@@ -89,6 +91,9 @@ class Search(NamedTuple):
             step.advance()
             is_going = flag.goes_on(step.goes_on)
             token += 1
+        if rules.beams > 1 and not ids.is_cuda and bool(step.state.running.scores.isnan().any()):
+            # From the step on in which there was one, all are: see _continuations.
+            raise Declined("NaN among the scores")
         steps = int(step.count)
         count_whole(steps, way.is_compiled, way.is_captured)
         return self._result(step.state, steps, Kept.asked_for(self.config))
