@@ -74,6 +74,15 @@ def test_every_rule_of_stopping(length_penalty, early_stopping, traced):
         assert_compiled(model, inputs_for(model, batch), num_beams=4, num_return_sequences=4, **options)
 
 
+def test_a_first_call_that_ends_with_its_second_token(traced):
+    # That token's step is the one that is compiled.
+    for seed in range(3):
+        model = copy.deepcopy(family("Llama", seed))
+        inputs = inputs_for(model)
+        second = model.generate(**inputs, do_sample=False, max_new_tokens=2, eos_token_id=None)[:, -1].tolist()
+        assert assert_compiled(model, inputs, eos_token_id=second)["sequences"].shape[1] <= 8
+
+
 def test_later_calls_of_the_same_shape_compile_nothing(model, traced, caplog):
     assert_compiled(model, inputs_for(model, 2, 6), num_beams=3)
     for length, room in ((9, 16), (16, 3)):

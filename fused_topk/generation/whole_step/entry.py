@@ -22,6 +22,7 @@ from .head import Head
 from .kept import Store, Way
 from .reasons import Declined
 from .search import Search
+from .streaming import Once
 from .twin import Snapshot, twin_of
 
 
@@ -87,12 +88,21 @@ class Loop:
         own, own_hook: see :func:`ready_for`.
         whole_step: how steps are to run: True, "compiled" or "eager".
         is_sampling: whether calls that sample are to be served, too.
+        streamer: gets the new tokens; None for none.
 
     Raises:
         Declined: the call is to run on the fused path.
     """
 
-    def __init__(self, own: frozenset[str], own_hook: int, whole_step: bool | str, is_sampling: bool) -> None:
+    def __init__(
+        self,
+        own: frozenset[str],
+        own_hook: int,
+        whole_step: bool | str,
+        is_sampling: bool,
+        streamer: Once | None = None,
+    ) -> None:
+        self._streamer = streamer
         self._whole_step = whole_step
         self._is_sampling = is_sampling
         self._own = own
@@ -111,6 +121,7 @@ class Loop:
             reasons.of_model(model, self._own_hook)
             or reasons.of_config(generation_config, self._is_sampling)
             or reasons.of_inputs(inputs, model.config.is_encoder_decoder)
+            or (None if self._streamer is None else reasons.of_streaming(generation_config, input_ids.device))
         )
         if reason is not None:
             raise Declined(reason)
@@ -125,11 +136,12 @@ class Loop:
             raise Declined(reason)
         ready = ready_for(model, self._own, self._own_hook)
         way = Way.on(input_ids.device, self._whole_step)
-        return _search(ready, way, input_ids, plan, criteria, generation_config, inputs).run()
+        return _search(ready, self._streamer, way, input_ids, plan, criteria, generation_config, inputs).run()
 
 
 def _search(
     ready: _Ready,
+    streamer: Once | None,
     way: Way | None,
     ids: Tensor,
     plan: Plan,
@@ -161,7 +173,8 @@ def _search(
     # The kernel that draws from the vocabulary itself knows no beams, and no scores that processors have changed.
     if not is_listed and (beams > 1 or plan.processors or warpers.parameters(plan.filters) is None):
         raise Declined("sampling from the whole vocabulary")
-    return Search(twin, prompt, rules, plan, criteria, config, _padding(config, ends), ready.store, way, ready.head)
+    padding = _padding(config, ends)
+    return Search(twin, prompt, rules, plan, criteria, config, padding, ready.store, way, ready.head, streamer)
 
 
 def _prompt(ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:

@@ -188,13 +188,14 @@ class Step:
             is_late = graphs.are_for(self.shape.device)
             rules = self.shape.rules
             args = (self.decoder, self._head, rules, self._state, self._constants, self.count, self._last, is_late)
+            if not self.shape.way.is_captured:
+                # Made by running it.
+                self._advance = self._made(run, args, lambda: None)
+                return
             # Steps that are tried before one is captured change nothing, as steps after the end.
             goes_on = self.goes_on.clone()
-            if self.shape.way.is_captured:
-                self.goes_on.fill_(False)
+            self.goes_on.fill_(False)
             self._advance = self._made(run, args, lambda: self.goes_on.copy_(goes_on))
-            if not self.shape.way.is_captured:
-                return
         self._advance()
 
     def read_prompt(self, prompt: Prompt) -> Tensor:
@@ -276,7 +277,7 @@ def _compiled(function: Any, args: tuple[Any, ...], number: int) -> list[Callabl
 
 def _inductor(graph: Any, inputs: Any) -> Callable[..., Any]:
     """torch.compile's default."""
-    compile: Any = torch._dynamo.lookup_backend("inductor")  # type: ignore[no-untyped-call]
+    compile: Any = torch._dynamo.lookup_backend("inductor")
     run: Callable[..., Any] = compile(graph, inputs)
     return run
 
@@ -290,7 +291,9 @@ class _OneGraph:
     """
 
     def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
-        self._function = torch.compile(function, backend=self._backend, dynamic=False, fullgraph=True)
+        self._function: Callable[..., Any] = torch.compile(
+            function, backend=self._backend, dynamic=False, fullgraph=True
+        )
         self._args = args
         self._piece: Callable[..., Any] | None = None
         self._inputs: tuple[Any, ...] = ()

@@ -21,6 +21,7 @@ from .kept import NotKept, Shape, Step, Store, Way, unless_over
 from .reasons import Declined
 from .results import Kept, of_beams, of_texts
 from .scan import Scan
+from .streaming import Once
 from .texts import Texts
 
 
@@ -47,6 +48,7 @@ class Search(NamedTuple):
     store: Store
     way: Way | None
     head: Head | None
+    streamer: Once | None
 
     def run(self) -> Any:
         """What generate() returns.
@@ -54,6 +56,14 @@ class Search(NamedTuple):
         Raises:
             Declined: a step turned out to need the stock operations.
         """
+        if self.streamer is not None:
+            self.streamer.open()
+        result = self._run_by_some_way()
+        if self.streamer is not None:
+            self.streamer.end()
+        return result
+
+    def _run_by_some_way(self) -> Any:
         try:
             for way in [] if self.way is None else self.way.and_simpler():
                 try:
@@ -63,6 +73,14 @@ class Search(NamedTuple):
             return self._run(self._decoder(), None)
         except NotSparse as error:
             raise Declined(str(error)) from error
+
+    def _hand_on(self, state: Any, token: int) -> None:
+        """One of the new tokens of each text, from 0 on, to the user's streamer.
+
+        Only after the next step: what a step cannot do, as to be compiled, shows the first time, and the call begins anew.
+        """
+        if self.streamer is not None:
+            self.streamer.put(state.tokens[:, token].clone())
 
     # All of a step at once.
 
@@ -89,8 +107,10 @@ class Search(NamedTuple):
             if self.criteria.have_clocks and self.criteria.end_all(ids, length + token + 1):
                 step.end_with(token)
             step.advance()
+            self._hand_on(step.state, token - 1)
             is_going = flag.goes_on(step.goes_on)
             token += 1
+        self._hand_on(step.state, token - 1)
         if rules.beams > 1 and not ids.is_cuda and bool(step.state.running.scores.isnan().any()):
             # From the step on in which there was one, all are: see _continuations.
             raise Declined("NaN among the scores")
@@ -127,6 +147,8 @@ class Search(NamedTuple):
             )
             # After the end there is no token. Any does: what comes of it is dropped.
             logits = reader.read(tokens.clamp(min=0), parents, now, step + 1)
+            self._hand_on(state, step)
+        self._hand_on(state, step)
         count = int(steps) if is_late else step + 1
         count_whole(count, way is not None and way.is_compiled, way is not None and way.is_captured)
         return self._result(state, count, kept)
