@@ -200,6 +200,6 @@ def test_custom_generate():
         options = {"num_beams": beams, "max_new_tokens": 8, "return_dict_in_generate": True, "do_sample": False}
         stock = model.generate(**inputs_for(model), **options)
         stats(reset=True)
-        given = model.generate(**inputs_for(model), **options, custom_generate=generate, whole_step=True)
+        given = model.generate(**inputs_for(model), **options, custom_generate=generate, whole_step="eager")
         assert_same(stock, given)
         assert stats().whole and not stats().not_whole and not stats().fallback

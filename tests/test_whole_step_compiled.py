@@ -30,8 +30,7 @@ def own_model():
 @pytest.fixture(name="traced")
 def traced_only(monkeypatch):
     """Steps are traced as they are to be compiled, and run as they were: the compiler itself takes its time."""
-    compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend="eager", **options))
+    monkeypatch.setattr(kept, "_inductor", lambda graph, inputs: graph)
 
 
 def assert_compiled(model, inputs, **options):
@@ -81,6 +80,15 @@ def test_every_rule_of_stopping(length_penalty, early_stopping, traced):
     options = {"length_penalty": length_penalty, "early_stopping": early_stopping, "max_new_tokens": 11}
     for batch in (2, 4):
         assert_compiled(model, inputs_for(model, batch), num_beams=4, num_return_sequences=4, **options)
+
+
+def test_a_first_call_that_ends_with_its_second_token(traced):
+    # That token's step is the one that is compiled.
+    for seed in range(3):
+        model = copy.deepcopy(family("Llama", seed))
+        inputs = inputs_for(model)
+        second = model.generate(**inputs, do_sample=False, max_new_tokens=2, eos_token_id=None)[:, -1].tolist()
+        assert assert_compiled(model, inputs, eos_token_id=second)["sequences"].shape[1] <= 8
 
 
 def test_later_calls_of_the_same_shape_compile_nothing(model, traced, caplog):
@@ -160,6 +168,17 @@ def test_a_compiler_that_fails(model, monkeypatch):
     monkeypatch.setattr(torch, "compile", compile)
     for _ in range(2):
         assert_not_compiled(model, "what is to be compiled raises OSError")
+
+
+def test_a_step_that_turns_out_to_need_stock_operations(model, traced):
+    # Of a token that is chosen, not of the prompt's.
+    options = {**OPTIONS, "num_beams": 3, "return_dict_in_generate": False}
+    inputs = inputs_for(model)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[model.generate(**inputs, **options, do_sample=False)[0, 6]] = torch.nan
+    for beams in (1, 3):
+        _, _, steps = generate_both(model, inputs, fused=compiling, **{**options, "num_beams": beams})
+        assert steps.not_whole == ({} if beams == 1 else {"NaN among the scores": 1})
 
 
 def test_calls_at_once_share_nothing(model, traced):

@@ -88,7 +88,7 @@ def test_texts_have_the_scores_that_are_reported_and_stocks_on_average(cuda, nam
 def test_a_step_that_is_one_call_gives_what_single_operations_give(cuda, name, num_beams, monkeypatch):
     model, inputs = on_gpu(name)
     options = {"num_beams": num_beams, "max_new_tokens": 20, "do_sample": False}
-    with monkeypatch.context() as patch, WAYS["captured"](model):
+    with monkeypatch.context() as patch, fused_decoding(model, whole_step="eager"):
         patch.setattr(graphs, "are_for", lambda device: False)
         expected = model.generate(**inputs, **options)
     stats(reset=True)

@@ -18,8 +18,9 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 from decoding import assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
 from fused_topk.generation import fused_decoding, stats
 from fused_topk.generation.whole_step import entry, graphs, kept
-from whole_steps import TOLERANCE, family, swaps, whole
+from whole_steps import TOLERANCE, family, swaps
 
+capturing = functools.partial(fused_decoding, whole_step=True)
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
 
 
@@ -75,7 +76,7 @@ def own_model():
 
 def assert_captured(model, inputs, **options):
     options = {**OPTIONS, **options}
-    stock, given, steps = generate_both(model, inputs, fused=whole, **options)
+    stock, given, steps = generate_both(model, inputs, fused=capturing, **options)
     assert_same(stock, given, TOLERANCE)
     assert not steps.not_whole and not steps.not_compiled, (steps.not_whole, steps.not_compiled)
     assert steps.captured == steps.whole == steps.fused > 0 and steps.compiled == 0
@@ -126,7 +127,7 @@ def test_steps_after_the_end_change_nothing(length_penalty, early_stopping, mode
 
 def test_what_runs_in_vain_is_counted_neither_as_steps_nor_as_tokens(model):
     options = {**OPTIONS, "eos_token_id": list(range(5, 80)), "max_new_tokens": 30, "return_dict_in_generate": False}
-    _, given, steps = generate_both(model, inputs_for(model), fused=whole, **options)
+    _, given, steps = generate_both(model, inputs_for(model), fused=capturing, **options)
     assert given.shape[1] - 6 == steps.whole < 10
     assert StandIn.replays == steps.whole - 1 + graphs.LATENESS
 
@@ -165,7 +166,7 @@ def test_a_clock_ends_a_call(model, monkeypatch):
         lambda self, ids, length: asked.append(length) or length >= 11 or ends(self, ids, length),
     )
     for beams in (1, 3):
-        with whole(model):
+        with capturing(model):
             found = model.generate(
                 **inputs_for(model), num_beams=beams, do_sample=False, eos_token_id=None, max_new_tokens=30
             )
@@ -192,7 +193,7 @@ def test_a_capture_that_fails(model, monkeypatch):
 
     monkeypatch.setattr(graphs, "Graph", fail)
     for beams in (1, 3):
-        stock, given, steps = generate_both(model, fused=whole, num_beams=beams, **OPTIONS)
+        stock, given, steps = generate_both(model, fused=capturing, num_beams=beams, **OPTIONS)
         assert_same(stock, given, TOLERANCE)
         assert steps.whole > 0 and steps.captured == 0
         assert steps.not_compiled == {"what is to be captured raises RuntimeError": 1}
@@ -241,7 +242,7 @@ def test_the_loop_waits_for_nothing_but_the_late_flag(num_beams, model):
     waits = []
     for room in (6, 12):
         options = {"max_new_tokens": room, "eos_token_id": None, "num_beams": num_beams, "do_sample": False}
-        with whole(model):
+        with capturing(model):
             model.generate(**inputs_for(model), **options)
             stats(reset=True)
             with Waits() as counted:

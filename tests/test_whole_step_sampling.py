@@ -16,7 +16,7 @@ from fused_topk.generation.whole_step import reasons
 from test_generation_sampling import is_likely
 from whole_steps import encoder_decoder, family, source_for
 
-sampled = functools.partial(fused_decoding, sampling=True, whole_step=True)
+sampled = functools.partial(fused_decoding, sampling=True, whole_step="eager")
 DRAWS = 4000
 needs_sorted_draws = pytest.mark.skipif(
     not reasons._sorts_drawn_beams(), reason="this version's beam sampling goes on with other beams"

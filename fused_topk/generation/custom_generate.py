@@ -15,7 +15,7 @@ from .hooks import held, whole_loop
 from .model_logits import variables
 from .session import SAMPLING, SEARCH, Options, Session, running
 from .statistics import count_not_whole
-from .whole_step import Declined
+from .whole_step import Declined, Once
 
 
 def generate(
@@ -60,19 +60,23 @@ def generate(
         )
     options = Options.checked(sampling, topk_per_step, whole_step)
     is_synced = _is_synced(model, given.get("synced_gpus"))
+    streamer = given.get("streamer")
     if whole_step:
-        reason = next((name for name in ("streamer", "synced_gpus") if given.get(name) is not None), None)
-        if reason is None and (topk_per_step or is_synced):
-            reason = "topk_per_step" if topk_per_step else "synced_gpus"
+        reason = "topk_per_step" if topk_per_step else None
+        if is_synced or given.get("synced_gpus") is not None:
+            reason = "synced_gpus"
+        streamer = once = None if streamer is None else Once(streamer)
         try:
             if reason is not None:
                 raise Declined(reason)
             with held(model):
-                return whole_loop(model, options)(
+                return whole_loop(model, options, once)(
                     model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
                 )
         except Declined as declined:
             count_not_whole(str(declined))
+        if once is not None:
+            once.restart()
 
     is_beam = mode in (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
     loop = getattr(type(model), _loop_name(mode, is_beam), None)
@@ -82,8 +86,8 @@ def generate(
             "use fused_decoding(model), which does not need it"
         )
     if not is_beam:
-        model_kwargs["streamer"] = given.get("streamer")
-    elif given.get("streamer") is not None:
+        model_kwargs["streamer"] = streamer
+    elif streamer is not None:
         raise ValueError("`streamer` must be None with beams, got one; set num_beams=1 to stream")
     model_kwargs["synced_gpus"] = is_synced
 

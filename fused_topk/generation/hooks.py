@@ -188,10 +188,15 @@ def _generate(module: Any, original: Callable[..., Any], *args: Any, **kwargs: A
     if request is None:
         return original(*args, **kwargs)
     if request.options.whole_step:
+        streamer = None if kwargs.get("streamer") is None else whole_step.Once(kwargs["streamer"])
+        if streamer is not None:
+            kwargs["streamer"] = streamer
         try:
             return _generate_whole(module, original, request, *args, **kwargs)
         except whole_step.Declined as declined:
             count_not_whole(str(declined))
+        if streamer is not None:
+            streamer.restart()
     reason = next((name for name in ("custom_generate", "assistant_model") if kwargs.get(name) is not None), None)
     session = Session(module, request.options, reason)
     with held(module), running(session):
@@ -210,16 +215,17 @@ def _generate_whole(module: Any, original: Callable[..., Any], request: Request,
         # generate() writes to it, and runs again where the loop declines.
         kwargs = {**kwargs, "encoder_outputs": copy.copy(kwargs["encoder_outputs"])}
     with held(module), running(Session(module, request.options)):
-        result = original(*args, custom_generate=whole_loop(module, request.options), **kwargs)
+        loop = whole_loop(module, request.options, kwargs.get("streamer"))
+        result = original(*args, custom_generate=loop, **kwargs)
     request.given.topk = []
     return result
 
 
-def whole_loop(module: Any, options: Options) -> whole_step.Loop:
+def whole_loop(module: Any, options: Options, streamer: whole_step.Once | None) -> whole_step.Loop:
     """The loop of whole steps for a module that carries hooks."""
     hook = module.__dict__[_ATTRIBUTE].hook_id
     own = frozenset({*_RUN, _ATTRIBUTE})
-    return whole_step.Loop(own, hook, options.whole_step == "compiled", options.sampling)
+    return whole_step.Loop(own, hook, options.whole_step, options.sampling, streamer)
 
 
 def _processors(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

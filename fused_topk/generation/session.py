@@ -47,9 +47,9 @@ class Options(NamedTuple):
             raise TypeError(f"`sampling` must be a bool, got {type(sampling).__name__}; pass True or False")
         if not isinstance(whole_step, (bool, str)):
             kind = type(whole_step).__name__
-            raise TypeError(f'`whole_step` must be a bool or "compiled", got {kind}; pass True or False')
-        if isinstance(whole_step, str) and whole_step != "compiled":
-            raise ValueError(f'`whole_step` must be True, False or "compiled", got {whole_step!r}; pass True')
+            raise TypeError(f'`whole_step` must be a bool, "compiled" or "eager", got {kind}; pass True or False')
+        if isinstance(whole_step, str) and whole_step not in ("compiled", "eager"):
+            raise ValueError(f'`whole_step` must be True, False, "compiled" or "eager", got {whole_step!r}; pass True')
         if isinstance(topk_per_step, bool) or not isinstance(topk_per_step, int):
             raise TypeError(f"`topk_per_step` must be an int, got {type(topk_per_step).__name__}; pass 0 for no record")
         if topk_per_step < 0:

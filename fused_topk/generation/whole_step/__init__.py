@@ -11,8 +11,10 @@ and custom_generate (:mod:`entry`), through which generate() prepares the call a
     trial                whether a model is: it is tried on a few tokens, once
     twin                 a copy of the model's modules, of the same weights, so that the model itself is not touched
     cache, ancestry, attention, decoder    the forward pass, of encoder-decoders on what their encoder has read once
+    head     the choice from hidden states, on the CPU, so that logits never exist
     kept, graphs         steps that are compiled, captured as CUDA graphs, or both, kept for later calls of the same shape
     beams, texts, search, results    what a search holds, the loops, what is returned
+    streaming    a streamer of a call that may run twice
 
 Sequences are those of transformers, with ties to the smaller index. A result has no `past_key_values`: the cache is not one
 that a model can go on with.
@@ -20,5 +22,6 @@ that a model can go on with.
 
 from .entry import Loop, drop
 from .reasons import Declined, of_arguments
+from .streaming import Once
 
-__all__ = ["Declined", "Loop", "drop", "of_arguments"]
+__all__ = ["Declined", "Loop", "Once", "drop", "of_arguments"]

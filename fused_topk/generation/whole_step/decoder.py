@@ -44,6 +44,7 @@ class Decoder:
         room: for how many tokens a beam.
         source: how many places what an encoder has read has; a shorter one has padding after it. None for a model without.
         is_kept: whether later calls read other prompts with it, by the same compiled code.
+        headless: the twin without its LM head, where :meth:`read_states` is to be asked.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Decoder:
         device: torch.device,
         source: int | None = None,
         is_kept: bool = False,
+        headless: Any = None,
     ) -> None:
         self._twin = twin
+        self._headless = headless
         self._arguments = inspect.signature(twin.forward).parameters.keys()
         self._cache_argument = cache_argument(twin)
         self._beams = beams
@@ -93,6 +96,7 @@ class Decoder:
         of_source = self._begin_source(prompt)
         with watched() as calls:
             logits = self._forward(
+                self._twin,
                 prompt.ids,
                 # transformers' functions are quicker where they know that there is none.
                 None if bool(prompt.is_text.all()) else prompt.is_text.long(),
@@ -141,6 +145,13 @@ class Decoder:
             tokens: int64 [batch, beams], the new token of each beam.
             parents, step, shown: see :class:`ancestry.Mask`.
         """
+        return self._read(self._twin, tokens, parents, step, shown)
+
+    def read_states(self, tokens: Tensor, parents: Tensor, step: Tensor, shown: int) -> Tensor:
+        """The same, but what the LM head gets, [batch * beams, H]."""
+        return self._read(self._headless, tokens, parents, step, shown)
+
+    def _read(self, twin: Any, tokens: Tensor, parents: Tensor, step: Tensor, shown: int) -> Tensor:
         assert self._mask is not None
         gathered = self._mask.written(parents, step, shown) if self._gathers else None
         self._places.begin_step(step, shown, gathered)
@@ -149,14 +160,14 @@ class Decoder:
             # Versions that count positions by it make it of the cache's length else, for which they wait.
             extra["cache_position"] = self._places.length.tensor.view(1)  # type: ignore[union-attr]
         mask, positions = self._mask(parents, step, shown), self._last_positions + (step + 1)
-        return self._forward(tokens.reshape(-1, 1), mask, positions, **extra)
+        return self._forward(twin, tokens.reshape(-1, 1), mask, positions, **extra)
 
-    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, **extra: Any) -> Tensor:
+    def _forward(self, twin: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, **extra: Any) -> Tensor:
         prefix = "" if self._source is None else "decoder_"
         inputs = {f"{prefix}input_ids": ids, f"{prefix}attention_mask": mask}
         if f"{prefix}position_ids" in self._arguments:
             inputs[f"{prefix}position_ids"] = positions
-        output = self._twin(use_cache=True, return_dict=True, **{self._cache_argument: self._cache}, **inputs, **extra)
+        output = twin(use_cache=True, return_dict=True, **{self._cache_argument: self._cache}, **inputs, **extra)
         logits: Tensor = output.logits[:, -1]
         return logits
 

@@ -18,9 +18,11 @@ from . import attention, reasons, trial
 from .beams import Rules
 from .criteria import Criteria
 from .decoder import Prompt, Source, positions_of, vocab_size_of
+from .head import Head
 from .kept import Store, Way
 from .reasons import Declined
 from .search import Search
+from .streaming import Once
 from .twin import Snapshot, twin_of
 
 
@@ -31,6 +33,7 @@ class _Ready(NamedTuple):
     reason: str | None
     of: Snapshot
     store: Store
+    head: Head | None
 
 
 # Attributes of a model that say nothing about what it computes, or that this package puts there.
@@ -74,7 +77,8 @@ def _made_ready(model: Any, own: frozenset[str], own_hook: int) -> _Ready:
 
     snapshot = Snapshot(model, _SKIPPED | own)
     twin = twin_of(model, attention.name_for(model.config._attn_implementation), state)
-    return _Ready(twin, trial.reason_against(twin, twin_of(model, None, state)), snapshot, Store())
+    reason = trial.reason_against(twin, twin_of(model, None, state))
+    return _Ready(twin, reason, snapshot, Store(), None if reason is not None else trial.head(twin))
 
 
 class Loop:
@@ -82,15 +86,24 @@ class Loop:
 
     Args:
         own, own_hook: see :func:`ready_for`.
-        is_compiled: whether steps are to be compiled.
+        whole_step: how steps are to run: True, "compiled" or "eager".
         is_sampling: whether calls that sample are to be served, too.
+        streamer: gets the new tokens; None for none.
 
     Raises:
         Declined: the call is to run on the fused path.
     """
 
-    def __init__(self, own: frozenset[str], own_hook: int, is_compiled: bool, is_sampling: bool) -> None:
-        self._is_compiled = is_compiled
+    def __init__(
+        self,
+        own: frozenset[str],
+        own_hook: int,
+        whole_step: bool | str,
+        is_sampling: bool,
+        streamer: Once | None = None,
+    ) -> None:
+        self._streamer = streamer
+        self._whole_step = whole_step
         self._is_sampling = is_sampling
         self._own = own
         self._own_hook = own_hook
@@ -108,6 +121,7 @@ class Loop:
             reasons.of_model(model, self._own_hook)
             or reasons.of_config(generation_config, self._is_sampling)
             or reasons.of_inputs(inputs, model.config.is_encoder_decoder)
+            or (None if self._streamer is None else reasons.of_streaming(generation_config, input_ids.device))
         )
         if reason is not None:
             raise Declined(reason)
@@ -121,12 +135,13 @@ class Loop:
         if reason is not None:
             raise Declined(reason)
         ready = ready_for(model, self._own, self._own_hook)
-        way = Way.on(input_ids.device, self._is_compiled)
-        return _search(ready, way, input_ids, plan, criteria, generation_config, inputs).run()
+        way = Way.on(input_ids.device, self._whole_step)
+        return _search(ready, self._streamer, way, input_ids, plan, criteria, generation_config, inputs).run()
 
 
 def _search(
     ready: _Ready,
+    streamer: Once | None,
     way: Way | None,
     ids: Tensor,
     plan: Plan,
@@ -158,7 +173,8 @@ def _search(
     # The kernel that draws from the vocabulary itself knows no beams, and no scores that processors have changed.
     if not is_listed and (beams > 1 or plan.processors or warpers.parameters(plan.filters) is None):
         raise Declined("sampling from the whole vocabulary")
-    return Search(twin, prompt, rules, plan, criteria, config, _padding(config, ends), ready.store, way)
+    padding = _padding(config, ends)
+    return Search(twin, prompt, rules, plan, criteria, config, padding, ready.store, way, ready.head, streamer)
 
 
 def _prompt(ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:

@@ -28,6 +28,7 @@ from ..edits import NotSparse
 from . import graphs
 from .beams import Rules, choose
 from .decoder import Decoder, Prompt
+from .head import Head
 from .reasons import Declined
 from .texts import choose_tokens
 
@@ -51,10 +52,17 @@ class Way(NamedTuple):
     is_captured: bool
 
     @staticmethod
-    def on(device: torch.device, is_compiled: bool) -> Way | None:
-        """None where nothing is kept."""
-        way = Way(is_compiled, graphs.are_for(device))
-        return way if any(way) else None
+    def on(device: torch.device, whole_step: bool | str) -> Way | None:
+        """None where nothing is kept.
+
+        Args:
+            whole_step: True for a step that is one call: captured where that can be, else compiled. "compiled" for both.
+                "eager" for neither.
+        """
+        if whole_step == "eager":
+            return None
+        is_captured = graphs.are_for(device)
+        return Way(whole_step == "compiled" or not is_captured, is_captured)
 
     def and_simpler(self) -> list[Way]:
         """This one, and what is tried where it fails: some models are captured that are not compiled in one piece."""
@@ -112,10 +120,21 @@ class Step:
     goes_on: bool [], whether the search does.
     """
 
-    def __init__(self, twin: Any, shape: Shape) -> None:
+    def __init__(self, twin: Any, head: Head | None, shape: Shape) -> None:
         rules, device = shape.rules, shape.device
+        if head is not None and not head.serves(shape.batch * rules.beams, 1 if rules.beams == 1 else rules.kept):
+            head = None
+        self._head = head
         self.decoder = Decoder(
-            twin, shape.batch, shape.prompt, rules.beams, rules.room - 1, device, shape.source, is_kept=True
+            twin,
+            shape.batch,
+            shape.prompt,
+            rules.beams,
+            rules.room - 1,
+            device,
+            shape.source,
+            is_kept=True,
+            headless=None if head is None else head.headless,
         )
         self.shape = shape
         # How many tokens there are; where the last of them is.
@@ -167,14 +186,16 @@ class Step:
         if self._advance is None:
             run = _advance_texts if self.shape.rules.beams == 1 else _advance_beams
             is_late = graphs.are_for(self.shape.device)
-            args = (self.decoder, self.shape.rules, self._state, self._constants, self.count, self._last, is_late)
+            rules = self.shape.rules
+            args = (self.decoder, self._head, rules, self._state, self._constants, self.count, self._last, is_late)
+            if not self.shape.way.is_captured:
+                # Made by running it.
+                self._advance = self._made(run, args, lambda: None)
+                return
             # Steps that are tried before one is captured change nothing, as steps after the end.
             goes_on = self.goes_on.clone()
-            if self.shape.way.is_captured:
-                self.goes_on.fill_(False)
+            self.goes_on.fill_(False)
             self._advance = self._made(run, args, lambda: self.goes_on.copy_(goes_on))
-            if not self.shape.way.is_captured:
-                return
         self._advance()
 
     def read_prompt(self, prompt: Prompt) -> Tensor:
@@ -194,9 +215,10 @@ class Step:
     def _made(self, function: Any, args: tuple[Any, ...], after_trials: Callable[[], Any]) -> Callable[[], Any]:
         """What runs the function on the arguments, on which it has run at least once."""
         started = time.perf_counter()
-        ways = _compiled(function, id(self)) if self.shape.way.is_compiled else [function]
-        for number, way in enumerate(ways, 1):
-            run: Callable[[], Any] = _Bound(way, args)
+        ways: list[Callable[[], Any]] = [_Bound(function, args)]
+        if self.shape.way.is_compiled:
+            ways = _compiled(function, args, id(self))
+        for number, run in enumerate(ways, 1):
             try:
                 run()
                 if self.shape.way.is_captured:
@@ -242,43 +264,105 @@ class _Replay:
         return self._graph.output
 
 
-def _compiled(function: Any, number: int) -> list[Any]:
-    """Ways to compile it, of which the first that works is to be taken."""
+def _compiled(function: Any, args: tuple[Any, ...], number: int) -> list[Callable[[], Any]]:
+    """Ways to run it on the arguments as compiled code, of which the first that works is to be taken."""
 
     def own() -> Any:
         # Compiled code is kept by the code of the function, at most eight of one. This is a function of its own.
         code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
         return types.FunctionType(code, globals())
 
-    plain = torch.compile(own(), dynamic=False)
-    skip = getattr(torch.compiler, "skip_all_guards_unsafe", None)
-    if skip is None:
-        return [plain]
-    # Its arguments are the same objects in each call, and the model is looked at once a call (entry.ready_for): torch need
-    # not look at all of it at each token. Only in one piece: of several, some are of functions that other steps call, too.
-    options: dict[str, Any] = {"guard_filter_fn": skip}
-    return [torch.compile(own(), dynamic=False, fullgraph=True, options=options), plain]
+    return [_OneGraph(own(), args), _Bound(torch.compile(own(), backend=_inductor, dynamic=False), args)]
+
+
+def _inductor(graph: Any, inputs: Any) -> Callable[..., Any]:
+    """torch.compile's default."""
+    compile: Any = torch._dynamo.lookup_backend("inductor")
+    run: Callable[..., Any] = compile(graph, inputs)
+    return run
+
+
+class _OneGraph:
+    """A function on its arguments, compiled in one piece: from the second call on that piece alone, on the tensors of the first.
+
+    The arguments are the same objects in each call, and what they hold is written in place. So there is nothing that
+    torch.compile would have to look at before each call, for which it takes 0.2 ms where a model's modules are among them.
+    The model is looked at once a call of generate() (entry.ready_for).
+    """
+
+    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
+        self._function: Callable[..., Any] = torch.compile(
+            function, backend=self._backend, dynamic=False, fullgraph=True
+        )
+        self._args = args
+        self._piece: Callable[..., Any] | None = None
+        self._inputs: tuple[Any, ...] = ()
+        self._outputs: Any = ()
+        # Which of the piece's outputs the function returns; None for none.
+        self._returned: int | None = None
+
+    def _backend(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        piece = _inductor(graph, inputs)
+
+        def run(*inputs: Any) -> Any:
+            self._piece, self._inputs, self._outputs = piece, inputs, piece(*inputs)
+            return self._outputs
+
+        return run
+
+    def __call__(self) -> Any:
+        if self._piece is not None:
+            outputs = self._piece(*self._inputs)
+            return None if self._returned is None else outputs[self._returned]
+        result = self._function(*self._args)
+        if result is not None:
+            self._returned = next(i for i, output in enumerate(self._outputs) if output is result)
+        self._outputs = ()
+        return result
 
 
 def _advance_beams(
-    decoder: Decoder, rules: Rules, state: Any, constants: Any, step: Tensor, last: Tensor, is_late: bool
+    decoder: Decoder,
+    head: Head | None,
+    rules: Rules,
+    state: Any,
+    constants: Any,
+    step: Tensor,
+    last: Tensor,
+    is_late: bool,
 ) -> None:
     before = step - 1
     tokens = state.running.tokens.index_select(2, before).squeeze(2)
-    logits = decoder.read(tokens, state.running.parents, before, decoder.room)
-    vocab_size = logits.shape[-1]
-    of_beams = logits.view(-1, rules.beams, vocab_size)
-    found = functional.beam_topk(of_beams, state.running.scores, rules.kept, normalize="all")
-    after = choose(state, rules, constants, found.values, found.indices, vocab_size, step, step >= last)
+    args = tokens, state.running.parents, before, decoder.room
+    if head is None:
+        logits = decoder.read(*args)
+        vocab_size = logits.shape[-1]
+        of_beams = logits.view(-1, rules.beams, vocab_size)
+        scores, indices, _ = functional.beam_topk(of_beams, state.running.scores, rules.kept, normalize="all")
+    else:
+        vocab_size = len(head.weight)
+        scores, indices = head.continuations(decoder.read_states(*args), state.running.scores, rules.kept)
+    after = choose(state, rules, constants, scores, indices, vocab_size, step, step >= last)
     _go_on(state, after, step, is_late)
 
 
 def _advance_texts(
-    decoder: Decoder, rules: Rules, state: Any, constants: Any, step: Tensor, last: Tensor, is_late: bool
+    decoder: Decoder,
+    head: Head | None,
+    rules: Rules,
+    state: Any,
+    constants: Any,
+    step: Tensor,
+    last: Tensor,
+    is_late: bool,
 ) -> None:
     before = step - 1
-    logits = decoder.read(state.tokens.index_select(1, before), constants.parents, before, decoder.room)
-    after = choose_tokens(state, constants, functional.topk(logits, 1).indices.squeeze(1), step, step >= last)
+    args = state.tokens.index_select(1, before), constants.parents, before, decoder.room
+    if head is None:
+        chosen = functional.topk(decoder.read(*args), 1).indices.squeeze(1)
+    else:
+        chosen = head.greatest(decoder.read_states(*args))
+    after = choose_tokens(state, constants, chosen, step, step >= last)
     _go_on(state, after, step, is_late)
 
 
@@ -329,7 +413,7 @@ class Store:
         self._lock = threading.Lock()
 
     @contextmanager
-    def step(self, twin: Any, shape: Shape) -> Iterator[Step]:
+    def step(self, twin: Any, head: Head | None, shape: Shape) -> Iterator[Step]:
         """That of a shape, for one call, or one that has been made for longer texts.
 
         Raises:
@@ -345,7 +429,7 @@ class Store:
             self._used.add(shape)
             step = self._kept.pop(shape, None)
         try:
-            step = Step(twin, shape) if step is None else step
+            step = Step(twin, head, shape) if step is None else step
             try:
                 yield step
             # Of this call: the next one may not raise it.

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from ..session import BEAMS, SAMPLING, SEARCH
 from ..tensor_parallel import head_of
+from . import graphs
 
 
 class Declined(Exception):
@@ -25,7 +26,6 @@ class Declined(Exception):
 _ARGUMENTS = (
     "custom_generate",
     "assistant_model",
-    "streamer",
     "synced_gpus",
     "tokenizer",
     "inputs_embeds",
@@ -162,6 +162,14 @@ def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | No
         if getattr(config, name, None):
             return name
     return None if config.use_cache else "use_cache=False"
+
+
+def of_streaming(config: GenerationConfig, device: torch.device) -> str | None:
+    """Of a call whose tokens are handed on while it runs."""
+    if config.num_beams > 1:
+        return "streamer with beams"
+    # The host knows of a step some steps later only, or it would wait for each.
+    return "streamer on a GPU" if graphs.are_for(device) else None
 
 
 @functools.cache

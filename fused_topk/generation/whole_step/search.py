@@ -16,10 +16,12 @@ from . import beams, graphs, texts
 from .beams import Beams, Rules
 from .criteria import Criteria
 from .decoder import Decoder, Prompt
+from .head import Head
 from .kept import NotKept, Shape, Step, Store, Way, unless_over
 from .reasons import Declined
 from .results import Kept, of_beams, of_texts
 from .scan import Scan
+from .streaming import Once
 from .texts import Texts
 
 
@@ -45,6 +47,8 @@ class Search(NamedTuple):
     # Of steps that are kept, and how they are made; None where none is.
     store: Store
     way: Way | None
+    head: Head | None
+    streamer: Once | None
 
     def run(self) -> Any:
         """What generate() returns.
@@ -52,6 +56,14 @@ class Search(NamedTuple):
         Raises:
             Declined: a step turned out to need the stock operations.
         """
+        if self.streamer is not None:
+            self.streamer.open()
+        result = self._run_by_some_way()
+        if self.streamer is not None:
+            self.streamer.end()
+        return result
+
+    def _run_by_some_way(self) -> Any:
         try:
             for way in [] if self.way is None else self.way.and_simpler():
                 try:
@@ -62,10 +74,18 @@ class Search(NamedTuple):
         except NotSparse as error:
             raise Declined(str(error)) from error
 
+    def _hand_on(self, state: Any, token: int) -> None:
+        """One of the new tokens of each text, from 0 on, to the user's streamer.
+
+        Only after the next step: what a step cannot do, as to be compiled, shows the first time, and the call begins anew.
+        """
+        if self.streamer is not None:
+            self.streamer.put(state.tokens[:, token].clone())
+
     # All of a step at once.
 
     def _run_kept(self, way: Way) -> Any:
-        with self.store.step(self.twin, Shape.of(self.prompt, self.rules, way)) as step:
+        with self.store.step(self.twin, self.head, Shape.of(self.prompt, self.rules, way)) as step:
             kept = Kept.asked_for(self.config)
             if self.plan.processors or self.config.do_sample or any(each is not None for each in kept):
                 return self._run(step, way)
@@ -87,8 +107,13 @@ class Search(NamedTuple):
             if self.criteria.have_clocks and self.criteria.end_all(ids, length + token + 1):
                 step.end_with(token)
             step.advance()
+            self._hand_on(step.state, token - 1)
             is_going = flag.goes_on(step.goes_on)
             token += 1
+        self._hand_on(step.state, token - 1)
+        if rules.beams > 1 and not ids.is_cuda and bool(step.state.running.scores.isnan().any()):
+            # From the step on in which there was one, all are: see _continuations.
+            raise Declined("NaN among the scores")
         steps = int(step.count)
         count_whole(steps, way.is_compiled, way.is_captured)
         return self._result(step.state, steps, Kept.asked_for(self.config))
@@ -122,6 +147,8 @@ class Search(NamedTuple):
             )
             # After the end there is no token. Any does: what comes of it is dropped.
             logits = reader.read(tokens.clamp(min=0), parents, now, step + 1)
+            self._hand_on(state, step)
+        self._hand_on(state, step)
         count = int(steps) if is_late else step + 1
         count_whole(count, way is not None and way.is_compiled, way is not None and way.is_captured)
         return self._result(state, count, kept)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from .decoder import Decoder, Prompt, Source, num_layers, positions_of, vocab_size_of
+from .head import Head, head_of
 
 # The first text begins with padding; beams cross in each step.
 _IS_TEXT = [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
@@ -37,6 +38,26 @@ def reason_against(twin: Any, stock: Any) -> str | None:
     # Whatever a model raises here, it does not raise by itself: generate() goes on without this.
     except Exception as error:
         return f"{name} with a shared prompt raises {type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
+
+
+def head(twin: Any) -> Head | None:
+    """The model's LM head, where it is a product and nothing else.
+
+    Args:
+        twin: see above. It has no reason against it.
+    """
+    device = next(twin.parameters()).device
+    ids = _some_tokens(twin.config, torch.arange(4, device=device) * 7 + 3).view(2, 2)
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if twin.config.is_encoder_decoder:
+        hidden = BaseModelOutput(last_hidden_state=_source(twin).hidden)
+        inputs = {"decoder_input_ids": ids, "encoder_outputs": hidden}
+    try:
+        with torch.no_grad():
+            return head_of(twin, inputs)
+    # Whatever a model raises that looks at its head: it keeps it.
+    except Exception:
+        return None
 
 
 def _reason(twin: Any, stock: Any, name: str) -> str | None:
