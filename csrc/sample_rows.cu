@@ -56,7 +56,8 @@ namespace fused_topk::sampling {
 
 constexpr u32 kThreads = 512;
 constexpr u32 kWarps = kThreads / kWarpSize;
-constexpr u32 kShares = 256;  // of a row; a warp reads one at a time
+constexpr u32 kResidentBlocks = 2;  // on a multiprocessor
+constexpr u32 kShares = 256;        // of a row; a warp reads one at a time
 constexpr u32 kLongestList = 1024;
 constexpr u32 kThresholds = 3;            // that a step of the bisection tries
 constexpr float kLargestInverse = 2e38f;  // as in problem.cuh
@@ -200,7 +201,8 @@ struct RowSampler {
   __device__ __forceinline__ void sum_from(const u32 (&thresholds)[kThresholds], u64 (&sums)[kThresholds],
                                            const MEASURE& measure) {
     u64 mine[kThresholds] = {};
-#pragma unroll 2
+    // Two tokens at a time would take more registers than two blocks on a multiprocessor leave.
+#pragma unroll 1
     for (u64 i = threadIdx.x; i < p.V; i += kThreads) {
       const float x = logit(u32(i));
       const u32 key = order_key(x);
@@ -461,9 +463,9 @@ struct RowSampler {
   }
 };
 
-// A block of kThreads a row.
+// A block of kThreads a row. Without a number of blocks NVRTC 12.9 would rather spill than use 64 registers.
 template <class FORMAT>
-__global__ void __launch_bounds__(kThreads) sample_rows_kernel(const __grid_constant__ SampleRows p) {
+__global__ void __launch_bounds__(kThreads, kResidentBlocks) sample_rows_kernel(const __grid_constant__ SampleRows p) {
   __shared__ Shared shared;
   RowSampler<FORMAT>(p, shared).run();
 }
