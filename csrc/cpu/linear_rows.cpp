@@ -182,8 +182,10 @@ struct LinearSolver {
   void write(u32 row, const u64* best, const BlockNormalizer& sum) const {
     const FinishedRow finished(sum, temperatures[row].inverse);
     problem.logsumexp[row] = finished.logsumexp();
-    problem.state[2 * row] = sum.m;
-    problem.state[2 * row + 1] = float(sum.d);
+    if (problem.state) {
+      problem.state[2 * row] = sum.m;
+      problem.state[2 * row + 1] = float(sum.d);
+    }
     i64* const indices = problem.indices + size_t(row) * k;
     for (u32 i = 0; i < k; ++i) indices[i] = index_of(best[i]);
     if (problem.value_kind == ValueKind::kLogits) {
