@@ -268,10 +268,14 @@ def _linear(
     check_k(k, weight.shape[0])
     check_normalize(normalize)
     check_backend(backend)
-    # Of the logits' shape, on their device, without their memory.
-    logits = hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
-    number, row_temperature = check_temperature(temperature, logits, result_dtype(hidden.dtype))
-    mask = check_mask(mask, logits)
+    number, row_temperature = 1.0, None
+    # A call that asks for no more skips what the checks need: it may be of one row, beside which they are not short.
+    logits = hidden
+    if temperature is not None or mask is not None or targets is not None:
+        # Of the logits' shape, on their device, without their memory.
+        logits = hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
+        number, row_temperature = check_temperature(temperature, logits, result_dtype(hidden.dtype))
+        mask = check_mask(mask, logits)
     has_ranks = False
     if targets is not None:
         check_targets(targets, logits, may_be_several=True)
