@@ -18,11 +18,11 @@
 #include <vector>
 
 #include "../ladder/ladder.h"
-#include "full_rows.h"
 #include "linear_rows.h"
 #include "merge.h"
-#include "problem.h"
+#include "prepared.h"
 #include "sampling.h"
+#include "short_calls.h"
 
 namespace nb = nanobind;
 
@@ -55,6 +55,8 @@ const std::vector<const VectorKernels*>& supported_kernels() {
   return supported;
 }
 
+}  // namespace
+
 const VectorKernels& kernels_named(std::string_view name) {
   if (name.empty()) return *supported_kernels().front();
   for (const VectorKernels* kernels : supported_kernels()) {
@@ -63,123 +65,7 @@ const VectorKernels& kernels_named(std::string_view name) {
   throw std::invalid_argument("this machine has no instruction set named '" + std::string(name) + "'");
 }
 
-template <class T>
-T* pointer(std::uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-// Removes the last stride, the vocabulary's, and returns it.
-i64 pop(std::vector<i64>& strides) {
-  const i64 last = strides.back();
-  strides.pop_back();
-  return last;
-}
-
-// clang-format off: one argument group a line, in the order in which cpu.py passes them
-LogitRows logit_rows(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
-                     double temperature, std::vector<i64> temperature_strides,
-                     std::string_view instruction_set) {
-  // clang-format on
-  LogitRows rows{};
-  rows.kernels = &kernels_named(instruction_set);
-  rows.vocab_size = u32(pop(shape));
-  rows.sizes = std::move(shape);
-  rows.dtype = DType(dtype);
-  rows.logits_element_stride = pop(logits_strides);
-  rows.logits_strides = std::move(logits_strides);
-  rows.temperature = temperature;
-  rows.temperature_strides = std::move(temperature_strides);
-  return rows;
-}
-
-u64 elements_of(const LogitRows& rows) {
-  u64 elements = rows.vocab_size;
-  for (const i64 size : rows.sizes) elements *= u64(size);
-  return elements;
-}
-
-// With fewer elements, releasing and taking Python's lock costs as much as the call.
-constexpr u64 kWorthReleasing = 4096;
-
-// softmax + top-k of tensors of one shape and layout. Python passes all that does not change from call to call once; a
-// call passes the addresses.
-class Topk {
- public:
-  // clang-format off: likewise
-  Topk(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
-       double temperature, std::vector<i64> temperature_strides,
-       u32 mask_kind, std::vector<i64> mask_strides,
-       u32 k, u32 value_kind, u32 normalize_over,
-       std::vector<i64> beam_scores_strides, std::string_view instruction_set)
-      // clang-format on
-      : kind_{} {
-    static_cast<LogitRows&>(kind_) = logit_rows(dtype, std::move(shape), std::move(logits_strides), temperature,
-                                                std::move(temperature_strides), instruction_set);
-    elements_ = elements_of(kind_);
-    kind_.k = k;
-    kind_.value_kind = ValueKind(value_kind);
-    kind_.normalize_over = NormalizeOver(normalize_over);
-    kind_.mask_kind = MaskKind(mask_kind);
-    if (!mask_strides.empty()) kind_.mask_element_stride = pop(mask_strides);
-    kind_.mask_strides = std::move(mask_strides);
-    if (!beam_scores_strides.empty()) {
-      kind_.beam_scores_strides[0] = beam_scores_strides.at(0);
-      kind_.beam_scores_strides[1] = beam_scores_strides.at(1);
-    }
-  }
-
-  void operator()(std::uintptr_t logits, std::uintptr_t values, std::uintptr_t indices, std::uintptr_t logsumexp,
-                  std::uintptr_t beam_scores, std::uintptr_t mask, std::uintptr_t row_temperature, u32 threads) const {
-    std::optional<nb::gil_scoped_release> without_gil;
-    if (elements_ > kWorthReleasing) without_gil.emplace();
-    Problem p = kind_;
-    p.threads = threads;
-    p.logits = pointer<const char>(logits);
-    p.values = pointer<void>(values);
-    p.indices = pointer<i64>(indices);
-    p.logsumexp = pointer<float>(logsumexp);
-    p.beam_scores = pointer<const float>(beam_scores);
-    p.mask = pointer<const char>(mask);
-    p.row_temperature = pointer<const float>(row_temperature);
-    solve(p);
-  }
-
- private:
-  Problem kind_;
-  u64 elements_;
-};
-
-// softmax, log_softmax or logsumexp of full rows, in the same way.
-class FullRows {
- public:
-  // clang-format off: likewise
-  FullRows(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
-           double temperature, std::vector<i64> temperature_strides,
-           u32 kind, u32 out_dtype, std::string_view instruction_set)
-      // clang-format on
-      : kind_{} {
-    static_cast<LogitRows&>(kind_) = logit_rows(dtype, std::move(shape), std::move(logits_strides), temperature,
-                                                std::move(temperature_strides), instruction_set);
-    elements_ = elements_of(kind_);
-    kind_.kind = FullRowKind(kind);
-    kind_.out_dtype = DType(out_dtype);
-  }
-
-  void operator()(std::uintptr_t logits, std::uintptr_t out, std::uintptr_t row_temperature, u32 threads) const {
-    std::optional<nb::gil_scoped_release> without_gil;
-    if (elements_ > kWorthReleasing) without_gil.emplace();
-    FullRowProblem p = kind_;
-    p.threads = threads;
-    p.logits = pointer<const char>(logits);
-    p.out = pointer<char>(out);
-    p.row_temperature = pointer<const float>(row_temperature);
-    solve(p);
-  }
-
- private:
-  FullRowProblem kind_;
-  u64 elements_;
-};
+namespace {
 
 // The k best of an LM head's logits. One call: its product takes far longer than reading the arguments.
 // clang-format off: likewise
@@ -340,6 +226,7 @@ NB_MODULE(_cpu, module) {
   nb::class_<FullRows>(module, "FullRows")
       .def(nb::init<u32, Strides, Strides, double, Strides, u32, u32, std::string_view>())
       .def("__call__", &FullRows::operator());
+  bind_short_calls(module);
   module.def("linear_topk", &linear_topk);
   nb::class_<Merge>(module, "Merge")
       .def(nb::init<u32, Strides, Strides, Strides, Strides, Strides, i64, double, Strides, u32, u32, bool>())

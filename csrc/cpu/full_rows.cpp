@@ -24,8 +24,6 @@
 namespace fused_topk::cpu {
 namespace {
 
-// A thread is woken for no fewer elements than this. A guess.
-constexpr u64 kElementsPerThread = 16384;
 constexpr u32 kBlocksPerPart = 4;
 constexpr u32 kTasksPerThread = 4;
 // Rows of fewer elements than this are handed out several at a time.

@@ -8,6 +8,9 @@
 
 namespace fused_topk::cpu {
 
+// A thread is woken for no fewer elements than this. A guess.
+constexpr u64 kElementsPerThread = 16384;
+
 // Strides count elements. Those of the leading dimensions may be anything, zero included.
 struct LogitRows {
   const VectorKernels* kernels;

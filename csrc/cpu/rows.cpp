@@ -29,8 +29,7 @@
 namespace fused_topk::cpu {
 namespace {
 
-// A thread is woken for no fewer elements than this, and a part has no fewer blocks. Guesses.
-constexpr u64 kElementsPerThread = 16384;
+// A part of a row has no fewer blocks. A guess.
 constexpr u32 kBlocksPerPart = 4;
 constexpr u32 kTasksPerThread = 4;
 // Rows of fewer elements than this are handed out several at a time.

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,9 +77,17 @@ def prepare_topk(
         () if beam_scores is None else beam_scores.stride(),
         instruction_set,
     )
-    num_threads = torch.get_num_threads
+    return PreparedTopk(topk, is_raw)
 
-    def run(
+
+class PreparedTopk(NamedTuple):
+    """A :class:`protocol.StartTopk` that shows the request of the extension."""
+
+    native: Any
+    is_raw: bool
+
+    def __call__(
+        self,
         logits: Tensor,
         out: TopK,
         beam_scores: Tensor | None = None,
@@ -86,7 +95,7 @@ def prepare_topk(
         row_temperature: Tensor | None = None,
     ) -> None:
         values, indices, logsumexp = out
-        topk(
+        self.native(
             logits.data_ptr(),
             values.data_ptr(),
             indices.data_ptr(),
@@ -94,11 +103,9 @@ def prepare_topk(
             0 if beam_scores is None else beam_scores.data_ptr(),
             # A broadcast view begins where its tensor does.
             0 if mask is None else mask.data_ptr(),
-            0 if row_temperature is None or is_raw else row_temperature.data_ptr(),
-            num_threads(),
+            0 if row_temperature is None or self.is_raw else row_temperature.data_ptr(),
+            torch.get_num_threads(),
         )
-
-    return run
 
 
 def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
@@ -186,13 +193,30 @@ def prepare_full_rows(
         _DTYPES[dtype],
         instruction_set,
     )
-    num_threads = torch.get_num_threads
+    return PreparedFullRows(full_rows)
 
-    def run(logits: Tensor, out: Tensor, row_temperature: Tensor | None = None) -> None:
+
+class PreparedFullRows(NamedTuple):
+    """A :class:`protocol.StartFullRows` that shows the request of the extension."""
+
+    native: Any
+
+    def __call__(self, logits: Tensor, out: Tensor, row_temperature: Tensor | None = None) -> None:
         temperatures = 0 if row_temperature is None else row_temperature.data_ptr()
-        full_rows(logits.data_ptr(), out.data_ptr(), temperatures, num_threads())
+        self.native(logits.data_ptr(), out.data_ptr(), temperatures, torch.get_num_threads())
 
-    return run
+
+def short_calls(keys: Mapping[str, Any] | None) -> Any:
+    """The extension's ShortCalls, or None where it is missing or torch is older than 2.10, whose tensors have no C interface.
+
+    keys: by what it sees that torch must see a call; None if it cannot.
+    """
+    if _cpu is None or keys is None or not hasattr(Tensor, "__dlpack_c_exchange_api__"):
+        return None
+    try:
+        return _cpu.ShortCalls(Tensor, TopK, torch.empty, torch.empty_like, torch.get_num_threads, *keys.values())
+    except ValueError:  # another version of the interface
+        return None
 
 
 def sample(problem: SampleProblem, out: Sample, instruction_set: str = "") -> None:

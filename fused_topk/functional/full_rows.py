@@ -15,6 +15,7 @@ from ..operators import full_rows, transforms
 from ..operators.dispatch import need_dispatcher
 from ..plans import FullRowPlan, Like
 from ..problem import result_dtype
+from . import short_calls
 from .arguments import (
     check_backend,
     check_dim,
@@ -25,7 +26,8 @@ from .arguments import (
     is_distributed,
 )
 
-# The operator is looked up once, not at every call.
+# These are looked up once, not at every call.
+is_traced = torch.compiler.is_dynamo_compiling
 _full_rows = torch.ops.fused_topk.full_rows.default
 
 
@@ -74,6 +76,10 @@ def softmax(
         >>> fused_topk.softmax(torch.tensor([0.0, 0.0]))
         tensor([0.5000, 0.5000])
     """
+    if not is_traced():
+        served: Tensor | None = short_calls.full_rows("softmax", logits, dim, temperature, dtype, backend)
+        if served is not None:
+            return served
     return _values("softmax", logits, dim, temperature, dtype, backend)
 
 
@@ -103,6 +109,10 @@ def log_softmax(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax`.
     """
+    if not is_traced():
+        served: Tensor | None = short_calls.full_rows("log_softmax", logits, dim, temperature, dtype, backend)
+        if served is not None:
+            return served
     return _values("log_softmax", logits, dim, temperature, dtype, backend)
 
 
@@ -128,12 +138,13 @@ def logsumexp(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax`.
     """
-    if _is_plain(logits, dim, temperature, backend):
-        return _plan("logsumexp", logits.dtype, logits.device, logits.shape, logits.stride(), backend).run(logits)
-    if type(temperature) is Tensor:
-        planned = _planned("logsumexp", logits, dim, temperature, None, backend)
-        if planned is not None:
-            return planned
+    if not is_traced():
+        served: Tensor | None = short_calls.full_rows("logsumexp", logits, dim, temperature, None, backend)
+        if served is not None:
+            return served
+    planned = _planned("logsumexp", logits, dim, temperature, None, backend)
+    if planned is not None:
+        return planned
     if type(logits) is not Tensor and is_distributed(logits):
         return _of_dtensor("logsumexp", logits, dim, temperature, None, backend)
     rows, number, row_temperature = _checked(logits, dim, temperature, backend)
@@ -148,12 +159,9 @@ def _values(
     dtype: torch.dtype | None,
     backend: str | None,
 ) -> Tensor:
-    if _is_plain(logits, dim, temperature, backend) and (dtype is None or type(dtype) is torch.dtype):
-        return _plan(values, logits.dtype, logits.device, logits.shape, logits.stride(), backend, dtype).run(logits)
-    if type(temperature) is Tensor:
-        planned = _planned(values, logits, dim, temperature, dtype, backend)
-        if planned is not None:
-            return planned
+    planned = _planned(values, logits, dim, temperature, dtype, backend)
+    if planned is not None:
+        return planned
     if type(logits) is not Tensor and is_distributed(logits):
         return _of_dtensor(values, logits, dim, temperature, dtype, backend)
     rows, number, row_temperature = _checked(logits, dim, temperature, backend)
@@ -175,45 +183,35 @@ def _of_dtensor(
     return dtensors.full_rows(values, logits, dim, temperature, dtype, backend)
 
 
-def _is_plain(logits: Tensor, dim: int, temperature: float | Tensor | None, backend: str | None) -> bool:
-    """Whether a cached plan serves the call: it has no optional argument and does not need torch's dispatcher."""
-    return (
-        type(logits) is Tensor
-        and type(dim) is int
-        and dim == -1
-        and temperature is None
-        and (backend is None or type(backend) is str)
-        and not need_dispatcher(logits)
-    )
-
-
 def _planned(
-    values: str, logits: Tensor, dim: int, temperature: Tensor, dtype: torch.dtype | None, backend: str | None
+    values: str,
+    logits: Tensor,
+    dim: int,
+    temperature: float | Tensor | None,
+    dtype: torch.dtype | None,
+    backend: str | None,
 ) -> Tensor | None:
-    """Runs a call with row temperatures by a cached plan. None if an argument may need more than that."""
+    """Runs the call by a cached plan, without torch's dispatcher. None if an argument may need more than that."""
     if (
         type(logits) is not Tensor
         or type(dim) is not int
         or dim != -1
         or not (backend is None or type(backend) is str)
         or not (dtype is None or type(dtype) is torch.dtype)
+        or not (temperature is None or type(temperature) is Tensor)
         or need_dispatcher(logits, temperature)
-        or temperature.dtype is not result_dtype(logits.dtype)
-        or temperature.device != logits.device
-        or temperature.requires_grad
     ):
         return None
-    plan = _plan(
-        values,
-        logits.dtype,
-        logits.device,
-        logits.shape,
-        logits.stride(),
-        backend,
-        dtype,
-        Like(temperature.dtype, temperature.shape, temperature.stride()),
-    )
-    check_row_temperature(temperature)
+    like = None
+    if temperature is not None:
+        is_known = temperature.dtype is result_dtype(logits.dtype) and not temperature.requires_grad
+        if not is_known or temperature.device != logits.device:
+            return None
+        like = Like(temperature.dtype, temperature.shape, temperature.stride())
+    plan = _plan(values, logits.dtype, logits.device, logits.shape, logits.stride(), backend, dtype, like)
+    short_calls.keep_full_rows(plan, values, logits, dim, temperature, dtype, backend)
+    if temperature is not None:
+        check_row_temperature(temperature)
     return plan.run(logits, temperature)
 
 

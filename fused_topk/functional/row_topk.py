@@ -15,6 +15,7 @@ from ..operators import row_topk, transforms
 from ..operators.dispatch import need_dispatcher
 from ..plans import Like, TopkPlan
 from ..problem import TopK, result_dtype
+from . import short_calls
 from .arguments import (
     check_backend,
     check_beam_scores,
@@ -30,7 +31,8 @@ from .arguments import (
 )
 from .out import check_out, is_plain_out
 
-# The operators are looked up once, not at every call.
+# These are looked up once, not at every call.
+is_traced = torch.compiler.is_dynamo_compiling
 _row_topk = torch.ops.fused_topk.row_topk.default
 _row_topk_out = torch.ops.fused_topk.row_topk_out.default
 _beam_topk = torch.ops.fused_topk.beam_topk.default
@@ -99,6 +101,10 @@ def softmax_topk(
         >>> fused_topk.softmax_topk(torch.tensor([1.0, 3.0, 2.0]), 2).indices
         tensor([1, 2])
     """
+    if not is_traced():
+        served: TopK | None = short_calls.topk("softmax", logits, k, dim, temperature, mask, normalize, backend, out)
+        if served is not None:
+            return served
     return _row("softmax", logits, k, dim, temperature, mask, normalize, backend, out)
 
 
@@ -134,6 +140,12 @@ def log_softmax_topk(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
     """
+    if not is_traced():
+        served: TopK | None = short_calls.topk(
+            "log_softmax", logits, k, dim, temperature, mask, normalize, backend, out
+        )
+        if served is not None:
+            return served
     return _row("log_softmax", logits, k, dim, temperature, mask, normalize, backend, out)
 
 
@@ -165,6 +177,10 @@ def topk(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
     """
+    if not is_traced():
+        served: TopK | None = short_calls.topk("logits", logits, k, dim, None, mask, "allowed", backend, out)
+        if served is not None:
+            return served
     return _row("logits", logits, k, dim, None, mask, "allowed", backend, out)
 
 
@@ -299,6 +315,7 @@ def _planned(
         Like.of(row_temperature),
         Like.of(mask),
     )
+    short_calls.keep_topk(plan, values, logits, k, -1, temperature, mask, normalize, backend)
     if out is None:
         return plan.run(logits, mask, row_temperature)
     # tuple.__new__ avoids the named tuple's own __new__, which is written in Python.
@@ -337,6 +354,7 @@ def _row(
             if not need_dispatcher(logits):
                 device = logits.device
                 plan = _plan(values, logits.dtype, device, logits.shape, logits.stride(), k, backend)
+                short_calls.keep_topk(plan, values, logits, k, -1, None, None, normalize, backend)
                 result = plan.result.empty(device)
                 plan.start(logits, result)
                 return result

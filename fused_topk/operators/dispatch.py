@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +22,10 @@ def _keys(*names: str) -> int:
 try:
     # The dispatcher's keys that every dense CPU or CUDA tensor has, and every thread. Any other stands for something that
     # must see the call: a transform, a mode, a tracer, a subclass, a negation that is still to be done.
-    _OTHER_TENSOR_KEYS = ~_keys(
+    _KNOWN_TENSOR_KEYS = _keys(
         "CPU", "AutogradCPU", "AutocastCPU", "CUDA", "AutogradCUDA", "AutocastCUDA", "ADInplaceOrView"
     )
-    _OTHER_THREAD_KEYS = ~_keys("BackendSelect", "ADInplaceOrView")
+    _KNOWN_THREAD_KEYS = _keys("BackendSelect", "ADInplaceOrView")
     _keys_of_tensor = torch._C._dispatch_keys
     _keys_of_thread = torch._C._dispatch_tls_local_include_set
     _keys_of_tensor(torch.empty(0, device="cpu")).raw_repr(), _keys_of_thread().raw_repr(), forward_ad._current_level
@@ -44,16 +45,30 @@ def need_dispatcher(logits: Tensor, *others: Tensor | None) -> bool:
         not _sees_keys
         or torch.compiler.is_compiling()
         or forward_ad._current_level >= 0
-        or _keys_of_thread().raw_repr() & _OTHER_THREAD_KEYS != 0
+        or _keys_of_thread().raw_repr() | _KNOWN_THREAD_KEYS != _KNOWN_THREAD_KEYS
         # Written out for the one tensor that every call has, because a call of a short row takes 2 µs.
         or (logits.requires_grad and torch.is_grad_enabled())
-        or _keys_of_tensor(logits).raw_repr() & _OTHER_TENSOR_KEYS != 0
+        or _keys_of_tensor(logits).raw_repr() | _KNOWN_TENSOR_KEYS != _KNOWN_TENSOR_KEYS
     ):
         return True
     for tensor in others:
         if tensor is not None and (
             (tensor.requires_grad and torch.is_grad_enabled())
-            or _keys_of_tensor(tensor).raw_repr() & _OTHER_TENSOR_KEYS != 0
+            or _keys_of_tensor(tensor).raw_repr() | _KNOWN_TENSOR_KEYS != _KNOWN_TENSOR_KEYS
         ):
             return True
     return False
+
+
+def keys_at_run_time() -> dict[str, Any] | None:
+    """What need_dispatcher() looks at, for native code that does so itself. None: it cannot be seen."""
+    if not _sees_keys:
+        return None
+    return {
+        "keys_of_array": _keys_of_tensor,
+        "keys_of_thread": _keys_of_thread,
+        "known_of_array": _KNOWN_TENSOR_KEYS,
+        "known_of_thread": _KNOWN_THREAD_KEYS,
+        "records_gradients": torch.is_grad_enabled,
+        "forward_mode": forward_ad,
+    }

@@ -1,0 +1,585 @@
+// SPDX-License-Identifier: Apache-2.0
+// The short way of a call: from the arguments as a user gave them to the result, in one call from Python.
+//
+// For a short row, Python takes longer to look at the arguments than the row takes. So ShortCalls looks at them here, and
+// keeps the prepared request of each layout that it was told of. It serves a call only if all of this is so, and else
+// returns None, whereupon Python checks the arguments one by one:
+//   - Arrays have exactly the array type, lie on the CPU, and the framework need not see the call.
+//   - The layout of the arrays and the other arguments are those of a call that has passed the checks.
+//   - What may change within a layout is right: the temperatures are positive and finite, and `out` is contiguous
+//     arrays of the result's shapes and dtypes which overlap no other.
+//
+// It knows no framework: arrays are read by DLPack, and what it must call is passed to it.
+#include "short_calls.h"
+
+#include <algorithm>
+#include <array>
+#include <cfloat>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "dlpack.h"
+#include "prepared.h"
+
+namespace fused_topk::cpu {
+namespace {
+
+using dlpack::Array;
+
+constexpr int kMostDims = 8;
+// Layouts that are kept at a time.
+constexpr u32 kMostKept = 4096;
+
+// ---- Arrays ----
+
+i64 stride_of(const Array& array, int dim) { return i64(array.strides[dim]); }
+
+u64 elements_of(const Array& array) {
+  u64 elements = 1;
+  for (int dim = 0; dim < array.dims; ++dim) elements *= u64(array.shape[dim]);
+  return elements;
+}
+
+bool is_contiguous(const Array& array) {
+  i64 stride = 1;
+  for (int dim = array.dims; dim-- > 0;) {
+    if (array.shape[dim] != 1 && stride_of(array, dim) != stride) return false;
+    stride *= array.shape[dim];
+  }
+  return true;
+}
+
+// The addresses of an array's first byte and of the byte after its last. No stride is negative.
+std::pair<std::uintptr_t, std::uintptr_t> bytes_of(const Array& array) {
+  const auto first = reinterpret_cast<std::uintptr_t>(array.data);
+  if (elements_of(array) == 0) return {first, first};
+  i64 last = 0;
+  for (int dim = 0; dim < array.dims; ++dim) last += (array.shape[dim] - 1) * stride_of(array, dim);
+  return {first, first + std::uintptr_t(last + 1) * (array.type.bits / 8)};
+}
+
+bool has_type(const Array& array, dlpack::TypeCode code, u32 bits) {
+  return array.type.code == code && array.type.bits == bits && array.type.lanes == 1;
+}
+
+bool has_type(const Array& array, DType dtype) {
+  if (dtype == kFloat32) return has_type(array, dlpack::kFloat, 32);
+  return has_type(array, dtype == kFloat16 ? dlpack::kFloat : dlpack::kBFloat, 16);
+}
+
+// Whether all of a float32 array's elements are temperatures that arguments.py accepts. A NaN fails both comparisons.
+bool are_temperatures(const Array& array) {
+  const float* const base = static_cast<const float*>(array.data);
+  i64 place[kMostDims] = {};
+  for (u64 left = elements_of(array); left > 0; --left) {
+    i64 offset = 0;
+    for (int dim = 0; dim < array.dims; ++dim) offset += place[dim] * stride_of(array, dim);
+    if (!(base[offset] >= FLT_MIN && base[offset] <= FLT_MAX)) return false;
+    for (int dim = array.dims; dim-- > 0;) {
+      if (++place[dim] < array.shape[dim]) break;
+      place[dim] = 0;
+    }
+  }
+  return true;
+}
+
+// ---- Keys ----
+
+// The arguments of a call, but for the contents of its arrays. Python objects are told apart by their identity; what is
+// kept under a key keeps them alive.
+struct Key {
+  static constexpr u32 kMostWords = 16 + 3 * 2 * kMostDims;
+  u32 size = 0;
+  std::array<i64, kMostWords> words;
+
+  void add(i64 word) { words[size++] = word; }
+  void add(nb::handle object) { add(i64(reinterpret_cast<std::intptr_t>(object.ptr()))); }
+  void add(const Array& array) {
+    add(array.dims | i64(array.type.code) << 8 | i64(array.type.bits) << 16 | i64(array.type.lanes) << 24);
+    for (int dim = 0; dim < array.dims; ++dim) {
+      add(i64(array.shape[dim]));
+      add(stride_of(array, dim));
+    }
+  }
+
+  // FNV-1a, a word at a time.
+  u64 hash() const {
+    u64 hash = 0xCBF29CE484222325ull;
+    for (u32 i = 0; i < size; ++i) hash = (hash ^ u64(words[i])) * 0x100000001B3ull;
+    return hash ^ hash >> 32;
+  }
+
+  bool operator==(const Key& other) const {
+    return size == other.size && std::equal(words.begin(), words.begin() + size, other.words.begin());
+  }
+};
+
+// ---- What is kept ----
+
+// A new array that a call returns: like an array, or of a size and dtype as the framework's `empty` takes them.
+struct Result {
+  nb::object like;
+  nb::object size;
+  nb::object dtype;
+};
+
+template <class REQUEST>
+struct Kept {
+  Key key;
+  nb::object owner;  // of the request
+  const REQUEST* request;
+  nb::object device;
+  std::vector<Result> results;
+  std::vector<nb::object> named;  // the objects that the key names
+};
+
+// A table in which each key has one place. So it needs no order in which to forget; a key whose place is taken by
+// another is served the longer way until it is kept again.
+template <class REQUEST>
+class Table {
+ public:
+  using Entry = std::shared_ptr<const Kept<REQUEST>>;
+
+  Table() : entries_(kMostKept) {}
+
+  // Null if it is not there. The entry outlives its place: a kernel may run while other threads change the table.
+  Entry find(const Key& key) const {
+    const std::lock_guard lock(mutex_);
+    const Entry& entry = entries_[key.hash() % kMostKept];
+    return entry && entry->key == key ? entry : nullptr;
+  }
+
+  void keep(Entry entry) {
+    // What was there is released after the lock: its release may run Python code.
+    const std::lock_guard lock(mutex_);
+    std::swap(entries_[entry->key.hash() % kMostKept], entry);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<Entry> entries_;
+};
+
+// ---- Calls ----
+
+struct TopkArrays {
+  Array logits, temperature, mask, values, indices, logsumexp;
+};
+
+// What ShortCalls must know of the framework.
+struct Framework {
+  nb::object array_type;
+  // A subclass of tuple, for the results of top-k.
+  nb::object result_type;
+  // Made with (size=, dtype=, device=), or like another array, which takes less time.
+  nb::object empty;
+  nb::object empty_like;
+  // How many threads a call may use.
+  nb::object num_threads;
+  // An array's, and the thread's: an object whose raw_repr() is a set of bits. With any bit but the known ones, the
+  // framework must see the call.
+  nb::object keys_of_array;
+  nb::object keys_of_thread;
+  u64 known_of_array;
+  u64 known_of_thread;
+  // Whether gradients are recorded; and the module whose _current_level is negative outside of forward-mode
+  // differentiation.
+  nb::object records_gradients;
+  nb::object forward_mode;
+};
+
+class ShortCalls {
+ public:
+  explicit ShortCalls(Framework framework) : framework_(std::move(framework)) {
+    const nb::object capsule = framework_.array_type.attr("__dlpack_c_exchange_api__");
+    api_ = static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
+    if (!api_) throw nb::python_error();
+    if (api_->major != dlpack::kMajorVersion || !api_->from_object) {
+      throw std::invalid_argument("this version of DLPack's C interface is not known");
+    }
+  }
+
+  nb::object topk(nb::handle values, nb::handle logits, nb::handle k, nb::handle dim, nb::handle temperature,
+                  nb::handle mask, nb::handle normalize, nb::handle backend, nb::handle out) const {
+    TopkArrays arrays;
+    Key key;
+    nb::handle fields[3];
+    if (!(out.is_none() || take_fields(out, fields)) ||
+        !read_topk(values, logits, k, dim, temperature, mask, normalize, backend, fields, arrays, key)) {
+      return nb::none();
+    }
+    const auto kept = topk_.find(key);
+    if (!kept) return nb::none();
+    const Topk& request = *kept->request;
+    const Problem& kind = request.kind();
+    const bool has_temperatures = !temperature_is_number(temperature);
+    if (has_temperatures && !are_temperatures(arrays.temperature)) return nb::none();
+
+    nb::object result;
+    bool has_small_indices = false;
+    if (out.is_none()) {
+      nb::object made[3];
+      for (u32 i = 0; i < 3; ++i) made[i] = new_array(*kept, i);
+      if (!read(made[0], arrays.values) || !read(made[1], arrays.indices) || !read(made[2], arrays.logsumexp)) {
+        return nb::none();
+      }
+      result = result_of(nb::make_tuple(made[0], made[1], made[2]));
+    } else {
+      has_small_indices = has_type(arrays.indices, dlpack::kInt, 32);
+      if (!is_plain_out(arrays, kind, has_temperatures, !mask.is_none())) return nb::none();
+      const bool is_result = Py_TYPE(out.ptr()) == reinterpret_cast<PyTypeObject*>(framework_.result_type.ptr());
+      result = is_result ? nb::borrow(out) : result_of(nb::borrow(out));
+    }
+
+    // int64 indices that the caller wants as int32. They are below the vocabulary's size.
+    std::vector<i64> indices(has_small_indices ? elements_of(arrays.indices) : 0);
+    request(address(arrays.logits), address(arrays.values),
+            has_small_indices ? reinterpret_cast<std::uintptr_t>(indices.data()) : address(arrays.indices),
+            address(arrays.logsumexp), 0, mask.is_none() ? 0 : address(arrays.mask),
+            has_temperatures ? address(arrays.temperature) : 0, threads_for(arrays.logits));
+    std::copy(indices.begin(), indices.end(), static_cast<std::int32_t*>(arrays.indices.data));
+    return result;
+  }
+
+  // After a call with these arguments has passed all checks: serves such calls from then on by the request.
+  nb::object keep_topk(nb::handle values, nb::handle logits, nb::handle k, nb::handle dim, nb::handle temperature,
+                       nb::handle mask, nb::handle normalize, nb::handle backend, nb::handle request,
+                       nb::handle results) const {
+    TopkArrays arrays;
+    Key key;
+    const nb::handle out[3];
+    if (read_topk(values, logits, k, dim, temperature, mask, normalize, backend, out, arrays, key)) {
+      topk_.keep(kept<Topk>(key, request, logits, results, {values, normalize, backend}));
+    }
+    return nb::none();
+  }
+
+  nb::object full_rows(nb::handle values, nb::handle logits, nb::handle dim, nb::handle temperature, nb::handle dtype,
+                       nb::handle backend) const {
+    Array rows, temperatures, written;
+    Key key;
+    if (!read_full_rows(values, logits, dim, temperature, dtype, backend, rows, temperatures, key)) return nb::none();
+    const auto kept = full_rows_.find(key);
+    if (!kept) return nb::none();
+    const bool has_temperatures = !temperature_is_number(temperature);
+    if (has_temperatures && !are_temperatures(temperatures)) return nb::none();
+    // No sizes: the result is like the logits. `empty_like` takes less time than `empty`.
+    nb::object result = kept->results.empty() ? like(logits) : new_array(*kept, 0);
+    if (!read(result, written)) return nb::none();
+    (*kept->request)(address(rows), address(written), has_temperatures ? address(temperatures) : 0, threads_for(rows));
+    return result;
+  }
+
+  nb::object keep_full_rows(nb::handle values, nb::handle logits, nb::handle dim, nb::handle temperature,
+                            nb::handle dtype, nb::handle backend, nb::handle request, nb::handle results) const {
+    Array rows, temperatures;
+    Key key;
+    if (read_full_rows(values, logits, dim, temperature, dtype, backend, rows, temperatures, key)) {
+      full_rows_.keep(kept<FullRows>(key, request, logits, results, {values, dtype, backend}));
+    }
+    return nb::none();
+  }
+
+ private:
+  bool is_array(nb::handle object) const {
+    return Py_TYPE(object.ptr()) == reinterpret_cast<PyTypeObject*>(framework_.array_type.ptr());
+  }
+
+  static bool temperature_is_number(nb::handle temperature) {
+    return temperature.is_none() || PyFloat_CheckExact(temperature.ptr()) || PyLong_CheckExact(temperature.ptr());
+  }
+
+  // `out` as its three arrays.
+  bool take_fields(nb::handle out, nb::handle (&fields)[3]) const {
+    const PyTypeObject* const type = Py_TYPE(out.ptr());
+    if (type != &PyTuple_Type && type != reinterpret_cast<PyTypeObject*>(framework_.result_type.ptr())) return false;
+    if (PyTuple_Size(out.ptr()) != 3) return false;
+    for (u32 i = 0; i < 3; ++i) {
+      fields[i] = PyTuple_GetItem(out.ptr(), Py_ssize_t(i));
+      if (!is_array(fields[i])) return false;
+    }
+    return true;
+  }
+
+  // Reads the arguments that are no arrays, and the arrays themselves. False: an argument is not exactly known.
+  bool read_topk(nb::handle values, nb::handle logits, nb::handle k, nb::handle dim, nb::handle temperature,
+                 nb::handle mask, nb::handle normalize, nb::handle backend, const nb::handle (&out)[3],
+                 TopkArrays& arrays, Key& key) const {
+    const bool has_mask = !mask.is_none();
+    const bool has_temperatures = !temperature_is_number(temperature);
+    if (!is_array(logits) || !PyLong_CheckExact(k.ptr()) || (has_mask && !is_array(mask)) ||
+        (has_temperatures && !is_array(temperature))) {
+      return false;
+    }
+    if (needs_framework({logits, has_mask ? mask : nb::handle(), has_temperatures ? temperature : nb::handle(), out[0],
+                         out[1], out[2]})) {
+      return false;
+    }
+    key.add(values);
+    key.add(normalize);
+    key.add(backend);
+    if (!add_number(key, k) || !read(logits, arrays.logits) || !is_last(dim, arrays.logits)) return false;
+    key.add(arrays.logits);
+    if (!add_temperature(key, temperature, arrays.temperature)) return false;
+    key.add(has_mask);
+    if (has_mask) {
+      if (!read(mask, arrays.mask)) return false;
+      key.add(arrays.mask);
+    }
+    return !out[0] || (read(out[0], arrays.values) && read(out[1], arrays.indices) && read(out[2], arrays.logsumexp));
+  }
+
+  bool read_full_rows(nb::handle values, nb::handle logits, nb::handle dim, nb::handle temperature, nb::handle dtype,
+                      nb::handle backend, Array& rows, Array& temperatures, Key& key) const {
+    const bool has_temperatures = !temperature_is_number(temperature);
+    if (!is_array(logits) || (has_temperatures && !is_array(temperature))) return false;
+    if (needs_framework({logits, has_temperatures ? temperature : nb::handle()})) return false;
+    key.add(values);
+    key.add(dtype);
+    key.add(backend);
+    if (!read(logits, rows) || !is_last(dim, rows)) return false;
+    key.add(rows);
+    return add_temperature(key, temperature, temperatures);
+  }
+
+  // Whether the framework must see a call with these arrays: need_dispatcher_at_run_time() of dispatch.py. Null handles
+  // are left out.
+  bool needs_framework(std::initializer_list<nb::handle> arrays) const {
+    const nb::object level = attribute(framework_.forward_mode, current_level_);
+    if (PyLong_AsLong(level.ptr()) >= 0 ||
+        has_unknown_bits(call(framework_.keys_of_thread), framework_.known_of_thread)) {
+      return true;
+    }
+    for (const nb::handle array : arrays) {
+      if (array && (has_unknown_bits(call(framework_.keys_of_array, array), framework_.known_of_array) ||
+                    (has_gradient(array) && call(framework_.records_gradients).ptr() != Py_False))) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  bool has_unknown_bits(const nb::object& keys, u64 known) const {
+    PyObject* const arguments[] = {keys.ptr()};
+    const auto bits = checked(PyObject_VectorcallMethod(raw_repr_.ptr(), arguments, 1, nullptr));
+    return (PyLong_AsUnsignedLongLongMask(bits.ptr()) & ~known) != 0;
+  }
+
+  bool has_gradient(nb::handle array) const { return attribute(array, requires_grad_).ptr() != Py_False; }
+
+  // Takes the result of a function of Python, and throws if it is an error.
+  static nb::object checked(PyObject* result) {
+    if (!result) throw nb::python_error();
+    return nb::steal(result);
+  }
+
+  static nb::object attribute(nb::handle object, const nb::str& name) {
+    return checked(PyObject_GetAttr(object.ptr(), name.ptr()));
+  }
+
+  static nb::object call(nb::handle function) {
+    return checked(PyObject_Vectorcall(function.ptr(), nullptr, 0, nullptr));
+  }
+
+  static nb::object call(nb::handle function, nb::handle argument) {
+    PyObject* const arguments[] = {argument.ptr()};
+    return checked(PyObject_Vectorcall(function.ptr(), arguments, 1, nullptr));
+  }
+
+  bool read(nb::handle object, Array& array) const {
+    if (api_->from_object(object.ptr(), &array) != 0) {
+      PyErr_Clear();
+      return false;
+    }
+    if (array.dims > kMostDims || array.device_type != dlpack::kCpu || (array.dims > 0 && !array.strides)) return false;
+    array.data = static_cast<char*>(array.data) + array.byte_offset;
+    return true;
+  }
+
+  static bool add_number(Key& key, nb::handle number) {
+    const long long value = PyLong_AsLongLong(number.ptr());
+    if (value == -1 && PyErr_Occurred()) {
+      PyErr_Clear();
+      return false;
+    }
+    key.add(i64(value));
+    return true;
+  }
+
+  bool add_temperature(Key& key, nb::handle temperature, Array& array) const {
+    if (temperature.is_none()) {
+      key.add(0);
+    } else if (PyFloat_CheckExact(temperature.ptr())) {
+      const double number = PyFloat_AsDouble(temperature.ptr());
+      i64 bits;
+      std::memcpy(&bits, &number, sizeof bits);
+      key.add(1);
+      key.add(bits);
+    } else if (PyLong_CheckExact(temperature.ptr())) {
+      key.add(2);
+      return add_number(key, temperature);
+    } else {
+      if (has_gradient(temperature) || !read(temperature, array) || !has_type(array, kFloat32)) return false;
+      key.add(3);
+      key.add(array);
+    }
+    return true;
+  }
+
+  // Whether `dim` is the last dimension.
+  static bool is_last(nb::handle dim, const Array& logits) {
+    if (!PyLong_CheckExact(dim.ptr())) return false;
+    const long long number = PyLong_AsLongLong(dim.ptr());
+    if (number == -1 && PyErr_Occurred()) PyErr_Clear();
+    return number == -1 || number == logits.dims - 1;
+  }
+
+  // named: the objects that the key names.
+  template <class REQUEST>
+  std::shared_ptr<const Kept<REQUEST>> kept(const Key& key, nb::handle request, nb::handle logits, nb::handle results,
+                                            std::initializer_list<nb::handle> named) const {
+    const auto kept = std::make_shared<Kept<REQUEST>>();
+    kept->key = key;
+    kept->owner = nb::borrow(request);
+    kept->request = nb::inst_ptr<REQUEST>(request);
+    kept->device = logits.attr("device");
+    for (const nb::handle result : results) {
+      if (is_array(result)) {
+        kept->results.push_back({nb::borrow(result), {}, {}});
+      } else {
+        kept->results.push_back({{}, result[0], result[1]});
+      }
+    }
+    for (const nb::handle object : named) kept->named.push_back(nb::borrow(object));
+    return kept;
+  }
+
+  template <class REQUEST>
+  nb::object new_array(const Kept<REQUEST>& kept, u32 number) const {
+    const Result& result = kept.results[number];
+    if (result.like) return like(result.like);
+    PyObject* const arguments[] = {result.size.ptr(), result.dtype.ptr(), kept.device.ptr()};
+    return checked(PyObject_Vectorcall(framework_.empty.ptr(), arguments, 0, empty_names_.ptr()));
+  }
+
+  nb::object like(nb::handle array) const { return call(framework_.empty_like, array); }
+
+  // The tuple as a result. This skips the __new__ of a named tuple, which is written in Python.
+  nb::object result_of(const nb::object& fields) const {
+    const auto make = reinterpret_cast<newfunc>(PyType_GetSlot(&PyTuple_Type, Py_tp_new));
+    const nb::tuple arguments = nb::make_tuple(fields);
+    return checked(make(reinterpret_cast<PyTypeObject*>(framework_.result_type.ptr()), arguments.ptr(), nullptr));
+  }
+
+  // is_plain_out() of arguments.py.
+  static bool is_plain_out(const TopkArrays& arrays, const Problem& kind, bool has_temperatures, bool has_mask) {
+    const auto has_shape = [&](const Array& array, bool has_k) {
+      const size_t rows = kind.sizes.size();
+      if (size_t(array.dims) != rows + has_k || !is_contiguous(array)) return false;
+      return std::equal(kind.sizes.begin(), kind.sizes.end(), array.shape) && (!has_k || array.shape[rows] == kind.k);
+    };
+    if (!has_shape(arrays.values, true) || !has_shape(arrays.indices, true) || !has_shape(arrays.logsumexp, false) ||
+        !has_type(arrays.values, kind.value_kind == ValueKind::kLogits ? kind.dtype : kFloat32) ||
+        !(has_type(arrays.indices, dlpack::kInt, 64) || has_type(arrays.indices, dlpack::kInt, 32)) ||
+        !has_type(arrays.logsumexp, kFloat32)) {
+      return false;
+    }
+    std::pair<std::uintptr_t, std::uintptr_t> taken[6];
+    u32 count = 0;
+    taken[count++] = bytes_of(arrays.logits);
+    if (has_temperatures) taken[count++] = bytes_of(arrays.temperature);
+    if (has_mask) taken[count++] = bytes_of(arrays.mask);
+    for (const Array* written : {&arrays.values, &arrays.indices, &arrays.logsumexp}) {
+      const auto bytes = bytes_of(*written);
+      for (u32 i = 0; i < count; ++i) {
+        if (bytes.first < taken[i].second && taken[i].first < bytes.second) return false;
+      }
+      taken[count++] = bytes;
+    }
+    return true;
+  }
+
+  static std::uintptr_t address(const Array& array) { return reinterpret_cast<std::uintptr_t>(array.data); }
+
+  // Few elements are not worth the question.
+  u32 threads_for(const Array& logits) const {
+    if (elements_of(logits) < 2 * kElementsPerThread) return 1;
+    return nb::cast<u32>(call(framework_.num_threads));
+  }
+
+  static nb::str name(const char* name) { return nb::steal<nb::str>(PyUnicode_InternFromString(name)); }
+
+  const Framework framework_;
+  const nb::tuple empty_names_ = nb::make_tuple(name("size"), name("dtype"), name("device"));
+  const nb::str requires_grad_ = name("requires_grad");
+  const nb::str current_level_ = name("_current_level");
+  const nb::str raw_repr_ = name("raw_repr");
+  const dlpack::ExchangeApi* api_;
+  mutable Table<Topk> topk_;
+  mutable Table<FullRows> full_rows_;
+};
+
+// A method of ShortCalls as a function of Python, called without nanobind, which takes longer for arguments that are None.
+template <class... ARGUMENTS, size_t... I>
+nb::object call_with(const ShortCalls& calls, nb::object (ShortCalls::*method)(ARGUMENTS...) const,
+                     PyObject* const* given, std::index_sequence<I...>) {
+  return (calls.*method)(nb::handle(given[I])...);
+}
+
+template <auto METHOD, class... ARGUMENTS>
+PyObject* call_fast(nb::object (ShortCalls::*)(ARGUMENTS...) const, PyObject* self, PyObject* const* given,
+                    Py_ssize_t count) {
+  if (count != Py_ssize_t(sizeof...(ARGUMENTS))) {
+    PyErr_Format(PyExc_TypeError, "takes %zu positional arguments, got %zd", sizeof...(ARGUMENTS), count);
+    return nullptr;
+  }
+  try {
+    return call_with(*nb::inst_ptr<ShortCalls>(self), METHOD, given, std::index_sequence_for<ARGUMENTS...>())
+        .release()
+        .ptr();
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+template <auto METHOD>
+PyObject* call_method(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  return call_fast<METHOD>(METHOD, self, given, count);
+}
+
+template <auto METHOD>
+nb::object bound_method(nb::handle self) {
+  static PyMethodDef method = {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_method<METHOD>)),
+                               METH_FASTCALL, nullptr};
+  return nb::steal(PyCFunction_NewEx(&method, self.ptr(), nullptr));
+}
+
+}  // namespace
+
+void bind_short_calls(nb::module_& module) {
+  nb::class_<ShortCalls>(module, "ShortCalls")
+      .def("__init__",
+           [](ShortCalls* self, nb::object array_type, nb::object result_type, nb::object empty, nb::object empty_like,
+              nb::object num_threads, nb::object keys_of_array, nb::object keys_of_thread, u64 known_of_array,
+              u64 known_of_thread, nb::object records_gradients, nb::object forward_mode) {
+             new (self) ShortCalls({array_type, result_type, empty, empty_like, num_threads, keys_of_array,
+                                    keys_of_thread, known_of_array, known_of_thread, records_gradients, forward_mode});
+           })
+      .def_prop_ro("topk", bound_method<&ShortCalls::topk>)
+      .def_prop_ro("keep_topk", bound_method<&ShortCalls::keep_topk>)
+      .def_prop_ro("full_rows", bound_method<&ShortCalls::full_rows>)
+      .def_prop_ro("keep_full_rows", bound_method<&ShortCalls::keep_full_rows>);
+}
+
+}  // namespace fused_topk::cpu
