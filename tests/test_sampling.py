@@ -127,7 +127,16 @@ def test_a_number_draws_the_token_of_the_exact_sums(backend, name, vocab_size, d
     check_is_kept(tokens, weights, settings.get("top_p"))
 
 
-@pytest.mark.parametrize("name", ["whole", "top_p", "top_p_of_almost_all", "min_p_of_little", "usual", "many"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("whole", "top_p"),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("top_p_of_almost_all", "min_p_of_little", "usual", "many")
+        ),
+    ],
+)
 def test_long_rows(backend, name):
     """What top-p keeps of flat rows is far longer than any list."""
     settings = SETTINGS[name]

@@ -129,6 +129,7 @@ def test_more_beams_than_a_first_step_has_tokens():
     assert_whole(family("Llama"), num_beams=40, eos_token_id=[5, 6, 7], max_new_tokens=4)
 
 
+@pytest.mark.exhaustive
 def test_random_configurations():
     choose = random.Random(25)
     crossed = 0

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from fused_topk.cuda_runtime import kernel_source
 from kept import built, key
 
 from .translate import translate
@@ -72,19 +73,28 @@ def library(kernel: Kernel) -> Path:
     # Without optimisation a kernel compiles in half the time and runs a third longer, and most tests run each kernel a few times.
     options = (*_COMMON, *(sanitize or _INSTRUMENT), "-O0", "-g" if kernel.debug else "-g1")
     options += (f"-D__CUDA_ARCH__={kernel.architecture}0", "-w")
-    text = (
-        f'#include "ptx.h"\n#line 1 "kernel.cu"\n{translate(kernel.source)}\n#line 1 "host.cpp"\n'
-        f'extern "C" void simt_kernel(void** arguments) {{ simt_call({kernel.name}, arguments); }}\n'
-    )
+    source = f'#include "ptx.h"\n#line 1 "kernel.cu"\n{translate(kernel.source)}\n'
+    call = f'#line 1 "host.cpp"\nextern "C" void simt_kernel(void** arguments) {{ simt_call({kernel.name}, arguments); }}\n'
+    # The text of csrc/ is compiled for many kernels, an edited one for few.
+    has_header = kernel.source == kernel_source.translation_unit(kernel.name)
     machine = machine_library()
 
     def build(folder: Path, path: Path) -> None:
-        (folder / "kernel.cpp").write_text(text)
-        compile_ = (*options, "-c", "kernel.cpp", "-o", "kernel.o")
-        _run(folder, *compile_)
+        (folder / "kernel.cpp").write_text(call if has_header else source + call)
+        include = ("-include", _header(source, options)) if has_header else ()
+        _run(folder, *options, *include, "-c", "kernel.cpp", "-o", "kernel.o")
         _run(folder, "-shared", *sanitize, "-Wl,-z,now", "kernel.o", str(machine), "-o", str(path))
 
-    return built(f"{_key(text, _texts(_FOR_KERNELS), *options, machine.name)}.so", build)
+    return built(f"{_key(source, call, _texts(_FOR_KERNELS), *options, machine.name)}.so", build)
+
+
+@functools.cache
+def _header(text: str, options: tuple[str, ...]) -> str:
+    """The path of a header with that text. Beside it is the precompiled header, which the compiler takes in its place."""
+    name = f"{_key(text, _texts(_FOR_KERNELS), *options)}.h"
+    header = built(name, lambda _, path: path.write_text(text))
+    built(f"{name}.gch", lambda folder, path: _run(folder, *options, "-x", "c++-header", str(header), "-o", str(path)))
+    return str(header)
 
 
 def address_sanitizer_environment() -> dict[str, str]:

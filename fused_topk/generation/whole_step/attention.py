@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-# Scores as transformers' function for `sdpa` forms them, which knows no cap of the scores, and as all others do.
+# The names of our two functions. PLAIN forms scores as transformers' function for `sdpa` does, which has no cap of the
+# scores. CAPPED forms them as all others do.
 PLAIN = "fused_topk_shared_prompt"
 CAPPED = "fused_topk_shared_prompt_capped"
 
@@ -31,13 +32,13 @@ class Call(NamedTuple):
     window: int | None  # how many of the last places may be looked at
 
 
-# The calls while a prompt is read; None where nobody looks.
+# The calls of attention in a block of watched(); None outside of one.
 _calls: ContextVar[list[Call] | None] = ContextVar("fused_topk_attention_calls", default=None)
 
 
 @contextmanager
 def watched() -> Iterator[list[Call]]:
-    """Within it, the list of the calls so far."""
+    """A with block that gives the list of the calls of attention in it."""
     calls: list[Call] = []
     token = _calls.set(calls)
     try:
@@ -47,7 +48,7 @@ def watched() -> Iterator[list[Call]]:
 
 
 def name_for(implementation: str | None) -> str:
-    """The function that computes as the model's own attention implementation does."""
+    """The name of the function that computes as the model's own attention implementation does."""
     return PLAIN if implementation == "sdpa" else CAPPED
 
 

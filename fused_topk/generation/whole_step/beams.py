@@ -38,12 +38,12 @@ class Hypotheses(NamedTuple):
     parents: Tensor  # int64 [batch, n, room], the beam that each token was added to, -1 where there is no token
 
     def pick(self, chosen: Tensor) -> Hypotheses:
-        """Those at the places `chosen` [batch, m]."""
+        """The hypotheses at the places `chosen` [batch, m]."""
         return Hypotheses(self.scores.gather(1, chosen), *(_rows(each, chosen) for each in self[1:]))
 
 
 class Beams(NamedTuple):
-    """What a call holds between two tokens."""
+    """The state of a call between two tokens."""
 
     running: Hypotheses
     ended: Hypotheses

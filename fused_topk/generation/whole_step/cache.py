@@ -97,7 +97,7 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         values = key_states if value_states is None else value_states
         if self.is_initialized:
-            # Of the call before.
+            # They still hold the call before.
             self.keys.zero_()
             self.values.zero_()
             return
@@ -106,7 +106,7 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _empty(self, like: Tensor) -> Tensor:
         batch, heads, _, dim = like.shape
-        # Zeros: what no beam looks at is multiplied by zero all the same, and must not be NaN.
+        # Zeros: attention multiplies what no beam looks at by zero, and 0 * NaN would be NaN.
         return like.new_zeros(batch, heads, self._places.total, dim)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -181,7 +181,7 @@ class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         for kept, written in ((self.keys, key_states), (self.values, value_states)):
             length = written.shape[2]
             kept[:, :, :length] = written
-            # Of the call before.
+            # A longer source of the call before reached further.
             kept[:, :, length:] = 0
         return key_states, value_states
 

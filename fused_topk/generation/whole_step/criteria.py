@@ -19,7 +19,7 @@ _KNOWN = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
 
 
 class Criteria:
-    """Those of one call.
+    """The stopping criteria of one call.
 
     reason: why they cannot be served; None where they can.
     ends: the tokens that end a text.
@@ -51,6 +51,6 @@ class Criteria:
         """Whether every text of that length ends.
 
         Args:
-            ids: any of the tokens, for the device.
+            ids: any tokens on the device of the call: a criterion answers there.
         """
         return length >= self.max_length or any(bool(each(ids, None).any()) for each in self._clocks)

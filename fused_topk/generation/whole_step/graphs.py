@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# How many steps the host may be ahead of what it knows of the device. A guess: a replay takes the host some 20 µs, the
-# device more than 1 ms, so that two would do; each one more is a step that may run in vain at the end of a call.
+# How many steps the host may be ahead of what it knows of the device. A guess: a replay takes far longer on the device than on
+# the host, so two would do. Each one more is a step that may run in vain at the end of a call.
 LATENESS = 4
 
 
@@ -21,7 +21,7 @@ def are_for(device: torch.device) -> bool:
 
 
 class Graph:
-    """What a function launches, to be launched again by one call.
+    """The launches of a function, captured: one call launches them all again.
 
     The function has run before, so that all is compiled. It takes nothing: it reads and writes tensors that stay where
     they are. Other threads may use the device meanwhile.
@@ -36,7 +36,7 @@ class Graph:
                 for _ in range(2):
                     run()
             torch.cuda.current_stream(device).wait_stream(stream)
-            # As the capture does it, too: what is reserved after it that was not before is the graph's.
+            # The capture empties the cache, too. So the memory that it adds to the reserved is the graph's.
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved(device)
@@ -51,9 +51,10 @@ class Graph:
 
 
 class EndFlag:
-    """Whether a search goes on, as it was known LATENESS steps ago on a GPU; at once elsewhere.
+    """Whether a search goes on. On a GPU the answer is that of LATENESS steps ago, elsewhere that of this step.
 
-    Always that many, never by what happens to be there: steps in vain draw random numbers, too.
+    The lateness is always the same, whatever the device has done by then. Steps in vain draw random numbers, too, so their
+    number must not depend on time.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -75,7 +75,7 @@ def of_beams(
 
 
 def of_texts(prompt: Tensor, tokens: Tensor, kept: Kept, config: GenerationConfig, has_source: bool) -> Any:
-    """The texts, of `tokens` [batch, n]."""
+    """The result of a search without beams, of its new `tokens` [batch, n]."""
     sequences = torch.cat([prompt, tokens], 1)
     if not config.return_dict_in_generate:
         return sequences

@@ -20,7 +20,7 @@ from .reasons import Declined
 class Scan:
     """One step's logits, and what its processors do to them.
 
-    is_dense: whether no edits say it.
+    is_dense: whether the processors change too many tokens for a list of edits.
     """
 
     def __init__(self, plan: Plan, logits: Tensor, text: Tensor, are_log_probs: bool, never_declines: bool) -> None:

@@ -12,7 +12,7 @@ from .beams import Rules
 
 
 class Texts(NamedTuple):
-    """What a call holds between two tokens."""
+    """The state of a call between two tokens."""
 
     tokens: Tensor  # int64 [batch, room]
     has_ended: Tensor  # bool [batch]

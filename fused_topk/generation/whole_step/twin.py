@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second model of the same weights, of which the attention is ours: the user's one stays as it is.
+"""The twin of a model: a second one with the same weights and our attention. The user's model stays as it is.
 
-Its modules are copies that share all that the modules of the first hold, but for the configuration and for the modules in
-them. So other threads that run the first meanwhile do not see our attention, nor does anybody after an exception.
+The twin's modules are copies. They share everything with the modules of the first but the configuration and the modules
+in them. So other threads that run the first meanwhile do not see our attention, and neither does anybody after an exception.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def twin_of(model: Any, attention: str | None, state_of_root: Callable[[Any], di
             return twin
         modules[id(module)] = twin
         twin.__dict__.update(state)
-        # That of the first module, if it is there at all: see reasons.of_model.
+        # A forward method among a module's attributes would be bound to the first module: see reasons.of_model.
         twin.__dict__.pop("forward", None)
         config = state.get("config")
         if config is not None:
