@@ -336,7 +336,17 @@ def others_get_whole_logits(rank: int, size: int) -> None:
     model.forward = functools.wraps(kept)(lambda *args, **kwargs: kept(*args, **kwargs))
     assert_gathered("a forward() of the model that has been replaced", model, alone)
     del model.forward
-    assert len(seen) == 2 * NEW_TOKENS
+    kind = type(model)
+
+    class Updating(kind):
+        def _update_model_kwargs_for_generation(self, outputs, *args, **kwargs):
+            see(outputs.logits.detach())
+            return super()._update_model_kwargs_for_generation(outputs, *args, **kwargs)
+
+    model.__class__ = Updating
+    assert_gathered("_update_model_kwargs_for_generation of Updating", model, alone)
+    model.__class__ = kind
+    assert len(seen) == 3 * NEW_TOKENS
 
     def process(ids, scores):
         see(scores)
@@ -344,7 +354,7 @@ def others_get_whole_logits(rank: int, size: int) -> None:
 
     assert_gathered("logits processor function", model, alone, logits_processor=[process])
     assert_gathered("logits processor function", model, alone, logits_processor=[process], num_beams=2)
-    assert len(seen) == 6 * NEW_TOKENS, len(seen)
+    assert len(seen) == 7 * NEW_TOKENS, len(seen)
 
     # Another's question in the middle of a call.
     def ask(batch, ids):
@@ -366,19 +376,28 @@ def models_that_do_more(rank: int, size: int) -> None:
     forward = model.lm_head.__dict__["forward"]
     kind = type(model)
 
-    class Sorting(kind):
+    class Filling(kind):
         def forward(self, *args, **kwargs):
             output = super().forward(*args, **kwargs)
             # In place, through a view.
             output.logits[..., :3].fill_(-1e3)
             return output
 
-    model.__class__ = Sorting
+    model.__class__ = Filling
     stats(reset=True)
     with fused_decoding(model):
         got = sequences(model, num_beams=2)
     assert stats(reset=True).gathered == {"operation __getitem__ on the logits of a tensor-parallel model": NEW_TOKENS}
     assert torch.equal(got, sequences(model, num_beams=2))
+
+    class Normalizing(kind):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits.log_softmax(-1)
+            return output
+
+    model.__class__ = Normalizing
+    assert_gathered("operation log_softmax on the logits of a tensor-parallel model", model, alone, num_beams=2)
     model.__class__ = kind
     model.compile(backend="eager")
     assert_gathered("a forward pass whose LM head gives no columns, such as a compiled one", model, alone)
