@@ -9,9 +9,12 @@ import torch
 
 import fused_topk
 from distributed_checks import columns
+from distributed_linear_checks import first_row, own_rows
 from fused_topk import distributed
+from linear_heads import exact_head
 from oracle import DTYPES, VALUES_OF, assert_topk, expected
 from rows import adversarial_rows, random_logits, random_mask
+from test_sampling import SETTINGS, check_draws, kept_weights, rows_of, uniforms
 
 FOLDER = ""  # that all processes can write
 
@@ -43,6 +46,32 @@ def beams(rank: int, size: int) -> None:
     want = fused_topk.beam_topk(logits, scores, 6)
     assert torch.equal(got.indices, want.indices)
     torch.testing.assert_close(got.values, want.values)
+
+
+def heads_and_their_targets(rank: int, size: int) -> None:
+    hidden, weight, bias = exact_head((50,), 64, 32001, torch.float32, "cuda")
+    targets = torch.arange(50, device="cuda") * 600
+    got = distributed.linear_log_softmax_topk(
+        hidden,
+        own_rows(weight, rank, size),
+        7,
+        own_rows(bias, rank, size),
+        targets=targets,
+        start=first_row(32001, rank, size),
+    )
+    want = fused_topk.linear_log_softmax_topk(hidden, weight, 7, bias, targets=targets)
+    assert torch.equal(got.indices, want.indices)
+    torch.testing.assert_close(got.values, want.values)
+    torch.testing.assert_close(got.target_logprobs, want.target_logprobs)
+
+
+def draws_of_exact_sums(rank: int, size: int) -> None:
+    logits = rows_of(9001)
+    seed = torch.arange(len(logits)) + 17
+    for name in ("whole", "hot", "usual", "min_p", "top_p_of_almost_all"):
+        own = columns(logits.cuda(), rank, size)
+        got = distributed.sample(own, seed=seed.cuda(), num_samples=50, **SETTINGS[name])
+        check_draws(got.tokens.cpu(), uniforms(seed, 50), kept_weights(logits, SETTINGS[name]))
 
 
 def a_graph_is_captured_and_replayed(rank: int, size: int) -> None:

@@ -58,6 +58,11 @@ def what_the_unsharded_call_gives(rank: int, size: int) -> None:
                 torch.testing.assert_close(got.log_probs, want.log_probs, rtol=0, atol=5e-6, equal_nan=True)
                 assert torch.equal(got.topk.indices, want.topk.indices)
                 torch.testing.assert_close(got.topk.values, want.topk.values, rtol=0, atol=2e-6, equal_nan=True)
+    # More than a list has, by a seed of all rows.
+    flat = rows_of(2100)[[0, 2, 2]]
+    for settings in ({"top_k": 1700}, {"top_p": 0.99}):
+        got = distributed.sample(columns(flat, rank, size), seed=9, num_samples=5, **settings)
+        assert torch.equal(got.tokens, fused_topk.sample(flat, seed=9, num_samples=5, **settings).tokens)
     one = distributed.sample(columns(logits[0, 0], rank, size), seed=3)
     assert one.tokens.shape == (1,) and torch.equal(one.tokens, fused_topk.sample(logits[0, 0], seed=3).tokens)
     assert distributed.sample(columns(logits[:0], rank, size), seed=3).tokens.shape == (0, 3, 1)
@@ -92,7 +97,7 @@ def parameters_of_each_row(rank: int, size: int) -> None:
     seed = torch.arange(len(logits))
     got = distributed.sample(columns(logits, rank, size), num_samples=9, seed=seed, **settings)
     check_draws(got.tokens, uniforms(seed, 9), kept_weights(logits, settings))
-    short = {"top_k": torch.tensor([3, 900]), "top_p": 0.9}
+    short = {"top_k": torch.tensor([3, 2000]), "top_p": 0.9}
     got = distributed.sample(columns(base[:2], rank, size), num_samples=30, seed=seed[:2], **short)
     short["top_p"] = torch.full((2,), 0.9, dtype=torch.float64)
     check_draws(got.tokens, uniforms(seed[:2], 30), kept_weights(base[:2], short))

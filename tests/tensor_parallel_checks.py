@@ -150,16 +150,22 @@ def greedy_and_beams(rank: int, size: int) -> None:
 
 def the_choice_of_columns(rank: int, size: int) -> None:
     """Each question that a step may ask of its rows, with and without tokens that are left out."""
-    logits = torch.randn(6, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
-    columns = Columns.of(dist.group.WORLD, rank, size, VOCAB_SIZE)
+    # Of 9 tokens the fourth process has none.
+    for vocab_size in (VOCAB_SIZE, 9):
+        _check_choice(rank, size, vocab_size)
+
+
+def _check_choice(rank: int, size: int, vocab_size: int) -> None:
+    logits = torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(0))
+    columns = Columns.of(dist.group.WORLD, rank, size, vocab_size)
     own = logits[:, columns.start : columns.start + columns.length]
     backend = backends.pick(logits.device, logits.dtype, 1, None)
     whole = Rows(logits, backend)
     sharded = ShardedRows(ShardedLogits.of(own, columns), backend, None)
     assert torch.equal(sharded.greatest(), whole.greatest())
     beam_scores = torch.tensor([[-1.0, -1.5, -2.0], [-0.5, -0.2, -3.0]])
-    ids = torch.randint(VOCAB_SIZE, (6, 9), generator=torch.Generator().manual_seed(1))
-    allowed = torch.rand(6, VOCAB_SIZE, generator=torch.Generator().manual_seed(2)) < 0.4
+    ids = torch.randint(vocab_size, (6, 9), generator=torch.Generator().manual_seed(1))
+    allowed = torch.rand(6, vocab_size, generator=torch.Generator().manual_seed(2)) < 0.4
     for mask in (None, packed.of(allowed.numpy(), logits.device), packed.of(allowed[:1].numpy(), logits.device)):
         for got, want in (
             (sharded.topk(7, mask), whole.topk(7, mask)),
@@ -172,10 +178,12 @@ def the_choice_of_columns(rank: int, size: int) -> None:
             ),
         ):
             if isinstance(got, Scanned):
-                assert torch.equal(got.of_best, want.of_best) and torch.equal(got.of_ids, want.of_ids)
+                is_allowed = want.best.values > -torch.inf
+                assert torch.equal(got.of_best[is_allowed], want.of_best[is_allowed])
+                assert torch.equal(got.of_ids, want.of_ids)
                 got, want = got.best, want.best
             assert torch.equal(got.indices, want.indices)
-            torch.testing.assert_close(got.values, want.values, rtol=0, atol=2e-6)
+            torch.testing.assert_close(got.values, want.values, rtol=0, atol=2e-6, equal_nan=True)
             torch.testing.assert_close(got.logsumexp, want.logsumexp, rtol=0, atol=2e-6)
 
 
@@ -328,7 +336,17 @@ def others_get_whole_logits(rank: int, size: int) -> None:
     model.forward = functools.wraps(kept)(lambda *args, **kwargs: kept(*args, **kwargs))
     assert_gathered("a forward() of the model that has been replaced", model, alone)
     del model.forward
-    assert len(seen) == 2 * NEW_TOKENS
+    kind = type(model)
+
+    class Updating(kind):
+        def _update_model_kwargs_for_generation(self, outputs, *args, **kwargs):
+            see(outputs.logits.detach())
+            return super()._update_model_kwargs_for_generation(outputs, *args, **kwargs)
+
+    model.__class__ = Updating
+    assert_gathered("_update_model_kwargs_for_generation of Updating", model, alone)
+    model.__class__ = kind
+    assert len(seen) == 3 * NEW_TOKENS
 
     def process(ids, scores):
         see(scores)
@@ -336,7 +354,7 @@ def others_get_whole_logits(rank: int, size: int) -> None:
 
     assert_gathered("logits processor function", model, alone, logits_processor=[process])
     assert_gathered("logits processor function", model, alone, logits_processor=[process], num_beams=2)
-    assert len(seen) == 6 * NEW_TOKENS, len(seen)
+    assert len(seen) == 7 * NEW_TOKENS, len(seen)
 
     # Another's question in the middle of a call.
     def ask(batch, ids):
@@ -350,6 +368,43 @@ def others_get_whole_logits(rank: int, size: int) -> None:
     assert torch.equal(got, sequences(alone))
     assert list(stats().gathered) == ["a call of the model in the middle of generate()"]
     assert stats(reset=True).sharded == NEW_TOKENS
+
+
+def models_that_do_more(rank: int, size: int) -> None:
+    """What a model does to logits besides a soft cap runs on whole ones, and a compiled model computes as it is."""
+    model, alone = models()
+    forward = model.lm_head.__dict__["forward"]
+    kind = type(model)
+
+    class Filling(kind):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            # In place, through a view.
+            output.logits[..., :3].fill_(-1e3)
+            return output
+
+    model.__class__ = Filling
+    stats(reset=True)
+    with fused_decoding(model):
+        got = sequences(model, num_beams=2)
+    assert stats(reset=True).gathered == {"operation __getitem__ on the logits of a tensor-parallel model": NEW_TOKENS}
+    assert torch.equal(got, sequences(model, num_beams=2))
+
+    class Normalizing(kind):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits.log_softmax(-1)
+            return output
+
+    model.__class__ = Normalizing
+    assert_gathered("operation log_softmax on the logits of a tensor-parallel model", model, alone, num_beams=2)
+    model.__class__ = kind
+    model.compile(backend="eager")
+    assert_gathered("a forward pass whose LM head gives no columns, such as a compiled one", model, alone)
+    del model._compiled_call_impl
+    torch.compiler.reset()
+    assert model.lm_head.__dict__["forward"] is forward
+    assert_sharded(model, alone)
 
 
 def scores_that_are_kept(rank: int, size: int) -> None:

@@ -27,6 +27,13 @@ if not tensor_parallel_checks.IS_SERVED:
 # The processes of the plain tier, which take seconds to import transformers, run these alone.
 QUICK = ["greedy_and_beams", "few_bytes_a_step"] if tensor_parallel_checks.IS_SERVED else CHECKS
 
+# Those that may differ with the number of processes.
+OF_MORE = [
+    check
+    for check in CHECKS
+    if check in (*QUICK, "whole_heads", "the_choice_of_columns", "other_heads", "processors", "sampling")
+]
+
 
 @functools.cache
 def results(size: int, checks: tuple[str, ...]) -> list[dict[str, str | None]]:
@@ -45,7 +52,12 @@ def test_two_processes():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("check", CHECKS)
-def test_every_check(check, size):
-    passes(check, size, CHECKS)
+def test_every_check(check):
+    passes(check, 2, CHECKS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("check", OF_MORE)
+def test_four_processes(check):
+    passes(check, 4, OF_MORE)

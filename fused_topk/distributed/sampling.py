@@ -334,7 +334,7 @@ class _Exchanged:
         is_kept = is_kept & (~(before >= kept.top_p * total) | ~(kept.top_p < 1)) & ~(weights < kept.min_p)
         is_kept[:, 0] = True
         # All that tie with the k-th must be listed, for the total.
-        is_cut = torch.where(has_k, ~is_in_k[:, -1:] & (kept.top_k <= listed), ~is_kept[:, -1:])
+        is_cut = torch.where(has_k, ~is_in_k[:, -1:], ~is_kept[:, -1:])
         is_enough = is_cut | (ranked[:, -1:] == -torch.inf) | (self._temperature == 0) | ~self._has_distribution
         if listed != self.vocab_size and not bool(is_enough.all()):
             return None

@@ -30,6 +30,10 @@ Beside public API (forward hooks, generate, get_compiled_call) two private names
 learn the processors and the configuration of a call, without which generate() stays stock, with one warning; and torch's
 `_compiled_call_impl`, without which the steps of a model after model.compile() are stock, and counted.
 
+Of a tensor-parallel model the loop gets the columns of its own process (`tensor_parallel`): the LM head's forward() gives them
+in place of gathered logits, in an object that stands for the whole (`sharded_logits`). Lazy values choose from them by small
+collectives (`sharded_rows`). Everyone else gets the whole logits, gathered on demand.
+
 With whole_step=True calls of the kinds that `whole_step` serves run in loops of its own.
 
 A model carries hooks (`hooks`) while it is enabled, in a block or in a call. They hold nothing of a call: what is

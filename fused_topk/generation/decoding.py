@@ -43,6 +43,10 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str =
     the model outside generate() and other models are not touched. Can be called again to change the option. What is copied
     or saved of the model, with copy, pickle or torch.save, is not enabled.
 
+    Of a tensor-parallel model every process must enable it, and make the same calls. Its LM head then gathers no logits where
+    the call can be served: each process chooses from its own columns, and one small collective merges the candidates.
+    :func:`stats` counts such steps in `sharded`, and says in `gathered` why others are not.
+
     Args:
         model: a transformers model, or one with such models as parts: each part that can generate is enabled.
         sampling: also fuse do_sample=True with top-k, top-p or min-p, and beam sampling. The distribution is that of

@@ -64,7 +64,7 @@ class Scanned(NamedTuple):
     """The best of the scanned tokens, and raw logits."""
 
     best: TopK  # [R, k]
-    of_best: Tensor  # float32 [R, k]
+    of_best: Tensor  # float32 [R, k]; they do not matter where a score is -inf
     of_ids: Tensor  # float32 [R, S], of the tokens that were asked for
 
 

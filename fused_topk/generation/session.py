@@ -93,6 +93,8 @@ class Session:
         # The LM head of a tensor-parallel model, why its logits are gathered, and random numbers that all processes have.
         self._head: ShardedHead | None = None
         self._reason_to_gather: str | None = None
+        # Whether the head has given columns in this forward pass.
+        self._has_given_columns = False
         self._generator: torch.Generator | None = None
 
     def begin(self, config: GenerationConfig, processors: LogitsProcessorList) -> LogitsProcessorList:
@@ -130,7 +132,7 @@ class Session:
         if not agreement.is_alike:
             reason = "a call that is not the same on all processes"
         self._reason_to_gather = reason
-        if mode in SAMPLING:
+        if mode in SAMPLING and reason is None:
             self._generator = torch.Generator(self._head.module.weight.device).manual_seed(agreement.seed)
 
     def columns_of(
@@ -145,7 +147,9 @@ class Session:
         head = self._head
         if head is None or module is not head.module or self._reason_to_gather is not None or not self.is_open:
             return None
-        return head.logits(args, kwargs, caller)
+        logits = head.logits(args, kwargs, caller)
+        self._has_given_columns = logits is not None
+        return logits
 
     def after_forward(self, output: Any, is_asked_by_loop: bool = True) -> Any:
         """Marks the logits that the model has returned to the loop."""
@@ -154,11 +158,14 @@ class Session:
             return output
         self._num_forwards += 1
         if type(logits) is ShardedLogits:
+            self._has_given_columns = False
             return self._after_sharded_forward(output, logits, is_asked_by_loop)
-        if is_asked_by_loop and self._head is not None:
+        if is_asked_by_loop and self._head is not None and not self._has_given_columns:
             count_gathered(
-                self._reason_to_gather or "logits that the forward() of the model does not compute by itself"
+                self._reason_to_gather or "a forward pass whose LM head gives no columns, such as a compiled one"
             )
+        # Else an operation of the model has gathered them, which is counted.
+        self._has_given_columns = False
         if is_asked_by_loop and self._reason is not None:
             self._num_steps += 1
             count_fallback(self._reason)

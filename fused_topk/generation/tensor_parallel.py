@@ -27,6 +27,8 @@ from .sharded_logits import Columns, ShardedLogits
 # The styles of transformers' plans that gather what a linear layer gives, and leave it as it is otherwise.
 _GATHERING = ("colwise_gather_output", "colwise_rep")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# A method that is given the model's output before the loop takes the logits. A user's model may override it.
+_OF_OUTPUT = "_update_model_kwargs_for_generation"
 # Of torch: hooks of all modules.
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
@@ -92,6 +94,10 @@ class ShardedHead:
         forward = vars(model).get("forward")
         if forward is not None and getattr(forward, "__func__", None) is not type(model).forward:
             return "a forward() of the model that has been replaced"
+        if not str(getattr(getattr(model, _OF_OUTPUT, None), "__module__", "transformers.")).startswith(
+            "transformers."
+        ):
+            return f"{_OF_OUTPUT} of {type(model).__name__}"
         if not self._is_planned_to_gather():
             return "an LM head whose plan is not one that gathers its output"
         return None
