@@ -5,7 +5,8 @@ transformers' generate() runs stock and fused in turns: beam search, greedy sear
 whole calls of beam search and greedy search, also with whole_step, in turns.
 
     python demos/decoding_latency.py                                  # a tiny model, trained here in about a minute
-    python demos/decoding_latency.py --compiled --peer ctranslate2    # also compiled whole steps, and CTranslate2
+    python demos/decoding_latency.py --peer ctranslate2               # also CTranslate2, on a CPU
+    python demos/decoding_latency.py --compiled                       # also compiled whole steps, on a GPU
     python demos/decoding_latency.py --random-weights llama-1b        # a true shape, for a GPU
     python demos/decoding_latency.py --model path/to/any/causal-lm
 
@@ -83,7 +84,10 @@ def main(
     output: Annotated[Path, typer.Option(help="Where the plot goes, as a PNG.")] = Path("out/decoding_latency.png"),
     json_path: Annotated[str, typer.Option("--json", metavar="PATH", help="Also write every number there.")] = "",
     compiled: Annotated[
-        bool, typer.Option("--compiled", help="Also compile whole steps: up to a minute each.")
+        bool,
+        typer.Option(
+            "--compiled", help="Also compile whole steps on a GPU: up to a minute each. On a CPU they are anyway."
+        ),
     ] = False,
     peer: Annotated[str, typer.Option(metavar="ctranslate2", help="Also time it, where it is installed.")] = "",
 ) -> None:
@@ -133,7 +137,8 @@ def main(
         measured, written = measure(
             chosen, tokens, mask, beams=beams, new_tokens=new_tokens, rounds=rounds, load_before=load_before
         )
-        ways = [STOCK, FUSED, WHOLE, *([COMPILED] if compiled else []), STATIC]
+        # On a CPU whole steps are compiled in any case.
+        ways = [STOCK, FUSED, WHOLE, *([COMPILED] if compiled and place.type == "cuda" else []), STATIC]
         inputs = {"input_ids": tokens, "attention_mask": mask}
         measured.calls.update(
             measure_calls(chosen, inputs, ways, beams=beams, new_tokens=new_tokens, rounds=rounds, has_peer=bool(peer))

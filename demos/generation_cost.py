@@ -215,7 +215,8 @@ def measure_generate(
     if case.returns_all:
         options["num_return_sequences"] = case.beams
     ways = [whole_calls.STOCK, whole_calls.FUSED, whole_calls.WHOLE, whole_calls.STATIC]
-    ways[3:3] = [whole_calls.COMPILED] if is_compiled else []
+    # On a CPU whole steps are compiled in any case.
+    ways[3:3] = [whole_calls.COMPILED] if is_compiled and device.type == "cuda" else []
     runs = {way: whole_calls.way_of(model, inputs, options, way) for way in ways}
     calls = whole_calls.measure(runs, case.new_tokens, max(3, min(rounds, 9)), model)
     for name, cost in costs.items():

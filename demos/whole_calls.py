@@ -2,8 +2,8 @@
 """Whole generate() calls, several ways in turns: the first token, each further one, memory, and whether the results agree.
 
 The ways: stock; fused, which chooses tokens in one read of the logits; whole step, where beams share their prompt and
-nothing of the cache is copied (on a GPU one replay of a CUDA graph a token); the same compiled; and transformers' static
-cache, whose forward pass it compiles on a GPU.
+nothing of the cache is copied (on a GPU one replay of a CUDA graph a token, on a CPU one call of compiled code); on a GPU
+the same compiled; and transformers' static cache, whose forward pass it compiles on a GPU.
 """
 
 from __future__ import annotations

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole steps that choose from hidden states: which LM heads that is for, its order, and that no logits exist."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+import transformers
+
+import fused_topk
+from decoding import assert_same, generate_both, inputs_for, one_thread  # noqa: F401
+from fused_topk.generation import fused_decoding
+from fused_topk.generation.whole_step import entry, kept
+from fused_topk.generation.whole_step.head import Head, head_of
+from whole_steps import TOLERANCE, encoder_decoder, family, source_for
+
+compiling = functools.partial(fused_decoding, whole_step=True)
+VOCAB_SIZE = 97
+
+
+@pytest.fixture(autouse=True)
+def traced_only(monkeypatch):
+    """Steps are traced as they are to be compiled, and run as they were."""
+    monkeypatch.setattr(kept, "_inductor", lambda graph, inputs: graph)
+
+
+class Wide(TorchDispatchMode):
+    """Counts the tensors with a number for each token of the vocabulary that operations make."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **kwargs or {})
+        if isinstance(found, torch.Tensor) and found.shape[-1:] == (VOCAB_SIZE,):
+            # A shape without memory is none.
+            self.count += found.untyped_storage().nbytes() >= found.nbytes
+        return found
+
+
+def assert_steps(model, inputs, has_head, **options):
+    """Compiled steps give what stock gives, and are made as they are said to be."""
+    options = {"max_new_tokens": 10, "output_scores": False, **options}
+    stock, given, steps = generate_both(model, inputs, fused=compiling, **options)
+    assert_same(stock, given, TOLERANCE)
+    assert steps.compiled == steps.whole == steps.fused > 0, (steps.not_whole, steps.not_compiled)
+    step = next(reversed(entry._ready[model].store._kept.values()))
+    assert (step._head is not None) == has_head
+    step.begin(copy.deepcopy(step._state), copy.deepcopy(step._constants), 9)
+    with torch.no_grad(), Wide() as wide:
+        step.advance()
+    assert (wide.count == 0) == has_head
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+@pytest.mark.parametrize("name", ["Llama", "Phi", "Gemma2", "Marian"])
+def test_no_logits_exist_where_the_head_is_a_product(name, num_beams):
+    # Gemma 2 has a soft cap behind it, Marian a bias of the model's own.
+    is_both = name == "Marian"
+    model = copy.deepcopy((encoder_decoder if is_both else family)(name, 1))
+    inputs = source_for(model) if is_both else inputs_for(model, 3, padding=2)
+    assert_steps(model, inputs, name in ("Llama", "Phi"), num_beams=num_beams)
+
+
+def test_a_scale_behind_the_head():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    tokens = {"vocab_size": VOCAB_SIZE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 5}
+    config = transformers.GraniteConfig(**shape, **tokens, logits_scaling=4.0, initializer_range=0.3)
+    model = transformers.GraniteForCausalLM(config).eval()
+    assert_steps(model, inputs_for(model, 3), False)
+
+
+def test_a_head_that_is_written_to_or_that_the_model_looks_at():
+    class Model(torch.nn.Module):
+        def __init__(self, after):
+            super().__init__()
+            self.lm_head = torch.nn.Linear(4, 9)
+            self.after = after
+
+        def get_output_embeddings(self):
+            return self.lm_head
+
+        def forward(self, hidden, use_cache):
+            logits = self.lm_head(hidden)
+            return transformers.modeling_outputs.CausalLMOutput(logits=self.after(self, logits))
+
+    def found(after):
+        torch.manual_seed(0)
+        return head_of(Model(after), {"hidden": torch.randn(2, 3, 4)})
+
+    assert found(lambda model, logits: logits) is not None
+    assert found(lambda model, logits: logits.mul_(2)) is None
+    assert found(lambda model, logits: logits.tanh()) is None
+    assert found(lambda model, logits: model.lm_head(logits.new_ones(2, 3, 4))) is None
+    with pytest.raises(AttributeError):
+        found(lambda model, logits: logits * model.lm_head.out_features)
+
+
+@pytest.mark.parametrize("k", [1, 4, 12])
+def test_continuations_are_ordered_as_by_beam_topk(k):
+    # Whole numbers, so that many totals are equal and all sums are exact.
+    generator = torch.Generator().manual_seed(k)
+    hidden, weight = (torch.randint(-2, 3, shape, generator=generator).float() for shape in ((6, 8), (50, 8)))
+    hidden[1] = hidden[0]
+    scores = torch.tensor([[0.0, 0.0, -1.0], [-1e9, 0.0, -1e9]])
+    found = Head(None, weight, None).continuations(hidden, scores, k)
+    expected = fused_topk.beam_topk((hidden @ weight.T).view(2, 3, 50), scores, k, normalize="all")
+    torch.testing.assert_close(found[0], expected.values, rtol=1e-6, atol=1e-6)
+    assert torch.equal(found[1], expected.indices)
+    assert torch.equal(Head(None, weight, None).greatest(hidden), (hidden @ weight.T).argmax(-1))
