@@ -40,7 +40,16 @@ FULL_ROW_SOURCES = (*SOURCES[:5], "full_row.cuh", "waiting.cuh", "softmax_rows.c
 
 MERGING_SOURCES = (*SOURCES[:5], "problem.cuh", "result.cuh", "merge_states.cu")
 """Likewise of the namespace fused_topk::merging."""
-SAMPLE_SOURCES = (*SOURCES[:5], "philox.h", "sample_rows.cu")
+SAMPLE_SOURCES = (
+    *SOURCES[:5],
+    "philox.h",
+    "sample_request.cuh",
+    "full_row.cuh",
+    "sample_vocabulary.cu",
+    "sample_list.cuh",
+    "sample_row_sums.cuh",
+    "sample_rows.cu",
+)
 """Likewise of the namespace fused_topk::sampling."""
 
 LADDER_SOURCES = (*SOURCES[:3], "ladder/ladder.cu")
