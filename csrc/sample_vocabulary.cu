@@ -11,8 +11,9 @@
 
 namespace fused_topk::sampling {
 
-constexpr u32 kMostParts = 1024;    // of a row
-constexpr u32 kResidentBlocks = 3;  // on a multiprocessor: with 4 NVRTC spills for most GPUs
+constexpr u32 kMostParts = 1024;  // of a row
+// On a multiprocessor. With 4 NVRTC spills for most GPUs, and with 3 for compute capability 12.0.
+constexpr u32 kResidentBlocks = __CUDA_ARCH__ >= 1200 ? 2 : 3;
 
 // m of a part, its d at temperature 1, and at the row's.
 struct alignas(16) PartState {
