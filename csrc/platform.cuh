@@ -145,19 +145,21 @@ __device__ __forceinline__ u32 warp_sum(u32 value) {
 #endif
 }
 
-// The sum over the warp, with the same bits in every lane: the xor tree adds the same pairs everywhere. All 32 lanes
-// call it.
-__device__ __forceinline__ float warp_sum(float value) {
+// The sum over the warp, with the same bits in every lane: the xor tree adds the same pairs everywhere. T: float or
+// u64. All 32 lanes call it.
+template <class T>
+__device__ __forceinline__ T warp_sum(T value) {
 #pragma unroll
   for (u32 step = kWarpSize / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
   return value;
 }
 
-// The sum over this lane and the lanes before it. All 32 lanes call it.
-__device__ __forceinline__ u32 warp_inclusive_sum(u32 value) {
+// The sum over this lane and the lanes before it. T: u32 or u64. All 32 lanes call it.
+template <class T>
+__device__ __forceinline__ T warp_inclusive_sum(T value) {
 #pragma unroll
   for (u32 step = 1; step < kWarpSize; step *= 2) {
-    const u32 before = __shfl_up_sync(kAllLanes, value, step);
+    const T before = __shfl_up_sync(kAllLanes, value, step);
     if (lane_id() >= step) value += before;
   }
   return value;

@@ -227,7 +227,7 @@ class TileSelector {
 #pragma unroll 1
     for (u32 first = 0; first < RowTile::kPerLane && before < k; first += kPerVector) {
       u32 of_vector = equal & (((1u << kPerVector) - 1) << first);
-      const u32 with_own = before + warp_inclusive_sum(__popc(of_vector));
+      const u32 with_own = before + warp_inclusive_sum(u32(__popc(of_vector)));
       before = __shfl_sync(kAllLanes, with_own, kWarpSize - 1);
       for (u32 excess = with_own > k ? with_own - k : 0; excess != 0 && of_vector != 0; --excess)
         of_vector &= ~(1u << (31 - __clz(of_vector)));

@@ -97,8 +97,8 @@ def bench(
     suite: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: decode, paper, routing, long, k, beams, softmax, distributions, unaligned, cpu, or all; or "
-            "linear alone; or distributed alone, under torchrun."
+            help="Comma-separated: decode, paper, routing, long, k, beams, softmax, sampling, distributions, unaligned, cpu, or "
+            "all; or linear alone; or distributed alone, under torchrun."
         ),
     ] = "",
     device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu; by default a GPU where there is one.")] = "",
@@ -107,7 +107,9 @@ def bench(
     vocab: _Vocab = "",
     k: _K = "",
     dtype: _Dtypes = "",
-    peers: Annotated[str, typer.Option(help="Comma-separated: torch, compiled, flashinfer, cupy.")] = "torch",
+    peers: Annotated[
+        str, typer.Option(help="Comma-separated: torch, compiled, transformers, flashinfer, cupy.")
+    ] = "torch",
     no_peers: Annotated[bool, typer.Option("--no-peers", help="Time only ours and the plain read.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Few samples and no hot cache: for a first look.")] = False,
     json_path: _JsonPath = None,
@@ -116,7 +118,8 @@ def bench(
     targets: Annotated[
         bool,
         typer.Option(
-            "--targets", help="For developers: judge against the targets, an H200's or, on a CPU, those of cpu."
+            "--targets",
+            help="For developers: judge against the targets, an H200's or, on a CPU, those of cpu and sampling.",
         ),
     ] = False,
 ) -> None:

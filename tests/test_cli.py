@@ -116,6 +116,8 @@ def test_bench_writes_what_it_prints(tmp_path):
         ("paper", ["--targets"], False),  # a GPU's
         ("cpu", [], False),
         ("cpu", ["--targets"], True),
+        ("sampling", ["--targets"], True),
+        ("sampling", [], False),
     ],
 )
 def test_bench_judges_by_the_targets_of_the_machine_if_asked(suite, arguments, judged):

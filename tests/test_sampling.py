@@ -16,6 +16,7 @@ from torch import Tensor
 
 import fused_topk
 from fused_topk.backends import philox
+from fused_topk.functional import sampling
 from rows import INF, NAN, packed, random_logits, random_mask
 
 # Of the total, as the docstring of sample() promises.
@@ -417,6 +418,39 @@ def test_a_graph_draws_anew_at_each_replay(cuda):
         cuda("sample", logits, **settings)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_calls_by_a_plan_and_without_one_draw_the_same(backend, monkeypatch):
+    """A call whose parameters are numbers is planned once for its shape; the same with tensors of one row's shape is not."""
+    logits = random_logits(2, 3, 700).to(backend.device)
+    seed = torch.arange(6, device=backend.device).view(2, 3)
+    planned = []
+    check = sampling._plan
+    monkeypatch.setattr(sampling, "_plan", lambda *key: planned.append(key) or check(*key))
+    for name in ("whole", "usual", "all"):
+        settings = SETTINGS[name]
+        as_tensors = {
+            parameter: torch.tensor([[value]], device=backend.device).expand(2, 3)
+            for parameter, value in settings.items()
+        } or {"temperature": torch.ones(2, 3, device=backend.device)}
+        for names in ({"seed": seed}, {"seed": 3}, {"seed": seed, "counter": 5}, {"seed": 3, "counter": seed}):
+            for more in ({}, {"logprobs": 2, "num_samples": 3, "truncated_log_probs": True}):
+                count = len(planned)
+                got = backend("sample", logits, **settings, **names, **more)
+                assert len(planned) == count + 1
+                expected = backend("sample", logits, **as_tensors, **names, **more)
+                assert len(planned) == count + 1
+                assert torch.equal(got.tokens, expected.tokens)
+                torch.testing.assert_close(got.log_probs, expected.log_probs, rtol=0, atol=1e-6)
+
+
+def test_a_plan_serves_no_argument_of_another_type():
+    logits = torch.zeros(2, 10)
+    fused_topk.sample(logits, top_k=2, num_samples=1, seed=1)
+    with pytest.raises(TypeError, match="`top_k` must be an int"):
+        fused_topk.sample(logits, top_k=2.0, num_samples=1, seed=1)
+    with pytest.raises(TypeError, match="`num_samples`"):
+        fused_topk.sample(logits, top_k=2, num_samples=True, seed=1)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of csrc/sample_rows.cu on the emulated machine: the draws, and every read and write checked."""
+"""The kernels of csrc/sample_vocabulary.cu and csrc/sample_rows.cu on the emulated machine: the draws, and every read and write
+checked."""
 
 from __future__ import annotations
 
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -22,17 +24,29 @@ from test_sampling import SETTINGS, check_draws, check_is_kept, kept_weights, ro
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 
-def listed(logits: Tensor, k: int, mask: Tensor | None, out: TopK | None) -> TopK:
+def listed(logits: Tensor, k: int, mask: Tensor | None) -> TopK:
     """The list, which softmax_topk.cu makes on a GPU: that kernel has tests of its own."""
     rows = len(logits)
     # Zeros: the machine takes them for inputs of the launch.
-    out = out or TopK(torch.zeros(rows, k), torch.zeros(rows, k, dtype=torch.int64), torch.zeros(rows))
-    reference.row_topk(Problem(logits, k, 1.0, None, mask, "log_softmax", "allowed"), out)
+    out = TopK(torch.zeros(rows, k, dtype=logits.dtype), torch.zeros(rows, k, dtype=torch.int64), torch.zeros(2, rows))
+    reference.row_topk(Problem(logits, k, 1.0, None, mask, "state", "allowed"), out)
     return out
 
 
-def draw(logits: Tensor, settings: dict, *, name_of=0, mask=None, num_samples=2, truncated=False, longest=None, **how):
-    """What the kernel draws, with all that the machine checks. name_of: the seed. longest: of the list."""
+def draw(
+    logits: Tensor,
+    settings: dict,
+    *,
+    name_of=0,
+    mask=None,
+    num_samples=2,
+    truncated=False,
+    logprobs=0,
+    longest=None,
+    blocks=1,
+    **how,
+):
+    """What a kernel draws, with all that the machine checks. name_of: the seed. longest: of the list. blocks: of a row."""
     rows = len(logits)
 
     def parameter(name, default, dtype=torch.float64):
@@ -51,12 +65,17 @@ def draw(logits: Tensor, settings: dict, *, name_of=0, mask=None, num_samples=2,
         0,
         None,
         num_samples,
-        0,
+        logprobs,
         truncated,
     )
-    out = Sample(torch.empty(rows, num_samples, dtype=torch.int64), torch.empty(rows, num_samples), None)
+    topk = None
+    if logprobs:
+        shape = rows, logprobs
+        topk = TopK(torch.empty(shape), torch.empty(shape, dtype=torch.int64), torch.empty(rows))
+    out = Sample(torch.empty(rows, num_samples, dtype=torch.int64), torch.empty(rows, num_samples), topk)
     arrays = [Array("logits", logits, "input"), Array("tokens", out.tokens, "output")]
     arrays.append(Array("log_probs", out.log_probs, "output"))
+    arrays += [Array(f"best {i}", x, "output") for i, x in enumerate(topk or ())]
     arrays += [Array(f"parameter {i}", x, "input") for i, x in enumerate(problem[1:]) if isinstance(x, Tensor)]
     length = sample_launch.list_length
 
@@ -64,7 +83,10 @@ def draw(logits: Tensor, settings: dict, *, name_of=0, mask=None, num_samples=2,
         return min(length(*arguments), longest or len(logits[0]))
 
     with (
-        mock.patch.object(cuda, "_log_softmax_topk", listed),
+        mock.patch.object(cuda, "_topk_state", listed),
+        mock.patch.object(cuda, "multiprocessors", lambda device: 132),
+        mock.patch.object(sample_launch, "summing_blocks", lambda *_: blocks),
+        mock.patch.object(sample_launch, "searching_blocks", lambda *_: blocks),
         mock.patch.object(sample_launch, "list_length", short),
         emulated(arrays, **how) as outcomes,
     ):
@@ -85,6 +107,7 @@ CASES = {
 
 
 def check_case(name: str, dtype: torch.dtype, vocab_size: int, longest: int | None, **how) -> None:
+    """That every row's tokens are those of the exact sums. how: as of draw()."""
     settings = CASES[name]
     logits = rows_of(vocab_size, dtype)
     seed = torch.arange(len(logits)) + 3
@@ -99,13 +122,58 @@ def check_case(name: str, dtype: torch.dtype, vocab_size: int, longest: int | No
     torch.testing.assert_close(got.log_probs.double(), own, rtol=3e-6, atol=3e-6)
 
 
-@pytest.mark.parametrize("longest", [None, 5], ids=["listed", "searched"])
+@pytest.mark.parametrize(("longest", "blocks"), [(None, 1), (5, 1), (5, 3)], ids=["listed", "searched", "by_blocks"])
 @pytest.mark.parametrize("name", CASES)
-def test_draws(name, longest):
+def test_draws(name, longest, blocks):
     """With a list of 5 nearly every filter keeps more than is listed."""
     turn = list(CASES).index(name)
     dtype = list(DTYPES.values())[turn % 3]
-    check_case(name, dtype, 777, longest, schedule=SCHEDULES[turn % len(SCHEDULES)], seed=turn)
+    check_case(name, dtype, 777, longest, blocks=blocks, schedule=SCHEDULES[turn % len(SCHEDULES)], seed=turn)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_of_blocks_that_share_a_row(schedule):
+    """Those that hand over their parts, and those that wait for each other: for the sum, for each digit of the border, for the
+    tokens that tie with it, and for what is kept."""
+    for name, dtype in (
+        ("temperature", torch.bfloat16),
+        ("top_p_min_p", torch.float32),
+        ("each_its_own", torch.float16),
+    ):
+        check_case(name, dtype, 3001, 4, blocks=4, schedule=schedule, seed=5)
+
+
+def test_blocks_do_not_change_the_bits():
+    """Of tokens and of their log-probabilities: sums are of integers, and parts are cut by the length of the row alone."""
+    logits = rows_of(2500, torch.bfloat16)[[0, 2, 3]]
+    for name, truncated in product(("temperature", "top_p_of_almost_all"), (False, True)):
+        one, several = (
+            draw(logits, CASES[name], name_of=torch.arange(3), truncated=truncated, longest=5, blocks=blocks)
+            for blocks in (1, 3)
+        )
+        assert torch.equal(one.tokens, several.tokens)
+        assert torch.equal(one.log_probs.view(torch.int32), several.log_probs.view(torch.int32))
+
+
+def test_long_parts(monkeypatch):
+    """As of rows beyond a million tokens: a warp reads a part in several steps."""
+    monkeypatch.setattr(sample_launch, "_MOST_PARTS", 2)
+    assert sample_launch.part_length_log2(9001) == 13
+    for blocks in (1, 2):
+        check_case("temperature", torch.float32, 9001, None, blocks=blocks)
+
+
+def test_the_best_are_returned_too():
+    """From the list that is drawn from, or by a launch of their own."""
+    logits = rows_of(300)
+    logits[1, 7] = NAN
+    expected = TopK(torch.empty(9, 4), torch.empty(9, 4, dtype=torch.int64), torch.empty(9))
+    reference.row_topk(Problem(logits, 4, 1.0, None, None, "log_softmax", "allowed"), expected)
+    for blocks in (1, 2):
+        got = draw(logits, SETTINGS["top_p"], logprobs=4, blocks=blocks).topk
+        assert torch.equal(got.indices, expected.indices)
+        torch.testing.assert_close(got.values, expected.values, rtol=2e-6, atol=2e-6, equal_nan=True)
+        torch.testing.assert_close(got.logsumexp, expected.logsumexp, rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
 @pytest.mark.exhaustive
@@ -113,12 +181,19 @@ def test_draws(name, longest):
 @pytest.mark.parametrize("architecture", [75, 90])
 @pytest.mark.parametrize("vocab_size", [1, 31, 9001])
 def test_formats_and_lengths(vocab_size, architecture, dtype):
-    for name in ("whole", "usual", "top_p_min_p"):
-        check_case(name, dtype, vocab_size, 7, schedule="random", architecture=architecture)
+    for name in ("whole", "temperature", "usual", "top_p_min_p"):
+        blocks = 2 if name == "temperature" else 1
+        check_case(name, dtype, vocab_size, 7, blocks=blocks, schedule="random", architecture=architecture)
 
 
 def test_masks_strides_and_many_samples():
+    """Rows that start at any multiple of their elements' size."""
     logits = rows_of(500).repeat(1, 2)[:4, 3:503]
+    halves = rows_of(1500, torch.bfloat16).repeat(1, 2)
+    for start in range(8):
+        given = halves[:, start : start + 1500]
+        got = draw(given, SETTINGS["temperature"], name_of=torch.arange(9))
+        check_draws(got.tokens, uniforms(torch.arange(9), 2), kept_weights(given, SETTINGS["temperature"]))
     mask = random_mask(4, 500, share=0.2)
     seed = torch.arange(4)
     for given in (mask, packed(mask)):
@@ -133,10 +208,24 @@ def test_rows_without_a_distribution():
     mask = torch.ones(5, 100, dtype=torch.bool)
     mask[3] = False
     temperature = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0])
-    for truncated in (False, True):
-        got = draw(rows, {"temperature": temperature, "top_p": 0.5}, mask=mask, truncated=truncated)
+    for truncated, top_p, blocks in product((False, True), (0.5, 1.0), (1, 2)):
+        given = {"temperature": temperature, "top_p": top_p}
+        got = draw(rows, given, mask=mask, truncated=truncated, blocks=blocks)
         assert got.tokens[:, 0].tolist() == [3, 4, 0, 0, int(rows[4].argmax())]
         assert bool(got.log_probs[:4].isnan().all()) and bool(got.log_probs[4].isnan().all()) == truncated
+
+
+def test_greedy_rows_of_the_vocabulary():
+    """The first of equal tokens, wherever its part is, and 0 or its own log-probability."""
+    logits = torch.zeros(3, 3000)
+    logits[0, 2500] = logits[0, 2700] = 1.0
+    logits[1, 1023] = logits[1, 1024] = 2.0
+    own = logits.double().log_softmax(-1).amax(-1)
+    for truncated in (False, True):
+        got = draw(logits, {"temperature": 0.0}, truncated=truncated, blocks=2)
+        assert got.tokens[:, 0].tolist() == [2500, 1023, 0]
+        expected = torch.zeros(3) if truncated else own.float()
+        torch.testing.assert_close(got.log_probs[:, 1], expected, rtol=2e-6, atol=2e-6)
 
 
 def test_truncated_log_probabilities():
@@ -161,22 +250,44 @@ def test_numbers_are_those_of_the_reference():
 
 @pytest.mark.exhaustive
 def test_under_address_sanitizer():
-    cases = [("usual", 4), ("top_p", 4), ("whole", None), ("all", None)]
+    cases = [("usual", 4), ("top_p", 4), ("whole", None), ("temperature", 2), ("all", None)]
     done = sanitized.call("test_simt_sampling", "run_sanitized", cases)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
 
 
 def run_sanitized(name: str, longest: int | None) -> None:
-    check_case(name, torch.bfloat16, 333, longest, address_sanitizer=True, schedule="random")
+    blocks = 2 if longest else 1
+    check_case(name, torch.bfloat16, 333, longest, blocks=blocks, address_sanitizer=True, schedule="random")
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "top_k", "has_other_filter", "length"),
-    [(1000, 0, False, 1), (1000, 50, True, 72), (1000, None, False, 128), (60, 50, True, 60), (1000, 0, True, 128),
-     (10**6, 5000, False, 1024), (5, 7, False, 1)],
-)  # fmt: skip
-def test_list_length(vocab_size, top_k, has_other_filter, length):
-    assert sample_launch.list_length(vocab_size, top_k, has_other_filter) == length
+    ("vocab_size", "top_k", "length"),
+    [(1000, 50, 72), (1000, None, 128), (60, 50, 60), (1000, 0, 128), (10**6, 5000, 1024), (5, 7, 5)],
+)
+def test_list_length(vocab_size, top_k, length):
+    assert sample_launch.list_length(vocab_size, top_k) == length
+
+
+@pytest.mark.parametrize(
+    ("top_k", "has_other_filter", "from_vocabulary"),
+    [(0, False, True), (1000, False, True), (999, False, False), (0, True, False), (None, False, False)],
+)
+def test_which_draws_need_no_list(top_k, has_other_filter, from_vocabulary):
+    assert sample_launch.draws_from_vocabulary(1000, top_k, has_other_filter) == from_vocabulary
+
+
+def test_blocks_of_a_row():
+    """A part for each warp, and no more blocks that wait for each other than run at a time."""
+    shapes = (1, 128256), (8, 32000), (8, 128256), (64, 128256), (256, 128256)
+    assert [sample_launch.summing_blocks(*shape, 132) for shape in shapes] == [16, 4, 16, 4, 1]
+    assert [sample_launch.searching_blocks(*shape, 0, 132) for shape in shapes] == [32, 15, 16, 2, 1]
+    assert sample_launch.searching_blocks(1, 128256, 50, 132) == 1
+    assert sample_launch.searching_blocks(1, 128256, None, 132) == 32
+    for rows, vocab_size, count in product((1, 3, 100, 500), (1, 2048, 10**6, 2**31 - 1), (1, 40, 132)):
+        blocks = sample_launch.searching_blocks(rows, vocab_size, 2000, count)
+        assert blocks == 1 or blocks * rows <= count
+        assert vocab_size <= 1024 << sample_launch.part_length_log2(vocab_size)
+    assert sample_launch.part_length_log2(2**20) == 10 and sample_launch.part_length_log2(2**31 - 1) == 21
 
 
 def test_sums_of_weights_fit_64_bits():

@@ -139,67 +139,94 @@ def prepare_full_rows(
 
 
 def sample(problem: SampleProblem, out: Sample) -> None:
-    """See :class:`protocol.Backend`. Two launches: the row's best and its normalizer, and the draws."""
+    """See :class:`protocol.Backend`. One launch without filters, else two: the row's best with its (m, d), and the draws."""
     p = problem
     logits, index = p.logits, p.logits.get_device()
     if not _has_adjacent(logits) or logits.data_ptr() % logits.element_size():
         logits = logits.clone(memory_format=torch.contiguous_format)
     rows, vocab_size = logits.shape
     topk_launch.check_rows(rows)
+    top_k = p.top_k if p.row_top_k is None else None
     has_other_filter = p.row_top_p is not None or p.top_p < 1 or p.row_min_p is not None or p.min_p > 0
-    length = sample_launch.list_length(vocab_size, p.top_k if p.row_top_k is None else None, has_other_filter)
-    if length < p.logprobs <= sample_launch.LONGEST_LIST:
+    is_whole = sample_launch.draws_from_vocabulary(vocab_size, top_k, has_other_filter)
+    length = 0 if is_whole else sample_launch.list_length(vocab_size, top_k)
+    if length < p.logprobs <= sample_launch.LONGEST_LIST and not is_whole:
         length = p.logprobs
-    listed = _log_softmax_topk(logits, length, p.mask, out.topk if length == p.logprobs else None)
-    if out.topk is not None and length > p.logprobs:
-        out.topk.values.copy_(listed.values[:, : p.logprobs])
-        out.topk.indices.copy_(listed.indices[:, : p.logprobs])
-        out.topk.logsumexp.copy_(listed.logsumexp)
-    elif length < p.logprobs:
-        _log_softmax_topk(logits, p.logprobs, p.mask, out.topk)
+    listed = None if is_whole else _topk_state(logits, length, p.mask)
+    best: TopK | None = None
+    if out.topk is not None and p.logprobs <= length:
+        best = out.topk
+    elif out.topk is not None:
+        best_problem = Problem(logits, p.logprobs, 1.0, None, p.mask, "log_softmax", "allowed")
+        prepare_topk(best_problem, logits.device)(logits, out.topk, None, p.mask)
+    count = multiprocessors(index)
+    if is_whole:
+        blocks = sample_launch.summing_blocks(rows, vocab_size, count)
+        words, counters = sample_launch.summing_scratch(rows, vocab_size, blocks)
+    else:
+        blocks = sample_launch.searching_blocks(rows, vocab_size, top_k, count)
+        words, counters = sample_launch.searching_scratch(rows, blocks)
+    scratch = torch.empty(words, dtype=torch.int64, device=logits.device) if words else None
     filled = SampleRows(
         logits=logits.data_ptr(),
         row_stride=logits.stride(0),
-        list_values=listed.values.data_ptr(),
-        list_indices=listed.indices.data_ptr(),
+        V=vocab_size,
+        blocks_per_row=blocks,
+        num_samples=p.num_samples,
+        part_length_log2=sample_launch.part_length_log2(vocab_size),
+        scratch=_address(scratch),
+        tickets=tickets.zeroed(index, counters) if counters else 0,
+        tokens=out.tokens.data_ptr(),
+        log_probs=out.log_probs.data_ptr(),
+        temperature=p.temperature,
+        row_temperature=_address(p.row_temperature),
+        seed=p.seed,
+        row_seed=_address(p.row_seed),
+        counter=p.counter,
+        row_counter=_address(p.row_counter),
+        one=sample_launch.unit(vocab_size),
+        truncated=p.truncated,
+        mask_kind=p.mask is not None and p.mask.dtype != torch.bool,
+        length=length,
         mask=_address(p.mask),
         mask_row_stride=0 if p.mask is None else p.mask.stride(0),
         mask_element_stride=0 if p.mask is None else p.mask.stride(1),
-        temperature=p.temperature,
-        row_temperature=_address(p.row_temperature),
+        list_logits=0 if listed is None else listed.values.data_ptr(),
+        list_indices=0 if listed is None else listed.indices.data_ptr(),
+        list_state=0 if listed is None else listed.logsumexp.data_ptr(),
         top_k=p.top_k,
         row_top_k=_address(p.row_top_k),
         top_p=p.top_p,
         row_top_p=_address(p.row_top_p),
         min_p=p.min_p,
         row_min_p=_address(p.row_min_p),
-        seed=p.seed,
-        row_seed=_address(p.row_seed),
-        counter=p.counter,
-        row_counter=_address(p.row_counter),
-        tokens=out.tokens.data_ptr(),
-        log_probs=out.log_probs.data_ptr(),
-        V=vocab_size,
-        length=length,
-        mask_kind=p.mask is not None and p.mask.dtype != torch.bool,
-        num_samples=p.num_samples,
-        truncated=p.truncated,
-        one=sample_launch.unit(vocab_size),
+        best_values=0 if best is None else best.values.data_ptr(),
+        best_indices=0 if best is None else best.indices.data_ptr(),
+        best_logsumexp=0 if best is None else best.logsumexp.data_ptr(),
+        logprobs=p.logprobs,
+        rows=rows,
     )
-    function = driver.function(index, sample_launch.kernel_name(logits.dtype))
+    function = driver.function(index, sample_launch.kernel_name(logits.dtype, is_whole))
     argument = np.frombuffer(bytes(filled), _SAMPLE_ARGUMENT)
-    driver.call(function, (rows,), sample_launch.THREADS, (argument,), index)
+    driver.call(
+        function,
+        (rows, blocks),
+        sample_launch.THREADS,
+        (argument,),
+        index,
+        is_cooperative=blocks > 1 and not is_whole,
+    )
 
 
-def _log_softmax_topk(logits: Tensor, k: int, mask: Tensor | None, out: TopK | None) -> TopK:
-    """The best k of each row with their log-probabilities, into `out` or new tensors."""
-    if out is None:
-        values, indices, logsumexp = (
-            torch.empty((len(logits), *shape), dtype=dtype, device=logits.device)
-            for shape, dtype in (((k,), torch.float32), ((k,), torch.int64), ((), torch.float32))
-        )
-        out = TopK(values, indices, logsumexp)
-    problem = Problem(logits, k, 1.0, None, mask, "log_softmax", "allowed")
+def _topk_state(logits: Tensor, k: int, mask: Tensor | None) -> TopK:
+    """The best k logits of each row, and in place of the logsumexp (2, rows): its m, and its d at temperature 1."""
+    rows, device = len(logits), logits.device
+    out = TopK(
+        torch.empty((rows, k), dtype=logits.dtype, device=device),
+        torch.empty((rows, k), dtype=torch.int64, device=device),
+        torch.empty((2, rows), dtype=torch.float32, device=device),
+    )
+    problem = Problem(logits, k, 1.0, None, mask, "state", "allowed")
     prepare_topk(problem, torch.device("cuda", max(logits.get_device(), 0)))(logits, out, None, mask)
     return out
 
@@ -250,14 +277,18 @@ def topk_choice(
     rows: int, vocab_size: int, k: int, itemsize: int, device: int, has_beams: bool = False
 ) -> KernelChoice:
     """The layout over that GPU of such rows."""
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    choice = choose(rows, vocab_size, k, itemsize, multiprocessors, has_beams)
+    choice = choose(rows, vocab_size, k, itemsize, multiprocessors(device), has_beams)
     if env.print_choice():
         print(
             f"fused_topk: {rows} x {vocab_size} of {itemsize} bytes, k={k}: {choice.regime}, {choice}",
             file=sys.stderr,
         )
     return choice
+
+
+def multiprocessors(device: int) -> int:
+    """Of that GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
@@ -269,8 +300,7 @@ def cache_bytes(device: int) -> int:
 @cache
 def full_row_choice(device: int, vocab_size: int, itemsize: int) -> FullRowChoice:
     """The cut of full rows on that GPU."""
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return choose_full_row(vocab_size, itemsize, driver.max_shared_bytes_per_block(device), multiprocessors)
+    return choose_full_row(vocab_size, itemsize, driver.max_shared_bytes_per_block(device), multiprocessors(device))
 
 
 def _launch_topk(

@@ -44,7 +44,16 @@ FULL_ROW_SOURCES = (*_ROW_SOURCES, "full_row.cuh", "waiting.cuh", "softmax_rows.
 MERGING_SOURCES = (*_ROW_SOURCES, "problem.cuh", "result.cuh", "merge_states.cu")
 """Likewise of the namespace fused_topk::merging."""
 
-SAMPLE_SOURCES = (*_ROW_SOURCES, "philox.h", "sample_rows.cu")
+SAMPLE_SOURCES = (
+    *_ROW_SOURCES,
+    "philox.h",
+    "sample_request.cuh",
+    "full_row.cuh",
+    "sample_vocabulary.cu",
+    "sample_list.cuh",
+    "sample_row_sums.cuh",
+    "sample_rows.cu",
+)
 """Likewise of the namespace fused_topk::sampling."""
 
 LADDER_SOURCES = (*SOURCES[:3], "ladder/ladder.cu")

@@ -15,14 +15,16 @@ How a token is drawn, and why so:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..operators import sampling, transforms
 from ..operators.dispatch import need_dispatcher
+from ..plans import Like
 from ..problem import Sample, SampleProblem, TopK
 from .arguments import (
     check_backend,
@@ -34,10 +36,14 @@ from .arguments import (
 )
 
 _sample = torch.ops.fused_topk.sample.default
+# The fields temperature to row_min_p of SampleProblem.
+_Numbers = tuple[Any, Tensor | None, Any, Tensor | None, Any, Tensor | None, Any, Tensor | None]
 _SEEDS = (-(2**63), 2**63 - 1)
 _MOST_SAMPLES = 2**31 - 1
 _LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
 _GREATEST_TEMPERATURE = torch.finfo(torch.float32).max
+# Of num_samples, logprobs, truncated_log_probs and backend: what can be the key of a plan.
+_PLANNED_REQUESTS = (int, bool, str, type(None))
 
 
 def sample(
@@ -112,28 +118,19 @@ def sample(
         >>> fused_topk.sample(torch.tensor([1.0, 9.0, 2.0]), top_k=2, top_p=0.9, seed=0).tokens
         tensor([1])
     """
+    numbers = (temperature, top_k, top_p, min_p)
+    request = (num_samples, logprobs, truncated_log_probs, backend)
+    if type(logits) is Tensor and mask is None:
+        planned = _planned(logits, numbers, request, seed, counter, generator)
+        if planned is not None:
+            return planned
     check_logits(logits)
     *lead, vocab_size = logits.shape
-    check_vocabulary(vocab_size)
-    check_backend(backend)
-    check_k(num_samples, _MOST_SAMPLES, "samples of a row", "num_samples")
-    if type(logprobs) is not int or logprobs != 0:
-        check_k(logprobs, vocab_size, name="logprobs")
-    if not isinstance(truncated_log_probs, bool):
-        raise TypeError(
-            f"`truncated_log_probs` must be a bool, got {type(truncated_log_probs).__name__}; pass True or False"
-        )
+    of_rows = _check(logits, logits.device.type, numbers, *request)
     if transforms.is_active():
         raise RuntimeError(
             "`sample` must not be called under a transform of torch.func, got one that is active; pass the rows as one tensor"
         )
-    floating = torch.float32 if logits.device.type in ("mps", "xpu") else torch.float64
-    of_temperature = check_row_numbers(
-        "temperature", temperature, logits, floating, (_LEAST_TEMPERATURE, _GREATEST_TEMPERATURE), or_zero=True
-    )
-    of_top_k = check_row_numbers("top_k", top_k, logits, torch.int64, (0, _SEEDS[1]))
-    of_top_p = check_row_numbers("top_p", top_p, logits, floating, (0, 1))
-    of_min_p = check_row_numbers("min_p", min_p, logits, floating, (0, 1))
     allowed = check_mask(mask, logits)
     rows = logits.detach().reshape(-1, vocab_size)
     if allowed is not None:
@@ -141,10 +138,7 @@ def sample(
     of_seed, of_counter = _names(seed, counter, generator, logits)
     problem = SampleProblem(
         rows,
-        *of_temperature,
-        *of_top_k,
-        *of_top_p,
-        *of_min_p,
+        *of_rows,
         allowed,
         *of_seed,
         *of_counter,
@@ -158,6 +152,122 @@ def sample(
     else:
         result = sampling.draw(problem, backend)
     return result if logits.dim() == 2 else _shaped(result, lead)
+
+
+def _check(
+    logits: Tensor,
+    device_type: str,
+    numbers: tuple[Any, Any, Any, Any],
+    num_samples: Any,
+    logprobs: Any,
+    truncated_log_probs: Any,
+    backend: Any,
+) -> _Numbers:
+    """The fields temperature to row_min_p of :class:`SampleProblem`, of arguments that are checked. The logits may be a meta
+    tensor, in place of one on a device of that type."""
+    vocab_size = logits.shape[-1]
+    check_vocabulary(vocab_size)
+    check_backend(backend)
+    check_k(num_samples, _MOST_SAMPLES, "samples of a row", "num_samples")
+    if type(logprobs) is not int or logprobs != 0:
+        check_k(logprobs, vocab_size, name="logprobs")
+    if not isinstance(truncated_log_probs, bool):
+        raise TypeError(
+            f"`truncated_log_probs` must be a bool, got {type(truncated_log_probs).__name__}; pass True or False"
+        )
+    temperature, top_k, top_p, min_p = numbers
+    floating = torch.float32 if device_type in ("mps", "xpu") else torch.float64
+    temperatures = (_LEAST_TEMPERATURE, _GREATEST_TEMPERATURE)
+    return (
+        *check_row_numbers("temperature", temperature, logits, floating, temperatures, or_zero=True),
+        *check_row_numbers("top_k", top_k, logits, torch.int64, (0, _SEEDS[1])),
+        *check_row_numbers("top_p", top_p, logits, floating, (0, 1)),
+        *check_row_numbers("min_p", min_p, logits, floating, (0, 1)),
+    )
+
+
+class _Plan(NamedTuple):
+    """What is known of a call whose parameters are numbers, before there are tensors."""
+
+    rows: int
+    vocab_size: int
+    numbers: _Numbers
+
+
+# With the types: top_k=2.0 is an error, though 2.0 == 2.
+@functools.lru_cache(maxsize=4096, typed=True)
+def _plan(
+    dtype: torch.dtype,
+    device_type: str,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    *request: Any,
+) -> _Plan:
+    """Checks these arguments, once for all calls with the same. request: num_samples to backend of :func:`_check`."""
+    logits = Like(dtype, shape, strides).meta()
+    check_logits(logits)
+    numbers = _check(logits, device_type, (temperature, top_k, top_p, min_p), *request)
+    return _Plan(shape[:-1].numel(), shape[-1], numbers)
+
+
+_NUMBERS = (float, int)
+
+
+def _planned(
+    logits: Tensor,
+    numbers: tuple[Any, Any, Any, Any],
+    request: tuple[Any, ...],
+    seed: Any,
+    counter: Any,
+    generator: Any,
+) -> Sample | None:
+    """Draws by a cached plan, without torch's dispatcher. None if an argument may need more than that."""
+    temperature, top_k, top_p, min_p = numbers
+    if not (
+        type(temperature) in _NUMBERS
+        and type(top_k) is int
+        and type(top_p) in _NUMBERS
+        and type(min_p) in _NUMBERS
+        and all(type(each) in _PLANNED_REQUESTS for each in request)
+    ) or need_dispatcher(logits):
+        return None
+    shape = logits.shape
+    for name in (seed, counter):
+        if type(name) is Tensor:
+            is_known = name.dtype is torch.int64 and name.shape == shape[:-1] and name.device == logits.device
+            if not is_known or not name.is_contiguous() or need_dispatcher(name):
+                return None
+        elif name is not None and (type(name) is not int or not _SEEDS[0] <= name <= _SEEDS[1]):
+            return None
+    if seed is None:
+        if type(counter) is not int or counter != 0:
+            return None
+        if generator is not None and (
+            type(generator) is not torch.Generator or generator.device.type != logits.device.type
+        ):
+            return None
+    elif generator is not None or counter is None:
+        return None
+    plan = _plan(logits.dtype, logits.device.type, shape, logits.stride(), *numbers, *request)
+    if seed is None:
+        of_seed, of_counter = random_names(plan.rows, logits.device, generator)
+    else:
+        of_seed, of_counter = _flat_name(seed), _flat_name(counter)
+    is_flat = len(shape) == 2
+    rows = logits if is_flat else logits.reshape(-1, plan.vocab_size)
+    num_samples, logprobs, truncated, backend = request
+    problem = SampleProblem(rows, *plan.numbers, None, *of_seed, *of_counter, num_samples, logprobs, truncated)
+    result = sampling.draw(problem, backend)
+    return result if is_flat else _shaped(result, shape[:-1])
+
+
+def _flat_name(name: Any) -> tuple[Any, Tensor | None]:
+    """A checked seed or counter as (of all, of each)."""
+    return (0, name.view(-1)) if type(name) is Tensor else (name, None)
 
 
 def _names(
@@ -186,7 +296,7 @@ def _names(
 
 def random_names(
     rows: int, device: torch.device, generator: torch.Generator | None
-) -> tuple[tuple[int, Tensor], tuple[int, Tensor]]:
+) -> tuple[tuple[Any, Tensor | None], tuple[Any, Tensor | None]]:
     """Seeds and counters of that many rows from a generator, or the device's default one, each as (of all, of each).
 
     A name has 126 random bits: no two of all rows that are ever drawn have the same.

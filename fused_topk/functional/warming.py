@@ -128,13 +128,13 @@ def _kernels(
 def _sampling_kernels(
     rows: int, vocab_size: int, dtype: torch.dtype, top_ks: list[int], masked: bool, gpu: torch.device
 ) -> Iterator[str]:
-    """The kernel that draws, and those of the lists that it draws from."""
-    yield sample_launch.kernel_name(dtype)
+    """The kernels that draw, and those of the lists that they draw from."""
+    yield from (sample_launch.kernel_name(dtype, is_whole) for is_whole in (True, False))
     logits = torch.empty((rows, vocab_size), dtype=dtype, device="meta")
     masks = [None, torch.empty((rows, vocab_size), dtype=torch.bool, device="meta")] if masked else [None]
-    for (top_k, has_filter), mask in product([(0, False), (0, True), *((k, True) for k in top_ks)], masks):
-        length = sample_launch.list_length(vocab_size, top_k, has_filter)
-        problem = Problem(logits, length, 1.0, None, mask, "log_softmax", "allowed")
+    for top_k, mask in product([0, *top_ks], masks):
+        length = sample_launch.list_length(vocab_size, top_k)
+        problem = Problem(logits, length, 1.0, None, mask, "state", "allowed")
         yield cuda.topk_kernel(problem, gpu.index)
 
 

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+// Draws from a list of a row's best tokens. Top-k, top-p and min-p keep the best, so mostly the list has all that is kept.
+#pragma once
+
+#include "sample_request.cuh"
+
+namespace fused_topk::sampling {
+
+constexpr u32 kLongestList = 1024;
+
+// The filters of a row.
+struct Filters {
+  u32 k;             // 0: top-k keeps all
+  double top_p;      // 1 keeps all
+  u64 least_weight;  // of min-p; 0 keeps all
+
+  __device__ __forceinline__ bool has_top_p() const { return top_p < 1.0; }
+  __device__ __forceinline__ bool has_min_p() const { return least_weight > 0; }
+  __device__ __forceinline__ bool keep_all() const { return !k && !has_top_p() && !has_min_p(); }
+};
+
+__device__ __forceinline__ u64 round_up(double x) {
+  const u64 below = u64(x);
+  return below + (double(below) < x ? 1 : 0);
+}
+
+struct ListShared {
+  u64 weight[kLongestList];
+  u64 before[kLongestList];
+  u32 index[kLongestList];
+  u32 key[kLongestList];
+};
+
+// A block's list, in shared memory.
+struct List {
+  ListShared& shared;
+  u32 length;
+  u32 V;
+
+  // All threads call it; a barrier must follow.
+  template <class FORMAT>
+  __device__ __forceinline__ void load(const SampleRows& p, u32 row, const Weights& weight) const {
+    const auto* const logits = static_cast<const typename FORMAT::Bits*>(p.list_logits) + i64(row) * length;
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < length; i += kThreads) {
+      const float x = FORMAT::decode(__ldg(logits + i));
+      shared.index[i] = u32(__ldg(p.list_indices + i64(row) * length + i));
+      shared.key[i] = order_key(x);
+      shared.weight[i] = weight(x);
+    }
+  }
+
+  // How many of the list are kept; 0 if what is kept is longer than the list. sum: of all weights, for top-p without k.
+  // All 32 lanes of a warp call it.
+  __device__ __forceinline__ u32 kept(const Filters& filters, u64 sum) const {
+    u32 kept = length;
+    bool has_border = kept == V;
+    if (filters.k) {
+      if (filters.k > length) return 0;
+      const u32 kth = shared.key[filters.k - 1];
+      kept = count(kept, [&](u32 i) { return shared.key[i] >= kth; });
+      has_border |= kept < length;
+      // Without the sum of all that tie with the k-th, top-p has nothing to be relative to.
+      if (!has_border && filters.has_top_p()) return 0;
+    }
+    if (filters.has_top_p()) {
+      const u64 of_list = sum_of(kept);
+      const u64 aim = round_up(filters.top_p * double(filters.k ? of_list : sum));
+      u32 within = 0;
+      u64 before = 0;
+#pragma unroll 1
+      for (u32 first = 0; first < kept; first += kWarpSize) {
+        const u32 i = first + lane_id();
+        const u64 mine = i < kept ? shared.weight[i] : 0;
+        const u64 sums = before + warp_inclusive_sum(mine);
+        within += __popc(__ballot_sync(kAllLanes, i < kept && sums - mine < aim));
+        before = __shfl_sync(kAllLanes, sums, kWarpSize - 1);
+      }
+      within = max(within, 1u);
+      has_border |= within < kept || of_list >= aim;
+      kept = within;
+    }
+    if (filters.has_min_p()) {
+      const u32 likely = max(count(kept, [&](u32 i) { return shared.weight[i] >= filters.least_weight; }), 1u);
+      has_border |= likely < kept;
+      kept = likely;
+    }
+    return has_border ? kept : 0;
+  }
+
+  // Calls write(sample, token, total) in one thread for each sample. All threads of the block call it.
+  template <class WRITE>
+  __device__ __forceinline__ void draw(const SampleRows& p, u32 row, u32 kept, const WRITE& write) const {
+    const u64 total = sum_of(kept);
+    // The running sums are by index: where a token's begins, and where it ends.
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < kept; i += kThreads) {
+      const u32 index = shared.index[i];
+      u64 before = 0;
+#pragma unroll 4
+      for (u32 j = 0; j < kept; ++j) before += shared.index[j] < index ? shared.weight[j] : 0;
+      shared.before[i] = before;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (u32 sample = threadIdx.x / kWarpSize; sample < p.num_samples; sample += kWarps) {
+      const u64 aim = aim_of(p, row, sample, total);
+#pragma unroll 1
+      for (u32 i = lane_id(); i < kept; i += kWarpSize) {
+        const u64 before = shared.before[i];
+        if (before <= aim && aim - before < shared.weight[i]) write(sample, shared.index[i], total);
+      }
+    }
+  }
+
+ private:
+  // All 32 lanes of a warp call these.
+  __device__ __forceinline__ u64 sum_of(u32 count) const {
+    u64 sum = 0;
+#pragma unroll 1
+    for (u32 i = lane_id(); i < count; i += kWarpSize) sum += shared.weight[i];
+    return warp_sum(sum);
+  }
+  template <class CLAIM>
+  __device__ __forceinline__ u32 count(u32 end, const CLAIM& claim) const {
+    u32 result = 0;
+#pragma unroll 1
+    for (u32 first = 0; first < end; first += kWarpSize)
+      result += __popc(__ballot_sync(kAllLanes, first + lane_id() < end && claim(first + lane_id())));
+    return result;
+  }
+};
+
+}  // namespace fused_topk::sampling
