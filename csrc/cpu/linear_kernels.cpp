@@ -27,14 +27,12 @@ constexpr u32 kRowsAtOnce = 6;
 #else
 constexpr u32 kRowsAtOnce = 2;
 #endif
-// Elements of a hidden state that are multiplied at once. Those of a few rows and of a group of tokens fit into the
-// first-level cache together.
+// Elements of a hidden state that are multiplied at once. Those of a few rows and of four tokens fit into the first-level
+// cache together.
 constexpr u32 kDepth = 512;
-// Tokens whose weights are kept in the first-level cache while the rows take their turns.
-
-// With few rows the weights are fetched into the cache ahead of their use: more bytes than the hardware fetches ahead on its
-// own are on their way. With more rows the arithmetic takes as long.
-constexpr u32 kRowsThatWait = 4;
+// The weights that come next are fetched into the cache while these are multiplied, so many bytes ahead: of the next tokens
+// where four tokens' weights are short, else of the same tokens. More bytes are on their way than the hardware fetches ahead
+// on its own. Without it 512 -> 50257 float32 took 1.9 times as long at 16 and 32 rows (Xeon model 207, 2026-11-25).
 constexpr i64 kFarAhead = 8192, kAhead = 2048;
 
 // How weights become vectors of floats: kVectors of them from kStep elements.
@@ -58,7 +56,8 @@ struct Float32 {
 };
 
 // A bfloat16 is the upper half of a float. Of a vector of pairs, the elements with even numbers make one vector of floats,
-// those with odd numbers the other: one operation each. The hidden states are arranged in the same way.
+// those with odd numbers the other: one operation each. The hidden states are arranged in the same way. AVX512-BF16
+// multiplies pairs and needs no such vectors, but took 1.4 times as long (Xeon model 207, 4 rows and more, 2026-11-25).
 struct BFloat16 {
   static constexpr u32 kVectors = 2;
   static constexpr u32 kStep = 2 * kLanes;
@@ -148,9 +147,9 @@ __attribute__((always_inline)) inline void add_lanes(const Floats (&x)[ROWS][kTo
 }
 #endif
 
-// One stretch of the depth, n <= kDepth, of ROWS rows and `count` <= kTokens tokens. hidden: [n / kLanes, ROWS, kLanes] and
-// weight[t] from the stretch's first element on. Writes the sums, or adds them to those of the stretches before.
-// Meanwhile it fetches into the cache what lies `ahead` bytes after the weights of FETCHES tokens, from `fetched` on.
+// One stretch of the depth, n <= kDepth, of ROWS rows and `count` <= kTokens tokens. hidden: [n / kLanes, ROWS, kLanes]. It
+// and weight[t] begin with the stretch's first element. Writes the sums, or adds them to those of the stretches before.
+// Meanwhile it fetches into the cache what lies `ahead` bytes after the weights of FETCHES tokens, from number `fetched` on.
 template <class WEIGHT, u32 ROWS, u32 FETCHES>
 void multiply_tile(const float* hidden, const char* const (&weight)[kTokens], u32 n, u32 count, i64 ahead, u32 fetched,
                    bool is_first, float* logits) {
@@ -243,7 +242,8 @@ void arrange(const float* hidden, u32 depth, u32 row, u32 rows, float* arranged)
     float elements[WEIGHT::kStep] = {}, vectors[WEIGHT::kStep];
     __builtin_memcpy(elements, hidden + i, (depth - i < WEIGHT::kStep ? depth - i : WEIGHT::kStep) * sizeof(float));
     WEIGHT::arrange(elements, vectors);
-    for (u32 v = 0; v < WEIGHT::kVectors; ++v, place += height * kLanes) store_vector(place, load(vectors + v * kLanes));
+    for (u32 v = 0; v < WEIGHT::kVectors; ++v) store_vector(place + v * height * kLanes, load(vectors + v * kLanes));
+    place += WEIGHT::kVectors * height * kLanes;
   }
 }
 
@@ -252,9 +252,11 @@ void multiply(const Products& p) {
   static_assert(kDepth % WEIGHT::kStep == 0);
   const u32 depth = padded_depth<WEIGHT>(p.depth);
   const Tiles tiles(p.rows);
+  // The only tile fetches for all tokens, each of two for half of them, each of the first four for one.
   const u32 fetches = tiles.count == 1 ? 4 : tiles.count == 2 ? 2 : 1;
-  const MultiplyTile<WEIGHT>* const multiply_tiles = tiles.count == 1 ? kMultiplyTile<WEIGHT, 4>
-      : tiles.count == 2 ? kMultiplyTile<WEIGHT, 2> : kMultiplyTile<WEIGHT, 1>;
+  const MultiplyTile<WEIGHT>* const multiply_tiles = tiles.count == 1   ? kMultiplyTile<WEIGHT, 4>
+                                                     : tiles.count == 2 ? kMultiplyTile<WEIGHT, 2>
+                                                                        : kMultiplyTile<WEIGHT, 1>;
   const i64 row_bytes = i64(p.depth) * WEIGHT::kBytes, of_tokens = kTokens * p.weight_stride * WEIGHT::kBytes;
   for (u32 token = 0; token < p.tokens; token += kTokens) {
     const u32 count = p.tokens - token < kTokens ? p.tokens - token : kTokens;
@@ -265,10 +267,13 @@ void multiply(const Products& p) {
         const i64 at = i64(token + (t < count ? t : count - 1)) * p.weight_stride + begin;
         weight[t] = p.weight + at * WEIGHT::kBytes;
       }
-      // What comes next: the same tokens' later weights if they are long, else those of the next tokens.
+      // From the last weights of long ones, those of the next tokens come next.
       i64 ahead = kAhead;
-      if (of_tokens <= kFarAhead) ahead = kFarAhead / (of_tokens < 1 ? 1 : of_tokens) * of_tokens;
-      else if (begin * WEIGHT::kBytes + kAhead >= row_bytes) ahead = kAhead + of_tokens - row_bytes;
+      if (of_tokens <= kFarAhead) {
+        ahead = kFarAhead / (of_tokens < 1 ? 1 : of_tokens) * of_tokens;
+      } else if (begin * WEIGHT::kBytes + kAhead >= row_bytes) {
+        ahead = kAhead + of_tokens - row_bytes;
+      }
       for (u32 tile = 0; tile < tiles.count; ++tile) {
         const u32 row = tiles.first(tile), rows = tiles.first(tile + 1) - row;
         const float* const hidden = p.hidden + size_t(row) * depth + size_t(rows) * begin;
