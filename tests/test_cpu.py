@@ -126,6 +126,31 @@ def test_cpu_routers_row_temperatures(cpu, instruction_set):
                     assert_same(TopK(*(field[row : row + 1] for field in got)), alone)
 
 
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_cpu_routers_masks(cpu, instruction_set):
+    """A token that is not allowed has the same bits as a logit of -inf, whatever the layout of the mask."""
+    for vocab_size, k in ROUTERS:
+        for dtype in DTYPES.values():
+            hostile = torch.stack(list(adversarial_rows(vocab_size, k, dtype).values()))
+            logits = torch.cat([hostile, random_logits(20, vocab_size, dtype=dtype)])
+            rows = len(logits)
+            mask = random_mask(rows, vocab_size)
+            mask[:3], mask[-1] = mask[0], False
+            temperature = torch.linspace(0.3, 3.0, rows)
+            strided = torch.empty(rows, 2 * vocab_size, dtype=torch.bool)[:, ::2].copy_(mask)
+            hidden = logits.where(mask, -float("inf"))
+            for entry, settings in (
+                ("softmax_topk", {"normalize": "topk", "temperature": temperature}),
+                ("log_softmax_topk", {}),
+                ("topk", {}),
+            ):
+                want = run(entry, hidden, k, instruction_set, **settings)
+                for given in (mask, strided, packed(mask)):
+                    assert_same(run(entry, logits, k, instruction_set, mask=given, **settings), want)
+                one = run(entry, logits, k, instruction_set, mask=mask[0], **settings)
+                assert_same(TopK(*(field[:3] for field in one)), TopK(*(field[:3] for field in want)))
+
+
 def test_cpu_routers_of_tiny_probabilities(cpu):
     """Probabilities below those that the float32 exponential has."""
     logits = torch.tensor([[0.0, -86.8, -87.5, -95.0, -103.0, -104.5]])

@@ -256,6 +256,7 @@ def test_short_rows_side_by_side(cpu, dtype):
         logits = torch.cat([hostile, random_logits(41, vocab_size, dtype=dtype)])
         strided = torch.empty(2 * len(logits), 2 * vocab_size, dtype=dtype)[::2, ::2].copy_(logits)
         row_temperature = torch.full((len(logits),), 1.0)
+        different = torch.linspace(0.3, 3.0, len(logits))
         for entry in ENTRIES:
             together = bits(cpu(entry, logits))
             check(cpu, entry, logits)
@@ -265,6 +266,8 @@ def test_short_rows_side_by_side(cpu, dtype):
             assert torch.equal(bits(cpu(entry, strided)), together)
             assert torch.equal(bits(cpu(entry, strided.T.contiguous().T)), together)
             assert torch.equal(bits(cpu(entry, logits, temperature=row_temperature)), together)
+            alone = [cpu(entry, row, temperature=float(t)) for row, t in zip(logits, different)]
+            assert torch.equal(bits(cpu(entry, logits, temperature=different)), bits(torch.stack(alone)))
             assert torch.equal(bits(cpu(entry, logits.expand(2, 3, *logits.shape))[1, 2]), together)
 
 

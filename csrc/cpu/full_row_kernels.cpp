@@ -11,9 +11,9 @@ constexpr u32 kGroup = 4 * kLanes;
 
 typedef u16 Shorts __attribute__((vector_size(2 * kLanes)));
 
-inline void write_logsumexp(const ShortRows& rows, const Normalizers& normalizers, double inverse) {
+inline void write_logsumexp(const ShortRows& rows, const Normalizers& normalizers, const double (&inverse)[kRows]) {
   const Doubles4 log_d = logarithm(normalizers.d);
-  for (u32 r = 0; r < kRows; ++r) *rows.y[r] = logsumexp_of(normalizers, r, rows.x[r], rows.n, inverse, log_d[r]);
+  for (u32 r = 0; r < kRows; ++r) *rows.y[r] = logsumexp_of(normalizers, r, rows.x[r], rows.n, inverse[r], log_d[r]);
 }
 
 // A row without a finite normalizer has no probabilities. As in torch, they are NaN.
@@ -23,8 +23,10 @@ inline void write_nan(const ShortRows& rows, const Normalizers& normalizers) {
   }
 }
 
-// Rows that fit into a vector stay in registers.
-inline void solve_vectors(FullRowKind kind, const ShortRows& rows, const Exponential& e, double inverse) {
+// Rows that fit into a vector stay in registers. e[r], inverse[r]: of row r.
+template <class EXPONENTIALS>
+inline void solve_vectors(FullRowKind kind, const ShortRows& rows, const EXPONENTIALS& e,
+                          const double (&inverse)[kRows]) {
   Floats x[kRows], terms[kRows];
   Doubles sums[kRows];
   for (u32 r = 0; r < kRows; ++r) x[r] = load_lanes(rows.x[r], rows.n);
@@ -44,12 +46,14 @@ inline void solve_vectors(FullRowKind kind, const ShortRows& rows, const Exponen
     for (u32 r = 0; r < kRows; ++r) store_lanes(rows.y[r], rows.n, terms[r] * float(factor[r]));
   } else {
     const Doubles4 log_d = logarithm(normalizers.d);
-    for (u32 r = 0; r < kRows; ++r) store_lanes(rows.y[r], rows.n, x[r] * float(inverse) - float(log_d[r]));
+    for (u32 r = 0; r < kRows; ++r) store_lanes(rows.y[r], rows.n, x[r] * float(inverse[r]) - float(log_d[r]));
   }
   write_nan(rows, normalizers);
 }
 
-inline void solve_side_by_side(FullRowKind kind, const ShortRows& rows, const Exponential& e, double inverse) {
+template <class EXPONENTIALS>
+inline void solve_side_by_side(FullRowKind kind, const ShortRows& rows, const EXPONENTIALS& e,
+                               const double (&inverse)[kRows]) {
   const Normalizers normalizers = kind == FullRowKind::kSoftmax ? normalize<true>(rows, e) : normalize<false>(rows, e);
   if (kind == FullRowKind::kLogSumExp) {
     write_logsumexp(rows, normalizers, inverse);
@@ -67,28 +71,40 @@ inline void solve_side_by_side(FullRowKind kind, const ShortRows& rows, const Ex
     for_each_vector(rows.n, [&](u32 i, u32 count) {
       Floats y[kRows];
       for (u32 r = 0; r < kRows; ++r)
-        y[r] =
-            (load_lanes(rows.x[r] + i, count) - reference_point(normalizers.m[r])) * float(inverse) - float(log_d[r]);
+        y[r] = (load_lanes(rows.x[r] + i, count) - reference_point(normalizers.m[r])) * float(inverse[r]) -
+               float(log_d[r]);
       for (u32 r = 0; r < kRows; ++r) store_lanes(rows.y[r] + i, count, y[r]);
     });
   }
   write_nan(rows, normalizers);
 }
 
-void short_rows(FullRowKind kind, const float* x, u32 rows, u32 n, const Exponential& e, double inverse, float* y) {
+template <class EXPONENTIALS>
+inline void solve_group(FullRowKind kind, const ShortRows& rows, const EXPONENTIALS& e,
+                        const double (&inverse)[kRows]) {
+  if (rows.n <= kLanes) {
+    solve_vectors(kind, rows, e, inverse);
+  } else {
+    solve_side_by_side(kind, rows, e, inverse);
+  }
+}
+
+void short_rows(FullRowKind kind, const float* x, u32 rows, u32 n, const Temperatures& t, float* y) {
   const u32 width = kind == FullRowKind::kLogSumExp ? 1 : n;
   for (u32 first = 0; first < rows; first += kRows) {
     ShortRows group;
     group.n = n;
+    double inverse[kRows];
     for (u32 r = 0; r < kRows; ++r) {
       const u32 row = first + r < rows ? first + r : rows - 1;
       group.x[r] = x + row * n;
       group.y[r] = y + row * width;
+      inverse[r] = t.inverses[t.place_of(row)];
     }
-    if (n <= kLanes) {
-      solve_vectors(kind, group, e, inverse);
+    if (t.differ) {
+      solve_group(kind, group, RowExponentials(t, first, rows), inverse);
     } else {
-      solve_side_by_side(kind, group, e, inverse);
+      solve_group(kind, group, SameExponential{*t.exponentials}, inverse);
     }
   }
 }

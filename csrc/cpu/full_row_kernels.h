@@ -14,9 +14,8 @@ constexpr u32 kShortRow = 256;
 
 struct FullRowKernels {
   // The results of whole rows, n <= kShortRow. x: [rows, n]. y: [rows, n] and may be x, or [rows] for kLogSumExp.
-  // exponential: with the reference 0. A row's result does not depend on the rows beside it.
-  void (*short_rows)(FullRowKind kind, const float* x, u32 rows, u32 n, const Exponential& exponential,
-                     double inverse_temperature, float* y);
+  // A row's result does not depend on the rows beside it.
+  void (*short_rows)(FullRowKind kind, const float* x, u32 rows, u32 n, const Temperatures& temperatures, float* y);
 
   // Writes the exponentials of x [n] to terms [n] and returns their sum. `next`: as for sum_exp.
   double (*exp_terms)(const float* x, u32 n, const Exponential& exponential, float* terms, const void* next, u32 bytes);

@@ -117,14 +117,9 @@ struct Solver {
     char* const out = problem.out + first * width * kItemSize[problem.out_dtype];
     float* const y = problem.out_dtype == kFloat32 ? reinterpret_cast<float*>(out) : buffer;  // [count, width]
     const FullRowKernels& full_rows = *kernels.full_rows;
-    if (!problem.row_temperature) {
-      full_rows.short_rows(problem.kind, x, count, n, temperature.exponential, temperature.inverse, y);
-    } else {
-      for (u32 row = 0; row < count; ++row) {
-        const Temperature t = temperature_of(first + row);
-        full_rows.short_rows(problem.kind, x + row * n, 1, n, t.exponential, t.inverse, y + row * width);
-      }
-    }
+    for_each_temperature(problem, temperature, first, count, [&](u32 begin, u32 some, const Temperatures& t) {
+      full_rows.short_rows(problem.kind, x + u64(begin) * n, some, n, t, y + u64(begin) * width);
+    });
     if (problem.out_dtype != kFloat32) full_rows.store[problem.out_dtype](y, count * n, out);
   }
 

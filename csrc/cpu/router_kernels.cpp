@@ -163,23 +163,129 @@ inline void choose(const Keys* keys, u32 n, u32 count, Chosen& chosen) {
   }
 }
 
-// The values of row r, whose normalizer is finite. z: (x - m) / T of the chosen; terms: e^z.
-inline void write_values(const RouterRows& rows, u32 r, const float (&terms)[kMostChosen][kGroup],
-                         const double (&z)[kMostChosen][kGroup], double d, double log_d, float* values) {
-  if (rows.value_kind == ValueKind::kLogProbabilities) {
-    for (u32 i = 0; i < rows.k; ++i) values[i] = float(z[i][r] - log_d);
+// ---- Arithmetic with rows in the lanes ----
+
+typedef float RowFloats __attribute__((vector_size(4 * kGroup)));
+typedef double RowDoubles __attribute__((vector_size(8 * kGroup)));
+typedef i64 RowMask __attribute__((vector_size(8 * kGroup)));
+
+// bits_of_key of order.h. The key of NaN becomes another NaN.
+inline RowFloats logits_of(const u32 (&of_rows)[kGroup]) {
+  Keys keys;
+  __builtin_memcpy(&keys, of_rows, sizeof keys);
+  const Keys is_positive = (Keys)((SignedKeys)keys >> 31);
+  return (RowFloats)(keys ^ (~is_positive | 0x80000000u));
+}
+
+inline RowDoubles widen(RowFloats x) { return __builtin_convertvector(x, RowDoubles); }
+inline RowFloats narrow(RowDoubles x) { return __builtin_convertvector(x, RowFloats); }
+
+inline bool is_any(RowMask lanes, u32 count) {
+  i64 any = 0;
+  for (u32 r = 0; r < count; ++r) any |= lanes[r];
+  return any != 0;
+}
+
+// What route_group knows of its rows. Lanes of missing rows have anything.
+struct Group {
+  float m[kGroup];
+  double d[kGroup];
+  double inverse[kGroup];
+};
+
+inline RowDoubles load_rows(const double (&of_rows)[kGroup]) {
+  RowDoubles lanes;
+  __builtin_memcpy(&lanes, of_rows, sizeof lanes);
+  return lanes;
+}
+
+inline RowDoubles load_rows(const float (&of_rows)[kGroup]) {
+  RowFloats lanes;
+  __builtin_memcpy(&lanes, of_rows, sizeof lanes);
+  return widen(lanes);
+}
+
+// Exponentials whose fields have a row in each lane.
+struct LaneExponentials {
+  struct Fields {
+    float reference;
+    Floats inverse_c, c_high, c_low, lowest;
+  } fields;
+
+  // e: of each row. Lane i has row i % kGroup, from `first` on.
+  LaneExponentials(const Exponential (&e)[kGroup], u32 first) : fields{} {
+    for (u32 i = 0; i < kLanes; ++i) {
+      const Exponential& of_row = e[(first + i) % kGroup];
+      fields.inverse_c[i] = of_row.inverse_c;
+      fields.c_high[i] = of_row.c_high;
+      fields.c_low[i] = of_row.c_low;
+      fields.lowest[i] = of_row.lowest;
+    }
+  }
+
+  const Fields& operator[](u32) const { return fields; }
+};
+
+// The exponentials of terms [k][kGroup], in their place.
+inline void exp_of_terms(const Temperatures& t, u32 first, u32 rows, u32 k, float* terms) {
+  const auto in_place = [=](u32 i, const auto& e) {
+    Floats of_rows[1] = {load(terms + i)};
+    exp_in_place(of_rows, e);
+    store_vector(terms + i, of_rows[0]);
+  };
+  if (!t.differ) {
+    for (u32 i = 0; i < k * kGroup; i += kLanes) in_place(i, SameExponential{*t.exponentials});
     return;
   }
-  for (u32 i = 0; i < rows.k; ++i) {
-    // Some results are below the range of the float32 exponential.
-    const double term = terms[i][r] > 0.0f ? double(terms[i][r]) : __builtin_exp(z[i][r]);
-    values[i] = float(term / d);
+  Exponential of_row[kGroup];
+  for (u32 r = 0; r < kGroup; ++r) of_row[r] = t.exponentials[first + r < rows ? first + r : rows - 1];
+  constexpr u32 kStep = kLanes < kGroup ? kLanes : kGroup;
+  for (u32 lane = 0; lane < kGroup; lane += kStep) {
+    const LaneExponentials e(of_row, lane);
+    for (u32 i = lane; i < k * kGroup; i += kLanes < kGroup ? kGroup : kLanes) in_place(i, e);
+    if (kLanes >= kGroup) return;
   }
 }
 
-inline void route_group(const RouterRows& rows, const float* const (&x)[kGroup], u32 count, float* values, i64* indices,
-                        float* logsumexp) {
+// Values of the chosen of rows whose normalizer is finite. z: (x - m) / T of the chosen; terms: e^z.
+inline void write_values(const RouterRows& rows, u32 count, const RowDoubles (&z)[kMostChosen],
+                         const float (&terms)[kMostChosen][kGroup], RowDoubles d, float* values) {
+  float of_rows[kMostChosen][kGroup];
+  const u32 k = rows.k;
+  if (rows.value_kind == ValueKind::kLogProbabilities) {
+    const RowDoubles log_d = logarithm(d);
+    for (u32 i = 0; i < k; ++i) {
+      const RowFloats lanes = narrow(z[i] - log_d);
+      __builtin_memcpy(of_rows[i], &lanes, sizeof lanes);
+    }
+  } else {
+    RowMask has_vanished = {};
+    for (u32 i = 0; i < k; ++i) {
+      const RowDoubles of_term = load_rows(terms[i]);
+      has_vanished |= ~(of_term > 0.0);
+      const RowFloats lanes = narrow(of_term / d);
+      __builtin_memcpy(of_rows[i], &lanes, sizeof lanes);
+    }
+    // Below the range of the float32 exponential there are results still.
+    if (is_any(has_vanished, count)) {
+      for (u32 i = 0; i < k; ++i) {
+        for (u32 r = 0; r < count; ++r) {
+          if (!(terms[i][r] > 0.0f)) of_rows[i][r] = float(__builtin_exp(z[i][r]) / d[r]);
+        }
+      }
+    }
+  }
+  for (u32 r = 0; r < count; ++r) {
+    for (u32 i = 0; i < k; ++i) values[r * k + i] = of_rows[i][r];
+  }
+}
+
+// Rows first .. first + count. x: these, and the last one in place of those that are missing.
+inline void route_group(const RouterRows& rows, const float* const (&x)[kGroup], u32 first, u32 count) {
   const u32 n = rows.n, k = rows.k;
+  const Temperatures& t = rows.temperatures;
+  i64* const indices = rows.indices + u64(first) * k;
+  float* const logsumexp = rows.logsumexp + first;
   alignas(64) Keys keys[kMostExperts];
   for (u32 i = 0; i < n; i += 8) {
     Keys columns[8];
@@ -200,55 +306,51 @@ inline void route_group(const RouterRows& rows, const float* const (&x)[kGroup],
     for (u32 i = 0; i < k; ++i) indices[r * k + i] = chosen.indices[i][r];
   }
 
-  float m[kGroup] = {};
-  double d[kGroup] = {}, log_d[kGroup];
-  bool is_finite[kGroup];
-  for (u32 first = 0; first < count; first += kRows) {
-    ShortRows quad{{x[first], x[first + 1], x[first + 2], x[first + 3]}, {}, n};
-    const Normalizers normalizers = normalize<false>(quad, rows.exponential);
-    const Doubles4 logarithms = logarithm(normalizers.d);
+  Group group = {};
+  for (u32 begin = 0; begin < count; begin += kRows) {
+    const ShortRows quad{{x[begin], x[begin + 1], x[begin + 2], x[begin + 3]}, {}, n};
+    const Normalizers normalizers = t.differ ? normalize<false>(quad, RowExponentials(t, first + begin, rows.rows))
+                                             : normalize<false>(quad, SameExponential{*t.exponentials});
     for (u32 i = 0; i < kRows; ++i) {
-      const u32 r = first + i;
-      m[r] = normalizers.m[i];
-      d[r] = normalizers.d[i];
-      log_d[r] = logarithms[i];
-      is_finite[r] = normalizers.is_finite(i);
-      if (r < count) logsumexp[r] = logsumexp_of(normalizers, i, x[r], n, rows.inverse_temperature, log_d[r]);
+      group.m[begin + i] = normalizers.m[i];
+      group.d[begin + i] = normalizers.d[i];
     }
+  }
+  for (u32 r = 0; r < kGroup; ++r) {
+    group.inverse[r] = t.inverses[t.place_of(first + r < rows.rows ? first + r : rows.rows - 1)];
+  }
+  const RowDoubles m = load_rows(group.m), inverse = load_rows(group.inverse);
+  RowDoubles d = load_rows(group.d);
+  const RowDoubles scaled = m * inverse, whole = scaled + logarithm(d);
+  // As Normalizers::is_finite.
+  const bool are_finite = !is_any(~(d >= 1.0), count);
+  float of_rows[kGroup];
+  const RowFloats rounded = narrow(whole);
+  __builtin_memcpy(of_rows, &rounded, sizeof of_rows);
+  for (u32 r = 0; r < count; ++r) {
+    const bool is_finite = group.d[r] >= 1.0;
+    logsumexp[r] = is_finite ? of_rows[r] : holds_nan(x[r], n) ? kNaN : float(scaled[r]);
   }
   if (rows.value_kind == ValueKind::kLogits) return;
 
   alignas(64) float terms[kMostChosen][kGroup];
-  alignas(64) double z[kMostChosen][kGroup];
+  RowDoubles z[kMostChosen];
   for (u32 i = 0; i < k; ++i) {
-    for (u32 r = 0; r < kGroup; ++r) {
-      const float logit = float_of(bits_of_key(chosen.keys[i][r]));
-      z[i][r] = (double(logit) - m[r]) * rows.inverse_temperature;
-      terms[i][r] = logit - m[r];
-    }
+    const RowFloats logits = logits_of(chosen.keys[i]);
+    z[i] = (widen(logits) - m) * inverse;
+    const RowFloats term = logits - narrow(m);
+    __builtin_memcpy(terms[i], &term, sizeof term);
   }
-  for (u32 i = 0; i < k * kGroup; i += kLanes) {
-    Floats of_rows[1] = {load(terms[0] + i)};
-    exp_in_place(of_rows, rows.exponential);
-    store_vector(terms[0] + i, of_rows[0]);
-  }
+  exp_of_terms(t, first, rows.rows, k, terms[0]);
   if (rows.normalize_over == NormalizeOver::kTopK) {
-    for (u32 r = 0; r < count; ++r) {
-      d[r] = 0.0;
-      for (u32 i = 0; i < k; ++i) d[r] += terms[i][r];
-    }
-    for (u32 first = 0; first < count; first += kRows) {
-      const Doubles4 logarithms = logarithm(Doubles4{d[first], d[first + 1], d[first + 2], d[first + 3]});
-      for (u32 i = 0; i < kRows; ++i) log_d[first + i] = logarithms[i];
-    }
+    d = RowDoubles{};
+    for (u32 i = 0; i < k; ++i) d += load_rows(terms[i]);
   }
-  for (u32 r = 0; r < count; ++r) {
-    if (is_finite[r]) {
-      write_values(rows, r, terms, z, d[r], log_d[r], values + r * k);
-    } else {
-      // A row without a finite normalizer has no probabilities. As in torch.softmax, they are NaN.
-      for (u32 i = 0; i < k; ++i) values[r * k + i] = kNaN;
-    }
+  float* const values = rows.values + u64(first) * k;
+  write_values(rows, count, z, terms, d, values);
+  // A row without a finite normalizer has no probabilities. As in torch.softmax, they are NaN.
+  for (u32 r = 0; r < count && !are_finite; ++r) {
+    for (u32 i = 0; i < k && !(group.d[r] >= 1.0); ++i) values[r * k + i] = kNaN;
   }
 }
 
@@ -258,8 +360,7 @@ void route(const RouterRows& rows) {
     // The last row stands in for those that are missing.
     const float* x[kGroup];
     for (u32 r = 0; r < kGroup; ++r) x[r] = rows.x + (first + (r < count ? r : count - 1)) * rows.n;
-    const u64 place = u64(first) * rows.k;
-    route_group(rows, x, count, rows.values + place, rows.indices + place, rows.logsumexp + first);
+    route_group(rows, x, first, count);
   }
 }
 

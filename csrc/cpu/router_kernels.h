@@ -17,12 +17,11 @@ constexpr u32 kMostExperts = 256;
 constexpr u32 kMostChosen = 8;
 
 struct RouterRows {
-  const float* x;  // [rows, n]
+  const float* x;  // [rows, n]; -inf where a token is not allowed
   u32 rows;
   u32 n;
   u32 k;
-  Exponential exponential;  // with the reference 0
-  double inverse_temperature;
+  Temperatures temperatures;
   ValueKind value_kind;  // never kState
   NormalizeOver normalize_over;
 

@@ -68,6 +68,51 @@ inline i64 offset_of(u64 row, const std::vector<i64>& sizes, const std::vector<i
   return offset;
 }
 
+// Rows whose temperatures are prepared together: a multiple of those that lie side by side in vectors.
+constexpr u32 kTemperaturesAtOnce = 64;
+
+// The temperatures of some rows, as the loops over short rows take them.
+class PreparedTemperatures {
+ public:
+  // Of rows first .. first + count of [sizes...]; count <= kTemperaturesAtOnce.
+  PreparedTemperatures(const LogitRows& rows, u64 first, u32 count) {
+    double last = 0.0;
+    for (u32 i = 0; i < count; ++i) {
+      const double t = rows.row_temperature[offset_of(first + i, rows.sizes, rows.temperature_strides)];
+      // Rows are often given in runs of equal temperatures. A NaN is not equal.
+      if (i > 0 && t == last) {
+        exponentials_[i] = exponentials_[i - 1];
+        inverses_[i] = inverses_[i - 1];
+        continue;
+      }
+      const Temperature temperature(last = t);
+      exponentials_[i] = temperature.exponential;
+      inverses_[i] = temperature.inverse;
+    }
+  }
+
+  Temperatures view() const { return {exponentials_, inverses_, true}; }
+
+ private:
+  Exponential exponentials_[kTemperaturesAtOnce];
+  double inverses_[kTemperaturesAtOnce];
+};
+
+// Calls do_rows(begin, how many, Temperatures) for rows first .. first + count: all at once if they have one temperature.
+template <class ROWS>
+inline void for_each_temperature(const LogitRows& rows, const Temperature& temperature, u64 first, u32 count,
+                                 const ROWS& do_rows) {
+  if (!rows.row_temperature) {
+    do_rows(0, count, Temperatures{&temperature.exponential, &temperature.inverse, false});
+    return;
+  }
+  for (u32 begin = 0; begin < count; begin += kTemperaturesAtOnce) {
+    const u32 some = std::min(count - begin, kTemperaturesAtOnce);
+    const PreparedTemperatures prepared(rows, first + begin, some);
+    do_rows(begin, some, prepared.view());
+  }
+}
+
 inline const char* logits_of(const LogitRows& rows, u64 row) {
   return rows.logits + offset_of(row, rows.sizes, rows.logits_strides) * kItemSize[rows.dtype];
 }
@@ -78,14 +123,20 @@ inline bool is_read_in_place(const LogitRows& rows, const char* logits) {
          reinterpret_cast<std::uintptr_t>(logits) % alignof(float) == 0;
 }
 
-// Whether all logits lie one after the other.
-inline bool are_adjacent(const LogitRows& rows) {
-  i64 stride = rows.vocab_size;
-  for (size_t dim = rows.sizes.size(); dim-- > 0;) {
-    if (rows.sizes[dim] != 1 && rows.logits_strides[dim] != stride) return false;
-    stride *= rows.sizes[dim];
+// Whether all elements of [sizes..., width] lie one after the other.
+inline bool are_adjacent(const std::vector<i64>& sizes, i64 width, const std::vector<i64>& strides,
+                         i64 element_stride) {
+  i64 stride = width;
+  for (size_t dim = sizes.size(); dim-- > 0;) {
+    if (sizes[dim] != 1 && strides[dim] != stride) return false;
+    stride *= sizes[dim];
   }
-  return rows.logits_element_stride == 1;
+  return element_stride == 1;
+}
+
+// Whether all logits do.
+inline bool are_adjacent(const LogitRows& rows) {
+  return are_adjacent(rows.sizes, rows.vocab_size, rows.logits_strides, rows.logits_element_stride);
 }
 
 // Rows first .. first + count as floats, [count, vocab_size]: where they lie, or in the buffer, which holds them all.

@@ -35,6 +35,9 @@ constexpr u32 kTasksPerThread = 4;
 // Rows of fewer elements than this are handed out several at a time.
 constexpr u64 kElementsPerTask = 16384;
 
+// -inf in the low bytes: x86 and ARM store these first.
+constexpr u32 kNegativeInfinity[kDTypes] = {0xFF800000u, 0xFC00u, 0xFF80u};
+
 // Where a row's logits, mask and results are.
 struct Row {
   u64 number;
@@ -62,6 +65,7 @@ struct Solver {
   u32 parts;   // of a row
   u32 k;       // of a row: less than the problem's k where a beam has fewer tokens
   u64 beams = 0;
+  Temperature temperature;  // of all rows, if they have one
 
   std::atomic<u64> next_task{0};
   u64 tasks_at_once = 1;
@@ -77,7 +81,7 @@ struct Solver {
   std::vector<u32> beam_tokens;                    // [rows, k]
   std::unique_ptr<std::atomic<u32>[]> beams_left;  // [rows / beams]
 
-  explicit Solver(const Problem& p) : problem(p) {
+  explicit Solver(const Problem& p) : problem(p), temperature(p.temperature) {
     rows = 1;
     for (const i64 size : p.sizes) rows *= u64(size);
     blocks = (p.vocab_size - 1) / kBlock + 1;
@@ -137,7 +141,9 @@ struct Solver {
   // Follows from what is asked of one row, so that its bits depend on nothing else.
   bool is_routed() const {
     const bool is_short = problem.vocab_size <= kMostExperts && problem.k <= kMostChosen;
-    return is_short && !problem.mask && !problem.beam_scores && problem.value_kind != ValueKind::kState;
+    // The router has one row for the normalizer and for the choice.
+    const bool is_one_row = !problem.mask || problem.normalize_over != NormalizeOver::kAll;
+    return is_short && is_one_row && !problem.beam_scores && problem.value_kind != ValueKind::kState;
   }
 
   // The rows of an expert router. A task is as many rows as a buffer holds.
@@ -155,34 +161,50 @@ struct Solver {
   }
 
   void route(u64 first, u32 count, float* buffer) const {
-    const float* const x = read_rows(problem, first, count, buffer);
-    // The kernel takes one temperature. So it gets runs of rows with equal temperatures.
-    for (u32 begin = 0, end; begin < count; begin = end) {
-      const double t = temperature_of(problem, first + begin);
-      end = begin + 1;
-      while (end < count && temperature_of(problem, first + end) == t) ++end;
-      route_run(x + u64(begin) * problem.vocab_size, first + begin, end - begin, Temperature(t));
-    }
-    if (problem.value_kind == ValueKind::kLogits) copy_logits(first, count);
-  }
-
-  // x: [count, vocab_size]
-  void route_run(const float* x, u64 first, u32 count, const Temperature& t) const {
     const Problem& p = problem;
+    const float* const x = read_allowed(first, count, buffer);
     const bool are_logits = p.value_kind == ValueKind::kLogits;
-    p.kernels->router->route({x, count, p.vocab_size, k, t.exponential, t.inverse, p.value_kind, p.normalize_over,
-                              are_logits ? nullptr : static_cast<float*>(p.values) + first * k, p.indices + first * k,
-                              p.logsumexp + first});
+    for_each_temperature(p, temperature, first, count, [&](u32 begin, u32 some, const Temperatures& t) {
+      const u64 row = first + begin;
+      p.kernels->router->route({x + u64(begin) * p.vocab_size, some, p.vocab_size, k, t, p.value_kind, p.normalize_over,
+                                are_logits ? nullptr : static_cast<float*>(p.values) + row * k, p.indices + row * k,
+                                p.logsumexp + row});
+    });
+    if (are_logits) copy_logits(first, count, x);
   }
 
-  void copy_logits(u64 first, u32 count) const {
+  // Rows first .. first + count as floats, [count, vocab_size], -inf where a token is not allowed.
+  const float* read_allowed(u64 first, u32 count, float* buffer) const {
+    const Problem& p = problem;
+    const u32 n = p.vocab_size;
+    const float* const x = read_rows(p, first, count, buffer);
+    if (!p.mask) return x;
+    if (x != buffer) std::memcpy(buffer, x, u64(count) * n * sizeof(float));
+    // A mask of adjacent rows, each of whole words, is one long row's.
+    const bool has_bits = p.mask_kind == MaskKind::kBits;
+    if (n % (has_bits ? 32 : 1) == 0 &&
+        are_adjacent(p.sizes, has_bits ? n / 32 : n, p.mask_strides, p.mask_element_stride)) {
+      apply_mask(p, mask_of(p, first), 0, count * n, buffer);
+    } else {
+      for (u32 row = 0; row < count; ++row) apply_mask(p, mask_of(p, first + row), 0, n, buffer + u64(row) * n);
+    }
+    return buffer;
+  }
+
+  // The chosen logits bit for bit, and -inf for tokens that are not allowed. x: [count, vocab_size]
+  void copy_logits(u64 first, u32 count, const float* x) const {
     const u32 item_size = kItemSize[problem.dtype];
     const i64* const indices = problem.indices + first * k;
     char* value = static_cast<char*>(problem.values) + first * k * item_size;
-    for (u32 row = 0; row < count; ++row) {
+    for (u32 row = 0; row < count; ++row, x += problem.vocab_size) {
       const char* const logits = logits_of(problem, first + row);
       for (u32 i = 0; i < k; ++i, value += item_size) {
-        std::memcpy(value, logits + indices[row * k + i] * problem.logits_element_stride * item_size, item_size);
+        const i64 index = indices[row * k + i];
+        const bool is_infinite = x[index] == -std::numeric_limits<float>::infinity();
+        std::memcpy(value,
+                    is_infinite ? reinterpret_cast<const char*>(&kNegativeInfinity[problem.dtype])
+                                : logits + index * problem.logits_element_stride * item_size,
+                    item_size);
       }
     }
   }
@@ -293,7 +315,6 @@ struct Solver {
   void write_logits(const Row& row, const u64* best) const {
     write_indices(row, best);
     const u32 item_size = kItemSize[problem.dtype];
-    constexpr u32 kNegativeInfinity[kDTypes] = {0xFF800000u, 0xFC00u, 0xFF80u};
     char* value = static_cast<char*>(problem.values) + row.number * k * item_size;
     for (u32 i = 0; i < k; ++i, value += item_size) {
       if (key_of(best[i]) == kNegativeInfinityKey) {

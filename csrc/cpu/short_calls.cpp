@@ -317,8 +317,8 @@ class ShortCalls {
         (has_temperatures && !is_array(temperature))) {
       return false;
     }
-    if (needs_framework({logits, has_mask ? mask : nb::handle(), has_temperatures ? temperature : nb::handle(), out[0],
-                         out[1], out[2]})) {
+    if (needs_framework({logits, has_mask ? mask : nb::handle(), out[0], out[1], out[2]},
+                        has_temperatures ? temperature : nb::handle())) {
       return false;
     }
     key.add(values);
@@ -339,7 +339,7 @@ class ShortCalls {
                       nb::handle backend, Array& rows, Array& temperatures, Key& key) const {
     const bool has_temperatures = !temperature_is_number(temperature);
     if (!is_array(logits) || (has_temperatures && !is_array(temperature))) return false;
-    if (needs_framework({logits, has_temperatures ? temperature : nb::handle()})) return false;
+    if (needs_framework({logits}, has_temperatures ? temperature : nb::handle())) return false;
     key.add(values);
     key.add(dtype);
     key.add(backend);
@@ -348,21 +348,25 @@ class ShortCalls {
     return add_temperature(key, temperature, temperatures);
   }
 
-  // Whether the framework must see a call with these arrays: need_dispatcher_at_run_time() of dispatch.py. Null handles
-  // are left out.
-  bool needs_framework(std::initializer_list<nb::handle> arrays) const {
+  // Whether the framework must see a call with these arrays: need_dispatcher() of dispatch.py. Temperatures may not have a
+  // gradient even where none are recorded. Null handles are left out.
+  bool needs_framework(std::initializer_list<nb::handle> arrays, nb::handle temperature) const {
     const nb::object level = attribute(framework_.forward_mode, current_level_);
     if (PyLong_AsLong(level.ptr()) >= 0 ||
         has_unknown_bits(call(framework_.keys_of_thread), framework_.known_of_thread)) {
       return true;
     }
     for (const nb::handle array : arrays) {
-      if (array && (has_unknown_bits(call(framework_.keys_of_array, array), framework_.known_of_array) ||
-                    (has_gradient(array) && call(framework_.records_gradients).ptr() != Py_False))) {
+      if (array &&
+          (has_unknown_keys(array) || (has_gradient(array) && call(framework_.records_gradients).ptr() != Py_False))) {
         return true;
       }
     }
-    return false;
+    return temperature && (has_unknown_keys(temperature) || has_gradient(temperature));
+  }
+
+  bool has_unknown_keys(nb::handle array) const {
+    return has_unknown_bits(call(framework_.keys_of_array, array), framework_.known_of_array);
   }
 
   bool has_unknown_bits(const nb::object& keys, u64 known) const {
@@ -425,7 +429,7 @@ class ShortCalls {
       key.add(2);
       return add_number(key, temperature);
     } else {
-      if (has_gradient(temperature) || !read(temperature, array) || !has_type(array, kFloat32)) return false;
+      if (!read(temperature, array) || !has_type(array, kFloat32)) return false;
       key.add(3);
       key.add(array);
     }

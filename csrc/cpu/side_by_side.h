@@ -11,23 +11,23 @@ namespace {
 
 constexpr float kNaN = __builtin_nanf("");
 
-typedef unsigned long long Bits4 __attribute__((vector_size(32)));
-
 // log(d), 1 <= d < infinity, with an error of 2e-11. d = 2^exponent * f with f within a factor sqrt(2) of 1, and
 // log f = 2 atanh((f - 1) / (f + 1)).
-inline Doubles4 logarithm(Doubles4 d) {
+template <class DOUBLES>
+inline DOUBLES logarithm(DOUBLES d) {
+  typedef unsigned long long Bits __attribute__((vector_size(sizeof d)));
   constexpr unsigned long long kSqrtHalf = 0x3FE6A09E667F3BCDull;
-  const Bits4 exponent = ((Bits4)d - kSqrtHalf) >> 52;
-  const Doubles4 f = (Doubles4)((Bits4)d - (exponent << 52));
-  const Doubles4 s = (f - 1.0) / (f + 1.0);
-  const Doubles4 s2 = s * s;
-  Doubles4 series = s2 * (1.0 / 11) + 1.0 / 9;
+  const Bits exponent = ((Bits)d - kSqrtHalf) >> 52;
+  const DOUBLES f = (DOUBLES)((Bits)d - (exponent << 52));
+  const DOUBLES s = (f - 1.0) / (f + 1.0);
+  const DOUBLES s2 = s * s;
+  DOUBLES series = s2 * (1.0 / 11) + 1.0 / 9;
   series = series * s2 + 1.0 / 7;
   series = series * s2 + 1.0 / 5;
   series = series * s2 + 1.0 / 3;
   series = series * s2 + 1.0;
   // An integer below 2^52, in the low bits of 2^52.
-  const Doubles4 whole = (Doubles4)(exponent | 0x4330000000000000ull) - 0x1p52;
+  const DOUBLES whole = (DOUBLES)(exponent | 0x4330000000000000ull) - 0x1p52;
   return whole * 0.6931471805599453 + 2.0 * s * series;
 }
 
@@ -61,10 +61,21 @@ struct ShortRows {
   u32 n;
 };
 
+// The temperatures of kRows rows, from `first` on: an exponential for each row, whose reference is 0.
+struct RowExponentials {
+  Exponential of_row[kRows];
+
+  RowExponentials(const Temperatures& t, u32 first, u32 rows) {
+    for (u32 r = 0; r < kRows; ++r) of_row[r] = t.exponentials[t.place_of(first + r < rows ? first + r : rows - 1)];
+  }
+
+  const Exponential& operator[](u32 row) const { return of_row[row]; }
+};
+
 // The sums of the exponentials of x relative to its reference. KEEP: the exponentials go into the row's y. A float32
-// lane adds at most 4 of them and goes on in float64, as in sum_of_exp.
-template <bool KEEP>
-inline Doubles4 sum_side_by_side(const ShortRows& rows, const float (&reference)[kRows], const Exponential& e) {
+// lane adds at most 4 of them and goes on in float64, as in sum_of_exp. e[r]: of row r.
+template <bool KEEP, class EXPONENTIALS>
+inline Doubles4 sum_side_by_side(const ShortRows& rows, const float (&reference)[kRows], const EXPONENTIALS& e) {
   constexpr u32 kRun = 4 * kLanes;
   Doubles total[kRows] = {};
   for (u32 begin = 0; begin < rows.n; begin += kRun) {
@@ -92,8 +103,8 @@ struct Normalizers {
 };
 
 // The normalizers of rows. KEEP: the exponentials, relative to m, go into each row's y.
-template <bool KEEP>
-inline Normalizers normalize(const ShortRows& rows, const Exponential& e) {
+template <bool KEEP, class EXPONENTIALS>
+inline Normalizers normalize(const ShortRows& rows, const EXPONENTIALS& e) {
   Floats best[kRows];
   for (u32 r = 0; r < kRows; ++r) best[r] = broadcast(-kInfinity);
   // A NaN is the first operand, so that the other one is kept.

@@ -86,10 +86,18 @@ void mask_bools(const u8* mask, i64 stride, u32 n, float* x) {
 }
 
 void mask_bits(const void* words, i64 stride, u32 n, float* x) {
+  Ints bit_of_lane;
+  for (u32 i = 0; i < kLanes; ++i) bit_of_lane[i] = 1 << i;
   for (u32 i = 0; i < n; i += 32) {
-    const u32 word = element<u32>(words, i / 32 * stride);
-    const u32 tokens = n - i < 32 ? n - i : 32;
-    for (u32 bit = 0; bit < tokens; ++bit) x[i + bit] = word >> bit & 1u ? x[i + bit] : -kInfinity;
+    u32 word = element<u32>(words, i / 32 * stride);
+    if (n - i < 32) {
+      for (u32 bit = 0; bit < n - i; ++bit) x[i + bit] = word >> bit & 1u ? x[i + bit] : -kInfinity;
+      return;
+    }
+    for (u32 bit = 0; bit < 32; bit += kLanes, word >>= kLanes) {
+      const auto is_allowed = (broadcast(int(word)) & bit_of_lane) != 0;
+      store_vector(x + i + bit, is_allowed ? load(x + i + bit) : broadcast(-kInfinity));
+    }
   }
 }
 

@@ -30,6 +30,15 @@ struct Exponential {
   float lowest;     // x - reference below this gives 0: 2^-125 is the smallest result
 };
 
+// The temperature of all rows, or one of each.
+struct Temperatures {
+  const Exponential* exponentials;  // [1], or [rows] if they differ; with the reference 0
+  const double* inverses;           // likewise
+  bool differ;
+
+  u32 place_of(u32 row) const { return differ ? row : 0; }
+};
+
 struct FullRowKernels;
 struct LinearKernels;
 struct RouterKernels;
