@@ -171,7 +171,7 @@ inline void write_values(const RouterRows& rows, u32 r, const float (&terms)[kMo
     return;
   }
   for (u32 i = 0; i < rows.k; ++i) {
-    // Some results are below the range of the float32 exponential.
+    // Below the range of the float32 exponential there are results still.
     const double term = terms[i][r] > 0.0f ? double(terms[i][r]) : __builtin_exp(z[i][r]);
     values[i] = float(term / d);
   }
