@@ -216,7 +216,7 @@ def run_merge(logits: Tensor, indices: Tensor, m: Tensor, d: Tensor, *rest: Any)
 
 
 def _stacked(tensors: list[Tensor], width: int, filler: float) -> Tensor:
-    """(parts, ..., width)."""
+    """The tensors of all parts as one, (parts, ..., width); short lists end with `filler`."""
     return torch.stack(
         [
             x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]), value=filler)

@@ -43,7 +43,7 @@ def _row_gradient(
     p = (scaled if hidden is None else scaled.masked_fill(hidden, -torch.inf)).softmax(-1)
     gradient = p * (grad_logsumexp - grad_log_probabilities.sum(-1)).unsqueeze(-1)
     gradient = gradient.scatter_add(-1, indices, grad_log_probabilities) / temperature
-    # What the mask hides is a constant -inf to the choice, even where it is among the k.
+    # A token that the mask hides counts as the constant -inf, even where it is among the k.
     return (gradient if hidden is None else gradient.masked_fill(hidden, 0.0)).to(logits.dtype)
 
 
@@ -62,13 +62,13 @@ def row_backward(
     # d p = p d(log p)
     grad_log = grad_values * values if ctx.values == "softmax" else grad_values
     if mask is not None:
-        # A token that is not allowed has the constant value -inf or 0, and what a loss makes of that is no gradient.
+        # A token that is not allowed has the constant value -inf or 0, so it passes on no gradient.
         grad_log = grad_log.where(unpacked(mask, logits.shape[-1]).gather(-1, indices), 0.0)
     if ctx.values == "state":
         gradient = _state_gradient(logits, temperature, mask, ctx.normalize, indices, grad_values, grad_logsumexp)
         return gradient, *(None,) * 7
     if ctx.values == "logits":
-        # The logits themselves: their gradient goes back to where they came from.
+        # The values are logits, so each gradient goes back to the logit that was chosen.
         from_values = torch.zeros_like(logits).scatter_add(-1, indices, grad_log)
         zero = torch.zeros_like(indices, dtype=grad_logsumexp.dtype)
         rest = _row_gradient(logits, 1.0, mask, "allowed", indices, zero, grad_logsumexp)

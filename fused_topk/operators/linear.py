@@ -34,7 +34,7 @@ _HEAD_ARGUMENTS = len(LinearProblem._fields)
 
 
 def linear_topk(*arguments: Any) -> linear_pieces.LinearResult:
-    """The arguments of the operator, in its order."""
+    """Computes the operator. `arguments`: the operator's, in its order."""
     return linear_pieces.forward(LinearProblem(*arguments[:_HEAD_ARGUMENTS]), *arguments[_HEAD_ARGUMENTS:])
 
 
@@ -45,7 +45,7 @@ def _fake_linear_topk(*arguments: Any) -> linear_pieces.LinearResult:
 
 
 def linear_topk_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Likewise."""
+    """Computes the gradient's operator. `arguments`: that operator's, in its order."""
     return linear_pieces.backward(LinearProblem(*arguments[:_HEAD_ARGUMENTS]), *arguments[_HEAD_ARGUMENTS:])
 
 

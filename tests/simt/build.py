@@ -21,14 +21,14 @@ _HERE = Path(__file__).parent
 _FOR_KERNELS = ("simt.h", "cuda.h", "ptx.h")
 _COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or "g++"
 _COMMON = ("-std=c++17", "-fPIC", "-fno-exceptions", "-ffp-contract=off", f"-I{_HERE}")
-# Only has a kernel call the machine's own functions (kernel_calls.cpp, ubsan.cpp): no sanitizer is linked. Pointers are
-# the business of memory.cpp.
+# A kernel then calls the machine's own functions (kernel_calls.cpp, ubsan.cpp): no sanitizer is linked. memory.cpp checks
+# pointers, so the compiler need not.
 _INSTRUMENT = (
     "-fsanitize=thread,undefined",
     "--param=tsan-distinguish-volatile=1",
     "-fno-sanitize=null,alignment,object-size,vptr,pointer-overflow",
 )
-# The real sanitizers, in place of the harness's own checks. Checks that are calls compile in two thirds of the time.
+# The real sanitizers, in place of the harness's own checks. Checks compile faster as calls than inline.
 _ADDRESS_SANITIZER = (
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=all",
@@ -62,7 +62,7 @@ def unavailable() -> str | None:
 
 @functools.cache
 def _compiler() -> str:
-    """Its name and version."""
+    """The compiler's name and version."""
     return _COMPILER + subprocess.run([_COMPILER, "--version"], capture_output=True, text=True).stdout
 
 
@@ -70,7 +70,7 @@ def _compiler() -> str:
 def library(kernel: Kernel) -> Path:
     """The shared library of a kernel."""
     sanitize = _ADDRESS_SANITIZER if kernel.address_sanitizer else ()
-    # Without optimisation a kernel compiles in half the time and runs a third longer, and most tests run each kernel a few times.
+    # Without optimisation a kernel compiles faster and runs slower. Most tests run each kernel only a few times.
     options = (*_COMMON, *(sanitize or _INSTRUMENT), "-O0", "-g" if kernel.debug else "-g1")
     options += (f"-D__CUDA_ARCH__={kernel.architecture}0", "-w")
     source = f'#include "ptx.h"\n#line 1 "kernel.cu"\n{translate(kernel.source)}\n'
@@ -117,7 +117,7 @@ def machine_library() -> Path:
     headers = sorted(path.name for path in _HERE.glob("*.h") if path.name not in ("cuda.h", "ptx.h"))
 
     def build(folder: Path, path: Path) -> None:
-        # One unit: to read the standard headers takes longer than to compile any of the files.
+        # One unit: reading the standard headers takes longer than compiling any of the files.
         (folder / "machine_library.cpp").write_text("".join(f'#include "{name}"\n' for name in names))
         _run(folder, *options, "machine_library.cpp", "-o", str(path))
 
@@ -125,7 +125,7 @@ def machine_library() -> Path:
 
 
 def _key(*parts: str) -> str:
-    """Of another checkout with the same texts it is the same."""
+    """The key is the same for another checkout with the same texts."""
     return key(_compiler(), *(part for part in parts if part != f"-I{_HERE}"))
 
 

@@ -27,16 +27,14 @@ class Case(NamedTuple):
     vocab_size: int
     k: int
     dtype: str = "fp32"
-    rows: str = (
-        "adversarial"  # all of them in a batch, "2/7": every 7th from the 2nd on, one by its name, or so many normal
-    )
+    rows: str = "adversarial"  # all of them in a batch; or "2/7": every 7th from the 2nd on; or the name of one; or a number of normal rows
     entry: str = "log_softmax_topk"
-    owner: str = "few"  # whose rows these are: the layout that an H200 gives to one row, to 200 ("some"), or to a million ("many")
+    owner: str = "few"  # the layout that an H200 gives to one row; "some": to 200 rows; "many": to a million
     splits: int = 0  # blocks that share a row, of 16 warps if more than one; 0: as many as the layout says
-    tiles_per_part: int = 0  # a power of two: as where V needs it; 0: as this V needs
+    tiles_per_part: int = 0  # a power of two, as for a longer row; 0: as many as this V needs
     mask: str = "none"  # or "bool", "packed"
     normalize: str = "allowed"
-    temperature: str = "none"  # or a number, or "rows": one each
+    temperature: str = "none"  # or a number; or "rows": one for each row
     start: int = 0  # elements between a 256-byte boundary and the first row
     padding: int = 0  # elements between rows
     beams: int = 0

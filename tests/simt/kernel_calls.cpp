@@ -72,11 +72,11 @@ void commit_copies() {
   current->copies.emplace_back();
 }
 
-void wait_for_copies(u32 groups_under_way) {
+void wait_for_copies(u32 batches_under_way) {
   const void* code = __builtin_return_address(0);
   std::vector<std::vector<Copy>>& groups = current->copies;
   // The open group is not waited for.
-  while (groups.size() > groups_under_way + 1) {
+  while (groups.size() > batches_under_way + 1) {
     for (const Copy& copy : groups.front()) {
       check(copy.to, copy.size + copy.zeros, Access::kWrite, code);
       std::memcpy(copy.to, copy.from, copy.size);

@@ -46,7 +46,7 @@ class Fault(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a launch."""
+    """The result of a launch: its faults, and counts of what happened."""
 
     faults: list[Fault]
     counts: dict[str, int]

@@ -259,7 +259,7 @@ u32 Machine::pick_bit(u32 bits) {
 }
 
 Thread* Machine::pick() {
-  // Of the blocks that have a warp to run, and of that block's warps; where some warps are to be preferred, only these.
+  // A block that has a warp to run, then one of its warps. If the schedule prefers some warps, these come first.
   const bool has_preference = launch_.schedule >= Schedule::kStarve;
   u32 start = 0;
   const u32 slots = u32(blocks_.size());
@@ -280,7 +280,7 @@ Thread* Machine::pick() {
       return &warp.lanes[pick_bit(warp.runnable)];
     }
   }
-  // Those that rest go round again, but not for ever.
+  // The threads that rest get another turn, but not for ever.
   if (resting_.empty() || ++idle_rounds_ > 10000) return nullptr;
   for (Thread* thread : resting_) set_runnable(*thread, true);
   resting_.clear();

@@ -21,7 +21,7 @@ constexpr size_t kDynamicShared = kSharedWindow / 2;
 struct Warp;
 struct Block;
 
-// Of cp.async. `zeros` bytes follow the copied ones.
+// A copy of cp.async: `size` bytes, then `zeros` bytes of zero.
 struct Copy {
   u8* to;
   const u8* from;
@@ -38,7 +38,7 @@ struct Thread {
 
   Fiber fiber;
 
-  // What it waits at, null while it can run, and where in the kernel.
+  // The name of the collective or barrier that it waits at, null while it can run; `code`: where that is in the kernel.
   const char* waits_at;
   u32 waits_with;  // a mask, or a barrier's number
   bool waits_in_warp;
@@ -46,8 +46,8 @@ struct Thread {
   // What a lane brings to its warp's collective, and takes away.
   u64 brought, result;
   u32 source_lane;
-  u32 cluster_phase;  // that it has arrived in
-  // Groups of copies that have not been waited for, the last one still open.
+  u32 cluster_phase;  // the phase of the cluster's barrier that it has arrived in
+  // Batches of copies that have not been waited for. The last one is still open.
   std::vector<std::vector<Copy>> copies;
 };
 
@@ -71,7 +71,7 @@ struct Cluster {
   std::vector<Thread*> waiting;
   Gathering gathering, last_gathering;
 
-  // Once all have arrived who can.
+  // Called when all threads that have not exited have arrived.
   void complete();
 };
 

@@ -19,11 +19,11 @@ struct Thread;
 
 // What memory knows of a thread.
 struct Past {
-  Clock known;        // of the other threads' times, and of its own up to its last barrier
-  u32 time = 1;       // its own
+  Clock known;        // what it knows of the other threads' times, and of its own up to its last barrier
+  u32 time = 1;       // its own time
   u32 born = 1;       // earlier times are those of a thread that this one has replaced
-  Clock released[2];  // by Scope: what its next atomic write tells, as of its last fence
-  Clock read[2];      // by Scope: what its atomics have been told, for its next fence to learn
+  Clock released[2];  // by Scope: what it knew at its last fence, which its next atomic write passes on
+  Clock read[2];      // by Scope: what its atomics have read, which its next fence lets it know
 };
 
 enum ByteState : u8 { kOutside = 0, kUninitialised = 1, kInitialised = 2 };
@@ -84,9 +84,9 @@ enum class Access { kRead, kReadOnlyCache, kWrite, kAtomicRead, kAtomicWrite, kA
 // What the threads of a barrier tell each other.
 class Gathering {
  public:
-  // All that the thread did until now happened before what those do who listen.
+  // All that the thread has done so far happens before what the threads do that listen.
   void tell(Thread& thread);
-  // For one that has told and waited: it knows what the others do.
+  // Called by a thread that has told and waited. It then knows all that the others have told.
   void listen(Thread& thread) const;
 
  private:
@@ -106,9 +106,9 @@ class Memory {
   void access(Thread& thread, const void* address, size_t size, Access access, const void* code);
   // The bytes hold nothing that may be read.
   void forget(const void* address, size_t size);
-  // Called when `current` has stored what it was last about to: reports a doubt that the store did not settle.
+  // Called after the store that `current` was last about to make. Reports a doubt that the store has not settled.
   void settle();
-  // The order that an atomic operation makes: what it is told by the word, and what it tells.
+  // The order that an atomic operation makes: what the thread learns from the word, and what the word passes on.
   void order_atomic(Thread& thread, const void* word, bool reads, bool writes, bool acquires, bool releases);
   void fence(Thread& thread, Scope scope);
 

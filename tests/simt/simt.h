@@ -65,10 +65,10 @@ void store(void* to, const void* from, size_t size);
 // Without a check.
 void copy_unseen(void* to, const void* from, size_t size);
 
-// cp.async: copies to shared memory, in groups; the machine makes a copy as late as it may, when its group is waited for.
+// cp.async: copies to shared memory, in batches. The machine makes a copy as late as it may, when its batch is waited for.
 void copy_later(void* to, const void* from, size_t size, size_t zeros);
 void commit_copies();
-void wait_for_copies(u32 groups_under_way);
+void wait_for_copies(u32 batches_under_way);
 
 // Called by an atomic operation on the word before it reads and writes it: the check, the turn of another thread, and
 // what the memory model makes of it. `acquires` and `releases`: of atomics that are fences too.
