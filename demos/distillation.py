@@ -4,7 +4,10 @@
     python demos/distillation.py
 
 The first part shows what a step of such training costs with a large LM head: torch, which keeps all logits and their
-gradient, against `linear_log_softmax_topk`, which computes them in pieces, forwards and backwards.
+gradient, against `linear_log_softmax_topk`, which computes them in pieces, forwards and backwards. The same for
+cross-entropy alone, and there Liger-Kernel's fused linear cross-entropy takes part, where it is installed and there is a GPU
+(`pip install liger-kernel`). It has no loss over some of a teacher's tokens. Its pieces are some rows of the whole vocabulary,
+about rows x H logits in all, and it computes the gradients in the forward pass, so that it multiplies once less.
 
 The teacher is the small language model of decoding_latency.py, trained there or here. Of each of its distributions over
 32,000 tokens the k best log-probabilities are kept. One student of half the width learns from those, one from all of the
@@ -14,6 +17,7 @@ teacher's logits, and both are compared with the teacher on held-out text.
 from __future__ import annotations
 
 import copy
+import importlib
 import multiprocessing
 import resource
 import sysconfig
@@ -107,8 +111,26 @@ def scored(model: Any, teacher: Any, tokens: Tensor) -> tuple[float, float, floa
     return total, float(logprobs.mean()), float((ranks <= 10).float().mean())
 
 
-def step_cost(positions: int, depth: int, vocab_size: int, k: int, keeps_logits: bool) -> tuple[float, float, float]:
-    """(seconds, MB of memory at the peak beyond that before, the loss) of a forward and a backward pass of an LM head."""
+LIGER = "Liger-Kernel"
+LOGITS_KEPT = "torch, all logits kept"
+IN_PIECES = "linear_log_softmax_topk"
+
+
+def why_no_liger() -> str:
+    """Why Liger-Kernel cannot take part; empty where it can."""
+    if not torch.cuda.is_available():
+        return "needs a GPU"
+    try:
+        importlib.import_module("liger_kernel.transformers")
+    except ImportError as error:
+        return f"does not load: {error}"
+    return ""
+
+
+def step_cost(positions: int, depth: int, vocab_size: int, k: int, way: str) -> tuple[float, float, float]:
+    """(seconds, MB of memory at the peak beyond that before, the loss) of a forward and a backward pass of an LM head.
+
+    k: the teacher's tokens of each position; 0 for cross-entropy alone. way: one of the three above."""
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if is_cuda else "cpu")
     generator = torch.Generator(device).manual_seed(0)
@@ -119,40 +141,52 @@ def step_cost(positions: int, depth: int, vocab_size: int, k: int, keeps_logits:
         return drawn.to(dtype).requires_grad_()
 
     hidden, weight = learned(positions, depth), learned(vocab_size, depth)
-    tokens = torch.randint(vocab_size, (positions, k), generator=generator, device=device)
+    tokens = torch.randint(vocab_size, (positions, k + 1), generator=generator, device=device)
     theirs = torch.randn(positions, k, generator=generator, device=device).log_softmax(-1) - 0.1
-    targets = tokens[:, 0]
 
     def loss() -> Tensor:
-        if keeps_logits:
-            logprobs = (hidden @ weight.T).log_softmax(-1, dtype=torch.float32)
-            ours, of_target = logprobs.gather(-1, tokens), logprobs.gather(-1, targets[:, None])
+        if way == LIGER:
+            liger = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
+            value: Tensor = liger(weight, hidden, tokens[:, k])
+            return value
+        if way == LOGITS_KEPT:
+            logprobs = (hidden @ weight.T).log_softmax(-1, dtype=torch.float32).gather(-1, tokens)
         else:
-            both = torch.cat([tokens, targets[:, None]], -1)
-            found = linear_log_softmax_topk(hidden, weight, 1, targets=both).target_logprobs
-            ours, of_target = found.split([k, 1], -1)
-        return divergence(ours, theirs) - of_target.mean()
+            logprobs = linear_log_softmax_topk(hidden, weight, 1, targets=tokens).target_logprobs
+        ours, of_target = logprobs.split([k, 1], -1)
+        return divergence(ours, theirs) - of_target.mean() if k else -of_target.mean()
 
-    with Peak(device) as peak:
-        begin = time.perf_counter()
+    def step() -> float:
         value = loss()
         value.backward()
-        found = float(value.detach())
+        # Waits for a GPU.
+        return float(value.detach())
+
+    if is_cuda:
+        # Kernels are compiled and libraries make their workspaces.
+        step()
+        hidden.grad = weight.grad = None
+    with Peak(device) as peak:
+        begin = time.perf_counter()
+        found = step()
         seconds = time.perf_counter() - begin
     return seconds, peak.megabytes, found
 
 
 def compare_steps(positions: int, depth: int, vocab_size: int, k: int) -> None:
     """Each in a process of its own, whose peak memory is the step's."""
-    print(
-        f"One step of an LM head, {positions} positions x {depth} -> {vocab_size}, {k} teacher's tokens each:",
-        flush=True,
-    )
+    what = f"{k} teacher's tokens each" if k else "cross-entropy alone"
+    print(f"One step of an LM head, {positions} positions x {depth} -> {vocab_size}, {what}:", flush=True)
     context = multiprocessing.get_context("spawn")
-    for name, keeps_logits in (("torch, all logits kept", True), ("linear_log_softmax_topk", False)):
+    ways = [LOGITS_KEPT, IN_PIECES]
+    if not k and not why_no_liger():
+        ways.append(LIGER)
+    for way in ways:
         with context.Pool(1) as pool:
-            seconds, megabytes, loss = pool.apply(step_cost, (positions, depth, vocab_size, k, keeps_logits))
-        print(f"  {name:28}{megabytes:8,.0f} MB {seconds:8.2f} s   loss {loss:.5f}", flush=True)
+            seconds, megabytes, loss = pool.apply(step_cost, (positions, depth, vocab_size, k, way))
+        print(f"  {way:28}{megabytes:8,.0f} MB {seconds:8.2f} s   loss {loss:.5f}", flush=True)
+    if not k and why_no_liger():
+        print(f"  {LIGER:28}{why_no_liger()}", flush=True)
 
 
 class Peak:
@@ -193,6 +227,7 @@ def main(
 ) -> None:
     if positions:
         compare_steps(positions, depth, vocab_size, k)
+        compare_steps(positions, depth, vocab_size, 0)
     transformers.logging.set_verbosity_error()
     teacher = tiny(torch.device("cpu"), torch.float32, Recipe(steps=training_steps))
     everything = texts(teacher, num_texts + 32)

@@ -7,7 +7,9 @@ import importlib
 import json
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,6 +227,38 @@ def test_distillation_step_costs_less_memory(capsys):
     losses = [float(line.split()[-1]) for line in lines]
     assert megabytes[1] < megabytes[0] / 2
     assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+
+
+def test_distillation_takes_in_liger(monkeypatch, capsys):
+    """A stand-in for Liger-Kernel, and for the processes of their own."""
+
+    class LigerFusedLinearCrossEntropyLoss:
+        def __call__(self, weight, hidden, targets):
+            return torch.nn.functional.cross_entropy(hidden @ weight.T, targets)
+
+    pool = nullcontext(SimpleNamespace(apply=lambda function, arguments: function(*arguments)))
+    context = SimpleNamespace(Pool=lambda processes: pool)
+    monkeypatch.setattr(distillation.multiprocessing, "get_context", lambda kind: context)
+    distillation.compare_steps(20, 8, 300, 0)
+    assert "Liger-Kernel                needs a GPU" in capsys.readouterr().out or torch.cuda.is_available()
+
+    liger = SimpleNamespace(LigerFusedLinearCrossEntropyLoss=LigerFusedLinearCrossEntropyLoss)
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    monkeypatch.setattr(distillation, "why_no_liger", lambda: "")
+    distillation.compare_steps(20, 8, 300, 0)
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert "cross-entropy alone" in title
+    assert [line[2:30].strip() for line in lines] == [
+        "torch, all logits kept",
+        "linear_log_softmax_topk",
+        "Liger-Kernel",
+    ]
+    losses = [float(line.split()[-1]) for line in lines]
+    assert losses == pytest.approx([losses[0]] * 3, abs=1e-4)
+    # It has no loss over a teacher's tokens.
+    distillation.compare_steps(20, 8, 300, 5)
+    assert "Liger" not in capsys.readouterr().out
 
 
 def test_distillation_losses_are_those_of_the_definition():

@@ -27,22 +27,20 @@ constexpr u32 kRowsAtOnce = 6;
 #else
 constexpr u32 kRowsAtOnce = 2;
 #endif
-// Elements of a hidden state that are multiplied at once. Those of a few rows and of a group of tokens fit into the
-// first-level cache together.
+// Elements of a hidden state that are multiplied at once. Those of a few rows and of four tokens fit into the first-level
+// cache together.
 constexpr u32 kDepth = 512;
-// Tokens whose weights are kept in the first-level cache while the rows take their turns.
-constexpr u32 kGroup = 16;
-// With few rows the weights are fetched into the cache ahead of their use: more bytes than the hardware fetches ahead on its
-// own are on their way. With more rows the arithmetic takes as long.
-constexpr u32 kRowsThatWait = 4;
+// The weights that come next are fetched into the cache while these are multiplied, so many bytes ahead: of the next tokens
+// where four tokens' weights are short, else of the same tokens. More bytes are on their way than the hardware fetches ahead
+// on its own. Without it 512 -> 50257 float32 took 1.9 times as long at 16 and 32 rows (Xeon model 207, 2026-11-25).
 constexpr i64 kFarAhead = 8192, kAhead = 2048;
-static_assert(kLinearBlock % kGroup == 0 && kGroup % kTokens == 0);
 
 // How weights become vectors of floats: kVectors of them from kStep elements.
 struct Float32 {
   static constexpr u32 kVectors = 1;
   static constexpr u32 kStep = kLanes;
   static constexpr u32 kBytes = 4;
+  static constexpr bool kRounds = false;
 
   static void load_weights(const char* source, Floats (&w)[kVectors]) {
     w[0] = load(reinterpret_cast<const float*>(source));
@@ -58,11 +56,13 @@ struct Float32 {
 };
 
 // A bfloat16 is the upper half of a float. Of a vector of pairs, the elements with even numbers make one vector of floats,
-// those with odd numbers the other: one operation each. The hidden states are arranged in the same way.
+// those with odd numbers the other: one operation each. The hidden states are arranged in the same way. AVX512-BF16
+// multiplies pairs and needs no such vectors, but took 1.4 times as long (Xeon model 207, 4 rows and more, 2026-11-25).
 struct BFloat16 {
   static constexpr u32 kVectors = 2;
   static constexpr u32 kStep = 2 * kLanes;
   static constexpr u32 kBytes = 2;
+  static constexpr bool kRounds = true;
 
   static void load_weights(const char* source, Floats (&w)[kVectors]) {
     UInts pairs;
@@ -90,58 +90,91 @@ struct BFloat16 {
   }
 };
 
-// Lane t is the sum of the lanes of x[t].
-inline Floats4 sums_of_lanes(const Floats (&x)[kTokens]) {
+// sums[r][t] is the sum of the lanes of x[r][t]. The lanes of every vector are added in the same order.
 #if defined(__AVX512F__)
-  const Floats ab = (Floats)_mm512_shuffle_f32x4((__m512)x[0], (__m512)x[1], 0x44) +
-                    (Floats)_mm512_shuffle_f32x4((__m512)x[0], (__m512)x[1], 0xEE);
-  const Floats cd = (Floats)_mm512_shuffle_f32x4((__m512)x[2], (__m512)x[3], 0x44) +
-                    (Floats)_mm512_shuffle_f32x4((__m512)x[2], (__m512)x[3], 0xEE);
-  // Four lanes of each.
-  Floats sums = (Floats)_mm512_shuffle_f32x4((__m512)ab, (__m512)cd, 0x88) +
-                (Floats)_mm512_shuffle_f32x4((__m512)ab, (__m512)cd, 0xDD);
-  sums += (Floats)_mm512_permute_ps((__m512)sums, 0xB1);
-  sums += (Floats)_mm512_permute_ps((__m512)sums, 0x4E);
-  const __m512i firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
-  return (Floats4)_mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, (__m512)sums));
-#elif defined(__AVX2__)
-  const __m256 ab = _mm256_hadd_ps((__m256)x[0], (__m256)x[1]);
-  const __m256 cd = _mm256_hadd_ps((__m256)x[2], (__m256)x[3]);
-  const Floats8 sums = (Floats8)_mm256_hadd_ps(ab, cd);
-  return half_of<Floats4>(sums, 0) + half_of<Floats4>(sums, 1);
-#else
-  Floats4 sums;
-  for (u32 t = 0; t < kTokens; ++t) sums[t] = (x[t][0] + x[t][2]) + (x[t][1] + x[t][3]);
-  return sums;
-#endif
+// One vector of two: what is left to add of a is in some of its lanes, and of b in the others. Half of each moves.
+inline Floats halved(Floats a, Floats b, __mmask16 of_b, Floats moved) {
+  return (Floats)_mm512_mask_blend_ps(of_b, (__m512)a, (__m512)b) + moved;
 }
 
-// One stretch of the depth, n <= kDepth, of ROWS rows and `count` <= kTokens tokens. hidden: [ROWS, hidden_stride] and
-// weight[t] from the stretch's first element on. Writes the sums, or adds them to those of the stretches before.
-template <class WEIGHT, u32 ROWS>
-void multiply_tile(const float* hidden, u32 hidden_stride, const char* const (&weight)[kTokens], u32 n, u32 count,
-                   i64 ahead, bool is_first, float* logits) {
+// Four lanes of each of x[0], x[2], x[1] and x[3], whose sums are those of all lanes.
+inline Floats quartered(const Floats (&x)[kTokens]) {
+  Floats pair[2];
+  for (u32 i = 0; i < 2; ++i) {
+    const __m512 a = (__m512)x[2 * i], b = (__m512)x[2 * i + 1];
+    pair[i] = halved(x[2 * i], x[2 * i + 1], 0xFF00, (Floats)_mm512_shuffle_f32x4(a, b, 0x4E));
+  }
+  const __m512i others = _mm512_setr_epi32(4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
+  return halved(pair[0], pair[1], 0xF0F0, (Floats)_mm512_permutex2var_ps((__m512)pair[0], others, (__m512)pair[1]));
+}
+
+template <u32 ROWS>
+__attribute__((always_inline)) inline void add_lanes(const Floats (&x)[ROWS][kTokens], Floats4 (&sums)[ROWS]) {
+#pragma GCC unroll 2
+  for (u32 r = 0; r < ROWS; r += 4) {
+    // Four rows at once, the last in place of those that are missing.
+    Floats quarters[4], pair[2];
+#pragma GCC unroll 4
+    for (u32 i = 0; i < 4; ++i) quarters[i] = r + i < ROWS ? quartered(x[r + i < ROWS ? r + i : 0]) : quarters[i - 1];
+#pragma GCC unroll 2
+    for (u32 i = 0; i < 2; ++i) {
+      const Floats a = quarters[2 * i], b = quarters[2 * i + 1];
+      pair[i] = halved(a, b, 0xCCCC, (Floats)_mm512_shuffle_ps((__m512)a, (__m512)b, 0x4E));
+    }
+    const Floats by_token = (Floats)_mm512_shuffle_ps((__m512)pair[0], (__m512)pair[1], 0x88) +
+                            (Floats)_mm512_shuffle_ps((__m512)pair[0], (__m512)pair[1], 0xDD);
+    const __m512i rows_first = _mm512_setr_epi32(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15);
+    const __m512 by_row = _mm512_permutexvar_ps(rows_first, (__m512)by_token);
+    sums[r] = (Floats4)_mm512_castps512_ps128(by_row);
+    if (r + 1 < ROWS) sums[r + 1] = (Floats4)_mm512_extractf32x4_ps(by_row, 1);
+    if (r + 2 < ROWS) sums[r + 2] = (Floats4)_mm512_extractf32x4_ps(by_row, 2);
+    if (r + 3 < ROWS) sums[r + 3] = (Floats4)_mm512_extractf32x4_ps(by_row, 3);
+  }
+}
+#else
+template <u32 ROWS>
+__attribute__((always_inline)) inline void add_lanes(const Floats (&x)[ROWS][kTokens], Floats4 (&sums)[ROWS]) {
+  for (u32 r = 0; r < ROWS; ++r) {
+#if defined(__AVX2__)
+    const __m256 ab = _mm256_hadd_ps((__m256)x[r][0], (__m256)x[r][1]);
+    const __m256 cd = _mm256_hadd_ps((__m256)x[r][2], (__m256)x[r][3]);
+    const Floats8 halves = (Floats8)_mm256_hadd_ps(ab, cd);
+    sums[r] = half_of<Floats4>(halves, 0) + half_of<Floats4>(halves, 1);
+#else
+    for (u32 t = 0; t < kTokens; ++t) sums[r][t] = (x[r][t][0] + x[r][t][2]) + (x[r][t][1] + x[r][t][3]);
+#endif
+  }
+}
+#endif
+
+// One stretch of the depth, n <= kDepth, of ROWS rows and `count` <= kTokens tokens. hidden: [n / kLanes, ROWS, kLanes]. It
+// and weight[t] begin with the stretch's first element. Writes the sums, or adds them to those of the stretches before.
+// Meanwhile it fetches into the cache what lies `ahead` bytes after the weights of FETCHES tokens, from number `fetched` on.
+template <class WEIGHT, u32 ROWS, u32 FETCHES>
+void multiply_tile(const float* hidden, const char* const (&weight)[kTokens], u32 n, u32 count, i64 ahead, u32 fetched,
+                   bool is_first, float* logits) {
   // Not `= {}`, which clears memory before the registers.
-  Floats sums[ROWS][kTokens];
+  Floats products[ROWS][kTokens];
 #pragma GCC unroll 8
   for (u32 r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
-    for (u32 t = 0; t < kTokens; ++t) sums[r][t] = Floats{};
+    for (u32 t = 0; t < kTokens; ++t) products[r][t] = Floats{};
   }
+  const char* fetch[FETCHES];
+  for (u32 t = 0; t < FETCHES; ++t) fetch[t] = weight[fetched + t] + ahead;
   const auto add_products = [&](u32 i, const auto& load_vectors) {
     Floats w[kTokens][WEIGHT::kVectors];
     for (u32 t = 0; t < kTokens; ++t) load_vectors(weight[t] + i * WEIGHT::kBytes, w[t]);
-    if (ROWS <= kRowsThatWait) {
-      for (u32 t = 0; t < kTokens; ++t) __builtin_prefetch(weight[t] + i * WEIGHT::kBytes + ahead);
-    }
+    for (u32 t = 0; t < FETCHES; ++t) __builtin_prefetch(fetch[t] + i * WEIGHT::kBytes);
 #pragma GCC unroll 2
     for (u32 v = 0; v < WEIGHT::kVectors; ++v) {
 #pragma GCC unroll 8
       for (u32 r = 0; r < ROWS; ++r) {
-        const Floats x = load(hidden + r * hidden_stride + i + v * kLanes);
+        const Floats x = load(hidden + r * kLanes);
 #pragma GCC unroll 8
-        for (u32 t = 0; t < kTokens; ++t) sums[r][t] += x * w[t][v];
+        for (u32 t = 0; t < kTokens; ++t) products[r][t] += x * w[t][v];
       }
+      hidden += ROWS * kLanes;
     }
   };
   u32 i = 0;
@@ -152,30 +185,45 @@ void multiply_tile(const float* hidden, u32 hidden_stride, const char* const (&w
     };
     add_products(i, load_rest);
   }
+  Floats4 sums[ROWS];
+  add_lanes(products, sums);
 #pragma GCC unroll 8
   for (u32 r = 0; r < ROWS; ++r) {
-    Floats4 sum = sums_of_lanes(sums[r]);
-    float* const y = logits + r * kLinearBlock;
-    // The places beyond `count` are other tokens' or nobody's.
-    if (!is_first) {
-      Floats4 before = {};
-      __builtin_memcpy(&before, y, count * sizeof(float));
-      sum += before;
+    float* const y = logits + r * kLogitsStride;
+    if (count == kTokens) {
+      if (!is_first) {
+        Floats4 before;
+        __builtin_memcpy(&before, y, sizeof before);
+        sums[r] += before;
+      }
+      __builtin_memcpy(y, &sums[r], sizeof sums[r]);
+    } else {
+      // The places beyond `count` are nobody's.
+      for (u32 t = 0; t < count; ++t) y[t] = is_first ? sums[r][t] : y[t] + sums[r][t];
     }
-    __builtin_memcpy(y, &sum, count * sizeof(float));
   }
 }
 
 template <class WEIGHT>
-using MultiplyTile = void (*)(const float*, u32, const char* const (&)[kTokens], u32, u32, i64, bool, float*);
+using MultiplyTile = void (*)(const float*, const char* const (&)[kTokens], u32, u32, i64, u32, bool, float*);
 
-// The function for each number of rows, from 1 on.
-template <class WEIGHT>
+// The functions for each number of rows, from 1 on.
+template <class WEIGHT, u32 FETCHES>
 constexpr MultiplyTile<WEIGHT> kMultiplyTile[] = {
-    multiply_tile<WEIGHT, 1>, multiply_tile<WEIGHT, 2>,
+    multiply_tile<WEIGHT, 1, FETCHES>, multiply_tile<WEIGHT, 2, FETCHES>,
 #if defined(__AVX512F__)
-    multiply_tile<WEIGHT, 3>, multiply_tile<WEIGHT, 4>, multiply_tile<WEIGHT, 5>, multiply_tile<WEIGHT, 6>,
+    multiply_tile<WEIGHT, 3, FETCHES>, multiply_tile<WEIGHT, 4, FETCHES>,
+    multiply_tile<WEIGHT, 5, FETCHES>, multiply_tile<WEIGHT, 6, FETCHES>,
 #endif
+};
+
+// How rows are shared by tiles of about the same height.
+struct Tiles {
+  u32 rows;
+  u32 count;
+
+  explicit Tiles(u32 rows) : rows(rows), count((rows + kRowsAtOnce - 1) / kRowsAtOnce) {}
+  u32 first(u32 tile) const { return rows * tile / count; }
 };
 
 template <class WEIGHT>
@@ -184,42 +232,53 @@ u32 padded_depth(u32 depth) {
 }
 
 template <class WEIGHT>
-void arrange(const float* hidden, u32 depth, float* arranged) {
-  u32 i = 0;
-  for (; i + WEIGHT::kStep <= depth; i += WEIGHT::kStep) WEIGHT::arrange(hidden + i, arranged + i);
-  if (i == depth) return;
-  float rest[WEIGHT::kStep] = {};
-  __builtin_memcpy(rest, hidden + i, (depth - i) * sizeof(float));
-  WEIGHT::arrange(rest, arranged + i);
+void arrange(const float* hidden, u32 depth, u32 row, u32 rows, float* arranged) {
+  const Tiles tiles(rows);
+  u32 tile = 0;
+  while (tiles.first(tile + 1) <= row) ++tile;
+  const u32 first = tiles.first(tile), height = tiles.first(tile + 1) - first;
+  float* place = arranged + size_t(first) * padded_depth<WEIGHT>(depth) + (row - first) * kLanes;
+  for (u32 i = 0; i < depth; i += WEIGHT::kStep) {
+    float elements[WEIGHT::kStep] = {}, vectors[WEIGHT::kStep];
+    __builtin_memcpy(elements, hidden + i, (depth - i < WEIGHT::kStep ? depth - i : WEIGHT::kStep) * sizeof(float));
+    WEIGHT::arrange(elements, vectors);
+    for (u32 v = 0; v < WEIGHT::kVectors; ++v) store_vector(place + v * height * kLanes, load(vectors + v * kLanes));
+    place += WEIGHT::kVectors * height * kLanes;
+  }
 }
 
 template <class WEIGHT>
 void multiply(const Products& p) {
   static_assert(kDepth % WEIGHT::kStep == 0);
-  const u32 hidden_stride = padded_depth<WEIGHT>(p.depth);
-  const u32 tiles = (p.rows + kRowsAtOnce - 1) / kRowsAtOnce;
-  // Where all rows take part at once, the weights of a few tokens are read straight through.
-  const u32 group = tiles == 1 ? kTokens : kGroup;
-  // The weights that come next, in bytes: those of the next tokens, or if they are long, the same tokens' later ones.
-  const i64 of_tokens = i64(kTokens) * p.weight_stride * WEIGHT::kBytes;
-  const i64 ahead = of_tokens <= kFarAhead ? of_tokens * (kFarAhead / (of_tokens < 1 ? 1 : of_tokens)) : kAhead;
-  for (u32 first = 0; first < p.tokens; first += group) {
-    const u32 end = p.tokens - first < group ? p.tokens : first + group;
+  const u32 depth = padded_depth<WEIGHT>(p.depth);
+  const Tiles tiles(p.rows);
+  // The only tile fetches for all tokens, each of two for half of them, each of the first four for one.
+  const u32 fetches = tiles.count == 1 ? 4 : tiles.count == 2 ? 2 : 1;
+  const MultiplyTile<WEIGHT>* const multiply_tiles = tiles.count == 1   ? kMultiplyTile<WEIGHT, 4>
+                                                     : tiles.count == 2 ? kMultiplyTile<WEIGHT, 2>
+                                                                        : kMultiplyTile<WEIGHT, 1>;
+  const i64 row_bytes = i64(p.depth) * WEIGHT::kBytes, of_tokens = kTokens * p.weight_stride * WEIGHT::kBytes;
+  for (u32 token = 0; token < p.tokens; token += kTokens) {
+    const u32 count = p.tokens - token < kTokens ? p.tokens - token : kTokens;
     for (u32 begin = 0; begin < p.depth; begin += kDepth) {
       const u32 n = p.depth - begin < kDepth ? p.depth - begin : kDepth;
-      for (u32 tile = 0; tile < tiles; ++tile) {
-        const u32 row = p.rows * tile / tiles;
-        const u32 rows = p.rows * (tile + 1) / tiles - row;
-        for (u32 token = first; token < end; token += kTokens) {
-          const u32 count = end - token < kTokens ? end - token : kTokens;
-          const char* weight[kTokens];
-          for (u32 t = 0; t < kTokens; ++t) {
-            const i64 at = i64(token + (t < count ? t : count - 1)) * p.weight_stride + begin;
-            weight[t] = p.weight + at * WEIGHT::kBytes;
-          }
-          kMultiplyTile<WEIGHT>[rows - 1](p.hidden + row* hidden_stride + begin, hidden_stride, weight, n, count, ahead,
-                                          begin == 0, p.logits + row* kLinearBlock + token);
-        }
+      const char* weight[kTokens];
+      for (u32 t = 0; t < kTokens; ++t) {
+        const i64 at = i64(token + (t < count ? t : count - 1)) * p.weight_stride + begin;
+        weight[t] = p.weight + at * WEIGHT::kBytes;
+      }
+      // From the last weights of long ones, those of the next tokens come next.
+      i64 ahead = kAhead;
+      if (of_tokens <= kFarAhead) {
+        ahead = kFarAhead / (of_tokens < 1 ? 1 : of_tokens) * of_tokens;
+      } else if (begin * WEIGHT::kBytes + kAhead >= row_bytes) {
+        ahead = kAhead + of_tokens - row_bytes;
+      }
+      for (u32 tile = 0; tile < tiles.count; ++tile) {
+        const u32 row = tiles.first(tile), rows = tiles.first(tile + 1) - row;
+        const float* const hidden = p.hidden + size_t(row) * depth + size_t(rows) * begin;
+        multiply_tiles[rows - 1](hidden, weight, n, count, ahead, tile * fetches % kTokens, begin == 0,
+                                 p.logits + row * kLogitsStride + token);
       }
     }
   }
@@ -227,6 +286,7 @@ void multiply(const Products& p) {
 
 template <class WEIGHT>
 void finish(float* x, const float* bias, u32 n) {
+  if (!bias && !WEIGHT::kRounds) return;
   for (u32 i = 0; i < n; i += kLanes) {
     const u32 lanes = n - i < kLanes ? n - i : kLanes;
     Floats logits = lanes == kLanes ? load(x + i) : load_some(x + i, lanes, 0.0f);

@@ -10,18 +10,21 @@ namespace fused_topk::cpu {
 // The logits of this many tokens are computed, and then folded into the rows' states: 4 KB a row. A multiple of 32, the
 // tokens of a packed mask's word.
 constexpr u32 kLinearBlock = 1024;
+// From a row's logits to the next row's. With 4 KB the same token's logits of all rows would compete for one set of the
+// first-level cache.
+constexpr u32 kLogitsStride = kLinearBlock + 16;
 // More rows are a matter for a library: with these the weight waits for arithmetic, no longer for memory.
 constexpr u32 kMostLinearRows = 32;
 
 // Some tokens' logits, without the bias.
 struct Products {
-  const float* hidden;  // [rows, padded_depth], as `arrange` leaves it
+  const float* hidden;  // [rows * padded_depth], as `arrange` leaves it
   u32 rows;
   u32 depth;           // the size of a hidden state
   const char* weight;  // [tokens, depth], of the dtype that the function is for
   i64 weight_stride;   // in elements
   u32 tokens;
-  float* logits;  // [rows, kLinearBlock]
+  float* logits;  // [rows, tokens], rows kLogitsStride apart
 };
 
 // For weights of one dtype.
@@ -29,8 +32,9 @@ struct LinearKernels {
   // The elements that an arranged hidden state of `depth` elements takes.
   u32 (*padded_depth)(u32 depth);
 
-  // A hidden state [depth] in the order in which `multiply` reads it, [padded_depth].
-  void (*arrange)(const float* hidden, u32 depth, float* arranged);
+  // Puts the hidden state [depth] of a row into `arranged` [rows * padded_depth], in the order in which `multiply` reads
+  // all of them.
+  void (*arrange)(const float* hidden, u32 depth, u32 row, u32 rows, float* arranged);
 
   // Sums in float32. The order of a logit's sum follows from depth alone.
   void (*multiply)(const Products& products);

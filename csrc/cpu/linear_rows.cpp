@@ -96,12 +96,12 @@ struct LinearSolver {
         const u32 n = std::min(kBlock, problem.depth - i);
         problem.kernels->load[problem.dtype](source + size_t(i) * item_size, 1, n, row.begin() + i);
       }
-      linear.arrange(row.begin(), problem.depth, hidden.begin() + size_t(r) * linear.padded_depth(problem.depth));
+      linear.arrange(row.begin(), problem.depth, r, rows, hidden.begin());
     }
   }
 
   void do_parts() {
-    Floats logits(size_t(rows) * kLinearBlock);
+    Floats logits(size_t(rows) * kLogitsStride);
     Floats bias(kLinearBlock);
     std::vector<Selection> selections(rows, Selection(*problem.kernels, k, problem.vocab_size));
     for (;;) {
@@ -119,7 +119,7 @@ struct LinearSolver {
     }
   }
 
-  // logits: [rows, kLinearBlock] and bias_buffer: [kLinearBlock], scratch. selections: [rows]
+  // logits: [rows, kLogitsStride] and bias_buffer: [kLinearBlock], scratch. selections: [rows]
   void do_block(u32 block, float* logits, float* bias_buffer, Selection* selections) {
     const LinearProblem& p = problem;
     const u32 item_size = kItemSize[p.dtype];
@@ -135,7 +135,7 @@ struct LinearSolver {
     // The first weights of the next block are fetched while the exponentials are computed.
     const char* next = weight + i64(n) * p.weight_stride * item_size;
     for (u32 row = 0; row < rows; ++row, next += n * sizeof(float)) {
-      float* const x = logits + size_t(row) * kLinearBlock;
+      float* const x = logits + size_t(row) * kLogitsStride;
       linear.finish(x, bias, n);
       normalizers[size_t(row) * blocks + block] = fold(row, begin, n, x, next, selections[row]);
     }
@@ -182,8 +182,10 @@ struct LinearSolver {
   void write(u32 row, const u64* best, const BlockNormalizer& sum) const {
     const FinishedRow finished(sum, temperatures[row].inverse);
     problem.logsumexp[row] = finished.logsumexp();
-    problem.state[2 * row] = sum.m;
-    problem.state[2 * row + 1] = float(sum.d);
+    if (problem.state) {
+      problem.state[2 * row] = sum.m;
+      problem.state[2 * row + 1] = float(sum.d);
+    }
     i64* const indices = problem.indices + size_t(row) * k;
     for (u32 i = 0; i < k; ++i) indices[i] = index_of(best[i]);
     if (problem.value_kind == ValueKind::kLogits) {

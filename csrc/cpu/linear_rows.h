@@ -21,7 +21,7 @@ struct LinearProblem : Problem {
   const char* bias;  // nullable; [vocab_size], of `dtype`
   i64 bias_stride;
 
-  float* state;  // [rows, 2]: the row's m and d
+  float* state;  // nullable; [rows, 2]: the row's m and d
 };
 
 // Throws std::bad_alloc.

@@ -164,11 +164,9 @@ def linear_topk(
     if values == "logits":
         temperature, row_temperature, normalize = 1.0, None, "allowed"
     hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
-    if state is None:
-        state = best.logsumexp.new_empty(len(hidden), 2)
     _cpu.linear_topk(
         _DTYPES[weight.dtype],
-        len(hidden),
+        hidden.shape[0],
         *weight.shape,
         hidden.data_ptr(),
         hidden.stride(0),
@@ -188,7 +186,7 @@ def linear_topk(
         best.values.data_ptr(),
         best.indices.data_ptr(),
         best.logsumexp.data_ptr(),
-        state.data_ptr(),
+        0 if state is None else state.data_ptr(),
         torch.get_num_threads(),
         instruction_set,
     )

@@ -101,7 +101,7 @@ def linear_softmax_topk(
     Contract:
         Logits: summed in float32 (float64 for float64), with the bias, and rounded to the dtype of `hidden`, as a linear layer
         gives them. The order of the sums is the library's. On the CPU a native kernel multiplies up to 32 rows of float32 or
-        bfloat16 (8 of float32 with H < 256) if rows * k <= 4096 and no targets are given. It sums every row in one order, so
+        bfloat16 (24 of float32 with H < 256) if rows * k <= 4096 and no targets are given. It sums every row in one order, so
         that a row's results do not depend on the rows beside it. Otherwise sums may differ in the last place with the number
         of rows, and logits that are nearly equal may change places.
         Order, ties, special values: those of :func:`softmax_topk`, for these logits.
@@ -268,10 +268,14 @@ def _linear(
     check_k(k, weight.shape[0])
     check_normalize(normalize)
     check_backend(backend)
-    # Of the logits' shape, on their device, without their memory.
-    logits = hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
-    number, row_temperature = check_temperature(temperature, logits, result_dtype(hidden.dtype))
-    mask = check_mask(mask, logits)
+    number, row_temperature = 1.0, None
+    # A call that asks for no more skips what the checks need: it may be of one row, beside which they are not short.
+    logits = hidden
+    if temperature is not None or mask is not None or targets is not None:
+        # Of the logits' shape, on their device, without their memory.
+        logits = hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
+        number, row_temperature = check_temperature(temperature, logits, result_dtype(hidden.dtype))
+        mask = check_mask(mask, logits)
     has_ranks = False
     if targets is not None:
         check_targets(targets, logits, may_be_several=True)

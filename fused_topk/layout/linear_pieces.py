@@ -23,11 +23,11 @@ _TOKEN_MULTIPLE = 1024
 
 # The native CPU kernel reads the weight once for as many rows as this: kMostLinearRows of csrc/cpu/linear_kernels.h.
 _NATIVE_ROWS = 32
-# Adding up the lanes of a sum takes as long as a short sum. Times of product + softmax_topk over ours, CPU time of one thread
-# of a shared Xeon (model 207, AVX-512), 2026-11-25: 128 -> 32000 float32, 8 rows 1.2, 16 and 32 rows 0.8; bfloat16 1.1 at
-# 16 and 32 rows; 512 -> 50257 float32 1.2 at 16, 1.0 at 32; bfloat16 1.2 and 1.3.
+# Adding up the lanes of a sum takes as long as a short sum. Times of product + softmax_topk over ours, 2 threads of a quiet
+# Xeon (model 207, AVX-512), 2026-11-25: 128 -> 32000 float32, 8 rows 1.4, 16 rows 1.2, 24 rows 1.05, 32 rows 0.94; bfloat16
+# 1.2 at 16 to 32 rows; 512 -> 50257 float32 2.7 at 8 rows, 2.5 at 16, 1.9 at 24, 1.5 at 32; bfloat16 1.7 at 16 to 32.
 _SHORT_DEPTH = 256
-_NATIVE_ROWS_OF_SHORT = 8
+_NATIVE_ROWS_OF_SHORT = 24
 # Times rows: its threads have a list for every row.
 _NATIVE_CANDIDATES = 4096
 

@@ -87,17 +87,17 @@ def forward(
     if rows == 0:
         return out
     depth, itemsize = head.hidden.shape[-1], head.hidden.element_size()
-    is_small = linear_pieces.is_for_the_native_kernel(rows, depth, k, itemsize)
     if (
         chosen is native
-        and is_small
         and head.targets is None
+        and linear_pieces.is_for_the_native_kernel(rows, depth, k, itemsize)
         and native.multiplies(head.hidden, head.weight, head.bias)
     ):
-        everyone = next(_blocks(head, rows))
-        given = head._replace(hidden=everyone.hidden, row_temperature=everyone.row_temperature, mask=everyone.mask)
-        best = TopK(out.values, out.indices, out.logsumexp)
-        native.linear_topk(given, k, values, best, out.state if keeps_state else None)
+        given = head
+        if head.hidden.dim() != 2:
+            every = next(_blocks(head, rows))
+            given = head._replace(hidden=every.hidden, row_temperature=every.row_temperature, mask=every.mask)
+        native.linear_topk(given, k, values, TopK(*out[:3]), out.state if keeps_state else None)
         return out
     lead = head.hidden.dim() - 1
     flat = LinearResult(*(_flat(x, x.dim() - lead) if x.numel() else x for x in out))
