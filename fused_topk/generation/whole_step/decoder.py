@@ -61,7 +61,8 @@ class Decoder:
     ) -> None:
         self._twin = twin
         self._headless = headless
-        self._arguments = inspect.signature(twin.forward).parameters.keys()
+        # Of a kind that every version of torch.compile traces.
+        self._arguments = frozenset(inspect.signature(twin.forward).parameters)
         self._cache_argument = cache_argument(twin)
         self._beams = beams
         self._is_kept = is_kept
