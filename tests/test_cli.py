@@ -121,8 +121,9 @@ def test_bench_writes_what_it_prints(tmp_path):
     ],
 )
 def test_bench_judges_by_the_targets_of_the_machine_if_asked(suite, arguments, judged):
-    shape = ["--rows", "10", "--vocab", "1000"] if suite == "paper" else ["--rows", "1", "--vocab", "1000", "--k", "8"]
-    result = invoke(*BENCH, "--suite", suite, *shape, *arguments)
+    rows, vocab_size = {"paper": (10, 1000), "cpu": (1, 1000), "sampling": (8, 32000)}[suite]
+    shape = ["--rows", rows, "--vocab", vocab_size, *([] if suite == "paper" else ["--k", 8, "--dtype", "fp32"])]
+    result = invoke(*BENCH, "--suite", suite, *map(str, shape), *arguments)
     assert result.exit_code == 0, result.output
     assert ("target" in result.output) == judged
 

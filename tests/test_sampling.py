@@ -577,6 +577,45 @@ def test_frequencies_to_a_percent(backend, name):
     assert_likely(got.tokens.cpu().view(1, -1), weights, draws)
 
 
+@pytest.mark.exhaustive
+def test_frequencies_of_long_masked_rows_with_parameters_of_their_own(backend):
+    """2^18 draws of each row of 262144 tokens: Kolmogorov-Smirnov over the tokens, and chi-square of the tokens of more than 1 %
+    and of the others in 50 groups of equal weight. A distortion of the pooled tail by 1 % is five standard deviations."""
+    draws, names = 1 << 18, ["whole", "temperature", "usual", "top_p", "all", "min_p", "top_p_min_p"]
+    logits = rows_of(262144)[[0, 1, 2, 3, 4, 5, 0]]
+    mask = random_mask(*logits.shape, share=0.5)
+    settings = {
+        parameter: torch.tensor([SETTINGS[name].get(parameter, default) for name in names])
+        for parameter, default in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
+    }
+    on_device = {parameter: x.to(backend.device) for parameter, x in settings.items()}
+    tokens = backend(
+        "sample",
+        logits.to(backend.device),
+        mask=mask.to(backend.device),
+        seed=torch.arange(len(names), device=backend.device),
+        num_samples=draws,
+        **on_device,
+    ).tokens.cpu()
+    weights = kept_weights(logits, settings, mask)
+    shares = weights / weights.sum(1, keepdim=True)
+    counts = torch.stack([row.bincount(minlength=logits.shape[1]) for row in tokens]).double()
+    distance = (counts.cumsum(1) / draws - shares.cumsum(1)).abs().amax(1)
+    assert float(distance.max()) * math.sqrt(draws) < 2.47
+    for row in range(len(names)):
+        is_great = shares[row] > 0.01
+        rest = shares[row].masked_fill(is_great, 0.0)
+        group = (rest.cumsum(0) / rest.sum().clamp(min=1e-30) * 50).long().clamp(max=49)
+        # The great ones each have a group of their own behind those of the rest.
+        group = torch.where(is_great, 49 + is_great.cumsum(0), group)
+        groups = int(group.max()) + 1
+        grouped = [torch.zeros(groups).double().index_add(0, group, x) for x in (counts[row], shares[row] * draws)]
+        is_likely = grouped[1] >= 5
+        assert float(grouped[0][~is_likely].sum()) < 50
+        statistic = float(((grouped[0] - grouped[1]) ** 2 / grouped[1])[is_likely].sum())
+        assert int(is_likely.sum()) < 2 or chi_square_tail(statistic, int(is_likely.sum()) - 1) > 1e-5, names[row]
+
+
 def assert_likely(tokens: Tensor, weights: Tensor, draws: int) -> None:
     """False alarms: 1 in 10^5 rows."""
     for row in range(len(tokens)):

@@ -158,7 +158,7 @@ def sample(problem: SampleProblem, out: Sample) -> None:
         best = out.topk
     elif out.topk is not None:
         best_problem = Problem(logits, p.logprobs, 1.0, None, p.mask, "log_softmax", "allowed")
-        prepare_topk(best_problem, logits.device)(logits, out.topk, None, p.mask)
+        prepare_topk(best_problem, _device_of(logits))(logits, out.topk, None, p.mask)
     count = multiprocessors(index)
     if is_whole:
         blocks = sample_launch.summing_blocks(rows, vocab_size, count)
@@ -227,8 +227,12 @@ def _topk_state(logits: Tensor, k: int, mask: Tensor | None) -> TopK:
         torch.empty((2, rows), dtype=torch.float32, device=device),
     )
     problem = Problem(logits, k, 1.0, None, mask, "state", "allowed")
-    prepare_topk(problem, torch.device("cuda", max(logits.get_device(), 0)))(logits, out, None, mask)
+    prepare_topk(problem, _device_of(logits))(logits, out, None, mask)
     return out
+
+
+def _device_of(logits: Tensor) -> torch.device:
+    return torch.device("cuda", max(logits.get_device(), 0))
 
 
 def _address(tensor: Tensor | None) -> int:
