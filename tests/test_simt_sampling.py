@@ -131,6 +131,7 @@ def test_draws(name, longest, blocks):
     check_case(name, dtype, 777, longest, blocks=blocks, schedule=SCHEDULES[turn % len(SCHEDULES)], seed=turn)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_of_blocks_that_share_a_row(schedule):
     """Those that hand over their parts, and those that wait for each other: for the sum, for each digit of the border, for the
