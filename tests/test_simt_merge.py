@@ -236,3 +236,56 @@ def test_a_missing_barrier_is_seen(line, kind, size):
     with pytest.raises(AssertionError, match=kind):
         for seed in range(5):
             run(problem, edit=edit, schedule="random", seed=seed)
+
+
+# What is replaced in csrc/merge_states.cu.
+FAULTS = {
+    "tokens that do not count from their part": ("start + index}", "index}"),
+    "ties to the greater token": ("other.token < own.token + wins_ties", "other.token > own.token - wins_ties"),
+    "equal tokens in one place": ("own.token + wins_ties", "own.token"),
+    "k one too great": ("if (rank >= k) continue;", "if (rank > k) continue;"),
+    "logit of an entry that is no candidate": ("is_candidate ? lists.bits(part, place) : ", "true ? lists.bits(part, place) : "),
+    "lists that end at k": ("min(states_.width, states_.k)", "states_.k"),
+    "m of another row": ("row * states.m_row_stride", "row * states.d_row_stride * 0"),
+    "lengths without their stride": ("states_.lengths + part * states_.lengths_stride", "states_.lengths + part"),
+    "normalizer of 32 parts": ("part < states.parts; part += kWarpSize", "part < min(states.parts, 32u); part += kWarpSize"),
+    "temperature left out": ("kLog2E * inverse_temperature", "kLog2E"),
+}  # fmt: skip
+
+
+@pytest.mark.exhaustive  # each fault is a build of its own
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_line_is_seen(fault):
+    old, new = FAULTS[fault]
+
+    def edit(source: str) -> str:
+        # Not an AssertionError, which the test takes for the fault's own.
+        if source.count(old) != 1:
+            raise ValueError(f"found {source.count(old)} times: {old}")
+        return source.replace(old, new)
+
+    def merged_logits(**how) -> None:
+        """Parts with ties between them, one with a NaN, and temperatures; and more parts than a warp has lanes."""
+        logits = (random_logits(6, 300) / 2).round()
+        logits[3, 200] = NAN
+        t = torch.linspace(0.3, 2.0, 6)
+        want = expected("log_softmax_topk", logits, 17, temperature=t)
+        problem = MergeProblem(*parts_of(logits, [7, 8, 150], 17, t), 17, 1.0, t, "log_softmax", "allowed")
+        assert_topk(run(problem, **how), want, logits, "log_softmax_topk", temperature=t)
+        logits = random_logits(2, 45)
+        problem = MergeProblem(*parts_of(logits, list(range(1, 45)), 1), 40, 1.0, None, "log_softmax", "allowed")
+        assert_topk(run(problem, **how), expected("log_softmax_topk", logits, 40), logits, "log_softmax_topk")
+
+    def merged_states(**how) -> None:
+        """Equal tokens of two parts, and entries that are none, beside them a logit."""
+        logits = torch.tensor([[[1.0, 1.0]], [[1.0, NAN]]])
+        indices = torch.tensor([[[7, 8]], [[7, -1]]])
+        ones = torch.ones(2, 1)
+        got = run(MergeProblem(logits, indices, ones, ones, None, 4, 1.0, None, "logits", "allowed"), **how)
+        assert got.indices.tolist() == [[7, 7, 8, -1]] and got.values.tolist() == [[1.0, 1.0, 1.0, -INF]]
+
+    merged_logits()
+    merged_states()
+    with pytest.raises(AssertionError):
+        merged_logits(edit=edit)
+        merged_states(edit=edit)
