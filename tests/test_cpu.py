@@ -147,8 +147,9 @@ def test_cpu_routers_masks(cpu, instruction_set):
                 want = run(entry, hidden, k, instruction_set, **settings)
                 for given in (mask, strided, packed(mask)):
                     assert_same(run(entry, logits, k, instruction_set, mask=given, **settings), want)
-                one = run(entry, logits, k, instruction_set, mask=mask[0], **settings)
-                assert_same(TopK(*(field[:3] for field in one)), TopK(*(field[:3] for field in want)))
+                for of_all in (mask[0], packed(mask[0])):
+                    one = run(entry, logits, k, instruction_set, mask=of_all, **settings)
+                    assert_same(TopK(*(field[:3] for field in one)), TopK(*(field[:3] for field in want)))
 
 
 def test_cpu_routers_of_tiny_probabilities(cpu):

@@ -13,160 +13,19 @@
 #include "short_calls.h"
 
 #include <algorithm>
-#include <array>
-#include <cfloat>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
 #include <memory>
-#include <mutex>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
-#include "dlpack.h"
+#include "kept_calls.h"
 #include "prepared.h"
 
 namespace fused_topk::cpu {
 namespace {
-
-using dlpack::Array;
-
-constexpr int kMostDims = 8;
-// Layouts that are kept at a time.
-constexpr u32 kMostKept = 4096;
-
-// ---- Arrays ----
-
-i64 stride_of(const Array& array, int dim) { return i64(array.strides[dim]); }
-
-u64 elements_of(const Array& array) {
-  u64 elements = 1;
-  for (int dim = 0; dim < array.dims; ++dim) elements *= u64(array.shape[dim]);
-  return elements;
-}
-
-bool is_contiguous(const Array& array) {
-  i64 stride = 1;
-  for (int dim = array.dims; dim-- > 0;) {
-    if (array.shape[dim] != 1 && stride_of(array, dim) != stride) return false;
-    stride *= array.shape[dim];
-  }
-  return true;
-}
-
-// The addresses of an array's first byte and of the byte after its last. No stride is negative.
-std::pair<std::uintptr_t, std::uintptr_t> bytes_of(const Array& array) {
-  const auto first = reinterpret_cast<std::uintptr_t>(array.data);
-  if (elements_of(array) == 0) return {first, first};
-  i64 last = 0;
-  for (int dim = 0; dim < array.dims; ++dim) last += (array.shape[dim] - 1) * stride_of(array, dim);
-  return {first, first + std::uintptr_t(last + 1) * (array.type.bits / 8)};
-}
-
-bool has_type(const Array& array, dlpack::TypeCode code, u32 bits) {
-  return array.type.code == code && array.type.bits == bits && array.type.lanes == 1;
-}
-
-bool has_type(const Array& array, DType dtype) {
-  if (dtype == kFloat32) return has_type(array, dlpack::kFloat, 32);
-  return has_type(array, dtype == kFloat16 ? dlpack::kFloat : dlpack::kBFloat, 16);
-}
-
-// Whether all of a float32 array's elements are temperatures that arguments.py accepts. A NaN fails both comparisons.
-bool are_temperatures(const Array& array) {
-  const float* const base = static_cast<const float*>(array.data);
-  i64 place[kMostDims] = {};
-  for (u64 left = elements_of(array); left > 0; --left) {
-    i64 offset = 0;
-    for (int dim = 0; dim < array.dims; ++dim) offset += place[dim] * stride_of(array, dim);
-    if (!(base[offset] >= FLT_MIN && base[offset] <= FLT_MAX)) return false;
-    for (int dim = array.dims; dim-- > 0;) {
-      if (++place[dim] < array.shape[dim]) break;
-      place[dim] = 0;
-    }
-  }
-  return true;
-}
-
-// ---- Keys ----
-
-// The arguments of a call, but for the contents of its arrays. Python objects are told apart by their identity; what is
-// kept under a key keeps them alive.
-struct Key {
-  static constexpr u32 kMostWords = 16 + 3 * 2 * kMostDims;
-  u32 size = 0;
-  std::array<i64, kMostWords> words;
-
-  void add(i64 word) { words[size++] = word; }
-  void add(nb::handle object) { add(i64(reinterpret_cast<std::intptr_t>(object.ptr()))); }
-  void add(const Array& array) {
-    add(array.dims | i64(array.type.code) << 8 | i64(array.type.bits) << 16 | i64(array.type.lanes) << 24);
-    for (int dim = 0; dim < array.dims; ++dim) {
-      add(i64(array.shape[dim]));
-      add(stride_of(array, dim));
-    }
-  }
-
-  // FNV-1a, a word at a time.
-  u64 hash() const {
-    u64 hash = 0xCBF29CE484222325ull;
-    for (u32 i = 0; i < size; ++i) hash = (hash ^ u64(words[i])) * 0x100000001B3ull;
-    return hash ^ hash >> 32;
-  }
-
-  bool operator==(const Key& other) const {
-    return size == other.size && std::equal(words.begin(), words.begin() + size, other.words.begin());
-  }
-};
-
-// ---- What is kept ----
-
-// A new array that a call returns: like an array, or of a size and dtype as the framework's `empty` takes them.
-struct Result {
-  nb::object like;
-  nb::object size;
-  nb::object dtype;
-};
-
-template <class REQUEST>
-struct Kept {
-  Key key;
-  nb::object owner;  // of the request
-  const REQUEST* request;
-  nb::object device;
-  std::vector<Result> results;
-  std::vector<nb::object> named;  // the objects that the key names
-};
-
-// A table in which each key has one place. So it needs no order in which to forget; a key whose place is taken by
-// another is served the longer way until it is kept again.
-template <class REQUEST>
-class Table {
- public:
-  using Entry = std::shared_ptr<const Kept<REQUEST>>;
-
-  Table() : entries_(kMostKept) {}
-
-  // Null if it is not there. The entry outlives its place: a kernel may run while other threads change the table.
-  Entry find(const Key& key) const {
-    const std::lock_guard lock(mutex_);
-    const Entry& entry = entries_[key.hash() % kMostKept];
-    return entry && entry->key == key ? entry : nullptr;
-  }
-
-  void keep(Entry entry) {
-    // What was there is released after the lock: its release may run Python code.
-    const std::lock_guard lock(mutex_);
-    std::swap(entries_[entry->key.hash() % kMostKept], entry);
-  }
-
- private:
-  mutable std::mutex mutex_;
-  std::vector<Entry> entries_;
-};
-
-// ---- Calls ----
 
 struct TopkArrays {
   Array logits, temperature, mask, values, indices, logsumexp;
