@@ -30,6 +30,6 @@ for version in "${versions[@]}"; do
     "torch==$version" numpy
   echo "import site; site.addsitedir('$below')" >"$above/environment_below.pth"
   "$environment/bin/python" -c "import torch; assert torch.__version__.split('+')[0] == '$version', torch.__file__"
-  timeout 600 "$environment/bin/python" -m pytest -q -n 2 -p no:cacheprovider "${chosen[@]}"
+  timeout 900 "$environment/bin/python" -m pytest -q -n 2 -p no:cacheprovider "${chosen[@]}"
   rm -rf "$environment"
 done

@@ -10,6 +10,10 @@
 //     arrays of the result's shapes and dtypes which overlap no other.
 //
 // It knows no framework: arrays are read by DLPack, and what it must call is passed to it.
+//
+// One row of 128 float32 takes softmax 2.5 us (torch 1.2; by Python's checks 4.2) and softmax_topk, k = 8, 5.4 us (torch 4.2;
+// 9.5). Of these are, in us: a new array 0.8, the look at the keys of the thread 0.33, at those of an array 0.40, and at an
+// array by DLPack 0.07.
 #include "short_calls.h"
 
 #include <algorithm>

@@ -146,7 +146,9 @@ def sample(
         logprobs,
         truncated_log_probs,
     )
-    if need_dispatcher(rows, *(x for x in problem[1:] if isinstance(x, Tensor))):
+    # Not a slice of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
+    _, *parameters = problem
+    if need_dispatcher(rows, *[x for x in parameters if isinstance(x, Tensor)]):
         tokens, log_probs, *topk = _sample(*problem, backend)
         result = Sample(tokens, log_probs, TopK(*topk) if logprobs else None)
     else:
