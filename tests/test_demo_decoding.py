@@ -30,7 +30,7 @@ distillation = importlib.import_module("distillation")
 generation_cost = importlib.import_module("generation_cost")
 translation = importlib.import_module("translation")
 tiny_language_model = importlib.import_module("tiny_language_model")
-kept = importlib.import_module("fused_topk.generation.whole_step.kept")
+compiled = importlib.import_module("fused_topk.generation.whole_step.compiled")
 
 transformers = importlib.import_module("transformers")
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def tiny_model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def traced_only(monkeypatch):
     """Whole steps are traced as they are to be compiled, and run as they were: the compiler itself takes its time."""
-    monkeypatch.setattr(kept, "_inductor", lambda graph, inputs: graph)
+    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
 
 
 def run_demo(*arguments):

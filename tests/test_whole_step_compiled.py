@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from decoding import assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding, stats
-from fused_topk.generation.whole_step import entry, kept
+from fused_topk.generation.whole_step import compiled, entry, kept
 from fused_topk.generation.whole_step.kept import rounded_up
 from whole_steps import TOLERANCE, encoder_decoder, family, source_for, swaps
 
@@ -30,7 +30,7 @@ def own_model():
 @pytest.fixture(name="traced")
 def traced_only(monkeypatch):
     """Steps are traced as they are to be compiled, and run as they were: the compiler itself takes its time."""
-    monkeypatch.setattr(kept, "_inductor", lambda graph, inputs: graph)
+    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
 
 
 def assert_compiled(model, inputs, **options):

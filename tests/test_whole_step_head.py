@@ -17,7 +17,7 @@ import transformers
 import fused_topk
 from decoding import assert_same, generate_both, inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import fused_decoding
-from fused_topk.generation.whole_step import entry, kept
+from fused_topk.generation.whole_step import compiled, entry
 from fused_topk.generation.whole_step.head import Head, head_of
 from whole_steps import TOLERANCE, encoder_decoder, family, source_for
 
@@ -28,7 +28,7 @@ VOCAB_SIZE = 97
 @pytest.fixture(autouse=True)
 def traced_only(monkeypatch):
     """Steps are traced as they are to be compiled, and run as they were."""
-    monkeypatch.setattr(kept, "_inductor", lambda graph, inputs: graph)
+    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
 
 
 class Wide(TorchDispatchMode):

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from decoding import Recorder, inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import fused_decoding, generate, stats
-from fused_topk.generation.whole_step import Once, kept, search
+from fused_topk.generation.whole_step import Once, compiled, search
 from fused_topk.generation.whole_step.reasons import Declined
 from whole_steps import family, whole
 
@@ -28,7 +28,7 @@ def own_model():
 
 @pytest.fixture(name="traced")
 def traced_only(monkeypatch):
-    monkeypatch.setattr(kept, "_inductor", lambda graph, inputs: graph)
+    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
 
 
 def streamed(model, inputs, **options):
@@ -87,7 +87,7 @@ def test_a_token_whose_step_cannot_be_compiled_is_not_handed_on_twice(model, mon
     def fail(graph, inputs):
         raise OSError("no compiler")
 
-    monkeypatch.setattr(kept, "_inductor", fail)
+    monkeypatch.setattr(compiled, "_inductor", fail)
     for options in ({}, {"repetition_penalty": 1.7}):
         recorder = Recorder()
         with fused_decoding(model, sampling=True, whole_step=True):

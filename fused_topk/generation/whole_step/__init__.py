@@ -12,7 +12,7 @@ and custom_generate (:mod:`entry`), through which generate() prepares the call a
     twin                 a copy of the model's modules, of the same weights, so that the model itself is not touched
     cache, ancestry, attention, decoder    the forward pass, of encoder-decoders on what their encoder has read once
     head     the choice from hidden states, on the CPU, so that logits never exist
-    kept, graphs         steps that are compiled, captured as CUDA graphs, or both, kept for later calls of the same shape
+    kept, compiled, graphs    steps that are compiled, captured as CUDA graphs, or both, kept for later calls of the same shape
     beams, texts, search, results    what a search holds, the loops, what is returned
     streaming    a streamer of a call that may run twice
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,8 +24,9 @@ from torch import Tensor
 
 from ... import functional
 from ..edits import NotSparse
-from . import graphs
+from . import compiled, graphs
 from .beams import Rules, choose
+from .compiled import Bound
 from .decoder import Decoder, Prompt
 from .head import Head
 from .reasons import Declined
@@ -215,9 +215,9 @@ class Step:
     def _made(self, function: Any, args: tuple[Any, ...], after_trials: Callable[[], Any]) -> Callable[[], Any]:
         """What runs the function on the arguments, on which it has run at least once."""
         started = time.perf_counter()
-        ways: list[Callable[[], Any]] = [_Bound(function, args)]
+        ways: list[Callable[[], Any]] = [Bound(function, args)]
         if self.shape.way.is_compiled:
-            ways = _compiled(function, args, id(self))
+            ways = compiled.ways(function, args, id(self))
         for number, run in enumerate(ways, 1):
             try:
                 run()
@@ -247,14 +247,6 @@ class Step:
         )
 
 
-class _Bound:
-    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
-        self._function, self._args = function, args
-
-    def __call__(self) -> Any:
-        return self._function(*self._args)
-
-
 class _Replay:
     def __init__(self, graph: graphs.Graph) -> None:
         self._graph = graph
@@ -262,63 +254,6 @@ class _Replay:
     def __call__(self) -> Any:
         self._graph.replay()
         return self._graph.output
-
-
-def _compiled(function: Any, args: tuple[Any, ...], number: int) -> list[Callable[[], Any]]:
-    """Ways to run it on the arguments as compiled code, of which the first that works is to be taken."""
-
-    def own() -> Any:
-        # Compiled code is kept by the code of the function, at most eight of one. This is a function of its own.
-        code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
-        return types.FunctionType(code, globals())
-
-    return [_OneGraph(own(), args), _Bound(torch.compile(own(), backend=_inductor, dynamic=False), args)]
-
-
-def _inductor(graph: Any, inputs: Any) -> Callable[..., Any]:
-    """torch.compile's default."""
-    compile: Any = torch._dynamo.lookup_backend("inductor")
-    run: Callable[..., Any] = compile(graph, inputs)
-    return run
-
-
-class _OneGraph:
-    """A function on its arguments, compiled in one piece: from the second call on that piece alone, on the tensors of the first.
-
-    The arguments are the same objects in each call, and what they hold is written in place. So there is nothing that
-    torch.compile would have to look at before each call, for which it takes 0.2 ms where a model's modules are among them.
-    The model is looked at once a call of generate() (entry.ready_for).
-    """
-
-    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
-        self._function: Callable[..., Any] = torch.compile(
-            function, backend=self._backend, dynamic=False, fullgraph=True
-        )
-        self._args = args
-        self._piece: Callable[..., Any] | None = None
-        self._inputs: tuple[Any, ...] = ()
-        self._outputs: Any = ()
-        # Which of the piece's outputs the function returns; None for none.
-        self._returned: int | None = None
-
-    def _backend(self, graph: Any, inputs: Any) -> Callable[..., Any]:
-        piece = _inductor(graph, inputs)
-
-        def run(*inputs: Any) -> Any:
-            self._piece, self._inputs, self._outputs = piece, inputs, piece(*inputs)
-            return self._outputs
-
-        return run
-
-    def __call__(self) -> Any:
-        if self._piece is not None:
-            outputs = self._piece(*self._inputs)
-            return None if self._returned is None else outputs[self._returned]
-        result = self._function(*self._args)
-        if result is not None:
-            self._returned = next(i for i, output in enumerate(self._outputs) if output is result)
-        self._outputs = ()
-        return result
 
 
 def _advance_beams(
