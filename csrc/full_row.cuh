@@ -23,7 +23,7 @@ struct FullRows {
   u32 V;
   float temperature;
   unsigned char kind;  // FullRowKind
-  bool result_stays;   // in the L2 cache; the logits' lines then leave it first
+  bool result_stays;   // the result fits in L2. Then logits are read with evict-first
   u16 shared_vectors;  // of each thread, in shared memory; even
   i64 outer_stride;
   u32 rows;

@@ -348,7 +348,7 @@ class ShortCalls {
     return add_temperature(key, temperature, temperatures);
   }
 
-  // Whether the framework must see a call with these arrays: need_dispatcher() of dispatch.py. Temperatures may not have a
+  // Whether the framework must see a call with these arrays: need_dispatcher() of operators/dispatch.py. Temperatures may not have a
   // gradient even where none are recorded. Null handles are left out.
   bool needs_framework(std::initializer_list<nb::handle> arrays, nb::handle temperature) const {
     const nb::object level = attribute(framework_.forward_mode, current_level_);
@@ -481,7 +481,7 @@ class ShortCalls {
     return checked(make(reinterpret_cast<PyTypeObject*>(framework_.result_type.ptr()), arguments.ptr(), nullptr));
   }
 
-  // is_plain_out() of arguments.py.
+  // is_plain_out() of functional/out.py.
   static bool is_plain_out(const TopkArrays& arrays, const Problem& kind, bool has_temperatures, bool has_mask) {
     const auto has_shape = [&](const Array& array, bool has_k) {
       const size_t rows = kind.sizes.size();
