@@ -9,9 +9,6 @@ namespace fused_topk {
 // The most leading dimensions that rows may be spread over, where no single stride describes them.
 constexpr u32 kLeadingDims = 4;
 
-// The greatest 1 / T. Times log2(e) it is still finite.
-constexpr float kLargestInverse = 2e38f;
-
 // The greatest |m log2(e) / T|. Beyond it the rounding error of this offset would exceed 1/4.
 constexpr float kLargestOffset = 4194304.0f;
 

@@ -71,7 +71,7 @@ inline void store_some(float* y, u32 n, Floats lanes) {
 #endif
 }
 
-// Minus zero, so that -0 is broadcast as it is.
+// Subtracting +0 keeps the sign of -0. Adding +0 would not.
 inline Floats broadcast(float x) { return x - Floats{}; }
 
 inline Ints broadcast(int x) { return x - Ints{}; }

@@ -347,7 +347,7 @@ def _launch_topk(
 def _launch_full_rows(
     planned: FullRowLaunch, device: int, logits: int, temperature: float, row_temperature: int, out: Tensor
 ) -> None:
-    """Likewise."""
+    """Launches the planned softmax of whole rows, with the addresses of this call."""
     function = driver.function(device, planned.kernel)
     scratch = counters = 0
     if planned.scratch_words:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one buffer that travels: a header, then every row's m, every row's d, then every row's tokens, then their logits.
+"""The buffer that each process sends: a header, then every row's m, every row's d, then every row's tokens, then their logits.
 
 A caller may have something of its own travel along, at the end. Each piece is contiguous, so the kernels write a process's state into its buffer, and read the others' where the collective
 leaves them.

@@ -111,8 +111,8 @@ class ShardedHead:
         """Compares the call with those of the other processes. A collective.
 
         Args:
-            call: all that decides what the process will ask of the others.
-            draws: whether it will need random numbers. They are named by the first process's generator.
+            call: a text of all options that decide which collectives run.
+            draws: whether it will need random numbers. The seed comes from rank 0's generator.
         """
         columns, weight = self._columns, self.module.weight.to_local()
         if columns is None:

@@ -136,7 +136,7 @@ def _reason_of_layers(config: Any, decoder: Decoder, name: str) -> str | None:
 
 
 def _are_close(found: Tensor, expected: Tensor) -> bool:
-    """Half of the digits: sums are ordered otherwise, which no model carries further; another mask is far off.
+    """Compares to half of the digits. Another order of sums changes less than that, a wrong mask far more.
 
     NaN and infinite values are no matter of attention.
     """
