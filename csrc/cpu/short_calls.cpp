@@ -347,8 +347,8 @@ class ShortCalls {
     return add_temperature(key, temperature, temperatures);
   }
 
-  // Whether the framework must see a call with these arrays: need_dispatcher() of operators/dispatch.py. Temperatures may not have a
-  // gradient even where none are recorded. Null handles are left out.
+  // Whether the framework must see a call with these arrays: need_dispatcher() of operators/dispatch.py.
+  // Temperatures may not have a gradient even where none are recorded. Null handles are left out.
   bool needs_framework(std::initializer_list<nb::handle> arrays, nb::handle temperature) const {
     const nb::object level = attribute(framework_.forward_mode, current_level_);
     if (PyLong_AsLong(level.ptr()) >= 0 ||

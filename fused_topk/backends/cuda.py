@@ -291,13 +291,13 @@ def topk_choice(
 
 
 def multiprocessors(device: int) -> int:
-    """Of that GPU."""
+    """How many multiprocessors that GPU has."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
 def cache_bytes(device: int) -> int:
-    """Of that GPU's L2 cache."""
+    """The size of that GPU's L2 cache."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 

@@ -48,7 +48,7 @@ class _Kept(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """Of the random numbers of each row, int64 (rows, 1)."""
+    """The names of each row's random numbers, int64 (rows, 1)."""
 
     seed: Tensor
     counter: Tensor

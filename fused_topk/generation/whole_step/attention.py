@@ -55,14 +55,14 @@ def name_for(implementation: str | None) -> str:
 def plain(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """For models whose implementation is `sdpa`."""
+    """Attention of models whose implementation is `sdpa`."""
     return _attend(module, query, key, value, attention_mask, **{**options, "softcap": None})
 
 
 def capped(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """For models of any other implementation."""
+    """Attention of models of any other implementation."""
     return _attend(module, query, key, value, attention_mask, **options)
 
 

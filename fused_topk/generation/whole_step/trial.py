@@ -108,7 +108,7 @@ def _some_tokens(config: Any, numbers: Tensor) -> Tensor:
 
 
 def _source(stock: Any) -> Source:
-    """As an encoder would give it: any numbers do."""
+    """A source such as an encoder gives: any numbers do."""
     weight = next(stock.parameters())
     is_text = torch.tensor(_IS_SOURCE, device=weight.device).bool()
     shape = (*is_text.shape, stock.config.get_text_config(decoder=True).hidden_size)
