@@ -70,25 +70,25 @@ class KthBound {
     u16 greatest[kKept][GROUP::kForMany ? GROUP::kThreads : 1];
   };
 
-  // of_warp: j, so each warp publishes its j-th best. warps: the number of warps needed, at least k / j, and at most
+  // rank_of_warp: j, so each warp publishes its j-th best. warps: the number of warps needed, at least k / j, and at most
   // the number of warps that read something. The other warps abstain.
-  __device__ __forceinline__ KthBound(Shared& shared, u32 of_warp, u32 warps)
-      : shared_(shared), of_warp_(of_warp), warps_(warps) {}
+  __device__ __forceinline__ KthBound(Shared& shared, u32 rank_of_warp, u32 warps)
+      : shared_(shared), rank_of_warp_(rank_of_warp), warps_(warps) {}
 
   // Whether one key of each of 32 lanes proves too little.
   __device__ __forceinline__ bool needs_many() const {
     // KernelChoice.method() of fused_topk/layout/topk_choice.py has chosen the kernel by this.
     if constexpr (GROUP::kWarps > 8) return GROUP::kForMany;
-    return of_warp_ > kWarpSize / 2;
+    return rank_of_warp_ > kWarpSize / 2;
   }
   // A warp that has had hits in this many lanes updates the bound: so many hits show that the bound is loose.
-  __device__ __forceinline__ u32 worth() const { return needs_many() ? kWarpSize / 2 : max(2 * of_warp_, 4u); }
+  __device__ __forceinline__ u32 worth() const { return needs_many() ? kWarpSize / 2 : max(2 * rank_of_warp_, 4u); }
 
   // The key that a warp publishes, given the best keys of each lane, all of different elements. All 32 lanes call it.
-  __device__ __forceinline__ u32 of_warp(u32 key) const { return nth_greatest(key, of_warp_); }
+  __device__ __forceinline__ u32 key_to_publish(u32 key) const { return nth_greatest(key, rank_of_warp_); }
   template <u32 N>
-  __device__ __forceinline__ u32 of_warp(const u32 (&keys)[N]) const {
-    return nth_greatest(keys, of_warp_);
+  __device__ __forceinline__ u32 key_to_publish(const u32 (&keys)[N]) const {
+    return nth_greatest(keys, rank_of_warp_);
   }
 
   // FOR_MANY: raises each of the lane's keys to its maximum since the first call, rounded down to 16 bits.
@@ -144,8 +144,8 @@ class KthBound {
   }
 
   Shared& shared_;
-  u32 of_warp_;  // j
-  u32 warps_;    // the number of warps needed: ceil(k / j)
+  u32 rank_of_warp_;  // j
+  u32 warps_;         // the number of warps needed: ceil(k / j)
   u32 own_;
 };
 

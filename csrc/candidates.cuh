@@ -78,7 +78,7 @@ class Candidates {
   }
   // Shares this warp's threshold with the other warps, and takes theirs if it is higher. Each holds for all. All 32
   // lanes of a warp call it, at any time.
-  __device__ __forceinline__ void exchange_threshold() {
+  __device__ __forceinline__ void exchange_with_other_warps() {
     if constexpr (GROUP::kIsWarp) return;
     u64 others = kNoCandidate;
     if (lane_id() == 0) others = raise_in_shared(&shared_.threshold, threshold_);
@@ -168,7 +168,7 @@ class Candidates {
   // Drops all but the best candidates: at least k, and at most `enough`. Raises the threshold so that no worse
   // candidate passes. All threads call it, after a barrier that follows the last add. Ends with a barrier.
   __device__ __forceinline__ void cut(u32 enough) {
-    share_threshold();
+    take_highest_threshold();
     u64 own[kOwn];
     take(own);
     const u64 least = lower_bound(own, enough);
@@ -180,7 +180,7 @@ class Candidates {
   // Returns the number left. Called like cut().
   __device__ __forceinline__ u32 shorten(u32 length) {
     if (stored() > length) {
-      exchange_threshold();
+      exchange_with_other_warps();
       u64 own[kOwn];
       take(own);
       put_back(own);
@@ -242,7 +242,7 @@ class Candidates {
 
   // Takes the highest threshold of all warps: what one warp has proven holds for all. All threads call it. A barrier
   // must precede the next use of the words.
-  __device__ __forceinline__ void share_threshold() {
+  __device__ __forceinline__ void take_highest_threshold() {
     if constexpr (GROUP::kIsWarp) return;
     const u32 greatest = GROUP::maximum(key_of(threshold_), shared_.words, 0);
     const u32 rest = GROUP::maximum(key_of(threshold_) == greatest ? u32(threshold_) : 0, shared_.words, 1);

@@ -23,7 +23,7 @@ struct FullRows {
   u32 V;
   float temperature;
   unsigned char kind;  // FullRowKind
-  bool result_stays;   // in the L2 cache; the logits' lines then leave it first
+  bool result_stays;   // the result fits in L2. Then logits are read with evict-first
   u16 shared_vectors;  // of each thread, in shared memory; even
   i64 outer_stride;
   u32 rows;
@@ -133,7 +133,7 @@ struct FullRow {
     // A T that is not positive makes NaNs. A T so small that 1 / T overflows acts like the smallest T whose inverse is
     // finite, so that (m - m) / T stays 0.
     const float t = problem.row_temperature ? __ldg(problem.row_temperature + row) : problem.temperature;
-    inverse_temperature = t > 0.0f ? fminf(__frcp_rn(t), 2e38f) : __uint_as_float(0x7FC00000u);
+    inverse_temperature = t > 0.0f ? fminf(__frcp_rn(t), kLargestInverse) : __uint_as_float(0x7FC00000u);
     scale = inverse_temperature * kLog2E;
   }
 

@@ -96,9 +96,9 @@ __device__ __forceinline__ u32 bound_of_lists(const u64* bounds, u32 stride, u32
   return by_rank ? nth_greatest(bound, needed) : warp_min(bound);
 }
 
-// The same for few sorted lists of `length`. The first `depth` entries of all lists are k or more together. So are the
-// first 2^g depth entries of any ceil(lists / 2^g) lists. Of the best such lists, the worst of these entries is a bound.
-// Returns the best bound of g = 0 .. 3. All 32 lanes of a warp call it.
+// A bound from few sorted lists of `length`. `depth` entries from every list are at least k entries. So are 2^g depth
+// entries from each of ceil(lists / 2^g) lists. For each g, take the lists whose entry at that depth is greatest. The
+// smallest of those entries is a bound. Returns the best bound of g = 0 .. 3. All 32 lanes of a warp call it.
 constexpr u32 kFewLists = 8;
 __device__ __forceinline__ u32 bound_of_sorted(const u64* source, u32 lists, u32 length, u32 depth) {
   const u32 g = lane_id() / kFewLists;

@@ -14,6 +14,9 @@
 namespace fused_topk {
 
 constexpr float kLog2E = 1.4426950408889634f;
+
+// The greatest 1 / T of a GPU's kernels. Times log2(e) it is still finite.
+constexpr float kLargestInverse = 2e38f;
 constexpr float kLn2 = 0.6931471805599453f;
 // NVRTC has no maths header and g++ no __int_as_float.
 #if defined(__CUDACC_RTC__)

@@ -5,7 +5,7 @@
 // -0 equal to +0. A candidate packs that key above the complement of its index into 64 bits, so that `ranks before`
 // is one integer comparison and no two tokens of a row compare equal. Kernels, CPU code and tests all use this file.
 //
-// Compiles under NVRTC, nvcc, g++ and clang; needs no header. Reading order: order.h, normalizer.h, then the kernels.
+// Compiles under NVRTC, nvcc, g++ and clang; needs no header. README.md has the reading order.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -218,9 +218,9 @@ __device__ __forceinline__ u64 raise_in_shared(u64* number, u64 value) {
   return before;
 }
 
-// Takes a ticket of a counter that blocks share: adds 1 and returns the value before. The `count`-th block gets count -
-// 1, and the counter is 0 again. Orders memory: a block that gets a greater number sees what this block wrote before the barrier that
-// precedes the call.
+// Takes a ticket of a counter that blocks share: adds 1 and returns the value before. The last of `count` blocks gets
+// count - 1, and the counter wraps to 0. Orders memory: a block that gets a greater number sees what this block wrote
+// before the barrier that precedes the call.
 __device__ __forceinline__ u32 take_ticket(u32* counter, u32 count) {
   u32 ticket;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"

@@ -38,8 +38,9 @@ struct Row {
   Policy policy;
 };
 
-// The first row that fits counts. More than 16 warps are resident only where that is faster. A mask, and large tiles of
-// unaligned rows, need the registers. Beyond compute capability 9.0 these are the numbers for which no compiler spills.
+// The first matching row is used. Kernels with a mask, and unaligned float32 rows, need more registers, so fewer warps.
+// More than 16 warps are resident only where that is faster. Beyond compute capability 9.0 these are the numbers for which
+// no compiler spills.
 // clang-format off
 constexpr Row kTable[] = {
     // GPU     group    rows              logits    methods       warps ahead in place

@@ -9,9 +9,6 @@ namespace fused_topk {
 // The most leading dimensions that rows may be spread over, where no single stride describes them.
 constexpr u32 kLeadingDims = 4;
 
-// The greatest 1 / T. Times log2(e) it is still finite.
-constexpr float kLargestInverse = 2e38f;
-
 // The greatest |m log2(e) / T|. Beyond it the rounding error of this offset would exceed 1/4.
 constexpr float kLargestOffset = 4194304.0f;
 
@@ -26,8 +23,8 @@ __device__ __forceinline__ float inverse_of(float t) {
 // only.
 enum MaskUse : u32 { kNoMask = 0, kMaskBoth = 1, kMaskChoice = 2 };
 
-// What `values` holds. kState: logits too, and m and d of the row stand in place of its logsumexp. The two lowest bits tell
-// whether it holds logits (has_logits).
+// What `values` holds. kState: `values` holds logits, and `logsumexp` holds m and d. A kind whose two lowest bits are 0 holds
+// logits. The CPU numbers the kinds otherwise (router_kernels.h).
 enum ValueKind : u32 { kLogits = 0, kProbabilities = 1, kLogProbabilities = 2, kState = 4 };
 __device__ __forceinline__ bool has_logits(u32 value_kind) { return (value_kind & 3) == kLogits; }
 
@@ -45,7 +42,8 @@ struct Problem {
   u32 parts_per_split;       // parts_per_row / splits; the first splits take one more
   u32 splits_with_one_more;  // how many those are
   u32 leading_dims;          // described by the strides below, innermost first
-  // j and ceil(k / j) of KthBound for the warps of a block, then for the splits of a row.
+  // For KthBound: each warp publishes its k_of_warp-th best key, and warps_of_k = ceil(k / k_of_warp) warps prove a bound.
+  // k_of_split and splits_of_k: the same for splits.
   u16 k_of_warp, warps_of_k;
   u16 k_of_split, list_length;
   u32 splits_of_k;

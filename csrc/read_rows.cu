@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The floor of every measurement: reads each byte once, with the loads of the other kernels, and computes nothing.
+// The floor of measurements on a GPU, but for whole rows (a copy): reads each byte once, with the loads of the other
+// kernels, and computes nothing.
 #include "platform.cuh"
 
 namespace fused_topk {

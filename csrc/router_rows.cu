@@ -40,8 +40,8 @@ struct ByCandidate {
   }
 };
 
-// A sorted list of 8 lies in two lanes, the better half in the even one. Sorts what the two lanes have. Along the even
-// lane's four and the odd lane's four (backwards if REVERSED) the input must rise and then fall, or fall and then rise.
+// A sorted list of 8 lies in two lanes, the better half in the even one. Sorts what the two lanes have. The eight inputs
+// must be a bitonic sequence. REVERSED: with the odd lane's four read backwards.
 template <bool REVERSED, class WORD>
 __device__ __forceinline__ void order_pair(WORD (&x)[4]) {
   const bool is_even = lane_id() % 2 == 0;
@@ -82,17 +82,17 @@ __device__ __forceinline__ WORD best_of_lanes(const WORD (&own)[N]) {
   return __shfl_sync(kAllLanes, mine, lane_id() - lane + lane % 4 * 2 + lane / 4);
 }
 
-// Whether words tell `key` from all of `keys`.
+// Whether comparing words gives the same result as comparing `key` with each of `keys`.
 template <u32 N>
-__device__ __forceinline__ bool is_told_apart(const u32 (&keys)[N], u32 key) {
+__device__ __forceinline__ bool words_agree(const u32 (&keys)[N], u32 key) {
   bool result = true;
 #pragma unroll
-  for (u32 j = 0; j < N; ++j) result &= is_told_apart(keys[j], key);
+  for (u32 j = 0; j < N; ++j) result &= words_agree(keys[j], key);
   return result;
 }
 
-// Returns the i-th best token of a row in its lane i, i < k. Clears `is_right` if words do not tell it from the others
-// that the lane knows. All lanes of the warp call it.
+// Returns the i-th best token of a row in its lane i, i < k. Clears `is_right` if words may order it otherwise than
+// keys do, among the tokens that the lane knows. All lanes of the warp call it.
 template <class BY, class ROW>
 __device__ __forceinline__ typename BY::Type best_token(const ROW& x, u32 k, bool& is_right) {
   using Word = typename BY::Type;
@@ -103,7 +103,7 @@ __device__ __forceinline__ typename BY::Type best_token(const ROW& x, u32 k, boo
     const u32 key = x.key_of(best);
     const u32 last = __shfl_sync(kAllLanes, key, lane_id() - x.sub + k - 1);
     const u32 next = __shfl_down_sync(kAllLanes, key, 1);
-    is_right &= is_told_apart(keys, last) && (x.sub + 1 >= k || is_told_apart(key, next));
+    is_right &= words_agree(keys, last) && (x.sub + 1 >= k || words_agree(key, next));
   };
   if constexpr (ROW::kVectors * kPerVector == 8) {
     Word own[8];
@@ -145,7 +145,7 @@ __device__ __forceinline__ typename BY::Type best_token(const ROW& x, u32 k, boo
         greatest = max(greatest, keys[e]);
       }
       const u32 least = combine_lanes(greatest, kRouterLanes, [](u32 a, u32 b) { return min(a, b); });
-      is_right &= is_told_apart(keys_of_vectors, least);
+      is_right &= words_agree(keys_of_vectors, least);
       check(keys);
     }
   }

@@ -264,7 +264,7 @@ class TileStream {
     load_tile(number, tile.vectors);
   }
 
-  // kInBackground: element `number` of any lane's share of the tile taken last. Element e of vector u is number u * n + e.
+  // kInBackground: element `number` of a lane's elements in the current tile. Element e of vector u is number u * n + e.
   __device__ __forceinline__ Bits element_of_lane(u32 lane, u32 number) const {
     constexpr u32 n = FORMAT::kPerVector;
     return slot_elements()[(number / n * kWarpSize + lane) * n + number % n];

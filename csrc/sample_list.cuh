@@ -50,8 +50,8 @@ struct List {
     }
   }
 
-  // How many of the list are kept; 0 if what is kept is longer than the list. sum: of all weights, for top-p without k.
-  // All 32 lanes of a warp call it.
+  // How many tokens of the list the filters keep. 0 if they may keep tokens beyond the list. sum: of all weights, for top-p
+  // without k. All 32 lanes of a warp call it.
   __device__ __forceinline__ u32 kept(const Filters& filters, u64 sum) const {
     u32 kept = length;
     bool has_border = kept == V;

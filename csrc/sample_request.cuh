@@ -61,7 +61,6 @@ namespace fused_topk::sampling {
 
 constexpr u32 kThreads = 256;
 constexpr u32 kWarps = kThreads / kWarpSize;
-constexpr float kLargestInverse = 2e38f;  // as in problem.cuh
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < FUSED_TOPK_INFINITY; }
 
@@ -115,7 +114,7 @@ struct Weights {
   __device__ __forceinline__ u64 operator()(float x) const { return u64(exp2_approx((x - m) * scale) * one); }
 };
 
-// A number below the total.
+// The drawn position in [0, total): the uniform number times the total.
 __device__ __forceinline__ u64 aim_of(const SampleRows& p, u32 row, u32 sample, u64 total) {
   const i64 seed = p.row_seed ? __ldg(p.row_seed + row) : p.seed;
   const i64 counter = p.row_counter ? __ldg(p.row_counter + row) : p.counter;

@@ -7,21 +7,21 @@
 
 namespace fused_topk::sampling {
 
-constexpr u32 kShares = 256;  // of a row; a warp sums one at a time
+constexpr u32 kPieces = 256;  // of a row; a warp sums one at a time
 constexpr u32 kLog2Bins = 4;
 constexpr u32 kBins = 1u << kLog2Bins;
-constexpr u32 kMostBlocks = kShares / kWarps;  // of a row
-static_assert(kShares == kThreads, "each thread fetches a share");
+constexpr u32 kMostBlocks = kPieces / kWarps;  // of a row
+static_assert(kPieces == kThreads, "each thread fetches a piece");
 
 // What the blocks of a row leave for each other, in two sets: a block may write one while others still read the other.
 struct Scratch {
-  u64 shares[2][kShares];
+  u64 pieces[2][kPieces];
   u64 bins[2][kMostBlocks][kBins];
 };
 static_assert(sizeof(Scratch) == 12288, "fused_topk/layout/sample_launch.py allocates 12288 bytes a row");
 
 struct SumsShared {
-  u64 shares[kShares];
+  u64 pieces[kPieces];
   u64 sums[kBins];
 };
 using BinsOfThreads = u64[kBins][kThreads];
@@ -60,39 +60,39 @@ class RowSums {
     return __uint_as_float(bits_of_key(whole < kZeroKey ? whole + (FORMAT::kLowestKeyBit - 1) : whole));
   }
 
-  // Sums measure(index) over each share.
+  // Sums measure(index) over each piece.
   template <class MEASURE>
-  __device__ __forceinline__ void fill_shares(const MEASURE& measure) {
+  __device__ __forceinline__ void fill_pieces(const MEASURE& measure) {
     // Until all have read what is overwritten.
     __syncthreads();
-    u64* const to = blocks() > 1 ? scratch().shares[turn_ % 2] : shared_.shares;
+    u64* const to = blocks() > 1 ? scratch().pieces[turn_ % 2] : shared_.pieces;
 #pragma unroll 1
-    for (u32 share = rank() * kWarps + threadIdx.x / kWarpSize; share < kShares; share += blocks() * kWarps) {
+    for (u32 piece = rank() * kWarps + threadIdx.x / kWarpSize; piece < kPieces; piece += blocks() * kWarps) {
       u64 sum = 0;
 #pragma unroll 4
-      for (u64 i = begin_of(share) + lane_id(); i < end_of(share); i += kWarpSize) sum += measure(u32(i));
+      for (u64 i = begin_of(piece) + lane_id(); i < end_of(piece); i += kWarpSize) sum += measure(u32(i));
       sum = warp_sum(sum);
-      if (lane_id() == 0) to[share] = sum;
+      if (lane_id() == 0) to[piece] = sum;
     }
     wait_for_all();
     if (blocks() == 1) return;
-    shared_.shares[threadIdx.x] = load_from_other_block(to + threadIdx.x);
+    shared_.pieces[threadIdx.x] = load_from_other_block(to + threadIdx.x);
     ++turn_;
     __syncthreads();
   }
-  __device__ __forceinline__ u64 sum_of_shares() const {
+  __device__ __forceinline__ u64 sum_of_pieces() const {
     u64 sum = 0;
 #pragma unroll 1
-    for (u32 share = lane_id(); share < kShares; share += kWarpSize) sum += shared_.shares[share];
+    for (u32 piece = lane_id(); piece < kPieces; piece += kWarpSize) sum += shared_.pieces[piece];
     return warp_sum(sum);
   }
 
-  // The first index at which the running sum of `measure`, of which the shares have the sums, exceeds `aim`, which is
+  // The first index at which the running sum of `measure`, of which the pieces have the sums, exceeds `aim`, which is
   // below the total. All 32 lanes of a warp call it.
   template <class MEASURE>
   __device__ __forceinline__ u32 find(u64 aim, const MEASURE& measure) const {
     constexpr u32 kAtATime = 4;
-    Place place = find_in(shared_.shares, kShares, aim);
+    Place place = find_in(shared_.pieces, kPieces, aim);
     const u64 end = end_of(place.index);
 #pragma unroll 1
     for (u64 first = begin_of(place.index); first < end; first += kAtATime * kWarpSize) {
@@ -161,11 +161,11 @@ class RowSums {
   __device__ __forceinline__ Scratch& scratch() const { return reinterpret_cast<Scratch*>(p_.scratch)[row_]; }
   __device__ __forceinline__ u32* tickets() const { return p_.tickets + 3 * i64(row_); }
 
-  __device__ __forceinline__ u32 share_length() const {
-    return (p_.V + kShares * kWarpSize - 1) / (kShares * kWarpSize) * kWarpSize;
+  __device__ __forceinline__ u32 piece_length() const {
+    return (p_.V + kPieces * kWarpSize - 1) / (kPieces * kWarpSize) * kWarpSize;
   }
-  __device__ __forceinline__ u64 begin_of(u32 share) const { return u64(share) * share_length(); }
-  __device__ __forceinline__ u64 end_of(u32 share) const { return min(u64(p_.V), begin_of(share) + share_length()); }
+  __device__ __forceinline__ u64 begin_of(u32 piece) const { return u64(piece) * piece_length(); }
+  __device__ __forceinline__ u64 end_of(u32 piece) const { return min(u64(p_.V), begin_of(piece) + piece_length()); }
 
   // Sums measure(logit) over the tokens with keys from `low` to `high`, those with equal (key - low) >> shift together.
   template <class MEASURE>

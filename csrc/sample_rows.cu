@@ -4,8 +4,8 @@
 //
 // The list comes from softmax_topk.cu: the row's best tokens, and its (m, d). Top-k, top-p and min-p keep the best of a
 // row, so a border says what is kept. Mostly the list has it, and a token is drawn from the list. If more is kept than is
-// listed, the row's blocks search the border among the keys, 4 bits a read of the row. Then they sum the kept tokens share
-// by share, and the share that has the token is read again.
+// listed, the row's blocks search the border among the keys, 4 bits a read of the row. Then they sum the kept tokens piece
+// by piece, and the piece that has the token is read again.
 //
 // Blocks of one row wait for each other. So a launch with several blocks a row is cooperative.
 #pragma once
@@ -80,9 +80,9 @@ struct RowSampler {
   }
 
   template <class MEASURE>
-  __device__ __forceinline__ void draw_from_shares(const MEASURE& measure) const {
+  __device__ __forceinline__ void draw_from_pieces(const MEASURE& measure) const {
     if (sums.rank() != 0) return;
-    const u64 total = sums.sum_of_shares();
+    const u64 total = sums.sum_of_pieces();
 #pragma unroll 1
     for (u32 sample = threadIdx.x / kWarpSize; sample < p.num_samples; sample += kWarps) {
       const u32 token = sums.find(aim_of(p, row, sample, total), measure);
@@ -111,7 +111,7 @@ struct RowSampler {
       const u64 needed = found.aim > found.above ? (found.aim - found.above + each - 1) / each : 1;
       if (needed * each < found.equal) {
         const auto is_tie = [&](u32 i) { return u64(sums.key(sums.logits(i)) == found.key); };
-        sums.fill_shares(is_tie);
+        sums.fill_pieces(is_tie);
         border.cut = in_first_warp([&] { return sums.find(needed - 1, is_tie); });
       }
     }
@@ -162,12 +162,12 @@ struct RowSampler {
         // softmax_topk has it.
         sum = u64(__ldg(p.list_state + p.rows + row) * p.one);
       } else {
-        sums.fill_shares(weight_at);
-        sum = sums.sum_of_shares();
+        sums.fill_pieces(weight_at);
+        sum = sums.sum_of_pieces();
       }
     }
     if (filters.keep_all()) {
-      draw_from_shares(weight_at);
+      draw_from_pieces(weight_at);
       sums.leave();
       return;
     }
@@ -184,8 +184,8 @@ struct RowSampler {
       const float x = sums.logits(i);
       return border.keeps(sums.key(x), i) ? weights()(x) : 0;
     };
-    sums.fill_shares(kept_weight);
-    draw_from_shares(kept_weight);
+    sums.fill_pieces(kept_weight);
+    draw_from_pieces(kept_weight);
     sums.leave();
   }
 };

@@ -46,14 +46,15 @@ struct RowScan {
 };
 
 // The order in which a group reads its tiles: first the lead, which are the last tiles, then the others. The warps take one
-// part each, in turn. A tile's turn is its number. The lead's turns are the numbers just before the first tile's.
+// part each. A warp counts in turns. A turn from `first` on reads the tile of the same number. An earlier turn reads tile
+// turn + parts: the lead.
 //
 // The lead (KernelChoice.lead of fused_topk/layout/topk_choice.py) serves rows of ascending logits: the best of a sorted row are
 // then among the first tiles read, so that not every tile beats all tiles before it.
 struct TileOrder {
   u32 first, parts;  // the group's first tile, and how many parts it has
   u32 begin, end;    // the group's turns
-  u32 last_in;       // the tiles of a part, less one
+  u32 last_of_part;  // the tiles of a part, less one
   u32 to_next;       // from the last turn of a part to the first of the warp's next part
 
   // The first tile of a warp, which can be known before all else.
@@ -77,10 +78,11 @@ struct TileOrder {
 
   __device__ __forceinline__ u32 tile(u32 turn) const { return is_before(turn, first) ? turn + parts : turn; }
   __device__ __forceinline__ bool has(u32 turn) const { return is_before(turn, end); }
-  __device__ __forceinline__ bool ends_part(u32 turn) const { return (turn & last_in) == last_in || turn + 1 == end; }
-  __device__ __forceinline__ u32 after(u32 turn) const { return turn + ((turn & last_in) == last_in ? to_next : 1); }
+  __device__ __forceinline__ bool ends_part(u32 turn) const { return is_last_of_part(turn) || turn + 1 == end; }
+  __device__ __forceinline__ u32 after(u32 turn) const { return turn + (is_last_of_part(turn) ? to_next : 1); }
 
  private:
+  __device__ __forceinline__ bool is_last_of_part(u32 turn) const { return (turn & last_of_part) == last_of_part; }
   // Turns count modulo 2^32.
   static __device__ __forceinline__ bool is_before(u32 turn, u32 other) { return int(turn) < int(other); }
 };

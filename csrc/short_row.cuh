@@ -18,8 +18,8 @@ __device__ __forceinline__ u32 index_of_word(u32 word) { return kIndexBits - (wo
 __device__ __forceinline__ bool is_word_of_lowest(u32 word) {
   return (word & ~kIndexBits) == (kNegativeInfinityKey & ~kIndexBits);
 }
-// Whether two keys are equal, or differ within the bits that a word has.
-__device__ __forceinline__ bool is_told_apart(u32 key, u32 other) { return (key ^ other) - 1 >= kIndexBits; }
+// Whether comparing words gives the same result as comparing these two keys.
+__device__ __forceinline__ bool words_agree(u32 key, u32 other) { return (key ^ other) - 1 >= kIndexBits; }
 
 // Combines the values of a row's lanes, in each of these lanes. All 32 lanes of a warp call it.
 template <class T, class COMBINE>
@@ -161,15 +161,15 @@ struct ShortRow {
 #pragma unroll
     for (u32 u = 1; u < VECTORS; ++u) m = max_nan(m, normalized_maximum(u));
     m = combine_lanes(m, lanes, max_nan);
-    // Each of the lane's vectors stands for another lane of a tile. Only in a full float32 row do two vectors stand for
-    // one lane.
+    // RowScan sums in 32 lanes and then adds the lanes. Here one lane holds the vectors of several of those lanes, so it
+    // keeps a sum for each. In a full float32 row, two vectors belong to one sum.
     constexpr u32 kSummands = VECTORS < kWarpSize / 8 ? VECTORS : kWarpSize / 8;
     const float sum = lanes == kWarpSize ? sum_of_lane<1>(m, scale) : sum_of_lane<kSummands>(m, scale);
     return {m, combine_lanes(sum, lanes, [](float a, float b) { return a + b; })};
   }
 
  private:
-  // The lane's share of d. It stands for SUMMANDS lanes of a tile: vector u for lane u % SUMMANDS of them.
+  // What the lane adds to d. It keeps SUMMANDS sums, one for each lane of RowScan: vector u goes to sum u % SUMMANDS.
   template <u32 SUMMANDS>
   __device__ __forceinline__ float sum_of_lane(float m, float scale) const {
     const float base = reference_point(m);

@@ -55,7 +55,7 @@ __device__ __forceinline__ bool words_are_keys(const ROW& x, const u32* chosen, 
   for (u32 i = 0; i < k; ++i) {
     const u32 key = x.key_of(chosen[i]);
 #pragma unroll
-    for (u32 j = 0; j < kPerShortLane; ++j) is_right &= is_told_apart(x.key(j), key);
+    for (u32 j = 0; j < kPerShortLane; ++j) is_right &= words_agree(x.key(j), key);
   }
   return __all_sync(kAllLanes, is_right);
 }

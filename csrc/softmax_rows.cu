@@ -11,7 +11,7 @@
 //   softmax_shared_rows_kernel   a block, in its registers and in shared memory
 //   softmax_grid_rows_kernel     many blocks, which exchange their (m, d) through global memory, then take another row
 //   softmax_long_rows_kernel     a block on each multiprocessor; the logits that do not fit there are read twice
-// Reading order: order.h, normalizer.h, platform.cuh, format.cuh, full_row.cuh, waiting.cuh, this file.
+// Reading order: order.h, normalizer.h, platform.cuh, policy.cuh, format.cuh, row.cuh, full_row.cuh, waiting.cuh, this file.
 #include "waiting.cuh"
 
 namespace fused_topk::full_rows {

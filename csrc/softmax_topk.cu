@@ -12,15 +12,16 @@
 //     with beams: leave T to the last row of the sequence,           hand_over_beam()
 //         which merges all and sorts; values = scores; indices       gather(), sort(), write_sequence()
 //
-// WARPS = 1: a warp is a group and owns a row; a block has four. WARPS > 1: a block is a group. It owns a row or, of 16 warps,
-// a split of one: the blocks of a column of the grid share a row. README.md has the reading order.
+// WARPS = 1: a warp is a group and owns a row; a block has four. WARPS > 1: a block is a group. It owns a row. A block of 16
+// warps may own a split of a row: blocks with the same blockIdx.x share that row. README.md has the reading order.
 #include "merge.cuh"
 #include "row_output.cuh"
 #include "windows.cuh"
 
 namespace fused_topk {
 
-// Steps of a row that several blocks share. It has at most kMaxParts parts (fused_topk/layout/topk_choice.py).
+// The states of a row's parts are merged in steps of kPartsOfStep parts (merge.cuh). A row has at most kMaxParts parts
+// (fused_topk/layout/topk_choice.py).
 constexpr u32 kMaxParts = 1024;
 constexpr u32 kMaxSteps = kMaxParts / kPartsOfStep;
 
@@ -88,7 +89,7 @@ __device__ __forceinline__ void leave_list(const Problem& problem, u32 split, SC
     const u32 key = candidates.hand_over(list, length, problem.k_of_split);
     if (leaves_bound) leave_bound(key);
   } else {
-    // Many candidates passed while the bound was loose. The bound of the whole share drops most of them.
+    // Early candidates passed a loose bound. Now the whole share is read, and its bound drops most of them.
     const bool has_more_tiles = problem.parts_per_split >= GROUP::kWarps || problem.tiles_per_part_log2 > 0;
     if (has_more_tiles && candidates.stored() > length) {
       const bool has_read = GROUP::warp() < problem.parts_per_split + (split < problem.splits_with_one_more);
@@ -256,7 +257,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
   if (splits > 1 && !hand_over_share(problem, row, k, splits, split, scan, candidates, bound, lists, shared.is_last))
     return;
 
-  // Many steps are rare: the hint moves the code out of the way of the rest.
+  // Rows with many steps are rare. The hint keeps this code out of the usual path.
   const auto step_of_left = [&](u32 i) { return states.step_of_left(i, scan.folder.scale()); };
   const bool has_many_steps = states.has_many_steps();
   if (__builtin_expect(has_many_steps, false)) {

@@ -23,7 +23,7 @@ class TileReader {
                 slots),
         V_(problem.V) {}
 
-  // In place: requests the warp's first tile before all else. is_first: whether the warp has one; likewise below.
+  // In place: requests the warp's first tile before all else. is_first: whether the warp has one.
   __device__ __forceinline__ void start_early(u32 first, bool is_first) {
     if constexpr (Stream::kInPlace) request(first, is_first);
   }

@@ -30,7 +30,7 @@ class TileSelector {
   static constexpr u32 kFewLanes = 4;
   // With hits in at least so many lanes, a tile's own best k are found first.
   static constexpr u32 kManyLanes = 24;
-  // They are not if the tile has at most k + kFewMore hits.
+  // A tile with at most k + kFewMore hits offers all of them.
   static constexpr u32 kFewMore = 32;
 
   __device__ __forceinline__ TileSelector() : offered_(0), best_(-FUSED_TOPK_INFINITY) {}
@@ -41,18 +41,18 @@ class TileSelector {
     offered_of_tile_ = 0;
   }
 
-  // A lower bound: at least `bound.of_warp_` of the elements that this warp has read have keys >= the result. FOR_MANY: of the
-  // elements of this tile, and of the tiles of earlier calls.
+  // A key that at least j elements of this warp reach (j: see KthBound). FOR_MANY counts only the tiles on which this was
+  // called.
   template <class GROUP>
   __device__ __forceinline__ u32 proven(READER& x, KthBound<GROUP>& bound, bool is_first = false) {
     if (!bound.needs_many()) return proven_by_lanes(bound);
     u32 keys[kSets];
     best_keys(x, keys, bound, is_first);
-    return bound.of_warp(keys);
+    return bound.key_to_publish(keys);
   }
   template <class GROUP>
   __device__ __forceinline__ u32 proven_by_lanes(const KthBound<GROUP>& bound) const {
-    return bound.of_warp(order_key(best_));
+    return bound.key_to_publish(order_key(best_));
   }
   // FOR_MANY: publishes a new bound early, so that the other warps have it when they offer their tiles.
   template <class GROUP>
@@ -120,7 +120,7 @@ class TileSelector {
     const u32 k = candidates.k();
     const u32 greatest = order_key(greatest_logit);
     // Another warp may have seen better ones.
-    candidates.exchange_threshold();
+    candidates.exchange_with_other_warps();
     if (make_candidate(greatest, x.tile().first) <= candidates.threshold()) return 0;
     // Bounds known so far: the threshold, and what the lanes' maxima prove. 32 elements are at least the least maximum. For
     // small k, finding the k-th maximum is quicker than bisection.
@@ -149,7 +149,7 @@ class TileSelector {
     todo &= hits_of_key<UNROLL>(x, bound);
     candidates.raise(bound);
     if (warp_sum(u32(__popc(todo))) <= k + kFewMore) {
-      candidates.exchange_threshold();
+      candidates.exchange_with_other_warps();
       return todo;
     }
     // Too many are equal to the k-th best.
@@ -236,7 +236,7 @@ class TileSelector {
     const u32 last = kept == 0 ? 0 : 31 - __clz(kept);
     const u32 last_index = warp_max(kept == 0 ? 0 : x.tile().index(last / kPerVector, last % kPerVector));
     candidates.raise_to(make_candidate(bound, last_index));
-    candidates.exchange_threshold();
+    candidates.exchange_with_other_warps();
     return kept;
   }
 

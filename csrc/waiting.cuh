@@ -101,7 +101,8 @@ class WaitingVectors {
     commit_copies();
   }
 
-  // Waits until at most `pending` of this thread's pairs are in flight. Waits longer than needed only where many are.
+  // Waits until at most `pending` of this thread's pairs are in flight. With more than
+  // 4 pairs pending it may wait for more pairs than asked.
   static __device__ __forceinline__ void wait_for_pairs(u32 pending) {
     if (pending >= 4) {
       wait_copies<4>();

@@ -68,7 +68,7 @@ const VectorKernels& kernels_named(std::string_view name) {
 namespace {
 
 // The k best of an LM head's logits. One call: its product takes far longer than reading the arguments.
-// clang-format off: likewise
+// clang-format off: one argument group a line, as cpu.py passes them
 void linear_topk(u32 dtype, u32 rows, u32 vocab_size, u32 depth,
                  std::uintptr_t hidden, i64 hidden_stride, std::uintptr_t weight, i64 weight_stride,
                  std::uintptr_t bias, i64 bias_stride,
@@ -110,30 +110,30 @@ void linear_topk(u32 dtype, u32 rows, u32 vocab_size, u32 depth,
 // without the width.
 class Merge {
  public:
-  // clang-format off: likewise
+  // clang-format off: one argument group a line, as cpu.py passes them
   Merge(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides, std::vector<i64> indices_strides,
         std::vector<i64> m_strides, std::vector<i64> d_strides, i64 lengths_stride,
         double temperature, std::vector<i64> temperature_strides,
         u32 k, u32 value_kind, bool normalize_topk)
       // clang-format on
-      : kind_{} {
-    kind_.kernels = &kernels_named("");
-    kind_.dtype = DType(dtype);
-    kind_.parts = u32(shape.front());
-    kind_.width = u32(shape.back());
-    kind_.sizes.assign(shape.begin() + 1, shape.end() - 1);
-    kind_.logits = of_parts(std::move(logits_strides), true);
-    kind_.indices = of_parts(std::move(indices_strides), true);
-    kind_.m = of_parts(std::move(m_strides), false);
-    kind_.d = of_parts(std::move(d_strides), false);
-    kind_.lengths_stride = lengths_stride;
-    kind_.temperature = temperature;
-    kind_.temperature_strides = std::move(temperature_strides);
-    kind_.k = k;
-    kind_.value_kind = ValueKind(value_kind);
-    kind_.normalize_topk = normalize_topk;
-    elements_ = u64(kind_.parts) * kind_.width;
-    for (const i64 size : kind_.sizes) elements_ *= u64(size);
+      : request_{} {
+    request_.kernels = &kernels_named("");
+    request_.dtype = DType(dtype);
+    request_.parts = u32(shape.front());
+    request_.width = u32(shape.back());
+    request_.sizes.assign(shape.begin() + 1, shape.end() - 1);
+    request_.logits = of_parts(std::move(logits_strides), true);
+    request_.indices = of_parts(std::move(indices_strides), true);
+    request_.m = of_parts(std::move(m_strides), false);
+    request_.d = of_parts(std::move(d_strides), false);
+    request_.lengths_stride = lengths_stride;
+    request_.temperature = temperature;
+    request_.temperature_strides = std::move(temperature_strides);
+    request_.k = k;
+    request_.value_kind = ValueKind(value_kind);
+    request_.normalize_topk = normalize_topk;
+    elements_ = u64(request_.parts) * request_.width;
+    for (const i64 size : request_.sizes) elements_ *= u64(size);
   }
 
   void operator()(std::uintptr_t logits, std::uintptr_t indices, std::uintptr_t m, std::uintptr_t d,
@@ -141,7 +141,7 @@ class Merge {
                   std::uintptr_t result_indices, std::uintptr_t logsumexp, u32 threads) const {
     std::optional<nb::gil_scoped_release> without_gil;
     if (elements_ > kWorthReleasing) without_gil.emplace();
-    MergeProblem p = kind_;
+    MergeProblem p = request_;
     p.threads = threads;
     p.logits.base = pointer<const char>(logits);
     p.indices.base = pointer<const char>(indices);
@@ -164,12 +164,12 @@ class Merge {
     return result;
   }
 
-  MergeProblem kind_;
+  MergeProblem request_;
   u64 elements_;
 };
 
 // Draws from the rows of a tensor [rows, vocab_size]. Each parameter is a number, and the address of one a row or 0.
-// clang-format off: likewise
+// clang-format off: one argument group a line, as cpu.py passes them
 void sample(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
             double temperature, std::uintptr_t row_temperature, i64 top_k, std::uintptr_t row_top_k,
             double top_p, std::uintptr_t row_top_p, double min_p, std::uintptr_t row_min_p,

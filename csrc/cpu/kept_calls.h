@@ -67,8 +67,7 @@ struct Kept {
 // Layouts that are kept at a time.
 constexpr u32 kMostKept = 4096;
 
-// A table in which each key has one place. So it needs no order in which to forget; a key whose place is taken by
-// another is served the longer way until it is kept again.
+// A direct-mapped cache. A new key replaces the one in its place.
 template <class REQUEST>
 class Table {
  public:

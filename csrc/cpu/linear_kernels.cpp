@@ -90,9 +90,10 @@ struct BFloat16 {
   }
 };
 
-// sums[r][t] is the sum of the lanes of x[r][t]. The lanes of every vector are added in the same order.
+// add_lanes: sums[r][t] is the sum of the lanes of x[r][t]. The lanes of every vector are added in the same order.
 #if defined(__AVX512F__)
-// One vector of two: what is left to add of a is in some of its lanes, and of b in the others. Half of each moves.
+// Reduces two vectors to one. Adds half of a's lanes to the other half, likewise b's. `of_b` marks the lanes that hold b's
+// sums. `moved` has the other half of each in the place of the half that stays.
 inline Floats halved(Floats a, Floats b, __mmask16 of_b, Floats moved) {
   return (Floats)_mm512_mask_blend_ps(of_b, (__m512)a, (__m512)b) + moved;
 }

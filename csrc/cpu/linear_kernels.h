@@ -13,7 +13,7 @@ constexpr u32 kLinearBlock = 1024;
 // From a row's logits to the next row's. With 4 KB the same token's logits of all rows would compete for one set of the
 // first-level cache.
 constexpr u32 kLogitsStride = kLinearBlock + 16;
-// More rows are a matter for a library: with these the weight waits for arithmetic, no longer for memory.
+// With more rows than this, arithmetic limits the speed and not memory. A BLAS library is then faster.
 constexpr u32 kMostLinearRows = 32;
 
 // Some tokens' logits, without the bias.

@@ -8,7 +8,7 @@
 
 namespace fused_topk::cpu {
 
-// A thread is woken for no fewer elements than this. A guess.
+// Each thread gets at least this many elements. Not measured.
 constexpr u64 kElementsPerThread = 16384;
 
 // Strides count elements. Those of the leading dimensions may be anything, zero included.

@@ -60,26 +60,26 @@ constexpr u64 kWorthReleasing = 4096;
 // call passes the addresses.
 class Topk {
  public:
-  // clang-format off: likewise
+  // clang-format off: one argument group a line, as cpu.py passes them
   Topk(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
        double temperature, std::vector<i64> temperature_strides,
        u32 mask_kind, std::vector<i64> mask_strides,
        u32 k, u32 value_kind, u32 normalize_over,
        std::vector<i64> beam_scores_strides, std::string_view instruction_set)
       // clang-format on
-      : kind_{} {
-    static_cast<LogitRows&>(kind_) = logit_rows(dtype, std::move(shape), std::move(logits_strides), temperature,
-                                                std::move(temperature_strides), instruction_set);
-    elements_ = elements_of(kind_);
-    kind_.k = k;
-    kind_.value_kind = ValueKind(value_kind);
-    kind_.normalize_over = NormalizeOver(normalize_over);
-    kind_.mask_kind = MaskKind(mask_kind);
-    if (!mask_strides.empty()) kind_.mask_element_stride = pop(mask_strides);
-    kind_.mask_strides = std::move(mask_strides);
+      : request_{} {
+    static_cast<LogitRows&>(request_) = logit_rows(dtype, std::move(shape), std::move(logits_strides), temperature,
+                                                   std::move(temperature_strides), instruction_set);
+    elements_ = elements_of(request_);
+    request_.k = k;
+    request_.value_kind = ValueKind(value_kind);
+    request_.normalize_over = NormalizeOver(normalize_over);
+    request_.mask_kind = MaskKind(mask_kind);
+    if (!mask_strides.empty()) request_.mask_element_stride = pop(mask_strides);
+    request_.mask_strides = std::move(mask_strides);
     if (!beam_scores_strides.empty()) {
-      kind_.beam_scores_strides[0] = beam_scores_strides.at(0);
-      kind_.beam_scores_strides[1] = beam_scores_strides.at(1);
+      request_.beam_scores_strides[0] = beam_scores_strides.at(0);
+      request_.beam_scores_strides[1] = beam_scores_strides.at(1);
     }
   }
 
@@ -87,7 +87,7 @@ class Topk {
                   std::uintptr_t beam_scores, std::uintptr_t mask, std::uintptr_t row_temperature, u32 threads) const {
     std::optional<nb::gil_scoped_release> without_gil;
     if (elements_ > kWorthReleasing) without_gil.emplace();
-    Problem p = kind_;
+    Problem p = request_;
     p.threads = threads;
     p.logits = pointer<const char>(logits);
     p.values = pointer<void>(values);
@@ -99,33 +99,33 @@ class Topk {
     solve(p);
   }
 
-  const Problem& kind() const { return kind_; }
+  const Problem& request() const { return request_; }
 
  private:
-  Problem kind_;
+  Problem request_;
   u64 elements_;
 };
 
 // softmax, log_softmax or logsumexp of full rows, in the same way.
 class FullRows {
  public:
-  // clang-format off: likewise
+  // clang-format off: one argument group a line, as cpu.py passes them
   FullRows(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
            double temperature, std::vector<i64> temperature_strides,
            u32 kind, u32 out_dtype, std::string_view instruction_set)
       // clang-format on
-      : kind_{} {
-    static_cast<LogitRows&>(kind_) = logit_rows(dtype, std::move(shape), std::move(logits_strides), temperature,
-                                                std::move(temperature_strides), instruction_set);
-    elements_ = elements_of(kind_);
-    kind_.kind = FullRowKind(kind);
-    kind_.out_dtype = DType(out_dtype);
+      : request_{} {
+    static_cast<LogitRows&>(request_) = logit_rows(dtype, std::move(shape), std::move(logits_strides), temperature,
+                                                   std::move(temperature_strides), instruction_set);
+    elements_ = elements_of(request_);
+    request_.kind = FullRowKind(kind);
+    request_.out_dtype = DType(out_dtype);
   }
 
   void operator()(std::uintptr_t logits, std::uintptr_t out, std::uintptr_t row_temperature, u32 threads) const {
     std::optional<nb::gil_scoped_release> without_gil;
     if (elements_ > kWorthReleasing) without_gil.emplace();
-    FullRowProblem p = kind_;
+    FullRowProblem p = request_;
     p.threads = threads;
     p.logits = pointer<const char>(logits);
     p.out = pointer<char>(out);
@@ -133,10 +133,10 @@ class FullRows {
     solve(p);
   }
 
-  const FullRowProblem& kind() const { return kind_; }
+  const FullRowProblem& request() const { return request_; }
 
  private:
-  FullRowProblem kind_;
+  FullRowProblem request_;
   u64 elements_;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The state of a row while it is read, and where it lies. Shared by rows.cpp and full_rows.cpp.
+// The state of a row while it is read, and where it lies. Shared by the files that read or merge rows.
 #pragma once
 
 #include <algorithm>

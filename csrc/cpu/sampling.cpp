@@ -460,8 +460,8 @@ struct Solver {
     return y;
   }
 
-  // The first token of the block at which the running sum exceeds `rest`. If by rounding none does, the last that
-  // weighs anything; if in float32 none does, the greatest.
+  // The first token of the block at which the running sum exceeds `rest`. If rounding keeps the sum below `rest`: the last
+  // token with a weight above 0. If all weights round to 0: the greatest logit.
   u32 draw_in_block(const Row& row, u32 block, double rest, u64 border, const Exponential& exponential,
                     Workspace& workspace) const {
     const float* const x = load_kept(row, block, border, workspace);
@@ -511,8 +511,9 @@ struct Solver {
     return last_of_key(high);
   }
 
-  // The last of the shortest prefix with a share of top_p of all that does not rank behind `least`. Sums the weights by
-  // the leading bits of the keys, and sorts only the tokens of the bin that has the border.
+  // The border of top-p: the last token of the shortest prefix of the sorted row whose weights sum to top_p of all. Counts
+  // only tokens not behind `least`. Sums the weights by the leading bits of the keys, and sorts only the tokens of the bin
+  // that has the border.
   u64 border_of_top_p(const Row& row, u64 least, float m, Workspace& workspace) const {
     std::vector<double>& bins = workspace.bins;
     bins.assign(size_t(1) << kBinBits, 0.0);

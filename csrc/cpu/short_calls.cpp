@@ -10,10 +10,6 @@
 //     arrays of the result's shapes and dtypes which overlap no other.
 //
 // It knows no framework: arrays are read by DLPack, and what it must call is passed to it.
-//
-// One row of 128 float32 takes softmax 2.5 us (torch 1.2; by Python's checks 4.2) and softmax_topk, k = 8, 5.4 us (torch 4.2;
-// 9.5). Of these are, in us: a new array 0.8, the look at the keys of the thread 0.33, at those of an array 0.40, and at an
-// array by DLPack 0.07.
 #include "short_calls.h"
 
 #include <algorithm>
@@ -79,8 +75,8 @@ class ShortCalls {
     }
     const auto kept = topk_.find(key);
     if (!kept) return nb::none();
-    const Topk& request = *kept->request;
-    const Problem& kind = request.kind();
+    const Topk& run = *kept->request;
+    const Problem& request = run.request();
     const bool has_temperatures = !temperature_is_number(temperature);
     if (has_temperatures && !are_temperatures(arrays.temperature)) return nb::none();
 
@@ -95,17 +91,17 @@ class ShortCalls {
       result = result_of(nb::make_tuple(made[0], made[1], made[2]));
     } else {
       has_small_indices = has_type(arrays.indices, dlpack::kInt, 32);
-      if (!is_plain_out(arrays, kind, has_temperatures, !mask.is_none())) return nb::none();
+      if (!is_plain_out(arrays, request, has_temperatures, !mask.is_none())) return nb::none();
       const bool is_result = Py_TYPE(out.ptr()) == reinterpret_cast<PyTypeObject*>(framework_.result_type.ptr());
       result = is_result ? nb::borrow(out) : result_of(nb::borrow(out));
     }
 
     // int64 indices that the caller wants as int32. They are below the vocabulary's size.
     std::vector<i64> indices(has_small_indices ? elements_of(arrays.indices) : 0);
-    request(address(arrays.logits), address(arrays.values),
-            has_small_indices ? reinterpret_cast<std::uintptr_t>(indices.data()) : address(arrays.indices),
-            address(arrays.logsumexp), 0, mask.is_none() ? 0 : address(arrays.mask),
-            has_temperatures ? address(arrays.temperature) : 0, threads_for(arrays.logits));
+    run(address(arrays.logits), address(arrays.values),
+        has_small_indices ? reinterpret_cast<std::uintptr_t>(indices.data()) : address(arrays.indices),
+        address(arrays.logsumexp), 0, mask.is_none() ? 0 : address(arrays.mask),
+        has_temperatures ? address(arrays.temperature) : 0, threads_for(arrays.logits));
     std::copy(indices.begin(), indices.end(), static_cast<std::int32_t*>(arrays.indices.data));
     return result;
   }
@@ -211,8 +207,8 @@ class ShortCalls {
     return add_temperature(key, temperature, temperatures);
   }
 
-  // Whether the framework must see a call with these arrays: need_dispatcher() of dispatch.py. Temperatures may not have a
-  // gradient even where none are recorded. Null handles are left out.
+  // Whether the framework must see a call with these arrays: need_dispatcher() of operators/dispatch.py.
+  // Temperatures may not have a gradient even where none are recorded. Null handles are left out.
   bool needs_framework(std::initializer_list<nb::handle> arrays, nb::handle temperature) const {
     const nb::object level = attribute(framework_.forward_mode, current_level_);
     if (PyLong_AsLong(level.ptr()) >= 0 ||
@@ -344,15 +340,16 @@ class ShortCalls {
     return checked(make(reinterpret_cast<PyTypeObject*>(framework_.result_type.ptr()), arguments.ptr(), nullptr));
   }
 
-  // is_plain_out() of arguments.py.
-  static bool is_plain_out(const TopkArrays& arrays, const Problem& kind, bool has_temperatures, bool has_mask) {
+  // is_plain_out() of functional/out.py.
+  static bool is_plain_out(const TopkArrays& arrays, const Problem& request, bool has_temperatures, bool has_mask) {
     const auto has_shape = [&](const Array& array, bool has_k) {
-      const size_t rows = kind.sizes.size();
+      const size_t rows = request.sizes.size();
       if (size_t(array.dims) != rows + has_k || !is_contiguous(array)) return false;
-      return std::equal(kind.sizes.begin(), kind.sizes.end(), array.shape) && (!has_k || array.shape[rows] == kind.k);
+      return std::equal(request.sizes.begin(), request.sizes.end(), array.shape) &&
+             (!has_k || array.shape[rows] == request.k);
     };
     if (!has_shape(arrays.values, true) || !has_shape(arrays.indices, true) || !has_shape(arrays.logsumexp, false) ||
-        !has_type(arrays.values, kind.value_kind == ValueKind::kLogits ? kind.dtype : kFloat32) ||
+        !has_type(arrays.values, request.value_kind == ValueKind::kLogits ? request.dtype : kFloat32) ||
         !(has_type(arrays.indices, dlpack::kInt, 64) || has_type(arrays.indices, dlpack::kInt, 32)) ||
         !has_type(arrays.logsumexp, kFloat32)) {
       return false;
@@ -374,7 +371,7 @@ class ShortCalls {
 
   static std::uintptr_t address(const Array& array) { return reinterpret_cast<std::uintptr_t>(array.data); }
 
-  // Few elements are not worth the question.
+  // Small inputs use one thread. Asking torch for its number of threads would take too long.
   u32 threads_for(const Array& logits) const {
     if (elements_of(logits) < 2 * kElementsPerThread) return 1;
     return nb::cast<u32>(call(framework_.num_threads));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Short rows, several at a time. One short row is a chain of operations, each of which waits for the one before. Other
-// rows fill the waits. Only for the files that are compiled once per instruction set, like vectors.h.
+// Short rows, several at a time. The operations of one short row depend on each other. Several rows at once hide that
+// latency. Only for the files that are compiled once per instruction set, like vectors.h.
 #pragma once
 
 #include "../normalizer.h"

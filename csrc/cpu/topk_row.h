@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row of a request for top-k: its temperature, its mask, and its results. Shared by rows.cpp and linear_rows.cpp.
+// A row of a request for top-k: its temperature, its mask, and its results. Shared by the files that compute top-k.
 #pragma once
 
 #include "problem.h"

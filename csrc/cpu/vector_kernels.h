@@ -25,7 +25,7 @@ constexpr u32 kDTypes = 3;
 struct Exponential {
   float reference;  // not less than any x of the block, unless x is NaN
   float inverse_c;  // log2(e) / T
-  float c_high;     // c to 16 bits: times an n of up to 8 bits it is exact, without fused multiply-add too
+  float c_high;     // the upper 16 bits of c. Its product with n, of at most 8 bits, is exact in float32
   float c_low;      // the rest of c
   float lowest;     // x - reference below this gives 0: 2^-125 is the smallest result
 };
@@ -33,7 +33,7 @@ struct Exponential {
 // The temperature of all rows, or one of each.
 struct Temperatures {
   const Exponential* exponentials;  // [1], or [rows] if they differ; with the reference 0
-  const double* inverses;           // likewise
+  const double* inverses;           // [1], or [rows] if they differ: 1 / T
   bool differ;
 
   u32 place_of(u32 row) const { return differ ? row : 0; }

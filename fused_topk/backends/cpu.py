@@ -21,7 +21,7 @@ except ImportError as error:
     _cpu = None
     _import_error = str(error)
 
-# The enumerations of csrc/cpu/problem.h, full_rows.h and vector_kernels.h.
+# The enumerations of csrc/cpu: vector_kernels.h, problem.h (masks), router_kernels.h (values, normalization), full_row_kernels.h.
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _NO_MASK, _BOOL_MASK, _PACKED_MASK = 0, 1, 2
 # Those that linear_kernels.cpp multiplies.

@@ -291,13 +291,13 @@ def topk_choice(
 
 
 def multiprocessors(device: int) -> int:
-    """Of that GPU."""
+    """How many multiprocessors that GPU has."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
 def cache_bytes(device: int) -> int:
-    """Of that GPU's L2 cache."""
+    """The size of that GPU's L2 cache."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
@@ -347,7 +347,7 @@ def _launch_topk(
 def _launch_full_rows(
     planned: FullRowLaunch, device: int, logits: int, temperature: float, row_temperature: int, out: Tensor
 ) -> None:
-    """Likewise."""
+    """Launches the planned softmax of whole rows, with the addresses of this call."""
     function = driver.function(device, planned.kernel)
     scratch = counters = 0
     if planned.scratch_words:

@@ -59,11 +59,11 @@ class Backend(Protocol):
         ...
 
     def prepare_merge(self, problem: MergeProblem, device: torch.device) -> StartMerge:
-        """Likewise for the k best of the candidates of a row's parts, and the normalizer of the whole row."""
+        """Plans a merge once: the k best of the candidates of a row's parts, and the normalizer of the whole row."""
         ...
 
     def prepare_full_rows(self, problem: FullRowProblem, device: torch.device, dtype: torch.dtype) -> StartFullRows:
-        """Likewise for probabilities, log-probabilities or the logsumexp of every row, into an `out` of that dtype."""
+        """Plans once probabilities, log-probabilities or the logsumexp of every row, into an `out` of that dtype."""
         ...
 
     def sample(self, problem: SampleProblem, out: Sample) -> None:

@@ -166,7 +166,7 @@ def _samples_of_graphs(pieces: Mapping[str, Callable[[], Any]], rounds: int) -> 
 def document(
     measured: Iterable[Measured], device: torch.device, quick: bool, machine: Mapping[str, Any]
 ) -> report.Document:
-    """As report.document(); all times are µs."""
+    """The document of report.document(); all times are µs."""
     return {
         "format": report.FORMAT,
         "command": " ".join(["torchrun -m fused_topk", *sys.argv[1:]]),

@@ -74,7 +74,7 @@ class Measured(NamedTuple):
 
     @property
     def teraflops(self) -> float:
-        """Of our call, if all of it were the product."""
+        """The speed of our call, if all of it were the product."""
         return 2e-6 * self.head.case.rows * self.head.depth * self.head.case.vocab / self.times["fused"].median
 
     @property
@@ -164,7 +164,7 @@ def _scratch(function: Callable[[Tensor], object], hidden: Tensor, device: torch
 def document(
     measured: Iterable[Measured], device: torch.device, quick: bool, machine: Mapping[str, Any]
 ) -> report.Document:
-    """As report.document(); all times are µs."""
+    """The document of report.document(); all times are µs."""
     return {
         "format": report.FORMAT,
         "command": " ".join(["python -m fused_topk", *sys.argv[1:]]),

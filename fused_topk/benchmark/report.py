@@ -98,7 +98,7 @@ def print_results(run: Document, console: Console) -> None:
 
 
 def three_digits(number: float | None) -> str:
-    """As 1.42, 18.5, 667, 5,998; "-" for what was not measured."""
+    """The number as in 1.42, 18.5, 667, 5,998; "-" for what was not measured."""
     if number is None:
         return "-"
     return f"{number:.2f}" if number < 10 else f"{number:.1f}" if number < 100 else f"{number:,.0f}"

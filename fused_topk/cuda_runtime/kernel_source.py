@@ -42,7 +42,7 @@ FULL_ROW_SOURCES = (*_ROW_SOURCES, "full_row.cuh", "waiting.cuh", "softmax_rows.
 """The same for the kernels in the namespace fused_topk::full_rows. They are a unit of their own, so that each compiles quickly."""
 
 MERGING_SOURCES = (*_ROW_SOURCES, "problem.cuh", "result.cuh", "merge_states.cu")
-"""Likewise of the namespace fused_topk::merging."""
+"""The sources of the kernels in the namespace fused_topk::merging."""
 
 SAMPLE_SOURCES = (
     *_ROW_SOURCES,
@@ -54,7 +54,7 @@ SAMPLE_SOURCES = (
     "sample_row_sums.cuh",
     "sample_rows.cu",
 )
-"""Likewise of the namespace fused_topk::sampling."""
+"""The sources of the kernels in the namespace fused_topk::sampling."""
 
 LADDER_SOURCES = (*SOURCES[:3], "ladder/ladder.cu")
 """The same for the namespace fused_topk::ladder."""

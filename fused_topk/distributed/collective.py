@@ -77,7 +77,7 @@ def exchange(buffer: Tensor, packing: Packing, group: Any) -> Tensor:
 
 
 def headers(buffers: Tensor) -> list[Header]:
-    """What the processes say. Waits for a GPU."""
+    """Reads the headers of all processes on the host, which waits for the GPU."""
     return [Header(*row) for row in headers_of(buffers).tolist()]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions: those of the package, of columns that the processes of a group have between them."""
+"""Top-k functions of a vocabulary whose columns are spread over a process group."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def _state(local_logits: Tensor, k: int, held: int, arguments: tuple[Any, ...]) 
 
 
 def write_state(local_logits: Tensor, held: int, arguments: tuple[Any, ...], out: TopK) -> None:
-    """Likewise, into the tensors of a buffer."""
+    """Writes the state of this process's columns into the tensors of a buffer."""
     best, indices, normalizer = out
     if held < indices.shape[-1]:
         best.fill_(-torch.inf)

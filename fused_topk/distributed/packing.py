@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one buffer that travels: a header, then every row's m, every row's d, then every row's tokens, then their logits.
+"""The buffer that each process sends: a header, then every row's m, every row's d, then every row's tokens, then their logits.
 
 A caller may have something of its own travel along, at the end. Each piece is contiguous, so the kernels write a process's state into its buffer, and read the others' where the collective
 leaves them.
@@ -68,11 +68,11 @@ class Packing(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Of a process's buffer."""
+        """How many words a process's buffer has."""
         return self._ends()[-1]
 
     def _ends(self) -> tuple[int, int, int, int, int]:
-        """Of the header, (m, d), the tokens, the logits and the tail."""
+        """Where the header, (m, d), the tokens, the logits and the tail end, in words."""
         entries = self.rows * self.k
         normalizer = _HEADER_WORDS + self.rows * 2 * result_dtype(self.dtype).itemsize // _WORD
         logits = normalizer + entries + -(-entries * self.dtype.itemsize // _WORD)

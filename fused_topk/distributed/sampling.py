@@ -48,7 +48,7 @@ class _Kept(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """Of the random numbers of each row, int64 (rows, 1)."""
+    """The names of each row's random numbers, int64 (rows, 1)."""
 
     seed: Tensor
     counter: Tensor
@@ -319,7 +319,7 @@ class _Exchanged:
         return columns.gather(-1, within).squeeze(-1).clamp(max=length - 1), x.gather(-1, within).squeeze(-1)
 
     def of_lists(self, kept: _Kept, num_samples: int, is_truncated: bool) -> tuple[Tensor, Tensor] | None:
-        """Likewise from the lists; None where a list is too short. Waits for the device."""
+        """Draws tokens and their logits from the lists; None where a list is too short. Waits for the device."""
         ranked, listed = self._ranked, self._ranked.shape[1]
         t = self._blocks.temperature
         weights = _relative(ranked, self._m, t)
@@ -366,7 +366,7 @@ class _Exchanged:
 def _gathered(
     columns: _Columns, found: _Exchanged, kept: _Kept, seeds: dict[str, Any], num_samples: int, is_truncated: bool
 ) -> tuple[Tensor, Tensor]:
-    """Likewise, from the logits of all processes, which are gathered."""
+    """Draws from the logits of all processes, which are gathered."""
     logits, mask, group, backend = columns
     if mask is not None:
         logits = logits.masked_fill(~unpacked(mask.expand(len(logits), -1), logits.shape[1]), -torch.inf)

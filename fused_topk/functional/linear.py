@@ -78,7 +78,7 @@ def linear_softmax_topk(
         hidden: shape (..., H), float32, float16, bfloat16 or float64, any strides, any device.
         weight: shape (V, H), the dtype and the device of `hidden`, any strides: that of `torch.nn.Linear`.
         k: the number of results per row, 1 <= k <= V.
-        bias: shape (V,), likewise, or None.
+        bias: shape (V,), the dtype and the device of `hidden`, or None.
         temperature: divides the logits. A positive number, or a tensor with one number per row. This and the next two are as
             for :func:`softmax_topk`, of the logits with shape (..., V) that the head gives.
         mask: the tokens that may be chosen, bool or packed int32.

@@ -71,8 +71,8 @@ def is_plain_out(
 
     Indices may also be int32.
 
-    check_out() accepts such tensors. Where this returns False, check_out() decides. It takes three times as long, which
-    counts for a call at every step of an inference engine.
+    check_out() accepts such tensors. Where this returns False, check_out() decides. It is slower, which counts for a call
+    at every step of an inference engine.
     """
     logits = inputs[0]
     assert logits is not None

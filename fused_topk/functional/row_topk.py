@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions of top-k. They check the arguments, move the vocabulary last and call the operator."""
+"""The public functions of top-k. They check the arguments, move the vocabulary last, and run a plan, or the operator where
+torch must see the call. A repeated call on CPU tensors takes the short way (`short_calls`).
+"""
 
 from __future__ import annotations
 

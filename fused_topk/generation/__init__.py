@@ -26,9 +26,16 @@ transformers' own loops run (`_sample`, `_beam_search`, and models' overrides of
    bit for a token, and merged in with their new values. Which processors: those of exactly a known class with exactly
    the known attributes. One that is anything else makes the step run the stock ones.
 
-Beside public API (forward hooks, generate, get_compiled_call) two private names are used: `_get_logits_processor`, to
-learn the processors and the configuration of a call, without which generate() stays stock, with one warning; and torch's
-`_compiled_call_impl`, without which the steps of a model after model.compile() are stock, and counted.
+Beside public API (forward hooks, generate, get_compiled_call) these private names are used:
+
+`_get_logits_processor`
+    to learn the processors and the configuration of a call; without it generate() stays stock, with one warning
+`_compiled_call_impl` of torch
+    without it the steps of a model after model.compile() are stock, and counted
+`config._attn_implementation`
+    to know which attention a whole step stands for
+`_update_model_kwargs_for_generation`, `_unflatten_beam_dim`, `_get_top_k_continuations`
+    methods that see the logits, the scores or the cache: to notice a model that has its own
 
 Of a tensor-parallel model the loop gets the columns of its own process (`tensor_parallel`): the LM head's forward() gives them
 in place of gathered logits, in an object that stands for the whole (`sharded_logits`). Lazy values choose from them by small

@@ -4,7 +4,7 @@
 A processor is taken only if its class is exactly one of the table `ADAPTERS`, runs the code it was published with, and
 has exactly the attributes known there, with values of the documented types: a subclass, a patched class, or a later
 version with a further option is left to the stock operations. Semantics are those of
-`transformers/generation/logits_process.py`, equal from 4.57 to 5.23 for what is here.
+`transformers/generation/logits_process.py`, equal from 4.57 to 5.24 for what is here.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def text_topk_logprobs(
 
     Args:
         model: see :func:`next_token_topk`.
-        inputs: likewise. All of a mapping goes to the model, so it must have no `labels`.
+        inputs: see :func:`next_token_topk`. All of a mapping goes to the model, so it must have no `labels`.
         k: 1 <= k <= V.
         targets: int64 [batch, length], a token for each position, or [batch, length, n], n tokens for each, as a teacher's
             best ones; negative ones (such as -100) stand for no target. None for no targets.

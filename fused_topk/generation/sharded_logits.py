@@ -32,7 +32,7 @@ class Columns(NamedTuple):
 
     @staticmethod
     def of(group: Any, rank: int, processes: int, vocab_size: int) -> Columns:
-        """As DTensor cuts a dimension, and torch.chunk."""
+        """The columns of a rank, cut as DTensor and torch.chunk cut a dimension."""
         block = -(-vocab_size // processes)
         start = min(rank * block, vocab_size)
         return Columns(group, processes, start, min(block, vocab_size - start), block, vocab_size)

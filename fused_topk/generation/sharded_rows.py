@@ -110,7 +110,7 @@ class ShardedRows(Rows):
         )
 
     def _own(self, mask: Tensor | None) -> Tensor | None:
-        """Of the words of all tokens [1 or R, W] those of this process's columns [R, words]."""
+        """The words of this process's columns [R, words], cut from those of all tokens [1 or R, W]."""
         if mask is None:
             return None
         return packed.cut(mask, self._columns.start, self._columns.length).expand(len(self._local), -1)

@@ -4,9 +4,9 @@
 Within a call that is fused, the head's forward() gives :class:`ShardedLogits` in their place: the product with the process's own
 columns, before the gather. Only the forward() of the model that is generating gets them, and only for the decoding loop.
 
-From then on the processes meet in collectives that they must all come to. They do: every process runs the same call on the
-same tokens, and every choice is made from what all have. What may differ is how the call was made. So processes compare that
-once a call, in one small collective, and gather the logits as before if it differs.
+From then on every process must take part in the same collectives. Equal tokens and equal choices ensure that, if all processes
+made the same call with the same options. So they compare a hash of the call once, in one small collective, and gather the logits
+if it differs.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class ShardedHead:
         """Compares the call with those of the other processes. A collective.
 
         Args:
-            call: all that decides what the process will ask of the others.
-            draws: whether it will need random numbers. They are named by the first process's generator.
+            call: a text of all options that decide which collectives run.
+            draws: whether it will need random numbers. The seed comes from rank 0's generator.
         """
         columns, weight = self._columns, self.module.weight.to_local()
         if columns is None:

@@ -80,7 +80,7 @@ def summing_scratch(rows: int, vocab_size: int, blocks: int) -> tuple[int, int]:
 
 
 def searching_scratch(rows: int, blocks: int) -> tuple[int, int]:
-    """Likewise of csrc/sample_rows.cu."""
+    """Scratch words and tickets of csrc/sample_rows.cu."""
     return (rows * _SCRATCH_WORDS, rows * _COUNTERS) if blocks > 1 else (0, 0)
 
 

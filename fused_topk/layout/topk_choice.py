@@ -7,8 +7,8 @@ others are one kernel, csrc/softmax_topk.cu:
 =============== ================================================== ==================================================
 regime          owner                                              when
 =============== ================================================== ==================================================
-router rows     8 lanes of a warp, which merge what they sorted    k <= 8 and V <= 256
-short rows      8, 16 or 32 lanes; the best is taken k times       k <= 32 and V <= 256
+router rows     8 lanes of a warp, which merge what they sorted    k <= 8, V <= 256, no beams
+short rows      8, 16 or 32 lanes; the best is taken k times       k <= 32, V <= 256, no beams
 warp per row    one warp, tile by tile, four rows a block          many rows, V <= 61440 (aligned float32, k <= 8:
                                                                    24576), k <= 64; or V <= 1024, k <= 32
 block per row   8 or 16 warps of a block                           fewer rows, but as many as multiprocessors; or short

@@ -45,7 +45,7 @@ def row_topk(
     normalize: str,
     backend: str | None,
 ) -> TopK:
-    plan = _plan(logits, k, temperature, row_temperature, mask, values, normalize, backend)
+    plan = _plan_of(logits, k, temperature, row_temperature, mask, values, normalize, backend)
     return plan.run(logits, mask, row_temperature)
 
 
@@ -62,7 +62,7 @@ def row_topk_out(
     out_indices: Tensor,
     out_logsumexp: Tensor,
 ) -> None:
-    plan = _plan(logits, k, temperature, row_temperature, mask, values, normalize, backend)
+    plan = _plan_of(logits, k, temperature, row_temperature, mask, values, normalize, backend)
     plan.run_into(TopK(out_values, out_indices, out_logsumexp), logits, mask, row_temperature)
 
 
@@ -77,11 +77,11 @@ def beam_topk(
     backend: str | None,
 ) -> TopK:
     scores = beam_scores.to(result_dtype(logits.dtype))
-    plan = _plan(logits, k, temperature, row_temperature, mask, "log_softmax", normalize, backend, scores)
+    plan = _plan_of(logits, k, temperature, row_temperature, mask, "log_softmax", normalize, backend, scores)
     return plan.run(logits, mask, row_temperature, scores)
 
 
-def _plan(
+def _plan_of(
     logits: Tensor,
     k: int,
     temperature: float,

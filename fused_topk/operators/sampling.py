@@ -61,7 +61,7 @@ def _empty(problem: SampleProblem) -> Sample:
 
 
 def _flat(result: Sample) -> tuple[Tensor, ...]:
-    """As the operator returns it: an operator has a fixed number of results, so empty tensors stand for no TopK."""
+    """The tensors that the operator returns: an operator has a fixed number of results, so empty tensors stand for no TopK."""
     tokens, log_probs, topk = result
     if topk is None:
         topk = TopK(log_probs.new_empty((0,)), tokens.new_empty((0,)), log_probs.new_empty((0,)))

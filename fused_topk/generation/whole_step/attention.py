@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of all beams of a sequence to keys that they share, through transformers' attention interface.
 
-A step has a query for each beam, of batch * beams rows, and keys of `batch` rows (:mod:`cache`), of texts and of sources. The queries of all beams
-and of all heads that share a key head are read as one block, so that each key is read once for all of them, and nothing is
-copied for grouped heads. A prompt has as many rows of queries as of keys, and is read as transformers' own functions do.
+In a step, queries have batch * beams rows and keys have `batch` rows (:mod:`cache`), those of texts and of sources. The queries of
+all beams and of all heads that share a key head are read as one block, so that each key is read once for all of them, and nothing
+is copied for grouped heads. A prompt has as many rows of queries as of keys, and is read as transformers' own functions do.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def name_for(implementation: str | None) -> str:
 def plain(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """For models whose implementation is `sdpa`."""
+    """Attention of models whose implementation is `sdpa`."""
     return _attend(module, query, key, value, attention_mask, **{**options, "softcap": None})
 
 
 def capped(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """For models of any other implementation."""
+    """Attention of models of any other implementation."""
     return _attend(module, query, key, value, attention_mask, **options)
 
 

@@ -80,7 +80,7 @@ class Decoder:
 
     @property
     def num_bytes(self) -> int:
-        """Of the cache."""
+        """The bytes of the cache."""
         caches = [self._cache] if self._source is None else self._both_caches()
         return sum(int(layer.keys.nbytes + layer.values.nbytes) for cache in caches for layer in cache.layers)
 
@@ -184,7 +184,7 @@ def cache_argument(model: Any) -> str:
 
 
 def num_layers(config: Any) -> int:
-    """Of the decoder."""
+    """How many layers the decoder has."""
     if config.is_encoder_decoder:
         # What get_text_config() gives for its decoder has, in some versions, the layers of another.
         of_decoder = (getattr(config, name, None) for name in ("decoder_layers", "num_decoder_layers"))

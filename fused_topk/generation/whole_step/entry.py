@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A generate() call as whole steps: what is asked before, and the function that generate() runs in place of its loop."""
+"""Decides whether a call can be served, and holds the loop that generate() runs through custom_generate."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Head(NamedTuple):
 
 
 class _Through(nn.Module):
-    """In the place of a head: what it gets is what it gives."""
+    """Stands in the place of a head, and gives what it gets."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden

@@ -5,8 +5,8 @@ Such a step reads and writes tensors that stay where they are, the cache and the
 Shapes are few: prompts, sources and texts are rounded up, prompts with padding before them, sources with padding behind
 them, texts with steps that are not taken.
 
-There are two steps of a shape. One does all, the forward pass and the choice. The other reads tokens and gives logits, for
-calls whose choice takes more: processors, sampling, scores to be returned.
+A shape has two kinds of step: one does the forward pass and the choice, the other only the forward pass. The other serves
+calls with processors, with sampling or with scores to be returned.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WIDE = 32
 
 
 class NotKept(Exception):
-    """The call is to run without, for the reason that this names."""
+    """Raised if a step cannot be compiled or captured. The message gives the reason, and the call runs without."""
 
 
 class Way(NamedTuple):
@@ -103,7 +103,7 @@ class Shape(NamedTuple):
 
 
 def rounded_up(length: int, least: int = 16) -> int:
-    """To 16, 24, 32, 48, 64, and so on: to less than half as much again, from 16 on.
+    """The length rounded up to 16, 24, 32, 48, 64, and so on: to less than half as much again, from 16 on.
 
     Args:
         least: the first of them, a power of two.
@@ -150,12 +150,12 @@ class Step:
 
     @property
     def num_bytes(self) -> int:
-        """Of the cache, and of the graphs' own memory."""
+        """The bytes of the cache and of the graphs' own memory."""
         return self.decoder.num_bytes + self._graph_bytes
 
     @property
     def state(self) -> Any:
-        """Of the search. The next call writes over it."""
+        """The state of the search. The next call writes over it."""
         return self._state
 
     @property
@@ -164,7 +164,7 @@ class Step:
         return flag
 
     def begin(self, state: Any, constants: Any, last: int) -> None:
-        """With the first token.
+        """Starts a search with its first token.
 
         Args:
             state: of the search.
@@ -178,11 +178,11 @@ class Step:
         self._last.fill_(last)
 
     def end_with(self, token: int) -> None:
-        """That one of the new tokens is the last, from 0 on."""
+        """Makes one of the new tokens the last one, counted from 0 on."""
         self._last.fill_(token)
 
     def advance(self) -> None:
-        """One more token."""
+        """Goes on by one token."""
         if self._advance is None:
             run = _advance_texts if self.shape.rules.beams == 1 else _advance_beams
             is_late = graphs.are_for(self.shape.device)
@@ -202,7 +202,7 @@ class Step:
         return self.decoder.read_prompt(prompt)
 
     def read(self, tokens: Tensor, parents: Tensor, step: Tensor, shown: int) -> Tensor:
-        """As of :class:`Decoder`; the next call writes over the logits."""
+        """The logits of these tokens, as :meth:`Decoder.read` gives them; the next call writes over them."""
         self._tokens.copy_(tokens.view_as(self._tokens))
         self._parents[:, :, : parents.shape[2]] = parents
         self.count.copy_(step)
@@ -349,7 +349,7 @@ class Store:
 
     @contextmanager
     def step(self, twin: Any, head: Head | None, shape: Shape) -> Iterator[Step]:
-        """That of a shape, for one call, or one that has been made for longer texts.
+        """Lends one call the step of a shape, or one that has been made for longer texts.
 
         Raises:
             NotKept: another call uses it, or it could not be made before.

@@ -61,7 +61,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def of_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Of the arguments of generate()."""
+    """Why these arguments of generate() are not served; None if they are."""
     # After the inputs and the configuration all are known by name.
     if len(args) > 2:
         return "generate() with three positional arguments or more"
@@ -69,7 +69,7 @@ def of_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None
 
 
 def of_model(model: Any, own_hook: int) -> str | None:
-    """Of the model as it is now.
+    """Why the model as it is now is not served; None if it is.
 
     Args:
         own_hook: the id of the forward hook that this package has put there.
@@ -147,7 +147,7 @@ def _rotary_kinds(parameters: Any) -> set[str]:
 
 
 def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | None:
-    """Of the configuration of a call, complete as a loop gets it."""
+    """Why a call's configuration, complete as a loop gets it, is not served; None if it is."""
     mode = config.get_generation_mode()
     if mode not in SEARCH + SAMPLING:
         return f"generation mode {mode.value}"
@@ -165,7 +165,7 @@ def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | No
 
 
 def of_streaming(config: GenerationConfig, device: torch.device) -> str | None:
-    """Of a call whose tokens are handed on while it runs."""
+    """Why a call whose tokens are handed on while it runs is not served; None if it is."""
     if config.num_beams > 1:
         return "streamer with beams"
     # The host knows of a step some steps later only, or it would wait for each.
@@ -180,7 +180,7 @@ def _sorts_drawn_beams() -> bool:
 
 
 def of_inputs(inputs: Mapping[str, Any], has_source: bool) -> str | None:
-    """Of what a loop hands to the model.
+    """Why what a loop hands to the model is not served; None if it is.
 
     Args:
         has_source: whether it is an encoder-decoder.

@@ -108,7 +108,7 @@ def _some_tokens(config: Any, numbers: Tensor) -> Tensor:
 
 
 def _source(stock: Any) -> Source:
-    """As an encoder would give it: any numbers do."""
+    """A source such as an encoder gives: any numbers do."""
     weight = next(stock.parameters())
     is_text = torch.tensor(_IS_SOURCE, device=weight.device).bool()
     shape = (*is_text.shape, stock.config.get_text_config(decoder=True).hidden_size)
@@ -136,7 +136,7 @@ def _reason_of_layers(config: Any, decoder: Decoder, name: str) -> str | None:
 
 
 def _are_close(found: Tensor, expected: Tensor) -> bool:
-    """Half of the digits: sums are ordered otherwise, which no model carries further; another mask is far off.
+    """Compares to half of the digits. Another order of sums changes less than that, a wrong mask far more.
 
     NaN and infinite values are no matter of attention.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The twin of a model: a second one with the same weights and our attention. The user's model stays as it is.
 
-The twin's modules are copies. They share everything with the modules of the first but the configuration and the modules
-in them. So other threads that run the first meanwhile do not see our attention, and neither does anybody after an exception.
+The twin's modules are copies. The copies share all parameters and buffers. Only the configuration and the submodule tables are
+their own. So other threads that run the first meanwhile do not see our attention, and neither does anybody after an exception.
 """
 
 from __future__ import annotations
