@@ -186,11 +186,10 @@ inline bool is_any(RowMask lanes, u32 count) {
   return any != 0;
 }
 
-// What route_group knows of its rows. Lanes of missing rows have anything.
+// The normalizers of a group of rows. Lanes of missing rows have what the last row has.
 struct Group {
-  float m[kGroup];
-  double d[kGroup];
-  double inverse[kGroup];
+  RowFloats m;  // the greatest logit that is not a NaN
+  RowDoubles d;
 };
 
 inline RowDoubles load_rows(const double (&of_rows)[kGroup]) {
@@ -205,17 +204,23 @@ inline RowDoubles load_rows(const float (&of_rows)[kGroup]) {
   return widen(lanes);
 }
 
-// Exponentials whose fields have a row in each lane.
+// The exponentials of a group of rows, with a row in each lane.
 struct LaneExponentials {
   struct Fields {
-    float reference;
-    Floats inverse_c, c_high, c_low, lowest;
+    Floats reference, inverse_c, c_high, c_low, lowest;
   } fields;
 
-  // e: of each row. Lane i has row i % kGroup, from `first` on.
-  LaneExponentials(const Exponential (&e)[kGroup], u32 first) : fields{} {
-    for (u32 i = 0; i < kLanes; ++i) {
-      const Exponential& of_row = e[(first + i) % kGroup];
+  // Lane i has row (from + i) % kGroup of the group. reference: what is subtracted from each row's logits.
+  LaneExponentials(const RouterRows& rows, u32 first, RowFloats reference, u32 from) {
+    const Temperatures& t = rows.temperatures;
+    float references[kGroup + kLanes];
+    for (u32 i = 0; i < kGroup + kLanes; i += kGroup) __builtin_memcpy(references + i, &reference, sizeof reference);
+    const Exponential& e = *t.exponentials;
+    fields = {load(references + from), broadcast(e.inverse_c), broadcast(e.c_high), broadcast(e.c_low),
+              broadcast(e.lowest)};
+    for (u32 i = 0; i < kLanes && t.differ; ++i) {
+      const u32 row = first + (from + i) % kGroup;
+      const Exponential& of_row = t.exponentials[row < rows.rows ? row : rows.rows - 1];
       fields.inverse_c[i] = of_row.inverse_c;
       fields.c_high[i] = of_row.c_high;
       fields.c_low[i] = of_row.c_low;
@@ -226,25 +231,53 @@ struct LaneExponentials {
   const Fields& operator[](u32) const { return fields; }
 };
 
-// The exponentials of terms [k][kGroup], in their place.
-inline void exp_of_terms(const Temperatures& t, u32 first, u32 rows, u32 k, float* terms) {
-  const auto in_place = [=](u32 i, const auto& e) {
-    Floats of_rows[1] = {load(terms + i)};
-    exp_in_place(of_rows, e);
-    store_vector(terms + i, of_rows[0]);
-  };
-  if (!t.differ) {
-    for (u32 i = 0; i < k * kGroup; i += kLanes) in_place(i, SameExponential{*t.exponentials});
-    return;
+// The exponentials of x [count][kGroup], relative to each row's reference, in their place. Whole vectors: of an odd count,
+// the next kGroup elements are overwritten too.
+inline void exp_of_columns(const RouterRows& rows, u32 first, RowFloats reference, u32 count, float* x) {
+  constexpr u32 kStep = kLanes < kGroup ? kGroup : kLanes;
+  for (u32 from = 0; from < kGroup; from += kLanes) {
+    const LaneExponentials e(rows, first, reference, from);
+    for (u32 i = from; i < count * kGroup; i += kStep) {
+      Floats of_rows[1] = {load(x + i)};
+      exp_in_place(of_rows, e);
+      store_vector(x + i, of_rows[0]);
+    }
   }
-  Exponential of_row[kGroup];
-  for (u32 r = 0; r < kGroup; ++r) of_row[r] = t.exponentials[first + r < rows ? first + r : rows - 1];
-  constexpr u32 kStep = kLanes < kGroup ? kLanes : kGroup;
-  for (u32 lane = 0; lane < kGroup; lane += kStep) {
-    const LaneExponentials e(of_row, lane);
-    for (u32 i = lane; i < k * kGroup; i += kLanes < kGroup ? kGroup : kLanes) in_place(i, e);
-    if (kLanes >= kGroup) return;
+}
+
+// reference_point() of normalizer.h.
+inline RowFloats reference_points(RowFloats m) { return m == -kInfinity ? RowFloats{} : m; }
+
+// Rows of at most so many elements are summed with rows in the lanes. With elements in the lanes, a vector would hold few.
+constexpr u32 kFewColumns = 32;
+
+// The normalizers of the rows from `first` on, whose elements are columns [n][kGroup]. Leaves the exponentials there.
+inline Group normalize_columns(const RouterRows& rows, u32 first, float (&columns)[kFewColumns][kGroup]) {
+  Group group = {RowFloats{} - kInfinity, {}};
+  for (u32 j = 0; j < rows.n; ++j) {
+    RowFloats x;
+    __builtin_memcpy(&x, columns[j], sizeof x);
+    group.m = x > group.m ? x : group.m;
   }
+  exp_of_columns(rows, first, reference_points(group.m), rows.n, columns[0]);
+  for (u32 j = 0; j < rows.n; ++j) group.d += load_rows(columns[j]);
+  return group;
+}
+
+// The same of rows x of any length.
+inline Group normalize_rows(const RouterRows& rows, const float* const (&x)[kGroup], u32 first, u32 count) {
+  const Temperatures& t = rows.temperatures;
+  Group group = {};
+  for (u32 begin = 0; begin < count; begin += kRows) {
+    const ShortRows quad{{x[begin], x[begin + 1], x[begin + 2], x[begin + 3]}, {}, rows.n};
+    const Normalizers normalizers = t.differ ? normalize<false>(quad, RowExponentials(t, first + begin, rows.rows))
+                                             : normalize<false>(quad, SameExponential{*t.exponentials});
+    for (u32 i = 0; i < kRows; ++i) {
+      group.m[begin + i] = normalizers.m[i];
+      group.d[begin + i] = normalizers.d[i];
+    }
+  }
+  return group;
 }
 
 // Values of the chosen of rows whose normalizer is finite. z: (x - m) / T of the chosen; terms: e^z.
@@ -287,10 +320,12 @@ inline void route_group(const RouterRows& rows, const float* const (&x)[kGroup],
   i64* const indices = rows.indices + u64(first) * k;
   float* const logsumexp = rows.logsumexp + first;
   alignas(64) Keys keys[kMostExperts];
+  alignas(64) float few_columns[kFewColumns][kGroup];
   for (u32 i = 0; i < n; i += 8) {
     Keys columns[8];
     load_columns(x, i, n, columns);
     for (u32 j = 0; j < 8; ++j) keys[i + j] = i + j < n ? order_keys(columns[j]) : Keys{} + kNoKey;
+    if (n <= kFewColumns) __builtin_memcpy(few_columns[i], columns, sizeof columns);
   }
   Chosen chosen;
   if (k == 1) {
@@ -306,21 +341,14 @@ inline void route_group(const RouterRows& rows, const float* const (&x)[kGroup],
     for (u32 i = 0; i < k; ++i) indices[r * k + i] = chosen.indices[i][r];
   }
 
-  Group group = {};
-  for (u32 begin = 0; begin < count; begin += kRows) {
-    const ShortRows quad{{x[begin], x[begin + 1], x[begin + 2], x[begin + 3]}, {}, n};
-    const Normalizers normalizers = t.differ ? normalize<false>(quad, RowExponentials(t, first + begin, rows.rows))
-                                             : normalize<false>(quad, SameExponential{*t.exponentials});
-    for (u32 i = 0; i < kRows; ++i) {
-      group.m[begin + i] = normalizers.m[i];
-      group.d[begin + i] = normalizers.d[i];
-    }
+  const Group group =
+      n <= kFewColumns ? normalize_columns(rows, first, few_columns) : normalize_rows(rows, x, first, count);
+  RowDoubles inverse = RowDoubles{} + *t.inverses;
+  for (u32 r = 0; r < kGroup && t.differ; ++r) {
+    inverse[r] = t.inverses[first + r < rows.rows ? first + r : rows.rows - 1];
   }
-  for (u32 r = 0; r < kGroup; ++r) {
-    group.inverse[r] = t.inverses[t.place_of(first + r < rows.rows ? first + r : rows.rows - 1)];
-  }
-  const RowDoubles m = load_rows(group.m), inverse = load_rows(group.inverse);
-  RowDoubles d = load_rows(group.d);
+  const RowDoubles m = widen(group.m);
+  RowDoubles d = group.d;
   const RowDoubles scaled = m * inverse, whole = scaled + logarithm(d);
   // As Normalizers::is_finite.
   const bool are_finite = !is_any(~(d >= 1.0), count);
@@ -338,10 +366,9 @@ inline void route_group(const RouterRows& rows, const float* const (&x)[kGroup],
   for (u32 i = 0; i < k; ++i) {
     const RowFloats logits = logits_of(chosen.keys[i]);
     z[i] = (widen(logits) - m) * inverse;
-    const RowFloats term = logits - narrow(m);
-    __builtin_memcpy(terms[i], &term, sizeof term);
+    __builtin_memcpy(terms[i], &logits, sizeof logits);
   }
-  exp_of_terms(t, first, rows.rows, k, terms[0]);
+  exp_of_columns(rows, first, group.m, k, terms[0]);
   if (rows.normalize_over == NormalizeOver::kTopK) {
     d = RowDoubles{};
     for (u32 i = 0; i < k; ++i) d += load_rows(terms[i]);
