@@ -208,7 +208,7 @@ __device__ __forceinline__ void store_unordered(u32* word, u32 value) {
 }
 __device__ __forceinline__ u32 load_unordered(u32* word) { return add_to_shared(word, 0); }
 
-// The same for a 64-bit number that only grows. Raises it to `value` and returns its value before.
+// A 64-bit number of shared memory that only grows, without a barrier. Raises it to `value` and returns its value before.
 __device__ __forceinline__ u64 raise_in_shared(u64* number, u64 value) {
   u64 before;
   asm volatile("atom.shared.max.u64 %0, [%1], %2;"

@@ -33,7 +33,7 @@ __device__ __forceinline__ Vector straddle(const Vector& low, const Vector& high
   return out;
 }
 
-// The same of two vectors in shared memory, for a shift that the compiler knows: a multiple of 2.
+// Bytes [SHIFT, SHIFT + 16) of two adjacent vectors in shared memory, for a shift that the compiler knows: a multiple of 2.
 template <u32 SHIFT>
 __device__ __forceinline__ Vector straddle(const Vector* low) {
   static_assert(SHIFT % 2 == 0 && SHIFT < 16);

@@ -39,7 +39,7 @@ SOURCES = (
 _ROW_SOURCES = SOURCES[: SOURCES.index("row.cuh") + 1]
 
 FULL_ROW_SOURCES = (*_ROW_SOURCES, "full_row.cuh", "waiting.cuh", "softmax_rows.cu")
-"""The same for the kernels in the namespace fused_topk::full_rows. They are a unit of their own, so that each compiles quickly."""
+"""The sources of the kernels in the namespace fused_topk::full_rows. They are a unit of their own, so that each compiles quickly."""
 
 MERGING_SOURCES = (*_ROW_SOURCES, "problem.cuh", "result.cuh", "merge_states.cu")
 """The sources of the kernels in the namespace fused_topk::merging."""
@@ -57,7 +57,7 @@ SAMPLE_SOURCES = (
 """The sources of the kernels in the namespace fused_topk::sampling."""
 
 LADDER_SOURCES = (*SOURCES[:3], "ladder/ladder.cu")
-"""The same for the namespace fused_topk::ladder."""
+"""The sources of the kernels in the namespace fused_topk::ladder."""
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 120)
 """Compute capabilities (times ten) that every kernel is compiled for in the tests."""

@@ -261,7 +261,7 @@ def _relative(x: Tensor, m: Tensor, temperature: Tensor) -> Tensor:
 
 
 class _Exchanged:
-    """What every process has of all: on all of them the same."""
+    """What the processes have exchanged, the same on each of them."""
 
     def __init__(
         self, columns: _Columns, call: Call, blocks: _Blocks, temperature: Tensor, names: _Names, k: int

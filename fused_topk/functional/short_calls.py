@@ -55,7 +55,7 @@ def keep_topk(plan: TopkPlan, *arguments: Any) -> None:
 
 
 def keep_full_rows(plan: FullRowPlan, *arguments: Any) -> None:
-    """The same for full_rows()."""
+    """Lets full_rows() serve calls with such arguments."""
     if _calls is not None and isinstance(plan.start, cpu.PreparedFullRows):
         results = [] if plan.is_alike else [_result(plan.shape, plan.dtype)]
         _calls.keep_full_rows(*arguments, plan.start.native, results)

@@ -93,7 +93,7 @@ class KernelChoice(NamedTuple):
         return of_most if of_most <= _FEW_OF_WARP else -(-k // (readers - readers // (8 if k <= 256 else 16)))
 
     def k_of_split(self, k: int) -> int:
-        """The same of the blocks of a row (bound_of_lists() of csrc/merge.cuh).
+        """j of the blocks of a row: each block leaves its j-th best key (bound_of_lists() of csrc/merge.cuh).
 
         Of 5 to 16 blocks three quarters are enough. Of fewer, or more, all are needed: fewer have none to spare, and ranking
         more takes too long. Measured in csrc/TUNING.md.

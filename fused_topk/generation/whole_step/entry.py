@@ -193,7 +193,7 @@ def _prompt(ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Pr
 
 
 def _prompt_with_source(twin: Any, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
-    """The same for an encoder-decoder, whose encoder generate() has run."""
+    """The prompt of an encoder-decoder, whose encoder generate() has run."""
     hidden, mask = inputs["encoder_outputs"][0], inputs.get("attention_mask")
     of_prompt = inputs.get("decoder_attention_mask")
     if not isinstance(hidden, Tensor) or hidden.dim() != 3 or len(hidden) != len(ids):

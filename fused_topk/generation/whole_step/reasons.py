@@ -138,7 +138,7 @@ def _of_config(config: Any) -> str | None:
 
 
 def _rotary_kinds(parameters: Any) -> set[str]:
-    """Those of a configuration, which may have one for each kind of layer."""
+    """The kinds of rotary embedding of a configuration, which may have one for each kind of layer."""
     if not isinstance(parameters, Mapping):
         return set()
     own = parameters.get("rope_type", parameters.get("type"))
