@@ -87,10 +87,13 @@ class GreedyStep(BeamStep):
 
 
 class SamplingStep(GreedyStep):
-    """The sampling step for `batch` texts, with top-k and top-p."""
+    """The sampling step for `batch` texts, with top-k and top-p behind other processors."""
 
-    def __init__(self, batch: int, vocab_size: int, top_k: int, top_p: float, **options: Any) -> None:
-        super().__init__(batch, vocab_size, processors=[TopKLogitsWarper(top_k), TopPLogitsWarper(top_p)], **options)
+    def __init__(
+        self, batch: int, vocab_size: int, top_k: int, top_p: float, processors: Any = (), **options: Any
+    ) -> None:
+        chain = [*processors, TopKLogitsWarper(top_k), TopPLogitsWarper(top_p)]
+        super().__init__(batch, vocab_size, processors=chain, **options)
 
     def _config(self) -> GenerationConfig:
         return GenerationConfig(do_sample=True)

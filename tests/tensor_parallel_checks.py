@@ -259,6 +259,7 @@ def sampling(rank: int, size: int) -> None:
     for options in (
         {"top_k": 0, "min_new_tokens": 3},
         {"top_k": 0, "temperature": 1.5},
+        {"top_k": 0, "repetition_penalty": 1.1},
         {"top_p": 0.7, "top_k": 0},
         {"min_p": 0.1, "top_k": 0, "repetition_penalty": 1.2},
         {"num_beams": 3, "top_k": 5},
@@ -270,6 +271,13 @@ def sampling(rank: int, size: int) -> None:
         assert steps.sharded == steps.fused > 0 and steps.gathered == {}, (options, steps.gathered)
         assert_equal_everywhere(got)
     assert_sharded(model, alone, sampling=True, do_sample=True, top_k=1)
+    # Scores that processors change, in the columns of the first process and of the last: there is nothing random.
+    for token in (0, VOCAB_SIZE - 1):
+        options = {"sequence_bias": {(token,): 1000.0}, "repetition_penalty": 1.1, "eos_token_id": None}
+        assert_sharded(model, alone, sampling=True, do_sample=True, top_k=0, **options)
+    assert_sharded(
+        model, alone, sampling=True, do_sample=True, top_k=0, forced_eos_token_id=VOCAB_SIZE - 1, max_new_tokens=1
+    )
 
 
 def assert_equal_everywhere(tokens: Tensor) -> None:
@@ -434,7 +442,7 @@ def what_cannot_be_served(rank: int, size: int) -> None:
     assert list(stats(reset=True).gathered) == ["do_sample without sampling=True"]
     with fused_decoding(model, sampling=True):
         torch.manual_seed(rank)
-        got = sequences(model, do_sample=True, top_k=0, repetition_penalty=1.1)
+        got = sequences(model, do_sample=True, top_k=0, temperature=1e31)
     assert list(stats(reset=True).gathered) == ["sampling from the whole vocabulary"]
     assert_equal_everywhere(got)
     linear = type(model.lm_head)

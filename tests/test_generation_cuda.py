@@ -49,11 +49,14 @@ PROCESSORS = pytest.mark.parametrize(
     "name", ["none", "suppress", "min_length", "repetition", "ngrams", "bias", "forced", "chain"]
 )
 STEPS = pytest.mark.parametrize("kind", ["beam", "greedy"])
+ALL_STEPS = pytest.mark.parametrize("kind", ["beam", "greedy", "sampling"])
 
 
 def made(kind, name):
     if kind == "beam":
         return selection_step.BeamStep(4, 4, VOCAB_SIZE, processors=processors(name))
+    if kind == "sampling":
+        return selection_step.SamplingStep(8, VOCAB_SIZE, 50, 0.9, processors=processors(name))
     return selection_step.GreedyStep(8, VOCAB_SIZE, processors=processors(name))
 
 
@@ -70,7 +73,7 @@ def assert_candidates(given, expected):
     assert torch.equal(given[1][is_clear], expected[1][is_clear])
 
 
-@STEPS
+@ALL_STEPS
 @PROCESSORS
 def test_selection_does_not_wait_for_the_gpu(cuda, kind, name):
     step = made(kind, name)

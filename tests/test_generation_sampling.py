@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
@@ -18,10 +19,20 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.generation import logits_process as stock
 
 from decoding import assert_fused, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.backends import cpu
-from fused_topk.generation import FusedTopKLogitsProcessor, fused_decoding, stats, warpers
+from fused_topk.generation import (
+    FusedTopKLogitsProcessor,
+    choice,
+    fused_decoding,
+    packed,
+    selection,
+    stats,
+    warpers,
+)
+from fused_topk.generation.edits import Plan
 from fused_topk.generation.scores import LazyScores
 from fused_topk.generation.selection import Rows, best, logsumexp
 
@@ -161,7 +172,15 @@ def test_sampled_tokens_have_the_stock_distribution(options):
 @pytest.mark.parametrize(
     "options",
     # top_p keeps more than a list would have.
-    [{}, {"temperature": 1.7}, {"suppress_tokens": list(range(0, 1211, 2))}, {"temperature": 2.0, "top_p": 0.999}],
+    [
+        {},
+        {"temperature": 1.7},
+        {"suppress_tokens": list(range(0, 1211, 2))},
+        {"temperature": 2.0, "top_p": 0.999},
+        {"temperature": 2.0, "repetition_penalty": 1.6, "sequence_bias": [[[3], 5.0], [[1210], -2.0]]},
+        {"temperature": 2.0, "top_p": 0.999, "repetition_penalty": 1.6, "suppress_tokens": [4, 5]},
+        {"forced_eos_token_id": [5, 9]},
+    ],
     ids="-".join,
 )
 def test_the_whole_vocabulary_is_sampled_in_one_read(options):
@@ -182,6 +201,111 @@ def test_the_whole_vocabulary_is_sampled_in_one_read(options):
     steps = stats(reset=True)
     assert steps.fused == 1 and steps.fallback == 0, steps.reasons
     assert is_likely(counts, stock.scores[0][0].softmax(-1), DRAWS)
+
+
+VOCAB_SIZE = 300
+# By name: the processors before the warpers.
+CHANGES = {
+    "penalty": lambda: [stock.RepetitionPenaltyLogitsProcessor(1.7)],
+    "bias": lambda: [stock.SequenceBiasLogitsProcessor({(0,): 3.0, (VOCAB_SIZE - 1,): 2.5, (8, 9): -2.0})],
+    "growth": lambda: [stock.ExponentialDecayLengthPenalty((0, 1.1), [2, 7], 0)],
+    "encoder": lambda: [stock.EncoderRepetitionPenaltyLogitsProcessor(1.5, torch.tensor([[1, 5, 5, 299]] * 6))],
+    "forced": lambda: [stock.ForcedEOSTokenLogitsProcessor(6, [2, 7])],
+    "banned": lambda: [stock.SuppressTokensLogitsProcessor([1, 5]), stock.NoRepeatNGramLogitsProcessor(2)],
+    # Bans before and after others, of tokens that these touch.
+    "chain": lambda: [
+        stock.SuppressTokensLogitsProcessor([0, 3]),
+        stock.RepetitionPenaltyLogitsProcessor(1.7),
+        stock.SequenceBiasLogitsProcessor({(0,): 3.0, (4,): 2.0, (3,): 1.0}),
+        stock.NoRepeatNGramLogitsProcessor(1),
+    ],
+    "after_forced": lambda: [
+        stock.SuppressTokensLogitsProcessor([2]),
+        stock.ForcedEOSTokenLogitsProcessor(6, [2, 7, 9]),
+        stock.SequenceBiasLogitsProcessor({(7,): 1.5, (11,): 5.0}),
+        stock.SuppressTokensLogitsProcessor([9]),
+    ],
+}
+TEXTS = torch.tensor([[3, 4, 3, 4, 3]] * 5 + [[299, 0, 1, 5, 299]])
+
+
+def edits_of(make, logits):
+    rows = Rows(logits, cpu)
+    plan = Plan(make(), True)
+    assert plan.reason is None
+    return rows, plan.edits(TEXTS, rows, False), plan.filters
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CHANGES)
+def test_draws_read_the_scores_of_the_stock_processors(monkeypatch, name, dtype):
+    # Few different logits, and of both signs; in one row with -inf.
+    logits = logits_of(VOCAB_SIZE, step=0.25).to(dtype)
+    logits[2, 5:9] = -math.inf
+    before = logits.clone()
+    read = []
+
+    def sample(rows, parameters, mask, generator):
+        scores = rows.logits.float()
+        read.append(scores if mask is None else scores.masked_fill(~packed.holds(mask, every_token), -math.inf))
+
+    every_token = torch.arange(VOCAB_SIZE).expand(6, -1)
+    monkeypatch.setattr(Rows, "sample", sample)
+    rows, edits, _ = edits_of(CHANGES[name], logits)
+    selection.sample(rows, edits, {}, None)
+    expected = LogitsProcessorList(CHANGES[name]())(TEXTS, logits.float())
+    assert not torch.equal(expected, logits.float())
+    assert torch.equal(read[0], expected)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("name", ["penalty", "chain", "after_forced"])
+def test_tokens_that_tie_after_processors_are_drawn_alike(name):
+    logits = logits_of(VOCAB_SIZE, step=1.0)
+
+    def make():
+        return [*CHANGES[name](), TemperatureLogitsWarper(3.0), TopKLogitsWarper(9), MinPLogitsWarper(0.02)]
+
+    probabilities = LogitsProcessorList(make())(TEXTS, logits).softmax(-1)
+    if name != "after_forced":
+        assert (probabilities > 0).sum(-1).max() > 9, "nothing ties with the k-th"
+    rows, edits, filters = edits_of(make, logits)
+    generator = torch.Generator().manual_seed(0)
+    draws = 3000
+    drawn = torch.cat([choice.sampled(rows, edits, filters, generator).tokens for _ in range(draws)], 1)
+    for row in range(6):
+        assert is_likely(drawn[row].bincount(minlength=VOCAB_SIZE), probabilities[row], draws)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what a device would be waited for: values that come to the host, and shapes that depend on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        depends_on_values = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+        # Of integers the result's shape is known.
+        is_index = func is torch.ops.aten.index.Tensor
+        if depends_on_values and not (is_index and all(index.dtype is torch.int64 for index in args[1])):
+            self.found.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("chain", ["none", "top_k", "top_p", "min_p", "all"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_draws_wait_for_nothing(name, chain):
+    rows, edits, filters = edits_of(
+        lambda: CHANGES[name]() + ([] if chain == "none" else CHAINS[chain]()), logits_of(VOCAB_SIZE)
+    )
+    with Waits() as waits:
+        drawn = choice.sampled(rows, edits, filters)
+    assert drawn.tokens.shape == (6, 1)
+    assert waits.found == []
+    with waits:
+        choice.has_no_distribution(drawn)
+    assert waits.found, "a wait is seen"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
@@ -266,11 +390,12 @@ def test_a_chain_that_leaves_one_token_samples_the_stock_sequence(num_beams):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"top_k": 0, "repetition_penalty": 1.3}, "sampling from the whole vocabulary"),
+        ({"top_k": 0, "temperature": 1e31}, "sampling from the whole vocabulary"),
+        ({"top_k": 0, "remove_invalid_values": True}, "sampling from the whole vocabulary"),
         ({"top_k": 5, "typical_p": 0.5}, "logits processor TypicalLogitsWarper"),
         ({"top_k": 5, "epsilon_cutoff": 0.01}, "logits processor EpsilonLogitsWarper"),
         (
-            {"top_k": 0, "temperature": 1e6, "top_p": 0.99, "repetition_penalty": 1.3},
+            {"top_k": 0, "temperature": 1e6, "top_p": 0.99, "remove_invalid_values": True},
             "the warpers keep more tokens than were listed",
         ),
     ],

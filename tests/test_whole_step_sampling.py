@@ -37,6 +37,7 @@ def drawn(model, inputs, draws, fused, **options):
         {"top_k": 20},
         {"top_k": 0, "top_p": 0.8},
         {"top_k": 0, "min_p": 0.05},
+        {"top_k": 0, "repetition_penalty": 1.4, "sequence_bias": [[[9], 2.0], [[30], -2.0]]},
         {"top_k": 30, "top_p": 0.9, "temperature": 1.5, "repetition_penalty": 1.4, "bad_words_ids": [[9], [30]]},
     ],
     ids=lambda options: "-".join(options),
@@ -65,7 +66,10 @@ def test_the_second_token_has_the_stock_distribution(options):
     assert is_likely(after_it[:, 4].bincount(minlength=97), probabilities, len(after_it))
 
 
-@pytest.mark.parametrize("options", [{"top_k": 7}, {"top_k": 0, "top_p": 0.7}, {"top_k": 9, "min_p": 0.1}])
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": 7}, {"top_k": 0, "top_p": 0.7}, {"top_k": 0, "repetition_penalty": 1.3}, {"top_k": 9, "min_p": 0.1}],
+)
 def test_the_draws_are_those_of_the_fused_path(options):
     for model, inputs in (
         (family("Llama", 1), inputs_for(family("Llama"), batch=4, padding=2)),
@@ -140,7 +144,7 @@ def test_a_row_that_keeps_more_than_was_listed_is_drawn_from_the_whole(monkeypat
 def test_what_is_not_served_draws_the_stock_tokens():
     model = family("Llama", 1)
     for options, reason in (
-        ({"top_k": 0, "repetition_penalty": 1.3}, "sampling from the whole vocabulary"),
+        ({"top_k": 0, "temperature": 1e31}, "sampling from the whole vocabulary"),
         ({"top_k": 5, "typical_p": 0.5}, "logits processor TypicalLogitsWarper"),
     ):
         stock, given = [], []

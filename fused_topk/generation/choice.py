@@ -63,7 +63,8 @@ def continuations(
 def sampled(rows: Rows, edits: Sequence[Edit], filters: Sequence[Filter], generator: Any = None) -> Sample | None:
     """A token [R, 1] of each row, drawn from the vocabulary itself by the kernel of :func:`fused_topk.sample`. It waits for nothing.
 
-    None where that may differ from what the processors do, and where there is no such kernel: then stock operations are quicker.
+    None where that may differ from what the processors do, where the rows draw otherwise, and where there is no such kernel: then
+    stock operations are quicker.
     """
     parameters = warpers.parameters(filters)
     if parameters is None or rows.backend is backends.reference or penalties.must_be_checked(edits):

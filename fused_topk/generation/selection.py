@@ -8,13 +8,15 @@ tokens that any edit touches, and V the vocabulary. Then exactly
 
 The scan leaves S out by its mask. Scores are the logits themselves (greedy decoding, sampling) or log-probabilities of
 the whole row (beam search, where processors come after log_softmax). Greater scores come first, equal ones by smaller index.
+
+A draw may need more of a row than its best. So :func:`sample` reads float32 logits in which S has its edited values.
 Nothing here waits for the device or has a shape that depends on what a tensor holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,6 +27,7 @@ from ..functional.sampling import random_names
 from ..plans import beam_result, row_result
 from ..problem import Problem, Sample, SampleProblem, TopK, result_dtype
 from . import packed
+from .edited import Change, edited
 
 
 class Edit(Protocol):
@@ -160,9 +163,15 @@ class Rows:
         self.backend.prepare_topk(problem, logits.device, beam_scores)(logits, out, beam_scores, mask)
         return out
 
-    def sample(
-        self, parameters: Mapping[str, float], mask: Tensor | None, generator: torch.Generator | None
-    ) -> Sample | None:
+    def edited(self, ids: Tensor, change: Change, replaces_row: bool) -> Rows:
+        """Rows of float32 logits in which the tokens `ids` [R, S] have other scores. See :func:`edited.edited`."""
+        return Rows(edited(self.logits, ids, change, replaces_row), self.backend)
+
+    def draws(self, parameters: Mapping[str, float]) -> bool:
+        """Whether :meth:`sample` takes these parameters."""
+        return True
+
+    def sample(self, parameters: Mapping[str, float], mask: Tensor | None, generator: torch.Generator | None) -> Sample:
         """A token [R, 1] of each row, drawn from the tokens in `mask` [1 or R, W]. See :func:`fused_topk.sample`.
 
         Args:
@@ -292,8 +301,19 @@ def best_continuations(rows: Rows, edits: Sequence[Edit], beam_scores: Tensor, k
 def sample(
     rows: Rows, edits: Sequence[Edit], parameters: Mapping[str, float], generator: torch.Generator | None
 ) -> Sample | None:
-    """A token [R, 1] of each row in one read of it; None where edits change what is read and not only hide tokens."""
-    return None if _must_merge(edits) else rows.sample(parameters, _scanned_by(edits), generator)
+    """A token [R, 1] of each row, drawn from all of it; None where the rows do not draw with these parameters.
+
+    Args:
+        rows: the model's logits.
+        edits: what the processors do, in order. A token that one of them bans has -inf after all of them.
+        parameters: as of :meth:`Rows.sample`.
+    """
+    if not rows.draws(parameters):
+        return None
+    if _must_merge(edits):
+        rows = rows.edited(_touched(rows, edits), partial(_applied, edits), edits[0].replaces_row)
+    # The others have left a score in the place of each token that they touch.
+    return rows.sample(parameters, _scanned_by([edit for edit in edits if edit.ids is None]), generator)
 
 
 def logsumexp(rows: Rows, edits: Sequence[Edit], temperature: float, are_log_probs: bool) -> Tensor:
@@ -314,6 +334,19 @@ def logsumexp(rows: Rows, edits: Sequence[Edit], temperature: float, are_log_pro
 
 def _must_merge(edits: Sequence[Edit]) -> bool:
     return bool(edits) and any(edit.ids is not None for edit in edits)
+
+
+def _touched(rows: Rows, edits: Sequence[Edit]) -> Tensor:
+    """int64 [R, S]: the tokens whose scores the edits change, those that are only banned left out."""
+    touched = [edit.ids.expand(len(rows.logits), -1) for edit in edits if edit.ids is not None]
+    return torch.cat(touched, 1) if len(touched) > 1 else touched[0]
+
+
+def _applied(edits: Sequence[Edit], ids: Tensor, scores: Tensor) -> Tensor:
+    """The scores [R, S] of the tokens `ids` [R, S] after the edits, given those before."""
+    for edit in edits:
+        scores = edit.apply(ids, scores)
+    return scores
 
 
 def _scanned_by(edits: Sequence[Edit]) -> Tensor | None:
@@ -345,8 +378,7 @@ class _Merged(NamedTuple):
 
 def _merged(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> _Merged:
     logits, vocab_size = rows.logits, rows.vocab_size
-    touched = [edit.ids.expand(len(logits), -1) for edit in edits if edit.ids is not None]
-    ids = torch.cat(touched, 1) if len(touched) > 1 else touched[0]
+    ids = _touched(rows, edits)
     within = ids.clamp(max=vocab_size - 1)
     if edits[0].replaces_row:
         # No logit matters. The tokens of the smallest indices fill up, with -inf.
@@ -360,8 +392,7 @@ def _merged(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> _
             # One formula serves touched and scanned tokens, so that equal logits stay equal.
             scores = _log_probs(scores, found, of_scanned[:, :1])
             fill = _log_probs(of_scanned, found, of_scanned[:, :1]).where(fill != -torch.inf, -torch.inf)
-    for edit in edits:
-        scores = edit.apply(within, scores)
+    scores = _applied(edits, within, scores)
 
     # Touched tokens come first. So the stable sort puts them before the same token of the scan, which becomes void.
     ids, order = torch.cat([ids, scanned], 1).sort(stable=True)

@@ -19,6 +19,7 @@ from ..distributed.functions import gather_states
 from ..functional.merging import run_merge
 from ..problem import Sample, TopK
 from . import packed
+from .edited import Change, edited
 from .selection import Rows, Scanned
 from .sharded_logits import ShardedLogits
 
@@ -95,12 +96,15 @@ class ShardedRows(Rows):
         best = merged("log_softmax") if are_log_probs else logits._replace(values=logits.values.float())
         return Scanned(best, logits.values.float(), of_ids.float())
 
-    def sample(
-        self, parameters: Mapping[str, float], mask: Tensor | None, generator: torch.Generator | None
-    ) -> Sample | None:
-        if not parameters.keys() <= {"temperature"}:
-            # Lists of the best tokens take one collective, and say where they are too short.
-            return None
+    def edited(self, ids: Tensor, change: Change, replaces_row: bool) -> Rows:
+        local = edited(self._local, ids, change, replaces_row, self._columns.start)
+        return ShardedRows(ShardedLogits.of(local, self._columns), self.backend, self.generator)
+
+    def draws(self, parameters: Mapping[str, float]) -> bool:
+        # Otherwise lists of the best tokens take one collective, and say where they are too short.
+        return parameters.keys() <= {"temperature"}
+
+    def sample(self, parameters: Mapping[str, float], mask: Tensor | None, generator: torch.Generator | None) -> Sample:
         return distributed.sample(
             self._local,
             group=self._columns.group,

@@ -170,8 +170,8 @@ def _search(
         # Some models let their positions grow, which only single operations can.
         way = None
     is_listed = not config.do_sample or warpers.list_length(plan.filters, vocab_size_of(twin.config)) is not None
-    # The kernel that draws from the vocabulary itself knows no beams, and no scores that processors have changed.
-    if not is_listed and (beams > 1 or plan.processors or warpers.parameters(plan.filters) is None):
+    # The kernel that draws from the vocabulary itself knows no beams.
+    if not is_listed and (beams > 1 or warpers.parameters(plan.filters) is None):
         raise Declined("sampling from the whole vocabulary")
     padding = _padding(config, ends)
     return Search(twin, prompt, rules, plan, criteria, config, padding, ready.store, way, ready.head, streamer)
