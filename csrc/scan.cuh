@@ -78,11 +78,14 @@ struct TileOrder {
 
   __device__ __forceinline__ u32 tile(u32 turn) const { return is_before(turn, first) ? turn + parts : turn; }
   __device__ __forceinline__ bool has(u32 turn) const { return is_before(turn, end); }
-  __device__ __forceinline__ bool ends_part(u32 turn) const { return is_last_of_part(turn) || turn + 1 == end; }
-  __device__ __forceinline__ u32 after(u32 turn) const { return turn + (is_last_of_part(turn) ? to_next : 1); }
+  __device__ __forceinline__ bool ends_part(u32 turn) const {
+    return (turn & last_of_part) == last_of_part || turn + 1 == end;
+  }
+  __device__ __forceinline__ u32 after(u32 turn) const {
+    return turn + ((turn & last_of_part) == last_of_part ? to_next : 1);
+  }
 
  private:
-  __device__ __forceinline__ bool is_last_of_part(u32 turn) const { return (turn & last_of_part) == last_of_part; }
   // Turns count modulo 2^32.
   static __device__ __forceinline__ bool is_before(u32 turn, u32 other) { return int(turn) < int(other); }
 };
