@@ -309,7 +309,7 @@ def _shaped(result: Sample, lead: Sequence[int]) -> Sample:
     """The result with the leading dimensions of the logits."""
 
     def of_rows(x: Tensor) -> Tensor:
-        return x.reshape(*lead, *x.shape[1:])
+        return x.reshape((*lead, *x.shape[1:]))
 
     topk = None if result.topk is None else TopK(*map(of_rows, result.topk))
     return Sample(of_rows(result.tokens), of_rows(result.log_probs), topk)
