@@ -34,6 +34,7 @@ struct SampleRows {
   u32 truncated;        // 1: log_probs are relative to what is kept
   u32 mask_kind;        // MaskKind
   u32 length;           // of the list
+  u32 first_row;        // its number among the rows of one seed
   const void* mask;     // nullable; see RowMask
   i64 mask_row_stride;  // in bytes or words
   i64 mask_element_stride;
@@ -53,7 +54,7 @@ struct SampleRows {
   u32 logprobs;
   u32 rows;
 };
-static_assert(sizeof(SampleRows) == 256, "fused_topk/layout/sample_launch.py packs 256 bytes");
+static_assert(sizeof(SampleRows) == 264, "fused_topk/layout/sample_launch.py packs 264 bytes");
 
 }  // namespace fused_topk
 
@@ -119,7 +120,7 @@ __device__ __forceinline__ u64 aim_of(const SampleRows& p, u32 row, u32 sample, 
   const i64 seed = p.row_seed ? __ldg(p.row_seed + row) : p.seed;
   const i64 counter = p.row_counter ? __ldg(p.row_counter + row) : p.counter;
   // Rows with a seed of their own are told apart by it.
-  const double u = uniform_number(u64(seed), u64(counter), sample, p.row_seed ? 0 : row);
+  const double u = uniform_number(u64(seed), u64(counter), sample, p.row_seed ? 0 : p.first_row + row);
   return min(u64(u * double(total)), total - 1);
 }
 

@@ -4,6 +4,7 @@
 from .functional import (
     beam_topk,
     linear_log_softmax_topk,
+    linear_sample,
     linear_softmax_topk,
     linear_topk,
     log_softmax,
@@ -30,6 +31,7 @@ __all__ = [
     "__version__",
     "beam_topk",
     "linear_log_softmax_topk",
+    "linear_sample",
     "linear_softmax_topk",
     "linear_topk",
     "log_softmax",

@@ -170,6 +170,7 @@ class SampleProblem(NamedTuple):
     num_samples: int
     logprobs: int  # the length of Sample.topk; 0 for none
     truncated: bool  # whether log-probabilities are relative to what is kept
+    first_row: int = 0  # its number among the rows of one `seed`
 
 
 class FullRowProblem(NamedTuple):

@@ -180,5 +180,6 @@ def sharded_weights_are_told_where_to_go(rank: int, size: int) -> None:
     hidden, weight, _ = exact_head((4,), 20, 301, torch.float32)
     sharded = distribute_tensor(weight, init_device_mesh("cpu", (size,)), [Shard(0)])
     raises(TypeError, "give weight.to_local() to the function", lambda: fused_topk.linear_topk(hidden, sharded, 3))
+    raises(TypeError, "to fused_topk.distributed.sample", lambda: fused_topk.linear_sample(hidden, sharded))
     got = distributed.linear_topk(hidden, sharded.to_local(), 3)
     assert torch.equal(got.indices, fused_topk.linear_topk(hidden, weight, 3).indices)

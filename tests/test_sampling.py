@@ -369,8 +369,9 @@ def test_shapes_strides_and_empty_batches(backend):
         assert got.tokens.shape == (2, 3, 2) and got.topk.values.shape == (2, 3, 2)
         assert torch.equal(got.tokens.view(6, 2), flat.tokens) and torch.equal(got.log_probs.view(6, 2), flat.log_probs)
         assert torch.equal(got.topk.indices.view(6, 2), flat.topk.indices) and got.topk.logsumexp.shape == (2, 3)
-    one = backend("sample", logits[0, 0], seed=seed[0, 0], num_samples=2, top_k=7)
+    one = backend("sample", logits[0, 0], seed=seed[0, 0], num_samples=2, top_k=7, logprobs=2)
     assert torch.equal(one.tokens, flat.tokens[0]) and one.tokens.shape == (2,)
+    assert torch.equal(one.topk.indices, flat.topk.indices[0]) and one.topk.logsumexp.shape == ()
     none = backend("sample", logits[:0], logprobs=4)
     assert none.tokens.shape == (0, 3, 1) and none.topk.indices.shape == (0, 3, 4)
 

@@ -42,6 +42,7 @@ def draw(
     num_samples=2,
     truncated=False,
     logprobs=0,
+    first_row=0,
     longest=None,
     blocks=1,
     **how,
@@ -67,6 +68,7 @@ def draw(
         num_samples,
         logprobs,
         truncated,
+        first_row,
     )
     topk = None
     if logprobs:
@@ -154,6 +156,16 @@ def test_blocks_do_not_change_the_bits():
         )
         assert torch.equal(one.tokens, several.tokens)
         assert torch.equal(one.log_probs.view(torch.int32), several.log_probs.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", ["whole", "usual"])
+def test_rows_that_follow_others_of_the_seed(name):
+    logits = rows_of(300)
+    whole = draw(logits, SETTINGS[name], name_of=8)
+    rest = draw(logits[5:], SETTINGS[name], name_of=8, first_row=5)
+    assert torch.equal(rest.tokens, whole.tokens[5:])
+    again = draw(logits[5:], SETTINGS[name], name_of=8)
+    assert not torch.equal(rest.tokens, again.tokens)
 
 
 def test_long_parts(monkeypatch):

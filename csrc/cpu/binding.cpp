@@ -174,7 +174,7 @@ void sample(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vecto
             double temperature, std::uintptr_t row_temperature, i64 top_k, std::uintptr_t row_top_k,
             double top_p, std::uintptr_t row_top_p, double min_p, std::uintptr_t row_min_p,
             std::uintptr_t mask, u32 mask_kind, std::vector<i64> mask_strides,
-            i64 seed, std::uintptr_t row_seed, i64 counter, std::uintptr_t row_counter,
+            i64 seed, std::uintptr_t row_seed, i64 counter, std::uintptr_t row_counter, u32 first_row,
             u32 num_samples, u32 logprobs, bool truncated,
             std::uintptr_t tokens, std::uintptr_t log_probs,
             std::uintptr_t best_values, std::uintptr_t best_indices, std::uintptr_t logsumexp,
@@ -190,6 +190,7 @@ void sample(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vecto
   p.min_p = {min_p, pointer<const double>(row_min_p)};
   p.seed = {seed, pointer<const i64>(row_seed)};
   p.counter = {counter, pointer<const i64>(row_counter)};
+  p.first_row = first_row;
   p.mask = pointer<const char>(mask);
   p.mask_kind = MaskKind(mask_kind);
   if (mask) {

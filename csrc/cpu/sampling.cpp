@@ -388,7 +388,7 @@ struct Solver {
   double aim_of(const Row& row, u32 sample, double total) const {
     const SampleProblem& p = problem;
     // Rows with a seed of their own are told apart by it.
-    const u32 stream = p.seed.of_rows ? 0 : u32(row.number);
+    const u32 stream = p.seed.of_rows ? 0 : p.first_row + u32(row.number);
     const double u = uniform_number(u64(p.seed(row.number)), u64(p.counter(row.number)), sample, stream);
     return std::min(u * total, std::nextafter(total, 0.0));
   }

@@ -23,6 +23,7 @@ struct SampleProblem : LogitRows {
   RowNumber<double> min_p;
   RowNumber<i64> seed;
   RowNumber<i64> counter;
+  u32 first_row;  // its number among the rows of one seed
 
   const char* mask;  // null for kNone; [rows, vocab_size] bytes, or [rows, ceil(vocab_size / 32)] words
   MaskKind mask_kind;

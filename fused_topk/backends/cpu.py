@@ -243,6 +243,7 @@ def sample(problem: SampleProblem, out: Sample, instruction_set: str = "") -> No
         _address(p.row_seed),
         p.counter,
         _address(p.row_counter),
+        p.first_row,
         p.num_samples,
         p.logprobs,
         p.truncated,

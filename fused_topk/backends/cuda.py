@@ -188,6 +188,7 @@ def sample(problem: SampleProblem, out: Sample) -> None:
         truncated=p.truncated,
         mask_kind=p.mask is not None and p.mask.dtype != torch.bool,
         length=length,
+        first_row=p.first_row,
         mask=_address(p.mask),
         mask_row_stride=0 if p.mask is None else p.mask.stride(0),
         mask_element_stride=0 if p.mask is None else p.mask.stride(1),

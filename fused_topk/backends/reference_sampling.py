@@ -86,8 +86,8 @@ def _names(p: SampleProblem, device: torch.device) -> tuple[Tensor, Tensor, Tens
     """The seed, the counter and the stream of each row (philox.uniforms)."""
     seed = _column(p.seed, p.row_seed, torch.int64, device)
     counter = _column(p.counter, p.row_counter, torch.int64, device)
-    rows = p.logits.shape[0] if p.row_seed is None else 1
-    return seed, counter, torch.arange(rows, device=device).unsqueeze(1)
+    first, rows = (p.first_row, p.logits.shape[0]) if p.row_seed is None else (0, 1)
+    return seed, counter, torch.arange(first, first + rows, device=device).unsqueeze(1)
 
 
 def _column(number: float, of_rows: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,6 +5,7 @@
 
 from .full_rows import log_softmax, logsumexp, softmax
 from .linear import linear_log_softmax_topk, linear_softmax_topk, linear_topk
+from .linear_sampling import linear_sample
 from .merging import merge_states, merge_topk, topk_state
 from .row_topk import beam_topk, log_softmax_topk, softmax_topk, topk
 from .sampling import sample
@@ -13,6 +14,7 @@ from .warming import warm_up
 __all__ = [
     "beam_topk",
     "linear_log_softmax_topk",
+    "linear_sample",
     "linear_softmax_topk",
     "linear_topk",
     "log_softmax",

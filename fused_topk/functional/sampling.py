@@ -146,14 +146,14 @@ def sample(
         logprobs,
         truncated_log_probs,
     )
-    # Not a slice of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
-    _, *parameters = problem
+    # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
+    *arguments, _ = problem
+    _, *parameters = arguments
     if need_dispatcher(rows, *[x for x in parameters if isinstance(x, Tensor)]):
-        tokens, log_probs, *topk = _sample(*problem, backend)
-        result = Sample(tokens, log_probs, TopK(*topk) if logprobs else None)
+        result = from_operator(_sample(*arguments, backend), logprobs)
     else:
         result = sampling.draw(problem, backend)
-    return result if logits.dim() == 2 else _shaped(result, lead)
+    return result if logits.dim() == 2 else shaped(result, lead)
 
 
 def _check(
@@ -264,7 +264,7 @@ def _planned(
     num_samples, logprobs, truncated, backend = request
     problem = SampleProblem(rows, *plan.numbers, None, *of_seed, *of_counter, num_samples, logprobs, truncated)
     result = sampling.draw(problem, backend)
-    return result if is_flat else _shaped(result, shape[:-1])
+    return result if is_flat else shaped(result, shape[:-1])
 
 
 def _flat_name(name: Any) -> tuple[Any, Tensor | None]:
@@ -307,11 +307,17 @@ def random_names(
     return (0, names[0]), (0, names[1])
 
 
-def _shaped(result: Sample, lead: Sequence[int]) -> Sample:
+def from_operator(tensors: Sequence[Tensor], logprobs: int) -> Sample:
+    """What an operator that draws has returned."""
+    tokens, log_probs, *topk = tensors
+    return Sample(tokens, log_probs, TopK(*topk) if logprobs else None)
+
+
+def shaped(result: Sample, lead: Sequence[int]) -> Sample:
     """The result with the leading dimensions of the logits."""
 
     def of_rows(x: Tensor) -> Tensor:
-        return x.reshape(*lead, *x.shape[1:])
+        return x.reshape((*lead, *x.shape[1:]))
 
     topk = None if result.topk is None else TopK(*map(of_rows, result.topk))
     return Sample(of_rows(result.tokens), of_rows(result.log_probs), topk)

@@ -145,6 +145,7 @@ class SampleRows(ctypes.Structure):
         ("truncated", _U32),
         ("mask_kind", _U32),
         ("length", _U32),
+        ("first_row", _U32),
         ("mask", _POINTER),
         ("mask_row_stride", _I64),
         ("mask_element_stride", _I64),

@@ -71,6 +71,15 @@ def forward_pieces(
     return Pieces(block, tokens, max(2, 2 * _STATES_BYTES // 3 // (3 * block * state_bytes)))
 
 
+def whole_rows(rows: int, vocab_size: int, logit_bytes: int, row_bytes: int) -> int:
+    """How many rows of whole logits to have at once: at least one, else what the scratch memory holds in equal shares.
+
+    The arguments are those of :func:`forward_pieces`.
+    """
+    most = max(1, SCRATCH_BYTES // (vocab_size * logit_bytes + row_bytes))
+    return -(-rows // -(-rows // most))
+
+
 def backward_pieces(rows: int, vocab_size: int, depth: int, itemsize: int, is_cpu: bool) -> Pieces:
     """The pieces of the backward pass, of hidden states of `depth` elements."""
     # The logits, float32 (float64) numbers, and a mask.

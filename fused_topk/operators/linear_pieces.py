@@ -99,7 +99,7 @@ def forward(
     ):
         given = head
         if head.hidden.dim() != 2:
-            every = next(_blocks(head, rows))
+            every = next(blocks(head, rows))
             given = head._replace(hidden=every.hidden, row_temperature=every.row_temperature, mask=every.mask)
         native.linear_topk(given, k, values, TopK(*out[:3]), out.state if keeps_state else None)
         return out
@@ -114,9 +114,9 @@ def forward(
         rows, vocab_size, k, itemsize, logit_bytes, row_bytes, head.hidden.device.type == "cpu"
     )
     buffer = head.hidden.new_empty(pieces.rows * min(pieces.tokens, vocab_size))
-    for block in _blocks(head, pieces.rows):
+    for block in blocks(head, pieces.rows):
         if pieces.tokens >= vocab_size and head.targets is None and not keeps_state:
-            logits = _product(block.hidden, head, 0, vocab_size, buffer)
+            logits = product(block.hidden, head, 0, vocab_size, buffer)
             number, temperatures, normalize = _settings(head, block, values)
             best = TopK(flat.values[block.part], flat.indices[block.part], flat.logsumexp[block.part])
             row_topk.row_topk_out(logits, k, number, temperatures, block.mask, values, normalize, backend, *best)
@@ -149,7 +149,7 @@ def _forward_block(
     states: list[TopK] = []
     for start in range(0, vocab_size, pieces.tokens):
         end = min(start + pieces.tokens, vocab_size)
-        logits = _product(block.hidden, head, start, end, buffer)
+        logits = product(block.hidden, head, start, end, buffer)
         mask = _tokens(block.mask, start, end)
         states.append(
             row_topk.row_topk(logits, min(k, end - start), number, temperatures, mask, "state", normalize, backend)
@@ -294,13 +294,13 @@ def backward(
     buffer = hidden.new_empty(size)
     wide_buffer = buffer if dtype == hidden.dtype else hidden.new_empty(size, dtype=dtype)
     flat_grad_hidden = _flat(grad_hidden, 1) if wanted[0] else None
-    for block in _blocks(head, pieces.rows):
+    for block in blocks(head, pieces.rows):
         part = block.part
         temperature = head.temperature if block.row_temperature is None else block.row_temperature.unsqueeze(-1)
         of_hidden = block.hidden.new_zeros(block.hidden.shape, dtype=dtype) if wanted[0] else None
         for start in range(0, vocab_size, pieces.tokens):
             end = min(start + pieces.tokens, vocab_size)
-            logits = _product(block.hidden, head, start, end, buffer)
+            logits = product(block.hidden, head, start, end, buffer)
             g = wide_buffer[: logits.numel()].view(logits.shape)
             torch.sub(logits, base[part], out=g)
             g.div_(temperature).exp_().mul_(of_p[part])
@@ -330,7 +330,7 @@ def _add_at(x: Tensor, tokens: Tensor, what: Tensor, start: int) -> None:
     x.scatter_add_(-1, place.clamp(0, x.shape[-1] - 1), what.to(x.dtype).where(is_here, 0.0))
 
 
-def _product(hidden: Tensor, head: LinearProblem, start: int, end: int, buffer: Tensor) -> Tensor:
+def product(hidden: Tensor, head: LinearProblem, start: int, end: int, buffer: Tensor) -> Tensor:
     """The logits (rows, end - start), in the buffer."""
     rows = len(hidden)
     out = buffer[: rows * (end - start)].view(rows, end - start)
@@ -340,7 +340,7 @@ def _product(hidden: Tensor, head: LinearProblem, start: int, end: int, buffer: 
     return torch.addmm(head.bias[start:end], hidden, weight, out=out)
 
 
-def _blocks(head: LinearProblem, size: int) -> Iterator[_Block]:
+def blocks(head: LinearProblem, size: int) -> Iterator[_Block]:
     """The rows, `size` at a time."""
     for first in range(0, head.rows, size):
         rows = slice(first, min(first + size, head.rows))

@@ -6,6 +6,7 @@ Its random numbers are named by its arguments, so it is a function of them. Noth
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,19 +16,20 @@ from .. import backends
 from ..problem import Sample, SampleProblem, TopK, result_dtype
 from .dispatch import library
 
-library.define(
-    "sample(Tensor logits, float temperature, Tensor? row_temperature, SymInt top_k, Tensor? row_top_k, float top_p, "
-    "Tensor? row_top_p, float min_p, Tensor? row_min_p, Tensor? mask, int seed, Tensor? row_seed, int counter, "
-    "Tensor? row_counter, SymInt num_samples, SymInt logprobs, bool truncated, str? backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+# The fields of SampleProblem after the logits, and what returns: of every operator that draws.
+SCHEMA = (
+    "float temperature, Tensor? row_temperature, SymInt top_k, Tensor? row_top_k, float top_p, Tensor? row_top_p, "
+    "float min_p, Tensor? row_min_p, Tensor? mask, int seed, Tensor? row_seed, int counter, Tensor? row_counter, "
+    "SymInt num_samples, SymInt logprobs, bool truncated, str? backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
+library.define(f"sample(Tensor logits, {SCHEMA}")
 
 
 def draw(problem: SampleProblem, backend: str | None) -> Sample:
     """Draws into new tensors, of (R, num_samples) and (R, logprobs)."""
     logits = problem.logits
     chosen = backends.pick(logits.device, logits.dtype, max(problem.logprobs, 1), backend)
-    out = _empty(problem)
+    out = empty_result(problem)
     if logits.shape[0]:
         chosen.sample(problem, out)
     return out
@@ -35,17 +37,17 @@ def draw(problem: SampleProblem, backend: str | None) -> Sample:
 
 def sample(*arguments: Any) -> tuple[Tensor, ...]:
     *of_problem, backend = arguments
-    return _flat(draw(SampleProblem(*of_problem), backend))
+    return flat(draw(SampleProblem(*of_problem), backend))
 
 
 def _fake_sample(*arguments: Any) -> tuple[Tensor, ...]:
-    return _flat(_empty(SampleProblem(*arguments[:-1])))
+    return flat(empty_result(SampleProblem(*arguments[:-1])))
 
 
-def _empty(problem: SampleProblem) -> Sample:
-    """New uninitialised tensors for the result."""
+def empty_result(problem: SampleProblem) -> Sample:
+    """New uninitialised tensors for the result. All dimensions of the logits but the last are those of the rows."""
     logits, num_samples, logprobs = problem.logits, problem.num_samples, problem.logprobs
-    rows, device, dtype = logits.shape[0], logits.device, result_dtype(logits.dtype)
+    rows, device, dtype = math.prod(logits.shape[:-1]), logits.device, result_dtype(logits.dtype)
     topk = None
     if logprobs:
         topk = TopK(
@@ -60,7 +62,7 @@ def _empty(problem: SampleProblem) -> Sample:
     )
 
 
-def _flat(result: Sample) -> tuple[Tensor, ...]:
+def flat(result: Sample) -> tuple[Tensor, ...]:
     """The tensors that the operator returns: an operator has a fixed number of results, so empty tensors stand for no TopK."""
     tokens, log_probs, topk = result
     if topk is None:

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public function that draws tokens from an LM head's logits: hidden states in, and no tensor of all logits in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..operators import linear_sampling, transforms
+from ..operators.dispatch import need_dispatcher
+from ..problem import Sample, SampleProblem
+from . import sampling
+from .arguments import check_head, check_hidden, check_mask, is_distributed
+
+_linear_sample = torch.ops.fused_topk.linear_sample.default
+
+
+def linear_sample(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor = 0,
+    top_p: float | Tensor = 1.0,
+    min_p: float | Tensor = 0.0,
+    mask: Tensor | None = None,
+    seed: int | Tensor | None = None,
+    counter: int | Tensor = 0,
+    generator: torch.Generator | None = None,
+    num_samples: int = 1,
+    logprobs: int = 0,
+    truncated_log_probs: bool = False,
+    backend: str | None = None,
+) -> Sample:
+    """Tokens drawn from the logits `hidden @ weight.T + bias`, which are never all in memory.
+
+    What `sample(torch.nn.functional.linear(hidden, weight, bias))` draws. See :func:`sample`, which describes all arguments from
+    `temperature` on: they are those for logits of shape (..., V).
+
+    Args:
+        hidden: shape (..., H), float32, float16, bfloat16 or float64, any strides, any device.
+        weight: shape (V, H), the dtype and the device of `hidden`, any strides: that of `torch.nn.Linear`.
+        bias: shape (V,), likewise, or None.
+        temperature: divides the logits; 0 takes the best token. This and the next three are one number, or a tensor with
+            one number a row.
+        top_k: keeps the k most likely tokens, and all that tie with the k-th. 0 keeps all.
+        top_p: keeps the fewest of the most likely tokens whose probabilities sum to at least `top_p`. 1 keeps all.
+        min_p: keeps the tokens whose probability is at least `min_p` times that of the most likely one. 0 keeps all.
+        mask: the tokens that may be drawn, bool or packed int32.
+        seed: names the random numbers: an int, or an int64 tensor with one a row.
+        counter: which draw of its seed it is: an int, or an int64 tensor with one a row.
+        generator: names the random numbers where there is no `seed`.
+        num_samples: independent draws from each row.
+        logprobs: how many of the row's best tokens to return as well; 0 for none.
+        truncated_log_probs: whether log_probs are those of the distribution that was drawn from, or the model's own.
+        backend: None, "cuda", "cpu" or "reference": what draws. The product is always the library's.
+
+    Returns:
+        Sample with tokens int64 (..., num_samples), log_probs float32 (..., num_samples), and topk, the TopK of the row's
+        `logprobs` best (None for logprobs = 0). float64 hidden states have float64 log_probs.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: a value, shape or device that breaks a rule above.
+        RuntimeError: the requested backend does not work here; or the call is under a transform of torch.func.
+
+    Contract:
+        Logits: summed in float32 (float64 for float64), with the bias, and rounded to the dtype of `hidden`, as a linear layer
+        gives them. The order of the sums is the library's: they may differ in the last place with the number of rows.
+        Random numbers, tokens, ties, special rows: those of :func:`sample` for these logits. The random numbers are the same bit
+        for bit. The token is the same unless a logit is rounded otherwise and the number lies as near to a border between two
+        tokens, or a token to the border of what is kept.
+        Memory: the tensors beyond the result take at most 64 MB, whatever the rows; or what one row takes, where V is in the
+        millions. Several blocks of rows follow each other where all rows' logits need more, and each reads the weight.
+        Does not wait for the device, whatever is kept. Can be captured in a CUDA graph and compiled with fullgraph=True.
+        Deterministic as the library's product is. Not differentiable.
+
+    Example:
+        >>> import torch, fused_topk
+        >>> hidden, weight = torch.eye(2), torch.tensor([[1.0, 0.0], [9.0, 2.0], [2.0, 8.0]])
+        >>> fused_topk.linear_sample(hidden, weight, top_k=2, top_p=0.9, seed=0).tokens
+        tensor([[1],
+                [2]])
+    """
+    check_hidden(hidden)
+    _check_not_sharded(weight)
+    check_head(weight, bias, hidden)
+    # Of the logits' shape, on their device, without their memory.
+    logits = hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
+    numbers = (temperature, top_k, top_p, min_p)
+    of_rows = sampling._check(logits, hidden.device.type, numbers, num_samples, logprobs, truncated_log_probs, backend)
+    if transforms.is_active():
+        raise RuntimeError(
+            "`linear_sample` must not be called under a transform of torch.func, got one that is active; pass the rows as one "
+            "tensor"
+        )
+    allowed = check_mask(mask, logits)
+    of_seed, of_counter = sampling._names(seed, counter, generator, logits)
+    hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+    request = SampleProblem(
+        hidden, *of_rows, allowed, *of_seed, *of_counter, num_samples, logprobs, truncated_log_probs
+    )
+    if need_dispatcher(hidden, weight, bias, *(x for x in request[1:] if isinstance(x, Tensor))):
+        result = sampling.from_operator(_linear_sample(hidden, weight, bias, *request[1:-1], backend), logprobs)
+    else:
+        result = linear_sampling.draw(request, weight, bias, backend)
+    return result if hidden.dim() == 2 else sampling.shaped(result, hidden.shape[:-1])
+
+
+def _check_not_sharded(weight: Any) -> None:
+    if type(weight) is not Tensor and is_distributed(weight):
+        raise TypeError(
+            f"`weight` must not be a DTensor, got one placed {weight.placements}; for one that is sharded over its first "
+            "dimension give hidden @ weight.to_local().T to fused_topk.distributed.sample"
+        )

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator of draws from an LM head's logits, `linear_sample`.
+
+The logits of some rows, as many as the scratch memory holds, are computed and drawn from before those of the next rows take
+their place. Pieces of the vocabulary would need the product twice: only their merged states say which piece holds a draw, and
+every row must then have that piece again. They would need a third product where top_p or min_p keep more than a list has. Rows
+need the weight once for each 64 MB of logits, and a row is drawn from as :func:`fused_topk.sample` does it, whatever it keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..backends import reference
+from ..layout import linear_pieces as layout
+from ..layout import sample_launch
+from ..problem import LinearProblem, Sample, SampleProblem, TopK
+from . import linear_pieces, sampling
+from .dispatch import library
+
+library.define(f"linear_sample(Tensor hidden, Tensor weight, Tensor? bias, {sampling.SCHEMA}")
+
+# What the reference computes of a logit, and of a draw's random number: most of it float64 and int64 tensors, of which 80 and
+# 150 bytes are there at once.
+_REFERENCE_LOGIT_BYTES = 96
+_REFERENCE_DRAW_BYTES = 192
+# What the CUDA backend has of a row beside its lists (layout/sample_launch.py), which are there with a copy and scratch.
+_SEARCH_BYTES = 16 << 10
+_INDEX_BYTES = 8
+_LISTS = 3
+
+
+def draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: str | None) -> Sample:
+    """Draws into new tensors, of (R, num_samples) and (R, logprobs).
+
+    Args:
+        request: with the hidden states (..., H) in the place of the logits, and a mask (..., V) or (..., words).
+        weight: (V, H).
+        bias: (V,).
+    """
+    hidden, mask = request.logits, request.mask
+    head = LinearProblem(hidden, weight, bias, 1.0, None, mask, None, "allowed")
+    rows, vocab_size = head.rows, len(weight)
+    chosen = backends.pick(hidden.device, hidden.dtype, max(request.logprobs, 1), backend)
+    out = sampling.empty_result(request)
+    if not rows:
+        return out
+    itemsize = hidden.element_size()
+    logit_bytes = itemsize + (mask is not None)
+    listed = max(min(vocab_size, sample_launch.LONGEST_LIST), request.logprobs)
+    # A block's hidden states may be a copy.
+    row_bytes = _SEARCH_BYTES + _LISTS * listed * (itemsize + _INDEX_BYTES) + hidden.shape[-1] * itemsize
+    if chosen is reference:
+        logit_bytes += _REFERENCE_LOGIT_BYTES
+        row_bytes += _REFERENCE_DRAW_BYTES * request.num_samples
+    size = layout.whole_rows(rows, vocab_size, logit_bytes, row_bytes)
+    buffer = hidden.new_empty(size * vocab_size)
+    for block in linear_pieces.blocks(head, size):
+        part = block.part
+        logits = linear_pieces.product(block.hidden, head, 0, vocab_size, buffer)
+        chosen.sample(_of_rows(request, part, logits, block.mask), _part(out, part))
+    return out
+
+
+def _of_rows(request: SampleProblem, part: slice, logits: Tensor, mask: Tensor | None) -> SampleProblem:
+    """The request of some rows."""
+
+    def of_rows(numbers: Tensor | None) -> Tensor | None:
+        return None if numbers is None else numbers[part]
+
+    return request._replace(
+        logits=logits,
+        row_temperature=of_rows(request.row_temperature),
+        row_top_k=of_rows(request.row_top_k),
+        row_top_p=of_rows(request.row_top_p),
+        row_min_p=of_rows(request.row_min_p),
+        mask=mask,
+        row_seed=of_rows(request.row_seed),
+        row_counter=of_rows(request.row_counter),
+        first_row=part.start,
+    )
+
+
+def _part(out: Sample, part: slice) -> Sample:
+    topk = None if out.topk is None else TopK(*(x[part] for x in out.topk))
+    return Sample(out.tokens[part], out.log_probs[part], topk)
+
+
+def linear_sample(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    *parameters, backend = arguments
+    return sampling.flat(draw(SampleProblem(hidden, *parameters), weight, bias, backend))
+
+
+def _fake_linear_sample(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    return sampling.flat(sampling.empty_result(SampleProblem(hidden, *arguments[:-1])))
+
+
+library.impl("linear_sample", linear_sample, "CompositeExplicitAutograd")
+torch.library.register_fake("fused_topk::linear_sample", _fake_linear_sample, lib=library)

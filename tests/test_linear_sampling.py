@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""linear_sample(): the draws of sample() from logits that are computed some rows at a time.
+
+The sums of products of these heads are exact, whatever their order. So the logits are those of the whole product bit for bit,
+and so must be the tokens.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fused_topk
+from fused_topk.functional import linear_sampling
+from fused_topk.layout import linear_pieces as layout
+from linear_heads import ALL_DTYPES, exact_head, exact_logits
+from oracle import DTYPES
+from rows import INF, NAN, packed, random_mask
+from test_linear import LiveBytes
+from test_sampling import SETTINGS
+
+# How many rows have their logits at once: all, or some of them, the last time fewer.
+BLOCKS = [None, 1, 4]
+
+
+def in_blocks(monkeypatch, rows: int | None) -> None:
+    if rows is not None:
+        monkeypatch.setattr(layout, "whole_rows", lambda total, *_: min(rows, total))
+
+
+def check(got: fused_topk.Sample, want: fused_topk.Sample) -> None:
+    assert torch.equal(got.tokens, want.tokens)
+    torch.testing.assert_close(got.log_probs, want.log_probs, rtol=0, atol=0, equal_nan=True)
+    assert (got.topk is None) == (want.topk is None)
+    if want.topk is not None:
+        assert torch.equal(got.topk.indices, want.topk.indices)
+        for name in ("values", "logsumexp"):
+            of_both = (getattr(x.topk, name) for x in (got, want))
+            torch.testing.assert_close(*of_both, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("size", BLOCKS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_draws_are_those_of_the_whole_logits(backend, monkeypatch, name, size, dtype):
+    hidden, weight, bias = exact_head((9,), 24, 2003, dtype, backend.device)
+    logits = exact_logits(hidden, weight, bias)
+    in_blocks(monkeypatch, size)
+    settings = {**SETTINGS[name], "num_samples": 5, "logprobs": 3, "truncated_log_probs": name != "hot"}
+    for names in ({"seed": 11}, {"seed": torch.arange(9, device=backend.device) + 40, "counter": 6}):
+        got = backend("linear_sample", hidden, weight, bias, **settings, **names)
+        assert got.log_probs.dtype == torch.float32
+        check(got, backend("sample", logits, **settings, **names))
+
+
+def test_float64_hidden_states_have_float64_log_probabilities(monkeypatch):
+    hidden, weight, bias = exact_head(5, 24, 700, torch.float64)
+    in_blocks(monkeypatch, 2)
+    got = fused_topk.linear_sample(hidden, weight, bias, seed=3, top_p=0.9, logprobs=2)
+    assert got.log_probs.dtype == got.topk.values.dtype == torch.float64
+    check(got, fused_topk.sample(exact_logits(hidden, weight, bias), seed=3, top_p=0.9, logprobs=2))
+
+
+@pytest.mark.parametrize("size", BLOCKS)
+def test_shapes_masks_and_names(backend, monkeypatch, size):
+    hidden, weight, bias = exact_head((3, 4), 8, 700, torch.float32, backend.device)
+    logits = exact_logits(hidden, weight)
+    mask = random_mask(12, 700, share=0.5).view(3, 4, 700).to(backend.device)
+    mask[1, 2] = False
+    in_blocks(monkeypatch, size)
+    seed = torch.arange(12, device=backend.device).view(3, 4)
+    settings = {"top_k": 40, "num_samples": 2, "logprobs": 2}
+    for names in ({"seed": -3, "counter": seed}, {"seed": seed}, {"seed": seed[:1], "counter": 2**40}):
+        for given in (None, mask, packed(mask), mask[0, 0], packed(mask[:1])):
+            got = backend("linear_sample", hidden, weight, mask=given, **settings, **names)
+            check(got, backend("sample", logits, mask=given, **settings, **names))
+    # Rows that do not merge.
+    for turned in (hidden.transpose(0, 1), torch.cat([hidden, hidden], 1)[:, :4], hidden[0], hidden[0, 0], hidden[:0]):
+        got = backend("linear_sample", turned, weight, bias, seed=5, **settings)
+        assert got.tokens.shape == (*turned.shape[:-1], 2)
+        check(got, backend("sample", exact_logits(turned, weight, bias), seed=5, **settings))
+
+
+@pytest.mark.parametrize("size", BLOCKS)
+def test_parameters_of_each_row(backend, monkeypatch, size):
+    names = list(SETTINGS)
+    hidden, weight, bias = exact_head(len(names), 24, 2003, torch.float32, backend.device)
+    settings = {
+        name: torch.tensor([SETTINGS[each].get(name, default) for each in names], device=backend.device)
+        for name, default in (("temperature", 1.0), ("top_p", 1.0), ("min_p", 0.0), ("top_k", 0))
+    }
+    settings["temperature"][3] = 0.0
+    in_blocks(monkeypatch, size)
+    got = backend("linear_sample", hidden, weight, bias, seed=2, num_samples=20, **settings)
+    check(got, backend("sample", exact_logits(hidden, weight, bias), seed=2, num_samples=20, **settings))
+    # Greedy.
+    assert (got.tokens[3] == got.tokens[3, 0]).all()
+
+
+@pytest.mark.parametrize("size", BLOCKS)
+def test_special_rows(backend, monkeypatch, size):
+    """NaN, +inf, -inf, only -inf, and nothing that is allowed."""
+    hidden, weight, bias = exact_head(7, 4, 90, torch.float32, backend.device)
+    hidden[1, 2] = NAN
+    bias[5], bias[60:] = INF, -INF
+    all_of_it = torch.full_like(bias, -INF)
+    mask = torch.ones(7, 90, dtype=torch.bool, device=backend.device)
+    mask[:5, 5] = False
+    mask[3] = False
+    in_blocks(monkeypatch, size)
+    for of_all, given in ((bias, mask), (bias, None), (all_of_it, None)):
+        logits = torch.nn.functional.linear(hidden, weight, of_all)
+        for settings in ({}, {"top_k": 5}, {"top_p": 0.8, "temperature": 0.0}):
+            for is_truncated in (False, True):
+                call = {"seed": 1, "mask": given, "truncated_log_probs": is_truncated, "logprobs": 2, **settings}
+                got = backend("linear_sample", hidden, weight, of_all, **call)
+                check(got, backend("sample", logits, **call))
+                assert got.log_probs.isnan().any()
+
+
+def test_generators_are_advanced_as_by_sample(backend, monkeypatch):
+    hidden, weight, _ = exact_head(7, 8, 700, torch.float32, backend.device)
+    logits = exact_logits(hidden, weight)
+    in_blocks(monkeypatch, 3)
+    of_head, of_logits = (torch.Generator(backend.device).manual_seed(4) for _ in range(2))
+    for _ in range(2):
+        got = backend("linear_sample", hidden, weight, generator=of_head, num_samples=3)
+        check(got, backend("sample", logits, generator=of_logits, num_samples=3))
+    assert torch.equal(of_head.get_state(), of_logits.get_state())
+    torch.manual_seed(4)
+    first = backend("linear_sample", hidden, weight)
+    torch.manual_seed(4)
+    check(first, backend("sample", logits))
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "dtype", "settings"),
+    [
+        (300, 128256, "bf16", {}),
+        (70, 128256, "bf16", {"backend": "reference", "top_p": 0.9, "mask": True, "truncated_log_probs": True}),
+        (40, 500000, "fp32", {"top_k": 50, "top_p": 0.9, "mask": True}),
+        pytest.param(200, 128256, "fp32", {"top_p": 0.999, "logprobs": 2000}, marks=pytest.mark.exhaustive),
+        pytest.param(50, 30000, "fp64", {"num_samples": 9000, "logprobs": 30000}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["whole", "reference", "masked", "listed", "float64"],
+)
+def test_scratch_memory(monkeypatch, rows, vocab_size, dtype, settings):
+    dtype = ALL_DTYPES[dtype]
+    hidden, weight, bias = exact_head((2, rows), 2, vocab_size, dtype)
+    # Rows that do not merge may be copied, and a mask that they share, but not all at once.
+    hidden = hidden[:, : rows // 2]
+    if "mask" in settings:
+        settings = {**settings, "mask": torch.arange(vocab_size) % 3 > 0}
+    # Past the dispatcher, which would show the mode the operator alone.
+    monkeypatch.setattr(linear_sampling, "need_dispatcher", lambda *tensors: False)
+    with LiveBytes() as live:
+        result = fused_topk.linear_sample(hidden, weight, bias, seed=0, **settings)
+    results = [result.tokens, result.log_probs, *(result.topk or ())]
+    scratch = live.most - sum(x.nbytes for x in results)
+    assert scratch <= 64 << 20
+    # The counting sees the logits, and they are more than one row's.
+    assert scratch > 2 * vocab_size * dtype.itemsize
+
+
+def test_blocks_are_of_equal_rows_and_at_least_one():
+    assert layout.whole_rows(8, 128256, 2, 0) == 8
+    for rows, vocab_size, logit_bytes, row_bytes in (
+        (8192, 128256, 2, 50_000),
+        (131, 128256, 4, 0),
+        (3, 30_000_000, 4, 9),
+    ):
+        size = layout.whole_rows(rows, vocab_size, logit_bytes, row_bytes)
+        assert size == 1 or size * (vocab_size * logit_bytes + row_bytes) <= layout.SCRATCH_BYTES
+        assert size * -(-rows // size) - rows < -(-rows // size)
+    assert size == 1
+
+
+def test_compiled_and_fake(backend, monkeypatch):
+    hidden, weight, bias = exact_head((5,), 8, 700, torch.float32, backend.device)
+    weight.requires_grad_()
+    in_blocks(monkeypatch, 2)
+    seed = torch.arange(5, device=backend.device)
+
+    def step(hidden, weight, bias, seed):
+        return backend("linear_sample", hidden, weight, bias, top_k=20, top_p=0.9, seed=seed, logprobs=2)
+
+    got = torch.compile(step, fullgraph=True, backend="eager")(hidden, weight, bias, seed)
+    check(got, step(hidden, weight, bias, seed))
+    assert not got.log_probs.requires_grad
+    of_rows = (1.0, None, 5, None, 0.9, None, 0.0, None, None, 0, seed, 0, None, 2, 1, False, backend.name)
+    torch.library.opcheck(torch.ops.fused_topk.linear_sample.default, (hidden, weight.detach(), bias, *of_rows))
+
+
+def test_a_graph_draws_anew_at_each_replay(cuda, monkeypatch):
+    """And nothing waits for the GPU, also where more is kept than is listed."""
+    hidden, weight, _ = exact_head(9, 32, 9001, torch.float32, "cuda")
+    in_blocks(monkeypatch, 4)
+    settings = {"top_p": 0.99, "num_samples": 4}
+    want = cuda("linear_sample", hidden, weight, seed=3, **settings).tokens
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        drawn = cuda("linear_sample", hidden, weight, **settings).tokens
+        named = cuda("linear_sample", hidden, weight, seed=3, **settings).tokens
+    replayed = []
+    for _ in range(2):
+        graph.replay()
+        replayed.append(drawn.clone())
+        assert torch.equal(named, want)
+    assert not torch.equal(*replayed)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cuda("linear_sample", hidden, weight, **settings)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"hidden": torch.zeros(2, 4, dtype=torch.int64)}, TypeError, "`hidden` must be float32"),
+        ({"weight": torch.zeros(10, 3)}, ValueError, r"`weight` must have the shape \(V, 4\)"),
+        ({"weight": torch.zeros(10, 4).double()}, TypeError, "`weight` must have the dtype torch.float32"),
+        ({"weight": torch.zeros(0, 4)}, ValueError, "at least one token"),
+        ({"bias": torch.zeros(9)}, ValueError, "`bias` must have the shape"),
+        ({"temperature": -1.0}, ValueError, "`temperature` must satisfy"),
+        ({"temperature": torch.tensor([1.0, -1.0])}, ValueError, "in every row, got -1.0"),
+        ({"top_k": 2.0}, TypeError, "`top_k` must be an int"),
+        ({"top_p": 1.5}, ValueError, "`top_p` must satisfy"),
+        ({"min_p": torch.ones(3)}, ValueError, "one number a row"),
+        ({"mask": torch.ones(3, dtype=torch.bool)}, ValueError, "`mask` of bool must broadcast"),
+        ({"seed": 1, "generator": torch.Generator()}, ValueError, "leave one out"),
+        ({"counter": 1}, ValueError, "without a `seed`"),
+        ({"num_samples": 0}, ValueError, "`num_samples` must satisfy 1 <="),
+        ({"logprobs": 11}, ValueError, "<= 10"),
+        ({"truncated_log_probs": 1}, TypeError, "must be a bool"),
+        ({"backend": "gpu"}, ValueError, "`backend`"),
+    ],
+)
+def test_errors_name_the_argument_and_the_remedy(arguments, error, message):
+    before = torch.random.get_rng_state()
+    with pytest.raises(error, match=message):
+        fused_topk.linear_sample(**{"hidden": torch.zeros(2, 4), "weight": torch.zeros(10, 4), **arguments})
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_no_transform_maps_over_it():
+    def mapped(hidden):
+        return fused_topk.linear_sample(hidden, torch.zeros(10, 4), seed=0).tokens
+
+    with pytest.raises(RuntimeError, match="`linear_sample` must not be called under a transform"):
+        torch.vmap(mapped)(torch.zeros(3, 2, 4))
