@@ -103,8 +103,10 @@ def linear_sample(
     request = SampleProblem(
         hidden, *of_rows, allowed, *of_seed, *of_counter, num_samples, logprobs, truncated_log_probs
     )
-    if need_dispatcher(hidden, weight, bias, *(x for x in request[1:] if isinstance(x, Tensor))):
-        result = sampling.from_operator(_linear_sample(hidden, weight, bias, *request[1:-1], backend), logprobs)
+    # Not slices of the request: torch.compile of torch 2.6 cannot trace one of a named tuple.
+    _, *parameters, _ = request
+    if need_dispatcher(hidden, weight, bias, *[x for x in parameters if isinstance(x, Tensor)]):
+        result = sampling.from_operator(_linear_sample(hidden, weight, bias, *parameters, backend), logprobs)
     else:
         result = linear_sampling.draw(request, weight, bias, backend)
     return result if hidden.dim() == 2 else sampling.shaped(result, hidden.shape[:-1])

@@ -147,10 +147,9 @@ def sample(
         truncated_log_probs,
     )
     # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
-    *arguments, _ = problem
-    _, *parameters = arguments
+    _, *parameters, _ = problem
     if need_dispatcher(rows, *[x for x in parameters if isinstance(x, Tensor)]):
-        result = from_operator(_sample(*arguments, backend), logprobs)
+        result = from_operator(_sample(rows, *parameters, backend), logprobs)
     else:
         result = sampling.draw(problem, backend)
     return result if logits.dim() == 2 else shaped(result, lead)
