@@ -296,6 +296,7 @@ def test_cpu_in_a_forked_process(cpu):
     assert done.stdout.strip() == "0", done.stderr
 
 
+@pytest.mark.exhaustive
 def test_cpu_at_the_end_of_a_process(cpu):
     """Threads that still wait for work do not keep a process from ending, nor make it crash."""
     code = "import torch, fused_topk; fused_topk.topk(torch.randn(4, 300000), 8, backend='cpu')"

@@ -277,6 +277,7 @@ def test_distillation_losses_are_those_of_the_definition():
     )
 
 
+@pytest.mark.exhaustive
 def test_cost_of_generation_on_a_cpu(monkeypatch, tmp_path, capsys, threads):
     threads(1)
     small = transformers.LlamaConfig(

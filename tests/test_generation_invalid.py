@@ -86,21 +86,21 @@ def assert_same(expected, found):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("spoiled", PLACES)
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_tokens_that_are_chosen(value, place, options, num_beams):
-    expected, found, _ = both(VALUES[value], *PLACES[place], num_beams=num_beams, do_sample=False, **OPTIONS[options])
+def test_tokens_that_are_chosen(value, spoiled, options, num_beams):
+    expected, found, _ = both(VALUES[value], *PLACES[spoiled], num_beams=num_beams, do_sample=False, **OPTIONS[options])
     assert_same(expected, found)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("place", ["some", "one"])
+@pytest.mark.parametrize("spoiled", ["some", "one"])
 @pytest.mark.parametrize("value", ["nan", "inf"])
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_sampling_draws_nothing_where_stock_raises(value, place, options, num_beams):
+def test_sampling_draws_nothing_where_stock_raises(value, spoiled, options, num_beams):
     options = {"do_sample": True, "top_k": 5, "num_beams": num_beams, **OPTIONS[options]}
-    expected, found, _ = both(VALUES[value], *PLACES[place], sampling=True, **options)
+    expected, found, _ = both(VALUES[value], *PLACES[spoiled], sampling=True, **options)
     assert isinstance(found, str) == isinstance(expected, str)
     if isinstance(expected, str):
         assert found == expected

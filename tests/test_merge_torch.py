@@ -76,7 +76,9 @@ def test_gradients_are_those_of_the_unsharded_call(backend, entry, normalize):
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("values", ["softmax", "log_softmax", "logits", "state"])
+@pytest.mark.parametrize(
+    "values", ["softmax", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("log_softmax", "logits")), "state"]
+)
 @pytest.mark.parametrize("temperature", [None, "rows"], ids=str)
 def test_opcheck(backend, values, temperature):
     logits = random_logits(3, 40, device=backend.device).requires_grad_()
@@ -91,7 +93,7 @@ def test_opcheck(backend, values, temperature):
         torch.library.opcheck(torch.ops.fused_topk.merge_parts.default, arguments)
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_compile(backend, compiler):
     torch._dynamo.reset()
 

@@ -45,7 +45,7 @@ def test_row_topk_out_opcheck(backend):
     torch.library.opcheck(torch.ops.fused_topk.row_topk_out.default, arguments)
 
 
-@pytest.mark.parametrize("normalize", ["allowed", "all"])
+@pytest.mark.parametrize("normalize", ["allowed", pytest.param("all", marks=pytest.mark.exhaustive)])
 def test_beam_topk_opcheck(backend, normalize):
     logits = random_logits(2, 3, 40, device=backend.device).requires_grad_()
     scores = random_logits(2, 3, device=backend.device).requires_grad_()

@@ -120,6 +120,7 @@ def test_every_function_works_without_any_of_the_names():
     run_without(NAMES, CALLS)
 
 
+@pytest.mark.exhaustive
 def test_generate_works_without_any_of_the_names():
     pytest.importorskip("transformers")
     run_without(NAMES, GENERATE)
