@@ -221,6 +221,8 @@ void ladder(u32 rung, u64 rows, u32 vocab_size, u32 k, std::uintptr_t x, std::ui
 
 NB_MODULE(_cpu, module) {
   using Strides = std::vector<i64>;
+  // Caches of plans hold requests until the process ends, when the module may be gone before them.
+  nb::set_leak_warnings(false);
   nb::class_<Topk>(module, "Topk")
       .def(nb::init<u32, Strides, Strides, double, Strides, u32, Strides, u32, u32, u32, Strides, std::string_view>())
       .def("__call__", &Topk::operator());
