@@ -137,7 +137,9 @@ def test_demo_notices_wrong_results(tiny_model, monkeypatch, tmp_path):
     for name in ("best", "sample"):
         right = getattr(selection, name)
         monkeypatch.setattr(
-            selection, name, lambda rows, *rest, right=right: right(rows._replace(logits=-rows.logits), *rest)
+            selection,
+            name,
+            lambda rows, *rest, right=right: right(selection.Rows(-rows.logits, rows.backend), *rest),
         )
     monkeypatch.setattr(selection.Rows, "greatest", lambda rows: rows.logits.argmin(-1))
     options = ("--new-tokens", 6, "--batch", 2, "--rounds", 1, "--output", tmp_path / "plot.png")
