@@ -65,11 +65,14 @@ def test_the_example_of_several_processes_prints_what_it_says(tmp_path):
     text = (ROOT / "docs" / "distributed.md").read_text()
     (code,), (output,) = (re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S) for language in ("py", "text"))
     (tmp_path / "sharded.py").write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "sharded.py"]
+    # A file for each process: lines of two processes in one pipe can run into each other.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--log-dir", str(tmp_path / "logs"), "--redirects", "3", "sharded.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == 2 * output
+    printed = [file.read_text() for file in (tmp_path / "logs").rglob("stdout.log")]
+    assert run.returncode == 0, run.stderr + "".join(f.read_text() for f in (tmp_path / "logs").rglob("stderr.log"))
+    assert printed == [output, output]
 
 
 def test_readme_names_every_public_function():
