@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fused_topk
+from fused_topk.functional import arguments
 from fused_topk.layout import linear_pieces as layout
 from linear_heads import ENTRIES, exact_head, exact_logits, merged_in_pieces
 from oracle import DTYPES
@@ -141,6 +142,16 @@ def test_linear_compile(entry, dynamic):
             results.append([*(x.detach() for x in found), *(x.grad for x in learned)])
         for got, want in zip(*results):
             torch.testing.assert_close(got, want)
+
+
+def test_linear_compile_does_not_look_for_dtensors(monkeypatch):
+    """torch.compile would copy the list of modules, and fails if another thread imports one meanwhile."""
+    monkeypatch.setattr(arguments, "sys", None)
+    hidden, weight, _ = exact_head(2, 8, 50, torch.float32)
+    compiled = torch.compile(fused_topk.linear_topk, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        found = compiled(hidden, torch.nn.Parameter(weight), 4)
+    assert torch.equal(found.indices, (hidden @ weight.T).topk(4).indices)
 
 
 def test_linear_fake_tensors():

@@ -34,9 +34,7 @@ def check_tensor(name: str, value: Any) -> None:
             f"`{name}` must be a torch.Tensor, got a Proxy of torch.fx.symbolic_trace; use torch.export or torch.compile, "
             "or name the function in torch.fx.wrap"
         )
-    # A plain tensor skips the DTensor check: torch.compile must not trace a look-up in sys.modules, which changes when
-    # another thread imports something.
-    if type(value) is not Tensor and is_distributed(value):
+    if is_distributed(value):
         raise TypeError(
             f"`{name}` must not be a DTensor, got one placed {value.placements}; pass .full_tensor(), or .to_local() where "
             "whole rows are local"
@@ -49,6 +47,9 @@ def check_tensor(name: str, value: Any) -> None:
 
 def is_distributed(value: Any) -> bool:
     """Whether `value` is a DTensor. There are none before something imports torch.distributed.tensor."""
+    # torch.compile copies sys.modules where it traces a look-up, and fails if an import changes it meanwhile.
+    if type(value) is Tensor or type(value) is torch.nn.Parameter:
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -336,7 +337,7 @@ def check_hidden(hidden: Any) -> None:
 
 def check_head(weight: Any, bias: Any, hidden: Tensor, may_be_empty: bool = False) -> None:
     """Checks the weight and the bias of an LM head. `may_be_empty`: without a token, as a process's share of one may be."""
-    if type(weight) is not Tensor and is_distributed(weight):
+    if is_distributed(weight):
         raise TypeError(
             f"`weight` must not be a DTensor, got one placed {weight.placements}; for one that is sharded over its first "
             "dimension give weight.to_local() to the function of this name in fused_topk.distributed"

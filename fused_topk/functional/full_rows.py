@@ -145,7 +145,7 @@ def logsumexp(
     planned = _planned("logsumexp", logits, dim, temperature, None, backend)
     if planned is not None:
         return planned
-    if type(logits) is not Tensor and is_distributed(logits):
+    if is_distributed(logits):
         return _of_dtensor("logsumexp", logits, dim, temperature, None, backend)
     rows, number, row_temperature = _checked(logits, dim, temperature, backend)
     return _run(rows, number, row_temperature, "logsumexp", result_dtype(logits.dtype), backend)
@@ -162,7 +162,7 @@ def _values(
     planned = _planned(values, logits, dim, temperature, dtype, backend)
     if planned is not None:
         return planned
-    if type(logits) is not Tensor and is_distributed(logits):
+    if is_distributed(logits):
         return _of_dtensor(values, logits, dim, temperature, dtype, backend)
     rows, number, row_temperature = _checked(logits, dim, temperature, backend)
     result = _run(rows, number, row_temperature, values, checked_dtype(dtype, logits), backend)

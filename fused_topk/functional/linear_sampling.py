@@ -113,7 +113,7 @@ def linear_sample(
 
 
 def _check_not_sharded(weight: Any) -> None:
-    if type(weight) is not Tensor and is_distributed(weight):
+    if is_distributed(weight):
         raise TypeError(
             f"`weight` must not be a DTensor, got one placed {weight.placements}; for one that is sharded over its first "
             "dimension give hidden @ weight.to_local().T to fused_topk.distributed.sample"

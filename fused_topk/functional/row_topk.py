@@ -221,7 +221,7 @@ def beam_topk(
         beam in the order of its logits. So a beam contributes its best tokens even if its score is so low that all of its
         sums round to the same number. The rest of the contract is that of :func:`softmax_topk`.
     """
-    if type(logits) is not Tensor and is_distributed(logits):
+    if is_distributed(logits):
         from ..distributed import dtensors
 
         return dtensors.beams(logits, beam_scores, k, temperature, mask, normalize, backend)
@@ -368,7 +368,7 @@ def _row(
             planned = _planned(values, logits, k, temperature, mask, normalize, backend, out)
             if planned is not None:
                 return planned
-    if type(logits) is not Tensor and is_distributed(logits):
+    if is_distributed(logits):
         # Imported here: plain tensors need no torch.distributed.
         from ..distributed import dtensors
 
