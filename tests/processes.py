@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
@@ -16,12 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-_PROGRAM = """if True:
-    import pickle, sys
-    sys.path[:] = pickle.load(sys.stdin.buffer)
-    import processes
-    processes.work(*pickle.load(sys.stdin.buffer))
-"""
+_CONTEXT = multiprocessing.get_context("forkserver")
+# The server imports these once, for all processes that it forks.
+_CONTEXT.set_forkserver_preload(["pytest", "fused_topk.distributed"])
 
 
 def run(
@@ -33,27 +29,29 @@ def run(
         For each process, by the check's name, None if it passed, else the traceback. A process that died has no entries.
     """
     with tempfile.TemporaryDirectory() as folder:
-        started = []
-        for rank in range(size):
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-            # As torchrun sets them: transformers asks for them.
-            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-            process = subprocess.Popen([sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, env=environment)
-            process.stdin.write(pickle.dumps(sys.path) + pickle.dumps((module, checks, rank, size, folder, backend)))
-            process.stdin.close()
-            started.append(process)
+        started = [
+            _CONTEXT.Process(target=work, args=(module, checks, rank, size, folder, backend)) for rank in range(size)
+        ]
         try:
             for process in started:
-                process.wait(seconds)
+                process.start()
+            for process in started:
+                process.join(seconds)
+                if process.exitcode is None:
+                    raise TimeoutError(f"a process of {module} has not ended after {seconds} s")
         finally:
             for process in started:
-                process.kill()
+                if process.pid is not None:
+                    process.kill()
         results = [Path(folder, f"result_{rank}") for rank in range(size)]
         return [pickle.loads(path.read_bytes()) if path.exists() else {} for path in results]
 
 
 def work(module: str, checks: Sequence[str], rank: int, size: int, folder: str, backend: str) -> None:
     """One process of run()."""
+    # As torchrun sets them: transformers asks for them.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
