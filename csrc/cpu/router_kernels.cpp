@@ -68,8 +68,25 @@ static_assert(kGroup % kCandidates == 0);
 // The bits of 2^52. Adding the bits of an integer below 2^52 gives the sum of both as a float64.
 constexpr u64 kInteger = 0x4330000000000000ull;
 
+// GCC converts the halves of a vector of AVX-512 one by one unless it is told.
+inline CandidateBits widen(CandidateKeys keys) {
+#if defined(__AVX512F__)
+  return (CandidateBits)_mm512_maskz_cvtepu32_epi64(0xFF, (__m256i)keys);
+#else
+  return __builtin_convertvector(keys, CandidateBits);
+#endif
+}
+
+inline CandidateKeys narrow(CandidateBits bits) {
+#if defined(__AVX512F__)
+  return (CandidateKeys)_mm512_maskz_cvtepi64_epi32(0xFF, (__m512i)bits);
+#else
+  return __builtin_convertvector(bits, CandidateKeys);
+#endif
+}
+
 inline Candidates candidates_of(CandidateKeys keys, u32 index) {
-  const CandidateBits bits = __builtin_convertvector(keys, CandidateBits);
+  const CandidateBits bits = widen(keys);
   return (Candidates)((bits << 8) + (kInteger + (kMostExperts - 1 - index)));
 }
 
@@ -142,21 +159,21 @@ inline void best_of(const Keys* keys, u32 n, u32 lane, Candidates (&best)[WIDTH]
 
 // ---- Results ----
 
-// The chosen of a group of rows. Missing rows have zeros, or what the last row has.
+// The chosen of a group of rows, the greatest first. Lanes of missing rows have what the last row has.
 struct Chosen {
-  u32 keys[kMostChosen][kGroup] = {};
-  u32 indices[kMostChosen][kGroup] = {};
+  u32 keys[kMostChosen][kGroup];
+  u32 indices[kMostChosen][kGroup];
 };
 
 template <u32 WIDTH>
-inline void choose(const Keys* keys, u32 n, u32 count, Chosen& chosen) {
-  for (u32 lane = 0; lane < count; lane += kCandidates) {
+inline void choose(const Keys* keys, u32 n, Chosen& chosen) {
+  for (u32 lane = 0; lane < kGroup; lane += kCandidates) {
     Candidates best[WIDTH];
     best_of<WIDTH>(keys, n, lane, best);
     for (u32 i = 0; i < WIDTH; ++i) {
       const CandidateBits bits = (CandidateBits)best[i] - kInteger;
-      const auto of_rows = __builtin_convertvector(bits >> 8, CandidateKeys);
-      const auto indices = (kMostExperts - 1) - __builtin_convertvector(bits & 0xFFu, CandidateKeys);
+      const CandidateKeys of_rows = narrow(bits >> 8);
+      const CandidateKeys indices = (kMostExperts - 1) - narrow(bits & 0xFFu);
       __builtin_memcpy(chosen.keys[i] + lane, &of_rows, sizeof of_rows);
       __builtin_memcpy(chosen.indices[i] + lane, &indices, sizeof indices);
     }
@@ -177,13 +194,26 @@ inline RowFloats logits_of(const u32 (&of_rows)[kGroup]) {
   return (RowFloats)(keys ^ (~is_positive | 0x80000000u));
 }
 
-inline RowDoubles widen(RowFloats x) { return __builtin_convertvector(x, RowDoubles); }
-inline RowFloats narrow(RowDoubles x) { return __builtin_convertvector(x, RowFloats); }
+inline RowDoubles widen(RowFloats x) {
+#if defined(__AVX512F__)
+  return (RowDoubles)_mm512_maskz_cvtps_pd(0xFF, (__m256)x);
+#else
+  return __builtin_convertvector(x, RowDoubles);
+#endif
+}
 
-inline bool is_any(RowMask lanes, u32 count) {
-  i64 any = 0;
-  for (u32 r = 0; r < count; ++r) any |= lanes[r];
-  return any != 0;
+inline RowFloats narrow(RowDoubles x) {
+#if defined(__AVX512F__)
+  return (RowFloats)_mm512_maskz_cvtpd_ps(0xFF, (__m512d)x);
+#else
+  return __builtin_convertvector(x, RowFloats);
+#endif
+}
+
+inline bool is_any(RowMask lanes) {
+  typedef i64 Half __attribute__((vector_size(4 * kGroup)));
+  const Half half = half_of<Half>(lanes, 0) | half_of<Half>(lanes, 1);
+  return (half[0] | half[1] | half[2] | half[3]) != 0;
 }
 
 // The normalizers of a group of rows. Lanes of missing rows have what the last row has.
@@ -213,11 +243,14 @@ struct LaneExponentials {
   // Lane i has row (from + i) % kGroup of the group. reference: what is subtracted from each row's logits.
   LaneExponentials(const RouterRows& rows, u32 first, RowFloats reference, u32 from) {
     const Temperatures& t = rows.temperatures;
-    float references[kGroup + kLanes];
-    for (u32 i = 0; i < kGroup + kLanes; i += kGroup) __builtin_memcpy(references + i, &reference, sizeof reference);
+    constexpr u32 kBytes = sizeof(Floats) < sizeof reference ? sizeof(Floats) : sizeof reference;
+    Floats references;
+    for (u32 i = 0; i < sizeof references; i += kBytes) {
+      __builtin_memcpy(reinterpret_cast<char*>(&references) + i, reinterpret_cast<const char*>(&reference) + from * 4,
+                       kBytes);
+    }
     const Exponential& e = *t.exponentials;
-    fields = {load(references + from), broadcast(e.inverse_c), broadcast(e.c_high), broadcast(e.c_low),
-              broadcast(e.lowest)};
+    fields = {references, broadcast(e.inverse_c), broadcast(e.c_high), broadcast(e.c_low), broadcast(e.lowest)};
     for (u32 i = 0; i < kLanes && t.differ; ++i) {
       const u32 row = first + (from + i) % kGroup;
       const Exponential& of_row = t.exponentials[row < rows.rows ? row : rows.rows - 1];
@@ -237,7 +270,13 @@ inline void exp_of_columns(const RouterRows& rows, u32 first, RowFloats referenc
   constexpr u32 kStep = kLanes < kGroup ? kGroup : kLanes;
   for (u32 from = 0; from < kGroup; from += kLanes) {
     const LaneExponentials e(rows, first, reference, from);
-    for (u32 i = from; i < count * kGroup; i += kStep) {
+    u32 i = from;
+    for (; i + 3 * kStep < count * kGroup; i += 4 * kStep) {
+      Floats of_rows[4] = {load(x + i), load(x + i + kStep), load(x + i + 2 * kStep), load(x + i + 3 * kStep)};
+      exp_in_place(of_rows, e);
+      for (u32 v = 0; v < 4; ++v) store_vector(x + i + v * kStep, of_rows[v]);
+    }
+    for (; i < count * kGroup; i += kStep) {
       Floats of_rows[1] = {load(x + i)};
       exp_in_place(of_rows, e);
       store_vector(x + i, of_rows[0]);
@@ -253,15 +292,28 @@ constexpr u32 kFewColumns = 32;
 
 // The normalizers of the rows from `first` on, whose elements are columns [n][kGroup]. Leaves the exponentials there.
 inline Group normalize_columns(const RouterRows& rows, u32 first, float (&columns)[kFewColumns][kGroup]) {
-  Group group = {RowFloats{} - kInfinity, {}};
-  for (u32 j = 0; j < rows.n; ++j) {
+  // Two chains of operations, each half as long.
+  const auto load_column = [&](u32 j) {
     RowFloats x;
     __builtin_memcpy(&x, columns[j], sizeof x);
-    group.m = x > group.m ? x : group.m;
+    return x;
+  };
+  const u32 odd = rows.n % 2;
+  RowFloats m = RowFloats{} - kInfinity, other_m = m;
+  if (odd) m = load_column(0) > m ? load_column(0) : m;
+  for (u32 j = odd; j < rows.n; j += 2) {
+    const RowFloats x = load_column(j), y = load_column(j + 1);
+    m = x > m ? x : m;
+    other_m = y > other_m ? y : other_m;
   }
-  exp_of_columns(rows, first, reference_points(group.m), rows.n, columns[0]);
-  for (u32 j = 0; j < rows.n; ++j) group.d += load_rows(columns[j]);
-  return group;
+  m = other_m > m ? other_m : m;
+  exp_of_columns(rows, first, reference_points(m), rows.n, columns[0]);
+  RowDoubles d = odd ? widen(load_column(0)) : RowDoubles{}, other_d = {};
+  for (u32 j = odd; j < rows.n; j += 2) {
+    d += widen(load_column(j));
+    other_d += widen(load_column(j + 1));
+  }
+  return {m, d + other_d};
 }
 
 // The same of rows x of any length.
@@ -300,7 +352,7 @@ inline void write_values(const RouterRows& rows, u32 count, const RowDoubles (&z
       __builtin_memcpy(of_rows[i], &lanes, sizeof lanes);
     }
     // Below the range of the float32 exponential there are results still.
-    if (is_any(has_vanished, count)) {
+    if (is_any(has_vanished)) {
       for (u32 i = 0; i < k; ++i) {
         for (u32 r = 0; r < count; ++r) {
           if (!(terms[i][r] > 0.0f)) of_rows[i][r] = float(__builtin_exp(z[i][r]) / d[r]);
@@ -329,13 +381,13 @@ inline void route_group(const RouterRows& rows, const float* const (&x)[kGroup],
   }
   Chosen chosen;
   if (k == 1) {
-    choose<1>(keys, n, count, chosen);
+    choose<1>(keys, n, chosen);
   } else if (k == 2) {
-    choose<2>(keys, n, count, chosen);
+    choose<2>(keys, n, chosen);
   } else if (k <= 4) {
-    choose<4>(keys, n, count, chosen);
+    choose<4>(keys, n, chosen);
   } else {
-    choose<8>(keys, n, count, chosen);
+    choose<8>(keys, n, chosen);
   }
   for (u32 r = 0; r < count; ++r) {
     for (u32 i = 0; i < k; ++i) indices[r * k + i] = chosen.indices[i][r];
@@ -351,7 +403,7 @@ inline void route_group(const RouterRows& rows, const float* const (&x)[kGroup],
   RowDoubles d = group.d;
   const RowDoubles scaled = m * inverse, whole = scaled + logarithm(d);
   // As Normalizers::is_finite.
-  const bool are_finite = !is_any(~(d >= 1.0), count);
+  const bool are_finite = !is_any(~(d >= 1.0));
   float of_rows[kGroup];
   const RowFloats rounded = narrow(whole);
   __builtin_memcpy(of_rows, &rounded, sizeof of_rows);
@@ -366,9 +418,13 @@ inline void route_group(const RouterRows& rows, const float* const (&x)[kGroup],
   for (u32 i = 0; i < k; ++i) {
     const RowFloats logits = logits_of(chosen.keys[i]);
     z[i] = (widen(logits) - m) * inverse;
-    __builtin_memcpy(terms[i], &logits, sizeof logits);
+    if (n > kFewColumns) {
+      __builtin_memcpy(terms[i], &logits, sizeof logits);
+    } else {
+      for (u32 r = 0; r < kGroup; ++r) terms[i][r] = few_columns[chosen.indices[i][r]][r];
+    }
   }
-  exp_of_columns(rows, first, group.m, k, terms[0]);
+  if (n > kFewColumns) exp_of_columns(rows, first, group.m, k, terms[0]);
   if (rows.normalize_over == NormalizeOver::kTopK) {
     d = RowDoubles{};
     for (u32 i = 0; i < k; ++i) d += load_rows(terms[i]);
