@@ -63,9 +63,10 @@ struct Solver {
     parts = parts_of_a_row();
   }
 
-  u32 threads() const {
-    return u32(std::clamp<u64>(rows * problem.vocab_size / kElementsPerThread, 1, problem.threads));
-  }
+  u32 threads() const { return useful_threads(rows * problem.vocab_size, problem.threads); }
+
+  // Of the rows, a thread's.
+  u64 share() const { return std::max<u64>(1, (rows + threads() - 1) / threads()); }
 
   u32 parts_of_a_row() const {
     const u64 tasks = threads() == 1 ? 1 : kTasksPerThread * u64(threads());
@@ -79,7 +80,7 @@ struct Solver {
       return;
     }
     if (parts == 1) {
-      for_each_task(rows, std::max<u64>(1, kElementsPerTask / problem.vocab_size),
+      for_each_task(rows, std::clamp<u64>(kElementsPerTask / problem.vocab_size, 1, share()),
                     [this](u64 row, Workspace& workspace) {
                       workspace.normalizers.resize(blocks);
                       float* const terms = terms_of(row, workspace);
@@ -103,7 +104,7 @@ struct Solver {
 
   // A task is as many rows as a workspace holds.
   void solve_short_rows() const {
-    const u64 rows_at_once = kBlock / problem.vocab_size;
+    const u64 rows_at_once = std::min<u64>(kBlock / problem.vocab_size, share());
     for_each_task((rows + rows_at_once - 1) / rows_at_once, 1, [&](u64 task, Workspace& workspace) {
       const u64 first = task * rows_at_once;
       solve_short_rows(first, u32(std::min(rows - first, rows_at_once)), workspace.buffer);

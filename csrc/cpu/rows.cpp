@@ -87,7 +87,8 @@ struct Solver {
     blocks = (p.vocab_size - 1) / kBlock + 1;
     k = std::min(p.k, p.vocab_size);
     parts = parts_of_a_row();
-    tasks_at_once = std::max<u64>(1, kElementsPerTask / p.vocab_size);
+    const u64 share = (rows * parts + threads() - 1) / threads();
+    tasks_at_once = std::clamp<u64>(kElementsPerTask / p.vocab_size, 1, std::max<u64>(1, share));
     if (parts > 1) {
       normalizers.reset(new BlockNormalizer[rows * blocks]);
       part_lists.resize(rows * parts * k);
@@ -102,10 +103,7 @@ struct Solver {
     }
   }
 
-  u32 threads() const {
-    const u64 useful = rows * problem.vocab_size / kElementsPerThread;
-    return u32(std::clamp<u64>(useful, 1, problem.threads));
-  }
+  u32 threads() const { return useful_threads(rows * problem.vocab_size, problem.threads); }
 
   // Enough parts that the threads have about equal shares, even if one starts late.
   u32 parts_of_a_row() const {

@@ -32,7 +32,6 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 // As in full_rows.cpp. Guesses.
-constexpr u64 kElementsPerThread = 16384;
 constexpr u64 kElementsPerTask = 16384;
 constexpr u32 kBlocksPerPart = 4;
 constexpr u32 kTasksPerThread = 4;
@@ -127,7 +126,7 @@ struct Solver {
   const u32 vocab_size = problem.vocab_size;
   const u32 blocks = (vocab_size - 1) / kBlock + 1;
 
-  u32 threads() const { return u32(std::clamp<u64>(rows * vocab_size / kElementsPerThread, 1, problem.threads)); }
+  u32 threads() const { return useful_threads(rows * vocab_size, problem.threads); }
 
   u32 parts_of_a_row() const {
     const u64 tasks = threads() == 1 ? 1 : kTasksPerThread * u64(threads());
@@ -141,7 +140,8 @@ struct Solver {
       run_parts(parts);
       return;
     }
-    const u64 at_once = std::max<u64>(1, kElementsPerTask / vocab_size);
+    const u64 share = std::max<u64>(1, (rows + threads() - 1) / threads());
+    const u64 at_once = std::clamp<u64>(kElementsPerTask / vocab_size, 1, share);
     for_each_task((rows + at_once - 1) / at_once, [&](u64 task, Workspace& workspace) {
       for (u64 number = task * at_once; number < std::min(rows, (task + 1) * at_once); ++number) {
         const Row row = row_at(number);

@@ -373,7 +373,7 @@ class ShortCalls {
 
   // Small inputs use one thread. Asking torch for its number of threads would take too long.
   u32 threads_for(const Array& logits) const {
-    if (elements_of(logits) < 2 * kElementsPerThread) return 1;
+    if (elements_of(logits) < 2 * kFewestElements) return 1;
     return nb::cast<u32>(call(framework_.num_threads));
   }
 
