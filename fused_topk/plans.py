@@ -16,6 +16,9 @@ from . import backends
 from .backends.protocol import StartFullRows, StartMerge, StartTopk
 from .problem import FullRowProblem, MergeProblem, MergeTensors, Problem, TopK, result_dtype
 
+# As they are at import: others put functions in their places that give meta tensors (accelerate's init_empty_weights).
+_empty, _empty_like = torch.empty, torch.empty_like
+
 
 class Like(NamedTuple):
     """What a plan knows of a tensor: its layout, without its address."""
@@ -49,9 +52,9 @@ class TopkResult(NamedTuple):
         (shape, value_dtype), _, (rows, dtype) = self
         # The size is passed by keyword because torch parses a positional tuple more slowly. tuple.__new__ avoids the
         # named tuple's own __new__, which is written in Python.
-        values = torch.empty(size=shape, dtype=value_dtype, device=device)
-        indices = torch.empty(size=shape, dtype=torch.int64, device=device)
-        return tuple.__new__(TopK, (values, indices, torch.empty(size=rows, dtype=dtype, device=device)))
+        values = _empty(size=shape, dtype=value_dtype, device=device)
+        indices = _empty(size=shape, dtype=torch.int64, device=device)
+        return tuple.__new__(TopK, (values, indices, _empty(size=rows, dtype=dtype, device=device)))
 
 
 def row_result(logits: Tensor, k: int, values: str) -> TopkResult:
@@ -105,7 +108,7 @@ class TopkPlan(NamedTuple):
         if indices.dtype is torch.int64 and indices.is_contiguous():
             self.start(logits, out, None, mask, row_temperature)
             return
-        computed = torch.empty(size=self.result.indices[0], dtype=torch.int64, device=logits.device)
+        computed = _empty(size=self.result.indices[0], dtype=torch.int64, device=logits.device)
         self.start(logits, out._replace(indices=computed), None, mask, row_temperature)
         indices.copy_(computed)
 
@@ -203,11 +206,7 @@ class FullRowPlan(NamedTuple):
         """Computes the result into a new tensor and returns it."""
         # torch.empty_like takes less time than torch.empty.
         is_alike = self.is_alike
-        out = (
-            torch.empty_like(logits)
-            if is_alike
-            else torch.empty(size=self.shape, dtype=self.dtype, device=logits.device)
-        )
+        out = _empty_like(logits) if is_alike else _empty(size=self.shape, dtype=self.dtype, device=logits.device)
         self.start(logits, out, row_temperature)
         return out
 

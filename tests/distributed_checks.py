@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from unittest import mock
 
 import torch
@@ -222,6 +222,50 @@ def compiled(rank: int, size: int) -> None:
         run(x).backward()
         found.append(x.grad)
     torch.testing.assert_close(found[1], found[0])
+
+
+def compiled_beams_of_few_tokens(rank: int, size: int) -> None:
+    """The lists of the beams are longer than the vocabulary, whose size traced code does not know."""
+    scores = torch.tensor([[0.0, -0.5, -0.25]])
+    logits = random_logits(1, 3, 4)
+    with_nan = logits.clone()
+    with_nan[0, 1, 2] = torch.nan
+    mask = torch.tensor([True, False, False, False]).expand(1, 3, 4)
+    for x, allowed in ((logits, None), (with_nan, None), (logits, mask)):
+        own = columns(x, rank, size)
+        of_own = None if allowed is None else columns(allowed, rank, size)
+        want = fused_topk.beam_topk(x, scores, 9, mask=allowed)
+        torch._dynamo.reset()
+        step = torch.compile(
+            lambda x, mask: distributed.beam_topk(x, scores, 9, mask=mask), fullgraph=True, backend="eager"
+        )
+        got = step(own, of_own)
+        assert torch.equal(got.indices, want.indices)
+        torch.testing.assert_close(got.values, want.values, equal_nan=True)
+
+
+def a_call_with_fake_tensors_spoils_no_later_one(rank: int, size: int) -> None:
+    distributed.topk(columns(random_logits(2, 60), rank, size), 3)
+    fake = torch._subclasses.fake_tensor
+    with suppress(fake.DataDependentOutputException), fake.FakeTensorMode() as mode:
+        distributed.topk(mode.from_tensor(torch.zeros(2, 17)), 3)
+    logits = random_logits(2, 17 * size)
+    assert torch.equal(distributed.topk(columns(logits, rank, size), 3).indices, logits.topk(3).indices)
+
+
+def second_gradients_are_refused(rank: int, size: int) -> None:
+    """They would lack what the other processes have."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (size,))
+    logits = random_logits(3, 30)
+    for entry in ("softmax", "log_softmax", "logsumexp", "log_softmax_topk"):
+        x = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+        found = (
+            fused_topk.log_softmax_topk(x, 3).values if entry == "log_softmax_topk" else getattr(fused_topk, entry)(x)
+        )
+        (first,) = torch.autograd.grad(found.full_tensor().square().sum(), x, create_graph=True)
+        raises(RuntimeError, "once_differentiable", lambda: first.full_tensor().square().sum().backward())  # noqa: B023
 
 
 def gradients(rank: int, size: int) -> None:

@@ -76,6 +76,19 @@ def shares_without_a_row(rank: int, size: int) -> None:
     raises(ValueError, "1 <= k <= 301", lambda: distributed.linear_topk(hidden, own, 302))
 
 
+def shares_without_a_row_have_the_same_gradient(rank: int, size: int) -> None:
+    """Whatever the strides of the hidden states: a sum over processes goes by places in memory."""
+    hidden = exact_head(5, 7, 30, torch.float32)[0].T.contiguous().T
+    weight = exact_head(5, 7, 30, torch.float32)[1]
+    found = []
+    for of, rows in ((fused_topk, weight), (distributed, own_rows(weight, rank, size, [30] * (size - 1)))):
+        x = hidden.clone().requires_grad_()
+        assert not x.is_contiguous()
+        of.linear_log_softmax_topk(x, rows, 3).values.sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(found[1], found[0])
+
+
 def targets_of_a_head(rank: int, size: int) -> None:
     """In the one collective, with the states."""
     for rows, several in itertools.product((3, 40), (False, True)):

@@ -280,6 +280,31 @@ def sampling(rank: int, size: int) -> None:
     )
 
 
+def draws_of_stock_operations(rank: int, size: int) -> None:
+    """They use the caller's random numbers, and none of them have been used before."""
+    model, alone = models()
+    own = {"logits_processor": transformers.LogitsProcessorList([lambda ids, scores: scores])}
+    for sampling, options in ((False, {}), (True, own)):
+        torch.manual_seed(3)
+        want = sequences(alone, do_sample=True, **options)
+        torch.manual_seed(3)
+        with fused_decoding(model, sampling=sampling):
+            assert torch.equal(sequences(model, do_sample=True, **options), want)
+
+
+def draws_from_gathered_logits(rank: int, size: int) -> None:
+    """The same on all processes, whatever their own random numbers."""
+    model, _ = models()
+    torch.manual_seed(rank)
+    stats(reset=True)
+    with fused_decoding(model, sampling=True):
+        options = {"return_dict_in_generate": True, "output_scores": True, "top_k": 0, "top_p": 0.8}
+        found = model.generate(PROMPTS, do_sample=True, max_new_tokens=NEW_TOKENS, **options)
+    steps = stats(reset=True)
+    assert steps.gathered and steps.fused > 0, steps
+    assert_equal_everywhere(found.sequences)
+
+
 def assert_equal_everywhere(tokens: Tensor) -> None:
     everywhere = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
     dist.all_gather(everywhere, tokens)

@@ -94,14 +94,14 @@ def test_row_topk_adversarial_rows_with_temperature(backend, entry, temperature)
     check(backend, entry, logits, 20, temperature=temperature, row_names=list(rows))
 
 
-@pytest.mark.parametrize("temperature", [torch.finfo(torch.float32).tiny, 1e-40, 1e-45])
+@pytest.mark.parametrize("temperature", [2.0**-120, torch.finfo(torch.float32).tiny, 1e-40, 1e-45])
 @pytest.mark.parametrize("vocab_size", [40, 3001])
 def test_least_temperatures(backend, vocab_size, temperature):
     """0 / T is 0, not NaN, although 1 / T may overflow: the best token has everything. Where its values can be looked at, a
-    tensor of subnormal ones is refused."""
+    tensor of lesser ones than 2^-120 is refused."""
     logits = (-torch.arange(vocab_size, device=backend.device) / 2).expand(2, -1)
     rows = torch.tensor([1.0, temperature], device=backend.device)
-    if backend.device == "cpu" and temperature < torch.finfo(torch.float32).tiny:
+    if backend.device == "cpu" and temperature < 2.0**-120:
         with pytest.raises(ValueError, match="temperature"):
             backend("softmax_topk", logits, 3, temperature=rows)
         return

@@ -159,10 +159,11 @@ class TestNormalizedEntries:
         assert_raises(TypeError, "normalize", entry, logits_for(entry), normalize=None)
 
     @pytest.mark.parametrize(
-        "temperature", [0, 0.0, -1.0, -0.0, 1e-39, 1e39, 1e300, float("nan"), float("inf"), -float("inf")]
+        "temperature", [0, 0.0, -1.0, -0.0, 1e-37, 1e38, 1e300, float("nan"), float("inf"), -float("inf")]
     )
     def test_temperature_not_positive(self, entry, temperature):
         assert_raises(ValueError, "temperature", entry, logits_for(entry), temperature=temperature)
+        assert_raises(ValueError, "temperature", entry, logits_for(entry), temperature=10**400)
         rows = torch.ones(2, 3, dtype=torch.float64)
         rows[1, 2] = temperature
         assert_raises(ValueError, "temperature", entry, logits_for(entry), temperature=rows)

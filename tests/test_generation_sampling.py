@@ -401,15 +401,17 @@ def test_a_chain_that_leaves_one_token_samples_the_stock_sequence(num_beams):
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_other_sampling_draws_the_stock_tokens(options, reason):
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_other_sampling_draws_the_stock_tokens(options, reason, num_beams):
     model = tiny("llama", vocab_size=3000)
     inputs = inputs_for(model)
+    options = {"do_sample": True, "max_new_tokens": 6, "num_beams": num_beams, **options}
     torch.manual_seed(3)
-    stock = model.generate(**inputs, do_sample=True, max_new_tokens=6, **options)
+    stock = model.generate(**inputs, **options)
     stats(reset=True)
     torch.manual_seed(3)
     with fused_decoding(model, sampling=True):
-        given = model.generate(**inputs, do_sample=True, max_new_tokens=6, **options)
+        given = model.generate(**inputs, **options)
     steps = stats(reset=True)
     assert torch.equal(stock, given)
     assert steps.fused == 0 and list(steps.reasons) == [reason]

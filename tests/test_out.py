@@ -107,6 +107,43 @@ def test_row_topk_out_is_reused(backend):
         assert_topk(out, expected("softmax_topk", logits, 8), logits, "softmax_topk")
 
 
+@pytest.mark.parametrize("indices", [torch.int64, torch.int32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_topk_out_that_a_gradient_needs(backend, dtype, indices):
+    """A backward pass sees that it has been overwritten, in the first call and in later ones."""
+    logits = random_logits(3, 50, dtype=DTYPES[dtype], device=backend.device)
+    for layout in ("contiguous", "strided"):
+        out = backend("softmax_topk", logits, 4)
+        out = out._replace(indices=out.indices.to(indices))
+        if layout == "strided":
+            out = TopK(*(x.movedim(0, -1).contiguous().movedim(-1, 0) for x in out))
+        for _ in range(3):
+            factor = torch.ones_like(out.values, requires_grad=True)
+            total = (factor * out.values).sum()
+            backend("softmax_topk", -logits, 4, out=out)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                total.backward()
+
+
+def test_row_topk_out_of_inference_mode(backend):
+    logits = random_logits(3, 50, device=backend.device)
+    with torch.inference_mode():
+        out = backend("softmax_topk", logits, 4)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="inference mode outside of it"):
+            backend("softmax_topk", -logits, 4, out=out)
+        with torch.inference_mode():
+            backend("softmax_topk", -logits, 4, out=out)
+        assert_same(TopK(*(x.clone() for x in out)), backend("softmax_topk", -logits, 4))
+
+
+def test_row_topk_out_must_not_be_negative(backend):
+    logits = random_logits(3, 50, device=backend.device)
+    out = backend("softmax_topk", logits, 4)
+    with pytest.raises(ValueError, match=r"`out.values` must not be a negative view"):
+        backend("softmax_topk", logits, 4, out=out._replace(values=torch._neg_view(out.values)))
+
+
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_row_topk_out_with_strides(backend, entry):
     """Fields that are views with gaps: these stay as they are."""

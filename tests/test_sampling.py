@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -630,3 +631,21 @@ def assert_likely(tokens: Tensor, weights: Tensor, draws: int) -> None:
         if len(expected) > 1:
             statistic = float(((counts - expected) ** 2 / expected).sum())
             assert chi_square_tail(statistic, len(expected) - 1) > 1e-5, f"row {row}"
+
+
+def test_top_p_of_nothing_keeps_one_of_many_equal_tokens(backend):
+    """More tie with the k-th than a list holds."""
+    logits = torch.zeros(2, 64, device=backend.device)
+    for settings in ({"top_p": 0.0}, {"top_p": torch.zeros(2, device=backend.device, dtype=torch.float64)}):
+        got = backend("sample", logits, top_k=1, seed=0, num_samples=8, truncated_log_probs=True, **settings)
+        assert not got.tokens.any() and not got.log_probs.any()
+
+
+def test_numbers_of_numpy():
+    logits = torch.zeros(2, 5)
+    got = fused_topk.sample(
+        logits, counter=np.int64(0), logprobs=np.int64(0), generator=torch.Generator().manual_seed(1)
+    )
+    assert got.topk is None and torch.equal(
+        got.tokens, fused_topk.sample(logits, generator=torch.Generator().manual_seed(1)).tokens
+    )

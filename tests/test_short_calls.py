@@ -202,3 +202,34 @@ def test_results_are_tensors_like_others(cpu):
     assert copy.deepcopy(result)._fields == TopK._fields
     assert all(x.is_contiguous() and not x.requires_grad and x.untyped_storage().resizable() for x in result)
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in result)
+
+
+def test_calls_in_a_mode_that_changes_results_spoil_no_later_one(cpu, monkeypatch):
+    class Other(Tensor):
+        pass
+
+    class Changing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            return found.as_subclass(Other) if type(found) is Tensor else found
+
+    monkeypatch.setattr(short_calls, "_memory", {})
+    for vocab_size in (13, 11):
+        logits = random_logits(4, vocab_size)
+        want = fused_topk.topk(logits.double(), 3)
+        if vocab_size == 13:
+            with Changing():
+                assert torch.equal(fused_topk.topk(logits, 3).indices, want.indices)
+        for _ in range(2):
+            found = fused_topk.topk(logits, 3)
+            assert type(found.values) is Tensor and torch.equal(found.indices, want.indices)
+
+
+def test_calls_where_others_have_replaced_functions_of_torch(cpu, monkeypatch):
+    """As accelerate's init_empty_weights does."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **{**kwargs, "device": "meta"}))
+    logits = random_logits(4, 17)
+    for _ in range(2):
+        found = fused_topk.topk(logits, 3)
+        assert found.values.is_cpu and torch.equal(found.values, logits.topk(3).values)

@@ -2,12 +2,11 @@
 // A framework's arrays, as DLPack shows them.
 #pragma once
 
-#include <cfloat>
 #include <cstdint>
 #include <utility>
 
 #include "dlpack.h"
-#include "vector_kernels.h"
+#include "row_state.h"
 
 namespace fused_topk::cpu {
 
@@ -57,7 +56,7 @@ inline bool are_temperatures(const Array& array) {
   for (u64 left = elements_of(array); left > 0; --left) {
     i64 offset = 0;
     for (int dim = 0; dim < array.dims; ++dim) offset += place[dim] * stride_of(array, dim);
-    if (!(base[offset] >= FLT_MIN && base[offset] <= FLT_MAX)) return false;
+    if (!(base[offset] >= kLeastTemperature && base[offset] <= kGreatestTemperature)) return false;
     for (int dim = array.dims; dim-- > 0;) {
       if (++place[dim] < array.shape[dim]) break;
       place[dim] = 0;

@@ -19,15 +19,12 @@
 #include <memory>
 
 #include "row_state.h"
+#include "shares.h"
 #include "thread_pool.h"
 
 namespace fused_topk::cpu {
 namespace {
 
-constexpr u32 kBlocksPerPart = 4;
-constexpr u32 kTasksPerThread = 4;
-// Rows of fewer elements than this are handed out several at a time.
-constexpr u64 kElementsPerTask = 16384;
 // Elements whose exponentials a core's second-level cache holds until they are scaled.
 constexpr u32 kMostKept = 1u << 17;
 
@@ -60,19 +57,10 @@ struct Solver {
   explicit Solver(const FullRowProblem& p) : problem(p), temperature(p.temperature) {
     for (const i64 size : p.sizes) rows *= u64(size);
     blocks = (p.vocab_size - 1) / kBlock + 1;
-    parts = parts_of_a_row();
+    parts = parts_of_a_row(rows, blocks, threads());
   }
 
   u32 threads() const { return useful_threads(rows * problem.vocab_size, problem.threads); }
-
-  // Of the rows, a thread's.
-  u64 share() const { return std::max<u64>(1, (rows + threads() - 1) / threads()); }
-
-  u32 parts_of_a_row() const {
-    const u64 tasks = threads() == 1 ? 1 : kTasksPerThread * u64(threads());
-    if (rows == 0 || rows >= tasks) return 1;
-    return u32(std::clamp<u64>(blocks / kBlocksPerPart, 1, (tasks - 1) / rows + 1));
-  }
 
   void run() {
     if (problem.vocab_size <= kShortRow) {
@@ -80,7 +68,7 @@ struct Solver {
       return;
     }
     if (parts == 1) {
-      for_each_task(rows, std::clamp<u64>(kElementsPerTask / problem.vocab_size, 1, share()),
+      for_each_task(rows, tasks_at_once(rows, kElementsAtOnce, problem.vocab_size, threads()),
                     [this](u64 row, Workspace& workspace) {
                       workspace.normalizers.resize(blocks);
                       float* const terms = terms_of(row, workspace);
@@ -104,7 +92,7 @@ struct Solver {
 
   // A task is as many rows as a workspace holds.
   void solve_short_rows() const {
-    const u64 rows_at_once = std::min<u64>(kBlock / problem.vocab_size, share());
+    const u64 rows_at_once = tasks_at_once(rows, kBlock, problem.vocab_size, threads());
     for_each_task((rows + rows_at_once - 1) / rows_at_once, 1, [&](u64 task, Workspace& workspace) {
       const u64 first = task * rows_at_once;
       solve_short_rows(first, u32(std::min(rows - first, rows_at_once)), workspace.buffer);
@@ -126,14 +114,14 @@ struct Solver {
 
   // Calls do_task(task, the thread's workspace) for all tasks.
   template <class TASK>
-  void for_each_task(u64 tasks, u64 tasks_at_once, const TASK& do_task) const {
+  void for_each_task(u64 tasks, u64 at_once, const TASK& do_task) const {
     std::atomic<u64> next_task{0};
     run_on_threads(u32(std::min<u64>(threads(), tasks)), [&] {
       Workspace workspace;
       for (;;) {
-        const u64 first = next_task.fetch_add(tasks_at_once, std::memory_order_relaxed);
+        const u64 first = next_task.fetch_add(at_once, std::memory_order_relaxed);
         if (first >= tasks) return;
-        for (u64 task = first; task < std::min(tasks, first + tasks_at_once); ++task) do_task(task, workspace);
+        for (u64 task = first; task < std::min(tasks, first + at_once); ++task) do_task(task, workspace);
       }
     });
   }

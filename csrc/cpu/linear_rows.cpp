@@ -14,6 +14,7 @@
 #include <memory>
 
 #include "selection.h"
+#include "shares.h"
 #include "thread_pool.h"
 #include "topk_row.h"
 
@@ -24,7 +25,6 @@ namespace {
 constexpr u64 kProductsPerThread = 1 << 16;
 // More threads than that wait for the same memory, and each needs lists of its own.
 constexpr u32 kMostThreads = 64;
-constexpr u32 kTasksPerThread = 4;
 
 // Memory for floats, aligned to a line of the cache.
 class Floats {

@@ -32,6 +32,9 @@ inline BlockNormalizer merge(const BlockNormalizer& a, const BlockNormalizer& b,
   return {m, relative_to_m(a) + relative_to_m(b)};
 }
 
+// What float32 can multiply and divide by. arguments.py refuses other temperatures.
+constexpr double kLeastTemperature = 0x1p-120, kGreatestTemperature = 0x1p126;
+
 // A row's temperature, as the loops take it.
 struct Temperature {
   double inverse;
@@ -40,7 +43,7 @@ struct Temperature {
   // A temperature that is not positive makes NaN of all results but the indices. Others are clamped to what float32 can
   // multiply and divide by.
   explicit Temperature(double t) {
-    t = t > 0.0 ? std::clamp(t, 0x1p-120, 0x1p126) : std::numeric_limits<double>::quiet_NaN();
+    t = t > 0.0 ? std::clamp(t, kLeastTemperature, kGreatestTemperature) : std::numeric_limits<double>::quiet_NaN();
     inverse = 1.0 / t;
     const double c = t * 0.6931471805599453;
     // The upper 16 of 24 bits.

@@ -23,17 +23,12 @@
 #include <memory>
 
 #include "selection.h"
+#include "shares.h"
 #include "thread_pool.h"
 #include "topk_row.h"
 
 namespace fused_topk::cpu {
 namespace {
-
-// A part of a row has no fewer blocks. A guess.
-constexpr u32 kBlocksPerPart = 4;
-constexpr u32 kTasksPerThread = 4;
-// Rows of fewer elements than this are handed out several at a time.
-constexpr u64 kElementsPerTask = 16384;
 
 // -inf in the low bytes: x86 and ARM store these first.
 constexpr u32 kNegativeInfinity[kDTypes] = {0xFF800000u, 0xFC00u, 0xFF80u};
@@ -68,7 +63,7 @@ struct Solver {
   Temperature temperature;  // of all rows, if they have one
 
   std::atomic<u64> next_task{0};
-  u64 tasks_at_once = 1;
+  u64 at_once;  // tasks that a thread takes
 
   // What parts leave for the last part of their row. Only with parts > 1.
   std::unique_ptr<BlockNormalizer[]> normalizers;  // [rows, blocks]
@@ -86,9 +81,8 @@ struct Solver {
     for (const i64 size : p.sizes) rows *= u64(size);
     blocks = (p.vocab_size - 1) / kBlock + 1;
     k = std::min(p.k, p.vocab_size);
-    parts = parts_of_a_row();
-    const u64 share = (rows * parts + threads() - 1) / threads();
-    tasks_at_once = std::clamp<u64>(kElementsPerTask / p.vocab_size, 1, std::max<u64>(1, share));
+    parts = parts_of_a_row(rows, blocks, threads());
+    at_once = tasks_at_once(rows * parts, kElementsAtOnce, p.vocab_size, threads());
     if (parts > 1) {
       normalizers.reset(new BlockNormalizer[rows * blocks]);
       part_lists.resize(rows * parts * k);
@@ -104,13 +98,6 @@ struct Solver {
   }
 
   u32 threads() const { return useful_threads(rows * problem.vocab_size, problem.threads); }
-
-  // Enough parts that the threads have about equal shares, even if one starts late.
-  u32 parts_of_a_row() const {
-    const u64 tasks = threads() == 1 ? 1 : kTasksPerThread * u64(threads());
-    if (rows == 0 || rows >= tasks) return 1;
-    return u32(std::clamp<u64>(blocks / kBlocksPerPart, 1, (tasks - 1) / rows + 1));
-  }
 
   static std::unique_ptr<std::atomic<u32>[]> counters(u64 count, u32 value) {
     std::unique_ptr<std::atomic<u32>[]> result(new std::atomic<u32>[count]);
@@ -128,9 +115,9 @@ struct Solver {
     run_on_threads(u32(std::min<u64>(threads(), tasks)), [this, tasks] {
       Workspace workspace(*this);
       for (;;) {
-        const u64 first = next_task.fetch_add(tasks_at_once, std::memory_order_relaxed);
+        const u64 first = next_task.fetch_add(at_once, std::memory_order_relaxed);
         if (first >= tasks) return;
-        const u64 end = std::min(tasks, first + tasks_at_once);
+        const u64 end = std::min(tasks, first + at_once);
         for (u64 task = first; task < end; ++task) do_part(task / parts, u32(task % parts), workspace);
       }
     });

@@ -23,6 +23,7 @@
 #include "full_row_kernels.h"
 #include "row_state.h"
 #include "selection.h"
+#include "shares.h"
 #include "thread_pool.h"
 
 namespace fused_topk::cpu {
@@ -31,10 +32,6 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-// As in full_rows.cpp. Guesses.
-constexpr u64 kElementsPerTask = 16384;
-constexpr u32 kBlocksPerPart = 4;
-constexpr u32 kTasksPerThread = 4;
 // Listed where no top-k says how many are kept. What top-p keeps of a language model's rows is mostly less.
 constexpr u32 kListed = 128;
 // Room for tokens that tie with the k-th, besides k / 8.
@@ -128,20 +125,13 @@ struct Solver {
 
   u32 threads() const { return useful_threads(rows * vocab_size, problem.threads); }
 
-  u32 parts_of_a_row() const {
-    const u64 tasks = threads() == 1 ? 1 : kTasksPerThread * u64(threads());
-    if (rows >= tasks) return 1;
-    return u32(std::clamp<u64>(blocks / kBlocksPerPart, 1, (tasks - 1) / rows + 1));
-  }
-
   void run() const {
-    const u32 parts = parts_of_a_row();
+    const u32 parts = parts_of_a_row(rows, blocks, threads());
     if (parts > 1) {
       run_parts(parts);
       return;
     }
-    const u64 share = std::max<u64>(1, (rows + threads() - 1) / threads());
-    const u64 at_once = std::clamp<u64>(kElementsPerTask / vocab_size, 1, share);
+    const u64 at_once = tasks_at_once(rows, kElementsAtOnce, vocab_size, threads());
     for_each_task((rows + at_once - 1) / at_once, [&](u64 task, Workspace& workspace) {
       for (u64 number = task * at_once; number < std::min(rows, (task + 1) * at_once); ++number) {
         const Row row = row_at(number);
@@ -531,7 +521,8 @@ struct Solver {
     }
     double total = 0.0;
     for (size_t bin = bins.size(); bin-- > 0;) total += bins[bin];
-    const double aim = row.top_p * total;
+    // At least one token is kept, also by a top_p of 0.
+    const double aim = std::max(row.top_p * total, std::numeric_limits<double>::min());
     double before = 0.0;
     u32 bin = u32(bins.size()) - 1;
     while (bin > least_key >> (32 - kBinBits) && before + bins[bin] < aim) before += bins[bin--];

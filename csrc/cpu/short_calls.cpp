@@ -23,6 +23,7 @@
 
 #include "kept_calls.h"
 #include "prepared.h"
+#include "shares.h"
 
 namespace fused_topk::cpu {
 namespace {
@@ -41,6 +42,9 @@ struct Framework {
   nb::object empty_like;
   // How many threads a call may use.
   nb::object num_threads;
+  // Whether an array is one that is not always to be written; and what is called with the arrays that have been.
+  nb::object is_inference;
+  nb::object have_changed;
   // An array's, and the thread's: an object whose raw_repr() is a set of bits. With any bit but the known ones, the
   // framework must see the call.
   nb::object keys_of_array;
@@ -92,6 +96,9 @@ class ShortCalls {
     } else {
       has_small_indices = has_type(arrays.indices, dlpack::kInt, 32);
       if (!is_plain_out(arrays, request, has_temperatures, !mask.is_none())) return nb::none();
+      for (const nb::handle field : fields) {
+        if (call(framework_.is_inference, field).ptr() != Py_False) return nb::none();
+      }
       const bool is_result = Py_TYPE(out.ptr()) == reinterpret_cast<PyTypeObject*>(framework_.result_type.ptr());
       result = is_result ? nb::borrow(out) : result_of(nb::borrow(out));
     }
@@ -103,6 +110,7 @@ class ShortCalls {
         address(arrays.logsumexp), 0, mask.is_none() ? 0 : address(arrays.mask),
         has_temperatures ? address(arrays.temperature) : 0, threads_for(arrays.logits));
     std::copy(indices.begin(), indices.end(), static_cast<std::int32_t*>(arrays.indices.data));
+    if (!out.is_none()) call(framework_.have_changed, result);
     return result;
   }
 
@@ -435,10 +443,12 @@ void bind_short_calls(nb::module_& module) {
   nb::class_<ShortCalls>(module, "ShortCalls")
       .def("__init__",
            [](ShortCalls* self, nb::object array_type, nb::object result_type, nb::object empty, nb::object empty_like,
-              nb::object num_threads, nb::object keys_of_array, nb::object keys_of_thread, u64 known_of_array,
-              u64 known_of_thread, nb::object records_gradients, nb::object forward_mode) {
-             new (self) ShortCalls({array_type, result_type, empty, empty_like, num_threads, keys_of_array,
-                                    keys_of_thread, known_of_array, known_of_thread, records_gradients, forward_mode});
+              nb::object num_threads, nb::object is_inference, nb::object have_changed, nb::object keys_of_array,
+              nb::object keys_of_thread, u64 known_of_array, u64 known_of_thread, nb::object records_gradients,
+              nb::object forward_mode) {
+             new (self) ShortCalls({array_type, result_type, empty, empty_like, num_threads, is_inference, have_changed,
+                                    keys_of_array, keys_of_thread, known_of_array, known_of_thread, records_gradients,
+                                    forward_mode});
            })
       .def_prop_ro("topk", bound_method<&ShortCalls::topk>)
       .def_prop_ro("keep_topk", bound_method<&ShortCalls::keep_topk>)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..functional.merging import run_merge
 from ..problem import result_dtype
@@ -61,6 +62,7 @@ class _OfColumns(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (result,) = ctx.saved_tensors
         dtype = result_dtype(ctx.dtype)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..functional import row_topk as of_rows
 from ..functional.arguments import (
@@ -141,10 +142,17 @@ def beam_topk(
     rows = TopK(*run_merge(*parts, k_of_beam, *call.temperatures, "log_softmax", normalize, backend))
     scores = beam_scores.to(rows.values.dtype).unsqueeze(-1)
     accumulated = (rows.values + scores).flatten(1)
-    # Of equal scores the earlier in the lists comes first: the smaller beam, and within a beam the row's order.
-    best = of_rows.topk(accumulated.detach(), k, backend=backend).indices
+    ranked = accumulated.detach()
     of_beams = torch.arange(beams, device=accumulated.device).unsqueeze(-1)
     tokens = of_beams * (parts.lengths.sum() if vocab_size is None else vocab_size) + rows.indices
+    if vocab_size is None:
+        # A list that is longer than the vocabulary ends with places that have no token. They rank below every token, also
+        # below those with -inf.
+        is_void = rows.indices < 0
+        ranked = ranked.clamp(min=torch.finfo(ranked.dtype).min).masked_fill(is_void.flatten(1), -torch.inf)
+        tokens = tokens.masked_fill(is_void, _NO_TOKEN)
+    # Of equal scores the earlier in the lists comes first: the smaller beam, and within a beam the row's order.
+    best = of_rows.topk(ranked, k, backend=backend).indices
     return TopK(accumulated.gather(1, best), tokens.flatten(1).gather(1, best), rows.logsumexp)
 
 
@@ -297,8 +305,22 @@ def write_state(local_logits: Tensor, held: int, arguments: tuple[Any, ...], out
 
 def _with_own(parts: Parts, rank: int, own: TopK) -> Parts:
     """The parts with this process's state in place of its copy, so that gradients reach the logits."""
-    live = (own.values, own.indices, *own.logsumexp.unbind(0))
+    values, normalizer = _OnceDifferentiable.apply(own.values, own.logsumexp)  # type: ignore[no-untyped-call]
+    live = (values, own.indices, *normalizer.unbind(0))
     logits, indices, m, d = (
         torch.cat((of_all[:rank], of_own.unsqueeze(0), of_all[rank + 1 :])) for of_all, of_own in zip(parts[:4], live)
     )
     return Parts(logits, indices, m, d, parts.lengths)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """The same tensors. A second derivative would lack the terms of the other processes."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients

@@ -260,7 +260,11 @@ class _Head(torch.autograd.Function):
             run: Any = _linear_topk_backward if need_dispatcher(hidden, weight, bias) else linear.linear_topk_backward
             found = run(*head, own, state, chosen, of_targets, grad_normalizer, wanted)
         else:
-            found = tuple(None if x is None else torch.zeros_like(x) for x in (hidden, weight, bias))
+            # Contiguous, as the gradients of the other processes are: a sum over processes goes by places in memory.
+            found = tuple(
+                None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format)
+                for x in (hidden, weight, bias)
+            )
         if wanted[0]:
             dist.all_reduce(found[0], group=group)
         return *(x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)), *(None,) * 4

@@ -126,8 +126,8 @@ def headers_of(buffers: Tensor) -> Tensor:
 
 def header_words(header: Header, device: torch.device) -> Tensor:
     """The header as the first words of a buffer."""
-    if torch.compiler.is_compiling():
-        return torch.tensor(header, dtype=torch.int32, device=device).view(torch.int64)
+    if torch.compiler.is_compiling() or torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+        return _header_words.__wrapped__(header, device)
     return _header_words(header, device)
 
 

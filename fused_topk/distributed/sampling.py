@@ -21,7 +21,15 @@ from torch import Tensor
 
 from ..backends import philox
 from ..functional import sampling as of_rows
-from ..functional.arguments import check_backend, check_k, check_logits, check_mask, check_row_numbers
+from ..functional.arguments import (
+    GREATEST_TEMPERATURE,
+    LEAST_TEMPERATURE,
+    check_backend,
+    check_k,
+    check_logits,
+    check_mask,
+    check_row_numbers,
+)
 from ..functional.merging import run_merge
 from ..layout.topk_choice import MAX_K
 from ..operators import row_topk
@@ -162,7 +170,7 @@ def _length(top_k: Any) -> int | None:
 
 
 def _checked(logits: Tensor, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> _Kept:
-    limits = (of_rows._LEAST_TEMPERATURE, of_rows._GREATEST_TEMPERATURE)
+    limits = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
     of_all = (
         check_row_numbers("temperature", temperature, logits, torch.float64, limits, or_zero=True),
         check_row_numbers("top_k", top_k, logits, torch.int64, (0, of_rows._SEEDS[1])),

@@ -21,9 +21,8 @@ from ..problem import TopKState, result_dtype
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NORMALIZE = ("allowed", "all", "topk")
-# The kernels scale by 1 / T in float32.
-_LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
-_GREATEST_TEMPERATURE = torch.finfo(torch.float32).max
+# The kernels scale by 1 / T in float32. The CPU's limits, csrc/cpu/row_state.h, for all.
+LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 2.0**-120, 2.0**126
 # A guess: with one number, a reduction takes nine times as long as reading it; with 64, twice.
 _FEW_TEMPERATURES = 16
 
@@ -117,10 +116,10 @@ def check_temperature(
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float, Tensor)):
         raise TypeError(f"`temperature` must be a number or a tensor, got {type(temperature).__name__}; use float(...)")
     if not isinstance(temperature, Tensor):
-        if not _LEAST_TEMPERATURE <= temperature <= _GREATEST_TEMPERATURE:
+        if not LEAST_TEMPERATURE <= temperature <= GREATEST_TEMPERATURE:
             raise ValueError(
-                f"`temperature` must be positive and finite in float32 ({_LEAST_TEMPERATURE:.2g} to "
-                f"{_GREATEST_TEMPERATURE:.2g}), got {temperature}; for the best token use k=1"
+                f"`temperature` must be positive and finite in float32 ({LEAST_TEMPERATURE:.2g} to "
+                f"{GREATEST_TEMPERATURE:.2g}), got {temperature}; for the best token use k=1"
             )
         return float(temperature), None
     check_tensor("temperature", temperature)
@@ -149,14 +148,14 @@ def check_row_temperature(temperature: Tensor) -> None:
         return
     # Few numbers are compared sooner in Python than by a reduction. A NaN fails every comparison.
     if temperature.numel() <= _FEW_TEMPERATURES:
-        if all(_LEAST_TEMPERATURE <= t <= _GREATEST_TEMPERATURE for t in temperature.flatten().tolist()):
+        if all(LEAST_TEMPERATURE <= t <= GREATEST_TEMPERATURE for t in temperature.flatten().tolist()):
             return
     else:
         # One reduction is quicker than two comparisons of whole tensors. aminmax() returns NaN if there is one.
         least, greatest = temperature.aminmax()
-        if least.item() >= _LEAST_TEMPERATURE and greatest.item() <= _GREATEST_TEMPERATURE:
+        if least.item() >= LEAST_TEMPERATURE and greatest.item() <= GREATEST_TEMPERATURE:
             return
-    ok = (temperature >= _LEAST_TEMPERATURE) & (temperature <= _GREATEST_TEMPERATURE)
+    ok = (temperature >= LEAST_TEMPERATURE) & (temperature <= GREATEST_TEMPERATURE)
     worst = temperature[~ok].reshape(-1)[0].item()
     raise ValueError(f"`temperature` must be positive and finite in every row, got {worst}; clamp it")
 
@@ -183,10 +182,10 @@ def check_row_numbers(
     rule = f"satisfy {least:.3g} <= {name} <= {greatest:.3g}{' or be 0' if or_zero else ''}"
     if not isinstance(value, Tensor):
         given: Any = value
-        number = float(given) if dtype.is_floating_point else int(given)
-        if not (least <= number <= greatest or (or_zero and number == 0)):
+        # Compared before it is converted: a float cannot hold every int.
+        if not (least <= given <= greatest or (or_zero and given == 0)):
             raise ValueError(f"`{name}` must {rule}, got {value}; clamp it")
-        return number, None
+        return float(given) if dtype.is_floating_point else int(given), None
     check_tensor(name, value)
     if value.is_floating_point() != dtype.is_floating_point or value.dtype == torch.bool or value.is_complex():
         kind = "a floating-point" if dtype.is_floating_point else "an integer"

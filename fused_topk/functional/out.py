@@ -38,6 +38,12 @@ def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], i
             raise ValueError(
                 f"`out.{name}` must have shape {tuple(shape)}, got {tuple(tensor.shape)}; it is never resized"
             )
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"`out.{name}` must not be a tensor of inference mode outside of it, got one; allocate it outside, too"
+            )
+        if tensor.is_neg():
+            raise ValueError(f"`out.{name}` must not be a negative view, got one; pass a tensor of its own")
         if logits is not None and tensor.device != logits.device:
             raise ValueError(
                 f"`out.{name}` must be on {logits.device}, the device of `logits`, got {tensor.device}; allocate it there"
@@ -64,6 +70,11 @@ def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], i
         places.append((f"out.{name}", tensor, (first, end)))
 
 
+def have_changed(out: Sequence[Tensor]) -> None:
+    """Tells autograd that the tensors have changed. Where one of them is kept for a gradient, the backward pass then raises."""
+    torch.autograd.graph.increment_version([tensor for tensor in out if not tensor.is_inference()])
+
+
 def is_plain_out(
     out: Sequence[Tensor], expected: Sequence[tuple[Sequence[int], torch.dtype]], inputs: Sequence[Tensor | None]
 ) -> bool:
@@ -81,6 +92,8 @@ def is_plain_out(
     for tensor, (shape, dtype) in zip(out, expected):
         is_of_dtype = tensor.dtype is dtype or (dtype is torch.int64 and tensor.dtype is torch.int32)
         if not is_of_dtype or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():
+            return False
+        if tensor.is_inference():
             return False
         ranges.append(_bytes(tensor))
     # Sorted by start, each range must end before the next begins.

@@ -19,6 +19,8 @@ from ..plans import Like, TopkPlan
 from ..problem import TopK, result_dtype
 from . import short_calls
 from .arguments import (
+    GREATEST_TEMPERATURE,
+    LEAST_TEMPERATURE,
     check_backend,
     check_beam_scores,
     check_dim,
@@ -31,7 +33,7 @@ from .arguments import (
     check_vocabulary,
     is_distributed,
 )
-from .out import check_out, is_plain_out
+from .out import check_out, have_changed, is_plain_out
 
 # These are looked up once, not at every call.
 is_traced = torch.compiler.is_dynamo_compiling
@@ -301,6 +303,8 @@ def _planned(
             return None
         check_row_temperature(row_temperature)
     elif temperature is not None:
+        if not LEAST_TEMPERATURE <= temperature <= GREATEST_TEMPERATURE:
+            return None
         number = float(temperature)
     if mask is not None and mask.device != logits.device:
         return None
@@ -327,8 +331,10 @@ def _planned(
         check_out(written, plan.result, inputs)
     elif written.indices.dtype is torch.int64:
         plan.start(logits, written, None, mask, row_temperature)
+        have_changed(written)
         return written
     plan.run_into(written, logits, mask, row_temperature)
+    have_changed(written)
     return written
 
 
@@ -414,7 +420,10 @@ def _row(
         TopK(written.values.movedim(dim, -1), written.indices.movedim(dim, -1), written.logsumexp) if moved else written
     )
     run_out = row_topk.row_topk_out
-    if need_dispatcher(logits, row_temperature, mask, *last):
+    sees_dispatcher = need_dispatcher(logits, row_temperature, mask, *last)
+    if sees_dispatcher:
         run_out = _row_topk_out
     run_out(logits, k, number, row_temperature, mask, values, normalize, backend, *last)
+    if not sees_dispatcher:
+        have_changed(written)
     return written

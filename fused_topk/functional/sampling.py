@@ -19,6 +19,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,8 @@ from ..operators.dispatch import need_dispatcher
 from ..plans import Like
 from ..problem import Sample, SampleProblem, TopK
 from .arguments import (
+    GREATEST_TEMPERATURE,
+    LEAST_TEMPERATURE,
     check_backend,
     check_k,
     check_logits,
@@ -40,8 +43,6 @@ _sample = torch.ops.fused_topk.sample.default
 _Numbers = tuple[Any, Tensor | None, Any, Tensor | None, Any, Tensor | None, Any, Tensor | None]
 _SEEDS = (-(2**63), 2**63 - 1)
 _MOST_SAMPLES = 2**31 - 1
-_LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
-_GREATEST_TEMPERATURE = torch.finfo(torch.float32).max
 # Of num_samples, logprobs, truncated_log_probs and backend: what can be the key of a plan.
 _PLANNED_REQUESTS = (int, bool, str, type(None))
 
@@ -170,7 +171,7 @@ def _check(
     check_vocabulary(vocab_size)
     check_backend(backend)
     check_k(num_samples, _MOST_SAMPLES, "samples of a row", "num_samples")
-    if type(logprobs) is not int or logprobs != 0:
+    if isinstance(logprobs, bool) or not isinstance(logprobs, (int, np.integer)) or logprobs != 0:
         check_k(logprobs, vocab_size, name="logprobs")
     if not isinstance(truncated_log_probs, bool):
         raise TypeError(
@@ -178,7 +179,7 @@ def _check(
         )
     temperature, top_k, top_p, min_p = numbers
     floating = torch.float32 if device_type in ("mps", "xpu") else torch.float64
-    temperatures = (_LEAST_TEMPERATURE, _GREATEST_TEMPERATURE)
+    temperatures = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
     return (
         *check_row_numbers("temperature", temperature, logits, floating, temperatures, or_zero=True),
         *check_row_numbers("top_k", top_k, logits, torch.int64, (0, _SEEDS[1])),
@@ -280,7 +281,7 @@ def _names(
             raise ValueError("`generator` must be None where a `seed` is given, got both; leave one out")
         of_seed = check_row_numbers("seed", seed, logits, torch.int64, _SEEDS)
         return of_seed, check_row_numbers("counter", counter, logits, torch.int64, _SEEDS)
-    if not (isinstance(counter, int) and counter == 0):
+    if isinstance(counter, bool) or not isinstance(counter, (int, np.integer)) or counter != 0:
         raise ValueError("`counter` must be left out without a `seed`, got one; a generator counts by itself")
     if generator is not None:
         if not isinstance(generator, torch.Generator):

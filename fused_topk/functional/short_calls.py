@@ -9,7 +9,6 @@ that torch.compile traces.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -37,15 +36,23 @@ full_rows: Callable[..., Any] = _serves_no_call if _calls is None else _calls.fu
 _MOST_ELEMENTS = 1024
 
 
-@functools.lru_cache(maxsize=8)
-def _memory(dtype: torch.dtype) -> Tensor:
-    """What all such tensors are views of, so that they need no memory of their own."""
-    return torch.empty(_MOST_ELEMENTS, dtype=dtype, device="cpu")
+# By dtype: what all such tensors are views of, so that they need no memory of their own.
+_memory: dict[torch.dtype, Tensor] = {}
 
 
 def _result(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     elements = math.prod(shape)
-    return _memory(dtype)[:elements].view(shape) if elements <= _MOST_ELEMENTS else (shape, dtype)
+    if elements > _MOST_ELEMENTS:
+        return shape, dtype
+    memory = _memory.get(dtype)
+    if memory is None:
+        memory = torch.empty(_MOST_ELEMENTS, dtype=dtype, device="cpu")
+    view = memory[:elements].view(shape)
+    # A mode may make something else of tensors.
+    if type(memory) is not Tensor or type(view) is not Tensor or not view.is_cpu:
+        return shape, dtype
+    _memory[dtype] = memory
+    return view
 
 
 def keep_topk(plan: TopkPlan, *arguments: Any) -> None:

@@ -276,8 +276,15 @@ class LazyScores(StandIn):
     def _softmax(self, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
         if self._stage not in (Stage.LOGITS, Stage.TOTALS) or dim not in (-1, 1) or dtype is not None:
             return NotImplemented
-        result = self._next(Stage.PROBS, self.shape, lambda: F.softmax(self._tensor(), dim=-1))
-        # The loop draws from the probabilities and then asks the scores for what it has drawn (_gather).
+
+        def compute() -> Tensor:
+            if self._stage is Stage.TOTALS and self._dense is None:
+                self._dense = self._compute()
+            return F.softmax(self._tensor(), dim=-1)
+
+        result = self._next(Stage.PROBS, self.shape, compute)
+        # The loop of beams draws from the probabilities and then asks the scores for what it has drawn (_gather), when the
+        # step may have ended.
         result._chosen = self._chosen
         return result
 
@@ -286,7 +293,8 @@ class LazyScores(StandIn):
         rows, beams, filters = self._step.rows, self._beam_scores, self._filters or ()
         if self._stage is not Stage.PROBS or replacement:
             return NotImplemented
-        generator = rows.generator if generator is None else generator
+        if generator is None and rows.generator is not None:
+            generator = rows.generator()
         drawn = choice.sampled(rows, self._edits, filters, generator) if beams is None and num_samples == 1 else None
         if drawn is not None:
             if choice.has_no_distribution(drawn):

@@ -78,20 +78,21 @@ class Rows:
     step's arguments are right by construction, and nothing needs a gradient.
     """
 
-    __slots__ = ("backend", "logits")
+    __slots__ = ("backend", "generator", "logits")
 
-    # Random numbers to draw with; None for the caller's.
-    generator: torch.Generator | None = None
-
-    def __init__(self, logits: Tensor, backend: Backend) -> None:
+    def __init__(
+        self, logits: Tensor, backend: Backend, generator: Callable[[], torch.Generator] | None = None
+    ) -> None:
         self.logits = logits  # [R, V], in the model's dtype
         self.backend = backend
+        # Gives the random numbers to draw with; None for the caller's.
+        self.generator = generator
 
     def maker(self) -> Callable[[Tensor], Rows]:
         """A function that makes rows like these of a model's logits [R, length, V]. It holds no logits."""
         # On the device where the loop had them: it may differ from the model's.
-        device, backend = self.logits.device, self.backend
-        return lambda logits: Rows(logits.select(1, -1).to(device), backend)
+        device, backend, generator = self.logits.device, self.backend, self.generator
+        return lambda logits: Rows(logits.select(1, -1).to(device), backend, generator)
 
     def gather(self, reason: str) -> None:
         """Has all columns on this process."""
@@ -165,7 +166,7 @@ class Rows:
 
     def edited(self, ids: Tensor, change: Change, replaces_row: bool) -> Rows:
         """Rows of float32 logits in which the tokens `ids` [R, S] have other scores. See :func:`edited.edited`."""
-        return Rows(edited(self.logits, ids, change, replaces_row), self.backend)
+        return Rows(edited(self.logits, ids, change, replaces_row), self.backend, self.generator)
 
     def draws(self, parameters: Mapping[str, float]) -> bool:
         """Whether :meth:`sample` takes these parameters."""

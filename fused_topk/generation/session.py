@@ -9,7 +9,6 @@ from contextvars import ContextVar
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
@@ -25,7 +24,7 @@ from .selection import Rows
 from .sharded_logits import ShardedLogits
 from .sharded_rows import ShardedRows
 from .statistics import count_fallback, count_gathered
-from .tensor_parallel import ShardedHead, head_of
+from .tensor_parallel import ShardedHead, SharedGenerator, head_of
 
 SEARCH = (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH)
 SAMPLING = (GenerationMode.SAMPLE, GenerationMode.BEAM_SAMPLE)
@@ -95,7 +94,7 @@ class Session:
         self._reason_to_gather: str | None = None
         # Whether the head has given columns in this forward pass.
         self._has_given_columns = False
-        self._generator: torch.Generator | None = None
+        self._generator: SharedGenerator | None = None
 
     def begin(self, config: GenerationConfig, processors: LogitsProcessorList) -> LogitsProcessorList:
         """Called before a loop with that configuration. Returns the processors for the loop to use."""
@@ -132,8 +131,8 @@ class Session:
         if not agreement.is_alike:
             reason = "a call that is not the same on all processes"
         self._reason_to_gather = reason
-        if mode in SAMPLING and reason is None:
-            self._generator = torch.Generator(self._head.module.weight.device).manual_seed(agreement.seed)
+        if agreement.is_alike and self._reason is None:
+            self._generator = agreement.generator(self._head.module.weight.device)
 
     def columns_of(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType
@@ -270,7 +269,7 @@ class Session:
             if k:
                 self.topk.append(taken.log_softmax_topk(k))
         else:
-            taken = Rows(rows, self._backend)
+            taken = Rows(rows, self._backend, self._generator)
             if k:
                 self.topk.append(functional.log_softmax_topk(rows, k))
         scores = LazyScores.of(taken, of)

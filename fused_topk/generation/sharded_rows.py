@@ -27,13 +27,14 @@ from .sharded_logits import ShardedLogits
 class ShardedRows(Rows):
     """Rows whose columns the processes of a group have between them."""
 
-    __slots__ = ("_columns", "_local", "generator")
+    __slots__ = ("_columns", "_local")
 
     logits: ShardedLogits
 
-    def __init__(self, logits: ShardedLogits, backend: Backend, generator: torch.Generator | None) -> None:
-        super().__init__(logits, backend)
-        self.generator = generator
+    def __init__(
+        self, logits: ShardedLogits, backend: Backend, generator: Callable[[], torch.Generator] | None
+    ) -> None:
+        super().__init__(logits, backend, generator)
         self._local = logits.local  # [R, columns]
         self._columns = logits.columns
 

@@ -55,7 +55,41 @@ class Agreement(NamedTuple):
     """What the processes of a call have said to each other."""
 
     is_alike: bool
-    seed: int  # for all of them
+    seed: int | None  # for all of them
+
+    def generator(self, device: torch.device) -> SharedGenerator | None:
+        """Random numbers that all of them have."""
+        return None if self.seed is None else SharedGenerator(self.seed, device)
+
+
+class SharedGenerator:
+    """Gives a generator that is in the same state on every process.
+
+    A call in which nothing is drawn by it must leave the process's own random numbers as they are. So the one that has become
+    the seed is taken from them at the first use.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+        self._generator: torch.Generator | None = None
+
+    def __call__(self) -> torch.Generator:
+        if self._generator is None:
+            random_seed(self._device)
+            self._generator = torch.Generator(self._device).manual_seed(self._seed)
+        return self._generator
+
+
+def random_seed(device: torch.device) -> Tensor:
+    """A seed by the process's own random numbers, int64 of shape ()."""
+    return torch.randint(0, 2**63 - 1, (), device=device)
+
+
+def _next_seed(device: torch.device) -> Tensor:
+    """What random_seed() will give."""
+    is_cpu = device.type == "cpu"
+    with torch.random.fork_rng([] if is_cpu else [device], device_type="cuda" if is_cpu else device.type):
+        return random_seed(device)
 
 
 class ShardedHead:
@@ -112,18 +146,18 @@ class ShardedHead:
 
         Args:
             call: a text of all options that decide which collectives run.
-            draws: whether it will need random numbers. The seed comes from rank 0's generator.
+            draws: whether it may need random numbers. The seed comes from rank 0's generator.
         """
         columns, weight = self._columns, self.module.weight.to_local()
         if columns is None:
-            return Agreement(True, 0)
+            return Agreement(True, None)
         said = int.from_bytes(hashlib.sha256(call.encode()).digest()[:8], "little", signed=True)
         own = torch.tensor([[said, 0]], device=weight.device)
         if draws:
-            own[0, 1] = torch.randint(0, 2**63 - 1, (), device=weight.device)
+            own[0, 1] = _next_seed(weight.device)
         # Waits for the device, once a call.
         everyone = all_gather(own, columns.group).tolist()
-        return Agreement(all(each[0] == said for each in everyone), everyone[0][1])
+        return Agreement(all(each[0] == said for each in everyone), everyone[0][1] if draws else None)
 
     def logits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> ShardedLogits | None:
         """What the head's forward() returns instead of gathered logits; None where it must gather.
