@@ -73,7 +73,7 @@ def softmax_topk(
     Contract:
         Indices are exactly those of the unsharded call, ties included. The rest is the contract of
         :func:`fused_topk.merge_topk`. Gradients with respect to a process's columns are those of a loss that every process
-        computes alike from the result. A call does not wait for the GPU, except the first of a kind, and calls with
+        computes alike from the result; there are no second ones. A call does not wait for the GPU, except the first of a kind, and calls with
         k > V_local. It can be captured in a CUDA graph after such a first call, and compiled with fullgraph=True.
     """
     return _row("softmax", local_logits, k, group, temperature, mask, normalize, backend)
@@ -127,6 +127,11 @@ def beam_topk(
         beam_scores: shape (batch, beams), the same on all processes.
         k: the number of results per sequence, at most beams times the size of the whole vocabulary.
         normalize: "allowed" or "all".
+
+    Contract:
+        Each process sums the exponentials of its columns. So totals of beams that are a rounding apart may change places with
+        those of the unsharded call. Compiled and captured calls cannot check that k is at most beams times the vocabulary:
+        what is too much has the index -1.
     """
     check_logits(local_logits)
     check_beam_scores(beam_scores, local_logits)
