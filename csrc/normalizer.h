@@ -17,6 +17,8 @@ constexpr float kLog2E = 1.4426950408889634f;
 
 // The greatest 1 / T of a GPU's kernels. Times log2(e) it is still finite.
 constexpr float kLargestInverse = 2e38f;
+// The least normal float. A sampling row's is no less, so that -inf has no weight at any temperature.
+constexpr float kLeastInverse = 1.17549435e-38f;
 constexpr float kLn2 = 0.6931471805599453f;
 // NVRTC has no maths header and g++ no __int_as_float.
 #if defined(__CUDACC_RTC__)

@@ -54,7 +54,8 @@ struct List {
   // without k. All 32 lanes of a warp call it.
   __device__ __forceinline__ u32 kept(const Filters& filters, u64 sum) const {
     u32 kept = length;
-    bool has_border = kept == V;
+    // Behind a token with -inf there are only such, which weigh nothing.
+    bool has_border = kept == V || shared.key[length - 1] == kNegativeInfinityKey;
     if (filters.k) {
       if (filters.k > length) return 0;
       const u32 kth = shared.key[filters.k - 1];

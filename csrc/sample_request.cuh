@@ -103,7 +103,7 @@ struct RowTemperature {
     const double t = p.row_temperature ? __ldg(p.row_temperature + row) : p.temperature;
     is_greedy = !(t > 0.0);
     is_zero = t == 0.0;
-    inverse = is_greedy ? 1.0f : min(float(1.0 / t), kLargestInverse);
+    inverse = is_greedy ? 1.0f : max(min(float(1.0 / t), kLargestInverse), kLeastInverse);
     scale = inverse * kLog2E;
   }
 };

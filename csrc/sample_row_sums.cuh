@@ -133,7 +133,8 @@ class RowSums {
 #pragma unroll 1
       while (bin > 0 && above + shared_.sums[bin] < aim) above += shared_.sums[bin--];
       low += bin << shift;
-      high = min(high, low + ((1u << shift) - 1));
+      // low + 2^shift may be beyond 32 bits.
+      high = low + min(high - low, (1u << shift) - 1);
       if (low == high || shift == 0) return {low, aim, above, shared_.sums[bin]};
     }
   }

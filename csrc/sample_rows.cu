@@ -76,7 +76,7 @@ struct RowSampler {
     const i64 top_k = p.row_top_k ? __ldg(p.row_top_k + row) : p.top_k;
     const double min_p = p.row_min_p ? __ldg(p.row_min_p + row) : p.min_p;
     return {top_k > 0 && top_k < p.V ? u32(top_k) : 0, p.row_top_p ? __ldg(p.row_top_p + row) : p.top_p,
-            min_p > 0.0 ? round_up(min_p * double(p.one)) : 0};
+            min_p > 0.0 ? round_up(min(min_p, 2.0) * double(p.one)) : 0};
   }
 
   template <class MEASURE>

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,6 +31,8 @@ def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "zeros", slow_zeros)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(tickets, "raw_stream", lambda device: 7)
     monkeypatch.setattr(tickets, "_stream_tickets", {})
     monkeypatch.setattr(tickets, "_outgrown_tickets", [])
@@ -70,6 +74,28 @@ def test_captured_launches_share_no_counters(monkeypatch):
     assert list(tickets._reserves) == [0] and len(tickets._stream_tickets) == 1
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert tickets.zeroed(0, 5) == launched
+
+
+@pytest.mark.usefixtures("one_stream")
+def test_counters_of_a_device_that_captures_while_another_is_current(monkeypatch):
+    current = [0]
+
+    @contextlib.contextmanager
+    def device(number: int) -> Iterator[None]:
+        current[0] = number
+        yield
+        current[0] = 0
+
+    reserve = torch.empty(10, dtype=torch.int32)
+    monkeypatch.setattr(tickets, "_RESERVED_TICKETS", 10)
+    monkeypatch.setattr(tickets, "_reserves", {1: tickets._TicketReserve(reserve, [0])})
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
+    assert tickets.zeroed(1, 4) == reserve.data_ptr()
+    assert tickets.zeroed(0, 4) == tickets._stream_tickets[0, 7].data_ptr()
+    tickets._reserves.clear()
+    tickets.prepare(1)
+    assert not tickets._reserves
 
 
 def test_no_more_shared_memory_is_asked_for_than_there_is(monkeypatch):

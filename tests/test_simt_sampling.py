@@ -15,7 +15,7 @@ from fused_topk.backends import cuda, philox, reference
 from fused_topk.layout import sample_launch
 from fused_topk.problem import Problem, Sample, SampleProblem, TopK
 from oracle import DTYPES
-from rows import INF, NAN, packed, random_mask
+from rows import INF, NAN, packed, random_logits, random_mask
 from simt import build, sanitized
 from simt.emulate import emulated
 from simt.launch import SCHEDULES, Array
@@ -213,6 +213,34 @@ def test_masks_strides_and_many_samples():
         for name in ("whole", "usual", "top_p"):
             got = draw(logits, SETTINGS[name], name_of=seed, mask=given, num_samples=40, longest=9)
             check_draws(got.tokens, uniforms(seed, 40), kept_weights(logits, SETTINGS[name], mask))
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.5}, {"top_k": torch.tensor([1000, 1000])}], ids=["top_p", "top_k"])
+def test_logits_whose_keys_are_the_greatest(settings):
+    """A border near the end of the 32 bits."""
+    logits = torch.full((2, 2000), 1e30)
+    logits[1, ::2] = 2e30
+    got = draw(logits, settings, longest=5, num_samples=8)
+    assert got.tokens.min() >= 0 and got.tokens.max() < 2000
+    if "top_p" in settings:
+        assert (got.tokens[0] < 1000).all() and (got.tokens[1] % 2 == 0).all() and (got.tokens[1] < 1000).all()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": torch.tensor([1e9, 2.0, 1.5])}], ids=str
+)
+def test_parameters_beyond_what_a_cpu_takes(settings):
+    """Those of a GPU's tensors are not looked at. A hidden token is never drawn, nor one behind the row's end."""
+    logits = random_logits(3, 1001)
+    mask = torch.ones(3, 1001, dtype=torch.bool)
+    mask[1, 4:] = False
+    mask[2, 500:] = False
+    temperature = torch.tensor([torch.inf, torch.inf, 1e200], dtype=torch.float64)
+    got = draw(logits, {"temperature": temperature, **settings}, mask=mask, num_samples=50)
+    assert (got.tokens >= 0).all() and (got.tokens < 1001).all()
+    assert mask.gather(1, got.tokens).all()
+    if "min_p" in settings:
+        assert got.tokens[0].unique().numel() == 1
 
 
 def test_rows_without_a_distribution():

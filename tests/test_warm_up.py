@@ -172,7 +172,7 @@ def test_a_gpu_does_not_wait_for_the_compiler_of_another(monkeypatch):
 
     monkeypatch.setattr(driver, "_loaded", {(0, "loaded"): "loaded of 0"})
     monkeypatch.setattr(driver, "_load", load)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tickets, "_is_capturing", lambda device: False)
     monkeypatch.setattr(tickets, "raw_stream", lambda device: 7)
     monkeypatch.setattr(tickets, "_stream_tickets", {})
     zeros = torch.zeros

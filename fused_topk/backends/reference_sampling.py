@@ -33,7 +33,8 @@ def sample(problem: SampleProblem, out: Sample) -> None:
     has_distribution = best.isfinite()
     is_drawn = has_distribution & (temperature > 0)
     shifted = ranked - best.where(has_distribution, 0.0)
-    scaled = shifted / temperature.where(temperature > 0, 1.0)
+    # The greatest that float32 can divide by: -inf stays -inf.
+    scaled = shifted / temperature.where(temperature > 0, 1.0).clamp(max=2.0**126)
 
     weights = scaled.exp()
     weights = weights * _kept(p, ranked, weights)

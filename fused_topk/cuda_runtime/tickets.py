@@ -35,8 +35,16 @@ _stream_tickets: dict[tuple[int, int], Tensor] = {}
 _outgrown_tickets: list[Tensor] = []
 
 
+def _is_capturing(device: int) -> bool:
+    """Whether the device's current stream is being captured. torch answers for the current device."""
+    if torch.cuda.current_device() == device:
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def prepare(device: int) -> None:
-    if device not in _reserves and not torch.cuda.is_current_stream_capturing():
+    if device not in _reserves and not _is_capturing(device):
         tickets = torch.zeros(_RESERVED_TICKETS, dtype=torch.int32, device=f"cuda:{device}")
         # This waits, once for each device: a graph may be replayed on another stream than this one.
         torch.cuda.current_stream(device).synchronize()
@@ -48,7 +56,7 @@ def zeroed(device: int, count: int) -> int:
 
     A launch leaves them zero, so the launches of one stream share one set. A captured launch gets a set of its own.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if _is_capturing(device):
         with _lock:
             reserve = _reserves.get(device)
             if reserve is not None and reserve.taken[0] + count <= _RESERVED_TICKETS:

@@ -38,12 +38,6 @@ def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], i
             raise ValueError(
                 f"`out.{name}` must have shape {tuple(shape)}, got {tuple(tensor.shape)}; it is never resized"
             )
-        if tensor.is_inference() and not torch.is_inference_mode_enabled():
-            raise ValueError(
-                f"`out.{name}` must not be a tensor of inference mode outside of it, got one; allocate it outside, too"
-            )
-        if tensor.is_neg():
-            raise ValueError(f"`out.{name}` must not be a negative view, got one; pass a tensor of its own")
         if logits is not None and tensor.device != logits.device:
             raise ValueError(
                 f"`out.{name}` must be on {logits.device}, the device of `logits`, got {tensor.device}; allocate it there"
@@ -55,6 +49,13 @@ def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], i
     if torch.compiler.is_compiling():
         # Traced tensors have no addresses.
         return
+    for name, tensor in zip(TopK._fields, out, strict=True):
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"`out.{name}` must not be a tensor of inference mode outside of it, got one; allocate it outside, too"
+            )
+        if tensor.is_neg():
+            raise ValueError(f"`out.{name}` must not be a negative view, got one; pass a tensor of its own")
     places = [
         (name, t, _bytes(t))
         for name, t in zip(("logits", "mask", "temperature"), inputs, strict=False)
