@@ -79,6 +79,16 @@ def test_a_scale_behind_the_head():
     assert_steps(model, inputs_for(model, 3), False)
 
 
+def test_beams_under_another_default_dtype():
+    model = copy.deepcopy(family("Llama", 1))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_steps(model, inputs_for(model, 3, padding=2), True, num_beams=2)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_a_head_that_is_written_to_or_that_the_model_looks_at():
     class Model(torch.nn.Module):
         def __init__(self, after):

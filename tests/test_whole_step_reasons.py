@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user, or a library, may have changed that the loops of transformers honour: known or declined, with stock's results."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+
+from decoding import inputs_for, one_thread  # noqa: F401
+from fused_topk.generation import fused_decoding
+from whole_steps import assert_whole, family
+
+BEAMS = {"num_beams": 3, "max_new_tokens": 6}
+
+
+@pytest.fixture(name="model")
+def own_model():
+    """A model of its own for each test, which may change it."""
+    return copy.deepcopy(family("Llama"))
+
+
+@pytest.fixture(name="default_dtype", params=[torch.float64, torch.bfloat16], ids=str)
+def another_default_dtype(request):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_another_default_dtype(num_beams, default_dtype):
+    for name, options in (("Llama", {}), ("Gemma2", {"early_stopping": True, "length_penalty": -1.0})):
+        options = options if num_beams > 1 else {}
+        inputs = inputs_for(family(name), batch=3, padding=2)
+        assert_whole(family(name), inputs, num_beams=num_beams, max_new_tokens=10, **options)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_draws_are_those_of_any_default_dtype(num_beams, default_dtype, model):
+    options = {"do_sample": True, "top_k": 20, "top_p": 0.9, "num_beams": num_beams, "max_new_tokens": 10}
+    drawn = []
+    for dtype in (torch.float32, default_dtype):
+        torch.set_default_dtype(dtype)
+        torch.manual_seed(0)
+        with fused_decoding(model, sampling=True, whole_step="eager"):
+            drawn.append(model.generate(**inputs_for(model, batch=3), **options))
+    assert torch.equal(*drawn)
