@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from decoding import inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import fused_decoding
-from whole_steps import assert_whole, family
+from whole_steps import assert_declined, assert_whole, family
 
 BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 
@@ -22,6 +22,21 @@ BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 def own_model():
     """A model of its own for each test, which may change it."""
     return copy.deepcopy(family("Llama"))
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_windows_of_the_cache_alone(num_beams, model):
+    # Llama's attention knows none, but the cache that generate() makes for such a configuration forgets.
+    model.config.sliding_window = 5
+    reason = "LlamaForCausalLM has windows that its attention does not say"
+    assert_declined(model, reason, inputs_for(model, length=12), num_beams=num_beams, max_new_tokens=12)
+
+
+def test_windows_of_another_size_than_that_of_the_mask():
+    model = copy.deepcopy(family("Gemma2"))
+    assert_whole(model, **BEAMS)
+    model.model.layers[0].self_attn.sliding_window = 3
+    assert_declined(model, "Gemma2ForCausalLM has windows that its attention does not say", **BEAMS)
 
 
 @pytest.fixture(name="default_dtype", params=[torch.float64, torch.bfloat16], ids=str)
