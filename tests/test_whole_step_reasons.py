@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from decoding import inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import fused_decoding
-from whole_steps import assert_declined, assert_whole, family
+from whole_steps import assert_declined, assert_whole, encoder_decoder, family, source_for
 
 BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 
@@ -37,6 +37,17 @@ def test_windows_of_another_size_than_that_of_the_mask():
     assert_whole(model, **BEAMS)
     model.model.layers[0].self_attn.sliding_window = 3
     assert_declined(model, "Gemma2ForCausalLM has windows that its attention does not say", **BEAMS)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_sources_of_padding_alone(attention, num_beams):
+    model = encoder_decoder("Bart", 1, attn_implementation=attention)
+    inputs = source_for(model, 2)
+    options = {**BEAMS, "num_beams": num_beams}
+    assert_whole(model, inputs, **options)
+    inputs["attention_mask"][0] = 0
+    assert_declined(model, "a source of padding alone", inputs, **options)
 
 
 @pytest.fixture(name="default_dtype", params=[torch.float64, torch.bfloat16], ids=str)
