@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
@@ -22,6 +23,25 @@ BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 def own_model():
     """A model of its own for each test, which may change it."""
     return copy.deepcopy(family("Llama"))
+
+
+@pytest.mark.parametrize(
+    ("register", "hook"),
+    [
+        (register_module_forward_hook, lambda module, args, output: -output),
+        (register_module_forward_pre_hook, lambda module, args: (-args[0],)),
+    ],
+    ids=["after", "before"],
+)
+def test_hooks_of_all_modules(register, hook, model):
+    assert_whole(model, **BEAMS)
+    kind = type(model.model.layers[0].mlp)
+    handle = register(lambda module, *args: hook(module, *args) if type(module) is kind else None)
+    try:
+        assert_declined(model, "a forward hook of all modules", **BEAMS)
+    finally:
+        handle.remove()
+    assert_whole(model, **BEAMS)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

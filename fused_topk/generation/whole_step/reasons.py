@@ -58,6 +58,7 @@ _METHODS = ("generate", "prepare_inputs_for_generation", "_update_model_kwargs_f
 # the inputs that it prepares of its own are positions after padding, which is declined.
 _KNOWN_METHODS = ("transformers.models.whisper.",)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
 def of_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
@@ -94,6 +95,8 @@ def of_model(model: Any, own_hook: int) -> str | None:
 
 
 def _of_modules(model: nn.Module, own_hook: int) -> str | None:
+    if any(getattr(nn.modules.module, name, None) for name in _HOOKS_OF_ALL):
+        return "a forward hook of all modules"
     for module in model.modules():
         state = vars(module)
         if state.get("_compiled_call_impl") is not None:
