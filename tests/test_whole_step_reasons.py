@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
+import transformers
 
 from decoding import inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import fused_decoding
+from fused_topk.generation.whole_step import reasons
 from whole_steps import assert_declined, assert_whole, encoder_decoder, family, source_for
 
 BEAMS = {"num_beams": 3, "max_new_tokens": 6}
@@ -23,6 +26,70 @@ BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 def own_model():
     """A model of its own for each test, which may change it."""
     return copy.deepcopy(family("Llama"))
+
+
+def of_another_class(model, **methods):
+    """The model, of a class of the user's that overrides these."""
+    model.__class__ = type("Own", (type(model),), methods)
+    return model
+
+
+def with_other_tokens(original):
+    @functools.wraps(original)
+    def prepared(*args, **kwargs):
+        inputs = original(*args, **kwargs)
+        name = "input_ids" if inputs.get("input_ids") is not None else "inputs_embeds"
+        return {**inputs, name: (inputs[name] * 3 + 1) % 97}
+
+    return prepared
+
+
+@pytest.mark.parametrize("method", reasons._METHODS)
+def test_a_method_that_the_loops_call_is_the_users(method, model):
+    def own(self, *args, **kwargs):
+        return getattr(transformers.LlamaForCausalLM, method)(self, *args, **kwargs)
+
+    assert reasons.of_model(of_another_class(model, **{method: own}), -1) == f"{method}() of Own"
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_inputs_of_a_step_that_the_model_itself_prepares_otherwise(num_beams, model):
+    # As PEFT does it for prompts that are learned.
+    name = "prepare_inputs_for_generation"
+    options = {**BEAMS, "num_beams": num_beams}
+    model.prepare_inputs_for_generation = model.prepare_inputs_for_generation
+    # The class's own, as PEFT leaves it behind.
+    assert_whole(model, **options)
+    model.prepare_inputs_for_generation = with_other_tokens(model.prepare_inputs_for_generation)
+    assert_declined(model, f"{name}() of a LlamaForCausalLM that has been replaced", **options)
+    del model.prepare_inputs_for_generation
+    assert_whole(model, **options)
+
+
+def test_choices_that_the_class_makes_otherwise(model):
+    stock = transformers.LlamaForCausalLM._get_top_k_continuations
+
+    def continuations(self, accumulated_log_probs, **kwargs):
+        scores = accumulated_log_probs.clone()
+        scores.view(len(scores), -1, 97)[..., 10:50] = -1e9
+        return stock(self, accumulated_log_probs=scores, **kwargs)
+
+    own = of_another_class(model, _get_top_k_continuations=continuations)
+    assert_declined(own, "_get_top_k_continuations() of Own", output_scores=False, **BEAMS)
+
+
+def test_a_method_that_is_patched_for_all_models(model, monkeypatch):
+    name = "prepare_inputs_for_generation"
+    assert_whole(model, **BEAMS)
+    monkeypatch.setattr(
+        transformers.GenerationMixin, name, with_other_tokens(getattr(transformers.GenerationMixin, name))
+    )
+    assert_declined(model, f"{name}() of LlamaForCausalLM", **BEAMS)
+    monkeypatch.undo()
+    # It still runs what it is given to run.
+    generate = transformers.GenerationMixin.generate
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", lambda *args, **kwargs: generate(*args, **kwargs))
+    assert_whole(model, **BEAMS)
 
 
 @pytest.mark.parametrize(
