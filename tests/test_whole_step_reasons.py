@@ -78,6 +78,37 @@ def test_choices_that_the_class_makes_otherwise(model):
     assert_declined(own, "_get_top_k_continuations() of Own", output_scores=False, **BEAMS)
 
 
+@pytest.mark.parametrize("of", ["model", "class"])
+def test_a_generate_that_takes_only_what_it_knows(of, model):
+    stock = transformers.LlamaForCausalLM.generate
+
+    def generate(
+        self,
+        input_ids,
+        attention_mask,
+        num_beams,
+        max_new_tokens,
+        do_sample,
+        output_scores,
+        return_dict_in_generate,
+    ):
+        return stock(
+            self,
+            (input_ids * 3 + 1) % 97,
+            num_beams=num_beams,
+            max_new_tokens=max_new_tokens,
+            do_sample=do_sample,
+            output_scores=output_scores,
+            return_dict_in_generate=return_dict_in_generate,
+        )
+
+    if of == "class":
+        model = of_another_class(model, generate=generate)
+    else:
+        model.generate = generate.__get__(model)
+    assert_declined(model, "a generate() that takes no custom_generate", **BEAMS)
+
+
 def test_a_method_that_is_patched_for_all_models(model, monkeypatch):
     name = "prepare_inputs_for_generation"
     assert_whole(model, **BEAMS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -83,12 +83,26 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
-def of_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Why these arguments of generate() are not served; None if they are."""
+def of_arguments(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Why these arguments of generate() are not served; None if they are.
+
+    Args:
+        generate: the model's, or one that the user has put in its place.
+    """
     # After the inputs and the configuration all are known by name.
     if len(args) > 2:
         return "generate() with three positional arguments or more"
-    return next((name for name in _ARGUMENTS if kwargs.get(name) is not None), None)
+    found = next((name for name in _ARGUMENTS if kwargs.get(name) is not None), None)
+    return found or (None if _takes_a_loop(generate) else "a generate() that takes no custom_generate")
+
+
+def _takes_a_loop(generate: Callable[..., Any]) -> bool:
+    try:
+        # Of a wrapper itself: it may take less than what it wraps.
+        takes = inspect.signature(generate, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(each.name == "custom_generate" or each.kind is each.VAR_KEYWORD for each in takes)
 
 
 def of_model(model: Any, own_hook: int) -> str | None:
