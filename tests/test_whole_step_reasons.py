@@ -15,7 +15,6 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 import transformers
 
 from decoding import inputs_for, one_thread  # noqa: F401
-from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import reasons
 from whole_steps import assert_declined, assert_whole, encoder_decoder, family, source_for
 
@@ -182,15 +181,3 @@ def test_another_default_dtype(num_beams, default_dtype):
         options = options if num_beams > 1 else {}
         inputs = inputs_for(family(name), batch=3, padding=2)
         assert_whole(family(name), inputs, num_beams=num_beams, max_new_tokens=10, **options)
-
-
-@pytest.mark.parametrize("num_beams", [1, 3])
-def test_draws_are_those_of_any_default_dtype(num_beams, default_dtype, model):
-    options = {"do_sample": True, "top_k": 20, "top_p": 0.9, "num_beams": num_beams, "max_new_tokens": 10}
-    drawn = []
-    for dtype in (torch.float32, default_dtype):
-        torch.set_default_dtype(dtype)
-        torch.manual_seed(0)
-        with fused_decoding(model, sampling=True, whole_step="eager"):
-            drawn.append(model.generate(**inputs_for(model, batch=3), **options))
-    assert torch.equal(*drawn)
