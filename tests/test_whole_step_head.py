@@ -79,6 +79,29 @@ def test_a_scale_behind_the_head():
     assert_steps(model, inputs_for(model, 3), False)
 
 
+def test_a_bound_of_the_logits_that_few_reach():
+    class Bounded(transformers.LlamaForCausalLM):
+        @functools.wraps(transformers.LlamaForCausalLM.forward)
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits.clamp(max=4.0)
+            return output
+
+    model = copy.deepcopy(family("Llama", 1))
+    model.__class__ = Bounded
+    assert_steps(model, inputs_for(model, 3, padding=2), False, num_beams=2)
+
+
+def test_beams_under_another_default_dtype():
+    model = copy.deepcopy(family("Llama", 1))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_steps(model, inputs_for(model, 3, padding=2), True, num_beams=2)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_a_head_that_is_written_to_or_that_the_model_looks_at():
     class Model(torch.nn.Module):
         def __init__(self, after):
@@ -90,6 +113,7 @@ def test_a_head_that_is_written_to_or_that_the_model_looks_at():
             return self.lm_head
 
         def forward(self, hidden, use_cache):
+            self.hidden = hidden
             logits = self.lm_head(hidden)
             return transformers.modeling_outputs.CausalLMOutput(logits=self.after(self, logits))
 
@@ -98,8 +122,17 @@ def test_a_head_that_is_written_to_or_that_the_model_looks_at():
         return head_of(Model(after), {"hidden": torch.randn(2, 3, 4)})
 
     assert found(lambda model, logits: logits) is not None
+    with torch.inference_mode():
+        assert found(lambda model, logits: logits) is not None
     assert found(lambda model, logits: logits.mul_(2)) is None
     assert found(lambda model, logits: logits.tanh()) is None
+    # What few logits show, or none of a few texts.
+    assert found(lambda model, logits: logits.clamp(max=99.0)) is None
+    assert found(lambda model, logits: logits.clamp_(max=99.0)) is None
+    assert found(lambda model, logits: logits.data.clamp_(min=-99.0) is None or logits) is None
+    assert found(lambda model, logits: logits.nan_to_num_()) is None
+    assert found(lambda model, logits: logits[..., :9]) is None
+    assert found(lambda model, logits: model.hidden.zero_() is None or logits) is None
     assert found(lambda model, logits: model.lm_head(logits.new_ones(2, 3, 4))) is None
     with pytest.raises(AttributeError):
         found(lambda model, logits: logits * model.lm_head.out_features)

@@ -206,7 +206,7 @@ def _generate(module: Any, original: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def _generate_whole(module: Any, original: Callable[..., Any], request: Request, *args: Any, **kwargs: Any) -> Any:
-    reason = whole_step.of_arguments(args, kwargs)
+    reason = whole_step.of_arguments(original, args, kwargs)
     if reason is None and request.options.topk_per_step:
         reason = "topk_per_step"
     if reason is not None:

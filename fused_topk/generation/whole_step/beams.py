@@ -74,7 +74,7 @@ class Constants(NamedTuple):
 def at_first(rules: Rules, batch: int, device: torch.device) -> Beams:
     """Before the first token: beams are one text, of which only the first of them counts."""
     shape = (batch, rules.beams)
-    scores = torch.full(shape, VOID, device=device)
+    scores = torch.full(shape, VOID, dtype=torch.float32, device=device)
     empty = torch.full((*shape, rules.room), -1, dtype=torch.int64, device=device)
     of_first = scores.clone()
     of_first[:, 0] = 0.0
@@ -112,13 +112,13 @@ def choose(
     )
     # Not torch.isin, which for many end tokens waits for the device.
     has_ended = (token.unsqueeze(-1) == constants.ends).any(-1) | are_last
-    running = _best(continued._replace(scores=scores + has_ended * VOID), rules.beams)
+    running = _best(continued._replace(scores=scores + _void(has_ended)), rules.beams)
 
     # Of the texts that had ended and of those that end now, if those are among the best continuations, the best.
     length = constants.lengths.index_select(0, step)
     ends_now = has_ended & constants.is_best
     is_full = beams.is_ended.all(1, keepdim=True) & (rules.early_stopping is True)
-    final = scores / length + is_full * VOID + ~beams.may_improve * VOID + ~ends_now * VOID
+    final = scores / length + _void(is_full) + _void(~beams.may_improve) + _void(~ends_now)
     both = Hypotheses(
         torch.cat([beams.ended.scores, final], 1),
         *(torch.cat(pair, 1) for pair in zip(beams.ended[1:], continued[1:], strict=True)),
@@ -135,6 +135,11 @@ def choose(
     if rules.early_stopping is True:
         goes_on = goes_on & ~is_ended.all()
     return Beams(running, ended, is_ended, may_improve, goes_on)
+
+
+def _void(does_not_count: Tensor) -> Tensor:
+    """float32: what is added to a score. Of a bool and a number it would be the user's default dtype."""
+    return does_not_count.float() * VOID
 
 
 def _best(of: Hypotheses, count: int) -> Hypotheses:

@@ -208,6 +208,9 @@ def _prompt_with_source(twin: Any, ids: Tensor, beams: int, longest: int, inputs
     is_source = None
     if takes_mask:
         is_source = hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask[::beams].bool()
+        # Attention to nothing is the mean over all places in some implementations, and the places of a step are rounded up.
+        if not bool(is_source.any(1).all()):
+            raise Declined("a source of padding alone")
     ids = ids[::beams]
     is_text = torch.ones_like(ids, dtype=torch.bool)
     positions = inputs.get("decoder_position_ids")

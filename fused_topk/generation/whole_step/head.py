@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The LM head of a step, where it is a product and nothing else: the choice is made from hidden states, and no logits exist.
 
-A second twin has a head that gives back what it gets. If the model returns that very tensor as its logits, nothing lies
-behind the product: no soft cap, no scale, no bias of the model's own.
+A second twin has a head that gives back what it gets. If the model returns that very object as its logits, with nothing
+written to it, nothing lies behind the product: no soft cap, no scale, no bias of the model's own, no choice of columns.
 """
 
 from __future__ import annotations
@@ -89,10 +89,20 @@ def head_of(twin: Any, inputs: dict[str, Any]) -> Head | None:
         return None
     for parent, name in of:
         parent._modules[name] = through
-    seen: list[Tensor] = []
-    handle = through.register_forward_hook(lambda module, args, hidden: seen.append(hidden.clone()))
+    handed_on: list[Tensor] = []
+    as_they_were: list[Tensor] = []
+
+    def replaced(module: Any, args: Any, hidden: Tensor) -> Tensor:
+        # There is no bound that leaves these as they are.
+        extreme = torch.full_like(hidden, torch.inf)
+        extreme[..., ::2] = torch.finfo(hidden.dtype).min
+        handed_on.extend((hidden, extreme))
+        as_they_were.extend((hidden.clone(), extreme.clone()))
+        return extreme
+
+    handle = through.register_forward_hook(replaced)
     given = headless(**inputs, use_cache=False).logits
     handle.remove()
-    # It must be the tensor itself, and nothing may have been written to it.
-    is_plain = len(seen) == 1 and given.dtype == seen[0].dtype and torch.equal(given, seen[0])
+    # Called once, its output is the logits, and the model writes neither to it nor to its input.
+    is_plain = len(handed_on) == 2 and given is handed_on[1] and all(map(torch.equal, handed_on, as_they_were))
     return Head(headless, found.weight, found.bias) if is_plain else None

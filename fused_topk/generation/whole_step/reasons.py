@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,20 +52,57 @@ _TAKEN = {"input_ids", "attention_mask", "position_ids", "use_cache"}
 _TAKEN_WITH_SOURCE = {"decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "attention_mask", "use_cache"}
 # Rotary embeddings that are the same whatever the length of the text.
 _ROTARY = {"default", "linear", "llama3", "yarn", "proportional"}
-# generate() itself, and the methods of a model that it asks for the inputs of a step: public, and one that is not.
-_METHODS = ("generate", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+# generate() itself, its loops, and the methods of a model that they call, in one version of transformers or another.
+_METHODS = (
+    "generate",
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+    "_sample",
+    "_beam_search",
+    "_prefill",
+    "_optimize_model_for_decode",
+    "_get_initial_cache_position",
+    "_cache_dependant_input_preparation",
+    "_has_unfinished_sequences",
+    "_flatten_beam_dim",
+    "_unflatten_beam_dim",
+    "_gather_beams",
+    "_get_top_k_continuations",
+    "_get_running_beams_for_next_iteration",
+    "_update_finished_beams",
+    "_check_early_stop_heuristic",
+    "_beam_search_has_unfinished_sequences",
+    "_reorder_cache",
+)
+# As they are when this package is imported: the class may be patched later.
+_STOCK_METHODS = {name: getattr(GenerationMixin, name, None) for name in _METHODS}
 # Models with methods of their own that come to the same. Whisper's generate() calls transformers' for each piece of sound;
 # the inputs that it prepares of its own are positions after padding, which is declined.
 _KNOWN_METHODS = ("transformers.models.whisper.",)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
-def of_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Why these arguments of generate() are not served; None if they are."""
+def of_arguments(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Why these arguments of generate() are not served; None if they are.
+
+    Args:
+        generate: the model's, or one that the user has put in its place.
+    """
     # After the inputs and the configuration all are known by name.
     if len(args) > 2:
         return "generate() with three positional arguments or more"
-    return next((name for name in _ARGUMENTS if kwargs.get(name) is not None), None)
+    found = next((name for name in _ARGUMENTS if kwargs.get(name) is not None), None)
+    return found or (None if _takes_a_loop(generate) else "a generate() that takes no custom_generate")
+
+
+def _takes_a_loop(generate: Callable[..., Any]) -> bool:
+    try:
+        # Of a wrapper itself: it may take less than what it wraps.
+        takes = inspect.signature(generate, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(each.name == "custom_generate" or each.kind is each.VAR_KEYWORD for each in takes)
 
 
 def of_model(model: Any, own_hook: int) -> str | None:
@@ -76,10 +113,11 @@ def of_model(model: Any, own_hook: int) -> str | None:
     """
     name = type(model).__name__
     for method in _METHODS:
-        found = getattr(type(model), method, None)
-        is_known = str(getattr(found, "__module__", "")).startswith(_KNOWN_METHODS)
-        if found is not getattr(GenerationMixin, method, None) and not is_known:
+        if not _is_known(getattr(type(model), method, None), method):
             return f"{method}() of {name}"
+        # As generate() the model has one of this package, behind which one of the user's has run already.
+        if method != "generate" and method in vars(model) and not _is_own(model, method):
+            return f"{method}() of a {name} that has been replaced"
     if model.training:
         return "a model in training mode"
     if head_of(model) is not None:
@@ -93,12 +131,23 @@ def of_model(model: Any, own_hook: int) -> str | None:
     return _of_modules(model, own_hook) or _of_weights(model) or _of_config(model.config)
 
 
+def _is_known(found: Any, method: str) -> bool:
+    """Whether a class's method is that of transformers, or one that comes to the same."""
+    of = str(getattr(found, "__module__", "transformers."))
+    if method == "generate":
+        # Who wraps it for all models calls it, and it runs our loop.
+        return found is GenerationMixin.generate or of.startswith(_KNOWN_METHODS)
+    return (found is _STOCK_METHODS[method] and of.startswith("transformers.")) or of.startswith(_KNOWN_METHODS)
+
+
 def _of_modules(model: nn.Module, own_hook: int) -> str | None:
+    if any(getattr(nn.modules.module, name, None) for name in _HOOKS_OF_ALL):
+        return "a forward hook of all modules"
     for module in model.modules():
         state = vars(module)
         if state.get("_compiled_call_impl") is not None:
             return "a compiled model"
-        if "forward" in state and not _is_own(module, state["forward"]):
+        if "forward" in state and not _is_own(module, "forward"):
             return f"forward() of a {type(module).__name__} that has been replaced"
         for hooks in _HOOKS:
             for key, hook in state[hooks].items():
@@ -108,10 +157,11 @@ def _of_modules(model: nn.Module, own_hook: int) -> str | None:
     return None
 
 
-def _is_own(module: nn.Module, forward: Any) -> bool:
-    """Whether it is the method of the class, which some versions of transformers leave behind as an attribute."""
-    of = getattr(forward, "__self__", None), getattr(forward, "__func__", None)
-    return of[0] is module and of[1] is type(module).forward
+def _is_own(module: nn.Module, method: str) -> bool:
+    """Whether such an attribute is the method of the class, as some versions of transformers, and others, leave it behind."""
+    found = vars(module)[method]
+    of = getattr(found, "__self__", None), getattr(found, "__func__", None)
+    return of[0] is module and of[1] is getattr(type(module), method, None)
 
 
 def _of_weights(model: nn.Module) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from .decoder import Decoder, Prompt, Source, num_layers, positions_of, vocab_size_of
@@ -129,8 +130,12 @@ def _reason_of_layers(config: Any, decoder: Decoder, name: str) -> str | None:
     kinds = getattr(config, "layer_types", None) or []
     if not set(kinds) <= {"full_attention", "sliding_attention"}:
         return f"{name} has layers of other kinds than full and sliding attention"
-    # Texts are shorter here than any window: that it is a window can only be asked.
-    if kinds and kinds.count("sliding_attention") != len(windows):
+    # Texts are shorter here than any window: that it is a window can only be asked. Where attention does not say it, the
+    # cache of generate() may still forget what lies before one.
+    layers: list[Any] = DynamicCache(config=config).layers
+    forgetting = [layer.sliding_window for layer in layers if getattr(layer, "is_sliding", False)]
+    number = kinds.count("sliding_attention") if kinds else len(forgetting)
+    if number != len(windows) or set(forgetting) != set(windows):
         return f"{name} has windows that its attention does not say"
     return None
 

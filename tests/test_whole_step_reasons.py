@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user, or a library, may have changed that the loops of transformers honour: known or declined, with stock's results."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+import transformers
+
+from decoding import inputs_for, one_thread  # noqa: F401
+from fused_topk.generation.whole_step import reasons
+from whole_steps import assert_declined, assert_whole, encoder_decoder, family, source_for
+
+BEAMS = {"num_beams": 3, "max_new_tokens": 6}
+
+
+@pytest.fixture(name="model")
+def own_model():
+    """A model of its own for each test, which may change it."""
+    return copy.deepcopy(family("Llama"))
+
+
+def of_another_class(model, **methods):
+    """The model, of a class of the user's that overrides these."""
+    model.__class__ = type("Own", (type(model),), methods)
+    return model
+
+
+def with_other_tokens(original):
+    @functools.wraps(original)
+    def prepared(*args, **kwargs):
+        inputs = original(*args, **kwargs)
+        name = "input_ids" if inputs.get("input_ids") is not None else "inputs_embeds"
+        return {**inputs, name: (inputs[name] * 3 + 1) % 97}
+
+    return prepared
+
+
+@pytest.mark.parametrize("method", reasons._METHODS)
+def test_a_method_that_the_loops_call_is_the_users(method, model):
+    def own(self, *args, **kwargs):
+        return getattr(transformers.LlamaForCausalLM, method)(self, *args, **kwargs)
+
+    assert reasons.of_model(of_another_class(model, **{method: own}), -1) == f"{method}() of Own"
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_inputs_of_a_step_that_the_model_itself_prepares_otherwise(num_beams, model):
+    # As PEFT does it for prompts that are learned.
+    name = "prepare_inputs_for_generation"
+    options = {**BEAMS, "num_beams": num_beams}
+    model.prepare_inputs_for_generation = model.prepare_inputs_for_generation
+    # The class's own, as PEFT leaves it behind.
+    assert_whole(model, **options)
+    model.prepare_inputs_for_generation = with_other_tokens(model.prepare_inputs_for_generation)
+    assert_declined(model, f"{name}() of a LlamaForCausalLM that has been replaced", **options)
+    del model.prepare_inputs_for_generation
+    assert_whole(model, **options)
+
+
+def test_choices_that_the_class_makes_otherwise(model):
+    stock = transformers.LlamaForCausalLM._get_top_k_continuations
+
+    def continuations(self, accumulated_log_probs, **kwargs):
+        scores = accumulated_log_probs.clone()
+        scores.view(len(scores), -1, 97)[..., 10:50] = -1e9
+        return stock(self, accumulated_log_probs=scores, **kwargs)
+
+    own = of_another_class(model, _get_top_k_continuations=continuations)
+    assert_declined(own, "_get_top_k_continuations() of Own", output_scores=False, **BEAMS)
+
+
+@pytest.mark.parametrize("of", ["model", "class"])
+def test_a_generate_that_takes_only_what_it_knows(of, model):
+    stock = transformers.LlamaForCausalLM.generate
+
+    def generate(
+        self,
+        input_ids,
+        attention_mask,
+        num_beams,
+        max_new_tokens,
+        do_sample,
+        output_scores,
+        return_dict_in_generate,
+    ):
+        return stock(
+            self,
+            (input_ids * 3 + 1) % 97,
+            num_beams=num_beams,
+            max_new_tokens=max_new_tokens,
+            do_sample=do_sample,
+            output_scores=output_scores,
+            return_dict_in_generate=return_dict_in_generate,
+        )
+
+    if of == "class":
+        model = of_another_class(model, generate=generate)
+    else:
+        model.generate = generate.__get__(model)
+    assert_declined(model, "a generate() that takes no custom_generate", **BEAMS)
+
+
+def test_a_method_that_is_patched_for_all_models(model, monkeypatch):
+    name = "prepare_inputs_for_generation"
+    assert_whole(model, **BEAMS)
+    monkeypatch.setattr(
+        transformers.GenerationMixin, name, with_other_tokens(getattr(transformers.GenerationMixin, name))
+    )
+    assert_declined(model, f"{name}() of LlamaForCausalLM", **BEAMS)
+    monkeypatch.undo()
+    # It still runs what it is given to run.
+    generate = transformers.GenerationMixin.generate
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", lambda *args, **kwargs: generate(*args, **kwargs))
+    assert_whole(model, **BEAMS)
+
+
+@pytest.mark.parametrize(
+    ("register", "hook"),
+    [
+        (register_module_forward_hook, lambda module, args, output: -output),
+        (register_module_forward_pre_hook, lambda module, args: (-args[0],)),
+    ],
+    ids=["after", "before"],
+)
+def test_hooks_of_all_modules(register, hook, model):
+    assert_whole(model, **BEAMS)
+    kind = type(model.model.layers[0].mlp)
+    handle = register(lambda module, *args: hook(module, *args) if type(module) is kind else None)
+    try:
+        assert_declined(model, "a forward hook of all modules", **BEAMS)
+    finally:
+        handle.remove()
+    assert_whole(model, **BEAMS)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_windows_of_the_cache_alone(num_beams, model):
+    # Llama's attention knows none, but the cache that generate() makes for such a configuration forgets.
+    model.config.sliding_window = 5
+    reason = "LlamaForCausalLM has windows that its attention does not say"
+    assert_declined(model, reason, inputs_for(model, length=12), num_beams=num_beams, max_new_tokens=12)
+
+
+def test_windows_of_another_size_than_that_of_the_mask():
+    model = copy.deepcopy(family("Gemma2"))
+    assert_whole(model, **BEAMS)
+    model.model.layers[0].self_attn.sliding_window = 3
+    assert_declined(model, "Gemma2ForCausalLM has windows that its attention does not say", **BEAMS)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_sources_of_padding_alone(attention, num_beams):
+    model = encoder_decoder("Bart", 1, attn_implementation=attention)
+    inputs = source_for(model, 2)
+    options = {**BEAMS, "num_beams": num_beams}
+    assert_whole(model, inputs, **options)
+    inputs["attention_mask"][0] = 0
+    assert_declined(model, "a source of padding alone", inputs, **options)
+
+
+@pytest.fixture(name="default_dtype", params=[torch.float64, torch.bfloat16], ids=str)
+def another_default_dtype(request):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_another_default_dtype(num_beams, default_dtype):
+    for name, options in (("Llama", {}), ("Gemma2", {"early_stopping": True, "length_penalty": -1.0})):
+        options = options if num_beams > 1 else {}
+        inputs = inputs_for(family(name), batch=3, padding=2)
+        assert_whole(family(name), inputs, num_beams=num_beams, max_new_tokens=10, **options)
