@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import pickle
+import threading
 import weakref
 
 import pytest
@@ -17,8 +19,8 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 from transformers import modeling_utils
 
 from decoding import assert_same, generate_both, inputs_for, one_thread  # noqa: F401
-from fused_topk.generation import fused_decoding, stats
-from fused_topk.generation.whole_step import compiled, entry
+from fused_topk.generation import disable, fused_decoding, stats
+from fused_topk.generation.whole_step import attribute, compiled, entry
 from fused_topk.generation.whole_step.twin import Snapshot
 from whole_steps import TOLERANCE, assert_declined, assert_whole, family, whole
 
@@ -195,6 +197,49 @@ def test_compiled_steps_of_a_model_that_gets_another_dtype():
             model.generate(**inputs_for(model), **BEAMS)
         assert entry._ready[model].twin.dtype == dtype
     assert stats().whole == stats().compiled > 0
+
+
+def test_a_model_that_refers_to_itself():
+    model = copy.deepcopy(family("Llama"))
+    model.old_generate = model.generate
+    with whole(model):
+        model.generate(**inputs_for(model), **BEAMS)
+    assert model in entry._ready
+    weight = weakref.ref(model.lm_head.weight)
+    del model
+    gc.collect()
+    assert weight() is None
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_copies_have_nothing_that_is_kept(copied, is_enabled, model):
+    with whole(model):
+        model.generate(**inputs_for(model), **BEAMS)
+        other = copied(model) if is_enabled else None
+    other = copied(model) if other is None else other
+    assert model in entry._ready and other not in entry._ready
+    assert is_enabled <= (attribute.NAME not in vars(other))
+    assert_whole(other, inputs_for(other), **BEAMS)
+    assert other in entry._ready
+    disable(model)
+    assert attribute.NAME not in vars(model)
+
+
+@pytest.mark.parametrize("made", [torch.jit.script, lambda module: torch.jit.trace(module, torch.randn(2, 1, 32))])
+def test_a_module_of_torch_jit(made, model):
+    model.model.layers[0].mlp = made(nn.Sequential(nn.Linear(32, 32), nn.ReLU()))
+    assert_declined(model, "a ScriptModule")
+
+
+def test_a_configuration_that_cannot_be_copied(model):
+    model.config.lock = threading.Lock()
+    for _ in range(2):
+        _, _, steps = generate_both(model, fused=whole, num_beams=2, max_new_tokens=6)
+        (reason,) = steps.not_whole
+        assert reason.startswith("a twin of a LlamaForCausalLM raises TypeError: cannot pickle")
+    del model.config.lock
+    assert_whole(model, inputs_for(model), **BEAMS)
 
 
 @pytest.mark.parametrize("is_one_piece", [True, False], ids=["one-piece", "pieces"])

@@ -95,6 +95,8 @@ def of_model(model: Any, own_hook: int) -> str | None:
 
 def _of_modules(model: nn.Module, own_hook: int) -> str | None:
     for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            return "a ScriptModule"
         state = vars(module)
         if state.get("_compiled_call_impl") is not None:
             return "a compiled model"
