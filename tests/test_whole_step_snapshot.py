@@ -131,7 +131,7 @@ class Negated(nn.Linear):
         lambda mlp: setattr(mlp.up_proj.weight, "data", mlp.up_proj.weight.data.t().contiguous().t()),
         lambda mlp: mlp.up_proj.double(),
         lambda mlp: setattr(mlp, "scale", 2.0),
-        lambda mlp: delattr(mlp, "act_fn"),
+        lambda mlp: delattr(mlp, "hidden_size"),
         lambda mlp: mlp.register_buffer("mask", torch.ones(2)),
         lambda mlp: mlp.eval().train(),
         lambda mlp: setattr(mlp.config, "hidden_act", "gelu"),
@@ -174,6 +174,13 @@ def test_an_attention_function_that_is_replaced(model, monkeypatch):
     assert_declined(model, "LlamaForCausalLM computes something else with a shared prompt", num_beams=2)
 
 
+@pytest.mark.parametrize("is_on_gpu", [True, False])
+def test_weights_at_another_address_are_a_change_where_a_graph_may_have_it(is_on_gpu, model, monkeypatch):
+    weight = model.lm_head.weight
+    monkeypatch.setattr(torch.Tensor, "is_cuda", is_on_gpu, raising=False)
+    assert is_seen(model, lambda: setattr(weight, "data", weight.data.clone())) == is_on_gpu
+
+
 def test_what_computes_the_same_is_no_change(model):
     model.scale, model.names = 1.5, ["a", ("b", {"c": 2}), model]
 
@@ -197,6 +204,21 @@ def test_compiled_steps_of_a_model_that_gets_another_dtype():
             model.generate(**inputs_for(model), **BEAMS)
         assert entry._ready[model].twin.dtype == dtype
     assert stats().whole == stats().compiled > 0
+
+
+def test_a_model_goes_at_once():
+    model = copy.deepcopy(family("Llama"))
+    with whole(model):
+        model.generate(**inputs_for(model), **BEAMS)
+    assert model in entry._ready
+    weight = weakref.ref(model.lm_head.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 def test_a_model_that_refers_to_itself():
