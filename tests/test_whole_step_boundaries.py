@@ -191,6 +191,8 @@ def test_parts_and_weights_that_change(model):
 
 
 def test_the_model_is_as_it_was(model):
+    # The model that it is a copy of may have been served before.
+    disable(model)
     before = dict(vars(model)), copy.deepcopy(model.config), [dict(vars(each)) for each in model.modules()]
     assert_whole(model, **BEAMS)
     # All that is there, until disable(), is what is kept for later calls.
