@@ -19,7 +19,7 @@ from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaLi
 
 from decoding import assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding, generate, stats
-from fused_topk.generation.whole_step import entry
+from fused_topk.generation.whole_step import attribute, entry
 from test_generation_interface import letter, tokenizer
 from whole_steps import assert_declined, assert_whole, family, whole
 
@@ -191,8 +191,13 @@ def test_parts_and_weights_that_change(model):
 
 
 def test_the_model_is_as_it_was(model):
+    # The model that it is a copy of may have been served before.
+    disable(model)
     before = dict(vars(model)), copy.deepcopy(model.config), [dict(vars(each)) for each in model.modules()]
     assert_whole(model, **BEAMS)
+    # All that is there, until disable(), is what is kept for later calls.
+    assert vars(model).keys() - before[0].keys() == {attribute.NAME}
+    disable(model)
     assert vars(model) == before[0] and model.config.to_dict() == before[1].to_dict()
     assert model.config._attn_implementation == before[1]._attn_implementation
     assert [dict(vars(each)) for each in model.modules()] == before[2]

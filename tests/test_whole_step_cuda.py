@@ -152,6 +152,21 @@ def test_graphs_are_dropped(cuda):
     assert model not in entry._ready
 
 
+def test_weights_that_lie_elsewhere_are_captured_anew(cuda):
+    model, inputs = on_gpu("Llama")
+    options = {"num_beams": 4, "max_new_tokens": 12, "do_sample": False}
+    with WAYS["captured"](model):
+        before = model.generate(**inputs, **options)
+    model.lm_head.weight.data = -model.lm_head.weight.data
+    with fused_decoding(model, whole_step="eager"):
+        expected = model.generate(**inputs, **options)
+    stats(reset=True)
+    with WAYS["captured"](model):
+        found = model.generate(**inputs, **options)
+    assert stats(reset=True).captured > 0
+    assert torch.equal(found, expected) and not torch.equal(found, before)
+
+
 def test_other_threads_use_the_device_while_a_step_is_captured(cuda):
     model, inputs = on_gpu("Llama")
     options = {"max_new_tokens": 10, "do_sample": False}

@@ -124,6 +124,7 @@ class Hooks:
         """A copy of the module's attributes without the hooks."""
         state = dict(state)
         self._leave(state)
+        state.pop(whole_step.ATTRIBUTE, None)
         if _HOOKS in state:
             state[_HOOKS] = OrderedDict(state[_HOOKS])
             state[_HOOKS].pop(self._handle.id, None)
@@ -224,7 +225,7 @@ def _generate_whole(module: Any, original: Callable[..., Any], request: Request,
 def whole_loop(module: Any, options: Options, streamer: whole_step.Once | None) -> whole_step.Loop:
     """The loop of whole steps for a module that carries hooks."""
     hook = module.__dict__[_ATTRIBUTE].hook_id
-    own = frozenset({*_RUN, _ATTRIBUTE})
+    own = frozenset({*_RUN, _ATTRIBUTE, whole_step.ATTRIBUTE})
     return whole_step.Loop(own, hook, options.whole_step, options.sampling, streamer)
 
 

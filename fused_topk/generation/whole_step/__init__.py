@@ -13,6 +13,7 @@ generate() prepares the call as always.
     reasons, criteria    what is served: everything else runs on the fused path, and stats() counts why
     trial                whether a model is: it is tried on a few tokens, once
     twin                 a copy of the model's modules, of the same weights, so that the model itself is not touched
+    attribute    what is kept of a model, which goes with the model
     cache, ancestry, attention, decoder    the forward pass, of encoder-decoders on what their encoder has read once
     head     the choice from hidden states, on the CPU, so that logits never exist
     scan     the choice from logits to which the call's processors are applied
@@ -24,8 +25,9 @@ Sequences are those of transformers, with ties to the smaller index. A result ha
 that a model can go on with.
 """
 
+from .attribute import NAME as ATTRIBUTE
 from .entry import Loop, drop
 from .reasons import Declined, of_arguments
 from .streaming import Once
 
-__all__ = ["Declined", "Loop", "Once", "drop", "of_arguments"]
+__all__ = ["ATTRIBUTE", "Declined", "Loop", "Once", "drop", "of_arguments"]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -45,24 +46,27 @@ class _OneGraph:
     """
 
     def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
-        self._function: Callable[..., Any] = torch.compile(
-            function, backend=self._backend, dynamic=False, fullgraph=True
-        )
+        # dynamo keeps a backend, and what that returns, as long as the process runs. They may not hold the model's weights.
+        ref = weakref.ref(self)
+
+        def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+            piece = _inductor(graph, inputs)
+
+            def run(*inputs: Any) -> Any:
+                outputs = piece(*inputs)
+                if (one := ref()) is not None:
+                    one._piece, one._inputs, one._outputs = piece, inputs, outputs
+                return outputs
+
+            return run
+
+        self._function: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
         self._args = args
         self._piece: Callable[..., Any] | None = None
         self._inputs: tuple[Any, ...] = ()
         self._outputs: Any = ()
         # Which of the piece's outputs the function returns; None for none.
         self._returned: int | None = None
-
-    def _backend(self, graph: Any, inputs: Any) -> Callable[..., Any]:
-        piece = _inductor(graph, inputs)
-
-        def run(*inputs: Any) -> Any:
-            self._piece, self._inputs, self._outputs = piece, inputs, piece(*inputs)
-            return self._outputs
-
-        return run
 
     def __call__(self) -> Any:
         if self._piece is not None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from transformers import GenerationConfig
 from .. import warpers
 from ..edits import Plan
 from ..processors import Processors, reason_against
-from . import attention, reasons, trial
+from . import attention, attribute, reasons, trial
 from .beams import Rules
 from .criteria import Criteria
 from .decoder import Prompt, Source, positions_of, vocab_size_of
@@ -39,14 +38,14 @@ class _Ready(NamedTuple):
 # Attributes of a model that say nothing about what it computes, or that this package puts there.
 _SKIPPED = frozenset({"generation_config"})
 
-_ready: weakref.WeakKeyDictionary[Any, _Ready] = weakref.WeakKeyDictionary()
+_ready: attribute.OfModels[_Ready] = attribute.OfModels()
 _lock = threading.RLock()
 
 
 def drop(model: Any) -> None:
     """Forgets the model's twin."""
     with _lock:
-        _ready.pop(model, None)
+        _ready.pop(model)
 
 
 def ready_for(model: Any, own: frozenset[str], own_hook: int) -> _Ready:
@@ -76,8 +75,15 @@ def _made_ready(model: Any, own: frozenset[str], own_hook: int) -> _Ready:
         return {**state, "_forward_hooks": hooks}
 
     snapshot = Snapshot(model, _SKIPPED | own)
-    twin = twin_of(model, attention.name_for(model.config._attn_implementation), state)
-    reason = trial.reason_against(twin, twin_of(model, None, state))
+    try:
+        twin = twin_of(model, attention.name_for(model.config._attn_implementation), state)
+        stock = twin_of(model, None, state)
+    # Of a configuration that cannot be copied, or of a model that takes no other attention.
+    except Exception as error:
+        said = str(error).partition(chr(10))[0][:80]
+        against = f"a twin of a {type(model).__name__} raises {type(error).__name__}: {said}"
+        return _Ready(None, against, snapshot, Store(), None)
+    reason = trial.reason_against(twin, stock)
     return _Ready(twin, reason, snapshot, Store(), None if reason is not None else trial.head(twin))
 
 

@@ -144,6 +144,8 @@ def _of_modules(model: nn.Module, own_hook: int) -> str | None:
     if any(getattr(nn.modules.module, name, None) for name in _HOOKS_OF_ALL):
         return "a forward hook of all modules"
     for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            return "a ScriptModule"
         state = vars(module)
         if state.get("_compiled_call_impl") is not None:
             return "a compiled model"

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of a model, as an attribute of the model.
+
+It refers to what the model refers to. That may be the model itself: users keep its methods as attributes of it. A table with
+weak keys would hold such a model for ever; an attribute makes a cycle, which Python collects.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Generic, TypeVar
+
+NAME = "_fused_topk_whole_step"
+
+Kept = TypeVar("Kept")
+
+
+class OfModels(Generic[Kept]):
+    """What is kept of each model, by model."""
+
+    def get(self, model: Any) -> Kept | None:
+        attribute = vars(model).get(NAME)
+        # A shallow copy has the attribute of the first, any other copy has None.
+        return attribute.kept if isinstance(attribute, _Attribute) and attribute.model() is model else None
+
+    def __contains__(self, model: Any) -> bool:
+        return self.get(model) is not None
+
+    def __getitem__(self, model: Any) -> Kept:
+        kept = self.get(model)
+        if kept is None:
+            raise KeyError(type(model).__name__)
+        return kept
+
+    def __setitem__(self, model: Any, kept: Kept) -> None:
+        # Not with setattr(), which makes parts of a model of some values.
+        vars(model)[NAME] = _Attribute(model, kept)
+
+    def pop(self, model: Any) -> None:
+        vars(model).pop(NAME, None)
+
+
+class _Attribute:
+    def __init__(self, model: Any, kept: Any) -> None:
+        self.model = weakref.ref(model)
+        self.kept = kept
+
+    def __reduce__(self) -> Any:
+        """A copy is None, also one that is read where this package is not."""
+        return type(None), ()

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of a model: that it is made anew where the model has changed, and that it goes with the model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+from transformers import modeling_utils
+
+from decoding import assert_same, generate_both, inputs_for, one_thread  # noqa: F401
+from fused_topk.generation import disable, fused_decoding, stats
+from fused_topk.generation.whole_step import attribute, compiled, entry
+from fused_topk.generation.whole_step.twin import Snapshot
+from whole_steps import TOLERANCE, assert_declined, assert_whole, family, whole
+
+compiling = functools.partial(fused_decoding, whole_step=True)
+
+BEAMS = {"num_beams": 3, "max_new_tokens": 6}
+
+
+@pytest.fixture(name="model")
+def own_model():
+    """A model of its own for each test, which may change it."""
+    return copy.deepcopy(family("Llama"))
+
+
+@pytest.fixture(autouse=True)
+def traced_only(monkeypatch):
+    """Steps are traced as they are to be compiled, and run as they were: the compiler itself takes its time."""
+    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
+
+
+def assert_as_stock(model, **options):
+    """Compiled steps give what stock gives, and are made of the model as it is."""
+    stock, given, steps = generate_both(
+        model, fused=compiling, **{"num_beams": 2, "max_new_tokens": 6, "output_scores": False, **options}
+    )
+    assert_same(stock, given, TOLERANCE)
+    assert steps.compiled == steps.whole == steps.fused > 0, (steps.not_whole, steps.not_compiled)
+    return stock["sequences"]
+
+
+def is_seen(model, change):
+    """Whether a snapshot tells the model from what it was before the change."""
+    snapshot = Snapshot(model, frozenset())
+    assert snapshot.is_of(model)
+    change()
+    assert Snapshot(model, frozenset()).is_of(model)
+    return not snapshot.is_of(model)
+
+
+class Adapter(nn.Module):
+    """As adapters of weights are: with their state in containers that they change in place."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.scales = {"default": [1.0]}
+        self.merged = []
+        self.active = {"default"}
+
+    def forward(self, hidden):
+        out = self.base(hidden)
+        if self.merged or not self.active:
+            return out
+        return out - self.scales["default"][0] * out.flip(-1)
+
+
+def test_compiled_steps_follow_a_container_that_is_changed_in_place(model):
+    mlp = model.model.layers[0].mlp
+    adapter = mlp.up_proj = Adapter(mlp.up_proj)
+    before = assert_as_stock(model)
+    adapter.scales["default"][0] = -2.0
+    after = assert_as_stock(model)
+    assert not torch.equal(before, after)
+    # One call after the other is served by what has been made for the first.
+    ready = entry._ready[model]
+    assert torch.equal(assert_as_stock(model), after)
+    assert entry._ready[model] is ready
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda adapter: adapter.scales["default"].__setitem__(0, -2.0),
+        lambda adapter: adapter.scales.update(default=[1.0]),
+        lambda adapter: adapter.scales.update(other=[1.0]),
+        lambda adapter: adapter.merged.append("default"),
+        lambda adapter: adapter.active.clear(),
+    ],
+    ids=["nested", "dict-value", "dict-key", "list", "set"],
+)
+def test_a_container_that_is_changed_in_place(change, model):
+    mlp = model.model.layers[0].mlp
+    adapter = mlp.up_proj = Adapter(mlp.up_proj)
+    assert is_seen(model, lambda: change(adapter))
+
+
+def test_a_configuration_whose_list_is_changed_in_place():
+    model = copy.deepcopy(family("Gemma3"))
+    inputs = inputs_for(model, 2, 12)
+    assert_whole(model, inputs, num_beams=2, max_new_tokens=6)
+    model.config.layer_types[0] = "full_attention"
+    # Whether such a model is served is the trial's to say: its layer still has a window of its own.
+    stock, given, _ = generate_both(model, inputs, fused=whole, num_beams=2, max_new_tokens=6)
+    assert_same(stock, given, TOLERANCE)
+
+
+class Negated(nn.Linear):
+    def forward(self, hidden):
+        return -super().forward(hidden)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda mlp: setattr(mlp.up_proj, "__class__", Negated),
+        lambda mlp: setattr(mlp, "up_proj", copy.deepcopy(mlp.up_proj)),
+        lambda mlp: setattr(mlp.up_proj, "weight", nn.Parameter(mlp.up_proj.weight.data)),
+        lambda mlp: setattr(mlp.up_proj.weight, "data", mlp.up_proj.weight.data.t().contiguous().t()),
+        lambda mlp: mlp.up_proj.double(),
+        lambda mlp: setattr(mlp, "scale", 2.0),
+        lambda mlp: delattr(mlp, "hidden_size"),
+        lambda mlp: mlp.register_buffer("mask", torch.ones(2)),
+        lambda mlp: mlp.eval().train(),
+        lambda mlp: setattr(mlp.config, "hidden_act", "gelu"),
+    ],
+    ids=[
+        "class",
+        "module",
+        "parameter",
+        "strides",
+        "dtype",
+        "attribute",
+        "missing",
+        "buffer",
+        "training",
+        "configuration",
+    ],
+)
+def test_a_part_that_is_changed(change, model):
+    assert is_seen(model, lambda: change(model.model.layers[0].mlp))
+
+
+def test_a_forward_method_that_is_replaced_in_a_class(model, monkeypatch):
+    class Later(nn.Linear):
+        pass
+
+    model.model.layers[0].mlp.up_proj.__class__ = Later
+    assert is_seen(model, lambda: monkeypatch.setattr(nn.Linear, "forward", Negated.forward))
+    assert is_seen(model, lambda: setattr(Later, "forward", Negated.forward))
+
+
+def test_an_attention_function_that_is_replaced(model, monkeypatch):
+    functions = modeling_utils.ALL_ATTENTION_FUNCTIONS
+    sdpa = functions["sdpa"]
+
+    def negated(*args, **kwargs):
+        out, weights = sdpa(*args, **kwargs)
+        return -out, weights
+
+    assert is_seen(model, lambda: monkeypatch.setitem(functions, "sdpa", negated))
+    assert_declined(model, "LlamaForCausalLM computes something else with a shared prompt", num_beams=2)
+
+
+@pytest.mark.parametrize("is_on_gpu", [True, False])
+def test_weights_at_another_address_are_a_change_where_a_graph_may_have_it(is_on_gpu, model, monkeypatch):
+    weight = model.lm_head.weight
+    monkeypatch.setattr(torch.Tensor, "is_cuda", is_on_gpu, raising=False)
+    assert is_seen(model, lambda: setattr(weight, "data", weight.data.clone())) == is_on_gpu
+
+
+def test_what_computes_the_same_is_no_change(model):
+    model.scale, model.names = 1.5, ["a", ("b", {"c": 2}), model]
+
+    def change():
+        model.scale = float("1.5")
+        # Versions of transformers leave such a one behind.
+        model.model.forward = model.model.forward
+        with torch.no_grad():
+            model.lm_head.weight.neg_()
+
+    assert not is_seen(model, change)
+
+
+def test_compiled_steps_of_a_model_that_gets_another_dtype():
+    # Without a buffer: all that shows it is in the parameters, which stay the objects that they are.
+    model = copy.deepcopy(family("GPT2"))
+    stats(reset=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype)
+        with compiling(model):
+            model.generate(**inputs_for(model), **BEAMS)
+        assert entry._ready[model].twin.dtype == dtype
+    assert stats().whole == stats().compiled > 0
+
+
+def test_a_model_goes_at_once():
+    model = copy.deepcopy(family("Llama"))
+    with whole(model):
+        model.generate(**inputs_for(model), **BEAMS)
+    assert model in entry._ready
+    weight = weakref.ref(model.lm_head.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+def test_a_model_that_refers_to_itself():
+    model = copy.deepcopy(family("Llama"))
+    model.old_generate = model.generate
+    with whole(model):
+        model.generate(**inputs_for(model), **BEAMS)
+    assert model in entry._ready
+    weight = weakref.ref(model.lm_head.weight)
+    del model
+    gc.collect()
+    assert weight() is None
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_copies_have_nothing_that_is_kept(copied, is_enabled, model):
+    with whole(model):
+        model.generate(**inputs_for(model), **BEAMS)
+        other = copied(model) if is_enabled else None
+    other = copied(model) if other is None else other
+    assert model in entry._ready and other not in entry._ready
+    assert is_enabled <= (attribute.NAME not in vars(other))
+    assert_whole(other, inputs_for(other), **BEAMS)
+    assert other in entry._ready
+    disable(model)
+    assert attribute.NAME not in vars(model)
+
+
+@pytest.mark.parametrize("made", [torch.jit.script, lambda module: torch.jit.trace(module, torch.randn(2, 1, 32))])
+def test_a_module_of_torch_jit(made, model):
+    model.model.layers[0].mlp = made(nn.Sequential(nn.Linear(32, 32), nn.ReLU()))
+    assert_declined(model, "a ScriptModule")
+
+
+def test_a_configuration_that_cannot_be_copied(model):
+    model.config.lock = threading.Lock()
+    for _ in range(2):
+        _, _, steps = generate_both(model, fused=whole, num_beams=2, max_new_tokens=6)
+        (reason,) = steps.not_whole
+        assert reason.startswith("a twin of a LlamaForCausalLM raises TypeError: cannot pickle")
+    del model.config.lock
+    assert_whole(model, inputs_for(model), **BEAMS)
+
+
+@pytest.mark.parametrize("is_one_piece", [True, False], ids=["one-piece", "pieces"])
+def test_compiled_steps_do_not_outlive_the_model(is_one_piece, monkeypatch):
+    if not is_one_piece:
+        # What is taken where the step cannot be one piece.
+        ways = compiled.ways
+        monkeypatch.setattr(compiled, "ways", lambda *args: ways(*args)[1:])
+    model = copy.deepcopy(family("Llama"))
+    stats(reset=True)
+    with fused_decoding(model, whole_step=True):
+        model.generate(**inputs_for(model), **BEAMS)
+    assert stats().compiled > 0
+    (step,) = entry._ready[model].store._kept.values()
+    kept = [weakref.ref(each) for each in (model.lm_head.weight, step.decoder._cache.layers[0].keys)]
+    del model, step
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
