@@ -24,10 +24,9 @@ _TOKEN_MULTIPLE = 1024
 # The native CPU kernel reads the weight once for as many rows as this: kMostLinearRows of csrc/cpu/linear_kernels.h.
 _NATIVE_ROWS = 32
 # Adding up the lanes of a sum takes as long as a short sum. Times of product + softmax_topk over ours, 2 threads of a quiet
-# Xeon (model 207, AVX-512), 2026-11-25: 128 -> 32000 float32, 8 rows 1.4, 16 rows 1.2, 24 rows 1.05, 32 rows 0.94; bfloat16
-# 1.2 at 16 to 32 rows; 512 -> 50257 float32 2.7 at 8 rows, 2.5 at 16, 1.9 at 24, 1.5 at 32; bfloat16 1.7 at 16 to 32.
-_SHORT_DEPTH = 256
-_NATIVE_ROWS_OF_SHORT = 24
+# Xeon (model 207, AVX-512), 2026-11-25: 128 -> 32000 float32, 8 rows 1.5, 16 rows 1.3, 25 rows 1.07, 28 rows 1.01, 32 rows 0.95,
+# where the library's product in pieces has 0.91; bfloat16 1.2 at 16 to 32 rows; 512 -> 50257 float32 2.7 at 8 rows, 2.5 at 16,
+# 1.9 at 24, 1.5 at 32; bfloat16 1.7 at 16 to 32.
 # Times rows: its threads have a list for every row.
 _NATIVE_CANDIDATES = 4096
 
@@ -40,11 +39,9 @@ class Pieces(NamedTuple):
     states: int
 
 
-def is_for_the_native_kernel(rows: int, depth: int, k: int, itemsize: int) -> bool:
+def is_for_the_native_kernel(rows: int, k: int) -> bool:
     """Whether the CPU's own product is worth it, whose scratch memory stays small."""
-    if rows > _NATIVE_ROWS or rows * k > _NATIVE_CANDIDATES:
-        return False
-    return rows <= _NATIVE_ROWS_OF_SHORT or itemsize < 4 or depth >= _SHORT_DEPTH
+    return rows <= _NATIVE_ROWS and rows * k <= _NATIVE_CANDIDATES
 
 
 def forward_pieces(

@@ -90,11 +90,11 @@ def forward(
     chosen = backends.pick(head.hidden.device, head.hidden.dtype, k, backend)
     if rows == 0:
         return out
-    depth, itemsize = head.hidden.shape[-1], head.hidden.element_size()
+    itemsize = head.hidden.element_size()
     if (
         chosen is native
         and head.targets is None
-        and linear_pieces.is_for_the_native_kernel(rows, depth, k, itemsize)
+        and linear_pieces.is_for_the_native_kernel(rows, k)
         and native.multiplies(head.hidden, head.weight, head.bias)
     ):
         given = head

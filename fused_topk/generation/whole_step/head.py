@@ -30,7 +30,7 @@ class Head(NamedTuple):
         weight = self.weight
         if weight.device.type != "cpu" or backends.pick(weight.device, weight.dtype, k, None) is not native:
             return False
-        is_small = linear_pieces.is_for_the_native_kernel(rows, weight.shape[1], k, weight.element_size())
+        is_small = linear_pieces.is_for_the_native_kernel(rows, k)
         return is_small and native.multiplies(weight, weight, self.bias)
 
     def greatest(self, hidden: Tensor) -> Tensor:
