@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-import weakref
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from decoding import assert_same, generate_both, inputs_for, one_thread, tiny  #
 from fused_topk.generation import disable, enable, fused_decoding, generate, stats
 from fused_topk.generation.whole_step import attribute, entry
 from test_generation_interface import letter, tokenizer
-from whole_steps import assert_declined, assert_whole, family, whole
+from whole_steps import assert_declined, assert_whole, family, weight_once_served, whole
 
 BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 
@@ -259,10 +258,7 @@ def test_disable_forgets_and_so_does_the_end_of_the_model(model):
 
 def test_what_is_kept_does_not_outlive_the_model():
     model = copy.deepcopy(family("Llama"))
-    with whole(model):
-        model.generate(**inputs_for(model), **BEAMS)
-    assert model in entry._ready
-    weight = weakref.ref(model.lm_head.weight)
+    weight = weight_once_served(model)
     del model
     gc.collect()
     assert weight() is None

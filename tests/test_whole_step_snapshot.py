@@ -22,7 +22,7 @@ from decoding import assert_same, generate_both, inputs_for, one_thread  # noqa:
 from fused_topk.generation import disable, fused_decoding, stats
 from fused_topk.generation.whole_step import attribute, compiled, entry
 from fused_topk.generation.whole_step.twin import Snapshot
-from whole_steps import TOLERANCE, assert_declined, assert_whole, family, whole
+from whole_steps import TOLERANCE, assert_declined, assert_whole, family, weight_once_served, whole
 
 compiling = functools.partial(fused_decoding, whole_step=True)
 
@@ -208,10 +208,7 @@ def test_compiled_steps_of_a_model_that_gets_another_dtype():
 
 def test_a_model_goes_at_once():
     model = copy.deepcopy(family("Llama"))
-    with whole(model):
-        model.generate(**inputs_for(model), **BEAMS)
-    assert model in entry._ready
-    weight = weakref.ref(model.lm_head.weight)
+    weight = weight_once_served(model)
     gc.collect()
     gc.disable()
     try:
@@ -224,10 +221,7 @@ def test_a_model_goes_at_once():
 def test_a_model_that_refers_to_itself():
     model = copy.deepcopy(family("Llama"))
     model.old_generate = model.generate
-    with whole(model):
-        model.generate(**inputs_for(model), **BEAMS)
-    assert model in entry._ready
-    weight = weakref.ref(model.lm_head.weight)
+    weight = weight_once_served(model)
     del model
     gc.collect()
     assert weight() is None

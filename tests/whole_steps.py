@@ -6,12 +6,14 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import weakref
 
 import torch
 import transformers
 
-from decoding import BOS, EOS, PAD, assert_same, generate_both
+from decoding import BOS, EOS, PAD, assert_same, generate_both, inputs_for
 from fused_topk.generation import fused_decoding
+from fused_topk.generation.whole_step import entry
 
 # Attention adds in another order here than in stock generate(), whose own scores of these models lie up to 1.2e-5 from
 # float64. Experts multiply rows in another order too.
@@ -163,3 +165,11 @@ def swaps(result, beams: int) -> int:
     indices = result["beam_indices"]
     is_token = indices[:, 1:] >= 0
     return int(((indices[:, 1:] % beams != indices[:, :-1] % beams) & is_token).sum())
+
+
+def weight_once_served(model):
+    """Weakly, a weight of the model, of which something is kept after this."""
+    with whole(model):
+        model.generate(**inputs_for(model), num_beams=3, max_new_tokens=6)
+    assert model in entry._ready
+    return weakref.ref(model.lm_head.weight)

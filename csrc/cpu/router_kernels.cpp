@@ -308,10 +308,10 @@ inline Group normalize_columns(const RouterRows& rows, u32 first, float (&column
   }
   m = other_m > m ? other_m : m;
   exp_of_columns(rows, first, reference_points(m), rows.n, columns[0]);
-  RowDoubles d = odd ? widen(load_column(0)) : RowDoubles{}, other_d = {};
+  RowDoubles d = odd ? load_rows(columns[0]) : RowDoubles{}, other_d = {};
   for (u32 j = odd; j < rows.n; j += 2) {
-    d += widen(load_column(j));
-    other_d += widen(load_column(j + 1));
+    d += load_rows(columns[j]);
+    other_d += load_rows(columns[j + 1]);
   }
   return {m, d + other_d};
 }

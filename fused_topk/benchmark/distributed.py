@@ -94,7 +94,7 @@ def _measure(case: Case, device: torch.device, rounds: int) -> Measured:
     layout = packing.Packing((case.rows,), case.k, DTYPES[case.dtype])
     buffer = torch.zeros(layout.words, dtype=torch.int64, device=device)
     header = packing.Header.of(own.shape[-1], case.k, case.rows, own.dtype, "allowed")
-    buffer[:2].copy_(packing.header_words(header, device))
+    buffer[:2].copy_(packing.header_words(header, buffer))
     state = layout.state(buffer)
     arguments = (1.0, None, None, "state", "allowed", None)
     one_word = buffer[:1].clone()

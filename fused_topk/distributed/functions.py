@@ -73,8 +73,9 @@ def softmax_topk(
     Contract:
         Indices are exactly those of the unsharded call, ties included. The rest is the contract of
         :func:`fused_topk.merge_topk`. Gradients with respect to a process's columns are those of a loss that every process
-        computes alike from the result; there are no second ones. A call does not wait for the GPU, except the first of a kind, and calls with
-        k > V_local. It can be captured in a CUDA graph after such a first call, and compiled with fullgraph=True.
+        computes alike from the result; there are no second ones. A call does not wait for the GPU, except the first of a kind,
+        and calls with k > V_local. It can be captured in a CUDA graph after such a first call, and compiled with
+        fullgraph=True.
     """
     return _row("softmax", local_logits, k, group, temperature, mask, normalize, backend)
 
@@ -222,7 +223,7 @@ def gather_states(
         buffer = packing.packed(header, TopK(*(x.detach() for x in state)), tail)
     else:
         buffer = torch.empty(packing.words, dtype=torch.int64, device=device)
-        buffer[:2].copy_(header_words(header, device))
+        buffer[:2].copy_(header_words(header, buffer))
         write_state(local_logits, held, arguments, packing.state(buffer))
         if tail is not None:
             packing.tails(buffer.unsqueeze(0))[0].copy_(tail.contiguous().view(-1).view(torch.uint8))

@@ -111,7 +111,7 @@ class Packing(NamedTuple):
         pieces = [normalizer.flatten().view(torch.int64), indices.flatten(), _as_words(logits)]
         if tail is not None:
             pieces.append(_as_words(tail))
-        return torch.cat((header_words(header, logits.device), *pieces))
+        return torch.cat((header_words(header, logits), *pieces))
 
 
 def _as_words(tensor: Tensor) -> Tensor:
@@ -124,18 +124,22 @@ def headers_of(buffers: Tensor) -> Tensor:
     return buffers[:, :_HEADER_WORDS].view(torch.int32)
 
 
-def header_words(header: Header, device: torch.device) -> Tensor:
-    """The header as the first words of a buffer."""
-    if torch.compiler.is_compiling() or torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
-        return _header_words.__wrapped__(header, device)
-    return _header_words(header, device)
+def header_words(header: Header, beside: Tensor) -> Tensor:
+    """The header as the first words of a buffer. beside: a tensor of the call, on the same device."""
+    # What stands for a tensor in traced code, or in a mode of fake tensors, is not to be kept.
+    make = _kept_words if type(beside) is Tensor and not torch.compiler.is_compiling() else _words
+    return make(header, beside.device)
+
+
+def _words(header: Header, device: torch.device) -> Tensor:
+    return torch.tensor(header, dtype=torch.int32, device=device).view(torch.int64)
 
 
 @functools.lru_cache(maxsize=4096)
-def _header_words(header: Header, device: torch.device) -> Tensor:
+def _kept_words(header: Header, device: torch.device) -> Tensor:
     # Kept, so that a call, which a CUDA graph may capture, copies nothing from the host.
     with torch.inference_mode(False):
-        return torch.tensor(header, dtype=torch.int32, device=device).view(torch.int64)
+        return _words(header, device)
 
 
 def describe_difference(headers: Sequence[Header]) -> str | None:

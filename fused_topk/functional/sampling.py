@@ -171,7 +171,7 @@ def _check(
     check_vocabulary(vocab_size)
     check_backend(backend)
     check_k(num_samples, _MOST_SAMPLES, "samples of a row", "num_samples")
-    if isinstance(logprobs, bool) or not isinstance(logprobs, (int, np.integer)) or logprobs != 0:
+    if not _is_zero(logprobs):
         check_k(logprobs, vocab_size, name="logprobs")
     if not isinstance(truncated_log_probs, bool):
         raise TypeError(
@@ -267,6 +267,11 @@ def _planned(
     return result if is_flat else shaped(result, shape[:-1])
 
 
+def _is_zero(value: Any) -> bool:
+    """Whether it is the int 0, of Python or of NumPy."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value == 0)
+
+
 def _flat_name(name: Any) -> tuple[Any, Tensor | None]:
     """A checked seed or counter as (of all, of each)."""
     return (0, name.view(-1)) if type(name) is Tensor else (name, None)
@@ -281,7 +286,7 @@ def _names(
             raise ValueError("`generator` must be None where a `seed` is given, got both; leave one out")
         of_seed = check_row_numbers("seed", seed, logits, torch.int64, _SEEDS)
         return of_seed, check_row_numbers("counter", counter, logits, torch.int64, _SEEDS)
-    if isinstance(counter, bool) or not isinstance(counter, (int, np.integer)) or counter != 0:
+    if not _is_zero(counter):
         raise ValueError("`counter` must be left out without a `seed`, got one; a generator counts by itself")
     if generator is not None:
         if not isinstance(generator, torch.Generator):

@@ -49,7 +49,7 @@ def _result(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         memory = torch.empty(_MOST_ELEMENTS, dtype=dtype, device="cpu")
     view = memory[:elements].view(shape)
     # A mode may make something else of tensors.
-    if type(memory) is not Tensor or type(view) is not Tensor or not view.is_cpu:
+    if type(view) is not Tensor or not view.is_cpu:
         return shape, dtype
     _memory[dtype] = memory
     return view

@@ -75,21 +75,21 @@ class SharedGenerator:
 
     def __call__(self) -> torch.Generator:
         if self._generator is None:
-            random_seed(self._device)
+            _random_seed(self._device)
             self._generator = torch.Generator(self._device).manual_seed(self._seed)
         return self._generator
 
 
-def random_seed(device: torch.device) -> Tensor:
+def _random_seed(device: torch.device) -> Tensor:
     """A seed by the process's own random numbers, int64 of shape ()."""
     return torch.randint(0, 2**63 - 1, (), device=device)
 
 
 def _next_seed(device: torch.device) -> Tensor:
-    """What random_seed() will give."""
+    """What _random_seed() will give."""
     is_cpu = device.type == "cpu"
     with torch.random.fork_rng([] if is_cpu else [device], device_type="cuda" if is_cpu else device.type):
-        return random_seed(device)
+        return _random_seed(device)
 
 
 class ShardedHead:
