@@ -214,9 +214,9 @@ def short_calls(keys: Mapping[str, Any] | None) -> Any:
     if _cpu is None or keys is None or not hasattr(Tensor, "__dlpack_c_exchange_api__"):
         return None
     try:
-        make, like, threads = torch.empty, torch.empty_like, torch.get_num_threads
-        changed = torch.autograd.graph.increment_version
-        return _cpu.ShortCalls(Tensor, TopK, make, like, threads, Tensor.is_inference, changed, *keys.values())
+        have_changed = torch.autograd.graph.increment_version
+        of_torch = (torch.empty, torch.empty_like, torch.get_num_threads, Tensor.is_inference, have_changed)
+        return _cpu.ShortCalls(Tensor, TopK, *of_torch, *keys.values())
     except ValueError:  # another version of the interface
         return None
 

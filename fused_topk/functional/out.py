@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,9 +71,8 @@ def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], i
         places.append((f"out.{name}", tensor, (first, end)))
 
 
-def have_changed(out: Sequence[Tensor]) -> None:
-    """Tells autograd that the tensors have changed. Where one of them is kept for a gradient, the backward pass then raises."""
-    torch.autograd.graph.increment_version([tensor for tensor in out if not tensor.is_inference()])
+# Tells autograd that tensors have changed. Where one of them is kept for a gradient, the backward pass then raises.
+have_changed: Callable[[Sequence[Tensor]], None] = torch.autograd.graph.increment_version
 
 
 def is_plain_out(
