@@ -133,6 +133,20 @@ class LinearProblem(NamedTuple):
         return math.prod(self.hidden.shape[:-1])
 
 
+class LogitGradientProblem(NamedTuple):
+    """A request for the gradient of a loss with respect to some rows' logits x: (coefficient * exp((x - m) / temperature) + what
+    is listed for the token) / temperature."""
+
+    m: Tensor  # (rows,) float32, contiguous, as coefficient
+    coefficient: Tensor  # (rows,)
+    # (rows, length) int64, contiguous, each row sorted: a token (negative for none) in the upper 32 bits, a float32 amount in the
+    # lower ones. A token may be listed several times.
+    listed: Tensor
+    temperature: float  # as in LinearProblem
+    row_temperature: Tensor | None  # (rows,) float32, contiguous
+    mask: Tensor | None  # (rows, V) bool, or (rows, ceil(V / 32)) int32, any strides: the others have no gradient
+
+
 class Sample(NamedTuple):
     """The result of :func:`sample`.
 

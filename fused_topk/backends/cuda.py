@@ -17,20 +17,30 @@ from torch import Tensor
 
 from .. import env
 from ..cuda_runtime import driver, tickets
-from ..layout import full_row_launch, merge_launch, sample_launch, topk_launch
+from ..layout import full_row_launch, gradient_launch, merge_launch, sample_launch, topk_launch
 from ..layout.full_row_choice import FullRowChoice, choose_full_row
 from ..layout.full_row_launch import FullRowLaunch, FullRowLayout
-from ..layout.kernel_arguments import SampleRows
+from ..layout.kernel_arguments import LogitGradients, SampleRows
 from ..layout.merge_launch import MergeLaunch, MergeLayout
 from ..layout.topk_choice import MAX_K, KernelChoice, choose
 from ..layout.topk_launch import FORMATS, Launch, Layout, row_count
-from ..problem import FullRowProblem, MergeProblem, MergeTensors, Problem, Sample, SampleProblem, TopK
+from ..problem import (
+    FullRowProblem,
+    LogitGradientProblem,
+    MergeProblem,
+    MergeTensors,
+    Problem,
+    Sample,
+    SampleProblem,
+    TopK,
+)
 from .protocol import StartFullRows, StartMerge, StartTopk
 
 # One element of that many bytes, which CuPy passes by value.
 _TOPK_ARGUMENT = np.dtype(f"V{topk_launch.PROBLEM_BYTES}")
 _MERGE_ARGUMENT = np.dtype(f"V{merge_launch.STATES_BYTES}")
 _FULL_ROW_ARGUMENT = np.dtype(f"V{full_row_launch.FULL_ROWS_BYTES}")
+_GRADIENT_ARGUMENT = np.dtype(f"V{ctypes.sizeof(LogitGradients)}")
 _SAMPLE_ARGUMENT = np.dtype(f"V{ctypes.sizeof(SampleRows)}")
 _SHARED_BYTES_UNASKED = 48 << 10  # what a kernel has without asking
 
@@ -136,6 +146,37 @@ def prepare_full_rows(
         _launch_full_rows(planned, index, address, problem.temperature, temperatures, out)
 
     return run
+
+
+def logit_gradients(problem: LogitGradientProblem, logits: Tensor, start: int) -> None:
+    """Turns logits (rows, tokens), which begin at token `start` and are adjacent in a row, into their gradient.
+
+    `start` is a multiple of 32 where the mask is packed.
+    """
+    p, mask, index = problem, problem.mask, logits.get_device()
+    rows, tokens = logits.shape
+    is_packed = mask is not None and mask.dtype != torch.bool
+    place = start // 32 if is_packed else start
+    filled = LogitGradients(
+        logits=logits.data_ptr(),
+        m=p.m.data_ptr(),
+        coefficient=p.coefficient.data_ptr(),
+        row_temperature=_address(p.row_temperature),
+        listed=p.listed.data_ptr(),
+        mask=0 if mask is None else mask.data_ptr() + place * mask.stride(1) * mask.element_size(),
+        row_stride=logits.stride(0),
+        mask_row_stride=0 if mask is None else mask.stride(0),
+        mask_element_stride=0 if mask is None else mask.stride(1),
+        tokens=tokens,
+        start=start,
+        length=p.listed.shape[1],
+        mask_kind=is_packed,
+        temperature=p.temperature,
+    )
+    function = driver.function(index, gradient_launch.kernel_name(logits.dtype))
+    grid = gradient_launch.grid(rows, tokens, logits.element_size())
+    argument = np.frombuffer(bytes(filled), _GRADIENT_ARGUMENT)
+    driver.call(function, grid, gradient_launch.THREADS, (argument,), index)
 
 
 def sample(problem: SampleProblem, out: Sample) -> None:

@@ -44,6 +44,9 @@ FULL_ROW_SOURCES = (*_ROW_SOURCES, "full_row.cuh", "waiting.cuh", "softmax_rows.
 MERGING_SOURCES = (*_ROW_SOURCES, "problem.cuh", "result.cuh", "merge_states.cu")
 """The sources of the kernels in the namespace fused_topk::merging."""
 
+GRADIENT_SOURCES = (*_ROW_SOURCES, "problem.cuh", "full_row.cuh", "logit_gradient.cu")
+"""The sources of the kernels in the namespace fused_topk::gradients."""
+
 SAMPLE_SOURCES = (
     *_ROW_SOURCES,
     "philox.h",
@@ -85,6 +88,8 @@ def sources_of(kernel: str) -> tuple[str, ...]:
         return FULL_ROW_SOURCES
     if kernel.startswith("fused_topk::merging::"):
         return MERGING_SOURCES
+    if kernel.startswith("fused_topk::gradients::"):
+        return GRADIENT_SOURCES
     if kernel.startswith("fused_topk::sampling::"):
         return SAMPLE_SOURCES
     return LADDER_SOURCES if kernel.startswith("fused_topk::ladder::") else SOURCES

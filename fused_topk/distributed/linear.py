@@ -238,7 +238,7 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         grad_values, _, grad_normalizer, grad_logprobs = gradients
         hidden, weight, bias, row_temperature, mask, targets, best, own, normalizer, logprobs = ctx.saved_tensors
-        _, values, number, normalize, _, group, _ = ctx.settings
+        _, values, number, normalize, backend, group, _ = ctx.settings
         # A token that is not allowed has the constant value -inf or 0.
         chosen = grad_values * best if values == "softmax" else grad_values.where(best != -torch.inf, 0.0)
         chosen = chosen.to(normalizer.dtype)
@@ -258,7 +258,7 @@ class _Head(torch.autograd.Function):
         state = normalizer.movedim(0, -1).contiguous()
         if weight.shape[0]:
             run: Any = _linear_topk_backward if need_dispatcher(hidden, weight, bias) else linear.linear_topk_backward
-            found = run(*head, own, state, chosen, of_targets, grad_normalizer, wanted)
+            found = run(*head, own, state, chosen, of_targets, grad_normalizer, backend, wanted)
         else:
             # Contiguous, as the gradients of the other processes are: a sum over processes goes by places in memory.
             found = tuple(

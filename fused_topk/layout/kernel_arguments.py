@@ -121,6 +121,27 @@ class States(ctypes.Structure):
     )
 
 
+class LogitGradients(ctypes.Structure):
+    """struct LogitGradients of csrc/logit_gradient.cu, where each field is explained."""
+
+    _fields_ = (
+        ("logits", _POINTER),
+        ("m", _POINTER),
+        ("coefficient", _POINTER),
+        ("row_temperature", _POINTER),
+        ("listed", _POINTER),
+        ("mask", _POINTER),
+        ("row_stride", _I64),
+        ("mask_row_stride", _I64),
+        ("mask_element_stride", _I64),
+        ("tokens", _U32),
+        ("start", _U32),
+        ("length", _U32),
+        ("mask_kind", _U32),
+        ("temperature", _F32),
+    )
+
+
 class SampleRows(ctypes.Structure):
     """struct SampleRows of csrc/sample_request.cuh, where each field is explained."""
 

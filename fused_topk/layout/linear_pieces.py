@@ -18,6 +18,12 @@ _CPU_ROWS = 256
 # Of the pieces' states: those that are merged at once, their stacked copy, and the result.
 _STATES_BYTES = 12 << 20
 _INDEX_BYTES = 8
+# Of an entry of a row's list in the backward pass, and while the list is sorted.
+_LISTED_BYTES = 8
+_SORTED_BYTES = 64
+# A row's m, coefficient, temperature, and the gap behind its logits.
+_GRADIENT_ROW_BYTES = 64
+_ROW_MULTIPLE = 128
 # The tokens of a piece, so that its rows are aligned and it has whole words of a packed mask.
 _TOKEN_MULTIPLE = 1024
 
@@ -87,6 +93,24 @@ def backward_pieces(rows: int, vocab_size: int, depth: int, itemsize: int, is_cp
     block = max(1, min(rows, _CPU_ROWS if is_cpu else _GPU_ROWS, SCRATCH_BYTES // 3 // max(row_bytes, 1)))
     tokens = _even_share(vocab_size, piece_bytes // (block * logit_bytes))
     return Pieces(block, tokens, 1)
+
+
+def in_place_pieces(rows: int, vocab_size: int, depth: int, itemsize: int, listed: int, has_bias: bool) -> Pieces:
+    """The pieces of the backward pass on a GPU, where the logits' gradient takes their own place (csrc/logit_gradient.cu).
+
+    listed: the tokens of a row at which something is added. has_bias: whether the bias has a gradient.
+    """
+    # First a row's list is sorted. Then the hidden states' gradient is summed. The states may be copied.
+    summed = depth * (itemsize + 4) + listed * _LISTED_BYTES
+    row_bytes = depth * itemsize + max(summed, listed * _SORTED_BYTES) + _GRADIENT_ROW_BYTES
+    # The gradient of a bias is summed in float32.
+    room = max(SCRATCH_BYTES - 8 * vocab_size * has_bias, SCRATCH_BYTES // 4)
+    of_rows = room * 5 // 8
+    most = min(_GPU_ROWS, of_rows // row_bytes, (room - of_rows) // (_TOKEN_MULTIPLE * itemsize))
+    block = -(-rows // -(-rows // max(most, 1)))
+    # The library's products are in tiles.
+    block = min(-(-block // _ROW_MULTIPLE) * _ROW_MULTIPLE, rows, max(most, 1))
+    return Pieces(block, _even_share(vocab_size, (room - block * row_bytes) // (block * itemsize)), 1)
 
 
 def _even_share(vocab_size: int, most: int) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..problem import LinearProblem
-from . import linear_pieces
+from . import linear_backward, linear_pieces
 from .dispatch import library
 
 _HEAD = "Tensor hidden, Tensor weight, Tensor? bias, float temperature, Tensor? row_temperature, Tensor? mask, Tensor? targets, str normalize"
@@ -28,7 +28,7 @@ library.define(
 )
 library.define(
     f"linear_topk_backward({_HEAD}, Tensor indices, Tensor state, Tensor grad_chosen, Tensor? grad_target, "
-    "Tensor grad_normalizer, bool[] wanted) -> (Tensor, Tensor, Tensor)"
+    "Tensor grad_normalizer, str? backend, bool[] wanted) -> (Tensor, Tensor, Tensor)"
 )
 _HEAD_ARGUMENTS = len(LinearProblem._fields)
 
@@ -46,7 +46,7 @@ def _fake_linear_topk(*arguments: Any) -> linear_pieces.LinearResult:
 
 def linear_topk_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradient's operator. `arguments`: that operator's, in its order."""
-    return linear_pieces.backward(LinearProblem(*arguments[:_HEAD_ARGUMENTS]), *arguments[_HEAD_ARGUMENTS:])
+    return linear_backward.backward(LinearProblem(*arguments[:_HEAD_ARGUMENTS]), *arguments[_HEAD_ARGUMENTS:])
 
 
 def _fake_linear_topk_backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -59,7 +59,8 @@ def _fake_linear_topk_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, bias, ctx.temperature, row_temperature, mask, targets, ctx.normalize, _, ctx.values, *_ = inputs
+    hidden, weight, bias, ctx.temperature, row_temperature, mask, targets, ctx.normalize = inputs[:_HEAD_ARGUMENTS]
+    _, ctx.values, ctx.backend, *_ = inputs[_HEAD_ARGUMENTS:]
     values, indices, _, _, ranks, state = output
     ctx.mark_non_differentiable(indices, ranks, state)
     ctx.save_for_backward(hidden, weight, bias, row_temperature, mask, targets, values, indices, state)
@@ -101,7 +102,7 @@ def backward_by(run: Callable[..., Any], ctx: Any, *gradients: Any) -> tuple[Ten
         grad_normalizer = grad_normalizer - grad_target.sum(-1)
     wanted = [bool(x) for x in ctx.needs_input_grad[:3]]
     head = (hidden, weight, bias, temperature, row_temperature, mask, targets, normalize)
-    found = run(*head, indices, state, grad_chosen, grad_target, grad_normalizer, wanted)
+    found = run(*head, indices, state, grad_chosen, grad_target, grad_normalizer, ctx.backend, wanted)
     return *(x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)), *(None,) * 10
 
 

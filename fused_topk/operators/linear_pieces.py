@@ -2,8 +2,8 @@
 """An LM head in pieces: products by the library, of some rows and some of the vocabulary, none of which is kept.
 
 A piece of the logits goes into the rows' states (m, d, T), and the states of a row's pieces are merged. The backward pass
-computes the logits again, in pieces of its own. Scratch memory is bounded by `SCRATCH_BYTES` of layout/linear_pieces.py.
-Nothing waits for the device.
+(linear_backward.py) has pieces of its own. Scratch memory is bounded by `SCRATCH_BYTES` of layout/linear_pieces.py. Nothing
+waits for the device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LinearResult(NamedTuple):
     state: Tensor  # (..., 2), the row's m and d
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """Some rows, without leading dimensions."""
 
     first: int
@@ -57,6 +57,10 @@ class _Block(NamedTuple):
     @property
     def part(self) -> slice:
         return slice(self.first, self.first + len(self.hidden))
+
+    def mask_of(self, start: int, end: int) -> Tensor | None:
+        """The mask of some tokens; `start` is a multiple of 32."""
+        return _tokens(self.mask, start, end)
 
 
 def empty_result(
@@ -125,7 +129,7 @@ def forward(
     return out
 
 
-def _settings(head: LinearProblem, block: _Block, values: str) -> tuple[float, Tensor | None, str]:
+def _settings(head: LinearProblem, block: Block, values: str) -> tuple[float, Tensor | None, str]:
     """Temperature and normalisation, which raw logits do not have."""
     if values == "logits":
         return 1.0, None, "allowed"
@@ -134,7 +138,7 @@ def _settings(head: LinearProblem, block: _Block, values: str) -> tuple[float, T
 
 def _forward_block(
     head: LinearProblem,
-    block: _Block,
+    block: Block,
     pieces: linear_pieces.Pieces,
     k: int,
     values: str,
@@ -205,7 +209,7 @@ def _merged(
 class _Targets:
     """The logits of a block's targets (rows, n), and how many tokens come before each."""
 
-    def __init__(self, head: LinearProblem, block: _Block, has_ranks: bool, is_whole: bool) -> None:
+    def __init__(self, head: LinearProblem, block: Block, has_ranks: bool, is_whole: bool) -> None:
         assert block.targets is not None
         self._has_target = block.targets >= 0
         self._tokens = block.targets.clamp(0, len(head.weight) - 1)
@@ -214,7 +218,7 @@ class _Targets:
         if has_ranks and not is_whole:
             self._multiply(head, block)
 
-    def _multiply(self, head: LinearProblem, block: _Block) -> None:
+    def _multiply(self, head: LinearProblem, block: Block) -> None:
         """The pieces before a target's own need its logit, so it is computed ahead. It may differ from the piece's in the last
         place."""
         wide = result_dtype(block.hidden.dtype)
@@ -260,100 +264,31 @@ class _Targets:
             ranks.copy_(self._ranks.where(self._has_target, 0))
 
 
-def backward(
-    head: LinearProblem,
-    indices: Tensor,
-    state: Tensor,
-    grad_chosen: Tensor,
-    grad_target: Tensor | None,
-    grad_normalizer: Tensor,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of hidden, weight and bias, those that are wanted; else an empty tensor.
-
-    With p the softmax of a row, that of its scaled logits is grad_normalizer p, and what grad_chosen and grad_target add
-    at the chosen tokens (..., k) and at the target.
-    """
-    hidden, weight, bias = head.hidden, head.weight, head.bias
-    vocab_size, depth = weight.shape
-    dtype = result_dtype(hidden.dtype)
-    nothing = hidden.new_empty(0)
-    grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else nothing
-    grad_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format) if wanted[1] else nothing
-    grad_bias = torch.zeros(vocab_size, dtype=dtype, device=hidden.device) if wanted[2] else nothing
-    rows = head.rows
-    if rows == 0:
-        return grad_hidden, grad_weight, grad_bias if bias is None or not wanted[2] else grad_bias.to(bias.dtype)
-    flat_indices, flat_chosen = _flat(indices, 1), _flat(grad_chosen, 1)
-    m, d = _flat(state, 1).unbind(-1)
-    base = m.where(m != -torch.inf, 0.0).unsqueeze(-1)
-    of_p = (grad_normalizer.reshape(-1) / d).unsqueeze(-1)
-    of_target = None if grad_target is None else _flat(grad_target, 1)
-    pieces = linear_pieces.backward_pieces(rows, vocab_size, depth, hidden.element_size(), hidden.device.type == "cpu")
-    size = pieces.rows * min(pieces.tokens, vocab_size)
-    buffer = hidden.new_empty(size)
-    wide_buffer = buffer if dtype == hidden.dtype else hidden.new_empty(size, dtype=dtype)
-    flat_grad_hidden = _flat(grad_hidden, 1) if wanted[0] else None
-    for block in blocks(head, pieces.rows):
-        part = block.part
-        temperature = head.temperature if block.row_temperature is None else block.row_temperature.unsqueeze(-1)
-        of_hidden = block.hidden.new_zeros(block.hidden.shape, dtype=dtype) if wanted[0] else None
-        for start in range(0, vocab_size, pieces.tokens):
-            end = min(start + pieces.tokens, vocab_size)
-            logits = product(block.hidden, head, start, end, buffer)
-            g = wide_buffer[: logits.numel()].view(logits.shape)
-            torch.sub(logits, base[part], out=g)
-            g.div_(temperature).exp_().mul_(of_p[part])
-            _add_at(g, flat_indices[part], flat_chosen[part], start)
-            if of_target is not None and block.targets is not None:
-                _add_at(g, block.targets, of_target[part], start)
-            g.div_(temperature)
-            mask = _tokens(block.mask, start, end)
-            if mask is not None and head.normalize != "all":
-                g.masked_fill_(~unpacked(mask, end - start), 0.0)
-            if wanted[2]:
-                grad_bias[start:end] += g.sum(0)
-            rounded = g if g.dtype == logits.dtype else logits.copy_(g)
-            if of_hidden is not None:
-                of_hidden += rounded @ weight[start:end]
-            if wanted[1]:
-                grad_weight[start:end].addmm_(rounded.t(), block.hidden)
-        if flat_grad_hidden is not None and of_hidden is not None:
-            flat_grad_hidden[part].copy_(of_hidden)
-    return grad_hidden, grad_weight, grad_bias if bias is None or not wanted[2] else grad_bias.to(bias.dtype)
-
-
-def _add_at(x: Tensor, tokens: Tensor, what: Tensor, start: int) -> None:
-    """Adds to those of the tokens (rows, k) that lie in the piece x, which begins at `start`."""
-    place = tokens - start
-    is_here = (place >= 0) & (place < x.shape[-1])
-    x.scatter_add_(-1, place.clamp(0, x.shape[-1] - 1), what.to(x.dtype).where(is_here, 0.0))
-
-
-def product(hidden: Tensor, head: LinearProblem, start: int, end: int, buffer: Tensor) -> Tensor:
-    """The logits (rows, end - start), in the buffer."""
+def product(hidden: Tensor, head: LinearProblem, start: int, end: int, buffer: Tensor, row_stride: int = 0) -> Tensor:
+    """The logits (rows, end - start), in the buffer. row_stride: 0 for rows without gaps."""
     rows = len(hidden)
-    out = buffer[: rows * (end - start)].view(rows, end - start)
+    stride = row_stride or end - start
+    out = buffer[: rows * stride].view(rows, stride)[:, : end - start]
     weight = head.weight[start:end].t()
     if head.bias is None:
         return torch.mm(hidden, weight, out=out)
     return torch.addmm(head.bias[start:end], hidden, weight, out=out)
 
 
-def blocks(head: LinearProblem, size: int) -> Iterator[_Block]:
+def blocks(head: LinearProblem, size: int) -> Iterator[Block]:
     """The rows, `size` at a time."""
     for first in range(0, head.rows, size):
         rows = slice(first, min(first + size, head.rows))
-        yield _Block(
+        yield Block(
             first,
-            _some_rows(head.hidden, 1, rows),
-            None if head.row_temperature is None else _some_rows(head.row_temperature, 0, rows),
-            None if head.mask is None else _some_rows(head.mask, 1, rows),
-            None if head.targets is None else _some_rows(head.targets, 1, rows),
+            some_rows(head.hidden, 1, rows),
+            None if head.row_temperature is None else some_rows(head.row_temperature, 0, rows),
+            None if head.mask is None else some_rows(head.mask, 1, rows),
+            None if head.targets is None else some_rows(head.targets, 1, rows),
         )
 
 
-def _some_rows(tensor: Tensor, trailing: int, rows: slice) -> Tensor:
+def some_rows(tensor: Tensor, trailing: int, rows: slice) -> Tensor:
     """Rows of a tensor whose `trailing` last dimensions are no rows': a view where its strides allow, else a copy of those."""
     lead = tensor.shape[: tensor.dim() - trailing]
     try:

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of an LM head in pieces: logits that are computed again become their own gradient, and are multiplied.
+
+With p the softmax of a row's scaled logits and T its temperature, the gradient of the logits is (c p + a) / T. c is what the
+caller gives for the row's normalizer, and a what it gives at some tokens: the chosen ones and the targets. A kernel computes it
+in place on a GPU (csrc/logit_gradient.cu), else torch operations do. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..backends import cuda
+from ..layout import linear_pieces as layout
+from ..problem import LinearProblem, LogitGradientProblem, result_dtype
+from .gradients import unpacked
+from .linear_pieces import Block, blocks, product, some_rows
+
+# Logits begin their rows at multiples of so many elements: at 16 bytes, as the kernel and the library's products like it.
+_STRIDE_MULTIPLE = 8
+
+
+class _Gradients(NamedTuple):
+    """The result while it is summed. None for what is not wanted."""
+
+    hidden: Tensor | None  # (rows, H)
+    weight: Tensor | None  # (V, H)
+    bias: Tensor | None  # (V,) float32, or float64
+
+
+class _OfRows(NamedTuple):
+    """What the gradient of some rows' logits is made of."""
+
+    m: Tensor  # (rows,)
+    coefficient: Tensor  # (rows,): c / d
+    # Tokens (rows, n), and what is added at each. A token that is out of range stands for none.
+    added: list[tuple[Tensor, Tensor]]
+
+
+# Turns a piece of logits, which begins at a token, into its gradient: in float32 (float64), and rounded to the logits' dtype.
+# These may be one tensor.
+_Gradient = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+
+def backward(
+    head: LinearProblem,
+    indices: Tensor,
+    state: Tensor,
+    grad_chosen: Tensor,
+    grad_target: Tensor | None,
+    grad_normalizer: Tensor,
+    backend: str | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of hidden, weight and bias, those that are wanted; else an empty tensor.
+
+    With p the softmax of a row, that of its scaled logits is grad_normalizer p, and what grad_chosen and grad_target add
+    at the chosen tokens (..., k) and at the targets.
+    """
+    hidden, weight = head.hidden, head.weight
+    rows, (vocab_size, depth) = head.rows, weight.shape
+    dtype, itemsize, is_cpu = result_dtype(hidden.dtype), hidden.element_size(), hidden.device.type == "cpu"
+    shapes = (hidden.shape, weight.shape, (vocab_size,))
+    # Without rows nothing is written to them.
+    found = [
+        hidden.new_zeros(shape) if is_wanted and not rows else hidden.new_empty(shape if is_wanted else 0)
+        for shape, is_wanted in zip(shapes, wanted, strict=True)
+    ]
+    if rows:
+        of_bias = found[2] if found[2].dtype == dtype else found[2].to(dtype)
+        sums = _Gradients(
+            found[0].view(rows, depth) if wanted[0] else None,
+            found[1] if wanted[1] else None,
+            of_bias if wanted[2] else None,
+        )
+        has_kernel = backends.pick(hidden.device, hidden.dtype, 1, backend) is cuda
+        if has_kernel:
+            listed = indices.shape[-1] + (0 if head.targets is None else head.targets.shape[-1])
+            pieces = layout.in_place_pieces(rows, vocab_size, depth, itemsize, listed, wanted[2])
+            row_stride = -(-min(pieces.tokens, vocab_size) // _STRIDE_MULTIPLE) * _STRIDE_MULTIPLE
+        else:
+            pieces = layout.backward_pieces(rows, vocab_size, depth, itemsize, is_cpu)
+            row_stride = min(pieces.tokens, vocab_size)
+        buffer = hidden.new_empty(pieces.rows * row_stride)
+        wide = None if has_kernel or dtype == hidden.dtype else torch.empty_like(buffer, dtype=dtype)
+        for block in blocks(head, pieces.rows):
+            # Passed on at once, so that no two blocks' are in memory.
+            _add_block(
+                head,
+                block,
+                pieces,
+                _gradient(head, block, indices, state, grad_chosen, grad_target, grad_normalizer, has_kernel, wide),
+                buffer,
+                row_stride if has_kernel else 0,
+                sums,
+            )
+        if wanted[2] and of_bias is not found[2]:
+            found[2].copy_(of_bias)
+    return found[0], found[1], found[2]
+
+
+def _gradient(
+    head: LinearProblem,
+    block: Block,
+    indices: Tensor,
+    state: Tensor,
+    grad_chosen: Tensor,
+    grad_target: Tensor | None,
+    grad_normalizer: Tensor,
+    has_kernel: bool,
+    wide: Tensor | None,
+) -> _Gradient:
+    m, d = some_rows(state, 1, block.part).unbind(-1)
+    added = [(some_rows(indices, 1, block.part), some_rows(grad_chosen, 1, block.part))]
+    if grad_target is not None and block.targets is not None:
+        added.append((block.targets, some_rows(grad_target, 1, block.part)))
+    of_rows = _OfRows(m, some_rows(grad_normalizer, 0, block.part) / d, added)
+    return _by_kernel(head, block, of_rows) if has_kernel else _in_torch(head, block, of_rows, wide)
+
+
+def _add_block(
+    head: LinearProblem,
+    block: Block,
+    pieces: layout.Pieces,
+    gradient: _Gradient,
+    buffer: Tensor,
+    row_stride: int,
+    sums: _Gradients,
+) -> None:
+    """Adds what some rows contribute. The first rows overwrite what they find."""
+    hidden, vocab_size = block.hidden, len(head.weight)
+    of_hidden = None
+    if sums.hidden is not None:
+        of_hidden = torch.zeros(hidden.shape, dtype=result_dtype(hidden.dtype), device=hidden.device)
+    for start in range(0, vocab_size, pieces.tokens):
+        end = min(start + pieces.tokens, vocab_size)
+        logits = product(hidden, head, start, end, buffer, row_stride)
+        g, rounded = gradient(logits, start)
+        if sums.bias is not None and block.first == 0:
+            torch.sum(g, 0, dtype=sums.bias.dtype, out=sums.bias[start:end])
+        elif sums.bias is not None:
+            sums.bias[start:end] += g.sum(0, dtype=sums.bias.dtype)
+        if of_hidden is not None:
+            of_hidden += rounded @ head.weight[start:end]
+        if sums.weight is not None and block.first == 0:
+            torch.mm(rounded.t(), hidden, out=sums.weight[start:end])
+        elif sums.weight is not None:
+            sums.weight[start:end].addmm_(rounded.t(), hidden)
+    if of_hidden is not None and sums.hidden is not None:
+        sums.hidden[block.part].copy_(of_hidden)
+
+
+def _by_kernel(head: LinearProblem, block: Block, of_rows: _OfRows) -> _Gradient:
+    """In the logits' place. Only the rounded gradient is ever in memory."""
+    problem = LogitGradientProblem(
+        of_rows.m.contiguous(),
+        of_rows.coefficient,
+        _listed(of_rows.added, len(head.weight)),
+        head.temperature,
+        None if block.row_temperature is None else block.row_temperature.contiguous(),
+        None if head.normalize == "all" else block.mask,
+    )
+
+    def gradient(logits: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        cuda.logit_gradients(problem, logits, start)
+        return logits, logits
+
+    return gradient
+
+
+def _listed(added: list[tuple[Tensor, Tensor]], vocab_size: int) -> Tensor:
+    """The list of LogitGradientProblem: tokens and amounts as pairs, sorted by token."""
+    rows, length = added[0][0].shape[0], sum(tokens.shape[-1] for tokens, _ in added)
+    pairs = torch.empty((rows, length, 2), dtype=torch.int32, device=added[0][0].device)
+    first = 0
+    for tokens, amounts in added:
+        part = slice(first, first + tokens.shape[-1])
+        first = part.stop
+        pairs.view(torch.float32)[:, part, 0].copy_(amounts)
+        # Tokens of another part of the vocabulary may take more than 32 bits.
+        pairs[:, part, 1].copy_(tokens.clamp(-1, vocab_size))
+    return pairs.view(torch.int64).squeeze(-1).sort(-1).values
+
+
+def _in_torch(head: LinearProblem, block: Block, of_rows: _OfRows, wide: Tensor | None) -> _Gradient:
+    """wide: float32 memory for a piece; None where the logits are of such numbers, and their place is taken."""
+    base = of_rows.m.where(of_rows.m != -torch.inf, 0.0).unsqueeze(-1)
+    coefficient = of_rows.coefficient.unsqueeze(-1)
+    temperature = head.temperature if block.row_temperature is None else block.row_temperature.unsqueeze(-1)
+
+    def gradient(logits: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        g = logits if wide is None else wide[: logits.numel()].view(logits.shape)
+        torch.sub(logits, base, out=g)
+        g.div_(temperature).exp_().mul_(coefficient)
+        for tokens, amounts in of_rows.added:
+            _add_at(g, tokens, amounts, start)
+        g.div_(temperature)
+        mask = block.mask_of(start, start + logits.shape[-1])
+        if mask is not None and head.normalize != "all":
+            g.masked_fill_(~unpacked(mask, logits.shape[-1]), 0.0)
+        return g, logits if wide is None else logits.copy_(g)
+
+    return gradient
+
+
+def _add_at(x: Tensor, tokens: Tensor, what: Tensor, start: int) -> None:
+    """Adds to those of the tokens (rows, k) that lie in the piece x, which begins at `start`."""
+    place = tokens - start
+    is_here = (place >= 0) & (place < x.shape[-1])
+    x.scatter_add_(-1, place.clamp(0, x.shape[-1] - 1), what.to(x.dtype).where(is_here, 0.0))
