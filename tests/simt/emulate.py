@@ -92,16 +92,28 @@ def _in_place_of_the_driver(function: Callable, call: Callable, zeroed: Callable
 
 
 class _Allocations(TorchDispatchMode):
-    """The tensors that the launching code makes for itself: copies of inputs, and scratch."""
+    """The tensors that the launching code makes for itself: copies of inputs, scratch, and what torch has written into."""
 
     def __init__(self) -> None:
         super().__init__()
         self.arrays: list[Array] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        known = [x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)]
-        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
-            name = function.overloadpacket.__name__
-            self.arrays.append(Array(f"{name} #{len(self.arrays)}", result, "scratch" if name == "empty" else "input"))
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        known = [_memory(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if isinstance(out := kwargs.get("out"), Tensor):
+            self.arrays = [
+                array._replace(role="inout") if _memory(array.tensor) == _memory(out) else array
+                for array in self.arrays
+            ]
+        for made in result if isinstance(result, tuple) else (result,):
+            if isinstance(made, Tensor) and made.numel() and _memory(made) not in known:
+                name = function.overloadpacket.__name__
+                role = "scratch" if name in ("empty", "new_empty") else "input"
+                self.arrays.append(Array(f"{name} #{len(self.arrays)}", made, role))
         return result
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of csrc/logit_gradient.cu, and the backward pass around it, on the emulated machine, against float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_topk.backends import cuda
+from fused_topk.layout import linear_pieces as layout
+from fused_topk.operators import linear_backward, linear_pieces
+from fused_topk.operators.gradients import unpacked
+from fused_topk.problem import LinearProblem, LogitGradientProblem
+from linear_heads import exact_head, exact_logits
+from oracle import DTYPES
+from rows import INF, NAN, adversarial_rows, packed, random_logits, random_mask
+from simt import build
+from simt.emulate import emulated
+from simt.launch import SCHEDULES, Array
+
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+SPAN = {"fp32": 4096, "fp16": 8192, "bf16": 8192}
+U = 2.0**-24
+
+
+def run(problem: LogitGradientProblem, logits: Tensor, first: int = 0, **how) -> Tensor:
+    """What the kernel makes of a copy of the logits that lies as they do, with all that the machine checks."""
+    memory = logits.as_strided((logits.untyped_storage().size() // logits.element_size(),), (1,), 0).clone()
+    copy = memory.as_strided(logits.shape, logits.stride(), logits.storage_offset())
+    inputs = {name: x for name, x in problem._asdict().items() if isinstance(x, Tensor)}
+    arrays = [Array("logits", copy, "inout"), *(Array(name, x, "input") for name, x in inputs.items())]
+    with emulated(arrays, **how) as outcomes:
+        cuda.logit_gradients(problem, copy, first)
+    outcomes[0].check()
+    return copy
+
+
+def check(
+    problem: LogitGradientProblem, added: list[tuple[Tensor, Tensor]], logits: Tensor, first: int = 0, **how
+) -> None:
+    """Within a rounding of its format of the float64 gradient, and what float32 loses before that."""
+    got = run(problem, logits, first, **how)
+    rows, tokens = logits.shape
+    t = problem.row_temperature if problem.row_temperature is not None else torch.full((rows,), problem.temperature)
+    t = t.double().where(t > 0, torch.nan).unsqueeze(-1)
+    m = problem.m.double().where(problem.m != -INF, 0.0).unsqueeze(-1)
+    z = (logits.double() - m) / t
+    c = problem.coefficient.double().unsqueeze(-1)
+    a, size = torch.zeros(2, rows, tokens + 1, dtype=torch.float64)
+    for listed, amounts in added:
+        place = (listed - first).where((listed >= first) & (listed < first + tokens), tokens)
+        a.scatter_add_(-1, place, amounts.double())
+        size.scatter_add_(-1, place, amounts.double().abs())
+    a, size = a[:, :-1], size[:, :-1]
+    exact = (c * z.exp() + a) / t
+    # The argument of 2^x is of x - m, 1 / T and log2(e), each rounded, and two products; 2^x itself is off by 4 u. Below 2^-126
+    # it is 0. The sum of a token's n amounts rounds n times.
+    lost = (c * z.exp()).abs() * (6 * z.abs().nan_to_num(0.0) + 8) * U + (size + (c * z.exp()).abs()) * 20 * U
+    bound = (lost + c.abs() * 2.0**-126) / t
+    if problem.mask is not None:
+        allowed = problem.mask if problem.mask.dtype == torch.bool else unpacked(problem.mask, first + tokens)
+        hidden = ~allowed[:, first : first + tokens]
+        exact, bound = exact.masked_fill(hidden, 0.0), bound.masked_fill(hidden, 0.0)
+    info = torch.finfo(logits.dtype)
+    # Half a step of the format; below its normal numbers steps are equal.
+    step = (
+        (exact.abs() + bound).clamp(min=info.smallest_normal) * info.eps / 2 if logits.dtype != torch.float32 else 0.0
+    )
+    is_same = (got.isnan() & exact.isnan()) | (got == exact.to(logits.dtype))
+    is_near = (got.double() - exact).abs() <= bound + step + 2.0**-149
+    assert (is_same | is_near).all(), (is_same | is_near).logical_not().nonzero()[:5].tolist()
+
+
+def lying(logits: Tensor, offset: int, gap: int) -> Tensor:
+    """The same logits `offset` elements behind a multiple of 16 bytes, with a gap behind each row."""
+    rows, tokens = logits.shape
+    memory = torch.full((rows * (tokens + gap) + offset,), NAN, dtype=logits.dtype)
+    view = memory.as_strided((rows, tokens), (tokens + gap, 1), offset)
+    view.copy_(logits)
+    return view
+
+
+def added_at(rows: int, places: list[int], count: int, most: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Two lists of tokens: given ones and random ones up to `most`, every third one twice, and some that are none."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, most, (rows, count), generator=generator)
+    tokens[:, 1::3] = tokens[:, ::3][:, : tokens[:, 1::3].shape[1]]
+    tokens[:, ::7] = -100
+    tokens[:, ::11] = most + 2**32 + 1
+    given = torch.tensor(places, dtype=torch.int64).expand(rows, -1)
+    return [(x, torch.randn(x.shape, generator=generator)) for x in (given, tokens)]
+
+
+def problem_of(
+    logits: Tensor, added: list[tuple[Tensor, Tensor]], first: int, temperature: float | Tensor = 1.0, mask=None
+) -> LogitGradientProblem:
+    """As the backward pass makes it for rows that end with these logits."""
+    rows, vocab_size = logits.shape[0], first + logits.shape[1]
+    shown = logits.float()
+    if mask is not None:
+        shown = shown.masked_fill(~unpacked(mask, vocab_size)[:, first:], -INF)
+    m = shown.amax(-1)
+    coefficient = torch.linspace(-2.0, 3.0, rows) / (shown - m.where(m != -INF, 0.0).unsqueeze(-1)).exp().sum(-1)
+    row_temperature = temperature if isinstance(temperature, Tensor) else None
+    number = 1.0 if row_temperature is not None else temperature
+    listed = linear_backward._listed(added, vocab_size)
+    return LogitGradientProblem(m, coefficient, listed, number, row_temperature, mask)
+
+
+# Tokens, where they begin in the vocabulary, how far they lie from a multiple of 16 bytes, and the gap behind a row.
+PIECES = {
+    "aligned": (9000, 0, 0, 0),
+    "one span": (8192, 64, 0, 0),
+    "one token more": (8193, 32, 0, 7),
+    "unaligned": (5003, 96, 3, 2),
+    "rows of any alignment": (4099, 0, 1, 0),
+    "few": (5, 1024, 0, 0),
+    "one": (1, 32, 1, 0),
+}
+
+
+@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask_kind", ["none", "bool", "packed"])
+@pytest.mark.parametrize("temperature", ["number", "rows"])
+@pytest.mark.parametrize("count", [0, 9, 700])
+def test_gradient(piece, dtype, mask_kind, temperature, count):
+    """Tokens at both borders of the piece and of its spans, and beyond them."""
+    tokens, first, offset, gap = PIECES[piece]
+    rows, span = 3, SPAN[dtype]
+    logits = lying(random_logits(rows, tokens, dtype=DTYPES[dtype]), offset, gap)
+    places = [first - 1, first, first + tokens - 1, first + tokens, first + span - 1, first + span, -1]
+    places = [place for place in places if place < first + tokens or place == first + tokens]
+    added = added_at(rows, places, count, first + tokens)
+    mask = None
+    if mask_kind != "none":
+        mask = random_mask(rows, first + tokens, share=0.7)
+        mask = packed(mask) if mask_kind == "packed" else mask
+    t = torch.tensor([0.7, 1.0, 2.5]) if temperature == "rows" else 0.8
+    check(problem_of(logits, added, first, t, mask), added, logits, first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [300, 4097])
+def test_gradient_of_adversarial_rows(dtype, tokens):
+    """NaN and infinities, offsets of 1e4, nothing but -inf."""
+    logits = torch.stack(list(adversarial_rows(tokens, 5, DTYPES[dtype]).values())).to(DTYPES[dtype])
+    added = [(logits.float().nan_to_num(-INF).topk(3).indices, torch.full((len(logits), 3), -0.75))]
+    check(problem_of(logits, added, 0), added, logits)
+
+
+def test_gradient_of_temperatures_that_are_not_positive():
+    logits = random_logits(4, 100)
+    added = added_at(4, [3], 0, 100)
+    got = run(problem_of(logits, added, 0, torch.tensor([1.0, 0.0, -1.0, NAN])), logits)
+    assert got.isnan().all(-1).tolist() == [False, True, True, True] and not got[0].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_near_one(dtype):
+    """p - 1 where p is nearly 1 has the digits of float32, whatever the format."""
+    logits = torch.zeros(2, 64, dtype=DTYPES[dtype])
+    logits[:, 5] = 20.0
+    tokens = torch.tensor([[5, 9], [9, 5]])
+    added = [(tokens, torch.tensor([[-1.0, 0.0], [0.0, -1.0]]))]
+    problem = problem_of(logits, added, 0)._replace(coefficient=torch.full((2,), 0.999))
+    check(problem, added, logits)
+    torch.testing.assert_close(run(problem, logits)[:, 5].float(), torch.full((2,), -0.001), rtol=4e-3, atol=0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradient_of_a_token_listed_often(masked):
+    """Longer than a block has threads: the first entry of the token adds up all."""
+    logits = random_logits(2, 500, dtype=torch.bfloat16)
+    tokens = torch.full((2, 900), 77)
+    tokens[:, 600:] = torch.arange(100, 400)
+    added = [(tokens, torch.linspace(-1.0, 1.0, 1800).view(2, 900))]
+    mask = random_mask(2, 500) if masked else None
+    check(problem_of(logits, added, 0, mask=mask), added, logits)
+
+
+def test_gradient_of_a_mask_with_strides():
+    """A mask that is the same for all rows, and one whose tokens are apart."""
+    logits = random_logits(3, 100)
+    added = added_at(3, [0, 99], 9, 100)
+    one = random_mask(1, 100).expand(3, 100)
+    apart = random_mask(100, 3).t()
+    for mask in (one, apart):
+        check(problem_of(logits, added, 0, mask=mask), added, logits)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("architecture", [75, 90])
+def test_gradient_schedules(schedule, architecture):
+    """What is listed replaces what another thread has written."""
+    logits = random_logits(2, 9000, dtype=torch.bfloat16)
+    added = added_at(2, [0, 8191, 8192, 8999], 300, 9000)
+    problem = problem_of(logits, added, 0)
+    for seed in range(3):
+        check(problem, added, logits, schedule=schedule, seed=seed, architecture=architecture)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask_kind", ["none", "bool", "packed"])
+@pytest.mark.parametrize("normalize", ["allowed", "all"])
+@pytest.mark.parametrize("pieces", [(3, 1024), (7, 2500)], ids=str)
+@pytest.mark.parametrize("leading", [(7,), (2, 4)], ids=str)
+def test_backward_pass(monkeypatch, dtype, mask_kind, normalize, pieces, leading):
+    """Against float64 from the same rounded logits; targets are among the chosen, and several are equal."""
+    vocab_size = 2500
+    hidden, weight, bias = exact_head(leading, 8, vocab_size, DTYPES[dtype])
+    if len(leading) == 2:
+        # Rows that do not merge.
+        hidden = hidden[:, :3]
+    lead = hidden.shape[:-1]
+    logits = exact_logits(hidden, weight, bias)
+    mask = given = None
+    if mask_kind != "none":
+        mask = random_mask(*lead, vocab_size, share=0.7)
+        given = packed(mask) if mask_kind == "packed" else mask
+    t = torch.linspace(0.5, 2.0, lead.numel()).view(lead)
+    generator = torch.Generator().manual_seed(1)
+    targets = torch.randint(0, vocab_size, (*lead, 6), generator=generator)
+    targets[..., 1] = targets[..., 0]
+    targets[..., 2] = -100
+    head = LinearProblem(hidden, weight, bias, 1.0, t, given, targets, normalize)
+    found = linear_pieces.forward(head, 5, "log_softmax", None, False, True)
+    targets[..., 3] = found.indices[..., 0]
+    grads = [torch.randn(shape, generator=generator) for shape in ((*lead, 5), (*lead, 6), lead)]
+    monkeypatch.setattr(layout, "in_place_pieces", lambda *sizes: layout.Pieces(*pieces, 1))
+    monkeypatch.setattr(linear_backward, "backends", SimpleNamespace(pick=lambda *request: cuda))
+    tensors = {**head._asdict(), "indices": found.indices, "state": found.state, "chosen": grads[0]}
+    arrays = [Array(name, x, "input") for name, x in tensors.items() if isinstance(x, torch.Tensor)]
+    with emulated(arrays) as outcomes:
+        got = linear_backward.backward(head, found.indices, found.state, *grads, None, (True, True, True))
+    for outcome in outcomes:
+        outcome.check()
+    blocks, parts = -(-lead.numel() // pieces[0]), -(-vocab_size // pieces[1])
+    assert len(outcomes) == blocks * parts
+
+    x = logits.double() / t.double().unsqueeze(-1)
+    counted = x if mask is None or normalize == "all" else x.masked_fill(~mask, -INF)
+    p = counted.softmax(-1)
+    g = grads[2].double().unsqueeze(-1) * p
+    listed = [(found.indices, grads[0]), (targets, grads[1].where(targets >= 0, 0.0))]
+    for tokens, amounts in listed:
+        g = g.scatter_add(-1, tokens.clamp(min=0), amounts.double())
+    g = g / t.double().unsqueeze(-1)
+    if mask is not None and normalize != "all":
+        g = g.masked_fill(~mask, 0.0)
+    g, wide = g.flatten(0, -2), hidden.double().flatten(0, -2)
+    size = g.abs()
+    # Rounded as an element, as the product of each piece or block, and as the sum; float32 between.
+    u = torch.finfo(DTYPES[dtype]).eps / 2 if dtype != "fp32" else 2.0**-20
+    for mine, exact, terms in (
+        (got[0].flatten(0, -2), g @ weight.double(), size @ weight.double().abs()),
+        (got[1], g.T @ wide, size.T @ wide.abs()),
+        (got[2], g.sum(0), size.sum(0)),
+    ):
+        assert mine.dtype == DTYPES[dtype] and mine.shape == exact.shape
+        assert ((mine.double() - exact).abs() <= u * (2.1 + max(blocks, parts)) * terms + 2.0**-25 * vocab_size).all()
+
+
+# What is replaced in csrc/logit_gradient.cu.
+FAULTS = {
+    "list from the vocabulary's start": ("const int first = int(problem.start + begin)", "const int first = int(begin)"),
+    "token past the span": ("if (own.token > last) break;", "if (own.token > last + 1) break;"),
+    "list cut at the last token": ("if (own.token > last) break;", "if (own.token >= last) break;"),
+    "equal tokens one by one": ("(i > 0 && load(list + i - 1).token == own.token)", "false"),
+    "first amount alone": ("amount += other.amount;", ""),
+    "amounts of one token into another": ("if (other.token != own.token) break;", ""),
+    "place beyond the first": ("low = is_below ? middle + 1 : low;", "low = middle + 1;"),
+    "amount not divided by T": ("kLog2E)) + amount) * inverse_;", "kLog2E))) * inverse_ + amount;"),
+    "gradient not divided by T": ("+ amount) * inverse_;", "+ amount);"),
+    "T left out of the exponent": ("(x - m_) * (inverse_ * kLog2E)", "(x - m_) * kLog2E"),
+    "difference after the scale": ("(x - m_) * (inverse_ * kLog2E)", "x * (inverse_ * kLog2E) - m_ * (inverse_ * kLog2E)"),
+    "-inf as a reference point": ("reference_point(__ldg(problem.m + row))", "__ldg(problem.m + row)"),
+    "row of the mask": ("const i64 offset = row * ", "const i64 offset = 0 * "),
+    "words as bytes": ("(problem.mask_kind == kMaskBits ? 4 : 1)", "1"),
+    "mask of the element alone": ("allowed >> e & 1 ? ", "allowed >> 0 & 1 ? "),
+    "what is listed is not masked": ("if (has_mask_ && !mask_.template allowed<1>(token, tokens_)) return;", ""),
+    "vectors where rows are unaligned": ("reinterpret_cast<u64>(x_) % 16 == 0", "true"),
+    "vectors past the end": ("is_aligned_ && token + n <= tokens_", "is_aligned_"),
+    "rows without their stride": ("row * problem.row_stride", "row * problem.tokens"),
+    "no barrier": ("__syncthreads();", ""),
+    "logits that were overwritten": ("elements[token - begin]", "*(static_cast<const typename FORMAT::Bits*>(problem.logits) + blockIdx.x * problem.row_stride + token)"),
+}  # fmt: skip
+
+
+@pytest.mark.exhaustive  # each fault is a build of its own
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_line_is_seen(fault):
+    old, new = FAULTS[fault]
+
+    def edit(source: str) -> str:
+        # Not an AssertionError, which the test takes for the fault's own.
+        if source.count(old) != 1:
+            raise ValueError(f"found {source.count(old)} times: {old}")
+        return source.replace(old, new)
+
+    def gradients(**how) -> None:
+        for masks in (lambda mask: None, lambda mask: mask, packed):
+            logits = lying(random_logits(3, 5003) + 1e4, 1, 2)
+            added = added_at(3, [31, 32, 4127, 4128, 5034, 5035], 700, 5035)
+            mask = masks(random_mask(3, 5035))
+            t = torch.tensor([0.7, 1.0, 2.5])
+            check(problem_of(logits, added, 32, t, mask), added, logits, 32, **how)
+            logits = torch.stack([random_logits(5000), torch.full((5000,), -INF)]).bfloat16()
+            added = added_at(2, [31, 32, 5031, 5032], 9, 5032)
+            problem = problem_of(logits, added, 32)._replace(coefficient=torch.tensor([0.5, 2.0]))
+            check(problem, added, logits, 32, **how)
+
+    gradients(schedule="random")
+    with pytest.raises(AssertionError):
+        gradients(edit=edit, schedule="random")
