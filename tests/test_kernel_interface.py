@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pytest
 
 from fused_topk.cuda_runtime import kernel_source
-from fused_topk.layout import kernel_arguments, topk_choice, topk_launch
+from fused_topk.layout import gradient_launch, kernel_arguments, topk_choice, topk_launch
 from fused_topk.layout.topk_choice import KernelChoice, Method
 from simt import build
 from simt.translate import translate
@@ -21,6 +21,7 @@ KERNEL_OF = {
     kernel_arguments.SampleRows: "fused_topk::sampling::sample_rows_kernel",
     kernel_arguments.FullRows: "fused_topk::full_rows::softmax_warp_rows_kernel",
     kernel_arguments.States: "fused_topk::merging::merge_states_kernel",
+    kernel_arguments.LogitGradients: "fused_topk::gradients::logit_gradient_kernel",
 }
 
 
@@ -133,6 +134,14 @@ def shared_bytes_of(itemsize: int) -> list[tuple[str, int]]:
 def test_numbers_are_those_of_the_kernels(itemsize):
     kernel = KERNEL_OF[kernel_arguments.Problem]
     assert failures(kernel, mirrored(itemsize)) == ""
+
+
+def test_blocks_of_gradients():
+    claims = [
+        f"gradients::kThreads == {gradient_launch.THREADS}",
+        f"gradients::kSpanVectors * sizeof(Vector) == {gradient_launch.SPAN_BYTES}",
+    ]
+    assert failures(KERNEL_OF[kernel_arguments.LogitGradients], claims) == ""
 
 
 @pytest.mark.parametrize("itemsize", FORMATS)

@@ -273,7 +273,7 @@ FAULTS = {
     "equal tokens one by one": ("(i > 0 && load(list + i - 1).token == own.token)", "false"),
     "first amount alone": ("amount += other.amount;", ""),
     "amounts of one token into another": ("if (other.token != own.token) break;", ""),
-    "place beyond the first": ("low = is_below ? middle + 1 : low;", "low = middle + 1;"),
+    "place beyond the first": ("const bool is_below = load(list + middle).token < token;", "const bool is_below = true;"),
     "amount not divided by T": ("kLog2E)) + amount) * inverse_;", "kLog2E))) * inverse_ + amount;"),
     "gradient not divided by T": ("+ amount) * inverse_;", "+ amount);"),
     "T left out of the exponent": ("(x - m_) * (inverse_ * kLog2E)", "(x - m_) * kLog2E"),
