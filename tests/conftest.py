@@ -156,6 +156,19 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def exact_library_products():
+    """cuBLAS may add parts of a 16-bit product after it has rounded them; then no sum is exact."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
+    yield
+    matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
+
+
 def _require(backend: Backend) -> None:
     cause = backends.available()[backend.name]
     if cause is None and backend.device == "cuda" and not torch.cuda.is_available():

@@ -31,6 +31,12 @@ def exact_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     return (logits if bias is None else logits + bias.double()).to(hidden.dtype)
 
 
+def gradients_in_pieces(monkeypatch, rows: int, tokens: int) -> None:
+    """The backward pass of torch operations, and that of the kernel."""
+    for name in ("backward_pieces", "in_place_pieces"):
+        monkeypatch.setattr(layout, name, lambda *sizes: layout.Pieces(rows, min(tokens, sizes[1]), 1))
+
+
 def merged_in_pieces(monkeypatch, rows: int, tokens: int, states: int) -> None:
     monkeypatch.setattr(layout, "_NATIVE_ROWS", 0)
     monkeypatch.setattr(layout, "forward_pieces", lambda *sizes: layout.Pieces(rows, min(tokens, sizes[1]), states))

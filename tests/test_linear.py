@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fused_topk
 from fused_topk import LinearTopK, TopK
 from fused_topk.backends import cpu as native_cpu
+from fused_topk.backends import cuda
 from fused_topk.layout import linear_pieces as layout
 from fused_topk.operators import linear_backward, linear_pieces
 from fused_topk.problem import LinearProblem
-from linear_heads import ALL_DTYPES, ENTRIES, exact_head, exact_logits, merged_in_pieces
+from linear_heads import ALL_DTYPES, ENTRIES, exact_head, exact_logits, gradients_in_pieces, merged_in_pieces
 from oracle import DTYPES, assert_same, assert_topk, expected
 from rows import packed, random_mask, shifted
+
+pytestmark = pytest.mark.usefixtures("exact_library_products")
 
 INSTRUCTION_SETS = native_cpu._cpu.instruction_sets() if native_cpu.unavailable() is None else ["baseline"]
 # Rows, the size of a hidden state, vocabulary and k. The native kernel takes the first ones: tiles of each height, depths
@@ -35,19 +39,6 @@ SHAPES = [
     (33, 20, 5000, 8),
     (3, 40, 3000, 3000),
 ]
-
-
-@pytest.fixture(autouse=True)
-def exact_library_products():
-    """cuBLAS may add parts of a 16-bit product after it has rounded them; then no sum is exact."""
-    if not torch.cuda.is_available():
-        yield
-        return
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
-    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
-    yield
-    matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
 
 
 def check(call, entry: str, hidden: Tensor, weight: Tensor, k: int, bias: Tensor | None = None, **settings) -> TopK:
@@ -128,7 +119,7 @@ def test_linear_several_targets(monkeypatch, call, dtype, tokens):
     """Of a row's own best tokens, whose values the result has; and the gradient of a loss over them."""
     hidden, weight, bias = exact_head((2, 5), 24, 2500, ALL_DTYPES[dtype])
     merged_in_pieces(monkeypatch, 3, tokens, 2)
-    monkeypatch.setattr(layout, "backward_pieces", lambda *sizes: layout.Pieces(3, min(tokens, 2500), 1))
+    gradients_in_pieces(monkeypatch, 3, tokens)
     best = call("linear_log_softmax_topk", hidden, weight, 9, bias, temperature=0.8)
     targets = best.indices.clone()
     targets[0, 1, 2] = -1
@@ -350,16 +341,30 @@ def test_linear_scratch_memory(rows, vocab_size, k, dtype, has_targets):
 
 
 @pytest.mark.parametrize(
-    ("rows", "depth", "vocab_size", "dtype"),
-    [(600, 64, 32000, "fp32"), pytest.param(300, 128, 50000, "bf16", marks=pytest.mark.exhaustive)],
+    ("rows", "depth", "vocab_size", "listed", "dtype"),
+    [
+        (600, 64, 32000, 0, "fp32"),
+        (2100, 8, 3000, 700, "fp32"),
+        pytest.param(300, 128, 50000, 0, "bf16", marks=pytest.mark.exhaustive),
+        pytest.param(3000, 1500, 4000, 9, "bf16", marks=pytest.mark.exhaustive),
+    ],
 )
-def test_linear_backward_scratch_memory(rows, depth, vocab_size, dtype):
-    hidden, weight, bias = exact_head(rows, depth, vocab_size, DTYPES[dtype])
-    head = LinearProblem(hidden, weight, bias, 1.0, None, None, None, "allowed")
-    state = linear_pieces.forward(head, 4, "softmax", None, False, True)
-    grads = torch.ones(rows, 4), None, torch.ones(rows)
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_linear_backward_scratch_memory(monkeypatch, rows, depth, vocab_size, listed, dtype, has_kernel):
+    """has_kernel: with a GPU's pieces and lists, on the CPU, where nothing computes their gradient."""
+    hidden, weight, bias = exact_head((2, rows), depth, vocab_size, DTYPES[dtype])
+    # Rows that do not merge are copied.
+    hidden = hidden[:, : rows // 2]
+    lead = hidden.shape[:-1]
+    targets = torch.zeros((*lead, listed), dtype=torch.int64) if listed else None
+    head = LinearProblem(hidden, weight, bias, 1.0, None, None, targets, "allowed")
+    indices, state = torch.zeros((*lead, 4), dtype=torch.int64), torch.ones((*lead, 2))
+    grads = torch.ones(*lead, 4), torch.ones(*lead, listed) if listed else None, torch.ones(lead)
+    if has_kernel:
+        monkeypatch.setattr(linear_backward, "backends", SimpleNamespace(pick=lambda *request: cuda))
+        monkeypatch.setattr(cuda, "logit_gradients", lambda problem, logits, start: None)
     with LiveBytes() as live:
-        result = linear_backward.backward(head, state.indices, state.state, *grads, None, (True, True, True))
+        result = linear_backward.backward(head, indices, state, *grads, None, (True, True, True))
     assert 2**20 < live.most - result_bytes(result) <= 64 << 20
 
 
@@ -403,6 +408,15 @@ def test_linear_pieces_fit(is_cpu):
                 pieces = layout.backward_pieces(rows, vocab_size, depth, 2, is_cpu)
                 assert 1 <= pieces.rows <= rows
                 assert pieces.rows * (pieces.tokens * 7 + depth * 8) <= 64 << 20
+                for listed, itemsize, has_bias in ((1, 2, False), (265, 4, True), (5000, 2, True)):
+                    sizes = (rows, vocab_size, depth, itemsize, listed, has_bias)
+                    pieces = layout.in_place_pieces(*sizes)
+                    assert 1 <= pieces.rows <= rows
+                    assert pieces.tokens == vocab_size or pieces.tokens % 1024 == 0
+                    # The states, their gradient and a product, or the list while it is sorted; and of tokens the bias and a sum.
+                    of_row = depth * itemsize + max(depth * (itemsize + 4) + listed * 8, listed * 36)
+                    of_tokens = has_bias * (vocab_size + pieces.tokens) * 4
+                    assert pieces.rows * (pieces.tokens * itemsize + of_row) + of_tokens <= 64 << 20
 
 
 # ---- Benchmark ----

@@ -8,10 +8,11 @@ import torch
 
 import fused_topk
 from fused_topk.functional import arguments
-from fused_topk.layout import linear_pieces as layout
-from linear_heads import ENTRIES, exact_head, exact_logits, merged_in_pieces
+from linear_heads import ENTRIES, exact_head, exact_logits, gradients_in_pieces, merged_in_pieces
 from oracle import DTYPES
 from rows import packed, random_mask
+
+pytestmark = pytest.mark.usefixtures("exact_library_products")
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -25,7 +26,7 @@ def test_linear_gradcheck(monkeypatch, entry, normalize, mask_kind, has_targets,
         # The borders of these pieces need not suit a packed mask's words, so there the tokens stay together.
         tokens = vocab_size if mask_kind == "packed" else 4
         merged_in_pieces(monkeypatch, 2, tokens, 2)
-        monkeypatch.setattr(layout, "backward_pieces", lambda *sizes: layout.Pieces(2, tokens, 1))
+        gradients_in_pieces(monkeypatch, 2, tokens)
     generator = torch.Generator().manual_seed(5)
     hidden = torch.randn(3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(vocab_size, 5, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -49,12 +50,12 @@ def test_linear_gradcheck(monkeypatch, entry, normalize, mask_kind, has_targets,
     assert torch.autograd.gradcheck(function, (hidden, weight, bias))
 
 
-def test_linear_gradients_of_some_inputs():
-    hidden, weight, bias = exact_head(40, 8, 300, torch.float32)
+def test_linear_gradients_of_some_inputs(backend):
+    hidden, weight, bias = exact_head(40, 8, 300, torch.float32, backend.device)
     for wanted in ("hidden", "weight", "bias"):
         given = {"hidden": hidden.clone(), "weight": weight.clone(), "bias": bias.clone()}
         given[wanted].requires_grad_()
-        found = fused_topk.linear_log_softmax_topk(given["hidden"], given["weight"], 4, given["bias"])
+        found = backend("linear_log_softmax_topk", given["hidden"], given["weight"], 4, given["bias"])
         (found.values.sum() + found.logsumexp.sum()).backward()
         logits = torch.nn.functional.linear(*(given[name].detach().double() for name in given))
         logits.requires_grad_()
@@ -68,12 +69,12 @@ def test_linear_gradients_of_some_inputs():
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_linear_gradients_of_16_bits(dtype):
+def test_linear_gradients_of_16_bits(backend, dtype):
     """Against float64 gradients from the same rounded logits: what is left is the rounding of the logits' gradient."""
-    hidden, weight, bias = exact_head(20, 8, 900, DTYPES[dtype])
+    hidden, weight, bias = exact_head(20, 8, 900, DTYPES[dtype], backend.device)
     learned = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-    targets = torch.arange(20)
-    found = fused_topk.linear_log_softmax_topk(*learned[:2], 4, learned[2], targets=targets)
+    targets = torch.arange(20, device=backend.device)
+    found = backend("linear_log_softmax_topk", *learned[:2], 4, learned[2], targets=targets)
     (found.values.sum() - found.target_logprobs.sum()).backward()
     logits = exact_logits(hidden, weight, bias).double().requires_grad_()
     logp = logits.log_softmax(-1)
@@ -92,13 +93,56 @@ def test_linear_gradients_of_16_bits(dtype):
         assert ((got.double() - exact).abs() <= u * terms + tiny).all()
 
 
-def test_linear_gradient_of_a_common_offset():
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask_kind", ["none", "bool", "packed"])
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_linear_gradients_of_equal_targets(monkeypatch, backend, dtype, mask_kind, in_pieces):
+    """Targets that are equal, that are among the chosen, that are hidden and that are none, with a temperature a row."""
+    rows, vocab_size, device = 20, 2500, backend.device
+    hidden, weight, bias = exact_head(rows, 8, vocab_size, DTYPES[dtype], device)
+    block, tokens = (7, 1024) if in_pieces else (rows, vocab_size)
+    gradients_in_pieces(monkeypatch, block, tokens)
+    mask = None if mask_kind == "none" else random_mask(rows, vocab_size, share=0.7, device=device)
+    settings = {"mask": packed(mask) if mask_kind == "packed" else mask}
+    settings["temperature"] = torch.linspace(0.5, 2.0, rows, device=device)
+    best = backend("linear_log_softmax_topk", hidden, weight, 5, bias, **settings).indices
+    generator = torch.Generator().manual_seed(2)
+    targets = torch.randint(0, vocab_size, (rows, 8), generator=generator).to(device)
+    targets[:, :2], targets[:, 2], targets[:, 3] = best[:, :2], best[:, 0], -100
+    targets[:, 5] = targets[:, 4]
+    shares = [torch.randn(shape, generator=generator).to(device) for shape in ((rows, 5), (rows, 8), (rows,))]
+
+    def loss(values, logprobs, logsumexp):
+        shown = logprobs.where((targets >= 0) & logprobs.isfinite(), 0.0)
+        return sum((x * share).sum() for x, share in zip((values, shown, logsumexp), shares))
+
+    learned = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    found = backend("linear_log_softmax_topk", *learned[:2], 5, learned[2], targets=targets, **settings)
+    loss(found.values, found.target_logprobs, found.logsumexp).backward()
+    logits = exact_logits(hidden, weight, bias).double().requires_grad_()
+    scaled = (logits if mask is None else logits.masked_fill(~mask, -torch.inf)) / settings["temperature"].unsqueeze(-1)
+    logp = scaled.log_softmax(-1)
+    loss(logp.gather(-1, best), logp.gather(-1, targets.clamp(min=0)), scaled.logsumexp(-1)).backward()
+    g, size = logits.grad, logits.grad.abs()
+    # Rounded as an element, as the product of each piece or block, and as the sum; of float32 what its sums lose.
+    roundings = 2.1 + max(-(-rows // block), -(-vocab_size // tokens))
+    u = torch.finfo(DTYPES[dtype]).eps / 2 * roundings if dtype != "fp32" else 2.0**-18
+    for got, exact, terms in (
+        (learned[0].grad, g @ weight.double(), size @ weight.double().abs()),
+        (learned[1].grad, g.T @ hidden.double(), size.T @ hidden.double().abs()),
+        (learned[2].grad, g.sum(0), size.sum(0)),
+    ):
+        assert ((got.double() - exact).abs() <= u * terms + 2.0**-25 * vocab_size).all()
+
+
+def test_linear_gradient_of_a_common_offset(backend):
     """A bias of 1e4 on all tokens changes the gradient by the rounding of the logits only."""
-    hidden, weight, _ = exact_head(40, 8, 300, torch.float32)
+    hidden, weight, _ = exact_head(40, 8, 300, torch.float32, backend.device)
     grads = []
     for offset in (0.0, 1e4):
         given = hidden.clone().requires_grad_()
-        fused_topk.linear_log_softmax_topk(given, weight, 4, torch.full((300,), offset)).logsumexp.sum().backward()
+        bias = torch.full((300,), offset, device=backend.device)
+        backend("linear_log_softmax_topk", given, weight, 4, bias).logsumexp.sum().backward()
         grads.append(given.grad)
     # The logits are multiples of 1/32, exact at 1e4 too.
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=2e-6)

@@ -18,11 +18,15 @@ _CPU_ROWS = 256
 # Of the pieces' states: those that are merged at once, their stacked copy, and the result.
 _STATES_BYTES = 12 << 20
 _INDEX_BYTES = 8
-# Of an entry of a row's list in the backward pass, and while the list is sorted.
+# Of an entry of a row's list in the backward pass, and while the list is sorted. torch.sort() has its own ways with lists of more
+# than 4096, which take more memory.
 _LISTED_BYTES = 8
-_SORTED_BYTES = 64
+_SORTED_BYTES = 40
+_LONG_SORTED_BYTES = 64
+_LONG_LIST = 4096
 # A row's m, coefficient, temperature, and the gap behind its logits.
 _GRADIENT_ROW_BYTES = 64
+# The rows of a tile of the library's products.
 _ROW_MULTIPLE = 128
 # The tokens of a piece, so that its rows are aligned and it has whole words of a packed mask.
 _TOKEN_MULTIPLE = 1024
@@ -102,22 +106,22 @@ def in_place_pieces(rows: int, vocab_size: int, depth: int, itemsize: int, liste
     """
     # First a row's list is sorted. Then the hidden states' gradient is summed. The states may be copied.
     summed = depth * (itemsize + 4) + listed * _LISTED_BYTES
-    row_bytes = depth * itemsize + max(summed, listed * _SORTED_BYTES) + _GRADIENT_ROW_BYTES
+    made = listed * (_SORTED_BYTES if listed <= _LONG_LIST else _LONG_SORTED_BYTES)
+    row_bytes = depth * itemsize + max(summed, made) + _GRADIENT_ROW_BYTES
     # The gradient of a bias is summed in float32.
     room = max(SCRATCH_BYTES - 8 * vocab_size * has_bias, SCRATCH_BYTES // 4)
     of_rows = room * 5 // 8
-    most = min(_GPU_ROWS, of_rows // row_bytes, (room - of_rows) // (_TOKEN_MULTIPLE * itemsize))
-    block = -(-rows // -(-rows // max(most, 1)))
-    # The library's products are in tiles.
-    block = min(-(-block // _ROW_MULTIPLE) * _ROW_MULTIPLE, rows, max(most, 1))
+    most = max(1, min(_GPU_ROWS, of_rows // row_bytes, (room - of_rows) // (_TOKEN_MULTIPLE * itemsize)))
+    multiple = _ROW_MULTIPLE if most >= _ROW_MULTIPLE else 1
+    block = min(rows, _even_share(rows, most, multiple))
     return Pieces(block, _even_share(vocab_size, (room - block * row_bytes) // (block * itemsize)), 1)
 
 
-def _even_share(vocab_size: int, most: int) -> int:
+def _even_share(vocab_size: int, most: int, multiple: int = _TOKEN_MULTIPLE) -> int:
     """Tokens of a piece, at most about `most`, so that the last piece is not much smaller than the others."""
-    most = max(_TOKEN_MULTIPLE, most // _TOKEN_MULTIPLE * _TOKEN_MULTIPLE)
+    most = max(multiple, most // multiple * multiple)
     if most >= vocab_size:
         return vocab_size
     pieces = -(-vocab_size // most)
     share = -(-vocab_size // pieces)
-    return -(-share // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
+    return -(-share // multiple) * multiple
