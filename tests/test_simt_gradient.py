@@ -27,9 +27,15 @@ SPAN = {"fp32": 4096, "fp16": 8192, "bf16": 8192}
 U = 2.0**-24
 
 
-def run(problem: LogitGradientProblem, logits: Tensor, first: int = 0, **how) -> Tensor:
-    """What the kernel makes of a copy of the logits that lies as they do, with all that the machine checks."""
+def run(problem: LogitGradientProblem, logits: Tensor, first: int = 0, device: str = "emulated", **how) -> Tensor:
+    """What the kernel makes of a copy of the logits that lies as they do, with all that the machine checks; or on a GPU."""
     memory = logits.as_strided((logits.untyped_storage().size() // logits.element_size(),), (1,), 0).clone()
+    if device != "emulated":
+        there = memory.to(device)
+        tensors = {name: x.to(device) for name, x in problem._asdict().items() if isinstance(x, Tensor)}
+        view = there.as_strided(logits.shape, logits.stride(), logits.storage_offset())
+        cuda.logit_gradients(problem._replace(**tensors), view, first)
+        return there.cpu().as_strided(logits.shape, logits.stride(), logits.storage_offset())
     copy = memory.as_strided(logits.shape, logits.stride(), logits.storage_offset())
     inputs = {name: x for name, x in problem._asdict().items() if isinstance(x, Tensor)}
     arrays = [Array("logits", copy, "inout"), *(Array(name, x, "input") for name, x in inputs.items())]
@@ -90,7 +96,7 @@ def added_at(rows: int, places: list[int], count: int, most: int, seed: int = 0)
     tokens = torch.randint(0, most, (rows, count), generator=generator)
     tokens[:, 1::3] = tokens[:, ::3][:, : tokens[:, 1::3].shape[1]]
     tokens[:, ::7] = -100
-    tokens[:, ::11] = most + 2**32 + 1
+    tokens[:, ::11] = 2**32 + 1
     given = torch.tensor(places, dtype=torch.int64).expand(rows, -1)
     return [(x, torch.randn(x.shape, generator=generator)) for x in (given, tokens)]
 
@@ -129,6 +135,18 @@ PIECES = {
 @pytest.mark.parametrize("temperature", ["number", "rows"])
 @pytest.mark.parametrize("count", [0, 9, 700])
 def test_gradient(piece, dtype, mask_kind, temperature, count):
+    check_piece(piece, dtype, mask_kind, temperature, count)
+
+
+@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask_kind", ["none", "bool", "packed"])
+@pytest.mark.parametrize("count", [0, 9, 700])
+def test_gradient_on_a_gpu(cuda, piece, dtype, mask_kind, count):
+    check_piece(piece, dtype, mask_kind, "rows", count, device=cuda.device)
+
+
+def check_piece(piece: str, dtype: str, mask_kind: str, temperature: str, count: int, **how) -> None:
     """Tokens at both borders of the piece and of its spans, and beyond them."""
     tokens, first, offset, gap = PIECES[piece]
     rows, span = 3, SPAN[dtype]
@@ -141,16 +159,26 @@ def test_gradient(piece, dtype, mask_kind, temperature, count):
         mask = random_mask(rows, first + tokens, share=0.7)
         mask = packed(mask) if mask_kind == "packed" else mask
     t = torch.tensor([0.7, 1.0, 2.5]) if temperature == "rows" else 0.8
-    check(problem_of(logits, added, first, t, mask), added, logits, first)
+    check(problem_of(logits, added, first, t, mask), added, logits, first, **how)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [300, 4097])
 def test_gradient_of_adversarial_rows(dtype, tokens):
+    check_adversarial_rows(dtype, tokens)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [300, 4097])
+def test_gradient_of_adversarial_rows_on_a_gpu(cuda, dtype, tokens):
+    check_adversarial_rows(dtype, tokens, device=cuda.device)
+
+
+def check_adversarial_rows(dtype: str, tokens: int, **how) -> None:
     """NaN and infinities, offsets of 1e4, nothing but -inf."""
     logits = torch.stack(list(adversarial_rows(tokens, 5, DTYPES[dtype]).values())).to(DTYPES[dtype])
     added = [(logits.float().nan_to_num(-INF).topk(3).indices, torch.full((len(logits), 3), -0.75))]
-    check(problem_of(logits, added, 0), added, logits)
+    check(problem_of(logits, added, 0), added, logits, **how)
 
 
 def test_gradient_of_temperatures_that_are_not_positive():

@@ -21,16 +21,8 @@ from ..problem import LinearProblem, LogitGradientProblem, result_dtype
 from .gradients import unpacked
 from .linear_pieces import Block, blocks, product, some_rows
 
-# Logits begin their rows at multiples of so many elements: at 16 bytes, as the kernel and the library's products like it.
+# Rows of logits begin at multiples of so many elements, of 16 bytes at least: the kernel then reads vectors of them.
 _STRIDE_MULTIPLE = 8
-
-
-class _Gradients(NamedTuple):
-    """The result while it is summed. None for what is not wanted."""
-
-    hidden: Tensor | None  # (rows, H)
-    weight: Tensor | None  # (V, H)
-    bias: Tensor | None  # (V,) float32, or float64
 
 
 class _OfRows(NamedTuple):
@@ -40,6 +32,31 @@ class _OfRows(NamedTuple):
     coefficient: Tensor  # (rows,): c / d
     # Tokens (rows, n), and what is added at each. A token that is out of range stands for none.
     added: list[tuple[Tensor, Tensor]]
+
+
+class _Incoming(NamedTuple):
+    """What linear_topk_backward is given of all rows."""
+
+    indices: Tensor  # (..., k)
+    state: Tensor  # (..., 2)
+    grad_chosen: Tensor  # (..., k)
+    grad_target: Tensor | None  # (..., n)
+    grad_normalizer: Tensor  # (...)
+
+    def of(self, block: Block) -> _OfRows:
+        m, d = some_rows(self.state, 1, block.part).unbind(-1)
+        added = [(some_rows(self.indices, 1, block.part), some_rows(self.grad_chosen, 1, block.part))]
+        if self.grad_target is not None and block.targets is not None:
+            added.append((block.targets, some_rows(self.grad_target, 1, block.part)))
+        return _OfRows(m, some_rows(self.grad_normalizer, 0, block.part) / d, added)
+
+
+class _Sums(NamedTuple):
+    """The gradients while they are summed. None for one that is not wanted."""
+
+    hidden: Tensor | None  # (rows, H)
+    weight: Tensor | None  # (V, H)
+    bias: Tensor | None  # (V,) float32, or float64
 
 
 # Turns a piece of logits, which begins at a token, into its gradient: in float32 (float64), and rounded to the logits' dtype.
@@ -62,84 +79,52 @@ def backward(
     With p the softmax of a row, that of its scaled logits is grad_normalizer p, and what grad_chosen and grad_target add
     at the chosen tokens (..., k) and at the targets.
     """
-    hidden, weight = head.hidden, head.weight
-    rows, (vocab_size, depth) = head.rows, weight.shape
-    dtype, itemsize, is_cpu = result_dtype(hidden.dtype), hidden.element_size(), hidden.device.type == "cpu"
-    shapes = (hidden.shape, weight.shape, (vocab_size,))
+    hidden, (vocab_size, depth), rows = head.hidden, head.weight.shape, head.rows
+    shapes = (hidden.shape, head.weight.shape, (vocab_size,))
     # Without rows nothing is written to them.
-    found = [
-        hidden.new_zeros(shape) if is_wanted and not rows else hidden.new_empty(shape if is_wanted else 0)
-        for shape, is_wanted in zip(shapes, wanted, strict=True)
-    ]
-    if rows:
-        of_bias = found[2] if found[2].dtype == dtype else found[2].to(dtype)
-        sums = _Gradients(
-            found[0].view(rows, depth) if wanted[0] else None,
-            found[1] if wanted[1] else None,
-            of_bias if wanted[2] else None,
-        )
-        has_kernel = backends.pick(hidden.device, hidden.dtype, 1, backend) is cuda
-        if has_kernel:
-            listed = indices.shape[-1] + (0 if head.targets is None else head.targets.shape[-1])
-            pieces = layout.in_place_pieces(rows, vocab_size, depth, itemsize, listed, wanted[2])
-            row_stride = -(-min(pieces.tokens, vocab_size) // _STRIDE_MULTIPLE) * _STRIDE_MULTIPLE
-        else:
-            pieces = layout.backward_pieces(rows, vocab_size, depth, itemsize, is_cpu)
-            row_stride = min(pieces.tokens, vocab_size)
-        buffer = hidden.new_empty(pieces.rows * row_stride)
-        wide = None if has_kernel or dtype == hidden.dtype else torch.empty_like(buffer, dtype=dtype)
-        for block in blocks(head, pieces.rows):
-            # Passed on at once, so that no two blocks' are in memory.
-            _add_block(
-                head,
-                block,
-                pieces,
-                _gradient(head, block, indices, state, grad_chosen, grad_target, grad_normalizer, has_kernel, wide),
-                buffer,
-                row_stride if has_kernel else 0,
-                sums,
-            )
-        if wanted[2] and of_bias is not found[2]:
-            found[2].copy_(of_bias)
-    return found[0], found[1], found[2]
+    make = hidden.new_empty if rows else hidden.new_zeros
+    of_hidden, of_weight, of_bias = (make(shape if is_wanted else 0) for shape, is_wanted in zip(shapes, wanted))
+    if rows == 0:
+        return of_hidden, of_weight, of_bias
+    dtype, itemsize = result_dtype(hidden.dtype), hidden.element_size()
+    has_kernel = backends.pick(hidden.device, hidden.dtype, 1, backend) is cuda
+    if has_kernel:
+        listed = indices.shape[-1] + (0 if head.targets is None else head.targets.shape[-1])
+        pieces = layout.in_place_pieces(rows, vocab_size, depth, itemsize, listed, wanted[2])
+    else:
+        pieces = layout.backward_pieces(rows, vocab_size, depth, itemsize, hidden.device.type == "cpu")
+    incoming = _Incoming(indices, state, grad_chosen, grad_target, grad_normalizer)
+    sums = _Sums(
+        of_hidden.view(rows, depth) if wanted[0] else None,
+        of_weight if wanted[1] else None,
+        of_bias.to(dtype) if wanted[2] else None,
+    )
+    buffer = hidden.new_empty(pieces.rows * _row_stride(min(pieces.tokens, vocab_size)))
+    wide = None if has_kernel or dtype == hidden.dtype else torch.empty_like(buffer, dtype=dtype)
+    for block in blocks(head, pieces.rows):
+        of_rows = incoming.of(block)
+        gradient = _by_kernel(head, block, of_rows) if has_kernel else _in_torch(head, block, of_rows, wide)
+        _add_block(head, block, pieces.tokens, gradient, buffer, sums)
+        # Else the lists of two blocks are in memory.
+        del of_rows, gradient
+    if sums.bias is not None and sums.bias is not of_bias:
+        of_bias.copy_(sums.bias)
+    return of_hidden, of_weight, of_bias
 
 
-def _gradient(
-    head: LinearProblem,
-    block: Block,
-    indices: Tensor,
-    state: Tensor,
-    grad_chosen: Tensor,
-    grad_target: Tensor | None,
-    grad_normalizer: Tensor,
-    has_kernel: bool,
-    wide: Tensor | None,
-) -> _Gradient:
-    m, d = some_rows(state, 1, block.part).unbind(-1)
-    added = [(some_rows(indices, 1, block.part), some_rows(grad_chosen, 1, block.part))]
-    if grad_target is not None and block.targets is not None:
-        added.append((block.targets, some_rows(grad_target, 1, block.part)))
-    of_rows = _OfRows(m, some_rows(grad_normalizer, 0, block.part) / d, added)
-    return _by_kernel(head, block, of_rows) if has_kernel else _in_torch(head, block, of_rows, wide)
+def _row_stride(tokens: int) -> int:
+    return -(-tokens // _STRIDE_MULTIPLE) * _STRIDE_MULTIPLE
 
 
-def _add_block(
-    head: LinearProblem,
-    block: Block,
-    pieces: layout.Pieces,
-    gradient: _Gradient,
-    buffer: Tensor,
-    row_stride: int,
-    sums: _Gradients,
-) -> None:
-    """Adds what some rows contribute. The first rows overwrite what they find."""
+def _add_block(head: LinearProblem, block: Block, size: int, gradient: _Gradient, buffer: Tensor, sums: _Sums) -> None:
+    """Adds what some rows contribute, `size` tokens at a time. The first rows overwrite what they find."""
     hidden, vocab_size = block.hidden, len(head.weight)
     of_hidden = None
     if sums.hidden is not None:
         of_hidden = torch.zeros(hidden.shape, dtype=result_dtype(hidden.dtype), device=hidden.device)
-    for start in range(0, vocab_size, pieces.tokens):
-        end = min(start + pieces.tokens, vocab_size)
-        logits = product(hidden, head, start, end, buffer, row_stride)
+    for start in range(0, vocab_size, size):
+        end = min(start + size, vocab_size)
+        logits = product(hidden, head, start, end, buffer, _row_stride(end - start))
         g, rounded = gradient(logits, start)
         if sums.bias is not None and block.first == 0:
             torch.sum(g, 0, dtype=sums.bias.dtype, out=sums.bias[start:end])
