@@ -44,6 +44,17 @@ FULL_ROW_SOURCES = (*_ROW_SOURCES, "full_row.cuh", "waiting.cuh", "softmax_rows.
 MERGING_SOURCES = (*_ROW_SOURCES, "problem.cuh", "result.cuh", "merge_states.cu")
 """The sources of the kernels in the namespace fused_topk::merging."""
 
+PIECE_SOURCES = (
+    *_ROW_SOURCES,
+    "group.cuh",
+    "bound.cuh",
+    "problem.cuh",
+    "tile_reader.cuh",
+    "part_folder.cuh",
+    "accumulate_piece.cu",
+)
+"""The sources of the kernels in the namespace fused_topk::pieces."""
+
 SAMPLE_SOURCES = (
     *_ROW_SOURCES,
     "philox.h",
@@ -85,6 +96,8 @@ def sources_of(kernel: str) -> tuple[str, ...]:
         return FULL_ROW_SOURCES
     if kernel.startswith("fused_topk::merging::"):
         return MERGING_SOURCES
+    if kernel.startswith("fused_topk::pieces::"):
+        return PIECE_SOURCES
     if kernel.startswith("fused_topk::sampling::"):
         return SAMPLE_SOURCES
     return LADDER_SOURCES if kernel.startswith("fused_topk::ladder::") else SOURCES

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .piece_launch import MOST_K
+
 # Beyond the result, whatever the rows and the vocabulary. The promise of functional/linear.py.
 SCRATCH_BYTES = 64 << 20
 # Of a piece's logits where there are several pieces. On a GPU a guess: a piece of 48 MB is about what the L2 cache of an
@@ -15,6 +17,13 @@ _CPU_PIECE_BYTES = 8 << 20
 # More rows read the weight fewer times, and leave fewer tokens to a piece.
 _GPU_ROWS = 2048
 _CPU_ROWS = 256
+# Pieces that a GPU takes into one state leave it the rest. A piece and a vocabulary in one may not be larger.
+_ACCUMULATED_BYTES = 60 << 20
+_ACCUMULATED_TOKENS = 2**31 - 1
+# A warp has a row. With fewer rows for a multiprocessor, several warps a row read faster. A guess.
+_WARPS_OF_MULTIPROCESSOR = 8
+# The tokens of such a piece: a tile of the library's product. So few are left over at the end of a vocabulary.
+_ACCUMULATED_MULTIPLE = 256
 # Of the pieces' states: those that are merged at once, their stacked copy, and the result.
 _STATES_BYTES = 12 << 20
 _INDEX_BYTES = 8
@@ -35,8 +44,8 @@ class Pieces(NamedTuple):
     """The greatest piece, and how many pieces of the same rows are merged at once."""
 
     rows: int
-    tokens: int  # the whole vocabulary, or a multiple of 1024
-    states: int
+    tokens: int  # the whole vocabulary, or a multiple of 256
+    states: int  # 0: each piece is taken into the one state of its rows (csrc/accumulate_piece.cu)
 
 
 def is_for_the_native_kernel(rows: int, k: int) -> bool:
@@ -68,6 +77,25 @@ def forward_pieces(
     return Pieces(block, tokens, max(2, 2 * _STATES_BYTES // 3 // (3 * block * state_bytes)))
 
 
+def accumulated_pieces(
+    rows: int, vocab_size: int, k: int, itemsize: int, logit_bytes: int, row_bytes: int, multiprocessors: int
+) -> Pieces | None:
+    """The pieces of the forward pass where a GPU takes each into the one state of its rows; None where merging their states is
+    quicker, or serves more. For the arguments see :func:`forward_pieces`.
+    """
+    block = -(-rows // -(-rows // _GPU_ROWS))
+    # The last block has a row less at most, for each block. The state, what is made of it, and targets.
+    fits = (
+        block * (3 * (k * (itemsize + _INDEX_BYTES) + 2 * _INDEX_BYTES) + row_bytes)
+        <= SCRATCH_BYTES - _ACCUMULATED_BYTES
+    )
+    has_rows = block >= _WARPS_OF_MULTIPROCESSOR * multiprocessors
+    if k > MOST_K or not fits or not has_rows or vocab_size > _ACCUMULATED_TOKENS:
+        return None
+    tokens = _even_share(vocab_size, _ACCUMULATED_BYTES // (block * logit_bytes), _ACCUMULATED_MULTIPLE)
+    return None if tokens >= vocab_size else Pieces(block, tokens, 0)
+
+
 def whole_rows(rows: int, vocab_size: int, logit_bytes: int, row_bytes: int) -> int:
     """How many rows of whole logits to have at once: at least one, else what the scratch memory holds in equal shares.
 
@@ -89,11 +117,11 @@ def backward_pieces(rows: int, vocab_size: int, depth: int, itemsize: int, is_cp
     return Pieces(block, tokens, 1)
 
 
-def _even_share(vocab_size: int, most: int) -> int:
+def _even_share(vocab_size: int, most: int, multiple: int = _TOKEN_MULTIPLE) -> int:
     """Tokens of a piece, at most about `most`, so that the last piece is not much smaller than the others."""
-    most = max(_TOKEN_MULTIPLE, most // _TOKEN_MULTIPLE * _TOKEN_MULTIPLE)
+    most = max(multiple, most // multiple * multiple)
     if most >= vocab_size:
         return vocab_size
     pieces = -(-vocab_size // most)
     share = -(-vocab_size // pieces)
-    return -(-share // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
+    return -(-share // multiple) * multiple
