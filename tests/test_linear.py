@@ -422,9 +422,10 @@ def test_linear_pieces_that_are_taken_into_one_state():
     def pieces(rows, k):
         return layout.accumulated_pieces(rows, 128256, k, 2, 2, 0, 132)
 
-    assert pieces(2048, 8) == pieces(8192, 32) == layout.Pieces(2048, 14336, 0)
-    assert pieces(3000, 8) == layout.Pieces(1500, 18432, 0)
-    assert pieces(1055, 8) is None and pieces(2048, 33) is None
+    # 16 x 57 tiles of 128 x 256 logits: seven for nearly each of 132 multiprocessors.
+    assert pieces(2048, 8) == pieces(8192, 32) == layout.Pieces(2048, 57 * 256, 0)
+    assert pieces(3000, 8) == layout.Pieces(1500, 77 * 256, 0)
+    assert pieces(923, 8) is None and pieces(2048, 33) is None
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])
@@ -443,7 +444,7 @@ def test_linear_pieces_fit(is_cpu):
                     assert logits + held <= 64 << 20 or pieces.rows == 1
                     pieces = layout.accumulated_pieces(rows, vocab_size, k, itemsize, logit_bytes, 48, 132)
                     if pieces is not None:
-                        assert k <= 32 and 8 * 132 <= pieces.rows <= 2048 and pieces.states == 0
+                        assert k <= 32 and 7 * 132 <= pieces.rows <= 2048 and pieces.states == 0
                         assert pieces.tokens < vocab_size and pieces.tokens % 256 == 0
                         held = 3 * pieces.rows * (k * (itemsize + 8) + 64)
                         assert pieces.rows * pieces.tokens * logit_bytes + held <= 64 << 20

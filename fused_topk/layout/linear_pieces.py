@@ -9,21 +9,22 @@ from .piece_launch import MOST_K
 
 # Beyond the result, whatever the rows and the vocabulary. The promise of functional/linear.py.
 SCRATCH_BYTES = 64 << 20
-# Of a piece's logits where there are several pieces. On a GPU a guess: a piece of 48 MB is about what the L2 cache of an
-# H100 holds, and the library's product wants few, large pieces. On a CPU 256 x 8192 float32: beside the weight's piece it
+# Of a piece's logits where the states of several pieces are merged. On a GPU the largest: 2048 x 2048 -> 128256 bf16, H200, times of
+# the product, 24 MB 1.32, 32 MB 1.28, 48 MB 1.22. On a CPU 256 x 8192 float32: beside the weight's piece it
 # stays in a last-level cache.
 _GPU_PIECE_BYTES = 48 << 20
 _CPU_PIECE_BYTES = 8 << 20
 # More rows read the weight fewer times, and leave fewer tokens to a piece.
 _GPU_ROWS = 2048
 _CPU_ROWS = 256
-# Pieces that a GPU takes into one state leave it the rest. A piece and a vocabulary in one may not be larger.
+# Of a piece that a GPU takes into the one state of its rows. The state gets the rest.
 _ACCUMULATED_BYTES = 60 << 20
-_ACCUMULATED_TOKENS = 2**31 - 1
-# A warp has a row. With fewer rows for a multiprocessor, several warps a row read faster. A guess.
-_WARPS_OF_MULTIPROCESSOR = 8
-# The tokens of such a piece: a tile of the library's product. So few are left over at the end of a vocabulary.
-_ACCUMULATED_MULTIPLE = 256
+_ACCUMULATED_TOKENS = 2**31 - 1  # the most tokens of such a vocabulary
+# A warp has a row. H200, 2048 x 14336 bf16, k = 8, µs: 25.1 for a first piece, 16.6 for a later one, a read 13.9, the states by
+# csrc/softmax_topk.cu 27.6; 1024 x 14336: 18.5, 8.7, 4.7, 17.7. With still fewer rows, a row needs several warps.
+_WARPS_OF_MULTIPROCESSOR = 7
+# A tile of the library's product, cuBLAS's most common one: tokens and rows.
+_PRODUCT_TOKENS, _PRODUCT_ROWS = 256, 128
 # Of the pieces' states: those that are merged at once, their stacked copy, and the result.
 _STATES_BYTES = 12 << 20
 _INDEX_BYTES = 8
@@ -92,7 +93,12 @@ def accumulated_pieces(
     has_rows = block >= _WARPS_OF_MULTIPROCESSOR * multiprocessors
     if k > MOST_K or not fits or not has_rows or vocab_size > _ACCUMULATED_TOKENS:
         return None
-    tokens = _even_share(vocab_size, _ACCUMULATED_BYTES // (block * logit_bytes), _ACCUMULATED_MULTIPLE)
+    # As many of the product's tiles as keep every multiprocessor busy to the end.
+    most = _ACCUMULATED_BYTES // (block * logit_bytes * _PRODUCT_TOKENS)
+    across = -(-block // _PRODUCT_ROWS)
+    turns = across * most // multiprocessors
+    tiles = turns * multiprocessors // across or most
+    tokens = tiles * _PRODUCT_TOKENS
     return None if tokens >= vocab_size else Pieces(block, tokens, 0)
 
 
@@ -117,11 +123,11 @@ def backward_pieces(rows: int, vocab_size: int, depth: int, itemsize: int, is_cp
     return Pieces(block, tokens, 1)
 
 
-def _even_share(vocab_size: int, most: int, multiple: int = _TOKEN_MULTIPLE) -> int:
+def _even_share(vocab_size: int, most: int) -> int:
     """Tokens of a piece, at most about `most`, so that the last piece is not much smaller than the others."""
-    most = max(multiple, most // multiple * multiple)
+    most = max(_TOKEN_MULTIPLE, most // _TOKEN_MULTIPLE * _TOKEN_MULTIPLE)
     if most >= vocab_size:
         return vocab_size
     pieces = -(-vocab_size // most)
     share = -(-vocab_size // pieces)
-    return -(-share // multiple) * multiple
+    return -(-share // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
