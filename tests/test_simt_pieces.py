@@ -112,6 +112,53 @@ def test_architectures(architecture, dtype):
     assert_same_state(got, wanted(logits, 8), D_TOLERANCE)
 
 
+# What is replaced in csrc/accumulate_piece.cu.
+FAULTS = {
+    "negative logits": ("lane_key > key_of(threshold_)", "lane_key > max(key_of(threshold_), kZeroKey)"),
+    "the bound passes less": ("greatest < max(bound,", "greatest <= max(bound,"),
+    "the bound drops its own": ("key_of(candidate) >= bound", "key_of(candidate) > bound"),
+    "elements behind the row": ("if (index < x.V())", "if (true)"),
+    "tokens of the piece": ("first_token + index)", "index)"),
+    "entries in another's place": ("entry_ > entry)", "entry_ >= entry_before)"),
+    "bits of another": ("bits_ = lane_id() == place ? bits : bits_before;", "bits_ = bits;"),
+    "state of the pieces before": ("folder.begin_part(state);", "folder.begin_part();"),
+    "every lane has the sum": ("lane_id() == 0 ? piece.state", "true ? piece.state"),
+    "a tile too early": ("tile + Stream::kAhead;", "tile + 1;"),
+    "no barrier before the state": ("  __syncwarp();\n  if (lane_id() == 0) {\n    piece", "  if (lane_id() == 0) {\n    piece"),
+    "temperature left out": ("kLog2E * inverse_of(temperature)", "kLog2E"),
+}  # fmt: skip
+
+
+@pytest.mark.exhaustive  # each fault is a build of its own
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_line_is_seen(fault):
+    old, new = FAULTS[fault]
+
+    def edit(source: str) -> str:
+        # Not an AssertionError, which the test takes for the fault's own.
+        if source.count(old) != 1:
+            raise ValueError(f"found {source.count(old)} times: {old}")
+        return source.replace(old, new)
+
+    def compare(**how) -> None:
+        logits = (random_logits(6, 4011) * 2).round() / 2
+        logits[1] = -0.0
+        logits[4] -= 100
+        logits[2] = logits[2].sort().values
+        logits[3] = logits[3].sort(descending=True).values
+        t = torch.linspace(0.3, 2.0, 6)
+        assert_same_state(accumulated(logits, 9, [3, 600], t, **how), wanted(logits, 9, t), D_TOLERANCE)
+        short = random_logits(2, 3500, dtype=torch.bfloat16)
+        assert_same_state(accumulated(short, 9, [3], **how), wanted(short, 9), D_TOLERANCE)
+        few = random_logits(2, 1030)
+        got = accumulated(few, 8, [5], architecture=75, **how)
+        assert_same_state(got, wanted(few, 8), D_TOLERANCE)
+
+    compare()
+    with pytest.raises(AssertionError):
+        compare(edit=edit)
+
+
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_targets", [False, True])
