@@ -122,6 +122,7 @@ def test_linear_in_pieces(monkeypatch, call, dtype, normalize, mask_kind, tokens
             check(call, "linear_topk", hidden, weight, k, bias, mask=mask, targets=targets)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("temperature", [0.7, "rows"])
 def test_linear_takes_pieces_into_one_state(monkeypatch, cuda, dtype, temperature):
