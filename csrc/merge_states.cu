@@ -7,7 +7,7 @@
 //
 // So no entry waits for another, and any k and any number of parts are served. Equal logits of different parts are ordered by
 // their tokens in the whole vocabulary, of 64 bits. The lists are read where they lie, as a collective leaves them: parts
-// and rows at any stride. WARPS = 1: a warp has a row, and a block four. Comes after result.cuh.
+// and rows at any stride. Lists that fit are read once, into shared memory, where the searches then wait less. WARPS = 1: a warp has a row, and a block four. Comes after result.cuh.
 #include "result.cuh"
 
 namespace fused_topk {
@@ -42,7 +42,7 @@ struct States {
 namespace merging {
 
 // An entry of a list, as the order sees it.
-struct Entry {
+struct alignas(16) Entry {
   u32 key;    // kNoKey if it is no candidate
   i64 token;  // in the whole vocabulary
 };
@@ -53,19 +53,47 @@ class Lists {
  public:
   using Bits = typename FORMAT::Bits;
 
-  __device__ __forceinline__ Lists(const States& states, u32 row) : states_(states), row_(row) {}
+  // kept: nullable; [parts * width]
+  __device__ __forceinline__ Lists(const States& states, u32 row, Entry* kept)
+      : states_(states), row_(row), kept_(kept) {}
 
+  // Reads what is kept. Each of the row's threads calls it. A barrier must follow.
+  __device__ __forceinline__ void keep(u32 thread, u32 threads) {
+    for (u32 i = thread; i < states_.parts * states_.width; i += threads) {
+      const u32 part = i / states_.width;
+      kept_[i] = load(part, i - part * states_.width, start(part));
+    }
+  }
   __device__ __forceinline__ Bits bits(u32 part, u32 place) const {
     const Bits* const logits = static_cast<const Bits*>(states_.logits) + row_ * states_.logits_row_stride;
     return __ldg(logits + part * states_.logits_part_stride + place);
   }
   // start: the token at which the part begins.
   __device__ __forceinline__ Entry entry(u32 part, u32 place, i64 start) const {
+    return kept_ ? kept_[part * states_.width + place] : load(part, place, start);
+  }
+  // 0 where it is not needed.
+  __device__ __forceinline__ i64 start_of_entries(u32 part) const { return kept_ ? 0 : start(part); }
+  // How many entries of all parts rank before the entry at `place` of `part`. Stops counting at k.
+  __device__ __forceinline__ u32 rank(u32 part, u32 place, const Entry& own) const {
+    u32 count = place;
+    i64 begin = 0;
+#pragma unroll 1
+    for (u32 p = 0; p < states_.parts && count < states_.k; ++p) {
+      if (p != part) count += rank_in(p, begin, own, p < part);
+      if (!kept_) begin += length(p);
+    }
+    return count;
+  }
+
+ private:
+  __device__ __forceinline__ Entry load(u32 part, u32 place, i64 start) const {
     const i64* const indices = states_.indices + row_ * states_.indices_row_stride;
     const i64 index = __ldg(indices + part * states_.indices_part_stride + place);
+    const Bits logit = bits(part, place);
     // One may be added to it: rank_in().
     constexpr i64 kBehindAll = 0x7FFFFFFFFFFFFFFE;
-    return index < 0 ? Entry{kNoKey, kBehindAll} : Entry{order_key(FORMAT::decode(bits(part, place))), start + index};
+    return index < 0 ? Entry{kNoKey, kBehindAll} : Entry{order_key(FORMAT::decode(logit)), start + index};
   }
   __device__ __forceinline__ i64 length(u32 part) const {
     return states_.lengths ? __ldg(states_.lengths + part * states_.lengths_stride) : 0;
@@ -75,19 +103,6 @@ class Lists {
     for (u32 p = 0; states_.lengths && p < part; ++p) sum += length(p);
     return sum;
   }
-  // How many entries of all parts rank before the entry at `place` of `part`. Stops counting at k.
-  __device__ __forceinline__ u32 rank(u32 part, u32 place, const Entry& own) const {
-    u32 count = place;
-    i64 begin = 0;
-#pragma unroll 1
-    for (u32 p = 0; p < states_.parts && count < states_.k; ++p) {
-      if (p != part) count += rank_in(p, begin, own, p < part);
-      begin += length(p);
-    }
-    return count;
-  }
-
- private:
   // wins_ties: whether the list's part comes before that of `own`. This decides between entries of the same token, so that no
   // two entries have one place, whatever the input.
   __device__ __forceinline__ u32 rank_in(u32 part, i64 begin, const Entry& own, bool wins_ties) const {
@@ -105,6 +120,7 @@ class Lists {
 
   const States& states_;
   u32 row_;
+  Entry* kept_;
 };
 
 // (m, d) of a row, the same in every lane. The order of the sum depends on the number of parts alone. All 32 lanes of a warp
@@ -142,6 +158,10 @@ __device__ __forceinline__ void sync_row() {
   }
 }
 
+// The entries of a row that fit into shared memory: those of a warp, which layout/merge_launch.py gives no more, or of a block.
+template <u32 WARPS>
+constexpr u32 kMostKept = WARPS == 1 ? kWarpSize : 1024;
+
 // Grid: (rows), or (rows / 4) for WARPS = 1. The limit of 32 resident warps leaves a thread 64 registers. Without a limit the
 // compiler takes 32 on compute capability 9.0, and spills one.
 template <class FORMAT, u32 WARPS>
@@ -152,6 +172,10 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, WARPS ==
   const u32 row = WARPS == 1 ? blockIdx.x * 4 + threadIdx.x / kWarpSize : blockIdx.x;
   // Whole warps or blocks leave, so no barrier misses a thread.
   if (row >= states.rows) return;
+  __shared__ Entry all_kept[WARPS == 1 ? 4 : 1][kMostKept<WARPS>];
+  const bool are_kept = WARPS == 1 || states.parts * states.width <= kMostKept<WARPS>;
+  Lists<FORMAT> lists(states, row, are_kept ? all_kept[WARPS == 1 ? threadIdx.x / kWarpSize : 0] : nullptr);
+  if (are_kept) lists.keep(thread, kThreads);
   const u32 k = states.k;
   const float inverse_temperature = states.inverse_temperature(row);
   const Normalizer sum = merge_normalizers(states, row, kLog2E * inverse_temperature);
@@ -161,7 +185,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, WARPS ==
     if (states.value_kind == kState) write_state(states.logsumexp, states.rows, row, result);
   }
 
-  const Lists<FORMAT> lists(states, row);
+  sync_row<WARPS>();
   const bool are_logits = has_logits(states.value_kind);
   const auto value_of = [&](float x, const RowResult& relative_to) {
     return states.value_kind == kProbabilities ? relative_to.probability(x) : relative_to.log_probability(x);
@@ -171,7 +195,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, WARPS ==
   for (u32 i = thread; i < states.parts * states.width; i += kThreads) {
     const u32 part = i / states.width;
     const u32 place = i - part * states.width;
-    const Entry own = lists.entry(part, place, lists.start(part));
+    const Entry own = lists.entry(part, place, lists.start_of_entries(part));
     const u32 rank = lists.rank(part, place, own);
     if (rank >= k) continue;
     const i64 out = i64(row) * k + rank;

@@ -22,7 +22,8 @@ class PartFolder {
   __device__ __forceinline__ void set_scale(float scale) { scale_ = scale; }
   __device__ __forceinline__ float scale() const { return scale_; }
 
-  __device__ __forceinline__ void begin_part() { part_ = Normalizer{}; }
+  // lane_state: what the part begins with; m is the same in every lane, and d the lane's share
+  __device__ __forceinline__ void begin_part(Normalizer lane_state = {}) { part_ = lane_state; }
 
   // Folds the reader's tile into the part. m is the same in every lane of the warp, so the lanes' sums can be added without
   // exponentials.

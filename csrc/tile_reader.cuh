@@ -19,9 +19,11 @@ class TileReader {
 
   // slots: [Stream::kWarpVectors], the warp's own
   __device__ __forceinline__ TileReader(const Problem& problem, u32 row, Vector* slots)
-      : stream_(static_cast<const typename FORMAT::Bits*>(problem.logits) + problem.logits_offset(row), problem.V,
-                slots),
-        V_(problem.V) {}
+      : TileReader(static_cast<const typename FORMAT::Bits*>(problem.logits) + problem.logits_offset(row), problem.V,
+                   slots) {}
+  // row: [V]
+  __device__ __forceinline__ TileReader(const typename FORMAT::Bits* row, u32 V, Vector* slots)
+      : stream_(row, V, slots), V_(V) {}
 
   // In place: requests the warp's first tile before all else. is_first: whether the warp has one.
   __device__ __forceinline__ void start_early(u32 first, bool is_first) {
@@ -104,6 +106,11 @@ class TileReader {
   __device__ __forceinline__ float normalized_again(u32 index, u32 bit) const {
     if (MASK == kMaskBoth && !((allowed_ >> bit) & 1)) return -FUSED_TOPK_INFINITY;
     return logit_again(index);
+  }
+
+  // The bits of any lane's element of the tile, token `index`.
+  __device__ __forceinline__ typename FORMAT::Bits bits_again(u32 index) const {
+    return stream_.logit_again(index, tile_);
   }
 
  private:

@@ -12,7 +12,7 @@ import pytest
 
 from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver, kernel_source
-from fused_topk.layout import full_row_launch, gradient_launch, merge_launch, sample_launch
+from fused_topk.layout import full_row_launch, gradient_launch, merge_launch, piece_launch, sample_launch
 from fused_topk.layout.topk_choice import Method
 from kept import built, key
 from nvrtc_library import of_cuda12
@@ -131,6 +131,14 @@ def test_gradient_kernels_compile_without_spills(nvrtc, architecture):
     for kernel in gradient_launch.kernel_names():
         _, entry, log = driver.compile_kernel(kernel, architecture)
         assert "logit_gradient_kernel" in entry
+        assert_no_spills(kernel, log)
+
+
+@pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
+def test_piece_kernels_compile_without_spills(nvrtc, architecture):
+    for kernel in piece_launch.kernel_names():
+        _, entry, log = driver.compile_kernel(kernel, architecture)
+        assert "accumulate_piece_kernel" in entry
         assert_no_spills(kernel, log)
 
 

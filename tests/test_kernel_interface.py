@@ -20,6 +20,7 @@ KERNEL_OF = {
     kernel_arguments.Problem: "fused_topk::softmax_topk_kernel",
     kernel_arguments.SampleRows: "fused_topk::sampling::sample_rows_kernel",
     kernel_arguments.FullRows: "fused_topk::full_rows::softmax_warp_rows_kernel",
+    kernel_arguments.Piece: "fused_topk::pieces::accumulate_piece_kernel",
     kernel_arguments.States: "fused_topk::merging::merge_states_kernel",
     kernel_arguments.LogitGradients: "fused_topk::gradients::logit_gradient_kernel",
 }

@@ -179,7 +179,8 @@ def test_each_row_has_its_own_parameters(backend, vocab_size):
             **one,
         )
         assert torch.equal(alone.tokens, got.tokens[row : row + 1])
-        assert torch.equal(alone.log_probs, got.log_probs[row : row + 1])
+        # A GPU has another kernel for rows without a filter, with another sum d. Twice the bound of oracle.py for a z of -10.
+        torch.testing.assert_close(alone.log_probs, got.log_probs[row : row + 1], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -13,7 +13,14 @@ import torch
 import ladder_rungs
 from fused_topk.backends import cuda as kernels
 from fused_topk.cuda_runtime.kernel_source import source_folder
-from fused_topk.layout import full_row_launch, gradient_launch, merge_launch, sample_launch, topk_launch
+from fused_topk.layout import (
+    full_row_launch,
+    gradient_launch,
+    merge_launch,
+    piece_launch,
+    sample_launch,
+    topk_launch,
+)
 from fused_topk.layout.topk_choice import KernelChoice, alternatives, choose
 from fused_topk.layout.topk_launch import FORMATS
 from fused_topk.problem import Problem
@@ -148,13 +155,13 @@ def test_kernel_on_a_gpu(cuda, kernel):
 
 
 def test_every_kernel_is_tested():
-    """Here, and by files of their own: test_simt_full_rows.py, test_simt_merge.py, test_simt_gradient.py,
-    test_simt_sampling.py, test_ladder.py."""
+    """Here, and by files of their own, test_simt_*.py and test_ladder.py."""
     tested = {*CASES, "fused_topk::read_rows_kernel"}
     assert tested == set(kernels.kernel_names())
     elsewhere = [
         *full_row_launch.kernel_names(),
         *(merge_launch.kernel_name(dtype, warps) for dtype in FORMATS for warps in merge_launch.MERGE_WARPS),
+        *piece_launch.kernel_names(),
         *sample_launch.kernel_names(),
         *gradient_launch.kernel_names(),
         *ladder_rungs.kernel_names(),

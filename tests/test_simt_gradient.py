@@ -138,6 +138,7 @@ def test_gradient(piece, dtype, mask_kind, temperature, count):
     check_piece(piece, dtype, mask_kind, temperature, count)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("piece", PIECES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask_kind", ["none", "bool", "packed"])

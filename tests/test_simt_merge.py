@@ -72,6 +72,7 @@ SIZES = {
     "block": (300, 65, 65, [150]),
     "lists of one": (45, 1, 40, list(range(1, 45))),
     "all": (300, 300, 300, [4, 100]),
+    "more entries than a block keeps": (400, 400, 400, [4, 100]),
 }
 
 
@@ -220,6 +221,7 @@ def test_whatever_the_input():
 @pytest.mark.parametrize(
     ("line", "kind"),
     [
+        ("  sync_row<WARPS>();\n  const bool are_logits", "race"),
         ("  sync_row<WARPS>();\n  const RowResult relative_to", "race"),
         ("  sync_row<WARPS>();\n  for (u32 i = thread", "race"),
     ],
@@ -241,6 +243,7 @@ def test_a_missing_barrier_is_seen(line, kind, size):
 # What is replaced in csrc/merge_states.cu.
 FAULTS = {
     "tokens that do not count from their part": ("start + index}", "index}"),
+    "kept in the place of another": ("kept_[part * states_.width + place]", "kept_[part * states_.width + place / 2]"),
     "ties to the greater token": ("other.token < own.token + wins_ties", "other.token > own.token - wins_ties"),
     "equal tokens in one place": ("own.token + wins_ties", "own.token"),
     "k one too great": ("if (rank >= k) continue;", "if (rank > k) continue;"),

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from .. import env
 from ..cuda_runtime import driver, tickets
-from ..layout import full_row_launch, gradient_launch, merge_launch, sample_launch, topk_launch
+from ..layout import full_row_launch, gradient_launch, merge_launch, piece_launch, sample_launch, topk_launch
 from ..layout.full_row_choice import FullRowChoice, choose_full_row
 from ..layout.full_row_launch import FullRowLaunch, FullRowLayout
-from ..layout.kernel_arguments import LogitGradients, SampleRows
+from ..layout.kernel_arguments import LogitGradients, Piece, SampleRows
 from ..layout.merge_launch import MergeLaunch, MergeLayout
 from ..layout.topk_choice import MAX_K, KernelChoice, choose
 from ..layout.topk_launch import FORMATS, Launch, Layout, row_count
@@ -42,6 +42,7 @@ _MERGE_ARGUMENT = np.dtype(f"V{merge_launch.STATES_BYTES}")
 _FULL_ROW_ARGUMENT = np.dtype(f"V{full_row_launch.FULL_ROWS_BYTES}")
 _GRADIENT_ARGUMENT = np.dtype(f"V{ctypes.sizeof(LogitGradients)}")
 _SAMPLE_ARGUMENT = np.dtype(f"V{ctypes.sizeof(SampleRows)}")
+_PIECE_ARGUMENT = np.dtype(f"V{ctypes.sizeof(Piece)}")
 _SHARED_BYTES_UNASKED = 48 << 10  # what a kernel has without asking
 
 unavailable = driver.unavailable
@@ -110,6 +111,46 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
         driver.call(function, planned.grid, planned.threads, (np.frombuffer(filled, _MERGE_ARGUMENT),), index)
 
     return run
+
+
+def accumulate_piece(
+    logits: Tensor, first_token: int, temperature: float, row_temperature: Tensor | None, state: TopK
+) -> None:
+    """Takes a piece of the vocabulary into the rows' states, by csrc/accumulate_piece.cu.
+
+    Args:
+        logits: (rows, tokens), at least one; each row starts at a multiple of piece_launch.ROW_MULTIPLE bytes.
+        first_token: of the piece, in a vocabulary of less than 2^31 tokens; 0: no piece has come before, and the state is not
+            read.
+        row_temperature: (rows,) or None.
+        state: values (rows, k) in the logits' dtype, indices (rows, k), -1 where there is no entry yet, and m and d (2, rows)
+            in place of the logsumexp, each contiguous, with k at most piece_launch.MOST_K.
+    """
+    device = logits.get_device()
+    rows, tokens = logits.shape
+    row_temperature = None if row_temperature is None else row_temperature.contiguous()
+    filled = Piece(
+        logits=logits.data_ptr(),
+        row_stride=logits.stride(0),
+        row_temperature=_address(row_temperature),
+        values=state.values.data_ptr(),
+        indices=state.indices.data_ptr(),
+        state=state.logsumexp.data_ptr(),
+        rows=rows,
+        tokens=tokens,
+        k=state.values.shape[1],
+        first_token=first_token,
+        is_first=first_token == 0,
+        temperature=temperature,
+    )
+    driver.call(
+        driver.function(device, piece_launch.kernel_name(logits.dtype)),
+        (piece_launch.blocks(rows),),
+        128,
+        (np.frombuffer(bytes(filled), _PIECE_ARGUMENT),),
+        device,
+        piece_launch.shared_bytes(logits.dtype),
+    )
 
 
 def prepare_full_rows(

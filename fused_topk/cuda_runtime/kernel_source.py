@@ -46,6 +46,16 @@ MERGING_SOURCES = (*_ROW_SOURCES, "problem.cuh", "result.cuh", "merge_states.cu"
 
 GRADIENT_SOURCES = (*_ROW_SOURCES, "problem.cuh", "full_row.cuh", "logit_gradient.cu")
 """The sources of the kernels in the namespace fused_topk::gradients."""
+PIECE_SOURCES = (
+    *_ROW_SOURCES,
+    "group.cuh",
+    "bound.cuh",
+    "problem.cuh",
+    "tile_reader.cuh",
+    "part_folder.cuh",
+    "accumulate_piece.cu",
+)
+"""The sources of the kernels in the namespace fused_topk::pieces."""
 
 SAMPLE_SOURCES = (
     *_ROW_SOURCES,
@@ -90,6 +100,8 @@ def sources_of(kernel: str) -> tuple[str, ...]:
         return MERGING_SOURCES
     if kernel.startswith("fused_topk::gradients::"):
         return GRADIENT_SOURCES
+    if kernel.startswith("fused_topk::pieces::"):
+        return PIECE_SOURCES
     if kernel.startswith("fused_topk::sampling::"):
         return SAMPLE_SOURCES
     return LADDER_SOURCES if kernel.startswith("fused_topk::ladder::") else SOURCES

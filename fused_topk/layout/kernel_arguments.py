@@ -121,6 +121,25 @@ class States(ctypes.Structure):
     )
 
 
+class Piece(ctypes.Structure):
+    """struct Piece of csrc/accumulate_piece.cu, where each field is explained."""
+
+    _fields_ = (
+        ("logits", _POINTER),
+        ("row_stride", _I64),
+        ("row_temperature", _POINTER),
+        ("values", _POINTER),
+        ("indices", _POINTER),
+        ("state", _POINTER),
+        ("rows", _U32),
+        ("tokens", _U32),
+        ("k", _U32),
+        ("first_token", _U32),
+        ("is_first", _U32),
+        ("temperature", _F32),
+    )
+
+
 class LogitGradients(ctypes.Structure):
     """struct LogitGradients of csrc/logit_gradient.cu, where each field is explained."""
 

@@ -5,16 +5,26 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .piece_launch import MOST_K
+
 # Beyond the result, whatever the rows and the vocabulary. The promise of functional/linear.py.
 SCRATCH_BYTES = 64 << 20
-# Of a piece's logits where there are several pieces. On a GPU a guess: a piece of 48 MB is about what the L2 cache of an
-# H100 holds, and the library's product wants few, large pieces. On a CPU 256 x 8192 float32: beside the weight's piece it
+# Of a piece's logits where the states of several pieces are merged. On a GPU the largest: 2048 x 2048 -> 128256 bf16, H200, times of
+# the product, 24 MB 1.32, 32 MB 1.28, 48 MB 1.22. On a CPU 256 x 8192 float32: beside the weight's piece it
 # stays in a last-level cache.
 _GPU_PIECE_BYTES = 48 << 20
 _CPU_PIECE_BYTES = 8 << 20
 # More rows read the weight fewer times, and leave fewer tokens to a piece.
 _GPU_ROWS = 2048
 _CPU_ROWS = 256
+# Of a piece that a GPU takes into the one state of its rows. The state gets the rest.
+_ACCUMULATED_BYTES = 60 << 20
+_ACCUMULATED_TOKENS = 2**31 - 1  # the most tokens of such a vocabulary
+# A warp has a row. H200, 2048 x 14336 bf16, k = 8, µs: 25.1 for a first piece, 16.6 for a later one, a read 13.9, the states by
+# csrc/softmax_topk.cu 27.6; 1024 x 14336: 18.5, 8.7, 4.7, 17.7. With still fewer rows, a row needs several warps.
+_WARPS_OF_MULTIPROCESSOR = 7
+# A tile of the library's product, cuBLAS's most common one: tokens and rows.
+_PRODUCT_TOKENS, _PRODUCT_ROWS = 256, 128
 # Of the pieces' states: those that are merged at once, their stacked copy, and the result.
 _STATES_BYTES = 12 << 20
 _INDEX_BYTES = 8
@@ -45,8 +55,8 @@ class Pieces(NamedTuple):
     """The greatest piece, and how many pieces of the same rows are merged at once."""
 
     rows: int
-    tokens: int  # the whole vocabulary, or a multiple of 1024
-    states: int
+    tokens: int  # the whole vocabulary, or a multiple of 256
+    states: int  # 0: each piece is taken into the one state of its rows (csrc/accumulate_piece.cu)
 
 
 def is_for_the_native_kernel(rows: int, k: int) -> bool:
@@ -76,6 +86,30 @@ def forward_pieces(
         return Pieces(max(1, min(rows, SCRATCH_BYTES // of_row)), vocab_size, 1)
     tokens = _even_share(vocab_size, piece // block)
     return Pieces(block, tokens, max(2, 2 * _STATES_BYTES // 3 // (3 * block * state_bytes)))
+
+
+def accumulated_pieces(
+    rows: int, vocab_size: int, k: int, itemsize: int, logit_bytes: int, row_bytes: int, multiprocessors: int
+) -> Pieces | None:
+    """The pieces of the forward pass where a GPU takes each into the one state of its rows; None where merging their states is
+    quicker, or serves more. For the arguments see :func:`forward_pieces`.
+    """
+    block = -(-rows // -(-rows // _GPU_ROWS))
+    # The last block has a row less at most, for each block. The state, what is made of it, and targets.
+    fits = (
+        block * (3 * (k * (itemsize + _INDEX_BYTES) + 2 * _INDEX_BYTES) + row_bytes)
+        <= SCRATCH_BYTES - _ACCUMULATED_BYTES
+    )
+    has_rows = block >= _WARPS_OF_MULTIPROCESSOR * multiprocessors
+    if k > MOST_K or not fits or not has_rows or vocab_size > _ACCUMULATED_TOKENS:
+        return None
+    # As many of the product's tiles as keep every multiprocessor busy to the end.
+    most = _ACCUMULATED_BYTES // (block * logit_bytes * _PRODUCT_TOKENS)
+    across = -(-block // _PRODUCT_ROWS)
+    turns = across * most // multiprocessors
+    tiles = turns * multiprocessors // across or most
+    tokens = tiles * _PRODUCT_TOKENS
+    return None if tokens >= vocab_size else Pieces(block, tokens, 0)
 
 
 def whole_rows(rows: int, vocab_size: int, logit_bytes: int, row_bytes: int) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import backends
 from ..backends import cpu as native
-from ..backends import reference
+from ..backends import cuda, reference
 from ..layout import linear_pieces
 from ..problem import LinearProblem, TopK, result_dtype
 from . import merging, row_topk
@@ -114,9 +114,11 @@ def forward(
     if chosen is reference:
         logit_bytes += _REFERENCE_LOGIT_BYTES
     vocab_size = len(head.weight)
-    pieces = linear_pieces.forward_pieces(
-        rows, vocab_size, k, itemsize, logit_bytes, row_bytes, head.hidden.device.type == "cpu"
-    )
+    sizes = (rows, vocab_size, k, itemsize, logit_bytes, row_bytes)
+    pieces = linear_pieces.forward_pieces(*sizes, head.hidden.device.type == "cpu")
+    if chosen is cuda and head.mask is None and pieces.tokens < vocab_size:
+        count = cuda.multiprocessors(head.hidden.get_device())
+        pieces = linear_pieces.accumulated_pieces(*sizes, count) or pieces
     buffer = head.hidden.new_empty(pieces.rows * min(pieces.tokens, vocab_size))
     for block in blocks(head, pieces.rows):
         if pieces.tokens >= vocab_size and head.targets is None and not keeps_state:
@@ -150,15 +152,19 @@ def _forward_block(
     number, temperatures, normalize = _settings(head, block, values)
     has_ranks = bool(out.target_ranks.numel())
     target = None if block.targets is None else _Targets(head, block, has_ranks, is_whole=pieces.tokens >= vocab_size)
-    states: list[TopK] = []
+    are_merged = pieces.states > 0
+    states = [] if are_merged else [_empty_state(block.hidden, k)]
     for start in range(0, vocab_size, pieces.tokens):
         end = min(start + pieces.tokens, vocab_size)
-        logits = product(block.hidden, head, start, end, buffer)
+        logits = product(block.hidden, head, start, end, buffer, 0 if are_merged else pieces.tokens)
         mask = _tokens(block.mask, start, end)
-        states.append(
-            row_topk.row_topk(logits, min(k, end - start), number, temperatures, mask, "state", normalize, backend)
-        )
-        states[-1].indices.add_(start)
+        if are_merged:
+            states.append(
+                row_topk.row_topk(logits, min(k, end - start), number, temperatures, mask, "state", normalize, backend)
+            )
+            states[-1].indices.add_(start)
+        else:
+            cuda.accumulate_piece(logits, start, number, temperatures, states[0])
         if target is not None:
             target.look_at(logits, mask, start)
         if len(states) == pieces.states and end < vocab_size:
@@ -180,6 +186,16 @@ def _forward_block(
         target.write(state, number, temperatures, out.target_logprobs[part], ranks)
 
 
+def _empty_state(hidden: Tensor, k: int) -> TopK:
+    """Uninitialised: the logits (rows, k), indices, and m and d (2, rows)."""
+    rows = len(hidden)
+    return TopK(
+        hidden.new_empty((rows, k)),
+        torch.empty((rows, k), dtype=torch.int64, device=hidden.device),
+        torch.empty((2, rows), dtype=result_dtype(hidden.dtype), device=hidden.device),
+    )
+
+
 def _merged(
     states: Sequence[TopK],
     k: int,
@@ -190,20 +206,28 @@ def _merged(
     backend: str | None,
 ) -> TopK:
     """`states`: the logits (rows, k), indices, and m and d (2, rows) of pieces that follow each other."""
+    logits, indices, normalizer = _stacked(states)
+    m, d = normalizer.unbind(1)
+    k = min(k, len(states) * indices.shape[-1])
+    over = "topk" if normalize == "topk" else "all"
+    return merging.merge_parts(logits, indices, m, d, None, k, number, temperatures, values, over, backend)
+
+
+def _stacked(states: Sequence[TopK]) -> tuple[Tensor, Tensor, Tensor]:
+    """The logits and indices (states, rows, width), and m and d (states, 2, rows)."""
+    if len(states) == 1:
+        logits, indices, normalizer = (x.unsqueeze(0) for x in states[0])
+        return logits, indices, normalizer
     width = max(state.indices.shape[-1] for state in states)
-    rows = states[0].indices.shape[0]
-    logits = states[0].values.new_full((len(states), rows, width), -torch.inf)
+    shape = len(states), states[0].indices.shape[0], width
+    logits = states[0].values.new_full(shape, -torch.inf)
     # An index of -1 marks an entry that is no candidate.
-    indices = states[0].indices.new_full((len(states), rows, width), -1)
+    indices = states[0].indices.new_full(shape, -1)
     for i, state in enumerate(states):
         held = state.indices.shape[-1]
         logits[i, :, :held].copy_(state.values)
         indices[i, :, :held].copy_(state.indices)
-    normalizer = torch.stack([state.logsumexp for state in states])
-    m, d = normalizer.unbind(1)
-    k = min(k, len(states) * width)
-    over = "topk" if normalize == "topk" else "all"
-    return merging.merge_parts(logits, indices, m, d, None, k, number, temperatures, values, over, backend)
+    return logits, indices, torch.stack([state.logsumexp for state in states])
 
 
 class _Targets:

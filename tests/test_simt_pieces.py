@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of csrc/accumulate_piece.cu on the emulated machine: every read and write checked, under several schedules."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_topk import TopK, TopKState
+from fused_topk.backends import cuda, reference
+from fused_topk.layout import linear_pieces as layout
+from fused_topk.layout import piece_launch
+from fused_topk.operators import linear_pieces
+from linear_heads import ENTRIES, exact_head, exact_logits
+from oracle import DTYPES, assert_topk, expected, problem_of, start
+from rows import adversarial_rows, random_logits
+from simt import build
+from simt.emulate import emulated
+from simt.launch import SCHEDULES, Array
+from test_merge import D_TOLERANCE, assert_same_state
+
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+# V and where the tokens are cut: in tiles and beside them, pieces of one token, and less than k of them at first.
+CUTS = {
+    "one piece": (3001, []),
+    "whole tiles": (4096, [1024, 3072]),
+    "ragged": (4011, [3, 4, 1100, 2300]),
+    "ends in a vector": (2055, [1024, 2048]),
+}
+
+
+def accumulated(logits: Tensor, k: int, cuts: list[int], temperature: float | Tensor = 1.0, **how) -> TopKState:
+    """What the kernel makes of the pieces of CPU tensors, with all that the machine checks."""
+    rows = len(logits)
+    # NaN, so that a state that is read before it is written is seen.
+    state = TopK(
+        torch.full((rows, k), torch.nan, dtype=logits.dtype), torch.full((rows, k), 7), torch.full((2, rows), torch.nan)
+    )
+    of_rows = temperature if isinstance(temperature, Tensor) else None
+    number = 0.0 if isinstance(temperature, Tensor) else temperature
+    borders = [0, *cuts, logits.shape[-1]]
+    for first, end in pairwise(borders):
+        # Rows begin at multiples of 16 bytes, with whatever behind their ends.
+        wide = torch.full((rows, -(-(end - first) // 8) * 8 + 8), torch.inf, dtype=logits.dtype)
+        piece = wide[:, : end - first].copy_(logits[:, first:end])
+        arrays = [Array("logits", wide, "input")]
+        arrays += [Array(name, x, "inout" if first else "output") for name, x in state._asdict().items()]
+        arrays += [] if of_rows is None else [Array("row_temperature", of_rows, "input")]
+        with emulated(arrays, **how) as outcomes:
+            cuda.accumulate_piece(piece, first, number, of_rows, state)
+        outcomes[0].check()
+    return TopKState(state.values, state.indices, *state.logsumexp)
+
+
+def wanted(logits: Tensor, k: int, temperature: float | Tensor = 1.0) -> TopKState:
+    problem = problem_of("log_softmax_topk", logits, k, temperature=temperature)._replace(values="state")
+    rows = len(logits)
+    state = TopK(
+        torch.empty(rows, k, dtype=logits.dtype), torch.empty(rows, k, dtype=torch.int64), torch.empty(2, rows)
+    )
+    start(reference, problem, state)
+    return TopKState(state.values, state.indices, *state.logsumexp)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 8, 32])
+def test_pieces_are_the_whole(cut, dtype, k):
+    """Of all adversarial rows: NaN and infinities, ties across pieces, zeros of both signs, sorted rows."""
+    vocab_size, cuts = CUTS[cut]
+    rows = adversarial_rows(vocab_size, k, DTYPES[dtype])
+    names = list(rows)[k % 3 :: 3] if cut != "ragged" else list(rows)
+    logits = torch.stack([rows[name] for name in names])
+    assert_same_state(accumulated(logits, k, cuts), wanted(logits, k), D_TOLERANCE)
+
+
+@pytest.mark.parametrize("temperature", [0.7, "rows"])
+def test_temperatures(temperature):
+    logits = random_logits(5, 2500)
+    if temperature == "rows":
+        temperature = torch.tensor([0.3, 0.7, 1.0, 1.9, 40.0])
+    assert_same_state(accumulated(logits, 5, [1300], temperature), wanted(logits, 5, temperature), D_TOLERANCE)
+
+
+def test_fewer_tokens_than_k_leave_entries_empty():
+    logits = random_logits(3, 5)
+    got = accumulated(logits, 9, [2])
+    best = wanted(logits, 5)
+    assert torch.equal(got.indices, torch.nn.functional.pad(best.indices, (0, 4), value=-1))
+    assert torch.equal(got.logits, torch.nn.functional.pad(best.logits, (0, 4), value=-torch.inf))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(schedule):
+    logits = random_logits(6, 3001, dtype=torch.bfloat16)
+    got = accumulated(logits, 8, [1100, 2900], schedule=schedule)
+    assert_same_state(got, wanted(logits, 8), D_TOLERANCE)
+
+
+@pytest.mark.parametrize("architecture", [75, 80, 120])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_architectures(architecture, dtype):
+    """Without copies in the background, and with other numbers of tiles in flight."""
+    rows = adversarial_rows(4011, 8, DTYPES[dtype])
+    logits = torch.stack(list(rows.values())[::4])
+    got = accumulated(logits, 8, [1100, 2300], architecture=architecture)
+    assert_same_state(got, wanted(logits, 8), D_TOLERANCE)
+
+
+# What is replaced in csrc/accumulate_piece.cu.
+FAULTS = {
+    "negative logits": ("lane_key > key_of(threshold_)", "lane_key > max(key_of(threshold_), kZeroKey)"),
+    "the bound passes less": ("greatest < max(bound,", "greatest <= max(bound,"),
+    "the bound drops its own": ("key_of(candidate) >= bound", "key_of(candidate) > bound"),
+    "elements behind the row": ("if (index < x.V())", "if (true)"),
+    "tokens of the piece": ("first_token + index)", "index)"),
+    "entries in another's place": ("entry_ > entry)", "entry_ >= entry_before)"),
+    "bits of another": ("bits_ = lane_id() == place ? bits : bits_before;", "bits_ = bits;"),
+    "state of the pieces before": ("folder.begin_part(state);", "folder.begin_part();"),
+    "every lane has the sum": ("lane_id() == 0 ? piece.state", "true ? piece.state"),
+    "a tile too early": ("tile + Stream::kAhead;", "tile + 1;"),
+    "no barrier before the state": ("  __syncwarp();\n  if (lane_id() == 0) {\n    piece", "  if (lane_id() == 0) {\n    piece"),
+    "temperature left out": ("kLog2E * inverse_of(temperature)", "kLog2E"),
+}  # fmt: skip
+
+
+@pytest.mark.exhaustive  # each fault is a build of its own
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_line_is_seen(fault):
+    old, new = FAULTS[fault]
+
+    def edit(source: str) -> str:
+        # Not an AssertionError, which the test takes for the fault's own.
+        if source.count(old) != 1:
+            raise ValueError(f"found {source.count(old)} times: {old}")
+        return source.replace(old, new)
+
+    def compare(**how) -> None:
+        logits = (random_logits(6, 4011) * 2).round() / 2
+        logits[1] = -0.0
+        logits[4] -= 100
+        logits[2] = logits[2].sort().values
+        logits[3] = logits[3].sort(descending=True).values
+        t = torch.linspace(0.3, 2.0, 6)
+        assert_same_state(accumulated(logits, 9, [3, 600], t, **how), wanted(logits, 9, t), D_TOLERANCE)
+        short = random_logits(2, 3500, dtype=torch.bfloat16)
+        assert_same_state(accumulated(short, 9, [3], **how), wanted(short, 9), D_TOLERANCE)
+        few = random_logits(2, 1030)
+        got = accumulated(few, 8, [5], architecture=75, **how)
+        assert_same_state(got, wanted(few, 8), D_TOLERANCE)
+
+    compare()
+    with pytest.raises(AssertionError):
+        compare(edit=edit)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_targets", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_heads(monkeypatch, entry, dtype, has_targets, has_bias):
+    """An LM head takes its pieces into one state: two blocks of rows, and a last piece that is not full."""
+    hidden, weight, bias = exact_head(7, 16, 3001, DTYPES[dtype])
+    bias = bias if has_bias else None
+    targets = (torch.arange(7) * 500).unsqueeze(-1) if has_targets else None
+    monkeypatch.setattr(layout, "_NATIVE_ROWS", 0)
+    monkeypatch.setattr(layout, "forward_pieces", lambda *sizes: layout.Pieces(3, 1024, 2))
+    monkeypatch.setattr(layout, "accumulated_pieces", lambda *sizes: layout.Pieces(4, 1024, 0))
+    monkeypatch.setattr(cuda, "multiprocessors", lambda device: 1)
+    # The rest runs on the CPU.
+    monkeypatch.setattr(linear_pieces, "backends", SimpleNamespace(pick=lambda *request: cuda))
+    launched = []
+
+    def accumulate(logits, first_token, number, temperatures, state):
+        arrays = [Array("logits", logits, "input")]
+        arrays += [Array(name, x, "inout" if first_token else "output") for name, x in state._asdict().items()]
+        with emulated(arrays) as outcomes:
+            accumulate_piece(logits, first_token, number, temperatures, state)
+        outcomes[0].check()
+        launched.append(logits.shape)
+
+    accumulate_piece = cuda.accumulate_piece
+    monkeypatch.setattr(cuda, "accumulate_piece", accumulate)
+    head = linear_pieces.LinearProblem(hidden, weight, bias, 0.7, None, None, targets, "allowed")
+    values = {"softmax_topk": "softmax", "log_softmax_topk": "log_softmax", "topk": "logits"}[ENTRIES[entry]]
+    found = linear_pieces.forward(head, 9, values, "cpu", has_targets, True)
+    assert launched == [(4, 1024), (4, 1024), (4, 953), (3, 1024), (3, 1024), (3, 953)]
+    logits = exact_logits(hidden, weight, bias)
+    settings = {} if entry == "linear_topk" else {"temperature": 0.7}
+    got = TopK(*found[:3])
+    assert_topk(got, expected(ENTRIES[entry], logits, 9, **settings), logits, ENTRIES[entry], **settings)
+    if has_targets and entry != "linear_topk":
+        logp = (logits.double() / 0.7).log_softmax(-1).gather(-1, targets)
+        torch.testing.assert_close(found.target_logprobs.double(), logp, rtol=0, atol=4e-6)
+        ranks = (logits > logits.gather(-1, targets)).sum(-1, keepdim=True)
+        ties = (logits == logits.gather(-1, targets)) & (torch.arange(3001) < targets)
+        assert torch.equal(found.target_ranks, ranks + ties.sum(-1, keepdim=True) + 1)
+
+
+def test_launches_have_the_shape_that_the_kernel_expects():
+    assert [piece_launch.blocks(rows) for rows in (1, 4, 5, 2048)] == [1, 1, 2, 512]
+    # Two tiles of 2 kB a warp of four.
+    assert piece_launch.shared_bytes(torch.bfloat16) == 16384
