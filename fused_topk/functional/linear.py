@@ -114,7 +114,7 @@ def linear_softmax_topk(
         Does not wait for the device. Can be captured in a CUDA graph and compiled with fullgraph=True.
         Values, logsumexp and target_logprobs are differentiable, once, with respect to hidden, weight and bias. The logits are
         computed again in the backward pass. A weight of 16 bits has its gradient rounded once for each 256 rows (2048 on a
-        GPU), or fewer where H is large.
+        GPU), or fewer where H, or k and the number of targets, are large.
 
     Example:
         >>> import torch, fused_topk
