@@ -8,6 +8,7 @@
 //         (m, d) = (m, d) + x                       PartFolder
 //     leave (m, d, T)
 //
+// On the way it notes the logits of given tokens, and counts the tokens that rank before one of them.
 // A warp has a row, and lane i the i-th entry of T. So k is at most 32. From the second piece on T is full from the start, and few
 // tiles hold an element that it lets pass. Comes after bound.cuh and part_folder.cuh.
 #include "bound.cuh"
@@ -22,7 +23,10 @@ struct Piece {
   void* values;                  // [rows, k]: T's logits, in their own format
   i64* indices;                  // [rows, k]: T's tokens in the vocabulary; -1: no entry
   float* state;                  // [2, rows]: m, d
-  u32 rows, tokens, k;
+  const i64* targets;            // nullable; [rows, num_targets]: tokens in the vocabulary
+  void* target_logits;           // [rows, num_targets], in their own format; written where the token is in the piece
+  i64* target_ranks;             // [rows]; the tokens of the piece that rank before the first target are added
+  u32 rows, tokens, k, num_targets;
   u32 first_token;  // of the piece, in the vocabulary
   u32 is_first;     // 1: no piece comes before it, and values, indices and state are not read
   float temperature;
@@ -115,6 +119,42 @@ class RunningBest {
   u64 threshold_;  // the k-th entry: T takes what is greater
 };
 
+// Counts a row's tokens that rank before a target.
+template <class READER>
+class RankCount {
+ public:
+  // target: counted from the first token of the piece, which it may not be in; logit: its own
+  __device__ __forceinline__ RankCount(i64 target, u32 tokens, float logit)
+      : target_(target < 0        ? -1
+                : target < tokens ? int(target)
+                                  : int(tokens)),
+        logit_(logit),
+        count_(0) {}
+
+  __device__ __forceinline__ void take(const READER& x) {
+    constexpr u32 n = READER::kPerVector;
+    const int first = int(x.tile().first);
+    // Of equal logits the token that comes first ranks before. What lies behind the row is -inf, and greater than nothing.
+    const bool wins_ties = first + int(READER::RowTile::kElements) <= target_;
+    const bool is_mixed = !wins_ties && first < target_;
+#pragma unroll
+    for (u32 u = 0; u < READER::kVectors; ++u)
+#pragma unroll
+      for (u32 e = 0; e < n; ++e) {
+        const float y = x.tile().logit(u, e);
+        const bool wins = is_mixed ? int(x.tile().index(u, e)) < target_ : wins_ties;
+        count_ += y > logit_ || (wins && y == logit_);
+      }
+  }
+  // All 32 lanes call it.
+  __device__ __forceinline__ u32 sum() const { return warp_sum(count_); }
+
+ private:
+  int target_;
+  float logit_;
+  u32 count_;
+};
+
 // How a warp reads its row: as a warp of softmax_topk.cu that has a row alone.
 template <class FORMAT>
 struct PieceReader {
@@ -124,7 +164,7 @@ struct PieceReader {
 };
 
 // Grid: (rows / 4). Dynamic shared memory: each warp's kWarpVectors.
-template <class FORMAT>
+template <class FORMAT, bool COUNTS_RANKS>
 __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize, PieceReader<FORMAT>::kPolicy.resident_warps / kRowsPerBlock)
     accumulate_piece_kernel(const __grid_constant__ Piece piece) {
   using Reader = typename PieceReader<FORMAT>::Type;
@@ -154,11 +194,23 @@ __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize, PieceReader<FORMAT>:
   const float temperature = piece.row_temperature ? __ldg(piece.row_temperature + row) : piece.temperature;
   folder.set_scale(kLog2E * inverse_of(temperature));
   folder.begin_part(state);
+  // Where the piece has the target, its logit there counts.
+  const i64* const targets = piece.targets + i64(row) * piece.num_targets;
+  Bits* const target_logits = static_cast<Bits*>(piece.target_logits) + i64(row) * piece.num_targets;
+  i64 target = 0;
+  float target_logit = 0.0f;
+  if constexpr (COUNTS_RANKS) {
+    target = __ldg(targets) - piece.first_token;
+    const bool is_here = target >= 0 && target < piece.tokens;
+    target_logit = FORMAT::decode(is_here ? reader.raw_logit(u32(target)) : target_logits[0]);
+  }
+  RankCount<Reader> rank(target, piece.tokens, target_logit);
 #pragma unroll 1
   for (u32 tile = 0; tile < tiles; ++tile) {
     reader.read(tile, tile + 1, tile + 1 < tiles);
     best.take(reader, piece.first_token);
     folder.fold(reader);
+    if constexpr (COUNTS_RANKS) rank.take(reader);
     if constexpr (Stream::kInBackground) {
       const u32 ahead = tile + Stream::kAhead;
       reader.request(ahead, ahead < tiles);
@@ -167,9 +219,16 @@ __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize, PieceReader<FORMAT>:
 
   const Normalizer sum = folder.end_part();
   best.store(values, indices);
-  // Every lane has read the m that is overwritten.
+  // Every lane has read the m, and the target's logit, that are overwritten.
   __syncwarp();
+  for (u32 i = lane_id(); i < piece.num_targets; i += kWarpSize) {
+    const i64 place = __ldg(targets + i) - piece.first_token;
+    if (place >= 0 && place < piece.tokens) target_logits[i] = reader.raw_logit(u32(place));
+  }
+  u32 before = 0;
+  if constexpr (COUNTS_RANKS) before = rank.sum();
   if (lane_id() == 0) {
+    if constexpr (COUNTS_RANKS) piece.target_ranks[row] += before;
     piece.state[row] = sum.m;
     piece.state[piece.rows + row] = sum.d;
   }

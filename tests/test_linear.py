@@ -125,23 +125,26 @@ def test_linear_takes_pieces_into_one_state(monkeypatch, cuda, dtype, temperatur
     )
     if temperature == "rows":
         temperature = torch.linspace(0.5, 3.0, 10, device="cuda")
+    targets = torch.arange(10, device="cuda") * 400
     for k in (1, 8, 32, 33):
         check(cuda, "linear_log_softmax_topk", hidden, weight, k, bias, temperature=temperature)
         check(cuda, "linear_softmax_topk", hidden, weight, k, temperature=temperature, normalize="topk")
         check(cuda, "linear_topk", hidden, weight, k, bias)
-    targets = torch.arange(10, device="cuda") * 400
     check(cuda, "linear_log_softmax_topk", hidden, weight, 8, bias, targets=targets)
 
 
 def test_linear_of_many_rows_on_a_gpu(cuda):
     """As it comes: several blocks of rows, several pieces, and in 64 MB of memory."""
     hidden, weight, _ = exact_head(4500, 64, 50257, torch.bfloat16, "cuda")
-    fused_topk.linear_log_softmax_topk(hidden, weight, 8)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    got = fused_topk.linear_log_softmax_topk(hidden, weight, 8)
-    assert torch.cuda.max_memory_allocated() - before - result_bytes(got) <= 64 << 20
+    targets = torch.arange(4500, device="cuda") * 11
+    # None, one with its rank, and several.
+    for of_rows in (targets, targets.unsqueeze(1) + torch.arange(200, device="cuda"), None):
+        fused_topk.linear_log_softmax_topk(hidden, weight, 8, targets=of_rows)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        got = fused_topk.linear_log_softmax_topk(hidden, weight, 8, targets=of_rows)
+        assert torch.cuda.max_memory_allocated() - before - result_bytes(got) <= 64 << 20
     for part in (slice(0, 300), slice(2200, 2300), slice(-100, None)):
         logits = exact_logits(hidden[part], weight)
         want = expected("log_softmax_topk", logits, 8)
@@ -347,7 +350,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def result_bytes(result) -> int:
-    return sum(x.nbytes for x in result)
+    return sum(x.nbytes for x in result if x is not None)
 
 
 @pytest.mark.parametrize(
@@ -425,13 +428,17 @@ def test_linear_choice_of_the_native_kernel(monkeypatch, cpu):
 
 
 def test_linear_pieces_that_are_taken_into_one_state():
-    def pieces(rows, k):
-        return layout.accumulated_pieces(rows, 128256, k, 2, 2, 0, 132)
+    def pieces(rows, k, row_bytes=0, other_bytes=0):
+        return layout.accumulated_pieces(rows, 128256, k, 2, row_bytes, other_bytes, 132)
 
     # 16 x 57 tiles of 128 x 256 logits: seven for nearly each of 132 multiprocessors.
     assert pieces(2048, 8) == pieces(8192, 32) == layout.Pieces(2048, 57 * 256, 0)
     assert pieces(3000, 8) == layout.Pieces(1500, 77 * 256, 0)
     assert pieces(923, 8) is None and pieces(2048, 33) is None
+    # With targets: 16 x 33 tiles, four for each, and too little room.
+    assert pieces(2048, 1, 257 * 48) == layout.Pieces(2048, 33 * 256, 0)
+    assert pieces(2048, 1, 48, 8 << 20) == layout.Pieces(2048, 49 * 256, 0)
+    assert pieces(2048, 1, 450 * 48) is None
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])
@@ -448,12 +455,12 @@ def test_linear_pieces_fit(is_cpu):
                     held = 0 if is_whole else (2 * pieces.states + 1) * pieces.rows * k * (itemsize + 8)
                     # A single row of more than 64 MB is a piece of its own.
                     assert logits + held <= 64 << 20 or pieces.rows == 1
-                    pieces = layout.accumulated_pieces(rows, vocab_size, k, itemsize, logit_bytes, 48, 132)
+                    pieces = layout.accumulated_pieces(rows, vocab_size, k, itemsize, 48, 1 << 20, 132)
                     if pieces is not None:
                         assert k <= 32 and 7 * 132 <= pieces.rows <= 2048 and pieces.states == 0
                         assert pieces.tokens < vocab_size and pieces.tokens % 256 == 0
-                        held = 3 * pieces.rows * (k * (itemsize + 8) + 64)
-                        assert pieces.rows * pieces.tokens * logit_bytes + held <= 64 << 20
+                        held = pieces.rows * (3 * k * (itemsize + 8) + 48) + (1 << 20)
+                        assert pieces.rows * pieces.tokens * itemsize + held <= 64 << 20
         for depth in (1, 2048, 16384):
             for vocab_size in (10, 128256):
                 pieces = layout.backward_pieces(rows, vocab_size, depth, 2, is_cpu)

@@ -34,7 +34,14 @@ CUTS = {
 }
 
 
-def accumulated(logits: Tensor, k: int, cuts: list[int], temperature: float | Tensor = 1.0, **how) -> TopKState:
+def accumulated(
+    logits: Tensor,
+    k: int,
+    cuts: list[int],
+    temperature: float | Tensor = 1.0,
+    targets: tuple[Tensor, Tensor, Tensor | None] | None = None,
+    **how,
+) -> TopKState:
     """What the kernel makes of the pieces of CPU tensors, with all that the machine checks."""
     rows = len(logits)
     # NaN, so that a state that is read before it is written is seen.
@@ -51,10 +58,20 @@ def accumulated(logits: Tensor, k: int, cuts: list[int], temperature: float | Te
         arrays = [Array("logits", wide, "input")]
         arrays += [Array(name, x, "inout" if first else "output") for name, x in state._asdict().items()]
         arrays += [] if of_rows is None else [Array("row_temperature", of_rows, "input")]
+        arrays += of_target_arrays(targets)
         with emulated(arrays, **how) as outcomes:
-            cuda.accumulate_piece(piece, first, number, of_rows, state)
+            cuda.accumulate_piece(piece, first, number, of_rows, state, targets)
         outcomes[0].check()
     return TopKState(state.values, state.indices, *state.logsumexp)
+
+
+def of_target_arrays(targets: tuple[Tensor, Tensor, Tensor | None] | None) -> list[Array]:
+    tokens, *found = targets or (None,)
+    named = zip(("target_logits", "target_ranks"), found, strict=False)
+    return [
+        *([] if tokens is None else [Array("targets", tokens, "input")]),
+        *(Array(name, x, "inout") for name, x in named if x is not None),
+    ]
 
 
 def wanted(logits: Tensor, k: int, temperature: float | Tensor = 1.0) -> TopKState:
@@ -85,6 +102,28 @@ def test_temperatures(temperature):
     if temperature == "rows":
         temperature = torch.tensor([0.3, 0.7, 1.0, 1.9, 40.0])
     assert_same_state(accumulated(logits, 5, [1300], temperature), wanted(logits, 5, temperature), D_TOLERANCE)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_and_ranks_of_targets(cut, dtype):
+    """Ties with the target in its tile, and in the tiles and pieces before and behind; infinities, and a NaN, which is no greater."""
+    vocab_size, cuts = CUTS[cut]
+    rows = adversarial_rows(vocab_size, 8, DTYPES[dtype])
+    logits = torch.stack([rows[name] for name in list(rows)[::2]])
+    places = torch.tensor([0, 3, 1023, 1024, 1500, 1999, vocab_size - 1])
+    tokens = places[torch.arange(len(logits)) % len(places)].unsqueeze(1)
+    found = logits.gather(1, tokens)
+    # Known ahead, perhaps but for its last place.
+    noted, ranks = found.clone(), torch.ones_like(tokens)
+    accumulated(logits, 8, cuts, targets=(tokens, noted, ranks))
+    torch.testing.assert_close(noted, found, rtol=0, atol=0, equal_nan=True)
+    is_before = (logits > found) | ((logits == found) & (torch.arange(vocab_size) < tokens))
+    assert torch.equal(ranks, 1 + is_before.sum(1, keepdim=True))
+    several = torch.randint(vocab_size, (len(logits), 70), generator=torch.Generator().manual_seed(1))
+    noted = torch.full(several.shape, 7, dtype=logits.dtype)
+    accumulated(logits, 8, cuts, targets=(several, noted, None))
+    torch.testing.assert_close(noted, logits.gather(1, several), rtol=0, atol=0, equal_nan=True)
 
 
 def test_fewer_tokens_than_k_leave_entries_empty():
@@ -124,7 +163,14 @@ FAULTS = {
     "state of the pieces before": ("folder.begin_part(state);", "folder.begin_part();"),
     "every lane has the sum": ("lane_id() == 0 ? piece.state", "true ? piece.state"),
     "a tile too early": ("tile + Stream::kAhead;", "tile + 1;"),
-    "no barrier before the state": ("  __syncwarp();\n  if (lane_id() == 0) {\n    piece", "  if (lane_id() == 0) {\n    piece"),
+    "no barrier before the state": ("  __syncwarp();\n  for (u32 i = lane_id(); i < piece.num", "  for (u32 i = lane_id(); i < piece.num"),
+    "ties behind the target": ("int(READER::RowTile::kElements) <= target_", "0 <= target_"),
+    "ties before the target": ("int(x.tile().index(u, e)) < target_", "false"),
+    "no tile is mixed": ("is_mixed ? int", "false ? int"),
+    "a target of another row": ("piece.targets + i64(row) * piece.num_targets", "piece.targets + i64(row) / 2 * piece.num_targets"),
+    "the logit that was known ahead": ("is_here ? reader.raw_logit(u32(target)) : ", "false ? Bits(0) : "),
+    "a rank of the last piece": ("target_ranks[row] += before", "target_ranks[row] = before"),
+    "logits of 32 targets": ("i < piece.num_targets; i += kWarpSize", "i < min(piece.num_targets, 32u); i += kWarpSize"),
     "temperature left out": ("kLog2E * inverse_of(temperature)", "kLog2E"),
 }  # fmt: skip
 
@@ -148,6 +194,20 @@ def test_a_wrong_line_is_seen(fault):
         logits[3] = logits[3].sort(descending=True).values
         t = torch.linspace(0.3, 2.0, 6)
         assert_same_state(accumulated(logits, 9, [3, 600], t, **how), wanted(logits, 9, t), D_TOLERANCE)
+        tokens = torch.tensor([[0], [1100], [2000], [40], [3], [2000]])
+        found, ranks = logits.gather(1, tokens), torch.ones_like(tokens)
+        # For the pieces before its own, one is greater than all.
+        noted = found.clone()
+        noted[2] = logits[2].max() + 1
+        accumulated(logits, 9, [3, 600], t, (tokens, noted, ranks), **how)
+        assert torch.equal(noted, found)
+        is_before = (logits > found) | ((logits == found) & (torch.arange(4011) < tokens))
+        is_before[2, :600] = False
+        assert torch.equal(ranks, 1 + is_before.sum(1, keepdim=True))
+        several = torch.arange(6 * 40).view(6, 40) * 16
+        noted = torch.zeros(6, 40)
+        accumulated(logits, 9, [3, 600], t, (several, noted, None), **how)
+        assert torch.equal(noted, logits.gather(1, several))
         short = random_logits(2, 3500, dtype=torch.bfloat16)
         assert_same_state(accumulated(short, 9, [3], **how), wanted(short, 9), D_TOLERANCE)
         few = random_logits(2, 1030)
@@ -176,11 +236,12 @@ def test_heads(monkeypatch, entry, dtype, has_targets, has_bias):
     monkeypatch.setattr(linear_pieces, "backends", SimpleNamespace(pick=lambda *request: cuda))
     launched = []
 
-    def accumulate(logits, first_token, number, temperatures, state):
+    def accumulate(logits, first_token, number, temperatures, state, of_targets):
         arrays = [Array("logits", logits, "input")]
         arrays += [Array(name, x, "inout" if first_token else "output") for name, x in state._asdict().items()]
+        arrays += of_target_arrays(of_targets)
         with emulated(arrays) as outcomes:
-            accumulate_piece(logits, first_token, number, temperatures, state)
+            accumulate_piece(logits, first_token, number, temperatures, state, of_targets)
         outcomes[0].check()
         launched.append(logits.shape)
 

@@ -114,7 +114,12 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
 
 
 def accumulate_piece(
-    logits: Tensor, first_token: int, temperature: float, row_temperature: Tensor | None, state: TopK
+    logits: Tensor,
+    first_token: int,
+    temperature: float,
+    row_temperature: Tensor | None,
+    state: TopK,
+    targets: tuple[Tensor, Tensor, Tensor | None] | None = None,
 ) -> None:
     """Takes a piece of the vocabulary into the rows' states, by csrc/accumulate_piece.cu.
 
@@ -125,9 +130,13 @@ def accumulate_piece(
         row_temperature: (rows,) or None.
         state: values (rows, k) in the logits' dtype, indices (rows, k), -1 where there is no entry yet, and m and d (2, rows)
             in place of the logsumexp, each contiguous, with k at most piece_launch.MOST_K.
+        targets: tokens int64 (rows, n), their logits (rows, n), which are written where a token is in the piece, and for n = 1
+            the ranks int64 (rows, 1) or None, to which the tokens of the piece are added that rank before; each contiguous. A
+            token's logit is known before the ranks are.
     """
     device = logits.get_device()
     rows, tokens = logits.shape
+    target_tokens, target_logits, ranks = targets or (None, None, None)
     row_temperature = None if row_temperature is None else row_temperature.contiguous()
     filled = Piece(
         logits=logits.data_ptr(),
@@ -136,15 +145,19 @@ def accumulate_piece(
         values=state.values.data_ptr(),
         indices=state.indices.data_ptr(),
         state=state.logsumexp.data_ptr(),
+        targets=_address(target_tokens),
+        target_logits=_address(target_logits),
+        target_ranks=_address(ranks),
         rows=rows,
         tokens=tokens,
         k=state.values.shape[1],
+        num_targets=0 if target_tokens is None else target_tokens.shape[1],
         first_token=first_token,
         is_first=first_token == 0,
         temperature=temperature,
     )
     driver.call(
-        driver.function(device, piece_launch.kernel_name(logits.dtype)),
+        driver.function(device, piece_launch.kernel_name(logits.dtype, ranks is not None)),
         (piece_launch.blocks(rows),),
         128,
         (np.frombuffer(bytes(filled), _PIECE_ARGUMENT),),

@@ -17,8 +17,10 @@ _CPU_PIECE_BYTES = 8 << 20
 # More rows read the weight fewer times, and leave fewer tokens to a piece.
 _GPU_ROWS = 2048
 _CPU_ROWS = 256
-# Of a piece that a GPU takes into the one state of its rows. The state gets the rest.
+# Of a piece that a GPU takes into the one state of its rows: at most, and at least. torch rounds what it allocates.
 _ACCUMULATED_BYTES = 60 << 20
+_LEAST_ACCUMULATED_BYTES = 24 << 20
+_ROUNDED_BYTES = 2 << 20
 _ACCUMULATED_TOKENS = 2**31 - 1  # the most tokens of such a vocabulary
 # A warp has a row. H200, 2048 x 14336 bf16, k = 8, µs: 25.1 for a first piece, 16.6 for a later one, a read 13.9, the states by
 # csrc/softmax_topk.cu 27.6; 1024 x 14336: 18.5, 8.7, 4.7, 17.7. With still fewer rows, a row needs several warps.
@@ -89,22 +91,22 @@ def forward_pieces(
 
 
 def accumulated_pieces(
-    rows: int, vocab_size: int, k: int, itemsize: int, logit_bytes: int, row_bytes: int, multiprocessors: int
+    rows: int, vocab_size: int, k: int, itemsize: int, row_bytes: int, other_bytes: int, multiprocessors: int
 ) -> Pieces | None:
     """The pieces of the forward pass where a GPU takes each into the one state of its rows; None where merging their states is
-    quicker, or serves more. For the arguments see :func:`forward_pieces`.
+    quicker, or serves more.
+
+    row_bytes: as for :func:`forward_pieces`. other_bytes: what is in memory besides, whatever the rows.
     """
     block = -(-rows // -(-rows // _GPU_ROWS))
-    # The last block has a row less at most, for each block. The state, what is made of it, and targets.
-    fits = (
-        block * (3 * (k * (itemsize + _INDEX_BYTES) + 2 * _INDEX_BYTES) + row_bytes)
-        <= SCRATCH_BYTES - _ACCUMULATED_BYTES
-    )
+    # The state, what is made of it, and targets.
+    of_rows = block * (3 * (k * (itemsize + _INDEX_BYTES) + 2 * _INDEX_BYTES) + row_bytes)
+    room = min(_ACCUMULATED_BYTES, SCRATCH_BYTES - _ROUNDED_BYTES - of_rows - other_bytes)
     has_rows = block >= _WARPS_OF_MULTIPROCESSOR * multiprocessors
-    if k > MOST_K or not fits or not has_rows or vocab_size > _ACCUMULATED_TOKENS:
+    if k > MOST_K or room < _LEAST_ACCUMULATED_BYTES or not has_rows or vocab_size > _ACCUMULATED_TOKENS:
         return None
     # As many of the product's tiles as keep every multiprocessor busy to the end.
-    most = _ACCUMULATED_BYTES // (block * logit_bytes * _PRODUCT_TOKENS)
+    most = room // (block * itemsize * _PRODUCT_TOKENS)
     across = -(-block // _PRODUCT_ROWS)
     turns = across * most // multiprocessors
     tiles = turns * multiprocessors // across or most

@@ -28,11 +28,11 @@ def shared_bytes(dtype: torch.dtype) -> int:
     return choice.shared_bytes(Method.TILE_BY_TILE, is_aligned=True, is_unmasked=True)
 
 
-def kernel_name(dtype: torch.dtype) -> str:
+def kernel_name(dtype: torch.dtype, counts_ranks: bool) -> str:
     """The kernel for that dtype, as NVRTC wants it named."""
-    return f"fused_topk::pieces::accumulate_piece_kernel<fused_topk::{FORMATS[dtype]}>"
+    return f"fused_topk::pieces::accumulate_piece_kernel<fused_topk::{FORMATS[dtype]}, {str(counts_ranks).lower()}>"
 
 
 def kernel_names() -> list[str]:
     """Every variant that a launch can ask for."""
-    return [kernel_name(dtype) for dtype in FORMATS]
+    return [kernel_name(dtype, counts_ranks) for dtype in FORMATS for counts_ranks in (False, True)]

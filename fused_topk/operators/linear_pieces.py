@@ -31,6 +31,7 @@ _RANK_BYTES = 3
 _TARGET_BYTES = 48
 # Of the weights of targets: 4 MB of float32.
 _COPIED_ELEMENTS = 1 << 20
+_COPIED_BYTES = 8 * _COPIED_ELEMENTS  # with their copies in their own dtype
 _WORD = 32  # tokens of a packed mask's word
 
 
@@ -114,11 +115,14 @@ def forward(
     if chosen is reference:
         logit_bytes += _REFERENCE_LOGIT_BYTES
     vocab_size = len(head.weight)
-    sizes = (rows, vocab_size, k, itemsize, logit_bytes, row_bytes)
-    pieces = linear_pieces.forward_pieces(*sizes, head.hidden.device.type == "cpu")
+    pieces = linear_pieces.forward_pieces(
+        rows, vocab_size, k, itemsize, logit_bytes, row_bytes, head.hidden.device.type == "cpu"
+    )
     if chosen is cuda and head.mask is None and pieces.tokens < vocab_size:
         count = cuda.multiprocessors(head.hidden.get_device())
-        pieces = linear_pieces.accumulated_pieces(*sizes, count) or pieces
+        copied = _COPIED_BYTES * has_ranks
+        accumulated = linear_pieces.accumulated_pieces(rows, vocab_size, k, itemsize, row_bytes, copied, count)
+        pieces = accumulated or pieces
     buffer = head.hidden.new_empty(pieces.rows * min(pieces.tokens, vocab_size))
     for block in blocks(head, pieces.rows):
         if pieces.tokens >= vocab_size and head.targets is None and not keeps_state:
@@ -164,8 +168,9 @@ def _forward_block(
             )
             states[-1].indices.add_(start)
         else:
-            cuda.accumulate_piece(logits, start, number, temperatures, states[0])
-        if target is not None:
+            of_targets = None if target is None else target.tensors
+            cuda.accumulate_piece(logits, start, number, temperatures, states[0], of_targets)
+        if are_merged and target is not None:
             target.look_at(logits, mask, start)
         if len(states) == pieces.states and end < vocab_size:
             states = [_merged(states, k, number, temperatures, "state", normalize, backend)]
@@ -236,7 +241,7 @@ class _Targets:
     def __init__(self, head: LinearProblem, block: Block, has_ranks: bool, is_whole: bool) -> None:
         assert block.targets is not None
         self._has_target = block.targets >= 0
-        self._tokens = block.targets.clamp(0, len(head.weight) - 1)
+        self._tokens = block.targets.clamp(0, len(head.weight) - 1).contiguous()
         self._ranks = torch.ones_like(self._tokens) if has_ranks else None
         self.logits = block.hidden.new_empty(self._tokens.shape)
         if has_ranks and not is_whole:
@@ -257,6 +262,11 @@ class _Targets:
             self.logits[part, 0] = logits.to(self.logits.dtype)
         if block.mask is not None:
             self.logits.masked_fill_(~allowed_at(block.mask, self._tokens), -torch.inf)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Their tokens, logits and ranks, for who finds the last two otherwise."""
+        return self._tokens, self.logits, self._ranks
 
     def look_at(self, logits: Tensor, mask: Tensor | None, start: int) -> None:
         """Looks for them in a piece of the logits, which it may change."""
