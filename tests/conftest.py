@@ -67,6 +67,10 @@ PLACES = ("backend", "native", "place")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        # `-k cuda` selects all that needs a GPU, not only what has it in its name.
+        if "cuda" in getattr(item, "fixturenames", ()):
+            item.extra_keyword_matches.add("cuda")
     for _, of_test in itertools.groupby(items, key=_test_and_place):
         cases = [case for case in of_test if case.get_closest_marker("exhaustive") is None]
         covering = _covering(cases)

@@ -13,6 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fused_topk
+from fused_topk import TopK
 from fused_topk.backends import cuda
 
 from . import report
@@ -115,9 +116,11 @@ def _measure(head: HeadCase, device: torch.device, quick: bool) -> Measured:
         "fused": lambda x: fused_topk.linear_log_softmax_topk(x, weight, k),
     }
     with torch.inference_mode():
+        found = fused_topk.linear_log_softmax_topk(hidden, weight, k)
+        # Some rows at a time: float64 numbers of all logits would not fit.
         for first in range(0, len(hidden), 256):
-            part = hidden[first : first + 256]
-            error = log_softmax_topk_error(product(part), k, fused_topk.linear_log_softmax_topk(part, weight, k))
+            part = slice(first, first + 256)
+            error = log_softmax_topk_error(product(hidden[part]), k, TopK(*(x[part] for x in found)))
             assert error is None, f"{head.label}: {error}"
         scratch: dict[str, int] = {}
         if device.type == "cuda":

@@ -209,14 +209,14 @@ def _suite_row(entry: Mapping[str, Any], others: Iterable[str]) -> list[str]:
 
 def sampling(run: Document) -> str:
     """The suite sampling: each draw beside the top-k of the same rows, torch's operations and transformers' warpers."""
-    headings = ("rows x V", "µs", "top-k alone", "µs / top-k", "torch", "transformers", "transformers / µs")
+    headings = ("rows x V", "cache", "µs", "top-k alone", "µs / top-k", "torch", "transformers", "transformers / µs")
     lines = []
     for entry in run["results"]:
         times = {name: timing["median"] for name, timing in entry["times"].items()}
         of_rows = f"{times[FUSED] / times['rows']:.2f}", f"{times['transformers'] / times[FUSED]:.1f}"
         cells = [three_digits(times[name]) for name in (FUSED, "rows", "torch", "transformers")]
-        lines.append([entry["shape"], *cells[:2], of_rows[0], *cells[2:], of_rows[1]])
-    return Table(headings, lines).markdown()
+        lines.append([entry["shape"], entry["cache"], *cells[:2], of_rows[0], *cells[2:], of_rows[1]])
+    return Table(headings, lines, labels=2).markdown()
 
 
 VIEWS: dict[str, View] = {"about": about, "summary": summary, "suites": suites, "sampling": sampling}
