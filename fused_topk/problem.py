@@ -144,7 +144,6 @@ class LogitGradientProblem(NamedTuple):
     listed: Tensor
     temperature: float  # as in LinearProblem
     row_temperature: Tensor | None  # (rows,) float32, contiguous
-    mask: Tensor | None  # (rows, V) bool, or (rows, ceil(V / 32)) int32, any strides: the others have no gradient
 
 
 class Sample(NamedTuple):

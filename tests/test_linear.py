@@ -403,10 +403,29 @@ def test_linear_backward_scratch_memory(monkeypatch, rows, depth, vocab_size, li
     grads = torch.ones(*lead, 4), torch.ones(2, rows, listed)[:, half] if listed else None, torch.ones(lead)
     if has_kernel:
         monkeypatch.setattr(linear_backward, "backends", SimpleNamespace(pick=lambda *request: cuda))
-        monkeypatch.setattr(cuda, "logit_gradients", lambda problem, logits, start: None)
+        monkeypatch.setattr(cuda, "logit_gradients", lambda problem, logits, start, mask: None)
     with LiveBytes() as live:
         result = linear_backward.backward(head, indices, state, *grads, None, (True, True, True))
     assert 2**20 < live.most - result_bytes(result) <= 64 << 20
+
+
+@pytest.mark.parametrize("is_packed", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_linear_scratch_memory_of_a_mask_that_rows_share(is_packed):
+    """Such rows do not merge into one dimension. So the mask is copied, but no more of it than of the logits."""
+    hidden, weight, _ = exact_head((2, 140), 2, 300000, torch.float32)
+    mask = random_mask(2, 1, 300000, share=0.7)
+    given = (packed(mask) if is_packed else mask).expand(2, 140, -1)
+    targets = torch.arange(280).view(2, 140, 1) * 1000
+    head = LinearProblem(hidden, weight, None, 1.0, None, given, targets, "allowed")
+    with LiveBytes() as live:
+        result = linear_pieces.forward(head, 4, "softmax", None, True, True)
+        grads = torch.ones(2, 140, 4), torch.ones(2, 140, 1), torch.ones(2, 140)
+        found = linear_backward.backward(head, result.indices, result.state, *grads, None, (True, True, True))
+    assert 2**20 < live.most - result_bytes(result) - result_bytes(found) <= 64 << 20
+    logits = exact_logits(hidden, weight).masked_fill(~mask, -torch.inf)
+    assert torch.equal(logits.gather(-1, result.indices), logits.topk(4).values)
+    logp = logits.double().log_softmax(-1).gather(-1, targets)
+    torch.testing.assert_close(result.target_logprobs.double(), logp, rtol=0, atol=1e-5)
 
 
 def test_linear_choice_of_the_native_kernel(monkeypatch, cpu):
@@ -470,14 +489,15 @@ def test_linear_pieces_fit(is_cpu):
                 assert 1 <= pieces.rows <= rows
                 assert pieces.rows * (pieces.tokens * 7 + depth * 8) <= 64 << 20
                 for listed, itemsize, has_bias in ((1, 2, False), (265, 4, True), (5000, 2, True)):
-                    sizes = (rows, vocab_size, depth, itemsize, listed, has_bias)
+                    has_mask = listed > 1
+                    sizes = (rows, vocab_size, depth, itemsize, listed, has_bias, has_mask)
                     pieces = layout.in_place_pieces(*sizes)
                     assert 1 <= pieces.rows <= rows
                     assert pieces.tokens == vocab_size or pieces.tokens % 1024 == 0
                     # The states, their gradient and a product, or the list while it is sorted; and of tokens the bias and a sum.
                     of_row = depth * itemsize + max(depth * (itemsize + 4) + listed * 8, listed * 36)
                     of_tokens = has_bias * (vocab_size + pieces.tokens) * 4
-                    assert pieces.rows * (pieces.tokens * itemsize + of_row) + of_tokens <= 64 << 20
+                    assert pieces.rows * (pieces.tokens * (itemsize + has_mask) + of_row) + of_tokens <= 64 << 20
 
 
 # ---- Benchmark ----

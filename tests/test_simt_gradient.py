@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,29 +28,43 @@ SPAN = {"fp32": 4096, "fp16": 8192, "bf16": 8192}
 U = 2.0**-24
 
 
-def run(problem: LogitGradientProblem, logits: Tensor, first: int = 0, device: str = "emulated", **how) -> Tensor:
+class Case(NamedTuple):
+    problem: LogitGradientProblem
+    mask: Tensor | None  # (rows, V or words)
+
+    def mask_of(self, first: int, tokens: int) -> Tensor | None:
+        if self.mask is None or self.mask.dtype == torch.bool:
+            return None if self.mask is None else self.mask[:, first : first + tokens]
+        return self.mask[:, first // 32 : -(-(first + tokens) // 32)]
+
+
+def with_coefficient(case: Case, coefficient: Tensor) -> Case:
+    return case._replace(problem=case.problem._replace(coefficient=coefficient))
+
+
+def run(case: Case, logits: Tensor, first: int = 0, device: str = "emulated", **how) -> Tensor:
     """What the kernel makes of a copy of the logits that lies as they do, with all that the machine checks; or on a GPU."""
+    problem, mask = case.problem, case.mask_of(first, logits.shape[1])
     memory = logits.as_strided((logits.untyped_storage().size() // logits.element_size(),), (1,), 0).clone()
     if device != "emulated":
         there = memory.to(device)
         tensors = {name: x.to(device) for name, x in problem._asdict().items() if isinstance(x, Tensor)}
         view = there.as_strided(logits.shape, logits.stride(), logits.storage_offset())
-        cuda.logit_gradients(problem._replace(**tensors), view, first)
+        cuda.logit_gradients(problem._replace(**tensors), view, first, None if mask is None else mask.to(device))
         return there.cpu().as_strided(logits.shape, logits.stride(), logits.storage_offset())
     copy = memory.as_strided(logits.shape, logits.stride(), logits.storage_offset())
     inputs = {name: x for name, x in problem._asdict().items() if isinstance(x, Tensor)}
+    inputs |= {} if mask is None else {"mask": mask}
     arrays = [Array("logits", copy, "inout"), *(Array(name, x, "input") for name, x in inputs.items())]
     with emulated(arrays, **how) as outcomes:
-        cuda.logit_gradients(problem, copy, first)
+        cuda.logit_gradients(problem, copy, first, mask)
     outcomes[0].check()
     return copy
 
 
-def check(
-    problem: LogitGradientProblem, added: list[tuple[Tensor, Tensor]], logits: Tensor, first: int = 0, **how
-) -> None:
+def check(case: Case, added: list[tuple[Tensor, Tensor]], logits: Tensor, first: int = 0, **how) -> None:
     """Within a rounding of its format of the float64 gradient, and what float32 loses before that."""
-    got = run(problem, logits, first, **how)
+    got, problem = run(case, logits, first, **how), case.problem
     rows, tokens = logits.shape
     t = problem.row_temperature if problem.row_temperature is not None else torch.full((rows,), problem.temperature)
     t = t.double().where(t > 0, torch.nan).unsqueeze(-1)
@@ -67,8 +82,8 @@ def check(
     # it is 0. The sum of a token's n amounts rounds n times.
     lost = (c * z.exp()).abs() * (6 * z.abs().nan_to_num(0.0) + 8) * U + (size + (c * z.exp()).abs()) * 20 * U
     bound = (lost + c.abs() * 2.0**-126) / t
-    if problem.mask is not None:
-        allowed = problem.mask if problem.mask.dtype == torch.bool else unpacked(problem.mask, first + tokens)
+    if case.mask is not None:
+        allowed = case.mask if case.mask.dtype == torch.bool else unpacked(case.mask, first + tokens)
         hidden = ~allowed[:, first : first + tokens]
         exact, bound = exact.masked_fill(hidden, 0.0), bound.masked_fill(hidden, 0.0)
     info = torch.finfo(logits.dtype)
@@ -101,9 +116,9 @@ def added_at(rows: int, places: list[int], count: int, most: int, seed: int = 0)
     return [(x, torch.randn(x.shape, generator=generator)) for x in (given, tokens)]
 
 
-def problem_of(
+def case_of(
     logits: Tensor, added: list[tuple[Tensor, Tensor]], first: int, temperature: float | Tensor = 1.0, mask=None
-) -> LogitGradientProblem:
+) -> Case:
     """As the backward pass makes it for rows that end with these logits."""
     rows, vocab_size = logits.shape[0], first + logits.shape[1]
     shown = logits.float()
@@ -114,7 +129,7 @@ def problem_of(
     row_temperature = temperature if isinstance(temperature, Tensor) else None
     number = 1.0 if row_temperature is not None else temperature
     listed = linear_backward._listed(added, vocab_size)
-    return LogitGradientProblem(m, coefficient, listed, number, row_temperature, mask)
+    return Case(LogitGradientProblem(m, coefficient, listed, number, row_temperature), mask)
 
 
 # Tokens, where they begin in the vocabulary, how far they lie from a multiple of 16 bytes, and the gap behind a row.
@@ -160,7 +175,7 @@ def check_piece(piece: str, dtype: str, mask_kind: str, temperature: str, count:
         mask = random_mask(rows, first + tokens, share=0.7)
         mask = packed(mask) if mask_kind == "packed" else mask
     t = torch.tensor([0.7, 1.0, 2.5]) if temperature == "rows" else 0.8
-    check(problem_of(logits, added, first, t, mask), added, logits, first, **how)
+    check(case_of(logits, added, first, t, mask), added, logits, first, **how)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -179,13 +194,13 @@ def check_adversarial_rows(dtype: str, tokens: int, **how) -> None:
     """NaN and infinities, offsets of 1e4, nothing but -inf."""
     logits = torch.stack(list(adversarial_rows(tokens, 5, DTYPES[dtype]).values())).to(DTYPES[dtype])
     added = [(logits.float().nan_to_num(-INF).topk(3).indices, torch.full((len(logits), 3), -0.75))]
-    check(problem_of(logits, added, 0), added, logits, **how)
+    check(case_of(logits, added, 0), added, logits, **how)
 
 
 def test_gradient_of_temperatures_that_are_not_positive():
     logits = random_logits(4, 100)
     added = added_at(4, [3], 0, 100)
-    got = run(problem_of(logits, added, 0, torch.tensor([1.0, 0.0, -1.0, NAN])), logits)
+    got = run(case_of(logits, added, 0, torch.tensor([1.0, 0.0, -1.0, NAN])), logits)
     assert got.isnan().all(-1).tolist() == [False, True, True, True] and not got[0].isnan().any()
 
 
@@ -196,9 +211,9 @@ def test_gradient_near_one(dtype):
     logits[:, 5] = 20.0
     tokens = torch.tensor([[5, 9], [9, 5]])
     added = [(tokens, torch.tensor([[-1.0, 0.0], [0.0, -1.0]]))]
-    problem = problem_of(logits, added, 0)._replace(coefficient=torch.full((2,), 0.999))
-    check(problem, added, logits)
-    torch.testing.assert_close(run(problem, logits)[:, 5].float(), torch.full((2,), -0.001), rtol=4e-3, atol=0)
+    case = with_coefficient(case_of(logits, added, 0), torch.full((2,), 0.999))
+    check(case, added, logits)
+    torch.testing.assert_close(run(case, logits)[:, 5].float(), torch.full((2,), -0.001), rtol=4e-3, atol=0)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -209,7 +224,7 @@ def test_gradient_of_a_token_listed_often(masked):
     tokens[:, 600:] = torch.arange(100, 400)
     added = [(tokens, torch.linspace(-1.0, 1.0, 1800).view(2, 900))]
     mask = random_mask(2, 500) if masked else None
-    check(problem_of(logits, added, 0, mask=mask), added, logits)
+    check(case_of(logits, added, 0, mask=mask), added, logits)
 
 
 def test_gradient_of_a_mask_with_strides():
@@ -219,7 +234,7 @@ def test_gradient_of_a_mask_with_strides():
     one = random_mask(1, 100).expand(3, 100)
     apart = random_mask(100, 3).t()
     for mask in (one, apart):
-        check(problem_of(logits, added, 0, mask=mask), added, logits)
+        check(case_of(logits, added, 0, mask=mask), added, logits)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -228,9 +243,9 @@ def test_gradient_schedules(schedule, architecture):
     """What is listed replaces what another thread has written."""
     logits = random_logits(2, 9000, dtype=torch.bfloat16)
     added = added_at(2, [0, 8191, 8192, 8999], 300, 9000)
-    problem = problem_of(logits, added, 0)
+    case = case_of(logits, added, 0)
     for seed in range(3):
-        check(problem, added, logits, schedule=schedule, seed=seed, architecture=architecture)
+        check(case, added, logits, schedule=schedule, seed=seed, architecture=architecture)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -337,11 +352,11 @@ def test_a_wrong_line_is_seen(fault):
             added = added_at(3, [31, 32, 4127, 4128, 5034, 5035], 700, 5035)
             mask = masks(random_mask(3, 5035))
             t = torch.tensor([0.7, 1.0, 2.5])
-            check(problem_of(logits, added, 32, t, mask), added, logits, 32, **how)
+            check(case_of(logits, added, 32, t, mask), added, logits, 32, **how)
             logits = torch.stack([random_logits(5000), torch.full((5000,), -INF)]).bfloat16()
             added = added_at(2, [31, 32, 5031, 5032], 9, 5032)
-            problem = problem_of(logits, added, 32)._replace(coefficient=torch.tensor([0.5, 2.0]))
-            check(problem, added, logits, 32, **how)
+            case = with_coefficient(case_of(logits, added, 32), torch.tensor([0.5, 2.0]))
+            check(case, added, logits, 32, **how)
 
     gradients(schedule="random")
     with pytest.raises(AssertionError):

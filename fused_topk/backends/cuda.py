@@ -202,29 +202,27 @@ def prepare_full_rows(
     return run
 
 
-def logit_gradients(problem: LogitGradientProblem, logits: Tensor, start: int) -> None:
+def logit_gradients(problem: LogitGradientProblem, logits: Tensor, start: int, mask: Tensor | None = None) -> None:
     """Turns logits (rows, tokens), which begin at token `start` and are adjacent in a row, into their gradient.
 
-    `start` is a multiple of 32 where the mask is packed.
+    mask: of these tokens, bool (rows, tokens) or int32 (rows, ceil(tokens / 32)), any strides: the others have no gradient.
     """
-    p, mask, index = problem, problem.mask, logits.get_device()
+    p, index = problem, logits.get_device()
     rows, tokens = logits.shape
-    is_packed = mask is not None and mask.dtype != torch.bool
-    place = start // 32 if is_packed else start
     filled = LogitGradients(
         logits=logits.data_ptr(),
         m=p.m.data_ptr(),
         coefficient=p.coefficient.data_ptr(),
         row_temperature=_address(p.row_temperature),
         listed=p.listed.data_ptr(),
-        mask=0 if mask is None else mask.data_ptr() + place * mask.stride(1) * mask.element_size(),
+        mask=_address(mask),
         row_stride=logits.stride(0),
         mask_row_stride=0 if mask is None else mask.stride(0),
         mask_element_stride=0 if mask is None else mask.stride(1),
         tokens=tokens,
         start=start,
         length=p.listed.shape[1],
-        mask_kind=is_packed,
+        mask_kind=mask is not None and mask.dtype != torch.bool,
         temperature=p.temperature,
     )
     function = driver.function(index, gradient_launch.kernel_name(logits.dtype))

@@ -135,11 +135,15 @@ def backward_pieces(rows: int, vocab_size: int, depth: int, itemsize: int, is_cp
     return Pieces(block, tokens, 1)
 
 
-def in_place_pieces(rows: int, vocab_size: int, depth: int, itemsize: int, listed: int, has_bias: bool) -> Pieces:
+def in_place_pieces(
+    rows: int, vocab_size: int, depth: int, itemsize: int, listed: int, has_bias: bool, has_mask: bool
+) -> Pieces:
     """The pieces of the backward pass on a GPU, where the logits' gradient takes their own place (csrc/logit_gradient.cu).
 
-    listed: the tokens of a row at which something is added. has_bias: whether the bias has a gradient.
+    listed: the tokens of a row at which something is added. has_bias: whether the bias has a gradient. has_mask: whether the mask
+    of a piece may be a copy.
     """
+    logit_bytes = itemsize + has_mask
     # First a row's list is sorted. Then the hidden states' gradient is summed. The states may be copied.
     summed = depth * (itemsize + 4) + listed * _LISTED_BYTES
     made = listed * (_SORTED_BYTES if listed <= _LONG_LIST else _LONG_SORTED_BYTES)
@@ -147,10 +151,10 @@ def in_place_pieces(rows: int, vocab_size: int, depth: int, itemsize: int, liste
     # The gradient of a bias is summed in float32.
     room = max(SCRATCH_BYTES - 8 * vocab_size * has_bias, SCRATCH_BYTES // 4)
     of_rows = room * 5 // 8
-    most = max(1, min(_GPU_ROWS, of_rows // row_bytes, (room - of_rows) // (_TOKEN_MULTIPLE * itemsize)))
+    most = max(1, min(_GPU_ROWS, of_rows // row_bytes, (room - of_rows) // (_TOKEN_MULTIPLE * logit_bytes)))
     multiple = _ROW_MULTIPLE if most >= _ROW_MULTIPLE else 1
     block = min(rows, _even_share(rows, most, multiple))
-    return Pieces(block, _even_share(vocab_size, (room - block * row_bytes) // (block * itemsize)), 1)
+    return Pieces(block, _even_share(vocab_size, (room - block * row_bytes) // (block * logit_bytes)), 1)
 
 
 def _even_share(vocab_size: int, most: int, multiple: int = _TOKEN_MULTIPLE) -> int:

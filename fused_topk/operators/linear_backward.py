@@ -90,7 +90,7 @@ def backward(
     has_kernel = backends.pick(hidden.device, hidden.dtype, 1, backend) is cuda
     if has_kernel:
         listed = indices.shape[-1] + (0 if head.targets is None else head.targets.shape[-1])
-        pieces = layout.in_place_pieces(rows, vocab_size, depth, itemsize, listed, wanted[2])
+        pieces = layout.in_place_pieces(rows, vocab_size, depth, itemsize, listed, wanted[2], head.mask is not None)
     else:
         pieces = layout.backward_pieces(rows, vocab_size, depth, itemsize, hidden.device.type == "cpu")
     incoming = _Incoming(indices, state, grad_chosen, grad_target, grad_normalizer)
@@ -148,11 +148,11 @@ def _by_kernel(head: LinearProblem, block: Block, of_rows: _OfRows) -> _Gradient
         _listed(of_rows.added, len(head.weight)),
         head.temperature,
         None if block.row_temperature is None else block.row_temperature.contiguous(),
-        None if head.normalize == "all" else block.mask,
     )
 
     def gradient(logits: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        cuda.logit_gradients(problem, logits, start)
+        mask = None if head.normalize == "all" else block.mask_of(start, start + logits.shape[-1])
+        cuda.logit_gradients(problem, logits, start, mask)
         return logits, logits
 
     return gradient

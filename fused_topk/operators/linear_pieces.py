@@ -52,16 +52,28 @@ class Block(NamedTuple):
     first: int
     hidden: Tensor  # (rows, H)
     row_temperature: Tensor | None  # (rows,)
-    mask: Tensor | None  # (rows, V), or (rows, words)
     targets: Tensor | None  # (rows, n)
+    masks: Tensor | None  # (..., V) or (..., words), of all rows: of rows that do not merge, a copy may be too large
 
     @property
     def part(self) -> slice:
         return slice(self.first, self.first + len(self.hidden))
 
     def mask_of(self, start: int, end: int) -> Tensor | None:
-        """The mask of some tokens; `start` is a multiple of 32."""
-        return _tokens(self.mask, start, end)
+        """The mask (rows, tokens), or (rows, words), of some tokens; `start` is a multiple of 32."""
+        if self.masks is None:
+            return None
+        part = slice(start, end) if self.masks.dtype == torch.bool else slice(start // _WORD, -(-end // _WORD))
+        return some_rows(self.masks[..., part], 1, self.part)
+
+    def allows(self, tokens: Tensor) -> Tensor:
+        """Whether the mask allows the tokens (rows, n)."""
+        if self.masks is None:
+            return torch.ones_like(tokens, dtype=torch.bool)
+        places = [place.unsqueeze(-1) for place in _places(self.masks.shape[:-1], self.part, tokens.device)]
+        if self.masks.dtype == torch.bool:
+            return self.masks[(*places, tokens)]
+        return _bits_at(self.masks[(*places, tokens // _WORD)], tokens)
 
 
 def empty_result(
@@ -105,7 +117,8 @@ def forward(
         given = head
         if head.hidden.dim() != 2:
             every = next(blocks(head, rows))
-            given = head._replace(hidden=every.hidden, row_temperature=every.row_temperature, mask=every.mask)
+            mask = every.mask_of(0, len(head.weight))
+            given = head._replace(hidden=every.hidden, row_temperature=every.row_temperature, mask=mask)
         native.linear_topk(given, k, values, TopK(*out[:3]), out.state if keeps_state else None)
         return out
     lead = head.hidden.dim() - 1
@@ -129,7 +142,8 @@ def forward(
             logits = product(block.hidden, head, 0, vocab_size, buffer)
             number, temperatures, normalize = _settings(head, block, values)
             best = TopK(flat.values[block.part], flat.indices[block.part], flat.logsumexp[block.part])
-            row_topk.row_topk_out(logits, k, number, temperatures, block.mask, values, normalize, backend, *best)
+            mask = block.mask_of(0, vocab_size)
+            row_topk.row_topk_out(logits, k, number, temperatures, mask, values, normalize, backend, *best)
         else:
             _forward_block(head, block, pieces, k, values, backend, buffer, flat)
     return out
@@ -161,7 +175,7 @@ def _forward_block(
     for start in range(0, vocab_size, pieces.tokens):
         end = min(start + pieces.tokens, vocab_size)
         logits = product(block.hidden, head, start, end, buffer, 0 if are_merged else pieces.tokens)
-        mask = _tokens(block.mask, start, end)
+        mask = block.mask_of(start, end)
         if are_merged:
             states.append(
                 row_topk.row_topk(logits, min(k, end - start), number, temperatures, mask, "state", normalize, backend)
@@ -260,8 +274,8 @@ class _Targets:
             if head.bias is not None:
                 logits += head.bias[tokens[part]]
             self.logits[part, 0] = logits.to(self.logits.dtype)
-        if block.mask is not None:
-            self.logits.masked_fill_(~allowed_at(block.mask, self._tokens), -torch.inf)
+        if head.mask is not None:
+            self.logits.masked_fill_(~block.allows(self._tokens), -torch.inf)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -317,8 +331,8 @@ def blocks(head: LinearProblem, size: int) -> Iterator[Block]:
             first,
             some_rows(head.hidden, 1, rows),
             None if head.row_temperature is None else some_rows(head.row_temperature, 0, rows),
-            None if head.mask is None else some_rows(head.mask, 1, rows),
             None if head.targets is None else some_rows(head.targets, 1, rows),
+            head.mask,
         )
 
 
@@ -328,12 +342,17 @@ def some_rows(tensor: Tensor, trailing: int, rows: slice) -> Tensor:
     try:
         return _flat(tensor, trailing, is_view=True)[rows]
     except RuntimeError:
-        numbers = torch.arange(rows.start, rows.stop, device=tensor.device)
-        places = []
-        for size in reversed(lead):
-            places.append(numbers % size)
-            numbers = numbers.div(size, rounding_mode="floor")
-        return tensor[tuple(reversed(places))]
+        return tensor[tuple(_places(lead, rows, tensor.device))]
+
+
+def _places(lead: Sequence[int], rows: slice, device: torch.device) -> list[Tensor]:
+    """Where rows stand in each of the leading dimensions: as many numbers as rows."""
+    numbers = torch.arange(rows.start, rows.stop, device=device)
+    places = []
+    for size in reversed(lead):
+        places.append(numbers % size)
+        numbers = numbers.div(size, rounding_mode="floor")
+    return places[::-1]
 
 
 def _flat(tensor: Tensor, trailing: int, is_view: bool = False) -> Tensor:
@@ -344,15 +363,13 @@ def _flat(tensor: Tensor, trailing: int, is_view: bool = False) -> Tensor:
     return tensor.view(shape) if is_view else tensor.reshape(shape)
 
 
-def _tokens(mask: Tensor | None, start: int, end: int) -> Tensor | None:
-    """The mask of some tokens; `start` is a multiple of 32."""
-    if mask is None:
-        return None
-    return mask[:, start:end] if mask.dtype == torch.bool else mask[:, start // _WORD : -(-end // _WORD)]
-
-
 def allowed_at(mask: Tensor, tokens: Tensor) -> Tensor:
     """Whether the mask (..., V or words) allows the tokens (..., n)."""
     if mask.dtype == torch.bool:
         return mask.gather(-1, tokens)
-    return (mask.gather(-1, tokens // _WORD) >> (tokens % _WORD).to(mask.dtype) & 1).bool()
+    return _bits_at(mask.gather(-1, tokens // _WORD), tokens)
+
+
+def _bits_at(words: Tensor, tokens: Tensor) -> Tensor:
+    """The bits of tokens, given the word of each."""
+    return (words >> (tokens % _WORD).to(words.dtype) & 1).bool()

@@ -62,7 +62,7 @@ def draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: s
     for block in linear_pieces.blocks(head, size):
         part = block.part
         logits = linear_pieces.product(block.hidden, head, 0, vocab_size, buffer)
-        chosen.sample(_of_rows(request, part, logits, block.mask), _part(out, part))
+        chosen.sample(_of_rows(request, part, logits, block.mask_of(0, vocab_size)), _part(out, part))
     return out
 
 
