@@ -118,27 +118,20 @@ def test_read_rows_compiles_without_spills(nvrtc, architecture):
     assert_no_spills("read_rows_kernel", log)
 
 
-@pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
-def test_merge_kernels_compile_without_spills(nvrtc, architecture):
-    for kernel in merge_launch.kernel_names():
-        _, entry, log = driver.compile_kernel(kernel, architecture)
-        assert "merge_states_kernel" in entry
-        assert_no_spills(kernel, log)
+# The launches of few kernels, each of one name.
+FEW = {
+    "merge_states_kernel": merge_launch,
+    "logit_gradient_kernel": gradient_launch,
+    "accumulate_piece_kernel": piece_launch,
+}
 
 
 @pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
-def test_gradient_kernels_compile_without_spills(nvrtc, architecture):
-    for kernel in gradient_launch.kernel_names():
+@pytest.mark.parametrize("name", FEW)
+def test_few_kernels_compile_without_spills(nvrtc, name, architecture):
+    for kernel in FEW[name].kernel_names():
         _, entry, log = driver.compile_kernel(kernel, architecture)
-        assert "logit_gradient_kernel" in entry
-        assert_no_spills(kernel, log)
-
-
-@pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
-def test_piece_kernels_compile_without_spills(nvrtc, architecture):
-    for kernel in piece_launch.kernel_names():
-        _, entry, log = driver.compile_kernel(kernel, architecture)
-        assert "accumulate_piece_kernel" in entry
+        assert name in entry
         assert_no_spills(kernel, log)
 
 

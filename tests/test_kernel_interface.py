@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pytest
 
 from fused_topk.cuda_runtime import kernel_source
-from fused_topk.layout import gradient_launch, kernel_arguments, topk_choice, topk_launch
+from fused_topk.layout import gradient_launch, kernel_arguments, piece_launch, topk_choice, topk_launch
 from fused_topk.layout.topk_choice import KernelChoice, Method
 from simt import build
 from simt.translate import translate
@@ -135,6 +135,16 @@ def shared_bytes_of(itemsize: int) -> list[tuple[str, int]]:
 def test_numbers_are_those_of_the_kernels(itemsize):
     kernel = KERNEL_OF[kernel_arguments.Problem]
     assert failures(kernel, mirrored(itemsize)) == ""
+
+
+@pytest.mark.parametrize("dtype", topk_launch.FORMATS, ids=str)
+def test_blocks_of_pieces(dtype):
+    reader = f"pieces::PieceReader<{topk_launch.FORMATS[dtype]}>::Type"
+    claims = [
+        f"pieces::kRowsPerBlock == {piece_launch.ROWS_PER_BLOCK}",
+        f"pieces::kRowsPerBlock * {reader}::Stream::kWarpVectors * sizeof(Vector) == {piece_launch.shared_bytes(dtype)}",
+    ]
+    assert failures(KERNEL_OF[kernel_arguments.Piece], claims) == ""
 
 
 def test_blocks_of_gradients():

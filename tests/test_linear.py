@@ -463,6 +463,16 @@ def test_linear_pieces_that_are_taken_into_one_state():
     assert pieces(2048, 1, 450 * 48) is None
 
 
+def test_linear_pieces_that_become_their_gradient():
+    def pieces(rows, has_mask=False):
+        return layout.in_place_pieces(rows, 128256, 2048, 2, 2, False, has_mask)
+
+    # Rows in tiles of the product's 128, in equal shares.
+    assert pieces(8192) == layout.Pieces(2048, 7168, 1)
+    assert pieces(3000) == layout.Pieces(1536, 13312, 1)
+    assert pieces(8192, has_mask=True) == layout.Pieces(2048, 5120, 1)
+
+
 @pytest.mark.parametrize("is_cpu", [True, False])
 def test_linear_pieces_fit(is_cpu):
     for rows in (1, 33, 256, 257, 8192, 10**6):

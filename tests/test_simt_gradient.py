@@ -19,7 +19,7 @@ from linear_heads import exact_head, exact_logits
 from oracle import DTYPES
 from rows import INF, NAN, adversarial_rows, packed, random_logits, random_mask
 from simt import build
-from simt.emulate import emulated
+from simt.emulate import emulated, replacing
 from simt.launch import SCHEDULES, Array
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
@@ -338,13 +338,7 @@ FAULTS = {
 @pytest.mark.exhaustive  # each fault is a build of its own
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_line_is_seen(fault):
-    old, new = FAULTS[fault]
-
-    def edit(source: str) -> str:
-        # Not an AssertionError, which the test takes for the fault's own.
-        if source.count(old) != 1:
-            raise ValueError(f"found {source.count(old)} times: {old}")
-        return source.replace(old, new)
+    edit = replacing(*FAULTS[fault])
 
     def gradients(**how) -> None:
         for masks in (lambda mask: None, lambda mask: mask, packed):

@@ -14,7 +14,7 @@ from oracle import DTYPES, VALUES_OF, assert_topk, expected, problem_of, start
 from rows import INF, NAN, adversarial_rows, random_logits, random_mask
 from simt import build
 from simt.cases import Case
-from simt.emulate import emulated
+from simt.emulate import emulated, replacing
 from simt.launch import SCHEDULES, Array
 from simt.row_topk import empty_result, row_topk
 from test_merge import D_TOLERANCE, assert_same_state, split
@@ -259,13 +259,7 @@ FAULTS = {
 @pytest.mark.exhaustive  # each fault is a build of its own
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_line_is_seen(fault):
-    old, new = FAULTS[fault]
-
-    def edit(source: str) -> str:
-        # Not an AssertionError, which the test takes for the fault's own.
-        if source.count(old) != 1:
-            raise ValueError(f"found {source.count(old)} times: {old}")
-        return source.replace(old, new)
+    edit = replacing(*FAULTS[fault])
 
     def merged_logits(**how) -> None:
         """Parts with ties between them, one with a NaN, and temperatures; and more parts than a warp has lanes."""

@@ -17,9 +17,9 @@ from fused_topk.layout import piece_launch
 from fused_topk.operators import linear_pieces
 from linear_heads import ENTRIES, exact_head, exact_logits
 from oracle import DTYPES, assert_topk, expected, problem_of, start
-from rows import adversarial_rows, random_logits
+from rows import adversarial_rows, random_logits, random_mask
 from simt import build
-from simt.emulate import emulated
+from simt.emulate import emulated, replacing
 from simt.launch import SCHEDULES, Array
 from test_merge import D_TOLERANCE, assert_same_state
 
@@ -178,13 +178,7 @@ FAULTS = {
 @pytest.mark.exhaustive  # each fault is a build of its own
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_line_is_seen(fault):
-    old, new = FAULTS[fault]
-
-    def edit(source: str) -> str:
-        # Not an AssertionError, which the test takes for the fault's own.
-        if source.count(old) != 1:
-            raise ValueError(f"found {source.count(old)} times: {old}")
-        return source.replace(old, new)
+    edit = replacing(*FAULTS[fault])
 
     def compare(**how) -> None:
         logits = (random_logits(6, 4011) * 2).round() / 2
@@ -261,6 +255,22 @@ def test_heads(monkeypatch, entry, dtype, has_targets, has_bias):
         ranks = (logits > logits.gather(-1, targets)).sum(-1, keepdim=True)
         ties = (logits == logits.gather(-1, targets)) & (torch.arange(3001) < targets)
         assert torch.equal(found.target_ranks, ranks + ties.sum(-1, keepdim=True) + 1)
+
+
+def test_a_head_with_a_mask_has_its_states_merged(monkeypatch):
+    """The kernel knows no mask."""
+    hidden, weight, _ = exact_head(7, 16, 3001, torch.float32)
+    mask = random_mask(7, 3001, share=0.7)
+    monkeypatch.setattr(layout, "forward_pieces", lambda *sizes: layout.Pieces(3, 1024, 2))
+    monkeypatch.setattr(layout, "accumulated_pieces", lambda *sizes: layout.Pieces(4, 1024, 0))
+    monkeypatch.setattr(cuda, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(linear_pieces, "backends", SimpleNamespace(pick=lambda *request: cuda))
+    monkeypatch.setattr(cuda, "accumulate_piece", lambda *launch: None)
+    head = linear_pieces.LinearProblem(hidden, weight, None, 1.0, None, mask, None, "allowed")
+    found = linear_pieces.forward(head, 9, "log_softmax", "cpu", False, True)
+    logits = exact_logits(hidden, weight)
+    want = expected("log_softmax_topk", logits, 9, mask=mask)
+    assert_topk(TopK(*found[:3]), want, logits, "log_softmax_topk")
 
 
 def test_launches_have_the_shape_that_the_kernel_expects():

@@ -124,7 +124,7 @@ def accumulate_piece(
     """Takes a piece of the vocabulary into the rows' states, by csrc/accumulate_piece.cu.
 
     Args:
-        logits: (rows, tokens), at least one; each row starts at a multiple of piece_launch.ROW_MULTIPLE bytes.
+        logits: (rows, tokens), at least one; each row starts at a multiple of 16 bytes.
         first_token: of the piece, in a vocabulary of less than 2^31 tokens; 0: no piece has come before, and the state is not
             read.
         row_temperature: (rows,) or None.
@@ -159,7 +159,7 @@ def accumulate_piece(
     driver.call(
         driver.function(device, piece_launch.kernel_name(logits.dtype, ranks is not None)),
         (piece_launch.blocks(rows),),
-        128,
+        piece_launch.THREADS,
         (np.frombuffer(bytes(filled), _PIECE_ARGUMENT),),
         device,
         piece_launch.shared_bytes(logits.dtype),

@@ -38,8 +38,6 @@ _LONG_SORTED_BYTES = 64
 _LONG_LIST = 4096
 # A row's m, coefficient, temperature, and the gap behind its logits.
 _GRADIENT_ROW_BYTES = 64
-# The rows of a tile of the library's products.
-_ROW_MULTIPLE = 128
 # The tokens of a piece, so that its rows are aligned and it has whole words of a packed mask.
 _TOKEN_MULTIPLE = 1024
 
@@ -152,7 +150,7 @@ def in_place_pieces(
     room = max(SCRATCH_BYTES - 8 * vocab_size * has_bias, SCRATCH_BYTES // 4)
     of_rows = room * 5 // 8
     most = max(1, min(_GPU_ROWS, of_rows // row_bytes, (room - of_rows) // (_TOKEN_MULTIPLE * logit_bytes)))
-    multiple = _ROW_MULTIPLE if most >= _ROW_MULTIPLE else 1
+    multiple = _PRODUCT_ROWS if most >= _PRODUCT_ROWS else 1
     block = min(rows, _even_share(rows, most, multiple))
     return Pieces(block, _even_share(vocab_size, (room - block * row_bytes) // (block * logit_bytes)), 1)
 

@@ -10,15 +10,15 @@ from .topk_launch import FORMATS
 
 MOST_K = 32
 """A lane of a warp has an entry."""
-ROW_MULTIPLE = 16
-"""Bytes. Every row starts at a multiple of it."""
-
-_ROWS_PER_BLOCK = 4  # kRowsPerBlock of csrc/accumulate_piece.cu
+ROWS_PER_BLOCK = 4
+"""kRowsPerBlock of csrc/accumulate_piece.cu."""
+THREADS = 32 * ROWS_PER_BLOCK
+"""A warp has a row."""
 
 
 def blocks(rows: int) -> int:
-    """Blocks of the launch, of 128 threads: a warp has a row."""
-    return -(-rows // _ROWS_PER_BLOCK)
+    """The blocks of the launch."""
+    return -(-rows // ROWS_PER_BLOCK)
 
 
 def shared_bytes(dtype: torch.dtype) -> int:

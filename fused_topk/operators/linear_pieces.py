@@ -67,9 +67,8 @@ class Block(NamedTuple):
         return some_rows(self.masks[..., part], 1, self.part)
 
     def allows(self, tokens: Tensor) -> Tensor:
-        """Whether the mask allows the tokens (rows, n)."""
-        if self.masks is None:
-            return torch.ones_like(tokens, dtype=torch.bool)
+        """Whether the mask, which there is, allows the tokens (rows, n)."""
+        assert self.masks is not None
         places = [place.unsqueeze(-1) for place in _places(self.masks.shape[:-1], self.part, tokens.device)]
         if self.masks.dtype == torch.bool:
             return self.masks[(*places, tokens)]

@@ -72,6 +72,18 @@ def emulated(
         yield outcomes
 
 
+def replacing(old: str, new: str) -> Callable[[str], str]:
+    """An `edit` of emulated() that plants a fault: `new` in the place of `old`, which the text has once."""
+
+    def edit(source: str) -> str:
+        # Not an AssertionError, which a test takes for the fault's own.
+        if source.count(old) != 1:
+            raise ValueError(f"found {source.count(old)} times: {old}")
+        return source.replace(old, new)
+
+    return edit
+
+
 @contextmanager
 def recorded() -> Iterator[list[str]]:
     """Within it, launches do nothing but leave the names of their kernels in the list that it gives."""
