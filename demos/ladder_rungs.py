@@ -15,7 +15,8 @@ from torch import Tensor
 from fused_topk import backends
 from fused_topk.backends import cpu
 from fused_topk.cuda_runtime import driver
-from fused_topk.problem import FullRowProblem, Problem, TopK
+from fused_topk.problem import FullRowProblem, TopK, TopkProblem
+from fused_topk.rows import LogitRows
 
 GPU_K = (5, 10, 15, 30)
 """The k that the GPU's lists are compiled for."""
@@ -112,13 +113,13 @@ def climb(rung: Rung, logits: Tensor, scratch: Scratch) -> None:
     """Runs a rung on contiguous float32 logits (rows, V); k is that of the scratch. Checks nothing."""
     backend = backends.pick(logits.device, logits.dtype, 1, logits.device.type)
     if rung.name == "package_softmax":
-        problem = FullRowProblem(logits, 1.0, None, "softmax")
-        backend.prepare_full_rows(problem, logits.device, logits.dtype)(logits, scratch.y)
+        problem = FullRowProblem(LogitRows(logits), "softmax")
+        backend.prepare_full_rows(problem, logits.device, logits.dtype)(problem.rows, scratch.y)
     elif rung.name == "package_topk":
         k = scratch.values.shape[-1]
         out = TopK(scratch.values, scratch.indices, scratch.logsumexp)
-        of_rows = Problem(logits, k, 1.0, None, None, "softmax", "allowed")
-        backend.prepare_topk(of_rows, logits.device)(logits, out)
+        of_rows = TopkProblem(LogitRows(logits), k, "softmax", "allowed")
+        backend.prepare_topk(of_rows, logits.device)(of_rows.rows, out)
     elif logits.device.type == "cpu":
         _climb_on_cpu(rung, logits, scratch)
     else:

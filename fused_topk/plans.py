@@ -13,26 +13,13 @@ import torch
 from torch import Tensor
 
 from . import backends
+from .arguments import check_k, check_normalize, check_result_dtype, check_rows
 from .backends.protocol import StartFullRows, StartMerge, StartTopk
-from .problem import FullRowProblem, MergeProblem, MergeTensors, Problem, TopK, result_dtype
+from .problem import FullRowProblem, MergeProblem, MergeTensors, TopK, TopkProblem, result_dtype
+from .rows import Like, LogitRows, RowsLayout
 
 # As they are at import: others put functions in their places that give meta tensors (accelerate's init_empty_weights).
 _empty, _empty_like = torch.empty, torch.empty_like
-
-
-class Like(NamedTuple):
-    """What a plan knows of a tensor: its layout, without its address."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    strides: tuple[int, ...]
-
-    @staticmethod
-    def of(tensor: Tensor | None) -> Like | None:
-        return None if tensor is None else Like(tensor.dtype, tensor.shape, tensor.stride())
-
-    def meta(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
 class TopkResult(NamedTuple):
@@ -89,60 +76,52 @@ class TopkPlan(NamedTuple):
     result: TopkResult
     start: StartTopk
 
-    def run(
-        self, logits: Tensor, mask: Tensor | None, row_temperature: Tensor | None, beam_scores: Tensor | None = None
-    ) -> TopK:
+    def run(self, rows: LogitRows, beam_scores: Tensor | None = None) -> TopK:
         """Computes the result into new tensors and returns them."""
-        out = self.result.empty(logits.device)
-        self.start(logits, out, beam_scores, mask, row_temperature)
+        out = self.result.empty(rows.logits.device)
+        self.start(rows, out, beam_scores)
         return out
 
-    def run_into(self, out: TopK, logits: Tensor, mask: Tensor | None, row_temperature: Tensor | None) -> None:
+    def run_into(self, out: TopK, rows: LogitRows) -> None:
         """Computes the result into `out`: in place if `out` is contiguous, else by way of a copy. Other indices than int64
         are a copy of such."""
         values, indices, logsumexp = out
         if not (values.is_contiguous() and logsumexp.is_contiguous()):
-            for given, computed in zip(out, self.run(logits, mask, row_temperature), strict=True):
+            for given, computed in zip(out, self.run(rows), strict=True):
                 given.copy_(computed)
             return
         if indices.dtype is torch.int64 and indices.is_contiguous():
-            self.start(logits, out, None, mask, row_temperature)
+            self.start(rows, out)
             return
-        computed = _empty(size=self.result.indices[0], dtype=torch.int64, device=logits.device)
-        self.start(logits, out._replace(indices=computed), None, mask, row_temperature)
+        computed = _empty(size=self.result.indices[0], dtype=torch.int64, device=rows.logits.device)
+        self.start(rows, out._replace(indices=computed))
         indices.copy_(computed)
 
 
 @functools.lru_cache(maxsize=4096)
 def topk_plan(
     device: torch.device,
-    logits: Like,
+    layout: RowsLayout,
     k: int,
-    temperature: float,
-    row_temperature: Like | None,
-    mask: Like | None,
     values: str,
     normalize: str,
     backend: str | None,
     beam_scores: Like | None = None,
 ) -> TopkPlan:
-    """The plan of a checked request. The arguments are the fields of :class:`Problem`, with layouts for tensors."""
-    rows = logits.meta()
+    """Checks the layout and the other arguments, and plans the call, once for all calls with the same."""
+    rows = check_rows(*layout.given())
+    logits = rows.logits
     scores = None if beam_scores is None else beam_scores.meta()
-    result = row_result(rows, k, values) if scores is None else beam_result(rows, k)
+    if scores is None:
+        check_k(k, logits.shape[-1])
+        result = row_result(logits, k, values)
+    else:
+        result = beam_result(logits, k)
+    check_normalize(normalize)
     chosen = backends.pick(device, logits.dtype, k, backend)
-    if rows.numel() == 0:
-        return TopkPlan(result, lambda logits, out, beam_scores=None, mask=None, row_temperature=None: None)
-    problem = Problem(
-        rows,
-        k,
-        temperature,
-        None if row_temperature is None else row_temperature.meta(),
-        None if mask is None else mask.meta(),
-        values,
-        normalize,
-    )
-    return TopkPlan(result, chosen.prepare_topk(problem, device, scores))
+    if logits.numel() == 0:
+        return TopkPlan(result, lambda rows, out, beam_scores=None: None)
+    return TopkPlan(result, chosen.prepare_topk(TopkProblem(rows, k, values, normalize), device, scores))
 
 
 class MergePlan(NamedTuple):
@@ -202,12 +181,13 @@ class FullRowPlan(NamedTuple):
     is_alike: bool  # whether the result has the shape, the dtype and the strides of the logits
     start: StartFullRows
 
-    def run(self, logits: Tensor, row_temperature: Tensor | None = None) -> Tensor:
+    def run(self, rows: LogitRows) -> Tensor:
         """Computes the result into a new tensor and returns it."""
+        logits = rows.logits
         # torch.empty_like takes less time than torch.empty.
         is_alike = self.is_alike
         out = _empty_like(logits) if is_alike else _empty(size=self.shape, dtype=self.dtype, device=logits.device)
-        self.start(logits, out, row_temperature)
+        self.start(rows, out)
         return out
 
 
@@ -218,24 +198,15 @@ def full_row_shape(logits: Tensor, values: str) -> torch.Size:
 
 @functools.lru_cache(maxsize=4096)
 def full_row_plan(
-    device: torch.device,
-    logits: Like,
-    temperature: float,
-    row_temperature: Like | None,
-    values: str,
-    dtype: torch.dtype,
-    backend: str | None,
+    device: torch.device, layout: RowsLayout, values: str, dtype: torch.dtype | None, backend: str | None
 ) -> FullRowPlan:
-    """The plan of a checked request.
-
-    The arguments are the fields of :class:`FullRowProblem`, with layouts for tensors, and the dtype of the result.
-    """
-    rows = logits.meta()
-    shape = full_row_shape(rows, values)
-    is_alike = shape == rows.shape and dtype is rows.dtype and rows.is_contiguous()
+    """As :func:`topk_plan`. dtype: of the result, as the user gives it."""
+    rows = check_rows(*layout.given())
+    logits = rows.logits
+    dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
+    shape = full_row_shape(logits, values)
+    is_alike = shape == logits.shape and dtype is logits.dtype and logits.is_contiguous()
     chosen = backends.pick(device, logits.dtype, 1, backend)
-    if rows.numel() == 0:
-        return FullRowPlan(shape, dtype, is_alike, lambda logits, out, row_temperature=None: None)
-    temperatures = None if row_temperature is None else row_temperature.meta()
-    problem = FullRowProblem(rows, temperature, temperatures, values)
-    return FullRowPlan(shape, dtype, is_alike, chosen.prepare_full_rows(problem, device, dtype))
+    if logits.numel() == 0:
+        return FullRowPlan(shape, dtype, is_alike, lambda rows, out: None)
+    return FullRowPlan(shape, dtype, is_alike, chosen.prepare_full_rows(FullRowProblem(rows, values), device, dtype))

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .rows import LogitRows
+
 
 class TopK(NamedTuple):
     """The result of every function of top-k.
@@ -61,26 +63,19 @@ class LinearTopK(NamedTuple):
     target_ranks: Tensor | None
 
 
-class Problem(NamedTuple):
+class TopkProblem(NamedTuple):
     """A checked top-k request. A backend writes its result into a :class:`TopK` of the caller's contiguous tensors."""
 
-    logits: Tensor  # (..., V), any strides
+    rows: LogitRows
     k: int  # 1 <= k <= V
-    temperature: float  # positive and finite; ignored where row_temperature is given
-    row_temperature: Tensor | None  # logits.shape[:-1], float32, any strides
-    mask: Tensor | None  # bool of logits.shape, or int32 of logits.shape[:-1] + (ceil(V / 32),), any strides
     # "softmax", "log_softmax", "logits" or "state": logits, and m and d in a first dimension of 2 in place of the logsumexp
     values: str
     normalize: str  # "allowed", "all" or "topk"
 
-    def at(self, logits: Tensor, mask: Tensor | None, row_temperature: Tensor | None) -> Problem:
-        """This request with these tensors in place of its own, which may be meta tensors.
-
-        A tensor that the request has broadcast is broadcast again, to the same shape and strides.
-        """
-        return self._replace(
-            logits=logits, mask=_at(self.mask, mask), row_temperature=_at(self.row_temperature, row_temperature)
-        )
+    def settled(self) -> TopkProblem:
+        """The same request without what raw logits do not have: they have no temperature, and nothing is relative to a token
+        that may not be chosen."""
+        return self if self.values != "logits" else self._replace(rows=self.rows.unscaled(), normalize="allowed")
 
 
 class MergeTensors(NamedTuple):
@@ -117,33 +112,37 @@ class MergeProblem(NamedTuple):
 
 
 class LinearProblem(NamedTuple):
-    """A checked request for logits that an LM head computes. All leading dimensions are those of the rows."""
+    """A checked request for logits that an LM head computes."""
 
-    hidden: Tensor  # (..., H), any strides
-    weight: Tensor  # (V, H), any strides, of the dtype of hidden, as bias
+    rows: LogitRows  # with the hidden states (..., H) in the place of the logits
+    weight: Tensor  # (V, H), any strides, of the dtype of the hidden states, as bias
     bias: Tensor | None  # (V,)
-    temperature: float  # positive and finite; ignored where row_temperature is given
-    row_temperature: Tensor | None  # (...), float32, or float64 for float64 hidden states
-    mask: Tensor | None  # (..., V) bool, or (..., ceil(V / 32)) int32
     targets: Tensor | None  # (..., n), int64
     normalize: str  # "allowed", "all" or "topk"
 
     @property
-    def rows(self) -> int:
+    def hidden(self) -> Tensor:
+        return self.rows.logits
+
+    @property
+    def row_count(self) -> int:
         return math.prod(self.hidden.shape[:-1])
+
+    def settled(self, values: str) -> LinearProblem:
+        """As :meth:`TopkProblem.settled`."""
+        rows, _, _, normalize = TopkProblem(self.rows, 1, values, self.normalize).settled()
+        return self._replace(rows=rows, normalize=normalize)
 
 
 class LogitGradientProblem(NamedTuple):
-    """A request for the gradient of a loss with respect to some rows' logits x: (coefficient * exp((x - m) / temperature) + what
-    is listed for the token) / temperature."""
+    """A request for the gradient of a loss with respect to some rows' logits x: (coefficient * exp((x - m) / T) + what is listed
+    for the token) / T."""
 
     m: Tensor  # (rows,) float32, contiguous, as coefficient
     coefficient: Tensor  # (rows,)
     # (rows, length) int64, contiguous, each row sorted: a token (negative for none) in the upper 32 bits, a float32 amount in the
     # lower ones. A token may be listed several times.
     listed: Tensor
-    temperature: float  # as in LinearProblem
-    row_temperature: Tensor | None  # (rows,) float32, contiguous
 
 
 class Sample(NamedTuple):
@@ -166,16 +165,13 @@ class SampleProblem(NamedTuple):
     Each parameter is one number, or where its `row_...` is given one a row: contiguous (R,).
     """
 
-    logits: Tensor  # (R, V), any strides, R >= 1
-    temperature: float  # 0 for the best token
-    row_temperature: Tensor | None  # float64
+    rows: LogitRows  # of (R, V), R >= 1; the temperature 0 takes the best token, and row_temperature is float64 and contiguous
     top_k: int  # 0 keeps all
     row_top_k: Tensor | None  # int64
     top_p: float  # 1 keeps all
     row_top_p: Tensor | None  # float64
     min_p: float  # 0 keeps all
     row_min_p: Tensor | None  # float64
-    mask: Tensor | None  # bool (R, V), or int32 (R, ceil(V / 32)), any strides
     seed: int  # of all rows, which are told apart by their numbers
     row_seed: Tensor | None  # int64
     counter: int
@@ -189,24 +185,12 @@ class SampleProblem(NamedTuple):
 class FullRowProblem(NamedTuple):
     """A checked request for full rows. A backend writes its result into a contiguous tensor from the caller."""
 
-    logits: Tensor  # (..., V), any strides
-    temperature: float  # positive and finite; ignored where row_temperature is given
-    row_temperature: Tensor | None  # logits.shape[:-1], float32, any strides
-    values: str  # "softmax" or "log_softmax": the result has logits.shape; "logsumexp": it has logits.shape[:-1]
-
-    def at(self, logits: Tensor, row_temperature: Tensor | None) -> FullRowProblem:
-        """This request with these tensors in place of its own. See :meth:`Problem.at`."""
-        return self._replace(logits=logits, row_temperature=_at(self.row_temperature, row_temperature))
+    rows: LogitRows
+    values: (
+        str  # "softmax" or "log_softmax": the result has the logits' shape; "logsumexp": that without the vocabulary
+    )
 
 
 def result_dtype(logits_dtype: torch.dtype) -> torch.dtype:
     """The dtype of probabilities and logsumexp: float64 for float64 logits, else float32."""
     return torch.float64 if logits_dtype == torch.float64 else torch.float32
-
-
-def _at(like: Tensor | None, tensor: Tensor | None) -> Tensor | None:
-    """A view of `tensor` with the shape and the strides of `like`, which may be a broadcast view of the same layout."""
-    if like is None or tensor is None:
-        return None
-    is_alike = tensor.shape == like.shape and tensor.stride() == like.stride()
-    return tensor if is_alike else tensor.as_strided(like.shape, like.stride())

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from fused_topk import TopK
 from fused_topk.backends import cuda, reference
-from fused_topk.problem import FullRowProblem, Problem
+from fused_topk.problem import FullRowProblem, TopkProblem
+from fused_topk.rows import LogitRows
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 VALUES_OF = {"softmax_topk": "softmax", "log_softmax_topk": "log_softmax", "topk": "logits"}
@@ -44,26 +45,26 @@ def bits(x: Tensor) -> Tensor:
 
 def problem_of(
     entry: str, logits: Tensor, k: int, *, temperature=None, mask: Tensor | None = None, normalize: str = "allowed"
-) -> Problem:
+) -> TopkProblem:
     """What a public function makes of its arguments."""
     lead = logits.shape[:-1]
     row_temperature = temperature.expand(lead) if isinstance(temperature, Tensor) else None
     if mask is not None:
         mask = mask.expand(logits.shape if mask.dtype == torch.bool else (*lead, mask.shape[-1]))
     scalar = 1.0 if temperature is None or row_temperature is not None else float(temperature)
-    return Problem(logits, k, scalar, row_temperature, mask, VALUES_OF[entry], normalize)
+    return TopkProblem(LogitRows(logits, scalar, row_temperature, mask), k, VALUES_OF[entry], normalize)
 
 
-def start(backend, problem: Problem, out: TopK, beam_scores: Tensor | None = None, **how) -> None:
+def start(backend, problem: TopkProblem, out: TopK, beam_scores: Tensor | None = None, **how) -> None:
     """Has a backend run a request on the tensors that it names. `how`: what its prepare_topk() takes besides."""
-    run = backend.prepare_topk(problem, _device_of(backend, problem.logits), beam_scores, **how)
-    run(problem.logits, out, beam_scores, problem.mask, problem.row_temperature)
+    run = backend.prepare_topk(problem, _device_of(backend, problem.rows.logits), beam_scores, **how)
+    run(problem.rows, out, beam_scores)
 
 
 def start_full_rows(backend, problem: FullRowProblem, out: Tensor, **how) -> None:
     """Likewise."""
-    run = backend.prepare_full_rows(problem, _device_of(backend, problem.logits), out.dtype, **how)
-    run(problem.logits, out, problem.row_temperature)
+    run = backend.prepare_full_rows(problem, _device_of(backend, problem.rows.logits), out.dtype, **how)
+    run(problem.rows, out)
 
 
 def _device_of(backend, logits: Tensor) -> torch.device:

@@ -247,8 +247,7 @@ def test_cpu_threads_do_not_race(tmp_path):
     if compiler is None:
         pytest.skip("no C++ compiler")
     folder = Path(__file__).parent
-    of_python = ("binding.cpp", "short_calls.cpp")
-    sources = [path for path in (folder.parent / "csrc/cpu").glob("*.cpp") if path.name not in of_python]
+    sources = [path for path in (folder.parent / "csrc/cpu").glob("*.cpp") if path.name != "binding.cpp"]
     program = tmp_path / "rows"
     options = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread", "-Wno-psabi", "-DFUSED_TOPK_SET=Baseline"]
     command = [compiler, *options, folder / "cpp/rows.cpp", *sources, "-o", program]

@@ -8,6 +8,7 @@ import torch
 
 from fused_topk.backends import cpu as native_cpu
 from fused_topk.problem import FullRowProblem
+from fused_topk.rows import LogitRows
 from oracle import bits, start_full_rows
 from rows import INF, NAN
 
@@ -17,7 +18,7 @@ DTYPES = [torch.float16, torch.bfloat16]
 
 def full_rows(values: str, logits: torch.Tensor, dtype: torch.dtype, instruction_set: str) -> torch.Tensor:
     out = torch.empty(logits.shape, dtype=dtype)
-    start_full_rows(native_cpu, FullRowProblem(logits, 1.0, None, values), out, instruction_set=instruction_set)
+    start_full_rows(native_cpu, FullRowProblem(LogitRows(logits), values), out, instruction_set=instruction_set)
     return out
 
 

@@ -19,6 +19,7 @@ from fused_topk.backends import cuda
 from fused_topk.layout import linear_pieces as layout
 from fused_topk.operators import linear_backward, linear_pieces
 from fused_topk.problem import LinearProblem
+from fused_topk.rows import LogitRows
 from linear_heads import ALL_DTYPES, ENTRIES, exact_head, exact_logits, gradients_in_pieces, merged_in_pieces
 from oracle import DTYPES, assert_same, assert_topk, expected
 from rows import packed, random_mask, shifted
@@ -189,7 +190,7 @@ def test_linear_native_kernel(cpu, instruction_set, dtype):
         temperature = torch.linspace(0.5, 3.0, rows)
         logits = exact_logits(hidden, weight, bias)
         for normalize, allowed in (("allowed", None), ("all", mask), ("topk", packed(mask)), ("allowed", packed(mask))):
-            head = LinearProblem(hidden, weight, bias, 1.0, temperature, allowed, None, normalize)
+            head = LinearProblem(LogitRows(hidden, 1.0, temperature, allowed), weight, bias, None, normalize)
             out = linear_pieces.empty_result(hidden, k, "log_softmax", None, False, True)
             best = TopK(*out[:3])
             native_cpu.linear_topk(head, k, "log_softmax", best, out.state, instruction_set)
@@ -216,7 +217,7 @@ def test_linear_native_sums_are_within_their_bound(cpu, instruction_set, dtype, 
     bias = torch.randn(70, generator=generator)
     hidden, weight, bias = (x.to(DTYPES[dtype]) for x in (hidden, weight, bias))
     out = linear_pieces.empty_result(hidden, 70, "logits", None, False, False)
-    head = LinearProblem(hidden, weight, bias, 1.0, None, None, None, "allowed")
+    head = LinearProblem(LogitRows(hidden), weight, bias, None, "allowed")
     native_cpu.linear_topk(head, 70, "logits", TopK(*out[:3]), None, instruction_set)
     got = torch.empty(3, 70, dtype=torch.float64).scatter_(-1, out.indices, out.values.double())
     lanes = {"avx512": 16, "avx2": 8, "baseline": 4}[instruction_set]
@@ -372,7 +373,7 @@ def test_linear_scratch_memory(rows, vocab_size, k, dtype, has_targets):
     # Rows that do not merge may be copied, but not all at once.
     hidden = hidden[:, : rows // 2]
     targets = torch.zeros(*hidden.shape[:-1], 1, dtype=torch.int64) if has_targets else None
-    head = LinearProblem(hidden, weight, None, 1.0, None, None, targets, "allowed")
+    head = LinearProblem(LogitRows(hidden), weight, None, targets, "allowed")
     with LiveBytes() as live:
         result = linear_pieces.forward(head, k, "softmax", None, has_targets, has_targets)
     assert live.most - result_bytes(result) <= 64 << 20
@@ -398,12 +399,12 @@ def test_linear_backward_scratch_memory(monkeypatch, rows, depth, vocab_size, li
     hidden = hidden[:, half]
     lead = hidden.shape[:-1]
     targets = torch.zeros((2, rows, listed), dtype=torch.int64)[:, half] if listed else None
-    head = LinearProblem(hidden, weight, bias, 1.0, None, None, targets, "allowed")
+    head = LinearProblem(LogitRows(hidden), weight, bias, targets, "allowed")
     indices, state = torch.zeros((*lead, 4), dtype=torch.int64), torch.ones((*lead, 2))
     grads = torch.ones(*lead, 4), torch.ones(2, rows, listed)[:, half] if listed else None, torch.ones(lead)
     if has_kernel:
         monkeypatch.setattr(linear_backward, "backends", SimpleNamespace(pick=lambda *request: cuda))
-        monkeypatch.setattr(cuda, "logit_gradients", lambda problem, logits, start, mask: None)
+        monkeypatch.setattr(cuda, "logit_gradients", lambda problem, rows, start: None)
     with LiveBytes() as live:
         result = linear_backward.backward(head, indices, state, *grads, None, (True, True, True))
     assert 2**20 < live.most - result_bytes(result) <= 64 << 20
@@ -416,7 +417,7 @@ def test_linear_scratch_memory_of_a_mask_that_rows_share(is_packed):
     mask = random_mask(2, 1, 300000, share=0.7)
     given = (packed(mask) if is_packed else mask).expand(2, 140, -1)
     targets = torch.arange(280).view(2, 140, 1) * 1000
-    head = LinearProblem(hidden, weight, None, 1.0, None, given, targets, "allowed")
+    head = LinearProblem(LogitRows(hidden, mask=given), weight, None, targets, "allowed")
     with LiveBytes() as live:
         result = linear_pieces.forward(head, 4, "softmax", None, True, True)
         grads = torch.ones(2, 140, 4), torch.ones(2, 140, 1), torch.ones(2, 140)
@@ -432,7 +433,9 @@ def test_linear_choice_of_the_native_kernel(monkeypatch, cpu):
     """Which calls it takes, by what is asked of it."""
     taken = []
     native = native_cpu.linear_topk
-    monkeypatch.setattr(native_cpu, "linear_topk", lambda head, *rest: taken.append(head.rows) or native(head, *rest))
+    monkeypatch.setattr(
+        native_cpu, "linear_topk", lambda head, *rest: taken.append(head.row_count) or native(head, *rest)
+    )
     for rows, depth, k, dtype in (
         (32, 256, 8, "fp32"),
         (33, 256, 8, "fp32"),

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import fused_topk
-from fused_topk.functional import arguments
+from fused_topk import arguments
+from fused_topk.rows import LogitRows
 from linear_heads import ENTRIES, exact_head, exact_logits, gradients_in_pieces, merged_in_pieces
 from oracle import DTYPES
 from rows import packed, random_mask
@@ -166,7 +167,8 @@ def test_linear_opcheck(has_targets, keeps_state):
     hidden, weight, bias = exact_head((2, 3), 8, 50, torch.float32)
     learned = [x.requires_grad_(keeps_state) for x in (hidden, weight, bias)]
     targets = torch.tensor([[1, 2, 3], [4, 5, 6]]).unsqueeze(-1) if has_targets else None
-    head = (*learned, 0.7, None, random_mask(2, 3, 50), targets, "allowed")
+    hidden, weight, bias = learned
+    head = (*LogitRows(hidden, 0.7, mask=random_mask(2, 3, 50)), weight, bias, targets, "allowed")
     arguments = (*head, 4, "softmax", None, has_targets, keeps_state)
     torch.library.opcheck(torch.ops.fused_topk.linear_topk.default, arguments)
 

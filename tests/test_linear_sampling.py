@@ -13,6 +13,7 @@ import torch
 import fused_topk
 from fused_topk.functional import linear_sampling
 from fused_topk.layout import linear_pieces as layout
+from fused_topk.rows import LogitRows
 from linear_heads import ALL_DTYPES, exact_head, exact_logits
 from oracle import DTYPES
 from rows import INF, NAN, packed, random_mask
@@ -187,8 +188,9 @@ def test_compiled_and_fake(backend, monkeypatch):
     got = torch.compile(step, fullgraph=True, backend="eager")(hidden, weight, bias, seed)
     check(got, step(hidden, weight, bias, seed))
     assert not got.log_probs.requires_grad
-    of_rows = (1.0, None, 5, None, 0.9, None, 0.0, None, None, 0, seed, 0, None, 2, 1, False, backend.name)
-    torch.library.opcheck(torch.ops.fused_topk.linear_sample.default, (hidden, weight.detach(), bias, *of_rows))
+    head = (*LogitRows(hidden), weight.detach(), bias)
+    request = (5, None, 0.9, None, 0.0, None, 0, seed, 0, None, 2, 1, False, backend.name)
+    torch.library.opcheck(torch.ops.fused_topk.linear_sample.default, (*head, *request))
 
 
 def test_a_graph_draws_anew_at_each_replay(cuda, monkeypatch):

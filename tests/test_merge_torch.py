@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_topk
 from fused_topk import TopK, TopKState
+from fused_topk.rows import LogitRows
 from oracle import VALUES_OF, assert_same
 from rows import random_logits, random_mask
 from test_autograd import distinct
@@ -83,7 +84,7 @@ def test_gradients_are_those_of_the_unsharded_call(backend, entry, normalize):
 def test_opcheck(backend, values, temperature):
     logits = random_logits(3, 40, device=backend.device).requires_grad_()
     torch.library.opcheck(
-        torch.ops.fused_topk.row_topk.default, (logits, 4, 1.5, None, None, "state", "allowed", backend.name)
+        torch.ops.fused_topk.row_topk.default, (*LogitRows(logits, 1.5), 4, "state", "allowed", backend.name)
     )
     parts = stacked(states(backend, logits.detach(), 4, [10, 20]))
     parts = [x.requires_grad_(x.is_floating_point()) for x in parts]

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_topk
 from fused_topk import TopK
+from fused_topk.rows import LogitRows
 from oracle import assert_same, assert_topk, expected
 from rows import packed, random_logits, random_mask
 
@@ -27,21 +28,21 @@ def test_row_topk_opcheck(backend, values, settings):
     mask = mask if mask is None else mask.to(backend.device)
     temperature = None if settings == "plain" else torch.tensor([0.5, 1.0, 2.0], device=backend.device)
     for normalize in ("allowed", "all", "topk"):
-        arguments = logits, 4, 1.5, temperature, mask, values, normalize, backend.name
+        arguments = *LogitRows(logits, 1.5, temperature, mask), 4, values, normalize, backend.name
         torch.library.opcheck(torch.ops.fused_topk.row_topk.default, arguments)
 
 
 @pytest.mark.parametrize("shape", [(40,), (2, 3, 40), (0, 40)], ids=str)
 def test_row_topk_opcheck_shapes(backend, shape):
     logits = random_logits(*shape, device=backend.device)
-    arguments = logits, 4, 1.0, None, None, "softmax", "allowed", backend.name
+    arguments = *LogitRows(logits), 4, "softmax", "allowed", backend.name
     torch.library.opcheck(torch.ops.fused_topk.row_topk.default, arguments)
 
 
 def test_row_topk_out_opcheck(backend):
     logits = random_logits(3, 40, device=backend.device)
     out = fused_topk.softmax_topk(logits, 4)
-    arguments = logits, 4, 1.0, None, None, "softmax", "allowed", backend.name, *(x.clone() for x in out)
+    arguments = *LogitRows(logits), 4, "softmax", "allowed", backend.name, *(x.clone() for x in out)
     torch.library.opcheck(torch.ops.fused_topk.row_topk_out.default, arguments)
 
 
@@ -51,8 +52,8 @@ def test_beam_topk_opcheck(backend, normalize):
     scores = random_logits(2, 3, device=backend.device).requires_grad_()
     mask = random_mask(2, 3, 40, device=backend.device)
     for arguments in (
-        (logits, scores, 4, 1.5, None, None, normalize, backend.name),
-        (logits, scores, 50, 1.0, torch.ones(2, 3, device=backend.device), mask, normalize, backend.name),
+        (*LogitRows(logits, 1.5), scores, 4, normalize, backend.name),
+        (*LogitRows(logits, 1.0, torch.ones(2, 3, device=backend.device), mask), scores, 50, normalize, backend.name),
     ):
         torch.library.opcheck(torch.ops.fused_topk.beam_topk.default, arguments)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fused_topk import TopK
 from fused_topk.functional import out as out_check
-from fused_topk.functional import row_topk, short_calls
+from fused_topk.functional import row_topk
 from oracle import DTYPES, assert_same, assert_topk, expected
 from rows import adversarial_rows, random_logits
 
@@ -107,14 +107,11 @@ def test_row_topk_out_is_reused(backend):
         assert_topk(out, expected("softmax_topk", logits, 8), logits, "softmax_topk")
 
 
-@pytest.mark.parametrize("is_short", [True, False])
 @pytest.mark.parametrize("indices", [torch.int64, torch.int32])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_row_topk_out_that_a_gradient_needs(backend, monkeypatch, dtype, indices, is_short):
-    """A backward pass sees that it has been overwritten, by native code alone, by a plan, and after all checks."""
+def test_row_topk_out_that_a_gradient_needs(backend, dtype, indices):
+    """A backward pass sees that it has been overwritten, by a plan, and after all checks."""
     logits = random_logits(3, 50, dtype=DTYPES[dtype], device=backend.device)
-    if not is_short:
-        monkeypatch.setattr(short_calls, "topk", short_calls._serves_no_call)
     for layout in ("contiguous", "strided"):
         out = backend("softmax_topk", logits, 4)
         out = out._replace(indices=out.indices.to(indices))

@@ -18,6 +18,7 @@ from torch import Tensor
 import fused_topk
 from fused_topk.backends import philox
 from fused_topk.functional import sampling
+from fused_topk.rows import LogitRows
 from rows import INF, NAN, packed, random_logits, random_mask
 
 # Of the total, as the docstring of sample() promises.
@@ -394,8 +395,8 @@ def test_compiled_and_fake(backend):
     expected, got = step(logits, seed), torch.compile(step, fullgraph=True, backend="eager")(logits, seed)
     assert torch.equal(expected.tokens, got.tokens) and torch.equal(expected.log_probs, got.log_probs)
     assert torch.equal(expected.topk.indices, got.topk.indices)
-    arguments = (logits, 1.0, None, 5, None, 0.9, None, 0.0, None, None, 0, seed, 0, None, 2, 1, False, backend.name)
-    torch.library.opcheck(torch.ops.fused_topk.sample.default, arguments)
+    request = (5, None, 0.9, None, 0.0, None, 0, seed, 0, None, 2, 1, False, backend.name)
+    torch.library.opcheck(torch.ops.fused_topk.sample.default, (*LogitRows(logits), *request))
 
 
 def test_a_graph_draws_anew_at_each_replay(cuda):

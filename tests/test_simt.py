@@ -23,7 +23,8 @@ from fused_topk.layout import (
 )
 from fused_topk.layout.topk_choice import KernelChoice, alternatives, choose
 from fused_topk.layout.topk_launch import FORMATS
-from fused_topk.problem import Problem
+from fused_topk.problem import TopkProblem
+from fused_topk.rows import LogitRows
 from oracle import DTYPES, assert_same, assert_topk, expected, start
 from rows import INF, adversarial_rows, random_logits
 from simt import build, sanitized
@@ -187,7 +188,7 @@ def test_prepared_call_is_the_same_launch(name, monkeypatch):
     monkeypatch.setattr(kernels, "topk_choice", kernels.topk_choice.__wrapped__)
     memory = torch.randn(1000).view(torch.uint8)
     logits = PREPARED[name](memory)
-    problem = Problem(logits, 5, 1.0, None, None, "log_softmax", "allowed")
+    problem = TopkProblem(LogitRows(logits), 5, "log_softmax", "allowed")
     results = []
     for is_prepared in (False, True):
         out = empty_result(problem)
@@ -195,7 +196,7 @@ def test_prepared_call_is_the_same_launch(name, monkeypatch):
         with emulated([Array("logits", logits, "input"), *arrays]) as outcomes:
             if is_prepared:
                 like = torch.empty_strided(logits.shape, logits.stride(), device="meta")
-                kernels.prepare_topk(problem._replace(logits=like), torch.device("cuda", 0))(logits, out, None)
+                kernels.prepare_topk(problem._replace(rows=LogitRows(like)), torch.device("cuda", 0))(problem.rows, out)
             else:
                 start(kernels, problem, out)
         outcomes[0].check()
@@ -212,19 +213,21 @@ def test_prepared_call_with_mask_and_row_temperature(name, monkeypatch):
     monkeypatch.setattr(kernels, "topk_choice", kernels.topk_choice.__wrapped__)
     logits = PREPARED[name](torch.randn(1000).view(torch.uint8))
     mask, temperature = torch.rand(1, 100) < 0.5, torch.tensor([0.5, 2.0]).repeat(4)
-    given = Problem(logits, 5, 1.0, temperature, mask.expand(8, 100), "log_softmax", "allowed")
+    given = TopkProblem(LogitRows(logits, 1.0, temperature, mask.expand(8, 100)), 5, "log_softmax", "allowed")
     like = given._replace(
-        **{
-            field: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-            for field, t in given._asdict().items()
-            if isinstance(t, torch.Tensor)
-        }
+        rows=given.rows._replace(
+            **{
+                field: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+                for field, t in given.rows._asdict().items()
+                if isinstance(t, torch.Tensor)
+            }
+        )
     )
     out = empty_result(given)
     outputs = [Array(key, tensor, "output") for key, tensor in out._asdict().items()]
     inputs = [Array(*each, "input") for each in (("logits", logits), ("mask", mask), ("temperature", temperature))]
     with emulated([*inputs, *outputs]) as outcomes:
-        kernels.prepare_topk(like, torch.device("cuda", 0))(logits, out, None, mask, temperature)
+        kernels.prepare_topk(like, torch.device("cuda", 0))(LogitRows(logits, 1.0, temperature, mask), out)
     outcomes[0].check()
     scores = (logits / temperature.unsqueeze(-1)).masked_fill(~mask, -torch.inf).double().log_softmax(-1)
     want = scores.topk(5)
@@ -237,8 +240,8 @@ def test_prepared_call_without_rows_launches_nothing(monkeypatch):
     monkeypatch.setattr(kernels, "topk_choice", kernels.topk_choice.__wrapped__)
     monkeypatch.setattr(kernels, "_launch_topk", None)
     logits = torch.empty(0, 300)
-    problem = Problem(logits, 5, 1.0, None, None, "logits", "allowed")
-    kernels.prepare_topk(problem, torch.device("cuda", 0))(logits, empty_result(problem), None)
+    problem = TopkProblem(LogitRows(logits), 5, "logits", "allowed")
+    kernels.prepare_topk(problem, torch.device("cuda", 0))(problem.rows, empty_result(problem))
 
 
 # As rows of more than 2^20 elements are cut, with the parts' ends on both sides of a tile's and of the row's.
@@ -358,7 +361,7 @@ def test_short_rows_have_the_bits_of_longer_ones(dtype, most):
     for vocab_size in (1, 8, 33, 64, 65, 100, 128, 129, 200, 256):
         k = min(vocab_size, most)
         logits = torch.stack(list(adversarial_rows(vocab_size, k, DTYPES[dtype]).values())[::3])
-        problem = Problem(logits, k, 0.7, None, None, "softmax", "topk")
+        problem = TopkProblem(LogitRows(logits, 0.7), k, "softmax", "topk")
         short, tiles = (
             choose(1, vocab_size, k, logits.element_size(), 132, has_beams=has_beams) for has_beams in (False, True)
         )
@@ -368,7 +371,7 @@ def test_short_rows_have_the_bits_of_longer_ones(dtype, most):
         far = torch.arange(vocab_size).remainder(97).mul(0.25).add(3e6).expand(2, -1).contiguous().to(DTYPES[dtype])
         far[1] = random_logits(vocab_size).mul(0.5).add(3e6).to(DTYPES[dtype])
         if far.isfinite().all():
-            problem = Problem(far, k, 0.7, None, None, "softmax", "allowed")
+            problem = TopkProblem(LogitRows(far, 0.7), k, "softmax", "allowed")
             assert_same(row_topk(problem, short)[0], row_topk(problem, tiles)[0])
 
 
@@ -410,7 +413,7 @@ def test_short_rows_tell_all_float32_logits_apart(vocab_size, k, is_apart):
         logits[0, first] = 20 - rank / 2
         logits.view(torch.int32)[0, first] |= last_byte
         logits[0, second] = logits[0, first].nextafter(torch.tensor(INF))
-        problem = Problem(logits, k, 1.0, None, None, "softmax", "topk")
+        problem = TopkProblem(LogitRows(logits), k, "softmax", "topk")
         for choice in alternatives(1, vocab_size, k, 4, 132):
             if choice.lanes:
                 got = row_topk(problem, choice)[0]

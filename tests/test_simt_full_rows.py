@@ -14,6 +14,7 @@ from fused_topk.backends import cuda
 from fused_topk.layout import full_row_launch
 from fused_topk.layout.full_row_choice import FullRowChoice
 from fused_topk.problem import FullRowProblem
+from fused_topk.rows import LogitRows
 from oracle import DTYPES, start_full_rows
 from rows import INF, NAN, random_logits, shifted
 from simt import build, sanitized
@@ -27,9 +28,8 @@ pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(buil
 def run(problem: FullRowProblem, choice: FullRowChoice, out_dtype: torch.dtype, **how) -> Tensor:
     """What the kernel of `choice` makes of CPU tensors, with all that the machine checks."""
     out = empty_result(problem, out_dtype)
-    arrays = [Array("logits", problem.logits, "input"), Array("out", out, "output")]
-    if problem.row_temperature is not None:
-        arrays.append(Array("row_temperature", problem.row_temperature, "input"))
+    inputs = {name: x for name, x in problem.rows._asdict().items() if isinstance(x, Tensor)}
+    arrays = [*(Array(name, x, "input") for name, x in inputs.items()), Array("out", out, "output")]
     with emulated(arrays, **how) as outcomes:
         launch(problem, choice, out)
     outcomes[0].check()
@@ -39,8 +39,8 @@ def run(problem: FullRowProblem, choice: FullRowChoice, out_dtype: torch.dtype, 
 def empty_result(problem: FullRowProblem, out_dtype: torch.dtype) -> Tensor:
     """Memory for the result."""
     if problem.values == "logsumexp":
-        return torch.empty(problem.logits.shape[:-1])
-    return torch.empty(problem.logits.shape, dtype=out_dtype)
+        return torch.empty(problem.rows.logits.shape[:-1])
+    return torch.empty(problem.rows.logits.shape, dtype=out_dtype)
 
 
 def launch(problem: FullRowProblem, choice: FullRowChoice, out: Tensor) -> None:
@@ -101,7 +101,7 @@ def test_kernels(kernel, blocks, vocab_size, dtype):
         for values, out_dtype in results(dtype):
 
             def of_choice(entry, x, values=values, out_dtype=out_dtype, number=number, **settings):
-                problem = FullRowProblem(x, 0.7, None, values)
+                problem = FullRowProblem(LogitRows(x, 0.7), values)
                 schedule = SCHEDULES[(turn + number) % len(SCHEDULES)]
                 return run(problem, choice, out_dtype, schedule=schedule, seed=turn)
 
@@ -124,7 +124,7 @@ def a_case_of_each_kernel() -> dict[str, tuple]:
 
 def laid(kernel, blocks, vocab_size, dtype, start, values, out_dtype) -> tuple[FullRowProblem, FullRowChoice]:
     logits = shifted(random_logits(2, vocab_size, dtype=dtype), start)
-    return FullRowProblem(logits, 0.7, None, values), small_choice(kernel, vocab_size, dtype.itemsize, blocks)
+    return FullRowProblem(LogitRows(logits, 0.7), values), small_choice(kernel, vocab_size, dtype.itemsize, blocks)
 
 
 def test_every_kernel_is_tested():
@@ -142,10 +142,10 @@ def test_every_kernel_once(shard):
         out_dtype = case[-1]
 
         def of_choice(entry, x, problem=problem, choice=choice, out_dtype=out_dtype, **settings):
-            return run(problem._replace(logits=x), choice, out_dtype, schedule="random")
+            return run(problem._replace(rows=problem.rows._replace(logits=x)), choice, out_dtype, schedule="random")
 
         wants = {} if problem.values == "logsumexp" else {"dtype": out_dtype}
-        check(of_choice, problem.values, problem.logits, temperature=0.7, **wants)
+        check(of_choice, problem.values, problem.rows.logits, temperature=0.7, **wants)
 
 
 @pytest.mark.exhaustive
@@ -170,7 +170,7 @@ def test_before_and_after_packed_maxima(kernel, architecture):
         choice = small_choice(kernel, 450, dtype.itemsize)
 
         def of_choice(entry, x, choice=choice, dtype=dtype, **settings):
-            return run(FullRowProblem(x, 1.0, None, "softmax"), choice, dtype, architecture=architecture)
+            return run(FullRowProblem(LogitRows(x), "softmax"), choice, dtype, architecture=architecture)
 
         check(of_choice, "softmax", logits)
 
@@ -185,7 +185,7 @@ def test_without_copies_in_the_background(kernel, blocks, start):
     assert choice.shared_vectors
 
     def of_choice(entry, x, **settings):
-        problem = FullRowProblem(x, 1.0, None, entry)
+        problem = FullRowProblem(LogitRows(x), entry)
         return run(problem, choice, torch.float32, architecture=75, schedule="random")
 
     for values in ("softmax", "logsumexp"):
@@ -198,7 +198,7 @@ def test_blocks_that_wait_for_each_other_all_run():
     assert choice.blocks(1) * choice.threads > 4096
 
     def of_choice(entry, x, **settings):
-        return run(FullRowProblem(x, 1.0, None, entry), choice, torch.float32)
+        return run(FullRowProblem(LogitRows(x), entry), choice, torch.float32)
 
     check(of_choice, "softmax", random_logits(1, 3400))
 
@@ -212,7 +212,7 @@ def test_blocks_that_share_rows(schedule, rows, blocks, owners):
     choice = small_choice("grid", 3000, 4, blocks, warps=1)._replace(owners=owners)
 
     def of_choice(entry, x, **settings):
-        return run(FullRowProblem(x, 1.0, None, entry), choice, torch.float32, schedule=schedule, seed=7)
+        return run(FullRowProblem(LogitRows(x), entry), choice, torch.float32, schedule=schedule, seed=7)
 
     for values in ("softmax", "logsumexp"):
         check(of_choice, values, logits)
@@ -223,7 +223,7 @@ def test_row_temperature_and_strides():
     temperature = torch.tensor([[0.5, 2.0], [1.0, 3.0]])
 
     def of_choice(entry, x, **settings):
-        return run(FullRowProblem(x, 1.0, temperature, entry), small_choice("block", 300, 4), torch.float32)
+        return run(FullRowProblem(LogitRows(x, 1.0, temperature), entry), small_choice("block", 300, 4), torch.float32)
 
     check(of_choice, "log_softmax", logits, temperature=temperature)
 
@@ -234,6 +234,6 @@ def test_subnormal_temperatures(kernel):
     logits = (-torch.arange(500) / 2).expand(2, -1).contiguous()
     temperature = torch.tensor([1e-40, 1e-45])
     for values, best, others in (("softmax", 1, 0), ("log_softmax", 0, -1e35), ("logsumexp", 0, 0)):
-        problem = FullRowProblem(logits, 1.0, temperature, values)
+        problem = FullRowProblem(LogitRows(logits, 1.0, temperature), values)
         got = run(problem, small_choice(kernel, 500, 4), torch.float32).view(2, -1)
         assert (got[:, 0] == best).all() and (got[:, 1:] <= others).all()

@@ -13,8 +13,8 @@ from torch import Tensor
 from fused_topk.backends import cuda
 from fused_topk.layout import linear_pieces as layout
 from fused_topk.operators import linear_backward, linear_pieces
-from fused_topk.operators.gradients import unpacked
 from fused_topk.problem import LinearProblem, LogitGradientProblem
+from fused_topk.rows import LogitRows, RowsBlock, unpacked
 from linear_heads import exact_head, exact_logits
 from oracle import DTYPES
 from rows import INF, NAN, adversarial_rows, packed, random_logits, random_mask
@@ -30,12 +30,13 @@ U = 2.0**-24
 
 class Case(NamedTuple):
     problem: LogitGradientProblem
+    temperature: float
+    row_temperature: Tensor | None
     mask: Tensor | None  # (rows, V or words)
 
-    def mask_of(self, first: int, tokens: int) -> Tensor | None:
-        if self.mask is None or self.mask.dtype == torch.bool:
-            return None if self.mask is None else self.mask[:, first : first + tokens]
-        return self.mask[:, first // 32 : -(-(first + tokens) // 32)]
+    def rows_of(self, logits: Tensor, first: int) -> LogitRows:
+        rows = LogitRows(logits, self.temperature, self.row_temperature, self.mask)
+        return RowsBlock(rows, slice(0, len(logits))).of_tokens(logits, first, first + logits.shape[1])
 
 
 def with_coefficient(case: Case, coefficient: Tensor) -> Case:
@@ -44,20 +45,21 @@ def with_coefficient(case: Case, coefficient: Tensor) -> Case:
 
 def run(case: Case, logits: Tensor, first: int = 0, device: str = "emulated", **how) -> Tensor:
     """What the kernel makes of a copy of the logits that lies as they do, with all that the machine checks; or on a GPU."""
-    problem, mask = case.problem, case.mask_of(first, logits.shape[1])
+    problem, rows = case.problem, case.rows_of(logits, first)
     memory = logits.as_strided((logits.untyped_storage().size() // logits.element_size(),), (1,), 0).clone()
     if device != "emulated":
         there = memory.to(device)
         tensors = {name: x.to(device) for name, x in problem._asdict().items() if isinstance(x, Tensor)}
         view = there.as_strided(logits.shape, logits.stride(), logits.storage_offset())
-        cuda.logit_gradients(problem._replace(**tensors), view, first, None if mask is None else mask.to(device))
+        of_rows = LogitRows(*(x.to(device) if isinstance(x, Tensor) else x for x in rows))._replace(logits=view)
+        cuda.logit_gradients(problem._replace(**tensors), of_rows, first)
         return there.cpu().as_strided(logits.shape, logits.stride(), logits.storage_offset())
     copy = memory.as_strided(logits.shape, logits.stride(), logits.storage_offset())
     inputs = {name: x for name, x in problem._asdict().items() if isinstance(x, Tensor)}
-    inputs |= {} if mask is None else {"mask": mask}
+    inputs |= {name: x for name, x in rows._asdict().items() if name != "logits" and isinstance(x, Tensor)}
     arrays = [Array("logits", copy, "inout"), *(Array(name, x, "input") for name, x in inputs.items())]
     with emulated(arrays, **how) as outcomes:
-        cuda.logit_gradients(problem, copy, first, mask)
+        cuda.logit_gradients(problem, rows._replace(logits=copy), first)
     outcomes[0].check()
     return copy
 
@@ -66,7 +68,7 @@ def check(case: Case, added: list[tuple[Tensor, Tensor]], logits: Tensor, first:
     """Within a rounding of its format of the float64 gradient, and what float32 loses before that."""
     got, problem = run(case, logits, first, **how), case.problem
     rows, tokens = logits.shape
-    t = problem.row_temperature if problem.row_temperature is not None else torch.full((rows,), problem.temperature)
+    t = case.row_temperature if case.row_temperature is not None else torch.full((rows,), case.temperature)
     t = t.double().where(t > 0, torch.nan).unsqueeze(-1)
     m = problem.m.double().where(problem.m != -INF, 0.0).unsqueeze(-1)
     z = (logits.double() - m) / t
@@ -129,7 +131,7 @@ def case_of(
     row_temperature = temperature if isinstance(temperature, Tensor) else None
     number = 1.0 if row_temperature is not None else temperature
     listed = linear_backward._listed(added, vocab_size)
-    return Case(LogitGradientProblem(m, coefficient, listed, number, row_temperature), mask)
+    return Case(LogitGradientProblem(m, coefficient, listed), number, row_temperature, mask)
 
 
 # Tokens, where they begin in the vocabulary, how far they lie from a multiple of 16 bytes, and the gap behind a row.
@@ -271,13 +273,13 @@ def test_backward_pass(monkeypatch, dtype, mask_kind, normalize, pieces, leading
     targets = torch.randint(0, vocab_size, (*lead, 6), generator=generator)
     targets[..., 1] = targets[..., 0]
     targets[..., 2] = -100
-    head = LinearProblem(hidden, weight, bias, 1.0, t, given, targets, normalize)
+    head = LinearProblem(LogitRows(hidden, 1.0, t, given), weight, bias, targets, normalize)
     found = linear_pieces.forward(head, 5, "log_softmax", None, False, True)
     targets[..., 3] = found.indices[..., 0]
     grads = [torch.randn(shape, generator=generator) for shape in ((*lead, 5), (*lead, 6), lead)]
     monkeypatch.setattr(layout, "in_place_pieces", lambda *sizes: layout.Pieces(*pieces, 1))
     monkeypatch.setattr(linear_backward, "backends", SimpleNamespace(pick=lambda *request: cuda))
-    tensors = {**head._asdict(), "indices": found.indices, "state": found.state, "chosen": grads[0]}
+    tensors = {**head._asdict(), **head.rows._asdict(), "indices": found.indices, "state": found.state, "chosen": grads[0]}
     arrays = [Array(name, x, "input") for name, x in tensors.items() if isinstance(x, torch.Tensor)]
     with emulated(arrays) as outcomes:
         got = linear_backward.backward(head, found.indices, found.state, *grads, None, (True, True, True))

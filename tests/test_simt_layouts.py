@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fused_topk import TopK
 from fused_topk.problem import FullRowProblem
+from fused_topk.rows import LogitRows
 from oracle import DTYPES, assert_same, check
 from rows import NAN, packed, random_logits, random_mask, shifted
 from simt import build
@@ -50,7 +51,7 @@ def test_leading_dimensions_of_full_rows(sizes):
     temperature = turned(torch.linspace(0.3, 3.0, sizes.numel()).view(*sizes, 1))[..., 0]
 
     def of_choice(entry, x, **settings):
-        return run(FullRowProblem(x, 1.0, temperature, entry), small_choice("block", 300, 4), torch.float32)
+        return run(FullRowProblem(LogitRows(x, 1.0, temperature), entry), small_choice("block", 300, 4), torch.float32)
 
     check_full_rows(of_choice, "log_softmax", logits, temperature=temperature)
 

@@ -15,6 +15,7 @@ from fused_topk.backends import cuda, reference
 from fused_topk.layout import linear_pieces as layout
 from fused_topk.layout import piece_launch
 from fused_topk.operators import linear_pieces
+from fused_topk.rows import LogitRows
 from linear_heads import ENTRIES, exact_head, exact_logits
 from oracle import DTYPES, assert_topk, expected, problem_of, start
 from rows import adversarial_rows, random_logits, random_mask
@@ -60,7 +61,7 @@ def accumulated(
         arrays += [] if of_rows is None else [Array("row_temperature", of_rows, "input")]
         arrays += of_target_arrays(targets)
         with emulated(arrays, **how) as outcomes:
-            cuda.accumulate_piece(piece, first, number, of_rows, state, targets)
+            cuda.accumulate_piece(LogitRows(piece, number, of_rows), first, state, targets)
         outcomes[0].check()
     return TopKState(state.values, state.indices, *state.logsumexp)
 
@@ -230,18 +231,18 @@ def test_heads(monkeypatch, entry, dtype, has_targets, has_bias):
     monkeypatch.setattr(linear_pieces, "backends", SimpleNamespace(pick=lambda *request: cuda))
     launched = []
 
-    def accumulate(logits, first_token, number, temperatures, state, of_targets):
-        arrays = [Array("logits", logits, "input")]
+    def accumulate(of_piece, first_token, state, of_targets):
+        arrays = [Array("logits", of_piece.logits, "input")]
         arrays += [Array(name, x, "inout" if first_token else "output") for name, x in state._asdict().items()]
         arrays += of_target_arrays(of_targets)
         with emulated(arrays) as outcomes:
-            accumulate_piece(logits, first_token, number, temperatures, state, of_targets)
+            accumulate_piece(of_piece, first_token, state, of_targets)
         outcomes[0].check()
-        launched.append(logits.shape)
+        launched.append(of_piece.logits.shape)
 
     accumulate_piece = cuda.accumulate_piece
     monkeypatch.setattr(cuda, "accumulate_piece", accumulate)
-    head = linear_pieces.LinearProblem(hidden, weight, bias, 0.7, None, None, targets, "allowed")
+    head = linear_pieces.LinearProblem(LogitRows(hidden, 0.7), weight, bias, targets, "allowed")
     values = {"softmax_topk": "softmax", "log_softmax_topk": "log_softmax", "topk": "logits"}[ENTRIES[entry]]
     found = linear_pieces.forward(head, 9, values, "cpu", has_targets, True)
     assert launched == [(4, 1024), (4, 1024), (4, 953), (3, 1024), (3, 1024), (3, 953)]
@@ -266,7 +267,7 @@ def test_a_head_with_a_mask_has_its_states_merged(monkeypatch):
     monkeypatch.setattr(cuda, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(linear_pieces, "backends", SimpleNamespace(pick=lambda *request: cuda))
     monkeypatch.setattr(cuda, "accumulate_piece", lambda *launch: None)
-    head = linear_pieces.LinearProblem(hidden, weight, None, 1.0, None, mask, None, "allowed")
+    head = linear_pieces.LinearProblem(LogitRows(hidden, mask=mask), weight, None, None, "allowed")
     found = linear_pieces.forward(head, 9, "log_softmax", "cpu", False, True)
     logits = exact_logits(hidden, weight)
     want = expected("log_softmax_topk", logits, 9, mask=mask)

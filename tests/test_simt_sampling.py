@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fused_topk.backends import cuda, philox, reference
 from fused_topk.layout import sample_launch
-from fused_topk.problem import Problem, Sample, SampleProblem, TopK
+from fused_topk.problem import Sample, SampleProblem, TopK, TopkProblem
+from fused_topk.rows import LogitRows
 from oracle import DTYPES
 from rows import INF, NAN, packed, random_logits, random_mask
 from simt import build, sanitized
@@ -24,12 +25,12 @@ from test_sampling import SETTINGS, check_draws, check_is_kept, kept_weights, ro
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 
-def listed(logits: Tensor, k: int, mask: Tensor | None) -> TopK:
+def listed(rows: LogitRows, k: int) -> TopK:
     """The list, which softmax_topk.cu makes on a GPU: that kernel has tests of its own."""
-    rows = len(logits)
+    count, dtype = len(rows.logits), rows.logits.dtype
     # Zeros: the machine takes them for inputs of the launch.
-    out = TopK(torch.zeros(rows, k, dtype=logits.dtype), torch.zeros(rows, k, dtype=torch.int64), torch.zeros(2, rows))
-    reference.row_topk(Problem(logits, k, 1.0, None, mask, "state", "allowed"), out)
+    out = TopK(torch.zeros(count, k, dtype=dtype), torch.zeros(count, k, dtype=torch.int64), torch.zeros(2, count))
+    reference.row_topk(TopkProblem(rows, k, "state", "allowed"), out)
     return out
 
 
@@ -56,12 +57,10 @@ def draw(
 
     of_seed = (0, name_of) if isinstance(name_of, Tensor) else (name_of, None)
     problem = SampleProblem(
-        logits,
-        *parameter("temperature", 1.0),
+        LogitRows(logits, *parameter("temperature", 1.0), mask),
         *parameter("top_k", 0, torch.int64),
         *parameter("top_p", 1.0),
         *parameter("min_p", 0.0),
-        mask,
         *of_seed,
         0,
         None,
@@ -78,7 +77,11 @@ def draw(
     arrays = [Array("logits", logits, "input"), Array("tokens", out.tokens, "output")]
     arrays.append(Array("log_probs", out.log_probs, "output"))
     arrays += [Array(f"best {i}", x, "output") for i, x in enumerate(topk or ())]
-    arrays += [Array(f"parameter {i}", x, "input") for i, x in enumerate(problem[1:]) if isinstance(x, Tensor)]
+    arrays += [
+        Array(f"parameter {i}", x, "input")
+        for i, x in enumerate((*problem.rows[1:], *problem[1:]))
+        if isinstance(x, Tensor)
+    ]
     length = sample_launch.list_length
 
     def short(*arguments) -> int:
@@ -181,7 +184,7 @@ def test_the_best_are_returned_too():
     logits = rows_of(300)
     logits[1, 7] = NAN
     expected = TopK(torch.empty(9, 4), torch.empty(9, 4, dtype=torch.int64), torch.empty(9))
-    reference.row_topk(Problem(logits, 4, 1.0, None, None, "log_softmax", "allowed"), expected)
+    reference.row_topk(TopkProblem(LogitRows(logits), 4, "log_softmax", "allowed"), expected)
     for blocks in (1, 2):
         got = draw(logits, SETTINGS["top_p"], logprobs=4, blocks=blocks).topk
         assert torch.equal(got.indices, expected.indices)

@@ -18,6 +18,7 @@ from torch import Tensor
 import fused_topk
 from fused_topk.functional import full_rows
 from fused_topk.layout.full_row_choice import alternatives, choose_full_row
+from fused_topk.rows import LogitRows
 from oracle import DTYPES, bits, start_full_rows
 from rows import INF, NAN, adversarial_rows, layouts, random_logits, shifted
 
@@ -285,6 +286,7 @@ def test_threads_change_nothing(cpu, threads):
 def test_instruction_sets_agree(cpu):
     from fused_topk.backends import cpu as backend
     from fused_topk.problem import FullRowProblem
+    from fused_topk.rows import LogitRows
 
     # 16, 17, 256: rows of one vector of AVX-512, of more, and the last that is solved beside others.
     for dtype, vocab_size in itertools.product(DTYPES.values(), (1, 7, 16, 17, 250, 256, 257, 4999)):
@@ -297,7 +299,7 @@ def test_instruction_sets_agree(cpu):
                     out = torch.empty(
                         logits.shape[:-1] if is_sum else logits.shape, dtype=torch.float32 if is_sum else logits.dtype
                     )
-                    start_full_rows(backend, FullRowProblem(logits, 1.0, None, values), out, instruction_set=name)
+                    start_full_rows(backend, FullRowProblem(LogitRows(logits), values), out, instruction_set=name)
                     return out
 
                 check(run, values, logits)
@@ -342,7 +344,7 @@ def test_opcheck(backend, entry, dtype):
     temperature = torch.full((3,), 0.7, device=backend.device)
     out_dtype = torch.float32 if entry == "logsumexp" else dtype
     torch.library.opcheck(
-        torch.ops.fused_topk.full_rows.default, (logits, 1.0, temperature, entry, out_dtype, backend.name)
+        torch.ops.fused_topk.full_rows.default, (*LogitRows(logits, 1.0, temperature), entry, out_dtype, backend.name)
     )
 
 

@@ -14,6 +14,7 @@ from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver, tickets
 from fused_topk.layout import merge_launch
 from fused_topk.problem import FullRowProblem, Sample, SampleProblem
+from fused_topk.rows import LogitRows
 from gpu_stand_in import StandInGpus
 from oracle import problem_of, start, start_full_rows
 from simt.emulate import recorded
@@ -44,7 +45,7 @@ def asked_by(function, shape, k, dtype, mask=None, normalize="allowed"):
     with recorded() as names:
         if function in ("softmax", "log_softmax", "logsumexp"):
             out = torch.empty(shape[:-1]) if function == "logsumexp" else torch.empty_like(logits)
-            start_full_rows(cuda, FullRowProblem(logits, 1.0, None, function), out)
+            start_full_rows(cuda, FullRowProblem(LogitRows(logits), function), out)
         elif function == "beam_topk":
             problem = problem_of("log_softmax_topk", logits, k, mask=mask, normalize=normalize)
             scores = torch.zeros(shape[:2])
@@ -76,7 +77,7 @@ def test_draws(gpus, shape, dtype):
         with recorded() as names:
             cuda.sample(
                 SampleProblem(
-                    torch.zeros(shape, dtype=dtype), 1.0, None, *filters, mask, 0, None, 0, None, 1, 0, False
+                    LogitRows(torch.zeros(shape, dtype=dtype), mask=mask), *filters, 0, None, 0, None, 1, 0, False
                 ),
                 out,
             )

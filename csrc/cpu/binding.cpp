@@ -22,7 +22,6 @@
 #include "merge.h"
 #include "prepared.h"
 #include "sampling.h"
-#include "short_calls.h"
 
 namespace nb = nanobind;
 
@@ -70,10 +69,11 @@ namespace {
 // The k best of an LM head's logits. One call: its product takes far longer than reading the arguments.
 // clang-format off: one argument group a line, as cpu.py passes them
 void linear_topk(u32 dtype, u32 rows, u32 vocab_size, u32 depth,
+                 double temperature, std::vector<i64> temperature_strides,
+                 u32 mask_kind, std::vector<i64> mask_strides,
+                 std::uintptr_t row_temperature, std::uintptr_t mask,
                  std::uintptr_t hidden, i64 hidden_stride, std::uintptr_t weight, i64 weight_stride,
                  std::uintptr_t bias, i64 bias_stride,
-                 double temperature, std::uintptr_t row_temperature, i64 temperature_stride,
-                 std::uintptr_t mask, u32 mask_kind, std::vector<i64> mask_strides,
                  u32 k, u32 value_kind, u32 normalize_over,
                  std::uintptr_t values, std::uintptr_t indices, std::uintptr_t logsumexp,
                  std::uintptr_t state,
@@ -82,16 +82,13 @@ void linear_topk(u32 dtype, u32 rows, u32 vocab_size, u32 depth,
   const nb::gil_scoped_release without_gil;
   LinearProblem p{};
   static_cast<LogitRows&>(p) =
-      logit_rows(dtype, {i64(rows), i64(vocab_size)}, {0, 1}, temperature, {temperature_stride}, instruction_set);
-  p.row_temperature = pointer<const float>(row_temperature);
+      logit_rows(dtype, {i64(rows), i64(vocab_size)}, {0, 1}, temperature, std::move(temperature_strides), mask_kind,
+                 std::move(mask_strides), instruction_set);
+  point_to(p, 0, row_temperature, mask);
   p.threads = threads;
   p.k = k;
   p.value_kind = ValueKind(value_kind);
   p.normalize_over = NormalizeOver(normalize_over);
-  p.mask = pointer<const char>(mask);
-  p.mask_kind = MaskKind(mask_kind);
-  if (mask) p.mask_element_stride = pop(mask_strides);
-  p.mask_strides = std::move(mask_strides);
   p.values = pointer<void>(values);
   p.indices = pointer<i64>(indices);
   p.logsumexp = pointer<float>(logsumexp);
@@ -170,10 +167,12 @@ class Merge {
 
 // Draws from the rows of a tensor [rows, vocab_size]. Each parameter is a number, and the address of one a row or 0.
 // clang-format off: one argument group a line, as cpu.py passes them
-void sample(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
-            double temperature, std::uintptr_t row_temperature, i64 top_k, std::uintptr_t row_top_k,
+void sample(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
+            double temperature, std::vector<i64> temperature_strides,
+            u32 mask_kind, std::vector<i64> mask_strides,
+            std::uintptr_t logits, std::uintptr_t row_temperature, std::uintptr_t mask,
+            i64 top_k, std::uintptr_t row_top_k,
             double top_p, std::uintptr_t row_top_p, double min_p, std::uintptr_t row_min_p,
-            std::uintptr_t mask, u32 mask_kind, std::vector<i64> mask_strides,
             i64 seed, std::uintptr_t row_seed, i64 counter, std::uintptr_t row_counter, u32 first_row,
             u32 num_samples, u32 logprobs, bool truncated,
             std::uintptr_t tokens, std::uintptr_t log_probs,
@@ -181,8 +180,11 @@ void sample(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vecto
             u32 threads, std::string_view instruction_set) {
   // clang-format on
   SampleProblem p{};
-  static_cast<LogitRows&>(p) = logit_rows(dtype, std::move(shape), std::move(logits_strides), 1.0, {}, instruction_set);
-  p.logits = pointer<const char>(logits);
+  // Draws take their temperatures as float64, from `temperatures`.
+  static_cast<LogitRows&>(p) = logit_rows(dtype, std::move(shape), std::move(logits_strides), 1.0,
+                                          std::move(temperature_strides), mask_kind, std::move(mask_strides),
+                                          instruction_set);
+  point_to(p, logits, 0, mask);
   p.threads = threads;
   p.temperatures = {temperature, pointer<const double>(row_temperature)};
   p.top_k = {top_k, pointer<const i64>(row_top_k)};
@@ -191,12 +193,6 @@ void sample(std::uintptr_t logits, u32 dtype, std::vector<i64> shape, std::vecto
   p.seed = {seed, pointer<const i64>(row_seed)};
   p.counter = {counter, pointer<const i64>(row_counter)};
   p.first_row = first_row;
-  p.mask = pointer<const char>(mask);
-  p.mask_kind = MaskKind(mask_kind);
-  if (mask) {
-    p.mask_row_stride = mask_strides.at(0);
-    p.mask_element_stride = mask_strides.at(1);
-  }
   p.num_samples = num_samples;
   p.logprobs = logprobs;
   p.truncated = truncated;
@@ -227,9 +223,8 @@ NB_MODULE(_cpu, module) {
       .def(nb::init<u32, Strides, Strides, double, Strides, u32, Strides, u32, u32, u32, Strides, std::string_view>())
       .def("__call__", &Topk::operator());
   nb::class_<FullRows>(module, "FullRows")
-      .def(nb::init<u32, Strides, Strides, double, Strides, u32, u32, std::string_view>())
+      .def(nb::init<u32, Strides, Strides, double, Strides, u32, Strides, u32, u32, std::string_view>())
       .def("__call__", &FullRows::operator());
-  bind_short_calls(module);
   module.def("linear_topk", &linear_topk);
   nb::class_<Merge>(module, "Merge")
       .def(nb::init<u32, Strides, Strides, Strides, Strides, Strides, i64, double, Strides, u32, u32, bool>())

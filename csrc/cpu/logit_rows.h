@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of logits of a request.
+// The rows of logits of a request: what is read, the same for every family.
 #pragma once
 
 #include <vector>
@@ -8,7 +8,9 @@
 
 namespace fused_topk::cpu {
 
-// Strides count elements. Those of the leading dimensions may be anything, zero included.
+enum class MaskKind : u32 { kNone = 0, kBools = 1, kBits = 2 };
+
+// Strides count elements, those of a mask of kBits words. Those of the leading dimensions may be anything, zero included.
 struct LogitRows {
   const VectorKernels* kernels;
   u32 threads;  // at most this many, the caller's included
@@ -24,6 +26,11 @@ struct LogitRows {
   double temperature;
   const float* row_temperature;  // nullable; [sizes...]
   std::vector<i64> temperature_strides;
+
+  const char* mask;  // null for kNone; [sizes..., vocab_size] bytes, or [sizes..., ceil(vocab_size / 32)] words
+  MaskKind mask_kind;
+  std::vector<i64> mask_strides;
+  i64 mask_element_stride;
 };
 
 }  // namespace fused_topk::cpu

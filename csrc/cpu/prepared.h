@@ -33,6 +33,7 @@ inline i64 pop(std::vector<i64>& strides) {
 // clang-format off: one argument group a line, in the order in which cpu.py passes them
 inline LogitRows logit_rows(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
                             double temperature, std::vector<i64> temperature_strides,
+                            u32 mask_kind, std::vector<i64> mask_strides,
                             std::string_view instruction_set) {
   // clang-format on
   LogitRows rows{};
@@ -44,7 +45,17 @@ inline LogitRows logit_rows(u32 dtype, std::vector<i64> shape, std::vector<i64> 
   rows.logits_strides = std::move(logits_strides);
   rows.temperature = temperature;
   rows.temperature_strides = std::move(temperature_strides);
+  rows.mask_kind = MaskKind(mask_kind);
+  if (!mask_strides.empty()) rows.mask_element_stride = pop(mask_strides);
+  rows.mask_strides = std::move(mask_strides);
   return rows;
+}
+
+// The addresses of a call; 0 stands for a tensor that it does not have.
+inline void point_to(LogitRows& rows, std::uintptr_t logits, std::uintptr_t row_temperature, std::uintptr_t mask) {
+  rows.logits = pointer<const char>(logits);
+  rows.row_temperature = pointer<const float>(row_temperature);
+  rows.mask = pointer<const char>(mask);
 }
 
 inline u64 elements_of(const LogitRows& rows) {
@@ -69,37 +80,31 @@ class Topk {
       // clang-format on
       : request_{} {
     static_cast<LogitRows&>(request_) = logit_rows(dtype, std::move(shape), std::move(logits_strides), temperature,
-                                                   std::move(temperature_strides), instruction_set);
+                                                   std::move(temperature_strides), mask_kind, std::move(mask_strides),
+                                                   instruction_set);
     elements_ = elements_of(request_);
     request_.k = k;
     request_.value_kind = ValueKind(value_kind);
     request_.normalize_over = NormalizeOver(normalize_over);
-    request_.mask_kind = MaskKind(mask_kind);
-    if (!mask_strides.empty()) request_.mask_element_stride = pop(mask_strides);
-    request_.mask_strides = std::move(mask_strides);
     if (!beam_scores_strides.empty()) {
       request_.beam_scores_strides[0] = beam_scores_strides.at(0);
       request_.beam_scores_strides[1] = beam_scores_strides.at(1);
     }
   }
 
-  void operator()(std::uintptr_t logits, std::uintptr_t values, std::uintptr_t indices, std::uintptr_t logsumexp,
-                  std::uintptr_t beam_scores, std::uintptr_t mask, std::uintptr_t row_temperature, u32 threads) const {
+  void operator()(std::uintptr_t logits, std::uintptr_t row_temperature, std::uintptr_t mask, std::uintptr_t values,
+                  std::uintptr_t indices, std::uintptr_t logsumexp, std::uintptr_t beam_scores, u32 threads) const {
     std::optional<nb::gil_scoped_release> without_gil;
     if (elements_ > kWorthReleasing) without_gil.emplace();
     Problem p = request_;
     p.threads = threads;
-    p.logits = pointer<const char>(logits);
+    point_to(p, logits, row_temperature, mask);
     p.values = pointer<void>(values);
     p.indices = pointer<i64>(indices);
     p.logsumexp = pointer<float>(logsumexp);
     p.beam_scores = pointer<const float>(beam_scores);
-    p.mask = pointer<const char>(mask);
-    p.row_temperature = pointer<const float>(row_temperature);
     solve(p);
   }
-
-  const Problem& request() const { return request_; }
 
  private:
   Problem request_;
@@ -112,28 +117,28 @@ class FullRows {
   // clang-format off: one argument group a line, as cpu.py passes them
   FullRows(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
            double temperature, std::vector<i64> temperature_strides,
+           u32 mask_kind, std::vector<i64> mask_strides,
            u32 kind, u32 out_dtype, std::string_view instruction_set)
       // clang-format on
       : request_{} {
     static_cast<LogitRows&>(request_) = logit_rows(dtype, std::move(shape), std::move(logits_strides), temperature,
-                                                   std::move(temperature_strides), instruction_set);
+                                                   std::move(temperature_strides), mask_kind, std::move(mask_strides),
+                                                   instruction_set);
     elements_ = elements_of(request_);
     request_.kind = FullRowKind(kind);
     request_.out_dtype = DType(out_dtype);
   }
 
-  void operator()(std::uintptr_t logits, std::uintptr_t out, std::uintptr_t row_temperature, u32 threads) const {
+  void operator()(std::uintptr_t logits, std::uintptr_t row_temperature, std::uintptr_t mask, std::uintptr_t out,
+                  u32 threads) const {
     std::optional<nb::gil_scoped_release> without_gil;
     if (elements_ > kWorthReleasing) without_gil.emplace();
     FullRowProblem p = request_;
     p.threads = threads;
-    p.logits = pointer<const char>(logits);
+    point_to(p, logits, row_temperature, mask);
     p.out = pointer<char>(out);
-    p.row_temperature = pointer<const float>(row_temperature);
     solve(p);
   }
-
-  const FullRowProblem& request() const { return request_; }
 
  private:
   FullRowProblem request_;

@@ -7,18 +7,10 @@
 
 namespace fused_topk::cpu {
 
-enum class MaskKind : u32 { kNone = 0, kBools = 1, kBits = 2 };
-
 struct Problem : LogitRows {
   u32 k;
   ValueKind value_kind;
   NormalizeOver normalize_over;
-
-  // Strides count elements, as in LogitRows. With kBits they count words.
-  const char* mask;  // null for kNone; [sizes..., vocab_size] bytes, or [sizes..., ceil(vocab_size / 32)] words
-  MaskKind mask_kind;
-  std::vector<i64> mask_strides;
-  i64 mask_element_stride;
 
   void* values;      // [sizes..., k] float, or dtype for kLogits and kState; [batch, k] with beams
   i64* indices;      // like values

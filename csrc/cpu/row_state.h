@@ -120,6 +120,22 @@ inline const char* logits_of(const LogitRows& rows, u64 row) {
   return rows.logits + offset_of(row, rows.sizes, rows.logits_strides) * kItemSize[rows.dtype];
 }
 
+// Null where there is no mask.
+inline const char* mask_of(const LogitRows& rows, u64 row) {
+  const u32 item_size = rows.mask_kind == MaskKind::kBits ? 4 : 1;
+  return rows.mask ? rows.mask + offset_of(row, rows.sizes, rows.mask_strides) * item_size : nullptr;
+}
+
+// Writes -inf to those of tokens begin .. begin + n that the row's mask forbids. begin is a multiple of 32. x: [n]
+inline void apply_mask(const LogitRows& rows, const char* mask, u32 begin, u32 n, float* x) {
+  const i64 stride = rows.mask_element_stride;
+  if (rows.mask_kind == MaskKind::kBools) {
+    rows.kernels->mask_bools(reinterpret_cast<const u8*>(mask) + begin * stride, stride, n, x);
+  } else {
+    rows.kernels->mask_bits(mask + begin / 32 * stride * 4, stride, n, x);
+  }
+}
+
 // Whether the logits are adjacent, aligned float32, which is read where it lies.
 inline bool is_read_in_place(const LogitRows& rows, const char* logits) {
   return rows.dtype == kFloat32 && rows.logits_element_stride == 1 &&

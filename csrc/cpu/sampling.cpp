@@ -203,11 +203,9 @@ struct Solver {
     const SampleProblem& p = problem;
     const double temperature = p.temperatures(number);
     const i64 k = p.top_k(number);
-    const char* mask = nullptr;
-    if (p.mask) mask = p.mask + i64(number) * p.mask_row_stride * (p.mask_kind == MaskKind::kBits ? 4 : 1);
     return {number,
             logits_of(p, number),
-            mask,
+            mask_of(p, number),
             Temperature(temperature > 0.0 ? temperature : 1.0),
             !(temperature > 0.0),
             k > 0 && k < i64(vocab_size) ? u32(k) : 0,
@@ -259,12 +257,7 @@ struct Solver {
     const char* const source = row.logits + begin * step;
     if (!row.mask && is_read_in_place(problem, row.logits)) return reinterpret_cast<const float*>(source);
     kernels.load[problem.dtype](source, problem.logits_element_stride, n, workspace.buffer);
-    const i64 stride = problem.mask_element_stride;
-    if (row.mask && problem.mask_kind == MaskKind::kBools) {
-      kernels.mask_bools(reinterpret_cast<const u8*>(row.mask) + begin * stride, stride, n, workspace.buffer);
-    } else if (row.mask) {
-      kernels.mask_bits(row.mask + begin / 32 * stride * 4, stride, n, workspace.buffer);
-    }
+    if (row.mask) apply_mask(problem, row.mask, begin, n, workspace.buffer);
     return workspace.buffer;
   }
 

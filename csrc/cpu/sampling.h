@@ -25,11 +25,6 @@ struct SampleProblem : LogitRows {
   RowNumber<i64> counter;
   u32 first_row;  // its number among the rows of one seed
 
-  const char* mask;  // null for kNone; [rows, vocab_size] bytes, or [rows, ceil(vocab_size / 32)] words
-  MaskKind mask_kind;
-  i64 mask_row_stride;
-  i64 mask_element_stride;
-
   u32 num_samples;
   u32 logprobs;    // how many of the best are listed
   bool truncated;  // whether log_probs are relative to what is kept

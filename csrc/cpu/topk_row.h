@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row of a request for top-k: its temperature, its mask, and its results. Shared by the files that compute top-k.
+// A row of a request for top-k: its temperature and its results. Shared by the files that compute top-k.
 #pragma once
 
 #include "problem.h"
@@ -11,22 +11,6 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 inline double temperature_of(const Problem& p, u64 row) {
   return p.row_temperature ? p.row_temperature[offset_of(row, p.sizes, p.temperature_strides)] : p.temperature;
-}
-
-// Null where there is no mask.
-inline const char* mask_of(const Problem& p, u64 row) {
-  const u32 item_size = p.mask_kind == MaskKind::kBits ? 4 : 1;
-  return p.mask ? p.mask + offset_of(row, p.sizes, p.mask_strides) * item_size : nullptr;
-}
-
-// Writes -inf to those of tokens begin .. begin + n that the row's mask forbids. begin is a multiple of 32. x: [n]
-inline void apply_mask(const Problem& p, const char* mask, u32 begin, u32 n, float* x) {
-  const i64 stride = p.mask_element_stride;
-  if (p.mask_kind == MaskKind::kBools) {
-    p.kernels->mask_bools(reinterpret_cast<const u8*>(mask) + begin * stride, stride, n, x);
-  } else {
-    p.kernels->mask_bits(mask + begin / 32 * stride * 4, stride, n, x);
-  }
 }
 
 // The normalizer of a whole row.

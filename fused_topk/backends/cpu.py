@@ -4,13 +4,22 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, LinearProblem, MergeProblem, MergeTensors, Problem, Sample, SampleProblem, TopK
+from ..problem import (
+    FullRowProblem,
+    LinearProblem,
+    MergeProblem,
+    MergeTensors,
+    Sample,
+    SampleProblem,
+    TopK,
+    TopkProblem,
+)
+from ..rows import LogitRows
 from .protocol import StartFullRows, StartMerge, StartTopk
 
 _cpu: Any
@@ -21,7 +30,7 @@ except ImportError as error:
     _cpu = None
     _import_error = str(error)
 
-# The enumerations of csrc/cpu: vector_kernels.h, problem.h (masks), router_kernels.h (values, normalization), full_row_kernels.h.
+# The enumerations of csrc/cpu: vector_kernels.h, logit_rows.h (masks), router_kernels.h (values, normalization), full_row_kernels.h.
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _NO_MASK, _BOOL_MASK, _PACKED_MASK = 0, 1, 2
 # Those that linear_kernels.cpp multiplies.
@@ -29,6 +38,8 @@ _MULTIPLIED = (torch.float32, torch.bfloat16)
 _VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2, "state": 3}
 _FULL_ROW_KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
 _NORMALIZE_OVER = {"allowed": 0, "all": 1, "topk": 2}
+# Looked up once, not at every call.
+_num_threads = torch.get_num_threads
 
 
 def unavailable(device: torch.device | None = None) -> str | None:
@@ -59,53 +70,35 @@ def instruction_set() -> str:
 
 
 def prepare_topk(
-    problem: Problem, device: torch.device, beam_scores: Tensor | None = None, instruction_set: str = ""
+    problem: TopkProblem, device: torch.device, beam_scores: Tensor | None = None, instruction_set: str = ""
 ) -> StartTopk:
     """See :class:`protocol.Backend`. `instruction_set`: one of `_cpu.instruction_sets()` instead of the best, for tests."""
-    logits, k, temperature, row_temperature, mask, values, normalize = problem
-    # The raw logits have no temperature, and nothing is relative to a token that may not be chosen.
-    is_raw = values == "logits"
-    if is_raw:
-        temperature, row_temperature, normalize = 1.0, None, "allowed"
+    rows, k, values, normalize = problem.settled()
     topk = _cpu.Topk(
-        *_rows(logits, temperature, row_temperature),
-        _NO_MASK if mask is None else _BOOL_MASK if mask.dtype is torch.bool else _PACKED_MASK,
-        () if mask is None else mask.stride(),
+        *_layout_of(rows),
         k,
         _VALUE_KINDS[values],
         _NORMALIZE_OVER[normalize],
         () if beam_scores is None else beam_scores.stride(),
         instruction_set,
     )
-    return PreparedTopk(topk, is_raw)
+    is_scaled = problem.rows.row_temperature is not None and values != "logits"
 
-
-class PreparedTopk(NamedTuple):
-    """A :class:`protocol.StartTopk` that shows the request of the extension."""
-
-    native: Any
-    is_raw: bool
-
-    def __call__(
-        self,
-        logits: Tensor,
-        out: TopK,
-        beam_scores: Tensor | None = None,
-        mask: Tensor | None = None,
-        row_temperature: Tensor | None = None,
-    ) -> None:
+    def run(rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None:
+        logits, temperatures, mask = _addresses_of(rows)
         values, indices, logsumexp = out
-        self.native(
-            logits.data_ptr(),
+        topk(
+            logits,
+            temperatures if is_scaled else 0,
+            mask,
             values.data_ptr(),
             indices.data_ptr(),
             logsumexp.data_ptr(),
-            0 if beam_scores is None else beam_scores.data_ptr(),
-            # A broadcast view begins where its tensor does.
-            0 if mask is None else mask.data_ptr(),
-            0 if row_temperature is None or self.is_raw else row_temperature.data_ptr(),
-            torch.get_num_threads(),
+            _address(beam_scores),
+            _num_threads(),
         )
+
+    return run
 
 
 def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
@@ -125,10 +118,9 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
         _VALUE_KINDS[problem.values],
         problem.normalize == "topk",
     )
-    num_threads = torch.get_num_threads
 
     def run(tensors: MergeTensors, out: TopK) -> None:
-        merge(*map(_address, tensors), *map(_address, out), num_threads())
+        merge(*map(_address, tensors), *map(_address, out), _num_threads())
 
     return run
 
@@ -148,37 +140,29 @@ def linear_topk(
     best: contiguous tensors for the result. state: (rows, 2), for m and d; None if nobody wants them. `instruction_set`: as
     for :func:`prepare_topk`.
     """
-    hidden, weight, bias, temperature, row_temperature, mask, _, normalize = problem
-    if values == "logits":
-        temperature, row_temperature, normalize = 1.0, None, "allowed"
+    rows, weight, bias, _, normalize = problem.settled(values)
     if values == "state":
         # The logits, with m and d at the temperature.
         values = "logits"
-    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+    hidden = rows.logits if rows.logits.stride(-1) == 1 else rows.logits.contiguous()
     _cpu.linear_topk(
         _DTYPES[weight.dtype],
         hidden.shape[0],
         *weight.shape,
+        *_layout_of_scale_and_mask(rows),
+        *_addresses_of(rows)[1:],
         hidden.data_ptr(),
         hidden.stride(0),
         weight.data_ptr(),
         weight.stride(0),
-        0 if bias is None else bias.data_ptr(),
+        _address(bias),
         0 if bias is None else bias.stride(0),
-        temperature,
-        0 if row_temperature is None else row_temperature.data_ptr(),
-        0 if row_temperature is None else row_temperature.stride(0),
-        0 if mask is None else mask.data_ptr(),
-        _NO_MASK if mask is None else _BOOL_MASK if mask.dtype is torch.bool else _PACKED_MASK,
-        () if mask is None else mask.stride(),
         k,
         _VALUE_KINDS[values],
         _NORMALIZE_OVER[normalize],
-        best.values.data_ptr(),
-        best.indices.data_ptr(),
-        best.logsumexp.data_ptr(),
-        0 if state is None else state.data_ptr(),
-        torch.get_num_threads(),
+        *map(_address, best),
+        _address(state),
+        _num_threads(),
         instruction_set,
     )
 
@@ -188,59 +172,27 @@ def prepare_full_rows(
 ) -> StartFullRows:
     """See :class:`protocol.Backend`. `instruction_set`: as for :func:`prepare_topk`."""
     full_rows = _cpu.FullRows(
-        *_rows(problem.logits, problem.temperature, problem.row_temperature),
-        _FULL_ROW_KINDS[problem.values],
-        _DTYPES[dtype],
-        instruction_set,
+        *_layout_of(problem.rows), _FULL_ROW_KINDS[problem.values], _DTYPES[dtype], instruction_set
     )
-    return PreparedFullRows(full_rows)
 
+    def run(rows: LogitRows, out: Tensor) -> None:
+        full_rows(*_addresses_of(rows), out.data_ptr(), _num_threads())
 
-class PreparedFullRows(NamedTuple):
-    """A :class:`protocol.StartFullRows` that shows the request of the extension."""
-
-    native: Any
-
-    def __call__(self, logits: Tensor, out: Tensor, row_temperature: Tensor | None = None) -> None:
-        temperatures = 0 if row_temperature is None else row_temperature.data_ptr()
-        self.native(logits.data_ptr(), out.data_ptr(), temperatures, torch.get_num_threads())
-
-
-def short_calls(keys: Mapping[str, Any] | None) -> Any:
-    """The extension's ShortCalls, or None where it is missing or torch is older than 2.10, whose tensors have no C interface.
-
-    keys: by what it sees that torch must see a call; None if it cannot.
-    """
-    if _cpu is None or keys is None or not hasattr(Tensor, "__dlpack_c_exchange_api__"):
-        return None
-    try:
-        have_changed = torch.autograd.graph.increment_version
-        of_torch = (torch.empty, torch.empty_like, torch.get_num_threads, Tensor.is_inference, have_changed)
-        return _cpu.ShortCalls(Tensor, TopK, *of_torch, *keys.values())
-    except ValueError:  # another version of the interface
-        return None
+    return run
 
 
 def sample(problem: SampleProblem, out: Sample, instruction_set: str = "") -> None:
     """See :class:`protocol.Backend`. `instruction_set`: as for :func:`prepare_topk`."""
     p = problem
-    topk = (None,) * 3 if out.topk is None else out.topk
     _cpu.sample(
-        p.logits.data_ptr(),
-        _DTYPES[p.logits.dtype],
-        p.logits.shape,
-        p.logits.stride(),
-        p.temperature,
-        _address(p.row_temperature),
+        *_layout_of(p.rows),
+        *_addresses_of(p.rows),
         p.top_k,
         _address(p.row_top_k),
         p.top_p,
         _address(p.row_top_p),
         p.min_p,
         _address(p.row_min_p),
-        _address(p.mask),
-        _NO_MASK if p.mask is None else _BOOL_MASK if p.mask.dtype is torch.bool else _PACKED_MASK,
-        () if p.mask is None else p.mask.stride(),
         p.seed,
         _address(p.row_seed),
         p.counter,
@@ -251,8 +203,8 @@ def sample(problem: SampleProblem, out: Sample, instruction_set: str = "") -> No
         p.truncated,
         out.tokens.data_ptr(),
         out.log_probs.data_ptr(),
-        *map(_address, topk),
-        torch.get_num_threads(),
+        *map(_address, (None,) * 3 if out.topk is None else out.topk),
+        _num_threads(),
         instruction_set,
     )
 
@@ -261,12 +213,23 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _rows(logits: Tensor, temperature: float, row_temperature: Tensor | None) -> tuple[Any, ...]:
+def _layout_of(rows: LogitRows) -> tuple[Any, ...]:
     """The arguments that say how the rows lie: struct LogitRows of csrc/cpu/logit_rows.h, without its addresses."""
+    logits = rows.logits
+    return _DTYPES[logits.dtype], logits.shape, logits.stride(), *_layout_of_scale_and_mask(rows)
+
+
+def _layout_of_scale_and_mask(rows: LogitRows) -> tuple[Any, ...]:
+    _, temperature, row_temperature, mask = rows
     return (
-        _DTYPES[logits.dtype],
-        logits.shape,
-        logits.stride(),
         temperature,
         () if row_temperature is None else row_temperature.stride(),
+        _NO_MASK if mask is None else _BOOL_MASK if mask.dtype is torch.bool else _PACKED_MASK,
+        () if mask is None else mask.stride(),
     )
+
+
+def _addresses_of(rows: LogitRows) -> tuple[int, ...]:
+    """The addresses of struct LogitRows. A broadcast view begins where its tensor does."""
+    logits, _, row_temperature, mask = rows
+    return logits.data_ptr(), _address(row_temperature), _address(mask)

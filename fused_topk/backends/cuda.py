@@ -29,11 +29,12 @@ from ..problem import (
     LogitGradientProblem,
     MergeProblem,
     MergeTensors,
-    Problem,
     Sample,
     SampleProblem,
     TopK,
+    TopkProblem,
 )
+from ..rows import LogitRows
 from .protocol import StartFullRows, StartMerge, StartTopk
 
 # One element of that many bytes, which CuPy passes by value.
@@ -54,44 +55,28 @@ def supports(dtype: torch.dtype, k: int) -> bool:
 
 
 def prepare_topk(
-    problem: Problem, device: torch.device, beam_scores: Tensor | None = None, choice: KernelChoice | None = None
+    problem: TopkProblem, device: torch.device, beam_scores: Tensor | None = None, choice: KernelChoice | None = None
 ) -> StartTopk:
     """See :class:`protocol.Backend`. The merge over beams is part of the same launch. `choice`: instead of the best one."""
-    logits, index = problem.logits, device.index
-    itemsize, rows = logits.element_size(), row_count(logits.shape)
-    if rows == 0:
-        return lambda logits, out, beam_scores=None, mask=None, row_temperature=None: None
+    logits, index = problem.rows.logits, device.index
+    itemsize, count = logits.element_size(), row_count(logits.shape)
+    if count == 0:
+        return lambda rows, out, beam_scores=None: None
     if choice is None:
-        choice = topk_choice(rows, logits.shape[-1], problem.k, itemsize, index, beam_scores is not None)
+        choice = topk_choice(count, logits.shape[-1], problem.k, itemsize, index, beam_scores is not None)
     unaligned, aligned = (
         topk_launch.plan(_topk_layout(problem, is_aligned, beam_scores), choice) for is_aligned in (False, True)
     )
     has_adjacent = _has_adjacent(logits)
 
-    def run(
-        logits: Tensor,
-        out: TopK,
-        beam_scores: Tensor | None = None,
-        mask: Tensor | None = None,
-        row_temperature: Tensor | None = None,
-    ) -> None:
-        address = logits.data_ptr()
+    def run(rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None:
+        address = rows.logits.data_ptr()
         planned = unaligned if address % 16 else aligned
         if planned is None or not has_adjacent or address % itemsize:
-            copied = _copied(problem.at(logits, mask, row_temperature))
-            start = prepare_topk(copied, device, beam_scores, choice)
-            start(copied.logits, out, beam_scores, copied.mask, copied.row_temperature)
+            copied = _copied(problem.rows.at(rows))
+            prepare_topk(problem._replace(rows=copied), device, beam_scores, choice)(copied, out, beam_scores)
             return
-        _launch_topk(
-            planned,
-            index,
-            address,
-            problem.temperature,
-            0 if row_temperature is None else row_temperature.data_ptr(),
-            0 if mask is None else mask.data_ptr(),
-            0 if beam_scores is None else beam_scores.data_ptr(),
-            out,
-        )
+        _launch_topk(planned, index, rows, beam_scores, out)
 
     return run
 
@@ -114,28 +99,26 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
 
 
 def accumulate_piece(
-    logits: Tensor,
+    rows: LogitRows,
     first_token: int,
-    temperature: float,
-    row_temperature: Tensor | None,
     state: TopK,
     targets: tuple[Tensor, Tensor, Tensor | None] | None = None,
 ) -> None:
     """Takes a piece of the vocabulary into the rows' states, by csrc/accumulate_piece.cu.
 
     Args:
-        logits: (rows, tokens), at least one; each row starts at a multiple of 16 bytes.
+        rows: of (rows, tokens), at least one, without a mask; each row starts at a multiple of 16 bytes.
         first_token: of the piece, in a vocabulary of less than 2^31 tokens; 0: no piece has come before, and the state is not
             read.
-        row_temperature: (rows,) or None.
         state: values (rows, k) in the logits' dtype, indices (rows, k), -1 where there is no entry yet, and m and d (2, rows)
             in place of the logsumexp, each contiguous, with k at most piece_launch.MOST_K.
         targets: tokens int64 (rows, n), their logits (rows, n), which are written where a token is in the piece, and for n = 1
             the ranks int64 (rows, 1) or None, to which the tokens of the piece are added that rank before; each contiguous. A
             token's logit is known before the ranks are.
     """
+    logits, temperature, row_temperature, _ = rows
     device = logits.get_device()
-    rows, tokens = logits.shape
+    count, tokens = logits.shape
     target_tokens, target_logits, ranks = targets or (None, None, None)
     row_temperature = None if row_temperature is None else row_temperature.contiguous()
     filled = Piece(
@@ -148,7 +131,7 @@ def accumulate_piece(
         targets=_address(target_tokens),
         target_logits=_address(target_logits),
         target_ranks=_address(ranks),
-        rows=rows,
+        rows=count,
         tokens=tokens,
         k=state.values.shape[1],
         num_targets=0 if target_tokens is None else target_tokens.shape[1],
@@ -158,7 +141,7 @@ def accumulate_piece(
     )
     driver.call(
         driver.function(device, piece_launch.kernel_name(logits.dtype, ranks is not None)),
-        (piece_launch.blocks(rows),),
+        (piece_launch.blocks(count),),
         piece_launch.THREADS,
         (np.frombuffer(bytes(filled), _PIECE_ARGUMENT),),
         device,
@@ -170,10 +153,10 @@ def prepare_full_rows(
     problem: FullRowProblem, device: torch.device, dtype: torch.dtype, choice: FullRowChoice | None = None
 ) -> StartFullRows:
     """See :class:`protocol.Backend`. `choice`: another cut of the rows than the best one."""
-    logits, index = problem.logits, device.index
+    logits, index = problem.rows.logits, device.index
     itemsize = logits.element_size()
     if row_count(logits.shape) == 0:
-        return lambda logits, out, row_temperature=None: None
+        return lambda rows, out: None
     if choice is None:
         choice = full_row_choice(index, logits.shape[-1], itemsize)
     layout = FullRowLayout(logits.shape, logits.stride(), logits.dtype, dtype, False, problem.values)
@@ -183,37 +166,36 @@ def prepare_full_rows(
     )
     has_adjacent, is_written = _has_adjacent(logits), problem.values != "logsumexp"
 
-    def run(logits: Tensor, out: Tensor, row_temperature: Tensor | None = None) -> None:
-        address, to = logits.data_ptr(), out.data_ptr()
+    def run(rows: LogitRows, out: Tensor) -> None:
+        address, to = rows.logits.data_ptr(), out.data_ptr()
         planned = unaligned if address % 16 or (is_written and to % 16) else aligned
         if planned is None or not has_adjacent or address % itemsize:
-            copied = problem.at(logits.clone(memory_format=torch.contiguous_format), row_temperature)
-            prepare_full_rows(copied, device, dtype, choice)(copied.logits, out, copied.row_temperature)
+            given = problem.rows.at(rows)
+            copied = given._replace(logits=given.logits.clone(memory_format=torch.contiguous_format))
+            prepare_full_rows(problem._replace(rows=copied), device, dtype, choice)(copied, out)
             return
-        temperatures = 0
-        if row_temperature is not None:
+        if rows.row_temperature is not None:
             # One number a row. They seldom have other strides, and the kernel knows no others.
-            given = problem.at(logits, row_temperature).row_temperature
-            assert given is not None
-            row_temperature = given.contiguous()
-            temperatures = row_temperature.data_ptr()
-        _launch_full_rows(planned, index, address, problem.temperature, temperatures, out)
+            given = problem.rows.at(rows)
+            assert given.row_temperature is not None
+            rows = given._replace(row_temperature=given.row_temperature.contiguous())
+        _launch_full_rows(planned, index, rows, out)
 
     return run
 
 
-def logit_gradients(problem: LogitGradientProblem, logits: Tensor, start: int, mask: Tensor | None = None) -> None:
-    """Turns logits (rows, tokens), which begin at token `start` and are adjacent in a row, into their gradient.
-
-    mask: of these tokens, bool (rows, tokens) or int32 (rows, ceil(tokens / 32)), any strides: the others have no gradient.
-    """
+def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int) -> None:
+    """Turns logits (rows, tokens), which begin at token `start` and are adjacent in a row, into their gradient. Hidden tokens have
+    none."""
+    logits, temperature, row_temperature, mask = rows
     p, index = problem, logits.get_device()
-    rows, tokens = logits.shape
+    count, tokens = logits.shape
+    row_temperature = None if row_temperature is None else row_temperature.contiguous()
     filled = LogitGradients(
         logits=logits.data_ptr(),
         m=p.m.data_ptr(),
         coefficient=p.coefficient.data_ptr(),
-        row_temperature=_address(p.row_temperature),
+        row_temperature=_address(row_temperature),
         listed=p.listed.data_ptr(),
         mask=_address(mask),
         row_stride=logits.stride(0),
@@ -223,10 +205,10 @@ def logit_gradients(problem: LogitGradientProblem, logits: Tensor, start: int, m
         start=start,
         length=p.listed.shape[1],
         mask_kind=mask is not None and mask.dtype != torch.bool,
-        temperature=p.temperature,
+        temperature=temperature,
     )
     function = driver.function(index, gradient_launch.kernel_name(logits.dtype))
-    grid = gradient_launch.grid(rows, tokens, logits.element_size())
+    grid = gradient_launch.grid(count, tokens, logits.element_size())
     argument = np.frombuffer(bytes(filled), _GRADIENT_ARGUMENT)
     driver.call(function, grid, gradient_launch.THREADS, (argument,), index)
 
@@ -234,7 +216,8 @@ def logit_gradients(problem: LogitGradientProblem, logits: Tensor, start: int, m
 def sample(problem: SampleProblem, out: Sample) -> None:
     """See :class:`protocol.Backend`. One launch without filters, else two: the row's best with its (m, d), and the draws."""
     p = problem
-    logits, index = p.logits, p.logits.get_device()
+    logits, temperature, row_temperature, mask = p.rows
+    index = logits.get_device()
     if not _has_adjacent(logits) or logits.data_ptr() % logits.element_size():
         logits = logits.clone(memory_format=torch.contiguous_format)
     rows, vocab_size = logits.shape
@@ -245,13 +228,14 @@ def sample(problem: SampleProblem, out: Sample) -> None:
     length = 0 if is_whole else sample_launch.list_length(vocab_size, top_k)
     if length < p.logprobs <= sample_launch.LONGEST_LIST and not is_whole:
         length = p.logprobs
-    listed = None if is_whole else _topk_state(logits, length, p.mask)
+    own = LogitRows(logits, mask=mask)
+    listed = None if is_whole else _topk_state(own, length)
     best: TopK | None = None
     if out.topk is not None and p.logprobs <= length:
         best = out.topk
     elif out.topk is not None:
-        best_problem = Problem(logits, p.logprobs, 1.0, None, p.mask, "log_softmax", "allowed")
-        prepare_topk(best_problem, _device_of(logits))(logits, out.topk, None, p.mask)
+        best_problem = TopkProblem(own, p.logprobs, "log_softmax", "allowed")
+        prepare_topk(best_problem, _device_of(logits))(own, out.topk)
     count = multiprocessors(index)
     if is_whole:
         blocks = sample_launch.summing_blocks(rows, vocab_size, count)
@@ -271,20 +255,20 @@ def sample(problem: SampleProblem, out: Sample) -> None:
         tickets=tickets.zeroed(index, counters) if counters else 0,
         tokens=out.tokens.data_ptr(),
         log_probs=out.log_probs.data_ptr(),
-        temperature=p.temperature,
-        row_temperature=_address(p.row_temperature),
+        temperature=temperature,
+        row_temperature=_address(row_temperature),
         seed=p.seed,
         row_seed=_address(p.row_seed),
         counter=p.counter,
         row_counter=_address(p.row_counter),
         one=sample_launch.unit(vocab_size),
         truncated=p.truncated,
-        mask_kind=p.mask is not None and p.mask.dtype != torch.bool,
+        mask_kind=mask is not None and mask.dtype != torch.bool,
         length=length,
         first_row=p.first_row,
-        mask=_address(p.mask),
-        mask_row_stride=0 if p.mask is None else p.mask.stride(0),
-        mask_element_stride=0 if p.mask is None else p.mask.stride(1),
+        mask=_address(mask),
+        mask_row_stride=0 if mask is None else mask.stride(0),
+        mask_element_stride=0 if mask is None else mask.stride(1),
         list_logits=0 if listed is None else listed.values.data_ptr(),
         list_indices=0 if listed is None else listed.indices.data_ptr(),
         list_state=0 if listed is None else listed.logsumexp.data_ptr(),
@@ -312,16 +296,15 @@ def sample(problem: SampleProblem, out: Sample) -> None:
     )
 
 
-def _topk_state(logits: Tensor, k: int, mask: Tensor | None) -> TopK:
-    """The best k logits of each row, and in place of the logsumexp (2, rows): its m, and its d at temperature 1."""
-    rows, device = len(logits), logits.device
+def _topk_state(rows: LogitRows, k: int) -> TopK:
+    """The best k logits of each row, and in place of the logsumexp (2, rows): its m, and its d."""
+    count, device = len(rows.logits), rows.logits.device
     out = TopK(
-        torch.empty((rows, k), dtype=logits.dtype, device=device),
-        torch.empty((rows, k), dtype=torch.int64, device=device),
-        torch.empty((2, rows), dtype=torch.float32, device=device),
+        torch.empty((count, k), dtype=rows.logits.dtype, device=device),
+        torch.empty((count, k), dtype=torch.int64, device=device),
+        torch.empty((2, count), dtype=torch.float32, device=device),
     )
-    problem = Problem(logits, k, 1.0, None, mask, "state", "allowed")
-    prepare_topk(problem, _device_of(logits))(logits, out, None, mask)
+    prepare_topk(TopkProblem(rows, k, "state", "allowed"), _device_of(rows.logits))(rows, out)
     return out
 
 
@@ -353,10 +336,10 @@ def kernel_names() -> list[str]:
     return ["fused_topk::read_rows_kernel", *topk_launch.kernel_names()]
 
 
-def topk_kernel(problem: Problem, device: int, beam_scores: Tensor | None = None) -> str:
+def topk_kernel(problem: TopkProblem, device: int, beam_scores: Tensor | None = None) -> str:
     """The kernel that a launch asks for, on logits as torch allocates them: contiguous, from a multiple of 16 bytes on. The
     tensors may be meta tensors, and have at least one row."""
-    logits = problem.logits
+    logits = problem.rows.logits
     rows, vocab_size = row_count(logits.shape), logits.shape[-1]
     choice = topk_choice(rows, vocab_size, problem.k, logits.element_size(), device, beam_scores is not None)
     planned = topk_launch.plan(_topk_layout(problem, True, beam_scores), choice)
@@ -401,17 +384,9 @@ def full_row_choice(device: int, vocab_size: int, itemsize: int) -> FullRowChoic
     return choose_full_row(vocab_size, itemsize, driver.max_shared_bytes_per_block(device), multiprocessors(device))
 
 
-def _launch_topk(
-    planned: Launch,
-    device: int,
-    logits: int,
-    temperature: float,
-    row_temperature: int,
-    mask: int,
-    beam_scores: int,
-    out: TopK,
-) -> None:
+def _launch_topk(planned: Launch, device: int, rows: LogitRows, beam_scores: Tensor | None, out: TopK) -> None:
     """Launches what is planned, with the addresses of this call."""
+    logits, temperature, row_temperature, mask = rows
     function = driver.function(device, planned.kernel)
     scratch = first_ticket = 0
     if planned.scratch_words:
@@ -419,11 +394,11 @@ def _launch_topk(
         scratch = workspace.data_ptr()
         first_ticket = tickets.zeroed(device, planned.row_tickets + planned.beam_tickets)
     filled = planned.fill(
-        logits,
+        logits.data_ptr(),
         temperature,
-        row_temperature,
-        mask,
-        beam_scores,
+        _address(row_temperature),
+        _address(mask),
+        _address(beam_scores),
         scratch,
         first_ticket,
         out.values.data_ptr(),
@@ -438,9 +413,7 @@ def _launch_topk(
     driver.call(function, planned.grid, planned.threads, (argument,), device, shared_bytes)
 
 
-def _launch_full_rows(
-    planned: FullRowLaunch, device: int, logits: int, temperature: float, row_temperature: int, out: Tensor
-) -> None:
+def _launch_full_rows(planned: FullRowLaunch, device: int, rows: LogitRows, out: Tensor) -> None:
     """Launches the planned softmax of whole rows, with the addresses of this call."""
     function = driver.function(device, planned.kernel)
     scratch = counters = 0
@@ -448,7 +421,9 @@ def _launch_full_rows(
         workspace = torch.empty(planned.scratch_words, dtype=torch.int64, device=out.device)
         scratch = workspace.data_ptr()
         counters = tickets.zeroed(device, planned.counters)
-    filled = planned.fill(logits, temperature, row_temperature, scratch, counters, out.data_ptr())
+    filled = planned.fill(
+        rows.logits.data_ptr(), rows.temperature, _address(rows.row_temperature), scratch, counters, out.data_ptr()
+    )
     argument = np.frombuffer(filled, _FULL_ROW_ARGUMENT)
     driver.call(
         function,
@@ -461,8 +436,8 @@ def _launch_full_rows(
     )
 
 
-def _topk_layout(problem: Problem, is_aligned: bool, beam_scores: Tensor | None) -> Layout:
-    logits, mask, row_temperature = problem.logits, problem.mask, problem.row_temperature
+def _topk_layout(problem: TopkProblem, is_aligned: bool, beam_scores: Tensor | None) -> Layout:
+    logits, _, row_temperature, mask = problem.rows
     return Layout(
         logits.shape,
         logits.stride(),
@@ -515,14 +490,10 @@ def _copied_merge(tensors: MergeTensors) -> MergeTensors:
     )
 
 
-def _copied(problem: Problem) -> Problem:
-    """The same request with rows that the kernels can read: a copy of the logits, or where they can be read and the tensors
-    have more unrelated strides than a kernel walks, of all."""
-    logits, mask, row_temperature = problem.logits, problem.mask, problem.row_temperature
+def _copied(rows: LogitRows) -> LogitRows:
+    """The same rows as the kernels can read them: a copy of the logits, or where they can be read and the tensors have more
+    unrelated strides than a kernel walks, of all."""
+    logits = rows.logits
     if not _has_adjacent(logits) or logits.data_ptr() % logits.element_size():
-        return problem._replace(logits=logits.clone(memory_format=torch.contiguous_format))
-    return problem._replace(
-        logits=logits.contiguous(),
-        mask=None if mask is None else mask.contiguous(),
-        row_temperature=None if row_temperature is None else row_temperature.contiguous(),
-    )
+        return rows._replace(logits=logits.clone(memory_format=torch.contiguous_format))
+    return rows.contiguous()

@@ -8,20 +8,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, MergeProblem, MergeTensors, Problem, Sample, SampleProblem, TopK
+from ..problem import FullRowProblem, MergeProblem, MergeTensors, Sample, SampleProblem, TopK, TopkProblem
+from ..rows import LogitRows
 
 
 class StartTopk(Protocol):
     """Runs a prepared top-k request on tensors of the layout that it was prepared for, and writes `out`."""
 
-    def __call__(
-        self,
-        logits: Tensor,
-        out: TopK,
-        beam_scores: Tensor | None = None,
-        mask: Tensor | None = None,
-        row_temperature: Tensor | None = None,
-    ) -> None: ...
+    def __call__(self, rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None: ...
 
 
 class StartMerge(Protocol):
@@ -33,7 +27,7 @@ class StartMerge(Protocol):
 class StartFullRows(Protocol):
     """Runs a prepared request for full rows on tensors of its layout, and writes the contiguous `out`."""
 
-    def __call__(self, logits: Tensor, out: Tensor, row_temperature: Tensor | None = None) -> None: ...
+    def __call__(self, rows: LogitRows, out: Tensor) -> None: ...
 
 
 class Backend(Protocol):
@@ -49,7 +43,7 @@ class Backend(Protocol):
         """Whether it takes logits of that dtype, and that k; full rows ask with k = 1."""
         ...
 
-    def prepare_topk(self, problem: Problem, device: torch.device, beam_scores: Tensor | None = None) -> StartTopk:
+    def prepare_topk(self, problem: TopkProblem, device: torch.device, beam_scores: Tensor | None = None) -> StartTopk:
         """Plans a call once for its shapes and strides. The returned function takes only the tensors.
 
         It computes the k best of every row, their values, and the row's logsumexp. With beam_scores, it computes the k best

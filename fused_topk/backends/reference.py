@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, MergeProblem, Problem, Sample, SampleProblem, TopK
+from ..problem import FullRowProblem, MergeProblem, Sample, SampleProblem, TopK, TopkProblem
+from ..rows import LogitRows
 from .protocol import StartFullRows, StartMerge, StartTopk
 
 # By the bytes of an element.
@@ -27,17 +28,11 @@ def supports(dtype: torch.dtype, k: int) -> bool:
     return True
 
 
-def prepare_topk(problem: Problem, device: torch.device, beam_scores: Tensor | None = None) -> StartTopk:
+def prepare_topk(problem: TopkProblem, device: torch.device, beam_scores: Tensor | None = None) -> StartTopk:
     """row_topk(), or with beam_scores beam_topk()."""
 
-    def run(
-        logits: Tensor,
-        out: TopK,
-        beam_scores: Tensor | None = None,
-        mask: Tensor | None = None,
-        row_temperature: Tensor | None = None,
-    ) -> None:
-        given = problem.at(logits, mask, row_temperature)
+    def run(rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None:
+        given = problem._replace(rows=problem.rows.at(rows))
         if beam_scores is None:
             row_topk(given, out)
         else:
@@ -53,7 +48,7 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
 
 def prepare_full_rows(problem: FullRowProblem, device: torch.device, dtype: torch.dtype) -> StartFullRows:
     """full_rows()."""
-    return lambda logits, out, row_temperature=None: full_rows(problem.at(logits, row_temperature), out)
+    return lambda rows, out: full_rows(problem._replace(rows=problem.rows.at(rows)), out)
 
 
 def sample(problem: SampleProblem, out: Sample) -> None:
@@ -64,26 +59,25 @@ def sample(problem: SampleProblem, out: Sample) -> None:
     reference_sampling.sample(problem, out)
 
 
-def row_topk(problem: Problem, out: TopK) -> None:
+def row_topk(problem: TopkProblem, out: TopK) -> None:
     """The k best of every row, their values, and the row's logsumexp."""
-    candidates = _candidates(problem)
+    problem = problem.settled()
+    rows = problem.rows
+    candidates = counted(rows)
     indices = _ranking(candidates)[..., : problem.k]
     chosen = _gather(candidates, indices)
     out.indices.copy_(indices)
 
-    # The raw logits have no temperature, and nothing is relative to a token that may not be chosen.
-    raw = problem.values == "logits"
-    temperature = 1.0 if raw else _temperature(problem)
-    dtype = _working_dtype(problem.logits)
-    whole_row = problem.normalize == "all" and not raw
-    counted = (problem.logits if whole_row else candidates).to(dtype)
-    m, d = _normalizer(counted, temperature)
+    dtype = _working_dtype(rows.logits)
+    temperature = _temperature(rows.scale, dtype)
+    x = (rows.logits if problem.normalize == "all" else candidates).to(dtype)
+    m, d = _normalizer(x, temperature)
     if problem.values == "state":
         out.values.copy_(chosen)
-        _write_state(counted.amax(-1), d.squeeze(-1), out)
+        _write_state(x.amax(-1), d.squeeze(-1), out)
         return
     out.logsumexp.copy_((m / temperature + d.log()).squeeze(-1))
-    if raw:
+    if problem.values == "logits":
         out.values.copy_(chosen)
         return
 
@@ -95,9 +89,9 @@ def row_topk(problem: Problem, out: TopK) -> None:
     out.values.copy_(values.where(d.log().isfinite(), torch.nan))
 
 
-def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK) -> None:
+def beam_topk(problem: TopkProblem, beam_scores: Tensor, out: TopK) -> None:
     """The k best continuations of every batch entry over all of its beams: the top-k of each beam, then of those."""
-    batch, beams, vocab_size = problem.logits.shape
+    batch, beams, vocab_size = problem.rows.logits.shape
     dtype = out.values.dtype
     # No beam can contribute more than k, nor more than it has.
     k_of_beam = min(problem.k, vocab_size)
@@ -125,7 +119,8 @@ def merge(problem: MergeProblem, out: TopK) -> None:
     chosen = _gather(candidates, best)
 
     dtype = _working_dtype(problem.logits)
-    temperature = _temperature(problem)
+    of_rows = problem.row_temperature
+    temperature = _temperature(problem.temperature if of_rows is None else of_rows.unsqueeze(-1), dtype)
     of_parts = problem.m.to(dtype).movedim(0, -1)
     greatest = of_parts.amax(-1, keepdim=True)
     m = greatest.where(greatest.isfinite(), 0.0)
@@ -169,8 +164,8 @@ def _merge_order(candidates: Tensor, indices: Tensor) -> Tensor:
 
 def full_rows(problem: FullRowProblem, out: Tensor) -> None:
     """Probabilities, log-probabilities or the logsumexp of every row."""
-    x = problem.logits.to(_working_dtype(problem.logits))
-    temperature = _temperature(problem)
+    x = counted(problem.rows).to(_working_dtype(problem.rows.logits))
+    temperature = _temperature(problem.rows.scale, x.dtype)
     m, d = _normalizer(x, temperature)
     log_d = d.log()
     if problem.values == "logsumexp":
@@ -181,15 +176,10 @@ def full_rows(problem: FullRowProblem, out: Tensor) -> None:
     out.copy_(values.where(log_d.isfinite(), torch.nan))
 
 
-def _candidates(problem: Problem) -> Tensor:
-    """The logits, -inf where a token is not allowed."""
-    if problem.mask is None:
-        return problem.logits
-    allowed = problem.mask
-    if allowed.dtype != torch.bool:
-        bits = torch.arange(32, dtype=torch.int32, device=allowed.device)
-        allowed = ((allowed.unsqueeze(-1) >> bits) & 1).flatten(-2)[..., : problem.logits.shape[-1]].bool()
-    return problem.logits.masked_fill(~allowed, -torch.inf)
+def counted(rows: LogitRows) -> Tensor:
+    """The logits, -inf where a token does not count."""
+    hidden = rows.hidden()
+    return rows.logits if hidden is None else rows.logits.masked_fill(hidden, -torch.inf)
 
 
 def _ranking(x: Tensor) -> Tensor:
@@ -212,12 +202,9 @@ def _gather(x: Tensor, indices: Tensor) -> Tensor:
     return x.view(_INTEGERS[x.element_size()]).gather(-1, indices).view(x.dtype)
 
 
-def _temperature(problem: Problem | MergeProblem | FullRowProblem) -> float | Tensor:
-    """The temperature in a form that divides rows; NaN where a row's is not positive, so that the row becomes NaN."""
-    if problem.row_temperature is None:
-        return problem.temperature
-    temperature = problem.row_temperature.to(_working_dtype(problem.logits)).unsqueeze(-1)
-    return temperature.where(temperature > 0, torch.nan)
+def _temperature(scale: float | Tensor, dtype: torch.dtype) -> float | Tensor:
+    """NaN where a row's is not positive, so that the row becomes NaN."""
+    return scale if not isinstance(scale, Tensor) else scale.to(dtype).where(scale > 0, torch.nan)
 
 
 def _write_state(m: Tensor, d: Tensor, out: TopK) -> None:

@@ -11,25 +11,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import Problem, Sample, SampleProblem
+from ..problem import Sample, SampleProblem, TopkProblem
 from . import philox, reference
 
 
 def sample(problem: SampleProblem, out: Sample) -> None:
     """Draws tokens and writes `out`."""
     p = problem
-    rows, vocab_size = p.logits.shape
+    rows = p.rows
+    vocab_size = rows.logits.shape[-1]
     # What logprobs lists and what a token's log-probability is relative to: the model's own distribution.
-    own = Problem(p.logits, p.logprobs, 1.0, None, p.mask, "log_softmax", "allowed")
+    own = TopkProblem(rows.unscaled(), p.logprobs, "log_softmax", "allowed")
     if out.topk is not None:
         reference.row_topk(own, out.topk)
 
-    x = reference._candidates(own)
-    dtype = reference._working_dtype(p.logits)
+    x = reference.counted(rows)
+    dtype = reference._working_dtype(rows.logits)
     order = reference._ranking(x)
     ranked = reference._gather(x, order).to(dtype)
     best = ranked[:, :1]
-    temperature = _column(p.temperature, p.row_temperature, dtype, x.device)
+    temperature = _column(*rows.temperatures, dtype, x.device)
     has_distribution = best.isfinite()
     is_drawn = has_distribution & (temperature > 0)
     shifted = ranked - best.where(has_distribution, 0.0)
@@ -87,7 +88,7 @@ def _names(p: SampleProblem, device: torch.device) -> tuple[Tensor, Tensor, Tens
     """The seed, the counter and the stream of each row (philox.uniforms)."""
     seed = _column(p.seed, p.row_seed, torch.int64, device)
     counter = _column(p.counter, p.row_counter, torch.int64, device)
-    first, rows = (p.first_row, p.logits.shape[0]) if p.row_seed is None else (0, 1)
+    first, rows = (p.first_row, p.rows.logits.shape[0]) if p.row_seed is None else (0, 1)
     return seed, counter, torch.arange(first, first + rows, device=device).unsqueeze(1)
 
 

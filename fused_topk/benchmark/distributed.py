@@ -18,6 +18,7 @@ import fused_topk
 from fused_topk import distributed
 from fused_topk.distributed import collective, functions, packing
 from fused_topk.functional.merging import run_merge
+from fused_topk.rows import LogitRows
 
 from . import report
 from .inputs import DTYPES, make_inputs
@@ -96,7 +97,7 @@ def _measure(case: Case, device: torch.device, rounds: int) -> Measured:
     header = packing.Header.of(own.shape[-1], case.k, case.rows, own.dtype, "allowed")
     buffer[:2].copy_(packing.header_words(header, buffer))
     state = layout.state(buffer)
-    arguments = (1.0, None, None, "state", "allowed", None)
+    arguments = (LogitRows(own), min(case.k, own.shape[-1]), "allowed", None)
     one_word = buffer[:1].clone()
 
     def gathered() -> Any:
@@ -105,10 +106,10 @@ def _measure(case: Case, device: torch.device, rounds: int) -> Measured:
         whole = everywhere.view(size, case.rows, width).movedim(0, 1).flatten(1)
         return fused_topk.softmax_topk(whole, case.k)
 
-    functions.write_state(own, min(case.k, own.shape[-1]), arguments, state)
+    functions.write_state(*arguments, state)
     parts = layout.parts(collective.exchange(buffer, layout, group))
     pieces: dict[str, Callable[[], Any]] = {
-        "local": lambda: functions.write_state(own, min(case.k, own.shape[-1]), arguments, state),
+        "local": lambda: functions.write_state(*arguments, state),
         "collective": lambda: collective.exchange(buffer, layout, group),
         "merge": lambda: run_merge(*parts, case.k, 1.0, None, "softmax", "allowed", None),
         "whole": lambda: distributed.softmax_topk(own, case.k),

@@ -22,7 +22,8 @@ from fused_topk.layout import full_row_choice, topk_choice
 from fused_topk.layout.full_row_choice import FullRowChoice
 from fused_topk.layout.topk_choice import KernelChoice
 from fused_topk.plans import row_result
-from fused_topk.problem import FullRowProblem, Problem
+from fused_topk.problem import FullRowProblem, TopkProblem
+from fused_topk.rows import LogitRows
 
 from .inputs import DTYPES
 from .report import origin, three_digits
@@ -100,15 +101,15 @@ def launcher(case: Case, choice: Choice) -> Function:
     def topk(logits: Tensor) -> object:
         assert isinstance(choice, KernelChoice)
         out = row_result(logits, case.k, "log_softmax").empty(logits.device)
-        problem = Problem(logits, case.k, 1.0, None, None, "log_softmax", "allowed")
-        cuda.prepare_topk(problem, logits.device, choice=choice)(logits, out)
+        problem = TopkProblem(LogitRows(logits), case.k, "log_softmax", "allowed")
+        cuda.prepare_topk(problem, logits.device, choice=choice)(problem.rows, out)
         return out
 
     def softmax(logits: Tensor) -> object:
         assert isinstance(choice, FullRowChoice)
         out = torch.empty_like(logits)
-        problem = FullRowProblem(logits, 1.0, None, "softmax")
-        cuda.prepare_full_rows(problem, logits.device, out.dtype, choice)(logits, out)
+        problem = FullRowProblem(LogitRows(logits), "softmax")
+        cuda.prepare_full_rows(problem, logits.device, out.dtype, choice)(problem.rows, out)
         return out
 
     return topk if case.k else softmax

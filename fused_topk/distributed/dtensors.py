@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .. import functional
-from ..functional.arguments import check_k
-from ..functional.full_rows import checked_dtype
-from ..operators.gradients import unpacked
+from ..arguments import check_k, check_result_dtype
 from ..problem import TopK, result_dtype
+from ..rows import unpacked
 from . import full_rows as of_columns
 from . import functions
 
@@ -86,7 +85,7 @@ def full_rows(
     _check_last(dim, logits)
     local = _Local(logits, None, temperature)
     settings: dict[str, Any] = {"temperature": local.temperature, "backend": backend}
-    out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else checked_dtype(dtype, logits)
+    out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
     if local.group is not None:
         result = of_columns.full_rows(values, local.logits, local.group, dtype=out_dtype, **settings)
     elif values == "logsumexp":

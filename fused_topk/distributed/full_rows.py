@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..functional.merging import run_merge
 from ..problem import result_dtype
+from ..rows import LogitRows
 from .functions import gather_states
 
 
@@ -31,10 +32,9 @@ def full_rows(
         whole: Tensor = run_merge(*call.parts, 1, *call.temperatures, "softmax", "allowed", backend)[2]
         return whole
     _, _, normalizer = run_merge(*call.parts, 1, *call.temperatures, "state", "allowed", backend)
-    number, row_temperature = call.temperatures
-    t = number if row_temperature is None else row_temperature.unsqueeze(-1)
+    scale = LogitRows(local_logits, *call.temperatures).scale
     result: Tensor = _OfColumns.apply(  # type: ignore[no-untyped-call]
-        local_logits, normalizer, t, values, dtype, group
+        local_logits, normalizer, scale, values, dtype, group
     )
     return result
 

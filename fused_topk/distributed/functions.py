@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..functional import row_topk as of_rows
-from ..functional.arguments import (
+from ..arguments import (
     check_backend,
     check_beam_scores,
     check_k,
@@ -20,10 +19,12 @@ from ..functional.arguments import (
     check_normalize,
     check_temperature,
 )
+from ..functional import row_topk as of_rows
 from ..functional.merging import run_merge
 from ..operators import row_topk
 from ..operators.dispatch import need_dispatcher
 from ..problem import TopK, result_dtype
+from ..rows import LogitRows
 from .collective import agree, check, exchange, group_of, headers
 from .packing import Header, Packing, Parts, header_words
 
@@ -208,23 +209,22 @@ def gather_states(
     check_k(k, 2**31 - 1, "what an exchange takes")
     check_backend(backend)
     number, row_temperature = check_temperature(temperature, local_logits, result_dtype(local_logits.dtype))
-    mask = check_mask(mask, local_logits)
+    rows = LogitRows(local_logits, number, row_temperature, check_mask(mask, local_logits))
     length, device = local_logits.shape[-1], local_logits.device
     packing = Packing(tuple(local_logits.shape[:-1]), k, local_logits.dtype, 0 if tail is None else tail.nbytes)
     header = Header.of(length, k, packing.rows, local_logits.dtype, normalize, tail is not None)
     agree(header, device, group)
-    arguments = (number, row_temperature, mask, "state", normalize, backend)
     held = min(k, length)
     is_traced = torch.compiler.is_compiling()
     has_gradient = torch.is_grad_enabled() and local_logits.requires_grad
     state = None
     if is_traced or has_gradient:
-        state = _state(local_logits, k, held, arguments)
+        state = _state(rows, k, held, normalize, backend)
         buffer = packing.packed(header, TopK(*(x.detach() for x in state)), tail)
     else:
         buffer = torch.empty(packing.words, dtype=torch.int64, device=device)
         buffer[:2].copy_(header_words(header, buffer))
-        write_state(local_logits, held, arguments, packing.state(buffer))
+        write_state(rows, held, normalize, backend, packing.state(buffer))
         if tail is not None:
             packing.tails(buffer.unsqueeze(0))[0].copy_(tail.contiguous().view(-1).view(torch.uint8))
     everywhere = exchange(buffer, packing, group)
@@ -233,7 +233,7 @@ def gather_states(
     if state is not None and has_gradient:
         parts = _with_own(parts, dist.get_rank(group), state)
 
-    return Call(parts, (number, row_temperature), tails, _vocab_size(everywhere, k, length, of_row))
+    return Call(parts, rows.temperatures, tails, _vocab_size(everywhere, k, length, of_row))
 
 
 def exchange_state(
@@ -276,8 +276,9 @@ def _vocab_size(everywhere: Tensor, k: int, length: int, of_row: int | None = 1)
     return vocab_size
 
 
-def _state(local_logits: Tensor, k: int, held: int, arguments: tuple[Any, ...]) -> TopK:
+def _state(rows: LogitRows, k: int, held: int, normalize: str, backend: str | None) -> TopK:
     """The state of this process's columns, as differentiable tensors with k entries a row."""
+    local_logits = rows.logits
     leading, dtype = local_logits.shape[:-1], result_dtype(local_logits.dtype)
     if held == 0:
         sums = local_logits.sum(-1).to(dtype)
@@ -286,13 +287,13 @@ def _state(local_logits: Tensor, k: int, held: int, arguments: tuple[Any, ...]) 
             torch.full((*leading, k), _NO_TOKEN, device=local_logits.device),
             torch.stack((sums - torch.inf, sums)),
         )
-    best, indices, normalizer = _row_topk(local_logits, held, *arguments)
+    best, indices, normalizer = _row_topk(*rows, held, "state", normalize, backend)
     pad = torch.nn.functional.pad
     missing = (0, k - held)
     return TopK(pad(best, missing, value=-torch.inf), pad(indices, missing, value=_NO_TOKEN), normalizer)
 
 
-def write_state(local_logits: Tensor, held: int, arguments: tuple[Any, ...], out: TopK) -> None:
+def write_state(rows: LogitRows, held: int, normalize: str, backend: str | None, out: TopK) -> None:
     """Writes the state of this process's columns into the tensors of a buffer."""
     best, indices, normalizer = out
     if held < indices.shape[-1]:
@@ -303,10 +304,9 @@ def write_state(local_logits: Tensor, held: int, arguments: tuple[Any, ...], out
         normalizer[1].zero_()
         return
     written = TopK(best[..., :held], indices[..., :held], normalizer)
-    _, row_temperature, mask, *_ = arguments
-    has_dispatcher = need_dispatcher(local_logits, row_temperature, mask, *written)
+    has_dispatcher = need_dispatcher(*rows.tensors(), *written)
     run: Any = _row_topk_out if has_dispatcher else row_topk.row_topk_out
-    run(local_logits, held, *arguments, *written)
+    run(*rows, held, "state", normalize, backend, *written)
 
 
 def _with_own(parts: Parts, rank: int, own: TopK) -> Parts:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..functional.arguments import (
+from ..arguments import (
     check_backend,
     check_head,
     check_hidden,
@@ -27,7 +27,9 @@ from ..functional.arguments import (
 from ..functional.merging import run_merge
 from ..operators import linear
 from ..operators.dispatch import need_dispatcher
+from ..operators.gradients import save_rows, saved_rows
 from ..problem import LinearProblem, LinearTopK, TopK, result_dtype
+from ..rows import ROWS_FIELDS, LogitRows
 from .collective import group_of
 from .functions import exchange_state
 
@@ -139,7 +141,6 @@ class _Settings(NamedTuple):
 
     k: int
     values: str
-    temperature: float
     normalize: str
     backend: str | None
     group: Any
@@ -169,7 +170,7 @@ def _linear(
     # Of the logits' shape, on their device, without their memory.
     logits = hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
     number, row_temperature = check_temperature(temperature, logits, result_dtype(hidden.dtype))
-    mask = check_mask(mask, logits)
+    rows = LogitRows(hidden, number, row_temperature, check_mask(mask, logits))
     is_one_each = False
     if targets is not None:
         check_targets(targets, logits, may_be_several=True, is_part=True)
@@ -182,9 +183,10 @@ def _linear(
         is_one_each = targets.dim() == hidden.dim() - 1
         if is_one_each:
             targets = targets.unsqueeze(-1)
-    settings = _Settings(k, values, number, normalize, backend, group, start or 0)
+    settings = _Settings(k, values, normalize, backend, group, start or 0)
+    _, *of_rows = rows
     best, indices, logsumexp, logprobs = _Head.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, row_temperature, mask, targets, settings
+        hidden, weight, bias, targets, settings, *of_rows
     )
     if targets is None:
         return TopK(best, indices, logsumexp)
@@ -200,23 +202,22 @@ class _Head(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        row_temperature: Tensor | None,
-        mask: Tensor | None,
         targets: Tensor | None,
         settings: _Settings,
+        *of_rows: Any,
     ) -> tuple[Tensor, ...]:
-        k, values, number, normalize, backend, group, start = settings
+        k, values, normalize, backend, group, start = settings
+        rows = LogitRows(hidden, *of_rows)
         length = weight.shape[0]
         own_targets = None
         if targets is not None:
             place = targets - start
             own_targets = place.where((targets >= 0) & (place >= 0) & (place < length), _NO_TOKEN)
-        head = LinearProblem(hidden, weight, bias, number, row_temperature, mask, own_targets, normalize)
+        head = LinearProblem(rows, weight, bias, own_targets, normalize)
         state, own_logits = _state(head, k, backend)
         parts, logits = exchange_state(state, length, normalize, group, own_logits)
-        merge = (number, row_temperature)
-        best, indices, logsumexp = run_merge(*parts, k, *merge, values, normalize, backend)
-        normalizer = run_merge(*parts, 1, *merge, "state", normalize, backend)[2]
+        best, indices, logsumexp = run_merge(*parts, k, *rows.temperatures, values, normalize, backend)
+        normalizer = run_merge(*parts, 1, *rows.temperatures, "state", normalize, backend)[2]
         ends = parts.lengths.cumsum(0)
         logprobs = hidden.new_empty(0, dtype=result_dtype(hidden.dtype))
         if targets is not None and logits is not None:
@@ -225,36 +226,35 @@ class _Head(torch.autograd.Function):
             has_target = (targets >= 0) & (owner < len(ends))
             of_owner = logits.gather(0, owner.clamp_(max=len(ends) - 1).unsqueeze(0)).squeeze(0)
             m, d = normalizer.unsqueeze(-1).unbind(0)
-            t = number if row_temperature is None else row_temperature.unsqueeze(-1)
             is_known = has_target & m.isfinite() & d.log().isfinite()
-            logprobs = ((of_owner.to(m.dtype) - m) / t - d.log()).where(is_known, torch.nan)
+            logprobs = ((of_owner.to(m.dtype) - m) / rows.scale - d.log()).where(is_known, torch.nan)
         ctx.mark_non_differentiable(indices)
         ctx.settings = settings
         own = indices - (ends[dist.get_rank(group)] - length)
-        ctx.save_for_backward(hidden, weight, bias, row_temperature, mask, own_targets, best, own, normalizer, logprobs)
+        save_rows(ctx, rows, weight, bias, own_targets, best, own, normalizer, logprobs)
         return best, indices, logsumexp, logprobs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         grad_values, _, grad_normalizer, grad_logprobs = gradients
-        hidden, weight, bias, row_temperature, mask, targets, best, own, normalizer, logprobs = ctx.saved_tensors
-        _, values, number, normalize, backend, group, _ = ctx.settings
+        rows, (weight, bias, targets, best, own, normalizer, logprobs) = saved_rows(ctx)
+        _, values, normalize, backend, group, _ = ctx.settings
         # A token that is not allowed has the constant value -inf or 0.
         chosen = grad_values * best if values == "softmax" else grad_values.where(best != -torch.inf, 0.0)
         chosen = chosen.to(normalizer.dtype)
-        if values == "logits":
-            number, row_temperature, normalize = 1.0, None, "allowed"
-        elif normalize == "topk":
+        rows, _, _, _, normalize = LinearProblem(rows, weight, bias, targets, normalize).settled(values)
+        if normalize == "topk":
             p = best if values == "softmax" else best.exp()
             chosen = chosen - p * chosen.sum(-1, keepdim=True)
-        else:
+        elif values != "logits":
             grad_normalizer = grad_normalizer - chosen.sum(-1)
         of_targets = None
         if targets is not None:
             of_targets = grad_logprobs.where(logprobs.isfinite(), 0.0)
             grad_normalizer = grad_normalizer - of_targets.sum(-1)
         wanted = [bool(x) for x in ctx.needs_input_grad[:3]]
-        head = (hidden, weight, bias, number, row_temperature, mask, targets, normalize)
+        hidden = rows.logits
+        head = (*rows, weight, bias, targets, normalize)
         state = normalizer.movedim(0, -1).contiguous()
         if weight.shape[0]:
             run: Any = _linear_topk_backward if need_dispatcher(hidden, weight, bias) else linear.linear_topk_backward
@@ -267,7 +267,9 @@ class _Head(torch.autograd.Function):
             )
         if wanted[0]:
             dist.all_reduce(found[0], group=group)
-        return *(x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)), *(None,) * 4
+        return *(x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)), *(None,) * (
+            1 + ROWS_FIELDS
+        )
 
 
 def _state(head: LinearProblem, k: int, backend: str | None) -> tuple[TopK, Tensor | None]:
@@ -276,8 +278,11 @@ def _state(head: LinearProblem, k: int, backend: str | None) -> tuple[TopK, Tens
     held = min(k, length)
     own_logits = None
     if held:
-        run: Any = _linear_topk if need_dispatcher(*head[:3], *head[4:7]) else linear.linear_topk
-        logits, indices, _, of_targets, _, normalizer = run(*head, held, "state", backend, False, True)
+        rows, weight, bias, targets, normalize = head
+        needs_torch = need_dispatcher(*rows.tensors(), weight, bias, targets)
+        run: Any = _linear_topk if needs_torch else linear.linear_topk
+        call = (*rows, weight, bias, targets, normalize)
+        logits, indices, _, of_targets, _, normalizer = run(*call, held, "state", backend, False, True)
         if head.targets is not None:
             own_logits = of_targets.to(hidden.dtype)
     else:

@@ -19,9 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..backends import philox
-from ..functional import sampling as of_rows
-from ..functional.arguments import (
+from ..arguments import (
     GREATEST_TEMPERATURE,
     LEAST_TEMPERATURE,
     check_backend,
@@ -30,11 +28,13 @@ from ..functional.arguments import (
     check_mask,
     check_row_numbers,
 )
+from ..backends import philox
+from ..functional import sampling as of_rows
 from ..functional.merging import run_merge
 from ..layout.topk_choice import MAX_K
 from ..operators import row_topk
-from ..operators.gradients import unpacked
 from ..problem import Sample, TopK, result_dtype
+from ..rows import unpacked
 from .collective import all_gather, group_of
 from .functions import Call, gather_states
 
@@ -127,7 +127,7 @@ def sample(
     kept = _checked(local_logits, temperature, top_k, top_p, min_p)
     allowed = check_mask(mask, local_logits)
     # Named alike on all processes, or to be told by the first.
-    names = of_rows._names(seed, counter, generator, local_logits)
+    names = of_rows.names_of(seed, counter, generator, local_logits)
     logits = local_logits.detach().reshape(rows, length_here)
     if allowed is not None:
         allowed = allowed.reshape(rows, allowed.shape[-1])
@@ -246,7 +246,7 @@ class _Blocks(NamedTuple):
                 x = logits[:, part].view(shape)
                 own = None if mask is None else mask[:, part].view(shape)
                 of_row = temperature.expand(-1, x.shape[1]).to(result_dtype(logits.dtype))
-                states.append(row_topk.row_topk(x, 1, 1.0, of_row, own, "state", "allowed", backend)[2].double())
+                states.append(row_topk.row_topk(x, 1.0, of_row, own, 1, "state", "allowed", backend)[2].double())
         if not states:
             none = torch.full((rows, 1), -torch.inf, dtype=torch.float64, device=logits.device)
             return _Blocks(none, torch.zeros_like(none), temperature)

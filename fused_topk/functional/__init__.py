@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions. They check their arguments and run a plan (:mod:`fused_topk.plans`), or call
-:mod:`fused_topk.operators` where torch must see the call. Repeated calls on CPU tensors take a short way (`short_calls`).
+:mod:`fused_topk.operators` where torch must see the call.
 """
 
 from .full_rows import log_softmax, logsumexp, softmax

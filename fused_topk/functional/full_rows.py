@@ -3,31 +3,27 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import plans
-from ..operators import full_rows, transforms
-from ..operators.dispatch import need_dispatcher
-from ..plans import FullRowPlan, Like
-from ..problem import result_dtype
-from . import short_calls
-from .arguments import (
+from ..arguments import (
     check_backend,
     check_dim,
     check_logits,
-    check_row_temperature,
-    check_temperature,
-    check_vocabulary,
+    check_result_dtype,
+    check_rows,
     is_distributed,
+    plain_rows,
 )
+from ..operators import full_rows, transforms
+from ..operators.dispatch import need_dispatcher, transform_is_active
+from ..plans import full_row_plan
+from ..problem import result_dtype
 
-# These are looked up once, not at every call.
-is_traced = torch.compiler.is_dynamo_compiling
+# Looked up once, not at every call.
 _full_rows = torch.ops.fused_topk.full_rows.default
 
 
@@ -76,10 +72,6 @@ def softmax(
         >>> fused_topk.softmax(torch.tensor([0.0, 0.0]))
         tensor([0.5000, 0.5000])
     """
-    if not is_traced():
-        served: Tensor | None = short_calls.full_rows("softmax", logits, dim, temperature, dtype, backend)
-        if served is not None:
-            return served
     return _values("softmax", logits, dim, temperature, dtype, backend)
 
 
@@ -109,10 +101,6 @@ def log_softmax(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax`.
     """
-    if not is_traced():
-        served: Tensor | None = short_calls.full_rows("log_softmax", logits, dim, temperature, dtype, backend)
-        if served is not None:
-            return served
     return _values("log_softmax", logits, dim, temperature, dtype, backend)
 
 
@@ -138,17 +126,7 @@ def logsumexp(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax`.
     """
-    if not is_traced():
-        served: Tensor | None = short_calls.full_rows("logsumexp", logits, dim, temperature, None, backend)
-        if served is not None:
-            return served
-    planned = _planned("logsumexp", logits, dim, temperature, None, backend)
-    if planned is not None:
-        return planned
-    if is_distributed(logits):
-        return _of_dtensor("logsumexp", logits, dim, temperature, None, backend)
-    rows, number, row_temperature = _checked(logits, dim, temperature, backend)
-    return _run(rows, number, row_temperature, "logsumexp", result_dtype(logits.dtype), backend)
+    return _values("logsumexp", logits, dim, temperature, None, backend)
 
 
 def _values(
@@ -159,124 +137,33 @@ def _values(
     dtype: torch.dtype | None,
     backend: str | None,
 ) -> Tensor:
-    planned = _planned(values, logits, dim, temperature, dtype, backend)
-    if planned is not None:
-        return planned
-    if is_distributed(logits):
-        return _of_dtensor(values, logits, dim, temperature, dtype, backend)
-    rows, number, row_temperature = _checked(logits, dim, temperature, backend)
-    result = _run(rows, number, row_temperature, values, checked_dtype(dtype, logits), backend)
-    return result if rows is logits else result.movedim(-1, dim)
-
-
-def _of_dtensor(
-    values: str,
-    logits: Tensor,
-    dim: int,
-    temperature: float | Tensor | None,
-    dtype: torch.dtype | None,
-    backend: str | None,
-) -> Tensor:
-    # Imported here: plain tensors need no torch.distributed.
-    from ..distributed import dtensors
-
-    return dtensors.full_rows(values, logits, dim, temperature, dtype, backend)
-
-
-def _planned(
-    values: str,
-    logits: Tensor,
-    dim: int,
-    temperature: float | Tensor | None,
-    dtype: torch.dtype | None,
-    backend: str | None,
-) -> Tensor | None:
-    """Runs the call by a cached plan, without torch's dispatcher. None if an argument may need more than that."""
     if (
-        type(logits) is not Tensor
-        or type(dim) is not int
-        or dim != -1
-        or not (backend is None or type(backend) is str)
-        or not (dtype is None or type(dtype) is torch.dtype)
-        or not (temperature is None or type(temperature) is Tensor)
-        or need_dispatcher(logits, temperature)
+        type(dim) is int
+        and dim == -1
+        and (backend is None or type(backend) is str)
+        and (dtype is None or type(dtype) is torch.dtype)
     ):
-        return None
-    like = None
-    if temperature is not None:
-        is_known = temperature.dtype is result_dtype(logits.dtype) and not temperature.requires_grad
-        if not is_known or temperature.device != logits.device:
-            return None
-        like = Like(temperature.dtype, temperature.shape, temperature.stride())
-    plan = _plan(values, logits.dtype, logits.device, logits.shape, logits.stride(), backend, dtype, like)
-    short_calls.keep_full_rows(plan, values, logits, dim, temperature, dtype, backend)
-    if temperature is not None:
-        check_row_temperature(temperature)
-    return plan.run(logits, temperature)
+        rows = plain_rows(logits, temperature)
+        if rows is not None:
+            check_backend(backend)
+            return full_row_plan(logits.device, rows.layout(), values, dtype, backend).run(rows)
+    if is_distributed(logits):
+        # Imported here: plain tensors need no torch.distributed.
+        from ..distributed import dtensors
 
-
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    values: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    shape: torch.Size,
-    strides: tuple[int, ...],
-    backend: str | None,
-    dtype_of_result: torch.dtype | None = None,
-    row_temperature: Like | None = None,
-) -> FullRowPlan:
-    """Checks these arguments and plans the call, once for all calls with the same arguments."""
-    rows = Like(dtype, shape, strides)
-    given = None if row_temperature is None else row_temperature.meta()
-    logits, number, of_rows = _checked(rows.meta(), -1, given, backend)
-    out_dtype = result_dtype(dtype) if values == "logsumexp" else checked_dtype(dtype_of_result, logits)
-    return plans.full_row_plan(device, rows, number, Like.of(of_rows), values, out_dtype, backend)
-
-
-def checked_dtype(dtype: torch.dtype | None, logits: Tensor) -> torch.dtype:
-    """The dtype of the result."""
-    if dtype is None:
-        return logits.dtype
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(
-            f"`dtype` must be a torch.dtype, got {type(dtype).__name__}; pass torch.float32 or leave it out"
-        )
-    if dtype not in (logits.dtype, torch.float32):
-        raise ValueError(
-            f"`dtype` must be torch.float32 or that of `logits`, {logits.dtype}, got {dtype}; convert the result with .to()"
-        )
-    return dtype
-
-
-def _run(
-    logits: Tensor,
-    temperature: float,
-    row_temperature: Tensor | None,
-    values: str,
-    dtype: torch.dtype,
-    backend: str | None,
-) -> Tensor:
-    run: Callable[..., Any]
-    if transforms.is_active():
-        run = transforms.FullRows.apply
-    elif need_dispatcher(logits, row_temperature):
-        run = _full_rows
-    else:
-        run = full_rows.full_rows
-    result: Tensor = run(logits, temperature, row_temperature, values, dtype, backend)
-    return result
-
-
-def _checked(
-    logits: Tensor, dim: int, temperature: float | Tensor | None, backend: str | None
-) -> tuple[Tensor, float, Tensor | None]:
-    """(logits with the vocabulary last, and the two results of check_temperature())."""
+        return dtensors.full_rows(values, logits, dim, temperature, dtype, backend)
     check_logits(logits)
     dims = logits.dim()
     dim = check_dim(dim, dims)
-    if dim != dims - 1:
-        logits = logits.movedim(dim, -1)
-    check_vocabulary(logits.shape[-1])
+    rows = check_rows(logits if dim == dims - 1 else logits.movedim(dim, -1), temperature)
     check_backend(backend)
-    return logits, *check_temperature(temperature, logits, result_dtype(logits.dtype))
+    out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
+    run: Callable[..., Any]
+    if transform_is_active():
+        run = transforms.FullRows.apply
+    elif need_dispatcher(*rows.tensors()):
+        run = _full_rows
+    else:
+        run = full_rows.full_rows
+    result: Tensor = run(*rows, values, out_dtype, backend)
+    return result if rows.logits is logits or values == "logsumexp" else result.movedim(-1, dim)

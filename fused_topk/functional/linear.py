@@ -9,19 +9,19 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from ..operators import linear, transforms
-from ..operators.dispatch import need_dispatcher
-from ..problem import LinearTopK, TopK, result_dtype
-from .arguments import (
+from ..arguments import (
     check_backend,
     check_head,
     check_hidden,
     check_k,
-    check_mask,
     check_normalize,
+    check_rows,
     check_targets,
-    check_temperature,
 )
+from ..operators import linear, transforms
+from ..operators.dispatch import need_dispatcher, transform_is_active
+from ..problem import LinearTopK, TopK
+from ..rows import LogitRows
 
 _linear_topk = torch.ops.fused_topk.linear_topk.default
 
@@ -268,14 +268,13 @@ def _linear(
     check_k(k, weight.shape[0])
     check_normalize(normalize)
     check_backend(backend)
-    number, row_temperature = 1.0, None
+    rows = LogitRows(hidden)
     # A call that asks for no more skips what the checks need: it may be of one row, beside which they are not short.
     logits = hidden
     if temperature is not None or mask is not None or targets is not None:
         # Of the logits' shape, on their device, without their memory.
         logits = hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
-        number, row_temperature = check_temperature(temperature, logits, result_dtype(hidden.dtype))
-        mask = check_mask(mask, logits)
+        rows = check_rows(logits, temperature, mask)._replace(logits=hidden)
     has_ranks = False
     if targets is not None:
         check_targets(targets, logits, may_be_several=True)
@@ -283,16 +282,16 @@ def _linear(
         if has_ranks:
             targets = targets.unsqueeze(-1)
     run: Callable[..., Any]
-    is_transformed = transforms.is_active()
+    is_transformed = transform_is_active()
     if is_transformed:
         run = transforms.LinearTopk.apply
-    elif need_dispatcher(hidden, weight, bias, row_temperature, mask, targets):
+    elif need_dispatcher(*rows.tensors(), weight, bias, targets):
         run = _linear_topk
     else:
         run = linear.linear_topk
     learned = (hidden, weight) if bias is None else (hidden, weight, bias)
     keeps_state = is_transformed or (torch.is_grad_enabled() and any(x.requires_grad for x in learned))
-    head = (hidden, weight, bias, number, row_temperature, mask, targets, normalize)
+    head = (*rows, weight, bias, targets, normalize)
     best, indices, logsumexp, logprobs, ranks, _ = run(*head, k, values, backend, has_ranks, keeps_state)
     if targets is None:
         return TopK(best, indices, logsumexp)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operators import linear_sampling, transforms
-from ..operators.dispatch import need_dispatcher
+from ..arguments import check_head, check_hidden, check_mask, is_distributed
+from ..operators import linear_sampling
+from ..operators.dispatch import need_dispatcher, transform_is_active
 from ..problem import Sample, SampleProblem
+from ..rows import LogitRows
 from . import sampling
-from .arguments import check_head, check_hidden, check_mask, is_distributed
 
 _linear_sample = torch.ops.fused_topk.linear_sample.default
 
@@ -91,24 +92,24 @@ def linear_sample(
     # Of the logits' shape, on their device, without their memory.
     logits = hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
     numbers = (temperature, top_k, top_p, min_p)
-    of_rows = sampling._check(logits, hidden.device.type, numbers, num_samples, logprobs, truncated_log_probs, backend)
-    if transforms.is_active():
+    request = (num_samples, logprobs, truncated_log_probs, backend)
+    temperatures, filters = sampling.check_parameters(logits, hidden.device.type, numbers, *request)
+    if transform_is_active():
         raise RuntimeError(
             "`linear_sample` must not be called under a transform of torch.func, got one that is active; pass the rows as one "
             "tensor"
         )
     allowed = check_mask(mask, logits)
-    of_seed, of_counter = sampling._names(seed, counter, generator, logits)
+    of_seed, of_counter = sampling.names_of(seed, counter, generator, logits)
     hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    request = SampleProblem(
-        hidden, *of_rows, allowed, *of_seed, *of_counter, num_samples, logprobs, truncated_log_probs
-    )
-    # Not slices of the request: torch.compile of torch 2.6 cannot trace one of a named tuple.
-    _, *parameters, _ = request
-    if need_dispatcher(hidden, weight, bias, *[x for x in parameters if isinstance(x, Tensor)]):
-        result = sampling.from_operator(_linear_sample(hidden, weight, bias, *parameters, backend), logprobs)
+    rows = LogitRows(hidden, *temperatures, allowed)
+    problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, logprobs, truncated_log_probs)
+    # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
+    _, *parameters, _ = problem
+    if need_dispatcher(*rows.tensors(), weight, bias, *[x for x in parameters if isinstance(x, Tensor)]):
+        result = sampling.from_operator(_linear_sample(*rows, weight, bias, *parameters, backend), logprobs)
     else:
-        result = linear_sampling.draw(request, weight, bias, backend)
+        result = linear_sampling.draw(problem, weight, bias, backend)
     return result if hidden.dim() == 2 else sampling.shaped(result, hidden.shape[:-1])
 
 

@@ -9,21 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operators import merging, row_topk, transforms
-from ..operators.dispatch import need_dispatcher
-from ..problem import TopK, TopKState, result_dtype
-from .arguments import (
+from ..arguments import (
     check_backend,
     check_choice,
     check_k,
-    check_logits,
-    check_mask,
     check_normalize,
     check_part,
+    check_rows,
     check_start,
     check_temperature,
-    check_vocabulary,
 )
+from ..operators import merging, row_topk, transforms
+from ..operators.dispatch import need_dispatcher, transform_is_active
+from ..problem import TopK, TopKState, result_dtype
 
 _row_topk = torch.ops.fused_topk.row_topk.default
 _merge_parts = torch.ops.fused_topk.merge_parts.default
@@ -73,24 +71,21 @@ def topk_state(
         >>> fused_topk.merge_topk(parts, 2).indices
         tensor([1, 3])
     """
-    check_logits(logits)
-    check_vocabulary(logits.shape[-1])
+    rows = check_rows(logits, temperature, mask)
     # Any k suits a part that is shorter.
     check_k(k, 2**63 - 1)
     k = min(k, logits.shape[-1])
     check_start(start)
     check_normalize(normalize)
     check_backend(backend)
-    number, row_temperature = check_temperature(temperature, logits, result_dtype(logits.dtype))
-    mask = check_mask(mask, logits)
     run: Callable[..., Any]
-    if transforms.is_active():
+    if transform_is_active():
         run = transforms.RowTopk.apply
-    elif need_dispatcher(logits, row_temperature, mask):
+    elif need_dispatcher(*rows.tensors()):
         run = _row_topk
     else:
         run = row_topk.row_topk
-    best, indices, normalizer = run(logits, k, number, row_temperature, mask, "state", normalize, backend)
+    best, indices, normalizer = run(*rows, k, "state", normalize, backend)
     return TopKState(best, indices + start if start else indices, normalizer.select(0, 0), normalizer.select(0, 1))
 
 
@@ -206,7 +201,7 @@ def _merge(
 def run_merge(logits: Tensor, indices: Tensor, m: Tensor, d: Tensor, *rest: Any) -> Any:
     """The operator merge_parts, with checked arguments, by the shortest way that serves these tensors."""
     run: Callable[..., Any]
-    if transforms.is_active():
+    if transform_is_active():
         run = transforms.MergeParts.apply
     elif need_dispatcher(logits, indices, m, d, rest[0], rest[3]):
         run = _merge_parts

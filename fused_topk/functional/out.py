@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import check_tensor
 from ..problem import TopK
-from .arguments import check_tensor
+from ..rows import LogitRows
 
 
-def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], inputs: Sequence[Tensor | None]) -> None:
+def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], rows: LogitRows) -> None:
     """Checks that the tensors of `out` have the `expected` shapes and dtypes and overlap no other tensor of the call.
 
     `expected` is in the order values, indices, logsumexp. Indices may also be int32.
@@ -23,13 +24,10 @@ def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], i
         raise TypeError(
             f"`out` must be a tuple (values, indices, logsumexp), got {type(out).__name__}; pass three tensors"
         )
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (*inputs, *out) if isinstance(t, Tensor)
-    ):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*rows, *out) if isinstance(t, Tensor)):
         raise ValueError(
             "`out` must not be used where a gradient is wanted, got requires_grad=True; detach or leave out=None"
         )
-    logits, *_ = inputs
     for name, tensor, (shape, dtype) in zip(TopK._fields, out, expected, strict=True):
         check_tensor(f"out.{name}", tensor)
         if tensor.dtype is not dtype and (name, tensor.dtype) != ("indices", torch.int32):
@@ -38,9 +36,9 @@ def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], i
             raise ValueError(
                 f"`out.{name}` must have shape {tuple(shape)}, got {tuple(tensor.shape)}; it is never resized"
             )
-        if logits is not None and tensor.device != logits.device:
+        if tensor.device != rows.logits.device:
             raise ValueError(
-                f"`out.{name}` must be on {logits.device}, the device of `logits`, got {tensor.device}; allocate it there"
+                f"`out.{name}` must be on {rows.logits.device}, the device of `logits`, got {tensor.device}; allocate it there"
             )
         if not tensor.is_contiguous() and tensor.numel() and _overlaps_itself(tensor):
             raise ValueError(
@@ -56,11 +54,8 @@ def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], i
             )
         if tensor.is_neg():
             raise ValueError(f"`out.{name}` must not be a negative view, got one; pass a tensor of its own")
-    places = [
-        (name, t, _bytes(t))
-        for name, t in zip(("logits", "mask", "temperature"), inputs, strict=False)
-        if t is not None
-    ]
+    names = (name.removeprefix("row_") for name in LogitRows._fields)
+    places = [(name, t, _bytes(t)) for name, t in zip(names, rows, strict=True) if isinstance(t, Tensor)]
     for name, tensor in zip(TopK._fields, out, strict=True):
         first, end = _bytes(tensor)
         for other_name, other, (other_first, other_end) in places:
@@ -75,9 +70,7 @@ def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], i
 have_changed: Callable[[Sequence[Tensor]], None] = torch.autograd.graph.increment_version
 
 
-def is_plain_out(
-    out: Sequence[Tensor], expected: Sequence[tuple[Sequence[int], torch.dtype]], inputs: Sequence[Tensor | None]
-) -> bool:
+def is_plain_out(out: Sequence[Tensor], expected: Sequence[tuple[Sequence[int], torch.dtype]], rows: LogitRows) -> bool:
     """A quick sufficient test: True if every tensor has the expected dtype, is contiguous and overlaps no other.
 
     Indices may also be int32.
@@ -85,10 +78,8 @@ def is_plain_out(
     check_out() accepts such tensors. Where this returns False, check_out() decides. It is slower, which counts for a call
     at every step of an inference engine.
     """
-    logits = inputs[0]
-    assert logits is not None
-    device = logits.device
-    ranges = [_bytes(tensor) for tensor in inputs if tensor is not None]
+    device = rows.logits.device
+    ranges = [_bytes(tensor) for tensor in rows.tensors()]
     for tensor, (shape, dtype) in zip(out, expected):
         is_of_dtype = tensor.dtype is dtype or (dtype is torch.int64 and tensor.dtype is torch.int32)
         if not is_of_dtype or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():

@@ -1,48 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions of top-k. They check the arguments, move the vocabulary last, and run a plan, or the operator where
-torch must see the call. A repeated call on CPU tensors takes the short way (`short_calls`).
+torch must see the call.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import backends, plans
-from ..operators import row_topk, transforms
-from ..operators.dispatch import need_dispatcher
-from ..plans import Like, TopkPlan
-from ..problem import TopK, result_dtype
-from . import short_calls
-from .arguments import (
-    GREATEST_TEMPERATURE,
-    LEAST_TEMPERATURE,
+from .. import backends
+from ..arguments import (
     check_backend,
     check_beam_scores,
     check_dim,
     check_k,
     check_logits,
-    check_mask,
     check_normalize,
-    check_row_temperature,
-    check_temperature,
-    check_vocabulary,
+    check_rows,
     is_distributed,
+    plain_rows,
 )
+from ..operators import row_topk, transforms
+from ..operators.dispatch import need_dispatcher, transform_is_active
+from ..plans import TopkPlan, row_result, topk_plan
+from ..problem import TopK
+from ..rows import LogitRows
 from .out import check_out, have_changed, is_plain_out
 
 # These are looked up once, not at every call.
-is_traced = torch.compiler.is_dynamo_compiling
 _row_topk = torch.ops.fused_topk.row_topk.default
 _row_topk_out = torch.ops.fused_topk.row_topk_out.default
 _beam_topk = torch.ops.fused_topk.beam_topk.default
 _BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (TopK, tuple)
-_PLANNED_TEMPERATURES = (type(None), float, int, Tensor)
 
 
 def softmax_topk(
@@ -105,10 +98,6 @@ def softmax_topk(
         >>> fused_topk.softmax_topk(torch.tensor([1.0, 3.0, 2.0]), 2).indices
         tensor([1, 2])
     """
-    if not is_traced():
-        served: TopK | None = short_calls.topk("softmax", logits, k, dim, temperature, mask, normalize, backend, out)
-        if served is not None:
-            return served
     return _row("softmax", logits, k, dim, temperature, mask, normalize, backend, out)
 
 
@@ -144,12 +133,6 @@ def log_softmax_topk(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
     """
-    if not is_traced():
-        served: TopK | None = short_calls.topk(
-            "log_softmax", logits, k, dim, temperature, mask, normalize, backend, out
-        )
-        if served is not None:
-            return served
     return _row("log_softmax", logits, k, dim, temperature, mask, normalize, backend, out)
 
 
@@ -181,10 +164,6 @@ def topk(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
     """
-    if not is_traced():
-        served: TopK | None = short_calls.topk("logits", logits, k, dim, None, mask, "allowed", backend, out)
-        if served is not None:
-            return served
     return _row("logits", logits, k, dim, None, mask, "allowed", backend, out)
 
 
@@ -229,7 +208,7 @@ def beam_topk(
         return dtensors.beams(logits, beam_scores, k, temperature, mask, normalize, backend)
     check_logits(logits)
     check_beam_scores(beam_scores, logits)
-    check_vocabulary(logits.shape[-1])
+    rows = check_rows(logits, temperature, mask)
     check_k(k, max(logits.shape[1], 1) * logits.shape[2], "beams times the vocabulary size")
     check_normalize(normalize)
     if normalize == "topk":
@@ -237,105 +216,14 @@ def beam_topk(
             "`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure"
         )
     check_backend(backend)
-    number, row_temperature = check_temperature(temperature, logits, result_dtype(logits.dtype))
-    mask = check_mask(mask, logits)
     run: Callable[..., Any]
-    if transforms.is_active():
+    if transform_is_active():
         run = transforms.BeamTopk.apply
-    elif need_dispatcher(logits, beam_scores, row_temperature, mask):
+    elif need_dispatcher(logits, beam_scores, *rows.tensors()):
         run = _beam_topk
     else:
         run = row_topk.beam_topk
-    return TopK(*run(logits, beam_scores, k, number, row_temperature, mask, normalize, backend))
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    values: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    shape: torch.Size,
-    strides: tuple[int, ...],
-    k: int,
-    backend: str | None,
-    normalize: str = "allowed",
-    temperature: float | None = None,
-    row_temperature: Like | None = None,
-    mask: Like | None = None,
-) -> TopkPlan:
-    """Checks these arguments and plans the call, once for all calls with the same arguments."""
-    rows = Like(dtype, shape, strides)
-    logits = rows.meta()
-    check_logits(logits)
-    check_vocabulary(logits.shape[-1])
-    check_k(k, logits.shape[-1])
-    check_normalize(normalize)
-    given = temperature if row_temperature is None else row_temperature.meta()
-    number, of_rows = check_temperature(given, logits, result_dtype(dtype))
-    allowed = check_mask(None if mask is None else mask.meta(), logits)
-    return plans.topk_plan(device, rows, k, number, Like.of(of_rows), Like.of(allowed), values, normalize, backend)
-
-
-def _planned(
-    values: str,
-    logits: Tensor,
-    k: int,
-    temperature: float | Tensor | None,
-    mask: Tensor | None,
-    normalize: str,
-    backend: str | None,
-    out: tuple[Tensor, Tensor, Tensor] | None,
-) -> TopK | None:
-    """Runs the call by a cached plan, without torch's dispatcher. None if an argument may need more than that."""
-    row_temperature = temperature if isinstance(temperature, Tensor) else None
-    if out is None:
-        if need_dispatcher(logits, mask, row_temperature):
-            return None
-    else:
-        if type(out) not in _OUT_TYPES or len(out) != 3 or not type(out[0]) is type(out[1]) is type(out[2]) is Tensor:
-            return None
-        if need_dispatcher(logits, mask, row_temperature, *out):
-            return None
-    number: float | None = None
-    if row_temperature is not None:
-        is_known = row_temperature.dtype is result_dtype(logits.dtype) and not row_temperature.requires_grad
-        if not is_known or row_temperature.device != logits.device:
-            return None
-        check_row_temperature(row_temperature)
-    elif temperature is not None:
-        if not LEAST_TEMPERATURE <= temperature <= GREATEST_TEMPERATURE:
-            return None
-        number = float(temperature)
-    if mask is not None and mask.device != logits.device:
-        return None
-    plan = _plan(
-        values,
-        logits.dtype,
-        logits.device,
-        logits.shape,
-        logits.stride(),
-        k,
-        backend,
-        normalize,
-        number,
-        Like.of(row_temperature),
-        Like.of(mask),
-    )
-    short_calls.keep_topk(plan, values, logits, k, -1, temperature, mask, normalize, backend)
-    if out is None:
-        return plan.run(logits, mask, row_temperature)
-    # tuple.__new__ avoids the named tuple's own __new__, which is written in Python.
-    written = out if type(out) is TopK else tuple.__new__(TopK, out)
-    inputs = (logits, mask, row_temperature)
-    if not is_plain_out(written, plan.result, inputs):
-        check_out(written, plan.result, inputs)
-    elif written.indices.dtype is torch.int64:
-        plan.start(logits, written, None, mask, row_temperature)
-        have_changed(written)
-        return written
-    plan.run_into(written, logits, mask, row_temperature)
-    have_changed(written)
-    return written
+    return TopK(*run(*rows, beam_scores, k, normalize, backend))
 
 
 def _row(
@@ -351,29 +239,17 @@ def _row(
 ) -> TopK:
     # Arguments of exactly these types can be the key of a cached plan. All others are checked below.
     if (
-        type(logits) is Tensor
-        and type(k) is int
+        type(k) is int
         and type(dim) is int
+        and dim == -1
+        and type(normalize) is str
         and backend in _BACKENDS
-        and (dim == -1 or dim == logits.dim() - 1)
+        and (out is None or _may_be_plain(out))
     ):
-        if temperature is None and mask is None and out is None and normalize == "allowed":
-            # The plainest call has a path of its own: for a short row, looking at the optional arguments would show.
-            if not need_dispatcher(logits):
-                device = logits.device
-                plan = _plan(values, logits.dtype, device, logits.shape, logits.stride(), k, backend)
-                short_calls.keep_topk(plan, values, logits, k, -1, None, None, normalize, backend)
-                result = plan.result.empty(device)
-                plan.start(logits, result)
-                return result
-        elif (
-            type(temperature) in _PLANNED_TEMPERATURES
-            and (mask is None or type(mask) is Tensor)
-            and type(normalize) is str
-        ):
-            planned = _planned(values, logits, k, temperature, mask, normalize, backend, out)
-            if planned is not None:
-                return planned
+        rows = plain_rows(logits, temperature, mask, out or ())
+        if rows is not None:
+            plan = topk_plan(logits.device, rows.layout(), k, values, normalize, backend)
+            return plan.run(rows) if out is None else _written(plan, rows, out)
     if is_distributed(logits):
         # Imported here: plain tensors need no torch.distributed.
         from ..distributed import dtensors
@@ -384,46 +260,66 @@ def _row(
     dim = check_dim(dim, dims)
     moved = dim != dims - 1
     if moved:
-        logits = logits.movedim(dim, -1)
-        # A bool mask has the logits' dimensions, so it moves with them, after leading dimensions of size 1 are added. A
-        # packed mask already has its words last.
-        if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() <= dims:
-            mask = mask.reshape((1,) * (dims - mask.dim()) + mask.shape).movedim(dim, -1)
-    vocab_size = logits.shape[-1]
-    check_vocabulary(vocab_size)
-    check_k(k, vocab_size)
+        logits, mask = logits.movedim(dim, -1), _vocabulary_last(mask, dim, dims)
+    rows = check_rows(logits, temperature, mask)
+    check_k(k, logits.shape[-1])
     check_normalize(normalize)
     check_backend(backend)
-    number, row_temperature = check_temperature(temperature, logits, result_dtype(logits.dtype))
-    mask = check_mask(mask, logits)
     if out is None:
         run: Callable[..., Any]
-        if transforms.is_active():
+        if transform_is_active():
             run = transforms.RowTopk.apply
-        elif need_dispatcher(logits, row_temperature, mask):
+        elif need_dispatcher(*rows.tensors()):
             run = _row_topk
         else:
             run = row_topk.row_topk
-        result = TopK(*run(logits, k, number, row_temperature, mask, values, normalize, backend))
+        result = TopK(*run(*rows, k, values, normalize, backend))
         if not moved:
             return result
         return TopK(result.values.movedim(-1, dim), result.indices.movedim(-1, dim), result.logsumexp)
 
-    expected = list(plans.row_result(logits, k, values))
+    expected = list(row_result(logits, k, values))
     if moved:
         shape = list(logits.shape[:-1])
         shape.insert(dim, k)
         expected[:2] = [(tuple(shape), dtype) for _, dtype in expected[:2]]
-    check_out(out, expected, (logits, mask, row_temperature))
+    check_out(out, expected, rows)
     written = TopK(*out)
     last = (
         TopK(written.values.movedim(dim, -1), written.indices.movedim(dim, -1), written.logsumexp) if moved else written
     )
     run_out = row_topk.row_topk_out
-    sees_dispatcher = need_dispatcher(logits, row_temperature, mask, *last)
+    sees_dispatcher = need_dispatcher(*rows.tensors(), *last)
     if sees_dispatcher:
         run_out = _row_topk_out
-    run_out(logits, k, number, row_temperature, mask, values, normalize, backend, *last)
+    run_out(*rows, k, values, normalize, backend, *last)
     if not sees_dispatcher:
         have_changed(written)
     return written
+
+
+def _may_be_plain(out: Any) -> bool:
+    return type(out) in _OUT_TYPES and len(out) == 3 and type(out[0]) is type(out[1]) is type(out[2]) is Tensor
+
+
+def _written(plan: TopkPlan, rows: LogitRows, out: tuple[Tensor, Tensor, Tensor]) -> TopK:
+    """Runs a plan into `out`, once it is checked."""
+    # tuple.__new__ avoids the named tuple's own __new__, which is written in Python.
+    written = out if type(out) is TopK else tuple.__new__(TopK, out)
+    if not is_plain_out(written, plan.result, rows):
+        check_out(written, plan.result, rows)
+    elif written.indices.dtype is torch.int64:
+        plan.start(rows, written)
+        have_changed(written)
+        return written
+    plan.run_into(written, rows)
+    have_changed(written)
+    return written
+
+
+def _vocabulary_last(mask: Any, dim: int, dims: int) -> Any:
+    """A bool mask has the logits' dimensions, so it moves with them, after leading dimensions of size 1 are added. A packed mask
+    already has its words last."""
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() <= dims:
+        return mask.reshape((1,) * (dims - mask.dim()) + mask.shape).movedim(dim, -1)
+    return mask

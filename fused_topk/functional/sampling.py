@@ -23,11 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..operators import sampling, transforms
-from ..operators.dispatch import need_dispatcher
-from ..plans import Like
-from ..problem import Sample, SampleProblem, TopK
-from .arguments import (
+from ..arguments import (
     GREATEST_TEMPERATURE,
     LEAST_TEMPERATURE,
     check_backend,
@@ -37,10 +33,15 @@ from .arguments import (
     check_row_numbers,
     check_vocabulary,
 )
+from ..operators import sampling
+from ..operators.dispatch import need_dispatcher, transform_is_active
+from ..problem import Sample, SampleProblem, TopK
+from ..rows import Like, LogitRows
 
 _sample = torch.ops.fused_topk.sample.default
-# The fields temperature to row_min_p of SampleProblem.
-_Numbers = tuple[Any, Tensor | None, Any, Tensor | None, Any, Tensor | None, Any, Tensor | None]
+# Each parameter as the number of all rows, and those of each row.
+_Temperature = tuple[Any, Tensor | None]
+_Filters = tuple[Any, Tensor | None, Any, Tensor | None, Any, Tensor | None]
 _SEEDS = (-(2**63), 2**63 - 1)
 _MOST_SAMPLES = 2**31 - 1
 # Of num_samples, logprobs, truncated_log_probs and backend: what can be the key of a plan.
@@ -127,36 +128,27 @@ def sample(
             return planned
     check_logits(logits)
     *lead, vocab_size = logits.shape
-    of_rows = _check(logits, logits.device.type, numbers, *request)
-    if transforms.is_active():
+    temperatures, filters = check_parameters(logits, logits.device.type, numbers, *request)
+    if transform_is_active():
         raise RuntimeError(
             "`sample` must not be called under a transform of torch.func, got one that is active; pass the rows as one tensor"
         )
     allowed = check_mask(mask, logits)
-    rows = logits.detach().reshape(-1, vocab_size)
     if allowed is not None:
         allowed = allowed.reshape(-1, allowed.shape[-1])
-    of_seed, of_counter = _names(seed, counter, generator, logits)
-    problem = SampleProblem(
-        rows,
-        *of_rows,
-        allowed,
-        *of_seed,
-        *of_counter,
-        num_samples,
-        logprobs,
-        truncated_log_probs,
-    )
+    rows = LogitRows(logits.detach().reshape(-1, vocab_size), *temperatures, allowed)
+    of_seed, of_counter = names_of(seed, counter, generator, logits)
+    problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, logprobs, truncated_log_probs)
     # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
     _, *parameters, _ = problem
-    if need_dispatcher(rows, *[x for x in parameters if isinstance(x, Tensor)]):
-        result = from_operator(_sample(rows, *parameters, backend), logprobs)
+    if need_dispatcher(*rows.tensors(), *[x for x in parameters if isinstance(x, Tensor)]):
+        result = from_operator(_sample(*rows, *parameters, backend), logprobs)
     else:
         result = sampling.draw(problem, backend)
     return result if logits.dim() == 2 else shaped(result, lead)
 
 
-def _check(
+def check_parameters(
     logits: Tensor,
     device_type: str,
     numbers: tuple[Any, Any, Any, Any],
@@ -164,9 +156,9 @@ def _check(
     logprobs: Any,
     truncated_log_probs: Any,
     backend: Any,
-) -> _Numbers:
-    """The fields temperature to row_min_p of :class:`SampleProblem`, of arguments that are checked. The logits may be a meta
-    tensor, in place of one on a device of that type."""
+) -> tuple[_Temperature, _Filters]:
+    """The temperature of the rows, and the fields top_k to row_min_p of :class:`SampleProblem`, of arguments that are checked.
+    The logits may be a meta tensor, in place of one on a device of that type."""
     vocab_size = logits.shape[-1]
     check_vocabulary(vocab_size)
     check_backend(backend)
@@ -180,8 +172,7 @@ def _check(
     temperature, top_k, top_p, min_p = numbers
     floating = torch.float32 if device_type in ("mps", "xpu") else torch.float64
     temperatures = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
-    return (
-        *check_row_numbers("temperature", temperature, logits, floating, temperatures, or_zero=True),
+    return check_row_numbers("temperature", temperature, logits, floating, temperatures, or_zero=True), (
         *check_row_numbers("top_k", top_k, logits, torch.int64, (0, _SEEDS[1])),
         *check_row_numbers("top_p", top_p, logits, floating, (0, 1)),
         *check_row_numbers("min_p", min_p, logits, floating, (0, 1)),
@@ -193,7 +184,8 @@ class _Plan(NamedTuple):
 
     rows: int
     vocab_size: int
-    numbers: _Numbers
+    temperatures: _Temperature
+    filters: _Filters
 
 
 # With the types: top_k=2.0 is an error, though 2.0 == 2.
@@ -209,11 +201,12 @@ def _plan(
     min_p: float,
     *request: Any,
 ) -> _Plan:
-    """Checks these arguments, once for all calls with the same. request: num_samples to backend of :func:`_check`."""
+    """Checks these arguments, once for all calls with the same. request: num_samples to backend of
+    :func:`check_parameters`."""
     logits = Like(dtype, shape, strides).meta()
     check_logits(logits)
-    numbers = _check(logits, device_type, (temperature, top_k, top_p, min_p), *request)
-    return _Plan(shape[:-1].numel(), shape[-1], numbers)
+    parameters = check_parameters(logits, device_type, (temperature, top_k, top_p, min_p), *request)
+    return _Plan(shape[:-1].numel(), shape[-1], *parameters)
 
 
 _NUMBERS = (float, int)
@@ -260,9 +253,9 @@ def _planned(
     else:
         of_seed, of_counter = _flat_name(seed), _flat_name(counter)
     is_flat = len(shape) == 2
-    rows = logits if is_flat else logits.reshape(-1, plan.vocab_size)
+    rows = LogitRows(logits if is_flat else logits.reshape(-1, plan.vocab_size), *plan.temperatures)
     num_samples, logprobs, truncated, backend = request
-    problem = SampleProblem(rows, *plan.numbers, None, *of_seed, *of_counter, num_samples, logprobs, truncated)
+    problem = SampleProblem(rows, *plan.filters, *of_seed, *of_counter, num_samples, logprobs, truncated)
     result = sampling.draw(problem, backend)
     return result if is_flat else shaped(result, shape[:-1])
 
@@ -277,7 +270,7 @@ def _flat_name(name: Any) -> tuple[Any, Tensor | None]:
     return (0, name.view(-1)) if type(name) is Tensor else (name, None)
 
 
-def _names(
+def names_of(
     seed: int | Tensor | None, counter: int | Tensor, generator: torch.Generator | None, logits: Tensor
 ) -> tuple[tuple[Any, Tensor | None], tuple[Any, Tensor | None]]:
     """The seeds and the counters of the rows, each as (of all, of each)."""

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from .. import backends
+from ..arguments import check_choice, check_k, check_normalize, check_vocabulary
 from ..backends import cuda
 from ..cuda_runtime import driver
 from ..layout import merge_launch, sample_launch
-from ..problem import Problem
-from .arguments import check_choice, check_k, check_normalize, check_vocabulary
+from ..problem import TopkProblem
+from ..rows import LogitRows
 
 _TOPK_VALUES = {
     "softmax_topk": "softmax",
@@ -121,7 +122,7 @@ def _kernels(
         k = min(k, shape[-1]) if name == "topk_state" else k
         check_k(k, shape[-1] * (shape[1] if has_beams else 1))
         if rows and backends.pick(gpu, dtype, k, None) is cuda:
-            problem = Problem(logits, k, 1.0, None, mask, _TOPK_VALUES[name], normalize)
+            problem = TopkProblem(LogitRows(logits, mask=mask), k, _TOPK_VALUES[name], normalize)
             yield cuda.topk_kernel(problem, gpu.index, scores)
 
 
@@ -134,7 +135,7 @@ def _sampling_kernels(
     masks = [None, torch.empty((rows, vocab_size), dtype=torch.bool, device="meta")] if masked else [None]
     for top_k, mask in product([0, *top_ks], masks):
         length = sample_launch.list_length(vocab_size, top_k)
-        problem = Problem(logits, length, 1.0, None, mask, "state", "allowed")
+        problem = TopkProblem(LogitRows(logits, mask=mask), length, "state", "allowed")
         yield cuda.topk_kernel(problem, gpu.index)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..functional.arguments import check_head, check_hidden
+from ..arguments import check_head, check_hidden
 
 
 class HeadInput(NamedTuple):

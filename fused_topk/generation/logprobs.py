@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..functional.arguments import check_k, check_logits, check_targets
+from ..arguments import check_k, check_logits, check_targets
 from ..problem import TopK
 from .lm_head import HeadInput, run_with_head
 

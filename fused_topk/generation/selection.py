@@ -25,7 +25,8 @@ from torch import Tensor
 from ..backends import Backend
 from ..functional.sampling import random_names
 from ..plans import beam_result, row_result
-from ..problem import Problem, Sample, SampleProblem, TopK, result_dtype
+from ..problem import Sample, SampleProblem, TopK, TopkProblem, result_dtype
+from ..rows import LogitRows
 from . import packed
 from .edited import Change, edited
 
@@ -160,8 +161,8 @@ class Rows:
             return run(logits, beam_scores)
         mask = mask.expand(batch * beams, -1).view(batch, beams, -1)
         out = beam_result(logits, k).empty(logits.device)
-        problem = Problem(logits, k, 1.0, None, mask, "log_softmax", "all")
-        self.backend.prepare_topk(problem, logits.device, beam_scores)(logits, out, beam_scores, mask)
+        problem = TopkProblem(LogitRows(logits, mask=mask), k, "log_softmax", "all")
+        self.backend.prepare_topk(problem, logits.device, beam_scores)(problem.rows, out, beam_scores)
         return out
 
     def edited(self, ids: Tensor, change: Change, replaces_row: bool) -> Rows:
@@ -183,17 +184,15 @@ class Rows:
             mask = mask.expand(len(logits), -1)
         rows, device = len(logits), logits.device
         seed, counter = random_names(rows, device, generator)
+        temperature = float(parameters.get("temperature", 1.0))
         problem = SampleProblem(
-            logits,
-            float(parameters.get("temperature", 1.0)),
-            None,
+            LogitRows(logits, temperature, mask=mask),
             int(parameters.get("top_k", 0)),
             None,
             float(parameters.get("top_p", 1.0)),
             None,
             float(parameters.get("min_p", 0.0)),
             None,
-            mask,
             *seed,
             *counter,
             1,
@@ -212,8 +211,8 @@ class Rows:
         if mask is not None:
             mask = mask.expand(len(logits), -1)
         out = row_result(logits, k, values).empty(logits.device)
-        problem = Problem(logits, k, temperature, None, mask, values, normalize)
-        self.backend.prepare_topk(problem, logits.device)(logits, out, None, mask)
+        problem = TopkProblem(LogitRows(logits, temperature, mask=mask), k, values, normalize)
+        self.backend.prepare_topk(problem, logits.device)(problem.rows, out)
         return out
 
 
@@ -223,14 +222,14 @@ def _prepared_greatest(
 ) -> Callable[[Tensor, Tensor], None]:
     """A function that writes the token of the greatest logit, for logits of that dtype, device and layout."""
     logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    run = backend.prepare_topk(Problem(logits, 1, 1.0, None, None, "logits", "allowed"), device)
+    run = backend.prepare_topk(TopkProblem(LogitRows(logits), 1, "logits", "allowed"), device)
 
     def run_new(logits: Tensor, ids: Tensor) -> None:
         # Nobody reads these two. Each call makes its own: tensors kept here could be freed while a CUDA graph still writes
         # to them.
         values = torch.empty(size=shape[:1], dtype=dtype, device=device)
         logsumexp = torch.empty(size=shape[:1], dtype=result_dtype(dtype), device=device)
-        run(logits, TopK(values, ids, logsumexp))
+        run(LogitRows(logits), TopK(values, ids, logsumexp))
 
     return run_new
 
@@ -248,12 +247,12 @@ def _prepared_beams(
     """A function that returns the k best continuations, for logits and scores of that kind."""
     logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     beam_scores = torch.empty_strided(shape[:2], scores_strides, dtype=torch.float32, device="meta")
-    run = backend.prepare_topk(Problem(logits, k, 1.0, None, None, "log_softmax", "all"), device, beam_scores)
+    run = backend.prepare_topk(TopkProblem(LogitRows(logits), k, "log_softmax", "all"), device, beam_scores)
     result = beam_result(logits, k)
 
     def run_new(logits: Tensor, beam_scores: Tensor) -> TopK:
         out = result.empty(device)
-        run(logits, out, beam_scores)
+        run(LogitRows(logits), out, beam_scores)
         return out
 
     return run_new

@@ -5,13 +5,24 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 library = torch.library.Library("fused_topk", "DEF")
+
+# A private name of torch. Without it the Functions of transforms.py take every call except those that torch.compile traces.
+# They serve all.
+_are_transforms_active: Callable[[], bool] = getattr(
+    torch._C, "_are_functorch_transforms_active", lambda: not torch.compiler.is_compiling()
+)
+
+
+def transform_is_active() -> bool:
+    """Whether a transform of torch.func is under way, or may be."""
+    return _are_transforms_active()
 
 
 def _keys(*names: str) -> int:
@@ -57,17 +68,3 @@ def need_dispatcher(logits: Tensor, *others: Tensor | None) -> bool:
         ):
             return True
     return False
-
-
-def keys_at_run_time() -> dict[str, Any] | None:
-    """What need_dispatcher() looks at, for native code that does so itself. None: it cannot be seen."""
-    if not _sees_keys:
-        return None
-    return {
-        "keys_of_array": _keys_of_tensor,
-        "keys_of_thread": _keys_of_thread,
-        "known_of_array": _KNOWN_TENSOR_KEYS,
-        "known_of_thread": _KNOWN_THREAD_KEYS,
-        "records_gradients": torch.is_grad_enabled,
-        "forward_mode": forward_ad,
-    }

@@ -9,38 +9,21 @@ import torch
 from torch import Tensor
 
 from .. import plans
-from ..plans import Like
+from ..rows import ROWS_SCHEMA, unflattened
 from . import gradients
 from .dispatch import library
 
-library.define(
-    "full_rows(Tensor logits, float temperature, Tensor? row_temperature, str values, ScalarType dtype, str? backend)"
-    " -> Tensor"
-)
+library.define(f"full_rows({ROWS_SCHEMA}, str values, ScalarType dtype, str? backend) -> Tensor")
 
 
-def full_rows(
-    logits: Tensor,
-    temperature: float,
-    row_temperature: Tensor | None,
-    values: str,
-    dtype: torch.dtype,
-    backend: str | None,
-) -> Tensor:
-    like = Like(logits.dtype, logits.shape, logits.stride())
-    plan = plans.full_row_plan(logits.device, like, temperature, Like.of(row_temperature), values, dtype, backend)
-    return plan.run(logits, row_temperature)
+def full_rows(*arguments: Any) -> Tensor:
+    rows, request = unflattened(arguments)
+    return plans.full_row_plan(rows.logits.device, rows.layout(), *request).run(rows)
 
 
-def _fake_full_rows(
-    logits: Tensor,
-    temperature: float,
-    row_temperature: Tensor | None,
-    values: str,
-    dtype: torch.dtype,
-    backend: str | None,
-) -> Tensor:
-    return torch.empty(plans.full_row_shape(logits, values), dtype=dtype, device=logits.device)
+def _fake_full_rows(*arguments: Any) -> Tensor:
+    rows, (values, dtype, _) = unflattened(arguments)
+    return torch.empty(plans.full_row_shape(rows.logits, values), dtype=dtype, device=rows.logits.device)
 
 
 library.impl("full_rows", full_rows, "CompositeExplicitAutograd")

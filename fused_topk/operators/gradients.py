@@ -18,147 +18,145 @@ import torch
 from torch import Tensor
 
 from ..problem import TopK, result_dtype
+from ..rows import ROWS_FIELDS, LogitRows, unflattened
 
 
-def unpacked(mask: Tensor, vocab_size: int) -> Tensor:
-    """A mask as bool, one a token."""
-    if mask.dtype == torch.bool:
-        return mask
-    bits = torch.arange(32, dtype=torch.int32, device=mask.device)
-    return ((mask.unsqueeze(-1) >> bits) & 1).flatten(-2)[..., :vocab_size].bool()
+def save_rows(ctx: Any, rows: LogitRows, *others: Tensor | None) -> None:
+    """Keeps the rows for the backward pass, and other tensors."""
+    ctx.rows = tuple(None if isinstance(x, Tensor) else x for x in rows)
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in rows), *others)
+
+
+def saved_rows(ctx: Any) -> tuple[LogitRows, tuple[Any, ...]]:
+    """What :func:`save_rows` has kept."""
+    saved = ctx.saved_tensors
+    rows = LogitRows(*(x if tensor is None else tensor for x, tensor in zip(ctx.rows, saved)))
+    return rows, saved[ROWS_FIELDS:]
+
+
+def for_inputs(of_logits: Tensor | None, *others: Tensor | None, count: int) -> tuple[Tensor | None, ...]:
+    """The gradients of an operator's inputs: of the logits, of `others` behind the rows, and None for the rest of `count`."""
+    return of_logits, *(None,) * (ROWS_FIELDS - 1), *others, *(None,) * (count - len(others))
 
 
 def _row_gradient(
-    logits: Tensor,
-    temperature: float | Tensor,
-    mask: Tensor | None,
-    normalize: str,
-    indices: Tensor,
-    grad_log_probabilities: Tensor,
-    grad_logsumexp: Tensor,
+    rows: LogitRows, normalize: str, indices: Tensor, grad_log_probabilities: Tensor, grad_logsumexp: Tensor
 ) -> Tensor:
     """Gradient with respect to the logits, given those with respect to log-probabilities (..., k) and logsumexp (...)."""
-    hidden = None if mask is None or normalize == "all" else ~unpacked(mask, logits.shape[-1])
-    scaled = logits.to(grad_log_probabilities.dtype) / temperature
+    hidden = None if normalize == "all" else rows.hidden()
+    scaled = rows.logits.to(grad_log_probabilities.dtype) / rows.scale
     p = (scaled if hidden is None else scaled.masked_fill(hidden, -torch.inf)).softmax(-1)
     gradient = p * (grad_logsumexp - grad_log_probabilities.sum(-1)).unsqueeze(-1)
-    gradient = gradient.scatter_add(-1, indices, grad_log_probabilities) / temperature
-    # A token that the mask hides counts as the constant -inf, even where it is among the k.
-    return (gradient if hidden is None else gradient.masked_fill(hidden, 0.0)).to(logits.dtype)
+    gradient = gradient.scatter_add(-1, indices, grad_log_probabilities) / rows.scale
+    # A hidden token counts as the constant -inf, even where it is among the k.
+    return (gradient if hidden is None else gradient.masked_fill(hidden, 0.0)).to(rows.logits.dtype)
+
+
+def of_counted(rows: LogitRows, tokens: Tensor, gradient: Tensor) -> Tensor:
+    """The gradients at tokens (..., n), without those of hidden ones: their value is the constant -inf or 0."""
+    counted = rows.counted_at(tokens)
+    return gradient if counted is None else gradient.where(counted, 0.0)
 
 
 def row_setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None:
-    logits, _, ctx.temperature, row_temperature, mask, ctx.values, ctx.normalize, _ = inputs
+    rows, (_, ctx.values, ctx.normalize, _) = unflattened(inputs)
     values, indices, _ = output
     ctx.mark_non_differentiable(indices)
-    ctx.save_for_backward(logits, row_temperature, mask, values, indices)
+    save_rows(ctx, rows, values, indices)
 
 
 def row_backward(
     ctx: Any, grad_values: Tensor, grad_indices: Tensor | None, grad_logsumexp: Tensor
 ) -> tuple[Tensor | None, ...]:
-    logits, row_temperature, mask, values, indices = ctx.saved_tensors
-    temperature = ctx.temperature if row_temperature is None else row_temperature.unsqueeze(-1)
+    rows, (values, indices) = saved_rows(ctx)
+    return for_inputs(_of_topk(ctx, rows, values, indices, grad_values, grad_logsumexp), count=4)
+
+
+def _of_topk(
+    ctx: Any, rows: LogitRows, values: Tensor, indices: Tensor, grad_values: Tensor, grad_logsumexp: Tensor
+) -> Tensor:
     # d p = p d(log p)
-    grad_log = grad_values * values if ctx.values == "softmax" else grad_values
-    if mask is not None:
-        # A token that is not allowed has the constant value -inf or 0, so it passes on no gradient.
-        grad_log = grad_log.where(unpacked(mask, logits.shape[-1]).gather(-1, indices), 0.0)
+    grad_log = of_counted(rows, indices, grad_values * values if ctx.values == "softmax" else grad_values)
     if ctx.values == "state":
-        gradient = _state_gradient(logits, temperature, mask, ctx.normalize, indices, grad_values, grad_logsumexp)
-        return gradient, *(None,) * 7
+        return _state_gradient(rows, ctx.normalize, indices, grad_values, grad_logsumexp)
     if ctx.values == "logits":
         # The values are logits, so each gradient goes back to the logit that was chosen.
-        from_values = torch.zeros_like(logits).scatter_add(-1, indices, grad_log)
+        from_values = torch.zeros_like(rows.logits).scatter_add(-1, indices, grad_log)
         zero = torch.zeros_like(indices, dtype=grad_logsumexp.dtype)
-        rest = _row_gradient(logits, 1.0, mask, "allowed", indices, zero, grad_logsumexp)
-        return from_values + rest, *(None,) * 7
+        return from_values + _row_gradient(rows.unscaled(), "allowed", indices, zero, grad_logsumexp)
     if ctx.normalize == "topk":
         # Relative to the k chosen: (1[i = j] - p_i) over those k only.
         p = values if ctx.values == "softmax" else values.exp()
         grad_log = grad_log - p * grad_log.sum(-1, keepdim=True)
-        zero = torch.zeros_like(grad_log)
-        gradient = _row_gradient(logits, temperature, mask, "topk", indices, zero, grad_logsumexp)
-        chosen = torch.zeros_like(gradient).scatter_add(-1, indices, (grad_log / temperature).to(gradient.dtype))
-        if mask is not None:
-            chosen = chosen.where(unpacked(mask, logits.shape[-1]), 0.0)
-        return gradient + chosen, *(None,) * 7
-    gradient = _row_gradient(logits, temperature, mask, ctx.normalize, indices, grad_log, grad_logsumexp)
-    return gradient, *(None,) * 7
+        gradient = _row_gradient(rows, "topk", indices, torch.zeros_like(grad_log), grad_logsumexp)
+        chosen = torch.zeros_like(gradient).scatter_add(-1, indices, (grad_log / rows.scale).to(gradient.dtype))
+        hidden = rows.hidden()
+        return gradient + (chosen if hidden is None else chosen.masked_fill(hidden, 0.0))
+    return _row_gradient(rows, ctx.normalize, indices, grad_log, grad_logsumexp)
 
 
 def _state_gradient(
-    logits: Tensor,
-    temperature: float | Tensor,
-    mask: Tensor | None,
-    normalize: str,
-    indices: Tensor,
-    grad_logits: Tensor,
-    grad_normalizer: Tensor,
+    rows: LogitRows, normalize: str, indices: Tensor, grad_logits: Tensor, grad_normalizer: Tensor
 ) -> Tensor:
     """Gradient with respect to the logits, given those with respect to the k best (..., k) and to m and d (2, ...).
 
     d m / d x_i is 1 for the first greatest logit j, and d d / d x_i = (e_i - d [i = j]) / T with e_i = exp((x_i - m) / T).
     """
     grad_m, grad_d = grad_normalizer.unsqueeze(-1).unbind(0)
-    hidden = None if mask is None else ~unpacked(mask, logits.shape[-1])
-    counted = logits.to(grad_normalizer.dtype)
-    if hidden is not None and normalize != "all":
+    hidden = None if normalize == "all" else rows.hidden()
+    counted = rows.logits.to(grad_normalizer.dtype)
+    if hidden is not None:
         counted = counted.masked_fill(hidden, -torch.inf)
     m, j = counted.max(-1, keepdim=True)
-    e = ((counted - m.where(m != -torch.inf, 0.0)) / temperature).exp()
+    e = ((counted - m.where(m != -torch.inf, 0.0)) / rows.scale).exp()
     d = e.sum(-1, keepdim=True)
-    gradient = (grad_d * e / temperature).scatter_add(-1, j, grad_m - grad_d * d / temperature)
-    if hidden is not None and normalize != "all":
+    gradient = (grad_d * e / rows.scale).scatter_add(-1, j, grad_m - grad_d * d / rows.scale)
+    if hidden is not None:
         gradient = gradient.masked_fill(hidden, 0.0)
-    return (gradient.scatter_add(-1, indices, grad_logits.to(gradient.dtype))).to(logits.dtype)
+    return (gradient.scatter_add(-1, indices, grad_logits.to(gradient.dtype))).to(rows.logits.dtype)
 
 
 def beam_setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None:
-    logits, beam_scores, _, ctx.temperature, row_temperature, mask, ctx.normalize, _ = inputs
+    rows, (beam_scores, _, ctx.normalize, _) = unflattened(inputs)
     _, indices, _ = output
     ctx.mark_non_differentiable(indices)
     ctx.scores_dtype = beam_scores.dtype
-    ctx.save_for_backward(logits, row_temperature, mask, indices)
+    save_rows(ctx, rows, indices)
 
 
 def beam_backward(
     ctx: Any, grad_values: Tensor, grad_indices: Tensor | None, grad_logsumexp: Tensor
 ) -> tuple[Tensor | None, ...]:
-    logits, row_temperature, mask, indices = ctx.saved_tensors
-    batch, beams, vocab_size = logits.shape
-    temperature = ctx.temperature if row_temperature is None else row_temperature.unsqueeze(-1)
+    rows, (indices,) = saved_rows(ctx)
+    batch, beams, vocab_size = rows.logits.shape
     # Spread the k gradients over the beams that they came from: (batch, beams, k), zero for the others.
     is_of_beam = (indices // vocab_size).unsqueeze(1) == torch.arange(beams, device=indices.device).unsqueeze(-1)
-    of_beam = grad_values.unsqueeze(1).where(is_of_beam, 0.0)
     tokens = (indices % vocab_size).unsqueeze(1).expand(batch, beams, -1)
-    if mask is not None:
-        # The value of a token that is not allowed is -inf, whatever the score of its beam.
-        of_beam = of_beam.where(unpacked(mask, vocab_size).gather(-1, tokens), 0.0)
+    # The value of a hidden token is -inf, whatever the score of its beam.
+    of_beam = of_counted(rows, tokens, grad_values.unsqueeze(1).where(is_of_beam, 0.0))
     grad_scores = of_beam.sum(-1).to(ctx.scores_dtype)
-    gradient = _row_gradient(logits, temperature, mask, ctx.normalize, tokens, of_beam, grad_logsumexp)
-    return gradient, grad_scores, *(None,) * 6
+    gradient = _row_gradient(rows, ctx.normalize, tokens, of_beam, grad_logsumexp)
+    return for_inputs(gradient, grad_scores, count=4)
 
 
 def full_rows_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    logits, ctx.temperature, row_temperature, ctx.values, _, ctx.backend = inputs
-    ctx.logits_dtype = logits.dtype
-    ctx.save_for_backward(logits if ctx.values == "logsumexp" else output, row_temperature)
+    rows, (ctx.values, _, ctx.backend) = unflattened(inputs)
+    ctx.logits_dtype = rows.logits.dtype
+    # softmax and log_softmax take p from the result.
+    save_rows(ctx, rows if ctx.values == "logsumexp" else rows._replace(logits=output))
 
 
 def full_rows_backward(ctx: Any, gradient: Tensor, run: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
     """Gradient with respect to the logits; `run` is the operator as the caller of the gradient calls it."""
-    saved, row_temperature = ctx.saved_tensors
-    temperature = ctx.temperature if row_temperature is None else row_temperature.unsqueeze(-1)
+    rows, _ = saved_rows(ctx)
     dtype = result_dtype(ctx.logits_dtype)
     g = gradient.to(dtype)
     if ctx.values == "logsumexp":
-        p = run(saved, ctx.temperature, row_temperature, "softmax", dtype, ctx.backend)
-        of_scaled = g.unsqueeze(-1) * p
+        of_scaled = g.unsqueeze(-1) * run(*rows, "softmax", dtype, ctx.backend)
     elif ctx.values == "softmax":
-        p = saved.to(dtype)
+        p = rows.logits.to(dtype)
         g_p = g * p
         of_scaled = g_p - p * g_p.sum(-1, keepdim=True)
     else:
-        of_scaled = g - saved.to(dtype).exp() * g.sum(-1, keepdim=True)
-    return (of_scaled / temperature).to(ctx.logits_dtype), *(None,) * 5
+        of_scaled = g - rows.logits.to(dtype).exp() * g.sum(-1, keepdim=True)
+    return for_inputs((of_scaled / rows.scale).to(ctx.logits_dtype), count=3)

@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 from ..problem import LinearProblem
+from ..rows import ROWS_FIELDS, ROWS_SCHEMA, unflattened
 from . import linear_backward, linear_pieces
 from .dispatch import library
+from .gradients import for_inputs, of_counted, save_rows, saved_rows
 
-_HEAD = "Tensor hidden, Tensor weight, Tensor? bias, float temperature, Tensor? row_temperature, Tensor? mask, Tensor? targets, str normalize"
+# The fields of LinearProblem, with the hidden states in the place of the logits.
+_HEAD = f"{ROWS_SCHEMA}, Tensor weight, Tensor? bias, Tensor? targets, str normalize"
 library.define(
     f"linear_topk({_HEAD}, SymInt k, str values, str? backend, bool has_ranks, bool keeps_state)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -30,28 +33,34 @@ library.define(
     f"linear_topk_backward({_HEAD}, Tensor indices, Tensor state, Tensor grad_chosen, Tensor? grad_target, "
     "Tensor grad_normalizer, str? backend, bool[] wanted) -> (Tensor, Tensor, Tensor)"
 )
-_HEAD_ARGUMENTS = len(LinearProblem._fields)
+
+
+def _head_of(arguments: Sequence[Any]) -> tuple[LinearProblem, list[Any]]:
+    """The problem at the front of an operator's arguments, and the other arguments."""
+    rows, (weight, bias, targets, normalize, *rest) = unflattened(arguments)
+    return LinearProblem(rows, weight, bias, targets, normalize), rest
 
 
 def linear_topk(*arguments: Any) -> linear_pieces.LinearResult:
     """Computes the operator. `arguments`: the operator's, in its order."""
-    return linear_pieces.forward(LinearProblem(*arguments[:_HEAD_ARGUMENTS]), *arguments[_HEAD_ARGUMENTS:])
+    head, rest = _head_of(arguments)
+    return linear_pieces.forward(head, *rest)
 
 
 def _fake_linear_topk(*arguments: Any) -> linear_pieces.LinearResult:
-    k, values, _, has_ranks, keeps_state = arguments[_HEAD_ARGUMENTS:]
-    head = LinearProblem(*arguments[:_HEAD_ARGUMENTS])
+    head, (k, values, _, has_ranks, keeps_state) = _head_of(arguments)
     return linear_pieces.empty_result(head.hidden, k, values, head.targets, has_ranks, keeps_state)
 
 
 def linear_topk_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradient's operator. `arguments`: that operator's, in its order."""
-    return linear_backward.backward(LinearProblem(*arguments[:_HEAD_ARGUMENTS]), *arguments[_HEAD_ARGUMENTS:])
+    head, rest = _head_of(arguments)
+    return linear_backward.backward(head, *rest)
 
 
 def _fake_linear_topk_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    hidden, weight, bias = arguments[:3]
-    wanted: Sequence[bool] = arguments[-1]
+    head, (*_, wanted) = _head_of(arguments)
+    hidden, weight, bias = head.hidden, head.weight, head.bias
     return tuple(
         torch.empty(like.shape if is_wanted else (0,), dtype=hidden.dtype, device=hidden.device)
         for like, is_wanted in zip((hidden, weight, weight[:, 0] if bias is None else bias), wanted, strict=True)
@@ -59,11 +68,11 @@ def _fake_linear_topk_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, bias, ctx.temperature, row_temperature, mask, targets, ctx.normalize = inputs[:_HEAD_ARGUMENTS]
-    _, ctx.values, ctx.backend, *_ = inputs[_HEAD_ARGUMENTS:]
+    head, (_, ctx.values, ctx.backend, *_) = _head_of(inputs)
+    ctx.normalize = head.normalize
     values, indices, _, _, ranks, state = output
     ctx.mark_non_differentiable(indices, ranks, state)
-    ctx.save_for_backward(hidden, weight, bias, row_temperature, mask, targets, values, indices, state)
+    save_rows(ctx, head.rows, head.weight, head.bias, head.targets, values, indices, state)
 
 
 def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
@@ -73,19 +82,13 @@ def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
 def backward_by(run: Callable[..., Any], ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
     """`run`: linear_topk_backward as the caller of the gradient calls it."""
     grad_values, _, grad_logsumexp, grad_logprobs, _, _ = gradients
-    hidden, weight, bias, row_temperature, mask, targets, values, indices, state = ctx.saved_tensors
-    if not state.numel() and hidden.numel():
+    rows, (weight, bias, targets, values, indices, state) = saved_rows(ctx)
+    if not state.numel() and rows.logits.numel():
         raise RuntimeError("`keeps_state` must be True where a gradient is wanted, got False; pass True")
-    temperature, normalize = ctx.temperature, ctx.normalize
-    if ctx.values == "logits":
-        # The raw logits have no temperature.
-        temperature, row_temperature, normalize = 1.0, None, "allowed"
+    rows, _, _, _, normalize = LinearProblem(rows, weight, bias, targets, ctx.normalize).settled(ctx.values)
     # d p = p d(log p)
     grad_chosen = grad_values * values if ctx.values == "softmax" else grad_values
-    grad_chosen = grad_chosen.to(state.dtype)
-    if mask is not None:
-        # A token that is not allowed has the constant value -inf or 0.
-        grad_chosen = grad_chosen.where(linear_pieces.allowed_at(mask, indices), 0.0)
+    grad_chosen = of_counted(rows, indices, grad_chosen.to(state.dtype))
     grad_normalizer = grad_logsumexp
     if ctx.values != "logits":
         if normalize == "topk":
@@ -95,15 +98,14 @@ def backward_by(run: Callable[..., Any], ctx: Any, *gradients: Any) -> tuple[Ten
             grad_normalizer = grad_normalizer - grad_chosen.sum(-1)
     grad_target = None
     if targets is not None:
-        has_target = targets >= 0
-        if mask is not None:
-            has_target = has_target & linear_pieces.allowed_at(mask, targets.clamp(min=0))
-        grad_target = grad_logprobs.where(has_target, 0.0)
+        grad_target = of_counted(rows, targets.clamp(min=0), grad_logprobs.where(targets >= 0, 0.0))
         grad_normalizer = grad_normalizer - grad_target.sum(-1)
-    wanted = [bool(x) for x in ctx.needs_input_grad[:3]]
-    head = (hidden, weight, bias, temperature, row_temperature, mask, targets, normalize)
+    weight_place = ROWS_FIELDS
+    wanted = [bool(ctx.needs_input_grad[i]) for i in (0, weight_place, weight_place + 1)]
+    head = (*rows, weight, bias, targets, normalize)
     found = run(*head, indices, state, grad_chosen, grad_target, grad_normalizer, ctx.backend, wanted)
-    return *(x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)), *(None,) * 10
+    of_hidden, of_weight, of_bias = (x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True))
+    return for_inputs(of_hidden, of_weight, of_bias, count=9)
 
 
 def no_second_gradient(ctx: Any, *gradients: Tensor) -> None:

@@ -18,8 +18,8 @@ from .. import backends
 from ..backends import cuda
 from ..layout import linear_pieces as layout
 from ..problem import LinearProblem, LogitGradientProblem, result_dtype
-from .gradients import unpacked
-from .linear_pieces import Block, blocks, product, some_rows
+from ..rows import some_rows
+from .linear_pieces import Block, blocks, product
 
 # Rows of logits begin at multiples of so many elements, of 16 bytes at least: the kernel then reads vectors of them.
 _STRIDE_MULTIPLE = 8
@@ -79,7 +79,7 @@ def backward(
     With p the softmax of a row, that of its scaled logits is grad_normalizer p, and what grad_chosen and grad_target add
     at the chosen tokens (..., k) and at the targets.
     """
-    hidden, (vocab_size, depth), rows = head.hidden, head.weight.shape, head.rows
+    hidden, (vocab_size, depth), rows = head.hidden, head.weight.shape, head.row_count
     shapes = (hidden.shape, head.weight.shape, (vocab_size,))
     # Without rows nothing is written to them.
     make = hidden.new_empty if rows else hidden.new_zeros
@@ -90,7 +90,7 @@ def backward(
     has_kernel = backends.pick(hidden.device, hidden.dtype, 1, backend) is cuda
     if has_kernel:
         listed = indices.shape[-1] + (0 if head.targets is None else head.targets.shape[-1])
-        pieces = layout.in_place_pieces(rows, vocab_size, depth, itemsize, listed, wanted[2], head.mask is not None)
+        pieces = layout.in_place_pieces(rows, vocab_size, depth, itemsize, listed, wanted[2], head.rows.hides())
     else:
         pieces = layout.backward_pieces(rows, vocab_size, depth, itemsize, hidden.device.type == "cpu")
     incoming = _Incoming(indices, state, grad_chosen, grad_target, grad_normalizer)
@@ -126,13 +126,14 @@ def _add_block(head: LinearProblem, block: Block, size: int, gradient: _Gradient
         end = min(start + size, vocab_size)
         logits = product(hidden, head, start, end, buffer, _row_stride(end - start))
         g, rounded = gradient(logits, start)
-        if sums.bias is not None and block.first == 0:
+        is_first = block.part.start == 0
+        if sums.bias is not None and is_first:
             torch.sum(g, 0, dtype=sums.bias.dtype, out=sums.bias[start:end])
         elif sums.bias is not None:
             sums.bias[start:end] += g.sum(0, dtype=sums.bias.dtype)
         if of_hidden is not None:
             of_hidden += rounded @ head.weight[start:end]
-        if sums.weight is not None and block.first == 0:
+        if sums.weight is not None and is_first:
             torch.mm(rounded.t(), hidden, out=sums.weight[start:end])
         elif sums.weight is not None:
             sums.weight[start:end].addmm_(rounded.t(), hidden)
@@ -143,16 +144,12 @@ def _add_block(head: LinearProblem, block: Block, size: int, gradient: _Gradient
 def _by_kernel(head: LinearProblem, block: Block, of_rows: _OfRows) -> _Gradient:
     """In the logits' place. Only the rounded gradient is ever in memory."""
     problem = LogitGradientProblem(
-        of_rows.m.contiguous(),
-        of_rows.coefficient,
-        _listed(of_rows.added, len(head.weight)),
-        head.temperature,
-        None if block.row_temperature is None else block.row_temperature.contiguous(),
+        of_rows.m.contiguous(), of_rows.coefficient, _listed(of_rows.added, len(head.weight))
     )
 
     def gradient(logits: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        mask = None if head.normalize == "all" else block.mask_of(start, start + logits.shape[-1])
-        cuda.logit_gradients(problem, logits, start, mask)
+        rows = block.of.of_tokens(logits, start, start + logits.shape[-1])
+        cuda.logit_gradients(problem, rows.unmasked() if head.normalize == "all" else rows, start)
         return logits, logits
 
     return gradient
@@ -176,18 +173,18 @@ def _in_torch(head: LinearProblem, block: Block, of_rows: _OfRows, wide: Tensor 
     """wide: float32 memory for a piece; None where the logits are of such numbers, and their place is taken."""
     base = of_rows.m.where(of_rows.m != -torch.inf, 0.0).unsqueeze(-1)
     coefficient = of_rows.coefficient.unsqueeze(-1)
-    temperature = head.temperature if block.row_temperature is None else block.row_temperature.unsqueeze(-1)
 
     def gradient(logits: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        rows = block.of.of_tokens(logits, start, start + logits.shape[-1])
         g = logits if wide is None else wide[: logits.numel()].view(logits.shape)
         torch.sub(logits, base, out=g)
-        g.div_(temperature).exp_().mul_(coefficient)
+        g.div_(rows.scale).exp_().mul_(coefficient)
         for tokens, amounts in of_rows.added:
             _add_at(g, tokens, amounts, start)
-        g.div_(temperature)
-        mask = block.mask_of(start, start + logits.shape[-1])
-        if mask is not None and head.normalize != "all":
-            g.masked_fill_(~unpacked(mask, logits.shape[-1]), 0.0)
+        g.div_(rows.scale)
+        hidden = None if head.normalize == "all" else rows.hidden()
+        if hidden is not None:
+            g.masked_fill_(hidden, 0.0)
         return g, logits if wide is None else logits.copy_(g)
 
     return gradient

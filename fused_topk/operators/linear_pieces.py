@@ -20,8 +20,8 @@ from ..backends import cpu as native
 from ..backends import cuda, reference
 from ..layout import linear_pieces
 from ..problem import LinearProblem, TopK, result_dtype
+from ..rows import LogitRows, RowsBlock, some_rows
 from . import merging, row_topk
-from .gradients import unpacked
 
 # What the reference computes of a logit: float64 copies, integers to sort by, and their order.
 _REFERENCE_LOGIT_BYTES = 64
@@ -32,7 +32,6 @@ _TARGET_BYTES = 48
 # Of the weights of targets: 4 MB of float32.
 _COPIED_ELEMENTS = 1 << 20
 _COPIED_BYTES = 8 * _COPIED_ELEMENTS  # with their copies in their own dtype
-_WORD = 32  # tokens of a packed mask's word
 
 
 class LinearResult(NamedTuple):
@@ -49,30 +48,13 @@ class LinearResult(NamedTuple):
 class Block(NamedTuple):
     """Some rows, without leading dimensions."""
 
-    first: int
+    of: RowsBlock
     hidden: Tensor  # (rows, H)
-    row_temperature: Tensor | None  # (rows,)
     targets: Tensor | None  # (rows, n)
-    masks: Tensor | None  # (..., V) or (..., words), of all rows: of rows that do not merge, a copy may be too large
 
     @property
     def part(self) -> slice:
-        return slice(self.first, self.first + len(self.hidden))
-
-    def mask_of(self, start: int, end: int) -> Tensor | None:
-        """The mask (rows, tokens), or (rows, words), of some tokens; `start` is a multiple of 32."""
-        if self.masks is None:
-            return None
-        part = slice(start, end) if self.masks.dtype == torch.bool else slice(start // _WORD, -(-end // _WORD))
-        return some_rows(self.masks[..., part], 1, self.part)
-
-    def allows(self, tokens: Tensor) -> Tensor:
-        """Whether the mask, which there is, allows the tokens (rows, n)."""
-        assert self.masks is not None
-        places = [place.unsqueeze(-1) for place in _places(self.masks.shape[:-1], self.part, tokens.device)]
-        if self.masks.dtype == torch.bool:
-            return self.masks[(*places, tokens)]
-        return _bits_at(self.masks[(*places, tokens // _WORD)], tokens)
+        return self.of.part
 
 
 def empty_result(
@@ -101,8 +83,9 @@ def forward(
     values: "state" is for a part of a vocabulary: the logits, those of the targets in place of their log-probabilities, and m and
     d at the temperature.
     """
+    head = head.settled(values)
     out = empty_result(head.hidden, k, values, head.targets, has_ranks, keeps_state)
-    rows = head.rows
+    rows = head.row_count
     chosen = backends.pick(head.hidden.device, head.hidden.dtype, k, backend)
     if rows == 0:
         return out
@@ -116,13 +99,12 @@ def forward(
         given = head
         if head.hidden.dim() != 2:
             every = next(blocks(head, rows))
-            mask = every.mask_of(0, len(head.weight))
-            given = head._replace(hidden=every.hidden, row_temperature=every.row_temperature, mask=mask)
+            given = head._replace(rows=every.of.of_tokens(every.hidden, 0, len(head.weight)))
         native.linear_topk(given, k, values, TopK(*out[:3]), out.state if keeps_state else None)
         return out
     lead = head.hidden.dim() - 1
     flat = LinearResult(*(_flat(x, x.dim() - lead) if x.numel() else x for x in out))
-    logit_bytes = itemsize + (_RANK_BYTES if has_ranks else 0) + (head.mask is not None)
+    logit_bytes = itemsize + (_RANK_BYTES if has_ranks else 0) + head.rows.hides()
     row_bytes = 0 if head.targets is None else head.targets.shape[-1] * _TARGET_BYTES
     if chosen is reference:
         logit_bytes += _REFERENCE_LOGIT_BYTES
@@ -130,7 +112,7 @@ def forward(
     pieces = linear_pieces.forward_pieces(
         rows, vocab_size, k, itemsize, logit_bytes, row_bytes, head.hidden.device.type == "cpu"
     )
-    if chosen is cuda and head.mask is None and pieces.tokens < vocab_size:
+    if chosen is cuda and not head.rows.hides() and pieces.tokens < vocab_size:
         count = cuda.multiprocessors(head.hidden.get_device())
         copied = _COPIED_BYTES * has_ranks
         accumulated = linear_pieces.accumulated_pieces(rows, vocab_size, k, itemsize, row_bytes, copied, count)
@@ -139,20 +121,12 @@ def forward(
     for block in blocks(head, pieces.rows):
         if pieces.tokens >= vocab_size and head.targets is None and not keeps_state:
             logits = product(block.hidden, head, 0, vocab_size, buffer)
-            number, temperatures, normalize = _settings(head, block, values)
             best = TopK(flat.values[block.part], flat.indices[block.part], flat.logsumexp[block.part])
-            mask = block.mask_of(0, vocab_size)
-            row_topk.row_topk_out(logits, k, number, temperatures, mask, values, normalize, backend, *best)
+            of_block = block.of.of_tokens(logits, 0, vocab_size)
+            row_topk.row_topk_out(*of_block, k, values, head.normalize, backend, *best)
         else:
             _forward_block(head, block, pieces, k, values, backend, buffer, flat)
     return out
-
-
-def _settings(head: LinearProblem, block: Block, values: str) -> tuple[float, Tensor | None, str]:
-    """Temperature and normalisation, which raw logits do not have."""
-    if values == "logits":
-        return 1.0, None, "allowed"
-    return head.temperature, block.row_temperature, head.normalize
 
 
 def _forward_block(
@@ -165,8 +139,7 @@ def _forward_block(
     buffer: Tensor,
     out: LinearResult,
 ) -> None:
-    vocab_size, part = len(head.weight), block.part
-    number, temperatures, normalize = _settings(head, block, values)
+    vocab_size, part, normalize = len(head.weight), block.part, head.normalize
     has_ranks = bool(out.target_ranks.numel())
     target = None if block.targets is None else _Targets(head, block, has_ranks, is_whole=pieces.tokens >= vocab_size)
     are_merged = pieces.states > 0
@@ -174,34 +147,32 @@ def _forward_block(
     for start in range(0, vocab_size, pieces.tokens):
         end = min(start + pieces.tokens, vocab_size)
         logits = product(block.hidden, head, start, end, buffer, 0 if are_merged else pieces.tokens)
-        mask = block.mask_of(start, end)
+        rows = block.of.of_tokens(logits, start, end)
         if are_merged:
-            states.append(
-                row_topk.row_topk(logits, min(k, end - start), number, temperatures, mask, "state", normalize, backend)
-            )
+            states.append(row_topk.row_topk(*rows, min(k, end - start), "state", normalize, backend))
             states[-1].indices.add_(start)
         else:
             of_targets = None if target is None else target.tensors
-            cuda.accumulate_piece(logits, start, number, temperatures, states[0], of_targets)
+            cuda.accumulate_piece(rows, start, states[0], of_targets)
         if are_merged and target is not None:
-            target.look_at(logits, mask, start)
+            target.look_at(rows, start)
         if len(states) == pieces.states and end < vocab_size:
-            states = [_merged(states, k, number, temperatures, "state", normalize, backend)]
+            states = [_merged(states, k, rows.temperatures, "state", normalize, backend)]
     kind = "logits" if values == "state" else values
-    best = _merged(states, k, number, temperatures, kind, normalize, backend)
+    best = _merged(states, k, rows.temperatures, kind, normalize, backend)
     for given, computed in zip(out, best):
         given[part].copy_(computed)
     if target is None and not out.state.numel():
         return
-    whole = states[0] if len(states) == 1 else _merged(states, 1, number, temperatures, "state", normalize, backend)
-    state = whole.logsumexp.t()
+    merged = states[0] if len(states) == 1 else _merged(states, 1, rows.temperatures, "state", normalize, backend)
+    state = merged.logsumexp.t()
     if out.state.numel():
         out.state[part].copy_(state)
     if target is not None and values == "state":
         out.target_logprobs[part].copy_(target.logits)
     elif target is not None:
         ranks = out.target_ranks[part] if has_ranks else None
-        target.write(state, number, temperatures, out.target_logprobs[part], ranks)
+        target.write(state, rows.scale, out.target_logprobs[part], ranks)
 
 
 def _empty_state(hidden: Tensor, k: int) -> TopK:
@@ -217,8 +188,7 @@ def _empty_state(hidden: Tensor, k: int) -> TopK:
 def _merged(
     states: Sequence[TopK],
     k: int,
-    number: float,
-    temperatures: Tensor | None,
+    temperatures: tuple[float, Tensor | None],
     values: str,
     normalize: str,
     backend: str | None,
@@ -228,7 +198,7 @@ def _merged(
     m, d = normalizer.unbind(1)
     k = min(k, len(states) * indices.shape[-1])
     over = "topk" if normalize == "topk" else "all"
-    return merging.merge_parts(logits, indices, m, d, None, k, number, temperatures, values, over, backend)
+    return merging.merge_parts(logits, indices, m, d, None, k, *temperatures, values, over, backend)
 
 
 def _stacked(states: Sequence[TopK]) -> tuple[Tensor, Tensor, Tensor]:
@@ -273,19 +243,21 @@ class _Targets:
             if head.bias is not None:
                 logits += head.bias[tokens[part]]
             self.logits[part, 0] = logits.to(self.logits.dtype)
-        if head.mask is not None:
-            self.logits.masked_fill_(~block.allows(self._tokens), -torch.inf)
+        counted = block.of.counted_at(self._tokens)
+        if counted is not None:
+            self.logits.masked_fill_(~counted, -torch.inf)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Their tokens, logits and ranks, for who finds the last two otherwise."""
         return self._tokens, self.logits, self._ranks
 
-    def look_at(self, logits: Tensor, mask: Tensor | None, start: int) -> None:
+    def look_at(self, rows: LogitRows, start: int) -> None:
         """Looks for them in a piece of the logits, which it may change."""
+        logits, hidden = rows.logits, rows.hidden()
         tokens = logits.shape[-1]
-        if mask is not None:
-            logits.masked_fill_(~unpacked(mask, tokens), -torch.inf)
+        if hidden is not None:
+            logits.masked_fill_(hidden, -torch.inf)
         place = self._tokens - start
         is_here = (place >= 0) & (place < tokens)
         place.clamp_(0, tokens - 1)
@@ -297,16 +269,13 @@ class _Targets:
         is_before |= logits > self.logits
         self._ranks += is_before.sum(-1, keepdim=True)
 
-    def write(
-        self, state: Tensor, number: float, temperatures: Tensor | None, logprobs: Tensor, ranks: Tensor | None
-    ) -> None:
+    def write(self, state: Tensor, scale: float | Tensor, logprobs: Tensor, ranks: Tensor | None) -> None:
         """state: (rows, 2), of the whole rows."""
         m, d = state.unsqueeze(-2).unbind(-1)
         log_d = d.log()
-        temperature = number if temperatures is None else temperatures.unsqueeze(-1)
         # As for the k best, a row without a finite normalizer has no probabilities.
         is_known = self._has_target & m.isfinite() & log_d.isfinite()
-        logprobs.copy_(((self.logits.to(m.dtype) - m) / temperature - log_d).where(is_known, torch.nan))
+        logprobs.copy_(((self.logits.to(m.dtype) - m) / scale - log_d).where(is_known, torch.nan))
         if ranks is not None and self._ranks is not None:
             ranks.copy_(self._ranks.where(self._has_target, 0))
 
@@ -324,51 +293,18 @@ def product(hidden: Tensor, head: LinearProblem, start: int, end: int, buffer: T
 
 def blocks(head: LinearProblem, size: int) -> Iterator[Block]:
     """The rows, `size` at a time."""
-    for first in range(0, head.rows, size):
-        rows = slice(first, min(first + size, head.rows))
+    for first in range(0, head.row_count, size):
+        part = slice(first, min(first + size, head.row_count))
         yield Block(
-            first,
-            some_rows(head.hidden, 1, rows),
-            None if head.row_temperature is None else some_rows(head.row_temperature, 0, rows),
-            None if head.targets is None else some_rows(head.targets, 1, rows),
-            head.mask,
+            RowsBlock(head.rows, part),
+            some_rows(head.hidden, 1, part),
+            None if head.targets is None else some_rows(head.targets, 1, part),
         )
 
 
-def some_rows(tensor: Tensor, trailing: int, rows: slice) -> Tensor:
-    """Rows of a tensor whose `trailing` last dimensions are no rows': a view where its strides allow, else a copy of those."""
-    lead = tensor.shape[: tensor.dim() - trailing]
-    try:
-        return _flat(tensor, trailing, is_view=True)[rows]
-    except RuntimeError:
-        return tensor[tuple(_places(lead, rows, tensor.device))]
-
-
-def _places(lead: Sequence[int], rows: slice, device: torch.device) -> list[Tensor]:
-    """Where rows stand in each of the leading dimensions: as many numbers as rows."""
-    numbers = torch.arange(rows.start, rows.stop, device=device)
-    places = []
-    for size in reversed(lead):
-        places.append(numbers % size)
-        numbers = numbers.div(size, rounding_mode="floor")
-    return places[::-1]
-
-
-def _flat(tensor: Tensor, trailing: int, is_view: bool = False) -> Tensor:
+def _flat(tensor: Tensor, trailing: int) -> Tensor:
     """All leading dimensions but the last `trailing` as one."""
     shape = (-1, *tensor.shape[tensor.dim() - trailing :])
     if 0 in shape[1:]:
         shape = (math.prod(tensor.shape[: tensor.dim() - trailing]), *shape[1:])
-    return tensor.view(shape) if is_view else tensor.reshape(shape)
-
-
-def allowed_at(mask: Tensor, tokens: Tensor) -> Tensor:
-    """Whether the mask (..., V or words) allows the tokens (..., n)."""
-    if mask.dtype == torch.bool:
-        return mask.gather(-1, tokens)
-    return _bits_at(mask.gather(-1, tokens // _WORD), tokens)
-
-
-def _bits_at(words: Tensor, tokens: Tensor) -> Tensor:
-    """The bits of tokens, given the word of each."""
-    return (words >> (tokens % _WORD).to(words.dtype) & 1).bool()
+    return tensor.reshape(shape)

@@ -19,10 +19,11 @@ from ..backends import reference
 from ..layout import linear_pieces as layout
 from ..layout import sample_launch
 from ..problem import LinearProblem, Sample, SampleProblem, TopK
+from ..rows import ROWS_SCHEMA, LogitRows, unflattened
 from . import linear_pieces, sampling
 from .dispatch import library
 
-library.define(f"linear_sample(Tensor hidden, Tensor weight, Tensor? bias, {sampling.SCHEMA}")
+library.define(f"linear_sample({ROWS_SCHEMA}, Tensor weight, Tensor? bias, {sampling.SCHEMA}")
 
 # What the reference computes of a logit, and of a draw's random number: most of it float64 and int64 tensors, of which 80 and
 # 150 bytes are there at once.
@@ -42,15 +43,15 @@ def draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: s
         weight: (V, H).
         bias: (V,).
     """
-    hidden, mask = request.logits, request.mask
-    head = LinearProblem(hidden, weight, bias, 1.0, None, mask, None, "allowed")
-    rows, vocab_size = head.rows, len(weight)
+    hidden = request.rows.logits
+    head = LinearProblem(request.rows, weight, bias, None, "allowed")
+    rows, vocab_size = head.row_count, len(weight)
     chosen = backends.pick(hidden.device, hidden.dtype, max(request.logprobs, 1), backend)
     out = sampling.empty_result(request)
     if not rows:
         return out
     itemsize = hidden.element_size()
-    logit_bytes = itemsize + (mask is not None)
+    logit_bytes = itemsize + request.rows.hides()
     listed = max(min(vocab_size, sample_launch.LONGEST_LIST), request.logprobs)
     # A block's hidden states may be a copy.
     row_bytes = _SEARCH_BYTES + _LISTS * listed * (itemsize + _INDEX_BYTES) + hidden.shape[-1] * itemsize
@@ -62,23 +63,21 @@ def draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: s
     for block in linear_pieces.blocks(head, size):
         part = block.part
         logits = linear_pieces.product(block.hidden, head, 0, vocab_size, buffer)
-        chosen.sample(_of_rows(request, part, logits, block.mask_of(0, vocab_size)), _part(out, part))
+        chosen.sample(_of_rows(request, part, block.of.of_tokens(logits, 0, vocab_size)), _part(out, part))
     return out
 
 
-def _of_rows(request: SampleProblem, part: slice, logits: Tensor, mask: Tensor | None) -> SampleProblem:
+def _of_rows(request: SampleProblem, part: slice, rows: LogitRows) -> SampleProblem:
     """The request of some rows."""
 
     def of_rows(numbers: Tensor | None) -> Tensor | None:
         return None if numbers is None else numbers[part]
 
     return request._replace(
-        logits=logits,
-        row_temperature=of_rows(request.row_temperature),
+        rows=rows,
         row_top_k=of_rows(request.row_top_k),
         row_top_p=of_rows(request.row_top_p),
         row_min_p=of_rows(request.row_min_p),
-        mask=mask,
         row_seed=of_rows(request.row_seed),
         row_counter=of_rows(request.row_counter),
         first_row=part.start,
@@ -90,13 +89,14 @@ def _part(out: Sample, part: slice) -> Sample:
     return Sample(out.tokens[part], out.log_probs[part], topk)
 
 
-def linear_sample(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    *parameters, backend = arguments
-    return sampling.flat(draw(SampleProblem(hidden, *parameters), weight, bias, backend))
+def linear_sample(*arguments: Any) -> tuple[Tensor, ...]:
+    rows, (weight, bias, *parameters, backend) = unflattened(arguments)
+    return sampling.flat(draw(SampleProblem(rows, *parameters), weight, bias, backend))
 
 
-def _fake_linear_sample(hidden: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    return sampling.flat(sampling.empty_result(SampleProblem(hidden, *arguments[:-1])))
+def _fake_linear_sample(*arguments: Any) -> tuple[Tensor, ...]:
+    rows, (_, _, *parameters, _) = unflattened(arguments)
+    return sampling.flat(sampling.empty_result(SampleProblem(rows, *parameters)))
 
 
 library.impl("linear_sample", linear_sample, "CompositeExplicitAutograd")

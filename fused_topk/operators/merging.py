@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .. import plans
 from ..backends.reference import merge_candidates
-from ..plans import Like
 from ..problem import MergeTensors, TopK
+from ..rows import like, like_given
 from .dispatch import library
 
 library.define(
@@ -41,14 +41,11 @@ def merge_parts(
 ) -> TopK:
     plan = plans.merge_plan(
         logits.device,
-        Like(logits.dtype, logits.shape, logits.stride()),
-        Like(indices.dtype, indices.shape, indices.stride()),
-        Like(m.dtype, m.shape, m.stride()),
-        Like(d.dtype, d.shape, d.stride()),
-        Like.of(lengths),
+        *map(like, (logits, indices, m, d)),
+        like_given(lengths),
         k,
         temperature,
-        Like.of(row_temperature),
+        like_given(row_temperature),
         values,
         normalize,
         backend,

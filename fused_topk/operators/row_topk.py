@@ -5,7 +5,8 @@
     row_topk_out    the same into given tensors
     beam_topk       beam_topk
 
-Arguments are checked in functional/; logits have the vocabulary last. Each operator takes the request's plan and runs it.
+Arguments are checked in functional/; logits have the vocabulary last. Each operator takes the request's plan and runs it. Its
+first arguments are the fields of LogitRows, as ROWS_SCHEMA has them.
 """
 
 from __future__ import annotations
@@ -13,127 +14,54 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import plans
-from ..plans import Like, TopkPlan
 from ..problem import TopK, result_dtype
+from ..rows import ROWS_SCHEMA, like, unflattened
 from . import gradients
 from .dispatch import library
 
-_ROW_ARGUMENTS = (
-    "Tensor logits, SymInt k, float temperature, Tensor? row_temperature, Tensor? mask, "
-    "str values, str normalize, str? backend"
-)
-library.define(f"row_topk({_ROW_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
+_REQUEST = f"{ROWS_SCHEMA}, SymInt k, str values, str normalize, str? backend"
+library.define(f"row_topk({_REQUEST}) -> (Tensor, Tensor, Tensor)")
 library.define(
-    f"row_topk_out({_ROW_ARGUMENTS}, Tensor(a!) out_values, Tensor(b!) out_indices, Tensor(c!) out_logsumexp) -> ()"
+    f"row_topk_out({_REQUEST}, Tensor(a!) out_values, Tensor(b!) out_indices, Tensor(c!) out_logsumexp) -> ()"
 )
 library.define(
-    "beam_topk(Tensor logits, Tensor beam_scores, SymInt k, float temperature, Tensor? row_temperature, Tensor? mask, "
-    "str normalize, str? backend) -> (Tensor, Tensor, Tensor)"
+    f"beam_topk({ROWS_SCHEMA}, Tensor beam_scores, SymInt k, str normalize, str? backend) -> (Tensor, Tensor, Tensor)"
 )
 
 
-def row_topk(
-    logits: Tensor,
-    k: int,
-    temperature: float,
-    row_temperature: Tensor | None,
-    mask: Tensor | None,
-    values: str,
-    normalize: str,
-    backend: str | None,
-) -> TopK:
-    plan = _plan_of(logits, k, temperature, row_temperature, mask, values, normalize, backend)
-    return plan.run(logits, mask, row_temperature)
+def row_topk(*arguments: Any) -> TopK:
+    rows, request = unflattened(arguments)
+    return plans.topk_plan(rows.logits.device, rows.layout(), *request).run(rows)
 
 
-def row_topk_out(
-    logits: Tensor,
-    k: int,
-    temperature: float,
-    row_temperature: Tensor | None,
-    mask: Tensor | None,
-    values: str,
-    normalize: str,
-    backend: str | None,
-    out_values: Tensor,
-    out_indices: Tensor,
-    out_logsumexp: Tensor,
-) -> None:
-    plan = _plan_of(logits, k, temperature, row_temperature, mask, values, normalize, backend)
-    plan.run_into(TopK(out_values, out_indices, out_logsumexp), logits, mask, row_temperature)
+def row_topk_out(*arguments: Any) -> None:
+    rows, (*request, values, indices, logsumexp) = unflattened(arguments)
+    plan = plans.topk_plan(rows.logits.device, rows.layout(), *request)
+    plan.run_into(TopK(values, indices, logsumexp), rows)
 
 
-def beam_topk(
-    logits: Tensor,
-    beam_scores: Tensor,
-    k: int,
-    temperature: float,
-    row_temperature: Tensor | None,
-    mask: Tensor | None,
-    normalize: str,
-    backend: str | None,
-) -> TopK:
-    scores = beam_scores.to(result_dtype(logits.dtype))
-    plan = _plan_of(logits, k, temperature, row_temperature, mask, "log_softmax", normalize, backend, scores)
-    return plan.run(logits, mask, row_temperature, scores)
+def beam_topk(*arguments: Any) -> TopK:
+    rows, (beam_scores, k, normalize, backend) = unflattened(arguments)
+    scores = beam_scores.to(result_dtype(rows.logits.dtype))
+    device = rows.logits.device
+    plan = plans.topk_plan(device, rows.layout(), k, "log_softmax", normalize, backend, like(scores))
+    return plan.run(rows, scores)
 
 
-def _plan_of(
-    logits: Tensor,
-    k: int,
-    temperature: float,
-    row_temperature: Tensor | None,
-    mask: Tensor | None,
-    values: str,
-    normalize: str,
-    backend: str | None,
-    beam_scores: Tensor | None = None,
-) -> TopkPlan:
-    return plans.topk_plan(
-        logits.device,
-        Like(logits.dtype, logits.shape, logits.stride()),
-        k,
-        temperature,
-        Like.of(row_temperature),
-        Like.of(mask),
-        values,
-        normalize,
-        backend,
-        Like.of(beam_scores),
-    )
+def _fake_row_topk(*arguments: Any) -> TopK:
+    rows, (k, values, _, _) = unflattened(arguments)
+    return plans.row_result(rows.logits, k, values).empty(rows.logits.device)
 
 
-def _fake_row_topk(
-    logits: Tensor,
-    k: int,
-    temperature: float,
-    row_temperature: Tensor | None,
-    mask: Tensor | None,
-    values: str,
-    normalize: str,
-    backend: str | None,
-) -> TopK:
-    return plans.row_result(logits, k, values).empty(logits.device)
-
-
-def _fake_row_topk_out(*args: Any) -> None:
+def _fake_row_topk_out(*arguments: Any) -> None:
     return None
 
 
-def _fake_beam_topk(
-    logits: Tensor,
-    beam_scores: Tensor,
-    k: int,
-    temperature: float,
-    row_temperature: Tensor | None,
-    mask: Tensor | None,
-    normalize: str,
-    backend: str | None,
-) -> TopK:
-    return plans.beam_result(logits, k).empty(logits.device)
+def _fake_beam_topk(*arguments: Any) -> TopK:
+    rows, (_, k, _, _) = unflattened(arguments)
+    return plans.beam_result(rows.logits, k).empty(rows.logits.device)
 
 
 library.impl("row_topk", row_topk, "CompositeExplicitAutograd")

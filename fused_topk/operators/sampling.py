@@ -14,20 +14,20 @@ from torch import Tensor
 
 from .. import backends
 from ..problem import Sample, SampleProblem, TopK, result_dtype
+from ..rows import ROWS_SCHEMA, unflattened
 from .dispatch import library
 
-# The fields of SampleProblem after the logits, and what returns: of every operator that draws.
+# The fields of SampleProblem after the rows, and what returns: of every operator that draws.
 SCHEMA = (
-    "float temperature, Tensor? row_temperature, SymInt top_k, Tensor? row_top_k, float top_p, Tensor? row_top_p, "
-    "float min_p, Tensor? row_min_p, Tensor? mask, int seed, Tensor? row_seed, int counter, Tensor? row_counter, "
+    "SymInt top_k, Tensor? row_top_k, float top_p, Tensor? row_top_p, float min_p, Tensor? row_min_p, int seed, Tensor? row_seed, int counter, Tensor? row_counter, "
     "SymInt num_samples, SymInt logprobs, bool truncated, str? backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-library.define(f"sample(Tensor logits, {SCHEMA}")
+library.define(f"sample({ROWS_SCHEMA}, {SCHEMA}")
 
 
 def draw(problem: SampleProblem, backend: str | None) -> Sample:
     """Draws into new tensors, of (R, num_samples) and (R, logprobs)."""
-    logits = problem.logits
+    logits = problem.rows.logits
     chosen = backends.pick(logits.device, logits.dtype, max(problem.logprobs, 1), backend)
     out = empty_result(problem)
     if logits.shape[0]:
@@ -36,17 +36,18 @@ def draw(problem: SampleProblem, backend: str | None) -> Sample:
 
 
 def sample(*arguments: Any) -> tuple[Tensor, ...]:
-    *of_problem, backend = arguments
-    return flat(draw(SampleProblem(*of_problem), backend))
+    rows, (*parameters, backend) = unflattened(arguments)
+    return flat(draw(SampleProblem(rows, *parameters), backend))
 
 
 def _fake_sample(*arguments: Any) -> tuple[Tensor, ...]:
-    return flat(empty_result(SampleProblem(*arguments[:-1])))
+    rows, (*parameters, _) = unflattened(arguments)
+    return flat(empty_result(SampleProblem(rows, *parameters)))
 
 
 def empty_result(problem: SampleProblem) -> Sample:
     """New uninitialised tensors for the result. All dimensions of the logits but the last are those of the rows."""
-    logits, num_samples, logprobs = problem.logits, problem.num_samples, problem.logprobs
+    logits, num_samples, logprobs = problem.rows.logits, problem.num_samples, problem.logprobs
     rows, device, dtype = math.prod(logits.shape[:-1]), logits.device, result_dtype(logits.dtype)
     topk = None
     if logprobs:

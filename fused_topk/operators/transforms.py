@@ -13,19 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..rows import ROWS_FIELDS, unflattened
 from . import full_rows as full_rows  # the operators that these Functions call
 from . import gradients, linear, merging
 from . import row_topk as row_topk
-
-# A private name of torch. Without it the Functions take every call except those that torch.compile traces. They serve all.
-_is_active: Callable[[], bool] = getattr(
-    torch._C, "_are_functorch_transforms_active", lambda: not torch.compiler.is_compiling()
-)
-
-
-def is_active() -> bool:
-    """Whether a transform of torch.func is under way, or may be."""
-    return _is_active()
 
 
 def _at_front(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
@@ -43,7 +34,8 @@ def _mapped(info: Any, in_dims: Sequence[int | None], arguments: Sequence[Any]) 
 
 
 def _map_rows(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-    return run(*_mapped(info, in_dims, arguments)), _dims_of_results(arguments[5])
+    _, (_, values, *_) = unflattened(arguments)
+    return run(*_mapped(info, in_dims, arguments)), _dims_of_results(values)
 
 
 def _dims_of_results(values: str) -> tuple[int, int, int]:
@@ -63,12 +55,13 @@ def _map_beams(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None]
 
 def _map_heads(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
     """Each mapped weight or bias is a head of its own, and they take their turns."""
-    if in_dims[1] is None and in_dims[2] is None:
-        head = arguments[1:3]
-        hidden, _, _, *others = _mapped(info, in_dims, arguments)
-        result = run(hidden, *head, *others)
+    weight, bias, targets = range(ROWS_FIELDS, ROWS_FIELDS + 3)
+    if in_dims[weight] is None and in_dims[bias] is None:
+        mapped = _mapped(info, in_dims, arguments)
+        mapped[weight], mapped[bias] = arguments[weight], arguments[bias]
+        result = run(*mapped)
         # Empty tensors that stand for nothing are not mapped.
-        has_targets, (has_ranks, keeps_state) = arguments[6] is not None, arguments[-2:]
+        has_targets, (has_ranks, keeps_state) = arguments[targets] is not None, arguments[-2:]
         is_mapped = (True, True, True, has_targets, has_ranks, keeps_state)
         return result, tuple(0 if x else None for x in is_mapped)
     turns = [

@@ -9,7 +9,7 @@ work=$(mktemp -d "${TMPDIR:-/tmp}/fused_topk-aarch64.XXXXXX")
 readonly work
 trap 'rm -rf "$work"' EXIT
 
-mapfile -t sources < <(find csrc/cpu csrc/ladder -name '*.cpp' ! -name binding.cpp ! -name short_calls.cpp)
+mapfile -t sources < <(find csrc/cpu csrc/ladder -name '*.cpp' ! -name binding.cpp)
 aarch64-linux-gnu-g++ -std=c++17 -O3 -fno-math-errno -Wall -Wextra -static -pthread \
   -DFUSED_TOPK_SET=Baseline \
   tests/cpp/rows.cpp "${sources[@]}" -o "$work/rows"

@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_topk import TopK
 from fused_topk.backends import cuda
 from fused_topk.layout.topk_choice import KernelChoice
-from fused_topk.problem import Problem
+from fused_topk.problem import TopkProblem
 from oracle import start
 
 from .emulate import emulated
@@ -19,26 +19,24 @@ from .launch import Array, Outcome
 
 
 def row_topk(
-    problem: Problem, choice: KernelChoice, *, beam_scores: Tensor | None = None, **how: Any
+    problem: TopkProblem, choice: KernelChoice, *, beam_scores: Tensor | None = None, **how: Any
 ) -> tuple[TopK, Outcome]:
     """What the kernel of `choice` makes of CPU tensors. `how`: see emulated()."""
     out = empty_result(problem, beam_scores)
     inputs = {
-        "logits": problem.logits,
-        "mask": problem.mask,
-        "row_temperature": problem.row_temperature,
+        **problem.rows._asdict(),
         "beam_scores": beam_scores,
     }
-    arrays = [Array(name, tensor, "input") for name, tensor in inputs.items() if tensor is not None]
+    arrays = [Array(name, tensor, "input") for name, tensor in inputs.items() if isinstance(tensor, Tensor)]
     arrays += [Array(name, tensor, "output") for name, tensor in out._asdict().items()]
     with emulated(arrays, **how) as outcomes:
         start(cuda, problem, out, beam_scores, choice=choice)
     return out, outcomes[0]
 
 
-def empty_result(problem: Problem, beam_scores: Tensor | None = None) -> TopK:
+def empty_result(problem: TopkProblem, beam_scores: Tensor | None = None) -> TopK:
     """Memory for the result."""
-    logits, k = problem.logits, problem.k
+    logits, k = problem.rows.logits, problem.k
     shape = (*(logits.shape[:-1] if beam_scores is None else logits.shape[:1]), k)
     values = logits.dtype if problem.values in ("logits", "state") else torch.float32
     rows = logits.shape[:-1]

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import backends
-from ..operators import transforms
-from ..problem import TopKState, result_dtype
+from . import backends
+from .operators.dispatch import need_dispatcher, transform_is_active
+from .problem import TopKState, result_dtype
+from .rows import LogitRows
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NORMALIZE = ("allowed", "all", "topk")
@@ -107,6 +108,47 @@ def check_k(k: Any, most: int, what: str = "the vocabulary size", name: str = "k
         )
 
 
+def check_rows(logits: Any, temperature: float | Tensor | None = None, mask: Tensor | None = None) -> LogitRows:
+    """What a call reads, whatever is wanted of it. The vocabulary is last."""
+    check_logits(logits)
+    check_vocabulary(logits.shape[-1])
+    number, row_temperature = check_temperature(temperature, logits, result_dtype(logits.dtype))
+    return LogitRows(logits, number, row_temperature, check_mask(mask, logits))
+
+
+def plain_rows(logits: Any, temperature: Any = None, mask: Any = None, out: Sequence[Any] = ()) -> LogitRows | None:
+    """The same as the user gives it, in a quick way: its layout can be the key of a plan, which has the other checks, and the
+    call can do without torch's dispatcher. None if an argument may need more than that; check_rows() then decides.
+
+    Args:
+        out: tensors that the call writes.
+    """
+    if type(logits) is not Tensor:
+        return None
+    if temperature is None and mask is None and not out:
+        # The plainest call has a path of its own: for a short row, looking at the optional arguments would show.
+        return None if need_dispatcher(logits) else tuple.__new__(LogitRows, (logits, 1.0, None, None))
+    number, row_temperature = 1.0, None
+    if type(temperature) is Tensor:
+        row_temperature = temperature
+        is_known = temperature.dtype is result_dtype(logits.dtype) and not temperature.requires_grad
+        if not is_known or temperature.device != logits.device:
+            return None
+    elif type(temperature) is float or type(temperature) is int:
+        if not LEAST_TEMPERATURE <= temperature <= GREATEST_TEMPERATURE:
+            return None
+        number = float(temperature)
+    elif temperature is not None:
+        return None
+    if mask is not None and (type(mask) is not Tensor or mask.device != logits.device):
+        return None
+    if need_dispatcher(logits, row_temperature, mask, *out):
+        return None
+    if row_temperature is not None:
+        check_row_temperature(row_temperature)
+    return tuple.__new__(LogitRows, (logits, number, row_temperature, mask))
+
+
 def check_temperature(
     temperature: float | Tensor | None, logits: Tensor, dtype: torch.dtype
 ) -> tuple[float, Tensor | None]:
@@ -143,7 +185,7 @@ def check_row_temperature(temperature: Tensor) -> None:
     """Checks the values of a plain CPU tensor. Reading those of a CUDA tensor would wait for the device."""
     if type(temperature) is not Tensor or temperature.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    if transforms.is_active():
+    if transform_is_active():
         # Under vmap a tensor stands for many, so it has no single value to compare.
         return
     # Few numbers are compared sooner in Python than by a reduction. A NaN fails every comparison.
@@ -247,6 +289,21 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     if value not in allowed:
         listed = ", ".join(repr(a) for a in allowed)
         raise ValueError(f"`{name}` must be one of {listed}, got {value!r}; check the spelling")
+
+
+def check_result_dtype(dtype: torch.dtype | None, logits: Tensor) -> torch.dtype:
+    """The dtype of full rows."""
+    if dtype is None:
+        return logits.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(
+            f"`dtype` must be a torch.dtype, got {type(dtype).__name__}; pass torch.float32 or leave it out"
+        )
+    if dtype not in (logits.dtype, torch.float32):
+        raise ValueError(
+            f"`dtype` must be torch.float32 or that of `logits`, {logits.dtype}, got {dtype}; convert the result with .to()"
+        )
+    return dtype
 
 
 def check_normalize(normalize: Any) -> None:
@@ -390,7 +447,7 @@ def check_targets(targets: Any, logits: Tensor, may_be_several: bool = False, is
     if type(targets) is not Tensor or targets.device.type != "cpu" or torch.compiler.is_compiling():
         # Reading the values of a CUDA tensor would wait for the device.
         return
-    if transforms.is_active() or not targets.numel() or is_part:
+    if transform_is_active() or not targets.numel() or is_part:
         return
     greatest = int(targets.max())
     if greatest >= logits.shape[-1]:

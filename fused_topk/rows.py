@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call reads: rows of logits, how they are scaled, and which of them count. It is the same for every family.
+
+One value, :class:`LogitRows`, travels from the check of the arguments to the kernels. The other half of a call, what is
+wanted, is a small class a family (:mod:`fused_topk.problem`). A field that is added here has its check in
+``check_rows()`` of arguments.py, its layout in :class:`RowsLayout` and its type in ``ROWS_SCHEMA``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_WORD = 32  # tokens of a packed mask's word
+
+
+class Like(NamedTuple):
+    """The layout of a tensor: all that a plan knows of it."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+    def meta(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+
+class LogitRows(NamedTuple):
+    """Rows of logits, checked. The tensors besides the logits are broadcast to their leading dimensions, without a copy."""
+
+    logits: Tensor  # (..., V), any strides, as all of these; hidden states (..., H) where an LM head makes the logits
+    temperature: float = 1.0  # positive and finite (0 too for draws); ignored where row_temperature is given
+    row_temperature: Tensor | None = None  # (...), float32, or float64 for float64 logits and for draws
+    mask: Tensor | None = None  # bool (..., V), or int32 (..., ceil(V / 32))
+
+    @property
+    def scale(self) -> float | Tensor:
+        """What divides the logits, in a form that broadcasts along rows."""
+        return self.temperature if self.row_temperature is None else self.row_temperature.unsqueeze(-1)
+
+    def unscaled(self) -> LogitRows:
+        """The same rows at temperature 1."""
+        return self._replace(temperature=1.0, row_temperature=None)
+
+    def hidden(self, vocab_size: int | None = None) -> Tensor | None:
+        """bool (..., V): the tokens that count as -inf. None: there are none. vocab_size: where `logits` are hidden states."""
+        if self.mask is None:
+            return None
+        return ~unpacked(self.mask, self.logits.shape[-1] if vocab_size is None else vocab_size)
+
+    def counted_at(self, tokens: Tensor) -> Tensor | None:
+        """bool (..., n): which of the tokens (..., n) count. None: all."""
+        if self.mask is None:
+            return None
+        if self.mask.dtype == torch.bool:
+            return self.mask.gather(-1, tokens)
+        return bits_at(self.mask.gather(-1, tokens // _WORD), tokens)
+
+    def tensors(self) -> list[Tensor]:
+        """Those of the fields that are tensors, the logits first."""
+        return [x for x in self if isinstance(x, Tensor)]
+
+    @property
+    def temperatures(self) -> tuple[float, Tensor | None]:
+        """What a merge of these rows' states takes of them."""
+        return self.temperature, self.row_temperature
+
+    def at(self, given: LogitRows) -> LogitRows:
+        """The tensors of `given` in the layout of these rows, which may be meta tensors: what was broadcast is so again."""
+        return LogitRows(*map(_laid_out, self, given))
+
+    def contiguous(self) -> LogitRows:
+        """The same rows without gaps between them."""
+        return LogitRows(*(x.contiguous() if isinstance(x, Tensor) else x for x in self))  # type: ignore[arg-type]
+
+    def unmasked(self) -> LogitRows:
+        """The same rows with all of their tokens."""
+        return self._replace(mask=None)
+
+    def hides(self) -> bool:
+        """Whether some tokens may be hidden."""
+        return self.mask is not None
+
+    def layout(self) -> RowsLayout:
+        logits, temperature, row_temperature, mask = self
+        # tuple.__new__ avoids the named tuple's own __new__, which is written in Python.
+        return tuple.__new__(
+            RowsLayout,
+            (
+                like(logits),
+                temperature,
+                like_given(row_temperature),
+                like_given(mask),
+            ),
+        )
+
+
+class RowsBlock(NamedTuple):
+    """Some rows of all, one after the other, whose logits are made some tokens at a time."""
+
+    rows: LogitRows  # all of them; the logits, or what stands in their place, are not looked at
+    part: slice  # which, without leading dimensions
+
+    def of_tokens(self, logits: Tensor, start: int, end: int) -> LogitRows:
+        """These rows of some of the tokens, given their logits (rows, tokens). `start` is a multiple of 32."""
+        _, temperature, row_temperature, mask = self.rows
+        if row_temperature is not None:
+            row_temperature = some_rows(row_temperature, 0, self.part)
+        if mask is not None:
+            tokens = slice(start, end) if mask.dtype == torch.bool else slice(start // _WORD, -(-end // _WORD))
+            # Of rows that do not merge, a copy of all tokens may be too large.
+            mask = some_rows(mask[..., tokens], 1, self.part)
+        return LogitRows(logits, temperature, row_temperature, mask)
+
+    def counted_at(self, tokens: Tensor) -> Tensor | None:
+        """bool (rows, n): which of the tokens (rows, n) count. None: all."""
+        mask = self.rows.mask
+        if mask is None:
+            return None
+        places = [place.unsqueeze(-1) for place in _places(mask.shape[:-1], self.part, tokens.device)]
+        if mask.dtype == torch.bool:
+            return mask[(*places, tokens)]
+        return bits_at(mask[(*places, tokens // _WORD)], tokens)
+
+
+class RowsLayout(NamedTuple):
+    """:class:`LogitRows` without their addresses: the half of a plan's key that is the same for every family."""
+
+    logits: Like
+    temperature: float
+    row_temperature: Like | None
+    mask: Like | None
+
+    def given(self) -> tuple[Tensor, float | Tensor, Tensor | None]:
+        """Logits, temperature and mask as a user gives them, without memory."""
+        logits, temperature, row_temperature, mask = self
+        return (
+            logits.meta(),
+            temperature if row_temperature is None else row_temperature.meta(),
+            None if mask is None else mask.meta(),
+        )
+
+
+# How torch.library sees rows: the fields of LogitRows, flattened.
+ROWS_SCHEMA = "Tensor logits, float temperature, Tensor? row_temperature, Tensor? mask"
+ROWS_FIELDS = len(LogitRows._fields)
+
+
+def like(tensor: Tensor) -> Like:
+    return tuple.__new__(Like, (tensor.dtype, tensor.shape, tensor.stride()))
+
+
+def like_given(tensor: Tensor | None) -> Like | None:
+    return None if tensor is None else like(tensor)
+
+
+def unflattened(arguments: Any) -> tuple[LogitRows, tuple[Any, ...]]:
+    """The rows at the front of an operator's arguments, and the other arguments."""
+    return LogitRows(*arguments[:ROWS_FIELDS]), tuple(arguments[ROWS_FIELDS:])
+
+
+def unpacked(mask: Tensor, vocab_size: int) -> Tensor:
+    """A mask as bool, one a token."""
+    if mask.dtype == torch.bool:
+        return mask
+    bits = torch.arange(_WORD, dtype=torch.int32, device=mask.device)
+    return ((mask.unsqueeze(-1) >> bits) & 1).flatten(-2)[..., :vocab_size].bool()
+
+
+def bits_at(words: Tensor, tokens: Tensor) -> Tensor:
+    """The bits of tokens, given the word of each."""
+    return (words >> (tokens % _WORD).to(words.dtype) & 1).bool()
+
+
+def some_rows(tensor: Tensor, trailing: int, rows: slice) -> Tensor:
+    """Rows of a tensor whose `trailing` last dimensions are no rows': a view where its strides allow, else a copy of those."""
+    lead = tensor.shape[: tensor.dim() - trailing]
+    try:
+        return tensor.view(math.prod(lead), *tensor.shape[tensor.dim() - trailing :])[rows]
+    except RuntimeError:
+        return tensor[tuple(_places(lead, rows, tensor.device))]
+
+
+def _places(lead: Sequence[int], rows: slice, device: torch.device) -> list[Tensor]:
+    """Where rows stand in each of the leading dimensions: as many numbers as rows."""
+    numbers = torch.arange(rows.start, rows.stop, device=device)
+    places = []
+    for size in reversed(lead):
+        places.append(numbers % size)
+        numbers = numbers.div(size, rounding_mode="floor")
+    return places[::-1]
+
+
+def _laid_out(like: Any, tensor: Any) -> Any:
+    if not isinstance(like, Tensor) or tensor is None:
+        return like
+    is_alike = tensor.shape == like.shape and tensor.stride() == like.stride()
+    return tensor if is_alike else tensor.as_strided(like.shape, like.stride())

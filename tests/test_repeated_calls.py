@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call whose plan is kept from an earlier one: what differs must be seen, and what each call must look at anew."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+import fused_topk
+from fused_topk import TopK
+from fused_topk.arguments import plain_rows
+from oracle import assert_same, check
+from rows import random_logits
+
+
+class Subclass(Tensor):
+    pass
+
+
+def variants(rows: int, vocab_size: int) -> dict[str, dict[str, object]]:
+    """Each optional argument alone, in each of its kinds, and several together."""
+    generator = torch.Generator().manual_seed(rows)
+    mask = torch.rand(rows, vocab_size, generator=generator) < 0.7
+    words = torch.randint(-(2**31), 2**31 - 1, (rows, (vocab_size + 31) // 32), generator=generator).int()
+    temperature = torch.rand(rows, generator=generator) + 0.5
+    return {
+        "plain": {},
+        "number": {"temperature": 0.7},
+        "whole number": {"temperature": 2},
+        "of each row": {"temperature": temperature},
+        "of all rows": {"temperature": temperature[:1]},
+        "bools": {"mask": mask},
+        "bools of all rows": {"mask": mask[0]},
+        "words": {"mask": words},
+        "both": {"mask": mask, "temperature": temperature, "normalize": "topk"},
+        "all": {"mask": mask, "normalize": "all"},
+    }
+
+
+@pytest.mark.parametrize("entry", ["softmax_topk", "log_softmax_topk"])
+def test_a_call_that_differs_in_one_thing(backend, entry):
+    """Each after each other, twice: none is served by another's plan, and the second gives the bits of the first."""
+    rows, vocab_size = 5, 70
+    shapes = {
+        "rows": random_logits(rows, vocab_size, device=backend.device),
+        "strides": random_logits(vocab_size, rows, device=backend.device).T,
+        "dtype": random_logits(rows, vocab_size, dtype=torch.float16, device=backend.device),
+    }
+    first: dict[object, TopK] = {}
+    for turn in range(2):
+        for name, logits in shapes.items():
+            for kind, settings in variants(rows, vocab_size).items():
+                given = {key: x.to(backend.device) if isinstance(x, Tensor) else x for key, x in settings.items()}
+                for k in (3, 9):
+                    got = backend(entry, logits, k, **given)
+                    if turn == 0:
+                        check(backend, entry, logits, k, **given)
+                        first[name, kind, k] = got
+                    assert_same(got, first[name, kind, k])
+
+
+def test_what_torch_must_see_is_no_plain_call(cpu):
+    logits, temperature = random_logits(4, 50), torch.ones(4)
+    call = lambda x=logits, t=temperature: plain_rows(x, t)  # noqa: E731
+    assert call() is not None
+    assert call(logits.as_subclass(Subclass)) is None
+    assert call(logits.clone().requires_grad_()) is None
+    with torch.no_grad():
+        assert call(logits.clone().requires_grad_()) is not None
+        assert call(t=temperature.clone().requires_grad_()) is None
+    with torch.inference_mode():
+        assert call() is not None
+    assert call(logits._neg_view()) is None and call(t=temperature._neg_view()) is None
+    with torch.autograd.forward_ad.dual_level():
+        assert call() is None
+    with torch._subclasses.FakeTensorMode() as mode:
+        assert call() is None
+    assert call(mode.from_tensor(logits)) is None
+    seen = []
+    torch.func.vmap(lambda row: seen.append(plain_rows(row)) or row)(logits[None])
+    torch.func.functionalize(lambda rows: seen.append(call(rows)) or rows)(logits)
+    torch.func.vmap(lambda row: seen.append(call()) or row)(logits)
+    torch.jit.trace(lambda rows: seen.append(call(rows)) or rows, logits, check_trace=False)
+    assert seen == [None] * 4
+
+
+def test_contents_are_looked_at_in_each_call(cpu):
+    logits, temperature = random_logits(4, 50), torch.ones(4)
+    fused_topk.softmax_topk(logits, 5, temperature=temperature)
+    fused_topk.softmax(logits, temperature=temperature)
+    for wrong in (0.0, -1.0, float("nan"), float("inf"), 1e-39):
+        temperature[3] = wrong
+        for entry, arguments in (("softmax_topk", (5,)), ("softmax", ())):
+            with pytest.raises(ValueError, match="`temperature` must be positive and finite in every row"):
+                getattr(fused_topk, entry)(logits, *arguments, temperature=temperature)
+
+
+def test_threads_get_their_own_results(cpu):
+    """More layouts than there are places for, at once."""
+    errors = []
+
+    def work(seed):
+        for step in range(300):
+            logits = random_logits(2, 20 + step % 60, seed=seed)
+            want = torch.softmax(logits, -1)
+            got = fused_topk.softmax_topk(logits, 1 + (seed + step) % 8)
+            if not torch.allclose(got.values, want.gather(-1, got.indices)):
+                errors.append((seed, step))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_results_are_tensors_like_others(cpu):
+    logits = random_logits(2, 30)
+    for _ in range(2):
+        result = fused_topk.softmax_topk(logits, 4)
+    assert copy.deepcopy(result)._fields == TopK._fields
+    assert all(x.is_contiguous() and not x.requires_grad and x.untyped_storage().resizable() for x in result)
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in result)
+
+
+def test_calls_in_a_mode_that_changes_results_spoil_no_later_one(cpu):
+    class Other(Tensor):
+        pass
+
+    class Changing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            return found.as_subclass(Other) if type(found) is Tensor else found
+
+    for vocab_size in (13, 11):
+        logits = random_logits(4, vocab_size)
+        want = fused_topk.topk(logits.double(), 3)
+        if vocab_size == 13:
+            with Changing():
+                assert torch.equal(fused_topk.topk(logits, 3).indices, want.indices)
+        for _ in range(2):
+            found = fused_topk.topk(logits, 3)
+            assert type(found.values) is Tensor and torch.equal(found.indices, want.indices)
+
+
+def test_calls_where_others_have_replaced_functions_of_torch(cpu, monkeypatch):
+    """As accelerate's init_empty_weights does."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **{**kwargs, "device": "meta"}))
+    logits = random_logits(4, 17)
+    for _ in range(2):
+        found = fused_topk.topk(logits, 3)
+        assert found.values.is_cpu and torch.equal(found.values, logits.topk(3).values)
