@@ -59,7 +59,9 @@ def device_of(name: str) -> Any:
     if chosen.type not in ("cuda", "cpu"):
         raise typer.BadParameter(f"--device must be cuda, cuda:N or cpu, got {name!r}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("--device cuda needs a GPU that torch sees; `python -m fused_topk info` says what is missing")
+        raise typer.BadParameter(
+            "--device cuda needs a GPU that torch sees; `python -m fused_topk info` says what is missing"
+        )
     # torch.cuda.set_device needs an index.
     return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
 
