@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ..problem import FullRowProblem, MergeProblem, Problem, Sample, SampleProblem, TopK
+from . import reference_sampling
 from .protocol import StartFullRows, StartMerge, StartTopk
-
-# By the bytes of an element.
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+from .reference_rows import allowed_logits, gather, ranking, working_dtype
 
 
 def unavailable(device: torch.device | None = None) -> str | None:
@@ -57,24 +56,24 @@ def prepare_full_rows(problem: FullRowProblem, device: torch.device, dtype: torc
 
 
 def sample(problem: SampleProblem, out: Sample) -> None:
-    """See :mod:`reference_sampling`."""
-    # It uses this module.
-    from . import reference_sampling
-
-    reference_sampling.sample(problem, out)
+    """Draws tokens, and lists the best of the model's own distribution."""
+    if out.topk is not None:
+        own = Problem(problem.logits, problem.logprobs, 1.0, None, problem.mask, "log_softmax", "allowed")
+        row_topk(own, out.topk)
+    reference_sampling.draw(problem, out)
 
 
 def row_topk(problem: Problem, out: TopK) -> None:
     """The k best of every row, their values, and the row's logsumexp."""
-    candidates = _candidates(problem)
-    indices = _ranking(candidates)[..., : problem.k]
-    chosen = _gather(candidates, indices)
+    candidates = allowed_logits(problem.logits, problem.mask)
+    indices = ranking(candidates)[..., : problem.k]
+    chosen = gather(candidates, indices)
     out.indices.copy_(indices)
 
     # The raw logits have no temperature, and nothing is relative to a token that may not be chosen.
     raw = problem.values == "logits"
     temperature = 1.0 if raw else _temperature(problem)
-    dtype = _working_dtype(problem.logits)
+    dtype = working_dtype(problem.logits)
     whole_row = problem.normalize == "all" and not raw
     counted = (problem.logits if whole_row else candidates).to(dtype)
     m, d = _normalizer(counted, temperature)
@@ -112,7 +111,7 @@ def beam_topk(problem: Problem, beam_scores: Tensor, out: TopK) -> None:
     first_of_beam = torch.arange(beams, device=out.indices.device).unsqueeze(-1) * vocab_size
     flat_indices = (of_beam.indices + first_of_beam).flatten(1)
     # A stable sort of the beams' lists one after another: equal values go to the smaller beam, then in the row's order.
-    best = _ranking(accumulated)[:, : problem.k]
+    best = ranking(accumulated)[:, : problem.k]
     out.values.copy_(accumulated.gather(1, best))
     out.indices.copy_(flat_indices.gather(1, best))
 
@@ -122,9 +121,9 @@ def merge(problem: MergeProblem, out: TopK) -> None:
     candidates, indices = merge_candidates(problem.logits, problem.indices, problem.lengths)
     best = _merge_order(candidates, indices)[..., : problem.k]
     out.indices.copy_(indices.gather(-1, best))
-    chosen = _gather(candidates, best)
+    chosen = gather(candidates, best)
 
-    dtype = _working_dtype(problem.logits)
+    dtype = working_dtype(problem.logits)
     temperature = _temperature(problem)
     of_parts = problem.m.to(dtype).movedim(0, -1)
     greatest = of_parts.amax(-1, keepdim=True)
@@ -164,12 +163,12 @@ def _merge_order(candidates: Tensor, indices: Tensor) -> Tensor:
     """The places of the candidates from the best to the worst."""
     # First by token, then by logit: a stable sort leaves equal logits in the order of their tokens.
     by_token = indices.masked_fill(indices < 0, torch.iinfo(torch.int64).max).sort(dim=-1, stable=True).indices
-    return by_token.gather(-1, _ranking(_gather(candidates, by_token)))
+    return by_token.gather(-1, ranking(gather(candidates, by_token)))
 
 
 def full_rows(problem: FullRowProblem, out: Tensor) -> None:
     """Probabilities, log-probabilities or the logsumexp of every row."""
-    x = problem.logits.to(_working_dtype(problem.logits))
+    x = problem.logits.to(working_dtype(problem.logits))
     temperature = _temperature(problem)
     m, d = _normalizer(x, temperature)
     log_d = d.log()
@@ -181,42 +180,11 @@ def full_rows(problem: FullRowProblem, out: Tensor) -> None:
     out.copy_(values.where(log_d.isfinite(), torch.nan))
 
 
-def _candidates(problem: Problem) -> Tensor:
-    """The logits, -inf where a token is not allowed."""
-    if problem.mask is None:
-        return problem.logits
-    allowed = problem.mask
-    if allowed.dtype != torch.bool:
-        bits = torch.arange(32, dtype=torch.int32, device=allowed.device)
-        allowed = ((allowed.unsqueeze(-1) >> bits) & 1).flatten(-2)[..., : problem.logits.shape[-1]].bool()
-    return problem.logits.masked_fill(~allowed, -torch.inf)
-
-
-def _ranking(x: Tensor) -> Tensor:
-    """Positions along the last dimension in the project's order: NaN, then greater values, then smaller positions."""
-    # By integers in the order of the floats: a radix sort of floats, which torch uses for long rows on a GPU, tells NaNs
-    # of different bits apart, and after torch.set_flush_denormal(True) denormals compare as equal.
-    bits = x.view(_INTEGERS[x.element_size()])
-    greatest = torch.iinfo(bits.dtype).max
-    magnitude = bits & greatest
-    key = magnitude.where(bits >= 0, -magnitude).masked_fill(magnitude > _bits_of_infinity(x.dtype), greatest)
-    return key.sort(dim=-1, descending=True, stable=True).indices
-
-
-def _bits_of_infinity(dtype: torch.dtype) -> int:
-    return int(torch.tensor(torch.inf, dtype=dtype, device="cpu").view(_INTEGERS[dtype.itemsize]))
-
-
-def _gather(x: Tensor, indices: Tensor) -> Tensor:
-    """The elements at the indices, bit for bit: of 16-bit floats torch.gather on the CPU may rewrite the NaNs."""
-    return x.view(_INTEGERS[x.element_size()]).gather(-1, indices).view(x.dtype)
-
-
 def _temperature(problem: Problem | MergeProblem | FullRowProblem) -> float | Tensor:
     """The temperature in a form that divides rows; NaN where a row's is not positive, so that the row becomes NaN."""
     if problem.row_temperature is None:
         return problem.temperature
-    temperature = problem.row_temperature.to(_working_dtype(problem.logits)).unsqueeze(-1)
+    temperature = problem.row_temperature.to(working_dtype(problem.logits)).unsqueeze(-1)
     return temperature.where(temperature > 0, torch.nan)
 
 
@@ -231,8 +199,3 @@ def _normalizer(x: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]
     # Against an infinite maximum every difference would be NaN; against 0, d becomes 0 or inf, and log d -inf or inf.
     m = m.where(m.isfinite(), 0.0)
     return m, ((x - m) / temperature).exp().sum(-1, keepdim=True)
-
-
-def _working_dtype(logits: Tensor) -> torch.dtype:
-    """float64 where the device has it; MPS and some XPUs do not."""
-    return torch.promote_types(logits.dtype, torch.float32) if logits.device.type in ("mps", "xpu") else torch.float64

@@ -11,23 +11,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import Problem, Sample, SampleProblem
-from . import philox, reference
+from ..problem import Sample, SampleProblem
+from . import philox
+from .reference_rows import allowed_logits, gather, ranking, working_dtype
 
 
-def sample(problem: SampleProblem, out: Sample) -> None:
-    """Draws tokens and writes `out`."""
+def draw(problem: SampleProblem, out: Sample) -> None:
+    """Draws tokens, and writes them and their log-probabilities."""
     p = problem
     rows, vocab_size = p.logits.shape
-    # What logprobs lists and what a token's log-probability is relative to: the model's own distribution.
-    own = Problem(p.logits, p.logprobs, 1.0, None, p.mask, "log_softmax", "allowed")
-    if out.topk is not None:
-        reference.row_topk(own, out.topk)
-
-    x = reference._candidates(own)
-    dtype = reference._working_dtype(p.logits)
-    order = reference._ranking(x)
-    ranked = reference._gather(x, order).to(dtype)
+    # What is drawn from, and what a token's log-probability is relative to: the model's own distribution.
+    x = allowed_logits(p.logits, p.mask)
+    dtype = working_dtype(p.logits)
+    order = ranking(x)
+    ranked = gather(x, order).to(dtype)
     best = ranked[:, :1]
     temperature = _column(p.temperature, p.row_temperature, dtype, x.device)
     has_distribution = best.isfinite()
