@@ -55,7 +55,7 @@ def test_bench_writes_what_it_prints(tmp_path):
     (entry,) = written["results"]
     assert entry["shape"] == "10 x 1000 fp32 k=5"
     assert set(entry["times"]) == {"read", "fused", "torch"}
-    assert written["command"].startswith("python demos/benchmark ")
+    assert written["command"].startswith("python demos/benchmark")
     assert written["machine"]["versions"]["torch"] == torch.__version__
 
     again = invoke(*BENCH, *ONE_SHAPE, "--no-peers", "--compare", run)
