@@ -18,8 +18,8 @@ from rich.panel import Panel
 from rich.table import Table
 from torch import Tensor
 
+from benchmark.report import origin
 from causal_models import CausalModel
-from fused_topk.benchmark.report import origin
 from fused_topk.machine import describe
 from generate_comparison import WAYS, Comparison
 from whole_calls import STOCK, Calls

@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfi
 
 import fused_topk
 import whole_calls
+from benchmark.report import origin
 from causal_models import RANDOM_SHAPES
-from fused_topk.benchmark.report import origin
 from fused_topk.generation import fused_decoding, stats
 from fused_topk.machine import describe
 from selection_step import BeamStep, GreedyStep

@@ -22,9 +22,9 @@ try:
     from rich.console import Console
     from tqdm import tqdm
 
+    from benchmark.report import origin
+    from benchmark.timing import warm_up_gpu
     from fused_topk import backends
-    from fused_topk.benchmark.report import origin
-    from fused_topk.benchmark.timing import warm_up_gpu
     from fused_topk.machine import describe
     from ladder_measure import measure, naive_overflow, shapes
     from ladder_report import Document, draw, print_ladder, print_rows

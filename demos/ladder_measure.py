@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import ladder_rungs as ladder
+from benchmark.inputs import make_inputs, rotation_count
+from benchmark.suites import Case
+from benchmark.timing import Effort, time_graph, time_interleaved
 from fused_topk.backends import cuda
-from fused_topk.benchmark.inputs import make_inputs, rotation_count
-from fused_topk.benchmark.suites import Case
-from fused_topk.benchmark.timing import Effort, time_graph, time_interleaved
 from ladder_rungs import RUNGS, Rung
 
 # Float32 results of a few roundings an element; naive softmax sums what it has not scaled.

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from fused_topk.benchmark.published import Table as Figures
-from fused_topk.benchmark.report import three_digits
+from benchmark.published import Table as Figures
+from benchmark.report import three_digits
 from ladder_rungs import RUNGS
 
 Document = dict[str, Any]

@@ -9,15 +9,12 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from . import __version__, backends, env
 from .cuda_runtime import kernel_cache
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _MIB = 1 << 20
 
@@ -37,39 +34,33 @@ def describe() -> dict[str, Any]:
     }
 
 
-def print_description(found: dict[str, Any], console: Console) -> None:
-    """Prints the result of describe() as a table."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, version in found["versions"].items():
-        table.add_row(name, escape(version or "not found"))
+def as_text(found: dict[str, Any]) -> str:
+    """The result of describe() in lines: what, and what was found of it."""
+    lines = [(name, version or "not found") for name, version in found["versions"].items()]
     cpu = found["cpu"]
     kernel = f"native kernel: {cpu['instructions']}" if cpu["instructions"] else "no native kernel"
-    table.add_row("CPU", escape(f"{cpu['model']}, {kernel}, {cpu['threads']} threads"))
+    lines.append(("CPU", f"{cpu['model']}, {kernel}, {cpu['threads']} threads"))
     # "gpus" is a list, or the error that prevented one.
     gpus = found["gpus"] if isinstance(found["gpus"], list) else []
     if not gpus:
-        table.add_row("GPU", escape(found["gpus"] or "none that torch sees"))
+        lines.append(("GPU", found["gpus"] or "none that torch sees"))
     for number, gpu in enumerate(gpus):
-        table.add_row(
-            f"GPU {number}",
+        does = (
             f"{gpu['name']}, compute capability {gpu['compute_capability']}, {gpu['multiprocessors']} multiprocessors, "
-            f"{gpu['l2_bytes'] / _MIB:.0f} MiB L2, {gpu['memory_bytes'] / _MIB / 1024:.0f} GiB",
+            f"{gpu['l2_bytes'] / _MIB:.0f} MiB L2, {gpu['memory_bytes'] / _MIB / 1024:.0f} GiB"
         )
+        lines.append((f"GPU {number}", does))
         if gpu["problem"]:
-            table.add_row("", f"[yellow]no kernels:[/] {escape(gpu['problem'])}")
+            lines.append(("", f"no kernels: {gpu['problem']}"))
     for name, cause in found["backends"].items():
-        table.add_row(f"backend {name}", "[green]works[/]" if cause is None else f"[yellow]no:[/] {escape(cause)}")
+        lines.append((f"backend {name}", "works" if cause is None else f"no: {cause}"))
     cache = found["kernel_cache"]
-    held = f"{cache['path'] or 'no folder'} ({cache['files']} files, {cache['bytes'] / _MIB:.1f} MiB)"
-    table.add_row("compiled kernels", escape(held))
+    held = f"{cache['files']} files, {cache['bytes'] / _MIB:.1f} MiB"
+    lines.append(("compiled kernels", f"{cache['path'] or 'no folder'} ({held})"))
     if cache["problem"]:
-        table.add_row("", f"[yellow]not kept:[/] {escape(cache['problem'])}")
-    console.print(table)
+        lines.append(("", f"not kept: {cache['problem']}"))
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:{width}}  {what}" for name, what in lines)
 
 
 def versions() -> dict[str, str | None]:

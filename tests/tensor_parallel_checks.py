@@ -20,7 +20,7 @@ from fused_topk.generation import (
     enable,
     fused_decoding,
     generate,
-    packed,
+    masks,
     stats,
 )
 from fused_topk.generation.selection import Rows, Scanned
@@ -166,7 +166,7 @@ def _check_choice(rank: int, size: int, vocab_size: int) -> None:
     beam_scores = torch.tensor([[-1.0, -1.5, -2.0], [-0.5, -0.2, -3.0]])
     ids = torch.randint(vocab_size, (6, 9), generator=torch.Generator().manual_seed(1))
     allowed = torch.rand(6, vocab_size, generator=torch.Generator().manual_seed(2)) < 0.4
-    for mask in (None, packed.of(allowed.numpy(), logits.device), packed.of(allowed[:1].numpy(), logits.device)):
+    for mask in (None, masks.of(allowed.numpy(), logits.device), masks.of(allowed[:1].numpy(), logits.device)):
         for got, want in (
             (sharded.topk(7, mask), whole.topk(7, mask)),
             (sharded.log_softmax_topk(7, mask), whole.log_softmax_topk(7, mask)),

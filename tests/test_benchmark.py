@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import fused_topk
+from benchmark import check, compare, inputs, report, runner, suites, timing
+from benchmark.peers import PEERS, beam_scores
+from benchmark.suites import Case, Target
 from fused_topk import TopK
-from fused_topk.benchmark import check, compare, inputs, report, runner, suites, timing
-from fused_topk.benchmark.peers import PEERS, beam_scores
-from fused_topk.benchmark.suites import Case, Target
 from fused_topk.layout.topk_choice import choose
 
 CPU = torch.device("cpu")
@@ -470,7 +470,7 @@ def test_three_digits():
 
 def test_plot_draws_every_result(run_document, tmp_path):
     pytest.importorskip("matplotlib")
-    from fused_topk.benchmark.plot import plot
+    from benchmark.plot import plot
 
     plot(run_document, tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
@@ -484,7 +484,7 @@ def test_plot_has_a_panel_a_suite_and_a_line_a_shape(run_document, tmp_path, mon
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    from fused_topk.benchmark.plot import plot
+    from benchmark.plot import plot
 
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.extend(figure.axes))

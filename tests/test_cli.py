@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line and the environment variables."""
+"""The command line of the package, and its environment variables."""
 
 from __future__ import annotations
 
@@ -10,19 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import fused_topk
+from command_line import invoke
 from fused_topk import backends, env
-
-cli = pytest.importorskip("fused_topk.cli")
-
-BENCH = ["bench", "--device", "cpu", "--backend", "reference", "--quick"]
-ONE_SHAPE = ["--suite", "paper", "--rows", "10", "--vocab", "1000"]
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
 
 def python(*arguments):
@@ -33,7 +24,7 @@ def python(*arguments):
 def test_module_runs():
     done = python("-m", "fused_topk", "--help")
     assert done.returncode == 0, done.stderr
-    assert "info" in done.stdout and "bench" in done.stdout
+    assert "info" in done.stdout and "cache" in done.stdout
 
 
 def test_import_leaves_optional_packages_alone():
@@ -42,11 +33,27 @@ def test_import_leaves_optional_packages_alone():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_module_says_what_it_lacks():
-    code = "import sys, runpy; sys.modules['typer'] = None; runpy.run_module('fused_topk', run_name='__main__')"
-    done = python("-c", code)
-    assert done.returncode == 1
-    assert "pip install" in done.stderr
+@pytest.mark.parametrize("command", ["info", "cache"])
+def test_module_needs_torch_and_numpy_alone(command):
+    others = "('typer', 'click', 'rich', 'matplotlib', 'transformers')"
+    hide = f"import sys; sys.modules.update(dict.fromkeys({others})); sys.argv[1:] = [{command!r}]"
+    done = python("-c", f"{hide}; import runpy; runpy.run_module('fused_topk', run_name='__main__')")
+    assert done.returncode == 0, done.stderr
+    assert "kernels" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [([], "COMMAND"), (["bench"], "invalid choice"), (["info", "--clear"], "unrecognized")]
+)
+def test_wrong_words_are_refused(arguments, said):
+    done = invoke(*arguments)
+    assert done.exit_code == 2 and said in done.output
+
+
+@pytest.mark.parametrize("command", ["info", "cache"])
+def test_help_says_what_a_command_does(command):
+    done = invoke(command, "--help")
+    assert done.exit_code == 0 and "kernels" in done.output and "--" in done.output
 
 
 def test_info_names_every_part():
@@ -58,7 +65,6 @@ def test_info_names_every_part():
 
 
 def test_info_shows_causes_in_full(monkeypatch):
-    # Square brackets would be markup to rich.
     cause = "CuPy is not installed: pip install fused_topk[cuda13]"
     monkeypatch.setattr(backends, "available", lambda: {"cuda": cause, "reference": None})
     assert cause in invoke("info").output
@@ -91,90 +97,6 @@ def test_info_survives_a_broken_driver_and_a_missing_cache(monkeypatch, tmp_path
         assert "RuntimeError: CUDA driver initialization failed" in result.output
 
 
-def test_bench_writes_what_it_prints(tmp_path):
-    pytest.importorskip("matplotlib")
-    run, figure = tmp_path / "new" / "run.json", tmp_path / "run.png"
-    result = invoke(*BENCH, *ONE_SHAPE, "--json", run, "--plot", figure)
-    assert result.exit_code == 0, result.output
-    assert "10 x 1000 fp32 k=5" in result.output
-    assert figure.stat().st_size > 1000
-    written = json.loads(run.read_text())
-    (entry,) = written["results"]
-    assert entry["shape"] == "10 x 1000 fp32 k=5"
-    assert set(entry["times"]) == {"read", "fused", "torch"}
-    assert written["machine"]["versions"]["torch"] == torch.__version__
-
-    again = invoke(*BENCH, *ONE_SHAPE, "--no-peers", "--compare", run)
-    assert again.exit_code == 0, again.output
-    assert "1 compared" in again.output
-
-
-@pytest.mark.parametrize(
-    ("suite", "arguments", "judged"),
-    [
-        ("paper", [], False),
-        ("paper", ["--targets"], False),  # a GPU's
-        ("cpu", [], False),
-        ("cpu", ["--targets"], True),
-        ("sampling", ["--targets"], True),
-        ("sampling", [], False),
-    ],
-)
-def test_bench_judges_by_the_targets_of_the_machine_if_asked(suite, arguments, judged):
-    rows, vocab_size = {"paper": (10, 1000), "cpu": (1, 1000), "sampling": (8, 32000)}[suite]
-    shape = ["--rows", rows, "--vocab", vocab_size, *([] if suite == "paper" else ["--k", 8, "--dtype", "fp32"])]
-    result = invoke(*BENCH, "--suite", suite, *map(str, shape), *arguments)
-    assert result.exit_code == 0, result.output
-    assert ("target" in result.output) == judged
-
-
-def test_bench_fails_on_a_wrong_answer(monkeypatch):
-    right = fused_topk.log_softmax_topk
-
-    def wrong(logits, k, **kwargs):
-        got = right(logits, k, **kwargs)
-        return got._replace(logsumexp=got.logsumexp + 1)
-
-    monkeypatch.setattr(fused_topk, "log_softmax_topk", wrong)
-    result = invoke(*BENCH, *ONE_SHAPE)
-    assert result.exit_code == 1
-    assert "FAILED 10 x 1000 fp32 k=5: wrong answer" in result.output
-
-
-def test_bench_says_why_a_backend_does_not_work(monkeypatch):
-    monkeypatch.setattr(backends, "available", lambda *_: {"cpu": "the native module was not built"})
-    result = invoke("bench", "--device", "cpu")
-    assert result.exit_code == 1
-    assert "the native module was not built" in result.output
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--suite", "decoding"],
-        ["--device", "tpu"],
-        ["--device", "meta"],
-        ["--backend", "opencl"],
-        ["--peers", "numpy"],
-        ["--rows", "many"],
-        ["--dtype", "fp8"],
-        ["--rows", "5", "--suite", "paper"],  # no such shape
-    ],
-    ids=" ".join,
-)
-def test_bench_refuses_unknown_choices(arguments):
-    result = invoke("bench", "--device", "cpu", *arguments)
-    assert result.exit_code == 2
-    assert "Invalid value" in result.output
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_bench_on_cuda_without_a_gpu():
-    result = invoke("bench", "--device", "cuda")
-    assert result.exit_code == 2
-    assert "GPU" in result.output
-
-
 def test_kernel_cache_dir_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("FUSED_TOPK_CACHE_DIR", str(tmp_path))
     assert env.kernel_cache_dir() == tmp_path
@@ -194,9 +116,3 @@ def test_print_choice(monkeypatch, value, expected):
     assert env.print_choice() is expected
     monkeypatch.delenv("FUSED_TOPK_PRINT_CHOICE")
     assert env.print_choice() is False
-
-
-@pytest.mark.parametrize("command", ["sweep", "counters"])
-def test_what_only_a_gpu_does_is_refused_for_a_cpu(command):
-    result = invoke(command, "--device", "cpu")
-    assert result.exit_code == 2 and "must be cuda or cuda:N" in result.output

@@ -6,16 +6,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 
 import pytest
 import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fused_topk import cli
+from benchmark import cli, counters
+from benchmark.suites import Case
 from fused_topk.backends import cuda
-from fused_topk.benchmark import counters
-from fused_topk.benchmark.suites import Case
 
 DEVICE = torch.device("cuda", 0)
 CASES = [Case(64, 128256, 8, "bf16"), Case(4, 4, 2, "bf16", beams=2)]
@@ -73,6 +73,15 @@ def test_counts_are_those_of_ncu(ncu):
     given = arguments.read_text().splitlines()
     assert given[given.index("--metrics") + 1].split(",") == METRICS
     assert [Case(*values) for values in json.loads(given[-2])] == CASES and given[-1] == "cuda:0"
+
+
+def test_the_program_that_is_watched_starts(ncu, tmp_path, monkeypatch):
+    """Wherever the command was called from."""
+    ncu(written([]))
+    program = tmp_path / "ncu"
+    program.write_text('#!/bin/sh\nwhile [ "$1" != -m ]; do shift; done\nexec "' + sys.executable + '" "$@"\n')
+    monkeypatch.chdir(tmp_path)
+    counters.count([], DEVICE)
 
 
 @pytest.mark.parametrize(("hot", "control"), [(False, "all"), (True, "none")])

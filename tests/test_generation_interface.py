@@ -138,6 +138,28 @@ def test_the_first_fallback_of_a_kind_is_logged_once(model, caplog, monkeypatch)
     ]
 
 
+def test_all_that_was_counted_is_printed():
+    stats(reset=True)
+    assert repr(stats()) == "Stats(fused=0, fallback=0)"
+    statistics.count_whole(5, are_compiled=True, are_captured=False)
+    statistics.count_whole(7, are_compiled=False, are_captured=True)
+    statistics.count_fused(is_sharded=True)
+    for reason, count in {
+        "hooks": statistics.count_fallback,
+        "a mask": statistics.count_not_whole,
+        "a sum": statistics.count_not_compiled,
+        "a scale": statistics.count_gathered,
+    }.items():
+        count(reason)
+    counted = stats(reset=True)
+    assert repr(counted) == (
+        "Stats(fused=13, fallback=1, reasons={'hooks': 1}, whole=12, not_whole={'a mask': 1}, compiled=5, captured=7, "
+        "not_compiled={'a sum': 1}, sharded=1, gathered={'a scale': 1})"
+    )
+    assert set(type(counted).__annotations__) == set(vars(counted)), "a field that is not printed"
+    assert counted == (13, 1, {"hooks": 1})
+
+
 # What is not served runs as it would.
 
 

@@ -27,7 +27,7 @@ from fused_topk.generation import (
     FusedTopKLogitsProcessor,
     choice,
     fused_decoding,
-    packed,
+    masks,
     selection,
     stats,
     warpers,
@@ -247,7 +247,7 @@ def test_draws_read_the_scores_of_the_stock_processors(monkeypatch, name, dtype)
 
     def sample(rows, parameters, mask, generator):
         scores = rows.logits.float()
-        read.append(scores if mask is None else scores.masked_fill(~packed.holds(mask, every_token), -math.inf))
+        read.append(scores if mask is None else scores.masked_fill(~masks.holds(mask, every_token), -math.inf))
 
     every_token = torch.arange(VOCAB_SIZE).expand(6, -1)
     monkeypatch.setattr(Rows, "sample", sample)

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from fused_topk import cli, env, machine
+from command_line import invoke
+from fused_topk import env, machine
 from fused_topk.cuda_runtime import driver, kernel_cache, kernel_source
 from gpu_stand_in import StandInGpus
 
@@ -37,7 +37,7 @@ def gpus(monkeypatch, folder):
 
 
 def run_cache(*arguments):
-    return CliRunner().invoke(cli.app, ["cache", *arguments])
+    return invoke("cache", *arguments)
 
 
 def age(path: Path, seconds: float) -> None:
@@ -168,7 +168,7 @@ def test_an_untrusted_folder_is_neither_read_nor_written_and_info_says_why(folde
     assert re.search(cause, record.getMessage()) and "FUSED_TOPK_CACHE_DIR" in record.getMessage()
     assert re.search(cause, machine.describe()["kernel_cache"]["problem"])
     for command in ("info", "cache"):
-        shown = CliRunner().invoke(cli.app, [command])
+        shown = invoke(command)
         assert shown.exit_code == 0 and re.search(cause, " ".join(shown.output.split())), shown.output
     monkeypatch.undo()
     left = folder if folder.is_dir() else folder.parent / "real"

@@ -518,9 +518,9 @@ def test_linear_pieces_fit(is_cpu):
 
 def test_bench_linear_targets():
     """Half the stock time, or a time near that of reading the weight, which no call beats."""
-    from fused_topk.benchmark import linear as suite
-    from fused_topk.benchmark.suites import Case
-    from fused_topk.benchmark.timing import Timing
+    from benchmark import linear as suite
+    from benchmark.suites import Case
+    from benchmark.timing import Timing
 
     def measured(head: suite.HeadCase, scratch: int = 0, **times: float) -> suite.Measured:
         return suite.Measured(head, {name: Timing(us, us, us, 1) for name, us in times.items()}, {"fused": scratch})
@@ -540,9 +540,9 @@ def test_bench_linear_targets():
 def test_bench_linear(monkeypatch, tmp_path):
     from typer.testing import CliRunner
 
-    from fused_topk.benchmark import linear as suite
-    from fused_topk.benchmark.suites import Case
-    from fused_topk.cli import app
+    from benchmark import linear as suite
+    from benchmark.cli import app
+    from benchmark.suites import Case
 
     heads = tuple(suite.HeadCase(Case(rows, 300, 4, "fp32"), 16, None, 1000.0) for rows in (1, 300))
     monkeypatch.setattr(suite, "CPU_CASES", heads)

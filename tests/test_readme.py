@@ -16,14 +16,13 @@ import pytest
 import torch
 
 import fused_topk
+from benchmark import published
 from fused_topk import generation
-from fused_topk.benchmark import published
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "demos" / "results"))
 pytest.importorskip("matplotlib", reason="the demos' tables are made beside their figures")
 
-import publish  # noqa: E402
+from benchmark import publish  # noqa: E402
 
 README = ROOT / "README.md"
 # A python block, and the text block that follows it with nothing but blank lines between them.
@@ -99,7 +98,7 @@ def test_paths_in_documents_exist(document):
 @pytest.mark.parametrize("document", publish.DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documents_have_the_published_figures(document):
     assert "<!-- figures: " in document.read_text()
-    assert publish.published_again(document) == document.read_text(), "run `python demos/results/publish.py`"
+    assert publish.published_again(document) == document.read_text(), "run `python demos/benchmark publish`"
 
 
 @pytest.mark.parametrize("run", sorted((ROOT / "demos" / "results").glob("*.json")), ids=lambda path: path.name)

@@ -279,7 +279,13 @@ def test_backward_pass(monkeypatch, dtype, mask_kind, normalize, pieces, leading
     grads = [torch.randn(shape, generator=generator) for shape in ((*lead, 5), (*lead, 6), lead)]
     monkeypatch.setattr(layout, "in_place_pieces", lambda *sizes: layout.Pieces(*pieces, 1))
     monkeypatch.setattr(linear_backward, "backends", SimpleNamespace(pick=lambda *request: cuda))
-    tensors = {**head._asdict(), **head.rows._asdict(), "indices": found.indices, "state": found.state, "chosen": grads[0]}
+    tensors = {
+        **head._asdict(),
+        **head.rows._asdict(),
+        "indices": found.indices,
+        "state": found.state,
+        "chosen": grads[0],
+    }
     arrays = [Array(name, x, "input") for name, x in tensors.items() if isinstance(x, torch.Tensor)]
     with emulated(arrays) as outcomes:
         got = linear_backward.backward(head, found.indices, found.state, *grads, None, (True, True, True))

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import fused_topk
-from fused_topk import backends, cli
+from command_line import invoke
+from fused_topk import backends
 from fused_topk.backends import cuda, reference
 from fused_topk.cuda_runtime import driver, kernel_source
 from gpu_stand_in import StandInGpus
@@ -62,11 +62,11 @@ def test_each_gpu_counts_for_itself(gpus):
 
 def test_info_says_which_gpu_has_no_kernels(gpus):
     gpus.capability[0] = (7, 0)
-    shown = CliRunner().invoke(cli.app, ["info"])
+    shown = invoke("info")
     assert shown.exit_code == 0, shown.output
     assert re.search(r"no kernels: GPU 0 has compute capability 7\.0, for which NVRTC", " ".join(shown.output.split()))
     assert shown.output.count("no kernels:") == 1
-    found = json.loads(CliRunner().invoke(cli.app, ["info", "--json"]).output)
+    found = json.loads(invoke("info", "--json").output)
     assert "7.0" in found["gpus"][0]["problem"] and found["gpus"][1]["problem"] is None
 
 

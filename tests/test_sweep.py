@@ -11,11 +11,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fused_topk import cli
+from benchmark import cli, inputs, suites, sweep
+from benchmark.runner import Settings
+from benchmark.timing import summarize
 from fused_topk.backends import cpu, cuda
-from fused_topk.benchmark import inputs, suites, sweep
-from fused_topk.benchmark.runner import Settings
-from fused_topk.benchmark.timing import summarize
 from fused_topk.cuda_runtime import driver
 
 H200 = SimpleNamespace(multi_processor_count=132, major=9, minor=0, L2_cache_size=50 << 20)

@@ -89,7 +89,7 @@ def test_a_step_that_is_one_call_gives_what_single_operations_give(cuda, name, n
     model, inputs = on_gpu(name)
     options = {"num_beams": num_beams, "max_new_tokens": 20, "do_sample": False}
     with monkeypatch.context() as patch, fused_decoding(model, whole_step="eager"):
-        patch.setattr(graphs, "are_for", lambda device: False)
+        patch.setattr(graphs, "is_cuda", lambda device: False)
         expected = model.generate(**inputs, **options)
     stats(reset=True)
     with WAYS["captured"](model):

@@ -61,7 +61,7 @@ def new_on_the_host():
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch):
-    monkeypatch.setattr(graphs, "are_for", lambda device: True)
+    monkeypatch.setattr(graphs, "is_cuda", lambda device: True)
     monkeypatch.setattr(graphs, "Graph", StandIn)
     monkeypatch.setattr(graphs, "_new", new_on_the_host)
     monkeypatch.setattr(graphs, "_record", lambda event, device: None)

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from ..problem import FullRowProblem, MergeProblem, Sample, SampleProblem, TopK, TopkProblem
 from ..rows import LogitRows
+from . import reference_sampling
 from .protocol import StartFullRows, StartMerge, StartTopk
-
-# By the bytes of an element.
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+from .reference_rows import counted_logits, gather, ranking, working_dtype
 
 
 def unavailable(device: torch.device | None = None) -> str | None:
@@ -52,23 +51,23 @@ def prepare_full_rows(problem: FullRowProblem, device: torch.device, dtype: torc
 
 
 def sample(problem: SampleProblem, out: Sample) -> None:
-    """See :mod:`reference_sampling`."""
-    # It uses this module.
-    from . import reference_sampling
-
-    reference_sampling.sample(problem, out)
+    """Draws tokens, and lists the best of the model's own distribution."""
+    if out.topk is not None:
+        own = TopkProblem(problem.rows.unscaled(), problem.logprobs, "log_softmax", "allowed")
+        row_topk(own, out.topk)
+    reference_sampling.draw(problem, out)
 
 
 def row_topk(problem: TopkProblem, out: TopK) -> None:
     """The k best of every row, their values, and the row's logsumexp."""
     problem = problem.settled()
     rows = problem.rows
-    candidates = counted(rows)
-    indices = _ranking(candidates)[..., : problem.k]
-    chosen = _gather(candidates, indices)
+    candidates = counted_logits(rows)
+    indices = ranking(candidates)[..., : problem.k]
+    chosen = gather(candidates, indices)
     out.indices.copy_(indices)
 
-    dtype = _working_dtype(rows.logits)
+    dtype = working_dtype(rows.logits)
     temperature = _temperature(rows.scale, dtype)
     x = (rows.logits if problem.normalize == "all" else candidates).to(dtype)
     m, d = _normalizer(x, temperature)
@@ -106,7 +105,7 @@ def beam_topk(problem: TopkProblem, beam_scores: Tensor, out: TopK) -> None:
     first_of_beam = torch.arange(beams, device=out.indices.device).unsqueeze(-1) * vocab_size
     flat_indices = (of_beam.indices + first_of_beam).flatten(1)
     # A stable sort of the beams' lists one after another: equal values go to the smaller beam, then in the row's order.
-    best = _ranking(accumulated)[:, : problem.k]
+    best = ranking(accumulated)[:, : problem.k]
     out.values.copy_(accumulated.gather(1, best))
     out.indices.copy_(flat_indices.gather(1, best))
 
@@ -116,9 +115,9 @@ def merge(problem: MergeProblem, out: TopK) -> None:
     candidates, indices = merge_candidates(problem.logits, problem.indices, problem.lengths)
     best = _merge_order(candidates, indices)[..., : problem.k]
     out.indices.copy_(indices.gather(-1, best))
-    chosen = _gather(candidates, best)
+    chosen = gather(candidates, best)
 
-    dtype = _working_dtype(problem.logits)
+    dtype = working_dtype(problem.logits)
     of_rows = problem.row_temperature
     temperature = _temperature(problem.temperature if of_rows is None else of_rows.unsqueeze(-1), dtype)
     of_parts = problem.m.to(dtype).movedim(0, -1)
@@ -159,12 +158,12 @@ def _merge_order(candidates: Tensor, indices: Tensor) -> Tensor:
     """The places of the candidates from the best to the worst."""
     # First by token, then by logit: a stable sort leaves equal logits in the order of their tokens.
     by_token = indices.masked_fill(indices < 0, torch.iinfo(torch.int64).max).sort(dim=-1, stable=True).indices
-    return by_token.gather(-1, _ranking(_gather(candidates, by_token)))
+    return by_token.gather(-1, ranking(gather(candidates, by_token)))
 
 
 def full_rows(problem: FullRowProblem, out: Tensor) -> None:
     """Probabilities, log-probabilities or the logsumexp of every row."""
-    x = counted(problem.rows).to(_working_dtype(problem.rows.logits))
+    x = counted_logits(problem.rows).to(working_dtype(problem.rows.logits))
     temperature = _temperature(problem.rows.scale, x.dtype)
     m, d = _normalizer(x, temperature)
     log_d = d.log()
@@ -174,32 +173,6 @@ def full_rows(problem: FullRowProblem, out: Tensor) -> None:
     shifted = (x - m) / temperature
     values = shifted.exp() / d if problem.values == "softmax" else shifted - log_d
     out.copy_(values.where(log_d.isfinite(), torch.nan))
-
-
-def counted(rows: LogitRows) -> Tensor:
-    """The logits, -inf where a token does not count."""
-    hidden = rows.hidden()
-    return rows.logits if hidden is None else rows.logits.masked_fill(hidden, -torch.inf)
-
-
-def _ranking(x: Tensor) -> Tensor:
-    """Positions along the last dimension in the project's order: NaN, then greater values, then smaller positions."""
-    # By integers in the order of the floats: a radix sort of floats, which torch uses for long rows on a GPU, tells NaNs
-    # of different bits apart, and after torch.set_flush_denormal(True) denormals compare as equal.
-    bits = x.view(_INTEGERS[x.element_size()])
-    greatest = torch.iinfo(bits.dtype).max
-    magnitude = bits & greatest
-    key = magnitude.where(bits >= 0, -magnitude).masked_fill(magnitude > _bits_of_infinity(x.dtype), greatest)
-    return key.sort(dim=-1, descending=True, stable=True).indices
-
-
-def _bits_of_infinity(dtype: torch.dtype) -> int:
-    return int(torch.tensor(torch.inf, dtype=dtype, device="cpu").view(_INTEGERS[dtype.itemsize]))
-
-
-def _gather(x: Tensor, indices: Tensor) -> Tensor:
-    """The elements at the indices, bit for bit: of 16-bit floats torch.gather on the CPU may rewrite the NaNs."""
-    return x.view(_INTEGERS[x.element_size()]).gather(-1, indices).view(x.dtype)
 
 
 def _temperature(scale: float | Tensor, dtype: torch.dtype) -> float | Tensor:
@@ -218,8 +191,3 @@ def _normalizer(x: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]
     # Against an infinite maximum every difference would be NaN; against 0, d becomes 0 or inf, and log d -inf or inf.
     m = m.where(m.isfinite(), 0.0)
     return m, ((x - m) / temperature).exp().sum(-1, keepdim=True)
-
-
-def _working_dtype(logits: Tensor) -> torch.dtype:
-    """float64 where the device has it; MPS and some XPUs do not."""
-    return torch.promote_types(logits.dtype, torch.float32) if logits.device.type in ("mps", "xpu") else torch.float64

@@ -11,24 +11,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import Sample, SampleProblem, TopkProblem
-from . import philox, reference
+from ..problem import Sample, SampleProblem
+from . import philox
+from .reference_rows import counted_logits, gather, ranking, working_dtype
 
 
-def sample(problem: SampleProblem, out: Sample) -> None:
-    """Draws tokens and writes `out`."""
+def draw(problem: SampleProblem, out: Sample) -> None:
+    """Draws tokens, and writes them and their log-probabilities."""
     p = problem
     rows = p.rows
     vocab_size = rows.logits.shape[-1]
-    # What logprobs lists and what a token's log-probability is relative to: the model's own distribution.
-    own = TopkProblem(rows.unscaled(), p.logprobs, "log_softmax", "allowed")
-    if out.topk is not None:
-        reference.row_topk(own, out.topk)
-
-    x = reference.counted(rows)
-    dtype = reference._working_dtype(rows.logits)
-    order = reference._ranking(x)
-    ranked = reference._gather(x, order).to(dtype)
+    # What is drawn from, and what a token's log-probability is relative to: the model's own distribution.
+    x = counted_logits(rows)
+    dtype = working_dtype(rows.logits)
+    order = ranking(x)
+    ranked = gather(x, order).to(dtype)
     best = ranked[:, :1]
     temperature = _column(*rows.temperatures, dtype, x.device)
     has_distribution = best.isfinite()

@@ -331,7 +331,7 @@ class _Exchanged:
         ranked, listed = self._ranked, self._ranked.shape[1]
         t = self._blocks.temperature
         weights = _relative(ranked, self._m, t)
-        # As reference_sampling does it with whole rows.
+        # As reference_sampling.draw() does it with whole rows.
         has_k = (kept.top_k > 0) & (kept.top_k < (self.vocab_size or kept.top_k + 1))
         last = (kept.top_k.where(has_k, listed) - 1).clamp(max=listed - 1)
         is_kept = is_in_k = (ranked >= ranked.gather(1, last)) | ~has_k

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from . import packed
+from . import masks
 from .edits import ADAPTERS, Adapter, Step
 from .selection import Edit
 
@@ -84,7 +84,7 @@ def _prepare(p: Any, vocab_size: int, device: torch.device) -> _Prepared:
     )
     ids = torch.tensor([listed], dtype=torch.int64, device=device)
     placed = [each._replace(last=torch.searchsorted(ids[0], each.last)) for each in phrases]
-    return _Prepared(ids, packed.all_but(listed, vocab_size, device), row[:, listed], placed, dict(p.sequence_bias))
+    return _Prepared(ids, masks.all_but(listed, vocab_size, device), row[:, listed], placed, dict(p.sequence_bias))
 
 
 def _sequence_bias(p: Any) -> Adapter:

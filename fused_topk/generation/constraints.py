@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from . import packed
+from . import masks
 from .edits import ADAPTERS, Adapter, Ban, NotSparse, Step
 from .selection import Edit, best
 
@@ -63,7 +63,7 @@ def _prefix_constrained(p: Any) -> Adapter | None:
                 raise NotSparse("prefix_allowed_tokens_fn gives no token")
             # The same tokens, should the function go on to change what it has given.
             answers[row] = allowed[row]
-        ban = Ban(packed.of(allowed.numpy(), rows.logits.device))
+        ban = Ban(masks.of(allowed.numpy(), rows.logits.device))
         # -inf is added to the others, which leaves NaN and makes it of +inf. Where no beam of a prompt has a token left,
         # later versions force the allowed ones.
         before = best(rows, step.edits, 1, step.are_log_probs).scores

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from . import packed
+from . import masks
 from .selection import Edit, Rows
 from .warpers import NORMALIZE, Filter, filters_of
 
@@ -36,7 +36,7 @@ class Ban:
         self.scanned = scanned
 
     def apply(self, ids: Tensor, scores: Tensor) -> Tensor:
-        return scores.where(packed.holds(self.scanned, ids), -torch.inf)
+        return scores.where(masks.holds(self.scanned, ids), -torch.inf)
 
 
 class Force:
@@ -217,7 +217,7 @@ def _suppress(tokens: Any, applies: Callable[[Step], bool]) -> Adapter | None:
             return None
         key = (step.rows.vocab_size, step.rows.logits.device)
         if key not in made:
-            made[key] = Ban(packed.all_but(listed, *key))
+            made[key] = Ban(masks.all_but(listed, *key))
         return made[key]
 
     return adapter
@@ -270,7 +270,7 @@ def text_check(kind: type, argument: Any) -> Callable[[Step], None]:
 
 def _ban_rows(tokens: Tensor, vocab_size: int) -> Ban:
     """`tokens` [R, n]: what each row may not choose, vocab_size where there is nothing."""
-    return Ban(packed.all_but_rows(tokens.sort(-1).values, vocab_size))
+    return Ban(masks.all_but_rows(tokens.sort(-1).values, vocab_size))
 
 
 def _no_repeat_ngram(p: Any) -> Adapter | None:

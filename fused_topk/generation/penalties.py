@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from . import packed
+from . import masks
 from .edits import ADAPTERS, Adapter, NotSparse, Step, text_check
 from .selection import Edit, Rows
 
@@ -27,12 +27,12 @@ class Penalty:
 
     def __init__(self, sorted_ids: Tensor, penalty: float, vocab_size: int) -> None:
         self.ids = sorted_ids
-        self.scanned = packed.all_but_rows(sorted_ids, vocab_size)
+        self.scanned = masks.all_but_rows(sorted_ids, vocab_size)
         self._penalty = penalty
 
     def apply(self, ids: Tensor, scores: Tensor) -> Tensor:
         changed = torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
-        return scores.where(packed.holds(self.scanned, ids), changed)
+        return scores.where(masks.holds(self.scanned, ids), changed)
 
 
 class Growth:
@@ -50,7 +50,7 @@ class Growth:
         growth = scores.abs() * self._factor
         if self._keeps_infinite:
             growth = growth.where(scores.isfinite(), 0.0)
-        return scores.where(packed.holds(self.scanned, ids), scores + growth)
+        return scores.where(masks.holds(self.scanned, ids), scores + growth)
 
 
 class Cleaning:
@@ -160,7 +160,7 @@ def _exponential_decay(p: Any) -> Adapter:
             ends = sorted(set(p.eos_token_id.flatten().tolist()))
             if p.eos_token_id.dim() != 1 or not 0 <= ends[0] <= ends[-1] < key[0]:
                 raise NotSparse("an end token outside the vocabulary")
-            made[key] = torch.tensor([ends], device=key[1]), packed.all_but(ends, *key)
+            made[key] = torch.tensor([ends], device=key[1]), masks.all_but(ends, *key)
         if not _keeps_infinite() and not all(isinstance(edit, Penalty) for edit in step.edits):
             raise NotSparse("this version's decay of the length penalty makes NaN of -inf")
         return Growth(*made[key], pow(p.regulation_factor, steps) - 1, _keeps_infinite())

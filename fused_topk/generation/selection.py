@@ -27,8 +27,8 @@ from ..functional.sampling import random_names
 from ..plans import beam_result, row_result
 from ..problem import Sample, SampleProblem, TopK, TopkProblem, result_dtype
 from ..rows import LogitRows
-from . import packed
-from .edited import Change, edited
+from . import masks
+from .changed_scores import Change, edited
 
 
 class Edit(Protocol):
@@ -166,7 +166,7 @@ class Rows:
         return out
 
     def edited(self, ids: Tensor, change: Change, replaces_row: bool) -> Rows:
-        """Rows of float32 logits in which the tokens `ids` [R, S] have other scores. See :func:`edited.edited`."""
+        """Rows of float32 logits in which the tokens `ids` [R, S] have other scores. See :func:`changed_scores.edited`."""
         return Rows(edited(self.logits, ids, change, replaces_row), self.backend, self.generator)
 
     def draws(self, parameters: Mapping[str, float]) -> bool:
@@ -328,7 +328,7 @@ def logsumexp(rows: Rows, edits: Sequence[Edit], temperature: float, are_log_pro
         return result
     merged = _merged(rows, edits, 1, are_log_probs)
     # `merged` also has the best of the scanned tokens. The scan has counted its share already.
-    touched = merged.scores if mask is None else merged.scores.masked_fill(packed.holds(mask, merged.ids), -torch.inf)
+    touched = merged.scores if mask is None else merged.scores.masked_fill(masks.holds(mask, merged.ids), -torch.inf)
     return torch.logaddexp(result, (touched / temperature).logsumexp(-1, keepdim=True))
 
 

@@ -17,7 +17,7 @@ from .. import backends, functional
 from ..backends import reference
 from ..problem import TopK
 from .model_logits import ModelLogits, is_of_a_loop, variables
-from .processors import Processors, reason_against
+from .processor_list import Processors, reason_against
 from .record import Recorded
 from .scores import LazyScores
 from .selection import Rows

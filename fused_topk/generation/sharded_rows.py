@@ -18,8 +18,8 @@ from ..backends import Backend
 from ..distributed.functions import gather_states
 from ..functional.merging import run_merge
 from ..problem import Sample, TopK
-from . import packed
-from .edited import Change, edited
+from . import masks
+from .changed_scores import Change, edited
 from .selection import Rows, Scanned
 from .sharded_logits import ShardedLogits
 
@@ -118,4 +118,4 @@ class ShardedRows(Rows):
         """The words of this process's columns [R, words], cut from those of all tokens [1 or R, W]."""
         if mask is None:
             return None
-        return packed.cut(mask, self._columns.start, self._columns.length).expand(len(self._local), -1)
+        return masks.cut(mask, self._columns.start, self._columns.length).expand(len(self._local), -1)

@@ -34,7 +34,7 @@ class Stats(_Steps):
         sharded: those of the fused steps of tensor-parallel models in which no process gathered the logits.
         gathered: for each reason why the logits of a tensor-parallel model were gathered, the number of times.
 
-    A tuple of the first three.
+    A tuple of the first three. It prints `fused`, `fallback` and whatever else was counted.
     """
 
     whole: int
@@ -44,6 +44,11 @@ class Stats(_Steps):
     not_compiled: dict[str, int]
     sharded: int
     gathered: dict[str, int]
+
+    def __repr__(self) -> str:
+        counted = {**self._asdict(), **vars(self)}
+        shown = (f"{name}={count!r}" for name, count in counted.items() if count or name in ("fused", "fallback"))
+        return f"Stats({', '.join(shown)})"
 
 
 _lock = threading.Lock()
@@ -66,7 +71,7 @@ def stats(reset: bool = False) -> Stats:
         reset: start again from zero after this call.
 
     Returns:
-        Stats(fused, fallback, reasons), with whole, not_whole, compiled, captured, not_compiled, sharded, gathered.
+        Stats: a tuple of fused, fallback and reasons, with whole, not_whole, compiled, captured, not_compiled, sharded, gathered.
 
     Example:
         >>> import fused_topk.generation as fg

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from . import packed
+from . import masks
 from .edits import ADAPTERS, Adapter, Ban, NotSparse, Step
 from .selection import Edit, best, logsumexp
 
@@ -53,11 +53,11 @@ def _timestamps(p: Any) -> Adapter:
             allowed[:, :begin] = False
             if latest is not None:
                 allowed[:, begin + latest + 1 :] = False
-        words = packed.of(allowed, device)
+        words = masks.of(allowed, device)
         if not p._detect_timestamp_from_logprob:
             return Ban(words)
 
-        is_timestamp = packed.of(np.arange(vocab_size)[None] >= begin, device)
+        is_timestamp = masks.of(np.arange(vocab_size)[None] >= begin, device)
         text, timestamps = words & ~is_timestamp, words & is_timestamp
         best_text = best(rows, [*step.edits, Ban(text)], 1, step.are_log_probs).scores
         total = logsumexp(rows, [*step.edits, Ban(timestamps)], 1.0, step.are_log_probs)

@@ -127,7 +127,7 @@ def choose_full_row(vocab_size: int, itemsize: int, shared_per_block: int, multi
 
 
 def alternatives(vocab_size: int, itemsize: int, shared_per_block: int, multiprocessors: int) -> list[FullRowChoice]:
-    """Every choice worth timing, for benchmark/sweep.py: the one of choose_full_row() first."""
+    """Every choice worth timing, for demos/benchmark/sweep.py: the one of choose_full_row() first."""
     machine = _Machine(shared_per_block, multiprocessors)
     vectors = -(-vocab_size * itemsize // VECTOR_BYTES)
     found = [choose_full_row(vocab_size, itemsize, *machine)]

@@ -170,7 +170,7 @@ def choose(
     """The choice for `rows` rows of `vocab_size` logits of `itemsize` bytes on a GPU with so many multiprocessors.
 
     Each limit below rests on a row of csrc/TUNING.md ("Which kernel, and how a row is cut"): choices timed beside each other
-    by `python -m fused_topk sweep`.
+    by `python demos/benchmark sweep`.
     """
     parts, tiles_per_part = _cut(vocab_size)
     vectors = _TILE * itemsize // _WARP_BYTES
@@ -189,7 +189,7 @@ def choose(
 
 
 def alternatives(rows: int, vocab_size: int, k: int, itemsize: int, multiprocessors: int) -> list[KernelChoice]:
-    """Every choice worth timing, for benchmark/sweep.py: the one of choose() first."""
+    """Every choice worth timing, for demos/benchmark/sweep.py: the one of choose() first."""
     parts, tiles_per_part = _cut(vocab_size)
     found = [choose(rows, vocab_size, k, itemsize, multiprocessors)]
     if found[0].lanes:

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from .. import warpers
 from ..edits import Plan
-from ..processors import Processors, reason_against
+from ..processor_list import Processors, reason_against
 from . import attention, attribute, reasons, trial
 from .beams import Rules
 from .criteria import Criteria

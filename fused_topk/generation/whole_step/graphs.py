@@ -15,8 +15,8 @@ from torch import Tensor
 LATENESS = 4
 
 
-def are_for(device: torch.device) -> bool:
-    """Whether steps on that device can be captured."""
+def is_cuda(device: torch.device) -> bool:
+    """Whether the device is a GPU, whose steps are captured."""
     return device.type == "cuda"
 
 
@@ -58,7 +58,7 @@ class EndFlag:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_late = are_for(device)
+        self._is_late = is_cuda(device)
         self._pending: deque[tuple[Any, Tensor]] = deque()
         self._spare: list[tuple[Any, Tensor]] = []
 

@@ -61,7 +61,7 @@ class Way(NamedTuple):
         """
         if whole_step == "eager":
             return None
-        is_captured = graphs.are_for(device)
+        is_captured = graphs.is_cuda(device)
         return Way(whole_step == "compiled" or not is_captured, is_captured)
 
     def and_simpler(self) -> list[Way]:
@@ -185,7 +185,7 @@ class Step:
         """Goes on by one token."""
         if self._advance is None:
             run = _advance_texts if self.shape.rules.beams == 1 else _advance_beams
-            is_late = graphs.are_for(self.shape.device)
+            is_late = graphs.is_cuda(self.shape.device)
             rules = self.shape.rules
             args = (self.decoder, self._head, rules, self._state, self._constants, self.count, self._last, is_late)
             if not self.shape.way.is_captured:

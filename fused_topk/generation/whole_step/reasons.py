@@ -221,7 +221,7 @@ def of_streaming(config: GenerationConfig, device: torch.device) -> str | None:
     if config.num_beams > 1:
         return "streamer with beams"
     # The host knows of a step some steps later only, or it would wait for each.
-    return "streamer on a GPU" if graphs.are_for(device) else None
+    return "streamer on a GPU" if graphs.is_cuda(device) else None
 
 
 @functools.cache

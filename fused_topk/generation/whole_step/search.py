@@ -126,7 +126,7 @@ class Search(NamedTuple):
         batch, length = ids.shape
         kept = Kept.asked_for(self.config)
         state, constants = self._first(rules, batch, rules.room)
-        is_late = graphs.are_for(ids.device)
+        is_late = graphs.is_cuda(ids.device)
         flag = graphs.EndFlag(ids.device)
         steps = torch.zeros(1, dtype=torch.int64, device=ids.device)
         logits = reader.read_prompt(self.prompt)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which choice of kernel is the quickest on this GPU: each shape, timed with every layout that makes sense for it.
 
-What kernel_choice.py and full_row_choice.py choose rests on this, measured on an H200. On another GPU it shows what they
+What topk_choice.py and full_row_choice.py choose rests on this, measured on an H200. On another GPU it shows what they
 would have to choose there.
 """
 

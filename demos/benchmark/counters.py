@@ -92,7 +92,9 @@ def count(cases: Sequence[Case], device: torch.device, hot: bool = False) -> lis
             *("--metrics", ",".join(METRICS)),
             *(sys.executable, "-m", __name__, watched, str(device)),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        # From the demos' folder, where Python finds this module.
+        demos = Path(__file__).parents[1]
+        done = subprocess.run(command, cwd=demos, capture_output=True, text=True, check=False)
         written = log.read_text(encoding="utf-8") if log.exists() else ""
     rows = parse(written)
     if done.returncode or len(rows) != len(cases):

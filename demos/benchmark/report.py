@@ -14,6 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+import fused_topk
+
 from .peers import PEERS
 from .runner import FUSED, Result, Settings
 from .suites import HOST_TARGET_US
@@ -33,7 +35,7 @@ def document(
     """Everything that a later run needs to be compared with this one. All times are µs."""
     return {
         "format": FORMAT,
-        "command": " ".join(["python -m fused_topk", *sys.argv[1:]]),
+        "command": command(),
         **origin(machine),
         "device": str(settings.device),
         "backend": settings.backend,
@@ -42,6 +44,11 @@ def document(
         "host": {name: timing._asdict() for name, timing in host.items()},
         "results": [_entry(result) for result in results],
     }
+
+
+def command(launcher: str = "python") -> str:
+    """What was typed to start this process."""
+    return " ".join([launcher, "demos/benchmark", *sys.argv[1:]])
 
 
 def origin(machine: Mapping[str, Any]) -> Document:
@@ -62,7 +69,7 @@ def load(path: Path) -> Document:
 
 def git_commit() -> str | None:
     """The commit that the package's source stands at, "+" for changes since, or None outside a checkout."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(fused_topk.__file__).resolve().parents[1]
     # An installed package may lie in a virtual environment inside some other project's checkout.
     if not (root / ".git").exists():
         return None

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -170,7 +169,7 @@ def document(
     """The document of report.document(); all times are µs."""
     return {
         "format": report.FORMAT,
-        "command": " ".join(["python -m fused_topk", *sys.argv[1:]]),
+        "command": report.command(),
         **report.origin(machine),
         "device": str(device),
         "quick": quick,

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a call costs on the CPU: of few short rows beside torch's, and with options beside the plain call.
 
-    python -m fused_topk.benchmark.calls [WORD ...]     only rows that have all of the words
+    python demos/benchmark calls [WORD ...]     only rows that have all of the words
 
 Each row times two calls turn by turn. A limit is so many times the other call plus so many µs.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -88,7 +87,8 @@ def comparisons() -> Iterator[Comparison]:
         )
 
 
-def main(words: list[str]) -> None:
+def print_comparisons(words: list[str]) -> None:
+    """Times and prints the rows that have all of the words."""
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; medians, µs")
     for name, ours, other, times, plus in comparisons():
         if not all(word in name.split() for word in words):
@@ -97,7 +97,3 @@ def main(words: list[str]) -> None:
         a, b = taken["ours"].median, taken["other"].median
         verdict = "" if a <= times * b + plus else f"  over {times:.3g} x + {plus:g}"
         print(f"{name:58s} {a:9.2f} / {b:9.2f}   x {a / b:5.2f}  {a - b:+9.2f}{verdict}", flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from .benchmark.suites import Case
+    from .suites import Case
 
 # A larger input takes a CPU minutes.
 _MOST_CPU_BYTES = 256 << 20
@@ -16,7 +16,7 @@ _MOST_CPU_BYTES = 256 << 20
 
 def cases_of(suite: str, on_gpu: bool, rows: str, vocab: str, k: str, dtype: str) -> list[tuple[str, Case]]:
     """The shapes of the suites that pass the filters, each with its suite's name."""
-    from .benchmark.suites import ITEM_BYTES, SUITES, select
+    from .suites import ITEM_BYTES, SUITES, select
 
     # The cpu suite's targets are about the CPU kernel.
     names = [name for name in SUITES if name != "cpu" or not on_gpu]
@@ -59,7 +59,9 @@ def device_of(name: str) -> Any:
     if chosen.type not in ("cuda", "cpu"):
         raise typer.BadParameter(f"--device must be cuda, cuda:N or cpu, got {name!r}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("--device cuda needs a GPU that torch sees; `info` says what is missing")
+        raise typer.BadParameter(
+            "--device cuda needs a GPU that torch sees; `python -m fused_topk info` says what is missing"
+        )
     # torch.cuda.set_device needs an index.
     return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
 

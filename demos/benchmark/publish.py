@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the figures of the documents again, from the JSON files beside this one."""
+"""The documents that show figures, and their text with the figures that the JSON files of demos/results have now."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fused_topk.benchmark import published
-from fused_topk.benchmark.published import Document, Table
-from fused_topk.benchmark.report import three_digits
+import ladder_report
+
+from . import published
+from .published import Document, Table
+from .report import three_digits
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "demos"))
-
-import ladder_report  # noqa: E402
-
 DOCUMENTS = [
     ROOT / name
     for name in (
@@ -156,8 +153,3 @@ VIEWS = {
 def published_again(document: Path) -> str:
     """The document's text with the figures that the JSON files have now."""
     return published.filled(document.read_text(encoding="utf-8"), document.parent, VIEWS)
-
-
-if __name__ == "__main__":
-    for path in DOCUMENTS:
-        path.write_text(published_again(path), encoding="utf-8")

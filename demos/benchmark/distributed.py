@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -58,7 +57,7 @@ def join(device_type: str) -> torch.device:
     if "RANK" not in os.environ:
         raise RuntimeError(
             "the suite `distributed` needs several processes; start it with "
-            "`torchrun --nproc-per-node 2 -m fused_topk bench --suite distributed`"
+            "`torchrun --nproc-per-node 2 demos/benchmark bench --suite distributed`"
         )
     device = torch.device(device_type)
     if device_type == "cuda":
@@ -170,7 +169,7 @@ def document(
     """The document of report.document(); all times are µs."""
     return {
         "format": report.FORMAT,
-        "command": " ".join(["torchrun -m fused_topk", *sys.argv[1:]]),
+        "command": report.command("torchrun"),
         **report.origin(machine),
         "device": str(device),
         "quick": quick,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop's logits processors. They turn lazy scores into lazy scores if all of them can be fused."""
+"""The list of a loop's logits processors. It turns lazy scores into lazy scores if all of them can be fused."""
 
 from __future__ import annotations
 

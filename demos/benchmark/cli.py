@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: its commands. command_options.py has what the text of their options means.
 
-info      what works on this machine
-cache     which compiled kernels are on disk
 bench     how fast the functions are
+calls     what a call costs on the CPU
 sweep     how fast every possible choice of kernel is
 counters  what the GPU does while a kernel runs
+publish   writes the figures of the runs into the documents
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from .command_options import cases_of, device_of, gpu_of, judged, numbers, words
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .benchmark.runner import Result, Settings
-    from .benchmark.suites import Case
-    from .benchmark.sweep import Sweep
+    from .runner import Result, Settings
+    from .suites import Case
+    from .sweep import Sweep
 
 # Each command imports what only it needs: rich's tables, matplotlib, the benchmark. So the others start quickly.
 app = typer.Typer(
-    help="Softmax and top-k in one read of the logits.",
+    help="Checks and times softmax and top-k in one read of the logits.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
 
-_MIB = 1 << 20
 # The width of tables in a file or a pipe: every column fits.
 _PIPE_WIDTH = 200
 
@@ -47,49 +46,6 @@ _Vocab = Annotated[str, typer.Option(help="Only these row lengths.")]
 _K = Annotated[str, typer.Option(help="Only these k.")]
 _Dtypes = Annotated[str, typer.Option(help="Only these dtypes: fp32, fp16, bf16.")]
 _JsonPath = Annotated[Path | None, typer.Option("--json", help="Write all numbers here.")]
-
-
-@app.command()
-def info(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
-) -> None:
-    """Versions, devices, which backends work and if not why, and where compiled kernels are cached."""
-    from .machine import describe, print_description
-
-    found = describe()
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-    else:
-        print_description(found, _console())
-
-
-@app.command("cache")
-def show_cache(
-    clear: Annotated[bool, typer.Option("--clear", help="Remove them; they are compiled again when needed.")] = False,
-) -> None:
-    """Show the compiled kernels that are kept for later processes: where, how many, how much memory, when last used.
-
-    Exits with 1 if they cannot be removed.
-    """
-    import time
-
-    from . import env
-    from .cuda_runtime import kernel_cache
-
-    kept = kernel_cache.kept()
-    typer.echo(f"folder     {env.kernel_cache_dir() or 'none'}")
-    typer.echo(f"kernels    {len(kept)}, {_mebibytes(sum(file.bytes for file in kept))}")
-    if kept:
-        newest, oldest = (_duration(time.time() - kept[i].last_use) for i in (0, -1))
-        typer.echo(f"last used  {newest} ago; the one that was not used for longest, {oldest} ago")
-    if problem := kernel_cache.problem():
-        typer.echo(f"problem    {problem}")
-    if clear:
-        try:
-            typer.echo(f"removed    {kernel_cache.clear()}")
-        except OSError as error:
-            typer.echo(f"not all could be removed: {error}", err=True)
-            raise typer.Exit(1) from error
 
 
 @app.command()
@@ -135,13 +91,14 @@ def bench(
         return
     import torch
 
-    from . import backends
-    from .benchmark import compare as comparison
-    from .benchmark import report
-    from .benchmark.peers import PEERS
-    from .benchmark.runner import Settings, empty_kernel_time, host_times
-    from .benchmark.timing import warm_up_gpu
-    from .machine import describe
+    from fused_topk import backends
+    from fused_topk.machine import describe
+
+    from . import compare as comparison
+    from . import report
+    from .peers import PEERS
+    from .runner import Settings, empty_kernel_time, host_times
+    from .timing import warm_up_gpu
 
     chosen_device = device_of(device)
     on_gpu = chosen_device.type == "cuda"
@@ -173,7 +130,7 @@ def bench(
     if json_path:
         _write_json(run, json_path, console)
     if plot_path:
-        from .benchmark.plot import plot
+        from .plot import plot
 
         plot(run, _parent(plot_path))
         console.print(f"Wrote {plot_path}")
@@ -200,10 +157,11 @@ def sweep(
     """
     import torch
 
-    from .benchmark import sweep as sweeping
-    from .benchmark.runner import Settings
-    from .benchmark.timing import warm_up_gpu
-    from .machine import describe
+    from fused_topk.machine import describe
+
+    from . import sweep as sweeping
+    from .runner import Settings
+    from .timing import warm_up_gpu
 
     settings = Settings(gpu_of(device), "cuda", (), quick)
     cases = [case for _, case in cases_of(suite, True, rows, vocab, k, dtype) if case.distribution == "normal"]
@@ -245,8 +203,9 @@ def counters(
 
     Exits with 1 if ncu is missing or may not read the hardware's counters.
     """
-    from .benchmark import counters as counting
-    from .machine import describe
+    from fused_topk.machine import describe
+
+    from . import counters as counting
 
     chosen = gpu_of(device)
     cases = list(dict.fromkeys(case for _, case in cases_of(suite, True, rows, vocab, k, dtype)))
@@ -261,11 +220,31 @@ def counters(
         _write_json(counting.document(counted, describe(), hot), json_path, console)
 
 
+@app.command()
+def calls(
+    words: Annotated[list[str] | None, typer.Argument(help="Only rows that have all of these words.")] = None,
+) -> None:
+    """Time what a call costs on the CPU: of few short rows beside torch's, and with options beside the plain call."""
+    from .calls import print_comparisons
+
+    print_comparisons(words or [])
+
+
+@app.command()
+def publish() -> None:
+    """Write the figures of all documents again, from the JSON files of demos/results."""
+    from .publish import DOCUMENTS, published_again
+
+    for path in DOCUMENTS:
+        path.write_text(published_again(path), encoding="utf-8")
+
+
 def _bench_linear(device: str, rows: str, vocab: str, k: str, dtype: str, quick: bool, json_path: Path | None) -> None:
     """Times LM heads."""
-    from .benchmark import linear
-    from .benchmark.suites import ITEM_BYTES, filtered
-    from .machine import describe
+    from fused_topk.machine import describe
+
+    from . import linear
+    from .suites import ITEM_BYTES, filtered
 
     chosen = device_of(device)
     filters = (numbers(rows, "--rows"), numbers(vocab, "--vocab"), numbers(k, "--k"))
@@ -295,9 +274,10 @@ def _bench_distributed(
     """Times a vocabulary over the processes of torchrun. The first process prints and writes."""
     import torch.distributed as dist
 
-    from .benchmark import distributed
-    from .benchmark.suites import ITEM_BYTES, filtered
-    from .machine import describe
+    from fused_topk.machine import describe
+
+    from . import distributed
+    from .suites import ITEM_BYTES, filtered
 
     filters = (numbers(rows, "--rows"), numbers(vocab, "--vocab"), numbers(k, "--k"))
     cases = filtered(distributed.CASES, *filters, words(dtype, ITEM_BYTES, "--dtype"))
@@ -326,7 +306,7 @@ def _bench_distributed(
 
 
 def _run(cases: list[tuple[str, Case]], settings: Settings) -> list[Result]:
-    from .benchmark import runner
+    from . import runner
 
     results: list[Result] = []
     with _progress(len(cases)) as (show, advance):
@@ -366,21 +346,9 @@ def _progress(total: int) -> Iterator[tuple[Callable[[Case], None], Callable[[st
 
 
 def _micros(time: float | None) -> str:
-    from .benchmark.report import three_digits
+    from .report import three_digits
 
     return f"{three_digits(time)} µs"
-
-
-def _mebibytes(count: int) -> str:
-    return f"{count / _MIB:.1f} MiB"
-
-
-def _duration(seconds: float) -> str:
-    """The duration as text, in the largest unit of which it has at least two."""
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} seconds"
 
 
 def _write_json(document: dict[str, Any], path: Path, console: Console) -> None:

@@ -220,4 +220,4 @@ def sampling(run: Document) -> str:
 
 
 VIEWS: dict[str, View] = {"about": about, "summary": summary, "suites": suites, "sampling": sampling}
-"""Views of a run of `python -m fused_topk bench`; `about` is one of any run."""
+"""Views of a run of `python demos/benchmark bench`; `about` is one of any run."""

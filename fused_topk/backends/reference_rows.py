@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the reference chooses from, in which order, and in which type it computes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..rows import LogitRows
+
+# By the bytes of an element.
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def counted_logits(rows: LogitRows) -> Tensor:
+    """The logits, -inf where a token does not count."""
+    hidden = rows.hidden()
+    return rows.logits if hidden is None else rows.logits.masked_fill(hidden, -torch.inf)
+
+
+def ranking(x: Tensor) -> Tensor:
+    """Positions along the last dimension in the project's order: NaN, then greater values, then smaller positions."""
+    # By integers in the order of the floats: a radix sort of floats, which torch uses for long rows on a GPU, tells NaNs
+    # of different bits apart, and after torch.set_flush_denormal(True) denormals compare as equal.
+    bits = x.view(_INTEGERS[x.element_size()])
+    greatest = torch.iinfo(bits.dtype).max
+    magnitude = bits & greatest
+    key = magnitude.where(bits >= 0, -magnitude).masked_fill(magnitude > _bits_of_infinity(x.dtype), greatest)
+    return key.sort(dim=-1, descending=True, stable=True).indices
+
+
+def gather(x: Tensor, indices: Tensor) -> Tensor:
+    """The elements at the indices, bit for bit: of 16-bit floats torch.gather on the CPU may rewrite the NaNs."""
+    return x.view(_INTEGERS[x.element_size()]).gather(-1, indices).view(x.dtype)
+
+
+def working_dtype(logits: Tensor) -> torch.dtype:
+    """float64 where the device has it; MPS and some XPUs do not."""
+    return torch.promote_types(logits.dtype, torch.float32) if logits.device.type in ("mps", "xpu") else torch.float64
+
+
+def _bits_of_infinity(dtype: torch.dtype) -> int:
+    return int(torch.tensor(torch.inf, dtype=dtype, device="cpu").view(_INTEGERS[dtype.itemsize]))
