@@ -81,8 +81,10 @@ class Buckets {
   __device__ __forceinline__ u32 mth_key() const {
     const u32 bucket = shared_.bucket_of_m;
     if (bucket <= kAbove) return key_of(high_);
-    const u64 below = u64(bucket - kAbove) << shift_;
-    return bucket < Shared::kBuckets - 1 && below < high_ ? key_of(high_ - below) : kNoKey;
+    const u64 widths = bucket - kAbove;
+    // Compared before they are shifted: where candidates span nearly all keys, they may leave 64 bits.
+    if (bucket == Shared::kBuckets - 1 || widths > high_ >> shift_) return kNoKey;
+    return key_of(high_ - (widths << shift_));
   }
 
   // The bucket of the thread's own[c], and its place among all candidates, bucket after bucket.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,9 @@ def adversarial_rows(vocab_size: int, k: int, dtype: torch.dtype) -> dict[str, T
         row = placed(low, torch.full((ties,), 1.0), start=max(rank, 0))
         return placed(row, 2.0 + torch.arange(max(rank, 0)) / 8) if rank > 0 else row
 
+    def everywhere(value: float) -> Tensor:
+        return torch.full((vocab_size,), value, dtype=torch.float64)
+
     def at(position: int, value: float, base: Tensor = normal) -> Tensor:
         row = base.clone()
         row[position] = value
@@ -101,6 +105,13 @@ def adversarial_rows(vocab_size: int, k: int, dtype: torch.dtype) -> dict[str, T
         "lowest_and_negative_infinity": placed(
             torch.full((vocab_size,), -INF), [torch.finfo(dtype).min] * (k // 2 + 1)
         ),
+        # Fewer than k reach a key near the greatest, and the next lies near the least of all keys.
+        "infinities_of_both_signs": placed(everywhere(-INF), [INF] * max(k // 2, 1)),
+        "finite_between_infinities": placed(
+            placed(everywhere(-INF), normal[: k - k // 4], start=k // 6), [INF] * max(k // 6, 1)
+        ),
+        "greatest_and_negative_infinity": placed(everywhere(-INF), [torch.finfo(dtype).max] * max(k // 2, 1)),
+        "infinities_above_lowest": placed(everywhere(torch.finfo(dtype).min), [INF] * max(k // 2, 1)),
         "one_nan": at(int(order[0]), NAN),
         "nan_first": at(0, NAN),
         "nan_last": at(-1, NAN),
@@ -121,6 +132,24 @@ def adversarial_rows(vocab_size: int, k: int, dtype: torch.dtype) -> dict[str, T
     tiles = [tile[torch.randperm(len(tile), generator=random)] for tile in ramp.split(1024)]
     rows["ascending_by_tiles"] = torch.cat(tiles).to(dtype)
     return rows
+
+
+def extreme_row(vocab_size: int, counts: list[int], dtype: torch.dtype, seed: int) -> Tensor:
+    """One value, and at random places one or two others, each as often as one of `counts` says, or once more or less; of a third
+    of the rows some logits are normal."""
+    random = torch.Generator().manual_seed(seed)
+
+    def drawn(choices: list) -> Any:
+        return choices[int(torch.randint(len(choices), (), generator=random))]
+
+    values = [INF, -INF, NAN, torch.finfo(dtype).max, torch.finfo(dtype).min, -1e4, -1e9, 0.0, -0.0]
+    row = torch.full((vocab_size,), drawn(values))
+    order = torch.randperm(vocab_size, generator=random)
+    for turn in range(drawn([1, 1, 2])):
+        places = order[: max(drawn(counts) + drawn([-1, 0, 1]), 1)]
+        order = order[len(places) :]
+        row[places] = torch.randn(len(places), generator=random) if turn and drawn([0, 1, 1]) else drawn(values)
+    return row.to(dtype)
 
 
 def layouts(logits: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -34,6 +34,7 @@ SETTINGS = {
     "many": {"top_k": 1500},
     "top_p": {"top_p": 0.9},
     "top_p_of_little": {"top_p": 0.02},
+    "top_p_of_half": {"top_p": 0.5},
     "top_p_of_nothing": {"top_p": 0.0},
     "top_p_of_almost_all": {"top_p": 0.999, "temperature": 1.5},
     "min_p": {"min_p": 0.05},
@@ -46,10 +47,13 @@ SETTINGS = {
 
 
 def rows_of(vocab_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Peaked, flat, tied, equal, mostly -inf, sorted, far from 0, and one token alone."""
+    """Peaked, flat, tied, equal, mostly -inf, sorted, far from 0, one token alone, and two equal ones."""
     normal = random_logits(vocab_size).float() / 2
     alone = torch.full((vocab_size,), -INF)
     alone[vocab_size // 3] = 1.0
+    # The first has exactly half of all.
+    pair = torch.full((vocab_size,), -INF)
+    pair[vocab_size // 4] = pair[vocab_size // 2] = 1.0
     rows = [
         normal,
         normal * 4,
@@ -60,6 +64,7 @@ def rows_of(vocab_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         normal.sort().values,
         normal + 1e4,
         alone,
+        pair,
     ]
     return torch.stack(rows).to(dtype)
 

@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from simt import build
 from simt.cases import Case, Laid, check
+from simt.emulate import replacing
+from test_simt import check_bits_of_short_rows
+from test_simt_layouts import check_tokens_of_many_beams
+from test_simt_sampling import check_case
 
 pytestmark = pytest.mark.exhaustive  # each fault is a build of its own
 
@@ -206,11 +213,37 @@ def test_without_a_fault_nothing_is_reported(case):
     check(case)
 
 
-def test_wrong_results_are_reported():
-    """Nothing but the comparison with the reference can tell."""
-    fault = Fault(r"result\.logsumexp\(\);", "result.logsumexp() * 1.0001f;", ONE_BLOCK, set())
-    with pytest.raises(AssertionError, match="logsumexp differ"):
-        check(fault.case, edit=planted(fault))
+# Nothing but the comparison with the reference can tell: an edit, and what compares.
+WRONG_RESULTS: dict[str, tuple[Callable[[str], str], Callable[..., object]]] = {
+    "logsumexp": (
+        replacing("kThreads - 1) problem.logsumexp[row] =", "kThreads - 1) problem.logsumexp[row] = 1.0001f *"),
+        partial(check, ONE_BLOCK),
+    ),
+    "bound that left 64 bits": (
+        replacing("widths > high_ >> shift_", "(widths << shift_) >= high_"),
+        partial(check, Case(50_257, 600, "bf16", rows="infinities_of_both_signs")),
+    ),
+    "top-p keeps the token at its border": (
+        replacing("sums - mine < aim", "sums - mine <= aim"),
+        partial(check_case, "top_p_of_half", torch.float32, 777, None),
+    ),
+    "chosen added in another order": (
+        replacing("(d[0] + d[2]) + (d[1] + d[3])", "(d[0] + d[1]) + (d[2] + d[3])"),
+        partial(check_bits_of_short_rows, "fp32", 32),
+    ),
+    "token of a beam in 32 bits": (
+        replacing("i64(beam.rank) * problem.V", "beam.rank * problem.V"),
+        check_tokens_of_many_beams,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RESULTS)
+def test_wrong_results_are_reported(name):
+    edit, compare = WRONG_RESULTS[name]
+    compare()
+    with pytest.raises(AssertionError):
+        compare(edit=edit)
 
 
 def test_report_names_the_seed_and_the_place():

@@ -10,10 +10,11 @@ from torch import Tensor
 from fused_topk import TopK
 from fused_topk.problem import FullRowProblem
 from fused_topk.rows import LogitRows
-from oracle import DTYPES, assert_same, check
+from oracle import DTYPES, assert_same, check, expected, problem_of
 from rows import NAN, packed, random_logits, random_mask, shifted
 from simt import build
 from simt.cases import Case, Laid
+from simt.row_topk import row_topk
 from test_beam import check_beams
 from test_simt_full_rows import run, small_choice
 from test_softmax import check as check_full_rows
@@ -107,6 +108,25 @@ def test_row_has_the_same_bits_at_any_address(case):
     unaligned = at_distance(case.vocab_size | 1)
     for got in (aligned, unaligned):
         assert_same(got, TopK(*(x[:1].expand_as(x) for x in aligned)))
+
+
+def test_tokens_of_beams_beyond_32_bits():
+    check_tokens_of_many_beams()
+
+
+def check_tokens_of_many_beams(**how) -> None:
+    """Of long rows the launch reads the first tile alone. how: as of row_topk()."""
+    tile, vocab_size, beams, k = 1024, 2**26, 65, 5
+    row = torch.empty(vocab_size, dtype=torch.bfloat16)
+    row[:tile] = random_logits(tile)
+    logits = row.expand(1, beams, vocab_size)
+    scores = torch.linspace(-200, 0, beams)[None]
+    choice = Case(vocab_size, k, "bf16", beams=beams).choice()._replace(splits=1, parts=1, tiles_per_part=1)
+    got, outcome = row_topk(problem_of("log_softmax_topk", logits, k), choice, beam_scores=scores, **how)
+    outcome.check()
+    want = expected("log_softmax_topk", row[:tile], k).indices + (beams - 1) * vocab_size
+    assert int(want.min()) >= 2**32
+    assert torch.equal(got.indices, want[None])
 
 
 def laid_out(tensor: Tensor, step: int = 1) -> Tensor:

@@ -247,6 +247,24 @@ def test_asynchronous_copies(schedule):
     assert kinds(small) == {"out of bounds"} and "dynamic shared memory [1008 bytes]" in small.faults[0].text
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "kind", "text"),
+    [
+        ("[%0], [%1], 16, %2", "[%0], [%1], 8, %2", "trap", "another number of bytes than 16"),
+        ("31 ? 4 : 16", "31 ? 20 : 16", "trap", "reads more than it copies"),
+        # A GPU wants the address of a copy that reads less aligned too.
+        ('+ threadIdx.x * 4), "r"', '+ threadIdx.x * 4 + (threadIdx.x == 31)), "r"', "trap", "misaligned"),
+        ("tile % 2 * 128 + threadIdx.x * 4);", "tile % 2 * 128 + threadIdx.x * 4 + 1);", "misaligned", "aligned to"),
+        ("31 ? 4 : 16", "31 ? 8 : 16", "out of bounds", "past its end"),
+    ],
+)
+def test_asynchronous_copies_of_other_sizes_and_places(old, new, kind, text):
+    given, out = torch.arange(381).int(), torch.empty(384, dtype=torch.int32)
+    assert ASYNC_COPY.count(old) == 1
+    outcome = run(ASYNC_COPY.replace(old, new), given, out, shared_bytes=1024)
+    assert kinds(outcome) == {kind} and text in outcome.faults[0].text
+
+
 MESSAGE = """
 __global__ void kernel(unsigned* flag, int* box, int* out) {
   if (blockIdx.x == gridDim.x - 1) {

@@ -103,10 +103,10 @@ def draw(
 CASES = {
     **SETTINGS,
     "each_its_own": {
-        "temperature": torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        "top_k": torch.tensor([0, 3, 0, 5, 0, 700, 0, 2, 0]),
-        "top_p": torch.tensor([1.0, 1.0, 0.5, 0.9, 0.3, 0.9, 1.0, 1.0, 1.0]),
-        "min_p": torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0]),
+        "temperature": torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        "top_k": torch.tensor([0, 3, 0, 5, 0, 700, 0, 2, 0, 0]),
+        "top_p": torch.tensor([1.0, 1.0, 0.5, 0.9, 0.3, 0.9, 1.0, 1.0, 1.0, 0.5]),
+        "min_p": torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0]),
     },
 }
 
@@ -183,7 +183,7 @@ def test_the_best_are_returned_too():
     """From the list that is drawn from, or by a launch of their own."""
     logits = rows_of(300)
     logits[1, 7] = NAN
-    expected = TopK(torch.empty(9, 4), torch.empty(9, 4, dtype=torch.int64), torch.empty(9))
+    expected = TopK(torch.empty(10, 4), torch.empty(10, 4, dtype=torch.int64), torch.empty(10))
     reference.row_topk(TopkProblem(LogitRows(logits), 4, "log_softmax", "allowed"), expected)
     for blocks in (1, 2):
         got = draw(logits, SETTINGS["top_p"], logprobs=4, blocks=blocks).topk
@@ -208,8 +208,8 @@ def test_masks_strides_and_many_samples():
     halves = rows_of(1500, torch.bfloat16).repeat(1, 2)
     for start in range(8):
         given = halves[:, start : start + 1500]
-        got = draw(given, SETTINGS["temperature"], name_of=torch.arange(9))
-        check_draws(got.tokens, uniforms(torch.arange(9), 2), kept_weights(given, SETTINGS["temperature"]))
+        got = draw(given, SETTINGS["temperature"], name_of=torch.arange(10))
+        check_draws(got.tokens, uniforms(torch.arange(10), 2), kept_weights(given, SETTINGS["temperature"]))
     mask = random_mask(4, 500, share=0.2)
     seed = torch.arange(4)
     for given in (mask, packed(mask)):

@@ -57,14 +57,17 @@ u32 shared_address_in_cluster(u32 address, u32 rank) {
   return address + (rank - current->block->rank) * u32(kSharedWindow);
 }
 
-void copy_later(void* to, const void* from, size_t size, size_t zeros) {
+void copy_later(void* to, const void* from, size_t size, size_t read) {
   const void* code = __builtin_return_address(0);
-  if (size) check(from, size, Access::kRead, code);
-  check(to, size + zeros, Access::kWrite, code);
+  if (size != 16 || read > size) trap("copies another number of bytes than 16, or reads more than it copies");
+  // Even if it reads less. The write is checked below.
+  if (reinterpret_cast<u64>(from) % size != 0) trap("copies from an address that is misaligned: no multiple of 16");
+  if (read) check(from, read, Access::kRead, code);
+  check(to, size, Access::kWrite, code);
   // Until it has been waited for, nobody may count on what is there.
-  if (machine.launch().tracks_memory) memory.forget(to, size + zeros);
+  if (machine.launch().tracks_memory) memory.forget(to, size);
   if (current->copies.empty()) current->copies.emplace_back();
-  current->copies.back().push_back({static_cast<u8*>(to), static_cast<const u8*>(from), size, zeros});
+  current->copies.back().push_back({static_cast<u8*>(to), static_cast<const u8*>(from), read, size - read});
 }
 
 void commit_copies() {

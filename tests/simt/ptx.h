@@ -214,10 +214,10 @@ inline void ld_global_nc_L2__cache_hint_v4_u32(u32& x, u32& y, u32& z, u32& w, c
 
 // Asynchronous copies.
 inline void cp_async_cg_shared_global(u32 to, const void* from, u32 size) {
-  simt::copy_later(simt::shared_pointer(to), from, size, 0);
+  simt::copy_later(simt::shared_pointer(to), from, size, size);
 }
-inline void cp_async_cg_shared_global(u32 to, const void* from, u32 size, u32 copied) {
-  simt::copy_later(simt::shared_pointer(to), from, copied, size - copied);
+inline void cp_async_cg_shared_global(u32 to, const void* from, u32 size, u32 read) {
+  simt::copy_later(simt::shared_pointer(to), from, size, read);
 }
 inline void cp_async_cg_shared_global_L2__cache_hint(u32 to, const void* from, u32 size, u64) {
   cp_async_cg_shared_global(to, from, size);

@@ -66,7 +66,7 @@ void store(void* to, const void* from, size_t size);
 void copy_unseen(void* to, const void* from, size_t size);
 
 // cp.async: copies to shared memory, in batches. The machine makes a copy as late as it may, when its batch is waited for.
-void copy_later(void* to, const void* from, size_t size, size_t zeros);
+void copy_later(void* to, const void* from, size_t size, size_t read);
 void commit_copies();
 void wait_for_copies(u32 batches_under_way);
 
