@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fused_topk import TopK
 from oracle import DTYPES, bits
-from rows import INF, NAN, packed, random_logits, random_mask
+from rows import INF, NAN, adversarial_rows, packed, random_logits, random_mask
 
 SHAPES = [
     (1, 1, 1, 1), (2, 3, 7, 5), (3, 4, 33, 8), (1, 5, 1000, 10), (2, 4, 5003, 65), (37, 4, 1000, 8), (2, 16, 32000, 32),
@@ -67,6 +67,22 @@ def test_beam_topk_k_of_all_tokens(backend, vocab_size):
     for k in {vocab_size, vocab_size + 1, 3 * vocab_size}:
         got = check_beams(backend, logits, scores, k)
         assert all(row.unique().numel() == k for row in got.indices)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("vocab_size", "k"), [(5, 12), (16, 1), (33, 8), (63, 6), (200, 5), (256, 8), (256, 9), (257, 8), (64, 32)]
+)
+def test_beam_topk_of_short_rows(backend, dtype, vocab_size, k):
+    """Without beams such rows have kernels of their own. Many rows, because the last bits of a few may agree by chance."""
+    hostile = torch.stack(list(adversarial_rows(vocab_size, min(k, vocab_size), DTYPES[dtype]).values()))
+    rows = torch.cat([hostile[: len(hostile) // 3 * 3], random_logits(300, vocab_size, dtype=DTYPES[dtype])])
+    logits = rows.unflatten(0, (-1, 3)).to(backend.device)
+    scores = random_logits(*logits.shape[:2], device=backend.device, seed=1)
+    temperature = torch.rand(logits.shape[:2], generator=torch.Generator().manual_seed(2)).to(backend.device) + 0.5
+    mask = random_mask(*logits.shape, device=backend.device)
+    for settings in ({}, {"mask": mask}, {"mask": mask, "normalize": "all"}, {"temperature": temperature}):
+        check_beams(backend, logits, scores, k, **settings)
 
 
 @pytest.mark.parametrize("normalize", ["allowed", "all"])

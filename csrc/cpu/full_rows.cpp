@@ -13,10 +13,12 @@
 // part of a row, and all parts are summed before the first is written.
 #include "full_rows.h"
 
+#include <algorithm>
 #include <atomic>
-#include <cstdint>
-#include <functional>
+#include <cmath>
+#include <limits>
 #include <memory>
+#include <vector>
 
 #include "row_state.h"
 #include "shares.h"

@@ -15,6 +15,8 @@
 // most are nearer to their square root.
 #include "linear_kernels.h"
 
+#include <cstddef>
+
 #include "vectors.h"
 
 namespace fused_topk::cpu {

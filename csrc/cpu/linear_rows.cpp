@@ -10,8 +10,12 @@
 // The errors of logsumexp and log-probabilities beyond those of the logits are bounded as in rows.cpp.
 #include "linear_rows.h"
 
+#include <algorithm>
 #include <atomic>
-#include <memory>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
 
 #include "selection.h"
 #include "shares.h"

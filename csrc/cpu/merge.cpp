@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstdint>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "row_state.h"
 #include "thread_pool.h"

@@ -2,6 +2,8 @@
 // A request for top-k. Topk of prepared.h fills it in, and rows.cpp computes it.
 #pragma once
 
+#include <vector>
+
 #include "logit_rows.h"
 #include "router_kernels.h"
 

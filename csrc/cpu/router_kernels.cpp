@@ -132,8 +132,9 @@ inline void merge(Candidates* best, Candidates* x) {
 #pragma GCC unroll 8
   for (u32 distance = WIDTH / 2; distance > 0; distance /= 2) {
 #pragma GCC unroll 8
-    for (u32 i = 0; i < WIDTH; ++i) {
-      if (i / distance % 2 == 0) sort_two(best[i], best[i + distance]);
+    for (u32 pair = 0; pair < WIDTH / 2; ++pair) {
+      const u32 i = 2 * pair - pair % distance;
+      sort_two(best[i], best[i + distance]);
     }
   }
 }
@@ -221,12 +222,6 @@ struct Group {
   RowFloats m;  // the greatest logit that is not a NaN
   RowDoubles d;
 };
-
-inline RowDoubles load_rows(const double (&of_rows)[kGroup]) {
-  RowDoubles lanes;
-  __builtin_memcpy(&lanes, of_rows, sizeof lanes);
-  return lanes;
-}
 
 inline RowDoubles load_rows(const float (&of_rows)[kGroup]) {
   RowFloats lanes;

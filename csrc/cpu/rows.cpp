@@ -7,7 +7,7 @@
 // are the same to the last bit, however rows are cut: the k best are exact, and a row's normalizer is the merge of its
 // blocks' normalizers in their order.
 //
-// The short rows of an expert router are solved several at a time, by router_kernels.cpp.
+// Rows as short as an expert router's, beams among them, are solved several at a time, by router_kernels.cpp.
 //
 // Error of logsumexp and log-probabilities, in units of 2^-24. The exponentials and their sum put d off by at most 7.7
 // (vectors.h). The rounding of x - m changes log d by at most the mean of |x - m| / T under the row's probabilities.
@@ -16,11 +16,10 @@
 //     |error| <= (7.7 + log V - log d) 2^-24 + 2^-24 |result|,    under 1.4e-6 + 2^-24 |result| at V = 2^22.
 #include <algorithm>
 #include <atomic>
-#include <cmath>
-#include <cstdint>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <vector>
 
 #include "selection.h"
 #include "shares.h"
@@ -73,7 +72,7 @@ struct Solver {
 
   // What rows leave for the last beam of their batch entry. Only with beams.
   std::vector<float> beam_values;                  // [rows, k]
-  std::vector<u32> beam_tokens;                    // [rows, k]
+  std::vector<i64> beam_tokens;                    // [rows, k]
   std::unique_ptr<std::atomic<u32>[]> beams_left;  // [rows / beams]
 
   explicit Solver(const Problem& p) : problem(p), temperature(p.temperature) {
@@ -125,10 +124,10 @@ struct Solver {
 
   // Follows from what is asked of one row, so that its bits depend on nothing else.
   bool is_routed() const {
-    const bool is_short = problem.vocab_size <= kMostExperts && problem.k <= kMostChosen;
+    const bool is_short = problem.vocab_size <= kMostExperts && k <= kMostChosen;
     // The router has one row for the normalizer and for the choice.
     const bool is_one_row = !problem.mask || problem.normalize_over != NormalizeOver::kAll;
-    return is_short && is_one_row && !problem.beam_scores && problem.value_kind != ValueKind::kState;
+    return is_short && is_one_row && problem.value_kind != ValueKind::kState;
   }
 
   // The rows of an expert router. A task is as many rows as a buffer holds.
@@ -137,23 +136,27 @@ struct Solver {
     const u64 tasks = (rows + rows_at_once - 1) / rows_at_once;
     run_on_threads(u32(std::min<u64>(threads(), tasks)), [this, tasks, rows_at_once] {
       alignas(64) float buffer[kBlock];
+      const std::unique_ptr<Selection> beam_selection = make_beam_selection();
       for (;;) {
         const u64 first = next_task.fetch_add(1, std::memory_order_relaxed) * rows_at_once;
         if (first >= tasks * rows_at_once) return;
-        route(first, u32(std::min(rows - first, rows_at_once)), buffer);
+        const u32 count = u32(std::min(rows - first, rows_at_once));
+        route(first, count, buffer);
+        for (u32 row = 0; row < count && beams; ++row) finish_beam(first + row, *beam_selection);
       }
     });
   }
 
-  void route(u64 first, u32 count, float* buffer) const {
+  void route(u64 first, u32 count, float* buffer) {
     const Problem& p = problem;
     const float* const x = read_allowed(first, count, buffer);
     const bool are_logits = p.value_kind == ValueKind::kLogits;
+    float* const values = beams ? beam_values.data() : static_cast<float*>(p.values);
+    i64* const indices = beams ? beam_tokens.data() : p.indices;
     for_each_temperature(p, temperature, first, count, [&](u32 begin, u32 some, const Temperatures& t) {
       const u64 row = first + begin;
       p.kernels->router->route({x + u64(begin) * p.vocab_size, some, p.vocab_size, k, t, p.value_kind, p.normalize_over,
-                                are_logits ? nullptr : static_cast<float*>(p.values) + row * k, p.indices + row * k,
-                                p.logsumexp + row});
+                                are_logits ? nullptr : values + row * k, indices + row * k, p.logsumexp + row});
     });
     if (are_logits) copy_logits(first, count, x);
   }
@@ -285,9 +288,7 @@ struct Solver {
     } else {
       for (u32 i = 0; i < k; ++i) beam_tokens[row.number * k + i] = index_of(best[i]);
       write_values(problem, finished, best, k, beam_values.data() + row.number * k);
-      if (beams_left[row.number / beams].fetch_sub(1, std::memory_order_acq_rel) == 1) {
-        finish_beams(row.number / beams, *workspace.beam_selection);
-      }
+      finish_beam(row.number, *workspace.beam_selection);
     }
   }
 
@@ -308,6 +309,16 @@ struct Solver {
         std::memcpy(value, row.logits + i64(index_of(best[i])) * problem.logits_element_stride * item_size, item_size);
       }
     }
+  }
+
+  std::unique_ptr<Selection> make_beam_selection() const {
+    return std::unique_ptr<Selection>(beams ? new Selection(*problem.kernels, problem.k, 0) : nullptr);
+  }
+
+  // A beam's list is written. The last one of its batch entry merges them.
+  void finish_beam(u64 row, Selection& selection) {
+    const u64 entry = row / beams;
+    if (beams_left[entry].fetch_sub(1, std::memory_order_acq_rel) == 1) finish_beams(entry, selection);
   }
 
   // The k best of a batch entry, by accumulated value. The lists of its beams stand one after the other. So of equal
@@ -345,7 +356,7 @@ struct Solver {
 Workspace::Workspace(const Solver& solver)
     : normalizers(solver.parts == 1 ? solver.blocks : 0),
       selection(*solver.problem.kernels, solver.k, solver.problem.vocab_size),
-      beam_selection(solver.beams ? new Selection(*solver.problem.kernels, solver.problem.k, 0) : nullptr) {}
+      beam_selection(solver.make_beam_selection()) {}
 
 }  // namespace
 

@@ -16,8 +16,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstddef>
+#include <cstring>
 #include <limits>
 #include <memory>
+#include <vector>
 
 #include "../philox.h"
 #include "full_row_kernels.h"

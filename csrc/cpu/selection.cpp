@@ -2,8 +2,10 @@
 #include "selection.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 namespace fused_topk::cpu {
 namespace {

@@ -2,6 +2,11 @@
 // A row of a request for top-k: its temperature and its results. Shared by the files that compute top-k.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
 #include "problem.h"
 #include "row_state.h"
 

@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ladder.h"
 
+#include <algorithm>
 #include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
 #include <memory>
+#include <vector>
 
 #include "../cpu/full_row_kernels.h"
 #include "../cpu/row_state.h"

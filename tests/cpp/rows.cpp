@@ -4,6 +4,7 @@
 // or the first that did not, and exits with 1.
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -13,23 +13,15 @@ cmake -S . -B "$work/build" -DFUSED_TOPK_SANITIZE=ON -DCMAKE_CXX_COMPILER=g++ \
   -DPython_EXECUTABLE="$(command -v python)" -Dnanobind_DIR="$(python -m nanobind --cmake_dir)"
 cmake --build "$work/build" --parallel
 
-# Takes the place of the installed extension before anything imports it.
-cat >"$work/sanitized.py" <<PYTHON
-import glob, importlib.util, sys
-
-(path,) = glob.glob("$work/build/_cpu*.so")
-spec = importlib.util.spec_from_file_location("fused_topk._cpu", path)
-sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sys.modules[spec.name])
-PYTHON
-
+FUSED_TOPK_TEST_EXTENSION=$(echo "$work"/build/_cpu*.so)
+export FUSED_TOPK_TEST_EXTENSION PYTHONPATH=tests
 # Python itself keeps memory until the end: its leaks are not the kernel's. The C++ runtime comes along because the
 # sanitizer looks up where exceptions are thrown before torch has loaded it.
 export LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)"
-export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$work
+export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 if (($# == 0)); then
   set -- tests/test_cpu.py tests/test_adversarial.py tests/test_layouts.py tests/test_masks.py tests/test_properties.py \
     -k "not reference"
 fi
 # Uncaptured, because a report ends the process.
-python -m pytest -p sanitized --capture=no -q "$@"
+python -m pytest -p other_extension --capture=no -q "$@"
