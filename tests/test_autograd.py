@@ -184,7 +184,10 @@ def test_forward_mode_of_scores_and_temperatures_is_refused():
             torch.func.jvp(function, (at,), (torch.ones_like(at),))
 
 
-def _losses(backend):
+NUM_LOSSES = 8
+
+
+def losses(backend):
     """Functions of logits [3, 40] that give a number, with tensors of every kind beside them."""
     rows, mask = torch.tensor([0.5, 1.0, 2.0], device=backend.device), random_mask(3, 40, device=backend.device)
     scores = random_logits(1, 3, device=backend.device, seed=5)
@@ -203,10 +206,10 @@ def _losses(backend):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("index", range(NUM_LOSSES))
 def test_transforms_of_torch_func(backend, index):
     """grad, jacrev and vmap of them, against autograd one by one."""
-    loss = list(_losses(backend))[index]
+    loss = list(losses(backend))[index]
     logits = random_logits(5, 3, 40, device=backend.device)
     wants = []
     for each in logits:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..functional import autocast
 from ..functional.arguments import (
     check_backend,
     check_head,
@@ -162,6 +163,7 @@ def _linear(
 ) -> TopK | LinearTopK:
     group = group_of(group)
     check_hidden(hidden)
+    hidden, weight, bias = autocast.as_multiplied(hidden, weight, bias)
     check_head(weight, bias, hidden, may_be_empty=True)
     check_k(k, 2**31 - 1, "what an exchange takes")
     check_normalize(normalize)
