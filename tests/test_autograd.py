@@ -225,6 +225,19 @@ def test_transforms_of_torch_func(backend, index):
     torch.testing.assert_close(torch.func.grad(lambda x: torch.func.vmap(loss)(x).sum())(logits), want)
 
 
+@pytest.mark.parametrize("index", range(NUM_LOSSES))
+def test_hessians_of_torch_func(backend, index):
+    """By reverse mode twice. Forward mode is refused with what works."""
+    loss = list(losses(backend))[index]
+    logits = random_logits(3, 40, device=backend.device)
+    want = torch.autograd.functional.hessian(loss, logits)
+    torch.testing.assert_close(torch.func.jacrev(torch.func.jacrev(loss))(logits), want)
+    with pytest.raises(
+        RuntimeError, match=r"got forward mode, which torch\.func\.hessian .* use torch\.func\.jacrev, twice"
+    ):
+        torch.func.hessian(loss)(logits)
+
+
 def test_vmap_over_what_stands_beside_the_logits():
     logits, temperatures = random_logits(3, 40), torch.tensor([[0.5, 1.0, 2.0], [1.0, 1.0, 3.0]])
     found = torch.func.vmap(lambda t: fused_topk.softmax_topk(logits, 4, temperature=t))(temperatures)
