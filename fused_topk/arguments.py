@@ -41,6 +41,11 @@ def check_tensor(name: str, value: Any) -> None:
         )
     if not isinstance(value, Tensor):
         raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}; convert it with torch.as_tensor")
+    if value.is_nested:
+        raise TypeError(
+            f"`{name}` must be a dense tensor, got a nested one; pad it with torch.nested.to_padded_tensor(), or pass its "
+            "parts, .unbind(), one by one"
+        )
     if value.layout != torch.strided:
         raise TypeError(f"`{name}` must be a dense tensor, got layout {value.layout}; convert it with .to_dense()")
 
@@ -103,9 +108,8 @@ def check_k(k: Any, most: int, what: str = "the vocabulary size", name: str = "k
     if isinstance(k, (bool, Tensor)) or not isinstance(k, (int, torch.SymInt, np.integer)):
         raise TypeError(f"`{name}` must be an int, got {type(k).__name__}; use int({name})")
     if not 1 <= k <= most:
-        raise ValueError(
-            f"`{name}` must satisfy 1 <= {name} <= {most} ({what}), got {name}={k}; pass min({name}, {most})"
-        )
+        remedy = "1 or more" if k < 1 else f"min({name}, {most})"
+        raise ValueError(f"`{name}` must satisfy 1 <= {name} <= {most} ({what}), got {name}={k}; pass {remedy}")
 
 
 def check_rows(logits: Any, temperature: float | Tensor | None = None, mask: Tensor | None = None) -> LogitRows:
@@ -255,8 +259,15 @@ def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:
         return None
     check_tensor("mask", mask)
     if mask.dtype not in (torch.bool, torch.int32):
+        remedy = "mask.bool()"
+        if mask.is_floating_point():
+            remedy = (
+                "mask == 0 if it is added to logits (0 and -inf), mask.bool() if it has ones for the allowed tokens"
+            )
+        elif mask.dtype == torch.uint32:
+            remedy = "mask.view(torch.int32)"
         raise TypeError(
-            f"`mask` must be bool (one a token) or int32 (32 tokens a word), got {mask.dtype}; use mask.bool()"
+            f"`mask` must be bool (one a token) or int32 (32 tokens a word), got {mask.dtype}; use {remedy}"
         )
     check_same_device("mask", mask, logits)
     *rows, vocab_size = logits.shape

@@ -39,6 +39,32 @@ def heads_of_every_dtype(rank: int, size: int) -> None:
             assert_topk(got, expected(whole, logits, k), logits, whole)
 
 
+def autocast(rank: int, size: int) -> None:
+    """Hidden states and heads of other dtypes, and their gradients, as for one process."""
+    head = exact_head((5,), 20, 301, torch.float32)
+    found = []
+    for of in (fused_topk, distributed):
+        learned = [x.clone().requires_grad_() for x in head]
+        hidden, weight, bias = learned
+        if of is distributed:
+            weight, bias = own_rows(weight, rank, size), own_rows(bias, rank, size)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            best = of.linear_topk(hidden, weight, 9, bias)
+            mixed = of.linear_topk(hidden.detach().bfloat16(), weight, 9, bias)
+            (best.values.float().sum() + best.logsumexp.sum()).backward()
+        assert best.values.dtype == mixed.values.dtype == torch.bfloat16
+        found.append((best, mixed, [x.grad for x in learned]))
+    (want, _, grads), (got, mixed, own) = found
+    for best in (got, mixed):
+        assert torch.equal(best.values, want.values) and torch.equal(best.indices, want.indices)
+    # The product of each part is rounded to 8 bits, and so is their sum: of 9 logits and probabilities that add up to 1, with
+    # weights below 2.
+    torch.testing.assert_close(own[0], grads[0], rtol=0, atol=2**-9 * 20 * (size + 1))
+    for got, want in zip(own[1:], grads[1:]):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(own_rows(got, rank, size), own_rows(want, rank, size), rtol=2**-7, atol=2**-10)
+
+
 def settings_of_a_head(rank: int, size: int) -> None:
     hidden, weight, bias = exact_head((2, 3), 20, 301, torch.float32)
     logits = exact_logits(hidden, weight, bias)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 import fused_topk
 from fused_topk import TopK
 from oracle import assert_same
-from rows import random_logits, random_mask
+from rows import packed, random_logits, random_mask
 
 ROW_ENTRIES = ("softmax_topk", "log_softmax_topk", "topk")
 NORMALIZED = ("softmax_topk", "log_softmax_topk")
@@ -45,7 +47,8 @@ def logits_for(entry: str, *, vocab_size: int = 10, **kwargs) -> torch.Tensor:
 class TestEveryEntry:
     @pytest.mark.parametrize("k", [0, -1, -(2**70), 2**70])
     def test_k_out_of_range(self, entry, k):
-        assert f"{k}" in assert_raises(ValueError, "k", entry, logits_for(entry), k)
+        message = assert_raises(ValueError, "k", entry, logits_for(entry), k)
+        assert f"{k}" in message and ("pass 1 or more" if k < 1 else "pass min(k, ") in message
 
     def test_k_above_the_vocabulary(self, entry):
         most = 30 if entry == "beam_topk" else 10
@@ -129,6 +132,23 @@ class TestEveryEntry:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8, torch.int8])
     def test_mask_of_another_dtype(self, entry, dtype):
         assert_raises(TypeError, "mask", entry, logits_for(entry), mask=torch.ones(10, dtype=dtype))
+
+    @pytest.mark.parametrize("kind", ["added", "ones", "int64", "uint8", "uint32"])
+    def test_mask_as_the_error_advises(self, entry, kind):
+        """What it says to pass has the meaning of the mask."""
+        logits, allowed = logits_for(entry), random_mask(10)
+        mask = {
+            "added": torch.zeros(10).masked_fill(~allowed, -torch.inf),
+            "ones": allowed.float(),
+            "int64": allowed.long(),
+            "uint8": allowed.byte(),
+            "uint32": packed(allowed).view(torch.uint32),
+        }[kind]
+        message = assert_raises(TypeError, "mask", entry, logits, mask=mask)
+        advised = {"added": "mask == 0", "uint32": "mask.view(torch.int32)"}.get(kind, "mask.bool()")
+        assert advised in message
+        got = call(entry, logits, mask=eval(advised, {"mask": mask, "torch": torch}))
+        assert_same(got, call(entry, logits, mask=allowed))
 
     def test_mask_not_a_tensor(self, entry):
         assert_raises(TypeError, "mask", entry, logits_for(entry), mask=[True] * 10)
@@ -320,6 +340,45 @@ def test_automatic_backend_gives_the_same_answer(native):
 def test_native_backend_refuses_float64(native):
     with pytest.raises((TypeError, ValueError), match="float64"):
         native("softmax_topk", random_logits(2, 10, dtype=torch.float64, device=native.device), 2)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_refused_with_what_works(layout):
+    """As any of the tensors of any function, with and without gradients."""
+    rows, head = torch.zeros(2, 3, 8), torch.zeros(20, 8)
+    state = fused_topk.topk_state(rows, 2)
+    out = fused_topk.topk(rows, 2)
+    calls = {
+        "logits": [
+            lambda x: fused_topk.softmax_topk(x, 2),
+            lambda x: fused_topk.beam_topk(x, torch.zeros(2, 3), 2),
+            lambda x: fused_topk.log_softmax(x),
+            lambda x: fused_topk.topk_state(x, 2),
+            lambda x: fused_topk.sample(x, seed=0),
+            lambda x: fused_topk.softmax_topk(x, 2, out=out),
+        ],
+        "beam_scores": [lambda x: fused_topk.beam_topk(rows, x, 2)],
+        "temperature": [
+            lambda x: fused_topk.softmax_topk(rows, 2, temperature=x),
+            lambda x: fused_topk.log_softmax(rows, temperature=x),
+            lambda x: fused_topk.sample(rows, temperature=x, seed=0),
+        ],
+        "mask": [lambda x: fused_topk.topk(rows, 2, mask=x)],
+        "out.values": [lambda x: fused_topk.topk(rows, 2, out=(x.detach(), *out[1:]))],
+        "hidden": [lambda x: fused_topk.linear_topk(x, head, 2), lambda x: fused_topk.linear_sample(x, head, seed=0)],
+        "weight": [lambda x: fused_topk.linear_topk(rows, x, 2)],
+        "bias": [lambda x: fused_topk.linear_topk(rows, head, 2, x)],
+        "targets": [lambda x: fused_topk.linear_topk(rows, head, 2, targets=x)],
+        "part.m": [lambda x: fused_topk.merge_topk([state._replace(m=x)], 2)],
+    }
+    for name, is_learned in itertools.product(calls, (False, True)):
+        for run in calls[name]:
+            parts = [torch.zeros(length, 8, requires_grad=is_learned) for length in (3, 2)]
+            nested = torch.nested.as_nested_tensor(parts, layout=layout)
+            with pytest.raises(TypeError, match=r"must be a dense tensor, got a nested one; pad it with") as caught:
+                run(nested)
+            assert name.partition(".")[2] in str(caught.value)
 
 
 def test_symbolic_trace_is_refused_with_what_works():

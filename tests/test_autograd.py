@@ -184,7 +184,10 @@ def test_forward_mode_of_scores_and_temperatures_is_refused():
             torch.func.jvp(function, (at,), (torch.ones_like(at),))
 
 
-def _losses(backend):
+NUM_LOSSES = 8
+
+
+def losses(backend):
     """Functions of logits [3, 40] that give a number, with tensors of every kind beside them."""
     rows, mask = torch.tensor([0.5, 1.0, 2.0], device=backend.device), random_mask(3, 40, device=backend.device)
     scores = random_logits(1, 3, device=backend.device, seed=5)
@@ -203,10 +206,10 @@ def _losses(backend):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("index", range(NUM_LOSSES))
 def test_transforms_of_torch_func(backend, index):
     """grad, jacrev and vmap of them, against autograd one by one."""
-    loss = list(_losses(backend))[index]
+    loss = list(losses(backend))[index]
     logits = random_logits(5, 3, 40, device=backend.device)
     wants = []
     for each in logits:
@@ -220,6 +223,19 @@ def test_transforms_of_torch_func(backend, index):
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss), in_dims=-1)(last), want)
     torch.testing.assert_close(torch.func.vmap(loss)(logits), torch.stack([loss(each) for each in logits]))
     torch.testing.assert_close(torch.func.grad(lambda x: torch.func.vmap(loss)(x).sum())(logits), want)
+
+
+@pytest.mark.parametrize("index", range(NUM_LOSSES))
+def test_hessians_of_torch_func(backend, index):
+    """By reverse mode twice. Forward mode is refused with what works."""
+    loss = list(losses(backend))[index]
+    logits = random_logits(3, 40, device=backend.device)
+    want = torch.autograd.functional.hessian(loss, logits)
+    torch.testing.assert_close(torch.func.jacrev(torch.func.jacrev(loss))(logits), want)
+    with pytest.raises(
+        RuntimeError, match=r"got forward mode, which torch\.func\.hessian .* use torch\.func\.jacrev, twice"
+    ):
+        torch.func.hessian(loss)(logits)
 
 
 def test_vmap_over_what_stands_beside_the_logits():
@@ -263,3 +279,53 @@ def test_gradient_of_beams_of_which_one_may_not_go_on(normalize):
     # The tokens that are not allowed say nothing of their beam's score.
     assert gradients[1].tolist() == [[0, mask.flatten()[indices].sum()]]
     assert (gradients[0][~mask] == 0).all() | (normalize == "all")
+
+
+@pytest.mark.parametrize("normalize", ["allowed", "all"])
+@pytest.mark.parametrize("mask_kind", ["none", "bool", "packed"])
+def test_gradient_of_a_row_without_a_finite_logit(backend, mask_kind, normalize):
+    """Of a state: what reaches its logits reaches those of the row, m and d depend on nothing. The row beside it is as alone."""
+    logits = random_logits(3, 70, device=backend.device)
+    logits[1] = -INF
+    mask = None
+    if mask_kind != "none":
+        mask = random_mask(3, 70, device=backend.device)
+        mask[1, ::2] = True
+    settings = {"mask": packed(mask) if mask_kind == "packed" else mask, "normalize": normalize, "temperature": 0.7}
+    leaf = logits.clone().requires_grad_()
+    state = backend("topk_state", leaf, 5, **settings)
+    ((state.logits * 3).sum() + 2 * state.m.sum() + 4 * state.d.sum()).backward()
+    assert leaf.grad.isfinite().all()
+    want = torch.zeros(70, device=backend.device).scatter_add(0, state.indices[1], torch.full_like(state.logits[1], 3))
+    m_and_d = leaf.grad[1] - want
+    assert m_and_d.count_nonzero() <= 1 and (m_and_d == 0).logical_or(m_and_d == 2).all()
+    for row in (0, 2):
+        alone = logits[row : row + 1].clone().requires_grad_()
+        of_row = {"mask": None if mask is None else settings["mask"][row : row + 1]}
+        state = backend("topk_state", alone, 5, **{**settings, **of_row})
+        ((state.logits * 3).sum() + 2 * state.m.sum() + 4 * state.d.sum()).backward()
+        torch.testing.assert_close(leaf.grad[row], alone.grad[0])
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_gradient_of_parts_of_which_one_has_no_finite_logit(backend, entry, empty):
+    """As that of whole rows: a part of only -inf is nothing."""
+    whole = random_logits(3, 90, device=backend.device)
+    whole[:2, 30 * empty : 30 * empty + 30] = -INF
+    settings = {} if entry == "topk" else {"temperature": 0.7}
+    values = {"softmax_topk": "softmax", "log_softmax_topk": "log_softmax", "topk": "logits"}[entry]
+    grads = []
+    for in_parts in (True, False):
+        logits = whole.clone().requires_grad_()
+        if in_parts:
+            parts = [
+                backend("topk_state", part, 5, start=30 * i, **settings) for i, part in enumerate(logits.split(30, -1))
+            ]
+            found = backend("merge_topk", parts, 5, values=values, **settings)
+        else:
+            found = backend(entry, logits, 5, **settings)
+        (found.values.square().sum() + found.logsumexp.sum()).backward()
+        grads.append(logits.grad)
+    assert grads[1].isfinite().all()
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)

@@ -157,6 +157,14 @@ def test_linear_has_no_second_gradient():
     with pytest.raises(RuntimeError, match="differentiated again"):
         grad.sum().backward()
 
+    def loss(hidden):
+        return fused_topk.linear_softmax_topk(hidden, weight, 4).logsumexp.sum()
+
+    with pytest.raises(RuntimeError, match="got forward mode"):
+        torch.func.hessian(loss)(hidden)
+    with pytest.raises(RuntimeError, match="differentiated again"):
+        torch.func.jacrev(torch.func.jacrev(loss))(hidden)
+
 
 # ---- torch ----
 

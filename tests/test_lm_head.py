@@ -96,3 +96,41 @@ def test_heads_that_others_have_a_hand_in_run_stock(change):
     assert isinstance(found, torch.Tensor)
     assert torch.equal(found.detach(), logits_of(model, ids))
     assert torch.equal(next_token_topk(model, ids, 5).indices, logits_of(model, ids)[:, -1].topk(5).indices)
+
+
+def rounded(model):
+    """The model with hidden states and a head whose products float32 adds up exactly, and bfloat16 does not hold."""
+    with torch.no_grad():
+        model.lm_head.weight.copy_((model.lm_head.weight * 2**12).round() / 2**7)
+    model.model.norm.register_forward_hook(lambda module, args, output: (output * 2**8).round() / 2**8)
+    return model
+
+
+@pytest.mark.parametrize("where", ["call", "forward", "call, not the head"])
+def test_text_topk_logprobs_under_autocast(where):
+    """Log-probabilities are those of the logits that the model has: autocast counts as it is at the head."""
+    model, ids = rounded(model_of("llama")), tokens()
+    if where == "forward":
+        model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+    elif where == "call, not the head":
+        # Hooks of the head itself would make it run the stock way.
+        model.model.register_forward_hook(lambda *_: torch.set_autocast_enabled("cpu", False))
+        model.register_forward_hook(lambda *_: torch.set_autocast_enabled("cpu", True))
+    targets = ids.roll(-1, 1)
+
+    def call(run):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=where != "forward"):
+            return run()
+
+    stock = copy.deepcopy(model)
+    logits = call(lambda: stock(input_ids=ids).logits)
+    assert logits.dtype == (torch.float32 if where == "call, not the head" else torch.bfloat16)
+    found = call(lambda: text_topk_logprobs(model, ids, 5, targets))
+    assert model not in lm_head._refused
+    want = topk_logprobs(logits.double(), 5, targets)
+    assert torch.equal(found.indices, want.indices) and torch.equal(found.target_ranks, want.target_ranks)
+    for name in ("values", "logsumexp", "target_logprobs"):
+        torch.testing.assert_close(getattr(found, name).double(), getattr(want, name), rtol=0, atol=4e-6)
+    best = call(lambda: next_token_topk(model, ids, 5))
+    assert torch.equal(best.indices, found.indices[:, -1])
+    torch.testing.assert_close(best.values, found.values[:, -1].detach(), rtol=0, atol=1e-6)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 
 import pytest
@@ -145,16 +146,34 @@ def test_row_topk_out_must_not_be_negative(backend):
         backend("softmax_topk", logits, 4, out=out._replace(values=torch._neg_view(out.values)))
 
 
+# Each makes a buffer of some shape, and the view of it that is a field of `out`.
+OUT_LAYOUTS = {
+    "contiguous": (lambda shape: shape, lambda buffer: buffer),
+    "gaps between elements": (lambda shape: (*shape, 3), lambda buffer: buffer[..., 1]),
+    "gaps between rows": (lambda shape: (shape[0], 2, *shape[1:]), lambda buffer: buffer[:, 1]),
+    "last dimension first": (lambda shape: (*shape[-1:], *shape[:-1]), lambda buffer: buffer.movedim(0, -1)),
+}
+
+
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_row_topk_out_with_strides(backend, entry):
-    """Fields that are views with gaps: these stay as they are."""
-    logits = random_logits(3, 500, device=backend.device)
+@pytest.mark.parametrize("indices", [torch.int64, torch.int32])
+def test_row_topk_out_in_every_layout(backend, entry, indices):
+    """Each field in each layout, whatever those of the others. Gaps stay as they are."""
+    logits = random_logits(2, 3, 500, device=backend.device)
     want = backend(entry, logits, 4)
-    wide = [torch.full((*x.shape, 3), SENTINEL, dtype=x.dtype, device=x.device) for x in want]
-    out = TopK(*(x[..., 1] for x in wide))
-    backend(entry, logits, 4, out=out)
-    assert_same(TopK(*(x.contiguous() for x in out)), want)
-    assert all((x[..., ::2] == SENTINEL).all() for x in wide)
+    for names in itertools.product(OUT_LAYOUTS, repeat=3):
+        fields, buffers = [], []
+        for name, field in zip(names, (want.values, want.indices.to(indices), want.logsumexp), strict=True):
+            shape_of, view = OUT_LAYOUTS[name]
+            buffers.append(torch.full(shape_of(field.shape), SENTINEL, dtype=field.dtype, device=field.device))
+            fields.append(view(buffers[-1]))
+        for _ in range(2):
+            got = backend(entry, logits, 4, out=TopK(*fields))
+            assert all(x is y for x, y in zip(got, fields, strict=True))
+            for name, field, expected_field in zip(names, fields, want, strict=True):
+                assert torch.equal(field.to(expected_field.dtype), expected_field), f"{names}: {name}"
+                field.fill_(SENTINEL)
+            assert all((buffer == SENTINEL).all() for buffer in buffers), names
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -480,7 +480,7 @@ def test_a_plan_serves_no_argument_of_another_type():
         ({"seed": 1, "generator": torch.Generator()}, ValueError, "leave one out"),
         ({"counter": 1}, ValueError, "without a `seed`"),
         ({"generator": 3}, TypeError, "an int is a `seed`"),
-        ({"num_samples": 0}, ValueError, "`num_samples` must satisfy 1 <="),
+        ({"num_samples": 0}, ValueError, r"`num_samples` must satisfy 1 <= .* pass 1 or more"),
         ({"logprobs": -1}, ValueError, "`logprobs`"),
         ({"logprobs": 11}, ValueError, "<= 10"),
         ({"truncated_log_probs": 1}, TypeError, "must be a bool"),

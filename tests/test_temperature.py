@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fused_topk.arguments import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
 from oracle import DTYPES, assert_same, check
-from rows import random_logits, random_mask
+from rows import INF, NAN, random_logits, random_mask
 
 ENTRIES = ("softmax_topk", "log_softmax_topk")
 NORMALIZE = ("allowed", "all", "topk")
@@ -69,6 +70,33 @@ def test_row_topk_temperature_towards_the_ends(backend):
     assert cold.values.tolist() == [[1.0, 0.0, 0.0]] * 2
     hot = backend("softmax_topk", logits, 3, temperature=1e20)
     torch.testing.assert_close(hot.values, torch.full_like(hot.values, 1e-3))
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("border", [LEAST_TEMPERATURE, GREATEST_TEMPERATURE])
+def test_row_topk_temperature_at_the_border(backend, entry, border):
+    """The last one that is allowed has the values of all others, as a number and as one row of few and of many."""
+    for rows in (1, 16, 17, 40):
+        logits = random_logits(rows, 50, device=backend.device) / 64
+        check(backend, entry, logits, 5, temperature=border)
+        temperature = torch.ones(rows, device=backend.device)
+        temperature[rows // 2] = border
+        check(backend, entry, logits, 5, temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [LEAST_TEMPERATURE / 2, GREATEST_TEMPERATURE * 2, 0.0, -1.0, -INF, INF, NAN])
+def test_row_topk_temperature_beyond_the_border(cpu, temperature):
+    """Of all rows, and in any one of few rows and of many."""
+    for rows in (1, 2, 15, 16, 17, 18, 40):
+        logits = random_logits(rows, 50)
+        with pytest.raises(ValueError, match="`temperature` must be positive and finite"):
+            cpu("softmax_topk", logits, 4, temperature=temperature)
+        for place in {0, rows // 2, rows - 1}:
+            of_rows = torch.ones(rows)
+            of_rows[place] = temperature
+            for entry, k in (("softmax_topk", (4,)), ("log_softmax", ())):
+                with pytest.raises(ValueError, match="`temperature` must be positive and finite in every row"):
+                    cpu(entry, logits, *k, temperature=of_rows)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])

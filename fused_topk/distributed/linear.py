@@ -24,6 +24,7 @@ from ..arguments import (
     check_targets,
     check_temperature,
 )
+from ..functional import autocast
 from ..functional.merging import run_merge
 from ..operators import linear
 from ..operators.dispatch import need_dispatcher
@@ -163,6 +164,7 @@ def _linear(
 ) -> TopK | LinearTopK:
     group = group_of(group)
     check_hidden(hidden)
+    hidden, weight, bias = autocast.as_multiplied(hidden, weight, bias)
     check_head(weight, bias, hidden, may_be_empty=True)
     check_k(k, 2**31 - 1, "what an exchange takes")
     check_normalize(normalize)

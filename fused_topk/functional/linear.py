@@ -22,6 +22,7 @@ from ..operators import linear, transforms
 from ..operators.dispatch import need_dispatcher, transform_is_active
 from ..problem import LinearTopK, TopK
 from ..rows import LogitRows
+from . import autocast
 
 _linear_topk = torch.ops.fused_topk.linear_topk.default
 
@@ -112,6 +113,8 @@ def linear_softmax_topk(
         counted either way. In a row with NaN ranks mean nothing. Targets of V or more raise on the CPU, and must not occur on
         a GPU.
         Does not wait for the device. Can be captured in a CUDA graph and compiled with fullgraph=True.
+        torch.autocast: hidden, weight and bias are converted as for a linear layer, at each call. A converted copy counts as an
+        argument, not towards the 64 MB.
         Values, logsumexp and target_logprobs are differentiable, once, with respect to hidden, weight and bias. The logits are
         computed again in the backward pass. A weight of 16 bits has its gradient rounded once for each 256 rows (2048 on a
         GPU), or fewer where H, or k and the number of targets, are large.
@@ -264,6 +267,7 @@ def _linear(
     backend: str | None,
 ) -> TopK | LinearTopK:
     check_hidden(hidden)
+    hidden, weight, bias = autocast.as_multiplied(hidden, weight, bias)
     check_head(weight, bias, hidden)
     check_k(k, weight.shape[0])
     check_normalize(normalize)

@@ -13,7 +13,7 @@ from ..operators import linear_sampling
 from ..operators.dispatch import need_dispatcher, transform_is_active
 from ..problem import Sample, SampleProblem
 from ..rows import LogitRows
-from . import sampling
+from . import autocast, sampling
 
 _linear_sample = torch.ops.fused_topk.linear_sample.default
 
@@ -77,6 +77,7 @@ def linear_sample(
         Memory: the tensors beyond the result take at most 64 MB, whatever the rows; or what one row takes, where V is in the
         millions. Several blocks of rows follow each other where all rows' logits need more, and each reads the weight.
         Does not wait for the device, whatever is kept. Can be captured in a CUDA graph and compiled with fullgraph=True.
+        torch.autocast: as for :func:`linear_softmax_topk`.
         Deterministic as the library's product is. Not differentiable.
 
     Example:
@@ -88,6 +89,7 @@ def linear_sample(
     """
     check_hidden(hidden)
     _check_not_sharded(weight)
+    hidden, weight, bias = autocast.as_multiplied(hidden, weight, bias)
     check_head(weight, bias, hidden)
     # Of the logits' shape, on their device, without their memory.
     logits = hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])

@@ -17,19 +17,25 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .. import functional
 from ..arguments import check_head, check_hidden
+from ..functional import autocast
+from ..problem import LinearTopK, TopK
 
 
 class HeadInput(NamedTuple):
-    """What a model's LM head gets, and the head."""
+    """What a model's LM head gets, and the head, as they are multiplied."""
 
     hidden: Tensor  # [batch, length, H]
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
 
-    def head(self, k: int) -> tuple[Tensor, Tensor, int, Tensor | None]:
-        """The first arguments of :func:`fused_topk.linear_log_softmax_topk`."""
-        return self.hidden, self.weight, k, self.bias
+    def log_softmax_topk(self, k: int, targets: Tensor | None = None) -> TopK | LinearTopK:
+        """:func:`fused_topk.linear_log_softmax_topk` of the head."""
+        # What autocast does at the head is done. Where the model is called it may be another.
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            run: Callable[..., TopK | LinearTopK] = functional.linear_log_softmax_topk
+            return run(self.hidden, self.weight, k, self.bias, targets=targets)
 
 
 # Models whose logits are more than the product.
@@ -99,9 +105,9 @@ class _Recognizer(TorchFunctionMode):
         hidden, weight, bias = args
         try:
             check_hidden(hidden)
+            hidden, weight, bias = autocast.as_multiplied(hidden, weight, bias)
             check_head(weight, bias, hidden)
         except (TypeError, ValueError):
-            # Such as states of another dtype than the weight, which autocast converts.
             return func(*args)
         self.found = HeadInput(hidden, weight, bias)
         # It must require a gradient as the product would: models look.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..arguments import check_k, check_logits, check_targets
-from ..problem import TopK
+from ..problem import LinearTopK, TopK
 from .lm_head import HeadInput, run_with_head
 
 # Logits looked at at once where ranks are counted: their comparison takes a byte each.
@@ -150,9 +150,8 @@ def text_topk_logprobs(
         if targets.dim() < found.dim():
             return topk_logprobs(found, k, targets)
         return TokenLogprobs(*best, _logprobs_of(found, best, targets), None)
-    if targets is None:
-        return TokenLogprobs(*functional.linear_log_softmax_topk(*found.head(k)), None, None)
-    return TokenLogprobs(*functional.linear_log_softmax_topk(*found.head(k), targets=targets))
+    of_head = found.log_softmax_topk(k, targets)
+    return TokenLogprobs(*of_head) if isinstance(of_head, LinearTopK) else TokenLogprobs(*of_head, None, None)
 
 
 @torch.no_grad()
@@ -193,7 +192,7 @@ def next_token_topk(model: nn.Module, inputs: Tensor | Mapping[str, Any], k: int
         rows = states[torch.arange(len(states), device=states.device), last]
     if not isinstance(found, HeadInput):
         return functional.log_softmax_topk(rows, k)
-    return functional.linear_log_softmax_topk(*found._replace(hidden=rows).head(k))
+    return TopK(*found._replace(hidden=rows).log_softmax_topk(k))
 
 
 def _model_arguments(model: nn.Module, inputs: Any) -> tuple[dict[str, Any], Tensor | None]:

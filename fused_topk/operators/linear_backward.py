@@ -132,7 +132,8 @@ def _add_block(head: LinearProblem, block: Block, size: int, gradient: _Gradient
         elif sums.bias is not None:
             sums.bias[start:end] += g.sum(0, dtype=sums.bias.dtype)
         if of_hidden is not None:
-            of_hidden += rounded @ head.weight[start:end]
+            # Autocast converts the operands of a product, unless `out` is given.
+            of_hidden += torch.mm(rounded, head.weight[start:end], out=torch.empty_like(hidden))
         if sums.weight is not None and is_first:
             torch.mm(rounded.t(), hidden, out=sums.weight[start:end])
         elif sums.weight is not None:

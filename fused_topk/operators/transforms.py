@@ -33,6 +33,15 @@ def _mapped(info: Any, in_dims: Sequence[int | None], arguments: Sequence[Any]) 
     ]
 
 
+def _turn(i: int, in_dims: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    """The arguments of the i-th call of those that vmap makes one of."""
+    # A list has a dimension for each of its elements.
+    return [
+        argument.select(dim, i) if isinstance(argument, Tensor) and dim is not None else argument
+        for argument, dim in zip(arguments, in_dims, strict=True)
+    ]
+
+
 def _map_rows(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
     _, (_, values, *_) = unflattened(arguments)
     return run(*_mapped(info, in_dims, arguments)), _dims_of_results(values)
@@ -64,14 +73,22 @@ def _map_heads(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None]
         has_targets, (has_ranks, keeps_state) = arguments[targets] is not None, arguments[-2:]
         is_mapped = (True, True, True, has_targets, has_ranks, keeps_state)
         return result, tuple(0 if x else None for x in is_mapped)
-    turns = [
-        run(*(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True)))
-        for i in range(info.batch_size)
-    ]
+    turns = [run(*_turn(i, in_dims, arguments)) for i in range(info.batch_size)]
     return tuple(map(torch.stack, zip(*turns, strict=True))), (0,) * 6
 
 
-class RowTopk(torch.autograd.Function):
+class _Function(torch.autograd.Function):
+    """An operator that has no forward-mode derivative."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(
+            "the functions of fused_topk must be differentiated in reverse mode, got forward mode, which torch.func.hessian and "
+            "jacfwd use; use torch.func.jacrev, twice for a Hessian"
+        )
+
+
+class RowTopk(_Function):
     """row_topk."""
 
     @staticmethod
@@ -86,7 +103,7 @@ class RowTopk(torch.autograd.Function):
         return _map_rows(RowTopk.apply, info, in_dims, *arguments)
 
 
-class BeamTopk(torch.autograd.Function):
+class BeamTopk(_Function):
     """beam_topk."""
 
     @staticmethod
@@ -112,7 +129,7 @@ def _map_parts(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None]
     return run(*mapped), _dims_of_results(arguments[8])
 
 
-class MergeParts(torch.autograd.Function):
+class MergeParts(_Function):
     """merge_parts."""
 
     @staticmethod
@@ -127,7 +144,7 @@ class MergeParts(torch.autograd.Function):
         return _map_parts(MergeParts.apply, info, in_dims, *arguments)
 
 
-class LinearTopk(torch.autograd.Function):
+class LinearTopk(_Function):
     """linear_topk."""
 
     @staticmethod
@@ -145,7 +162,7 @@ class LinearTopk(torch.autograd.Function):
         return _map_heads(LinearTopk.apply, info, in_dims, *arguments)
 
 
-class LinearTopkBackward(torch.autograd.Function):
+class LinearTopkBackward(_Function):
     """linear_topk_backward, which vmap loops over."""
 
     @staticmethod
@@ -160,16 +177,11 @@ class LinearTopkBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-        turns = [
-            LinearTopkBackward.apply(
-                *(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True))
-            )
-            for i in range(info.batch_size)
-        ]
+        turns = [LinearTopkBackward.apply(*_turn(i, in_dims, arguments)) for i in range(info.batch_size)]
         return tuple(map(torch.stack, zip(*turns, strict=True))), (0, 0, 0)
 
 
-class FullRows(torch.autograd.Function):
+class FullRows(_Function):
     """full_rows."""
 
     @staticmethod
