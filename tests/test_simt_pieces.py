@@ -79,7 +79,7 @@ def accumulated_on_a_gpu(logits: Tensor, k: int, cuts: list[int]) -> TopKState:
         # The last row ends with its memory.
         memory = torch.empty((rows - 1) * stride + tokens, dtype=logits.dtype, device="cuda")
         piece = memory.as_strided((rows, tokens), (stride, 1))
-        cuda.accumulate_piece(piece.copy_(logits[:, first:end]), first, 1.0, None, state)
+        cuda.accumulate_piece(LogitRows(piece.copy_(logits[:, first:end])), first, state)
     torch.cuda.synchronize()
     return TopKState(state.values.cpu(), state.indices.cpu(), *state.logsumexp.cpu())
 
