@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from kept import built, key
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The server imports these once, for all processes that it forks.
 _CONTEXT.set_forkserver_preload(["pytest", "fused_topk.distributed"])
@@ -45,6 +47,19 @@ def run(
                     process.kill()
         results = [Path(folder, f"result_{rank}") for rank in range(size)]
         return [pickle.loads(path.read_bytes()) if path.exists() else {} for path in results]
+
+
+def run_once(module: str, checks: Sequence[str], size: int) -> list[dict[str, str | None]]:
+    """run(), once for all workers of pytest-xdist: one of them runs the checks, and the others wait for its results."""
+    tests = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if tests is None:
+        return run(module, checks, size)
+    name = f"{key(tests, module, *checks, str(size))}.results"
+
+    def build(_: Path, path: Path) -> None:
+        path.write_bytes(pickle.dumps(run(module, checks, size)))
+
+    return pickle.loads(built(name, build).read_bytes())
 
 
 def work(module: str, checks: Sequence[str], rank: int, size: int, folder: str, backend: str) -> None:

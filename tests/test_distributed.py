@@ -31,7 +31,7 @@ CHECKS = [
 @functools.cache
 def results(size: int) -> list[dict[str, str | None]]:
     """Of all checks but the one that ends a process. The processes start once."""
-    return processes.run("distributed_checks", CHECKS, size)
+    return processes.run_once("distributed_checks", CHECKS, size)
 
 
 @pytest.mark.parametrize("check", CHECKS)

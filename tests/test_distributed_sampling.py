@@ -23,7 +23,7 @@ CHECKS = [
 
 @functools.cache
 def results(size: int) -> list[dict[str, str | None]]:
-    return processes.run("distributed_sampling_checks", CHECKS, size)
+    return processes.run_once("distributed_sampling_checks", CHECKS, size)
 
 
 @pytest.mark.parametrize("check", CHECKS)

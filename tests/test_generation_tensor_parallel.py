@@ -37,7 +37,7 @@ OF_MORE = [
 
 @functools.cache
 def results(size: int, checks: tuple[str, ...]) -> list[dict[str, str | None]]:
-    return processes.run("tensor_parallel_checks", checks, size)
+    return processes.run_once("tensor_parallel_checks", checks, size)
 
 
 def passes(check: str, size: int, checks: list[str]) -> None:
