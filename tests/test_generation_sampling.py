@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.generation import logits_process as stock
 
-from decoding import assert_fused, generate_both, inputs_for, one_thread, tiny  # noqa: F401
+from decoding import FILLS, assert_fused, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.backends import cpu
 from fused_topk.generation import (
     FusedTopKLogitsProcessor,
@@ -71,20 +71,26 @@ def kept_by_lists(filters, logits):
     vocab_size = logits.shape[-1]
     found = best(rows, (), warpers.list_length(filters, vocab_size), False)
     kept, was_enough = warpers.apply(
-        filters, found.scores, vocab_size, lambda temperature: logsumexp(rows, (), temperature, False)
+        filters,
+        found.scores,
+        vocab_size,
+        lambda temperature: logsumexp(rows, (), temperature, False, found.scores[:, :1]),
     )
     return torch.full_like(logits, -math.inf).scatter(1, found.ids, kept), was_enough
 
 
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("vocab_size", [29, 3000])
-def test_lists_of_the_best_keep_what_the_stock_warpers_keep(chain, vocab_size):
+@pytest.mark.parametrize("fill", [None, *FILLS])
+def test_lists_of_the_best_keep_what_the_stock_warpers_keep(chain, vocab_size, fill):
     for seed in range(5):
         logits = logits_of(vocab_size, seed=seed)
+        if fill is not None:
+            logits[:, 100:] = FILLS[fill]
         filters = [each for warper in CHAINS[chain]() for each in warpers.filters_of(warper)]
         expected = LogitsProcessorList(CHAINS[chain]())(None, logits)
         given, was_enough = kept_by_lists(filters, logits)
-        if chain == "at_least_half" and vocab_size == 3000:
+        if chain == "at_least_half" and vocab_size == 3000 and fill != "inf":
             assert not was_enough.any()
             continue
         assert was_enough is None or was_enough.all()

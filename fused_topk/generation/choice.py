@@ -7,7 +7,7 @@ NotSparse where processors turn out to do more than their edits say.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ def greatest(rows: Rows, edits: Sequence[Edit], filters: Sequence[Filter]) -> Te
     _check(rows, edits, found.scores[:, :1], False)
     if not filters:
         return found.ids[:, 0]
-    return warpers.greatest(filters, *found, lambda temperature: selection.logsumexp(rows, edits, temperature, False))
+    return warpers.greatest(filters, *found, _log_total(rows, edits, found.scores, False))
 
 
 def continuations(
@@ -52,10 +52,7 @@ def continuations(
     """
     if (filters and list(filters) != [warpers.NORMALIZE]) or not rows.supports(k):
         return None
-    if filters and edits:
-        # A shift of the rows; without edits log-probabilities are normalised.
-        beam_scores = beam_scores - selection.logsumexp(rows, edits, 1.0, True).view_as(beam_scores)
-    found = selection.best_continuations(rows, edits, beam_scores, k)
+    found = selection.best_continuations(rows, edits, beam_scores, k, renormalizes=bool(filters))
     _check(rows, edits, found[0], True)
     return found
 
@@ -101,12 +98,8 @@ def left_over(
         return None
     best = selection.best(rows, edits, length, are_log_probs)
     _check(rows, edits, best.scores, are_log_probs)
-    scores, was_enough = warpers.apply(
-        filters,
-        best.scores,
-        rows.vocab_size,
-        lambda temperature: selection.logsumexp(rows, edits, temperature, are_log_probs),
-    )
+    log_total = _log_total(rows, edits, best.scores, are_log_probs)
+    scores, was_enough = warpers.apply(filters, best.scores, rows.vocab_size, log_total)
     if was_enough is not None and (_is_capturing(scores) or not bool(was_enough.all())):
         return None
     return Candidates(scores, best.ids)
@@ -128,6 +121,13 @@ def drawn_continuations(
     tokens = left.ids.view(batch, -1).gather(1, chosen)
     indices = chosen.div(left.ids.shape[1], rounding_mode="floor").mul_(vocab_size).add_(tokens)
     return Drawn(total.gather(1, chosen), indices)
+
+
+def _log_total(
+    rows: Rows, edits: Sequence[Edit], best_scores: Tensor, are_log_probs: bool
+) -> Callable[[float], Tensor]:
+    """What warpers ask for: see :func:`warpers.apply`."""
+    return lambda temperature: selection.logsumexp(rows, edits, temperature, are_log_probs, best_scores[:, :1])
 
 
 def _check(rows: Rows, edits: Sequence[Edit], chosen: Tensor, are_log_probs: bool) -> None:
