@@ -386,8 +386,9 @@ def others_get_whole_logits(rank: int, size: int) -> None:
         see(scores)
         return scores
 
-    assert_gathered("logits processor function", model, alone, logits_processor=[process])
-    assert_gathered("logits processor function", model, alone, logits_processor=[process], num_beams=2)
+    reason = f"logits processor {__name__}.{process.__qualname__}"
+    assert_gathered(reason, model, alone, logits_processor=[process])
+    assert_gathered(reason, model, alone, logits_processor=[process], num_beams=2)
     assert len(seen) == 7 * NEW_TOKENS, len(seen)
 
     # Another's question in the middle of a call.

@@ -326,7 +326,7 @@ def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
         disable(model)
     steps = stats(reset=True)
     # A step of a failing call ends before its tokens are chosen.
-    num_failed = steps.reasons.pop("logits processor function", 0)
+    num_failed = steps.reasons.pop(f"logits processor {__name__}.{fail.__qualname__}", 0)
     assert steps.reasons == {} and steps.fallback == num_failed
     assert STEPS * sum(num_counted) <= steps.fused <= STEPS * sum(num_calls)
     assert run(model)[1] == (0, 0, {})

@@ -47,8 +47,10 @@ PROCESSORS = {
     "min_new_tokens": lambda: stock.MinNewTokensLengthLogitsProcessor(4, 10, EOS),
     "min_new_tokens_reached": lambda: stock.MinNewTokensLengthLogitsProcessor(4, 3, EOS),
     "suppress": lambda: stock.SuppressTokensLogitsProcessor([1, 2, 50, 100]),
+    "suppress_nothing": lambda: stock.SuppressTokensLogitsProcessor([]),
     "suppress_at_begin": lambda: stock.SuppressTokensAtBeginLogitsProcessor([3, 4], LENGTH),
     "suppress_not_at_begin": lambda: stock.SuppressTokensAtBeginLogitsProcessor([3, 4], 2),
+    "suppress_nothing_at_begin": lambda: stock.SuppressTokensAtBeginLogitsProcessor([], LENGTH),
     "no_repeat_1gram": lambda: stock.NoRepeatNGramLogitsProcessor(1),
     "no_repeat_2gram": lambda: stock.NoRepeatNGramLogitsProcessor(2),
     "no_repeat_20gram": lambda: stock.NoRepeatNGramLogitsProcessor(20),
@@ -239,6 +241,7 @@ def test_scores_of_beams_of_any_layout(layout, names):
         {"min_new_tokens": 8},
         {"suppress_tokens": list(range(8, 60))},
         {"begin_suppress_tokens": list(range(8, 120))},
+        {"suppress_tokens": [], "begin_suppress_tokens": []},
         {"no_repeat_ngram_size": 2},
         {"repetition_penalty": 1.8},
         {"repetition_penalty": 0.6},
@@ -256,6 +259,11 @@ def test_generate_with_processors(options, num_beams):
     for name, padding in (("llama", 2), ("gpt2", 0)):
         model = tiny(name)
         assert_fused(model, inputs_for(model, padding=padding), num_beams=num_beams, **options)
+
+
+@pytest.mark.parametrize("options", [{"exponential_decay_length_penalty": (1, 1.3)}, {"min_length": 12}], ids="-".join)
+def test_a_text_that_no_token_ends(options):
+    assert_fused(tiny("llama"), eos_token_id=[], **options)
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
@@ -287,6 +295,10 @@ class Doubled(stock.RepetitionPenaltyLogitsProcessor):
         return super().__call__(input_ids, super().__call__(input_ids, scores))
 
 
+def flipped(ids, scores):
+    return scores.flip(-1)
+
+
 def with_extra_attribute():
     processor = stock.RepetitionPenaltyLogitsProcessor(1.5)
     processor.option_of_a_later_version = True
@@ -296,9 +308,9 @@ def with_extra_attribute():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"logits_processor": [Doubled(1.5)]}, "logits processor Doubled"),
+        ({"logits_processor": [Doubled(1.5)]}, f"logits processor {__name__}.Doubled"),
         ({"logits_processor": [with_extra_attribute()]}, "logits processor RepetitionPenaltyLogitsProcessor"),
-        ({"logits_processor": [lambda ids, scores: scores.flip(-1)]}, "logits processor function"),
+        ({"logits_processor": [flipped]}, f"logits processor {__name__}.flipped"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
