@@ -20,6 +20,11 @@ from .edits import NotSparse
 from .selection import Candidates, Edit, Rows
 from .warpers import Filter
 
+# The most categories that torch.multinomial takes.
+_CATEGORIES = 1 << 24
+# As many at a time are drawn from beyond that.
+_RACERS = 1 << 22
+
 
 class Drawn(NamedTuple):
     """Continuations of beams that have been drawn."""
@@ -107,7 +112,7 @@ def left_over(
 
 def drawn(left: Candidates, num_samples: int = 1, generator: Any = None) -> Tensor:
     """int64 [R, num_samples]: tokens by their probabilities among those that are left."""
-    chosen = torch.multinomial(left.scores.softmax(-1), num_samples, generator=generator)
+    chosen = drawn_from(left.scores.softmax(-1), num_samples, generator)
     return left.ids.gather(1, chosen)
 
 
@@ -117,10 +122,28 @@ def drawn_continuations(
     """Continuations of each sequence's beams by their probabilities, in the order in which they are drawn."""
     batch, num_beams = beam_scores.shape
     total = (left.scores.view(batch, num_beams, -1) + beam_scores.unsqueeze(-1)).flatten(1)
-    chosen = torch.multinomial(total.softmax(-1), num_samples, generator=generator)
+    chosen = drawn_from(total.softmax(-1), num_samples, generator)
     tokens = left.ids.view(batch, -1).gather(1, chosen)
     indices = chosen.div(left.ids.shape[1], rounding_mode="floor").mul_(vocab_size).add_(tokens)
     return Drawn(total.gather(1, chosen), indices)
+
+
+def drawn_from(probs: Tensor, num_samples: int, generator: Any = None) -> Tensor:
+    """int64 [R, num_samples]: places of `probs` [R, n], drawn without replacement, as torch.multinomial does for any n.
+
+    It divides by exponential random numbers, and takes the greatest. Float32 has too few of them for that many places.
+    """
+    if probs.shape[-1] <= _CATEGORIES:
+        return torch.multinomial(probs, num_samples, generator=generator)
+    if not probs.is_cuda and not bool(probs.isfinite().all()):
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+    values, places = [], []
+    for start in range(0, probs.shape[-1], _RACERS):
+        part = probs[:, start : start + _RACERS].double()
+        won = (part / torch.empty_like(part).exponential_(generator=generator)).topk(min(num_samples, part.shape[-1]))
+        values.append(won.values)
+        places.append(won.indices + start)
+    return torch.cat(places, 1).gather(1, torch.cat(values, 1).topk(num_samples).indices)
 
 
 def _log_total(
