@@ -233,6 +233,16 @@ def test_scores_of_beams_of_any_layout(layout, names):
     assert_best(values, indices, total)
 
 
+def test_scores_of_beams_of_another_layout_in_the_next_call():
+    # What is kept of the first call must not serve the second, which differs in one thing.
+    logits = logits_of(torch.float32)
+    numbers = torch.tensor([[-1.0, -2.5], [0.0, -9.0], [-3.0, -4.0]])
+    expected = best_continuations(Rows(logits, cpu), [], numbers, 4)
+    for layout in (numbers.t().contiguous().t(), torch.cat([numbers, numbers + 50], 1)[:, :BEAMS], numbers):
+        found = best_continuations(Rows(logits, cpu), [], layout, 4)
+        assert all(map(torch.equal, found, expected)), layout.stride()
+
+
 @pytest.mark.parametrize("num_beams", [1, 4])
 @pytest.mark.parametrize(
     "options",
