@@ -399,12 +399,16 @@ def _merged(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> _
         scores = torch.full_like(within, -torch.inf, dtype=torch.float32)
         fill = torch.full_like(scanned, -torch.inf, dtype=torch.float32)
     else:
-        state, scores = rows.state_and_logits(k, _scanned_by(edits), within)
+        mask = _scanned_by(edits)
+        state, scores = rows.state_and_logits(k, mask, within)
         scores, fill, scanned = scores.float(), state.logits.float(), state.indices
         if are_log_probs:
             # One formula serves touched and scanned tokens, so that equal logits stay equal.
             scores = _log_probs(scores, state)
-            fill = _log_probs(fill, state).where(fill != -torch.inf, -torch.inf)
+            fill = _log_probs(fill, state)
+            if mask is not None:
+                # In a row without a distribution too, where all others are NaN.
+                fill = fill.where(packed.holds(mask, scanned), -torch.inf)
     scores = _applied(edits, within, scores)
 
     # Touched tokens come first. So the stable sort puts them before the same token of the scan, which becomes void.
