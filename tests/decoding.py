@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 
 import pytest
 import torch
@@ -71,6 +72,31 @@ def tiny(name: str, dtype: torch.dtype = torch.float32, vocab_size: int = 211, s
     torch.manual_seed(seed)
     model = getattr(transformers, family + head)(getattr(transformers, f"{family}Config")(**options))
     return model.to(dtype).eval()
+
+
+# What a model has in the place of logits that are not to be chosen: of a padded vocabulary, of images.
+FILLS = {"1e4": -1e4, "1e9": -1e9, "min": torch.finfo(torch.float32).min, "inf": -math.inf}
+
+
+def masking(model, first: int, fill: float):
+    """A copy of the model whose forward() gives `fill` as the logits of the tokens from `first` on."""
+
+    @functools.wraps(type(model).forward)
+    def forward(self, *args, **kwargs):
+        output = super(type(self), self).forward(*args, **kwargs)
+        output.logits[..., first:] = fill
+        return output
+
+    copied = copy.deepcopy(model)
+    copied.__class__ = type(f"Masking{type(model).__name__}", (type(model),), {"forward": forward})
+    return copied
+
+
+def prompt_of_all(model, first: int, batch: int = 2):
+    """Prompts of all tokens before `first`, each once."""
+    generator = torch.Generator().manual_seed(batch)
+    ids = torch.stack([torch.randperm(first, generator=generator) for _ in range(batch)])
+    return {"input_ids": ids.to(model.device), "attention_mask": torch.ones_like(ids).to(model.device)}
 
 
 def inputs_for(model, batch: int = 2, length: int = 6, padding: int = 0) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from fused_topk.generation import (
     masks,
     stats,
 )
-from fused_topk.generation.selection import Rows, Scanned
+from fused_topk.generation.selection import Rows
 from fused_topk.generation.sharded_logits import Columns, ShardedLogits
 from fused_topk.generation.sharded_rows import ShardedRows
 
@@ -170,21 +170,22 @@ def _check_choice(rank: int, size: int, vocab_size: int) -> None:
         for got, want in (
             (sharded.topk(7, mask), whole.topk(7, mask)),
             (sharded.log_softmax_topk(7, mask), whole.log_softmax_topk(7, mask)),
-            (sharded.log_softmax_topk(1, mask, "allowed", 0.6), whole.log_softmax_topk(1, mask, "allowed", 0.6)),
             (sharded.beam_topk(beam_scores, 8, mask), whole.beam_topk(beam_scores, 8, mask)),
-            *(
-                [rows.scan_and_look_up(7, mask, are_log_probs, ids) for rows in (sharded, whole)]
-                for are_log_probs in (False, True)
-            ),
         ):
-            if isinstance(got, Scanned):
-                is_allowed = want.best.values > -torch.inf
-                assert torch.equal(got.of_best[is_allowed], want.of_best[is_allowed])
-                assert torch.equal(got.of_ids, want.of_ids)
-                got, want = got.best, want.best
             assert torch.equal(got.indices, want.indices)
             torch.testing.assert_close(got.values, want.values, rtol=0, atol=2e-6, equal_nan=True)
             torch.testing.assert_close(got.logsumexp, want.logsumexp, rtol=0, atol=2e-6)
+        (whole_row, of_ids), (expected, of_expected) = (
+            rows.state_and_logits(7, mask, ids) for rows in (sharded, whole)
+        )
+        assert torch.equal(of_ids, of_expected)
+        for got, want in (
+            (whole_row, expected),
+            (sharded.state(1, mask, "allowed", 0.6), whole.state(1, mask, "allowed", 0.6)),
+        ):
+            for name in ("logits", "indices", "m"):
+                assert torch.equal(getattr(got, name), getattr(want, name)), name
+            torch.testing.assert_close(got.d, want.d, rtol=2e-6, atol=0)
 
 
 def few_bytes_a_step(rank: int, size: int) -> None:
@@ -385,8 +386,9 @@ def others_get_whole_logits(rank: int, size: int) -> None:
         see(scores)
         return scores
 
-    assert_gathered("logits processor function", model, alone, logits_processor=[process])
-    assert_gathered("logits processor function", model, alone, logits_processor=[process], num_beams=2)
+    reason = f"logits processor {__name__}.{process.__qualname__}"
+    assert_gathered(reason, model, alone, logits_processor=[process])
+    assert_gathered(reason, model, alone, logits_processor=[process], num_beams=2)
     assert len(seen) == 7 * NEW_TOKENS, len(seen)
 
     # Another's question in the middle of a call.

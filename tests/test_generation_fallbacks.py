@@ -67,7 +67,7 @@ def test_recorded_scores_that_stock_operations_choose_from():
     options = {"output_scores": True, "output_logits": True, "logits_processor": [Counting()]}
     stock, given, steps = generate_both(tiny("llama"), **options)
     assert_same(stock, given)
-    assert steps.fused == 0 and list(steps.reasons) == ["logits processor Counting"]
+    assert steps.fused == 0 and list(steps.reasons) == [f"logits processor {__name__}.{Counting.__qualname__}"]
     assert len(calls) == 2 * len(given["scores"]) and set(calls) == {torch.Tensor}
     assert {type(each) for each in (*given["scores"], *given["logits"])} == {torch.Tensor}
 

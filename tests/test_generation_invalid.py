@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
+from transformers import TemperatureLogitsWarper
+
 from decoding import EOS, SmallerIndexFirst, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.generation import fused_decoding, stats
 
@@ -121,3 +123,12 @@ def test_float16_logits_that_overflow(options, num_beams):
 def test_logits_of_minus_infinity_stay_fused(num_beams):
     _, _, steps = both(-math.inf, *PLACES["some"], num_beams=num_beams, do_sample=False, **OPTIONS["bad words"])
     assert steps.fused and not steps.fallback, steps.reasons
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("value", VALUES)
+def test_greedy_with_a_temperature(value, place):
+    # Of a row with NaN no score equals the best.
+    stock, fused, steps = both(VALUES[value], *PLACES[place], logits_processor=[TemperatureLogitsWarper(0.7)])
+    assert torch.equal(stock, fused)
+    assert not steps.fallback, steps.reasons

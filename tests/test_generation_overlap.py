@@ -65,6 +65,22 @@ def test_blocks_left_in_the_order_of_their_entry(model, expected):
     assert run(model)[1] == (0, 0, {})
 
 
+def test_a_call_that_fails_leaves_no_trace(model, expected):
+    class Failure(Exception):
+        pass
+
+    def fail(*args):
+        raise Failure
+
+    with left_as_it_was(model):
+        with pytest.raises(Failure), fused_decoding(model):
+            decode(model, stopping_criteria=[fail])
+        with fused_decoding(model):
+            with pytest.raises(Failure):
+                decode(model, prefix_allowed_tokens_fn=fail)
+            assert torch.equal(decode(model), expected)
+
+
 def test_blocks_of_two_threads_have_their_own_options_and_records(model, expected):
     gate = threading.Barrier(2, timeout=60)
     found = {}
@@ -326,7 +342,7 @@ def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
         disable(model)
     steps = stats(reset=True)
     # A step of a failing call ends before its tokens are chosen.
-    num_failed = steps.reasons.pop("logits processor function", 0)
+    num_failed = steps.reasons.pop(f"logits processor {__name__}.{fail.__qualname__}", 0)
     assert steps.reasons == {} and steps.fallback == num_failed
     assert STEPS * sum(num_counted) <= steps.fused <= STEPS * sum(num_calls)
     assert run(model)[1] == (0, 0, {})

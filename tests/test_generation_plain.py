@@ -152,7 +152,7 @@ def test_processors_get_plain_logits(model):
     with fused_decoding(model):
         found, steps = run(model, max_new_tokens=3, logits_processor=LogitsProcessorList([processor]))
     assert torch.equal(found, expected)
-    assert steps == (0, 3, {"logits processor function": 3})
+    assert steps == (0, 3, {f"logits processor {__name__}.{processor.__qualname__}": 3})
 
 
 def test_streamers_get_plain_logits(model):

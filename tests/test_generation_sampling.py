@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.generation import logits_process as stock
 
-from decoding import assert_fused, generate_both, inputs_for, one_thread, tiny  # noqa: F401
+from decoding import FILLS, assert_fused, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.backends import cpu
 from fused_topk.generation import (
     FusedTopKLogitsProcessor,
@@ -71,20 +71,26 @@ def kept_by_lists(filters, logits):
     vocab_size = logits.shape[-1]
     found = best(rows, (), warpers.list_length(filters, vocab_size), False)
     kept, was_enough = warpers.apply(
-        filters, found.scores, vocab_size, lambda temperature: logsumexp(rows, (), temperature, False)
+        filters,
+        found.scores,
+        vocab_size,
+        lambda temperature: logsumexp(rows, (), temperature, False, found.scores[:, :1]),
     )
     return torch.full_like(logits, -math.inf).scatter(1, found.ids, kept), was_enough
 
 
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("vocab_size", [29, 3000])
-def test_lists_of_the_best_keep_what_the_stock_warpers_keep(chain, vocab_size):
+@pytest.mark.parametrize("fill", [None, *FILLS])
+def test_lists_of_the_best_keep_what_the_stock_warpers_keep(chain, vocab_size, fill):
     for seed in range(5):
         logits = logits_of(vocab_size, seed=seed)
+        if fill is not None:
+            logits[:, 100:] = FILLS[fill]
         filters = [each for warper in CHAINS[chain]() for each in warpers.filters_of(warper)]
         expected = LogitsProcessorList(CHAINS[chain]())(None, logits)
         given, was_enough = kept_by_lists(filters, logits)
-        if chain == "at_least_half" and vocab_size == 3000:
+        if chain == "at_least_half" and vocab_size == 3000 and fill != "inf":
             assert not was_enough.any()
             continue
         assert was_enough is None or was_enough.all()
@@ -356,10 +362,11 @@ def test_beam_sampling_has_the_stock_distribution():
     assert float(torch.special.gammaincc(torch.tensor(degrees / 2).double(), statistic / 2)) > 1e-4
 
 
-def test_beam_sampling_of_more_continuations_than_multinomial_takes():
+@pytest.mark.parametrize("warpers", [{"top_k": 50}, {"top_k": 0}, {"top_k": 0, "top_p": 0.9}], ids="-".join)
+def test_beam_sampling_of_more_continuations_than_multinomial_takes(warpers):
     # 140 beams of 128256 tokens are more than 2^24.
     model = tiny("llama", vocab_size=128256)
-    options = {"num_beams": 140, "do_sample": True, "max_new_tokens": 2, "top_k": 50, "num_return_sequences": 3}
+    options = {"num_beams": 140, "do_sample": True, "max_new_tokens": 2, "num_return_sequences": 3, **warpers}
     inputs = inputs_for(model, batch=1)
     with pytest.raises(RuntimeError, match=r"2\^24"):
         model.generate(**inputs, **options)
@@ -367,8 +374,23 @@ def test_beam_sampling_of_more_continuations_than_multinomial_takes():
     with fused_decoding(model, sampling=True):
         found = model.generate(**inputs, **options)
     steps = stats(reset=True)
-    assert steps.fused == 2 and steps.fallback == 0, steps.reasons
+    assert steps.fused == (2 if warpers["top_k"] else 0), steps.reasons
     assert len(found) == 3 and (found >= 0).all() and (found < 128256).all()
+
+
+def test_a_race_draws_without_replacement_as_multinomial_does(monkeypatch):
+    monkeypatch.setattr(choice, "_CATEGORIES", 8)
+    monkeypatch.setattr(choice, "_RACERS", 3)
+    probabilities = torch.tensor([0.0, 0.3, 0.05, 0.1, 0.2, 0.0, 0.05, 0.1, 0.2, 0.0])
+    rows = probabilities.expand(DRAWS, -1)
+    found = choice.drawn_from(rows, 4, torch.Generator().manual_seed(0))
+    assert all(len(set(row)) == 4 for row in found.tolist())
+    # The second of the draws is from what the first has left.
+    pairs = (found[:, 0] * 10 + found[:, 1]).bincount(minlength=100)
+    expected = probabilities[:, None] * probabilities / (1 - probabilities[:, None])
+    assert is_likely(pairs, expected.fill_diagonal_(0).flatten(), DRAWS)
+    with pytest.raises(RuntimeError, match="nan"):
+        choice.drawn_from(torch.full((1, 10), math.nan), 2)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

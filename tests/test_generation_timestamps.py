@@ -117,17 +117,18 @@ def test_generate_with_timestamps(num_beams, begin):
     assert_fused(tiny("bart"), num_beams=num_beams, logits_processor=processors, max_new_tokens=14)
 
 
-def test_a_subclass_runs_stock_operations():
-    class Other(stock.WhisperTimeStampLogitsProcessor):
-        pass
+class Other(stock.WhisperTimeStampLogitsProcessor):
+    pass
 
+
+def test_a_subclass_runs_stock_operations():
     other = processor()
     other.__class__ = Other
     stock_result, given, steps = generate_both(
         tiny("t5"), num_beams=2, logits_processor=transformers.LogitsProcessorList([other])
     )
     assert_same(stock_result, given)
-    assert steps.fused == 0 and list(steps.reasons) == ["logits processor Other"]
+    assert steps.fused == 0 and list(steps.reasons) == [f"logits processor {__name__}.Other"]
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -145,6 +146,28 @@ def test_whisper_with_timestamps(num_beams):
     steps = stats(reset=True)
     assert torch.equal(found, expected) and (found >= 100).any()
     assert steps.fused > 0 and steps.fallback == 0, steps.reasons
+
+
+@pytest.mark.parametrize("whole_step", [False, "eager"], ids=["fused", "whole"])
+def test_long_sounds_with_detection_of_speech(whole_step):
+    # Behind a prompt the detector calls the model, once for each piece of the sound, and that is no step.
+    model = copy.deepcopy(tiny("whisper"))
+    config = model.generation_config
+    config.no_timestamps_token_id, config.max_initial_timestamp_index = 99, 30
+    config.is_multilingual, config.lang_to_id, config.task_to_id = True, {"<|en|>": 20}, {"transcribe": 21}
+    config.language, config.task = "en", "transcribe"
+    sound = torch.randn(1, 8, 5 * 2 * model.config.max_source_positions, generator=torch.Generator().manual_seed(0))
+    inputs = {"input_features": sound, "attention_mask": torch.ones(1, sound.shape[-1], dtype=torch.int64)}
+    options = {"return_timestamps": True, "max_new_tokens": 4, "temperature": 0.0, "condition_on_prev_tokens": False}
+    options |= {"no_speech_threshold": 0.6, "logprob_threshold": -1.0}
+    expected = model.generate(**inputs, **options)
+    stats(reset=True)
+    with fused_decoding(model, whole_step=whole_step):
+        found = model.generate(**inputs, **options)
+    steps = stats(reset=True)
+    assert torch.equal(found, expected)
+    assert steps.fused > 4 and steps.fallback == 0, steps.reasons
+    assert steps.whole == (steps.fused if whole_step else 0) and not steps.not_whole
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

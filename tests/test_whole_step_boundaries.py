@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import threading
@@ -36,6 +37,11 @@ class Never(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
+class Halving(transformers.LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores / 2
+
+
 @pytest.mark.parametrize(
     ("reason", "options"),
     [
@@ -44,18 +50,14 @@ class Never(StoppingCriteria):
         ("output_attentions", {"output_attentions": True}),
         ("output_hidden_states", {"output_hidden_states": True}),
         ("stopping criterion Never", {"stopping_criteria": StoppingCriteriaList([Never()])}),
-        ("logits processor Halving", {"logits_processor": "halving", "output_scores": False}),
+        (
+            f"logits processor {__name__}.Halving",
+            {"logits_processor": transformers.LogitsProcessorList([Halving()]), "output_scores": False},
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_options_that_are_not_served(reason, options, model):
-    if options.get("logits_processor"):
-
-        class Halving(transformers.LogitsProcessor):
-            def __call__(self, input_ids, scores):
-                return scores / 2
-
-        options = {**options, "logits_processor": transformers.LogitsProcessorList([Halving()])}
     for beams in (1, 3):
         assert_declined(model, reason, num_beams=beams, max_new_tokens=6, **options)
 
@@ -295,3 +297,14 @@ def test_the_cache_grows_with_the_prompt_once_and_the_new_tokens_of_the_beams(mo
         model.generate(**inputs, num_beams=5, max_new_tokens=7)
     # The trial makes some of its own. The last new token is not read.
     assert set(sizes[-4:]) == {torch.Size([2, 2, 11 + 5 * 6, 8])}
+
+
+def test_padding_that_is_no_token():
+    # The model reads it where one text ends before another.
+    model = family("Llama")
+    ends = {"eos_token_id": [5, *range(40, 60)], "pad_token_id": -1, "max_new_tokens": 6, "do_sample": False}
+    for batch, beams in ((1, 1), (2, 3)):
+        assert_whole(model, inputs_for(model, batch=batch), num_beams=beams, **ends)
+    for block in (contextlib.nullcontext(), whole(model)):
+        with block, pytest.raises(IndexError):
+            model.generate(**inputs_for(model, batch=3), **ends)

@@ -193,3 +193,24 @@ def test_a_cache_that_has_been_used_is_not_replaced():
         whole_step="eager",
     )
     assert stats(reset=True).not_whole == {"a cache that has been used": 1}
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_encoder_outputs_of_the_user_when_the_loop_declines(num_beams):
+    # generate() writes to them, and runs twice.
+    model = encoder_decoder("Bart")
+    source = source_for(model)
+    hidden = model.get_encoder()(**source).last_hidden_state.detach()
+
+    def run():
+        given = {"encoder_outputs": BaseModelOutput(hidden), "attention_mask": source["attention_mask"]}
+        halved = [lambda ids, scores: scores / 2]
+        return model.generate(**given, num_beams=num_beams, do_sample=False, max_new_tokens=6, logits_processor=halved)
+
+    expected = run()
+    stats(reset=True)
+    with whole(model):
+        found = run()
+    assert torch.equal(found, expected)
+    steps = stats(reset=True)
+    assert steps.whole == 0 and len(steps.not_whole) == 1

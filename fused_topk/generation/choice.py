@@ -7,7 +7,7 @@ NotSparse where processors turn out to do more than their edits say.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,11 @@ from . import penalties, selection, warpers
 from .edits import NotSparse
 from .selection import Candidates, Edit, Rows
 from .warpers import Filter
+
+# The most categories that torch.multinomial takes.
+_CATEGORIES = 1 << 24
+# As many at a time are drawn from beyond that.
+_RACERS = 1 << 22
 
 
 class Drawn(NamedTuple):
@@ -39,7 +44,7 @@ def greatest(rows: Rows, edits: Sequence[Edit], filters: Sequence[Filter]) -> Te
     _check(rows, edits, found.scores[:, :1], False)
     if not filters:
         return found.ids[:, 0]
-    return warpers.greatest(filters, *found, lambda temperature: selection.logsumexp(rows, edits, temperature, False))
+    return warpers.greatest(filters, *found, _log_total(rows, edits, found.scores, False))
 
 
 def continuations(
@@ -52,10 +57,7 @@ def continuations(
     """
     if (filters and list(filters) != [warpers.NORMALIZE]) or not rows.supports(k):
         return None
-    if filters and edits:
-        # A shift of the rows; without edits log-probabilities are normalised.
-        beam_scores = beam_scores - selection.logsumexp(rows, edits, 1.0, True).view_as(beam_scores)
-    found = selection.best_continuations(rows, edits, beam_scores, k)
+    found = selection.best_continuations(rows, edits, beam_scores, k, renormalizes=bool(filters))
     _check(rows, edits, found[0], True)
     return found
 
@@ -101,12 +103,8 @@ def left_over(
         return None
     best = selection.best(rows, edits, length, are_log_probs)
     _check(rows, edits, best.scores, are_log_probs)
-    scores, was_enough = warpers.apply(
-        filters,
-        best.scores,
-        rows.vocab_size,
-        lambda temperature: selection.logsumexp(rows, edits, temperature, are_log_probs),
-    )
+    log_total = _log_total(rows, edits, best.scores, are_log_probs)
+    scores, was_enough = warpers.apply(filters, best.scores, rows.vocab_size, log_total)
     if was_enough is not None and (_is_capturing(scores) or not bool(was_enough.all())):
         return None
     return Candidates(scores, best.ids)
@@ -114,7 +112,7 @@ def left_over(
 
 def drawn(left: Candidates, num_samples: int = 1, generator: Any = None) -> Tensor:
     """int64 [R, num_samples]: tokens by their probabilities among those that are left."""
-    chosen = torch.multinomial(left.scores.softmax(-1), num_samples, generator=generator)
+    chosen = drawn_from(left.scores.softmax(-1), num_samples, generator)
     return left.ids.gather(1, chosen)
 
 
@@ -124,10 +122,35 @@ def drawn_continuations(
     """Continuations of each sequence's beams by their probabilities, in the order in which they are drawn."""
     batch, num_beams = beam_scores.shape
     total = (left.scores.view(batch, num_beams, -1) + beam_scores.unsqueeze(-1)).flatten(1)
-    chosen = torch.multinomial(total.softmax(-1), num_samples, generator=generator)
+    chosen = drawn_from(total.softmax(-1), num_samples, generator)
     tokens = left.ids.view(batch, -1).gather(1, chosen)
     indices = chosen.div(left.ids.shape[1], rounding_mode="floor").mul_(vocab_size).add_(tokens)
     return Drawn(total.gather(1, chosen), indices)
+
+
+def drawn_from(probs: Tensor, num_samples: int, generator: Any = None) -> Tensor:
+    """int64 [R, num_samples]: places of `probs` [R, n], drawn without replacement, as torch.multinomial does for any n.
+
+    It divides by exponential random numbers, and takes the greatest. Float32 has too few of them for that many places.
+    """
+    if probs.shape[-1] <= _CATEGORIES:
+        return torch.multinomial(probs, num_samples, generator=generator)
+    if not probs.is_cuda and not bool(probs.isfinite().all()):
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+    values, places = [], []
+    for start in range(0, probs.shape[-1], _RACERS):
+        part = probs[:, start : start + _RACERS].double()
+        won = (part / torch.empty_like(part).exponential_(generator=generator)).topk(min(num_samples, part.shape[-1]))
+        values.append(won.values)
+        places.append(won.indices + start)
+    return torch.cat(places, 1).gather(1, torch.cat(values, 1).topk(num_samples).indices)
+
+
+def _log_total(
+    rows: Rows, edits: Sequence[Edit], best_scores: Tensor, are_log_probs: bool
+) -> Callable[[float], Tensor]:
+    """What warpers ask for: see :func:`warpers.apply`."""
+    return lambda temperature: selection.logsumexp(rows, edits, temperature, are_log_probs, best_scores[:, :1])
 
 
 def _check(rows: Rows, edits: Sequence[Edit], chosen: Tensor, are_log_probs: bool) -> None:

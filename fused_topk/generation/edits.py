@@ -14,6 +14,7 @@ import marshal
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,7 +92,7 @@ class Plan:
         self._adapters: list[Adapter] = []
         self._states: list[_State] = []
         for processor in self.processors:
-            reason = f"logits processor {type(processor).__name__}"
+            reason = f"logits processor {_name_of(processor)}"
             filters = filters_of(processor) if is_as_published(type(processor)) else None
             if filters is not None and NORMALIZE not in self.filters:
                 self.filters += filters
@@ -139,6 +140,13 @@ class Plan:
             _State(processor) if processor is called else state
             for processor, state in zip(self.processors, self._states, strict=True)
         ]
+
+
+def _name_of(processor: Any) -> str:
+    """What a user can look for: of transformers the class, of others the module too."""
+    named = processor if isinstance(processor, FunctionType) else type(processor)
+    module = named.__module__
+    return named.__qualname__ if module.startswith("transformers.") else f"{module}.{named.__qualname__}"
 
 
 class _State:
@@ -202,7 +210,9 @@ def _tokens(value: Any) -> list[int] | None:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         return None
-    return tensor.flatten().tolist() if tensor.dtype in (torch.int64, torch.int32) else None
+    # An empty list becomes float32.
+    is_known = not tensor.numel() or tensor.dtype in (torch.int64, torch.int32)
+    return tensor.flatten().tolist() if is_known else None
 
 
 def _suppress(tokens: Any, applies: Callable[[Step], bool]) -> Adapter | None:
@@ -210,6 +220,8 @@ def _suppress(tokens: Any, applies: Callable[[Step], bool]) -> Adapter | None:
     listed = _tokens(tokens)
     if listed is None:
         return None
+    if not listed:
+        return lambda step: None
     made: dict[tuple[int, torch.device], Ban] = {}
 
     def adapter(step: Step) -> Edit | None:

@@ -215,7 +215,7 @@ def _generate_whole(module: Any, original: Callable[..., Any], request: Request,
     if "encoder_outputs" in kwargs:
         # generate() writes to it, and runs again where the loop declines.
         kwargs = {**kwargs, "encoder_outputs": copy.copy(kwargs["encoder_outputs"])}
-    with held(module), running(Session(module, request.options)):
+    with held(module), running(Session(module, request.options, is_whole=True)):
         loop = whole_loop(module, request.options, kwargs.get("streamer"))
         result = original(*args, custom_generate=loop, **kwargs)
     request.given.topk = []

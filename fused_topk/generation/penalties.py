@@ -158,6 +158,8 @@ def _exponential_decay(p: Any) -> Adapter:
         key = (step.rows.vocab_size, step.rows.logits.device)
         if key not in made:
             ends = sorted(set(p.eos_token_id.flatten().tolist()))
+            if not ends:
+                return None
             if p.eos_token_id.dim() != 1 or not 0 <= ends[0] <= ends[-1] < key[0]:
                 raise NotSparse("an end token outside the vocabulary")
             made[key] = torch.tensor([ends], device=key[1]), masks.all_but(ends, *key)

@@ -307,7 +307,7 @@ class LazyScores(StandIn):
         # As many as are drawn must be there, if need be with probability 0.
         at_least = 1 if beams is None else -(-num_samples // beams.shape[1])
         if not choice.can_list(rows, filters, at_least):
-            return NotImplemented
+            return self._stock_multinomial("operation multinomial", num_samples, generator)
         left = self._asked(choice.left_over, at_least, beams is not None)
         if left is None:
             return self._stock_multinomial("the warpers keep more tokens than were listed", num_samples, generator)
@@ -319,7 +319,7 @@ class LazyScores(StandIn):
         return continuations.indices
 
     def _stock_multinomial(self, reason: str, num_samples: int, generator: Any) -> Tensor:
-        return torch.multinomial(self.dense(reason), num_samples, generator=generator)
+        return choice.drawn_from(self.dense(reason), num_samples, generator)
 
     def _gather(self, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
         for indices, scores in self._chosen:

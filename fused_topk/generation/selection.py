@@ -25,7 +25,7 @@ from torch import Tensor
 from ..backends import Backend
 from ..functional.sampling import random_names
 from ..plans import beam_result, row_result
-from ..problem import Sample, SampleProblem, TopK, TopkProblem, result_dtype
+from ..problem import Sample, SampleProblem, TopK, TopkProblem, TopKState, result_dtype
 from ..rows import LogitRows
 from . import masks
 from .changed_scores import Change, edited
@@ -62,14 +62,6 @@ class Candidates(NamedTuple):
 
     scores: Tensor  # float32 [R, n]
     ids: Tensor  # int64 [R, n]
-
-
-class Scanned(NamedTuple):
-    """The best of the scanned tokens, and raw logits."""
-
-    best: TopK  # [R, k]
-    of_best: Tensor  # float32 [R, k]; they do not matter where a score is -inf
-    of_ids: Tensor  # float32 [R, S], of the tokens that were asked for
 
 
 class Rows:
@@ -127,11 +119,9 @@ class Rows:
         """The k greatest logits, in the model's dtype, and the logsumexp of the tokens in `mask` [1 or R, W]."""
         return self._scan(k, mask, "logits", "allowed", 1.0)
 
-    def log_softmax_topk(
-        self, k: int, mask: Tensor | None = None, normalize: str = "all", temperature: float = 1.0
-    ) -> TopK:
+    def log_softmax_topk(self, k: int, mask: Tensor | None = None) -> TopK:
         """The k greatest log-probabilities of the tokens in `mask` [1 or R, W]."""
-        return self._scan(k, mask, "log_softmax", normalize, temperature)
+        return self._scan(k, mask, "log_softmax", "all", 1.0)
 
     def scan(self, k: int, mask: Tensor | None, are_log_probs: bool) -> TopK:
         """The k best scores of the tokens in `mask` [1 or R, W], float32: log-probabilities of the whole row, or logits."""
@@ -140,11 +130,14 @@ class Rows:
         found = self.topk(k, mask)
         return found._replace(values=found.values.float())
 
-    def scan_and_look_up(self, k: int, mask: Tensor | None, are_log_probs: bool, ids: Tensor) -> Scanned:
-        """The same, and the logits of the tokens `ids` [R, S]."""
-        best = self.scan(k, mask, are_log_probs)
-        of_best = self.logits.gather(1, best.indices).float() if are_log_probs else best.values
-        return Scanned(best, of_best, self.logits.gather(1, ids).float())
+    def state(self, k: int, mask: Tensor | None = None, normalize: str = "all", temperature: float = 1.0) -> TopKState:
+        """The state of each row, whose candidates are tokens in `mask` [1 or R, W]. See :func:`fused_topk.topk_state`."""
+        logits, indices, (m, d) = self._scan(k, mask, "state", normalize, temperature)
+        return TopKState(logits, indices, m, d)
+
+    def state_and_logits(self, k: int, mask: Tensor | None, ids: Tensor) -> tuple[TopKState, Tensor]:
+        """The state of each whole row, and the logits of the tokens `ids` [R, S]."""
+        return self.state(k, mask), self.logits.gather(1, ids)
 
     def beam_topk(self, beam_scores: Tensor, k: int, mask: Tensor | None = None) -> TopK:
         """The k best continuations over all beams of a sequence, of the tokens in `mask` [1 or R, W].
@@ -274,7 +267,9 @@ def best(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> Cand
     return _best_of(rows.backend, merged.scores, merged.ids, merged.is_void, k)
 
 
-def best_continuations(rows: Rows, edits: Sequence[Edit], beam_scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def best_continuations(
+    rows: Rows, edits: Sequence[Edit], beam_scores: Tensor, k: int, renormalizes: bool = False
+) -> tuple[Tensor, Tensor]:
     """One step of beam search: the k best continuations of each sequence over all of its beams.
 
     Args:
@@ -282,16 +277,22 @@ def best_continuations(rows: Rows, edits: Sequence[Edit], beam_scores: Tensor, k
         edits: what the processors do to log-probabilities, in order.
         beam_scores: float32 [batch, beams].
         k: 1 <= k <= beams * V.
+        renormalizes: whether what the edits leave of a row becomes a distribution again.
 
     Returns:
         Accumulated log-probabilities float32 [batch, k], best first, and int64 [batch, k], beam * V + token.
     """
-    if not edits or not _must_merge(edits):
-        values, indices, _ = rows.beam_topk(beam_scores, k, _scanned_by(edits) if edits else None)
+    # Without edits log-probabilities are a distribution.
+    if not _must_merge(edits) and not (edits and renormalizes):
+        values, indices, _ = rows.beam_topk(beam_scores, k, _scanned_by(edits))
         return values, indices
     batch, beams = beam_scores.shape
     merged = _merged(rows, edits, min(k, rows.vocab_size), True)
-    total = merged.scores.view(batch, beams, -1) + beam_scores.unsqueeze(-1)
+    scores = merged.scores
+    if renormalizes:
+        greatest = scores.amax(-1, keepdim=True)
+        scores = (scores - greatest) - logsumexp(rows, edits, 1.0, True, greatest)
+    total = scores.view(batch, beams, -1) + beam_scores.unsqueeze(-1)
     beam = torch.arange(beams, device=total.device).view(beams, 1)
     ids = merged.ids.view(batch, beams, -1) + beam * rows.vocab_size
     # They lie in the order of beam * V + token. So of equal scores the smaller index is taken.
@@ -316,29 +317,43 @@ def sample(
     return rows.sample(parameters, _scanned_by([edit for edit in edits if edit.ids is None]), generator)
 
 
-def logsumexp(rows: Rows, edits: Sequence[Edit], temperature: float, are_log_probs: bool) -> Tensor:
-    """float32 [R, 1]: the log of the sum of exp(score / temperature) over all tokens of each row."""
+def logsumexp(
+    rows: Rows, edits: Sequence[Edit], temperature: float, are_log_probs: bool, origin: Tensor | None = None
+) -> Tensor:
+    """float32 [R, 1]: the log of the sum of exp((score - origin) / temperature) over all tokens of each row.
+
+    Args:
+        origin: float32 [R, 1], such as the greatest scores, which leaves a number without their offset; None for zeros.
+    """
+
+    def scaled(scores: Tensor) -> Tensor:
+        return (scores if origin is None else scores - origin) / temperature
+
     if edits and edits[0].replaces_row:
-        return (_merged(rows, edits, 1, are_log_probs).scores / temperature).logsumexp(-1, keepdim=True)
+        return scaled(_merged(rows, edits, 1, are_log_probs).scores).logsumexp(-1, keepdim=True)
     mask = _scanned_by(edits)
-    result = rows.log_softmax_topk(1, mask, "allowed", temperature).logsumexp.unsqueeze(-1)
+    scanned = rows.state(1, mask, "allowed", temperature)
+    greatest = scanned.m.float().unsqueeze(-1)
     if are_log_probs:
-        result = result - rows.topk(1).logsumexp.unsqueeze(-1) / temperature
+        greatest = _log_probs(greatest, rows.state(1))
+    result = scaled(greatest) + scanned.d.log().float().unsqueeze(-1)
     if not _must_merge(edits):
         return result
     merged = _merged(rows, edits, 1, are_log_probs)
     # `merged` also has the best of the scanned tokens. The scan has counted its share already.
     touched = merged.scores if mask is None else merged.scores.masked_fill(masks.holds(mask, merged.ids), -torch.inf)
-    return torch.logaddexp(result, (touched / temperature).logsumexp(-1, keepdim=True))
+    return torch.logaddexp(result, scaled(touched).logsumexp(-1, keepdim=True))
 
 
 def _must_merge(edits: Sequence[Edit]) -> bool:
-    return bool(edits) and any(edit.ids is not None for edit in edits)
+    return any(edit.ids is not None for edit in edits)
 
 
 def _touched(rows: Rows, edits: Sequence[Edit]) -> Tensor:
     """int64 [R, S]: the tokens whose scores the edits change, those that are only banned left out."""
     touched = [edit.ids.expand(len(rows.logits), -1) for edit in edits if edit.ids is not None]
+    if not touched:
+        return torch.empty((len(rows.logits), 0), dtype=torch.int64, device=rows.logits.device)
     return torch.cat(touched, 1) if len(touched) > 1 else touched[0]
 
 
@@ -357,15 +372,12 @@ def _scanned_by(edits: Sequence[Edit]) -> Tensor | None:
     return reduce(torch.bitwise_and, words) if words else None
 
 
-# The lowest finite float32. It stands for -inf where a void place must be lower still.
-_LOWEST = torch.finfo(torch.float32).min
-
-
 def _best_of(backend: Backend, scores: Tensor, ids: Tensor, is_void: Tensor, k: int) -> Candidates:
     """The k best that are not void, best first. Among equal scores, also of -inf, those listed first."""
-    chosen = Rows(scores.clamp(min=_LOWEST).masked_fill_(is_void, -torch.inf), backend).topk(k)
-    values = chosen.values.masked_fill(chosen.values == _LOWEST, -torch.inf)
-    return Candidates(values, ids.gather(1, chosen.indices))
+    # Void places come last, so that they are the last among the scores of -inf.
+    order = is_void.byte().sort(stable=True).indices
+    chosen = Rows(scores.masked_fill(is_void, -torch.inf).gather(1, order), backend).topk(k)
+    return Candidates(chosen.values, ids.gather(1, order.gather(1, chosen.indices)))
 
 
 class _Merged(NamedTuple):
@@ -386,12 +398,16 @@ def _merged(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> _
         scores = torch.full_like(within, -torch.inf, dtype=torch.float32)
         fill = torch.full_like(scanned, -torch.inf, dtype=torch.float32)
     else:
-        found, of_scanned, scores = rows.scan_and_look_up(k, _scanned_by(edits), are_log_probs, within)
-        fill, scanned = found.values, found.indices
+        mask = _scanned_by(edits)
+        state, scores = rows.state_and_logits(k, mask, within)
+        scores, fill, scanned = scores.float(), state.logits.float(), state.indices
         if are_log_probs:
             # One formula serves touched and scanned tokens, so that equal logits stay equal.
-            scores = _log_probs(scores, found, of_scanned[:, :1])
-            fill = _log_probs(of_scanned, found, of_scanned[:, :1]).where(fill != -torch.inf, -torch.inf)
+            scores = _log_probs(scores, state)
+            fill = _log_probs(fill, state)
+            if mask is not None:
+                # In a row without a distribution too, where all others are NaN.
+                fill = fill.where(masks.holds(mask, scanned), -torch.inf)
     scores = _applied(edits, within, scores)
 
     # Touched tokens come first. So the stable sort puts them before the same token of the scan, which becomes void.
@@ -402,15 +418,9 @@ def _merged(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> _
     return _Merged(scores.masked_fill_(is_void, -torch.inf), ids.clamp_(max=vocab_size - 1), is_void)
 
 
-def _log_probs(logits: Tensor, scanned: TopK, best_logit: Tensor) -> Tensor:
-    """The log-probabilities of any tokens with these logits [R, S].
+def _log_probs(logits: Tensor, state: TopKState) -> Tensor:
+    """The log-probabilities of any tokens with these float32 logits [R, S], given the states of their whole rows.
 
-    They are computed from the difference to the scan's best token, whose log-probability is known. Unlike logit - logsumexp, this
-    loses no digits to a large common offset. If the scan has no token, it is logit - logsumexp. All are NaN in a row with NaN or
-    +inf, or of only -inf.
+    Unlike logit - logsumexp, this loses no digits to a large common offset. All are NaN in a row with NaN or +inf, or of only -inf.
     """
-    best_score = scanned.values[:, :1]
-    is_known = best_score > -torch.inf
-    total = scanned.logsumexp.unsqueeze(-1)
-    total = total.where(total.isfinite(), torch.nan)
-    return torch.where(is_known, best_score + (logits - best_logit), logits - total)
+    return (logits - state.m.float().unsqueeze(-1)) - state.d.log().float().unsqueeze(-1)

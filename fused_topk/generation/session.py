@@ -62,15 +62,22 @@ class Session:
     Args:
         reason: why no step of the call can be fused; None if steps may be fused.
         loop: the code of a loop that computes as transformers' loops do; None for a loop of transformers.
+        is_whole: whether the loop is one of whole steps, which counts them itself.
     """
 
     def __init__(
-        self, model: nn.Module, options: Options, reason: str | None = None, loop: CodeType | None = None
+        self,
+        model: nn.Module,
+        options: Options,
+        reason: str | None = None,
+        loop: CodeType | None = None,
+        is_whole: bool = False,
     ) -> None:
         self.model = model
         self.topk: list[TopK] = []
         self._options = options
         self._reason_of_call = reason
+        self._is_whole = is_whole
         # Why no step of the running loop can be fused. A loop runs once its processors are known.
         self._reason: str | None = None
         self.has_begun = False
@@ -225,7 +232,7 @@ class Session:
         # Session and processors refer to each other. Without this they would live until the garbage collector runs.
         self._processors = None
         # No step was counted: the loop is not one of transformers, or does not run this call's processors.
-        if not self._num_steps:
+        if not self._num_steps and not self._is_whole:
             for _ in range(self._num_forwards):
                 count_fallback(self._reason or self._unknown_loop())
 

@@ -17,10 +17,10 @@ from .. import distributed
 from ..backends import Backend
 from ..distributed.functions import gather_states
 from ..functional.merging import run_merge
-from ..problem import Sample, TopK
+from ..problem import Sample, TopK, TopKState
 from . import masks
 from .changed_scores import Change, edited
-from .selection import Rows, Scanned
+from .selection import Rows
 from .sharded_logits import ShardedLogits
 
 
@@ -55,16 +55,9 @@ class ShardedRows(Rows):
     def topk(self, k: int, mask: Tensor | None = None) -> TopK:
         return distributed.topk(self._local, k, group=self._columns.group, mask=self._own(mask))
 
-    def log_softmax_topk(
-        self, k: int, mask: Tensor | None = None, normalize: str = "all", temperature: float = 1.0
-    ) -> TopK:
+    def log_softmax_topk(self, k: int, mask: Tensor | None = None) -> TopK:
         return distributed.log_softmax_topk(
-            self._local,
-            k,
-            group=self._columns.group,
-            mask=self._own(mask),
-            normalize=normalize,
-            temperature=temperature,
+            self._local, k, group=self._columns.group, mask=self._own(mask), normalize="all"
         )
 
     def beam_topk(self, beam_scores: Tensor, k: int, mask: Tensor | None = None) -> TopK:
@@ -80,22 +73,26 @@ class ShardedRows(Rows):
             normalize="all",
         )
 
-    def scan_and_look_up(self, k: int, mask: Tensor | None, are_log_probs: bool, ids: Tensor) -> Scanned:
-        columns, group = self._columns, self._columns.group
+    def state(self, k: int, mask: Tensor | None = None, normalize: str = "all", temperature: float = 1.0) -> TopKState:
+        return self._gathered(k, mask, normalize, temperature, None)[0]
+
+    def state_and_logits(self, k: int, mask: Tensor | None, ids: Tensor) -> tuple[TopKState, Tensor]:
         # Every process sends a number for every token. That of the token's owner is taken.
+        columns = self._columns
         within = (ids - columns.start).clamp_(0, max(columns.length - 1, 0))
-        of_ids = self._local.gather(1, within) if columns.length else self._local.new_zeros(ids.shape)
-        normalize = "all" if are_log_probs else "allowed"
-        call = gather_states(self._local, k, group, None, self._own(mask), normalize, None, tail=of_ids)
-        assert call.tails is not None
-        of_ids = call.tails.gather(0, (ids // columns.block).unsqueeze(0)).squeeze(0)
+        own = self._local.gather(1, within) if columns.length else self._local.new_zeros(ids.shape)
+        state, everywhere = self._gathered(k, mask, "all", 1.0, own)
+        assert everywhere is not None
+        return state, everywhere.gather(0, (ids // columns.block).unsqueeze(0)).squeeze(0)
 
-        def merged(values: str) -> TopK:
-            return TopK(*run_merge(*call.parts, k, *call.temperatures, values, normalize, None))
-
-        logits = merged("logits")
-        best = merged("log_softmax") if are_log_probs else logits._replace(values=logits.values.float())
-        return Scanned(best, logits.values.float(), of_ids.float())
+    def _gathered(
+        self, k: int, mask: Tensor | None, normalize: str, temperature: float, tail: Tensor | None
+    ) -> tuple[TopKState, Tensor | None]:
+        """The state of whole rows, and what each process had travel along."""
+        group = self._columns.group
+        call = gather_states(self._local, k, group, temperature, self._own(mask), normalize, None, tail=tail)
+        logits, ids, (m, d) = run_merge(*call.parts, k, *call.temperatures, "state", normalize, None)
+        return TopKState(logits, ids, m, d), call.tails
 
     def edited(self, ids: Tensor, change: Change, replaces_row: bool) -> Rows:
         local = edited(self._local, ids, change, replaces_row, self._columns.start)

@@ -125,7 +125,8 @@ def apply(
         filters: in order.
         scores: float32 [R, n], the best of each row, best first.
         vocab_size: of the rows; a list of as many is always long enough.
-        log_total: given a temperature, float32 [R, 1]: log of the sum of exp(score / temperature) over the row.
+        log_total: given a temperature, float32 [R, 1]: log of the sum of exp((score - best score) / temperature) over the
+            row, in which an offset of its scores costs no digits.
         dtype: that the stock warpers would compute in; it decides what ties.
 
     Returns:
@@ -142,7 +143,7 @@ def apply(
             temperature *= number
             continue
         if kind == "normalize":
-            scores = scores - (scores.logsumexp(-1, keepdim=True) if is_cut else log_total(temperature))
+            scores = scores.log_softmax(-1) if is_cut else (scores - scores[:, :1]) - log_total(temperature)
             continue
         if kind == "top_k":
             kth = min(int(number), vocab_size) - 1
@@ -150,7 +151,7 @@ def apply(
         elif kind == "min_p":
             is_out = (scores - scores[:, :1]).exp() < number
         else:
-            probs = scores.softmax(-1) if is_cut else (scores - log_total(temperature)).exp()
+            probs = scores.softmax(-1) if is_cut else ((scores - scores[:, :1]) - log_total(temperature)).exp()
             # Ascending, and what is beyond the list first, as transformers adds them up.
             shares = probs.flip(-1).cumsum(-1).flip(-1)
             if not is_cut:
@@ -193,8 +194,7 @@ def greatest(filters: Sequence[Filter], scores: Tensor, ids: Tensor, log_total: 
             temperature *= number
         elif kind == "normalize":
             total = log_total(temperature)
-            best = scores[:, :1]
-            scores = (scores - best) - (total - best)
+            scores = (scores - scores[:, :1]) - total
     # By rounding, others may have become equal to the best: of them the smallest index.
     is_best = scores == scores[:, :1]
     is_best[:, 0] = True

@@ -180,6 +180,9 @@ def _search(
     if not is_listed and (beams > 1 or warpers.parameters(plan.filters) is None):
         raise Declined("sampling from the whole vocabulary")
     padding = _padding(config, ends)
+    if padding is not None and padding < 0 and beams == 1 < len(ids):
+        # In stock generate() the model reads it, and raises, once a text has ended before the others.
+        raise Declined("a negative pad_token_id")
     return Search(twin, prompt, rules, plan, criteria, config, padding, ready.store, way, ready.head, streamer)
 
 

@@ -240,7 +240,7 @@ class Search(NamedTuple):
         left = scan.left_over(-(-number // self.rules.beams))
         if left is None:
             total = (scan.dense().view(*beam_scores.shape, -1) + beam_scores.unsqueeze(-1)).flatten(1)
-            indices = torch.multinomial(total.softmax(-1), number)
+            indices = choice.drawn_from(total.softmax(-1), number)
             scores = total.gather(1, indices)
         else:
             scores, indices = choice.drawn_continuations(left, beam_scores, scan.rows.vocab_size, number)
