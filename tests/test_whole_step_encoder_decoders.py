@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import random
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
+import transformers
 from transformers.modeling_outputs import BaseModelOutput
 
 from decoding import EOS, generate_both, one_thread, stock_gap, tiny  # noqa: F401
@@ -109,6 +112,47 @@ def test_whispers_own_prompts_and_pieces(num_beams):
         assert steps.whole > 0 and steps.whole == steps.fused and not steps.not_whole
 
 
+def test_padding_of_sounds():
+    # Speech2Text makes a mask of its own of this one. Whisper looks at no mask once its encoder has run.
+    for beams in (1, 3):
+        sounds = encoder_decoder("Speech2Text", 1)
+        options = {"num_beams": beams, "output_scores": False}
+        assert_declined(sounds, "padding of input_features", source_for(sounds, padding=2), **options)
+        assert_whole(sounds, source_for(sounds, padding=0), **options)
+        whisper = encoder_decoder("Whisper", 1)
+        assert_whole(whisper, source_for(whisper, padding=2), **options)
+
+
+@dataclasses.dataclass
+class Masked(BaseModelOutput):
+    attention_mask: torch.Tensor | None = None
+
+
+def test_what_an_encoder_gives_beside_its_states():
+    class ReadsIt(transformers.BartForConditionalGeneration):
+        @functools.wraps(transformers.BartForConditionalGeneration.forward)
+        def forward(self, *args, **kwargs):
+            given = getattr(kwargs.get("encoder_outputs"), "attention_mask", None)
+            return super().forward(*args, **(kwargs if given is None else {**kwargs, "attention_mask": given}))
+
+    model = copy.deepcopy(encoder_decoder("Bart", 1))
+    model.__class__ = ReadsIt
+    inputs = source_for(model)
+    states = model.get_encoder()(**inputs).last_hidden_state
+
+    def generate(mask):
+        # generate() changes what it is given.
+        outputs = Masked(states.clone(), attention_mask=mask)
+        return model.generate(encoder_outputs=outputs, num_beams=3, max_new_tokens=8, do_sample=False)
+
+    for mask, reasons in ((inputs["attention_mask"], {"encoder_outputs with attention_mask": 1}), (None, {})):
+        stock = generate(mask)
+        stats(reset=True)
+        with whole(model):
+            assert torch.equal(generate(mask), stock)
+        assert stats(reset=True).not_whole == reasons
+
+
 def test_random_configurations():
     choose = random.Random(26)
     crossed = 0
@@ -116,7 +160,8 @@ def test_random_configurations():
         model = encoder_decoder(choose.choice(list(ENCODER_DECODERS)), choose.randrange(3))
         beams = choose.choice([1, 2, 3, 5, 8])
         length = choose.randint(1, 9)
-        inputs = source_for(model, choose.randint(1, 4), length, choose.randint(0, length - 1))
+        padding = 0 if model.config.model_type == "speech_to_text" else choose.randint(0, length - 1)
+        inputs = source_for(model, choose.randint(1, 4), length, padding)
         options = {
             "num_beams": beams,
             "num_return_sequences": choose.randint(1, beams),

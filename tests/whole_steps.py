@@ -11,7 +11,7 @@ import weakref
 import torch
 import transformers
 
-from decoding import BOS, EOS, PAD, assert_same, generate_both, inputs_for
+from decoding import BOS, EOS, PAD, assert_same, generate_both, inputs_for, with_biases
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import entry
 
@@ -87,7 +87,7 @@ def family(name: str, seed: int = 0, attention: str | None = None, dtype: torch.
         attn_implementation=attention,
         **{**options, **FAMILIES[name]},
     )
-    return _head(name)(made).to(dtype).eval()
+    return with_biases(_head(name)(made), seed).to(dtype).eval()
 
 
 _SHAPE_OF_BOTH = {
@@ -108,6 +108,7 @@ ENCODER_DECODERS = {
     "M2M100": ("ForConditionalGeneration", {}),
     "Pegasus": ("ForConditionalGeneration", {"scale_embedding": True}),
     "Whisper": ("ForConditionalGeneration", _SOUND),
+    "Speech2Text": ("ForConditionalGeneration", {**_SOUND, "input_feat_per_channel": 8, "conv_channels": 32}),
 }
 
 
@@ -118,7 +119,7 @@ def encoder_decoder(name: str, seed: int = 0, dtype: torch.dtype = torch.float32
     tokens = {"vocab_size": 97, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
     torch.manual_seed(seed)
     config = getattr(transformers, f"{name}Config")(**{**tokens, **_SHAPE_OF_BOTH, **own, **options})
-    model = getattr(transformers, f"{name}{head}")(config).to(dtype).eval()
+    model = with_biases(getattr(transformers, f"{name}{head}")(config), seed).to(dtype).eval()
     # Random embeddings of tokens that are read are those that are chosen from: a token would choose itself.
     generator = torch.Generator().manual_seed(seed)
     head = copy.deepcopy(model.get_output_embeddings())
@@ -127,17 +128,29 @@ def encoder_decoder(name: str, seed: int = 0, dtype: torch.dtype = torch.float32
     return model
 
 
-def source_for(model, batch: int = 3, length: int = 7, padding: int = 2) -> dict[str, torch.Tensor]:
-    """Random sources; the last `padding` places of the first text are padding."""
+def source_for(model, batch: int = 3, length: int = 7, padding: int | None = None) -> dict[str, torch.Tensor]:
+    """Random sources.
+
+    Args:
+        padding: how many of the last places of the first text are padding. By default two, or none in a sound whose padding
+            is not served.
+    """
     generator = torch.Generator().manual_seed(batch * 100 + length)
-    if model.config.model_type == "whisper":
-        shape = (batch, model.config.num_mel_bins, 2 * model.config.max_source_positions)
-        return {"input_features": torch.randn(shape, generator=generator).to(model.dtype)}
-    ids = torch.randint(8, model.config.vocab_size, (batch, length), generator=generator)
-    mask = torch.ones_like(ids)
-    if padding:
-        ids[0, -padding:], mask[0, -padding:] = PAD, 0
-    return {"input_ids": ids, "attention_mask": mask}
+    kind = model.config.model_type
+    if padding is None:
+        padding = 0 if kind == "speech_to_text" else 2
+    if model.main_input_name == "input_ids":
+        ids = torch.randint(8, model.config.vocab_size, (batch, length), generator=generator)
+        mask = torch.ones_like(ids)
+        if padding:
+            ids[0, -padding:], mask[0, -padding:] = PAD, 0
+        return {"input_ids": ids, "attention_mask": mask}
+    # Of four frames, or two, each place of what the encoder gives.
+    frames = 2 * model.config.max_source_positions if kind == "whisper" else 4 * length
+    sound = torch.randn(batch, frames, 8, generator=generator).to(model.dtype)
+    mask = torch.ones(batch, frames, dtype=torch.int64)
+    mask[0, frames - 4 * padding :] = 0
+    return {"input_features": sound.mT if kind == "whisper" else sound, "attention_mask": mask}
 
 
 def assert_whole(model, inputs=None, **options):

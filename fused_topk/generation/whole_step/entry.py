@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +34,14 @@ class _Ready(NamedTuple):
     of: Snapshot
     store: Store
     head: Head | None
+    # Whether the decoder looks at the mask of what its encoder has read. Where that is no text, the mask's shape is not known.
+    reads_mask: bool
 
 
 # Attributes of a model that say nothing about what it computes, or that this package puts there.
 _SKIPPED = frozenset({"generation_config"})
+# What an encoder gives of which a decoder reads the first at most.
+_OF_ENCODER = frozenset({"last_hidden_state", "pooler_output", "hidden_states", "attentions"})
 
 _ready: attribute.OfModels[_Ready] = attribute.OfModels()
 _lock = threading.RLock()
@@ -82,9 +87,11 @@ def _made_ready(model: Any, own: frozenset[str], own_hook: int) -> _Ready:
     except Exception as error:
         said = str(error).partition(chr(10))[0][:80]
         against = f"a twin of a {type(model).__name__} raises {type(error).__name__}: {said}"
-        return _Ready(None, against, snapshot, Store(), None)
+        return _Ready(None, against, snapshot, Store(), None, True)
     reason = trial.reason_against(twin, stock)
-    return _Ready(twin, reason, snapshot, Store(), None if reason is not None else trial.head(twin))
+    if reason is not None:
+        return _Ready(twin, reason, snapshot, Store(), None, True)
+    return _Ready(twin, None, snapshot, Store(), trial.head(twin), trial.reads_mask(twin))
 
 
 class Loop:
@@ -167,7 +174,7 @@ def _search(
         raise Declined("more continuations than there are")
     with_source = "encoder_outputs" in inputs
     prompt = (
-        _prompt_with_source(twin, ids, beams, config.max_length, inputs)
+        _prompt_with_source(ready, ids, beams, config.max_length, inputs)
         if with_source
         else _prompt(ids, beams, config.max_length, inputs)
     )
@@ -198,16 +205,22 @@ def _prompt(ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Pr
     return Prompt(ids, is_text, positions, {} if kept is None else {"logits_to_keep": kept}, longest)
 
 
-def _prompt_with_source(twin: Any, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
+def _prompt_with_source(ready: _Ready, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
     """The prompt of an encoder-decoder, whose encoder generate() has run."""
-    hidden, mask = inputs["encoder_outputs"][0], inputs.get("attention_mask")
+    outputs, mask = inputs["encoder_outputs"], inputs.get("attention_mask")
+    # The trial has none of these, which some decoders ask for.
+    further = sorted(set(outputs) - _OF_ENCODER) if isinstance(outputs, Mapping) else []
+    if further:
+        raise Declined(f"encoder_outputs with {further[0]}")
+    hidden = outputs[0]
     of_prompt = inputs.get("decoder_attention_mask")
     if not isinstance(hidden, Tensor) or hidden.dim() != 3 or len(hidden) != len(ids):
         raise Declined("encoder_outputs of other rows")
     if of_prompt is not None and not bool(of_prompt.all()):
         raise Declined("decoder_attention_mask with padding")
-    # What hears a sound gets no mask of its length.
-    takes_mask = twin.main_input_name == "input_ids"
+    takes_mask = ready.twin.main_input_name == "input_ids"
+    if not takes_mask and ready.reads_mask and mask is not None and not bool(mask.all()):
+        raise Declined(f"padding of {ready.twin.main_input_name}")
     hidden = hidden[::beams]
     if takes_mask and mask is not None and mask.shape != (len(ids), hidden.shape[1]):
         raise Declined("an attention mask of another shape")

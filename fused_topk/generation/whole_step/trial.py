@@ -47,18 +47,46 @@ def head(twin: Any) -> Head | None:
     Args:
         twin: see above. It has no reason against it.
     """
-    device = next(twin.parameters()).device
-    ids = _some_tokens(twin.config, torch.arange(4, device=device) * 7 + 3).view(2, 2)
-    inputs: dict[str, Any] = {"input_ids": ids}
-    if twin.config.is_encoder_decoder:
-        hidden = BaseModelOutput(last_hidden_state=_source(twin).hidden)
-        inputs = {"decoder_input_ids": ids, "encoder_outputs": hidden}
     try:
         with torch.no_grad():
-            return head_of(twin, inputs)
+            return head_of(twin, _few_inputs(twin))
     # Whatever a model raises that looks at its head: it keeps it.
     except Exception:
         return None
+
+
+def _few_inputs(twin: Any) -> dict[str, Any]:
+    device = next(twin.parameters()).device
+    ids = _some_tokens(twin.config, torch.arange(4, device=device) * 7 + 3).view(2, 2)
+    if not twin.config.is_encoder_decoder:
+        return {"input_ids": ids}
+    return {"decoder_input_ids": ids, "encoder_outputs": BaseModelOutput(last_hidden_state=_source(twin).hidden)}
+
+
+class _Unread(Tensor):
+    """Raises where it is looked at."""
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a mask that is read")
+
+
+def reads_mask(twin: Any) -> bool:
+    """Whether the model looks at `attention_mask` where its encoder has run. False for a model without an encoder.
+
+    Args:
+        twin: see above.
+    """
+    if not twin.config.is_encoder_decoder:
+        return False
+    mask = torch.ones(2, len(_IS_SOURCE[0])).as_subclass(_Unread)
+    try:
+        with torch.no_grad():
+            twin(**_few_inputs(twin), attention_mask=mask, use_cache=False)
+    # It was looked at, whatever a model makes of the exception.
+    except Exception:
+        return True
+    return False
 
 
 def _reason(twin: Any, stock: Any, name: str) -> str | None:
