@@ -18,7 +18,7 @@ from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaLi
 
 from decoding import assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding, generate, stats
-from fused_topk.generation.whole_step import attribute, entry
+from fused_topk.generation.whole_step import attribute, compiled, entry
 from test_generation_interface import letter, tokenizer
 from whole_steps import assert_declined, assert_whole, family, weight_once_served, whole
 
@@ -60,8 +60,27 @@ def test_options_that_are_not_served(reason, options, model):
         assert_declined(model, reason, num_beams=beams, max_new_tokens=6, **options)
 
 
-def test_a_shorter_length_of_the_users_own_is_served(model):
-    assert_whole(model, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(9)]), **BEAMS)
+@pytest.mark.parametrize("way", ["eager", True])
+@pytest.mark.parametrize("length", [8, 9, 11, 12, 13, 30])
+def test_a_length_of_the_users_own(length, way, model, monkeypatch):
+    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
+    # The prompt has six tokens, and the call asks for six.
+    criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
+    for inputs in (inputs_for(model), inputs_for(model, batch=1)):
+        options = {"stopping_criteria": criteria, "max_new_tokens": 6, "eos_token_id": None}
+        stock = assert_whole(model, inputs, way=way, **options)
+        assert stock["sequences"].shape[1] == length
+        if length <= 12:
+            assert_whole(model, inputs, way=way, num_beams=3, **options)
+
+
+def test_a_longer_length_of_the_users_own_with_beams(model):
+    # Stock beam search has no place for it, and serves it where all texts end before.
+    options = {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(20)]), **BEAMS}
+    reason = "a MaxLengthCriteria beyond max_length, with beams"
+    assert_declined(model, reason, eos_token_id=[*range(5, 97)], early_stopping=True, **options)
+    with pytest.raises(IndexError), whole(model):
+        model.generate(**inputs_for(model), eos_token_id=None, do_sample=False, **options)
 
 
 def test_calls_that_are_not_served(model):

@@ -153,9 +153,14 @@ def source_for(model, batch: int = 3, length: int = 7, padding: int | None = Non
     return {"input_features": sound.mT if kind == "whisper" else sound, "attention_mask": mask}
 
 
-def assert_whole(model, inputs=None, **options):
-    """Stock and whole-step generate() agree, and every step of the latter was whole. Gives what stock gives."""
-    stock, given, steps = generate_both(model, inputs, fused=whole, **options)
+def assert_whole(model, inputs=None, *, way="eager", **options):
+    """Stock and whole-step generate() agree, and every step of the latter was whole. Gives what stock gives.
+
+    Args:
+        way: for `whole_step`.
+    """
+    fused = functools.partial(fused_decoding, whole_step=way)
+    stock, given, steps = generate_both(model, inputs, fused=fused, **options)
     assert_same(stock, given, TOLERANCE)
     assert not steps.not_whole, steps.not_whole
     assert steps.whole > 0 and steps.whole == steps.fused and steps.fallback == 0

@@ -165,7 +165,11 @@ def _search(
     twin = ready.twin
     beams = config.num_beams
     ends = _tokens(config.eos_token_id)
-    rules = Rules(beams, config.max_length - ids.shape[1], ends, config.length_penalty, config.early_stopping)
+    if beams > 1 and criteria.max_length > config.max_length:
+        raise Declined("a MaxLengthCriteria beyond max_length, with beams")
+    # The criterion decides when texts end. With beams max_length decides of their scores.
+    longest = config.max_length if beams > 1 else criteria.max_length
+    rules = Rules(beams, longest - ids.shape[1], ends, config.length_penalty, config.early_stopping)
     if rules.room < 1 or len(ids) % beams:
         raise Declined("no room for a new token")
     if set(criteria.ends) != set(ends):
@@ -174,12 +178,12 @@ def _search(
         raise Declined("more continuations than there are")
     with_source = "encoder_outputs" in inputs
     prompt = (
-        _prompt_with_source(ready, ids, beams, config.max_length, inputs)
+        _prompt_with_source(ready, ids, beams, longest, inputs)
         if with_source
-        else _prompt(ids, beams, config.max_length, inputs)
+        else _prompt(ids, beams, longest, inputs)
     )
     positions = getattr(twin.config, "max_position_embeddings", None)
-    if with_source and positions is not None and config.max_length > positions:
+    if with_source and positions is not None and longest > positions:
         # Some models let their positions grow, which only single operations can.
         way = None
     is_listed = not config.do_sample or warpers.list_length(plan.filters, vocab_size_of(twin.config)) is not None
