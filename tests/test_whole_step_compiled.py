@@ -150,7 +150,7 @@ def test_calls_whose_choice_takes_more_compile_the_forward_pass(options, num_bea
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize(
-    "name", ["Bart", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("Marian", "M2M100", "Whisper"))]
+    "name", ["Bart", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("Marian", "M2M100", "Whisper", "EncoderDecoder"))]
 )
 def test_traced_steps_of_encoder_decoders(name, num_beams, traced):
     model = encoder_decoder(name, 1)

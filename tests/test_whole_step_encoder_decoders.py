@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from decoding import EOS, generate_both, one_thread, stock_gap, tiny  # noqa: F401
 from fused_topk.generation import stats
-from fused_topk.generation.whole_step import cache
+from fused_topk.generation.whole_step import cache, entry
 from whole_steps import ENCODER_DECODERS, assert_declined, assert_whole, encoder_decoder, source_for, swaps, whole
 
 
@@ -151,6 +151,21 @@ def test_what_an_encoder_gives_beside_its_states():
         with whole(model):
             assert torch.equal(generate(mask), stock)
         assert stats(reset=True).not_whole == reasons
+
+
+def test_a_decoder_that_could_generate_by_itself_is_kept():
+    model = copy.deepcopy(encoder_decoder("EncoderDecoder", 1))
+    inputs = source_for(model)
+    twins = []
+    for _ in range(2):
+        # Each block puts its hooks on the decoder, too.
+        with whole(model):
+            model.generate(**inputs, num_beams=3, max_new_tokens=4)
+            twins.append(entry._ready[model].twin)
+    assert twins[0] is twins[1]
+    assert not twins[0].decoder._forward_hooks and "generate" not in vars(twins[0].decoder)
+    model.decoder.register_forward_hook(lambda module, args, output: None)
+    assert_declined(model, "a forward hook of a BertLMHeadModel", inputs, num_beams=3)
 
 
 def test_random_configurations():

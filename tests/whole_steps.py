@@ -108,6 +108,8 @@ ENCODER_DECODERS = {
     "M2M100": ("ForConditionalGeneration", {}),
     "Pegasus": ("ForConditionalGeneration", {"scale_embedding": True}),
     "Whisper": ("ForConditionalGeneration", _SOUND),
+    # An encoder and a decoder that could generate by itself, of other sizes.
+    "EncoderDecoder": ("Model", {}),
     "Speech2Text": ("ForConditionalGeneration", {**_SOUND, "input_feat_per_channel": 8, "conv_channels": 32}),
 }
 
@@ -118,7 +120,9 @@ def encoder_decoder(name: str, seed: int = 0, dtype: torch.dtype = torch.float32
     head, own = ENCODER_DECODERS[name]
     tokens = {"vocab_size": 97, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{name}Config")(**{**tokens, **_SHAPE_OF_BOTH, **own, **options})
+    options = {**tokens, **_SHAPE_OF_BOTH, **own, **options}
+    config = getattr(transformers, f"{name}Config")
+    config = _of_two_berts(options) if name == "EncoderDecoder" else config(**options)
     model = with_biases(getattr(transformers, f"{name}{head}")(config), seed).to(dtype).eval()
     # Random embeddings of tokens that are read are those that are chosen from: a token would choose itself.
     generator = torch.Generator().manual_seed(seed)
@@ -126,6 +130,15 @@ def encoder_decoder(name: str, seed: int = 0, dtype: torch.dtype = torch.float32
     head.weight = torch.nn.Parameter(torch.randn(head.weight.shape, generator=generator).to(dtype) * 0.4)
     model.set_output_embeddings(head)
     return model
+
+
+def _of_two_berts(options):
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "initializer_range": 0.3}
+    encoder, decoder = (transformers.BertConfig(vocab_size=97, hidden_size=size, **shape) for size in (48, 32))
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
+        setattr(config, name, options[name])
+    return config
 
 
 def source_for(model, batch: int = 3, length: int = 7, padding: int | None = None) -> dict[str, torch.Tensor]:

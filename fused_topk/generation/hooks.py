@@ -105,10 +105,6 @@ class Hooks:
         elif hooks is not None and next(reversed(hooks)) != self._handle.id:
             hooks.move_to_end(self._handle.id)
 
-    @property
-    def hook_id(self) -> int:
-        return int(self._handle.id)
-
     def remove_unused(self) -> None:
         if self.enabled is None and not self.blocks and not self.num_calls:
             self._handle.remove()
@@ -216,17 +212,16 @@ def _generate_whole(module: Any, original: Callable[..., Any], request: Request,
         # generate() writes to it, and runs again where the loop declines.
         kwargs = {**kwargs, "encoder_outputs": copy.copy(kwargs["encoder_outputs"])}
     with held(module), running(Session(module, request.options)):
-        loop = whole_loop(module, request.options, kwargs.get("streamer"))
+        loop = whole_loop(request.options, kwargs.get("streamer"))
         result = original(*args, custom_generate=loop, **kwargs)
     request.given.topk = []
     return result
 
 
-def whole_loop(module: Any, options: Options, streamer: whole_step.Once | None) -> whole_step.Loop:
-    """The loop of whole steps for a module that carries hooks."""
-    hook = module.__dict__[_ATTRIBUTE].hook_id
+def whole_loop(options: Options, streamer: whole_step.Once | None) -> whole_step.Loop:
+    """The loop of whole steps."""
     own = frozenset({*_RUN, _ATTRIBUTE, whole_step.ATTRIBUTE})
-    return whole_step.Loop(own, hook, options.whole_step, options.sampling, streamer)
+    return whole_step.Loop(own, _after_forward, options.whole_step, options.sampling, streamer)
 
 
 def _processors(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -63,6 +63,7 @@ class Decoder:
         self._headless = headless
         # Of a kind that every version of torch.compile traces.
         self._arguments = frozenset(inspect.signature(twin.forward).parameters)
+        self._takes_positions = _takes_positions(twin, self._arguments)
         self._cache_argument = cache_argument(twin)
         self._beams = beams
         self._is_kept = is_kept
@@ -166,7 +167,7 @@ class Decoder:
     def _forward(self, twin: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, **extra: Any) -> Tensor:
         prefix = "" if self._source is None else "decoder_"
         inputs = {f"{prefix}input_ids": ids, f"{prefix}attention_mask": mask}
-        if f"{prefix}position_ids" in self._arguments:
+        if self._takes_positions:
             inputs[f"{prefix}position_ids"] = positions
         output = twin(use_cache=True, return_dict=True, **{self._cache_argument: self._cache}, **inputs, **extra)
         logits: Tensor = output.logits[:, -1]
@@ -183,12 +184,25 @@ def cache_argument(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
+def _takes_positions(model: Any, arguments: frozenset[str]) -> bool:
+    """Args: arguments: of the model's forward pass."""
+    if not model.config.is_encoder_decoder:
+        return "position_ids" in arguments
+    if "decoder_position_ids" in arguments:
+        return True
+    # A model made of two hands on to its decoder what is called so.
+    decoder = getattr(model, "decoder", None) if hasattr(model.config, "decoder") else None
+    return decoder is not None and "position_ids" in inspect.signature(decoder.forward).parameters
+
+
 def num_layers(config: Any) -> int:
     """How many layers the decoder has."""
     if config.is_encoder_decoder:
         # What get_text_config() gives for its decoder has, in some versions, the layers of another.
         of_decoder = (getattr(config, name, None) for name in ("decoder_layers", "num_decoder_layers"))
-        return int(next(number for number in of_decoder if number is not None))
+        found = next((number for number in of_decoder if number is not None), None)
+        if found is not None:
+            return int(found)
     return int(config.get_text_config(decoder=True).num_hidden_layers)
 
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -53,12 +54,12 @@ def drop(model: Any) -> None:
         _ready.pop(model)
 
 
-def ready_for(model: Any, own: frozenset[str], own_hook: int) -> _Ready:
+def ready_for(model: Any, own: frozenset[str], own_hook: Callable[..., Any]) -> _Ready:
     """The model's twin and what is kept of it, with a trial where the model is not as it was.
 
     Args:
-        own: attributes of the model that are the package's.
-        own_hook: the id of the package's forward hook.
+        own: attributes that are the package's, of the model and of parts of it that can generate by themselves.
+        own_hook: the package's forward hook of these.
 
     Raises:
         Declined: the model cannot be served.
@@ -72,11 +73,10 @@ def ready_for(model: Any, own: frozenset[str], own_hook: int) -> _Ready:
     return ready
 
 
-def _made_ready(model: Any, own: frozenset[str], own_hook: int) -> _Ready:
-    def state(root: Any) -> dict[str, Any]:
-        state = {name: value for name, value in vars(root).items() if name not in own}
-        hooks = state["_forward_hooks"].copy()
-        hooks.pop(own_hook, None)
+def _made_ready(model: Any, own: frozenset[str], own_hook: Callable[..., Any]) -> _Ready:
+    def state(module: Any) -> dict[str, Any]:
+        state = {name: value for name, value in vars(module).items() if name not in own}
+        hooks = OrderedDict((key, hook) for key, hook in state["_forward_hooks"].items() if hook is not own_hook)
         return {**state, "_forward_hooks": hooks}
 
     snapshot = Snapshot(model, _SKIPPED | own)
@@ -110,7 +110,7 @@ class Loop:
     def __init__(
         self,
         own: frozenset[str],
-        own_hook: int,
+        own_hook: Callable[..., Any],
         whole_step: bool | str,
         is_sampling: bool,
         streamer: Once | None = None,

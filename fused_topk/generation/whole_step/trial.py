@@ -140,7 +140,9 @@ def _source(stock: Any) -> Source:
     """A source such as an encoder gives: any numbers do."""
     weight = next(stock.parameters())
     is_text = torch.tensor(_IS_SOURCE, device=weight.device).bool()
-    shape = (*is_text.shape, stock.config.get_text_config(decoder=True).hidden_size)
+    # Of a model that is made of two.
+    encoder = getattr(stock.config, "encoder", None) or stock.config.get_text_config(decoder=True)
+    shape = (*is_text.shape, encoder.hidden_size)
     hidden = torch.arange(math.prod(shape), dtype=torch.float32, device=weight.device).view(shape).sin()
     return Source(hidden.to(stock.dtype), is_text if stock.main_input_name == "input_ids" else None)
 
