@@ -16,7 +16,7 @@ from decoding import assert_same, generate_both, inputs_for, one_thread, stock_g
 from fused_topk.generation import disable, enable, fused_decoding, stats
 from fused_topk.generation.whole_step import compiled, entry, kept
 from fused_topk.generation.whole_step.kept import rounded_up
-from whole_steps import TOLERANCE, encoder_decoder, family, source_for, swaps
+from whole_steps import SERVED_WITH_SOURCE, TOLERANCE, encoder_decoder, family, source_for, swaps
 
 compiling = functools.partial(fused_decoding, whole_step="compiled")
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
@@ -150,7 +150,8 @@ def test_calls_whose_choice_takes_more_compile_the_forward_pass(options, num_bea
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize(
-    "name", ["Bart", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("Marian", "M2M100", "Whisper", "EncoderDecoder"))]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.exhaustive] if name != "Bart" else []) for name in SERVED_WITH_SOURCE],
 )
 def test_traced_steps_of_encoder_decoders(name, num_beams, traced):
     model = encoder_decoder(name, 1)

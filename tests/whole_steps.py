@@ -112,6 +112,11 @@ ENCODER_DECODERS = {
     "EncoderDecoder": ("Model", {}),
     "Speech2Text": ("ForConditionalGeneration", {**_SOUND, "input_feat_per_channel": 8, "conv_channels": 32}),
 }
+# Before transformers 5 these have attention, or masks, of their own.
+_SERVED_LATER = ("EncoderDecoder", "Speech2Text")
+SERVED_WITH_SOURCE = [
+    name for name in ENCODER_DECODERS if int(transformers.__version__.split(".")[0]) >= 5 or name not in _SERVED_LATER
+]
 
 
 @functools.cache

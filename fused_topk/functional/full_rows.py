@@ -15,6 +15,7 @@ from ..operators import full_rows, transforms
 from ..operators.dispatch import need_dispatcher
 from ..plans import FullRowPlan, Like
 from ..problem import result_dtype
+from ..tracing import is_traced_by_dynamo
 from . import short_calls
 from .arguments import (
     check_backend,
@@ -27,7 +28,6 @@ from .arguments import (
 )
 
 # These are looked up once, not at every call.
-is_traced = torch.compiler.is_dynamo_compiling
 _full_rows = torch.ops.fused_topk.full_rows.default
 
 
@@ -76,7 +76,7 @@ def softmax(
         >>> fused_topk.softmax(torch.tensor([0.0, 0.0]))
         tensor([0.5000, 0.5000])
     """
-    if not is_traced():
+    if not is_traced_by_dynamo():
         served: Tensor | None = short_calls.full_rows("softmax", logits, dim, temperature, dtype, backend)
         if served is not None:
             return served
@@ -109,7 +109,7 @@ def log_softmax(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax`.
     """
-    if not is_traced():
+    if not is_traced_by_dynamo():
         served: Tensor | None = short_calls.full_rows("log_softmax", logits, dim, temperature, dtype, backend)
         if served is not None:
             return served
@@ -138,7 +138,7 @@ def logsumexp(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax`.
     """
-    if not is_traced():
+    if not is_traced_by_dynamo():
         served: Tensor | None = short_calls.full_rows("logsumexp", logits, dim, temperature, None, backend)
         if served is not None:
             return served

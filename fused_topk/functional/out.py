@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..problem import TopK
+from ..tracing import is_traced
 from .arguments import check_tensor
 
 
@@ -46,7 +47,7 @@ def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], i
             raise ValueError(
                 f"`out.{name}` must not overlap itself, got strides {tensor.stride()}; use .contiguous() or torch.empty"
             )
-    if torch.compiler.is_compiling():
+    if is_traced():
         # Traced tensors have no addresses.
         return
     for name, tensor in zip(TopK._fields, out, strict=True):

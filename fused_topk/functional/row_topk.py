@@ -17,6 +17,7 @@ from ..operators import row_topk, transforms
 from ..operators.dispatch import need_dispatcher
 from ..plans import Like, TopkPlan
 from ..problem import TopK, result_dtype
+from ..tracing import is_traced_by_dynamo
 from . import short_calls
 from .arguments import (
     GREATEST_TEMPERATURE,
@@ -36,7 +37,6 @@ from .arguments import (
 from .out import check_out, have_changed, is_plain_out
 
 # These are looked up once, not at every call.
-is_traced = torch.compiler.is_dynamo_compiling
 _row_topk = torch.ops.fused_topk.row_topk.default
 _row_topk_out = torch.ops.fused_topk.row_topk_out.default
 _beam_topk = torch.ops.fused_topk.beam_topk.default
@@ -105,7 +105,7 @@ def softmax_topk(
         >>> fused_topk.softmax_topk(torch.tensor([1.0, 3.0, 2.0]), 2).indices
         tensor([1, 2])
     """
-    if not is_traced():
+    if not is_traced_by_dynamo():
         served: TopK | None = short_calls.topk("softmax", logits, k, dim, temperature, mask, normalize, backend, out)
         if served is not None:
             return served
@@ -144,7 +144,7 @@ def log_softmax_topk(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
     """
-    if not is_traced():
+    if not is_traced_by_dynamo():
         served: TopK | None = short_calls.topk(
             "log_softmax", logits, k, dim, temperature, mask, normalize, backend, out
         )
@@ -181,7 +181,7 @@ def topk(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
     """
-    if not is_traced():
+    if not is_traced_by_dynamo():
         served: TopK | None = short_calls.topk("logits", logits, k, dim, None, mask, "allowed", backend, out)
         if served is not None:
             return served

@@ -19,10 +19,10 @@ from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..problem import TopK
+from ..tracing import is_traced
 from . import whole_step
 from .model_logits import is_of_a_loop
 from .session import Options, Session, running, running_session, session_of
@@ -176,7 +176,7 @@ class _Method:
 
 
 def _generate(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
+    if is_traced():
         count_fallback("torch.compile around generate()")
         return original(*args, **kwargs)
     outer = session_of(module)
@@ -266,7 +266,7 @@ _FORWARD = "forward"
 
 
 def _of_head(head: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    session = None if torch.compiler.is_compiling() else running_session()
+    session = None if is_traced() else running_session()
     logits = None if session is None else session.columns_of(head, args, kwargs, _caller(sys._getframe(1)))
     return original(*args, **kwargs) if logits is None else logits
 
@@ -280,7 +280,7 @@ def _caller(frame: Any) -> Any:
 
 def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     # In a compiled model the logits are marked where they leave the graph (_call_compiled), not inside.
-    if torch.compiler.is_compiling():
+    if is_traced():
         return output
     session = session_of(module)
     if session is None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..tracing import is_traced_by_dynamo
+
 library = torch.library.Library("fused_topk", "DEF")
 
 
@@ -42,7 +44,7 @@ def need_dispatcher(logits: Tensor, *others: Tensor | None) -> bool:
     """
     if (
         not _sees_keys
-        or torch.compiler.is_compiling()
+        or is_traced_by_dynamo()
         or forward_ad._current_level >= 0
         or _keys_of_thread().raw_repr() | _KNOWN_THREAD_KEYS != _KNOWN_THREAD_KEYS
         # Written out for the one tensor that every call has, because a call of a short row takes 2 µs.

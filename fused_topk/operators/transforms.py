@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tracing import is_traced
 from . import full_rows as full_rows  # the operators that these Functions call
 from . import gradients, linear, merging
 from . import row_topk as row_topk
 
 # A private name of torch. Without it the Functions take every call except those that torch.compile traces. They serve all.
-_is_active: Callable[[], bool] = getattr(
-    torch._C, "_are_functorch_transforms_active", lambda: not torch.compiler.is_compiling()
-)
+_is_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: not is_traced())
 
 
 def is_active() -> bool:

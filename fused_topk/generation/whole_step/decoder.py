@@ -114,7 +114,7 @@ class Decoder:
                 self._is_text,
                 self._beams,
                 self.room,
-                calls[0].groups,
+                calls[0].groups if calls else 1,
                 max(windows, default=None),
                 logits.dtype,
                 self._gathers,

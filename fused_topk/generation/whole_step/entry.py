@@ -178,9 +178,7 @@ def _search(
         raise Declined("more continuations than there are")
     with_source = "encoder_outputs" in inputs
     prompt = (
-        _prompt_with_source(ready, ids, beams, longest, inputs)
-        if with_source
-        else _prompt(ids, beams, longest, inputs)
+        _prompt_with_source(ready, ids, beams, longest, inputs) if with_source else _prompt(ids, beams, longest, inputs)
     )
     positions = getattr(twin.config, "max_position_embeddings", None)
     if with_source and positions is not None and longest > positions:
