@@ -21,7 +21,7 @@ from .criteria import Criteria
 from .decoder import Prompt, Source, positions_of, vocab_size_of
 from .head import Head
 from .kept import Store, Way
-from .reasons import Declined
+from .reasons import Declined, said_by
 from .search import Search
 from .streaming import Once
 from .twin import Snapshot, twin_of
@@ -85,8 +85,7 @@ def _made_ready(model: Any, own: frozenset[str], own_hook: Callable[..., Any]) -
         stock = twin_of(model, None, state)
     # Of a configuration that cannot be copied, or of a model that takes no other attention.
     except Exception as error:
-        said = str(error).partition(chr(10))[0][:80]
-        against = f"a twin of a {type(model).__name__} raises {type(error).__name__}: {said}"
+        against = f"a twin of a {type(model).__name__} raises {said_by(error)}"
         return _Ready(None, against, snapshot, Store(), None, True)
     reason = trial.reason_against(twin, stock)
     if reason is not None:

@@ -22,6 +22,13 @@ class Declined(Exception):
     """The call is to run on the fused path, for the reason that this names."""
 
 
+def said_by(error: BaseException) -> str:
+    """What an exception says, in a line: that of the cause, where torch.compile has wrapped it."""
+    while isinstance(cause := getattr(error, "inner_exception", None), BaseException):
+        error = cause
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+
+
 # What generate() takes beside its inputs that changes how a call runs.
 _ARGUMENTS = (
     "custom_generate",

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from .decoder import Decoder, Prompt, Source, num_layers, positions_of, vocab_size_of
 from .head import Head, head_of
+from .reasons import said_by
 
 # The first text begins with padding; beams cross in each step.
 _IS_TEXT = [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
@@ -38,7 +39,7 @@ def reason_against(twin: Any, stock: Any) -> str | None:
             return _reason(twin, stock, name)
     # Whatever a model raises here, it does not raise by itself: generate() goes on without this.
     except Exception as error:
-        return f"{name} with a shared prompt raises {type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
+        return f"{name} with a shared prompt raises {said_by(error)}"
 
 
 def head(twin: Any) -> Head | None:
