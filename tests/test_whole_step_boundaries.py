@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,8 +20,19 @@ from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaLi
 from decoding import assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding, generate, stats
 from fused_topk.generation.whole_step import attribute, compiled, entry
+from fused_topk.generation.whole_step.decoder import num_positions
 from test_generation_interface import letter, tokenizer
-from whole_steps import assert_declined, assert_whole, family, weight_once_served, whole
+from whole_steps import (
+    SERVED,
+    SERVED_WITH_SOURCE,
+    assert_declined,
+    assert_whole,
+    encoder_decoder,
+    family,
+    source_for,
+    weight_once_served,
+    whole,
+)
 
 BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 
@@ -81,6 +93,37 @@ def test_a_longer_length_of_the_users_own_with_beams(model):
     assert_declined(model, reason, eos_token_id=[*range(5, 97)], early_stopping=True, **options)
     with pytest.raises(IndexError), whole(model):
         model.generate(**inputs_for(model), eos_token_id=None, do_sample=False, **options)
+
+
+@pytest.mark.parametrize("way", ["eager", True])
+@pytest.mark.parametrize("name", sorted({"GPT2", "Bart", "EncoderDecoder"} & {*SERVED, *SERVED_WITH_SOURCE}))
+def test_texts_of_more_than_the_positions_that_were_learned(name, way, monkeypatch):
+    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
+    is_both = name in SERVED_WITH_SOURCE
+    model = copy.deepcopy((encoder_decoder if is_both else family)(name))
+    positions = num_positions(model.config)
+    inputs = source_for(model, batch=1) if is_both else inputs_for(model, batch=1)
+    length = 1 if is_both else 6
+    options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": positions + 1 - length}
+    # The last token is not read: stock raises one token later.
+    assert_declined(
+        model, f"texts of more than the {positions} positions of a {type(model).__name__}", inputs, **options
+    )
+    options["max_new_tokens"] += 1
+    raised = []
+    for block in (nullcontext(), fused_decoding(model, whole_step=way)):
+        with pytest.raises(Exception) as error, block:
+            model.generate(**inputs, **options)
+        raised.append((error.type, str(error.value)))
+    assert raised[0] == raised[1]
+
+
+def test_more_positions_than_were_trained_where_they_are_computed(model):
+    for each, inputs in (
+        (model, inputs_for(model, batch=1)),
+        (encoder_decoder("M2M100"), source_for(encoder_decoder("M2M100"), batch=1)),
+    ):
+        assert_whole(each, inputs, max_new_tokens=110, eos_token_id=None)
 
 
 def test_calls_that_are_not_served(model):

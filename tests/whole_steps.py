@@ -139,7 +139,8 @@ def encoder_decoder(name: str, seed: int = 0, dtype: torch.dtype = torch.float32
 
 def _of_two_berts(options):
     shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "initializer_range": 0.3}
-    encoder, decoder = (transformers.BertConfig(vocab_size=97, hidden_size=size, **shape) for size in (48, 32))
+    shape |= {"vocab_size": 97, "max_position_embeddings": 96}
+    encoder, decoder = (transformers.BertConfig(hidden_size=size, **shape) for size in (48, 32))
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
     for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
         setattr(config, name, options[name])

@@ -7,12 +7,15 @@ import inspect
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from .ancestry import Mask, gathers
 from .attention import Call, watched
 from .cache import Places, shared_prompt_cache
+
+# Positions of padding and the like, which tables have besides.
+_MORE_POSITIONS = 8
 
 
 class Source(NamedTuple):
@@ -210,6 +213,19 @@ def vocab_size_of(config: Any) -> int:
     """How many tokens can be chosen: some models have another number of those that can be read."""
     own = getattr(config, "decoder_vocab_size", None)
     return int(own or config.get_text_config(decoder=True).vocab_size)
+
+
+def num_positions(config: Any) -> int | None:
+    """How many positions a text may have; None where the model does not say."""
+    config = config if hasattr(config, "max_position_embeddings") else config.get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def has_table(model: Any, positions: int) -> bool:
+    """Whether the model has learned its positions: an embedding for each, and perhaps for some more."""
+    tokens = model.get_input_embeddings().weight
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each.weight is not tokens]
+    return any(0 <= each.num_embeddings - positions <= _MORE_POSITIONS for each in tables)
 
 
 def positions_of(is_text: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from ..processors import Processors, reason_against
 from . import attention, attribute, reasons, trial
 from .beams import Rules
 from .criteria import Criteria
-from .decoder import Prompt, Source, positions_of, vocab_size_of
+from .decoder import Prompt, Source, has_table, num_positions, positions_of, vocab_size_of
 from .head import Head
 from .kept import Store, Way
 from .reasons import Declined, said_by
@@ -179,10 +179,14 @@ def _search(
     prompt = (
         _prompt_with_source(ready, ids, beams, longest, inputs) if with_source else _prompt(ids, beams, longest, inputs)
     )
-    positions = getattr(twin.config, "max_position_embeddings", None)
-    if with_source and positions is not None and longest > positions:
-        # Some models let their positions grow, which only single operations can.
-        way = None
+    positions = num_positions(twin.config)
+    if positions is not None and longest > positions:
+        if has_table(twin, positions):
+            # A compiled or captured step reads behind its end in another way than single operations do.
+            raise Declined(f"texts of more than the {positions} positions of a {type(twin).__name__}")
+        if with_source:
+            # Some models let their positions grow, which only single operations can.
+            way = None
     is_listed = not config.do_sample or warpers.list_length(plan.filters, vocab_size_of(twin.config)) is not None
     # The kernel that draws from the vocabulary itself knows no beams.
     if not is_listed and (beams > 1 or warpers.parameters(plan.filters) is None):
