@@ -19,6 +19,7 @@ from . import backends
 from .operators.dispatch import need_dispatcher, transform_is_active
 from .problem import TopKState, result_dtype
 from .rows import LogitRows
+from .tracing import is_traced
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NORMALIZE = ("allowed", "all", "topk")
@@ -187,7 +188,7 @@ def check_temperature(
 
 def check_row_temperature(temperature: Tensor) -> None:
     """Checks the values of a plain CPU tensor. Reading those of a CUDA tensor would wait for the device."""
-    if type(temperature) is not Tensor or temperature.device.type != "cpu" or torch.compiler.is_compiling():
+    if type(temperature) is not Tensor or temperature.device.type != "cpu" or is_traced():
         return
     if transform_is_active():
         # Under vmap a tensor stands for many, so it has no single value to compare.
@@ -244,7 +245,7 @@ def check_row_numbers(
             "drop its vocabulary dimension if it has one"
         )
     numbers = value.detach().to(dtype)
-    if type(value) is Tensor and value.device.type == "cpu" and value.numel() and not torch.compiler.is_compiling():
+    if type(value) is Tensor and value.device.type == "cpu" and value.numel() and not is_traced():
         ok = (numbers >= least) & (numbers <= greatest)
         if or_zero:
             ok |= numbers == 0
@@ -455,7 +456,7 @@ def check_targets(targets: Any, logits: Tensor, may_be_several: bool = False, is
             "for a causal model drop the last position and the first target"
         )
     check_same_device("targets", targets, logits)
-    if type(targets) is not Tensor or targets.device.type != "cpu" or torch.compiler.is_compiling():
+    if type(targets) is not Tensor or targets.device.type != "cpu" or is_traced():
         # Reading the values of a CUDA tensor would wait for the device.
         return
     if transform_is_active() or not targets.numel() or is_part:

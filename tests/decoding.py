@@ -71,7 +71,19 @@ def tiny(name: str, dtype: torch.dtype = torch.float32, vocab_size: int = 211, s
         options["init_std" if name in ("bart", "whisper") else "initializer_range"] = 0.3
     torch.manual_seed(seed)
     model = getattr(transformers, family + head)(getattr(transformers, f"{family}Config")(**options))
-    return model.to(dtype).eval()
+    return with_biases(model, seed).to(dtype).eval()
+
+
+def with_biases(model, seed: int):
+    """The model with random biases, which transformers makes zero: a forgotten one would show nowhere."""
+    generator = torch.Generator().manual_seed(seed)
+    # A buffer of the name may be a causal mask.
+    buffers = [(name, each) for name, each in model.named_buffers() if name == "final_logits_bias"]
+    with torch.no_grad():
+        for name, each in [*model.named_parameters(), *buffers]:
+            if name.endswith("bias"):
+                each.copy_(torch.randn(each.shape, generator=generator) * 0.3)
+    return model
 
 
 # What a model has in the place of logits that are not to be chosen: of a padded vocabulary, of images.

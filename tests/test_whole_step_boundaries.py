@@ -7,6 +7,7 @@ import contextlib
 import copy
 import gc
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,9 +20,20 @@ from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaLi
 
 from decoding import assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding, generate, stats
-from fused_topk.generation.whole_step import attribute, entry
+from fused_topk.generation.whole_step import attribute, compiled, entry
+from fused_topk.generation.whole_step.decoder import num_positions
 from test_generation_interface import letter, tokenizer
-from whole_steps import assert_declined, assert_whole, family, weight_once_served, whole
+from whole_steps import (
+    SERVED,
+    SERVED_WITH_SOURCE,
+    assert_declined,
+    assert_whole,
+    encoder_decoder,
+    family,
+    source_for,
+    weight_once_served,
+    whole,
+)
 
 BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 
@@ -62,8 +74,58 @@ def test_options_that_are_not_served(reason, options, model):
         assert_declined(model, reason, num_beams=beams, max_new_tokens=6, **options)
 
 
-def test_a_shorter_length_of_the_users_own_is_served(model):
-    assert_whole(model, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(9)]), **BEAMS)
+@pytest.mark.parametrize("way", ["eager", True])
+@pytest.mark.parametrize("length", [8, 9, 11, 12, 13, 30])
+def test_a_length_of_the_users_own(length, way, model, monkeypatch):
+    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
+    # The prompt has six tokens, and the call asks for six.
+    criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
+    for inputs in (inputs_for(model), inputs_for(model, batch=1)):
+        options = {"stopping_criteria": criteria, "max_new_tokens": 6, "eos_token_id": None}
+        stock = assert_whole(model, inputs, way=way, **options)
+        assert stock["sequences"].shape[1] == length
+        if length <= 12:
+            assert_whole(model, inputs, way=way, num_beams=3, **options)
+
+
+def test_a_longer_length_of_the_users_own_with_beams(model):
+    # Stock beam search has no place for it, and serves it where all texts end before.
+    options = {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(20)]), **BEAMS}
+    reason = "a MaxLengthCriteria beyond max_length, with beams"
+    assert_declined(model, reason, eos_token_id=[*range(5, 97)], early_stopping=True, **options)
+    with pytest.raises(IndexError), whole(model):
+        model.generate(**inputs_for(model), eos_token_id=None, do_sample=False, **options)
+
+
+@pytest.mark.parametrize("way", ["eager", True])
+@pytest.mark.parametrize("name", sorted({"GPT2", "Bart", "EncoderDecoder"} & {*SERVED, *SERVED_WITH_SOURCE}))
+def test_texts_of_more_than_the_positions_that_were_learned(name, way, monkeypatch):
+    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
+    is_both = name in SERVED_WITH_SOURCE
+    model = copy.deepcopy((encoder_decoder if is_both else family)(name))
+    positions = num_positions(model.config)
+    inputs = source_for(model, batch=1) if is_both else inputs_for(model, batch=1)
+    length = 1 if is_both else 6
+    options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": positions + 1 - length}
+    # The last token is not read: stock raises one token later.
+    assert_declined(
+        model, f"texts of more than the {positions} positions of a {type(model).__name__}", inputs, **options
+    )
+    options["max_new_tokens"] += 1
+    raised = []
+    for block in (nullcontext(), fused_decoding(model, whole_step=way)):
+        with pytest.raises(Exception) as error, block:
+            model.generate(**inputs, **options)
+        raised.append((error.type, str(error.value)))
+    assert raised[0] == raised[1]
+
+
+def test_more_positions_than_were_trained_where_they_are_computed(model):
+    for each, inputs in (
+        (model, inputs_for(model, batch=1)),
+        (encoder_decoder("M2M100"), source_for(encoder_decoder("M2M100"), batch=1)),
+    ):
+        assert_whole(each, inputs, max_new_tokens=110, eos_token_id=None)
 
 
 def test_calls_that_are_not_served(model):

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ from decoding import assert_same, generate_both, inputs_for, one_thread, stock_g
 from fused_topk.generation import disable, enable, fused_decoding, stats
 from fused_topk.generation.whole_step import compiled, entry, kept
 from fused_topk.generation.whole_step.kept import rounded_up
-from whole_steps import TOLERANCE, encoder_decoder, family, source_for, swaps
+from whole_steps import SERVED_WITH_SOURCE, TOLERANCE, encoder_decoder, family, source_for, swaps
 
 compiling = functools.partial(fused_decoding, whole_step="compiled")
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
@@ -130,10 +134,12 @@ def test_a_changed_model_is_compiled_anew(model, traced):
 
 
 def assert_not_compiled(model, reason, **options):
+    """Gives the reasons. Args: reason: the one that is to be; None for any."""
     stock, given, steps = generate_both(model, fused=compiling, **{**OPTIONS, "num_beams": 3, **options})
     assert_same(stock, given)
     assert steps.whole > 0 and steps.compiled == 0 and not steps.not_whole
-    assert steps.not_compiled == {reason: 1}
+    assert reason is None or steps.not_compiled == {reason: 1}
+    return steps.not_compiled
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -150,7 +156,8 @@ def test_calls_whose_choice_takes_more_compile_the_forward_pass(options, num_bea
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize(
-    "name", ["Bart", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("Marian", "M2M100", "Whisper"))]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.exhaustive] if name != "Bart" else []) for name in SERVED_WITH_SOURCE],
 )
 def test_traced_steps_of_encoder_decoders(name, num_beams, traced):
     model = encoder_decoder(name, 1)
@@ -169,7 +176,55 @@ def test_a_compiler_that_fails(model, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", compile)
     for _ in range(2):
-        assert_not_compiled(model, "what is to be compiled raises OSError")
+        assert_not_compiled(model, "what is to be compiled raises OSError: no compiler")
+
+
+def test_what_torch_says_of_a_compiler_that_fails(model, monkeypatch):
+    def fail(graph, inputs):
+        raise OSError("no working C++ compiler\nand more")
+
+    monkeypatch.setattr(compiled, "_inductor", fail)
+    assert_not_compiled(model, "what is to be compiled raises OSError: no working C++ compiler")
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("output_scores", [False, True])
+@pytest.mark.parametrize("switch", ["disable", "suppress_errors", "stance"])
+def test_a_compiler_that_is_switched_off(switch, output_scores, num_beams, model, monkeypatch, caplog):
+    def fail(graph, inputs):
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(compiled, "_inductor", fail)
+    if switch == "stance":
+        block = torch.compiler.set_stance("force_eager")
+    else:
+        # As TORCH_COMPILE_DISABLE=1 does, and what runs without where the compiler fails.
+        block = torch._dynamo.config.patch(**{switch: True})
+    with block:
+        (reason,) = assert_not_compiled(model, None, num_beams=num_beams, output_scores=output_scores)
+    assert reason.startswith("what is to be compiled raises NothingCompiled: torch.compile is switched off")
+    assert not any("was compiled" in message for message in caplog.messages)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("variable", "reason"),
+    [("TORCH_COMPILE_DISABLE=1", "torch.compile is switched off"), ("CXX=/bin/false", "No working C++ compiler")],
+)
+def test_what_is_said_where_the_environment_hinders_the_compiler(variable, reason):
+    name, value = variable.split("=")
+    code = """
+from whole_steps import family, inputs_for, fused_decoding
+from fused_topk.generation import stats
+with fused_decoding(family("Llama"), whole_step=True):
+    family("Llama").generate(**inputs_for(family("Llama")), max_new_tokens=4)
+assert stats().whole == 4 and stats().compiled == 0
+print(*stats().not_compiled)
+"""
+    environment = {**os.environ, name: value}
+    run = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True)
+    assert run.returncode == 0, run.stderr
+    assert reason in run.stdout.decode()
 
 
 @pytest.mark.exhaustive

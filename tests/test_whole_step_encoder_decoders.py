@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import random
 
 import pytest
@@ -11,16 +13,17 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
+import transformers
 from transformers.modeling_outputs import BaseModelOutput
 
 from decoding import EOS, generate_both, one_thread, stock_gap, tiny  # noqa: F401
 from fused_topk.generation import stats
-from fused_topk.generation.whole_step import cache
-from whole_steps import ENCODER_DECODERS, assert_declined, assert_whole, encoder_decoder, source_for, swaps, whole
+from fused_topk.generation.whole_step import cache, entry
+from whole_steps import SERVED_WITH_SOURCE, assert_declined, assert_whole, encoder_decoder, source_for, swaps, whole
 
 
 @pytest.mark.parametrize("num_beams", [1, 3, 4, 8])
-@pytest.mark.parametrize("name", ENCODER_DECODERS)
+@pytest.mark.parametrize("name", SERVED_WITH_SOURCE)
 def test_families(name, num_beams):
     # Whisper's processors change scores, and beams give no scores of their texts without those of the steps.
     options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 14, "output_scores": False}
@@ -109,14 +112,73 @@ def test_whispers_own_prompts_and_pieces(num_beams):
         assert steps.whole > 0 and steps.whole == steps.fused and not steps.not_whole
 
 
+@pytest.mark.skipif("Speech2Text" not in SERVED_WITH_SOURCE, reason="not served")
+def test_padding_of_sounds():
+    # Speech2Text makes a mask of its own of this one. Whisper looks at no mask once its encoder has run.
+    for beams in (1, 3):
+        sounds = encoder_decoder("Speech2Text", 1)
+        options = {"num_beams": beams, "output_scores": False}
+        assert_declined(sounds, "padding of input_features", source_for(sounds, padding=2), **options)
+        assert_whole(sounds, source_for(sounds, padding=0), **options)
+        whisper = encoder_decoder("Whisper", 1)
+        assert_whole(whisper, source_for(whisper, padding=2), **options)
+
+
+@dataclasses.dataclass
+class Masked(BaseModelOutput):
+    attention_mask: torch.Tensor | None = None
+
+
+def test_what_an_encoder_gives_beside_its_states():
+    class ReadsIt(transformers.BartForConditionalGeneration):
+        @functools.wraps(transformers.BartForConditionalGeneration.forward)
+        def forward(self, *args, **kwargs):
+            given = getattr(kwargs.get("encoder_outputs"), "attention_mask", None)
+            return super().forward(*args, **(kwargs if given is None else {**kwargs, "attention_mask": given}))
+
+    model = copy.deepcopy(encoder_decoder("Bart", 1))
+    model.__class__ = ReadsIt
+    inputs = source_for(model)
+    states = model.get_encoder()(**inputs).last_hidden_state
+
+    def generate(mask):
+        # generate() changes what it is given.
+        outputs = Masked(states.clone(), attention_mask=mask)
+        return model.generate(encoder_outputs=outputs, num_beams=3, max_new_tokens=8, do_sample=False)
+
+    for mask, reasons in ((inputs["attention_mask"], {"encoder_outputs with attention_mask": 1}), (None, {})):
+        stock = generate(mask)
+        stats(reset=True)
+        with whole(model):
+            assert torch.equal(generate(mask), stock)
+        assert stats(reset=True).not_whole == reasons
+
+
+@pytest.mark.skipif("EncoderDecoder" not in SERVED_WITH_SOURCE, reason="not served")
+def test_a_decoder_that_could_generate_by_itself_is_kept():
+    model = copy.deepcopy(encoder_decoder("EncoderDecoder", 1))
+    inputs = source_for(model)
+    twins = []
+    for _ in range(2):
+        # Each block puts its hooks on the decoder, too.
+        with whole(model):
+            model.generate(**inputs, num_beams=3, max_new_tokens=4)
+            twins.append(entry._ready[model].twin)
+    assert twins[0] is twins[1]
+    assert not twins[0].decoder._forward_hooks and "generate" not in vars(twins[0].decoder)
+    model.decoder.register_forward_hook(lambda module, args, output: None)
+    assert_declined(model, "a forward hook of a BertLMHeadModel", inputs, num_beams=3)
+
+
 def test_random_configurations():
     choose = random.Random(26)
     crossed = 0
     for _ in range(25):
-        model = encoder_decoder(choose.choice(list(ENCODER_DECODERS)), choose.randrange(3))
+        model = encoder_decoder(choose.choice(SERVED_WITH_SOURCE), choose.randrange(3))
         beams = choose.choice([1, 2, 3, 5, 8])
         length = choose.randint(1, 9)
-        inputs = source_for(model, choose.randint(1, 4), length, choose.randint(0, length - 1))
+        padding = 0 if model.config.model_type == "speech_to_text" else choose.randint(0, length - 1)
+        inputs = source_for(model, choose.randint(1, 4), length, padding)
         options = {
             "num_beams": beams,
             "num_return_sequences": choose.randint(1, beams),

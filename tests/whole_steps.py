@@ -11,7 +11,7 @@ import weakref
 import torch
 import transformers
 
-from decoding import BOS, EOS, PAD, assert_same, generate_both, inputs_for
+from decoding import BOS, EOS, PAD, assert_same, generate_both, inputs_for, with_biases
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import entry
 
@@ -87,7 +87,7 @@ def family(name: str, seed: int = 0, attention: str | None = None, dtype: torch.
         attn_implementation=attention,
         **{**options, **FAMILIES[name]},
     )
-    return _head(name)(made).to(dtype).eval()
+    return with_biases(_head(name)(made), seed).to(dtype).eval()
 
 
 _SHAPE_OF_BOTH = {
@@ -108,7 +108,15 @@ ENCODER_DECODERS = {
     "M2M100": ("ForConditionalGeneration", {}),
     "Pegasus": ("ForConditionalGeneration", {"scale_embedding": True}),
     "Whisper": ("ForConditionalGeneration", _SOUND),
+    # An encoder and a decoder that could generate by itself, of other sizes.
+    "EncoderDecoder": ("Model", {}),
+    "Speech2Text": ("ForConditionalGeneration", {**_SOUND, "input_feat_per_channel": 8, "conv_channels": 32}),
 }
+# Before transformers 5 these have attention, or masks, of their own.
+_SERVED_LATER = ("EncoderDecoder", "Speech2Text")
+SERVED_WITH_SOURCE = [
+    name for name in ENCODER_DECODERS if int(transformers.__version__.split(".")[0]) >= 5 or name not in _SERVED_LATER
+]
 
 
 @functools.cache
@@ -117,8 +125,10 @@ def encoder_decoder(name: str, seed: int = 0, dtype: torch.dtype = torch.float32
     head, own = ENCODER_DECODERS[name]
     tokens = {"vocab_size": 97, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{name}Config")(**{**tokens, **_SHAPE_OF_BOTH, **own, **options})
-    model = getattr(transformers, f"{name}{head}")(config).to(dtype).eval()
+    options = {**tokens, **_SHAPE_OF_BOTH, **own, **options}
+    config = getattr(transformers, f"{name}Config")
+    config = _of_two_berts(options) if name == "EncoderDecoder" else config(**options)
+    model = with_biases(getattr(transformers, f"{name}{head}")(config), seed).to(dtype).eval()
     # Random embeddings of tokens that are read are those that are chosen from: a token would choose itself.
     generator = torch.Generator().manual_seed(seed)
     head = copy.deepcopy(model.get_output_embeddings())
@@ -127,22 +137,49 @@ def encoder_decoder(name: str, seed: int = 0, dtype: torch.dtype = torch.float32
     return model
 
 
-def source_for(model, batch: int = 3, length: int = 7, padding: int = 2) -> dict[str, torch.Tensor]:
-    """Random sources; the last `padding` places of the first text are padding."""
+def _of_two_berts(options):
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "initializer_range": 0.3}
+    shape |= {"vocab_size": 97, "max_position_embeddings": 96}
+    encoder, decoder = (transformers.BertConfig(hidden_size=size, **shape) for size in (48, 32))
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
+        setattr(config, name, options[name])
+    return config
+
+
+def source_for(model, batch: int = 3, length: int = 7, padding: int | None = None) -> dict[str, torch.Tensor]:
+    """Random sources.
+
+    Args:
+        padding: how many of the last places of the first text are padding. By default two, or none in a sound whose padding
+            is not served.
+    """
     generator = torch.Generator().manual_seed(batch * 100 + length)
-    if model.config.model_type == "whisper":
-        shape = (batch, model.config.num_mel_bins, 2 * model.config.max_source_positions)
-        return {"input_features": torch.randn(shape, generator=generator).to(model.dtype)}
-    ids = torch.randint(8, model.config.vocab_size, (batch, length), generator=generator)
-    mask = torch.ones_like(ids)
-    if padding:
-        ids[0, -padding:], mask[0, -padding:] = PAD, 0
-    return {"input_ids": ids, "attention_mask": mask}
+    kind = model.config.model_type
+    if padding is None:
+        padding = 0 if kind == "speech_to_text" else 2
+    if model.main_input_name == "input_ids":
+        ids = torch.randint(8, model.config.vocab_size, (batch, length), generator=generator)
+        mask = torch.ones_like(ids)
+        if padding:
+            ids[0, -padding:], mask[0, -padding:] = PAD, 0
+        return {"input_ids": ids, "attention_mask": mask}
+    # Of four frames, or two, each place of what the encoder gives.
+    frames = 2 * model.config.max_source_positions if kind == "whisper" else 4 * length
+    sound = torch.randn(batch, frames, 8, generator=generator).to(model.dtype)
+    mask = torch.ones(batch, frames, dtype=torch.int64)
+    mask[0, frames - 4 * padding :] = 0
+    return {"input_features": sound.mT if kind == "whisper" else sound, "attention_mask": mask}
 
 
-def assert_whole(model, inputs=None, **options):
-    """Stock and whole-step generate() agree, and every step of the latter was whole. Gives what stock gives."""
-    stock, given, steps = generate_both(model, inputs, fused=whole, **options)
+def assert_whole(model, inputs=None, *, way="eager", **options):
+    """Stock and whole-step generate() agree, and every step of the latter was whole. Gives what stock gives.
+
+    Args:
+        way: for `whole_step`.
+    """
+    fused = functools.partial(fused_decoding, whole_step=way)
+    stock, given, steps = generate_both(model, inputs, fused=fused, **options)
     assert_same(stock, given, TOLERANCE)
     assert not steps.not_whole, steps.not_whole
     assert steps.whole > 0 and steps.whole == steps.fused and steps.fallback == 0

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import env
+from ..tracing import is_traced
 from .packing import Header, Packing, describe_difference, headers_of
 
 # Its name since torch 2.13.
@@ -48,7 +49,7 @@ def agree(header: Header, device: torch.device, group: Any) -> None:
     Raises:
         ValueError: the processes' calls differ.
     """
-    if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if is_traced() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return
     known = _agreed.setdefault(group, set())
     if header[1:] in known and not env.check_distributed():
@@ -83,7 +84,7 @@ def headers(buffers: Tensor) -> list[Header]:
 
 def all_gather(own: Tensor, group: Any) -> Tensor:
     """(1, n) of each process into (processes, n), in the order of their ranks."""
-    if torch.compiler.is_compiling():
+    if is_traced():
         from torch.distributed import _functional_collectives as functional
 
         gathered: Tensor = functional.all_gather_tensor(own, 0, group)

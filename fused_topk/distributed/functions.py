@@ -25,6 +25,7 @@ from ..operators import row_topk
 from ..operators.dispatch import need_dispatcher
 from ..problem import TopK, result_dtype
 from ..rows import LogitRows
+from ..tracing import is_traced
 from .collective import agree, check, exchange, group_of, headers
 from .packing import Header, Packing, Parts, header_words
 
@@ -215,10 +216,9 @@ def gather_states(
     header = Header.of(length, k, packing.rows, local_logits.dtype, normalize, tail is not None)
     agree(header, device, group)
     held = min(k, length)
-    is_traced = torch.compiler.is_compiling()
     has_gradient = torch.is_grad_enabled() and local_logits.requires_grad
     state = None
-    if is_traced or has_gradient:
+    if has_gradient or is_traced():
         state = _state(rows, k, held, normalize, backend)
         buffer = packing.packed(header, TopK(*(x.detach() for x in state)), tail)
     else:
@@ -264,9 +264,7 @@ def _tails(everywhere: Tensor, packing: Packing, tail: Tensor) -> Tensor:
 def _vocab_size(everywhere: Tensor, k: int, length: int, of_row: int | None = 1) -> int | None:
     """See :class:`Call`. Checks what the processes say where it looks at it."""
     # A GPU is waited for only where k may exceed the vocabulary. torch.compile does not trace the question about a capture.
-    if torch.compiler.is_compiling() or (
-        everywhere.device.type != "cpu" and (k <= length or torch.cuda.is_current_stream_capturing())
-    ):
+    if is_traced() or (everywhere.device.type != "cpu" and (k <= length or torch.cuda.is_current_stream_capturing())):
         return None
     said = headers(everywhere)
     check(said)

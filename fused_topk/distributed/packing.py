@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..problem import TopK, result_dtype
+from ..tracing import is_traced
 
 _WORD = 8  # bytes; no piece begins within one
 _HEADER_WORDS = 2
@@ -127,7 +128,7 @@ def headers_of(buffers: Tensor) -> Tensor:
 def header_words(header: Header, beside: Tensor) -> Tensor:
     """The header as the first words of a buffer. beside: a tensor of the call, on the same device."""
     # What stands for a tensor in traced code, or in a mode of fake tensors, is not to be kept.
-    make = _kept_words if type(beside) is Tensor and not torch.compiler.is_compiling() else _words
+    make = _kept_words if type(beside) is Tensor and not is_traced() else _words
     return make(header, beside.device)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..arguments import check_tensor
 from ..problem import TopK
 from ..rows import LogitRows
+from ..tracing import is_traced
 
 
 def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], rows: LogitRows) -> None:
@@ -44,7 +45,7 @@ def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], r
             raise ValueError(
                 f"`out.{name}` must not overlap itself, got strides {tensor.stride()}; use .contiguous() or torch.empty"
             )
-    if torch.compiler.is_compiling():
+    if is_traced():
         # Traced tensors have no addresses.
         return
     for name, tensor in zip(TopK._fields, out, strict=True):

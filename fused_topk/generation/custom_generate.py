@@ -70,7 +70,7 @@ def generate(
             if reason is not None:
                 raise Declined(reason)
             with held(model):
-                return whole_loop(model, options, once)(
+                return whole_loop(options, once)(
                     model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
                 )
         except Declined as declined:

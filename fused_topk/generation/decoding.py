@@ -54,12 +54,12 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str =
         whole_step: read the prompt once for all beams of a sequence, and never copy the cache (:mod:`whole_step`). For greedy
             decoding and beam search, also of encoder-decoders, and with sampling=True for sampling; other calls take the
             fused path, and :func:`stats` says why in `not_whole`. The first call of a model tries it on a few tokens.
-            Results have no past_key_values. On a GPU each token is one replay of a CUDA graph, captured in the first call
-            of a shape (batch, beams, lengths rounded up). On a CPU it is one call of code that torch.compile makes in that
-            call, which takes seconds to tens of seconds and needs a C++ compiler. The time is logged. "compiled" has
-            torch.compile make what is captured on a GPU, too. "eager" runs one operation after another, with nothing to
-            make and to keep. Where processors, sampling or scores that are returned take a choice of their own, it is the
-            forward pass that is compiled and captured.
+            Results have no cache: past_key_values, in transformers 5.24 cache, is None. On a GPU each token is one replay of a
+            CUDA graph, captured in the first call of a shape (batch, beams, lengths rounded up). On a CPU it is one call of
+            code that torch.compile makes in that call, which takes seconds to tens of seconds and needs a C++ compiler. The
+            time is logged. "compiled" has torch.compile make what is captured on a GPU, too. "eager" runs one operation after
+            another, with nothing to make and to keep. Where processors, sampling or scores that are returned take a choice of
+            their own, it is the forward pass that is compiled and captured.
 
     Raises:
         TypeError: an argument of the wrong kind.

@@ -19,10 +19,10 @@ from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..problem import TopK
+from ..tracing import is_traced
 from . import whole_step
 from .model_logits import is_of_a_loop
 from .session import Options, Session, running, running_session, session_of
@@ -105,10 +105,6 @@ class Hooks:
         elif hooks is not None and next(reversed(hooks)) != self._handle.id:
             hooks.move_to_end(self._handle.id)
 
-    @property
-    def hook_id(self) -> int:
-        return int(self._handle.id)
-
     def remove_unused(self) -> None:
         if self.enabled is None and not self.blocks and not self.num_calls:
             self._handle.remove()
@@ -180,7 +176,7 @@ class _Method:
 
 
 def _generate(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
+    if is_traced():
         count_fallback("torch.compile around generate()")
         return original(*args, **kwargs)
     outer = session_of(module)
@@ -216,17 +212,16 @@ def _generate_whole(module: Any, original: Callable[..., Any], request: Request,
         # generate() writes to it, and runs again where the loop declines.
         kwargs = {**kwargs, "encoder_outputs": copy.copy(kwargs["encoder_outputs"])}
     with held(module), running(Session(module, request.options, is_whole=True)):
-        loop = whole_loop(module, request.options, kwargs.get("streamer"))
+        loop = whole_loop(request.options, kwargs.get("streamer"))
         result = original(*args, custom_generate=loop, **kwargs)
     request.given.topk = []
     return result
 
 
-def whole_loop(module: Any, options: Options, streamer: whole_step.Once | None) -> whole_step.Loop:
-    """The loop of whole steps for a module that carries hooks."""
-    hook = module.__dict__[_ATTRIBUTE].hook_id
+def whole_loop(options: Options, streamer: whole_step.Once | None) -> whole_step.Loop:
+    """The loop of whole steps."""
     own = frozenset({*_RUN, _ATTRIBUTE, whole_step.ATTRIBUTE})
-    return whole_step.Loop(own, hook, options.whole_step, options.sampling, streamer)
+    return whole_step.Loop(own, _after_forward, options.whole_step, options.sampling, streamer)
 
 
 def _processors(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -271,7 +266,7 @@ _FORWARD = "forward"
 
 
 def _of_head(head: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    session = None if torch.compiler.is_compiling() else running_session()
+    session = None if is_traced() else running_session()
     logits = None if session is None else session.columns_of(head, args, kwargs, _caller(sys._getframe(1)))
     return original(*args, **kwargs) if logits is None else logits
 
@@ -285,7 +280,7 @@ def _caller(frame: Any) -> Any:
 
 def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     # In a compiled model the logits are marked where they leave the graph (_call_compiled), not inside.
-    if torch.compiler.is_compiling():
+    if is_traced():
         return output
     session = session_of(module)
     if session is None:

@@ -21,6 +21,7 @@ from .. import functional
 from ..arguments import check_head, check_hidden
 from ..functional import autocast
 from ..problem import LinearTopK, TopK
+from ..tracing import is_traced
 
 
 class HeadInput(NamedTuple):
@@ -80,7 +81,7 @@ def _weight_of_plain_head(model: nn.Module) -> Tensor | None:
     # for its turn. A compiled model does not look at who calls.
     if type(head) is not nn.Linear or "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks:
         return None
-    if getattr(model, "_compiled_call_impl", None) is not None or torch.compiler.is_compiling():
+    if getattr(model, "_compiled_call_impl", None) is not None or is_traced():
         return None
     weight = head.weight
     is_plain = type(weight) is nn.Parameter and weight.device.type in ("cpu", "cuda")

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..tracing import is_traced, is_traced_by_dynamo
+
 library = torch.library.Library("fused_topk", "DEF")
 
 # A private name of torch. Without it the Functions of transforms.py take every call except those that torch.compile traces.
 # They serve all.
 _are_transforms_active: Callable[[], bool] = getattr(
-    torch._C, "_are_functorch_transforms_active", lambda: not torch.compiler.is_compiling()
+    torch._C, "_are_functorch_transforms_active", lambda: not is_traced()
 )
 
 
@@ -53,7 +55,7 @@ def need_dispatcher(logits: Tensor, *others: Tensor | None) -> bool:
     """
     if (
         not _sees_keys
-        or torch.compiler.is_compiling()
+        or is_traced_by_dynamo()
         or forward_ad._current_level >= 0
         or _keys_of_thread().raw_repr() | _KNOWN_THREAD_KEYS != _KNOWN_THREAD_KEYS
         # Written out for the one tensor that every call has, because a call of a short row takes 2 µs.

@@ -21,8 +21,8 @@ generate() prepares the call as always.
     beams, texts, search, results    what a search holds, the loops, what is returned
     streaming    a streamer of a call that may run twice
 
-Sequences are those of transformers, with ties to the smaller index. A result has no `past_key_values`: the cache is not one
-that a model can go on with.
+Sequences are those of transformers, with ties to the smaller index. The `past_key_values` of a result, in later
+versions its `cache`, is None: the cache is not one that a model can go on with.
 """
 
 from .attribute import NAME as ATTRIBUTE

@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from ...tracing import is_traced_by_dynamo
+
 # The names of our two functions. PLAIN forms scores as transformers' function for `sdpa` does, which has no cap of the
 # scores. CAPPED forms them as all others do.
 PLAIN = "fused_topk_shared_prompt"
@@ -81,8 +83,7 @@ def _attend(
     rows, heads, length, dim = query.shape
     batch, key_heads = key.shape[:2]
     groups, beams = heads // key_heads, rows // batch
-    # Not is_compiling(), which is so for all threads while one of them compiles.
-    if not torch.compiler.is_dynamo_compiling() and (calls := _calls.get()) is not None:
+    if not is_traced_by_dynamo() and (calls := _calls.get()) is not None:
         calls.append(Call(groups, sliding_window))
     scale = dim**-0.5 if scaling is None else scaling
     if length > 1:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
+from ...tracing import is_traced_by_dynamo
+
 
 class Length:
     """How many tokens a text has: a number on the device, of which the host knows a bound.
@@ -138,7 +140,7 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self._places.is_reading_prompt:
             return 0
         # torch.compile knows tensors only.
-        return length.tensor if isinstance(length, Length) and torch.compiler.is_dynamo_compiling() else length
+        return length.tensor if isinstance(length, Length) and is_traced_by_dynamo() else length
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         # Before transformers 5.5 it is the positions of the queries.

@@ -11,6 +11,13 @@ from typing import Any
 import torch
 
 
+class NothingCompiled(Exception):
+    """Raised by the first run of what is to be compiled, where torch.compile has made nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.compile is switched off (TORCH_COMPILE_DISABLE, set_stance), or has given up")
+
+
 class Bound:
     def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
         self._function, self._args = function, args
@@ -27,7 +34,7 @@ def ways(function: Any, args: tuple[Any, ...], number: int) -> list[Callable[[],
         code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
         return types.FunctionType(code, function.__globals__)
 
-    return [_OneGraph(own(), args), Bound(torch.compile(own(), backend=_inductor, dynamic=False), args)]
+    return [_OneGraph(own(), args), _Pieces(own(), args)]
 
 
 def _inductor(graph: Any, inputs: Any) -> Callable[..., Any]:
@@ -35,6 +42,29 @@ def _inductor(graph: Any, inputs: Any) -> Callable[..., Any]:
     compile: Any = torch._dynamo.lookup_backend("inductor")
     run: Callable[..., Any] = compile(graph, inputs)
     return run
+
+
+class _Pieces:
+    """A function on its arguments, compiled in as many pieces as it takes."""
+
+    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
+        ref = weakref.ref(self)
+
+        def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+            piece = _inductor(graph, inputs)
+            if (pieces := ref()) is not None:
+                pieces._number += 1
+            return piece
+
+        self._function: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=False)
+        self._args = args
+        self._number = 0
+
+    def __call__(self) -> Any:
+        result = self._function(*self._args)
+        if not self._number:
+            raise NothingCompiled
+        return result
 
 
 class _OneGraph:
@@ -73,6 +103,8 @@ class _OneGraph:
             outputs = self._piece(*self._inputs)
             return None if self._returned is None else outputs[self._returned]
         result = self._function(*self._args)
+        if self._piece is None:
+            raise NothingCompiled
         if result is not None:
             self._returned = next(i for i, output in enumerate(self._outputs) if output is result)
         self._outputs = ()

@@ -7,12 +7,15 @@ import inspect
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from .ancestry import Mask, gathers
 from .attention import Call, watched
 from .cache import Places, shared_prompt_cache
+
+# Positions of padding and the like, which tables have besides.
+_MORE_POSITIONS = 8
 
 
 class Source(NamedTuple):
@@ -63,6 +66,7 @@ class Decoder:
         self._headless = headless
         # Of a kind that every version of torch.compile traces.
         self._arguments = frozenset(inspect.signature(twin.forward).parameters)
+        self._takes_positions = _takes_positions(twin, self._arguments)
         self._cache_argument = cache_argument(twin)
         self._beams = beams
         self._is_kept = is_kept
@@ -113,7 +117,7 @@ class Decoder:
                 self._is_text,
                 self._beams,
                 self.room,
-                calls[0].groups,
+                calls[0].groups if calls else 1,
                 max(windows, default=None),
                 logits.dtype,
                 self._gathers,
@@ -166,7 +170,7 @@ class Decoder:
     def _forward(self, twin: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, **extra: Any) -> Tensor:
         prefix = "" if self._source is None else "decoder_"
         inputs = {f"{prefix}input_ids": ids, f"{prefix}attention_mask": mask}
-        if f"{prefix}position_ids" in self._arguments:
+        if self._takes_positions:
             inputs[f"{prefix}position_ids"] = positions
         output = twin(use_cache=True, return_dict=True, **{self._cache_argument: self._cache}, **inputs, **extra)
         logits: Tensor = output.logits[:, -1]
@@ -183,12 +187,25 @@ def cache_argument(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
+def _takes_positions(model: Any, arguments: frozenset[str]) -> bool:
+    """Args: arguments: of the model's forward pass."""
+    if not model.config.is_encoder_decoder:
+        return "position_ids" in arguments
+    if "decoder_position_ids" in arguments:
+        return True
+    # A model made of two hands on to its decoder what is called so.
+    decoder = getattr(model, "decoder", None) if hasattr(model.config, "decoder") else None
+    return decoder is not None and "position_ids" in inspect.signature(decoder.forward).parameters
+
+
 def num_layers(config: Any) -> int:
     """How many layers the decoder has."""
     if config.is_encoder_decoder:
         # What get_text_config() gives for its decoder has, in some versions, the layers of another.
         of_decoder = (getattr(config, name, None) for name in ("decoder_layers", "num_decoder_layers"))
-        return int(next(number for number in of_decoder if number is not None))
+        found = next((number for number in of_decoder if number is not None), None)
+        if found is not None:
+            return int(found)
     return int(config.get_text_config(decoder=True).num_hidden_layers)
 
 
@@ -196,6 +213,19 @@ def vocab_size_of(config: Any) -> int:
     """How many tokens can be chosen: some models have another number of those that can be read."""
     own = getattr(config, "decoder_vocab_size", None)
     return int(own or config.get_text_config(decoder=True).vocab_size)
+
+
+def num_positions(config: Any) -> int | None:
+    """How many positions a text may have; None where the model does not say."""
+    config = config if hasattr(config, "max_position_embeddings") else config.get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def has_table(model: Any, positions: int) -> bool:
+    """Whether the model has learned its positions: an embedding for each, and perhaps for some more."""
+    tokens = model.get_input_embeddings().weight
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each.weight is not tokens]
+    return any(0 <= each.num_embeddings - positions <= _MORE_POSITIONS for each in tables)
 
 
 def positions_of(is_text: Tensor) -> Tensor:

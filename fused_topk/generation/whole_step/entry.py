@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +18,10 @@ from ..processor_list import Processors, reason_against
 from . import attention, attribute, reasons, trial
 from .beams import Rules
 from .criteria import Criteria
-from .decoder import Prompt, Source, positions_of, vocab_size_of
+from .decoder import Prompt, Source, has_table, num_positions, positions_of, vocab_size_of
 from .head import Head
 from .kept import Store, Way
-from .reasons import Declined
+from .reasons import Declined, said_by
 from .search import Search
 from .streaming import Once
 from .twin import Snapshot, twin_of
@@ -33,10 +35,14 @@ class _Ready(NamedTuple):
     of: Snapshot
     store: Store
     head: Head | None
+    # Whether the decoder looks at the mask of what its encoder has read. Where that is no text, the mask's shape is not known.
+    reads_mask: bool
 
 
 # Attributes of a model that say nothing about what it computes, or that this package puts there.
 _SKIPPED = frozenset({"generation_config"})
+# What an encoder gives of which a decoder reads the first at most.
+_OF_ENCODER = frozenset({"last_hidden_state", "pooler_output", "hidden_states", "attentions"})
 
 _ready: attribute.OfModels[_Ready] = attribute.OfModels()
 _lock = threading.RLock()
@@ -48,12 +54,12 @@ def drop(model: Any) -> None:
         _ready.pop(model)
 
 
-def ready_for(model: Any, own: frozenset[str], own_hook: int) -> _Ready:
+def ready_for(model: Any, own: frozenset[str], own_hook: Callable[..., Any]) -> _Ready:
     """The model's twin and what is kept of it, with a trial where the model is not as it was.
 
     Args:
-        own: attributes of the model that are the package's.
-        own_hook: the id of the package's forward hook.
+        own: attributes that are the package's, of the model and of parts of it that can generate by themselves.
+        own_hook: the package's forward hook of these.
 
     Raises:
         Declined: the model cannot be served.
@@ -67,11 +73,10 @@ def ready_for(model: Any, own: frozenset[str], own_hook: int) -> _Ready:
     return ready
 
 
-def _made_ready(model: Any, own: frozenset[str], own_hook: int) -> _Ready:
-    def state(root: Any) -> dict[str, Any]:
-        state = {name: value for name, value in vars(root).items() if name not in own}
-        hooks = state["_forward_hooks"].copy()
-        hooks.pop(own_hook, None)
+def _made_ready(model: Any, own: frozenset[str], own_hook: Callable[..., Any]) -> _Ready:
+    def state(module: Any) -> dict[str, Any]:
+        state = {name: value for name, value in vars(module).items() if name not in own}
+        hooks = OrderedDict((key, hook) for key, hook in state["_forward_hooks"].items() if hook is not own_hook)
         return {**state, "_forward_hooks": hooks}
 
     snapshot = Snapshot(model, _SKIPPED | own)
@@ -80,11 +85,12 @@ def _made_ready(model: Any, own: frozenset[str], own_hook: int) -> _Ready:
         stock = twin_of(model, None, state)
     # Of a configuration that cannot be copied, or of a model that takes no other attention.
     except Exception as error:
-        said = str(error).partition(chr(10))[0][:80]
-        against = f"a twin of a {type(model).__name__} raises {type(error).__name__}: {said}"
-        return _Ready(None, against, snapshot, Store(), None)
+        against = f"a twin of a {type(model).__name__} raises {said_by(error)}"
+        return _Ready(None, against, snapshot, Store(), None, True)
     reason = trial.reason_against(twin, stock)
-    return _Ready(twin, reason, snapshot, Store(), None if reason is not None else trial.head(twin))
+    if reason is not None:
+        return _Ready(twin, reason, snapshot, Store(), None, True)
+    return _Ready(twin, None, snapshot, Store(), trial.head(twin), trial.reads_mask(twin))
 
 
 class Loop:
@@ -103,7 +109,7 @@ class Loop:
     def __init__(
         self,
         own: frozenset[str],
-        own_hook: int,
+        own_hook: Callable[..., Any],
         whole_step: bool | str,
         is_sampling: bool,
         streamer: Once | None = None,
@@ -158,7 +164,11 @@ def _search(
     twin = ready.twin
     beams = config.num_beams
     ends = _tokens(config.eos_token_id)
-    rules = Rules(beams, config.max_length - ids.shape[1], ends, config.length_penalty, config.early_stopping)
+    if beams > 1 and criteria.max_length > config.max_length:
+        raise Declined("a MaxLengthCriteria beyond max_length, with beams")
+    # The criterion decides when texts end. With beams max_length decides of their scores.
+    longest = config.max_length if beams > 1 else criteria.max_length
+    rules = Rules(beams, longest - ids.shape[1], ends, config.length_penalty, config.early_stopping)
     if rules.room < 1 or len(ids) % beams:
         raise Declined("no room for a new token")
     if set(criteria.ends) != set(ends):
@@ -167,14 +177,16 @@ def _search(
         raise Declined("more continuations than there are")
     with_source = "encoder_outputs" in inputs
     prompt = (
-        _prompt_with_source(twin, ids, beams, config.max_length, inputs)
-        if with_source
-        else _prompt(ids, beams, config.max_length, inputs)
+        _prompt_with_source(ready, ids, beams, longest, inputs) if with_source else _prompt(ids, beams, longest, inputs)
     )
-    positions = getattr(twin.config, "max_position_embeddings", None)
-    if with_source and positions is not None and config.max_length > positions:
-        # Some models let their positions grow, which only single operations can.
-        way = None
+    positions = num_positions(twin.config)
+    if positions is not None and longest > positions:
+        if has_table(twin, positions):
+            # A compiled or captured step reads behind its end in another way than single operations do.
+            raise Declined(f"texts of more than the {positions} positions of a {type(twin).__name__}")
+        if with_source:
+            # Some models let their positions grow, which only single operations can.
+            way = None
     is_listed = not config.do_sample or warpers.list_length(plan.filters, vocab_size_of(twin.config)) is not None
     # The kernel that draws from the vocabulary itself knows no beams.
     if not is_listed and (beams > 1 or warpers.parameters(plan.filters) is None):
@@ -201,16 +213,22 @@ def _prompt(ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Pr
     return Prompt(ids, is_text, positions, {} if kept is None else {"logits_to_keep": kept}, longest)
 
 
-def _prompt_with_source(twin: Any, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
+def _prompt_with_source(ready: _Ready, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
     """The prompt of an encoder-decoder, whose encoder generate() has run."""
-    hidden, mask = inputs["encoder_outputs"][0], inputs.get("attention_mask")
+    outputs, mask = inputs["encoder_outputs"], inputs.get("attention_mask")
+    # The trial has none of these, which some decoders ask for.
+    further = sorted(set(outputs) - _OF_ENCODER) if isinstance(outputs, Mapping) else []
+    if further:
+        raise Declined(f"encoder_outputs with {further[0]}")
+    hidden = outputs[0]
     of_prompt = inputs.get("decoder_attention_mask")
     if not isinstance(hidden, Tensor) or hidden.dim() != 3 or len(hidden) != len(ids):
         raise Declined("encoder_outputs of other rows")
     if of_prompt is not None and not bool(of_prompt.all()):
         raise Declined("decoder_attention_mask with padding")
-    # What hears a sound gets no mask of its length.
-    takes_mask = twin.main_input_name == "input_ids"
+    takes_mask = ready.twin.main_input_name == "input_ids"
+    if not takes_mask and ready.reads_mask and mask is not None and not bool(mask.all()):
+        raise Declined(f"padding of {ready.twin.main_input_name}")
     hidden = hidden[::beams]
     if takes_mask and mask is not None and mask.shape != (len(ids), hidden.shape[1]):
         raise Declined("an attention mask of another shape")

@@ -29,7 +29,7 @@ from .beams import Rules, choose
 from .compiled import Bound
 from .decoder import Decoder, Prompt
 from .head import Head
-from .reasons import Declined
+from .reasons import Declined, said_by
 from .texts import choose_tokens
 
 logger = logging.getLogger("fused_topk.generation")
@@ -229,7 +229,7 @@ class Step:
             # Of the compiler, of the C++ compiler that it runs, or of the capture: whatever it is, the call runs without.
             except Exception as error:
                 if number == len(ways):
-                    raise NotKept(f"what is to be {self.shape.way} raises {type(error).__name__}") from error
+                    raise NotKept(f"what is to be {self.shape.way} raises {said_by(error)}") from error
         after_trials()
         self._tell(time.perf_counter() - started)
         return run

@@ -22,6 +22,13 @@ class Declined(Exception):
     """The call is to run on the fused path, for the reason that this names."""
 
 
+def said_by(error: BaseException) -> str:
+    """What an exception says, in a line: that of the cause, where torch.compile has wrapped it."""
+    while isinstance(cause := getattr(error, "inner_exception", None), BaseException):
+        error = cause
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+
+
 # What generate() takes beside its inputs that changes how a call runs.
 _ARGUMENTS = (
     "custom_generate",
@@ -105,11 +112,11 @@ def _takes_a_loop(generate: Callable[..., Any]) -> bool:
     return any(each.name == "custom_generate" or each.kind is each.VAR_KEYWORD for each in takes)
 
 
-def of_model(model: Any, own_hook: int) -> str | None:
+def of_model(model: Any, own_hook: Callable[..., Any]) -> str | None:
     """Why the model as it is now is not served; None if it is.
 
     Args:
-        own_hook: the id of the forward hook that this package has put there.
+        own_hook: the forward hook that this package puts on what can generate.
     """
     name = type(model).__name__
     for method in _METHODS:
@@ -140,7 +147,7 @@ def _is_known(found: Any, method: str) -> bool:
     return (found is _STOCK_METHODS[method] and of.startswith("transformers.")) or of.startswith(_KNOWN_METHODS)
 
 
-def _of_modules(model: nn.Module, own_hook: int) -> str | None:
+def _of_modules(model: nn.Module, own_hook: Callable[..., Any]) -> str | None:
     if any(getattr(nn.modules.module, name, None) for name in _HOOKS_OF_ALL):
         return "a forward hook of all modules"
     for module in model.modules():
@@ -152,9 +159,9 @@ def _of_modules(model: nn.Module, own_hook: int) -> str | None:
         if "forward" in state and not _is_own(module, "forward"):
             return f"forward() of a {type(module).__name__} that has been replaced"
         for hooks in _HOOKS:
-            for key, hook in state[hooks].items():
+            for hook in state[hooks].values():
                 is_stock = str(getattr(hook, "__module__", "")).startswith("transformers.")
-                if not is_stock and not (module is model and key == own_hook):
+                if not is_stock and hook is not own_hook:
                     return f"a forward hook of a {type(module).__name__}"
     return None
 

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from .decoder import Decoder, Prompt, Source, num_layers, positions_of, vocab_size_of
 from .head import Head, head_of
+from .reasons import said_by
 
 # The first text begins with padding; beams cross in each step.
 _IS_TEXT = [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
@@ -38,7 +39,7 @@ def reason_against(twin: Any, stock: Any) -> str | None:
             return _reason(twin, stock, name)
     # Whatever a model raises here, it does not raise by itself: generate() goes on without this.
     except Exception as error:
-        return f"{name} with a shared prompt raises {type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
+        return f"{name} with a shared prompt raises {said_by(error)}"
 
 
 def head(twin: Any) -> Head | None:
@@ -47,18 +48,46 @@ def head(twin: Any) -> Head | None:
     Args:
         twin: see above. It has no reason against it.
     """
-    device = next(twin.parameters()).device
-    ids = _some_tokens(twin.config, torch.arange(4, device=device) * 7 + 3).view(2, 2)
-    inputs: dict[str, Any] = {"input_ids": ids}
-    if twin.config.is_encoder_decoder:
-        hidden = BaseModelOutput(last_hidden_state=_source(twin).hidden)
-        inputs = {"decoder_input_ids": ids, "encoder_outputs": hidden}
     try:
         with torch.no_grad():
-            return head_of(twin, inputs)
+            return head_of(twin, _few_inputs(twin))
     # Whatever a model raises that looks at its head: it keeps it.
     except Exception:
         return None
+
+
+def _few_inputs(twin: Any) -> dict[str, Any]:
+    device = next(twin.parameters()).device
+    ids = _some_tokens(twin.config, torch.arange(4, device=device) * 7 + 3).view(2, 2)
+    if not twin.config.is_encoder_decoder:
+        return {"input_ids": ids}
+    return {"decoder_input_ids": ids, "encoder_outputs": BaseModelOutput(last_hidden_state=_source(twin).hidden)}
+
+
+class _Unread(Tensor):
+    """Raises where it is looked at."""
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a mask that is read")
+
+
+def reads_mask(twin: Any) -> bool:
+    """Whether the model looks at `attention_mask` where its encoder has run. False for a model without an encoder.
+
+    Args:
+        twin: see above.
+    """
+    if not twin.config.is_encoder_decoder:
+        return False
+    mask = torch.ones(2, len(_IS_SOURCE[0])).as_subclass(_Unread)
+    try:
+        with torch.no_grad():
+            twin(**_few_inputs(twin), attention_mask=mask, use_cache=False)
+    # It was looked at, whatever a model makes of the exception.
+    except Exception:
+        return True
+    return False
 
 
 def _reason(twin: Any, stock: Any, name: str) -> str | None:
@@ -112,7 +141,9 @@ def _source(stock: Any) -> Source:
     """A source such as an encoder gives: any numbers do."""
     weight = next(stock.parameters())
     is_text = torch.tensor(_IS_SOURCE, device=weight.device).bool()
-    shape = (*is_text.shape, stock.config.get_text_config(decoder=True).hidden_size)
+    # Of a model that is made of two.
+    encoder = getattr(stock.config, "encoder", None) or stock.config.get_text_config(decoder=True)
+    shape = (*is_text.shape, encoder.hidden_size)
     hidden = torch.arange(math.prod(shape), dtype=torch.float32, device=weight.device).view(shape).sin()
     return Source(hidden.to(stock.dtype), is_text if stock.main_input_name == "input_ids" else None)
 

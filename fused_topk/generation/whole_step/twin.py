@@ -17,38 +17,38 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import GenerationMixin, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-def twin_of(model: Any, attention: str | None, state_of_root: Callable[[Any], dict[str, Any]]) -> Any:
+def twin_of(model: Any, attention: str | None, state_of: Callable[[Any], dict[str, Any]]) -> Any:
     """The twin of a model.
 
     Args:
         attention: the name of its attention implementation; None for that of the model.
-        state_of_root: the attributes of the model itself, without what is not to be copied.
+        state_of: gives the attributes of a module, without what is not to be copied.
     """
     # One copy of a configuration, and of each that is a part of it, for all modules that share it.
     configs: dict[int, Any] = {}
     modules: dict[int, nn.Module] = {}
 
-    def copied(module: nn.Module, state: dict[str, Any]) -> nn.Module:
+    def copied(module: nn.Module) -> nn.Module:
         twin: nn.Module = modules.get(id(module)) or object.__new__(type(module))
         if id(module) in modules:
             return twin
         modules[id(module)] = twin
-        twin.__dict__.update(state)
+        twin.__dict__.update(state_of(module))
         # A forward method among a module's attributes would be bound to the first module: see reasons.of_model.
         twin.__dict__.pop("forward", None)
-        config = state.get("config")
+        config = twin.__dict__.get("config")
         if config is not None:
             twin.__dict__["config"] = copy.deepcopy(config, configs)
         twin.__dict__["_modules"] = {
-            name: child if child is None else copied(child, vars(child)) for name, child in module._modules.items()
+            name: child if child is None else copied(child) for name, child in module._modules.items()
         }
         return twin
 
-    twin = copied(model, state_of_root(model))
+    twin = copied(model)
     if attention is not None:
         twin.set_attn_implementation(attention)  # type: ignore[operator]
     return twin
@@ -61,13 +61,14 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, skipped: frozenset[str]) -> None:
+        """Args: skipped: attributes that do not count, of the model and of parts of it that can generate by themselves."""
         # The model itself is not held here: it goes without a collection of garbage where nothing else refers to it.
         self._look = _look_at(model, skipped)
         self._parts = self._look(model)
         self._held: list[tuple[_Look, Any, tuple[Any, ...]]] = []
         self._tensors: list[Tensor] = []
         kinds, known = {type(model)}, {id(model)}
-        pending = [*_looks(model, self._parts)]
+        pending = [*_looks(model, self._parts, skipped)]
         while pending:
             look, part = pending.pop()
             if id(part) in known:
@@ -76,7 +77,7 @@ class Snapshot:
             if look is not None:
                 parts = look(part)
                 self._held.append((look, part, parts))
-                pending += _looks(part, parts)
+                pending += _looks(part, parts, skipped)
                 kinds.add(type(part))
             elif type(part) in (Tensor, nn.Parameter) and part.layout is torch.strided and not part.is_nested:
                 self._tensors.append(part)
@@ -108,13 +109,14 @@ _Look = Callable[[Any], tuple[Any, ...]]
 _NO_PARTS = frozenset({*vars(nn.Module()), "forward"}) - {"training"}
 
 
-def _looks(holder: Any, parts: tuple[Any, ...]) -> Iterator[tuple[_Look | None, Any]]:
+def _looks(holder: Any, parts: tuple[Any, ...], skipped: frozenset[str]) -> Iterator[tuple[_Look | None, Any]]:
     """The parts, each with what gives the parts of it; None for what has none, or is not looked into."""
     for part in parts:
         look: _Look | None = None
         if isinstance(part, nn.Module):
             # A ScriptModule has no such attributes.
-            look = _look_at(part) if "_modules" in vars(part) else None
+            own = skipped if isinstance(part, GenerationMixin) else frozenset()
+            look = _look_at(part, own) if "_modules" in vars(part) else None
         elif isinstance(part, dict):
             look = _of_dict
         elif isinstance(part, (list, tuple, set, frozenset, deque)):
@@ -128,7 +130,7 @@ def _looks(holder: Any, parts: tuple[Any, ...]) -> Iterator[tuple[_Look | None, 
         yield _of_config, config
 
 
-def _look_at(module: nn.Module, skipped: frozenset[str] = frozenset()) -> _Look:
+def _look_at(module: nn.Module, skipped: frozenset[str]) -> _Look:
     names = [name for name in vars(module) if name not in _NO_PARTS and name not in skipped]
     # Of one name it would give no tuple.
     return functools.partial(_of_module, operator.itemgetter("training", *names), skipped)
