@@ -16,10 +16,7 @@ from simt.cases import Case, Laid
 from simt.launch import Outcome
 from test_beam import check_beams
 
-pytestmark = [
-    pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable())),
-    pytest.mark.exhaustive,
-]
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 CAPACITY = {1: 128, 8: 512, 16: 4096}  # by warps: Candidates::kCapacity of csrc/candidates.cuh
 TILE = 1024
@@ -117,6 +114,13 @@ def test_bound_that_a_block_reads_off_its_buckets(rows):
     is_one = hits % TILE == 0
     logits.view(-1)[hits[~is_one]] = values[~is_one]
     check_row(case, logits)
+
+
+@pytest.mark.parametrize("case", [Case(9001, 600, splits=3), Case(9001, 1024, splits=1)], ids=str)
+def test_neighbours_of_a_large_k(case):
+    """They differ in the last bits of their keys, and in no order."""
+    steps = torch.randperm(case.vocab_size, generator=torch.Generator().manual_seed(case.k)).int()
+    check_row(case, (torch.ones(()).view(torch.int32) + steps).view(torch.float32))
 
 
 def check_row(case: Case, tiles: Tensor) -> Outcome:

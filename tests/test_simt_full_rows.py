@@ -203,7 +203,6 @@ def test_blocks_that_wait_for_each_other_all_run():
     check(of_choice, "softmax", random_logits(1, 3400))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("rows", "blocks", "owners"), ((1, 5, 1), (5, 2, 2), (5, 2, 3), (3, 4, 1)))
 def test_blocks_that_share_rows(schedule, rows, blocks, owners):

@@ -181,11 +181,12 @@ def test_architectures(architecture, dtype):
     assert_same_state(got, wanted(logits, 8), D_TOLERANCE)
 
 
-# What is replaced in csrc/accumulate_piece.cu.
+# What is replaced in csrc/accumulate_piece.cu, and in what it reads by.
 FAULTS = {
     "negative logits": ("lane_key > key_of(threshold_)", "lane_key > max(key_of(threshold_), kZeroKey)"),
     "the bound passes less": ("greatest < max(bound,", "greatest <= max(bound,"),
     "the bound drops its own": ("key_of(candidate) >= bound", "key_of(candidate) > bound"),
+    "logits behind the piece": ("token < V_ ? __ldg", "token <= V_ ? __ldg"),
     "elements behind the row": ("if (index < x.V())", "if (true)"),
     "tokens of the piece": ("first_token + index)", "index)"),
     "entries in another's place": ("entry_ > entry)", "entry_ >= entry_before)"),
