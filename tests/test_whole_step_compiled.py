@@ -162,7 +162,8 @@ def test_calls_whose_choice_takes_more_compile_the_forward_pass(options, num_bea
 def test_traced_steps_of_encoder_decoders(name, num_beams, traced):
     model = encoder_decoder(name, 1)
     for length, padding in ((7, 2), (5, 0), (20, 4)):
-        inputs = source_for(model, 3, length, padding)
+        # Padding of its sounds is not served.
+        inputs = source_for(model, 3, length, 0 if name == "Speech2Text" else padding)
         if stock_gap(model, inputs, num_beams=num_beams, max_new_tokens=12) > 2e-5:
             assert_compiled(model, inputs, num_beams=num_beams, num_return_sequences=num_beams)
 
