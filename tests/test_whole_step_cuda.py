@@ -105,7 +105,7 @@ def test_the_loop_does_not_wait(cuda, num_beams, monkeypatch):
     options = {"num_beams": num_beams, "max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
     with WAYS["captured"](model):
         model.generate(**inputs, **options)
-        advance = kept.Step.advance
+        advance = kept.KeptStep.advance
         goes_on = graphs.EndFlag.goes_on
 
         def strict(function):
@@ -118,7 +118,7 @@ def test_the_loop_does_not_wait(cuda, num_beams, monkeypatch):
 
             return run
 
-        monkeypatch.setattr(kept.Step, "advance", strict(advance))
+        monkeypatch.setattr(kept.KeptStep, "advance", strict(advance))
         monkeypatch.setattr(graphs.EndFlag, "goes_on", strict(goes_on))
         stats(reset=True)
         model.generate(**inputs, **options)

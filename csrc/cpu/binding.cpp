@@ -182,9 +182,9 @@ void sample(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
   // clang-format on
   SampleProblem p{};
   // Draws take their temperatures as float64, from `temperatures`.
-  static_cast<LogitRows&>(p) = logit_rows(dtype, std::move(shape), std::move(logits_strides), 1.0,
-                                          std::move(temperature_strides), mask_kind, std::move(mask_strides),
-                                          instruction_set);
+  static_cast<LogitRows&>(p) =
+      logit_rows(dtype, std::move(shape), std::move(logits_strides), 1.0, std::move(temperature_strides), mask_kind,
+                 std::move(mask_strides), instruction_set);
   point_to(p, logits, 0, mask);
   p.threads = threads;
   p.temperatures = {temperature, pointer<const double>(row_temperature)};

@@ -81,9 +81,9 @@ class Topk {
        std::vector<i64> beam_scores_strides, std::string_view instruction_set)
       // clang-format on
       : request_{} {
-    static_cast<LogitRows&>(request_) = logit_rows(dtype, std::move(shape), std::move(logits_strides), temperature,
-                                                   std::move(temperature_strides), mask_kind, std::move(mask_strides),
-                                                   instruction_set);
+    static_cast<LogitRows&>(request_) =
+        logit_rows(dtype, std::move(shape), std::move(logits_strides), temperature, std::move(temperature_strides),
+                   mask_kind, std::move(mask_strides), instruction_set);
     elements_ = elements_of(request_);
     request_.k = k;
     request_.value_kind = ValueKind(value_kind);
@@ -123,9 +123,9 @@ class FullRows {
            u32 kind, u32 out_dtype, std::string_view instruction_set)
       // clang-format on
       : request_{} {
-    static_cast<LogitRows&>(request_) = logit_rows(dtype, std::move(shape), std::move(logits_strides), temperature,
-                                                   std::move(temperature_strides), mask_kind, std::move(mask_strides),
-                                                   instruction_set);
+    static_cast<LogitRows&>(request_) =
+        logit_rows(dtype, std::move(shape), std::move(logits_strides), temperature, std::move(temperature_strides),
+                   mask_kind, std::move(mask_strides), instruction_set);
     elements_ = elements_of(request_);
     request_.kind = FullRowKind(kind);
     request_.out_dtype = DType(out_dtype);

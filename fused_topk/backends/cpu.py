@@ -85,16 +85,17 @@ def prepare_topk(
     is_scaled = problem.rows.row_temperature is not None and values != "logits"
 
     def run(rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None:
-        logits, temperatures, mask = _addresses_of(rows)
+        logits, _, row_temperature, mask = rows
         values, indices, logsumexp = out
         topk(
-            logits,
-            temperatures if is_scaled else 0,
-            mask,
+            logits.data_ptr(),
+            # A broadcast view begins where its tensor does.
+            row_temperature.data_ptr() if is_scaled and row_temperature is not None else 0,
+            0 if mask is None else mask.data_ptr(),
             values.data_ptr(),
             indices.data_ptr(),
             logsumexp.data_ptr(),
-            _address(beam_scores),
+            0 if beam_scores is None else beam_scores.data_ptr(),
             _num_threads(),
         )
 

@@ -38,7 +38,7 @@ _UNFINISHED = re.compile(r"[0-9a-f]{64}\..*\.part")
 _logger = logging.getLogger("fused_topk")
 
 
-class Kept(NamedTuple):
+class KeptFile(NamedTuple):
     """A file of the cache."""
 
     path: Path
@@ -96,7 +96,7 @@ def problem() -> str | None:
     return _with_remedy(cause) if cause else None
 
 
-def kept() -> list[Kept]:
+def kept() -> list[KeptFile]:
     """The kernels on disk, the most recently used first."""
     folder = env.kernel_cache_dir()
     return sorted(_files(folder, _FINISHED), key=lambda file: -file.last_use) if folder else []
@@ -181,7 +181,7 @@ def _sweep(folder: Path) -> None:
             file.path.unlink()
 
 
-def _files(folder: Path, name: re.Pattern[str]) -> list[Kept]:
+def _files(folder: Path, name: re.Pattern[str]) -> list[KeptFile]:
     files = []
     with suppress(OSError):
         for path in folder.iterdir():
@@ -189,7 +189,7 @@ def _files(folder: Path, name: re.Pattern[str]) -> list[Kept]:
             with suppress(OSError):
                 if name.fullmatch(path.name):
                     found = path.lstat()
-                    files.append(Kept(path, found.st_size, found.st_mtime))
+                    files.append(KeptFile(path, found.st_size, found.st_mtime))
     return files
 
 

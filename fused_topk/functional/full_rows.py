@@ -160,7 +160,7 @@ def _values(
     out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
     run: Callable[..., Any]
     if transform_is_active():
-        run = transforms.FullRows.apply
+        run = transforms.FullRowValues.apply
     elif need_dispatcher(*rows.tensors()):
         run = _full_rows
     else:

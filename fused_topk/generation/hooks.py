@@ -27,7 +27,7 @@ from . import whole_step
 from .model_logits import is_of_a_loop
 from .session import Options, Session, running, running_session, session_of
 from .statistics import count_fallback, count_not_whole
-from .tensor_parallel import head_of
+from .tensor_parallel import sharded_head_of
 
 # The one private name of transformers: a method that takes a loop's configuration and returns its processors.
 LOOKUP = "_get_logits_processor"
@@ -86,7 +86,7 @@ class Hooks:
         self._put_head()
 
     def _put_head(self) -> None:
-        head = head_of(self._module)
+        head = sharded_head_of(self._module)
         if head is not self._head:
             self._leave_head()
         if head is not None:

@@ -23,7 +23,7 @@ def _as_plain(
     return Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call]
 
 
-class Loop(Protocol):
+class StockLoop(Protocol):
     """The decoding loop that the logits are for."""
 
     def is_in(self, frame: FrameType) -> bool:
@@ -45,10 +45,10 @@ class ModelLogits(Tensor):
     # torch has a private function that does the same. Its C++ code recognises that function and saves the call.
     __torch_function__: Any = getattr(torch._C, "_disabled_torch_function_impl", staticmethod(_as_plain))
 
-    loop: Loop
+    loop: StockLoop
 
     @staticmethod
-    def of(logits: Tensor, loop: Loop) -> ModelLogits:
+    def of(logits: Tensor, loop: StockLoop) -> ModelLogits:
         """The same values in a new tensor object, which nobody else holds."""
         marked = logits.as_subclass(ModelLogits)
         marked.loop = loop
@@ -89,7 +89,7 @@ class LastLogits(StandIn):
 
     __slots__ = ("_loop", "_of", "_rows")
 
-    def __init__(self, rows: Tensor, of: Tensor, loop: Loop) -> None:
+    def __init__(self, rows: Tensor, of: Tensor, loop: StockLoop) -> None:
         self._rows = rows
         self._of = of
         self._loop = loop

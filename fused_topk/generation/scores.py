@@ -28,7 +28,7 @@ from .stand_in import StandIn
 from .statistics import count_fallback, count_fused
 
 
-class Step:
+class ScoredStep:
     """The last logits of one forward pass, until its tokens are chosen.
 
     After that the step holds no logits. The loop drops the model's output before it computes the next one, and the memory must
@@ -88,7 +88,7 @@ class LazyScores(StandIn):
 
     def __init__(
         self,
-        step: Step,
+        step: ScoredStep,
         stage: Stage,
         shape: tuple[int, ...],
         compute: Callable[[], Tensor],
@@ -113,7 +113,7 @@ class LazyScores(StandIn):
     @classmethod
     def of(cls, rows: Rows, of: Tensor) -> LazyScores:
         """The model's last logits in float32, as a loop takes them. of: all of the model's logits, [R, length, V]."""
-        step = Step(rows, of)
+        step = ScoredStep(rows, of)
         return cls(step, Stage.LOGITS, rows.logits.shape, lambda: step.rows.logits.to(copy=True, dtype=torch.float32))
 
     # The attributes of a tensor that loops ask for.

@@ -24,7 +24,7 @@ from .selection import Rows
 from .sharded_logits import ShardedLogits
 from .sharded_rows import ShardedRows
 from .statistics import count_fallback, count_gathered
-from .tensor_parallel import ShardedHead, SharedGenerator, head_of
+from .tensor_parallel import ShardedHead, SharedGenerator, sharded_head_of
 
 SEARCH = (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH)
 SAMPLING = (GenerationMode.SAMPLE, GenerationMode.BEAM_SAMPLE)
@@ -123,7 +123,7 @@ class Session:
 
     def _begin_sharded(self, config: GenerationConfig, processors: LogitsProcessorList) -> None:
         """Asks, of a tensor-parallel model, whether its logits must be gathered in this call."""
-        module = head_of(self.model)
+        module = sharded_head_of(self.model)
         self._head = None if module is None else ShardedHead(self.model, module)
         if self._head is None:
             return

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.collective import all_gather
-from .model_logits import LastLogits, Loop, is_of_last
+from .model_logits import LastLogits, StockLoop, is_of_last
 from .statistics import count_gathered
 
 
@@ -54,7 +54,7 @@ class ShardedLogits(Tensor):
     local: Tensor  # (..., length of the columns)
     columns: Columns
     # The decoding loop that the logits are for, once the model has returned them.
-    loop: Loop | None
+    loop: StockLoop | None
     _whole: Tensor | None
 
     @staticmethod

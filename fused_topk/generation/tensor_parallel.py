@@ -37,7 +37,7 @@ def _is_own(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(f"{__package__}.")
 
 
-def head_of(model: Any) -> nn.Module | None:
+def sharded_head_of(model: Any) -> nn.Module | None:
     """The model's LM head, if processes have some columns of it each."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -97,7 +97,7 @@ class ShardedHead:
 
     Args:
         model: the model that generates.
-        module: :func:`head_of` it.
+        module: :func:`sharded_head_of` it.
     """
 
     def __init__(self, model: Any, module: Any) -> None:

@@ -181,7 +181,7 @@ class LinearTopkBackward(_Function):
         return tuple(map(torch.stack, zip(*turns, strict=True))), (0, 0, 0)
 
 
-class FullRows(_Function):
+class FullRowValues(_Function):
     """full_rows."""
 
     @staticmethod
@@ -192,11 +192,11 @@ class FullRows(_Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradients.full_rows_backward(ctx, gradient, FullRows.apply)
+        return gradients.full_rows_backward(ctx, gradient, FullRowValues.apply)
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-        return _map_full_rows(FullRows.apply, info, in_dims, *arguments)
+        return _map_full_rows(FullRowValues.apply, info, in_dims, *arguments)
 
 
 # The operators themselves get the rules too, because gradients use them. Without a rule torch loops over the mapped dimension.

@@ -27,7 +27,7 @@ PLAIN = "fused_topk_shared_prompt"
 CAPPED = "fused_topk_shared_prompt_capped"
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """What a layer's attention was asked for."""
 
     groups: int  # query heads to a key head
@@ -35,13 +35,13 @@ class Call(NamedTuple):
 
 
 # The calls of attention in a block of watched(); None outside of one.
-_calls: ContextVar[list[Call] | None] = ContextVar("fused_topk_attention_calls", default=None)
+_calls: ContextVar[list[AttentionCall] | None] = ContextVar("fused_topk_attention_calls", default=None)
 
 
 @contextmanager
-def watched() -> Iterator[list[Call]]:
+def watched() -> Iterator[list[AttentionCall]]:
     """A with block that gives the list of the calls of attention in it."""
-    calls: list[Call] = []
+    calls: list[AttentionCall] = []
     token = _calls.set(calls)
     try:
         yield calls
@@ -84,7 +84,7 @@ def _attend(
     batch, key_heads = key.shape[:2]
     groups, beams = heads // key_heads, rows // batch
     if not is_traced_by_dynamo() and (calls := _calls.get()) is not None:
-        calls.append(Call(groups, sliding_window))
+        calls.append(AttentionCall(groups, sliding_window))
     scale = dim**-0.5 if scaling is None else scaling
     if length > 1:
         key, value = (_repeated(each, groups) for each in (key, value))

@@ -52,7 +52,7 @@ class Beams(NamedTuple):
     goes_on: Tensor  # bool []
 
 
-class Constants(NamedTuple):
+class BeamConstants(NamedTuple):
     """What the choices of a call need on its device."""
 
     ends: Tensor  # int64 [n]
@@ -61,9 +61,9 @@ class Constants(NamedTuple):
     longest: Tensor  # float32 [1]: the same of the longest text that there can be
 
     @staticmethod
-    def of(rules: Rules, longest: int, device: torch.device) -> Constants:
+    def of(rules: Rules, longest: int, device: torch.device) -> BeamConstants:
         lengths = (torch.arange(1, rules.room + 1, dtype=torch.float64, device=device) ** rules.length_penalty).float()
-        return Constants(
+        return BeamConstants(
             torch.tensor(rules.ends, dtype=torch.int64, device=device),
             torch.arange(rules.kept, device=device) < rules.beams,
             lengths,
@@ -90,7 +90,7 @@ def at_first(rules: Rules, batch: int, device: torch.device) -> Beams:
 def choose(
     beams: Beams,
     rules: Rules,
-    constants: Constants,
+    constants: BeamConstants,
     scores: Tensor,
     indices: Tensor,
     vocab_size: int,

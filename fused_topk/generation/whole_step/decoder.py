@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from .ancestry import Mask, gathers
-from .attention import Call, watched
+from .attention import AttentionCall, watched
 from .cache import Places, shared_prompt_cache
 
 # Positions of padding and the like, which tables have besides.
@@ -80,7 +80,7 @@ class Decoder:
         self._of_source: dict[str, Any] = {}
         self._gathers = gathers(prompt, beams, room)
         self._mask: Mask | None = None
-        self.calls: list[Call] = []
+        self.calls: list[AttentionCall] = []
 
     @property
     def num_bytes(self) -> int:

@@ -114,7 +114,7 @@ def rounded_up(length: int, least: int = 16) -> int:
     return size
 
 
-class Step:
+class KeptStep:
     """The steps of one shape. Serve one call at a time.
 
     goes_on: bool [], whether the search does.
@@ -342,13 +342,13 @@ class Store:
     """The steps that are kept of one model."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Shape, Step] = OrderedDict()
+        self._kept: OrderedDict[Shape, KeptStep] = OrderedDict()
         self._used: set[Shape] = set()
         self._failed: dict[Shape, str] = {}
         self._lock = threading.Lock()
 
     @contextmanager
-    def step(self, twin: Any, head: Head | None, shape: Shape) -> Iterator[Step]:
+    def step(self, twin: Any, head: Head | None, shape: Shape) -> Iterator[KeptStep]:
         """Lends one call the step of a shape, or one that has been made for longer texts.
 
         Raises:
@@ -364,7 +364,7 @@ class Store:
             self._used.add(shape)
             step = self._kept.pop(shape, None)
         try:
-            step = Step(twin, head, shape) if step is None else step
+            step = KeptStep(twin, head, shape) if step is None else step
             try:
                 yield step
             # Of this call: the next one may not raise it.
@@ -378,7 +378,7 @@ class Store:
         finally:
             self._used.discard(shape)
 
-    def _keep(self, shape: Shape, step: Step) -> None:
+    def _keep(self, shape: Shape, step: KeptStep) -> None:
         with self._lock:
             self._kept[shape] = step
             while len(self._kept) > MAX_SHAPES or (

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin
 
 from ..session import BEAMS, SAMPLING, SEARCH
-from ..tensor_parallel import head_of
+from ..tensor_parallel import sharded_head_of
 from . import graphs
 
 
@@ -127,7 +127,7 @@ def of_model(model: Any, own_hook: Callable[..., Any]) -> str | None:
             return f"{method}() of a {name} that has been replaced"
     if model.training:
         return "a model in training mode"
-    if head_of(model) is not None:
+    if sharded_head_of(model) is not None:
         return "a tensor-parallel model"
     if getattr(model, "hf_quantizer", None) is not None:
         return "a quantized model"

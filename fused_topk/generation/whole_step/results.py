@@ -19,16 +19,16 @@ from transformers.generation.utils import (
 from .beams import Hypotheses
 
 
-class Kept(NamedTuple):
+class KeptOutputs(NamedTuple):
     """What is kept of each step for the user; None for what is not."""
 
     scores: list[Tensor] | None
     logits: list[Tensor] | None
 
     @staticmethod
-    def asked_for(config: GenerationConfig) -> Kept:
+    def asked_for(config: GenerationConfig) -> KeptOutputs:
         is_kept = config.return_dict_in_generate
-        return Kept(*([] if is_kept and each else None for each in (config.output_scores, config.output_logits)))
+        return KeptOutputs(*([] if is_kept and each else None for each in (config.output_scores, config.output_logits)))
 
     def add(self, logits: Tensor, scores: Callable[[], Tensor]) -> None:
         """One step's logits [rows, V], and what gives the scores that the processors make of them."""
@@ -37,15 +37,15 @@ class Kept(NamedTuple):
         if self.scores is not None:
             self.scores.append(scores())
 
-    def of_first(self, steps: int) -> Kept:
-        return Kept(*(None if each is None else each[:steps] for each in self))
+    def of_first(self, steps: int) -> KeptOutputs:
+        return KeptOutputs(*(None if each is None else each[:steps] for each in self))
 
     def fields(self) -> dict[str, Any]:
         return {name: None if kept is None else tuple(kept) for name, kept in zip(self._fields, self, strict=True)}
 
 
 def of_beams(
-    prompt: Tensor, ended: Hypotheses, fill: int, kept: Kept, config: GenerationConfig, has_source: bool
+    prompt: Tensor, ended: Hypotheses, fill: int, kept: KeptOutputs, config: GenerationConfig, has_source: bool
 ) -> Any:
     """The best texts of each sequence.
 
@@ -74,7 +74,7 @@ def of_beams(
     )
 
 
-def of_texts(prompt: Tensor, tokens: Tensor, kept: Kept, config: GenerationConfig, has_source: bool) -> Any:
+def of_texts(prompt: Tensor, tokens: Tensor, kept: KeptOutputs, config: GenerationConfig, has_source: bool) -> Any:
     """The result of a search without beams, of its new `tokens` [batch, n]."""
     sequences = torch.cat([prompt, tokens], 1)
     if not config.return_dict_in_generate:

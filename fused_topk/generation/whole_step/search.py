@@ -17,9 +17,9 @@ from .beams import Beams, Rules
 from .criteria import Criteria
 from .decoder import Decoder, Prompt
 from .head import Head
-from .kept import NotKept, Shape, Step, Store, Way, unless_over
+from .kept import KeptStep, NotKept, Shape, Store, Way, unless_over
 from .reasons import Declined
-from .results import Kept, of_beams, of_texts
+from .results import KeptOutputs, of_beams, of_texts
 from .scan import Scan
 from .streaming import Once
 from .texts import Texts
@@ -86,12 +86,12 @@ class Search(NamedTuple):
 
     def _run_kept(self, way: Way) -> Any:
         with self.store.step(self.twin, self.head, Shape.of(self.prompt, self.rules, way)) as step:
-            kept = Kept.asked_for(self.config)
+            kept = KeptOutputs.asked_for(self.config)
             if self.plan.processors or self.config.do_sample or any(each is not None for each in kept):
                 return self._run(step, way)
             return self._run_at_once(step, way)
 
-    def _run_at_once(self, step: Step, way: Way) -> Any:
+    def _run_at_once(self, step: KeptStep, way: Way) -> Any:
         ids, rules = self.prompt.ids, self.rules
         length, batch = ids.shape[1], len(ids)
         room = min(rules.room, self.criteria.max_length - length)
@@ -116,7 +116,7 @@ class Search(NamedTuple):
             raise Declined("NaN among the scores")
         steps = int(step.count)
         count_whole(steps, way.is_compiled, way.is_captured)
-        return self._result(step.state, steps, Kept.asked_for(self.config))
+        return self._result(step.state, steps, KeptOutputs.asked_for(self.config))
 
     # The forward pass and the choice apart.
 
@@ -124,7 +124,7 @@ class Search(NamedTuple):
         """Args: way: how the forward pass runs."""
         ids, rules = self.prompt.ids, self.rules
         batch, length = ids.shape
-        kept = Kept.asked_for(self.config)
+        kept = KeptOutputs.asked_for(self.config)
         state, constants = self._first(rules, batch, rules.room)
         is_late = graphs.is_cuda(ids.device)
         flag = graphs.EndFlag(ids.device)
@@ -167,8 +167,8 @@ class Search(NamedTuple):
         """
         device = self.prompt.ids.device
         if rules.beams == 1:
-            return texts.at_first(rules, batch, device), texts.Constants.of(rules, batch, self.padding, device)
-        return beams.at_first(rules, batch, device), beams.Constants.of(rules, room, device)
+            return texts.at_first(rules, batch, device), texts.TextConstants.of(rules, batch, self.padding, device)
+        return beams.at_first(rules, batch, device), beams.BeamConstants.of(rules, room, device)
 
     def _chosen(
         self,
@@ -178,7 +178,7 @@ class Search(NamedTuple):
         ids: Tensor,
         step: int,
         ends_now: bool,
-        kept: Kept | None = None,
+        kept: KeptOutputs | None = None,
     ) -> Any:
         """The state after the choice of one more token.
 
@@ -247,7 +247,7 @@ class Search(NamedTuple):
         scores, order = scores.sort(dim=-1, descending=True, stable=True)
         return scores, indices.gather(1, order)
 
-    def _result(self, state: Texts | Beams, steps: int, kept: Kept) -> Any:
+    def _result(self, state: Texts | Beams, steps: int, kept: KeptOutputs) -> Any:
         """Args: steps: how many tokens the longest text has."""
         ids, has_source = self.prompt.ids, self.prompt.source is not None
         kept = kept.of_first(steps)

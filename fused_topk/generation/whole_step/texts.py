@@ -19,7 +19,7 @@ class Texts(NamedTuple):
     goes_on: Tensor  # bool []
 
 
-class Constants(NamedTuple):
+class TextConstants(NamedTuple):
     """What the choices of a call need on its device."""
 
     ends: Tensor  # int64 [n]
@@ -27,8 +27,8 @@ class Constants(NamedTuple):
     parents: Tensor  # int64 [batch, 1, room], zeros: no text has another's past
 
     @staticmethod
-    def of(rules: Rules, batch: int, padding: int | None, device: torch.device) -> Constants:
-        return Constants(
+    def of(rules: Rules, batch: int, padding: int | None, device: torch.device) -> TextConstants:
+        return TextConstants(
             torch.tensor(rules.ends, dtype=torch.int64, device=device),
             # Without it no text ends before the others.
             torch.tensor([padding or 0], device=device),
@@ -44,7 +44,7 @@ def at_first(rules: Rules, batch: int, device: torch.device) -> Texts:
     )
 
 
-def choose_tokens(texts: Texts, constants: Constants, chosen: Tensor, step: Tensor, are_last: Tensor) -> Texts:
+def choose_tokens(texts: Texts, constants: TextConstants, chosen: Tensor, step: Tensor, are_last: Tensor) -> Texts:
     """Goes on with the tokens `chosen` [batch].
 
     Args:
