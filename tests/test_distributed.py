@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def bench(launcher: list[str], *arguments: object) -> subprocess.CompletedProces
         "128256",
         *map(str, arguments),
     ]
-    command = [sys.executable, *launcher, "-m", "fused_topk", "bench", *options]
+    command = [sys.executable, *launcher, Path(__file__).parents[1] / "demos/benchmark", "bench", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
