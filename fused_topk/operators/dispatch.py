@@ -33,12 +33,12 @@ def _keys(*names: str) -> int:
 
 
 try:
-    # The dispatcher's keys that every dense CPU or CUDA tensor has, and every thread. Any other stands for something that
-    # must see the call: a transform, a mode, a tracer, a subclass, a negation that is still to be done.
-    _KNOWN_TENSOR_KEYS = _keys(
+    # All of the dispatcher's keys but those that every dense CPU or CUDA tensor has, and every thread. Each stands for something
+    # that must see the call: a transform, a mode, a tracer, a subclass, a negation that is still to be done.
+    _OTHER_TENSOR_KEYS = ~_keys(
         "CPU", "AutogradCPU", "AutocastCPU", "CUDA", "AutogradCUDA", "AutocastCUDA", "ADInplaceOrView"
     )
-    _KNOWN_THREAD_KEYS = _keys("BackendSelect", "ADInplaceOrView")
+    _OTHER_THREAD_KEYS = ~_keys("BackendSelect", "ADInplaceOrView")
     _keys_of_tensor = torch._C._dispatch_keys
     _keys_of_thread = torch._C._dispatch_tls_local_include_set
     _keys_of_tensor(torch.empty(0, device="cpu")).raw_repr(), _keys_of_thread().raw_repr(), forward_ad._current_level
@@ -57,16 +57,16 @@ def need_dispatcher(logits: Tensor, *others: Tensor | None) -> bool:
         not _sees_keys
         or is_traced_by_dynamo()
         or forward_ad._current_level >= 0
-        or _keys_of_thread().raw_repr() | _KNOWN_THREAD_KEYS != _KNOWN_THREAD_KEYS
+        or _keys_of_thread().raw_repr() & _OTHER_THREAD_KEYS
         # Written out for the one tensor that every call has, because a call of a short row takes 2 µs.
         or (logits.requires_grad and torch.is_grad_enabled())
-        or _keys_of_tensor(logits).raw_repr() | _KNOWN_TENSOR_KEYS != _KNOWN_TENSOR_KEYS
+        or _keys_of_tensor(logits).raw_repr() & _OTHER_TENSOR_KEYS
     ):
         return True
     for tensor in others:
         if tensor is not None and (
             (tensor.requires_grad and torch.is_grad_enabled())
-            or _keys_of_tensor(tensor).raw_repr() | _KNOWN_TENSOR_KEYS != _KNOWN_TENSOR_KEYS
+            or _keys_of_tensor(tensor).raw_repr() & _OTHER_TENSOR_KEYS
         ):
             return True
     return False
