@@ -19,7 +19,7 @@ from torch import Tensor
 #     4 x 1024 after 64: 0.2     64 x 64 after 64: 0.9      128 x 4 after 1024: 0.7     512 x 4 after 1024: 0.8
 #     16 x 1024 after 64: 0.3    64 x 256 after 64: 0.8     128 x 64 after 64: 1.5      512 x 16 after 1024: 2.1
 #     64 x 16 after 1024: 0.8    128 x 16 after 64: 1.3     128 x 64 after 1024: 1.1    512 x 64 after 1024: 3.9
-# Not measured on a GPU, where bytes speak for the same side: bfloat16, 7 heads on each of 2 key heads of 64, 512 x 16 after
+# Not measured on a GPU. There the bytes that are read lead to the same choice: bfloat16, 7 heads on each of 2 key heads of 64, 512 x 16 after
 # 1024: the mask has 66 MB, which each layer reads; gathered, a layer copies 5 MB. 512 x 4: 22 MB and 1.6 MB, but there the
 # launches weigh more than the bytes: masked, a prototype's step of 24 layers took 6.3 ms on an H200.
 _PAIR_GATHERED = 3

@@ -22,8 +22,8 @@ from ...tracing import is_traced_by_dynamo
 class Length:
     """How many tokens a text has: a number on the device, of which the host knows a bound.
 
-    Models that count positions by their cache add to it; those that let a table grow compare it before, which may wait for
-    no device.
+    Models that count positions by their cache add to it. Models whose table of positions grows first compare it with the table's
+    size. The comparison uses the bound, so it does not wait for the device.
     """
 
     def __init__(self, tensor: Tensor, most: int) -> None:

@@ -42,10 +42,10 @@ class Decoder:
     Args:
         twin: see :mod:`twin`.
         batch: how many sequences.
-        prompt: how many places a prompt has; a shorter one has padding before it.
+        prompt: the length of a prompt; a shorter one has padding before it.
         beams: rows for each sequence.
         room: for how many tokens a beam.
-        source: how many places what an encoder has read has; a shorter one has padding after it. None for a model without.
+        source: the length of an encoder's output; a shorter one has padding after it. None for a model without an encoder.
         is_kept: whether later calls read other prompts with it, by the same compiled code.
         headless: the twin without its LM head, where :meth:`read_states` is to be asked.
     """

@@ -5,8 +5,8 @@ Such a step reads and writes tensors that stay where they are, the cache and the
 Shapes are few: prompts, sources and texts are rounded up, prompts with padding before them, sources with padding behind
 them, texts with steps that are not taken.
 
-A shape has two kinds of step: one does the forward pass and the choice, the other only the forward pass. The other serves
-calls with processors, with sampling or with scores to be returned.
+A shape has two kinds of step. One does the forward pass and the choice of tokens. The other does the forward pass alone, for calls
+with processors, with sampling or with scores to be returned.
 """
 
 from __future__ import annotations
