@@ -166,8 +166,10 @@ def test_long_sounds_with_detection_of_speech(whole_step):
         found = model.generate(**inputs, **options)
     steps = stats(reset=True)
     assert torch.equal(found, expected)
-    assert steps.fused > 4 and steps.fallback == 0, steps.reasons
-    assert steps.whole == (steps.fused if whole_step else 0) and not steps.not_whole
+    # Before transformers 5 the detector comes behind other processors, and looks at what they leave.
+    is_first = int(transformers.__version__.split(".")[0]) >= 5
+    assert steps.fused > 4 and (steps.fallback == 0 or not is_first), steps.reasons
+    assert steps.whole == (steps.fused if whole_step and is_first else 0) and not (steps.not_whole and is_first)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
