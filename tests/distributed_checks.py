@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import random
 from contextlib import contextmanager, suppress
 from unittest import mock
 
@@ -17,6 +18,8 @@ import fused_topk
 import processes
 from fused_topk import TopK, distributed
 from fused_topk.distributed import collective
+from fused_topk.distributed.packing import Header
+from linear_heads import exact_head
 from oracle import DTYPES, VALUES_OF, assert_same, assert_topk, expected
 from rows import INF, adversarial_rows, packed, random_logits, random_mask
 from test_beam import check_beams
@@ -44,6 +47,11 @@ def counted():
     gather = collective.all_gather_single
     with mock.patch.object(collective, "all_gather_single", count):
         yield given
+
+
+def frame(size: int) -> int:
+    """The bytes that a process gives for a buffer of `size` bytes, in a call that follows one of about the same."""
+    return max(4096, 1 << (size - 1).bit_length())
 
 
 def adversarial_rows_of_every_dtype(rank: int, size: int) -> None:
@@ -106,7 +114,7 @@ def shapes_and_short_parts(rank: int, size: int) -> None:
 
 
 def one_collective_of_few_bytes(rank: int, size: int) -> None:
-    """At most 8 + 12 k bytes a row and 16 a call, in one collective, once the group has made a call of the kind."""
+    """8 + 12 k bytes a row and 16 a call, and what rounds them up, in one collective where a call is as large as the last one."""
     logits = random_logits(7, 3000)
     own = columns(logits, rank, size)
     for k, dtype in ((1, torch.float32), (8, torch.float32), (50, torch.bfloat16), (33, torch.float16)):
@@ -116,12 +124,19 @@ def one_collective_of_few_bytes(rank: int, size: int) -> None:
             distributed.log_softmax_topk(own.to(dtype), k, temperature=0.5)
             distributed.topk(own.to(dtype)[:, : 100 + rank], k)
         bytes_of_call = 16 + 7 * 8 + 7 * k * 8 + -(-7 * k * dtype.itemsize // 8) * 8
-        assert given == [bytes_of_call] * 3
+        assert given == [frame(bytes_of_call)] * 3
         # And what rounds the buffer up to whole words.
         assert bytes_of_call < 7 * (12 * k + 8) + 16 + 8
     with counted() as given:
         distributed.beam_topk(own.unflatten(0, (1, 7)), torch.zeros(1, 7), 8)
     assert len(given) == 1
+    # One that is larger needs a second collective, once.
+    distributed.topk(own, 8)
+    with counted() as given:
+        for _ in range(2):
+            distributed.topk(own, 100)
+    bytes_of_call = 16 + 7 * (8 + 12 * 100)
+    assert given == [4096, bytes_of_call - 4096, frame(bytes_of_call)]
 
 
 def raises(error: type[Exception], text: str, call) -> None:
@@ -144,20 +159,81 @@ def calls_that_differ_are_errors_everywhere(rank: int, size: int) -> None:
         call = functools.partial(distributed.softmax_topk, own, settings["k"], normalize=settings["normalize"])
         raises(ValueError, f"rank {size - 1} has k={13 if 'k' in change else 14}, ", call)
         raises(ValueError, "rank 0 has k=14, 5 rows of torch.float32 and normalize='allowed'; rank 1", call)
-    # Both kinds are known, and the buffers have one size: the headers tell, without another collective.
-    for dtype in (torch.float16, torch.bfloat16):
-        distributed.topk(logits.to(dtype), 8)
-    own = logits.to(torch.float16 if is_last else torch.bfloat16)
-    with counted() as given:
-        raises(ValueError, f"rank {size - 1} has k=8, 5 rows of torch.float16", lambda: distributed.topk(own, 8))
-    assert len(given) == 1
-    # Both kinds are known, and the sizes differ: the switch tells.
-    for k in (8, 9):
-        distributed.topk(logits, k)
-    with mock.patch.dict(os.environ, FUSED_TOPK_CHECK_DISTRIBUTED="1"):
-        raises(ValueError, f"rank {size - 1} has k=9", lambda: distributed.topk(logits, 9 if is_last else 8))
     whole = torch.cat([logits] * size, -1)
     assert_topk(distributed.topk(logits, 8), expected("topk", whole, 8), whole, "topk")
+
+
+def calls_that_come_to_differ_are_errors_everywhere(rank: int, size: int) -> None:
+    """In whatever they differ, and whatever was asked for before. One collective tells, and the calls after it are right."""
+    if size == 1:
+        return
+    logits = random_logits(5, 600)
+    own = columns(logits, rank, size)
+    head = exact_head((5,), 8, 600, torch.float32)
+    weight = columns(head[1].t(), rank, size).t()
+    targets = torch.arange(15).view(5, 3)
+    scores = torch.zeros(1, 5)
+    calls = {
+        "k": [lambda k=k: distributed.topk(own, k) for k in (1, 8, 9, 90, 500)],
+        "rows": [lambda rows=rows: distributed.softmax_topk(own[:rows], 90) for rows in (1, 2, 5)],
+        "dtype": [lambda dtype=dtype: distributed.topk(own.to(dtype), 8) for dtype in DTYPES.values()],
+        "normalize": [lambda n=n: distributed.softmax_topk(own, 8, normalize=n) for n in ("allowed", "all", "topk")],
+        "targets": [
+            lambda t=t: distributed.linear_topk(head[0], weight, 8, targets=t, start=0)
+            for t in (None, targets[:, 0], targets[:, :2], targets, targets.repeat(1, 90))
+        ],
+        "draws": [
+            lambda s=s: distributed.sample(own, seed=0, **s)
+            for s in (
+                {},
+                {"num_samples": 300},
+                {"top_k": 5},
+                {"top_k": 5, "top_p": 0.5},
+                {"top_k": 5, "logprobs": 80},
+                {"top_k": 5, "truncated_log_probs": True},
+                {"top_p": 0.9},
+            )
+        ],
+        "function": [
+            lambda: distributed.topk(own, 8),
+            lambda: distributed.beam_topk(own.unsqueeze(0), scores, 7),
+            lambda: distributed.linear_topk(head[0], weight, 9),
+            lambda: distributed.sample(own, seed=0, top_p=0.9),
+        ],
+    }
+    choice = random.Random(0)
+    everything = [call for of_kind in calls.values() for call in of_kind]
+    for of_kind in calls.values():
+        for usual, other in itertools.permutations(of_kind, 2):
+            # All processes agree on both, or on the last one only, or on some larger call.
+            for before in choice.choice(([usual, other], [usual], [choice.choice(everything)])):
+                before()
+            odd = choice.randrange(size)
+            with counted() as given:
+                raises(ValueError, "must fit together on all processes", other if rank == odd else usual)
+            assert len(given) == 1
+    got = distributed.topk(own, 8)
+    assert_topk(got, expected("topk", logits, 8), logits, "topk")
+
+
+def agreement_as_on_a_gpu(rank: int, size: int) -> None:
+    """Asked once a kind, and with the switch each time; a difference is an error everywhere."""
+    if size == 1:
+        return
+    is_last = rank == size - 1
+    device = torch.device("cpu")
+    kinds = [Header.of(7, k, 5, torch.float32, "allowed") for k in (3, 4)]
+    for _ in range(2):
+        for header in kinds:
+            with counted() as given:
+                collective.agree(header, device, dist.group.WORLD)
+            assert len(given) == (_ == 0)
+    with mock.patch.dict(os.environ, FUSED_TOPK_CHECK_DISTRIBUTED="1"):
+        raises(
+            ValueError,
+            f"rank {size - 1} has k=4",
+            lambda: collective.agree(kinds[is_last], device, dist.group.WORLD),
+        )
 
 
 def arguments(rank: int, size: int) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_topk
-from distributed_checks import columns, counted, raises
+from distributed_checks import columns, counted, frame, raises
 from fused_topk import distributed
 from rows import packed, random_mask
 from test_sampling import SETTINGS, check_draws, check_is_kept, kept_weights, rows_of, uniforms
@@ -118,7 +118,7 @@ def draws_of_the_first_generator(rank: int, size: int) -> None:
 
 
 def one_or_two_collectives(rank: int, size: int) -> None:
-    """Of few bytes, once the group has made a call of the kind."""
+    """Of few bytes, where a call is as large as the last one."""
     rows, samples = 8, 2
     # Without ties.
     logits = rows_of(9000)[[0, 1, 2, 5, 6, 7, 0, 1]]
@@ -132,7 +132,7 @@ def one_or_two_collectives(rank: int, size: int) -> None:
 
     def of_state(k):
         # A header; m and d; tokens and logits; m and d at the temperature, and the names.
-        return 16 + rows * (8 + 8 * k + 32) + -(-rows * k * 4 // 8) * 8
+        return frame(16 + rows * (8 + 8 * k + 32) + -(-rows * k * 4 // 8) * 8)
 
     for settings in ({}, {"temperature": 0.5}):
         assert given_by(**settings) == [of_state(1), 2 * 8 * rows * samples]

@@ -106,10 +106,10 @@ def _measure(case: Case, device: torch.device, rounds: int) -> Measured:
         return fused_topk.softmax_topk(whole, case.k)
 
     functions.write_state(*arguments, state)
-    parts = layout.parts(collective.exchange(buffer, layout, group))
+    parts = layout.parts(collective.exchange(buffer, header, group))
     pieces: dict[str, Callable[[], Any]] = {
         "local": lambda: functions.write_state(*arguments, state),
-        "collective": lambda: collective.exchange(buffer, layout, group),
+        "collective": lambda: collective.exchange(buffer, header, group),
         "merge": lambda: run_merge(*parts, case.k, 1.0, None, "softmax", "allowed", None),
         "whole": lambda: distributed.softmax_topk(own, case.k),
         "gathered": gathered,

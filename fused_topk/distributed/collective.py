@@ -12,13 +12,16 @@ from torch import Tensor
 
 from .. import env
 from ..tracing import is_traced
-from .packing import Header, Packing, describe_difference, headers_of
+from .packing import Header, describe_difference, headers_of
 
 # Its name since torch 2.13.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 # For each group the calls that all of its processes are known to make alike. A group that is gone takes its entry with it.
 _agreed: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+# The size in words of each group's next frame on the CPU. 4 KB take Gloo no longer than a few bytes.
+_frames: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_SMALLEST_FRAME = 512
 
 
 def group_of(group: Any) -> Any:
@@ -42,9 +45,9 @@ def group_of(group: Any) -> Any:
 def agree(header: Header, device: torch.device, group: Any) -> None:
     """Compares the call with those of the other processes, the first time that the group makes such a call.
 
-    Buffers of different sizes would hang NCCL and abort Gloo. This exchange has one size, so a difference becomes an error on
-    every rank. It is made once for each k, number of rows, dtype and normalize; with `FUSED_TOPK_CHECK_DISTRIBUTED` at every
-    call. Not in traced or captured calls, which cannot raise.
+    Buffers of different sizes may hang NCCL. This exchange has one size, so a difference becomes an error on every rank. It is
+    made once for each kind of call; with `FUSED_TOPK_CHECK_DISTRIBUTED` at every call. Not in traced or captured calls, which
+    cannot raise.
 
     Raises:
         ValueError: the processes' calls differ.
@@ -68,13 +71,41 @@ def check(headers: list[Header]) -> None:
     if difference is not None:
         raise ValueError(
             f"`local_logits`, `k` and `normalize` must fit together on all processes of the group, got: {difference}; pass the "
-            "same k, dtype and number of rows everywhere"
+            "same arguments everywhere, but for this process's columns and their mask"
         )
 
 
-def exchange(buffer: Tensor, packing: Packing, group: Any) -> Tensor:
-    """The buffers of all processes (processes, words), in the order of their ranks."""
-    return all_gather(buffer.view(1, packing.words), group)
+def exchange(buffer: Tensor, header: Header, group: Any) -> Tensor:
+    """The buffers of all processes (processes, words), in the order of their ranks.
+
+    Args:
+        buffer: (words,), which begins with the header.
+
+    Raises:
+        ValueError: the processes' calls differ.
+    """
+    if buffer.device.type == "cpu" and not is_traced():
+        return _exchange_in_frames(buffer, group)
+    agree(header, buffer.device, group)
+    return all_gather(buffer.unsqueeze(0), group)
+
+
+def _exchange_in_frames(buffer: Tensor, group: Any) -> Tensor:
+    """exchange() where reading the headers waits for nothing.
+
+    Buffers of different sizes would abort Gloo. So each process first gives a frame: the beginning of its buffer, or all of it and
+    padding. The frame's size is that of the last call that all processes made alike. They have all seen the same headers,
+    so they know the same size, whatever each of them asks for now. What is longer than its frame follows once the headers agree.
+    """
+    words, size = len(buffer), _frames.get(group, _SMALLEST_FRAME)
+    frame = buffer[:size] if words >= size else torch.nn.functional.pad(buffer, (0, size - words))
+    everywhere = all_gather(frame.unsqueeze(0), group)
+    check(headers(everywhere))
+    # Of a power of two: the buffers of generate() may grow by some words a step.
+    _frames[group] = max(_SMALLEST_FRAME, 1 << (words - 1).bit_length())
+    if words > size:
+        return torch.cat((everywhere, all_gather(buffer[size:].unsqueeze(0), group)), 1)
+    return everywhere[:, :words]
 
 
 def headers(buffers: Tensor) -> list[Header]:

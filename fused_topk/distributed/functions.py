@@ -26,7 +26,7 @@ from ..operators.dispatch import need_dispatcher
 from ..problem import TopK, result_dtype
 from ..rows import LogitRows
 from ..tracing import is_traced
-from .collective import agree, check, exchange, group_of, headers
+from .collective import check, exchange, group_of, headers
 from .packing import Header, Packing, Parts, header_words
 
 _row_topk = torch.ops.fused_topk.row_topk.default
@@ -47,7 +47,8 @@ def softmax_topk(
     """The k largest probabilities of the whole vocabulary, the same on every process of the group.
 
     Every process calls it with its columns of the same rows. The whole vocabulary is those of rank 0, then those of rank 1,
-    and so on. One all-gather moves 8 + k (8 + the bytes of a logit) bytes a row and process, and 16 a call.
+    and so on. One all-gather moves 8 + k (8 + the bytes of a logit) bytes a row and process, and 16 a call. On a CPU that is rounded
+    up to a power of two, 4 KB at least, and a call of more bytes than the one before it has a second all-gather.
 
     Args:
         local_logits: shape (..., V_local), this process's columns, on the group's device. V_local may differ between
@@ -66,10 +67,9 @@ def softmax_topk(
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fused_topk.softmax_topk`.
-        ValueError: on every process, if they pass another k, dtype, number of rows or normalize. The first call of a kind
-            compares them by a second, small collective, on a CPU every call does without one. Where a process changes its
-            calls later, and buffers of another size meet, Gloo aborts and NCCL may hang; FUSED_TOPK_CHECK_DISTRIBUTED=1
-            compares at every call.
+        ValueError: on every process, if they pass another k, dtype, number of rows or normalize. On a CPU every call compares
+            them. On a GPU the first call of a kind does so, by a second, small collective. Where a process changes its calls
+            later, and buffers of another size meet, NCCL may hang; FUSED_TOPK_CHECK_DISTRIBUTED=1 compares at every call.
         RuntimeError: torch.distributed's own, if a process dies or does not call in time. A new group then works.
 
     Contract:
@@ -199,12 +199,14 @@ def gather_states(
     backend: str | None,
     of_row: int | None = 1,
     tail: Tensor | None = None,
+    others: tuple[Any, ...] = (),
 ) -> Call:
     """Exchanges the states of this process's columns.
 
     Args:
         of_row: rows that share k; None where k may exceed what there is.
         tail: a tensor to exchange along with them, of one shape and dtype on all processes.
+        others: plain values beside the tail that must be the same on all processes.
     """
     group = group_of(group)
     check_k(k, 2**31 - 1, "what an exchange takes")
@@ -213,8 +215,7 @@ def gather_states(
     rows = LogitRows(local_logits, number, row_temperature, check_mask(mask, local_logits))
     length, device = local_logits.shape[-1], local_logits.device
     packing = Packing(tuple(local_logits.shape[:-1]), k, local_logits.dtype, 0 if tail is None else tail.nbytes)
-    header = Header.of(length, k, packing.rows, local_logits.dtype, normalize, tail is not None)
-    agree(header, device, group)
+    header = Header.of(length, k, packing.rows, local_logits.dtype, normalize, _beside(tail, others))
     held = min(k, length)
     has_gradient = torch.is_grad_enabled() and local_logits.requires_grad
     state = None
@@ -227,7 +228,7 @@ def gather_states(
         write_state(rows, held, normalize, backend, packing.state(buffer))
         if tail is not None:
             packing.tails(buffer.unsqueeze(0))[0].copy_(tail.contiguous().view(-1).view(torch.uint8))
-    everywhere = exchange(buffer, packing, group)
+    everywhere = exchange(buffer, header, group)
     parts = packing.parts(everywhere)
     tails = None if tail is None else _tails(everywhere, packing, tail)
     if state is not None and has_gradient:
@@ -247,13 +248,21 @@ def exchange_state(
         tail: see :func:`gather_states`.
     """
     *leading, k = state.indices.shape
-    dtype, device = state.values.dtype, state.values.device
+    dtype = state.values.dtype
     packing = Packing(tuple(leading), k, dtype, 0 if tail is None else tail.nbytes)
-    header = Header.of(length, k, packing.rows, dtype, normalize, tail is not None)
-    agree(header, device, group)
-    everywhere = exchange(packing.packed(header, state, tail), packing, group)
+    header = Header.of(length, k, packing.rows, dtype, normalize, _beside(tail))
+    everywhere = exchange(packing.packed(header, state, tail), header, group)
     _vocab_size(everywhere, k, length)
     return packing.parts(everywhere), None if tail is None else _tails(everywhere, packing, tail)
+
+
+def _beside(tail: Tensor | None, others: tuple[Any, ...] = ()) -> tuple[Any, ...] | None:
+    """What the header says of the tail, and of what goes with it."""
+    if tail is None:
+        return None
+    # Elsewhere nobody looks at it in each call, and a header that the device does not have yet would be copied to it.
+    is_read = tail.device.type == "cpu" and not is_traced()
+    return (tuple(tail.shape), str(tail.dtype), *others) if is_read else ()
 
 
 def _tails(everywhere: Tensor, packing: Packing, tail: Tensor) -> Tensor:

@@ -84,7 +84,8 @@ def linear_softmax_topk(
 
     Contract:
         Order, ties and special values: those of :func:`fused_topk.softmax_topk` for the logits that the processes compute. The
-        collective takes at most 8 + 12 k bytes a row from each process, a logit for each target, and 16 bytes a call.
+        collective takes at most 8 + 12 k bytes a row from each process, a logit for each target, and 16 bytes a call,
+        rounded up on a CPU as :func:`softmax_topk` has it.
         Targets of V or more are not looked for: their log-probability is NaN.
         Values, logsumexp and target_logprobs are differentiable, once, with respect to hidden, local_weight and local_bias. The
         gradients are those of a loss that every process computes alike from the result. The backward pass sums the gradient of

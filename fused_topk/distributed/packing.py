@@ -8,8 +8,9 @@ leaves them.
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ _WORD = 8  # bytes; no piece begins within one
 _HEADER_WORDS = 2
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NORMALIZE = ("allowed", "all", "topk")
+_OTHERS = 2**27  # kind has 31 bits
 
 
 class Header(NamedTuple):
@@ -29,19 +31,23 @@ class Header(NamedTuple):
     length: int  # columns of the process
     k: int
     rows: int
-    kind: int  # dtype, normalize, and whether something travels along
+    kind: int  # dtype, normalize, and a number for what else must be the same
 
     @staticmethod
-    def of(length: int, k: int, rows: int, dtype: torch.dtype, normalize: str, has_tail: bool = False) -> Header:
-        kind = _NORMALIZE.index(normalize) + len(_NORMALIZE) * has_tail
+    def of(
+        length: int, k: int, rows: int, dtype: torch.dtype, normalize: str, others: tuple[Any, ...] | None = None
+    ) -> Header:
+        """others: plain values that must be the same everywhere, too; None where nothing travels along."""
+        number = 0 if others is None else 1
+        if others:
+            number += zlib.crc32(repr(others).encode()) % _OTHERS
+        kind = len(_NORMALIZE) * number + _NORMALIZE.index(normalize)
         return Header(length, k, rows, len(_DTYPES) * kind + _DTYPES.index(dtype))
 
     def __str__(self) -> str:
         kind, dtype = divmod(self.kind, len(_DTYPES))
-        has_tail, normalize = divmod(kind, len(_NORMALIZE))
-        if has_tail > 1:
-            return "something else than a state"
-        more = " with targets" if has_tail else ""
+        number, normalize = divmod(kind, len(_NORMALIZE))
+        more = f", targets or settings of draws number {number}" if number else ""
         return f"k={self.k}, {self.rows} rows of {_DTYPES[dtype]} and normalize={_NORMALIZE[normalize]!r}{more}"
 
 

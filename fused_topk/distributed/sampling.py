@@ -114,6 +114,7 @@ def sample(
         Without top_k, top_p and min_p there are two small collectives. With one of them there is one, of at most 1024 candidates
         a row, or k + max(64, k / 4) with top_k as a number. More tokens than that may be kept, as top_p and min_p may keep the
         whole vocabulary. Then the logits are gathered in two more collectives, as they are at once with top_k above 1638.
+        On a CPU a call of more bytes than the one before it has one more, as for :func:`softmax_topk`.
         With top_k, top_p or min_p a call waits for the device. Not for torch.compile and CUDA graphs.
     """
     group = group_of(group)
@@ -135,7 +136,9 @@ def sample(
     own_names = _as_names(names, logits)
     is_whole_row = _is_number(top_k, 0) and _is_number(top_p, 1) and _is_number(min_p, 0)
     length = 1 if is_whole_row else _length(top_k)
-    found = columns.exchanged(max(length or 1, logprobs), kept.temperature, own_names)
+    numbers = [None if isinstance(x, Tensor) else float(x) for x in (temperature, top_k, top_p, min_p)]
+    settings = (*numbers, int(num_samples), int(logprobs), bool(truncated_log_probs))
+    found = columns.exchanged(max(length or 1, logprobs), kept.temperature, own_names, settings)
     drawn = None
     if is_whole_row:
         drawn = found.of_whole_rows(num_samples, truncated_log_probs)
@@ -210,15 +213,16 @@ class _Columns(NamedTuple):
     group: Any
     backend: str | None
 
-    def exchanged(self, k: int, temperature: Tensor, names: _Names) -> _Exchanged:
-        """The states of all processes, the sums at the temperature, and the first process's names."""
+    def exchanged(self, k: int, temperature: Tensor, names: _Names, settings: tuple[Any, ...]) -> _Exchanged:
+        """The states of all processes, the sums at the temperature, and the first process's names.
+
+        settings: the numbers of the call, which all processes must give alike.
+        """
         # A row of temperature 0 takes its best token, whatever its sums.
         t = temperature.where(temperature > 0, 1.0)
         blocks = _Blocks.of(self, t)
         tail = torch.cat([*(x.view(torch.int64) for x in blocks.state()), names.seed, names.counter], 1)
-        call = gather_states(
-            self.logits, k, self.group, None, self.mask, "allowed", self.backend, of_row=None, tail=tail
-        )
+        call = gather_states(self.logits, k, self.group, None, self.mask, "allowed", self.backend, None, tail, settings)
         assert call.tails is not None
         told = _Names(call.tails[0, :, 2:3], call.tails[0, :, 3:], names.stream)
         return _Exchanged(self, call, blocks, temperature, told, k)
