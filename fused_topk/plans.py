@@ -109,6 +109,16 @@ class TopkPlan(NamedTuple):
         indices.copy_(computed)
 
 
+def _checked(layout: RowsLayout) -> LogitRows:
+    """Rows of that layout, without memory."""
+    rows = check_rows(*layout.given())
+    given, wanted = layout.row_temperature, rows.row_temperature
+    # A backend reads the temperatures where they lie.
+    if given is not None and wanted is not None and given.dtype is not wanted.dtype:
+        raise TypeError(f"`row_temperature` must be {wanted.dtype}, got {given.dtype}; convert it")
+    return rows
+
+
 @functools.lru_cache(maxsize=4096)
 def topk_plan(
     device: torch.device,
@@ -120,7 +130,7 @@ def topk_plan(
     beam_scores: Like | None = None,
 ) -> TopkPlan:
     """Checks the layout and the other arguments, and plans the call, once for all calls with the same."""
-    rows = check_rows(*layout.given())
+    rows = _checked(layout)
     logits = rows.logits
     scores = None if beam_scores is None else beam_scores.meta()
     if scores is None:
@@ -222,7 +232,11 @@ def full_row_plan(
     device: torch.device, layout: RowsLayout, values: str, dtype: torch.dtype | None, backend: str | None
 ) -> FullRowPlan:
     """As :func:`topk_plan`. dtype: of the result, as the user gives it."""
-    rows = check_rows(*layout.given())
+    rows = _checked(layout)
+    if rows.mask is not None:
+        raise ValueError(
+            "`mask` must be None for whole rows, got one; mask the logits with .masked_fill(~mask, -torch.inf)"
+        )
     logits = rows.logits
     dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
     shape = full_row_shape(logits, values)

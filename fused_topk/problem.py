@@ -103,7 +103,7 @@ class MergeProblem(NamedTuple):
     k: int  # 1 <= k <= parts times k of a part
     temperature: float  # the one that d was summed with; positive and finite; ignored where row_temperature is given
     row_temperature: Tensor | None  # logits.shape[1:-1], float32, or float64 for float64 logits
-    values: str  # as in Problem
+    values: str  # as in TopkProblem
     normalize: str  # "topk", or "all" for what the states are relative to
 
     def at(self, tensors: MergeTensors) -> MergeProblem:

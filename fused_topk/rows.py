@@ -99,17 +99,21 @@ class RowsBlock(NamedTuple):
 
     rows: LogitRows  # all of them; the logits, or what stands in their place, are not looked at
     part: slice  # which, without leading dimensions
+    row_temperature: Tensor | None  # (rows,), contiguous, of the part
+
+    @staticmethod
+    def of(rows: LogitRows, part: slice) -> RowsBlock:
+        of_all = rows.row_temperature
+        return RowsBlock(rows, part, None if of_all is None else some_rows(of_all, 0, part).contiguous())
 
     def of_tokens(self, logits: Tensor, start: int, end: int) -> LogitRows:
         """These rows of some of the tokens, given their logits (rows, tokens). `start` is a multiple of 32."""
-        _, temperature, row_temperature, mask = self.rows
-        if row_temperature is not None:
-            row_temperature = some_rows(row_temperature, 0, self.part)
+        _, temperature, _, mask = self.rows
         if mask is not None:
             tokens = slice(start, end) if mask.dtype == torch.bool else slice(start // _WORD, -(-end // _WORD))
             # Of rows that do not merge, a copy of all tokens may be too large.
             mask = some_rows(mask[..., tokens], 1, self.part)
-        return LogitRows(logits, temperature, row_temperature, mask)
+        return LogitRows(logits, temperature, self.row_temperature, mask)
 
     def counted_at(self, tokens: Tensor) -> Tensor | None:
         """bool (rows, n): which of the tokens (rows, n) count. None: all."""

@@ -94,6 +94,36 @@ def test_opcheck(backend, values, temperature):
         torch.library.opcheck(torch.ops.fused_topk.merge_parts.default, arguments)
 
 
+def test_a_hidden_token_passes_on_no_gradient(backend):
+    """Where fewer tokens are allowed than k, hidden ones are among the candidates, with the constant -inf."""
+    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=backend.device, requires_grad=True)
+    mask = torch.tensor([True, False, False, False], device=backend.device)
+    state = backend("topk_state", logits, 3, mask=mask)
+    merged = fused_topk.merge_topk([state], 3, values="logits", backend=backend.name)
+    for values in (backend("topk", logits, 3, mask=mask).values, state.logits, merged.values):
+        (gradient,) = torch.autograd.grad(values, logits, torch.ones_like(values), retain_graph=True)
+        assert gradient.tolist() == [[1.0, 0.0, 0.0, 0.0]]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_gradient_of_lists_of_one_entry_warns_of_nothing(backend):
+    logits = random_logits(3, 8, device=backend.device).requires_grad_()
+    parts = [backend("topk_state", part, 1, start=start) for part, start in ((logits[:, :4], 0), (logits[:, 4:], 4))]
+    fused_topk.merge_topk(parts, 1, values="logits", backend=backend.name).values.sum().backward()
+    assert torch.equal(logits.grad, torch.nn.functional.one_hot(logits.argmax(-1), 8).float())
+
+
+def test_what_an_operator_must_not_be_given(backend):
+    """What no public function passes on: it would be read as something else, or not at all."""
+    logits = random_logits(3, 40, device=backend.device)
+    of_rows = torch.ones(3, dtype=torch.float64, device=backend.device)
+    with pytest.raises(TypeError, match=r"`row_temperature` must be torch\.float32"):
+        torch.ops.fused_topk.row_topk(*LogitRows(logits, 1.0, of_rows), 4, "softmax", "allowed", backend.name)
+    mask = torch.ones(3, 40, dtype=torch.bool, device=backend.device)
+    with pytest.raises(ValueError, match="`mask` must be None for whole rows"):
+        torch.ops.fused_topk.full_rows(*LogitRows(logits, mask=mask), "softmax", torch.float32, backend.name)
+
+
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_compile(backend, compiler):
     torch._dynamo.reset()

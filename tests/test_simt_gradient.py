@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
     def rows_of(self, logits: Tensor, first: int) -> LogitRows:
         rows = LogitRows(logits, self.temperature, self.row_temperature, self.mask)
-        return RowsBlock(rows, slice(0, len(logits))).of_tokens(logits, first, first + logits.shape[1])
+        return RowsBlock.of(rows, slice(0, len(logits))).of_tokens(logits, first, first + logits.shape[1])
 
 
 def with_coefficient(case: Case, coefficient: Tensor) -> Case:

@@ -82,7 +82,7 @@ def prepare_topk(
         () if beam_scores is None else beam_scores.stride(),
         instruction_set,
     )
-    is_scaled = problem.rows.row_temperature is not None and values != "logits"
+    is_scaled = rows.row_temperature is not None
 
     def run(rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None:
         logits, _, row_temperature, mask = rows

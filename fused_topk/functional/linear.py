@@ -102,7 +102,7 @@ def linear_softmax_topk(
     Contract:
         Logits: summed in float32 (float64 for float64), with the bias, and rounded to the dtype of `hidden`, as a linear layer
         gives them. The order of the sums is the library's. On the CPU a native kernel multiplies up to 32 rows of float32 or
-        bfloat16 (24 of float32 with H < 256) if rows * k <= 4096 and no targets are given. It sums every row in one order, so
+        bfloat16 if rows * k <= 4096 and no targets are given. It sums every row in one order, so
         that a row's results do not depend on the rows beside it. Otherwise sums may differ in the last place with the number
         of rows, and logits that are nearly equal may change places.
         Order, ties, special values: those of :func:`softmax_topk`, for these logits.

@@ -78,7 +78,7 @@ def _of_topk(
     # d p = p d(log p)
     grad_log = of_counted(rows, indices, grad_values * values if ctx.values == "softmax" else grad_values)
     if ctx.values == "state":
-        return _state_gradient(rows, ctx.normalize, indices, grad_values, grad_logsumexp)
+        return _state_gradient(rows, ctx.normalize, indices, grad_log, grad_logsumexp)
     if ctx.values == "logits":
         # The values are logits, so each gradient goes back to the logit that was chosen.
         from_values = torch.zeros_like(rows.logits).scatter_add(-1, indices, grad_log)

@@ -296,7 +296,7 @@ def blocks(head: LinearProblem, size: int) -> Iterator[Block]:
     for first in range(0, head.row_count, size):
         part = slice(first, min(first + size, head.row_count))
         yield Block(
-            RowsBlock(head.rows, part),
+            RowsBlock.of(head.rows, part),
             some_rows(head.hidden, 1, part),
             None if head.targets is None else some_rows(head.targets, 1, part),
         )

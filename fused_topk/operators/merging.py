@@ -74,7 +74,7 @@ def backward(
     # The chosen by their tokens, of which each is there once. The order of the logits takes a view of their bits, for which
     # older versions of torch have no rule under vmap.
     ascending, by_token = tokens.sort(dim=-1)
-    best = by_token.gather(-1, torch.searchsorted(ascending, chosen))
+    best = by_token.gather(-1, torch.searchsorted(ascending.contiguous(), chosen))
     of_parts, sums = m.movedim(0, -1), d.movedim(0, -1)
     greatest = of_parts.amax(-1, keepdim=True)
     base = greatest.where(greatest != -torch.inf, 0.0)
