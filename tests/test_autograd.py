@@ -284,7 +284,8 @@ def test_gradient_of_beams_of_which_one_may_not_go_on(normalize):
 @pytest.mark.parametrize("normalize", ["allowed", "all"])
 @pytest.mark.parametrize("mask_kind", ["none", "bool", "packed"])
 def test_gradient_of_a_row_without_a_finite_logit(backend, mask_kind, normalize):
-    """Of a state: what reaches its logits reaches those of the row, m and d depend on nothing. The row beside it is as alone."""
+    """Of a state: what reaches its logits reaches the allowed ones of the row, m and d depend on nothing. The row beside it is as
+    alone."""
     logits = random_logits(3, 70, device=backend.device)
     logits[1] = -INF
     mask = None
@@ -296,7 +297,10 @@ def test_gradient_of_a_row_without_a_finite_logit(backend, mask_kind, normalize)
     state = backend("topk_state", leaf, 5, **settings)
     ((state.logits * 3).sum() + 2 * state.m.sum() + 4 * state.d.sum()).backward()
     assert leaf.grad.isfinite().all()
-    want = torch.zeros(70, device=backend.device).scatter_add(0, state.indices[1], torch.full_like(state.logits[1], 3))
+    of_logits = torch.full_like(state.logits[1], 3)
+    if mask is not None:
+        of_logits = of_logits.where(mask[1, state.indices[1]], 0.0)
+    want = torch.zeros(70, device=backend.device).scatter_add(0, state.indices[1], of_logits)
     m_and_d = leaf.grad[1] - want
     assert m_and_d.count_nonzero() <= 1 and (m_and_d == 0).logical_or(m_and_d == 2).all()
     for row in (0, 2):
