@@ -184,6 +184,7 @@ def test_linear_opcheck(has_targets, keeps_state):
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_linear_compile(entry, dynamic):
+    torch._dynamo.reset()
     function = getattr(fused_topk, entry)
     compiled = torch.compile(lambda *a, **s: function(*a, **s), fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for rows in (2, 5):
