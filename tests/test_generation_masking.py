@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
+from transformers import TemperatureLogitsWarper
+
 from decoding import FILLS, assert_same, generate_both, masking, one_thread, prompt_of_all, tiny  # noqa: F401
 from fused_topk.generation import fused_decoding
 from test_generation_sampling import is_likely
@@ -42,6 +44,17 @@ def test_fused_steps(options, fill, num_beams):
     )
     assert_same(stock, given)
     assert steps.fused > 0
+
+
+@FILLED
+def test_a_temperature_that_leaves_no_finite_score(fill):
+    """finfo.min divided by less than 1 is -inf, and of nothing but -inf the first token is taken."""
+    model = masking(tiny("llama", vocab_size=64), SHOWN, FILLS[fill])
+    processors = [TemperatureLogitsWarper(0.5)]
+    stock, given, _ = generate_both(
+        model, prompt_of_all(model, SHOWN), max_new_tokens=3, logits_processor=processors, **SUPPRESSED
+    )
+    assert_same(stock, given)
 
 
 @KINDS

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from types import FunctionType
 
 import pytest
 import torch
@@ -331,6 +332,16 @@ def test_any_other_processor_runs_stock_operations(options, reason):
         stock_result, given, steps = generate_both(tiny("llama"), num_beams=num_beams, **options)
         assert_same(stock_result, given)
         assert steps.fused == 0 and list(steps.reasons) == [reason]
+
+
+def test_a_processor_function_without_a_module():
+    made_by_hand = FunctionType((lambda ids, scores: scores).__code__, {}, "by_hand")
+    assert made_by_hand.__module__ is None
+    for num_beams in (1, 3):
+        processors = transformers.LogitsProcessorList([made_by_hand])
+        stock_result, given, steps = generate_both(tiny("llama"), num_beams=num_beams, logits_processor=processors)
+        assert_same(stock_result, given)
+        assert list(steps.reasons) == [f"logits processor {made_by_hand.__qualname__}"]
 
 
 def test_no_allowed_token_left_is_for_the_stock_processor():

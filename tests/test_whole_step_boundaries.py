@@ -361,12 +361,20 @@ def test_the_cache_grows_with_the_prompt_once_and_the_new_tokens_of_the_beams(mo
     assert set(sizes[-4:]) == {torch.Size([2, 2, 11 + 5 * 6, 8])}
 
 
-def test_padding_that_is_no_token():
+@pytest.mark.parametrize("padding", [-1, 97])
+def test_padding_that_is_no_token(padding):
     # The model reads it where one text ends before another.
     model = family("Llama")
-    ends = {"eos_token_id": [5, *range(40, 60)], "pad_token_id": -1, "max_new_tokens": 6, "do_sample": False}
+    ends = {"eos_token_id": [5, *range(40, 60)], "pad_token_id": padding, "max_new_tokens": 6, "do_sample": False}
     for batch, beams in ((1, 1), (2, 3)):
         assert_whole(model, inputs_for(model, batch=batch), num_beams=beams, **ends)
     for block in (contextlib.nullcontext(), whole(model)):
         with block, pytest.raises(IndexError):
             model.generate(**inputs_for(model, batch=3), **ends)
+    assert "a pad_token_id that is no token" in stats(reset=True).not_whole
+
+
+def test_a_length_that_stands_for_none(model):
+    criteria = StoppingCriteriaList([MaxLengthCriteria(10**11)])
+    options = {"stopping_criteria": criteria, "max_new_tokens": 3, "eos_token_id": [*range(5, 97)]}
+    assert_declined(model, f"texts of up to {10**11} tokens", **options)

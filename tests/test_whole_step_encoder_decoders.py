@@ -257,6 +257,22 @@ def test_a_cache_that_has_been_used_is_not_replaced():
     assert stats(reset=True).not_whole == {"a cache that has been used": 1}
 
 
+@pytest.mark.skipif("EncoderDecoder" not in SERVED_WITH_SOURCE, reason="not served")
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_a_decoder_that_views_its_source_in_another_shape(num_beams):
+    shape = {"vocab_size": 97, "n_positions": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
+    encoder = transformers.BertConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+    )
+    decoder = transformers.GPT2Config(**shape, eos_token_id=1, bos_token_id=2)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.pad_token_id, config.bos_token_id, config.eos_token_id, config.decoder_start_token_id = 0, 2, 1, 2
+    torch.manual_seed(0)
+    model = transformers.EncoderDecoderModel(config).eval()
+    inputs = {"input_ids": torch.arange(3, 17).view(2, 7)}
+    assert_whole(model, inputs, num_beams=num_beams, max_new_tokens=6, eos_token_id=None, pad_token_id=0)
+
+
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_encoder_outputs_of_the_user_when_the_loop_declines(num_beams):
     # generate() writes to them, and runs twice.

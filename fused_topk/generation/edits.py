@@ -145,8 +145,10 @@ class Plan:
 def _name_of(processor: Any) -> str:
     """What a user can look for: of transformers the class, of others the module too."""
     named = processor if isinstance(processor, FunctionType) else type(processor)
+    # A function that is made by hand may have none.
     module = named.__module__
-    return named.__qualname__ if module.startswith("transformers.") else f"{module}.{named.__qualname__}"
+    is_stock = not module or module.startswith("transformers.")
+    return named.__qualname__ if is_stock else f"{module}.{named.__qualname__}"
 
 
 class _State:

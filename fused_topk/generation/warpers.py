@@ -43,7 +43,8 @@ _TEMPERATURES = (1e-3, 1e3)
 _PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
 # Beyond them scores overflow in float32, or have no digits left.
 _SAMPLED_TEMPERATURES = (1e-30, 1e30)
-# More tokens than can become equal by rounding. Equal tokens are ordered by their indices.
+# Of tokens that become equal to the best by rounding, the smallest index among these is taken. More than these become equal only in
+# a row that has hardly a digit of difference.
 GREEDY_LENGTH = 8
 
 
@@ -199,6 +200,8 @@ def greatest(filters: Sequence[Filter], scores: Tensor, ids: Tensor, log_total: 
     is_best = scores == scores[:, :1]
     is_best[:, 0] = True
     chosen = ids.masked_fill(~is_best, torch.iinfo(torch.int64).max).amin(-1)
+    # A temperature may leave -inf alone, of which the first token is taken.
+    chosen = chosen.masked_fill(scores[:, 0].isneginf(), 0)
     # Of a row with NaN or +inf, or with nothing else than -inf, renormalising leaves NaN everywhere.
     return chosen if total is None else chosen.where(total.squeeze(-1).isfinite(), 0)
 

@@ -218,7 +218,8 @@ def vocab_size_of(config: Any) -> int:
 def num_positions(config: Any) -> int | None:
     """How many positions a text may have; None where the model does not say."""
     config = config if hasattr(config, "max_position_embeddings") else config.get_text_config(decoder=True)
-    return getattr(config, "max_position_embeddings", None)
+    # The second is that of sounds' decoders.
+    return getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
 
 
 def has_table(model: Any, positions: int) -> bool:

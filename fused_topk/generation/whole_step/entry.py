@@ -42,6 +42,8 @@ class _Ready(NamedTuple):
 # Attributes of a model that say nothing about what it computes, or that this package puts there.
 _SKIPPED = frozenset({"generation_config"})
 # What an encoder gives of which a decoder reads the first at most.
+# More are no length that anybody writes.
+_MOST_PLACES = 2**20
 _OF_ENCODER = frozenset({"last_hidden_state", "pooler_output", "hidden_states", "attentions"})
 
 _ready: attribute.OfModels[_Ready] = attribute.OfModels()
@@ -169,6 +171,9 @@ def _search(
     # The criterion decides when texts end. With beams max_length decides of their scores.
     longest = config.max_length if beams > 1 else criteria.max_length
     rules = Rules(beams, longest - ids.shape[1], ends, config.length_penalty, config.early_stopping)
+    if longest > _MOST_PLACES:
+        # A criterion or a limit that stands for none. A step has room for all that may be written.
+        raise Declined(f"texts of up to {longest} tokens")
     if rules.room < 1 or len(ids) % beams:
         raise Declined("no room for a new token")
     if set(criteria.ends) != set(ends):
@@ -192,9 +197,9 @@ def _search(
     if not is_listed and (beams > 1 or warpers.parameters(plan.filters) is None):
         raise Declined("sampling from the whole vocabulary")
     padding = _padding(config, ends)
-    if padding is not None and padding < 0 and beams == 1 < len(ids):
+    if padding is not None and not 0 <= padding < vocab_size_of(twin.config) and beams == 1 < len(ids):
         # In stock generate() the model reads it, and raises, once a text has ended before the others.
-        raise Declined("a negative pad_token_id")
+        raise Declined("a pad_token_id that is no token")
     return Search(twin, prompt, rules, plan, criteria, config, padding, ready.store, way, ready.head, streamer)
 
 
@@ -229,7 +234,8 @@ def _prompt_with_source(ready: _Ready, ids: Tensor, beams: int, longest: int, in
     takes_mask = ready.twin.main_input_name == "input_ids"
     if not takes_mask and ready.reads_mask and mask is not None and not bool(mask.all()):
         raise Declined(f"padding of {ready.twin.main_input_name}")
-    hidden = hidden[::beams]
+    # Some models view a source in another shape.
+    hidden = hidden[::beams].contiguous()
     if takes_mask and mask is not None and mask.shape != (len(ids), hidden.shape[1]):
         raise Declined("an attention mask of another shape")
     is_source = None
