@@ -43,6 +43,12 @@ class LogitRows(NamedTuple):
         """What divides the logits, in a form that broadcasts along rows."""
         return self.temperature if self.row_temperature is None else self.row_temperature.unsqueeze(-1)
 
+    def with_logits(self, logits: Tensor) -> LogitRows:
+        """The same rows with other logits, or with what stands in their place."""
+        # Not by _replace(), which torch.compile of torch 2.6 cannot trace.
+        _, *others = self
+        return LogitRows(logits, *others)  # type: ignore[arg-type]
+
     def unscaled(self) -> LogitRows:
         """The same rows at temperature 1."""
         return self._replace(temperature=1.0, row_temperature=None)

@@ -278,7 +278,7 @@ def _linear(
     if temperature is not None or mask is not None or targets is not None:
         # Of the logits' shape, on their device, without their memory.
         logits = hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
-        rows = check_rows(logits, temperature, mask)._replace(logits=hidden)
+        rows = check_rows(logits, temperature, mask).with_logits(hidden)
     has_ranks = False
     if targets is not None:
         check_targets(targets, logits, may_be_several=True)
