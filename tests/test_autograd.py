@@ -225,7 +225,10 @@ def test_transforms_of_torch_func(backend, index):
     torch.testing.assert_close(torch.func.grad(lambda x: torch.func.vmap(loss)(x).sum())(logits), want)
 
 
-@pytest.mark.parametrize("index", range(NUM_LOSSES))
+# Each takes seconds, and most share all of their code.
+@pytest.mark.parametrize(
+    "index", [i if i % 3 == 0 else pytest.param(i, marks=pytest.mark.exhaustive) for i in range(NUM_LOSSES)]
+)
 def test_hessians_of_torch_func(backend, index):
     """By reverse mode twice. Forward mode is refused with what works."""
     loss = list(losses(backend))[index]

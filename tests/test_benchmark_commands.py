@@ -71,7 +71,7 @@ def test_bench_writes_what_it_prints(tmp_path):
         ("cpu", [], False),
         ("cpu", ["--targets"], True),
         ("sampling", ["--targets"], True),
-        ("sampling", [], False),
+        pytest.param("sampling", [], False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_bench_judges_by_the_targets_of_the_machine_if_asked(suite, arguments, judged):
