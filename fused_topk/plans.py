@@ -81,9 +81,8 @@ class TopkPlan(NamedTuple):
 
     result: TopkResult
     start: StartTopk
-    like: (
-        tuple[Tensor, ...] | None
-    )  # what the result's tensors are made like; None to make them by their shapes and dtypes
+    # What the result's tensors are made like; None to make them by their shapes and dtypes.
+    like: tuple[Tensor, ...] | None
 
     def run(self, rows: LogitRows, beam_scores: Tensor | None = None) -> TopK:
         """Computes the result into new tensors and returns them."""

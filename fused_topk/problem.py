@@ -186,9 +186,8 @@ class FullRowProblem(NamedTuple):
     """A checked request for full rows. A backend writes its result into a contiguous tensor from the caller."""
 
     rows: LogitRows
-    values: (
-        str  # "softmax" or "log_softmax": the result has the logits' shape; "logsumexp": that without the vocabulary
-    )
+    # "softmax" or "log_softmax": the result has the logits' shape; "logsumexp": that without the vocabulary
+    values: str
 
 
 def result_dtype(logits_dtype: torch.dtype) -> torch.dtype:
