@@ -160,14 +160,15 @@ class RankCount {
 // How a warp reads its row: as a warp of softmax_topk.cu that has a row alone.
 template <class FORMAT>
 struct PieceReader {
-  static constexpr Policy kPolicy = policy_of(1, kTileByTile, 8 * sizeof(typename FORMAT::Bits), false, true);
+  static constexpr Tuning kTuning =
+      tuned(tuning::kTopk, 1, kTileByTile, 8 * sizeof(typename FORMAT::Bits), false, true);
   static constexpr u32 kVectors = kWarpSize / FORMAT::kPerVector;
-  using Type = TileReader<FORMAT, kVectors, true, kNoMask, kPolicy.tiles_ahead, kPolicy.in_place>;
+  using Type = TileReader<FORMAT, kVectors, true, kNoMask, kTuning.tiles_ahead, kTuning.in_place>;
 };
 
 // Grid: (rows / 4). Dynamic shared memory: each warp's kWarpVectors.
 template <class FORMAT, bool COUNTS_RANKS>
-__global__ void __launch_bounds__(kRowsPerBlock* kWarpSize, PieceReader<FORMAT>::kPolicy.resident_warps / kRowsPerBlock)
+__global__ void __launch_bounds__(kRowsPerBlock* kWarpSize, PieceReader<FORMAT>::kTuning.resident_warps / kRowsPerBlock)
     accumulate_piece_kernel(const __grid_constant__ Piece piece) {
   using Reader = typename PieceReader<FORMAT>::Type;
   using Stream = typename Reader::Stream;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The selector of a scan: a tile's elements to the candidates. This is the second half of the loop of Algorithm 4:
+// The selector of a scan: a tile's elements to the candidates. In the loop of Algorithm 4 it is:
 //
 //     T' = best k of T and the tile
 //

@@ -214,7 +214,7 @@ class WindowScan {
   u32 end_;    // the end of the group's tiles
 };
 
-// scan_parts() in windows.
+// scan_parts() of softmax_topk.cu in windows.
 template <class GROUP, class SCAN, class FINISH_PART>
 __device__ __forceinline__ void scan_windows(const Problem& problem, u32 row, SCAN& scan, u32 first_part, u32 last_part,
                                              u32 k, Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
