@@ -202,8 +202,8 @@ __global__ void __launch_bounds__(768) softmax_long_rows_kernel(const __grid_con
 #pragma unroll 1
   for (u32 number = 0; row < problem.rows; ++number) {
     const Row x(problem, row);
-    // The end of what is read twice should still be in the L2 cache for the second read. So all other lines leave it
-    // first: those of the waiting logits, and of the results.
+    // Some logits are read twice. The last of them should still be in the L2 cache for the second read. So the waiting logits
+    // and the results leave the cache first.
 #if __CUDA_ARCH__ == 900
     const Row last_time(problem, row, true);
 #else

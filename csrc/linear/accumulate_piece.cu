@@ -11,7 +11,7 @@
 // On the way it notes the logits of given tokens, and counts the tokens that rank before one of them.
 //
 // A warp has a row, and lane i the i-th entry of T. So k is at most 32. From the second piece on T is full from the start, and few
-// tiles hold an element that it lets pass. Comes after bound.cuh and part_folder.cuh.
+// tiles hold an element that it lets pass.
 #include "../topk/bound.cuh"
 #include "../topk/part_folder.cuh"
 

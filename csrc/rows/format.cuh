@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The three formats of a logit. Comes after tuning.cuh.
+// The three formats of a logit.
 #pragma once
 
 #include "tuning.cuh"

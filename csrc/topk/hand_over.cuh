@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a group leaves to the last to arrive, of its row or of its sequence, which merges it (merge.cuh).
-// Comes after scan.cuh, merge.cuh and row_output.cuh.
 #pragma once
 
 #include "merge.cuh"

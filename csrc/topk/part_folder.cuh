@@ -4,7 +4,6 @@
 //     m' = max(m, tile)     d' = d e^((m - m')/T) + sum e^((x - m')/T)
 //
 // d is rescaled once a tile, never element by element.
-// Comes after tile_reader.cuh.
 #pragma once
 
 #include "tile_reader.cuh"

@@ -3,7 +3,6 @@
 // reads their tiles.
 //
 // A row is cut into parts. One warp reads a part, tile by tile. The cuts depend on V alone.
-// Comes after tile_reader.cuh, part_folder.cuh and tile_selector.cuh.
 #pragma once
 
 #include "part_folder.cuh"

@@ -3,7 +3,7 @@
 //
 // 8, 16 or 32 lanes have a row, 8 logits each. There is no threshold and no search. Each lane sorts its words; then the
 // k best are taken one after the other, each time the greatest of the lanes' first words. The instructions do not
-// depend on the logits. Comes after short_row.cuh.
+// depend on the logits.
 #include "short_row.cuh"
 
 namespace fused_topk {

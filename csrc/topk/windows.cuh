@@ -3,7 +3,6 @@
 //
 // A warp reads a window of tiles and keeps each lane's sum and maximum of each tile. No tile is searched yet. Then the bound
 // that all warps' windows prove rules out almost every lane. The few lanes with hits read their elements again.
-// Comes after scan.cuh.
 #pragma once
 
 #include "scan.cuh"
