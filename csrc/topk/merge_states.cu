@@ -13,7 +13,7 @@
 
 namespace fused_topk {
 
-// The argument of a launch. fused_topk/layout/merge_launch.py fills it by field names.
+// The argument of a launch. fused_topk/layout/launch.py fills it by field names.
 struct States {
   const void* logits;            // [parts, rows, width]
   const i64* indices;            // [parts, rows, width]; -1: no candidate; ranks behind every candidate
@@ -159,7 +159,7 @@ __device__ __forceinline__ void sync_row() {
   }
 }
 
-// The entries of a row that fit into shared memory. layout/merge_launch.py gives a warp no row with more.
+// The entries of a row that fit into shared memory. layout/launch.py gives a warp no row with more.
 template <u32 WARPS>
 constexpr u32 kMostKept = WARPS == 1 ? kWarpSize : 1024;
 
