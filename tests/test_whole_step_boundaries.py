@@ -259,7 +259,7 @@ def test_the_model_is_as_it_was(model):
     before = dict(vars(model)), copy.deepcopy(model.config), [dict(vars(each)) for each in model.modules()]
     assert_whole(model, **BEAMS)
     # All that is there, until disable(), is what is kept for later calls.
-    assert vars(model).keys() - before[0].keys() == {attribute.NAME}
+    assert vars(model).keys() - before[0].keys() == {attribute.KEPT}
     disable(model)
     assert vars(model) == before[0] and model.config.to_dict() == before[1].to_dict()
     assert model.config._attn_implementation == before[1]._attn_implementation

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -114,3 +115,17 @@ class _Recognizer(TorchFunctionMode):
         # It must require a gradient as the product would: models look.
         self.stand_in = hidden.detach().new_zeros(()).expand(*hidden.shape[:-1], weight.shape[0])
         return self.stand_in
+
+
+def sharded_head_of(model: Any) -> nn.Module | None:
+    """The model's LM head, if processes have some columns of it each."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    get = getattr(model, "get_output_embeddings", None)
+    head = None if get is None else get()
+    weight = getattr(head, "weight", None)
+    if type(weight) in (Tensor, nn.Parameter) or not isinstance(weight, Tensor):
+        return None
+    from torch.distributed.tensor import DTensor
+
+    return head if isinstance(weight, DTensor) else None

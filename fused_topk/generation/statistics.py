@@ -115,10 +115,11 @@ def count_whole(steps: int, are_compiled: bool, are_captured: bool) -> None:
         _captured += steps if are_captured else 0
 
 
-def count_not_whole(reason: str) -> None:
+def count_not_whole(reason: str, whole_step: bool | str) -> None:
+    """Args: whole_step: the option of the call."""
     with _lock:
         _not_whole[reason] += 1
-    tell_once(f"a call with whole_step=True runs without: {reason}")
+    tell_once(f"a call with whole_step={whole_step!r} runs without: {reason}")
 
 
 def count_not_compiled(reason: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from ..choice.edit import Edit
 from ..choice.rows import Rows
@@ -29,6 +30,13 @@ from .warpers import filters_of
 ADAPTERS: Adapters = {
     kind: adapter for of in (bans, penalties, biases, constraints, timestamps) for kind, adapter in of.ADAPTERS.items()
 }
+
+
+def reason_against(processors: Any) -> str | None:
+    """Why a loop's list of processors is none that a plan stands for; None if it is one."""
+    if type(processors) is LogitsProcessorList and is_as_published(LogitsProcessorList):
+        return None
+    return f"logits processors in a {type(processors).__name__}"
 
 
 class Plan:

@@ -8,20 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from ..edits.adapter import is_as_published
 from ..edits.plan import Plan
 from .lazy_scores import LazyScores
 from .recorded import Recorded
 
 if TYPE_CHECKING:
     from .session import Session
-
-
-def reason_against(processors: Any) -> str | None:
-    """Why a loop's processors cannot be replaced by :class:`Processors`; None if they can."""
-    if type(processors) is LogitsProcessorList and is_as_published(LogitsProcessorList):
-        return None
-    return f"logits processors in a {type(processors).__name__}"
 
 
 class Processors(LogitsProcessorList):
