@@ -152,6 +152,9 @@ def _search(
     ends = _tokens(config.eos_token_id)
     if beams > 1 and criteria.max_length > config.max_length:
         raise Declined("a MaxLengthCriteria beyond max_length, with beams")
+    if beams > 1 and config.eos_token_id is not None and not ends:
+        # transformers' beam search raises.
+        raise Declined("an empty eos_token_id, with beams")
     # The criterion decides when texts end. With beams max_length decides of their scores.
     longest = config.max_length if beams > 1 else criteria.max_length
     rules = Rules(beams, longest - ids.shape[1], ends, config.length_penalty, config.early_stopping)
