@@ -98,6 +98,15 @@ class Plan:
                 edits.append(edit)
         return edits
 
+    def run_stock(self, input_ids: Any, scores: Tensor, answered: dict[int, Any], **kwargs: Any) -> Any:
+        """The processors themselves on all scores [R, V], with what `answered` has in the place of some of them.
+
+        Args:
+            kwargs: what a loop hands to its processors besides.
+        """
+        processors = LogitsProcessorList(answered.get(id(each), each) for each in self.processors)
+        return processors(input_ids, scores, **kwargs)
+
     def _on_call(self, called: Any) -> None:
         self._states = [
             _State(processor) if processor is called else state
