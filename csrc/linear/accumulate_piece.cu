@@ -12,12 +12,12 @@
 //
 // A warp has a row, and lane i the i-th entry of T. So k is at most 32. From the second piece on T is full from the start, and few
 // tiles hold an element that it lets pass. Comes after bound.cuh and part_folder.cuh.
-#include "bound.cuh"
-#include "part_folder.cuh"
+#include "../topk/bound.cuh"
+#include "../topk/part_folder.cuh"
 
 namespace fused_topk {
 
-// The argument of a launch. fused_topk/layout/piece_launch.py fills it by field names.
+// The argument of a launch. fused_topk/layout/launch.py fills it by field names.
 struct Piece {
   const void* logits;            // [rows, tokens]; every row starts at a multiple of 16 bytes
   i64 row_stride;                // in elements

@@ -5,12 +5,12 @@
 //
 // c, m and T are the row's. a is the sum of what the row's list holds for the token: nothing for most. g is summed in float32
 // and rounded once, so that p - 1 keeps its digits where p is near 1. Comes after problem.cuh and full_row.cuh (encode()).
-#include "full_row.cuh"
-#include "problem.cuh"
+#include "../full_rows/full_row.cuh"
+#include "../rows/problem.cuh"
 
 namespace fused_topk {
 
-// The argument of a launch. fused_topk/layout/gradient_launch.py fills it by field names.
+// The argument of a launch. fused_topk/layout/launch.py fills it by field names.
 struct LogitGradients {
   void* logits;                  // [rows, tokens], adjacent in a row; become their gradient
   const float* m;                // [rows]

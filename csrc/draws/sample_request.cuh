@@ -6,12 +6,12 @@
 // draw is exact to 2^-20 of the total.
 #pragma once
 
+#include "../rows/row.cuh"
 #include "philox.h"
-#include "row.cuh"
 
 namespace fused_topk {
 
-// The argument, passed by value. fused_topk/layout/sample_launch.py fills it by field names. Of each parameter, the
+// The argument, passed by value. fused_topk/layout/launch.py fills it by field names. Of each parameter, the
 // pointer is null or has one number a row. What both kernels read comes first.
 struct SampleRows {
   const void* logits;  // [rows, V]
@@ -54,7 +54,7 @@ struct SampleRows {
   u32 logprobs;
   u32 rows;
 };
-static_assert(sizeof(SampleRows) == 264, "fused_topk/layout/sample_launch.py packs 264 bytes");
+static_assert(sizeof(SampleRows) == 264, "fused_topk/layout/launch.py packs 264 bytes");
 
 }  // namespace fused_topk
 

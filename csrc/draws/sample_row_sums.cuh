@@ -18,7 +18,7 @@ struct Scratch {
   u64 pieces[2][kPieces];
   u64 bins[2][kMostBlocks][kBins];
 };
-static_assert(sizeof(Scratch) == 12288, "fused_topk/layout/sample_launch.py allocates 12288 bytes a row");
+static_assert(sizeof(Scratch) == 12288, "fused_topk/layout/launch.py allocates 12288 bytes a row");
 
 struct SumsShared {
   u64 pieces[kPieces];
