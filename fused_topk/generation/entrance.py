@@ -45,7 +45,7 @@ def _fusible(model: Any) -> list[Any]:
     return found
 
 
-def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str = False) -> None:
+def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str | None = None) -> None:
     """Makes the model's generate() calls take the fused path, until :func:`disable`.
 
     Beam search and greedy decoding give the sequences of the stock path; where logits tie, the smaller index. Calls of
@@ -60,15 +60,27 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str =
         model: a transformers model, or one with such models as parts: each part that can generate is enabled.
         sampling: also fuse do_sample=True with top-k, top-p or min-p, and beam sampling. The distribution is that of
             the stock path; the random numbers are used otherwise, so that a seed gives other draws.
-        whole_step: read the prompt once for all beams of a sequence, and never copy the cache (:mod:`whole_step`). For greedy
-            decoding and beam search, also of encoder-decoders, and with sampling=True for sampling; other calls take the
-            fused path, and :func:`stats` says why in `not_whole`. The first call of a model tries it on a few tokens.
-            Results have no cache: past_key_values, in transformers 5.24 cache, is None. On a GPU each token is one replay of a
-            CUDA graph, captured in the first call of a shape (batch, beams, lengths rounded up). On a CPU it is one call of
-            code that torch.compile makes in that call, which takes seconds to tens of seconds and needs a C++ compiler. The
-            time is logged. "compiled" has torch.compile make what is captured on a GPU, too. "eager" runs one operation after
-            another, with nothing to make and to keep. Where processors, sampling or scores that are returned take a choice of
-            their own, it is the forward pass that is compiled and captured.
+        whole_step: how a call runs that whole steps serve. A whole step reads the prompt once for all beams of a sequence, and
+            never copies the cache (:mod:`whole_step`). It serves greedy decoding and beam search, also of encoder-decoders, and
+            with sampling=True sampling. Other calls run in transformers' loop with a fused choice of each token, and
+            :func:`stats` says why in `not_whole`. The first call of a model tries it on a few tokens.
+
+            =========== =================================================================================================
+            None        Whole steps where they are quicker from the first call on. On a GPU each token is one replay of a CUDA
+                        graph, captured in the first call of a shape (batch, beams, lengths rounded up). On a CPU beams run one
+                        operation after another, and a single beam in transformers' loop. So does a call whose result has a
+                        cache to go on with (return_dict_in_generate=True).
+            True        On a CPU a token is one call of code that torch.compile makes in the first call of a shape. That takes
+                        seconds to tens of seconds, which are logged, and needs a C++ compiler. On a GPU as None. The cache of a
+                        result is None.
+            "compiled"  As True, and torch.compile makes what is captured on a GPU.
+            "eager"     One operation after another, with nothing to make and to keep.
+            False       Never. The choice of each token is fused.
+            =========== =================================================================================================
+
+            Sequences in float32 are those of the stock path. In 16 bits a whole step's forward pass rounds otherwise, as with
+            another batch size or another implementation of attention, so that some texts take another turn. Where processors,
+            sampling or scores that are returned take a choice of their own, the forward pass alone is compiled and captured.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -96,7 +108,7 @@ def disable(model: nn.Module) -> None:
 
 @contextmanager
 def fused_decoding(
-    model: nn.Module, *, sampling: bool = False, topk_per_step: int = 0, whole_step: bool | str = False
+    model: nn.Module, *, sampling: bool = False, topk_per_step: int = 0, whole_step: bool | str | None = None
 ) -> Iterator[FusedDecoding]:
     """Makes the model's generate() calls in a with block take the fused path.
 
@@ -133,7 +145,7 @@ def generate(
     generation_config: GenerationConfig,
     sampling: bool = False,
     topk_per_step: int = 0,
-    whole_step: bool | str = False,
+    whole_step: bool | str | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """For `model.generate(..., custom_generate=fused_topk.generation.generate)`: this one call takes the fused path.
@@ -189,7 +201,7 @@ def generate(
         )
 
     with held(model):
-        result, topk = run_call(model, options, run, given.get("streamer"))
+        result, topk = run_call(model, options, run, given.get("streamer"), generation_config.num_beams or 1)
     if topk_per_step and generation_config.return_dict_in_generate:
         result["topk"] = topk
     return result
