@@ -65,23 +65,7 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str |
             with sampling=True sampling. Other calls run in transformers' loop with a fused choice of each token, and
             :func:`stats` says why in `not_whole`. The first call of a model tries it on a few tokens.
 
-            =========== =================================================================================================
-            None        Whole steps where they are quicker from the first call on. On a GPU each token is one replay of a CUDA
-                        graph, captured in the first call of a shape (batch, beams, lengths rounded up). On a CPU beams run one
-                        operation after another, and a single beam in transformers' loop. So does a call whose result has a
-                        cache to go on with (return_dict_in_generate=True).
-            True        On a CPU a token is one call of code that torch.compile makes in the first call of a shape. That takes
-                        seconds to tens of seconds, which are logged, and needs a C++ compiler. On a GPU as None. The cache of a
-                        result is None.
-            "compiled"  As True, and torch.compile makes what is captured on a GPU.
-            "eager"     One operation after another, with nothing to make and to keep.
-            False       Never. The choice of each token is fused.
-            =========== =================================================================================================
-
-            Sequences in float32 are those of the stock path. In 16 bits a whole step's forward pass rounds otherwise, as with
-            another batch size or another implementation of attention, so that some texts take another turn. Where processors,
-            sampling or scores that are returned take a choice of their own, the forward pass alone is compiled and captured.
-
+            =========== ==========================================================================================
     Raises:
         TypeError: an argument of the wrong kind.
 
@@ -112,9 +96,9 @@ def fused_decoding(
 ) -> Iterator[FusedDecoding]:
     """Makes the model's generate() calls in a with block take the fused path.
 
-    Blocks of several threads or tasks may overlap: a call takes the options of the innermost block that its own thread or
-    task is in. Where that is in none, it takes those of :func:`enable`, and where there are none either, those of the
-    block that another thread has entered last, such as that which started it; then the call is not recorded.
+    Blocks of several threads or tasks may overlap. A call takes the options of the innermost block that its own thread or
+    task is in, else those of :func:`enable`. If there are none either, it takes those of the block that another thread has
+    entered last, such as the thread that has started it. Such a call is not recorded.
 
     Args:
         model: see :func:`enable`.
