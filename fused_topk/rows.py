@@ -53,9 +53,12 @@ class LogitRows(NamedTuple):
         """The same rows at temperature 1."""
         return self._replace(temperature=1.0, row_temperature=None)
 
-    def hidden(self) -> Tensor | None:
-        """bool (..., V): the tokens that count as -inf. None: there are none."""
-        return None if self.mask is None else ~unpacked(self.mask, self.logits.shape[-1])
+    def hidden(self, normalize: str = "allowed") -> Tensor | None:
+        """bool (..., V): the tokens that count as -inf for m and d with that `normalize`. None: there are none. With "all" a mask
+        hides tokens from the choice alone."""
+        if self.mask is None or normalize == "all":
+            return None
+        return ~unpacked(self.mask, self.logits.shape[-1])
 
     def counted_at(self, tokens: Tensor) -> Tensor | None:
         """bool (..., n): which of the tokens (..., n) count. None: all."""
