@@ -81,6 +81,15 @@ class LogitRows(NamedTuple):
         """The tensors of `given` in the layout of these rows, which may be meta tensors: what was broadcast is so again."""
         return LogitRows(*map(_laid_out, self, given))
 
+    def has_numbers(self) -> bool:
+        """Whether the rows have numbers of their own, one a row."""
+        return self.row_temperature is not None
+
+    def with_adjacent_numbers(self) -> LogitRows:
+        """The same rows, whose numbers lie without gaps."""
+        of_rows = self.row_temperature
+        return self._replace(row_temperature=None if of_rows is None else of_rows.contiguous())
+
     def contiguous(self) -> LogitRows:
         """The same rows without gaps between them."""
         return LogitRows(*(x.contiguous() if isinstance(x, Tensor) else x for x in self))  # type: ignore[arg-type]

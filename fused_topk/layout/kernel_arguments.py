@@ -10,6 +10,10 @@ import ctypes
 import struct
 from collections.abc import Callable
 
+from torch import Tensor
+
+from ..rows import LogitRows
+
 _F32, _F64 = ctypes.c_float, ctypes.c_double
 _U8, _U16, _U32 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32
 _I64, _POINTER = ctypes.c_int64, ctypes.c_uint64
@@ -228,6 +232,30 @@ def fields(structure: type[ctypes.Structure], *names: str) -> tuple[struct.Struc
             raise ValueError(f"`{name}` of {structure.__name__} does not follow the field before it")
         end += getattr(structure, name).size
     return struct.Struct("<" + "".join(_CODES[types[name]] for name in names)), first
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor begins; 0 stands for one that a call does not have. A broadcast view begins where its tensor does."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def rows_writer(structure: type[ctypes.Structure]) -> Callable[[bytearray, LogitRows], None]:
+    """``write(buffer, rows)``: writes what a call reads into those fields of the struct in `buffer` that are named as those of
+    :class:`LogitRows`."""
+    types = dict(item[:2] for item in structure._fields_)
+    places = [
+        (i, struct.Struct("<" + _CODES[types[name]]).pack_into, getattr(structure, name).offset)
+        for i, name in enumerate(LogitRows._fields)
+        if name in types
+    ]
+
+    def write(buffer: bytearray, rows: LogitRows) -> None:
+        for i, pack, offset in places:
+            value = rows[i]
+            if value is not None:
+                pack(buffer, offset, value.data_ptr() if isinstance(value, Tensor) else value)
+
+    return write
 
 
 def writer(structure: type[ctypes.Structure], *names: str) -> tuple[Callable[..., None], int]:

@@ -13,27 +13,19 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from .kernel_arguments import LEADING_DIMS, Problem, writer
+from ..problem import TopK, TopkProblem
+from ..rows import LogitRows
+from .kernel_arguments import LEADING_DIMS, Problem, rows_writer, writer
 from .launch import FORMATS, VALUE_KINDS, check_rows, collapse, row_count
 from .topk_choice import VARIANTS, KernelChoice, Method, choose, list_length
 
 _MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
 
 # What changes from call to call; a plan has all else.
-_write_logits, _LOGITS = writer(Problem, "logits")
-_write_call, _CALL = writer(
-    Problem,
-    "temperature",
-    "row_temperature",
-    "lists",
-    "parts",
-    "row_tickets",
-    "logsumexp",
-    "values",
-    "indices",
-)
-_write_mask, _MASK = writer(Problem, "mask")
+_write_rows = rows_writer(Problem)
+_write_call, _CALL = writer(Problem, "lists", "parts", "row_tickets", "logsumexp", "values", "indices")
 _write_beam_scores, _BEAM_SCORES = writer(Problem, "beam_scores")
 _write_beam_scratch, _BEAM_SCRATCH = writer(Problem, "beam_lists", "beam_indices", "beam_tickets")
 PROBLEM_BYTES = ctypes.sizeof(Problem)
@@ -54,6 +46,24 @@ class Layout(NamedTuple):
     temperature_strides: Sequence[int] | None = None  # (...,); None without a tensor of them
     beam_strides: Sequence[int] | None = None  # (batch, beams); None without beam search
 
+    @staticmethod
+    def of(problem: TopkProblem, is_aligned: bool, beam_scores: Tensor | None = None) -> Layout:
+        """The tensors may be meta tensors."""
+        logits, row_temperature, mask = problem.rows.logits, problem.rows.row_temperature, problem.rows.mask
+        return Layout(
+            logits.shape,
+            logits.stride(),
+            logits.dtype,
+            is_aligned,
+            problem.k,
+            problem.values,
+            problem.normalize,
+            mask is not None and mask.dtype != torch.bool,
+            None if mask is None else mask.stride(),
+            None if row_temperature is None else row_temperature.stride(),
+            None if beam_scores is None else beam_scores.stride(),
+        )
+
 
 class Launch(NamedTuple):
     """A launch but for its addresses."""
@@ -72,41 +82,18 @@ class Launch(NamedTuple):
     row_tickets: int
     beam_tickets: int
 
-    def fill(
-        self,
-        logits: int,
-        temperature: float,
-        row_temperature: int,
-        mask: int,
-        beam_scores: int,
-        scratch: int,
-        tickets: int,
-        values: int,
-        indices: int,
-        logsumexp: int,
-    ) -> bytearray:
-        """The struct with the addresses of a call; 0 stands for a tensor that the call does not have."""
+    def fill(self, rows: LogitRows, beam_scores: Tensor | None, scratch: int, tickets: int, out: TopK) -> bytearray:
+        """The struct with the addresses of a call; `scratch` and `tickets` are 0 where there are none."""
         filled = bytearray(self.problem)
         parts = scratch + 8 * self.lists
-        _write_logits(filled, _LOGITS, logits)
-        _write_call(
-            filled,
-            _CALL,
-            temperature,
-            row_temperature,
-            scratch,
-            parts,
-            tickets,
-            logsumexp,
-            values,
-            indices,
-        )
-        if mask:
-            _write_mask(filled, _MASK, mask)
-        if beam_scores:
+        _write_rows(filled, rows)
+        values, indices, logsumexp = out
+        addresses = logsumexp.data_ptr(), values.data_ptr(), indices.data_ptr()
+        _write_call(filled, _CALL, scratch, parts, tickets, *addresses)
+        if beam_scores is not None:
             beam_lists = parts + 8 * self.parts
             beam_tokens, beam_tickets = beam_lists + 8 * self.beam_lists, tickets + 4 * self.row_tickets
-            _write_beam_scores(filled, _BEAM_SCORES, beam_scores)
+            _write_beam_scores(filled, _BEAM_SCORES, beam_scores.data_ptr())
             _write_beam_scratch(filled, _BEAM_SCRATCH, beam_lists, beam_tokens, beam_tickets)
         return filled
 
