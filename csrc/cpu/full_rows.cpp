@@ -136,9 +136,8 @@ struct Solver {
     });
   }
 
-  Temperature temperature_of(u64 row) const {
-    if (!problem.row_temperature) return temperature;
-    return Temperature(problem.row_temperature[offset_of(row, problem.sizes, problem.temperature_strides)]);
+  Temperature temperature_at(u64 row) const {
+    return problem.row_temperature ? Temperature(temperature_of(problem, row)) : temperature;
   }
 
   char* out_of(u64 row) const { return problem.out + row * problem.vocab_size * kItemSize[problem.out_dtype]; }
@@ -155,45 +154,27 @@ struct Solver {
     return workspace.terms.data();
   }
 
-  // Calls do_block(block, its first element, n, x [n], next) for blocks first .. end of a row. x: the block's elements as
-  // floats. next: the address behind them in memory.
-  template <class BLOCK>
-  void for_each_block(u64 row, u32 first, u32 end, Workspace& workspace, const BLOCK& do_block) const {
-    const i64 item_size = kItemSize[problem.dtype];
-    const i64 step = problem.logits_element_stride * item_size;
-    const char* const logits = logits_of(problem, row);
-    const bool in_place = is_read_in_place(problem, logits);
-    for (u32 block = first; block < end; ++block) {
-      const u32 begin = block * kBlock;
-      const u32 n = std::min(kBlock, problem.vocab_size - begin);
-      const char* const source = logits + begin * step;
-      const float* x = reinterpret_cast<const float*>(source);
-      if (!in_place) {
-        kernels.load[problem.dtype](source, problem.logits_element_stride, n, workspace.buffer);
-        x = workspace.buffer;
-      }
-      do_block(block, begin, n, x, source + n * step);
-    }
-  }
-
   // block_normalizers: of the row, [blocks].
   void sum_blocks(u64 row, u32 first, u32 end, float* terms, BlockNormalizer* block_normalizers,
                   Workspace& workspace) const {
-    Exponential exponential = temperature_of(row).exponential;
-    const u32 item_size = kItemSize[problem.dtype];
-    for_each_block(row, first, end, workspace, [&](u32 block, u32 begin, u32 n, const float* x, const char* next) {
+    Exponential exponential = temperature_at(row).exponential;
+    const RowReader reader(problem, row);
+    for (u32 block = first; block < end; ++block) {
+      const u32 n = reader.elements_of(block), item_size = reader.item_size();
+      const float* const x = reader.load(block, workspace.buffer);
+      const char* const next = reader.behind(block);
       const float greatest = kernels.maximum(x, n);
       exponential.reference = reference_point(greatest);
-      const double d = terms ? kernels.full_rows->exp_terms(x, n, exponential, terms + begin, next, item_size)
+      const double d = terms ? kernels.full_rows->exp_terms(x, n, exponential, terms + block * kBlock, next, item_size)
                              : kernels.sum_exp(x, n, exponential, next, item_size);
       // A NaN in x makes d NaN. So does a maximum of +inf or a bad temperature: only then is x searched for a NaN.
       const bool has_nan = d != d && kernels.has_nan(x, n);
       block_normalizers[block] = {has_nan ? std::numeric_limits<float>::quiet_NaN() : greatest, d};
-    });
+    }
   }
 
   RowResult finish(u64 row, const BlockNormalizer* block_normalizers) const {
-    const double inverse = temperature_of(row).inverse;
+    const double inverse = temperature_at(row).inverse;
     BlockNormalizer sum = block_normalizers[0];
     for (u32 i = 1; i < blocks; ++i) sum = merge(sum, block_normalizers[i], inverse);
     const double m = sum.m;
@@ -208,7 +189,7 @@ struct Solver {
   void write_blocks(u64 row, u32 first, u32 end, const float* terms, const BlockNormalizer* block_normalizers,
                     const RowResult& result, Workspace& workspace) const {
     if (problem.kind == FullRowKind::kLogSumExp) return;
-    const Temperature t = temperature_of(row);
+    const Temperature t = temperature_at(row);
     char* const out = out_of(row);
     const u32 out_size = kItemSize[problem.out_dtype];
     const FullRowKernels& full_rows = *kernels.full_rows;
@@ -240,7 +221,10 @@ struct Solver {
     }
     Exponential exponential = t.exponential;
     exponential.reference = float(result.m);
-    for_each_block(row, first, end, workspace, [&](u32, u32 begin, u32 n, const float* x, const char*) {
+    const RowReader reader(problem, row);
+    for (u32 block = first; block < end; ++block) {
+      const u32 begin = block * kBlock, n = reader.elements_of(block);
+      const float* const x = reader.load(block, workspace.buffer);
       float* const y = place(begin);
       if (problem.kind == FullRowKind::kSoftmax) {
         full_rows.exp_scaled(x, n, exponential, float(1.0 / result.d), y);
@@ -248,7 +232,7 @@ struct Solver {
         full_rows.log_values(x, n, float(result.m), float(t.inverse), float(result.log_d), y);
       }
       store(begin, n, y);
-    });
+    }
   }
 };
 
