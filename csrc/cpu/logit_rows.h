@@ -6,6 +6,8 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <limits>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -39,6 +41,10 @@ struct LogitRows {
   MaskKind mask_kind;
   std::vector<i64> mask_strides;
   i64 mask_element_stride;
+
+  const char* lengths;    // nullable; [sizes...]: tokens from a row's length on are -inf, and are not read
+  bool lengths_are_long;  // int64, else int32
+  std::vector<i64> lengths_strides;
 };
 
 // The table of an instruction set of this machine; "": the best one. Throws std::invalid_argument for another name.
@@ -61,6 +67,7 @@ inline i64 pop(std::vector<i64>& strides) {
 inline LogitRows logit_rows(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
                             double temperature, std::vector<i64> temperature_strides,
                             u32 mask_kind, std::vector<i64> mask_strides,
+                            bool lengths_are_long, std::vector<i64> lengths_strides,
                             std::string_view instruction_set) {
   // clang-format on
   LogitRows rows{};
@@ -75,17 +82,20 @@ inline LogitRows logit_rows(u32 dtype, std::vector<i64> shape, std::vector<i64> 
   rows.mask_kind = MaskKind(mask_kind);
   if (!mask_strides.empty()) rows.mask_element_stride = pop(mask_strides);
   rows.mask_strides = std::move(mask_strides);
+  rows.lengths_are_long = lengths_are_long;
+  rows.lengths_strides = std::move(lengths_strides);
   return rows;
 }
 
 // The addresses of a call, in the order of the fields above; 0 stands for a tensor that it does not have.
-using RowAddresses = std::array<std::uintptr_t, 3>;
+using RowAddresses = std::array<std::uintptr_t, 4>;
 
 inline void point_to(LogitRows& rows, const RowAddresses& addresses) {
-  const auto [logits, row_temperature, mask] = addresses;
+  const auto [logits, row_temperature, mask, lengths] = addresses;
   rows.logits = pointer<const char>(logits);
   rows.row_temperature = pointer<const float>(row_temperature);
   rows.mask = pointer<const char>(mask);
+  rows.lengths = pointer<const char>(lengths);
 }
 
 inline i64 offset_of(u64 row, const std::vector<i64>& sizes, const std::vector<i64>& strides) {
@@ -102,6 +112,21 @@ inline i64 offset_of(u64 row, const std::vector<i64>& sizes, const std::vector<i
 
 inline const char* logits_of(const LogitRows& rows, u64 row) {
   return rows.logits + offset_of(row, rows.sizes, rows.logits_strides) * kItemSize[rows.dtype];
+}
+
+// How many of a row's tokens there are.
+inline u32 length_of(const LogitRows& rows, u64 row) {
+  if (!rows.lengths) return rows.vocab_size;
+  const i64 at = offset_of(row, rows.sizes, rows.lengths_strides);
+  i64 length;
+  if (rows.lengths_are_long) {
+    std::memcpy(&length, rows.lengths + at * 8, 8);
+  } else {
+    int of_row;
+    std::memcpy(&of_row, rows.lengths + at * 4, 4);
+    length = of_row;
+  }
+  return u32(std::clamp<i64>(length, 0, rows.vocab_size));
 }
 
 // Null where there is no mask.
@@ -142,13 +167,18 @@ inline bool are_adjacent(const LogitRows& rows) {
   return are_adjacent(rows.sizes, rows.vocab_size, rows.logits_strides, rows.logits_element_stride);
 }
 
-// Rows first .. first + count as floats, [count, vocab_size]: where they lie, or in the buffer, which holds them all.
+// Rows first .. first + count as floats, [count, vocab_size], -inf from their lengths on: where they lie, or in the buffer,
+// which holds them all.
 inline const float* read_rows(const LogitRows& rows, u64 first, u32 count, float* buffer) {
   const u32 n = rows.vocab_size;
   const auto load = rows.kernels->load[rows.dtype];
-  if (!are_adjacent(rows)) {
-    for (u32 i = 0; i < count; ++i) load(logits_of(rows, first + i), rows.logits_element_stride, n, buffer + i * n);
-    return buffer;
+  if (rows.lengths || !are_adjacent(rows)) {
+    for (u32 i = 0; i < count; ++i, buffer += n) {
+      const u32 length = length_of(rows, first + i);
+      load(logits_of(rows, first + i), rows.logits_element_stride, length, buffer);
+      std::fill(buffer + length, buffer + n, -std::numeric_limits<float>::infinity());
+    }
+    return buffer - u64(count) * n;
   }
   const char* const source = logits_of(rows, first);
   if (is_read_in_place(rows, source)) return reinterpret_cast<const float*>(source);
@@ -164,18 +194,21 @@ class RowReader {
         step_(rows.logits_element_stride * kItemSize[rows.dtype]),
         logits_(logits_of(rows, row)),
         mask_(mask_of(rows, row)),
+        length_(length_of(rows, row)),
         in_place_(!mask_ && is_read_in_place(rows, logits_)) {}
 
-  // The row's elements, and its blocks: of what lies beyond, all is -inf.
-  u32 length() const { return rows_.vocab_size; }
-  u32 blocks() const { return (length() - 1) / kBlock + 1; }
-  u32 elements_of(u32 block) const { return std::min(kBlock, length() - block * kBlock); }
+  // The row's blocks up to its length, at least one. Behind them all is -inf.
+  u32 blocks() const { return length_ == 0 ? 1 : (length_ - 1) / kBlock + 1; }
+  u32 elements_of(u32 block) const { return std::min(kBlock, rows_.vocab_size - block * kBlock); }
 
-  // A block's elements as floats, [elements_of(block)]: where they lie, or in the buffer. Those that a mask hides are -inf,
-  // unless hide() is to do that later.
+  // A block's elements as floats, [elements_of(block)]: where they lie, or in the buffer. Those from the length on are -inf, in
+  // whole blocks, so that every loop sums in the same order whatever the length. So are those that a mask hides, unless
+  // hide() is to do that later.
   const float* load(u32 block, float* buffer, bool hides = true) const {
-    if (in_place_) return reinterpret_cast<const float*>(at(block * kBlock));
-    rows_.kernels->load[rows_.dtype](at(block * kBlock), rows_.logits_element_stride, elements_of(block), buffer);
+    const u32 begin = block * kBlock, n = elements_of(block), present = std::min(n, length_ - begin);
+    if (in_place_ && present == n) return reinterpret_cast<const float*>(at(begin));
+    rows_.kernels->load[rows_.dtype](at(begin), rows_.logits_element_stride, present, buffer);
+    std::fill(buffer + present, buffer + n, -std::numeric_limits<float>::infinity());
     if (hides) hide(block, buffer);
     return buffer;
   }
@@ -195,6 +228,7 @@ class RowReader {
   i64 step_;
   const char* logits_;
   const char* mask_;  // nullable
+  u32 length_;
   bool in_place_;
 };
 

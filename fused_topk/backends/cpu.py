@@ -211,7 +211,7 @@ def _address(tensor: Tensor | None) -> int:
 
 def _layout_of(rows: LogitRows, instruction_set: str) -> Any:
     """How the rows lie: struct LogitRows of csrc/cpu/logit_rows.h, without its addresses."""
-    logits, row_temperature, mask = rows.logits, rows.row_temperature, rows.mask
+    logits, row_temperature, mask, lengths = rows.logits, rows.row_temperature, rows.mask, rows.lengths
     return _cpu.logit_rows(
         _DTYPES[logits.dtype],
         logits.shape,
@@ -220,15 +220,18 @@ def _layout_of(rows: LogitRows, instruction_set: str) -> Any:
         () if row_temperature is None else row_temperature.stride(),
         _NO_MASK if mask is None else _BOOL_MASK if mask.dtype is torch.bool else _PACKED_MASK,
         () if mask is None else mask.stride(),
+        lengths is not None and lengths.dtype is torch.int64,
+        () if lengths is None else lengths.stride(),
         instruction_set,
     )
 
 
 def _addresses_of(rows: LogitRows) -> tuple[int, ...]:
     """The addresses of struct LogitRows. A broadcast view begins where its tensor does."""
-    logits, row_temperature, mask = rows.logits, rows.row_temperature, rows.mask
+    logits, _, row_temperature, mask, lengths = rows
     return (
         logits.data_ptr(),
         0 if row_temperature is None else row_temperature.data_ptr(),
         0 if mask is None else mask.data_ptr(),
+        0 if lengths is None else lengths.data_ptr(),
     )
