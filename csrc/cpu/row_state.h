@@ -7,7 +7,7 @@
 #include <cstring>
 #include <limits>
 
-#include "../normalizer.h"
+#include "../algebra/normalizer.h"
 #include "logit_rows.h"
 
 namespace fused_topk::cpu {
