@@ -22,6 +22,7 @@ __device__ __forceinline__ float inverse_of(float t) {
 // What a mask hides a token from. kMaskBoth: from the choice and from (m, d). kMaskChoice ("all"): from the choice
 // only.
 enum MaskUse : u32 { kNoMask = 0, kMaskBoth = 1, kMaskChoice = 2 };
+constexpr bool has_mask(u32 use) { return use == kMaskBoth || use == kMaskChoice; }
 
 // What `values` holds. kState: `values` holds logits, and `logsumexp` holds m and d. A kind whose two lowest bits are 0 holds
 // logits. The CPU numbers the kinds otherwise (router_kernels.h).
@@ -78,6 +79,12 @@ struct Problem {
     // Rows almost always have one stride, and need no division.
     if (leading_dims != 1) return offset(row, logits_strides);
     return row * row_stride;
+  }
+
+  // How many tokens a row has. MASK: MaskUse.
+  template <u32 MASK>
+  __device__ __forceinline__ u32 length(u32) const {
+    return V;
   }
 
   __device__ __forceinline__ RowMask row_mask(u32 row) const {

@@ -27,8 +27,8 @@ struct RowScan {
   TileSelector<Reader, FOR_MANY> selector;
 
   // slots: [Stream::kWarpVectors], the warp's own
-  __device__ __forceinline__ RowScan(const Problem& problem, u32 row, Vector* slots, Shared&)
-      : reader(problem, row, slots) {}
+  __device__ __forceinline__ RowScan(const Problem& problem, u32 row, u32 length, Vector* slots, Shared&)
+      : reader(problem, row, length, slots) {}
 
   // What can wait until the first tiles are in flight.
   __device__ __forceinline__ void prepare(const Problem& problem, u32 row) {
@@ -58,20 +58,20 @@ struct TileOrder {
   u32 to_next;       // from the last turn of a part to the first of the warp's next part
 
   // The first tile of a warp, which can be known before all else.
-  template <class GROUP>
-  static __device__ __forceinline__ u32 first_tile(const Problem& problem, u32 first_part, u32 last_part) {
-    const u32 part = GROUP::warp() - problem.lead;
-    return (part + (GROUP::warp() < problem.lead ? last_part : first_part)) << problem.tiles_per_part_log2;
+  template <class GROUP, class SHARE>
+  static __device__ __forceinline__ u32 first_tile(const Problem& problem, const SHARE& share) {
+    const u32 part = GROUP::warp() - share.lead;
+    return (part + (GROUP::warp() < share.lead ? share.last_part : share.first_part)) << problem.tiles_per_part_log2;
   }
 
   // tiles: how many the row has
-  template <class GROUP>
-  static __device__ __forceinline__ TileOrder of(const Problem& problem, u32 first_part, u32 last_part, u32 tiles) {
-    const u32 log2 = problem.tiles_per_part_log2, lead = problem.lead, first = first_part << log2;
+  template <class GROUP, class SHARE>
+  static __device__ __forceinline__ TileOrder of(const Problem& problem, const SHARE& share, u32 tiles) {
+    const u32 log2 = problem.tiles_per_part_log2, lead = share.lead, first = share.first_part << log2;
     return {first,
-            last_part - first_part,
+            share.last_part - share.first_part,
             first - lead,
-            min(last_part << log2, tiles) - lead,
+            min(share.last_part << log2, tiles) - lead,
             (1u << log2) - 1,
             ((GROUP::kWarps - 1) << log2) + 1};
   }
@@ -90,15 +90,15 @@ struct TileOrder {
   static __device__ __forceinline__ bool is_before(u32 turn, u32 other) { return int(turn) < int(other); }
 };
 
-// Reads parts [first_part, last_part) of a row with all threads of a group. Leaves their best k in `candidates`, with a few
+// Reads a share of a row, parts [first_part, last_part), with all threads of a group. Leaves their best k in `candidates`, with a few
 // more, unsorted. A barrier has followed the last add. The whole warp that has read a part calls finish_part(part, normalizer).
 //
 // The warps run independently, but for the first bound and for cuts.
-template <class GROUP, class SCAN, class FINISH_PART>
-__device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN& scan, u32 first_part, u32 last_part,
-                                           u32 k, Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
+template <class GROUP, class SCAN, class SHARE, class FINISH_PART>
+__device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN& scan, const SHARE& share,
+                                           Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
                                            FINISH_PART finish_part) {
-  const TileOrder order = TileOrder::of<GROUP>(problem, first_part, last_part, scan.reader.tiles());
+  const TileOrder order = TileOrder::of<GROUP>(problem, share, scan.reader.tiles());
   const u32 log2 = problem.tiles_per_part_log2;
   u32 turn = order.begin + (GROUP::warp() << log2);
   const auto request = [&](u32 ahead) { scan.reader.request(order.tile(ahead), order.has(ahead)); };
@@ -109,7 +109,7 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN
   const u32 second = order.after(turn);
   scan.reader.start(order.tile(turn), order.has(turn), order.tile(second), order.has(second));
   scan.prepare(problem, row);
-  candidates.restart(k);
+  candidates.restart(share.k);
   bool is_open = order.has(turn);
   scan.folder.begin_part();
   if (is_open) {

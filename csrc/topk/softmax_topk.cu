@@ -46,24 +46,25 @@ struct GroupShared {
 template <class FORMAT, u32 WARPS, u32 METHOD, u32 VECTORS, bool ALIGNED, u32 MASK>
 struct ScanOf {
   static constexpr Policy kPolicy =
-      policy_of(WARPS, METHOD, 8 * sizeof(typename FORMAT::Bits), MASK != kNoMask, ALIGNED);
+      policy_of(WARPS, METHOD, 8 * sizeof(typename FORMAT::Bits), has_mask(MASK), ALIGNED);
   static constexpr u32 kResidentBlocks = kPolicy.resident_warps / (WARPS == 1 ? 4 : WARPS);
   using Type = RowScan<FORMAT, VECTORS, ALIGNED, MASK, kPolicy.tiles_ahead, kPolicy.in_place, METHOD == kForMany>;
 };
-template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED>
-struct ScanOf<FORMAT, WARPS, kInWindows, VECTORS, ALIGNED, kNoMask> {
+template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED, u32 MASK>
+struct ScanOf<FORMAT, WARPS, kInWindows, VECTORS, ALIGNED, MASK> {
   static constexpr Policy kPolicy = policy_of(WARPS, kInWindows, 8 * sizeof(typename FORMAT::Bits), false, ALIGNED);
   static constexpr u32 kResidentBlocks = kPolicy.resident_warps / WARPS;
-  using Type = WindowScan<FORMAT, WARPS, VECTORS, ALIGNED, kPolicy.tiles_ahead, window_tiles(WARPS)>;
+  using Type = WindowScan<FORMAT, WARPS, VECTORS, ALIGNED, MASK, kPolicy.tiles_ahead, window_tiles(WARPS)>;
 };
 
-// A split's share of a row: parts [first_part, last_part), and how many of the k best it may have.
+// A split's share of a row: parts [first_part, last_part), how many of the k best it may have, and how many of its last tiles
+// are read first.
 template <class GROUP, u32 LOG2_TILE>
 struct Share {
-  u32 first_part, last_part, k;
+  u32 first_part, last_part, k, lead;
 
   __device__ __forceinline__ Share(const Problem& problem, u32 split)
-      : first_part(0), last_part(problem.parts_per_row), k(problem.k) {
+      : first_part(0), last_part(problem.parts_per_row), k(problem.k), lead(problem.lead) {
     if constexpr (GROUP::kSharesRow) {
       first_part = split * problem.parts_per_split + min(split, problem.splits_with_one_more);
       last_part = first_part + problem.parts_per_split + (split < problem.splits_with_one_more);
@@ -118,7 +119,7 @@ struct RowStates {
 
   __device__ __forceinline__ void put(u32 part, Normalizer state) const {
     // A mask takes registers. With one, the address is recomputed where it is needed.
-    float2* const states = splits == 1 ? own : MASK == kNoMask ? left : left_of(row);
+    float2* const states = splits == 1 ? own : !has_mask(MASK) ? left : left_of(row);
     states[part] = {state.m, state.d};
   }
   // Merges step i of the row's parts: merge_step(). The 32 lanes of a warp call it.
@@ -127,8 +128,8 @@ struct RowStates {
   }
   __device__ __forceinline__ Normalizer step_of_left(u32 i, float scale) const {
     u32 same_row = row;
-    if constexpr (MASK != kNoMask) keep_opaque(same_row);
-    const float2* const states = MASK == kNoMask ? left : left_of(same_row);
+    if constexpr (has_mask(MASK)) keep_opaque(same_row);
+    const float2* const states = !has_mask(MASK) ? left : left_of(same_row);
     return merge_step(i, parts, scale, [&](u32 part) { return load_from_other_block(states + part); });
   }
   // A long row has many steps. One warp would wait for memory at each. So each warp makes one, and all wait together.
@@ -223,11 +224,12 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
   // Scan the share: the first tile is requested before all else.
   const u32 k = problem.k;
   const u32 parts = problem.parts_per_row;
+  const u32 length = problem.length<MASK>(row);
   const Share<GROUP, SCAN::RowTile::kLog2Elements> share(problem, split);
   const u32 warp = threadIdx.x / kWarpSize;
   Window* const windows = reinterpret_cast<Window*>(tile_slots + kWarps * SCAN::Stream::kWarpVectors);
-  SCAN scan(problem, row, tile_slots + warp * SCAN::Stream::kWarpVectors, windows[kHasWindows ? warp : 0]);
-  scan.reader.start_early(TileOrder::first_tile<GROUP>(problem, share.first_part, share.last_part),
+  SCAN scan(problem, row, length, tile_slots + warp * SCAN::Stream::kWarpVectors, windows[kHasWindows ? warp : 0]);
+  scan.reader.start_early(TileOrder::first_tile<GROUP>(problem, share),
                           share.first_part + GROUP::warp() < share.last_part);
   Candidates<GROUP> candidates(shared.slots, shared.candidates);
   KthBound<GROUP> bound(shared.bound, problem.k_of_warp, problem.warps_of_k);
@@ -237,9 +239,9 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
     if (kHasWindows || lane_id() == 0) states.put(part, state);
   };
   if constexpr (kHasWindows) {
-    scan_windows(problem, row, scan, share.first_part, share.last_part, share.k, candidates, bound, finish_part);
+    scan_windows(problem, row, scan, share, candidates, bound, finish_part);
   } else {
-    scan_parts(problem, row, scan, share.first_part, share.last_part, share.k, candidates, bound, finish_part);
+    scan_parts(problem, row, scan, share, candidates, bound, finish_part);
   }
 
   // One warp merges the states while the others work on the candidates. The sort's barrier tells every thread the result.
