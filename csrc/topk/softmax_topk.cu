@@ -57,14 +57,33 @@ struct ScanOf<FORMAT, WARPS, kInWindows, VECTORS, ALIGNED, MASK> {
   using Type = WindowScan<FORMAT, WARPS, VECTORS, ALIGNED, MASK, kPolicy.tiles_ahead, window_tiles(WARPS)>;
 };
 
+// The parts up to a row's length.
+template <u32 LOG2_TILE>
+__device__ __forceinline__ u32 parts_of(const Problem& problem, u32 length) {
+  const u32 log2_length = problem.tiles_per_part_log2 + LOG2_TILE;
+  return (length + (1u << log2_length) - 1) >> log2_length;
+}
+
 // A split's share of a row: parts [first_part, last_part), how many of the k best it may have, and how many of its last tiles
 // are read first.
-template <class GROUP, u32 LOG2_TILE>
+template <class GROUP, u32 LOG2_TILE, u32 MASK>
 struct Share {
   u32 first_part, last_part, k, lead;
+  // For KthBound: see Problem.
+  u32 k_of_warp, warps_of_k;
 
-  __device__ __forceinline__ Share(const Problem& problem, u32 split)
-      : first_part(0), last_part(problem.parts_per_row), k(problem.k), lead(problem.lead) {
+  // length: of the row
+  __device__ __forceinline__ Share(const Problem& problem, u32 split, u32 splits, u32 length)
+      : first_part(0),
+        last_part(problem.parts_per_row),
+        k(problem.k),
+        lead(problem.lead),
+        k_of_warp(problem.k_of_warp),
+        warps_of_k(problem.warps_of_k) {
+    if (problem.may_have_lengths<MASK>()) {
+      cut(problem, split, splits, length);
+      return;
+    }
     if constexpr (GROUP::kSharesRow) {
       first_part = split * problem.parts_per_split + min(split, problem.splits_with_one_more);
       last_part = first_part + problem.parts_per_split + (split < problem.splits_with_one_more);
@@ -75,7 +94,38 @@ struct Share {
       keep_opaque(k);
     }
   }
+
+ private:
+  // Shares the parts up to the row's length. How a row is cut into parts, and in which order they are merged, does not depend on
+  // the length.
+  __device__ __forceinline__ void cut(const Problem& problem, u32 split, u32 splits, u32 length) {
+    const u32 parts = parts_of<LOG2_TILE>(problem, length);
+    last_part = parts;
+    if constexpr (GROUP::kSharesRow) {
+      const u32 each = parts / splits, with_one_more = parts - each * splits;
+      first_part = split * each + min(split, with_one_more);
+      last_part = first_part + each + (split < with_one_more);
+    }
+    const u32 readers = min(last_part - first_part, GROUP::kWarps);
+    if (readers == last_part - first_part) lead = 0;
+    if (!GROUP::kIsWarp && readers > 0 && readers < warps_of_k) {
+      k_of_warp = (k + readers - 1) / readers;
+      warps_of_k = readers;
+    }
+  }
 };
+
+// Offers the tokens from the row's length on that may be among its best k, all -inf: as many as are missing. All threads of the
+// group call it, after a barrier. Ends with one.
+template <class GROUP>
+__device__ __forceinline__ void offer_missing(u32 length, u32 k, Candidates<GROUP>& candidates) {
+#pragma unroll 1
+  for (u32 first = length; first < k; first += GROUP::kThreads) {
+    const u32 token = first + GROUP::thread();
+    u64 own[1] = {token < k ? make_candidate(kNegativeInfinityKey, token) : kNoCandidate};
+    while (GROUP::any(!candidates.add(own))) candidates.cut(candidates.enough());
+  }
+}
 
 // Leaves a split's list [length] of what may be among the row's best k, and its bound. All threads of the group call it.
 template <class GROUP, class SCAN>
@@ -110,12 +160,12 @@ __device__ __forceinline__ void leave_list(const Problem& problem, u32 split, SC
 template <u32 MASK>
 struct RowStates {
   const Problem& problem;
-  u32 row, parts, splits;
+  u32 row, splits;
   float2* own;
   float2* left;  // in global memory
 
   __device__ __forceinline__ RowStates(const Problem& problem, u32 row, u32 splits, float2* own)
-      : problem(problem), row(row), parts(problem.parts_per_row), splits(splits), own(own), left(left_of(row)) {}
+      : problem(problem), row(row), splits(splits), own(own), left(left_of(row)) {}
 
   __device__ __forceinline__ void put(u32 part, Normalizer state) const {
     // A mask takes registers. With one, the address is recomputed where it is needed.
@@ -123,21 +173,21 @@ struct RowStates {
     states[part] = {state.m, state.d};
   }
   // Merges step i of the row's parts: merge_step(). The 32 lanes of a warp call it.
-  __device__ __forceinline__ Normalizer step_of_own(u32 i, float scale) const {
+  __device__ __forceinline__ Normalizer step_of_own(u32 i, u32 parts, float scale) const {
     return merge_step(i, parts, scale, [&](u32 part) { return own[part]; });
   }
-  __device__ __forceinline__ Normalizer step_of_left(u32 i, float scale) const {
+  __device__ __forceinline__ Normalizer step_of_left(u32 i, u32 parts, float scale) const {
     u32 same_row = row;
     if constexpr (has_mask(MASK)) keep_opaque(same_row);
     const float2* const states = !has_mask(MASK) ? left : left_of(same_row);
     return merge_step(i, parts, scale, [&](u32 part) { return load_from_other_block(states + part); });
   }
   // A long row has many steps. One warp would wait for memory at each. So each warp makes one, and all wait together.
-  __device__ __forceinline__ bool has_many_steps() const { return splits > 1 && parts > 2 * kPartsOfStep; }
+  __device__ __forceinline__ bool has_many_steps(u32 parts) const { return splits > 1 && parts > 2 * kPartsOfStep; }
 
  private:
   __device__ __forceinline__ float2* left_of(u32 row) const {
-    return reinterpret_cast<float2*>(problem.parts) + i64(row) * parts;
+    return reinterpret_cast<float2*>(problem.parts) + i64(row) * problem.parts_per_row;
   }
 };
 
@@ -223,18 +273,18 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
 
   // Scan the share: the first tile is requested before all else.
   const u32 k = problem.k;
-  const u32 parts = problem.parts_per_row;
   const u32 length = problem.length<MASK>(row);
-  const Share<GROUP, SCAN::RowTile::kLog2Elements> share(problem, split);
+  const Share<GROUP, SCAN::RowTile::kLog2Elements, MASK> share(problem, split, splits, length);
   const u32 warp = threadIdx.x / kWarpSize;
   Window* const windows = reinterpret_cast<Window*>(tile_slots + kWarps * SCAN::Stream::kWarpVectors);
   SCAN scan(problem, row, length, tile_slots + warp * SCAN::Stream::kWarpVectors, windows[kHasWindows ? warp : 0]);
   scan.reader.start_early(TileOrder::first_tile<GROUP>(problem, share),
                           share.first_part + GROUP::warp() < share.last_part);
   Candidates<GROUP> candidates(shared.slots, shared.candidates);
-  KthBound<GROUP> bound(shared.bound, problem.k_of_warp, problem.warps_of_k);
-  const RowStates<MASK> states(problem, row, splits,
-                               reinterpret_cast<float2*>(windows + (kHasWindows ? kWarps : 0)) + own * parts);
+  KthBound<GROUP> bound(shared.bound, share.k_of_warp, share.warps_of_k);
+  const RowStates<MASK> states(
+      problem, row, splits,
+      reinterpret_cast<float2*>(windows + (kHasWindows ? kWarps : 0)) + own * problem.parts_per_row);
   const auto finish_part = [&](u32 part, Normalizer state) {
     if (kHasWindows || lane_id() == 0) states.put(part, state);
   };
@@ -242,6 +292,15 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
     scan_windows(problem, row, scan, share, candidates, bound, finish_part);
   } else {
     scan_parts(problem, row, scan, share, candidates, bound, finish_part);
+  }
+
+  // What follows from the length is recomputed: values kept during the scan cost registers.
+  u32 parts = problem.parts_per_row;
+  if (problem.may_have_lengths<MASK>()) {
+    u32 same_length = scan.reader.V();
+    keep_opaque(same_length);
+    parts = parts_of<SCAN::RowTile::kLog2Elements>(problem, same_length);
+    if (same_length < k && split == 0) offer_missing(same_length, k, candidates);
   }
 
   // One warp merges the states while the others work on the candidates. The sort's barrier tells every thread the result.
@@ -253,15 +312,15 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
     if (problem.beams != 0) beam = Beam(problem, row);
     state = merge_parts(parts, scan.folder.scale(), step);
   };
-  if (splits == 1 && finishes_row) merge_row([&](u32 i) { return states.step_of_own(i, scan.folder.scale()); });
+  if (splits == 1 && finishes_row) merge_row([&](u32 i) { return states.step_of_own(i, parts, scan.folder.scale()); });
 
   Lists lists = {splits, problem.list_length, nullptr, nullptr, 1};
   if (splits > 1 && !hand_over_share(problem, row, k, splits, split, scan, candidates, bound, lists, shared.is_last))
     return;
 
   // Rows with many steps are rare. The hint keeps this code out of the usual path.
-  const auto step_of_left = [&](u32 i) { return states.step_of_left(i, scan.folder.scale()); };
-  const bool has_many_steps = states.has_many_steps();
+  const auto step_of_left = [&](u32 i) { return states.step_of_left(i, parts, scan.folder.scale()); };
+  const bool has_many_steps = states.has_many_steps(parts);
   if (__builtin_expect(has_many_steps, false)) {
 #pragma unroll 1
     for (u32 i = GROUP::warp(); i * kPartsOfStep < parts; i += GROUP::kWarps) {

@@ -10,6 +10,7 @@ import ctypes
 import struct
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ..rows import LogitRows
@@ -68,6 +69,9 @@ class Problem(ctypes.Structure):
         ("beam_lists", _POINTER),
         ("beam_indices", _POINTER),
         ("beam_tickets", _POINTER),
+        ("lengths", _POINTER),
+        ("lengths_are_long", _U32),
+        ("lengths_strides", _I64 * LEADING_DIMS),
     )
 
 
@@ -90,6 +94,8 @@ class FullRows(ctypes.Structure):
         ("blocks_per_row", _U32),
         ("parts", _POINTER),
         ("counters", _POINTER),
+        ("lengths", _POINTER),
+        ("lengths_are_long", _U32),
     )
 
 
@@ -211,6 +217,8 @@ class SampleRows(ctypes.Structure):
         ("best_logsumexp", _POINTER),
         ("logprobs", _U32),
         ("rows", _U32),
+        ("lengths", _POINTER),
+        ("lengths_are_long", _U32),
     )
 
 
@@ -249,7 +257,12 @@ def rows_writer(structure: type[ctypes.Structure]) -> Callable[[bytearray, Logit
         if name in types
     ]
 
+    # How wide lengths are comes with them: of whole rows and draws, they alone say it.
+    is_long = getattr(structure, "lengths_are_long", None)
+
     def write(buffer: bytearray, rows: LogitRows) -> None:
+        if rows.lengths is not None and is_long is not None:
+            buffer[is_long.offset] = rows.lengths.dtype is torch.int64
         for i, pack, offset in places:
             value = rows[i]
             if value is not None:
