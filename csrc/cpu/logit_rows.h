@@ -20,7 +20,7 @@ constexpr u32 kItemSize[kDTypes] = {4, 2, 2};
 
 enum class MaskKind : u32 { kNone = 0, kBools = 1, kBits = 2 };
 
-// Strides count elements, those of a mask of kBits words. Those of the leading dimensions may be anything, zero included.
+// Strides count elements; the strides of a mask of kBits count words. A stride of a leading dimension may be any number.
 struct LogitRows {
   const VectorKernels* kernels;
   u32 threads;  // at most this many, the caller's included
@@ -135,7 +135,7 @@ inline const char* mask_of(const LogitRows& rows, u64 row) {
   return rows.mask ? rows.mask + offset_of(row, rows.sizes, rows.mask_strides) * item_size : nullptr;
 }
 
-// Writes -inf to those of tokens begin .. begin + n that the row's mask forbids. begin is a multiple of 32. x: [n]
+// Writes -inf where the row's mask forbids one of the tokens begin .. begin + n. begin is a multiple of 32. x: [n]
 inline void apply_mask(const LogitRows& rows, const char* mask, u32 begin, u32 n, float* x) {
   const i64 stride = rows.mask_element_stride;
   if (rows.mask_kind == MaskKind::kBools) {

@@ -95,7 +95,7 @@ struct RowLogits {
   }
 };
 
-// A row's temperature. Of a greedy row, of which the best token is taken, it is 1.
+// A row's temperature. It is 1 for a greedy row, where the best token is taken.
 struct RowTemperature {
   float inverse;
   float scale;
@@ -130,7 +130,7 @@ __device__ __forceinline__ u64 aim_of(const SampleRows& p, u32 row, u32 sample, 
 // log of a sum of weights.
 __device__ __forceinline__ float log_of_sum(const SampleRows& p, u64 sum) { return logf(float(sum) / p.one); }
 
-// Writes the best token of a row of which no other may be drawn. All threads of a block call it.
+// Writes the best token of a row, where no other may be drawn. All threads of a block call it.
 __device__ __forceinline__ void write_best(const SampleRows& p, u32 row, u32 best, float log_prob) {
 #pragma unroll 1
   for (u32 sample = threadIdx.x; sample < p.num_samples; sample += kThreads) {

@@ -12,8 +12,6 @@
 namespace fused_topk::sampling {
 
 constexpr u32 kMostParts = 1024;  // of a row
-// On a multiprocessor. With 4 NVRTC spills for most GPUs, and with 3 for compute capability 12.0.
-constexpr u32 kResidentBlocks = __CUDA_ARCH__ >= 1200 ? 2 : 3;
 
 // m of a part, its d at temperature 1, and at the row's.
 struct alignas(16) PartState {
@@ -176,7 +174,7 @@ struct VocabularyShared {
 
 // Grid: (rows, blocks_per_row).
 template <class FORMAT>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+__global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kDraws, kThreads))
     sample_vocabulary_kernel(const __grid_constant__ SampleRows p) {
   __shared__ VocabularyShared shared;
   const u32 row = blockIdx.x, warp = threadIdx.x / kWarpSize;

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// One read of a group's share of a row, tile by tile: the loop of Algorithm 4.
+// What the loop of softmax_topk.cu works with: what a warp does with a tile, which parts are the group's, and in which order it
+// reads their tiles.
 //
-// A row is cut into parts. One warp reads a part, tile by tile. The cuts depend on V alone. For every tile the warp updates
-// the part's (m, d) (PartFolder) and offers hits to its group's candidates (TileSelector).
-// Comes after tile_reader.cuh, part_folder.cuh and tile_selector.cuh.
+// A row is cut into parts. One warp reads a part, tile by tile. The cuts depend on V alone.
 #pragma once
 
 #include "part_folder.cuh"
@@ -42,6 +41,60 @@ struct RowScan {
   template <class GROUP>
   __device__ __forceinline__ u32 proven(KthBound<GROUP>& bound, bool is_first = false) {
     return selector.proven(reader, bound, is_first);
+  }
+};
+
+// The parts up to a row's length.
+template <u32 LOG2_TILE>
+__device__ __forceinline__ u32 parts_of(const Problem& problem, u32 length) {
+  const u32 log2_length = problem.tiles_per_part_log2 + LOG2_TILE;
+  return (length + (1u << log2_length) - 1) >> log2_length;
+}
+
+// A split's share of a row: parts [first_part, last_part), how many of the k best it may have, and how many of its last tiles
+// are read first. It ends at the row's length.
+template <class GROUP, u32 LOG2_TILE, u32 MASK>
+struct Share {
+  u32 first_part, last_part, k, lead;
+  u32 k_of_warp, warps_of_k;  // see Problem
+
+  __device__ __forceinline__ Share(const Problem& problem, u32 split, u32 splits, u32 length)
+      : first_part(0),
+        last_part(problem.parts_per_row),
+        k(problem.k),
+        lead(problem.lead),
+        k_of_warp(problem.k_of_warp),
+        warps_of_k(problem.warps_of_k) {
+    if (problem.may_have_lengths<MASK>()) {
+      cut(problem, split, splits, length);
+    } else if constexpr (GROUP::kSharesRow) {
+      first_part = split * problem.parts_per_split + min(split, problem.splits_with_one_more);
+      last_part = first_part + problem.parts_per_split + (split < problem.splits_with_one_more);
+      // V < 2^31 and a part has at most 2^21 tokens, so nothing overflows.
+      const u32 log2_length = problem.tiles_per_part_log2 + LOG2_TILE;
+      k = min(k, min(last_part << log2_length, problem.V) - (first_part << log2_length));
+      // One register for k, not two for the numbers that it is the minimum of.
+      keep_opaque(k);
+    }
+  }
+
+ private:
+  // The splits share the parts up to the row's length. How a row is cut into parts, and in which order their (m, d) are merged,
+  // does not depend on it. A warp alone has no registers left for a lead.
+  __device__ __forceinline__ void cut(const Problem& problem, u32 split, u32 splits, u32 length) {
+    last_part = parts_of<LOG2_TILE>(problem, length);
+    if constexpr (GROUP::kSharesRow) {
+      const u32 each = last_part / splits, with_one_more = last_part - each * splits;
+      first_part = split * each + min(split, with_one_more);
+      last_part = first_part + each + (split < with_one_more);
+    }
+    const u32 parts = last_part - first_part;
+    if (GROUP::kIsWarp || parts <= GROUP::kWarps) lead = 0;
+    // Fewer warps have something to read than a bound needs. With many candidates there are no registers left.
+    if (!GROUP::kIsWarp && !GROUP::kForMany && parts > 0 && parts < warps_of_k) {
+      k_of_warp = (k + parts - 1) / parts;
+      warps_of_k = parts;
+    }
   }
 };
 
@@ -89,61 +142,5 @@ struct TileOrder {
   // Turns count modulo 2^32.
   static __device__ __forceinline__ bool is_before(u32 turn, u32 other) { return int(turn) < int(other); }
 };
-
-// Reads a share of a row, parts [first_part, last_part), with all threads of a group. Leaves their best k in `candidates`, with a few
-// more, unsorted. A barrier has followed the last add. The whole warp that has read a part calls finish_part(part, normalizer).
-//
-// The warps run independently, but for the first bound and for cuts.
-template <class GROUP, class SCAN, class SHARE, class FINISH_PART>
-__device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN& scan, const SHARE& share,
-                                           Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
-                                           FINISH_PART finish_part) {
-  const TileOrder order = TileOrder::of<GROUP>(problem, share, scan.reader.tiles());
-  const u32 log2 = problem.tiles_per_part_log2;
-  u32 turn = order.begin + (GROUP::warp() << log2);
-  const auto request = [&](u32 ahead) { scan.reader.request(order.tile(ahead), order.has(ahead)); };
-  const auto read = [&](u32 next) { scan.read(order.tile(turn), order.tile(next), order.has(next)); };
-  // A tile in shared memory is folded after its hits are offered. Few warps have hits, and their offers then do not wait for
-  // the others' exponentials.
-  constexpr bool kOffersFirst = SCAN::Stream::kInPlace && !GROUP::kIsWarp;
-  const u32 second = order.after(turn);
-  scan.reader.start(order.tile(turn), order.has(turn), order.tile(second), order.has(second));
-  scan.prepare(problem, row);
-  candidates.restart(share.k);
-  bool is_open = order.has(turn);
-  scan.folder.begin_part();
-  if (is_open) {
-    read(second);
-    bound.publish(scan.proven(bound, true));
-    if constexpr (!kOffersFirst) scan.folder.fold(scan.reader);
-  } else {
-    bound.abstain();
-  }
-  GROUP::sync();
-  candidates.raise(bound.found());
-  while (true) {
-    while (is_open) {
-      if (!scan.selector.offer(scan.reader, candidates, bound, GROUP::kIsWarp || order.has(order.after(turn)))) break;
-      // What follows is recomputed: values kept during the offer cost registers.
-      keep_opaque(turn);
-      if constexpr (kOffersFirst) scan.folder.fold(scan.reader);
-      const u32 next = order.after(turn);
-      const u32 after_next = order.after(next);
-      if constexpr (SCAN::Stream::kInBackground) request(SCAN::Stream::kAhead == 1 ? next : after_next);
-      const bool ends_part = order.ends_part(turn);
-      if (ends_part) finish_part(scan.reader.tile_number() >> log2, scan.folder.end_part());
-      turn = next;
-      is_open = order.has(turn);
-      if (!is_open) break;
-      read(after_next);
-      scan.selector.update(scan.reader, bound);
-      if (ends_part) scan.folder.begin_part();
-      if constexpr (!kOffersFirst) scan.folder.fold(scan.reader);
-    }
-    // A warp that is still open has found the candidates full.
-    if (!GROUP::any(is_open)) break;
-    candidates.cut(candidates.enough());
-  }
-}
 
 }  // namespace fused_topk

@@ -3,7 +3,7 @@
 //
 // A word is a candidate in 32 bits: the upper 24 bits of a float32 logit's key, or all 16 of a shorter one's, above the
 // complement of the index. Two float32 logits may differ only in the 8 bits that a word lacks. If that may change which
-// are chosen, the row is chosen from again, by whole keys. Comes after result.cuh and row.cuh.
+// are chosen, the row is chosen from again, by whole keys.
 #pragma once
 
 #include "result.cuh"
@@ -123,7 +123,7 @@ struct ShortRow {
   __device__ __forceinline__ float normalized_maximum(u32 u) const {
     return MASK == kMaskChoice ? Tile<FORMAT, 8 / kPerVector>::maximum(vectors[u]) : choosable_maximum(u);
   }
-  // Past the end keys are those of -inf, with greater indices than the row's own: never among the best k <= V.
+  // Elements past the end count as -inf. Their indices are greater than the row's, so none is among the best k <= V.
   __device__ __forceinline__ u32 key(u32 i) const { return order_key(choosable(i)); }
 
   // Makes the words of a vector's logits, given which of them are allowed. `first`: the token of the first one.

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The reader of a scan: one warp's tiles of a row, each with its mask and its lanes' maxima.
-// Comes after row.cuh and problem.cuh.
 #pragma once
 
 #include "../rows/problem.cuh"

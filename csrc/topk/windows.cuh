@@ -3,7 +3,6 @@
 //
 // A warp reads a window of tiles and keeps each lane's sum and maximum of each tile. No tile is searched yet. Then the bound
 // that all warps' windows prove rules out almost every lane. The few lanes with hits read their elements again.
-// Comes after scan.cuh.
 #pragma once
 
 #include "scan.cuh"
@@ -214,7 +213,7 @@ class WindowScan {
   u32 end_;    // the end of the group's tiles
 };
 
-// scan_parts() in windows.
+// scan_parts() of softmax_topk.cu in windows.
 template <class GROUP, class SCAN, class SHARE, class FINISH_PART>
 __device__ __forceinline__ void scan_windows(const Problem& problem, u32 row, SCAN& scan, const SHARE& share,
                                              Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
