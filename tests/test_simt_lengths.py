@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fused_topk.backends import cuda
 from fused_topk.problem import FullRowProblem, TopkProblem
 from fused_topk.rows import LogitRows
 from oracle import DTYPES, assert_same, bits, start
@@ -16,8 +17,8 @@ from simt.cases import Case
 from simt.emulate import emulated
 from simt.launch import SCHEDULES, Array
 from simt.row_topk import empty_result
-from test_simt_full_rows import launch, small_choice
 from test_simt_full_rows import empty_result as empty_full_rows
+from test_simt_full_rows import launch, small_choice
 from test_simt_sampling import draw
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
@@ -31,8 +32,6 @@ def ragged(logits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 def topk(case: Case, problem: TopkProblem, beam_scores: Tensor | None = None, *, readable: int | None = None, **how):
     """What the kernel of a case makes of rows. readable: how many tokens of each row it may read."""
-    from fused_topk.backends import cuda
-
     out = empty_result(problem, beam_scores)
     inputs = {**problem.rows._asdict(), "beam_scores": beam_scores}
     if readable is not None:

@@ -99,19 +99,26 @@ struct GroupShared {
   u32 is_last;
 };
 
+// The warps that must fit on a multiprocessor. A row's length takes a register, and some kernels have none left for it.
+constexpr u32 resident_warps(const Tuning& tuning, u32 mask, u32 method, u32 bits, bool aligned) {
+  const u32 most = mask != kLengths ? 32 : method == kInWindows && !aligned ? 16 : bits == 32 ? 24 : 32;
+  return tuning.resident_warps < most ? tuning.resident_warps : most;
+}
+
 // How a warp scans its tiles.
 template <class FORMAT, u32 WARPS, u32 METHOD, u32 VECTORS, bool ALIGNED, u32 MASK>
 struct ScanOf {
-  static constexpr Tuning kTuning =
-      tuned(tuning::kTopk, WARPS, METHOD, 8 * sizeof(typename FORMAT::Bits), has_mask(MASK), ALIGNED);
-  static constexpr u32 kResidentBlocks = kTuning.resident_warps / (WARPS == 1 ? 4 : WARPS);
+  static constexpr u32 kBits = 8 * sizeof(typename FORMAT::Bits);
+  static constexpr Tuning kTuning = tuned(tuning::kTopk, WARPS, METHOD, kBits, has_mask(MASK), ALIGNED);
+  static constexpr u32 kResidentBlocks =
+      resident_warps(kTuning, MASK, METHOD, kBits, ALIGNED) / (WARPS == 1 ? 4 : WARPS);
   using Type = RowScan<FORMAT, VECTORS, ALIGNED, MASK, kTuning.tiles_ahead, kTuning.in_place, METHOD == kForMany>;
 };
 template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED, u32 MASK>
 struct ScanOf<FORMAT, WARPS, kInWindows, VECTORS, ALIGNED, MASK> {
-  static constexpr Tuning kTuning =
-      tuned(tuning::kTopk, WARPS, kInWindows, 8 * sizeof(typename FORMAT::Bits), false, ALIGNED);
-  static constexpr u32 kResidentBlocks = kTuning.resident_warps / WARPS;
+  static constexpr u32 kBits = 8 * sizeof(typename FORMAT::Bits);
+  static constexpr Tuning kTuning = tuned(tuning::kTopk, WARPS, kInWindows, kBits, false, ALIGNED);
+  static constexpr u32 kResidentBlocks = resident_warps(kTuning, MASK, kInWindows, kBits, ALIGNED) / WARPS;
   using Type = WindowScan<FORMAT, WARPS, VECTORS, ALIGNED, MASK, kTuning.tiles_ahead, kTuning.window>;
 };
 
