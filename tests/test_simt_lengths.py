@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from oracle import DTYPES, assert_same, bits, start
 from rows import NAN, random_logits, random_mask
 from simt import build
 from simt.cases import Case
-from simt.emulate import emulated
+from simt.emulate import emulated, replacing
 from simt.launch import SCHEDULES, Array
 from simt.row_topk import empty_result
 from test_simt_full_rows import empty_result as empty_full_rows
@@ -161,12 +163,12 @@ def test_full_rows_read_nothing_beyond_a_length(kernel, blocks, vocab_size, leng
     full(FullRowProblem(rows, "softmax"), choice, readable=length)
 
 
-def full(problem: FullRowProblem, choice, readable: int | None = None) -> Tensor:
+def full(problem: FullRowProblem, choice, readable: int | None = None, **how) -> Tensor:
     dtype = problem.rows.logits.dtype
     out = empty_full_rows(problem, dtype)
     inputs = {**problem.rows._asdict(), "logits": problem.rows.logits[..., :readable]}
     arrays = [Array(name, x, "input") for name, x in inputs.items() if isinstance(x, Tensor) and x.numel()]
-    with emulated([*arrays, Array("out", out, "output")]) as outcomes:
+    with emulated([*arrays, Array("out", out, "output")], **how) as outcomes:
         launch(problem, choice, out)
     outcomes[0].check()
     return out
@@ -193,3 +195,75 @@ def test_draws(filters, blocks, is_masked):
     want = draw(hidden, FILTERS[filters], **settings)
     assert torch.equal(got.tokens, want.tokens)
     assert torch.equal(got.log_probs.nan_to_num(7.0), want.log_probs.nan_to_num(7.0))
+
+
+def check_bits(name: str, **how) -> None:
+    """Rows of all lengths against the same rows with -inf; `how`: of the former."""
+    case = CASES[name]
+    lengths = lengths_of(case)
+    with_nan, hidden = ragged(random_logits(len(lengths), case.vocab_size, dtype=DTYPES[case.dtype]), lengths)
+    got = topk(case, request(case, LogitRows(with_nan, lengths=lengths), "log_softmax"), **how)
+    assert_same(got, topk(case, request(case, LogitRows(hidden), "log_softmax")))
+
+
+def check_reads(name: str, length: int, **how) -> None:
+    case = CASES[name]
+    rows = LogitRows(random_logits(2, case.vocab_size, dtype=DTYPES[case.dtype]), lengths=torch.tensor([length] * 2))
+    topk(case, request(case, rows, "logits"), readable=length, **how)
+
+
+def check_full_rows(**how) -> None:
+    lengths = torch.tensor([0, 1, 99, 498])
+    with_nan, hidden = ragged(random_logits(4, 500), lengths)
+    choice = small_choice("block", 500, 4)
+    got = full(FullRowProblem(LogitRows(with_nan, lengths=lengths), "softmax"), choice, **how)
+    assert torch.equal(got[1:], full(FullRowProblem(LogitRows(hidden), "softmax"), choice)[1:])
+
+
+def check_draws(**how) -> None:
+    lengths = torch.tensor([1, 7, 1025])
+    with_nan, hidden = ragged(random_logits(3, 3001), lengths)
+    got = draw(with_nan, {}, lengths=lengths, num_samples=3, **how)
+    assert torch.equal(got.tokens, draw(hidden, {}, num_samples=3).tokens)
+
+
+# A fault in the lines about lengths, and what tells of it.
+FAULTS = {
+    "missing tokens that are not offered": ("same_length < k && split == 0", "false", partial(check_bits, "a warp")),
+    "missing tokens that every split offers": (
+        "same_length < k && split == 0",
+        "same_length < k",
+        partial(check_bits, "splits"),
+    ),
+    "a length that is not clamped": (
+        "length < 0 ? 0 : length < i64(V) ? u32(length) : V",
+        "u32(length)",
+        partial(check_bits, "a warp"),
+    ),
+    "a lead of tiles that are another split's": ("lead = 0;", ";", partial(check_bits, "8 warps")),
+    "int64 read as int32": (
+        "are_long ? __ldg(static_cast<const i64*>(lengths) + at)",
+        "are_long ? __ldg(static_cast<const int*>(lengths) + at)",
+        partial(check_bits, "8 lanes"),
+    ),
+    "a row that is read to its end": (
+        "SCAN scan(problem, row, length,",
+        "SCAN scan(problem, row, problem.V,",
+        partial(check_reads, "splits", 5000),
+    ),
+    "a vector across the length": (
+        "if (token + kPerVector > length) return load_elements(address, token);",
+        "",
+        check_full_rows,
+    ),
+    "draws of whole rows": ("V(p.lengths ?", "V(false ?", check_draws),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_reported(fault):
+    old, new, compare = FAULTS[fault]
+    compare()
+    with pytest.raises(AssertionError):
+        compare(edit=replacing(old, new))
