@@ -251,9 +251,9 @@ FAULTS = {
         "SCAN scan(problem, row, problem.V,",
         partial(check_reads, "splits", 5000),
     ),
-    "a vector across the length": (
-        "if (token + kPerVector > length) return load_elements(address, token);",
-        "",
+    "whole rows with lengths that are read as if aligned": (
+        "const u32 bits = token + e < length ? __ldg(elements + e)",
+        "const u32 bits = token + e < end ? __ldg(elements + e)",
         check_full_rows,
     ),
     "draws of whole rows": ("V(p.lengths ?", "V(false ?", check_draws),

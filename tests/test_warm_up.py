@@ -120,6 +120,14 @@ def test_lengths(gpus, function):
     assert names[0] in compiled(gpus) - plain
 
 
+def test_whole_rows_with_lengths(gpus):
+    logits, lengths = torch.zeros(3, 40_000), torch.tensor([0, 7, 40_000])
+    fused_topk.warm_up(logits.shape, functions="softmax", dtypes=torch.float32, ragged=True, device=0)
+    with recorded() as names:
+        start_full_rows(cuda, FullRowProblem(LogitRows(logits, lengths=lengths), "softmax"), torch.empty_like(logits))
+    assert names[0] in compiled(gpus)
+
+
 def test_several_at_once_and_again(gpus):
     shapes = [(rows, 32_000) for rows in (1, 8, 64, 512)]
     kinds = {"functions": ["softmax_topk", "log_softmax"], "dtypes": [torch.float32, torch.bfloat16]}

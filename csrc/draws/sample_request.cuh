@@ -84,9 +84,8 @@ struct RowLogits {
              p.mask_element_stride, p.mask_kind},
         V(p.lengths ? length_at(p.lengths, p.lengths_are_long, row, p.V) : p.V) {}
 
-  // -inf where the mask hides it, and from the row's length on.
+  // -inf where the mask hides it. index: below V.
   __device__ __forceinline__ float operator()(u32 index) const {
-    if (index >= V) return -FUSED_TOPK_INFINITY;
     if (mask.data) {
       const u32 bit = index % 4;
       if (!(mask.template allowed<4>(index - bit, V) >> bit & 1u)) return -FUSED_TOPK_INFINITY;

@@ -107,7 +107,8 @@ struct RowValues {
   }
 };
 
-// A row: its elements [0, length) are read and [0, end) written, a vector at a time.
+// A row: its elements [0, length) are read and [0, end) written, a vector at a time. Rows with lengths are not ALIGNED: they may end
+// within a vector.
 template <class IN, class OUT, bool ALIGNED>
 struct FullRow {
   static constexpr u32 kPerVector = IN::kPerVector;
@@ -124,7 +125,8 @@ struct FullRow {
   __device__ __forceinline__ FullRow(const FullRows& problem, u32 row) : FullRow(problem, row, problem.result_stays) {}
   // leaves_first: the lines of the L2 cache that are read leave it first.
   __device__ __forceinline__ FullRow(const FullRows& problem, u32 row, bool leaves_first)
-      : length(problem.lengths ? length_at(problem.lengths, problem.lengths_are_long, row, problem.V) : problem.V),
+      : length(!ALIGNED && problem.lengths ? length_at(problem.lengths, problem.lengths_are_long, row, problem.V)
+                                           : problem.V),
         end(problem.V),
         policy(leaves_first) {
     i64 offset = row * problem.inner_stride;
@@ -147,7 +149,6 @@ struct FullRow {
     if (token >= length) return all_negative_infinity();
     const char* address = in + u64(token) * sizeof(typename IN::Bits);
     if constexpr (ALIGNED) {
-      if (token + kPerVector > length) return load_elements(address, token);
       const uint4 v = load_with_policy(address, policy);
       return {{v.x, v.y, v.z, v.w}};
     }
@@ -162,7 +163,7 @@ struct FullRow {
   // load() to a slot of shared memory, in the background if the hardware can. Only the calling thread sees the copy,
   // after wait_copies().
   __device__ __forceinline__ void copy(Vector* slot, u32 token) const {
-    if (ALIGNED && kHasAsyncCopy && token + kPerVector <= length) {
+    if (ALIGNED && kHasAsyncCopy && token < end) {
       copy_async(slot, in + u64(token) * sizeof(typename IN::Bits), policy);
     } else {
       *slot = load(token);

@@ -13,7 +13,7 @@ from .. import backends
 from ..arguments import check_choice, check_k, check_normalize, check_vocabulary
 from ..backends import cuda
 from ..cuda_runtime import driver
-from ..layout import launch
+from ..layout import full_row_launch, launch
 from ..problem import TopkProblem
 from ..rows import LogitRows
 
@@ -111,6 +111,9 @@ def _kernels(
     if name not in _TOPK_VALUES:
         if rows and backends.pick(gpu, dtype, 1, None) is cuda:
             yield cuda.full_row_kernel(shape[-1], dtype, gpu.index)
+            if ragged:
+                choice = cuda.full_row_choice(gpu.index, shape[-1], dtype.itemsize)
+                yield full_row_launch.kernel_name(choice, dtype, dtype, is_aligned=False)
         return
     has_beams = name == "beam_topk"
     if has_beams and len(shape) != 3:

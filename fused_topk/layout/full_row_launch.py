@@ -74,7 +74,8 @@ def plan(
     out_dtype = out_dtype if is_written else dtype
     bytes_that_align = [stride * dtype.itemsize for stride in strides]
     bytes_that_align += [vocab_size * each.itemsize for each in (dtype, out_dtype)]
-    is_aligned = is_aligned and all(count % 16 == 0 for count in bytes_that_align)
+    # A row with a length may end within a vector.
+    is_aligned = is_aligned and problem.rows.lengths is None and all(count % 16 == 0 for count in bytes_that_align)
     owners = choice.owners_of(rows) if choice.is_cooperative else 0
     argument = FullRows(
         inner_stride=strides[-1],
