@@ -51,11 +51,13 @@ from . import biases as biases  # these add to the table of edits
 from . import constraints as constraints
 from . import penalties as penalties
 from . import timestamps as timestamps
+from .catalogues import TrieLogitsProcessor
 from .custom_generate import generate
 from .decoding import disable, enable, fused_decoding
 from .hooks import FusedDecoding
 from .logprobs import TokenLogprobs, next_token_topk, text_topk_logprobs, topk_logprobs
 from .statistics import Stats, stats
+from .trie import TokenTrie
 from .warpers import FusedTopKLogitsProcessor
 
 __all__ = [
@@ -63,6 +65,8 @@ __all__ = [
     "FusedTopKLogitsProcessor",
     "Stats",
     "TokenLogprobs",
+    "TokenTrie",
+    "TrieLogitsProcessor",
     "disable",
     "enable",
     "fused_decoding",
