@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..catalogues import TrieLogitsProcessor
+from ..edits.tries import TrieLogitsProcessor
 from .texts import Texts
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that must be items of a catalogue: a processor, and the edit of it. With :mod:`edits`, whose table this adds to."""
+"""Texts that must be items of a catalogue: a processor, and the edit of it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from ..rows import unpacked
-from .edits import ADAPTERS, Adapter, Ban, Step
-from .trie import TokenTrie
+from ...rows import unpacked
+from ..trie.token_trie import TokenTrie
+from .adapter import Adapter, Adapters, Step
+from .bans import Ban
 
 
 class TrieLogitsProcessor(LogitsProcessor):
@@ -51,7 +52,7 @@ class TrieLogitsProcessor(LogitsProcessor):
         trie = self.trie = self.trie.to(device)
         return trie.allowed_mask(trie.nodes(input_ids[:, self.begin_index :].to(device)), vocab_size)
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         vocab_size = scores.shape[-1]
         allowed = unpacked(self.allowed_mask(input_ids, scores.device, vocab_size), vocab_size)
         return scores.where(allowed, -torch.inf)
@@ -65,4 +66,4 @@ def _trie(p: Any) -> Adapter:
     return adapter
 
 
-ADAPTERS[TrieLogitsProcessor] = (_trie, frozenset({"trie", "begin_index"}))
+ADAPTERS: Adapters = {TrieLogitsProcessor: (_trie, frozenset({"trie", "begin_index"}))}
