@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from unittest import mock
 
@@ -391,3 +392,62 @@ def test_a_fault_shows(module, old, new, monkeypatch):
             configuration = Configuration(seed)
             if module is tries or configuration.way in ("kept", "captured"):
                 configuration.check()
+
+
+def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(cuda):
+    items = catalogue(random.Random(1), END, most=60)
+    trie = TokenTrie(items, END)
+    texts = torch.tensor([[*item][:2] + [7] * (2 - len(item)) for item in items])
+    nodes = trie.nodes(texts[:, :1])
+    after = trie.step(nodes, texts[:, 1])
+    on_gpu, nodes, tokens = trie.to("cuda"), nodes.cuda(), texts[:, 1].cuda()
+
+    def run():
+        stepped = on_gpu.step(nodes, tokens)
+        return stepped, on_gpu.allowed_mask(stepped, 97)
+
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        given = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    graph.replay()
+    for stepped, mask in (given, captured):
+        assert torch.equal(stepped.cpu(), after) and torch.equal(mask.cpu(), trie.allowed_mask(after, 97))
+
+
+@pytest.mark.parametrize("whole_step", [False, "eager", True])
+@pytest.mark.parametrize("num_beams", [1, 4, 40])
+def test_generate_on_a_gpu(cuda, num_beams, whole_step):
+    """Sums are rounded otherwise there, so results are compared by score."""
+    model = copy.deepcopy(family("Llama", 1)).cuda()
+    inputs = inputs_for(model, 3, padding=2)
+    known = Items(catalogue(random.Random(4), END, most=200, longest=4), END)
+    trie = TokenTrie(known.items, END).to("cuda")
+    options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 5, "do_sample": False}
+    options |= {"return_dict_in_generate": True}
+    expected = model.generate(
+        **inputs, **options, output_scores=num_beams > 1, prefix_allowed_tokens_fn=known.prefix_fn(6)
+    )
+    with fused_decoding(model, whole_step=whole_step):
+        for _ in range(2):
+            given = model.generate(**inputs, **options, logits_processor=[TrieLogitsProcessor(trie, 6)])
+    steps = stats(reset=True)
+    assert (
+        steps.fallback == 0 and (steps.whole > 0) == bool(whole_step) and (steps.captured > 0) == (whole_step is True)
+    )
+    for prompt in range(3):
+        of_prompt = slice(prompt * num_beams, (prompt + 1) * num_beams)
+        texts, found = (each.sequences[of_prompt, 6:].tolist() for each in (expected, given))
+        if num_beams == 1:
+            assert texts == found
+            continue
+        scores = expected.sequences_scores[of_prompt].tolist()
+        score_of = {tuple(text): score for text, score in zip(texts, scores)}
+        for score, text in zip(scores, found):
+            assert score < NO_SCORE or score_of[tuple(text)] == pytest.approx(score, abs=TOLERANCE)

@@ -118,7 +118,7 @@ def test_however_the_items_are_given():
     given = [
         *(torch.tensor(table, dtype=dtype) for dtype in (torch.int64, torch.int32, torch.uint8)),
         torch.tensor(table).T.contiguous().T,
-        np.array(table, dtype=np.uint16),
+        *(np.array(table, dtype=dtype) for dtype in (np.uint16, np.uint64)),
         tuple(map(tuple, table)),
         iter(table),
         (item for item in table),
@@ -174,9 +174,20 @@ def test_a_file_of_something_else(tmp_path, change):
         np.savez(file, **content)
     with pytest.raises(ValueError, match=r"`path` must be a file that save\(\) wrote"):
         TokenTrie.load(tmp_path / "trie")
-    (tmp_path / "text").write_text("no trie")
+
+
+@pytest.mark.parametrize("kind", ["empty", "text", "array", "cut"])
+def test_a_file_of_another_format(tmp_path, kind):
+    path = tmp_path / "trie"
+    TokenTrie(ITEMS, END).save(path)
+    content = {"empty": b"", "text": b"no trie", "cut": path.read_bytes()[:-100]}
+    if kind == "array":
+        with open(path, "wb") as file:
+            np.save(file, np.arange(3))
+    else:
+        path.write_bytes(content[kind])
     with pytest.raises(ValueError, match=r"`path` must be a file that save\(\) wrote"):
-        TokenTrie.load(tmp_path / "text")
+        TokenTrie.load(path)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +360,7 @@ FAULTS = [
             ("items += len(ended)", "items += 1"),
             ("nodes = nodes[goes_on]", "nodes = nodes[: goes_on.sum()]"),
             ("inner = ended[np.isin(ended, nodes)]", "pass"),
-            ("nodes |= tokens", "nodes += tokens & 63"),
+            ("np.bitwise_or(nodes, tokens,", "np.bitwise_or(nodes, tokens & 63,"),
             ("inner << TOKEN_BITS | end_token_id", "inner << TOKEN_BITS"),
             ("nodes = nodes[order]\n", "nodes.sort(); nodes = nodes[::-1][order]\n"),
             ("is_first[0] = True\n        np.not_equal", "is_first[0] = False\n        np.not_equal"),

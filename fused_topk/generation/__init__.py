@@ -6,6 +6,7 @@
     model.generate(..., custom_generate=generate)     # the same for one call
     with fused_decoding(model, whole_step=True):      # beams share their prompt, and the cache is never copied
     FusedTopKLogitsProcessor(top_k, ...)              # an ordinary LogitsProcessor
+    TrieLogitsProcessor(TokenTrie(items, end), ...)   # another: texts must be items of a catalogue
     stats()                                           # what was fused, what was not, and why
     next_token_topk, topk_logprobs                    # compact results without generate()
 

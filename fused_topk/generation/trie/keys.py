@@ -63,7 +63,7 @@ def of(sequences: Any, end_token_id: int) -> Keys:
         start, ended_inside = levels[-1], len(inner)
         # Large arrays: each is made in place of another, or goes before the next one comes.
         nodes <<= TOKEN_BITS
-        nodes |= tokens
+        np.bitwise_or(nodes, tokens, out=nodes, dtype=np.int64, casting="unsafe")
         if ended_inside:
             nodes = np.concatenate([nodes, inner << TOKEN_BITS | end_token_id])
         order = nodes.argsort()

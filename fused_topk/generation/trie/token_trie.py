@@ -7,6 +7,7 @@ import copy
 import operator
 from os import PathLike
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -142,7 +143,7 @@ class TokenTrie:
                 found = np.load(file)
                 keys = Keys(found["keys"], found["levels"], int(found["items"])).checked()
                 end_token_id = int(found["end_token_id"])
-            except (KeyError, IndexError, TypeError, ValueError) as error:
+            except (KeyError, IndexError, TypeError, ValueError, EOFError, BadZipFile) as error:
                 raise ValueError(
                     f"`path` must be a file that save() wrote, got {path} ({error}); save the trie"
                 ) from error
@@ -183,7 +184,7 @@ class TokenTrie:
             vocab_size: V, greater than each token of the trie.
 
         Returns:
-            int32 (..., ceil(V / 32)): bit j of word i is 1 where token 32 i + j is allowed.
+            A mask of int32 words, shape (..., ceil(V / 32)), with bit j of word i set where token 32 i + j is allowed.
 
         Raises:
             ValueError: a vocabulary without some of the tokens.

@@ -12,9 +12,12 @@ from .texts import Texts
 
 
 class Walk:
-    """Args:
-    constraint: the call's only processor.
-    ids: int64 [batch, length], the prompts.
+    """The nodes of a call's texts, one token after another.
+
+    Args:
+        constraint: the call's only processor.
+        ids: int64 [batch, length], the prompts.
+        vocab_size: of the logits.
     """
 
     def __init__(self, constraint: TrieLogitsProcessor, ids: Tensor, beams: int, vocab_size: int) -> None:
