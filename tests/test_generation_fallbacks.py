@@ -199,9 +199,7 @@ def greedy(processors, logits):
     lazy = LazyScores.of(Rows(logits, cpu), logits.unsqueeze(1))
     stats(reset=True)
     plan = Plan(processors, False)
-    found = lazy.processed(
-        plan, history, lambda tensor, _: transformers.LogitsProcessorList(processors)(history, tensor)
-    )
+    found = lazy.processed(plan, history, {})
     return expected, torch.argmax(found, dim=-1), stats(reset=True)
 
 

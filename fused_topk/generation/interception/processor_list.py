@@ -5,23 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from transformers import LogitsProcessorList
 
-from ..edits.adapter import is_as_published
 from ..edits.plan import Plan
 from .lazy_scores import LazyScores
 from .recorded import Recorded
 
 if TYPE_CHECKING:
     from .session import Session
-
-
-def reason_against(processors: Any) -> str | None:
-    """Why a loop's processors cannot be replaced by :class:`Processors`; None if they can."""
-    if type(processors) is LogitsProcessorList and is_as_published(LogitsProcessorList):
-        return None
-    return f"logits processors in a {type(processors).__name__}"
 
 
 class Processors(LogitsProcessorList):
@@ -41,11 +32,6 @@ class Processors(LogitsProcessorList):
             return super().__call__(input_ids, scores, **kwargs)
         if self._plan is None or not self._plan.is_for(self):
             self._plan = Plan(self, self._is_sampling)
-
-        def run_stock(scores: Tensor, answered: dict[int, Any]) -> Any:
-            processors = LogitsProcessorList(answered.get(id(each), each) for each in self)
-            return processors(input_ids, scores, **kwargs)
-
-        result = scores.processed(self._plan, input_ids, run_stock)
+        result = scores.processed(self._plan, input_ids, kwargs)
         is_kept = self._session.records_scores and isinstance(result, LazyScores)
         return self._session.record(result) if is_kept else result

@@ -190,26 +190,36 @@ class KeptStep:
         Args:
             mask: int32 [batch, beams, W], or [batch, W] without beams: which tokens it may be; None for any.
         """
+        has_mask = mask is not None
         if mask is not None:
             if self._mask is None:
                 self._mask = torch.empty_like(mask)
             self._mask.copy_(mask)
-        has_mask = mask is not None
         if has_mask in self._advance:
             self._advance[has_mask]()
             return
-        run = _advance_texts if self.shape.rules.beams == 1 else _advance_beams
         is_late = graphs.is_cuda(self.shape.device)
-        rules, allowed = self.shape.rules, self._mask if has_mask else None
-        args = (self.decoder, self._head, rules, allowed, self._state, self._constants, self.count, self._last, is_late)
+        rules, kept_mask = self.shape.rules, self._mask if has_mask else None
+        args = (
+            self.decoder,
+            self._head,
+            rules,
+            kept_mask,
+            self._state,
+            self._constants,
+            self.count,
+            self._last,
+            is_late,
+        )
         if not self.shape.way.is_captured:
             # Made by running it.
-            self._advance[has_mask] = self._made(run, args, lambda: None)
+            self._advance[has_mask] = self._made(_advance, args)
             return
         # Steps that are tried before one is captured change nothing, as steps after the end.
         goes_on = self.goes_on.clone()
         self.goes_on.fill_(False)
-        self._advance[has_mask] = self._made(run, args, lambda: self.goes_on.copy_(goes_on))
+        self._advance[has_mask] = self._made(_advance, args)
+        self.goes_on.copy_(goes_on)
         self._advance[has_mask]()
 
     def read_prompt(self, prompt: Prompt) -> Tensor:
@@ -222,11 +232,11 @@ class KeptStep:
         self.count.copy_(step)
         if self._read is None:
             args = (self.decoder, self._tokens, self._parents, self.count)
-            self._read = self._made(_read, args, lambda: None)
+            self._read = self._made(_read, args)
         logits: Tensor = self._read()
         return logits
 
-    def _made(self, function: Any, args: tuple[Any, ...], after_trials: Callable[[], Any]) -> Callable[[], Any]:
+    def _made(self, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
         """What runs the function on the arguments, on which it has run at least once."""
         started = time.perf_counter()
         ways: list[Callable[[], Any]] = [Bound(function, args)]
@@ -244,7 +254,6 @@ class KeptStep:
             except Exception as error:
                 if number == len(ways):
                     raise NotKept(f"what is to be {self.shape.way} raises {said_by(error)}") from error
-        after_trials()
         self._tell(time.perf_counter() - started)
         return run
 
@@ -270,7 +279,7 @@ class _Replay:
         return self._graph.output
 
 
-def _advance_beams(
+def _advance(
     decoder: Decoder,
     head: Head | None,
     rules: Rules,
@@ -281,56 +290,39 @@ def _advance_beams(
     last: Tensor,
     is_late: bool,
 ) -> None:
-    before = step - 1
-    tokens = state.running.tokens.index_select(2, before).squeeze(2)
-    args = tokens, state.running.parents, before, decoder.room
-    if head is None:
-        logits = decoder.read(*args)
-        vocab_size = logits.shape[-1]
-        of_beams = logits.view(-1, rules.beams, vocab_size)
-        scores, indices, _ = functional.beam_topk(
-            of_beams, state.running.scores, rules.kept, mask=mask, normalize="all"
-        )
+    before, are_last = step - 1, step >= last
+    if rules.beams == 1:
+        args = state.tokens.index_select(1, before), constants.parents, before, decoder.room
+        if head is None:
+            chosen = functional.topk(decoder.read(*args), 1, mask=mask).indices.squeeze(1)
+        else:
+            chosen = head.greatest(decoder.read_states(*args), mask)
+        after: Any = choose_tokens(state, constants, chosen, step, are_last)
     else:
-        vocab_size = len(head.weight)
-        mask = None if mask is None else mask.flatten(0, 1)
-        scores, indices = head.continuations(decoder.read_states(*args), state.running.scores, rules.kept, mask)
-    after = choose(state, rules, constants, scores, indices, vocab_size, step, step >= last)
-    _go_on(state, after, step, is_late)
-
-
-def _advance_texts(
-    decoder: Decoder,
-    head: Head | None,
-    rules: Rules,
-    mask: Tensor | None,
-    state: Any,
-    constants: Any,
-    step: Tensor,
-    last: Tensor,
-    is_late: bool,
-) -> None:
-    before = step - 1
-    args = state.tokens.index_select(1, before), constants.parents, before, decoder.room
-    if head is None:
-        chosen = functional.topk(decoder.read(*args), 1, mask=mask).indices.squeeze(1)
-    else:
-        chosen = head.greatest(decoder.read_states(*args), mask)
-    after = choose_tokens(state, constants, chosen, step, step >= last)
-    _go_on(state, after, step, is_late)
-
-
-def _read(decoder: Decoder, tokens: Tensor, parents: Tensor, step: Tensor) -> Tensor:
-    return decoder.read(tokens, parents, step, decoder.room)
-
-
-def _go_on(state: Any, after: Any, step: Tensor, is_late: bool) -> None:
+        tokens = state.running.tokens.index_select(2, before).squeeze(2)
+        args = tokens, state.running.parents, before, decoder.room
+        if head is None:
+            logits = decoder.read(*args)
+            vocab_size = logits.shape[-1]
+            of_beams = logits.view(-1, rules.beams, vocab_size)
+            scores, indices, _ = functional.beam_topk(
+                of_beams, state.running.scores, rules.kept, mask=mask, normalize="all"
+            )
+        else:
+            vocab_size = len(head.weight)
+            mask = None if mask is None else mask.flatten(0, 1)
+            scores, indices = head.continuations(decoder.read_states(*args), state.running.scores, rules.kept, mask)
+        after = choose(state, rules, constants, scores, indices, vocab_size, step, are_last)
     if is_late:
         after = unless_over(state, after)
         step.add_(state.goes_on)
     else:
         step.add_(1)
     _write(state, after)
+
+
+def _read(decoder: Decoder, tokens: Tensor, parents: Tensor, step: Tensor) -> Tensor:
+    return decoder.read(tokens, parents, step, decoder.room)
 
 
 def unless_over(before: Any, after: Any) -> Any:
