@@ -133,6 +133,7 @@ def test_demo_says_at_once_that_a_device_has_no_kernels(tiny_model):
 @pytest.mark.exhaustive
 def test_demo_notices_wrong_results(tiny_model, monkeypatch, tmp_path):
     from fused_topk.generation.choice import selection
+    from fused_topk.generation.choice.rows import Rows
 
     # What greedy search and sampling choose from.
     for name in ("best", "sample"):
@@ -140,9 +141,9 @@ def test_demo_notices_wrong_results(tiny_model, monkeypatch, tmp_path):
         monkeypatch.setattr(
             selection,
             name,
-            lambda rows, *rest, right=right: right(selection.Rows(-rows.logits, rows.backend), *rest),
+            lambda rows, *rest, right=right: right(Rows(-rows.logits, rows.backend), *rest),
         )
-    monkeypatch.setattr(selection.Rows, "greatest", lambda rows: rows.logits.argmin(-1))
+    monkeypatch.setattr(Rows, "greatest", lambda rows: rows.logits.argmin(-1))
     options = ("--new-tokens", 6, "--batch", 2, "--rounds", 1, "--output", tmp_path / "plot.png")
     result = run_demo("--model", tiny_model, "--device", "cpu", *options)
     assert result.exit_code == 1

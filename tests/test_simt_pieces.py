@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of csrc/accumulate_piece.cu on the emulated machine: every read and write checked, under several schedules."""
+"""The kernel of csrc/linear/accumulate_piece.cu on the emulated machine: every read and write checked, under several schedules."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fused_topk import TopK, TopKState
 from fused_topk.backends import cuda, reference
+from fused_topk.layout import launch
 from fused_topk.layout import linear_pieces as layout
-from fused_topk.layout import piece_launch
 from fused_topk.operators import linear_pieces
 from fused_topk.rows import LogitRows
 from linear_heads import ENTRIES, exact_head, exact_logits
@@ -181,7 +181,7 @@ def test_architectures(architecture, dtype):
     assert_same_state(got, wanted(logits, 8), D_TOLERANCE)
 
 
-# What is replaced in csrc/accumulate_piece.cu, and in what it reads by.
+# What is replaced in csrc/linear/accumulate_piece.cu, and in what it reads by.
 FAULTS = {
     "negative logits": ("lane_key > key_of(threshold_)", "lane_key > max(key_of(threshold_), kZeroKey)"),
     "the bound passes less": ("greatest < max(bound,", "greatest <= max(bound,"),
@@ -305,6 +305,6 @@ def test_a_head_with_a_mask_has_its_states_merged(monkeypatch):
 
 
 def test_launches_have_the_shape_that_the_kernel_expects():
-    assert [piece_launch.blocks(rows) for rows in (1, 4, 5, 2048)] == [1, 1, 2, 512]
+    assert [launch.piece_blocks(rows) for rows in (1, 4, 5, 2048)] == [1, 1, 2, 512]
     # Two tiles of 2 kB a warp of four.
-    assert piece_launch.shared_bytes(torch.bfloat16) == 16384
+    assert launch.piece_shared_bytes(torch.bfloat16) == 16384

@@ -212,7 +212,7 @@ struct Solver {
     char* const out = out_of(row);
     const u32 out_size = kItemSize[problem.out_dtype];
     const FullRowKernels& full_rows = *kernels.full_rows;
-    // y: where the block's results are formed, [n]. The buffer serves for those of 16 bits.
+    // y: where the block's results are formed, [n]. Results of 16 bits are formed in the buffer.
     const auto place = [&](u32 begin) {
       return problem.out_dtype == kFloat32 ? reinterpret_cast<float*>(out) + begin : workspace.buffer;
     };

@@ -10,7 +10,7 @@ namespace fused_topk::cpu {
 
 enum class MaskKind : u32 { kNone = 0, kBools = 1, kBits = 2 };
 
-// Strides count elements, those of a mask of kBits words. Those of the leading dimensions may be anything, zero included.
+// Strides count elements; the strides of a mask of kBits count words. A stride of a leading dimension may be any number.
 struct LogitRows {
   const VectorKernels* kernels;
   u32 threads;  // at most this many, the caller's included

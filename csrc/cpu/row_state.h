@@ -10,7 +10,7 @@
 #include <limits>
 #include <vector>
 
-#include "../normalizer.h"
+#include "../algebra/normalizer.h"
 #include "logit_rows.h"
 
 namespace fused_topk::cpu {
@@ -127,7 +127,7 @@ inline const char* mask_of(const LogitRows& rows, u64 row) {
   return rows.mask ? rows.mask + offset_of(row, rows.sizes, rows.mask_strides) * item_size : nullptr;
 }
 
-// Writes -inf to those of tokens begin .. begin + n that the row's mask forbids. begin is a multiple of 32. x: [n]
+// Writes -inf where the row's mask forbids one of the tokens begin .. begin + n. begin is a multiple of 32. x: [n]
 inline void apply_mask(const LogitRows& rows, const char* mask, u32 begin, u32 n, float* x) {
   const i64 stride = rows.mask_element_stride;
   if (rows.mask_kind == MaskKind::kBools) {

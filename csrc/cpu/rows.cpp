@@ -122,7 +122,7 @@ struct Solver {
     });
   }
 
-  // Follows from what is asked of one row, so that its bits depend on nothing else.
+  // Depends on the request of one row alone. So do the bits of the row's results.
   bool is_routed() const {
     const bool is_short = problem.vocab_size <= kMostExperts && k <= kMostChosen;
     // The router has one row for the normalizer and for the choice.

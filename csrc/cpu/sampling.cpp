@@ -2,11 +2,11 @@
 // Draws from rows, on several threads. A task is a row, or several short ones. With fewer rows than the threads can
 // share evenly it is a part of a row, and the thread that finishes the last part of a row draws from it.
 //
-// A row is read once, block by block: the normalizer of each block, and where a filter needs them the row's best in a
-// list. Top-k, top-p and min-p keep the best of a row. So a candidate, the border, says what is kept: the tokens that do
+// A row is read once, block by block. This gives the normalizer of each block and, if a filter needs it, a list of the row's
+// best. Top-k, top-p and min-p keep the best of a row. So a candidate, the border, says what is kept: the tokens that do
 // not rank behind it. Mostly the list has the border, and a token is drawn from the list. Without filters the blocks'
-// sums say which block has the token, and that block is read again. Where what is kept is longer than the list, the row
-// is read again for the border, and for the sums of what is kept.
+// sums say which block has the token, and that block is read again. If more is kept than the list has, the row
+// is read again for the border, and for the sums of the kept tokens.
 //
 // The token of a uniform number u is the first, by index, at which the running sum of the kept weights exceeds u times
 // their total. Weights are off by 2^-21 relatively (vectors.h) and sums are float64, so a draw is exact to 2^-20 of the
@@ -22,7 +22,7 @@
 #include <memory>
 #include <vector>
 
-#include "../philox.h"
+#include "../draws/philox.h"
 #include "full_row_kernels.h"
 #include "row_state.h"
 #include "selection.h"
@@ -228,7 +228,7 @@ struct Solver {
     return u32(std::min<u64>(length, vocab_size));
   }
 
-  // Of a row whose normalizers are in the workspace, and whose best are in the selection, if there is one.
+  // Draws from a row. The workspace has its normalizers; the selection, if there is one, has its best tokens.
   void draw(const Row& row, Selection* selection, Workspace& workspace) const {
     BlockNormalizer own = workspace.own[0];
     for (u32 i = 1; i < blocks; ++i) own = merge(own, workspace.own[i], 1.0);
@@ -475,7 +475,7 @@ struct Solver {
     return block * kBlock + last;
   }
 
-  // The last candidate that is kept, of a row of which more is kept than the list has.
+  // The last candidate that is kept, of a row that keeps more than its list has.
   u64 border_of(const Row& row, const u64* best, float m, Workspace& workspace) const {
     u64 border = row.k ? last_of_key(key_of(best[row.k - 1])) : last_of_key(kNegativeInfinityKey);
     if (row.has_top_p()) border = std::max(border, border_of_top_p(row, border, m, workspace));
@@ -498,7 +498,7 @@ struct Solver {
   }
 
   // The border of top-p: the last token of the shortest prefix of the sorted row whose weights sum to top_p of all. Counts
-  // only tokens not behind `least`. Sums the weights by the leading bits of the keys, and sorts only the tokens of the bin
+  // only tokens up to `least`. Sums the weights by the leading bits of the keys, and sorts only the tokens of the bin
   // that has the border.
   u64 border_of_top_p(const Row& row, u64 least, float m, Workspace& workspace) const {
     std::vector<double>& bins = workspace.bins;

@@ -3,7 +3,7 @@
 
 Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011), figures 2 and 3. The key is a row's seed.
 The counter has four words of 32 bits: the row's counter (two words), the number of the sample, and the row's stream. So equal
-names give equal numbers, on every device and in every batch. csrc/philox.h has the same in C++, bit for bit.
+names give equal numbers, on every device and in every batch. csrc/draws/philox.h has the same in C++, bit for bit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def uniforms(seed: Tensor, counter: Tensor, stream: Tensor, samples: int, dtype:
     sample = torch.arange(samples, device=seed.device)
     name = torch.broadcast_tensors(seed, counter, stream, sample)  # type: ignore[no-untyped-call]
     seed, counter, stream, sample = name
-    w0, w1, _, _ = words((seed & _WORD, _high(seed)), (counter & _WORD, _high(counter), sample, stream))
+    # A word of each: torch.compile multiplies the numbers of an arange in 32 bits on a GPU, where a product does not fit.
+    names = counter & _WORD, _high(counter), sample & _WORD, stream & _WORD
+    w0, w1, _, _ = words((seed & _WORD, _high(seed)), names)
     return ((w0 >> 12 | w1 << 20).to(dtype) + 0.5) * 2.0**-52
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .piece_launch import MOST_K
+from .launch import MOST_K_OF_PIECES
 
 # Beyond the result, whatever the rows and the vocabulary. The promise of functional/linear.py.
 SCRATCH_BYTES = 64 << 20
@@ -23,7 +23,7 @@ _LEAST_ACCUMULATED_BYTES = 24 << 20
 _ROUNDED_BYTES = 2 << 20
 _ACCUMULATED_TOKENS = 2**31 - 1  # the most tokens of such a vocabulary
 # A warp has a row. H200, 2048 x 14336 bf16, k = 8, µs: 25.1 for a first piece, 16.6 for a later one, a read 13.9, the states by
-# csrc/softmax_topk.cu 27.6; 1024 x 14336: 18.5, 8.7, 4.7, 17.7. With still fewer rows, a row needs several warps.
+# csrc/topk/softmax_topk.cu 27.6; 1024 x 14336: 18.5, 8.7, 4.7, 17.7. With still fewer rows, a row needs several warps.
 _WARPS_OF_MULTIPROCESSOR = 7
 # A tile of the library's product, cuBLAS's most common one: tokens and rows.
 _PRODUCT_TOKENS, _PRODUCT_ROWS = 256, 128
@@ -56,7 +56,7 @@ class Pieces(NamedTuple):
 
     rows: int
     tokens: int  # the whole vocabulary, or a multiple of 256
-    states: int  # 0: each piece is taken into the one state of its rows (csrc/accumulate_piece.cu)
+    states: int  # 0: each piece is taken into the one state of its rows (csrc/linear/accumulate_piece.cu)
 
 
 def is_for_the_native_kernel(rows: int, k: int) -> bool:
@@ -101,7 +101,7 @@ def accumulated_pieces(
     of_rows = block * (3 * (k * (itemsize + _INDEX_BYTES) + 2 * _INDEX_BYTES) + row_bytes)
     room = min(_ACCUMULATED_BYTES, SCRATCH_BYTES - _ROUNDED_BYTES - of_rows - other_bytes)
     has_rows = block >= _WARPS_OF_MULTIPROCESSOR * multiprocessors
-    if k > MOST_K or room < _LEAST_ACCUMULATED_BYTES or not has_rows or vocab_size > _ACCUMULATED_TOKENS:
+    if k > MOST_K_OF_PIECES or room < _LEAST_ACCUMULATED_BYTES or not has_rows or vocab_size > _ACCUMULATED_TOKENS:
         return None
     # As many of the product's tiles as keep every multiprocessor busy to the end.
     most = room // (block * itemsize * _PRODUCT_TOKENS)
@@ -136,7 +136,7 @@ def backward_pieces(rows: int, vocab_size: int, depth: int, itemsize: int, is_cp
 def in_place_pieces(
     rows: int, vocab_size: int, depth: int, itemsize: int, listed: int, has_bias: bool, has_mask: bool
 ) -> Pieces:
-    """The pieces of the backward pass on a GPU, where the logits' gradient takes their own place (csrc/logit_gradient.cu).
+    """The pieces of the backward pass on a GPU, where the logits' gradient takes their own place (csrc/linear/logit_gradient.cu).
 
     listed: the tokens of a row at which something is added. has_bias: whether the bias has a gradient. has_mask: whether the mask
     of a piece may be a copy.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch of csrc/softmax_topk.cu, short_rows.cu or router_rows.cu looks like: a pure function of shapes and strides.
+"""What a launch of csrc/topk/softmax_topk.cu, short_rows.cu or router_rows.cu looks like: a pure function of shapes and strides.
 
 The launch is kept for the next such call, which then only fills in the addresses. An eager call of a small problem takes as
 long as its Python does, so nothing is computed twice. Needs no GPU.
@@ -14,20 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from .collapse import collapse
 from .kernel_arguments import LEADING_DIMS, Problem, writer
+from .launch import FORMATS, VALUE_KINDS, check_rows, collapse, row_count
 from .topk_choice import VARIANTS, KernelChoice, Method, choose, list_length
 
-FORMATS = {
-    torch.float32: "Float32",
-    torch.float16: "Float16",
-    torch.bfloat16: "BFloat16",
-}
-"""The element types that the kernels read, by their names in csrc/format.cuh."""
-
-MAX_ROWS = 2**31 - 1
-
-VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2, "state": 4}
 _MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
 
 # What changes from call to call; a plan has all else.
@@ -202,23 +192,8 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
     )
 
 
-def row_count(shape: Sequence[int]) -> int:
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows
-
-
-def check_rows(rows: int) -> None:
-    """Raises a ValueError where a launch cannot take so many."""
-    if rows > MAX_ROWS:
-        raise ValueError(
-            f"`logits` must have at most {MAX_ROWS} rows for the CUDA kernel, got {rows}; pass them in parts"
-        )
-
-
 def kernel_name(element: str, choice: KernelChoice, method: Method, is_aligned: bool, mask_use: int) -> str:
-    """A kernel of csrc/softmax_topk.cu, short_rows.cu or router_rows.cu, as NVRTC wants it named."""
+    """A kernel of csrc/topk/softmax_topk.cu, short_rows.cu or router_rows.cu, as NVRTC wants it named."""
     group = "" if choice.lanes else f"{choice.warps}, {method:d}, "
     flags = f"{str(is_aligned).lower()}, {mask_use}"
     return f"fused_topk::{choice.kernel}_kernel<fused_topk::{element}, {group}{choice.vectors}, {flags}>"

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is asked of the kernels that draw tokens, and what both need of a row: its logits, its weights, its numbers.
+//
+// The weight of a token is e^((x - m) / T) as an integer, in units of 1 / `one`. So all sums are exact, in whatever
+// order, and a row's draws do not depend on the launch. With 2^44 units (fewer beyond 2^18 tokens) and exp2_approx a
+// draw is exact to 2^-20 of the total.
+#pragma once
+
+#include "../rows/row.cuh"
+#include "philox.h"
+
+namespace fused_topk {
+
+// The argument, passed by value. fused_topk/layout/launch.py fills it by field names. Of each parameter, the
+// pointer is null or has one number a row. What both kernels read comes first.
+struct SampleRows {
+  const void* logits;  // [rows, V]
+  i64 row_stride;      // in elements
+  u32 V;
+  u32 blocks_per_row;
+  u32 num_samples;
+  u32 part_length_log2;  // sample_vocabulary_kernel: tokens of a part
+  u64* scratch;          // sample_rows_kernel: [rows, Scratch]; else [rows, parts] PartState. Null for one block a row
+  u32* tickets;          // [rows, 3], of the other kernel [rows]; zero before and after each launch
+  i64* tokens;           // [rows, num_samples]
+  float* log_probs;      // [rows, num_samples]
+  double temperature;
+  const double* row_temperature;
+  i64 seed;
+  const i64* row_seed;
+  i64 counter;
+  const i64* row_counter;
+  float one;            // the weight 1: a power of two
+  u32 truncated;        // 1: log_probs are relative to what is kept
+  u32 mask_kind;        // MaskKind
+  u32 length;           // of the list
+  u32 first_row;        // its number among the rows of one seed
+  const void* mask;     // nullable; see RowMask
+  i64 mask_row_stride;  // in bytes or words
+  i64 mask_element_stride;
+  // sample_rows_kernel alone:
+  const void* list_logits;  // [rows, length], the best, best first
+  const i64* list_indices;  // [rows, length]
+  const float* list_state;  // [2, rows]: m, and d at temperature 1
+  i64 top_k;
+  const i64* row_top_k;
+  double top_p;
+  const double* row_top_p;
+  double min_p;
+  const double* row_min_p;
+  float* best_values;     // nullable; [rows, logprobs]: log-probabilities of the first of the list
+  i64* best_indices;      // nullable; [rows, logprobs]
+  float* best_logsumexp;  // nullable; [rows]
+  u32 logprobs;
+  u32 rows;
+};
+static_assert(sizeof(SampleRows) == 264, "fused_topk/layout/launch.py packs 264 bytes");
+
+}  // namespace fused_topk
+
+namespace fused_topk::sampling {
+
+constexpr u32 kThreads = 256;
+constexpr u32 kWarps = kThreads / kWarpSize;
+
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < FUSED_TOPK_INFINITY; }
+
+// The logits of a block's row. Its functions are for any thread.
+template <class FORMAT>
+struct RowLogits {
+  using Bits = typename FORMAT::Bits;
+
+  const Bits* const data;  // [V]
+  const RowMask mask;
+  const u32 V;
+
+  __device__ __forceinline__ RowLogits(const SampleRows& p, u32 row)
+      : data(static_cast<const Bits*>(p.logits) + i64(row) * p.row_stride),
+        mask{p.mask
+                 ? static_cast<const char*>(p.mask) + i64(row) * p.mask_row_stride * (p.mask_kind == kMaskBits ? 4 : 1)
+                 : nullptr,
+             p.mask_element_stride, p.mask_kind},
+        V(p.V) {}
+
+  // -inf where the mask hides it.
+  __device__ __forceinline__ float operator()(u32 index) const {
+    if (mask.data) {
+      const u32 bit = index % 4;
+      if (!(mask.template allowed<4>(index - bit, V) >> bit & 1u)) return -FUSED_TOPK_INFINITY;
+    }
+    return FORMAT::decode(__ldg(data + index));
+  }
+};
+
+// A row's temperature. It is 1 for a greedy row, where the best token is taken.
+struct RowTemperature {
+  float inverse;
+  float scale;
+  bool is_greedy;
+  bool is_zero;
+
+  __device__ __forceinline__ RowTemperature(const SampleRows& p, u32 row) {
+    const double t = p.row_temperature ? __ldg(p.row_temperature + row) : p.temperature;
+    is_greedy = !(t > 0.0);
+    is_zero = t == 0.0;
+    inverse = is_greedy ? 1.0f : max(min(float(1.0 / t), kLargestInverse), kLeastInverse);
+    scale = inverse * kLog2E;
+  }
+};
+
+// The weights of tokens relative to a logit m.
+struct Weights {
+  float m, scale, one;
+
+  __device__ __forceinline__ u64 operator()(float x) const { return u64(exp2_approx((x - m) * scale) * one); }
+};
+
+// The drawn position in [0, total): the uniform number times the total.
+__device__ __forceinline__ u64 aim_of(const SampleRows& p, u32 row, u32 sample, u64 total) {
+  const i64 seed = p.row_seed ? __ldg(p.row_seed + row) : p.seed;
+  const i64 counter = p.row_counter ? __ldg(p.row_counter + row) : p.counter;
+  // Rows with a seed of their own are told apart by it.
+  const double u = uniform_number(u64(seed), u64(counter), sample, p.row_seed ? 0 : p.first_row + row);
+  return min(u64(u * double(total)), total - 1);
+}
+
+// log of a sum of weights.
+__device__ __forceinline__ float log_of_sum(const SampleRows& p, u64 sum) { return logf(float(sum) / p.one); }
+
+// Writes the best token of a row, where no other may be drawn. All threads of a block call it.
+__device__ __forceinline__ void write_best(const SampleRows& p, u32 row, u32 best, float log_prob) {
+#pragma unroll 1
+  for (u32 sample = threadIdx.x; sample < p.num_samples; sample += kThreads) {
+    p.tokens[i64(row) * p.num_samples + sample] = best;
+    p.log_probs[i64(row) * p.num_samples + sample] = log_prob;
+  }
+}
+
+__device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7FC00000u); }
+
+// Where a running sum passes an aim: the place, and the sum before it.
+struct Place {
+  u32 index;
+  u64 before;
+};
+
+// The first of `values` [count] in shared memory at which their running sum exceeds `aim`, which is below the total. All
+// 32 lanes of a warp call it.
+__device__ __forceinline__ Place find_in(const u64* values, u32 count, u64 aim) {
+  u64 before = 0;
+#pragma unroll 1
+  for (u32 first = 0;; first += kWarpSize) {
+    const u64 own = first + lane_id() < count ? values[first + lane_id()] : 0;
+    const u64 sums = before + warp_inclusive_sum(own);
+    const u32 beyond = __ballot_sync(kAllLanes, sums > aim);
+    if (beyond) {
+      const u32 lane = __ffs(beyond) - 1;
+      return {first + lane, __shfl_sync(kAllLanes, sums - own, lane)};
+    }
+    before = __shfl_sync(kAllLanes, sums, kWarpSize - 1);
+  }
+}
+
+}  // namespace fused_topk::sampling

@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+// Draws tokens from whole rows, without filters: one launch, and one read of the logits.
+//
+// A row is cut into parts, by V alone. Warps sum the parts, of one block or of several, and leave each part's (m, d). The
+// last block to arrive weighs the parts. A uniform number says which part has the token. Then a warp reads that part
+// again, a few KB, and draws from it.
+#pragma once
+
+#include "../full_rows/full_row.cuh"
+#include "sample_request.cuh"
+
+namespace fused_topk::sampling {
+
+constexpr u32 kMostParts = 1024;  // of a row
+
+// m of a part, its d at temperature 1, and at the row's.
+struct alignas(16) PartState {
+  float m, own, tempered, unused;
+};
+
+// Reads a part of a row with a warp, kElements tokens at a time. Element e of a lane's vector u is token
+// first + (u * 32 + lane) * kPerVector + e.
+template <class FORMAT>
+struct PartReader {
+  static constexpr u32 kPerVector = FORMAT::kPerVector;
+  static constexpr u32 kVectors = 4;
+  static constexpr u32 kElements = kVectors * kPerVector * kWarpSize;
+
+  const RowLogits<FORMAT>& row;
+
+  __device__ __forceinline__ void load(u32 first, Vector (&vectors)[kVectors]) const {
+#pragma unroll
+    for (u32 u = 0; u < kVectors; ++u) vectors[u] = vector(first + (u * kWarpSize + lane_id()) * kPerVector);
+    if (!row.mask.data) return;
+#pragma unroll
+    for (u32 u = 0; u < kVectors; ++u)
+      hide(vectors[u], row.mask.template allowed<kPerVector>(first + (u * kWarpSize + lane_id()) * kPerVector, row.V));
+  }
+
+ private:
+  // Past the end of the row it is -inf.
+  __device__ __forceinline__ Vector vector(u32 token) const {
+    const auto* const address = row.data + token;
+    const u32 shift = u32(reinterpret_cast<u64>(row.data) % 16);
+    if (shift == 0 && token + kPerVector <= row.V) return load_16_bytes(address);
+    // A straddling read touches up to 16 bytes before and after the vector.
+    if (shift != 0 && token > 0 && token + 2 * kPerVector <= row.V) {
+      const char* const aligned = reinterpret_cast<const char*>(address) - shift;
+      return straddle(load_16_bytes(aligned), load_16_bytes(aligned + 16), shift);
+    }
+    Vector result = {{0, 0, 0, 0}};
+#pragma unroll
+    for (u32 e = 0; e < kPerVector; ++e) {
+      const u32 bits = token + e < row.V ? __ldg(address + e) : FORMAT::kNegativeInfinity;
+      result.words[e * 4 / kPerVector] |= bits << (kPerVector == 8 ? e % 2 * 16 : 0);
+    }
+    return result;
+  }
+
+  static __device__ __forceinline__ void hide(Vector& vector, u32 allowed) {
+#pragma unroll
+    for (u32 e = 0; e < kPerVector; ++e) {
+      const u32 shift = kPerVector == 8 ? e % 2 * 16 : 0;
+      const u32 of_element = kPerVector == 8 ? 0xFFFFu << shift : ~0u;
+      u32& word = vector.words[e * 4 / kPerVector];
+      if (!(allowed >> e & 1u)) word = (word & ~of_element) | u32(FORMAT::kNegativeInfinity) << shift;
+    }
+  }
+};
+
+// A part's tokens.
+struct Part {
+  u32 begin, end;
+
+  __device__ __forceinline__ Part(const SampleRows& p, u32 part)
+      : begin(part << p.part_length_log2), end(min(u64(p.V), (u64(part) + 1) << p.part_length_log2)) {}
+};
+
+// (m, d) of a part, in every lane. The 32 lanes of a warp call it.
+template <class FORMAT>
+__device__ __forceinline__ PartState sum_part(const PartReader<FORMAT>& reader, Part part, float scale) {
+  Normalizer own, tempered;
+#pragma unroll 1
+  for (u32 first = part.begin; first < part.end; first += PartReader<FORMAT>::kElements) {
+    Vector vectors[PartReader<FORMAT>::kVectors];
+    reader.load(first, vectors);
+    fold<FORMAT>(own, vectors, kLog2E);
+    if (scale != kLog2E) fold<FORMAT>(tempered, vectors, scale);
+  }
+  own = warp_merge(own, kLog2E);
+  return {own.m, own.d, scale != kLog2E ? warp_merge(tempered, scale).d : own.d, 0.0f};
+}
+
+// The weights of a lane's vector together.
+template <class FORMAT>
+__device__ __forceinline__ u64 sum_of(const Vector& vector, const Weights& weight) {
+  u64 sum = 0;
+#pragma unroll
+  for (u32 e = 0; e < FORMAT::kPerVector; ++e) sum += weight(FORMAT::decode(vector.words, e));
+  return sum;
+}
+
+// The token of a part at which the running sum passes the share `rest` of the part. The 32 lanes of a warp call it.
+template <class FORMAT>
+__device__ __forceinline__ u32 draw_from_part(const PartReader<FORMAT>& reader, Part part, const Weights& weight,
+                                              double rest) {
+  constexpr u32 kVectors = PartReader<FORMAT>::kVectors, kElements = PartReader<FORMAT>::kElements;
+  Vector vectors[kVectors];
+  // The sum of the part, which (m, d) has but to rounding.
+  u64 total = 0;
+#pragma unroll 1
+  for (u32 first = part.begin; first < part.end; first += kElements) {
+    reader.load(first, vectors);
+#pragma unroll
+    for (u32 u = 0; u < kVectors; ++u) total += sum_of<FORMAT>(vectors[u], weight);
+  }
+  total = warp_sum(total);
+  const u64 aim = min(u64(rest * double(total)), total - 1);
+  u64 before = 0;
+#pragma unroll 1
+  for (u32 first = part.begin; first < part.end; first += kElements) {
+    reader.load(first, vectors);
+    // The vector in which the sum passes the aim, and what is before it.
+    u32 found = kVectors;
+    u64 sums = 0;
+#pragma unroll
+    for (u32 u = 0; u < kVectors; ++u) {
+      if (found != kVectors) continue;
+      const u64 mine = sum_of<FORMAT>(vectors[u], weight);
+      sums = before + warp_inclusive_sum(mine);
+      before = __shfl_sync(kAllLanes, sums, kWarpSize - 1);
+      sums -= mine;
+      if (before <= aim) continue;
+      found = u;
+    }
+    if (found == kVectors) continue;
+    const u32 lane = __popc(__ballot_sync(kAllLanes, sums <= aim)) - 1;
+    u32 token = first + (found * kWarpSize + lane) * FORMAT::kPerVector;
+    sums = __shfl_sync(kAllLanes, sums, lane);
+    // Every lane walks the vector: it is read again, and takes no registers until then.
+#pragma unroll 1
+    for (const u32 last = token + FORMAT::kPerVector - 1; token < last; ++token) {
+      sums += weight(reader.row(token));
+      if (sums > aim) break;
+    }
+    return token;
+  }
+  // Both sums of the part are the same.
+  return part.end - 1;
+}
+
+// The first token of a part with that key. The 32 lanes of a warp call it.
+template <class FORMAT>
+__device__ __forceinline__ u32 find_key(const RowLogits<FORMAT>& row, Part part, u32 key) {
+#pragma unroll 1
+  for (u32 first = part.begin; first < part.end; first += kWarpSize) {
+    const u32 index = first + lane_id();
+    const u32 found = __ballot_sync(kAllLanes, index < part.end && order_key(row(min(index, part.end - 1))) == key);
+    if (found) return first + __ffs(found) - 1;
+  }
+  return part.begin;
+}
+
+struct VocabularyShared {
+  float maxima[kMostParts];
+  float own[kMostParts];
+  float tempered[kMostParts];
+  u64 weights[kMostParts];
+  float maximum_of_warp[kWarps];
+  u64 own_of_warp[kWarps];
+  u32 answer;
+};
+
+// Grid: (rows, blocks_per_row).
+template <class FORMAT>
+__global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kDraws, kThreads))
+    sample_vocabulary_kernel(const __grid_constant__ SampleRows p) {
+  __shared__ VocabularyShared shared;
+  const u32 row = blockIdx.x, warp = threadIdx.x / kWarpSize;
+  const RowLogits<FORMAT> logits(p, row);
+  const PartReader<FORMAT> reader{logits};
+  const RowTemperature temperature(p, row);
+  const u32 parts = u32((u64(p.V) + (1ull << p.part_length_log2) - 1) >> p.part_length_log2);
+  PartState* const left = reinterpret_cast<PartState*>(p.scratch) + i64(row) * parts;
+  const bool shares_row = p.blocks_per_row > 1;
+
+#pragma unroll 1
+  for (u32 part = warp * p.blocks_per_row + blockIdx.y; part < parts; part += p.blocks_per_row * kWarps) {
+    const PartState state = sum_part(reader, Part(p, part), temperature.scale);
+    if (lane_id() == 0 && shares_row) {
+      *reinterpret_cast<float4*>(left + part) = {state.m, state.own, state.tempered, 0.0f};
+    } else if (lane_id() == 0) {
+      shared.maxima[part] = state.m;
+      shared.own[part] = state.own;
+      shared.tempered[part] = state.tempered;
+    }
+  }
+  __syncthreads();
+  if (shares_row) {
+    if (threadIdx.x == 0) shared.answer = take_ticket(p.tickets + row, p.blocks_per_row) == p.blocks_per_row - 1;
+    __syncthreads();
+    if (!shared.answer) return;
+  }
+
+  float m = -FUSED_TOPK_INFINITY;
+#pragma unroll 1
+  for (u32 part = threadIdx.x; part < parts; part += kThreads) {
+    if (shares_row) {
+      const float4 state = load_from_other_block(reinterpret_cast<const float4*>(left + part));
+      shared.maxima[part] = state.x;
+      shared.own[part] = state.y;
+      shared.tempered[part] = state.z;
+    }
+    m = max_nan(m, shared.maxima[part]);
+  }
+  m = warp_max(m);
+  if (lane_id() == 0) shared.maximum_of_warp[warp] = m;
+  __syncthreads();
+  m = warp_max(shared.maximum_of_warp[lane_id() % kWarps]);
+  const bool has_distribution = is_finite(m);
+  const Weights weight{m, temperature.scale, p.one}, own_weight{m, kLog2E, p.one};
+
+  u64 own = 0;
+#pragma unroll 1
+  for (u32 part = threadIdx.x; has_distribution && part < parts; part += kThreads) {
+    const float x = shared.maxima[part];
+    // A part of -inf alone has d = 0.
+    shared.weights[part] = u64(shared.tempered[part] * exp2_approx((x - m) * weight.scale) * p.one);
+    own += u64(shared.own[part] * exp2_approx((x - m) * own_weight.scale) * p.one);
+  }
+  own = warp_sum(own);
+  if (lane_id() == 0) shared.own_of_warp[warp] = own;
+  __syncthreads();
+  const float log_d = log_of_sum(p, warp_sum(lane_id() < kWarps ? shared.own_of_warp[lane_id()] : 0ull));
+
+  if (!has_distribution || temperature.is_greedy) {
+    if (warp == 0) {
+      const u32 key = order_key(m);
+      u32 part = 0;
+#pragma unroll 1
+      for (u32 first = 0; first < parts; first += kWarpSize) {
+        const u32 i = min(first + lane_id(), parts - 1);
+        const u32 found = __ballot_sync(kAllLanes, order_key(shared.maxima[i]) == key);
+        if (found) {
+          part = min(first + __ffs(found) - 1, parts - 1);
+          break;
+        }
+      }
+      const u32 best = find_key(logits, Part(p, part), key);
+      if (lane_id() == 0) shared.answer = best;
+    }
+    __syncthreads();
+    const float of_best = p.truncated ? (temperature.is_zero ? 0.0f : not_a_number()) : -log_d;
+    write_best(p, row, shared.answer, has_distribution ? of_best : not_a_number());
+    return;
+  }
+
+  u64 total = 0;
+#pragma unroll 1
+  for (u32 part = lane_id(); part < parts; part += kWarpSize) total += shared.weights[part];
+  total = warp_sum(total);
+#pragma unroll 1
+  for (u32 sample = warp; sample < p.num_samples; sample += kWarps) {
+    const u64 aim = aim_of(p, row, sample, total);
+    const Place place = find_in(shared.weights, parts, aim);
+    const double rest = double(aim - place.before) / double(shared.weights[place.index]);
+    const Weights within{shared.maxima[place.index], temperature.scale, p.one};
+    const u32 token = draw_from_part(reader, Part(p, place.index), within, rest);
+    if (lane_id() == 0) {
+      const float x = logits(token) - m;
+      const i64 at = i64(row) * p.num_samples + sample;
+      p.tokens[at] = token;
+      p.log_probs[at] = p.truncated ? x * temperature.inverse - log_of_sum(p, total) : x - log_d;
+    }
+  }
+}
+
+}  // namespace fused_topk::sampling

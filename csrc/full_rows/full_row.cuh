@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: Apache-2.0
+// Full rows: the argument of a launch, and how a vector of a row is read, turned into results and written.
+//
+// An element's thread depends on its index alone, never on its address. So a row has the same sum, bit for bit, at any
+// address. Assumes that the row's elements are adjacent and aligned to their own size.
+#pragma once
+
+#include "../rows/row.cuh"
+
+namespace fused_topk {
+
+// What is written.
+enum FullRowKind : u32 { kSoftmax = 0, kLogSoftmax = 1, kLogSumExp = 2 };
+
+// The argument, passed by value. Each 64 bytes of it cost a launch a fetch from memory: the fields that every launch
+// reads come first. fused_topk/layout/full_row_launch.py fills it by field names.
+struct FullRows {
+  const void* logits;            // [rows, V]: row r at r / inner_rows * outer_stride + r % inner_rows * inner_stride
+  void* out;                     // [rows, V] of the OUT format; [rows] float for kLogSumExp
+  const float* row_temperature;  // nullable; [rows]
+  i64 inner_stride;              // in elements, like outer_stride
+  u32 inner_rows;
+  u32 V;
+  float temperature;
+  unsigned char kind;  // FullRowKind
+  bool result_stays;   // the result fits in L2. Then logits are read with evict-first
+  u16 shared_vectors;  // of each thread, in shared memory; even
+  i64 outer_stride;
+  u32 rows;
+  u32 blocks_per_row;
+  Normalizer* parts;  // [owners, 2, blocks_per_row]; null, like counters, where a block or a warp owns a row
+  u32* counters;      // [owners], zero before and after each launch
+};
+static_assert(sizeof(FullRows) == 80, "fused_topk/layout/full_row_launch.py packs 80 bytes");
+
+// Two floats as a pair of 16-bit floats, rounded to nearest even.
+__device__ __forceinline__ u32 half_pair(float low, float high) {
+  u32 word;
+#if __CUDA_ARCH__ >= 800
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+#else
+  u16 bits[2];
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits[0]) : "f"(low));
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits[1]) : "f"(high));
+  word = bits[0] | u32(bits[1]) << 16;
+#endif
+  return word;
+}
+
+#if __CUDA_ARCH__ < 800
+__device__ __forceinline__ u32 bfloat16_bits(float x) {
+  const u32 bits = __float_as_uint(x);
+  return x != x ? 0x7FFFu : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+}
+#endif
+
+__device__ __forceinline__ u32 bfloat16_pair(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+  u32 word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+#else
+  return bfloat16_bits(low) | bfloat16_bits(high) << 16;
+#endif
+}
+
+// 16 bytes of a format from floats. y: [FORMAT::kPerVector].
+__device__ __forceinline__ Vector encode(Float32, const float* y) {
+  return {{__float_as_uint(y[0]), __float_as_uint(y[1]), __float_as_uint(y[2]), __float_as_uint(y[3])}};
+}
+__device__ __forceinline__ Vector encode(Float16, const float* y) {
+  return {{half_pair(y[0], y[1]), half_pair(y[2], y[3]), half_pair(y[4], y[5]), half_pair(y[6], y[7])}};
+}
+__device__ __forceinline__ Vector encode(BFloat16, const float* y) {
+  return {{bfloat16_pair(y[0], y[1]), bfloat16_pair(y[2], y[3]), bfloat16_pair(y[4], y[5]), bfloat16_pair(y[6], y[7])}};
+}
+
+// Turns a row's logits into results, once its normalizer is known.
+struct RowValues {
+  float m;
+  float inverse_temperature;
+  float scale;  // log2(e) / T
+  float last;   // 1 / d for kSoftmax, else log d
+  u32 kind;
+
+  __device__ __forceinline__ RowValues(Normalizer row, float inverse_temperature, u32 kind)
+      : m(row.m), inverse_temperature(inverse_temperature), scale(inverse_temperature * kLog2E), kind(kind) {
+    // As in torch, a row has no probabilities if it has a NaN or a +inf, or if all of it is -inf.
+    const float d = fabsf(m) < FUSED_TOPK_INFINITY ? row.d : __uint_as_float(0x7FC00000u);
+    last = kind == kSoftmax ? __frcp_rn(d) : logf(d);
+  }
+  __device__ __forceinline__ float logsumexp() const {
+    return m * inverse_temperature + (fabsf(m) == FUSED_TOPK_INFINITY ? 0.0f : last);
+  }
+  // x: [COUNT] logits; become results.
+  template <u32 COUNT>
+  __device__ __forceinline__ void apply(float (&x)[COUNT]) const {
+    if (kind == kLogSoftmax) {
+#pragma unroll
+      for (u32 e = 0; e < COUNT; ++e) x[e] = (x[e] - m) * inverse_temperature - last;
+    } else {
+#pragma unroll
+      for (u32 e = 0; e < COUNT; ++e) x[e] = exp2_approx((x[e] - m) * scale) * last;
+    }
+  }
+};
+
+// A row: its elements [0, end) are read and written a vector at a time.
+template <class IN, class OUT, bool ALIGNED>
+struct FullRow {
+  static constexpr u32 kPerVector = IN::kPerVector;
+  static constexpr u32 kOutVectors = kPerVector / OUT::kPerVector;
+
+  const char* in;
+  char* out;
+  u32 end;
+  float inverse_temperature;
+  float scale;
+  CachePolicy policy;  // of aligned loads; the others have no registers left for one
+
+  __device__ __forceinline__ FullRow(const FullRows& problem, u32 row) : FullRow(problem, row, problem.result_stays) {}
+  // leaves_first: the lines of the L2 cache that are read leave it first.
+  __device__ __forceinline__ FullRow(const FullRows& problem, u32 row, bool leaves_first)
+      : end(problem.V), policy(leaves_first) {
+    i64 offset = row * problem.inner_stride;
+    // Rare, and a division takes as long as a barrier.
+    if (row >= problem.inner_rows) {
+      const u32 outer = row / problem.inner_rows;
+      offset += outer * (problem.outer_stride - problem.inner_rows * problem.inner_stride);
+    }
+    in = static_cast<const char*>(problem.logits) + offset * i64(sizeof(typename IN::Bits));
+    out = static_cast<char*>(problem.out) + i64(row) * problem.V * i64(sizeof(typename OUT::Bits));
+    // A T that is not positive makes NaNs. A T so small that 1 / T overflows acts like the smallest T whose inverse is
+    // finite, so that (m - m) / T stays 0.
+    const float t = problem.row_temperature ? __ldg(problem.row_temperature + row) : problem.temperature;
+    inverse_temperature = t > 0.0f ? fminf(__frcp_rn(t), kLargestInverse) : __uint_as_float(0x7FC00000u);
+    scale = inverse_temperature * kLog2E;
+  }
+
+  // The vector that starts at element `token`, a multiple of kPerVector. Past the end it is -inf.
+  __device__ __forceinline__ Vector load(u32 token) const {
+    if (token >= end) return all_negative_infinity();
+    const char* address = in + u64(token) * sizeof(typename IN::Bits);
+    if constexpr (ALIGNED) {
+      const uint4 v = load_with_policy(address, policy);
+      return {{v.x, v.y, v.z, v.w}};
+    }
+    const u32 shift = u32(reinterpret_cast<u64>(in) % 16);
+    // A straddling read touches up to 16 bytes before and after the vector.
+    if (token > 0 && token + 2 * kPerVector <= end) {
+      return straddle(load_16_bytes(address - shift), load_16_bytes(address - shift + 16), shift);
+    }
+    return load_elements(address, token);
+  }
+
+  // load() to a slot of shared memory, in the background if the hardware can. Only the calling thread sees the copy,
+  // after wait_copies().
+  __device__ __forceinline__ void copy(Vector* slot, u32 token) const {
+    if (ALIGNED && kHasAsyncCopy && token < end) {
+      copy_async(slot, in + u64(token) * sizeof(typename IN::Bits), policy);
+    } else {
+      *slot = load(token);
+    }
+  }
+
+  // Writes the results of a vector's logits. All lanes of a warp call it, with adjacent vectors. LEAVES_FIRST: the
+  // lines of the L2 cache that are written leave it first.
+  template <bool LEAVES_FIRST = false>
+  __device__ __forceinline__ void write(u32 token, const Vector& logits, const RowValues& values) const {
+    float y[kPerVector];
+#pragma unroll
+    for (u32 e = 0; e < kPerVector; ++e) y[e] = IN::decode(logits.words, e);
+    values.apply(y);
+    Vector results[kOutVectors];
+#pragma unroll
+    for (u32 o = 0; o < kOutVectors; ++o) results[o] = encode(OUT(), y + o * OUT::kPerVector);
+    if constexpr (ALIGNED) {
+      if (token >= end) return;
+#pragma unroll
+      for (u32 o = 0; o < kOutVectors; ++o) {
+        store_16_bytes<LEAVES_FIRST>(out_address(token + o * OUT::kPerVector), results[o]);
+      }
+    } else {
+      write_unaligned<LEAVES_FIRST>(token, results);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ char* out_address(u32 token) const {
+    return out + u64(token) * sizeof(typename OUT::Bits);
+  }
+
+  static __device__ __forceinline__ Vector all_negative_infinity() {
+    constexpr u32 kElement = IN::kNegativeInfinity;
+    constexpr u32 kWord = sizeof(typename IN::Bits) == 2 ? kElement << 16 | kElement : kElement;
+    return {{kWord, kWord, kWord, kWord}};
+  }
+
+  __device__ __forceinline__ Vector load_elements(const char* address, u32 token) const {
+    const auto* elements = reinterpret_cast<const typename IN::Bits*>(address);
+    Vector result = {{0, 0, 0, 0}};
+#pragma unroll
+    for (u32 e = 0; e < kPerVector; ++e) {
+      const u32 bits = token + e < end ? __ldg(elements + e) : IN::kNegativeInfinity;
+      result.words[e * 4 / kPerVector] |= bits << (kPerVector == 8 ? e % 2 * 16 : 0);
+    }
+    return result;
+  }
+
+  template <bool LEAVES_FIRST>
+  static __device__ __forceinline__ void store_16_bytes(char* address, const Vector& v) {
+    const uint4 words = {v.words[0], v.words[1], v.words[2], v.words[3]};
+    if constexpr (LEAVES_FIRST) {
+      __stcs(reinterpret_cast<uint4*>(address), words);
+    } else {
+      *reinterpret_cast<uint4*>(address) = words;
+    }
+  }
+
+  // Writes to a row that starts between two 16-byte boundaries. Each 16 aligned bytes hold the tail of one vector and
+  // the head of the next. The lane with the head writes them; the lane before hands it the tail. The elements left at
+  // the ends of the warp's stretch and of the row are written one by one.
+  template <bool LEAVES_FIRST>
+  __device__ __forceinline__ void write_unaligned(u32 token, Vector (&results)[kOutVectors]) const {
+    constexpr u32 n = OUT::kPerVector;
+    const u32 before = u32(reinterpret_cast<u64>(out) % 16);
+    const u32 head = (16 - before) / sizeof(typename OUT::Bits);
+    bool is_whole[kOutVectors + 1];
+    u32 count[kOutVectors];
+#pragma unroll
+    for (u32 o = 0; o < kOutVectors; ++o) {
+      const u32 first = token + o * n;
+      count[o] = first < end ? min(end - first, n) : 0;
+      const bool has_tail_before = o > 0 || lane_id() > 0 || before == 0;
+      is_whole[o] = has_tail_before && count[o] >= head;
+    }
+    is_whole[kOutVectors] = __shfl_down_sync(kAllLanes, u32(is_whole[0]), 1) && lane_id() + 1 < kWarpSize;
+#pragma unroll
+    for (u32 o = 0; o < kOutVectors; ++o) {
+      const u32 first_alone = is_whole[o] ? head : 0;
+      const u32 end_alone = min(is_whole[o + 1] ? head : n, count[o]);
+      if (first_alone < end_alone) {
+        auto* elements = reinterpret_cast<typename OUT::Bits*>(out_address(token + o * n));
+#pragma unroll
+        for (u32 e = 0; e < n; ++e) {
+          if (e >= first_alone && e < end_alone) {
+            elements[e] = typename OUT::Bits(results[o].words[e * 4 / n] >> (n == 8 ? e % 2 * 16 : 0));
+          }
+        }
+      }
+      // Rotates the bytes to their places in 16 aligned ones: the head behind the tail.
+      rotate(results[o], (16 - before) % 16);
+    }
+    Vector tail;
+#pragma unroll
+    for (u32 w = 0; w < 4; ++w) tail.words[w] = __shfl_up_sync(kAllLanes, results[kOutVectors - 1].words[w], 1);
+#pragma unroll
+    for (u32 o = 0; o < kOutVectors; ++o) {
+      Vector whole;
+#pragma unroll
+      for (u32 w = 0; w < 4; ++w) {
+        const u32 of_tail = before <= 4 * w ? 0u : before >= 4 * w + 4 ? ~0u : 0xFFFFu;
+        whole.words[w] = (tail.words[w] & of_tail) | (results[o].words[w] & ~of_tail);
+      }
+      if (is_whole[o]) store_16_bytes<LEAVES_FIRST>(out_address(token + o * n) - before, whole);
+      tail = results[o];
+    }
+  }
+
+  // Rotates by `count` bytes, a multiple of the element size: byte i + count moves to byte i.
+  static __device__ __forceinline__ void rotate(Vector& v, u32 count) {
+    u32(&w)[4] = v.words;
+    const u32 first[4] = {w[0], w[1], w[2], w[3]};
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) w[i] = count & 4 ? first[(i + 1) % 4] : first[i];
+    const u32 second[4] = {w[0], w[1], w[2], w[3]};
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) w[i] = count & 8 ? second[(i + 2) % 4] : second[i];
+    if constexpr (OUT::kPerVector == 8) {
+      const u32 third[4] = {w[0], w[1], w[2], w[3]};
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) w[i] = __funnelshift_r(third[i], third[(i + 1) % 4], count % 4 * 8);
+    }
+  }
+};
+
+// Folds COUNT vectors into the state: the paper's online step, a few vectors at a time.
+template <class IN, u32 COUNT>
+__device__ __forceinline__ void fold(Normalizer& state, const Vector (&vectors)[COUNT], float scale) {
+  float m = state.m;
+#pragma unroll
+  for (u32 u = 0; u < COUNT; ++u) {
+    const u32(&words)[4] = vectors[u].words;
+    if constexpr (IN::kHasMaxPairs) {
+      const u32 pair[4] = {IN::max_pairs(IN::max_pairs(words[0], words[1]), IN::max_pairs(words[2], words[3]))};
+      m = max_nan(m, max_nan(IN::decode(pair, 0), IN::decode(pair, 1)));
+    } else {
+#pragma unroll
+      for (u32 e = 0; e < IN::kPerVector; ++e) m = max_nan(m, IN::decode(words, e));
+    }
+  }
+  const float base = reference_point(m);
+  float d = state.d * exp2_approx((state.m - base) * scale);
+#pragma unroll
+  for (u32 u = 0; u < COUNT; ++u) {
+    // A copy that the compiler takes for another vector, so it decodes the vector again. Keeping the decoded floats
+    // would take a register each.
+    Vector v = vectors[u];
+    if constexpr (IN::kPerVector == 8) {
+#pragma unroll
+      for (u32 w = 0; w < 4; ++w) keep_opaque(v.words[w]);
+    }
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (u32 e = 0; e < IN::kPerVector; ++e) sum[e % 2] += exp2_approx((IN::decode(v.words, e) - base) * scale);
+    d += sum[0] + sum[1];
+  }
+  state = {m, d};
+}
+
+}  // namespace fused_topk

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+// The backward pass of an LM head: turns the logits of a piece of the vocabulary, in place, into the gradient with respect to
+// them.
+//
+//     g = (c e^((x - m) / T) + a) / T,   0 where the mask hides the token
+//
+// c, m and T are the row's. a is the sum of the entries that the row's list has for the token; most have none. g is summed in float32
+// and rounded once, so that p - 1 keeps its digits where p is near 1.
+#include "../full_rows/full_row.cuh"
+#include "../rows/problem.cuh"
+
+namespace fused_topk {
+
+// The argument of a launch. fused_topk/layout/launch.py fills it by field names.
+struct LogitGradients {
+  void* logits;                  // [rows, tokens], adjacent in a row; become their gradient
+  const float* m;                // [rows]
+  const float* coefficient;      // [rows]: c
+  const float* row_temperature;  // nullable; [rows]
+  const void* listed;            // nullable; [rows, length] of gradients::Listed
+  const void* mask;              // nullable; of these tokens; see RowMask
+  i64 row_stride;                // of the logits, in elements
+  i64 mask_row_stride, mask_element_stride;
+  u32 tokens;
+  u32 start;   // the token at which the logits begin
+  u32 length;  // of a list
+  u32 mask_kind;
+  float temperature;
+};
+
+namespace gradients {
+
+// What is added at a token. A row's list is sorted by token; tokens may be equal, and may lie outside of these logits.
+struct alignas(8) Listed {
+  float amount;
+  int token;  // negative: none
+};
+
+constexpr u32 kThreads = 256;
+constexpr u32 kVectors = 4;  // of a thread
+constexpr u32 kSpanVectors = kThreads * kVectors;
+
+// Some tokens of a row.
+template <class FORMAT>
+class Span {
+ public:
+  using Bits = typename FORMAT::Bits;
+  static constexpr u32 n = FORMAT::kPerVector;
+
+  // begin: the first of its tokens, counted from the first of these logits, as all tokens here.
+  __device__ __forceinline__ Span(const LogitGradients& problem, u32 row, u32 begin)
+      : x_(static_cast<Bits*>(problem.logits) + row * problem.row_stride),
+        begin_(begin),
+        tokens_(problem.tokens),
+        is_aligned_(reinterpret_cast<u64>(x_) % 16 == 0),
+        has_mask_(problem.mask),
+        m_(reference_point(__ldg(problem.m + row))),
+        coefficient_(__ldg(problem.coefficient + row)),
+        inverse_(inverse_of(problem.row_temperature ? __ldg(problem.row_temperature + row) : problem.temperature)) {
+    const i64 offset = row * problem.mask_row_stride * (problem.mask_kind == kMaskBits ? 4 : 1);
+    mask_ = {static_cast<const char*>(problem.mask) + offset, problem.mask_element_stride, problem.mask_kind};
+  }
+
+  // The first token of vector u of this thread.
+  __device__ __forceinline__ u32 token(u32 u) const { return begin_ + (u * kThreads + threadIdx.x) * n; }
+
+  // Loads this thread's vectors.
+  __device__ __forceinline__ void load(Vector (&vectors)[kVectors]) const {
+    // The same for all threads: almost always they load without a branch between, all at once.
+    if (is_aligned_ && begin_ + kSpanVectors * n <= tokens_) {
+#pragma unroll
+      for (u32 u = 0; u < kVectors; ++u) vectors[u] = load_vector(token(u));
+    } else {
+#pragma unroll
+      for (u32 u = 0; u < kVectors; ++u) vectors[u] = is_whole(token(u)) ? load_vector(token(u)) : load_rest(token(u));
+    }
+  }
+
+  // Writes the gradient of a vector of logits, without what is listed.
+  __device__ __forceinline__ void write(u32 token, const Vector& logits) const {
+    const u32 allowed = has_mask_ ? mask_.template allowed<n>(token, tokens_) : ~0u;
+    float y[n];
+#pragma unroll
+    for (u32 e = 0; e < n; ++e) y[e] = allowed >> e & 1 ? gradient(FORMAT::decode(logits.words, e), 0.0f) : 0.0f;
+    const Vector v = encode(FORMAT(), y);
+    if (is_whole(token)) {
+      *reinterpret_cast<uint4*>(x_ + token) = {v.words[0], v.words[1], v.words[2], v.words[3]};
+      return;
+    }
+#pragma unroll
+    for (u32 e = 0; e < n; ++e)
+      if (token + e < tokens_) x_[token + e] = Bits(v.words[e * 4 / n] >> shift(e));
+  }
+
+  // Writes the gradient of one logit, with an amount.
+  __device__ __forceinline__ void write(u32 token, Bits logit, float amount) const {
+    if (has_mask_ && !mask_.template allowed<1>(token, tokens_)) return;
+    const float y[n] = {gradient(FORMAT::decode(logit), amount)};
+    x_[token] = Bits(encode(FORMAT(), y).words[0]);
+  }
+
+ private:
+  __device__ __forceinline__ Vector load_vector(u32 token) const {
+    // Not __ldg: this memory is written, too.
+    const uint4 v = *reinterpret_cast<const uint4*>(x_ + token);
+    return {{v.x, v.y, v.z, v.w}};
+  }
+  // Zeros behind the row.
+  __device__ __forceinline__ Vector load_rest(u32 token) const {
+    Vector v = {{0, 0, 0, 0}};
+#pragma unroll
+    for (u32 e = 0; e < n; ++e)
+      if (token + e < tokens_) v.words[e * 4 / n] |= u32(x_[token + e]) << shift(e);
+    return v;
+  }
+  static __device__ __forceinline__ u32 shift(u32 e) { return n == 8 ? e % 2 * 16 : 0; }
+  __device__ __forceinline__ bool is_whole(u32 token) const { return is_aligned_ && token + n <= tokens_; }
+  __device__ __forceinline__ float gradient(float x, float amount) const {
+    return (coefficient_ * exp2_approx((x - m_) * (inverse_ * kLog2E)) + amount) * inverse_;
+  }
+
+  Bits* x_;  // [tokens]
+  u32 begin_, tokens_;
+  bool is_aligned_, has_mask_;
+  float m_, coefficient_, inverse_;
+  RowMask mask_;
+};
+
+__device__ __forceinline__ Listed load(const Listed* address) {
+  const uint2 v = __ldg(reinterpret_cast<const uint2*>(address));
+  return {__uint_as_float(v.x), int(v.y)};
+}
+
+// The start of a range of at most kThreads entries. The list's first entry whose token is at least `token` lies in it or right
+// behind it.
+__device__ __forceinline__ u32 place_before(const Listed* list, u32 length, int token) {
+  u32 low = 0;
+  u32 high = length;
+  while (high - low > kThreads) {
+    const u32 middle = (low + high) / 2;
+    const bool is_below = load(list + middle).token < token;
+    low = is_below ? middle + 1 : low;
+    high = is_below ? high : middle;
+  }
+  return low;
+}
+
+// Grid: (rows, spans of a row). The limit of 32 resident warps leaves a thread 64 registers.
+template <class FORMAT>
+__global__ void __launch_bounds__(kThreads, 4) logit_gradient_kernel(const __grid_constant__ LogitGradients problem) {
+  __shared__ Vector logits[kSpanVectors];
+  const u32 begin = blockIdx.y * (kSpanVectors * FORMAT::kPerVector);
+  const Span<FORMAT> span(problem, blockIdx.x, begin);
+  Vector vectors[kVectors];
+  span.load(vectors);
+  // Loads of the list travel beside those of the logits.
+  const Listed* const list = static_cast<const Listed*>(problem.listed) + i64(blockIdx.x) * problem.length;
+  const u32 end = min(begin + kSpanVectors * FORMAT::kPerVector, problem.tokens);
+  const int first = int(problem.start + begin), last = int(problem.start + (end - 1));
+  const u32 place = place_before(list, problem.length, first);
+#pragma unroll
+  for (u32 u = 0; u < kVectors; ++u) {
+    logits[u * kThreads + threadIdx.x] = vectors[u];
+    span.write(span.token(u), vectors[u]);
+  }
+  // An entry's thread needs a logit that another has read, and writes where that one has written.
+  __syncthreads();
+  const auto* const elements = reinterpret_cast<const typename FORMAT::Bits*>(logits);
+#pragma unroll 1
+  for (u32 i = place + threadIdx.x; i < problem.length; i += kThreads) {
+    const Listed own = load(list + i);
+    if (own.token > last) break;
+    // The first of equal tokens takes the amounts of all, in their order.
+    if (own.token < first || (i > 0 && load(list + i - 1).token == own.token)) continue;
+    float amount = own.amount;
+    for (u32 j = i + 1; j < problem.length; ++j) {
+      const Listed other = load(list + j);
+      if (other.token != own.token) break;
+      amount += other.amount;
+    }
+    const u32 token = u32(own.token) - problem.start;
+    span.write(token, elements[token - begin], amount);
+  }
+}
+
+}  // namespace gradients
+}  // namespace fused_topk
