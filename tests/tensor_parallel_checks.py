@@ -15,7 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed_checks import frame
 from fused_topk import backends
-from fused_topk.generation import FusedTopKLogitsProcessor, disable, enable, fused_decoding, generate, stats
+from fused_topk.generation import (
+    FusedTopKLogitsProcessor,
+    TokenTrie,
+    TrieLogitsProcessor,
+    disable,
+    enable,
+    fused_decoding,
+    generate,
+    stats,
+)
 from fused_topk.generation.choice import masks
 from fused_topk.generation.choice.rows import Rows
 from fused_topk.generation.tensor_parallel.sharded_logits import Columns, ShardedLogits
@@ -215,6 +224,8 @@ def other_heads(rank: int, size: int) -> None:
 def processors(rank: int, size: int) -> None:
     """Those that are fused elsewhere are fused here."""
     model, alone = models()
+    tokens = torch.tensor([0, 31, 32, 104, 105, 106, 107, 210])
+    trie = TokenTrie(torch.cartesian_prod(tokens, tokens, tokens), end_token_id=5)
     for options in (
         {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
         {"min_new_tokens": 5, "suppress_tokens": list(range(90, 160))},
@@ -223,6 +234,7 @@ def processors(rank: int, size: int) -> None:
         {"exponential_decay_length_penalty": (2, 1.5)},
         {"remove_invalid_values": True},
         {"prefix_allowed_tokens_fn": lambda batch, ids: [5, 104, 105, 106, 107, 210, int(ids[-1])]},
+        {"logits_processor": [TrieLogitsProcessor(trie, PROMPTS.shape[1])]},
         {"renormalize_logits": True, "repetition_penalty": 0.8},
     ):
         assert_sharded(model, alone, **options)

@@ -29,6 +29,7 @@ causal_models = importlib.import_module("causal_models")
 distillation = importlib.import_module("distillation")
 generation_cost = importlib.import_module("generation_cost")
 translation = importlib.import_module("translation")
+semantic_ids = importlib.import_module("semantic_ids")
 tiny_language_model = importlib.import_module("tiny_language_model")
 compiled = importlib.import_module("fused_topk.generation.whole_step.compiled")
 
@@ -207,6 +208,19 @@ def test_translation_and_its_options(capsys, threads):
     assert "twenty one: " in shown and "nine hundred: " in shown and "with stock operations: none" in shown
     with pytest.raises(Exception, match="number words such as 'forty', got 'million'"):
         translation.main(["one million"], model="", target="", beams=3, steps=2)
+
+
+@pytest.mark.exhaustive
+def test_semantic_ids_are_items_and_the_best_ones(capsys, monkeypatch, threads):
+    threads(1)
+    # As many beams as items: no step leaves one out, whatever the model has learned.
+    semantic_ids.main(items=64, beams=64, steps=2, repeats=1)
+    shown = capsys.readouterr().out
+    assert shown.count("512 of 512 results are items") == 2 and "the search gives 80 of 80." in shown
+    monkeypatch.setattr(semantic_ids, "best_by_scoring_all", lambda model, texts, items: items[:10].expand(8, -1, -1))
+    with pytest.raises(semantic_ids.typer.Exit):
+        semantic_ids.main(items=64, beams=64, steps=2, repeats=1)
+    assert "Wrong" in capsys.readouterr().out
 
 
 def test_distillation_stores_little_and_teaches(tiny_model, capsys, monkeypatch, threads):

@@ -6,6 +6,7 @@
     model.generate(..., custom_generate=generate)     # the same for one call
     with fused_decoding(model, whole_step=True):      # beams share their prompt, and the cache is never copied
     FusedTopKLogitsProcessor(top_k, ...)              # an ordinary LogitsProcessor
+    TrieLogitsProcessor(TokenTrie(items, end), ...)   # another: texts must be items of a catalogue
     stats()                                           # what was fused, what was not, and why
     next_token_topk, topk_logprobs                    # compact results without generate()
 
@@ -17,6 +18,7 @@ A call goes down through these, and none of them calls one above it:
     interception/       transformers' loop, of which each choice of tokens is fused that can be
     tensor_parallel/    rows whose columns processes have between them, for the interception
     edits/              what the processors of a call do, as edits of few tokens
+    trie/               a catalogue of items, and what may follow a text of it
     choice/             how tokens are chosen from logits, their edits and what warpers keep
 
 How transformers' loops are served without a copy of any:
@@ -53,17 +55,21 @@ A model carries hooks while it is enabled, in a block or in a call. They hold no
 by block, in a context variable, and what happens in a call is its `calls.Call`.
 """
 
+from .edits.tries import TrieLogitsProcessor
 from .edits.warpers import FusedTopKLogitsProcessor
 from .entrance import disable, enable, fused_decoding, generate
 from .logprobs import TokenLogprobs, next_token_topk, text_topk_logprobs, topk_logprobs
 from .request import FusedDecoding
 from .statistics import Stats, stats
+from .trie.token_trie import TokenTrie
 
 __all__ = [
     "FusedDecoding",
     "FusedTopKLogitsProcessor",
     "Stats",
     "TokenLogprobs",
+    "TokenTrie",
+    "TrieLogitsProcessor",
     "disable",
     "enable",
     "fused_decoding",

@@ -23,12 +23,14 @@ from transformers import LogitsProcessorList
 from ..choice.edit import Edit
 from ..choice.rows import Rows
 from ..choice.warping import NORMALIZE, Filter
-from . import bans, biases, constraints, penalties, timestamps
+from . import bans, biases, constraints, penalties, timestamps, tries
 from .adapter import Adapter, Adapters, Step, is_as_published
 from .warpers import filters_of
 
 ADAPTERS: Adapters = {
-    kind: adapter for of in (bans, penalties, biases, constraints, timestamps) for kind, adapter in of.ADAPTERS.items()
+    kind: adapter
+    for of in (bans, penalties, biases, constraints, timestamps, tries)
+    for kind, adapter in of.ADAPTERS.items()
 }
 
 

@@ -33,27 +33,31 @@ class Head(NamedTuple):
         is_small = linear_pieces.is_for_the_native_kernel(rows, k)
         return is_small and native.multiplies(weight, weight, self.bias)
 
-    def greatest(self, hidden: Tensor) -> Tensor:
+    def greatest(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """int64 [R]: the token of the greatest logit of each row.
 
         Args:
             hidden: [R, H].
+            mask: int32 [R, W], which tokens it may be; None for any.
         """
-        return functional.linear_topk(hidden, self.weight, 1, self.bias).indices.squeeze(1)
+        return functional.linear_topk(hidden, self.weight, 1, self.bias, mask=mask).indices.squeeze(1)
 
-    def continuations(self, hidden: Tensor, beam_scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def continuations(self, hidden: Tensor, beam_scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """The k best continuations of each sequence, ordered as :func:`fused_topk.beam_topk` does.
 
         Args:
             hidden: [batch * beams, H].
             beam_scores: float32 [batch, beams].
+            mask: int32 [batch * beams, W], which tokens may come next; None for all.
 
         Returns:
             Accumulated log-probabilities float32 [batch, k], best first, and int64 [batch, k], beam * V + token.
         """
         batch, beams = beam_scores.shape
         vocab_size = len(self.weight)
-        best = functional.linear_log_softmax_topk(hidden, self.weight, min(k, vocab_size), self.bias, normalize="all")
+        best = functional.linear_log_softmax_topk(
+            hidden, self.weight, min(k, vocab_size), self.bias, mask=mask, normalize="all"
+        )
         scores = (best.values.view(batch, beams, -1) + beam_scores.unsqueeze(-1)).flatten(1)
         beam = torch.arange(beams, device=hidden.device).unsqueeze(-1)
         indices = (best.indices.view(batch, beams, -1) + beam * vocab_size).flatten(1)
