@@ -19,10 +19,7 @@ from ..arguments import (
     check_normalize,
     check_temperature,
 )
-from ..functional import row_topk as of_rows
-from ..functional.merging import run_merge
-from ..operators import row_topk
-from ..operators.dispatch import need_dispatcher
+from ..operators import calls
 from ..problem import TopK, result_dtype
 from ..rows import LogitRows
 from ..tracing import is_traced
@@ -30,7 +27,6 @@ from .collective import check, exchange, group_of, headers
 from .packing import Header, Packing, Parts, header_words
 
 _row_topk = torch.ops.fused_topk.row_topk.default
-_row_topk_out = torch.ops.fused_topk.row_topk_out.default
 _NO_TOKEN = -1
 
 
@@ -147,7 +143,7 @@ def beam_topk(
     call = gather_states(local_logits, k, group, temperature, mask, normalize, backend, of_row=beams)
     parts, vocab_size = call.parts, call.vocab_size
     k_of_beam = k if vocab_size is None else min(k, vocab_size)
-    rows = TopK(*run_merge(*parts, k_of_beam, *call.temperatures, "log_softmax", normalize, backend))
+    rows = calls.merge_parts(*parts, k_of_beam, *call.temperatures, "log_softmax", normalize, backend)
     scores = beam_scores.to(rows.values.dtype).unsqueeze(-1)
     accumulated = (rows.values + scores).flatten(1)
     ranked = accumulated.detach()
@@ -160,7 +156,7 @@ def beam_topk(
         ranked = ranked.clamp(min=torch.finfo(ranked.dtype).min).masked_fill(is_void.flatten(1), -torch.inf)
         tokens = tokens.masked_fill(is_void, _NO_TOKEN)
     # Of equal scores the earlier in the lists comes first: the smaller beam, and within a beam the row's order.
-    best = of_rows.topk(ranked, k, backend=backend).indices
+    best = calls.row_topk(LogitRows(ranked), k, "logits", "allowed", backend).indices
     return TopK(accumulated.gather(1, best), tokens.flatten(1).gather(1, best), rows.logsumexp)
 
 
@@ -177,7 +173,7 @@ def _row(
     check_logits(local_logits)
     check_normalize(normalize)
     call = gather_states(local_logits, k, group, temperature, mask, normalize, backend)
-    return TopK(*run_merge(*call.parts, k, *call.temperatures, values, normalize, backend))
+    return calls.merge_parts(*call.parts, k, *call.temperatures, values, normalize, backend)
 
 
 class Call(NamedTuple):
@@ -311,9 +307,7 @@ def write_state(rows: LogitRows, held: int, normalize: str, backend: str | None,
         normalizer[1].zero_()
         return
     written = TopK(best[..., :held], indices[..., :held], normalizer)
-    has_dispatcher = need_dispatcher(*rows.tensors(), *written)
-    run: Any = _row_topk_out if has_dispatcher else row_topk.row_topk_out
-    run(*rows, held, "state", normalize, backend, *written)
+    calls.row_topk_into(rows, held, "state", normalize, backend, written)
 
 
 def _with_own(parts: Parts, rank: int, own: TopK) -> Parts:

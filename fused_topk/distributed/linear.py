@@ -25,8 +25,7 @@ from ..arguments import (
     check_temperature,
 )
 from ..functional import autocast
-from ..functional.merging import run_merge
-from ..operators import linear
+from ..operators import calls, linear
 from ..operators.dispatch import need_dispatcher
 from ..operators.gradients import save_rows, saved_rows
 from ..problem import LinearProblem, LinearTopK, TopK, result_dtype
@@ -219,8 +218,8 @@ class _Head(torch.autograd.Function):
         head = LinearProblem(rows, weight, bias, own_targets, normalize)
         state, own_logits = _state(head, k, backend)
         parts, logits = exchange_state(state, length, normalize, group, own_logits)
-        best, indices, logsumexp = run_merge(*parts, k, *rows.temperatures, values, normalize, backend)
-        normalizer = run_merge(*parts, 1, *rows.temperatures, "state", normalize, backend)[2]
+        best, indices, logsumexp = calls.merge_parts(*parts, k, *rows.temperatures, values, normalize, backend)
+        normalizer = calls.merge_parts(*parts, 1, *rows.temperatures, "state", normalize, backend)[2]
         ends = parts.lengths.cumsum(0)
         logprobs = hidden.new_empty(0, dtype=result_dtype(hidden.dtype))
         if targets is not None and logits is not None:

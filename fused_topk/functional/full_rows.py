@@ -16,13 +16,9 @@ from ..arguments import (
     is_distributed,
     plain_rows,
 )
-from ..operators import full_rows, transforms
-from ..operators.dispatch import way_of_call
+from ..operators import calls
 from ..plans import full_row_plan
 from ..problem import result_dtype
-
-# Looked up once, not at every call.
-_full_rows = torch.ops.fused_topk.full_rows.default
 
 
 def softmax(
@@ -166,6 +162,5 @@ def _values(
     rows = check_rows(logits if dim == dims - 1 else logits.movedim(dim, -1), temperature, lengths=lengths)
     check_backend(backend)
     out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
-    run = way_of_call(full_rows.full_rows, _full_rows, transforms.FullRowValues.apply, *rows.tensors())
-    result: Tensor = run(*rows, values, out_dtype, backend)
+    result = calls.full_rows(rows, values, out_dtype, backend)
     return result if rows.logits is logits or values == "logsumexp" else result.movedim(-1, dim)

@@ -17,11 +17,9 @@ from ..arguments import (
     check_part,
     check_temperature,
 )
-from ..operators import merging, transforms
-from ..operators.dispatch import way_of_call
+from ..operators import calls
 from ..problem import TopK, TopKState, result_dtype
 
-_merge_parts = torch.ops.fused_topk.merge_parts.default
 _VALUES = ("softmax", "log_softmax", "logits")
 _NO_TOKEN = -1
 
@@ -132,15 +130,7 @@ def _merge(
     logits = _stacked([part.logits for part in parts], width, -torch.inf)
     indices = _stacked([part.indices for part in parts], width, _NO_TOKEN)
     m, d = torch.stack([part.m for part in parts]), torch.stack([part.d for part in parts])
-    return run_merge(logits, indices, m, d, None, k, number, row_temperature, values, normalize, backend)
-
-
-def run_merge(logits: Tensor, indices: Tensor, m: Tensor, d: Tensor, *rest: Any) -> Any:
-    """The operator merge_parts, with checked arguments, by the shortest way that serves these tensors."""
-    run = way_of_call(
-        merging.merge_parts, _merge_parts, transforms.MergeParts.apply, logits, indices, m, d, rest[0], rest[3]
-    )
-    return run(logits, indices, m, d, *rest)
+    return calls.merge_parts(logits, indices, m, d, None, k, number, row_temperature, values, normalize, backend)
 
 
 def _stacked(tensors: list[Tensor], width: int, filler: float) -> Tensor:

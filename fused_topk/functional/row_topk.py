@@ -24,17 +24,12 @@ from ..arguments import (
     is_distributed,
     plain_rows,
 )
-from ..operators import row_topk, transforms
-from ..operators.dispatch import need_dispatcher, way_of_call
+from ..operators import calls
 from ..plans import TopkPlan, row_result, topk_plan
 from ..problem import TopK, TopKState
 from ..rows import LogitRows
 from .out import check_out, have_changed, is_plain_out
 
-# These are looked up once, not at every call.
-_row_topk = torch.ops.fused_topk.row_topk.default
-_row_topk_out = torch.ops.fused_topk.row_topk_out.default
-_beam_topk = torch.ops.fused_topk.beam_topk.default
 _BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (TopK, tuple)
 
@@ -213,6 +208,11 @@ def beam_topk(
         beam in the order of its logits. So a beam contributes its best tokens even if its score is so low that all of its
         sums round to the same number. The rest of the contract is that of :func:`softmax_topk`.
     """
+    check_normalize(normalize)
+    if normalize == "topk":
+        raise ValueError(
+            "`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure"
+        )
     if is_distributed(logits):
         from ..distributed import dtensors
 
@@ -222,14 +222,8 @@ def beam_topk(
     check_beam_scores(beam_scores, logits)
     rows = check_rows(logits, temperature, mask, lengths)
     check_k(k, max(logits.shape[1], 1) * logits.shape[2], "beams times the vocabulary size")
-    check_normalize(normalize)
-    if normalize == "topk":
-        raise ValueError(
-            "`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure"
-        )
     check_backend(backend)
-    run = way_of_call(row_topk.beam_topk, _beam_topk, transforms.BeamTopk.apply, logits, beam_scores, *rows.tensors())
-    return TopK(*run(*rows, beam_scores, k, normalize, backend))
+    return calls.beam_topk(rows, beam_scores, k, normalize, backend)
 
 
 def topk_state(
@@ -283,8 +277,7 @@ def topk_state(
     check_start(start)
     check_normalize(normalize)
     check_backend(backend)
-    run = way_of_call(row_topk.row_topk, _row_topk, transforms.RowTopk.apply, *rows.tensors())
-    best, indices, normalizer = run(*rows, k, "state", normalize, backend)
+    best, indices, normalizer = calls.row_topk(rows, k, "state", normalize, backend)
     return TopKState(best, indices + start if start else indices, normalizer.select(0, 0), normalizer.select(0, 1))
 
 
@@ -330,8 +323,7 @@ def _row(
     check_normalize(normalize)
     check_backend(backend)
     if out is None:
-        run = way_of_call(row_topk.row_topk, _row_topk, transforms.RowTopk.apply, *rows.tensors())
-        result = TopK(*run(*rows, k, values, normalize, backend))
+        result = calls.row_topk(rows, k, values, normalize, backend)
         if not moved:
             return result
         return TopK(result.values.movedim(-1, dim), result.indices.movedim(-1, dim), result.logsumexp)
@@ -346,12 +338,7 @@ def _row(
     last = (
         TopK(written.values.movedim(dim, -1), written.indices.movedim(dim, -1), written.logsumexp) if moved else written
     )
-    run_out = row_topk.row_topk_out
-    sees_dispatcher = need_dispatcher(*rows.tensors(), *last)
-    if sees_dispatcher:
-        run_out = _row_topk_out
-    run_out(*rows, k, values, normalize, backend, *last)
-    if not sees_dispatcher:
+    if not calls.row_topk_into(rows, k, values, normalize, backend, last):
         have_changed(written)
     return written
 
