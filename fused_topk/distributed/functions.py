@@ -42,6 +42,8 @@ def softmax_topk(
 ) -> TopK:
     """The k largest probabilities of the whole vocabulary, the same on every process of the group.
 
+    >>> softmax_topk(local_logits, k=8).indices  # doctest: +SKIP
+
     Every process calls it with its columns of the same rows. The whole vocabulary is those of rank 0, then those of rank 1,
     and so on. One all-gather moves 8 + k (8 + the bytes of a logit) bytes a row and process, and 16 a call. On a CPU that is rounded
     up to a power of two, 4 KB at least, and a call of more bytes than the one before it has a second all-gather.
@@ -90,6 +92,8 @@ def log_softmax_topk(
 ) -> TopK:
     """The k largest log-probabilities of the whole vocabulary, the same on every process of the group.
 
+    >>> log_softmax_topk(local_logits, k=8).indices  # doctest: +SKIP
+
     Arguments, errors and contract are those of :func:`softmax_topk`, the result is that of :func:`fused_topk.log_softmax_topk`.
     """
     return _row("log_softmax", local_logits, k, group, temperature, mask, normalize, backend)
@@ -99,6 +103,8 @@ def topk(
     local_logits: Tensor, k: int, *, group: Any = None, mask: Tensor | None = None, backend: str | None = None
 ) -> TopK:
     """The k largest logits of the whole vocabulary, bit for bit, the same on every process of the group.
+
+    >>> topk(local_logits, k=8).indices  # doctest: +SKIP
 
     Arguments, errors and contract are those of :func:`softmax_topk`, the result is that of :func:`fused_topk.topk`.
     """
@@ -117,6 +123,8 @@ def beam_topk(
     backend: str | None = None,
 ) -> TopK:
     """One step of beam search over the whole vocabulary: the k best continuations, the same on every process of the group.
+
+    >>> beam_topk(local_logits, beam_scores, k=8).indices  # doctest: +SKIP
 
     The other arguments, errors and contract are those of :func:`softmax_topk`, the result is that of
     :func:`fused_topk.beam_topk`.

@@ -54,6 +54,8 @@ def linear_softmax_topk(
 ) -> TopK | LinearTopK:
     """The k largest probabilities of an LM head whose rows the processes of the group have between them, the same on every one.
 
+    >>> linear_softmax_topk(hidden, local_weight, k=8).indices  # doctest: +SKIP
+
     As :func:`fused_topk.linear_softmax_topk` of the weights of all processes in the order of their ranks. Each process computes
     the logits of its own rows of the weight in pieces, and keeps none. One all-gather of the states (m, d, T) follows. Every
     process of the group must make the call.
@@ -111,6 +113,8 @@ def linear_log_softmax_topk(
 ) -> TopK | LinearTopK:
     """The k largest log-probabilities of an LM head whose rows the processes of the group have between them.
 
+    >>> linear_log_softmax_topk(hidden, local_weight, k=8).indices  # doctest: +SKIP
+
     Arguments, result and contract are those of :func:`linear_softmax_topk`.
     """
     return _linear(
@@ -131,6 +135,8 @@ def linear_topk(
     backend: str | None = None,
 ) -> TopK | LinearTopK:
     """The k largest logits themselves of an LM head whose rows the processes of the group have between them.
+
+    >>> linear_topk(hidden, local_weight, k=8).indices  # doctest: +SKIP
 
     Arguments, result and contract are those of :func:`linear_softmax_topk`; the values have the dtype of `hidden`.
     """

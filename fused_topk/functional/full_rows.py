@@ -32,6 +32,9 @@ def softmax(
 ) -> Tensor:
     """The probabilities `softmax(logits / temperature)` of full rows.
 
+    >>> softmax(torch.tensor([0.0, 0.0]))
+    tensor([0.5000, 0.5000])
+
     Each logit is read once. In rows longer than the chip can hold, some logits are read twice.
 
     Online normalizer: Milakov & Gimelshein 2018, Algorithm 3 (https://arxiv.org/abs/1805.02867).
@@ -64,11 +67,6 @@ def softmax(
         in every batch. A call does not wait for the device, except the first call of a kernel on a GPU (see
         :func:`warm_up`). Can be captured in a CUDA graph and compiled with fullgraph=True. Differentiable with respect
         to the logits.
-
-    Example:
-        >>> import torch, fused_topk
-        >>> fused_topk.softmax(torch.tensor([0.0, 0.0]))
-        tensor([0.5000, 0.5000])
     """
     return _values("softmax", logits, dim, temperature, lengths, dtype, backend)
 
@@ -83,6 +81,9 @@ def log_softmax(
     backend: str | None = None,
 ) -> Tensor:
     """The log-probabilities `log_softmax(logits / temperature)` of full rows. The contract is that of :func:`softmax`.
+
+    >>> log_softmax(torch.tensor([0.0, 0.0]))
+    tensor([-0.6931, -0.6931])
 
     They are computed as (x - m) / T - log d with the row's maximum m. So a large common offset of the logits costs no
     accuracy.
@@ -113,6 +114,9 @@ def logsumexp(
     backend: str | None = None,
 ) -> Tensor:
     """`logsumexp(logits / temperature)` of every row, in one read.
+
+    >>> logsumexp(torch.tensor([0.0, 0.0]))
+    tensor(0.6931)
 
     Args:
         logits: see :func:`softmax`, which describes all arguments.

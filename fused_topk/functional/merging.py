@@ -33,6 +33,10 @@ def merge_states(
 ) -> TopKState:
     """The state of the union of several parts of the same rows: the + of the monoid of states.
 
+    >>> from fused_topk import topk_state
+    >>> merge_states([topk_state(torch.tensor([1.0, 3.0]), 1), topk_state(torch.tensor([2.0]), 1, start=2)], k=2).indices
+    tensor([1, 2])
+
     Args:
         parts: one or more states, as :func:`topk_state` and this function return them, of parts without a common token,
             in any order. Their leading shapes, dtypes and devices must agree; their numbers of candidates may differ.
@@ -68,6 +72,10 @@ def merge_topk(
 ) -> TopK:
     """The k best of whole rows, from the states of their parts: what the unsharded call gives.
 
+    >>> from fused_topk import topk_state
+    >>> merge_topk([topk_state(torch.tensor([1.0, 3.0]), 1), topk_state(torch.tensor([2.0]), 1, start=2)], k=2).indices
+    tensor([1, 2])
+
     Args:
         parts: see :func:`merge_states`.
         k: the number of results per row, at most what the parts hold together. A part must hold its own k best, or all of
@@ -88,13 +96,6 @@ def merge_topk(
         Indices, and the values of "logits", are exactly those of the unsharded call, ties included. Log-probabilities are
         formed as (x - m) / T - log d, so a large common offset of the logits costs no accuracy. The rest is the contract of
         :func:`softmax_topk`. Differentiable with respect to the parts' logits, m and d, except where a logit is -inf.
-
-    Example:
-        >>> import torch, fused_topk
-        >>> pieces = torch.arange(8.0).split(4)
-        >>> parts = [fused_topk.topk_state(x, 3, start=4 * i) for i, x in enumerate(pieces)]
-        >>> fused_topk.merge_topk(parts, 3, values="logits").values
-        tensor([7., 6., 5.])
     """
     check_choice("values", values, _VALUES)
     return TopK(*_merge(parts, k, temperature, values, normalize, backend))

@@ -48,6 +48,9 @@ def softmax_topk(
 ) -> TopK:
     """The k largest probabilities of `softmax(logits / temperature)`, sorted, in one read of the logits.
 
+    >>> softmax_topk(torch.tensor([1.0, 3.0, 2.0]), k=2).indices
+    tensor([1, 2])
+
     Online normalizer with a running top-k: Milakov & Gimelshein 2018, Algorithm 4 (https://arxiv.org/abs/1805.02867).
 
     Args:
@@ -92,11 +95,6 @@ def softmax_topk(
         A call does not wait for the device, except the first call of a kernel on a GPU, which compiles and loads it.
         :func:`warm_up` does that ahead. Can be captured in a CUDA graph and compiled with fullgraph=True.
         Values and logsumexp are differentiable with respect to the logits.
-
-    Example:
-        >>> import torch, fused_topk
-        >>> fused_topk.softmax_topk(torch.tensor([1.0, 3.0, 2.0]), 2).indices
-        tensor([1, 2])
     """
     return _row("softmax", logits, k, dim, temperature, mask, lengths, normalize, backend, out)
 
@@ -114,6 +112,9 @@ def log_softmax_topk(
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> TopK:
     """The k largest log-probabilities of `log_softmax(logits / temperature)`, sorted, in one read of the logits.
+
+    >>> log_softmax_topk(torch.tensor([1.0, 3.0, 2.0]), k=2).values
+    tensor([-0.4076, -1.4076])
 
     The contract is that of :func:`softmax_topk`. The values are computed as (x - m) / T - log d with the row's maximum
     m. So a large common offset of the logits costs no accuracy. A token that is not allowed has the value -inf.
@@ -150,6 +151,9 @@ def topk(
 ) -> TopK:
     """The k largest logits themselves, sorted, and each row's logsumexp from the same read.
 
+    >>> topk(torch.tensor([1.0, 3.0, 2.0]), k=2).values
+    tensor([3., 2.])
+
     Like `torch.topk`, but ties are determined: the order and the contract are those of :func:`softmax_topk`.
 
     Args:
@@ -183,6 +187,9 @@ def beam_topk(
     backend: str | None = None,
 ) -> TopK:
     """The k best continuations of every sequence, over all of its beams: one step of beam search in one read.
+
+    >>> beam_topk(torch.tensor([[[1.0, 3.0], [2.0, 0.0]]]), torch.zeros(1, 2), k=2).indices
+    tensor([[1, 2]])
 
     Equals `torch.topk((log_softmax(logits.float(), -1) + beam_scores[..., None]).flatten(1), k)`.
 
@@ -239,6 +246,9 @@ def topk_state(
 ) -> TopKState:
     """The state (m, d, T) of a part of every row, in one read of the logits: what :func:`merge_topk` takes.
 
+    >>> topk_state(torch.tensor([1.0, 3.0]), k=1, start=2).indices
+    tensor([3])
+
     Milakov & Gimelshein 2018, equations 6 and 7 and Algorithm 4 (https://arxiv.org/abs/1805.02867).
 
     Args:
@@ -262,13 +272,6 @@ def topk_state(
     Contract:
         The candidates, their order, ties, NaN, waiting and determinism are those of :func:`topk`. The logits are copied
         bit for bit. The logits, m and d are differentiable.
-
-    Example:
-        >>> import torch, fused_topk
-        >>> x = torch.tensor([1.0, 3.0, 2.0, 3.0])
-        >>> parts = [fused_topk.topk_state(x[:2], 2), fused_topk.topk_state(x[2:], 2, start=2)]
-        >>> fused_topk.merge_topk(parts, 2).indices
-        tensor([1, 3])
     """
     rows = check_rows(logits, temperature, mask, lengths)
     # Any k suits a part that is shorter.

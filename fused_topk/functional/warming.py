@@ -41,6 +41,8 @@ def warm_up(
 ) -> int:
     """Compiles and loads the kernels of later calls, so that these calls neither compile nor wait for the GPU.
 
+    >>> fused_topk.warm_up([(n, 128256) for n in (1, 8, 64)], k=[8, 50], masked=True)  # doctest: +SKIP
+
     Without it, the first call of a kernel on a GPU compiles the kernel for about a second, or reads it from disk if an
     earlier process has compiled it. Then it loads the kernel and waits for the GPU. Which kernel a call needs depends
     on all arguments below. Nothing is computed. Several threads may call it at the same time, for different GPUs.
@@ -65,9 +67,6 @@ def warm_up(
     Raises:
         TypeError, ValueError: an argument that the functions would refuse.
         RuntimeError: a kernel does not compile.
-
-    Example:
-        >>> fused_topk.warm_up([(n, 128256) for n in (1, 8, 64)], k=[8, 50], masked=True)  # doctest: +SKIP
     """
     names = [functions] if isinstance(functions, str) else list(functions)
     for name in names:
