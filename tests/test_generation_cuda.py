@@ -170,7 +170,7 @@ def test_static_cache_compiles_the_model_and_is_fused(cuda):
         options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
         expected = model.generate(**inputs_for(model), **options)
         stats(reset=True)
-        with fused_decoding(model):
+        with fused_decoding(model, whole_step=False):
             given = model.generate(**inputs_for(model), **options)
         assert stats(reset=True) == (6, 0, {})
         assert torch.equal(given, expected)
@@ -182,7 +182,7 @@ def test_sampling_on_the_gpu(cuda):
     model = tiny("llama", vocab_size=3000).to("cuda")
     try:
         stats(reset=True)
-        with fused_decoding(model, sampling=True):
+        with fused_decoding(model, sampling=True, whole_step=False):
             for num_beams in (1, 3):
                 options = {"do_sample": True, "top_k": 40, "top_p": 0.9, "num_beams": num_beams}
                 found = model.generate(**inputs_for(model), max_new_tokens=5, **options)

@@ -338,7 +338,7 @@ def test_copies_are_not_enabled_and_have_a_twin_of_their_own(model):
     disable(model)
 
 
-@pytest.mark.parametrize(("value", "error"), [(1, TypeError), (None, TypeError), ("yes", ValueError)])
+@pytest.mark.parametrize(("value", "error"), [(1, TypeError), ((), TypeError), ("yes", ValueError)])
 def test_the_option_must_be_known(model, value, error):
     with pytest.raises(error, match="`whole_step` must be"):
         enable(model, whole_step=value)

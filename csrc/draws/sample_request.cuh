@@ -53,8 +53,10 @@ struct SampleRows {
   float* best_logsumexp;  // nullable; [rows]
   u32 logprobs;
   u32 rows;
+  const void* lengths;  // nullable; [rows] of int32 or int64: tokens from a row's length on are -inf, and are not read
+  u32 lengths_are_long;
 };
-static_assert(sizeof(SampleRows) == 264, "fused_topk/layout/launch.py packs 264 bytes");
+static_assert(sizeof(SampleRows) == 280, "fused_topk/layout/launch.py packs 280 bytes");
 
 }  // namespace fused_topk
 
@@ -72,7 +74,7 @@ struct RowLogits {
 
   const Bits* const data;  // [V]
   const RowMask mask;
-  const u32 V;
+  const u32 V;  // the row's length
 
   __device__ __forceinline__ RowLogits(const SampleRows& p, u32 row)
       : data(static_cast<const Bits*>(p.logits) + i64(row) * p.row_stride),
@@ -80,9 +82,9 @@ struct RowLogits {
                  ? static_cast<const char*>(p.mask) + i64(row) * p.mask_row_stride * (p.mask_kind == kMaskBits ? 4 : 1)
                  : nullptr,
              p.mask_element_stride, p.mask_kind},
-        V(p.V) {}
+        V(p.lengths ? length_at(p.lengths, p.lengths_are_long, row, p.V) : p.V) {}
 
-  // -inf where the mask hides it.
+  // -inf where the mask hides it. index: below V.
   __device__ __forceinline__ float operator()(u32 index) const {
     if (mask.data) {
       const u32 bit = index % 4;

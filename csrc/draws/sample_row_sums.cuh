@@ -166,7 +166,7 @@ class RowSums {
     return (p_.V + kPieces * kWarpSize - 1) / (kPieces * kWarpSize) * kWarpSize;
   }
   __device__ __forceinline__ u64 begin_of(u32 piece) const { return u64(piece) * piece_length(); }
-  __device__ __forceinline__ u64 end_of(u32 piece) const { return min(u64(p_.V), begin_of(piece) + piece_length()); }
+  __device__ __forceinline__ u64 end_of(u32 piece) const { return min(u64(logits.V), begin_of(piece) + piece_length()); }
 
   // Sums measure(logit) over the tokens with keys from `low` to `high`, those with equal (key - low) >> shift together.
   template <class MEASURE>
@@ -177,7 +177,7 @@ class RowSums {
 #pragma unroll
     for (u32 bin = 0; bin < kBins; ++bin) bins_[bin][threadIdx.x] = 0;
 #pragma unroll 2
-    for (u64 i = rank() * kThreads + threadIdx.x; i < p_.V; i += blocks() * kThreads) {
+    for (u64 i = rank() * kThreads + threadIdx.x; i < logits.V; i += blocks() * kThreads) {
       const float x = logits(u32(i));
       const u32 of = key(x);
       if (of >= low && of <= high) bins_[(of - low) >> shift][threadIdx.x] += measure(x);

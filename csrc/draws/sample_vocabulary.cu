@@ -72,8 +72,9 @@ struct PartReader {
 struct Part {
   u32 begin, end;
 
-  __device__ __forceinline__ Part(const SampleRows& p, u32 part)
-      : begin(part << p.part_length_log2), end(min(u64(p.V), (u64(part) + 1) << p.part_length_log2)) {}
+  // V: the row's length. A part behind it is empty.
+  __device__ __forceinline__ Part(const SampleRows& p, u32 V, u32 part)
+      : begin(part << p.part_length_log2), end(min(u64(V), (u64(part) + 1) << p.part_length_log2)) {}
 };
 
 // (m, d) of a part, in every lane. The 32 lanes of a warp call it.
@@ -186,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kDraws, kThread
 
 #pragma unroll 1
   for (u32 part = warp * p.blocks_per_row + blockIdx.y; part < parts; part += p.blocks_per_row * kWarps) {
-    const PartState state = sum_part(reader, Part(p, part), temperature.scale);
+    const PartState state = sum_part(reader, Part(p, logits.V, part), temperature.scale);
     if (lane_id() == 0 && shares_row) {
       *reinterpret_cast<float4*>(left + part) = {state.m, state.own, state.tempered, 0.0f};
     } else if (lane_id() == 0) {
@@ -246,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kDraws, kThread
           break;
         }
       }
-      const u32 best = find_key(logits, Part(p, part), key);
+      const u32 best = find_key(logits, Part(p, logits.V, part), key);
       if (lane_id() == 0) shared.answer = best;
     }
     __syncthreads();
@@ -265,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kDraws, kThread
     const Place place = find_in(shared.weights, parts, aim);
     const double rest = double(aim - place.before) / double(shared.weights[place.index]);
     const Weights within{shared.maxima[place.index], temperature.scale, p.one};
-    const u32 token = draw_from_part(reader, Part(p, place.index), within, rest);
+    const u32 token = draw_from_part(reader, Part(p, logits.V, place.index), within, rest);
     if (lane_id() == 0) {
       const float x = logits(token) - m;
       const i64 at = i64(row) * p.num_samples + sample;

@@ -154,7 +154,7 @@ __device__ __forceinline__ typename BY::Type best_token(const ROW& x, u32 k, boo
 
 // Grid: (rows / 16).
 template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 MASK>
-__global__ void __launch_bounds__(128, tuned_blocks(tuning::kRouters, 128, MASK != kNoMask))
+__global__ void __launch_bounds__(128, tuned_blocks(tuning::kRouters, 128, has_mask(MASK)))
     router_rows_topk_kernel(const __grid_constant__ Problem problem) {
   const u32 k = problem.k;
   const u32 warp_row = (blockIdx.x * 4 + threadIdx.x / kWarpSize) * (kWarpSize / kRouterLanes);

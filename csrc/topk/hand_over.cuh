@@ -13,36 +13,48 @@ namespace fused_topk {
 template <u32 MASK>
 struct RowStates {
   const Problem& problem;
-  u32 row, parts, splits;
+  u32 row, splits;
   float2* own;
   float2* left;  // in global memory
 
   __device__ __forceinline__ RowStates(const Problem& problem, u32 row, u32 splits, float2* own)
-      : problem(problem), row(row), parts(problem.parts_per_row), splits(splits), own(own), left(left_of(row)) {}
+      : problem(problem), row(row), splits(splits), own(own), left(left_of(row)) {}
 
   __device__ __forceinline__ void put(u32 part, Normalizer state) const {
-    // A mask takes registers. With one, the address is recomputed where it is needed.
+    // A mask and lengths take registers. With them, the address is recomputed where it is needed.
     float2* const states = splits == 1 ? own : MASK == kNoMask ? left : left_of(row);
     states[part] = {state.m, state.d};
   }
   // Merges step i of the row's parts: merge_step(). The 32 lanes of a warp call it.
-  __device__ __forceinline__ Normalizer step_of_own(u32 i, float scale) const {
+  __device__ __forceinline__ Normalizer step_of_own(u32 i, u32 parts, float scale) const {
     return merge_step(i, parts, scale, [&](u32 part) { return own[part]; });
   }
-  __device__ __forceinline__ Normalizer step_of_left(u32 i, float scale) const {
+  __device__ __forceinline__ Normalizer step_of_left(u32 i, u32 parts, float scale) const {
     u32 same_row = row;
     if constexpr (MASK != kNoMask) keep_opaque(same_row);
     const float2* const states = MASK == kNoMask ? left : left_of(same_row);
     return merge_step(i, parts, scale, [&](u32 part) { return load_from_other_block(states + part); });
   }
   // A long row has many steps. One warp would wait for memory at each. So each warp makes one, and all wait together.
-  __device__ __forceinline__ bool has_many_steps() const { return splits > 1 && parts > 2 * kPartsOfStep; }
+  __device__ __forceinline__ bool has_many_steps(u32 parts) const { return splits > 1 && parts > 2 * kPartsOfStep; }
 
  private:
   __device__ __forceinline__ float2* left_of(u32 row) const {
-    return reinterpret_cast<float2*>(problem.parts) + i64(row) * parts;
+    return reinterpret_cast<float2*>(problem.parts) + i64(row) * problem.parts_per_row;
   }
 };
+
+// Offers the tokens from a row's length on that may be among its best k, all -inf: as many as are missing. All threads of the
+// group call it, after a barrier. Ends with one.
+template <class GROUP>
+__device__ __forceinline__ void offer_missing(u32 length, u32 k, Candidates<GROUP>& candidates) {
+#pragma unroll 1
+  for (u32 first = length; first < k; first += GROUP::kThreads) {
+    const u32 token = first + GROUP::thread();
+    u64 own[1] = {token < k ? make_candidate(kNegativeInfinityKey, token) : kNoCandidate};
+    while (GROUP::any(!candidates.add(own))) candidates.cut(candidates.enough());
+  }
+}
 
 // Lists that a group gathers: of a row's splits, or of a sequence's beams.
 struct Lists {

@@ -26,8 +26,8 @@ struct RowScan {
   TileSelector<Reader, FOR_MANY> selector;
 
   // slots: [Stream::kWarpVectors], the warp's own
-  __device__ __forceinline__ RowScan(const Problem& problem, u32 row, Vector* slots, Shared&)
-      : reader(problem, row, slots) {}
+  __device__ __forceinline__ RowScan(const Problem& problem, u32 row, u32 length, Vector* slots, Shared&)
+      : reader(problem, row, length, slots) {}
 
   // What can wait until the first tiles are in flight.
   __device__ __forceinline__ void prepare(const Problem& problem, u32 row) {
@@ -44,14 +44,30 @@ struct RowScan {
   }
 };
 
-// A split's share of a row: parts [first_part, last_part), and how many of the k best it may have.
-template <class GROUP, u32 LOG2_TILE>
-struct Share {
-  u32 first_part, last_part, k;
+// The parts up to a row's length.
+template <u32 LOG2_TILE>
+__device__ __forceinline__ u32 parts_of(const Problem& problem, u32 length) {
+  const u32 log2_length = problem.tiles_per_part_log2 + LOG2_TILE;
+  return (length + (1u << log2_length) - 1) >> log2_length;
+}
 
-  __device__ __forceinline__ Share(const Problem& problem, u32 split)
-      : first_part(0), last_part(problem.parts_per_row), k(problem.k) {
-    if constexpr (GROUP::kSharesRow) {
+// A split's share of a row: parts [first_part, last_part), how many of the k best it may have, and how many of its last tiles
+// are read first. It ends at the row's length.
+template <class GROUP, u32 LOG2_TILE, u32 MASK>
+struct Share {
+  u32 first_part, last_part, k, lead;
+  u32 k_of_warp, warps_of_k;  // see Problem
+
+  __device__ __forceinline__ Share(const Problem& problem, u32 split, u32 splits, u32 length)
+      : first_part(0),
+        last_part(problem.parts_per_row),
+        k(problem.k),
+        lead(problem.lead),
+        k_of_warp(problem.k_of_warp),
+        warps_of_k(problem.warps_of_k) {
+    if (problem.may_have_lengths<MASK>()) {
+      cut(problem, split, splits, length);
+    } else if constexpr (GROUP::kSharesRow) {
       first_part = split * problem.parts_per_split + min(split, problem.splits_with_one_more);
       last_part = first_part + problem.parts_per_split + (split < problem.splits_with_one_more);
       // V < 2^31 and a part has at most 2^21 tokens, so nothing overflows.
@@ -59,6 +75,25 @@ struct Share {
       k = min(k, min(last_part << log2_length, problem.V) - (first_part << log2_length));
       // One register for k, not two for the numbers that it is the minimum of.
       keep_opaque(k);
+    }
+  }
+
+ private:
+  // The splits share the parts up to the row's length. How a row is cut into parts, and in which order their (m, d) are merged,
+  // does not depend on it. A warp alone has no registers left for a lead.
+  __device__ __forceinline__ void cut(const Problem& problem, u32 split, u32 splits, u32 length) {
+    last_part = parts_of<LOG2_TILE>(problem, length);
+    if constexpr (GROUP::kSharesRow) {
+      const u32 each = last_part / splits, with_one_more = last_part - each * splits;
+      first_part = split * each + min(split, with_one_more);
+      last_part = first_part + each + (split < with_one_more);
+    }
+    const u32 parts = last_part - first_part;
+    if (GROUP::kIsWarp || parts <= GROUP::kWarps) lead = 0;
+    // Fewer warps have something to read than a bound needs. With many candidates there are no registers left.
+    if (!GROUP::kIsWarp && !GROUP::kForMany && parts > 0 && parts < warps_of_k) {
+      k_of_warp = (k + parts - 1) / parts;
+      warps_of_k = parts;
     }
   }
 };
@@ -76,20 +111,20 @@ struct TileOrder {
   u32 to_next;       // from the last turn of a part to the first of the warp's next part
 
   // The first tile of a warp, which can be known before all else.
-  template <class GROUP>
-  static __device__ __forceinline__ u32 first_tile(const Problem& problem, u32 first_part, u32 last_part) {
-    const u32 part = GROUP::warp() - problem.lead;
-    return (part + (GROUP::warp() < problem.lead ? last_part : first_part)) << problem.tiles_per_part_log2;
+  template <class GROUP, class SHARE>
+  static __device__ __forceinline__ u32 first_tile(const Problem& problem, const SHARE& share) {
+    const u32 part = GROUP::warp() - share.lead;
+    return (part + (GROUP::warp() < share.lead ? share.last_part : share.first_part)) << problem.tiles_per_part_log2;
   }
 
   // tiles: how many the row has
-  template <class GROUP>
-  static __device__ __forceinline__ TileOrder of(const Problem& problem, u32 first_part, u32 last_part, u32 tiles) {
-    const u32 log2 = problem.tiles_per_part_log2, lead = problem.lead, first = first_part << log2;
+  template <class GROUP, class SHARE>
+  static __device__ __forceinline__ TileOrder of(const Problem& problem, const SHARE& share, u32 tiles) {
+    const u32 log2 = problem.tiles_per_part_log2, lead = share.lead, first = share.first_part << log2;
     return {first,
-            last_part - first_part,
+            share.last_part - share.first_part,
             first - lead,
-            min(last_part << log2, tiles) - lead,
+            min(share.last_part << log2, tiles) - lead,
             (1u << log2) - 1,
             ((GROUP::kWarps - 1) << log2) + 1};
   }

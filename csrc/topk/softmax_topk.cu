@@ -19,17 +19,17 @@
 
 namespace fused_topk {
 
-// The loop: reads parts [first_part, last_part) of a row with all threads of a group. Leaves T, their best k and a few more,
+// The loop: reads a share of a row, parts [first_part, last_part), with all threads of a group. Leaves T, their best k and a few more,
 // unsorted, in `candidates`. A barrier has followed the last add. The whole warp that has read a part calls
 // finish_part(part, (m, d)).
 //
 // For every tile a warp updates its part's (m, d): scan.folder.fold() of part_folder.cuh. It offers the tile's hits to T:
 // scan.selector.offer() of tile_selector.cuh. The warps wait for each other only for the first bound and for cuts.
-template <class GROUP, class SCAN, class FINISH_PART>
-__device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN& scan, u32 first_part, u32 last_part,
-                                           u32 k, Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
+template <class GROUP, class SCAN, class SHARE, class FINISH_PART>
+__device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN& scan, const SHARE& share,
+                                           Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
                                            FINISH_PART finish_part) {
-  const TileOrder order = TileOrder::of<GROUP>(problem, first_part, last_part, scan.reader.tiles());
+  const TileOrder order = TileOrder::of<GROUP>(problem, share, scan.reader.tiles());
   const u32 log2 = problem.tiles_per_part_log2;
   u32 turn = order.begin + (GROUP::warp() << log2);
   const auto request = [&](u32 ahead) { scan.reader.request(order.tile(ahead), order.has(ahead)); };
@@ -40,7 +40,7 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN
   const u32 second = order.after(turn);
   scan.reader.start(order.tile(turn), order.has(turn), order.tile(second), order.has(second));
   scan.prepare(problem, row);
-  candidates.restart(k);
+  candidates.restart(share.k);
   bool is_open = order.has(turn);
   scan.folder.begin_part();
   if (is_open) {
@@ -99,20 +99,27 @@ struct GroupShared {
   u32 is_last;
 };
 
+// The warps that must fit on a multiprocessor. A row's length takes a register, and some kernels have none left for it.
+constexpr u32 resident_warps(const Tuning& tuning, u32 mask, u32 method, u32 bits, bool aligned) {
+  const u32 most = mask != kLengths ? 32 : method == kInWindows && !aligned ? 16 : bits == 32 ? 24 : 32;
+  return tuning.resident_warps < most ? tuning.resident_warps : most;
+}
+
 // How a warp scans its tiles.
 template <class FORMAT, u32 WARPS, u32 METHOD, u32 VECTORS, bool ALIGNED, u32 MASK>
 struct ScanOf {
-  static constexpr Tuning kTuning =
-      tuned(tuning::kTopk, WARPS, METHOD, 8 * sizeof(typename FORMAT::Bits), MASK != kNoMask, ALIGNED);
-  static constexpr u32 kResidentBlocks = kTuning.resident_warps / (WARPS == 1 ? 4 : WARPS);
+  static constexpr u32 kBits = 8 * sizeof(typename FORMAT::Bits);
+  static constexpr Tuning kTuning = tuned(tuning::kTopk, WARPS, METHOD, kBits, has_mask(MASK), ALIGNED);
+  static constexpr u32 kResidentBlocks =
+      resident_warps(kTuning, MASK, METHOD, kBits, ALIGNED) / (WARPS == 1 ? 4 : WARPS);
   using Type = RowScan<FORMAT, VECTORS, ALIGNED, MASK, kTuning.tiles_ahead, kTuning.in_place, METHOD == kForMany>;
 };
-template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED>
-struct ScanOf<FORMAT, WARPS, kInWindows, VECTORS, ALIGNED, kNoMask> {
-  static constexpr Tuning kTuning =
-      tuned(tuning::kTopk, WARPS, kInWindows, 8 * sizeof(typename FORMAT::Bits), false, ALIGNED);
-  static constexpr u32 kResidentBlocks = kTuning.resident_warps / WARPS;
-  using Type = WindowScan<FORMAT, WARPS, VECTORS, ALIGNED, kTuning.tiles_ahead, kTuning.window>;
+template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED, u32 MASK>
+struct ScanOf<FORMAT, WARPS, kInWindows, VECTORS, ALIGNED, MASK> {
+  static constexpr u32 kBits = 8 * sizeof(typename FORMAT::Bits);
+  static constexpr Tuning kTuning = tuned(tuning::kTopk, WARPS, kInWindows, kBits, false, ALIGNED);
+  static constexpr u32 kResidentBlocks = resident_warps(kTuning, MASK, kInWindows, kBits, ALIGNED) / WARPS;
+  using Type = WindowScan<FORMAT, WARPS, VECTORS, ALIGNED, MASK, kTuning.tiles_ahead, kTuning.window>;
 };
 
 // Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors, each
@@ -141,24 +148,34 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
 
   // Scan the share: the first tile is requested before all else.
   const u32 k = problem.k;
-  const u32 parts = problem.parts_per_row;
-  const Share<GROUP, SCAN::RowTile::kLog2Elements> share(problem, split);
+  const u32 length = problem.length<MASK>(row);
+  const Share<GROUP, SCAN::RowTile::kLog2Elements, MASK> share(problem, split, splits, length);
   const u32 warp = threadIdx.x / kWarpSize;
   Window* const windows = reinterpret_cast<Window*>(tile_slots + kWarps * SCAN::Stream::kWarpVectors);
-  SCAN scan(problem, row, tile_slots + warp * SCAN::Stream::kWarpVectors, windows[kHasWindows ? warp : 0]);
-  scan.reader.start_early(TileOrder::first_tile<GROUP>(problem, share.first_part, share.last_part),
+  SCAN scan(problem, row, length, tile_slots + warp * SCAN::Stream::kWarpVectors, windows[kHasWindows ? warp : 0]);
+  scan.reader.start_early(TileOrder::first_tile<GROUP>(problem, share),
                           share.first_part + GROUP::warp() < share.last_part);
   Candidates<GROUP> candidates(shared.slots, shared.candidates);
-  KthBound<GROUP> bound(shared.bound, problem.k_of_warp, problem.warps_of_k);
-  const RowStates<MASK> states(problem, row, splits,
-                               reinterpret_cast<float2*>(windows + (kHasWindows ? kWarps : 0)) + own * parts);
+  KthBound<GROUP> bound(shared.bound, share.k_of_warp, share.warps_of_k);
+  const RowStates<MASK> states(
+      problem, row, splits,
+      reinterpret_cast<float2*>(windows + (kHasWindows ? kWarps : 0)) + own * problem.parts_per_row);
   const auto finish_part = [&](u32 part, Normalizer state) {
     if (kHasWindows || lane_id() == 0) states.put(part, state);
   };
   if constexpr (kHasWindows) {
-    scan_windows(problem, row, scan, share.first_part, share.last_part, share.k, candidates, bound, finish_part);
+    scan_windows(problem, row, scan, share, candidates, bound, finish_part);
   } else {
-    scan_parts(problem, row, scan, share.first_part, share.last_part, share.k, candidates, bound, finish_part);
+    scan_parts(problem, row, scan, share, candidates, bound, finish_part);
+  }
+
+  // What follows from the length is recomputed: values kept during the scan cost registers.
+  u32 parts = problem.parts_per_row;
+  if (problem.may_have_lengths<MASK>()) {
+    u32 same_length = scan.reader.V();
+    keep_opaque(same_length);
+    parts = parts_of<SCAN::RowTile::kLog2Elements>(problem, same_length);
+    if (same_length < k && split == 0) offer_missing(same_length, k, candidates);
   }
 
   // One warp merges the states while the others work on the candidates. The sort's barrier tells every thread the result.
@@ -170,15 +187,15 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
     if (problem.beams != 0) beam = Beam(problem, row);
     state = merge_parts(parts, scan.folder.scale(), step);
   };
-  if (splits == 1 && finishes_row) merge_row([&](u32 i) { return states.step_of_own(i, scan.folder.scale()); });
+  if (splits == 1 && finishes_row) merge_row([&](u32 i) { return states.step_of_own(i, parts, scan.folder.scale()); });
 
   Lists lists = {splits, problem.list_length, nullptr, nullptr, 1};
   if (splits > 1 && !hand_over_share(problem, row, k, splits, split, scan, candidates, bound, lists, shared.is_last))
     return;
 
   // Rows with many steps are rare. The hint keeps this code out of the usual path.
-  const auto step_of_left = [&](u32 i) { return states.step_of_left(i, scan.folder.scale()); };
-  const bool has_many_steps = states.has_many_steps();
+  const auto step_of_left = [&](u32 i) { return states.step_of_left(i, parts, scan.folder.scale()); };
+  const bool has_many_steps = states.has_many_steps(parts);
   if (__builtin_expect(has_many_steps, false)) {
 #pragma unroll 1
     for (u32 i = GROUP::warp(); i * kPartsOfStep < parts; i += GROUP::kWarps) {

@@ -21,7 +21,7 @@ class TileSelector {
   using RowTile = typename READER::RowTile;
   static constexpr u32 VECTORS = READER::kVectors;
   static constexpr u32 kPerVector = READER::kPerVector;
-  static constexpr bool kHasMask = READER::kMask != kNoMask;
+  static constexpr bool kHasMask = has_mask(READER::kMask);
 
  public:
   static constexpr u32 kSets = 8;

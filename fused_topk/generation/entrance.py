@@ -45,7 +45,7 @@ def _fusible(model: Any) -> list[Any]:
     return found
 
 
-def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str = False) -> None:
+def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str | None = None) -> None:
     """Makes the model's generate() calls take the fused path, until :func:`disable`.
 
     Beam search and greedy decoding give the sequences of the stock path; where logits tie, the smaller index. Calls of
@@ -60,16 +60,12 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str =
         model: a transformers model, or one with such models as parts: each part that can generate is enabled.
         sampling: also fuse do_sample=True with top-k, top-p or min-p, and beam sampling. The distribution is that of
             the stock path; the random numbers are used otherwise, so that a seed gives other draws.
-        whole_step: read the prompt once for all beams of a sequence, and never copy the cache (:mod:`whole_step`). For greedy
-            decoding and beam search, also of encoder-decoders, and with sampling=True for sampling; other calls take the
-            fused path, and :func:`stats` says why in `not_whole`. The first call of a model tries it on a few tokens.
-            Results have no cache: past_key_values, in transformers 5.24 cache, is None. On a GPU each token is one replay of a
-            CUDA graph, captured in the first call of a shape (batch, beams, lengths rounded up). On a CPU it is one call of
-            code that torch.compile makes in that call, which takes seconds to tens of seconds and needs a C++ compiler. The
-            time is logged. "compiled" has torch.compile make what is captured on a GPU, too. "eager" runs one operation after
-            another, with nothing to make and to keep. Where processors, sampling or scores that are returned take a choice of
-            their own, it is the forward pass that is compiled and captured.
+        whole_step: how a call runs that whole steps serve. A whole step reads the prompt once for all beams of a sequence, and
+            never copies the cache (:mod:`whole_step`). It serves greedy decoding and beam search, also of encoder-decoders, and
+            with sampling=True sampling. Other calls run in transformers' loop with a fused choice of each token, and
+            :func:`stats` says why in `not_whole`. The first call of a model tries it on a few tokens.
 
+            =========== ==========================================================================================
     Raises:
         TypeError: an argument of the wrong kind.
 
@@ -96,13 +92,13 @@ def disable(model: nn.Module) -> None:
 
 @contextmanager
 def fused_decoding(
-    model: nn.Module, *, sampling: bool = False, topk_per_step: int = 0, whole_step: bool | str = False
+    model: nn.Module, *, sampling: bool = False, topk_per_step: int = 0, whole_step: bool | str | None = None
 ) -> Iterator[FusedDecoding]:
     """Makes the model's generate() calls in a with block take the fused path.
 
-    Blocks of several threads or tasks may overlap: a call takes the options of the innermost block that its own thread or
-    task is in. Where that is in none, it takes those of :func:`enable`, and where there are none either, those of the
-    block that another thread has entered last, such as that which started it; then the call is not recorded.
+    Blocks of several threads or tasks may overlap. A call takes the options of the innermost block that its own thread or
+    task is in, else those of :func:`enable`. If there are none either, it takes those of the block that another thread has
+    entered last, such as the thread that has started it. Such a call is not recorded.
 
     Args:
         model: see :func:`enable`.
@@ -133,7 +129,7 @@ def generate(
     generation_config: GenerationConfig,
     sampling: bool = False,
     topk_per_step: int = 0,
-    whole_step: bool | str = False,
+    whole_step: bool | str | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """For `model.generate(..., custom_generate=fused_topk.generation.generate)`: this one call takes the fused path.
@@ -189,7 +185,7 @@ def generate(
         )
 
     with held(model):
-        result, topk = run_call(model, options, run, given.get("streamer"))
+        result, topk = run_call(model, options, run, given.get("streamer"), generation_config.num_beams or 1)
     if topk_per_step and generation_config.return_dict_in_generate:
         result["topk"] = topk
     return result

@@ -173,8 +173,20 @@ def _generate(module: Any, original: Callable[..., Any], *args: Any, **kwargs: A
 
     reason = next((name for name in ("custom_generate", "assistant_model") if kwargs.get(name) is not None), None)
     with held(module):
-        result, request.given.topk = run_call(module, request.options, run, kwargs.get("streamer"), reason)
+        num_beams = _num_beams(module, args, kwargs)
+        result, request.given.topk = run_call(module, request.options, run, kwargs.get("streamer"), num_beams, reason)
     return result
+
+
+def _num_beams(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Of the call, as far as can be seen before generate() makes one configuration of all."""
+    # generate(inputs, generation_config)
+    of_call = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    given = (
+        kwargs.get("num_beams"),
+        *(getattr(each, "num_beams", None) for each in (of_call, module.generation_config)),
+    )
+    return next((each for each in given if isinstance(each, int)), 1)
 
 
 def _processors(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

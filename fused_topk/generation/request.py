@@ -26,17 +26,19 @@ class Options(NamedTuple):
 
     sampling: bool = False
     topk_per_step: int = 0
-    whole_step: bool | str = False
+    whole_step: bool | str | None = None
 
     @staticmethod
     def checked(sampling: Any, topk_per_step: Any, whole_step: Any) -> Options:
         if not isinstance(sampling, bool):
             raise TypeError(f"`sampling` must be a bool, got {type(sampling).__name__}; pass True or False")
-        if not isinstance(whole_step, (bool, str)):
+        if whole_step is not None and not isinstance(whole_step, (bool, str)):
             kind = type(whole_step).__name__
-            raise TypeError(f'`whole_step` must be a bool, "compiled" or "eager", got {kind}; pass True or False')
+            raise TypeError(f'`whole_step` must be None, a bool, "compiled" or "eager", got {kind}; pass None')
         if isinstance(whole_step, str) and whole_step not in ("compiled", "eager"):
-            raise ValueError(f'`whole_step` must be True, False, "compiled" or "eager", got {whole_step!r}; pass True')
+            raise ValueError(
+                f'`whole_step` must be None, True, False, "compiled" or "eager", got {whole_step!r}; pass None'
+            )
         if isinstance(topk_per_step, bool) or not isinstance(topk_per_step, int):
             raise TypeError(f"`topk_per_step` must be an int, got {type(topk_per_step).__name__}; pass 0 for no record")
         if topk_per_step < 0:

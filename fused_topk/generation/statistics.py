@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,8 +26,8 @@ class Stats(_Steps):
         fused: steps whose tokens were chosen in one read of the logits.
         fallback: steps that ran stock operations, on the same values.
         reasons: for each reason of a fallback, the number of its steps.
-        whole: those of the fused steps that ran with whole_step=True, on a prompt that beams share.
-        not_whole: for each reason why a call with whole_step=True ran without, the number of such calls.
+        whole: those of the fused steps that were whole steps.
+        not_whole: for each reason why a call ran without whole steps, unless whole_step=False, the number of such calls.
         compiled: those of the whole steps whose forward pass ran as compiled code.
         captured: those of the whole steps whose forward pass was the replay of a CUDA graph.
         not_compiled: for each reason why a call whose steps were to be compiled or captured ran without, the number of such calls.
@@ -108,19 +108,21 @@ def count_gathered(reason: str) -> None:
     _count_reason("gathered", reason, "the logits of a tensor-parallel model are gathered")
 
 
-def count_not_whole(reason: str, whole_step: bool | str) -> None:
-    """Args: whole_step: the option of the call."""
-    _count_reason("not_whole", reason, f"a call with whole_step={whole_step!r} runs without")
+def count_not_whole(reason: str, whole_step: bool | str | None) -> None:
+    """Args: whole_step: the option of the call. Of None nobody is told: the user has asked for nothing."""
+    _count_reason("not_whole", reason, whole_step and f"a call with whole_step={whole_step!r} runs without")
 
 
 def count_not_compiled(reason: str) -> None:
     _count_reason("not_compiled", reason, "whole steps run one operation after another")
 
 
-def _count_reason(name: str, reason: str, what: str) -> None:
+def _count_reason(name: str, reason: str, what: Any) -> None:
+    """Args: what: to tell with the reason; nothing that is true: to tell nothing."""
     with _lock:
         _reasons[name][reason] += 1
-    tell_once(f"{what}: {reason}")
+    if what:
+        tell_once(f"{what}: {reason}")
 
 
 def tell_once(message: str) -> None:

@@ -13,7 +13,7 @@ from ... import backends, functional
 from ...backends import reference
 from ..calls import Call
 from ..choice.rows import Rows
-from ..edits.plan import reason_against
+from ..edits.plan import Plan, reason_against
 from ..frames import is_of_a_loop, variables
 from ..lm_head import sharded_head_of
 from ..request import BEAMS, SAMPLING, SEARCH, Options, mode_of
@@ -23,7 +23,6 @@ from ..tensor_parallel.sharded_logits import ShardedLogits
 from ..tensor_parallel.sharded_rows import ShardedRows
 from .lazy_scores import LazyScores
 from .model_logits import LastLogits, ModelLogits, is_of_last
-from .processor_list import Processors
 from .recorded import Recorded
 
 # Methods that get the loop's scores. A user's model may override them.
@@ -242,6 +241,31 @@ class Session(Call):
                 self.topk.append(functional.log_softmax_topk(rows, k))
         scores = LazyScores.of(taken, of)
         return self.record(scores) if self._records_logits else scores
+
+
+class Processors(LogitsProcessorList):
+    """A loop's processors, which turn lazy scores into lazy scores if all of them can be fused.
+
+    Loops may add some of their own, and change them.
+    """
+
+    def __init__(self, session: Session, processors: LogitsProcessorList, is_sampling: bool) -> None:
+        super().__init__(processors)
+        self._session = session
+        self._is_sampling = is_sampling
+        self._plan: Plan | None = None
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        self._session.end_step()
+        if type(scores) is Recorded:
+            scores = scores.end()
+        if not isinstance(scores, LazyScores):
+            return super().__call__(input_ids, scores, **kwargs)
+        if self._plan is None or not self._plan.is_for(self):
+            self._plan = Plan(self, self._is_sampling)
+        result = scores.processed(self._plan, input_ids, kwargs)
+        is_kept = self._session.records_scores and isinstance(result, LazyScores)
+        return self._session.record(result) if is_kept else result
 
 
 def _replace_logits(output: Any, logits: Tensor) -> str | None:

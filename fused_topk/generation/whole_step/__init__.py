@@ -25,8 +25,8 @@ Sequences are those of transformers, with ties to the smaller index. The `past_k
 versions its `cache`, is None: the cache is not one that a model can go on with.
 """
 
-from .entry import Loop, drop
-from .reasons import Declined, decline_for, of_arguments
+from .entry import Loop, drop, known_reason
+from .reasons import Declined, decline_for, of_arguments, of_speed
 from .streaming import Once
 
-__all__ = ["Declined", "Loop", "Once", "decline_for", "drop", "of_arguments"]
+__all__ = ["Declined", "Loop", "Once", "decline_for", "drop", "known_reason", "of_arguments", "of_speed"]

@@ -70,6 +70,14 @@ def ready_for(model: Any) -> _Ready:
     return ready
 
 
+def known_reason(model: Any) -> str | None:
+    """Why no call of the model is served, as far as is known without a trial; None where some may be."""
+    with _lock:
+        ready = _ready.get(model)
+        known = None if ready is None or not ready.of.is_of(model) else ready.reason
+    return known or reasons.of_model(model)
+
+
 def _state_of(module: Any) -> dict[str, Any]:
     """The attributes of a module that are not this package's."""
     state = {name: value for name, value in vars(module).items() if name not in OWN}
@@ -96,7 +104,8 @@ class Loop:
     """What generate() runs, through `custom_generate=`.
 
     Args:
-        whole_step: how steps are to run: True, "compiled" or "eager".
+        whole_step: how steps are to run: True, "compiled" or "eager". None: as is quicker than transformers' loop from the
+            first call on, else not at all.
         is_sampling: whether calls that sample are to be served, too.
         streamer: gets the new tokens; None for none.
 
@@ -104,7 +113,7 @@ class Loop:
         Declined: the call is to run on the fused path.
     """
 
-    def __init__(self, whole_step: bool | str, is_sampling: bool, streamer: Once | None = None) -> None:
+    def __init__(self, whole_step: bool | str | None, is_sampling: bool, streamer: Once | None = None) -> None:
         self._whole_step = whole_step
         self._is_sampling = is_sampling
         self._streamer = streamer
@@ -123,6 +132,7 @@ class Loop:
             or reasons.of_config(generation_config, self._is_sampling)
             or reasons.of_inputs(inputs, model.config.is_encoder_decoder)
             or (None if self._streamer is None else reasons.of_streaming(generation_config, input_ids.device))
+            or (reasons.of_default(generation_config, input_ids.device) if self._whole_step is None else None)
         )
         criteria = Criteria(stopping_criteria)
         plan = Plan(list(logits_processor), bool(generation_config.do_sample))
@@ -134,7 +144,12 @@ class Loop:
         )
         ready = ready_for(model)
         way = Way.on(input_ids.device, self._whole_step)
-        return _search(ready, self._streamer, way, input_ids, plan, criteria, generation_config, inputs).run()
+        search = _search(ready, self._streamer, way, input_ids, plan, criteria, generation_config, inputs)
+        if self._whole_step is None and way is not None:
+            # On a GPU one operation after another takes longer than transformers' loop.
+            decline_for("steps that cannot be kept" if search.way is None else None)
+            search = search._replace(only_kept=True)
+        return search.run()
 
 
 def _search(

@@ -52,16 +52,16 @@ class Way(NamedTuple):
     is_captured: bool
 
     @staticmethod
-    def on(device: torch.device, whole_step: bool | str) -> Way | None:
+    def on(device: torch.device, whole_step: bool | str | None) -> Way | None:
         """None where nothing is kept.
 
         Args:
-            whole_step: True for a step that is one call: captured where that can be, else compiled. "compiled" for both.
-                "eager" for neither.
+            whole_step: None for a step that is captured, where that can be. True for one that is compiled elsewhere.
+                "compiled" for both. "eager" for neither.
         """
-        if whole_step == "eager":
-            return None
         is_captured = graphs.is_cuda(device)
+        if whole_step == "eager" or (whole_step is None and not is_captured):
+            return None
         return Way(whole_step == "compiled" or not is_captured, is_captured)
 
     def and_simpler(self) -> list[Way]:

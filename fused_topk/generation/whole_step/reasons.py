@@ -226,6 +226,20 @@ def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | No
     return None if config.use_cache else "use_cache=False"
 
 
+def of_speed(num_beams: int, device: torch.device) -> str | None:
+    """Why whole steps that are not compiled are no quicker than transformers' loop; None where they are.
+
+    Measured in docs/generation.md.
+    """
+    return None if num_beams > 1 or graphs.is_cuda(device) else "a single beam on a CPU"
+
+
+def of_default(config: GenerationConfig, device: torch.device) -> str | None:
+    """Why a call is not served that is to be as stock in everything; None if it is."""
+    # A whole step's cache is none to go on with.
+    return "a result with its cache" if config.return_dict_in_generate else of_speed(config.num_beams, device)
+
+
 def of_streaming(config: GenerationConfig, device: torch.device) -> str | None:
     """Why a call whose tokens are handed on while it runs is not served; None if it is."""
     if config.num_beams > 1:

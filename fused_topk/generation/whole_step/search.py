@@ -52,6 +52,8 @@ class Search(NamedTuple):
     way: Way | None
     head: Head | None
     streamer: Once | None
+    # Whether the call is served by steps that are kept only.
+    only_kept: bool = False
 
     def run(self) -> Any:
         """What generate() returns.
@@ -72,6 +74,8 @@ class Search(NamedTuple):
                 try:
                     return self._run_kept(way)
                 except NotKept as error:
+                    if self.only_kept:
+                        raise Declined(str(error)) from error
                     count_not_compiled(str(error))
             return self._run(self._decoder(), None)
         except NotSparse as error:
