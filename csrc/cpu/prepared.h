@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "expert_rows.h"
 #include "full_rows.h"
 #include "problem.h"
 
@@ -144,6 +145,51 @@ class FullRows {
 
  private:
   FullRowProblem request_;
+  u64 elements_;
+};
+
+// The experts of rows, in the same way.
+class Router {
+ public:
+  // clang-format off: one argument group a line, as cpu.py passes them
+  Router(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
+         double temperature, std::vector<i64> temperature_strides,
+         u32 mask_kind, std::vector<i64> mask_strides,
+         u32 k, u32 scoring, u32 groups, u32 topk_groups, bool sums_two, bool normalizes, double scale,
+         std::string_view instruction_set)
+      // clang-format on
+      : request_{} {
+    static_cast<LogitRows&>(request_) =
+        logit_rows(dtype, std::move(shape), std::move(logits_strides), temperature, std::move(temperature_strides),
+                   mask_kind, std::move(mask_strides), instruction_set);
+    elements_ = elements_of(request_);
+    ExpertRows& wanted = request_.wanted;
+    wanted.n = request_.vocab_size;
+    wanted.k = k;
+    wanted.scoring = routers::Scoring(scoring);
+    wanted.groups = groups;
+    wanted.topk_groups = topk_groups;
+    wanted.sums_two = sums_two;
+    wanted.normalizes = normalizes;
+    wanted.scale = float(scale);
+  }
+
+  void operator()(std::uintptr_t logits, std::uintptr_t row_temperature, std::uintptr_t mask, std::uintptr_t bias,
+                  std::uintptr_t weights, std::uintptr_t experts, bool are_short, u32 threads) const {
+    std::optional<nb::gil_scoped_release> without_gil;
+    if (elements_ > kWorthReleasing) without_gil.emplace();
+    RouterProblem p = request_;
+    p.threads = threads;
+    point_to(p, logits, row_temperature, mask);
+    p.wanted.bias = pointer<const float>(bias);
+    p.wanted.weights = pointer<float>(weights);
+    p.wanted.experts = pointer<void>(experts);
+    p.wanted.are_short = are_short;
+    solve(p);
+  }
+
+ private:
+  RouterProblem request_;
   u64 elements_;
 };
 

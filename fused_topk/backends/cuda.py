@@ -17,7 +17,15 @@ from torch import Tensor
 
 from .. import env
 from ..cuda_runtime import driver, tickets
-from ..layout import full_row_launch, gradient_launch, merge_launch, piece_launch, sample_launch, topk_launch
+from ..layout import (
+    full_row_launch,
+    gradient_launch,
+    merge_launch,
+    piece_launch,
+    router_launch,
+    sample_launch,
+    topk_launch,
+)
 from ..layout.full_row_choice import FullRowChoice, choose_full_row
 from ..layout.full_row_launch import FullRowLaunch, FullRowLayout
 from ..layout.kernel_arguments import LogitGradients, Piece, SampleRows
@@ -29,13 +37,15 @@ from ..problem import (
     LogitGradientProblem,
     MergeProblem,
     MergeTensors,
+    RouterProblem,
+    RouterTopK,
     Sample,
     SampleProblem,
     TopK,
     TopkProblem,
 )
 from ..rows import LogitRows
-from .protocol import StartFullRows, StartMerge, StartTopk
+from .protocol import StartFullRows, StartMerge, StartRouter, StartTopk
 
 # One element of that many bytes, which CuPy passes by value.
 _TOPK_ARGUMENT = np.dtype(f"V{topk_launch.PROBLEM_BYTES}")
@@ -43,6 +53,7 @@ _MERGE_ARGUMENT = np.dtype(f"V{merge_launch.STATES_BYTES}")
 _FULL_ROW_ARGUMENT = np.dtype(f"V{full_row_launch.FULL_ROWS_BYTES}")
 _GRADIENT_ARGUMENT = np.dtype(f"V{ctypes.sizeof(LogitGradients)}")
 _SAMPLE_ARGUMENT = np.dtype(f"V{ctypes.sizeof(SampleRows)}")
+_ROUTING_ARGUMENT = np.dtype(f"V{router_launch.ROUTING_BYTES}")
 _PIECE_ARGUMENT = np.dtype(f"V{ctypes.sizeof(Piece)}")
 _SHARED_BYTES_UNASKED = 48 << 10  # what a kernel has without asking
 
@@ -180,6 +191,33 @@ def prepare_full_rows(
             assert given.row_temperature is not None
             rows = given._replace(row_temperature=given.row_temperature.contiguous())
         _launch_full_rows(planned, index, rows, out)
+
+    return run
+
+
+def prepare_router(problem: RouterProblem, device: torch.device) -> StartRouter:
+    """See :class:`protocol.Backend`."""
+    p, logits, index = problem, problem.rows.logits, device.index
+    itemsize, experts = logits.element_size(), logits.shape[-1]
+    layout = _topk_layout(TopkProblem(p.rows, p.k, "softmax", "allowed"), False, None)
+    planned = topk_launch.plan(layout, router_launch.CHOICE)
+    kernel = router_launch.kernel_name(logits.dtype, experts, p.scoring)
+    wanted = router_launch.argument(experts, p.groups, p.topk_groups, p.group_score, p.normalize, p.scale)
+    shared_bytes = router_launch.shared_bytes(experts, itemsize, p.groups)
+    has_adjacent = _has_adjacent(logits)
+
+    def run(rows: LogitRows, bias: Tensor | None, out: RouterTopK) -> None:
+        if planned is None or not has_adjacent or rows.logits.data_ptr() % itemsize:
+            copied = _copied(problem.rows.at(rows))
+            prepare_router(problem._replace(rows=copied), device)(copied, bias, out)
+            return
+        if bias is not None and bias.data_ptr() % router_launch.BIAS_ALIGNMENT:
+            bias = bias.clone()
+        weights, chosen = out
+        filled = _filled(planned, rows, weights.data_ptr(), chosen.data_ptr(), 0)
+        routing = router_launch.filled(wanted, _address(bias), chosen.dtype is torch.int32)
+        arguments = (np.frombuffer(filled, _TOPK_ARGUMENT), np.frombuffer(routing, _ROUTING_ARGUMENT))
+        driver.call(driver.function(index, kernel), planned.grid, planned.threads, arguments, index, shared_bytes)
 
     return run
 
@@ -386,31 +424,35 @@ def full_row_choice(device: int, vocab_size: int, itemsize: int) -> FullRowChoic
 
 def _launch_topk(planned: Launch, device: int, rows: LogitRows, beam_scores: Tensor | None, out: TopK) -> None:
     """Launches what is planned, with the addresses of this call."""
-    logits, temperature, row_temperature, mask = rows
     function = driver.function(device, planned.kernel)
     scratch = first_ticket = 0
     if planned.scratch_words:
         workspace = torch.empty(planned.scratch_words, dtype=torch.int64, device=out.values.device)
         scratch = workspace.data_ptr()
         first_ticket = tickets.zeroed(device, planned.row_tickets + planned.beam_tickets)
-    filled = planned.fill(
-        logits.data_ptr(),
-        temperature,
-        _address(row_temperature),
-        _address(mask),
-        _address(beam_scores),
-        scratch,
-        first_ticket,
-        out.values.data_ptr(),
-        out.indices.data_ptr(),
-        out.logsumexp.data_ptr(),
-    )
-    argument = np.frombuffer(filled, _TOPK_ARGUMENT)
+    results = (out.values.data_ptr(), out.indices.data_ptr(), out.logsumexp.data_ptr())
+    argument = np.frombuffer(_filled(planned, rows, *results, beam_scores, scratch, first_ticket), _TOPK_ARGUMENT)
     shared_bytes = planned.shared_bytes
     if shared_bytes > _SHARED_BYTES_UNASKED:
         # A kernel for hardware that has less than this needs less.
         shared_bytes = driver.affordable_shared_bytes(device, planned.kernel, shared_bytes)
     driver.call(function, planned.grid, planned.threads, (argument,), device, shared_bytes)
+
+
+def _filled(
+    planned: Launch,
+    rows: LogitRows,
+    values: int,
+    indices: int,
+    logsumexp: int,
+    beam_scores: Tensor | None = None,
+    scratch: int = 0,
+    first_ticket: int = 0,
+) -> bytearray:
+    """The struct of what is planned, with the addresses of this call."""
+    logits, temperature, row_temperature, mask = rows
+    addresses = (_address(row_temperature), _address(mask), _address(beam_scores), scratch, first_ticket)
+    return planned.fill(logits.data_ptr(), temperature, *addresses, values, indices, logsumexp)
 
 
 def _launch_full_rows(planned: FullRowLaunch, device: int, rows: LogitRows, out: Tensor) -> None:

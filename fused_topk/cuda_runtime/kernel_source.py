@@ -69,6 +69,9 @@ SAMPLE_SOURCES = (
 )
 """The sources of the kernels in the namespace fused_topk::sampling."""
 
+ROUTER_SOURCES = (*_ROW_SOURCES, "problem.cuh", "routers/scores.h", "routers/route_experts.cu")
+"""The sources of the kernels in the namespace fused_topk::routers."""
+
 LADDER_SOURCES = (*SOURCES[:3], "ladder/ladder.cu")
 """The sources of the kernels in the namespace fused_topk::ladder."""
 
@@ -104,6 +107,8 @@ def sources_of(kernel: str) -> tuple[str, ...]:
         return PIECE_SOURCES
     if kernel.startswith("fused_topk::sampling::"):
         return SAMPLE_SOURCES
+    if kernel.startswith("fused_topk::routers::"):
+        return ROUTER_SOURCES
     return LADDER_SOURCES if kernel.startswith("fused_topk::ladder::") else SOURCES
 
 

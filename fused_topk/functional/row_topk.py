@@ -22,6 +22,7 @@ from ..arguments import (
     check_rows,
     is_distributed,
     plain_rows,
+    vocabulary_last,
 )
 from ..operators import row_topk, transforms
 from ..operators.dispatch import need_dispatcher, transform_is_active
@@ -260,7 +261,7 @@ def _row(
     dim = check_dim(dim, dims)
     moved = dim != dims - 1
     if moved:
-        logits, mask = logits.movedim(dim, -1), _vocabulary_last(mask, dim, dims)
+        logits, mask = logits.movedim(dim, -1), vocabulary_last(mask, dim, dims)
     rows = check_rows(logits, temperature, mask)
     check_k(k, logits.shape[-1])
     check_normalize(normalize)
@@ -315,11 +316,3 @@ def _written(plan: TopkPlan, rows: LogitRows, out: tuple[Tensor, Tensor, Tensor]
     plan.run_into(written, rows)
     have_changed(written)
     return written
-
-
-def _vocabulary_last(mask: Any, dim: int, dims: int) -> Any:
-    """A bool mask has the logits' dimensions, so it moves with them, after leading dimensions of size 1 are added. A packed mask
-    already has its words last."""
-    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() <= dims:
-        return mask.reshape((1,) * (dims - mask.dim()) + mask.shape).movedim(dim, -1)
-    return mask
