@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of csrc/sample_vocabulary.cu and csrc/sample_rows.cu on the emulated machine: the draws, and every read and write
+"""The kernels of csrc/draws/sample_vocabulary.cu and csrc/draws/sample_rows.cu on the emulated machine: the draws, and every read and write
 checked."""
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def test_truncated_log_probabilities():
 
 
 def test_numbers_are_those_of_the_reference():
-    """Bit for bit, of seeds and counters with all bits: csrc/philox.h compiled for the GPU draws the same of equal logits."""
+    """Bit for bit, of seeds and counters with all bits: csrc/draws/philox.h compiled for the GPU draws the same of equal logits."""
     logits = torch.zeros(3, 4096)
     for seed in (-1, 2**63 - 1, 0x123456789ABCDEF):
         got = draw(logits, {}, name_of=seed, num_samples=8)

@@ -10,7 +10,7 @@
 // 150 + experts / 32 * (40 + 5 k) + 14 k instructions a token, of which a multiprocessor issues 4 a cycle, whichever is more: 1.7 us
 // for 4096 x 128 with k = 8, and 20 us for 16384 x 512 with k = 10 (read in 11). Few tokens wait for one load, and for k times two
 // reductions of a warp: 1 us. A launch adds about 1.5 us.
-#include "../problem.cuh"
+#include "../rows/problem.cuh"
 #include "scores.h"
 
 namespace fused_topk::routers {

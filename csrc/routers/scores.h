@@ -10,7 +10,7 @@
 // Comes after order.h. Compiles under NVRTC and g++.
 #pragma once
 
-#include "../order.h"
+#include "../algebra/order.h"
 
 namespace fused_topk::routers {
 

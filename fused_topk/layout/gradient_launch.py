@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch of csrc/logit_gradient.cu looks like."""
+"""What a launch of csrc/linear/logit_gradient.cu looks like."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def grid(rows: int, tokens: int, itemsize: int) -> tuple[int, int]:
 
 
 def kernel_name(dtype: torch.dtype) -> str:
-    """A kernel of csrc/logit_gradient.cu, as NVRTC wants it named."""
+    """A kernel of csrc/linear/logit_gradient.cu, as NVRTC wants it named."""
     return f"fused_topk::gradients::logit_gradient_kernel<fused_topk::{FORMATS[dtype]}>"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch of csrc/merge_states.cu looks like: a pure function of shapes and strides, as topk_launch.py."""
+"""What a launch of csrc/topk/merge_states.cu looks like: a pure function of shapes and strides, as topk_launch.py."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def plan(layout: MergeLayout) -> MergeLaunch | None:
 
 
 def kernel_name(dtype: torch.dtype, warps: int) -> str:
-    """A kernel of csrc/merge_states.cu, as NVRTC wants it named."""
+    """A kernel of csrc/topk/merge_states.cu, as NVRTC wants it named."""
     return f"fused_topk::merging::merge_states_kernel<fused_topk::{FORMATS[dtype]}, {warps}>"
 
 

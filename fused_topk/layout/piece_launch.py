@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch of csrc/accumulate_piece.cu looks like: a pure function of shapes. Needs no GPU."""
+"""What a launch of csrc/linear/accumulate_piece.cu looks like: a pure function of shapes. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .topk_launch import FORMATS
 MOST_K = 32
 """A lane of a warp has an entry."""
 ROWS_PER_BLOCK = 4
-"""kRowsPerBlock of csrc/accumulate_piece.cu."""
+"""kRowsPerBlock of csrc/linear/accumulate_piece.cu."""
 THREADS = 32 * ROWS_PER_BLOCK
 """A warp has a row."""
 
@@ -22,7 +22,7 @@ def blocks(rows: int) -> int:
 
 
 def shared_bytes(dtype: torch.dtype) -> int:
-    """Dynamic shared memory: the tiles of a block's warps, as of those of csrc/softmax_topk.cu that have a row alone."""
+    """Dynamic shared memory: the tiles of a block's warps, as of those of csrc/topk/softmax_topk.cu that have a row alone."""
     warps, vectors = VARIANTS[dtype.itemsize][0]
     choice = KernelChoice(warps, vectors, 1, 0, 1)
     return choice.shared_bytes(Method.TILE_BY_TILE, is_aligned=True, is_unmasked=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What launches of csrc/sample_vocabulary.cu and csrc/sample_rows.cu look like: pure functions of shapes and parameters. Needs
+"""What launches of csrc/draws/sample_vocabulary.cu and csrc/draws/sample_rows.cu look like: pure functions of shapes and parameters. Needs
 no GPU."""
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import torch
 from .topk_launch import FORMATS
 
 THREADS = 256
-"""kThreads of csrc/sample_request.cuh."""
+"""kThreads of csrc/draws/sample_request.cuh."""
 LONGEST_LIST = 1024
-"""kLongestList of csrc/sample_list.cuh."""
+"""kLongestList of csrc/draws/sample_list.cuh."""
 
 # Where no top-k says how many are kept: what top-p keeps of a language model's rows is mostly less. A guess.
 _LISTED = 128
@@ -19,10 +19,10 @@ _LISTED = 128
 _ROOM_FOR_TIES = 16
 _MOST_UNIT_BITS, _SUM_BITS = 44, 62
 _WARPS = THREADS // 32
-# kMostParts of csrc/sample_vocabulary.cu, and the least tokens of a part: one read of a warp.
+# kMostParts of csrc/draws/sample_vocabulary.cu, and the least tokens of a part: one read of a warp.
 _MOST_PARTS, _LEAST_PART_LOG2 = 1024, 10
 _PART_WORDS = 2  # of PartState, in int64
-# kMostBlocks and Scratch of csrc/sample_row_sums.cuh, in int64, and its counters.
+# kMostBlocks and Scratch of csrc/draws/sample_row_sums.cuh, in int64, and its counters.
 _MOST_SEARCHING = 32
 _SCRATCH_WORDS = 12288 // 8
 _COUNTERS = 3
@@ -49,7 +49,7 @@ def list_length(vocab_size: int, top_k: int | None) -> int:
 
 
 def part_length_log2(vocab_size: int) -> int:
-    """The length of the parts that csrc/sample_vocabulary.cu cuts a row into."""
+    """The length of the parts that csrc/draws/sample_vocabulary.cu cuts a row into."""
     length = _LEAST_PART_LOG2
     while vocab_size > _MOST_PARTS << length:
         length += 1
@@ -57,14 +57,14 @@ def part_length_log2(vocab_size: int) -> int:
 
 
 def summing_blocks(rows: int, vocab_size: int, multiprocessors: int) -> int:
-    """How many blocks share a row of csrc/sample_vocabulary.cu: a part for each warp, as long as two blocks a multiprocessor
+    """How many blocks share a row of csrc/draws/sample_vocabulary.cu: a part for each warp, as long as two blocks a multiprocessor
     suffice for that. A guess."""
     parts = -(-vocab_size >> part_length_log2(vocab_size))
     return max(1, min(-(-parts // _WARPS), 2 * multiprocessors // rows))
 
 
 def searching_blocks(rows: int, vocab_size: int, top_k: int | None, multiprocessors: int) -> int:
-    """How many blocks share a row of csrc/sample_rows.cu. All of the launch run at the same time, one a multiprocessor.
+    """How many blocks share a row of csrc/draws/sample_rows.cu. All of the launch run at the same time, one a multiprocessor.
 
     One, where the row is not read again: where top-k keeps less than is listed, but for ties.
     """
@@ -74,13 +74,13 @@ def searching_blocks(rows: int, vocab_size: int, top_k: int | None, multiprocess
 
 
 def summing_scratch(rows: int, vocab_size: int, blocks: int) -> tuple[int, int]:
-    """Words of 64 bits and zeroed counters that a launch of csrc/sample_vocabulary.cu needs."""
+    """Words of 64 bits and zeroed counters that a launch of csrc/draws/sample_vocabulary.cu needs."""
     parts = -(-vocab_size >> part_length_log2(vocab_size))
     return (rows * parts * _PART_WORDS, rows) if blocks > 1 else (0, 0)
 
 
 def searching_scratch(rows: int, blocks: int) -> tuple[int, int]:
-    """Scratch words and tickets of csrc/sample_rows.cu."""
+    """Scratch words and tickets of csrc/draws/sample_rows.cu."""
     return (rows * _SCRATCH_WORDS, rows * _COUNTERS) if blocks > 1 else (0, 0)
 
 
