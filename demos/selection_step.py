@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
-from fused_topk.generation.session import Options, Session
+from fused_topk.generation.interception.session import Options, Session
 
 
 class BeamStep:

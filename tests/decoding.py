@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fused_topk.generation import fused_decoding, stats
-from fused_topk.generation.scores import LazyScores
+from fused_topk.generation.interception.lazy_scores import LazyScores
 
 transformers.logging.set_verbosity_error()
 

@@ -15,18 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed_checks import frame
 from fused_topk import backends
-from fused_topk.generation import (
-    FusedTopKLogitsProcessor,
-    disable,
-    enable,
-    fused_decoding,
-    generate,
-    masks,
-    stats,
-)
-from fused_topk.generation.selection import Rows
-from fused_topk.generation.sharded_logits import Columns, ShardedLogits
-from fused_topk.generation.sharded_rows import ShardedRows
+from fused_topk.generation import FusedTopKLogitsProcessor, disable, enable, fused_decoding, generate, stats
+from fused_topk.generation.choice import masks
+from fused_topk.generation.choice.rows import Rows
+from fused_topk.generation.tensor_parallel.sharded_logits import Columns, ShardedLogits
+from fused_topk.generation.tensor_parallel.sharded_rows import ShardedRows
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

@@ -131,7 +131,7 @@ def test_demo_says_at_once_that_a_device_has_no_kernels(tiny_model):
 
 @pytest.mark.exhaustive
 def test_demo_notices_wrong_results(tiny_model, monkeypatch, tmp_path):
-    from fused_topk.generation import selection
+    from fused_topk.generation.choice import selection
 
     # What greedy search and sampling choose from.
     for name in ("best", "sample"):

@@ -17,7 +17,8 @@ from transformers.generation import logits_process as stock
 from decoding import NAMES, SmallerIndexFirst, assert_fused, inputs_for, tiny
 from fused_topk import topk
 from fused_topk.backends import cuda as cuda_backend
-from fused_topk.generation import fused_decoding, selection, stats
+from fused_topk.generation import fused_decoding, stats
+from fused_topk.generation.choice import selection
 
 _DEMOS = Path(__file__).parents[1] / "demos"
 if not _DEMOS.is_dir():
@@ -194,7 +195,7 @@ def test_sampling_on_the_gpu(cuda):
 def test_scores_stay_where_the_loop_has_taken_them(cuda):
     """Also after the choice, when they are made anew from logits on the model's device."""
     from fused_topk.backends import cuda as kernels
-    from fused_topk.generation.scores import LazyScores
+    from fused_topk.generation.interception.lazy_scores import LazyScores
 
     logits = torch.randn(3, 2, 211)
     taken = logits[:, -1].to(cuda.device)

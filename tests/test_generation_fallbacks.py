@@ -18,10 +18,11 @@ from transformers.generation import logits_process as stock
 from decoding import assert_fused, assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.backends import cpu
 from fused_topk.generation import fused_decoding, stats
-from fused_topk.generation.edits import NotSparse, Plan
-from fused_topk.generation.record import Recorded
-from fused_topk.generation.scores import LazyScores
-from fused_topk.generation.selection import Rows
+from fused_topk.generation.choice.edit import NotSparse
+from fused_topk.generation.choice.rows import Rows
+from fused_topk.generation.edits.plan import Plan
+from fused_topk.generation.interception.lazy_scores import LazyScores
+from fused_topk.generation.interception.recorded import Recorded
 
 RECORDS = [{"output_scores": True}, {"output_logits": True}, {"output_scores": True, "output_logits": True}]
 

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from transformers import GenerationConfig, LogitsProcessorList
 
 from fused_topk.generation import stats
-from fused_topk.generation.session import Options, Session
+from fused_topk.generation.interception.session import Options, Session
 
 
 class _Named(NamedTuple):

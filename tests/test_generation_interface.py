@@ -284,8 +284,8 @@ def test_a_loop_that_is_not_recognised_runs_as_it_is(model):
 def test_any_operation_on_lazy_scores_is_that_on_the_tensor(use, monkeypatch):
     # As if a later version of a loop did something new between the processors and the choice.
     from fused_topk.backends import cpu
-    from fused_topk.generation.scores import LazyScores
-    from fused_topk.generation.selection import Rows
+    from fused_topk.generation.choice.rows import Rows
+    from fused_topk.generation.interception.lazy_scores import LazyScores
 
     logits = torch.randn(3, 211, generator=torch.Generator().manual_seed(0))
     lazy = LazyScores.of(Rows(logits, cpu), logits.unsqueeze(1))
@@ -299,8 +299,8 @@ def test_any_operation_on_lazy_scores_is_that_on_the_tensor(use, monkeypatch):
 
 def test_scores_kept_beyond_their_step_say_so():
     from fused_topk.backends import cpu
-    from fused_topk.generation.scores import LazyScores
-    from fused_topk.generation.selection import Rows
+    from fused_topk.generation.choice.rows import Rows
+    from fused_topk.generation.interception.lazy_scores import LazyScores
 
     logits = torch.randn(3, 2, 211)
     lazy = LazyScores.of(Rows(logits[:, -1], cpu), logits)

@@ -25,9 +25,9 @@ from transformers.generation import utils as generation_utils
 import fused_topk
 from decoding import OPTIONS, Recorder, inputs_for, one_prompt, one_thread, own_model, run, tiny  # noqa: F401
 from fused_topk.generation import enable, fused_decoding, generate, stats
-from fused_topk.generation.model_logits import ModelLogits
-from fused_topk.generation.scores import LazyScores
-from fused_topk.generation.selection import Rows
+from fused_topk.generation.choice.rows import Rows
+from fused_topk.generation.interception.lazy_scores import LazyScores
+from fused_topk.generation.interception.model_logits import ModelLogits
 
 STEPS = OPTIONS["max_new_tokens"]
 

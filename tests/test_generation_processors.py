@@ -18,8 +18,10 @@ from transformers.generation import logits_process as stock
 from decoding import BOS, EOS, FILLS, assert_fused, assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.backends import cpu
 from fused_topk.generation import fused_decoding
-from fused_topk.generation.edits import NotSparse, Plan
-from fused_topk.generation.selection import Rows, best, best_continuations, logsumexp
+from fused_topk.generation.choice.edit import NotSparse
+from fused_topk.generation.choice.rows import Rows
+from fused_topk.generation.choice.selection import best, best_continuations, logsumexp
+from fused_topk.generation.edits.plan import Plan
 
 BATCH, BEAMS, VOCAB_SIZE, LENGTH = 3, 2, 101, 12
 NUM_ROWS = BATCH * BEAMS

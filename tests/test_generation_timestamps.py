@@ -19,8 +19,10 @@ from transformers.generation import logits_process as stock
 from decoding import assert_fused, assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.backends import cpu
 from fused_topk.generation import fused_decoding, stats
-from fused_topk.generation.edits import NotSparse, Plan
-from fused_topk.generation.selection import Rows, best, best_continuations
+from fused_topk.generation.choice.edit import NotSparse
+from fused_topk.generation.choice.rows import Rows
+from fused_topk.generation.choice.selection import best, best_continuations
+from fused_topk.generation.edits.plan import Plan
 
 VOCAB_SIZE, EOS, NO_TIMESTAMPS, BEGIN = 150, 90, 99, 100
 # Of length 3 is the prompt. No timestamp, one, two, a pair closed, text after one, text after two pairs.

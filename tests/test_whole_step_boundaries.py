@@ -271,7 +271,7 @@ def test_the_model_is_as_it_was_after_an_exception(model, monkeypatch):
         raise MemoryError("no room")
 
     assert_whole(model, **BEAMS)
-    monkeypatch.setattr("fused_topk.generation.choice.continuations", fail)
+    monkeypatch.setattr("fused_topk.generation.choice.tokens.continuations", fail)
     with pytest.raises(MemoryError, match="no room"), whole(model):
         model.generate(**inputs_for(model), **BEAMS)
     monkeypatch.undo()

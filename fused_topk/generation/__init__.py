@@ -47,16 +47,12 @@ A model carries hooks (`hooks`) while it is enabled, in a block or in a call. Th
 asked for is kept by block, in a context variable, and what happens in a call is its `session.Session`.
 """
 
-from . import biases as biases  # these add to the table of edits
-from . import constraints as constraints
-from . import penalties as penalties
-from . import timestamps as timestamps
 from .custom_generate import generate
-from .decoding import disable, enable, fused_decoding
+from .edits.warpers import FusedTopKLogitsProcessor
+from .entrance import disable, enable, fused_decoding
 from .hooks import FusedDecoding
 from .logprobs import TokenLogprobs, next_token_topk, text_topk_logprobs, topk_logprobs
 from .statistics import Stats, stats
-from .warpers import FusedTopKLogitsProcessor
 
 __all__ = [
     "FusedDecoding",

@@ -12,8 +12,8 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
 
 from .hooks import held, whole_loop
-from .model_logits import variables
-from .session import SAMPLING, SEARCH, Options, Session, running
+from .interception.model_logits import variables
+from .interception.session import SAMPLING, SEARCH, Options, Session, running
 from .statistics import count_not_whole
 from .whole_step import Declined, Once
 

@@ -24,10 +24,10 @@ from torch import nn
 from ..problem import TopK
 from ..tracing import is_traced
 from . import whole_step
-from .model_logits import is_of_a_loop
-from .session import Options, Session, running, running_session, session_of
+from .interception.model_logits import is_of_a_loop
+from .interception.session import Options, Session, running, running_session, session_of
 from .statistics import count_fallback, count_not_whole
-from .tensor_parallel import sharded_head_of
+from .tensor_parallel.sharded_head import sharded_head_of
 
 # The one private name of transformers: a method that takes a loop's configuration and returns its processors.
 LOOKUP = "_get_logits_processor"

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from .. import warpers
-from ..edits import Plan
-from ..processor_list import Processors, reason_against
+from ..choice import warping
+from ..edits.plan import Plan
+from ..interception.processor_list import Processors, reason_against
 from . import attention, attribute, reasons, trial
 from .beams import Rules
 from .criteria import Criteria
@@ -192,9 +192,9 @@ def _search(
         if with_source:
             # Some models let their positions grow, which only single operations can.
             way = None
-    is_listed = not config.do_sample or warpers.list_length(plan.filters, vocab_size_of(twin.config)) is not None
+    is_listed = not config.do_sample or warping.list_length(plan.filters, vocab_size_of(twin.config)) is not None
     # The kernel that draws from the vocabulary itself knows no beams.
-    if not is_listed and (beams > 1 or warpers.parameters(plan.filters) is None):
+    if not is_listed and (beams > 1 or warping.parameters(plan.filters) is None):
         raise Declined("sampling from the whole vocabulary")
     padding = _padding(config, ends)
     if padding is not None and not 0 <= padding < vocab_size_of(twin.config) and beams == 1 < len(ids):

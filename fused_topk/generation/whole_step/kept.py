@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ... import functional
-from ..edits import NotSparse
+from ..choice.edit import NotSparse
 from . import compiled, graphs
 from .beams import Rules, choose
 from .compiled import Bound

@@ -13,8 +13,8 @@ import transformers
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin
 
-from ..session import BEAMS, SAMPLING, SEARCH
-from ..tensor_parallel import sharded_head_of
+from ..interception.session import BEAMS, SAMPLING, SEARCH
+from ..tensor_parallel.sharded_head import sharded_head_of
 from . import graphs
 
 

@@ -11,9 +11,11 @@ from transformers import LogitsProcessorList
 
 from ... import backends
 from ...backends import Backend, reference
-from .. import choice
-from ..edits import NotSparse, Plan
-from ..selection import Candidates, Edit, Rows
+from ..choice import tokens
+from ..choice.edit import Edit, NotSparse
+from ..choice.rows import Rows
+from ..choice.selection import Candidates
+from ..edits.plan import Plan
 from .reasons import Declined
 
 
@@ -46,7 +48,7 @@ class Scan:
         if self.is_dense:
             return None
         try:
-            return choice.left_over(self.rows, self.edits, self._plan.filters, at_least, self._are_log_probs)
+            return tokens.left_over(self.rows, self.edits, self._plan.filters, at_least, self._are_log_probs)
         except NotSparse:
             return None
 

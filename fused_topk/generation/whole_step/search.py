@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from .. import choice
-from ..edits import NotSparse, Plan
+from ..choice import tokens
+from ..choice.edit import NotSparse
+from ..edits.plan import Plan
 from ..statistics import count_not_compiled, count_whole
 from . import beams, graphs, texts
 from .beams import Beams, Rules
@@ -211,23 +212,23 @@ class Search(NamedTuple):
         return beams.choose(state, rules, constants, scores, indices, logits.shape[-1], now, are_last)
 
     def _greatest(self, scan: Scan) -> Tensor:
-        found = choice.greatest(scan.rows, scan.edits, self.plan.filters)
+        found = tokens.greatest(scan.rows, scan.edits, self.plan.filters)
         return scan.dense().argmax(-1) if found is None else found
 
     def _drawn(self, scan: Scan) -> Tensor:
-        sampled = None if scan.is_dense else choice.sampled(scan.rows, scan.edits, self.plan.filters)
-        if sampled is not None and not choice.has_no_distribution(sampled):
+        sampled = None if scan.is_dense else tokens.sampled(scan.rows, scan.edits, self.plan.filters)
+        if sampled is not None and not tokens.has_no_distribution(sampled):
             return sampled.tokens.squeeze(1)
         left = None if sampled is not None else scan.left_over(1)
         if left is None:
             return torch.multinomial(scan.dense().softmax(-1), 1).squeeze(1)
-        return choice.drawn(left).squeeze(1)
+        return tokens.drawn(left).squeeze(1)
 
     def _continuations(self, scan: Scan, state: Beams) -> tuple[Tensor, Tensor]:
         number, beam_scores = self.rules.kept, state.running.scores
         if self.config.do_sample:
             return self._drawn_continuations(scan, beam_scores)
-        found = choice.continuations(scan.rows, scan.edits, self.plan.filters, beam_scores, number)
+        found = tokens.continuations(scan.rows, scan.edits, self.plan.filters, beam_scores, number)
         if found is None:
             raise Declined("more continuations than the kernels list")
         if not found[0].is_cuda and bool(found[0][:, 0].isnan().any()):
@@ -240,10 +241,10 @@ class Search(NamedTuple):
         left = scan.left_over(-(-number // self.rules.beams))
         if left is None:
             total = (scan.dense().view(*beam_scores.shape, -1) + beam_scores.unsqueeze(-1)).flatten(1)
-            indices = choice.drawn_from(total.softmax(-1), number)
+            indices = tokens.drawn_from(total.softmax(-1), number)
             scores = total.gather(1, indices)
         else:
-            scores, indices = choice.drawn_continuations(left, beam_scores, scan.rows.vocab_size, number)
+            scores, indices = tokens.drawn_continuations(left, beam_scores, scan.rows.vocab_size, number)
         scores, order = scores.sort(dim=-1, descending=True, stable=True)
         return scores, indices.gather(1, order)
 

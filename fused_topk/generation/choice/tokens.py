@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import backends
-from ..problem import Sample
-from . import penalties, selection, warpers
-from .edits import NotSparse
-from .selection import Candidates, Edit, Rows
-from .warpers import Filter
+from ... import backends
+from ...problem import Sample
+from . import selection, warping
+from .edit import Edit, NotSparse
+from .rows import Rows
+from .selection import Candidates
+from .warping import Filter
 
 # The most categories that torch.multinomial takes.
 _CATEGORIES = 1 << 24
@@ -37,14 +38,14 @@ def greatest(rows: Rows, edits: Sequence[Edit], filters: Sequence[Filter]) -> Te
     """int64 [R]: the token of the greatest score of each row."""
     if not filters and not edits:
         return rows.greatest()
-    length = min(rows.vocab_size, warpers.GREEDY_LENGTH) if filters else 1
-    if not warpers.keep_the_best(filters) or not rows.supports(length):
+    length = min(rows.vocab_size, warping.GREEDY_LENGTH) if filters else 1
+    if not warping.keep_the_best(filters) or not rows.supports(length):
         return None
     found = selection.best(rows, edits, length, False)
     _check(rows, edits, found.scores[:, :1], False)
     if not filters:
         return found.ids[:, 0]
-    return warpers.greatest(filters, *found, _log_total(rows, edits, found.scores, False))
+    return warping.greatest(filters, *found, _log_total(rows, edits, found.scores, False))
 
 
 def continuations(
@@ -55,7 +56,7 @@ def continuations(
     Args:
         filters: none, or the one that renormalises.
     """
-    if (filters and list(filters) != [warpers.NORMALIZE]) or not rows.supports(k):
+    if (filters and list(filters) != [warping.NORMALIZE]) or not rows.supports(k):
         return None
     found = selection.best_continuations(rows, edits, beam_scores, k, renormalizes=bool(filters))
     _check(rows, edits, found[0], True)
@@ -68,8 +69,8 @@ def sampled(rows: Rows, edits: Sequence[Edit], filters: Sequence[Filter], genera
     None where that may differ from what the processors do, where the rows draw otherwise, and where there is no such kernel: then
     stock operations are quicker.
     """
-    parameters = warpers.parameters(filters)
-    if parameters is None or rows.backend is backends.reference or penalties.must_be_checked(edits):
+    parameters = warping.parameters(filters)
+    if parameters is None or rows.backend is backends.reference or _must_be_checked(edits):
         return None
     return selection.sample(rows, edits, parameters, generator)
 
@@ -86,7 +87,7 @@ def can_list(rows: Rows, filters: Sequence[Filter], at_least: int) -> bool:
 
 
 def _length(rows: Rows, filters: Sequence[Filter], at_least: int) -> int | None:
-    length = warpers.list_length(filters, rows.vocab_size)
+    length = warping.list_length(filters, rows.vocab_size)
     return None if length is None else min(rows.vocab_size, max(length, at_least))
 
 
@@ -104,7 +105,7 @@ def left_over(
     best = selection.best(rows, edits, length, are_log_probs)
     _check(rows, edits, best.scores, are_log_probs)
     log_total = _log_total(rows, edits, best.scores, are_log_probs)
-    scores, was_enough = warpers.apply(filters, best.scores, rows.vocab_size, log_total)
+    scores, was_enough = warping.apply(filters, best.scores, rows.vocab_size, log_total)
     if was_enough is not None and (_is_capturing(scores) or not bool(was_enough.all())):
         return None
     return Candidates(scores, best.ids)
@@ -149,12 +150,21 @@ def drawn_from(probs: Tensor, num_samples: int, generator: Any = None) -> Tensor
 def _log_total(
     rows: Rows, edits: Sequence[Edit], best_scores: Tensor, are_log_probs: bool
 ) -> Callable[[float], Tensor]:
-    """What warpers ask for: see :func:`warpers.apply`."""
+    """What warpers ask for: see :func:`warping.apply`."""
     return lambda temperature: selection.logsumexp(rows, edits, temperature, are_log_probs, best_scores[:, :1])
 
 
+def _must_be_checked(edits: Sequence[Edit]) -> bool:
+    return any(edit.expects_finite_scores for edit in edits)
+
+
 def _check(rows: Rows, edits: Sequence[Edit], chosen: Tensor, are_log_probs: bool) -> None:
-    if not penalties.holds_for(rows, edits, chosen, are_log_probs):
+    """Raises NotSparse where what is chosen, with these scores, may not be right for an edit that expects finite ones."""
+    if not _must_be_checked(edits):
+        return
+    # Log-probabilities of a row with NaN or +inf are all NaN, and then nothing of it may have been chosen.
+    is_right = not are_log_probs or bool(rows.topk(1).logsumexp.isfinite().all())
+    if not (is_right and bool((chosen.abs() < torch.finfo(torch.float32).max).all())):
         raise NotSparse("invalid values to remove")
 
 

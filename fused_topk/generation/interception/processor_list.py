@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from .edits import Plan, is_as_published
-from .record import Recorded
-from .scores import LazyScores
+from ..edits.adapter import is_as_published
+from ..edits.plan import Plan
+from .lazy_scores import LazyScores
+from .recorded import Recorded
 
 if TYPE_CHECKING:
     from .session import Session

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import choice, warpers
-from .edits import NotSparse, Plan
-from .record import Recorded
-from .selection import Edit, Rows
+from ..choice import tokens, warping
+from ..choice.edit import Edit, NotSparse
+from ..choice.rows import Rows
+from ..edits.plan import Plan
+from ..statistics import count_fallback, count_fused
+from .recorded import Recorded
 from .stand_in import StandIn
-from .statistics import count_fallback, count_fused
 
 
 class ScoredStep:
@@ -93,7 +94,7 @@ class LazyScores(StandIn):
         shape: tuple[int, ...],
         compute: Callable[[], Tensor],
         edits: Sequence[Edit] = (),
-        filters: Sequence[warpers.Filter] | None = None,
+        filters: Sequence[warping.Filter] | None = None,
         beam_scores: Tensor | None = None,
     ) -> None:
         self.shape = shape if type(shape) is torch.Size else torch.Size(shape)
@@ -245,7 +246,7 @@ class LazyScores(StandIn):
         # A k that is out of range is left to torch.topk, which says so: the kernels would read past the row.
         if not is_known or type(k) is not int or not 1 <= k <= self.shape[-1]:
             return NotImplemented
-        found = self._asked(choice.continuations, self._beam_scores, k)
+        found = self._asked(tokens.continuations, self._beam_scores, k)
         if found is None:
             return NotImplemented
         if not found[0].is_cuda and bool(found[0][:, 0].isnan().any()):
@@ -259,14 +260,14 @@ class LazyScores(StandIn):
     def _argmax(self, dim: int | None = None, keepdim: bool = False) -> Any:
         if self._stage is not Stage.LOGITS or dim not in (-1, 1) or keepdim:
             return NotImplemented
-        ids = self._asked(choice.greatest)
+        ids = self._asked(tokens.greatest)
         if ids is None:
             return NotImplemented
         self._step.end()
         return ids
 
     def _asked(self, choose: Callable[..., Any], *args: Any) -> Any:
-        """What a function of :mod:`choice` gives; None where this is to be a tensor, which it may be afterwards."""
+        """What a function of :mod:`tokens` gives; None where this is to be a tensor, which it may be afterwards."""
         try:
             return choose(self._step.rows, self._edits, self._filters or (), *args)
         except NotSparse as cause:
@@ -295,31 +296,31 @@ class LazyScores(StandIn):
             return NotImplemented
         if generator is None and rows.generator is not None:
             generator = rows.generator()
-        drawn = choice.sampled(rows, self._edits, filters, generator) if beams is None and num_samples == 1 else None
+        drawn = tokens.sampled(rows, self._edits, filters, generator) if beams is None and num_samples == 1 else None
         if drawn is not None:
-            if choice.has_no_distribution(drawn):
+            if tokens.has_no_distribution(drawn):
                 # torch.multinomial says so.
                 return self._stock_multinomial("a row without a distribution", 1, generator)
             self._step.end()
             return drawn.tokens
-        if warpers.list_length(filters, rows.vocab_size) is None:
+        if warping.list_length(filters, rows.vocab_size) is None:
             return self._stock_multinomial("sampling from the whole vocabulary", num_samples, generator)
         # As many as are drawn must be there, if need be with probability 0.
         at_least = 1 if beams is None else -(-num_samples // beams.shape[1])
-        if not choice.can_list(rows, filters, at_least):
+        if not tokens.can_list(rows, filters, at_least):
             return self._stock_multinomial("operation multinomial", num_samples, generator)
-        left = self._asked(choice.left_over, at_least, beams is not None)
+        left = self._asked(tokens.left_over, at_least, beams is not None)
         if left is None:
             return self._stock_multinomial("the warpers keep more tokens than were listed", num_samples, generator)
         self._step.end()
         if beams is None:
-            return choice.drawn(left, num_samples, generator)
-        continuations = choice.drawn_continuations(left, beams, rows.vocab_size, num_samples, generator)
+            return tokens.drawn(left, num_samples, generator)
+        continuations = tokens.drawn_continuations(left, beams, rows.vocab_size, num_samples, generator)
         self._chosen.append((continuations.indices, continuations.scores))
         return continuations.indices
 
     def _stock_multinomial(self, reason: str, num_samples: int, generator: Any) -> Tensor:
-        return choice.drawn_from(self.dense(reason), num_samples, generator)
+        return tokens.drawn_from(self.dense(reason), num_samples, generator)
 
     def _gather(self, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
         for indices, scores in self._chosen:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad words and biases of sequences as an edit. With :mod:`edits`, whose table this adds to."""
+"""Bad words and biases of sequences as an edit."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from . import masks
-from .edits import ADAPTERS, Adapter, Step
-from .selection import Edit
+from ..choice import masks
+from ..choice.edit import Edit
+from .adapter import Adapter, Adapters, Step
 
 
-class Bias:
+class Bias(Edit):
     """Numbers [R, n] are added to the scores of the tokens `sorted_ids` [1, n], ascending and distinct."""
 
-    replaces_row = False
+    ids: Tensor
 
     def __init__(self, sorted_ids: Tensor, scanned: Tensor, bias: Tensor) -> None:
         self.ids = sorted_ids
@@ -111,5 +111,7 @@ def _sequence_bias(p: Any) -> Adapter:
 
 
 _KNOWN = frozenset({"sequence_bias", "length_1_bias", "multi_token_biases", "prepared_bias_variables"})
-ADAPTERS[stock.SequenceBiasLogitsProcessor] = (_sequence_bias, _KNOWN)
-ADAPTERS[stock.NoBadWordsLogitsProcessor] = (_sequence_bias, _KNOWN | {"bad_word_ids"})
+ADAPTERS: Adapters = {
+    stock.SequenceBiasLogitsProcessor: (_sequence_bias, _KNOWN),
+    stock.NoBadWordsLogitsProcessor: (_sequence_bias, _KNOWN | {"bad_word_ids"}),
+}

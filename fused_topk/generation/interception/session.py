@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
 
-from .. import backends, functional
-from ..backends import reference
-from ..problem import TopK
+from ... import backends, functional
+from ...backends import reference
+from ...problem import TopK
+from ..choice.rows import Rows
+from ..statistics import count_fallback, count_gathered
+from ..tensor_parallel.sharded_head import ShardedHead, SharedGenerator, sharded_head_of
+from ..tensor_parallel.sharded_logits import ShardedLogits
+from ..tensor_parallel.sharded_rows import ShardedRows
+from .lazy_scores import LazyScores
 from .model_logits import ModelLogits, is_of_a_loop, variables
 from .processor_list import Processors, reason_against
-from .record import Recorded
-from .scores import LazyScores
-from .selection import Rows
-from .sharded_logits import ShardedLogits
-from .sharded_rows import ShardedRows
-from .statistics import count_fallback, count_gathered
-from .tensor_parallel import ShardedHead, SharedGenerator, sharded_head_of
+from .recorded import Recorded
 
 SEARCH = (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH)
 SAMPLING = (GenerationMode.SAMPLE, GenerationMode.BEAM_SAMPLE)

@@ -2,8 +2,7 @@
 """Whisper's rules for timestamps as an edit: those of each row come from its text, so a step waits for the tokens, as stock.
 
 The last rule looks at the scores: where the timestamps together are more probable than the best token of the text, there must
-be one. Two more scans of the logits answer that, one of the text and one of the timestamps. Beside :mod:`edits`, whose table
-this adds to.
+be one. Two more scans of the logits answer that, one of the text and one of the timestamps.
 """
 
 from __future__ import annotations
@@ -16,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from . import masks
-from .edits import ADAPTERS, Adapter, Ban, NotSparse, Step
-from .selection import Edit, best, logsumexp
+from ..choice import masks
+from ..choice.edit import Edit, NotSparse
+from ..choice.selection import best, logsumexp
+from .adapter import Adapter, Adapters, Step
+from .bans import Ban
 
 
 def _may_follow(p: Any, text: list[int], vocab_size: int) -> np.ndarray:
@@ -87,30 +88,32 @@ def _no_speech(p: Any) -> Adapter:
     return adapter
 
 
-ADAPTERS[stock.WhisperNoSpeechDetection] = (
-    _no_speech,
-    frozenset(
-        {
-            "no_speech_token",
-            "start_of_trans_offset",
-            "begin_index",
-            "_no_speech_prob",
-            "is_scores_logprobs",
-            "model",
-            "inputs",
-        }
+ADAPTERS: Adapters = {
+    stock.WhisperNoSpeechDetection: (
+        _no_speech,
+        frozenset(
+            {
+                "no_speech_token",
+                "start_of_trans_offset",
+                "begin_index",
+                "_no_speech_prob",
+                "is_scores_logprobs",
+                "model",
+                "inputs",
+            }
+        ),
     ),
-)
-ADAPTERS[stock.WhisperTimeStampLogitsProcessor] = (
-    _timestamps,
-    frozenset(
-        {
-            "no_timestamps_token_id",
-            "timestamp_begin",
-            "eos_token_id",
-            "_detect_timestamp_from_logprob",
-            "begin_index",
-            "max_initial_timestamp_index",
-        }
+    stock.WhisperTimeStampLogitsProcessor: (
+        _timestamps,
+        frozenset(
+            {
+                "no_timestamps_token_id",
+                "timestamp_begin",
+                "eos_token_id",
+                "_detect_timestamp_from_logprob",
+                "begin_index",
+                "max_initial_timestamp_index",
+            }
+        ),
     ),
-)
+}

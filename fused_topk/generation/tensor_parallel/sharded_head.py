@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..distributed.collective import all_gather
-from .model_logits import variables
+from ...distributed.collective import all_gather
+from ..interception.model_logits import variables
 from .sharded_logits import Columns, ShardedLogits
 
 # The styles of transformers' plans that gather what a linear layer gives, and leave it as it is otherwise.
@@ -34,7 +34,7 @@ _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
 def _is_own(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(f"{__package__}.")
+    return str(getattr(hook, "__module__", "")).startswith("fused_topk.generation.")
 
 
 def sharded_head_of(model: Any) -> nn.Module | None:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed.collective import all_gather
-from .model_logits import LastLogits, StockLoop, is_of_last
-from .statistics import count_gathered
+from ...distributed.collective import all_gather
+from ..interception.model_logits import LastLogits, StockLoop, is_of_last
+from ..statistics import count_gathered
 
 
 class Columns(NamedTuple):

@@ -1,29 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More processors as sparse edits: penalties that differ between versions of transformers, which are asked how.
-
-With :mod:`edits`, whose table this adds to.
-"""
+"""Penalties as edits. Versions of transformers differ in them, and are asked how."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from . import masks
-from .edits import ADAPTERS, Adapter, NotSparse, Step, text_check
-from .selection import Edit, Rows
+from ..choice import masks
+from ..choice.edit import Edit, NotSparse
+from .adapter import Adapter, Adapters, Step, text_check
 
 
-class Penalty:
+class Penalty(Edit):
     """The scores of some tokens of each row are multiplied where negative, else divided."""
 
-    replaces_row = False
+    scanned: Tensor
 
     def __init__(self, sorted_ids: Tensor, penalty: float, vocab_size: int) -> None:
         self.ids = sorted_ids
@@ -35,10 +31,10 @@ class Penalty:
         return scores.where(masks.holds(self.scanned, ids), changed)
 
 
-class Growth:
+class Growth(Edit):
     """The scores of the tokens `sorted_ids` [1, n] grow by a multiple of their absolute values."""
 
-    replaces_row = False
+    scanned: Tensor
 
     def __init__(self, sorted_ids: Tensor, scanned: Tensor, factor: float, keeps_infinite: bool) -> None:
         self.ids = sorted_ids
@@ -53,34 +49,17 @@ class Growth:
         return scores.where(masks.holds(self.scanned, ids), scores + growth)
 
 
-class Cleaning:
+class Cleaning(Edit):
     """NaN becomes 0, infinite scores the greatest and the lowest finite ones.
 
     Of the scanned tokens that says nothing. So it holds where the tokens that are chosen have scores in between: then no
     other has one to be changed that would be chosen.
     """
 
-    scanned = None
-    ids = None
-    replaces_row = False
+    expects_finite_scores = True
 
     def apply(self, ids: Tensor, scores: Tensor) -> Tensor:
         return scores.nan_to_num(0.0)
-
-
-def must_be_checked(edits: Sequence[Edit]) -> bool:
-    """Whether :func:`holds_for` must see what is chosen."""
-    return any(type(edit) is Cleaning for edit in edits)
-
-
-def holds_for(rows: Rows, edits: Sequence[Edit], chosen: Tensor, are_log_probs: bool) -> bool:
-    """Whether what is chosen by these edits, with these scores, is right for all that :class:`Cleaning` changes."""
-    if not must_be_checked(edits):
-        return True
-    # Log-probabilities of a row with NaN or +inf are all NaN, and then nothing of it may have been chosen.
-    if are_log_probs and not bool(rows.topk(1).logsumexp.isfinite().all()):
-        return False
-    return bool((chosen.abs() < torch.finfo(torch.float32).max).all())
 
 
 @functools.cache
@@ -192,20 +171,18 @@ def _encoder_repetition_penalty(p: Any) -> Adapter:
     return adapter
 
 
-ADAPTERS.update(
-    {
-        stock.RepetitionPenaltyLogitsProcessor: (
-            _repetition_penalty,
-            frozenset({"penalty", "prompt_ignore_length", "logits_indices", "cu_seq_lens_q"}),
-        ),
-        stock.InfNanRemoveLogitsProcessor: (_inf_nan_remove, frozenset()),
-        stock.ExponentialDecayLengthPenalty: (
-            _exponential_decay,
-            frozenset({"regulation_start", "regulation_factor", "eos_token_id"}),
-        ),
-        stock.EncoderRepetitionPenaltyLogitsProcessor: (
-            _encoder_repetition_penalty,
-            frozenset({"penalty", "encoder_input_ids"}),
-        ),
-    }
-)
+ADAPTERS: Adapters = {
+    stock.RepetitionPenaltyLogitsProcessor: (
+        _repetition_penalty,
+        frozenset({"penalty", "prompt_ignore_length", "logits_indices", "cu_seq_lens_q"}),
+    ),
+    stock.InfNanRemoveLogitsProcessor: (_inf_nan_remove, frozenset()),
+    stock.ExponentialDecayLengthPenalty: (
+        _exponential_decay,
+        frozenset({"regulation_start", "regulation_factor", "eos_token_id"}),
+    ),
+    stock.EncoderRepetitionPenaltyLogitsProcessor: (
+        _encoder_repetition_penalty,
+        frozenset({"penalty", "encoder_input_ids"}),
+    ),
+}

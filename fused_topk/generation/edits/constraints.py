@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`prefix_allowed_tokens_fn` as an edit. With :mod:`edits`, whose table this adds to."""
+"""`prefix_allowed_tokens_fn` as an edit."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from . import masks
-from .edits import ADAPTERS, Adapter, Ban, NotSparse, Step
-from .selection import Edit, best
+from ..choice import masks
+from ..choice.edit import Edit, NotSparse
+from ..choice.selection import best
+from .adapter import Adapter, Adapters, Step
+from .bans import Ban
 
 
 class _Answered(stock.LogitsProcessor):
@@ -76,7 +78,9 @@ def _prefix_constrained(p: Any) -> Adapter | None:
     return adapter
 
 
-ADAPTERS[stock.PrefixConstrainedLogitsProcessor] = (
-    _prefix_constrained,
-    frozenset({"_prefix_allowed_tokens_fn", "_num_beams"}),
-)
+ADAPTERS: Adapters = {
+    stock.PrefixConstrainedLogitsProcessor: (
+        _prefix_constrained,
+        frozenset({"_prefix_allowed_tokens_fn", "_num_beams"}),
+    )
+}

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import distributed
-from ..backends import Backend
-from ..distributed.functions import gather_states
-from ..functional.merging import run_merge
-from ..problem import Sample, TopK, TopKState
-from . import masks
-from .changed_scores import Change, edited
-from .selection import Rows
+from ... import distributed
+from ...backends import Backend
+from ...distributed.functions import gather_states
+from ...functional.merging import run_merge
+from ...problem import Sample, TopK, TopKState
+from ..choice import masks
+from ..choice.changed_scores import Change, edited
+from ..choice.rows import Rows
 from .sharded_logits import ShardedLogits
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GenerationMixin
 
 from .hooks import LOOKUP, FusedDecoding, Request, entered, set_enabled
-from .session import Options
+from .interception.session import Options
 from .statistics import tell_once
 from .whole_step import drop
 
