@@ -13,9 +13,7 @@
 #include "../rows/problem.cuh"
 #include "scores.h"
 
-namespace fused_topk::routers {
-
-constexpr u32 kTokensOfBlock = 4;
+namespace fused_topk {
 
 // What is wanted. fused_topk/layout/router_launch.py fills it by field names. What is read, and where results go, is a Problem:
 // its values are the weights, and its indices the experts.
@@ -32,6 +30,10 @@ struct Routing {
   u32 are_short;  // 1: experts are int, 0: i64
 };
 static_assert(sizeof(Routing) == 48, "fused_topk/layout/router_launch.py packs 48 bytes");
+
+namespace routers {
+
+constexpr u32 kTokensOfBlock = 4;
 
 // The operations of scores.h on one expert. The compiler fuses none of these.
 struct LaneMath {
@@ -301,4 +303,5 @@ __global__ void __launch_bounds__(kTokensOfBlock* kWarpSize)
   }
 }
 
-}  // namespace fused_topk::routers
+}  // namespace routers
+}  // namespace fused_topk

@@ -124,7 +124,7 @@ def router_topk(
         rows = plain_rows(logits, None, mask, out or ())
         if rows is not None and (bias is None or _is_plain(bias, logits)):
             if out is not None:
-                index_dtype = out[1].dtype
+                index_dtype = _index_dtype_of(out)
             asked = (*request, float(scale), index_dtype, backend)
             plan = router_plan(logits.device, rows.layout(), like_given(bias), *asked)
             if out is None:
