@@ -160,7 +160,7 @@ def check_row(
         kept = {e // size for e in experts}
         assert len(kept) <= p.topk_groups
         groups = [
-            sorted((choice[e] for e in range(g * size, (g + 1) * size)), key=lambda c: -INF if c != c else -c)
+            sorted((choice[e] for e in range(g * size, (g + 1) * size)), key=lambda c: (c == c, -c))
             for g in range(p.groups)
         ]
         two = p.group_score == "top2" and size > 1

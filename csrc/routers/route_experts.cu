@@ -36,14 +36,31 @@ namespace routers {
 constexpr u32 kTokensOfBlock = 4;
 
 // The operations of scores.h on one expert. The compiler fuses none of these.
+//
+// reciprocal() and sqrt() are the instructions that __frcp_rn and __fsqrt_rn have for all but extreme numbers, rounded to nearest.
+// For those numbers the compiler calls functions, and it keeps registers in memory across so many calls.
 struct LaneMath {
   using Float = float;
   static __device__ __forceinline__ float of(float x) { return x; }
   static __device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
   static __device__ __forceinline__ float sub(float a, float b) { return __fadd_rn(a, -b); }
   static __device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
-  static __device__ __forceinline__ float reciprocal(float x) { return __frcp_rn(x); }
-  static __device__ __forceinline__ float sqrt(float x) { return __fsqrt_rn(x); }
+  static __device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return __fmaf_rn(y, -__fmaf_rn(x, y, -1.0f), y);
+  }
+  static __device__ __forceinline__ float sqrt(float x) {
+    // Scaled, so that the remainder is not subnormal.
+    const bool is_small = x < 0x1p-64f;
+    const float scaled = is_small ? x * 0x1p64f : x;
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(scaled));
+    const float approximate = __fmul_rn(scaled, y);
+    const float remainder = __fmaf_rn(-approximate, approximate, scaled);
+    const float root = __fmaf_rn(remainder, __fmul_rn(y, 0.5f), approximate);
+    return x > 0.0f && x < FUSED_TOPK_INFINITY ? (is_small ? root * 0x1p-32f : root) : x;
+  }
   static __device__ __forceinline__ float power_of_two(float shifted) {
     return __uint_as_float(__float_as_uint(shifted) << 23);
   }
@@ -238,9 +255,13 @@ struct BestOfLane {
   }
 };
 
+// How many blocks must fit on a multiprocessor: 4 let a thread have 128 registers. Without that some compiler keeps 96 for 32
+// experts a lane, and spills. 0 sets no limit.
+constexpr u32 resident_blocks(u32 per_lane) { return per_lane == 32 ? 4 : 0; }
+
 // Grid: (tokens / 4). Dynamic shared memory: with groups, 8 bytes for each of the 4 x 32 x PER_LANE experts.
 template <class FORMAT, u32 PER_LANE, u32 SCORING>
-__global__ void __launch_bounds__(kTokensOfBlock* kWarpSize)
+__global__ void __launch_bounds__(kTokensOfBlock* kWarpSize, resident_blocks(PER_LANE))
     route_experts_kernel(const __grid_constant__ Problem problem, const __grid_constant__ Routing routing) {
   extern __shared__ u32 keys_of_block[];
   const u32 warp = threadIdx.x / kWarpSize;

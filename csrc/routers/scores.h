@@ -21,7 +21,8 @@ constexpr u32 kMostChosen = 32;
 // What keeps a sum of weights from being zero, as in DeepSeek-V3.
 constexpr float kLeastSum = 1e-20f;
 
-// MATH: a type Float, of one number or of several, and its operations. sub, mul, add, reciprocal and sqrt round to nearest.
+// MATH: a type Float, of one number or of several, and its operations. sub, mul, add, reciprocal (of 1 to 3) and sqrt round to
+// nearest.
 
 // e^y for y <= 0. 0 below e^-87. With y = n ln 2 + r, |r| <= ln(2) / 2, it is 2^n e^r. n has 7 bits and the first part of ln 2
 // has 9, so their product is exact.

@@ -105,7 +105,6 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
 }
 __forceinline__ float __frcp_rn(float x) { return 1.0f / x; }
 __forceinline__ float __fdiv_rn(float a, float b) { return a / b; }
-__forceinline__ float __fsqrt_rn(float x) { return __builtin_sqrtf(x); }
 __forceinline__ float __fdividef(float a, float b) { return a / b; }
 __forceinline__ float __fadd_rn(float a, float b) { return a + b; }
 __forceinline__ float __fmul_rn(float a, float b) { return a * b; }
