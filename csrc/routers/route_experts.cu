@@ -255,9 +255,9 @@ struct BestOfLane {
   }
 };
 
-// How many blocks must fit on a multiprocessor: 4 let a thread have 128 registers. Without that some compiler keeps 96 for 32
-// experts a lane, and spills. 0 sets no limit.
-constexpr u32 resident_blocks(u32 per_lane) { return per_lane == 32 ? 4 : 0; }
+// How many blocks must fit on a multiprocessor: 4 let a thread have 128 registers, 6 80. Without that some compiler keeps fewer,
+// and spills. 0 sets no limit.
+constexpr u32 resident_blocks(u32 per_lane) { return per_lane == 32 ? 4 : per_lane == 16 ? 6 : 0; }
 
 // Grid: (tokens / 4). Dynamic shared memory: with groups, 8 bytes for each of the 4 x 32 x PER_LANE experts.
 template <class FORMAT, u32 PER_LANE, u32 SCORING>

@@ -8,6 +8,7 @@
     FusedTopKLogitsProcessor(top_k, ...)              # an ordinary LogitsProcessor
     stats()                                           # what was fused, what was not, and why
     next_token_topk, topk_logprobs                    # compact results without generate()
+    with fuse_routers(model):                         # experts of a mixture are chosen by one launch, everywhere
 
 How stock loops are served without a copy of any:
 
@@ -52,15 +53,18 @@ from .edits.warpers import FusedTopKLogitsProcessor
 from .entrance import disable, enable, fused_decoding
 from .hooks import FusedDecoding
 from .logprobs import TokenLogprobs, next_token_topk, text_topk_logprobs, topk_logprobs
+from .routers import FusedRouters, fuse_routers
 from .statistics import Stats, stats
 
 __all__ = [
     "FusedDecoding",
+    "FusedRouters",
     "FusedTopKLogitsProcessor",
     "Stats",
     "TokenLogprobs",
     "disable",
     "enable",
+    "fuse_routers",
     "fused_decoding",
     "generate",
     "next_token_topk",
