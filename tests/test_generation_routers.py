@@ -93,14 +93,15 @@ def test_router_computes_what_its_class_does(name):
             given = [torch.randn(50, 32, generator=torch.Generator().manual_seed(1)).to(dtype)]
             if name == "MiniMaxM2TopKRouter":
                 given.append(torch.randn(16, generator=torch.Generator().manual_seed(2)) / 4)
+            with torch.no_grad(), fuse_routers(nn.ModuleList([router])) as done:
+                if VERSION < (5, 0):
+                    # Routers of that version return other things.
+                    assert name in done.stock
+                    continue
+                got = router(*given)
+            assert "forward" not in router.__dict__
             with torch.no_grad():
                 expected = router(*given)
-                with fuse_routers(nn.ModuleList([router])) as done:
-                    got = router(*given)
-            assert "forward" not in router.__dict__
-            if VERSION < (5, 0) and done.stock:
-                assert "this version of transformers" in done.stock[name]
-                continue
             assert done.fused == {name: 1} and not done.stock, done
             assert [x.dtype for x in got] == [x.dtype for x in expected]
             bound = 3e-6 if dtype is torch.float32 else 8e-3
