@@ -62,6 +62,7 @@ def random_problem(turn: int, most_experts: int = 1024, **fixed: Any) -> RouterP
         if draw.random() < 0.2:
             bias[::7] = draw.choice([-INF, INF, NAN])
     mask = some(0.7) if draw.random() < 0.2 else None
+    lengths = torch.randint(0, experts + 1, shape[:1], generator=generator) if draw.random() < 0.15 else None
     request: dict[str, Any] = {
         "k": k,
         "scoring": draw.choice(list(SCORINGS)),
@@ -71,7 +72,7 @@ def random_problem(turn: int, most_experts: int = 1024, **fixed: Any) -> RouterP
         "normalize": draw.random() < 0.5,
         "scale": draw.choice([1.0, 2.5, 0.3]),
     }
-    return RouterProblem(LogitRows(x.to(dtype), mask=mask), bias, **{**request, **fixed})
+    return RouterProblem(LogitRows(x.to(dtype), mask=mask, lengths=lengths), bias, **{**request, **fixed})
 
 
 def empty_result(p: RouterProblem, index_dtype: torch.dtype = torch.int64) -> RouterTopK:

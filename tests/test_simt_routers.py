@@ -119,7 +119,7 @@ FAULTS = {
     "groups compared before they are summed": (r"(scores\[g\] = best;\s*\}\s*)__syncwarp\(\);", r"\1", {"race", "uninitialised"}),
     "keys taken before they are erased": (r"(= kNoKey;\s*\}\s*)__syncwarp\(\);", r"\1", {"race"}),
     "lane that does not join": (r"const u32 greatest = warp_max\(best\.key\)", "const u32 greatest = lane_id() == 7 ? 0 : warp_max(best.key)", {"deadlock", "divergence"}),
-    "read past the row": (r"counts = expert < experts &&", "counts = expert <= experts &&", {"out of bounds"}),
+    "read past the row": (r"counts = expert < length &&", "counts = expert <= experts &&", {"out of bounds"}),
     "write past the end": (r"const i64 out = i64\(row\) \* k \+", "const i64 out = i64(row + 1) * k +", {"out of bounds"}),
     "result left out": (r"const bool has_expert = lane_id\(\) < k;", "const bool has_expert = lane_id() + 1 < k;", {"not written"}),
 }  # fmt: skip

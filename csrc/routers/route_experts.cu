@@ -80,11 +80,13 @@ struct Token {
   const Bits* logits;
   RowMask mask;
   u32 experts;
+  u32 length;  // experts from there on count as -inf, and are not read
 
   __device__ __forceinline__ Token(const Problem& problem, u32 row)
       : logits(static_cast<const Bits*>(problem.logits) + problem.logits_offset(row)),
         mask{nullptr, 0, 0},
-        experts(problem.V) {
+        experts(problem.V),
+        length(problem.lengths ? problem.length<kLengths>(row) : problem.V) {
     if (problem.mask) mask = problem.row_mask(row);
   }
 
@@ -94,13 +96,13 @@ struct Token {
   }
   // -inf for an expert that is not allowed, and past the end.
   __device__ __forceinline__ float logit(u32 expert) const {
-    const bool counts = expert < experts && (!mask.data || mask.allowed<1>(expert, experts));
+    const bool counts = expert < length && (!mask.data || mask.allowed<1>(expert, experts));
     return counts ? FORMAT::decode(__ldg(logits + expert)) : -FUSED_TOPK_INFINITY;
   }
   template <u32 N>
   __device__ __forceinline__ void load(float (&x)[N]) const {
     const bool has_vectors = experts % kPerVector == 0 && reinterpret_cast<u64>(logits) % sizeof(Vector) == 0;
-    if (has_vectors && !mask.data) {
+    if (has_vectors && !mask.data && length == experts) {
 #pragma unroll
       for (u32 i = 0; i < N; i += kPerVector) {
         const bool is_inside = expert(i) < experts;

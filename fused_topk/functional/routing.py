@@ -5,7 +5,6 @@ operator where torch must see the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from .. import backends
 from ..arguments import check_backend, check_dim, check_logits, check_rows, plain_rows, vocabulary_last
 from ..operators import routing, transforms
-from ..operators.dispatch import need_dispatcher, transform_is_active
+from ..operators.dispatch import need_dispatcher, way_of_call
 from ..plans import router_plan, router_result
 from ..problem import RouterTopK, result_dtype
 from ..router_arguments import INDEX_DTYPES, check_bias, check_router
@@ -121,7 +120,7 @@ def router_topk(
         and backend in _BACKENDS
         and (out is None or _may_be_plain(out))
     ):
-        rows = plain_rows(logits, None, mask, out or ())
+        rows = plain_rows(logits, None, mask, out=out or ())
         if rows is not None and (bias is None or _is_plain(bias, logits)):
             if out is not None:
                 index_dtype = _index_dtype_of(out)
@@ -148,13 +147,8 @@ def router_topk(
     check_router(logits.shape[-1], k, scoring, groups, topk_groups, group_score, normalize, scale, index_dtype)
     check_backend(backend)
     asked = (*request, float(scale))
-    sees_dispatcher = need_dispatcher(*rows.tensors(), bias, *(out or ()))
     if out is None:
-        run: Callable[..., Any]
-        if transform_is_active():
-            run = transforms.RouterChoice.apply
-        else:
-            run = _router_topk if sees_dispatcher else routing.router_topk
+        run = way_of_call(routing.router_topk, _router_topk, transforms.RouterChoice.apply, *rows.tensors(), bias)
         result = RouterTopK(*run(*rows, bias, *asked, index_dtype, backend))
         return RouterTopK(*(x.movedim(-1, dim) for x in result)) if moved else result
     expected = list(router_result(logits, k, index_dtype))
@@ -163,7 +157,8 @@ def router_topk(
         shape.insert(dim, k)
         expected = [(tuple(shape), dtype) for _, dtype in expected]
     check_out(out, expected, rows, RouterTopK._fields, bias)
-    last = (x.movedim(dim, -1) for x in out) if moved else out
+    last = [x.movedim(dim, -1) for x in out] if moved else out
+    sees_dispatcher = need_dispatcher(*rows.tensors(), bias, *out)
     run_out = _router_topk_out if sees_dispatcher else routing.router_topk_out
     run_out(*rows, bias, *asked, backend, *last)
     if not sees_dispatcher:

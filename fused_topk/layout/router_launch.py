@@ -11,8 +11,8 @@ import ctypes
 import torch
 
 from .kernel_arguments import Routing, writer
+from .launch import FORMATS
 from .topk_choice import KernelChoice
-from .topk_launch import FORMATS
 
 MOST_EXPERTS = 1024
 """kMostExperts of csrc/routers/scores.h: a lane of a warp has up to 32."""

@@ -5,8 +5,8 @@ Such a step reads and writes tensors that stay where they are, the cache and the
 Shapes are few: prompts, sources and texts are rounded up, prompts with padding before them, sources with padding behind
 them, texts with steps that are not taken.
 
-A shape has two kinds of step. One does the forward pass and the choice of tokens. The other does the forward pass alone, for calls
-with processors, with sampling or with scores to be returned.
+A shape has kinds of step. One does the forward pass and the choice of tokens, one more chooses among those of a mask. Another one does
+the forward pass alone, for calls with other processors, with sampling or with scores to be returned.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class Way(NamedTuple):
     is_captured: bool
 
     @staticmethod
-    def on(device: torch.device, whole_step: bool | str) -> Way | None:
+    def on(device: torch.device, whole_step: bool | str | None) -> Way | None:
         """None where nothing is kept.
 
         Args:
-            whole_step: True for a step that is one call: captured where that can be, else compiled. "compiled" for both.
-                "eager" for neither.
+            whole_step: None for a step that is captured, where that can be. True for one that is compiled elsewhere.
+                "compiled" for both. "eager" for neither.
         """
-        if whole_step == "eager":
-            return None
         is_captured = graphs.is_cuda(device)
+        if whole_step == "eager" or (whole_step is None and not is_captured):
+            return None
         return Way(whole_step == "compiled" or not is_captured, is_captured)
 
     def and_simpler(self) -> list[Way]:
@@ -144,7 +144,10 @@ class KeptStep:
         self._constants: Any = None
         self._tokens = torch.zeros(shape.batch, rules.beams, dtype=torch.int64, device=device)
         self._parents = torch.zeros(shape.batch, rules.beams, rules.room, dtype=torch.int64, device=device)
-        self._advance: Callable[[], Any] | None = None
+        # int32 [batch, beams, W], or [batch, W] without beams: which tokens may come next, for steps that ask.
+        self._mask: Tensor | None = None
+        # With that mask, and without.
+        self._advance: dict[bool, Callable[[], Any]] = {}
         self._read: Callable[[], Any] | None = None
         self._graph_bytes = 0
 
@@ -181,22 +184,43 @@ class KeptStep:
         """Makes one of the new tokens the last one, counted from 0 on."""
         self._last.fill_(token)
 
-    def advance(self) -> None:
-        """Goes on by one token."""
-        if self._advance is None:
-            run = _advance_texts if self.shape.rules.beams == 1 else _advance_beams
-            is_late = graphs.is_cuda(self.shape.device)
-            rules = self.shape.rules
-            args = (self.decoder, self._head, rules, self._state, self._constants, self.count, self._last, is_late)
-            if not self.shape.way.is_captured:
-                # Made by running it.
-                self._advance = self._made(run, args, lambda: None)
-                return
-            # Steps that are tried before one is captured change nothing, as steps after the end.
-            goes_on = self.goes_on.clone()
-            self.goes_on.fill_(False)
-            self._advance = self._made(run, args, lambda: self.goes_on.copy_(goes_on))
-        self._advance()
+    def advance(self, mask: Tensor | None = None) -> None:
+        """Goes on by one token.
+
+        Args:
+            mask: int32 [batch, beams, W], or [batch, W] without beams: which tokens it may be; None for any.
+        """
+        has_mask = mask is not None
+        if mask is not None:
+            if self._mask is None:
+                self._mask = torch.empty_like(mask)
+            self._mask.copy_(mask)
+        if has_mask in self._advance:
+            self._advance[has_mask]()
+            return
+        is_late = graphs.is_cuda(self.shape.device)
+        rules, kept_mask = self.shape.rules, self._mask if has_mask else None
+        args = (
+            self.decoder,
+            self._head,
+            rules,
+            kept_mask,
+            self._state,
+            self._constants,
+            self.count,
+            self._last,
+            is_late,
+        )
+        if not self.shape.way.is_captured:
+            # Made by running it.
+            self._advance[has_mask] = self._made(_advance, args)
+            return
+        # Steps that are tried before one is captured change nothing, as steps after the end.
+        goes_on = self.goes_on.clone()
+        self.goes_on.fill_(False)
+        self._advance[has_mask] = self._made(_advance, args)
+        self.goes_on.copy_(goes_on)
+        self._advance[has_mask]()
 
     def read_prompt(self, prompt: Prompt) -> Tensor:
         return self.decoder.read_prompt(prompt)
@@ -208,11 +232,11 @@ class KeptStep:
         self.count.copy_(step)
         if self._read is None:
             args = (self.decoder, self._tokens, self._parents, self.count)
-            self._read = self._made(_read, args, lambda: None)
+            self._read = self._made(_read, args)
         logits: Tensor = self._read()
         return logits
 
-    def _made(self, function: Any, args: tuple[Any, ...], after_trials: Callable[[], Any]) -> Callable[[], Any]:
+    def _made(self, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
         """What runs the function on the arguments, on which it has run at least once."""
         started = time.perf_counter()
         ways: list[Callable[[], Any]] = [Bound(function, args)]
@@ -230,7 +254,6 @@ class KeptStep:
             except Exception as error:
                 if number == len(ways):
                     raise NotKept(f"what is to be {self.shape.way} raises {said_by(error)}") from error
-        after_trials()
         self._tell(time.perf_counter() - started)
         return run
 
@@ -256,62 +279,50 @@ class _Replay:
         return self._graph.output
 
 
-def _advance_beams(
+def _advance(
     decoder: Decoder,
     head: Head | None,
     rules: Rules,
+    mask: Tensor | None,
     state: Any,
     constants: Any,
     step: Tensor,
     last: Tensor,
     is_late: bool,
 ) -> None:
-    before = step - 1
-    tokens = state.running.tokens.index_select(2, before).squeeze(2)
-    args = tokens, state.running.parents, before, decoder.room
-    if head is None:
-        logits = decoder.read(*args)
-        vocab_size = logits.shape[-1]
-        of_beams = logits.view(-1, rules.beams, vocab_size)
-        scores, indices, _ = functional.beam_topk(of_beams, state.running.scores, rules.kept, normalize="all")
+    before, are_last = step - 1, step >= last
+    if rules.beams == 1:
+        args = state.tokens.index_select(1, before), constants.parents, before, decoder.room
+        if head is None:
+            chosen = functional.topk(decoder.read(*args), 1, mask=mask).indices.squeeze(1)
+        else:
+            chosen = head.greatest(decoder.read_states(*args), mask)
+        after: Any = choose_tokens(state, constants, chosen, step, are_last)
     else:
-        vocab_size = len(head.weight)
-        scores, indices = head.continuations(decoder.read_states(*args), state.running.scores, rules.kept)
-    after = choose(state, rules, constants, scores, indices, vocab_size, step, step >= last)
-    _go_on(state, after, step, is_late)
-
-
-def _advance_texts(
-    decoder: Decoder,
-    head: Head | None,
-    rules: Rules,
-    state: Any,
-    constants: Any,
-    step: Tensor,
-    last: Tensor,
-    is_late: bool,
-) -> None:
-    before = step - 1
-    args = state.tokens.index_select(1, before), constants.parents, before, decoder.room
-    if head is None:
-        chosen = functional.topk(decoder.read(*args), 1).indices.squeeze(1)
-    else:
-        chosen = head.greatest(decoder.read_states(*args))
-    after = choose_tokens(state, constants, chosen, step, step >= last)
-    _go_on(state, after, step, is_late)
-
-
-def _read(decoder: Decoder, tokens: Tensor, parents: Tensor, step: Tensor) -> Tensor:
-    return decoder.read(tokens, parents, step, decoder.room)
-
-
-def _go_on(state: Any, after: Any, step: Tensor, is_late: bool) -> None:
+        tokens = state.running.tokens.index_select(2, before).squeeze(2)
+        args = tokens, state.running.parents, before, decoder.room
+        if head is None:
+            logits = decoder.read(*args)
+            vocab_size = logits.shape[-1]
+            of_beams = logits.view(-1, rules.beams, vocab_size)
+            scores, indices, _ = functional.beam_topk(
+                of_beams, state.running.scores, rules.kept, mask=mask, normalize="all"
+            )
+        else:
+            vocab_size = len(head.weight)
+            mask = None if mask is None else mask.flatten(0, 1)
+            scores, indices = head.continuations(decoder.read_states(*args), state.running.scores, rules.kept, mask)
+        after = choose(state, rules, constants, scores, indices, vocab_size, step, are_last)
     if is_late:
         after = unless_over(state, after)
         step.add_(state.goes_on)
     else:
         step.add_(1)
     _write(state, after)
+
+
+def _read(decoder: Decoder, tokens: Tensor, parents: Tensor, step: Tensor) -> Tensor:
+    return decoder.read(tokens, parents, step, decoder.room)
 
 
 def unless_over(before: Any, after: Any) -> Any:
