@@ -23,6 +23,7 @@ from ..arguments import (
     check_start,
     is_distributed,
     plain_rows,
+    vocabulary_last,
 )
 from ..operators import calls
 from ..plans import TopkPlan, row_result, topk_plan
@@ -320,7 +321,7 @@ def _row(
     dim = check_dim(dim, dims)
     moved = dim != dims - 1
     if moved:
-        logits, mask = logits.movedim(dim, -1), _vocabulary_last(mask, dim, dims)
+        logits, mask = logits.movedim(dim, -1), vocabulary_last(mask, dim, dims)
     rows = check_rows(logits, temperature, mask, lengths)
     check_k(k, logits.shape[-1])
     check_normalize(normalize)
@@ -363,11 +364,3 @@ def _written(plan: TopkPlan, rows: LogitRows, out: tuple[Tensor, Tensor, Tensor]
     plan.run_into(written, rows)
     have_changed(written)
     return written
-
-
-def _vocabulary_last(mask: Any, dim: int, dims: int) -> Any:
-    """A bool mask has the logits' dimensions, so it moves with them, after leading dimensions of size 1 are added. A packed mask
-    already has its words last."""
-    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() <= dims:
-        return mask.reshape((1,) * (dims - mask.dim()) + mask.shape).movedim(dim, -1)
-    return mask
