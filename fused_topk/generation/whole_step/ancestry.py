@@ -43,9 +43,7 @@ class Mask:
         dtype: of the model.
     """
 
-    def __init__(
-        self, prompt: Tensor, beams: int, groups: int, window: int | None, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, prompt: Tensor, beams: int, groups: int, window: int | None, dtype: torch.dtype) -> None:
         device = prompt.device
         self.prompt = prompt
         self._groups = groups

@@ -99,9 +99,9 @@ class Codes:
         return [_OneGraph(codes[0], args), _Pieces(codes[1], args)]
 
 
-def let_vary(tensor: Tensor, dim: int) -> None:
-    """Makes code that is compiled for the tensor serve any size of that dimension, from 2 on."""
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+def let_vary(tensor: Tensor, dims: tuple[int, ...]) -> None:
+    """Makes code that is compiled for the tensor serve any size of those dimensions, from 2 on."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dims)
 
 
 def _inductor(graph: Any, inputs: Any) -> Callable[..., Any]:

@@ -5,7 +5,9 @@ Such a step reads and writes tensors that stay where they are, the cache and the
 Shapes are few: prompts and sources are rounded up, prompts with padding before them, sources with padding behind them.
 
 The room for new tokens is no part of the shape. It grows in a call as its texts do (:mod:`room`), and the tensors with it. Where an
-earlier call had more room, a step looks at the first places of the tensors. On a GPU each size is captured; compiled code serves all.
+earlier call had more room, a step looks at the first places of the tensors. On a GPU each size is captured.
+
+Compiled code serves all batches, lengths and room. So it is made for few of the shapes, and kept when what a shape holds is dropped.
 
 A shape has two kinds of step. One does the forward pass and the choice of tokens. The other does the forward pass alone, for calls
 with processors, with sampling or with scores to be returned.
@@ -97,6 +99,11 @@ class Shape(NamedTuple):
         mode = torch.is_inference_mode_enabled()
         return Shape(batch, rounded_up(length), source, rules.beams, rules.num_ends, prompt.ids.device, way, mode)
 
+    def of_code(self) -> Shape:
+        """The same for all shapes that compiled code is the same for: but for one row, how many there are is no matter of it."""
+        source = None if self.source is None else min(self.source, 2)
+        return self._replace(batch=min(self.batch, 2), prompt=0, source=source)
+
     @property
     def kept(self) -> int:
         """See :attr:`Rules.kept`."""
@@ -138,7 +145,9 @@ class KeptStep:
         self._constants: Any = None
         self._tokens = torch.zeros(shape.batch, shape.beams, dtype=torch.int64, device=device)
         # The only beam of a text has no other's past.
-        self._parents = None if is_greedy else torch.zeros(shape.batch, shape.beams, 1, dtype=torch.int64, device=device)
+        self._parents = (
+            None if is_greedy else torch.zeros(shape.batch, shape.beams, 1, dtype=torch.int64, device=device)
+        )
         # For how many new tokens there is room.
         self._size = 0
         # As long as there are new tokens to look at: compiled code is the same for all sizes of tensors, not for all numbers.
@@ -211,7 +220,16 @@ class KeptStep:
         if run is not None:
             run()
             return
-        args = (self.decoder, self._head, self._state, self._constants, self.count, self._last, self._shown, self._is_late)
+        args = (
+            self.decoder,
+            self._head,
+            self._state,
+            self._constants,
+            self.count,
+            self._last,
+            self._shown,
+            self._is_late,
+        )
         if not self.shape.way.is_captured:
             # Made by running it.
             self._make(function, args)
@@ -252,10 +270,9 @@ class KeptStep:
     def _made(self, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
         ways: list[Callable[[], Any]] = [Bound(function, args)]
         if self.shape.way.is_compiled:
-            for tensor, dim in self._sizes_that_vary():
-                compiled.let_vary(tensor, dim)
-            key = self.shape._replace(prompt=0), self.decoder.gathers, self._head is None
-            ways = self._codes.ways(function, args, key)
+            for tensor, dims in self._sizes_that_vary():
+                compiled.let_vary(tensor, dims)
+            ways = self._codes.ways(function, args, (self.shape.of_code(), self.decoder.gathers, self._head is None))
         for number, run in enumerate(ways, 1):
             try:
                 run()
@@ -270,16 +287,13 @@ class KeptStep:
                     raise NotKept(f"what is to be {self.shape.way} raises {said_by(error)}") from error
         raise AssertionError("there is a way")
 
-    def _sizes_that_vary(self) -> Iterator[tuple[Tensor, int]]:
+    def _sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         yield from self.decoder.sizes_that_vary()
-        yield self._shown, 0
-        tables = [] if self._parents is None else [self._parents]
-        if isinstance(self._state, Beams):
-            tables += [*self._state.running[1:], *self._state.ended[1:]]
-        elif self._state is not None:
-            tables.append(self._state.tokens)
-        for table in tables:
-            yield table, table.dim() - 1
+        yield from ((self._shown, (0,)), (self._tokens, (0,)))
+        if self._parents is not None:
+            yield self._parents, (0, 2)
+        if self._state is not None:
+            yield from self._state.sizes_that_vary()
 
     def _tell(self, seconds: float) -> None:
         shape = self.shape
