@@ -162,7 +162,10 @@ def stock_gap(model, inputs, **options) -> float:
     return order.gap
 
 
-def generate_both(model, inputs=None, *, fused=fused_decoding, **options):
+in_stock_loop = functools.partial(fused_decoding, whole_step=False)
+
+
+def generate_both(model, inputs=None, *, fused=in_stock_loop, **options):
     """What stock and fused generate() give, and the steps of the fused one, as stats()."""
     inputs = inputs_for(model) if inputs is None else inputs
     options = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True, **options}

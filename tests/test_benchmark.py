@@ -302,6 +302,15 @@ def test_run_times_draws_against_the_top_k_and_the_chain_of_warpers(sampling):
     assert PEERS["transformers"].make(case._replace(sampling=""), CPU) is None
 
 
+def test_run_times_rows_with_lengths():
+    case = Case(4, 3000, 50, "fp32", is_ragged=True)
+    ((result,),) = runner.run([("ragged", case)], SETTINGS)
+    assert result.failure is None and case.label == "4 x 3000 fp32 k=50 ragged"
+    (logits,) = inputs.make_inputs(case, CPU, 1)
+    assert logits.isfinite().sum() == inputs.lengths_of(case, CPU).sum()
+    assert case.bytes_moved == 2 * 3000 * 4 + 4 * (50 * 12 + 4)
+
+
 def test_peers_draw_from_what_the_filters_keep():
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)) * 3
     for sampling, parameters in suites.SAMPLING.items():

@@ -40,7 +40,7 @@ def assert_like_stock(options, model=None, inputs=None):
     inputs = inputs or inputs_for(model)
     expected = outcome(model, inputs, options)
     stats(reset=True)
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         found = outcome(model, inputs, options)
     steps = stats(reset=True)
     if isinstance(expected, Exception):

@@ -362,7 +362,7 @@ def test_no_allowed_token_left_is_for_the_stock_processor():
     "options", [{"sequence_bias": [[[300], 2.0]]}, {"bad_words_ids": [[9], [8, 300]]}], ids="-".join
 )
 def test_tokens_outside_the_vocabulary_are_the_error_of_stock(options):
-    for block in (contextlib.nullcontext(), fused_decoding(tiny("llama"))):
+    for block in (contextlib.nullcontext(), fused_decoding(tiny("llama"), whole_step=False)):
         with block, pytest.raises(ValueError, match="300"):
             tiny("llama").generate(**inputs_for(tiny("llama")), **options)
 
@@ -370,7 +370,7 @@ def test_tokens_outside_the_vocabulary_are_the_error_of_stock(options):
 def test_an_empty_list_among_the_bad_words_is_what_it_is_in_stock():
     options = {"bad_words_ids": [[9], [], [10, 11]], "max_new_tokens": 4, "do_sample": False}
     found = []
-    for block in (contextlib.nullcontext(), fused_decoding(tiny("llama"))):
+    for block in (contextlib.nullcontext(), fused_decoding(tiny("llama"), whole_step=False)):
         with block:
             try:
                 found.append(tiny("llama").generate(**inputs_for(tiny("llama")), **options).tolist())

@@ -161,7 +161,7 @@ def test_sampled_tokens_have_the_stock_distribution(options):
     probabilities = stock.scores[0][0].softmax(-1)
     assert 3 < (probabilities > 0).sum() < 1211
     stats(reset=True)
-    with fused_decoding(model, sampling=True):
+    with fused_decoding(model, sampling=True, whole_step=False):
         counts = first_tokens(model, DRAWS, **options)
     steps = stats(reset=True)
     assert steps.fused == 1 and steps.fallback == 0, steps.reasons
@@ -197,7 +197,7 @@ def test_the_whole_vocabulary_is_sampled_in_one_read(options):
         **options,
     )
     stats(reset=True)
-    with fused_decoding(model, sampling=True):
+    with fused_decoding(model, sampling=True, whole_step=False):
         counts = first_tokens(model, DRAWS, **options)
     steps = stats(reset=True)
     assert steps.fused == 1 and steps.fallback == 0, steps.reasons
@@ -345,7 +345,7 @@ def test_beam_sampling_has_the_stock_distribution():
     torch.manual_seed(1)
     stock = first_tokens(model, DRAWS, **options)
     stats(reset=True)
-    with fused_decoding(model, sampling=True):
+    with fused_decoding(model, sampling=True, whole_step=False):
         fused = first_tokens(model, DRAWS, **options)
     steps = stats(reset=True)
     assert steps.fused == 1 and steps.fallback == 0, steps.reasons
@@ -366,7 +366,7 @@ def test_beam_sampling_of_more_continuations_than_multinomial_takes(warpers):
     with pytest.raises(RuntimeError, match=r"2\^24"):
         model.generate(**inputs, **options)
     stats(reset=True)
-    with fused_decoding(model, sampling=True):
+    with fused_decoding(model, sampling=True, whole_step=False):
         found = model.generate(**inputs, **options)
     steps = stats(reset=True)
     assert steps.fused == (2 if warpers["top_k"] else 0), steps.reasons
@@ -396,7 +396,10 @@ def test_a_chain_that_leaves_one_token_samples_the_stock_sequence(num_beams):
         # Beam sampling keeps at least one token more than there are end tokens.
         options |= {"top_k": 2, "temperature": 0.01}
     stock, given, steps = generate_both(
-        tiny("llama"), fused=lambda model: fused_decoding(model, sampling=True), output_scores=False, **options
+        tiny("llama"),
+        fused=lambda model: fused_decoding(model, sampling=True, whole_step=False),
+        output_scores=False,
+        **options,
     )
     assert steps.fused > 0 and steps.fallback == 0, steps.reasons
     if num_beams == 1:
@@ -427,7 +430,7 @@ def test_other_sampling_draws_the_stock_tokens(options, reason, num_beams):
     stock = model.generate(**inputs, **options)
     stats(reset=True)
     torch.manual_seed(3)
-    with fused_decoding(model, sampling=True):
+    with fused_decoding(model, sampling=True, whole_step=False):
         given = model.generate(**inputs, **options)
     steps = stats(reset=True)
     assert torch.equal(stock, given)
@@ -441,7 +444,7 @@ def test_sampling_without_the_option_draws_the_stock_tokens():
         torch.manual_seed(3)
         stats(reset=True)
         if fused:
-            with fused_decoding(model):
+            with fused_decoding(model, whole_step=False):
                 drawn.append(model.generate(**inputs_for(model), do_sample=True, max_new_tokens=6))
         else:
             drawn.append(model.generate(**inputs_for(model), do_sample=True, max_new_tokens=6))
@@ -564,7 +567,7 @@ def test_processor_in_generate():
     assert torch.equal(model.generate(**inputs_for(model), logits_processor=processors, **options), expected)
     # In fused generate() it is fused.
     stats(reset=True)
-    with fused_decoding(model, sampling=True):
+    with fused_decoding(model, sampling=True, whole_step=False):
         model.generate(**inputs_for(model), logits_processor=processors, **options)
     steps = stats(reset=True)
     assert steps.fused == 6 and steps.fallback == 0, steps.reasons

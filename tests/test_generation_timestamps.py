@@ -143,7 +143,7 @@ def test_whisper_with_timestamps(num_beams):
     inputs = inputs_for(model)
     expected = model.generate(**inputs, **options)
     stats(reset=True)
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         found = model.generate(**inputs, **options)
     steps = stats(reset=True)
     assert torch.equal(found, expected) and (found >= 100).any()
@@ -181,7 +181,7 @@ def test_detection_of_speech_looks_at_all_scores_once(is_first, num_beams):
     found = []
     for detector, is_fused in zip(detectors, (False, True), strict=True):
         stats(reset=True)
-        with fused_decoding(tiny("bart")) if is_fused else contextlib.nullcontext():
+        with fused_decoding(tiny("bart"), whole_step=False) if is_fused else contextlib.nullcontext():
             processors = [detector, stock.SuppressTokensLogitsProcessor([60, 61, 62])][:: 1 if is_first else -1]
             options = {"num_beams": num_beams, "max_new_tokens": 6, "logits_processor": processors}
             found.append(tiny("bart").generate(**inputs_for(tiny("bart")), **options))
@@ -205,7 +205,7 @@ def test_detection_of_speech_runs_once_where_stock_operations_choose():
         detector.begin_index = 1
         detector.set_model(Model())
         detector.inputs = {}
-        with fused_decoding(tiny("bart")) if is_fused else contextlib.nullcontext():
+        with fused_decoding(tiny("bart"), whole_step=False) if is_fused else contextlib.nullcontext():
             # The last token, which only the stock processor takes for one, in the step in which the detector looks.
             last = stock.ForcedBOSTokenLogitsProcessor(-1)
             tiny("bart").generate(**inputs_for(tiny("bart")), max_new_tokens=4, logits_processor=[detector, last])

@@ -2,11 +2,11 @@
 // Draws from rows, on several threads. A task is a row, or several short ones. With fewer rows than the threads can
 // share evenly it is a part of a row, and the thread that finishes the last part of a row draws from it.
 //
-// A row is read once, block by block: the normalizer of each block, and where a filter needs them the row's best in a
-// list. Top-k, top-p and min-p keep the best of a row. So a candidate, the border, says what is kept: the tokens that do
+// A row is read once, block by block. This gives the normalizer of each block and, if a filter needs it, a list of the row's
+// best. Top-k, top-p and min-p keep the best of a row. So a candidate, the border, says what is kept: the tokens that do
 // not rank behind it. Mostly the list has the border, and a token is drawn from the list. Without filters the blocks'
-// sums say which block has the token, and that block is read again. Where what is kept is longer than the list, the row
-// is read again for the border, and for the sums of what is kept.
+// sums say which block has the token, and that block is read again. If more is kept than the list has, the row
+// is read again for the border, and for the sums of the kept tokens.
 //
 // The token of a uniform number u is the first, by index, at which the running sum of the kept weights exceeds u times
 // their total. Weights are off by 2^-21 relatively (vectors.h) and sums are float64, so a draw is exact to 2^-20 of the
@@ -68,8 +68,7 @@ u64 last_of_key(u32 key) { return u64(key) << 32; }
 // What is asked of a row.
 struct Row {
   u64 number;
-  const char* logits;
-  const char* mask;  // nullable
+  RowReader reader;
   Temperature temperature;
   bool is_greedy;
   u32 k;  // 0: top-k keeps all
@@ -140,7 +139,7 @@ struct Solver {
         const Row row = row_at(number);
         Selection* const selection = selection_of(row, workspace);
         resize(row, workspace.own, workspace.tempered);
-        read(row, 0, blocks, selection, workspace.own.data(), workspace.tempered.data(), workspace);
+        read(row, 0, row.reader.blocks(), selection, workspace.own.data(), workspace.tempered.data(), workspace);
         draw(row, selection, workspace);
       }
     });
@@ -158,7 +157,8 @@ struct Solver {
       const u32 part = u32(task % parts);
       SharedRow& of_row = shared[row.number];
       Selection* const selection = selection_of(row, workspace);
-      const u32 first = u32(u64(blocks) * part / parts), end = u32(u64(blocks) * (part + 1) / parts);
+      const u32 of_all = row.reader.blocks();
+      const u32 first = u32(u64(of_all) * part / parts), end = u32(u64(of_all) * (part + 1) / parts);
       read(row, first, end, selection, of_row.own.data(), of_row.tempered.data(), workspace);
       if (selection) {
         u32 count;
@@ -198,8 +198,8 @@ struct Solver {
   }
 
   void resize(const Row& row, std::vector<BlockNormalizer>& own, std::vector<BlockNormalizer>& tempered) const {
-    own.resize(blocks);
-    if (row.needs_sum()) tempered.resize(blocks);
+    own.resize(row.reader.blocks());
+    if (row.needs_sum()) tempered.resize(row.reader.blocks());
   }
 
   Row row_at(u64 number) const {
@@ -207,8 +207,7 @@ struct Solver {
     const double temperature = p.temperatures(number);
     const i64 k = p.top_k(number);
     return {number,
-            logits_of(p, number),
-            mask_of(p, number),
+            RowReader(p, number),
             Temperature(temperature > 0.0 ? temperature : 1.0),
             !(temperature > 0.0),
             k > 0 && k < i64(vocab_size) ? u32(k) : 0,
@@ -228,10 +227,10 @@ struct Solver {
     return u32(std::min<u64>(length, vocab_size));
   }
 
-  // Of a row whose normalizers are in the workspace, and whose best are in the selection, if there is one.
+  // Draws from a row. The workspace has its normalizers; the selection, if there is one, has its best tokens.
   void draw(const Row& row, Selection* selection, Workspace& workspace) const {
     BlockNormalizer own = workspace.own[0];
-    for (u32 i = 1; i < blocks; ++i) own = merge(own, workspace.own[i], 1.0);
+    for (u32 i = 1; i < row.reader.blocks(); ++i) own = merge(own, workspace.own[i], 1.0);
     const float m = own.m;
     const double log_d = std::log(own.d);
     const u64* const best = selection ? selection->sorted() : nullptr;
@@ -253,30 +252,16 @@ struct Solver {
     draw_from_blocks(row, border, m, log_d, workspace);
   }
 
-  // The elements of a block as floats, those that the mask hides -inf. In place, or in the workspace's buffer.
-  const float* load_block(const Row& row, u32 block, Workspace& workspace) const {
-    const i64 step = problem.logits_element_stride * kItemSize[problem.dtype];
-    const u32 begin = block * kBlock, n = elements_of(block);
-    const char* const source = row.logits + begin * step;
-    if (!row.mask && is_read_in_place(problem, row.logits)) return reinterpret_cast<const float*>(source);
-    kernels.load[problem.dtype](source, problem.logits_element_stride, n, workspace.buffer);
-    if (row.mask) apply_mask(problem, row.mask, begin, n, workspace.buffer);
-    return workspace.buffer;
-  }
-
-  u32 elements_of(u32 block) const { return std::min(kBlock, vocab_size - block * kBlock); }
-
   // Reads blocks first .. end. Writes their normalizers, and offers the elements to the selection, if there is one.
   void read(const Row& row, u32 first, u32 end, Selection* selection, BlockNormalizer* own_normalizers,
             BlockNormalizer* tempered_normalizers, Workspace& workspace) const {
     const bool is_tempered = row.needs_sum() && row.temperature.inverse != 1.0;
     Exponential own = one.exponential, tempered = row.temperature.exponential;
-    const u32 item_size = kItemSize[problem.dtype];
-    const i64 step = problem.logits_element_stride * item_size;
+    const u32 item_size = row.reader.item_size();
     for (u32 block = first; block < end; ++block) {
-      const u32 n = elements_of(block);
-      const float* const x = load_block(row, block, workspace);
-      const char* const next = row.logits + (u64(block) * kBlock + n) * step;
+      const u32 n = row.reader.elements_of(block);
+      const float* const x = row.reader.load(block, workspace.buffer);
+      const char* const next = row.reader.behind(block);
       const float greatest = kernels.maximum(x, n);
       own.reference = tempered.reference = reference_point(greatest);
       const double d = kernels.sum_exp(x, n, own, next, item_size);
@@ -294,9 +279,9 @@ struct Solver {
   // The first in the order, of a row for which there is no list.
   u64 best_of(const Row& row, Workspace& workspace) const {
     Selection selection(kernels, 1, vocab_size);
-    for (u32 block = 0; block < blocks; ++block) {
-      const u32 n = elements_of(block);
-      const float* const x = load_block(row, block, workspace);
+    for (u32 block = 0; block < row.reader.blocks(); ++block) {
+      const u32 n = row.reader.elements_of(block);
+      const float* const x = row.reader.load(block, workspace.buffer);
       selection.add_block(x, n, block * kBlock, kernels.maximum(x, n), true);
     }
     return selection.sorted()[0];
@@ -362,7 +347,7 @@ struct Solver {
 
   double sum_of_all(const Row& row, float m, const Workspace& workspace) const {
     double sum = 0.0;
-    for (u32 i = 0; i < blocks; ++i) sum += relative_to(m, workspace.tempered[i], row);
+    for (u32 i = 0; i < row.reader.blocks(); ++i) sum += relative_to(m, workspace.tempered[i], row);
     return sum;
   }
 
@@ -389,8 +374,7 @@ struct Solver {
   // The logit of a token that may be drawn.
   float logit_at(const Row& row, u32 token) const {
     float x;
-    const i64 step = problem.logits_element_stride * kItemSize[problem.dtype];
-    kernels.load[problem.dtype](row.logits + token * step, 1, 1, &x);
+    kernels.load[problem.dtype](row.reader.at(token), 1, 1, &x);
     return x;
   }
 
@@ -410,16 +394,16 @@ struct Solver {
 
   void draw_from_blocks(const Row& row, u64 border, float m, double log_d, Workspace& workspace) const {
     std::vector<double>& sums = workspace.sums;
-    sums.resize(blocks);
+    sums.resize(row.reader.blocks());
     Exponential exponential = row.temperature.exponential;
     exponential.reference = m;
     double total = 0.0;
-    for (u32 block = 0; block < blocks; ++block) {
+    for (u32 block = 0; block < row.reader.blocks(); ++block) {
       if (border == kKeepAll) {
         total += relative_to(m, workspace.tempered[block], row);
       } else {
         const float* const x = load_kept(row, block, border, workspace);
-        total += kernels.sum_exp(x, elements_of(block), exponential, x, 0);
+        total += kernels.sum_exp(x, row.reader.elements_of(block), exponential, x, 0);
       }
       sums[block] = total;
     }
@@ -433,9 +417,9 @@ struct Solver {
 
   // The elements of a block, -inf where they rank behind the border.
   const float* load_kept(const Row& row, u32 block, u64 border, Workspace& workspace) const {
-    const float* const x = load_block(row, block, workspace);
+    const float* const x = row.reader.load(block, workspace.buffer);
     if (border == kKeepAll) return x;
-    const u32 n = elements_of(block), begin = block * kBlock;
+    const u32 n = row.reader.elements_of(block), begin = block * kBlock;
     const float least = logit_of(border);
     // Of those that tie with the border the first ones.
     const u32 cut = std::min(index_of(border), vocab_size - 1);
@@ -451,7 +435,7 @@ struct Solver {
   u32 draw_in_block(const Row& row, u32 block, double rest, u64 border, const Exponential& exponential,
                     Workspace& workspace) const {
     const float* const x = load_kept(row, block, border, workspace);
-    const u32 n = elements_of(block);
+    const u32 n = row.reader.elements_of(block);
     u32 first = 0;
     double rest_of_first = rest;
     for (u32 begin = 0; begin < n; begin += kStretch) {
@@ -475,7 +459,7 @@ struct Solver {
     return block * kBlock + last;
   }
 
-  // The last candidate that is kept, of a row of which more is kept than the list has.
+  // The last candidate that is kept, of a row that keeps more than its list has.
   u64 border_of(const Row& row, const u64* best, float m, Workspace& workspace) const {
     u64 border = row.k ? last_of_key(key_of(best[row.k - 1])) : last_of_key(kNegativeInfinityKey);
     if (row.has_top_p()) border = std::max(border, border_of_top_p(row, border, m, workspace));
@@ -498,7 +482,7 @@ struct Solver {
   }
 
   // The border of top-p: the last token of the shortest prefix of the sorted row whose weights sum to top_p of all. Counts
-  // only tokens not behind `least`. Sums the weights by the leading bits of the keys, and sorts only the tokens of the bin
+  // only tokens up to `least`. Sums the weights by the leading bits of the keys, and sorts only the tokens of the bin
   // that has the border.
   u64 border_of_top_p(const Row& row, u64 least, float m, Workspace& workspace) const {
     std::vector<double>& bins = workspace.bins;
@@ -506,9 +490,9 @@ struct Solver {
     Exponential exponential = row.temperature.exponential;
     exponential.reference = m;
     const u32 least_key = key_of(least);
-    for (u32 block = 0; block < blocks; ++block) {
-      const u32 n = elements_of(block);
-      const float* const x = load_block(row, block, workspace);
+    for (u32 block = 0; block < row.reader.blocks(); ++block) {
+      const u32 n = row.reader.elements_of(block);
+      const float* const x = row.reader.load(block, workspace.buffer);
       kernels.full_rows->exp_terms(x, n, exponential, workspace.terms, x, 0);
       for (u32 i = 0; i < n; ++i) {
         const u32 key = key_of_logit(x[i]);
@@ -525,9 +509,9 @@ struct Solver {
 
     std::vector<u64>& of_bin = workspace.of_bin;
     of_bin.clear();
-    for (u32 block = 0; block < blocks; ++block) {
-      const u32 n = elements_of(block);
-      const float* const x = load_block(row, block, workspace);
+    for (u32 block = 0; block < row.reader.blocks(); ++block) {
+      const u32 n = row.reader.elements_of(block);
+      const float* const x = row.reader.load(block, workspace.buffer);
       for (u32 i = 0; i < n; ++i) {
         const u32 key = key_of_logit(x[i]);
         if (key >> (32 - kBinBits) == bin && key >= least_key)

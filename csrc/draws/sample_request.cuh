@@ -53,8 +53,10 @@ struct SampleRows {
   float* best_logsumexp;  // nullable; [rows]
   u32 logprobs;
   u32 rows;
+  const void* lengths;  // nullable; [rows] of int32 or int64: tokens from a row's length on are -inf, and are not read
+  u32 lengths_are_long;
 };
-static_assert(sizeof(SampleRows) == 264, "fused_topk/layout/launch.py packs 264 bytes");
+static_assert(sizeof(SampleRows) == 280, "fused_topk/layout/launch.py packs 280 bytes");
 
 }  // namespace fused_topk
 
@@ -72,7 +74,7 @@ struct RowLogits {
 
   const Bits* const data;  // [V]
   const RowMask mask;
-  const u32 V;
+  const u32 V;  // the row's length
 
   __device__ __forceinline__ RowLogits(const SampleRows& p, u32 row)
       : data(static_cast<const Bits*>(p.logits) + i64(row) * p.row_stride),
@@ -80,9 +82,9 @@ struct RowLogits {
                  ? static_cast<const char*>(p.mask) + i64(row) * p.mask_row_stride * (p.mask_kind == kMaskBits ? 4 : 1)
                  : nullptr,
              p.mask_element_stride, p.mask_kind},
-        V(p.V) {}
+        V(p.lengths ? length_at(p.lengths, p.lengths_are_long, row, p.V) : p.V) {}
 
-  // -inf where the mask hides it.
+  // -inf where the mask hides it. index: below V.
   __device__ __forceinline__ float operator()(u32 index) const {
     if (mask.data) {
       const u32 bit = index % 4;
@@ -92,7 +94,7 @@ struct RowLogits {
   }
 };
 
-// A row's temperature. Of a greedy row, of which the best token is taken, it is 1.
+// A row's temperature. It is 1 for a greedy row, where the best token is taken.
 struct RowTemperature {
   float inverse;
   float scale;
@@ -127,7 +129,7 @@ __device__ __forceinline__ u64 aim_of(const SampleRows& p, u32 row, u32 sample, 
 // log of a sum of weights.
 __device__ __forceinline__ float log_of_sum(const SampleRows& p, u64 sum) { return logf(float(sum) / p.one); }
 
-// Writes the best token of a row of which no other may be drawn. All threads of a block call it.
+// Writes the best token of a row, where no other may be drawn. All threads of a block call it.
 __device__ __forceinline__ void write_best(const SampleRows& p, u32 row, u32 best, float log_prob) {
 #pragma unroll 1
   for (u32 sample = threadIdx.x; sample < p.num_samples; sample += kThreads) {

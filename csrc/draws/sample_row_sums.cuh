@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums over a whole row by all of its blocks, which wait for each other. Every thread of every block gets each result.
-// Sums are of integers, hence exact: they do not depend on how many blocks there are.
+// All sums are of integers, so they are exact and do not depend on the number of blocks.
 #pragma once
 
 #include "sample_request.cuh"
@@ -63,7 +63,7 @@ class RowSums {
   // Sums measure(index) over each piece.
   template <class MEASURE>
   __device__ __forceinline__ void fill_pieces(const MEASURE& measure) {
-    // Until all have read what is overwritten.
+    // Waits until all threads have read what is overwritten next.
     __syncthreads();
     u64* const to = blocks() > 1 ? scratch().pieces[turn_ % 2] : shared_.pieces;
 #pragma unroll 1
@@ -87,8 +87,8 @@ class RowSums {
     return warp_sum(sum);
   }
 
-  // The first index at which the running sum of `measure`, of which the pieces have the sums, exceeds `aim`, which is
-  // below the total. All 32 lanes of a warp call it.
+  // The first index at which the running sum of `measure` exceeds `aim`. The pieces hold sums of `measure`, and `aim` is below
+  // the total. All 32 lanes of a warp call it.
   template <class MEASURE>
   __device__ __forceinline__ u32 find(u64 aim, const MEASURE& measure) const {
     constexpr u32 kAtATime = 4;
@@ -166,18 +166,18 @@ class RowSums {
     return (p_.V + kPieces * kWarpSize - 1) / (kPieces * kWarpSize) * kWarpSize;
   }
   __device__ __forceinline__ u64 begin_of(u32 piece) const { return u64(piece) * piece_length(); }
-  __device__ __forceinline__ u64 end_of(u32 piece) const { return min(u64(p_.V), begin_of(piece) + piece_length()); }
+  __device__ __forceinline__ u64 end_of(u32 piece) const { return min(u64(logits.V), begin_of(piece) + piece_length()); }
 
   // Sums measure(logit) over the tokens with keys from `low` to `high`, those with equal (key - low) >> shift together.
   template <class MEASURE>
   __device__ __forceinline__ void fill_bins(u32 low, u32 high, u32 shift, const MEASURE& measure) {
-    // Until all have read what is overwritten.
+    // Waits until all threads have read what is overwritten next.
     __syncthreads();
     // Each thread has bins of its own: no two threads wait for each other.
 #pragma unroll
     for (u32 bin = 0; bin < kBins; ++bin) bins_[bin][threadIdx.x] = 0;
 #pragma unroll 2
-    for (u64 i = rank() * kThreads + threadIdx.x; i < p_.V; i += blocks() * kThreads) {
+    for (u64 i = rank() * kThreads + threadIdx.x; i < logits.V; i += blocks() * kThreads) {
       const float x = logits(u32(i));
       const u32 of = key(x);
       if (of >= low && of <= high) bins_[(of - low) >> shift][threadIdx.x] += measure(x);

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Draws tokens from rows whose best are listed, with filters: a block a row or several, and nothing that the host must
-// wait for.
+// Draws tokens after filters, given each row's list of best tokens. One block or several have a row. The host waits for nothing.
 //
 // The list comes from softmax_topk.cu: the row's best tokens, and its (m, d). Top-k, top-p and min-p keep the best of a
 // row, so a border says what is kept. Mostly the list has it, and a token is drawn from the list. If more is kept than is
-// listed, the row's blocks search the border among the keys, 4 bits a read of the row. Then they sum the kept tokens piece
-// by piece, and the piece that has the token is read again.
+// listed, the row's blocks find the border by bisection over the keys: each read of the row decides 4 bits. Then they sum the
+// kept tokens piece by piece, and the piece that has the token is read again.
 //
 // Blocks of one row wait for each other. So a launch with several blocks a row is cooperative.
 #pragma once
@@ -90,8 +89,8 @@ struct RowSampler {
     }
   }
 
-  // The border of a row of which more is kept than is listed. kth: the key of the k-th best, if the list has it. sum: as
-  // for List::kept.
+  // The border of a row that keeps more than its list has. kth: the key of the k-th best, if the list has it. sum: as for
+  // List::kept.
   __device__ __forceinline__ Border search_border(const Filters& filters, u32 kth, u64 sum) {
     const Weights weight = weights();
     const u32 greatest = sums.key(m);

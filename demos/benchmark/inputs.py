@@ -44,7 +44,17 @@ def make_inputs(case: Case, device: torch.device, count: int, seed: int = 0) -> 
     inputs = [row[:numel].view(shape) for row in storage.unbind(0)]
     for logits in inputs:
         fill(logits, case.distribution, generator)
+        if case.is_ragged:
+            # So that who knows no lengths has the same answer.
+            beyond = torch.arange(case.vocab, device=device) >= lengths_of(case, device).unsqueeze(-1)
+            logits.masked_fill_(beyond, -math.inf)
     return inputs
+
+
+def lengths_of(case: Case, device: torch.device) -> Tensor:
+    """The rows' lengths, int32 (rows,), the same in every run."""
+    generator = torch.Generator().manual_seed(case.rows)
+    return torch.randint(case.vocab + 1, (case.rows,), generator=generator, dtype=torch.int32).to(device)
 
 
 def fill(logits: Tensor, distribution: str, generator: torch.Generator) -> None:

@@ -14,7 +14,7 @@ import fused_topk
 from fused_topk.problem import Sample, TopK
 
 from .check import beam_topk_error, log_softmax_topk_error, sample_error, softmax_error
-from .inputs import fits_in_cache, make_inputs, rotation_count
+from .inputs import fits_in_cache, lengths_of, make_inputs, rotation_count
 from .peers import PEERS, beam_scores
 from .suites import SAMPLING, Case
 from .timing import FULL, QUICK, Effort, Function, Timing, time_eager, time_graph, time_host, time_interleaved
@@ -140,7 +140,14 @@ def answer_error(case: Case, fused: Function, inputs: Sequence[Tensor], device: 
 
 def floor(case: Case, device: torch.device) -> dict[str, Function]:
     """What nobody beats who reads, and for full rows writes, the same bytes."""
-    return {"read": _read(device)} if case.k else {"copy": Tensor.clone}
+    if case.k == 0:
+        return {"copy": Tensor.clone}
+    read = _read(device)
+    if not case.is_ragged:
+        return {"read": read}
+    # As many bytes as lie within the lengths, one after the other.
+    count = int(lengths_of(case, device).sum())
+    return {"read": lambda logits: read(logits.flatten()[:count].unsqueeze(0))}
 
 
 def first_line(error: Exception) -> str:
@@ -204,7 +211,8 @@ def fused_function(case: Case, settings: Settings) -> Function:
     if k == 0:
         return lambda logits: fused_topk.softmax(logits, backend=backend)
     if not case.beams:
-        return lambda logits: fused_topk.log_softmax_topk(logits, k, backend=backend)
+        lengths = lengths_of(case, settings.device) if case.is_ragged else None
+        return lambda logits: fused_topk.log_softmax_topk(logits, k, lengths=lengths, backend=backend)
     scores = beam_scores(case, settings.device)
     return lambda logits: fused_topk.beam_topk(logits, scores, k, backend=backend)
 

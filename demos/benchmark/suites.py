@@ -67,6 +67,7 @@ class Case(NamedTuple):
     distribution: str = "normal"
     beams: int = 0
     sampling: str = ""
+    is_ragged: bool = False  # rows have lengths, uniform from 0 to vocab (inputs.py)
 
     @property
     def num_rows(self) -> int:
@@ -82,6 +83,9 @@ class Case(NamedTuple):
         sample(): a token and its log-probability."""
         if self.k == 0:
             return 2 * self.input_bytes
+        if self.is_ragged:
+            # Half of the logits, as many as there are on average.
+            return self.input_bytes // 2 + self.rows * (self.k * 12 + 4)
         if self.sampling:
             return self.input_bytes + self.rows * 12
         return self.input_bytes + self.rows * self.k * 12 + self.num_rows * 4
@@ -96,7 +100,7 @@ class Case(NamedTuple):
         rows = f"{self.rows} x {self.beams} beams" if self.beams else f"{self.rows}"
         data = "" if self.distribution == "normal" else f" {self.distribution}"
         what = f"sample {self.sampling}" if self.sampling else f"k={self.k}" if self.k else "softmax"
-        return f"{rows} x {self.vocab} {self.dtype} {what}{data}"
+        return f"{rows} x {self.vocab} {self.dtype} {what}{data}{' ragged' if self.is_ragged else ''}"
 
     def target_for(self, cache: str) -> Target | None:
         return self.hot if cache == "hot" and self.hot else self.target
@@ -263,6 +267,14 @@ SUITES: dict[str, tuple[Case, ...]] = {
         Case(*shape, None if data == "normal" else Target(2.5, "normal"), distribution=data)
         for shape in _DISTRIBUTION_SHAPES
         for data in DISTRIBUTIONS
+    ),
+    # Each after the same with whole rows.
+    "ragged": tuple(
+        Case(rows, 131072, k, dtype, is_ragged=is_ragged)
+        for dtype in ("bf16", "fp32")
+        for k in (512, 2048)
+        for rows in (4, 64, 256, 1024)
+        for is_ragged in (False, True)
     ),
     "unaligned": tuple(
         case

@@ -69,7 +69,7 @@ def row_topk(problem: TopkProblem, out: TopK) -> None:
 
     dtype = working_dtype(rows.logits)
     temperature = _temperature(rows.scale, dtype)
-    x = (rows.logits if problem.normalize == "all" else candidates).to(dtype)
+    x = counted_logits(rows, problem.normalize).to(dtype)
     m, d = _normalizer(x, temperature)
     if problem.values == "state":
         out.values.copy_(chosen)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions for rows in parts: the state of each part, and the merge of states."""
+"""The public functions that merge the states of a row's parts, as topk_state() gives them."""
 
 from __future__ import annotations
 
@@ -15,72 +15,15 @@ from ..arguments import (
     check_k,
     check_normalize,
     check_part,
-    check_rows,
-    check_start,
     check_temperature,
 )
-from ..operators import merging, row_topk, transforms
+from ..operators import merging, transforms
 from ..operators.dispatch import way_of_call
 from ..problem import TopK, TopKState, result_dtype
 
-_row_topk = torch.ops.fused_topk.row_topk.default
 _merge_parts = torch.ops.fused_topk.merge_parts.default
 _VALUES = ("softmax", "log_softmax", "logits")
 _NO_TOKEN = -1
-
-
-def topk_state(
-    logits: Tensor,
-    k: int,
-    *,
-    start: int = 0,
-    temperature: float | Tensor | None = None,
-    mask: Tensor | None = None,
-    normalize: str = "allowed",
-    backend: str | None = None,
-) -> TopKState:
-    """The state (m, d, T) of a part of every row, in one read of the logits: what :func:`merge_topk` takes.
-
-    Milakov & Gimelshein 2018, equations 6 and 7 and Algorithm 4 (https://arxiv.org/abs/1805.02867).
-
-    Args:
-        logits: shape (..., V_part), the columns `start` ... `start` + V_part - 1 of every row. See :func:`softmax_topk`,
-            which describes all arguments but `start`.
-        k: the number of candidates to keep. Where it exceeds V_part, all V_part are kept.
-        start: the token at which the part begins; start + V_part may exceed 2^31.
-        temperature: a positive number, or a tensor with one number per row. The merge must be given the same.
-        mask: the tokens of the part that may be chosen, bool or packed int32, with the part's first token first.
-        normalize: "allowed": m and d are of the allowed tokens. "all": they are of the whole part, and the mask hides
-            tokens from the choice only. "topk": as "allowed"; the merge then normalises by what it chooses.
-        backend: None, "cuda", "cpu" or "reference".
-
-    Returns:
-        TopKState with logits and indices of shape (..., min(k, V_part)), m and d of shape (...).
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
-
-    Contract:
-        The candidates, their order, ties, NaN, waiting and determinism are those of :func:`topk`. The logits are copied
-        bit for bit. The logits, m and d are differentiable.
-
-    Example:
-        >>> import torch, fused_topk
-        >>> x = torch.tensor([1.0, 3.0, 2.0, 3.0])
-        >>> parts = [fused_topk.topk_state(x[:2], 2), fused_topk.topk_state(x[2:], 2, start=2)]
-        >>> fused_topk.merge_topk(parts, 2).indices
-        tensor([1, 3])
-    """
-    rows = check_rows(logits, temperature, mask)
-    # Any k suits a part that is shorter.
-    check_k(k, 2**63 - 1)
-    k = min(k, logits.shape[-1])
-    check_start(start)
-    check_normalize(normalize)
-    check_backend(backend)
-    run = way_of_call(row_topk.row_topk, _row_topk, transforms.RowTopk.apply, *rows.tensors())
-    best, indices, normalizer = run(*rows, k, "state", normalize, backend)
-    return TopKState(best, indices + start if start else indices, normalizer.select(0, 0), normalizer.select(0, 1))
 
 
 def merge_states(

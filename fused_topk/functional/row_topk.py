@@ -17,15 +17,17 @@ from ..arguments import (
     check_dim,
     check_k,
     check_logits,
+    check_no_lengths,
     check_normalize,
     check_rows,
+    check_start,
     is_distributed,
     plain_rows,
 )
 from ..operators import row_topk, transforms
 from ..operators.dispatch import need_dispatcher, way_of_call
 from ..plans import TopkPlan, row_result, topk_plan
-from ..problem import TopK
+from ..problem import TopK, TopKState
 from ..rows import LogitRows
 from .out import check_out, have_changed, is_plain_out
 
@@ -44,6 +46,7 @@ def softmax_topk(
     *,
     temperature: float | Tensor | None = None,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     normalize: str = "allowed",
     backend: str | None = None,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -63,8 +66,11 @@ def softmax_topk(
         mask: the allowed tokens, the ones that may be chosen. bool, broadcastable to `logits`, True where allowed; or
             int32 of shape (..., ceil(V / 32)), the vocabulary last, where bit j of word i is for token 32 i + j. A
             token that is not allowed counts as a logit of -inf.
-        normalize: the tokens whose probabilities sum to 1. "allowed": the allowed tokens. "all": the whole row, as if
-            the mask came after softmax. "topk": the k chosen tokens.
+        lengths: how many of a row's first tokens there are: int32 or int64, 0 <= length <= V, broadcastable to the shape of
+            `logits` without `dim`. A token at or beyond its row's length counts as a logit of -inf, whatever lies there, and
+            is not read. The values of a CPU tensor are checked; those of a CUDA tensor are clamped.
+        normalize: the tokens whose probabilities sum to 1. "allowed": the allowed tokens. "all": the whole row, up to its
+            length, as if the mask came after softmax. "topk": the k chosen tokens.
         backend: None picks the fastest backend that works, and falls back to torch operations. "cuda", "cpu" (native)
             and "reference" (torch operations) name one; if it does not work, the call raises.
         out: (values, indices, logsumexp) to write into instead of new tensors. They may have any strides, and may be
@@ -97,7 +103,7 @@ def softmax_topk(
         >>> fused_topk.softmax_topk(torch.tensor([1.0, 3.0, 2.0]), 2).indices
         tensor([1, 2])
     """
-    return _row("softmax", logits, k, dim, temperature, mask, normalize, backend, out)
+    return _row("softmax", logits, k, dim, temperature, mask, lengths, normalize, backend, out)
 
 
 def log_softmax_topk(
@@ -107,6 +113,7 @@ def log_softmax_topk(
     *,
     temperature: float | Tensor | None = None,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     normalize: str = "allowed",
     backend: str | None = None,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -122,6 +129,7 @@ def log_softmax_topk(
         dim: the vocabulary dimension.
         temperature: a positive number, or a tensor with one number per row.
         mask: the tokens that may be chosen, bool or packed int32.
+        lengths: how many of a row's first tokens there are, one number a row.
         normalize: "allowed", "all" (log-probabilities of the whole row, as in beam search) or "topk".
         backend: None, "cuda", "cpu" or "reference".
         out: (values, indices, logsumexp) to write into.
@@ -132,7 +140,7 @@ def log_softmax_topk(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
     """
-    return _row("log_softmax", logits, k, dim, temperature, mask, normalize, backend, out)
+    return _row("log_softmax", logits, k, dim, temperature, mask, lengths, normalize, backend, out)
 
 
 def topk(
@@ -141,6 +149,7 @@ def topk(
     dim: int = -1,
     *,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     backend: str | None = None,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> TopK:
@@ -153,6 +162,7 @@ def topk(
         k: the number of results per row, 1 <= k <= V.
         dim: the vocabulary dimension.
         mask: the tokens that may be chosen; the others have the value -inf.
+        lengths: how many of a row's first tokens there are, one number a row; the others have the value -inf.
         backend: None, "cuda", "cpu" or "reference".
         out: (values, indices, logsumexp) to write into.
 
@@ -163,7 +173,7 @@ def topk(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
     """
-    return _row("logits", logits, k, dim, None, mask, "allowed", backend, out)
+    return _row("logits", logits, k, dim, None, mask, lengths, "allowed", backend, out)
 
 
 def beam_topk(
@@ -173,6 +183,7 @@ def beam_topk(
     *,
     temperature: float | Tensor | None = None,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     normalize: str = "allowed",
     backend: str | None = None,
 ) -> TopK:
@@ -186,6 +197,7 @@ def beam_topk(
         k: the number of results per sequence, 1 <= k <= beams * V.
         temperature: a positive number, or a tensor with one number per row, broadcastable to (batch, beams).
         mask: the tokens that may be chosen.
+        lengths: how many of a beam's first tokens there are, one number a beam, broadcastable to (batch, beams).
         normalize: "allowed" (the mask comes before log_softmax) or "all" (after it, as in transformers' beam search).
         backend: None, "cuda", "cpu" or "reference".
 
@@ -204,10 +216,11 @@ def beam_topk(
     if is_distributed(logits):
         from ..distributed import dtensors
 
+        check_no_lengths(lengths, "hide the tokens by a mask")
         return dtensors.beams(logits, beam_scores, k, temperature, mask, normalize, backend)
     check_logits(logits)
     check_beam_scores(beam_scores, logits)
-    rows = check_rows(logits, temperature, mask)
+    rows = check_rows(logits, temperature, mask, lengths)
     check_k(k, max(logits.shape[1], 1) * logits.shape[2], "beams times the vocabulary size")
     check_normalize(normalize)
     if normalize == "topk":
@@ -219,6 +232,62 @@ def beam_topk(
     return TopK(*run(*rows, beam_scores, k, normalize, backend))
 
 
+def topk_state(
+    logits: Tensor,
+    k: int,
+    *,
+    start: int = 0,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    normalize: str = "allowed",
+    backend: str | None = None,
+) -> TopKState:
+    """The state (m, d, T) of a part of every row, in one read of the logits: what :func:`merge_topk` takes.
+
+    Milakov & Gimelshein 2018, equations 6 and 7 and Algorithm 4 (https://arxiv.org/abs/1805.02867).
+
+    Args:
+        logits: shape (..., V_part), the columns `start` ... `start` + V_part - 1 of every row. See :func:`softmax_topk`,
+            which describes all arguments but `start`.
+        k: the number of candidates to keep. Where it exceeds V_part, all V_part are kept.
+        start: the token at which the part begins; start + V_part may exceed 2^31.
+        temperature: a positive number, or a tensor with one number per row. The merge must be given the same.
+        mask: the tokens of the part that may be chosen, bool or packed int32, with the part's first token first.
+        lengths: how many of the part's first tokens there are, one number a row.
+        normalize: "allowed": m and d are of the allowed tokens. "all": they are of the whole part, and the mask hides
+            tokens from the choice only. "topk": as "allowed"; the merge then normalises by what it chooses.
+        backend: None, "cuda", "cpu" or "reference".
+
+    Returns:
+        TopKState with logits and indices of shape (..., min(k, V_part)), m and d of shape (...).
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
+
+    Contract:
+        The candidates, their order, ties, NaN, waiting and determinism are those of :func:`topk`. The logits are copied
+        bit for bit. The logits, m and d are differentiable.
+
+    Example:
+        >>> import torch, fused_topk
+        >>> x = torch.tensor([1.0, 3.0, 2.0, 3.0])
+        >>> parts = [fused_topk.topk_state(x[:2], 2), fused_topk.topk_state(x[2:], 2, start=2)]
+        >>> fused_topk.merge_topk(parts, 2).indices
+        tensor([1, 3])
+    """
+    rows = check_rows(logits, temperature, mask, lengths)
+    # Any k suits a part that is shorter.
+    check_k(k, 2**63 - 1)
+    k = min(k, logits.shape[-1])
+    check_start(start)
+    check_normalize(normalize)
+    check_backend(backend)
+    run = way_of_call(row_topk.row_topk, _row_topk, transforms.RowTopk.apply, *rows.tensors())
+    best, indices, normalizer = run(*rows, k, "state", normalize, backend)
+    return TopKState(best, indices + start if start else indices, normalizer.select(0, 0), normalizer.select(0, 1))
+
+
 def _row(
     values: str,
     logits: Tensor,
@@ -226,6 +295,7 @@ def _row(
     dim: int,
     temperature: float | Tensor | None,
     mask: Tensor | None,
+    lengths: Tensor | None,
     normalize: str,
     backend: str | None,
     out: tuple[Tensor, Tensor, Tensor] | None,
@@ -239,7 +309,7 @@ def _row(
         and backend in _BACKENDS
         and (out is None or _may_be_plain(out))
     ):
-        rows = plain_rows(logits, temperature, mask, out or ())
+        rows = plain_rows(logits, temperature, mask, lengths, out or ())
         if rows is not None:
             plan = topk_plan(logits.device, rows.layout(), k, values, normalize, backend)
             return plan.run(rows) if out is None else _written(plan, rows, out)
@@ -247,6 +317,7 @@ def _row(
         # Imported here: plain tensors need no torch.distributed.
         from ..distributed import dtensors
 
+        check_no_lengths(lengths, "hide the tokens by a mask")
         return dtensors.row(values, logits, k, dim, temperature, mask, normalize, backend, out)
     check_logits(logits)
     dims = logits.dim()
@@ -254,7 +325,7 @@ def _row(
     moved = dim != dims - 1
     if moved:
         logits, mask = logits.movedim(dim, -1), _vocabulary_last(mask, dim, dims)
-    rows = check_rows(logits, temperature, mask)
+    rows = check_rows(logits, temperature, mask, lengths)
     check_k(k, logits.shape[-1])
     check_normalize(normalize)
     check_backend(backend)

@@ -28,6 +28,7 @@ from ..arguments import (
     LEAST_TEMPERATURE,
     check_backend,
     check_k,
+    check_lengths,
     check_logits,
     check_mask,
     check_row_numbers,
@@ -56,6 +57,7 @@ def sample(
     top_p: float | Tensor = 1.0,
     min_p: float | Tensor = 0.0,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     seed: int | Tensor | None = None,
     counter: int | Tensor = 0,
     generator: torch.Generator | None = None,
@@ -79,6 +81,8 @@ def sample(
             Of equal tokens at this border the smaller indices are kept. 1 keeps all.
         min_p: keeps the tokens whose probability is at least `min_p` times that of the most likely one. 0 keeps all.
         mask: the tokens that may be drawn, as for :func:`softmax_topk`: a token that is not allowed counts as -inf.
+        lengths: how many of a row's first tokens there are, as for :func:`softmax_topk`: the others count as -inf, and are
+            not read.
         seed: names the random numbers, instead of a generator. An int64 tensor, broadcastable as `temperature`, is the
             seed of each row: a row then draws the same wherever it stands in whatever batch. One int is for all rows, and
             a row's number in the batch tells its draws from those of the others.
@@ -94,7 +98,7 @@ def sample(
 
     Returns:
         Sample with tokens int64 (..., num_samples), log_probs float32 (..., num_samples), and topk, the TopK that
-        `log_softmax_topk(logits, logprobs, mask=mask)` gives (None for logprobs = 0). float64 logits have float64 log_probs.
+        `log_softmax_topk(logits, logprobs, mask=mask, lengths=lengths)` gives (None for logprobs = 0). float64 logits have float64 log_probs.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
@@ -106,7 +110,7 @@ def sample(
         row's number or 0), bit for bit the same on every backend. The token is the first by index at which the sum of the
         kept tokens' probabilities exceeds u. Backends sum in other orders: so they draw the same token unless u is within
         2^-19 of a border between two tokens, and keep the same tokens unless one is as near to the border of top-p.
-        A token that is not kept, or not allowed, is never drawn.
+        A token that is not kept, not allowed, or beyond the row's length is never drawn.
         A row without a distribution, with NaN, with +inf, of only -inf, or with nothing allowed, gives the first token in
         the order of :func:`softmax_topk`, and NaN log-probabilities. So does a temperature on a GPU that is negative or
         NaN, with truncated log-probabilities of NaN. Temperature 0 gives the same token, with 0 as its truncated
@@ -122,7 +126,7 @@ def sample(
     """
     numbers = (temperature, top_k, top_p, min_p)
     request = (num_samples, logprobs, truncated_log_probs, backend)
-    if type(logits) is Tensor and mask is None:
+    if type(logits) is Tensor and mask is None and lengths is None:
         planned = _planned(logits, numbers, request, seed, counter, generator)
         if planned is not None:
             return planned
@@ -136,7 +140,10 @@ def sample(
     allowed = check_mask(mask, logits)
     if allowed is not None:
         allowed = allowed.reshape(-1, allowed.shape[-1])
-    rows = LogitRows(logits.detach().reshape(-1, vocab_size), *temperatures, allowed)
+    of_rows = check_lengths(lengths, logits)
+    if of_rows is not None:
+        of_rows = of_rows.reshape(-1).contiguous()
+    rows = LogitRows(logits.detach().reshape(-1, vocab_size), *temperatures, allowed, of_rows)
     of_seed, of_counter = names_of(seed, counter, generator, logits)
     problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, logprobs, truncated_log_probs)
     # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.

@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ... import backends
 from ...backends import Backend
 from ...functional.sampling import random_names
-from ...plans import beam_result, row_result
-from ...problem import Sample, SampleProblem, TopK, TopkProblem, TopKState, result_dtype
-from ...rows import LogitRows
+from ...plans import topk_plan
+from ...problem import Sample, SampleProblem, TopK, TopKState, result_dtype
+from ...rows import LogitRows, like
 from .changed_scores import Change, edited
 
 # Up to this V, torch's argmax is as quick on a GPU as our kernel, and the host launches it in a third of the time.
@@ -62,14 +62,10 @@ class Rows:
     def greatest(self) -> Tensor:
         """int64 [R]: the token of the greatest logit of each row; of equal ones the smallest, NaN above +inf."""
         logits = self.logits
-        rows, vocab_size = logits.shape
-        if vocab_size <= _ARGMAX_VOCAB_SIZE and logits.is_cuda:
+        if self.vocab_size <= _ARGMAX_VOCAB_SIZE and logits.is_cuda and not self.is_sharded:
             # argmax gives the same answer, also in one read.
             return logits.argmax(-1)
-        # The kernel writes [R, 1], which lies in memory as [R] does.
-        ids = torch.empty(size=(rows,), dtype=torch.int64, device=logits.device)
-        _prepared_greatest(self.backend, logits.dtype, logits.device, logits.shape, logits.stride())(logits, ids)
-        return ids
+        return self.topk(1).indices.squeeze(1)
 
     def topk(self, k: int, mask: Tensor | None = None) -> TopK:
         """The k greatest logits, in the model's dtype, and the logsumexp of the tokens in `mask` [1 or R, W]."""
@@ -102,17 +98,10 @@ class Rows:
             beam_scores: float32 [batch, beams], batch * beams = R.
         """
         batch, beams = beam_scores.shape
-        logits = self.logits.view(batch, beams, -1)
-        if mask is None:
-            run = _prepared_beams(
-                self.backend, logits.dtype, logits.device, logits.shape, logits.stride(), beam_scores.stride(), k
-            )
-            return run(logits, beam_scores)
-        mask = mask.expand(batch * beams, -1).view(batch, beams, -1)
-        out = beam_result(logits, k).empty(logits.device)
-        problem = TopkProblem(LogitRows(logits, mask=mask), k, "log_softmax", "all")
-        self.backend.prepare_topk(problem, logits.device, beam_scores)(problem.rows, out, beam_scores)
-        return out
+        if mask is not None:
+            mask = mask.expand(batch * beams, -1).view(batch, beams, -1)
+        rows = LogitRows(self.logits.view(batch, beams, -1), mask=mask)
+        return self._run(rows, k, "log_softmax", "all", beam_scores)
 
     def edited(self, ids: Tensor, change: Change, replaces_row: bool) -> Rows:
         """Rows of float32 logits in which the tokens `ids` [R, S] have other scores. See :func:`changed_scores.edited`."""
@@ -156,52 +145,11 @@ class Rows:
         return result
 
     def _scan(self, k: int, mask: Tensor | None, values: str, normalize: str, temperature: float) -> TopK:
-        logits = self.logits
         if mask is not None:
-            mask = mask.expand(len(logits), -1)
-        out = row_result(logits, k, values).empty(logits.device)
-        problem = TopkProblem(LogitRows(logits, temperature, mask=mask), k, values, normalize)
-        self.backend.prepare_topk(problem, logits.device)(problem.rows, out)
-        return out
+            mask = mask.expand(len(self.logits), -1)
+        return self._run(LogitRows(self.logits, temperature, mask=mask), k, values, normalize)
 
-
-@lru_cache(maxsize=256)
-def _prepared_greatest(
-    backend: Backend, dtype: torch.dtype, device: torch.device, shape: torch.Size, strides: tuple[int, ...]
-) -> Callable[[Tensor, Tensor], None]:
-    """A function that writes the token of the greatest logit, for logits of that dtype, device and layout."""
-    logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    run = backend.prepare_topk(TopkProblem(LogitRows(logits), 1, "logits", "allowed"), device)
-
-    def run_new(logits: Tensor, ids: Tensor) -> None:
-        # Nobody reads these two. Each call makes its own: tensors kept here could be freed while a CUDA graph still writes
-        # to them.
-        values = torch.empty(size=shape[:1], dtype=dtype, device=device)
-        logsumexp = torch.empty(size=shape[:1], dtype=result_dtype(dtype), device=device)
-        run(LogitRows(logits), TopK(values, ids, logsumexp))
-
-    return run_new
-
-
-@lru_cache(maxsize=256)
-def _prepared_beams(
-    backend: Backend,
-    dtype: torch.dtype,
-    device: torch.device,
-    shape: torch.Size,
-    strides: tuple[int, ...],
-    scores_strides: tuple[int, ...],
-    k: int,
-) -> Callable[[Tensor, Tensor], TopK]:
-    """A function that returns the k best continuations, for logits and scores of that kind."""
-    logits = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    beam_scores = torch.empty_strided(shape[:2], scores_strides, dtype=torch.float32, device="meta")
-    run = backend.prepare_topk(TopkProblem(LogitRows(logits), k, "log_softmax", "all"), device, beam_scores)
-    result = beam_result(logits, k)
-
-    def run_new(logits: Tensor, beam_scores: Tensor) -> TopK:
-        out = result.empty(device)
-        run(LogitRows(logits), out, beam_scores)
-        return out
-
-    return run_new
+    def _run(self, rows: LogitRows, k: int, values: str, normalize: str, beam_scores: Tensor | None = None) -> TopK:
+        scores = None if beam_scores is None else like(beam_scores)
+        name = backends.name_of(self.backend)
+        return topk_plan(rows.logits.device, rows.layout(), k, values, normalize, name, scores).run(rows, beam_scores)

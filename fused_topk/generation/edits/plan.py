@@ -18,17 +18,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from ..choice.edit import Edit
 from ..choice.rows import Rows
 from ..choice.warping import NORMALIZE, Filter
-from . import bans, biases, constraints, penalties, timestamps
+from . import bans, biases, constraints, penalties, timestamps, tries
 from .adapter import Adapter, Adapters, Step, is_as_published
 from .warpers import filters_of
 
 ADAPTERS: Adapters = {
-    kind: adapter for of in (bans, penalties, biases, constraints, timestamps) for kind, adapter in of.ADAPTERS.items()
+    kind: adapter
+    for of in (bans, penalties, biases, constraints, timestamps, tries)
+    for kind, adapter in of.ADAPTERS.items()
 }
+
+
+def reason_against(processors: Any) -> str | None:
+    """Why a loop's list of processors is none that a plan stands for; None if it is one."""
+    if type(processors) is LogitsProcessorList and is_as_published(LogitsProcessorList):
+        return None
+    return f"logits processors in a {type(processors).__name__}"
 
 
 class Plan:
@@ -89,6 +99,15 @@ class Plan:
                     edits.clear()
                 edits.append(edit)
         return edits
+
+    def run_stock(self, input_ids: Any, scores: Tensor, answered: dict[int, Any], **kwargs: Any) -> Any:
+        """The processors themselves on all scores [R, V], with what `answered` has in the place of some of them.
+
+        Args:
+            kwargs: what a loop hands to its processors besides.
+        """
+        processors = LogitsProcessorList(answered.get(id(each), each) for each in self.processors)
+        return processors(input_ids, scores, **kwargs)
 
     def _on_call(self, called: Any) -> None:
         self._states = [

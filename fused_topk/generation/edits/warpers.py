@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any
 
@@ -18,27 +19,12 @@ from ..choice.warping import NORMALIZE, Filter, apply, list_length
 
 def filters_of(processor: Any) -> list[Filter] | None:
     """What a warper does. None for anything but the exact classes, with the known attributes and the filter value -inf."""
-    kind = type(processor)
-    known = _ATTRIBUTES.get(kind)
-    if (
-        known is None
-        or not vars(processor).keys() <= known
-        or getattr(processor, "filter_value", -math.inf) != -math.inf
-    ):
+    make, known = WARPERS.get(type(processor), (None, frozenset()))
+    if make is None or not vars(processor).keys() <= known:
         return None
-    p = processor
-    if kind is stock.TemperatureLogitsWarper:
-        filters = [Filter("temperature", p.temperature)]
-    elif kind is stock.TopKLogitsWarper:
-        filters = [Filter("top_k", p.top_k)]
-    elif kind is stock.TopPLogitsWarper:
-        filters = [Filter("top_p", p.top_p, p.min_tokens_to_keep)]
-    elif kind is stock.MinPLogitsWarper:
-        filters = [Filter("min_p", p.min_p, p.min_tokens_to_keep)]
-    elif kind is stock.LogitNormalization:
-        filters = [NORMALIZE]
-    else:
-        filters = list(p.filters)
+    if getattr(processor, "filter_value", -math.inf) != -math.inf:
+        return None
+    filters = make(processor)
     return filters if all(map(_is_within_range, filters)) else None
 
 
@@ -186,13 +172,27 @@ def _no_total(temperature: float) -> Tensor:
     raise AssertionError("top_k comes before top_p")
 
 
-_ATTRIBUTES: dict[type, frozenset[str]] = {
-    stock.TemperatureLogitsWarper: frozenset({"temperature"}),
-    stock.TopKLogitsWarper: frozenset({"top_k", "filter_value", "min_tokens_to_keep"}),
-    stock.TopPLogitsWarper: frozenset({"top_p", "filter_value", "min_tokens_to_keep"}),
-    stock.MinPLogitsWarper: frozenset({"min_p", "filter_value", "min_tokens_to_keep"}),
-    stock.LogitNormalization: frozenset(),
-    FusedTopKLogitsProcessor: frozenset(
-        {"top_k", "temperature", "top_p", "min_p", "filter_value", "min_tokens_to_keep"}
+# By class: what makes its filters, and the attributes that it has in any version.
+WARPERS: dict[type, tuple[Callable[[Any], list[Filter]], frozenset[str]]] = {
+    stock.TemperatureLogitsWarper: (
+        lambda p: [Filter("temperature", p.temperature)],
+        frozenset({"temperature"}),
+    ),
+    stock.TopKLogitsWarper: (
+        lambda p: [Filter("top_k", p.top_k)],
+        frozenset({"top_k", "filter_value", "min_tokens_to_keep"}),
+    ),
+    stock.TopPLogitsWarper: (
+        lambda p: [Filter("top_p", p.top_p, p.min_tokens_to_keep)],
+        frozenset({"top_p", "filter_value", "min_tokens_to_keep"}),
+    ),
+    stock.MinPLogitsWarper: (
+        lambda p: [Filter("min_p", p.min_p, p.min_tokens_to_keep)],
+        frozenset({"min_p", "filter_value", "min_tokens_to_keep"}),
+    ),
+    stock.LogitNormalization: (lambda p: [NORMALIZE], frozenset()),
+    FusedTopKLogitsProcessor: (
+        lambda p: p.filters,
+        frozenset({"top_k", "temperature", "top_p", "min_p", "filter_value", "min_tokens_to_keep"}),
     ),
 }

@@ -178,19 +178,22 @@ class LazyScores(StandIn):
 
     # The operations of the loops, in the order in which they run.
 
-    def processed(self, plan: Plan, input_ids: Tensor, run_stock: Callable[[Tensor, dict[int, Any]], Tensor]) -> Any:
+    def processed(self, plan: Plan, input_ids: Tensor, kwargs: dict[str, Any]) -> Any:
         """These scores after the logits processors.
 
         Args:
             plan: what the processors do.
             input_ids: the tokens so far.
-            run_stock: runs the processors on a tensor, given `edits.Step.answered`.
+            kwargs: what the loop hands to its processors besides.
         """
         answered: dict[int, Any] = {}
 
+        def run_stock(scores: Tensor) -> Any:
+            return plan.run_stock(input_ids, scores, answered, **kwargs)
+
         is_known_place = self._stage in (Stage.LOGITS, Stage.LOG_PROBS) and self._filters is None
         if self._dense is not None or not is_known_place:
-            return run_stock(self.dense("logits processors in an unknown place"), answered)
+            return run_stock(self.dense("logits processors in an unknown place"))
         if not plan.processors:
             self._filters = ()
             return self
@@ -198,14 +201,12 @@ class LazyScores(StandIn):
         if reason is None and self._stage is Stage.LOG_PROBS:
             reason = plan.reason_of_beams
         if reason is not None:
-            return run_stock(self.dense(reason), answered)
+            return run_stock(self.dense(reason))
         try:
             edits = plan.edits(input_ids, self._step.rows, self._stage is Stage.LOG_PROBS, answered)
         except NotSparse as cause:
-            return run_stock(self.dense(str(cause)), answered)
-        return LazyScores(
-            self._step, self._stage, self.shape, lambda: run_stock(self._tensor(), answered), edits, plan.filters
-        )
+            return run_stock(self.dense(str(cause)))
+        return LazyScores(self._step, self._stage, self.shape, lambda: run_stock(self._tensor()), edits, plan.filters)
 
     def _log_softmax(self, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
         if self._stage is not Stage.LOGITS or self._filters is not None or dim not in (-1, 1) or dtype is not None:

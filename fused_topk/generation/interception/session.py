@@ -3,85 +3,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList
-from transformers.generation.configuration_utils import GenerationMode
 
 from ... import backends, functional
 from ...backends import reference
-from ...problem import TopK
+from ..calls import Call
 from ..choice.rows import Rows
+from ..edits.plan import Plan, reason_against
+from ..frames import is_of_a_loop, variables
+from ..lm_head import sharded_head_of
+from ..request import BEAMS, SAMPLING, SEARCH, Options, mode_of
 from ..statistics import count_fallback, count_gathered
-from ..tensor_parallel.sharded_head import ShardedHead, SharedGenerator, sharded_head_of
+from ..tensor_parallel.sharded_head import ShardedHead, SharedGenerator
 from ..tensor_parallel.sharded_logits import ShardedLogits
 from ..tensor_parallel.sharded_rows import ShardedRows
 from .lazy_scores import LazyScores
-from .model_logits import ModelLogits, is_of_a_loop, variables
-from .processor_list import Processors, reason_against
+from .model_logits import LastLogits, ModelLogits, is_of_last
 from .recorded import Recorded
 
-SEARCH = (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH)
-SAMPLING = (GenerationMode.SAMPLE, GenerationMode.BEAM_SAMPLE)
-BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 # Methods that get the loop's scores. A user's model may override them.
 _OF_BEAMS = ("_unflatten_beam_dim", "_get_top_k_continuations")
 
 
-class Options(NamedTuple):
-    """The options of :func:`fused_topk.generation.fused_decoding`."""
-
-    sampling: bool = False
-    topk_per_step: int = 0
-    whole_step: bool | str = False
-
-    @staticmethod
-    def checked(sampling: Any, topk_per_step: Any, whole_step: Any) -> Options:
-        if not isinstance(sampling, bool):
-            raise TypeError(f"`sampling` must be a bool, got {type(sampling).__name__}; pass True or False")
-        if not isinstance(whole_step, (bool, str)):
-            kind = type(whole_step).__name__
-            raise TypeError(f'`whole_step` must be a bool, "compiled" or "eager", got {kind}; pass True or False')
-        if isinstance(whole_step, str) and whole_step not in ("compiled", "eager"):
-            raise ValueError(f'`whole_step` must be True, False, "compiled" or "eager", got {whole_step!r}; pass True')
-        if isinstance(topk_per_step, bool) or not isinstance(topk_per_step, int):
-            raise TypeError(f"`topk_per_step` must be an int, got {type(topk_per_step).__name__}; pass 0 for no record")
-        if topk_per_step < 0:
-            raise ValueError(f"`topk_per_step` must not be negative, got {topk_per_step}; pass 0 for no record")
-        return Options(sampling, topk_per_step, whole_step)
-
-
-class Session:
-    """One running generate() call of one model.
+class Session(Call):
+    """A running generate() call in transformers' own loop.
 
     Args:
         reason: why no step of the call can be fused; None if steps may be fused.
         loop: the code of a loop that computes as transformers' loops do; None for a loop of transformers.
-        is_whole: whether the loop is one of whole steps, which counts them itself.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        reason: str | None = None,
-        loop: CodeType | None = None,
-        is_whole: bool = False,
+        self, model: nn.Module, options: Options, reason: str | None = None, loop: CodeType | None = None
     ) -> None:
-        self.model = model
-        self.topk: list[TopK] = []
+        super().__init__(model)
         self._options = options
         self._reason_of_call = reason
-        self._is_whole = is_whole
         # Why no step of the running loop can be fused. A loop runs once its processors are known.
         self._reason: str | None = None
-        self.has_begun = False
-        self.is_open = True
         self._given_loop = self._loop = loop
         self._processors: LogitsProcessorList | None = None
         # What greedy decoding and sampling keep for the user, and the record of the running step.
@@ -104,21 +67,20 @@ class Session:
         self._generator: SharedGenerator | None = None
 
     def begin(self, config: GenerationConfig, processors: LogitsProcessorList) -> LogitsProcessorList:
-        """Called before a loop with that configuration. Returns the processors for the loop to use."""
         if processors is self._processors:
             # Somebody has wrapped the method that asks for processors, and it has been wrapped by us again.
             return processors
         self.has_begun = True
         self._reason = self._reason_of_call or self._reason_of_loop(config) or reason_against(processors)
         # Beam search keeps clones of the scores instead: LazyScores.clone.
-        is_kept = config.return_dict_in_generate and _mode(config) not in BEAMS
+        is_kept = config.return_dict_in_generate and mode_of(config) not in BEAMS
         self._records_logits = bool(is_kept and config.output_logits)
         self.records_scores = bool(is_kept and config.output_scores)
         self._begin_sharded(config, processors)
         if self._reason is not None:
             return processors
         self._loop = self._given_loop
-        self._processors = Processors(self, processors, _mode(config) in SAMPLING)
+        self._processors = Processors(self, processors, mode_of(config) in SAMPLING)
         return self._processors
 
     def _begin_sharded(self, config: GenerationConfig, processors: LogitsProcessorList) -> None:
@@ -127,7 +89,7 @@ class Session:
         self._head = None if module is None else ShardedHead(self.model, module)
         if self._head is None:
             return
-        mode = _mode(config)
+        mode = mode_of(config)
         reason = self._reason or self._head.reason()
         if config.return_dict_in_generate:
             kept = [name for name in ("output_logits", "output_scores") if getattr(config, name)]
@@ -142,23 +104,17 @@ class Session:
             self._generator = agreement.generator(self._head.module.weight.device)
 
     def columns_of(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType
+        self, head: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType
     ) -> ShardedLogits | None:
-        """What forward() of an LM head returns instead of gathered logits; None where it is to gather.
-
-        Args:
-            args, kwargs: of forward().
-            caller: who has called the head.
-        """
-        head = self._head
-        if head is None or module is not head.module or self._reason_to_gather is not None or not self.is_open:
+        own = self._head
+        if own is None or head is not own.module or self._reason_to_gather is not None or not self.is_open:
             return None
-        logits = head.logits(args, kwargs, caller)
-        self._has_given_columns = logits is not None
-        return logits
+        # Only the forward() of the model that is generating gets them.
+        columns = own.columns(args, kwargs) if variables(caller).get("self") is self.model else None
+        self._has_given_columns = columns is not None
+        return columns
 
     def after_forward(self, output: Any, is_asked_by_loop: bool = True) -> Any:
-        """Marks the logits that the model has returned to the loop."""
         logits = getattr(output, "logits", None) if self.has_begun else None
         if logits is None or type(logits) is ModelLogits:
             return output
@@ -204,6 +160,10 @@ class Session:
             return True
         return False
 
+    def taken(self, logits: ShardedLogits, index: Any, frame: FrameType) -> LastLogits | None:
+        """What the function in the frame gets by that index, if it is the loop and takes the last rows; else None."""
+        return LastLogits(logits.last(), logits, self) if is_of_last(index) and self.is_in(frame) else None
+
     def end_step(self) -> None:
         """Called before the processors of a step run. Counts the step as a fallback if the loop has not taken the logits."""
         self._num_steps += 1
@@ -227,17 +187,17 @@ class Session:
         self._recorded = None
 
     def close(self) -> None:
-        self.is_open = False
+        super().close()
         self._end_record()
         # Session and processors refer to each other. Without this they would live until the garbage collector runs.
         self._processors = None
         # No step was counted: the loop is not one of transformers, or does not run this call's processors.
-        if not self._num_steps and not self._is_whole:
+        if not self._num_steps:
             for _ in range(self._num_forwards):
                 count_fallback(self._reason or self._unknown_loop())
 
     def _reason_of_loop(self, config: GenerationConfig) -> str | None:
-        mode = _mode(config)
+        mode = mode_of(config)
         if mode not in SEARCH + SAMPLING:
             return f"generation mode {mode.value}"
         if mode in SAMPLING and not self._options.sampling:
@@ -283,6 +243,31 @@ class Session:
         return self.record(scores) if self._records_logits else scores
 
 
+class Processors(LogitsProcessorList):
+    """A loop's processors, which turn lazy scores into lazy scores if all of them can be fused.
+
+    Loops may add some of their own, and change them.
+    """
+
+    def __init__(self, session: Session, processors: LogitsProcessorList, is_sampling: bool) -> None:
+        super().__init__(processors)
+        self._session = session
+        self._is_sampling = is_sampling
+        self._plan: Plan | None = None
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        self._session.end_step()
+        if type(scores) is Recorded:
+            scores = scores.end()
+        if not isinstance(scores, LazyScores):
+            return super().__call__(input_ids, scores, **kwargs)
+        if self._plan is None or not self._plan.is_for(self):
+            self._plan = Plan(self, self._is_sampling)
+        result = scores.processed(self._plan, input_ids, kwargs)
+        is_kept = self._session.records_scores and isinstance(result, LazyScores)
+        return self._session.record(result) if is_kept else result
+
+
 def _replace_logits(output: Any, logits: Tensor) -> str | None:
     """Puts the logits into a model's output. Returns None, or why that is impossible."""
     try:
@@ -295,37 +280,3 @@ def _replace_logits(output: Any, logits: Tensor) -> str | None:
     except (AttributeError, TypeError):
         return f"an output that cannot be assigned to, {type(output).__name__}"
     return None
-
-
-def _mode(config: GenerationConfig) -> GenerationMode:
-    mode: GenerationMode = config.get_generation_mode()
-    return mode
-
-
-# The generate() call that this thread is in.
-_current: ContextVar[Session | None] = ContextVar("fused_topk_session", default=None)
-
-
-@contextmanager
-def running(session: Session) -> Iterator[None]:
-    """A with block in which the session is the current one of this thread."""
-    token = _current.set(session)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-        session.close()
-
-
-def running_session() -> Session | None:
-    """The session of the running generate() call that this thread is in, of any model."""
-    return _current.get()
-
-
-def session_of(model: nn.Module) -> Session | None:
-    """The session of the running generate() call of that model, if this thread is in one.
-
-    A task that was started in a call may outlive it: a closed session does not count.
-    """
-    session = _current.get()
-    return session if session is not None and session.model is model and session.is_open else None

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...distributed.collective import all_gather
-from ..interception.model_logits import variables
+from ..calls import after_forward
 from .sharded_logits import Columns, ShardedLogits
 
 # The styles of transformers' plans that gather what a linear layer gives, and leave it as it is otherwise.
@@ -31,24 +29,6 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_OUTPUT = "_update_model_kwargs_for_generation"
 # Of torch: hooks of all modules.
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
-
-
-def _is_own(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("fused_topk.generation.")
-
-
-def sharded_head_of(model: Any) -> nn.Module | None:
-    """The model's LM head, if processes have some columns of it each."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    get = getattr(model, "get_output_embeddings", None)
-    head = None if get is None else get()
-    weight = getattr(head, "weight", None)
-    if type(weight) in (Tensor, nn.Parameter) or not isinstance(weight, Tensor):
-        return None
-    from torch.distributed.tensor import DTensor
-
-    return head if isinstance(weight, DTensor) else None
 
 
 class Agreement(NamedTuple):
@@ -121,7 +101,7 @@ class ShardedHead:
         # Hooks, and what wraps a forward(), are given plain tensors. Some versions of transformers gather in hooks.
         if any(getattr(module, hooks, None) for hooks in _HOOKS):
             return "a forward hook of the LM head"
-        if any(not _is_own(hook) for hook in getattr(model, _HOOKS[0], {}).values()):
+        if any(hook is not after_forward for hook in getattr(model, _HOOKS[0], {}).values()):
             return "a forward hook of the model"
         if any(getattr(nn.modules.module, hooks, None) for hooks in _GLOBAL_HOOKS):
             return "a forward hook of all modules"
@@ -159,17 +139,14 @@ class ShardedHead:
         everyone = all_gather(own, columns.group).tolist()
         return Agreement(all(each[0] == said for each in everyone), everyone[0][1] if draws else None)
 
-    def logits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> ShardedLogits | None:
+    def columns(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedLogits | None:
         """What the head's forward() returns instead of gathered logits; None where it must gather.
 
         Args:
             args, kwargs: of forward().
-            caller: who has called the head.
         """
         hidden = args[0] if len(args) == 1 and not kwargs else None
         if self._columns is None or type(hidden) is not Tensor or torch.is_grad_enabled():
-            return None
-        if variables(caller).get("self") is not self._model:
             return None
         weight, bias = self.module.weight.to_local(), self.module.bias
         local = nn.functional.linear(hidden, weight, None if bias is None else bias.to_local())

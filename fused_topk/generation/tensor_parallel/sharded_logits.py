@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ...distributed.collective import all_gather
-from ..interception.model_logits import LastLogits, StockLoop, is_of_last
 from ..statistics import count_gathered
 
 
@@ -44,6 +44,14 @@ class Columns(NamedTuple):
         return everywhere.movedim(0, -2).flatten(-2)[..., : self.vocab_size]
 
 
+class Taker(Protocol):
+    """The decoding loop that the logits are for."""
+
+    def taken(self, logits: ShardedLogits, index: Any, frame: FrameType) -> Any:
+        """What the function in the frame gets by that index, if it is the loop and takes the last rows; else None."""
+        raise NotImplementedError
+
+
 class ShardedLogits(Tensor):
     """Logits [R, length, V], or the last of them [R, V].
 
@@ -54,7 +62,7 @@ class ShardedLogits(Tensor):
     local: Tensor  # (..., length of the columns)
     columns: Columns
     # The decoding loop that the logits are for, once the model has returned them.
-    loop: StockLoop | None
+    loop: Taker | None
     _whole: Tensor | None
 
     @staticmethod
@@ -89,11 +97,12 @@ class ShardedLogits(Tensor):
         return logits
 
     def __getitem__(self, index: Any) -> Any:
-        loop = self.loop
-        if loop is None or self.is_gathered or not is_of_last(index) or not loop.is_in(sys._getframe(1)):
+        is_open = self.loop is not None and not self.is_gathered
+        taken = self.loop.taken(self, index, sys._getframe(1)) if is_open else None  # type: ignore[union-attr]
+        if taken is None:
             return super().__getitem__(index)
         self.loop = None
-        return LastLogits(self.last(), self, loop)
+        return taken
 
     @classmethod
     def __torch_function__(

@@ -49,9 +49,6 @@ class ShardedRows(Rows):
     def gather(self, reason: str) -> None:
         self.logits.whole(reason)
 
-    def greatest(self) -> Tensor:
-        return self.topk(1).indices.squeeze(-1)
-
     def topk(self, k: int, mask: Tensor | None = None) -> TopK:
         return distributed.topk(self._local, k, group=self._columns.group, mask=self._own(mask))
 

@@ -150,12 +150,13 @@ class Decoder:
             )
         self._places.is_reading_prompt = False
         self.calls = calls
-        if self._mask is None:
+        # A model of whose attention nothing is heard is not served: see :mod:`trial`.
+        if self._mask is None and calls:
             windows = [call.window for call in calls if call.window is not None]
             self._mask = Mask(
                 self._is_text,
                 self._beams,
-                calls[0].groups if calls else 1,
+                calls[0].groups,
                 max(windows, default=None),
                 logits.dtype,
             )
@@ -229,11 +230,11 @@ def _takes_positions(model: Any, arguments: frozenset[str]) -> bool:
     """Args: arguments: of the model's forward pass."""
     if not model.config.is_encoder_decoder:
         return "position_ids" in arguments
-    if "decoder_position_ids" in arguments:
-        return True
-    # A model made of two hands on to its decoder what is called so.
-    decoder = getattr(model, "decoder", None) if hasattr(model.config, "decoder") else None
-    return decoder is not None and "position_ids" in inspect.signature(decoder.forward).parameters
+    # A model that is made of two hands them on to its decoder.
+    is_of_two = hasattr(model.config, "decoder") and hasattr(model, "decoder")
+    return "decoder_position_ids" in arguments or (
+        is_of_two and "position_ids" in inspect.signature(model.decoder.forward).parameters
+    )
 
 
 def num_layers(config: Any) -> int:

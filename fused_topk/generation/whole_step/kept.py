@@ -9,8 +9,8 @@ earlier call had more room, a step looks at the first places of the tensors. On 
 
 Compiled code serves all batches, lengths and room. So it is made for few of the shapes, and kept when what a shape holds is dropped.
 
-A shape has two kinds of step. One does the forward pass and the choice of tokens. The other does the forward pass alone, for calls
-with processors, with sampling or with scores to be returned.
+A shape has kinds of step. One does the forward pass and the choice of tokens, one more chooses among those of a mask. Another one does
+the forward pass alone, for calls with other processors, with sampling or with scores to be returned.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ... import functional
 from . import compiled, graphs
-from .beams import Beams, Rules, choose
+from .beams import Rules, choose
 from .compiled import Bound, Codes
 from .decoder import Decoder, Prompt
 from .head import Head
@@ -56,16 +56,16 @@ class Way(NamedTuple):
     is_captured: bool
 
     @staticmethod
-    def on(device: torch.device, whole_step: bool | str) -> Way | None:
+    def on(device: torch.device, whole_step: bool | str | None) -> Way | None:
         """None where nothing is kept.
 
         Args:
-            whole_step: True for a step that is one call: captured where that can be, else compiled. "compiled" for both.
-                "eager" for neither.
+            whole_step: None for a step that is captured, where that can be. True for one that is compiled elsewhere.
+                "compiled" for both. "eager" for neither.
         """
-        if whole_step == "eager":
-            return None
         is_captured = graphs.is_cuda(device)
+        if whole_step == "eager" or (whole_step is None and not is_captured):
+            return None
         return Way(whole_step == "compiled" or not is_captured, is_captured)
 
     def and_simpler(self) -> list[Way]:
@@ -148,14 +148,16 @@ class KeptStep:
         self._parents = (
             None if is_greedy else torch.zeros(shape.batch, shape.beams, 1, dtype=torch.int64, device=device)
         )
+        # int32 [batch, beams, W], or [batch, W] without beams: which tokens may come next, for steps that ask.
+        self._mask: Tensor | None = None
         # For how many new tokens there is room.
         self._size = 0
         # As long as there are new tokens to look at: compiled code is the same for all sizes of tensors, not for all numbers.
         self._shown = torch.empty(0, device=device)
         self._is_late = graphs.is_cuda(device)
         self._codes = codes
-        # What runs a function, by that and by the room.
-        self._runs: dict[tuple[Any, int], Callable[[], Any]] = {}
+        # What runs a kind of step, by its name and by the room.
+        self._runs: dict[tuple[str, int], Callable[[], Any]] = {}
         self._graphs: list[graphs.Graph] = []
 
     @property
@@ -213,16 +215,25 @@ class KeptStep:
         """Makes one of the new tokens the last one, counted from 0 on."""
         self._last.fill_(token)
 
-    def advance(self) -> None:
-        """Goes on by one token."""
-        function = _advance_texts if self.shape.beams == 1 else _advance_beams
-        run = self._runs.get((function, self._size))
+    def advance(self, mask: Tensor | None = None) -> None:
+        """Goes on by one token.
+
+        Args:
+            mask: int32 [batch, beams, W], or [batch, W] without beams: which tokens it may be; None for any.
+        """
+        if mask is not None:
+            if self._mask is None:
+                self._mask = torch.empty_like(mask)
+            self._mask.copy_(mask)
+        kind = "advance" if mask is None else "advance among those of a mask"
+        run = self._runs.get((kind, self._size))
         if run is not None:
             run()
             return
         args = (
             self.decoder,
             self._head,
+            None if mask is None else self._mask,
             self._state,
             self._constants,
             self.count,
@@ -232,12 +243,12 @@ class KeptStep:
         )
         if not self.shape.way.is_captured:
             # Made by running it.
-            self._make(function, args)
+            self._make(kind, _advance, args)
             return
         # Steps that are tried before one is captured change nothing, as steps after the end.
         goes_on = self.goes_on.clone()
         self.goes_on.fill_(False)
-        run = self._make(function, args)
+        run = self._make(kind, _advance, args)
         self.goes_on.copy_(goes_on)
         run()
 
@@ -251,28 +262,29 @@ class KeptStep:
             # What lies behind is of no token yet.
             self._parents[:, :, :shown] = parents[:, :, :shown]
         self.count.copy_(step)
-        run = self._runs.get((_read, self._size))
+        run = self._runs.get(("read", self._size))
         if run is None:
-            run = self._make(_read, (self.decoder, self._tokens, self._parents, self.count, self._shown))
+            run = self._make("read", _read, (self.decoder, self._tokens, self._parents, self.count, self._shown))
         logits: Tensor = run()
         return logits
 
-    def _make(self, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
+    def _make(self, kind: str, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
         """Keeps what runs the function on the arguments, on which it has run at least once."""
         started = time.perf_counter()
         number = len(self._codes)
-        run = self._made(function, args)
+        run = self._made(kind, function, args)
         if self.shape.way.is_captured or len(self._codes) > number:
             self._tell(time.perf_counter() - started)
-        self._runs[function, self._size] = run
+        self._runs[kind, self._size] = run
         return run
 
-    def _made(self, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
+    def _made(self, kind: str, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
         ways: list[Callable[[], Any]] = [Bound(function, args)]
         if self.shape.way.is_compiled:
             for tensor, dims in self._sizes_that_vary():
                 compiled.let_vary(tensor, dims)
-            ways = self._codes.ways(function, args, (self.shape.of_code(), self.decoder.gathers, self._head is None))
+            key = kind, self.shape.of_code(), self.decoder.gathers, self._head is None
+            ways = self._codes.ways(function, args, key)
         for number, run in enumerate(ways, 1):
             try:
                 run()
@@ -292,6 +304,8 @@ class KeptStep:
         yield from ((self._shown, (0,)), (self._tokens, (0,)))
         if self._parents is not None:
             yield self._parents, (0, 2)
+        if self._mask is not None:
+            yield self._mask, (0,)
         if self._state is not None:
             yield from self._state.sizes_that_vary()
 
@@ -317,63 +331,50 @@ class _Replay:
         return self._graph.output
 
 
-def _advance_beams(
+def _advance(
     decoder: Decoder,
     head: Head | None,
-    state: Beams,
+    mask: Tensor | None,
+    state: Any,
     constants: Any,
     step: Tensor,
     last: Tensor,
     shown: Tensor,
     is_late: bool,
 ) -> None:
-    before = step - 1
-    tokens = state.running.tokens.index_select(2, before).squeeze(2)
-    args = tokens, state.running.parents, before, shown.shape[0]
-    beams, kept = tokens.shape[1], constants.is_best.shape[0]
-    if head is None:
-        logits = decoder.read(*args)
-        vocab_size = logits.shape[-1]
-        of_beams = logits.view(-1, beams, vocab_size)
-        scores, indices, _ = functional.beam_topk(of_beams, state.running.scores, kept, normalize="all")
+    before, are_last = step - 1, step >= last
+    after: Any
+    if isinstance(state, Texts):
+        args = state.tokens.index_select(1, before), None, before, shown.shape[0]
+        if head is None:
+            chosen = functional.topk(decoder.read(*args), 1, mask=mask).indices.squeeze(1)
+        else:
+            chosen = head.greatest(decoder.read_states(*args), mask)
+        after = choose_tokens(state, constants, chosen, step, are_last)
     else:
-        vocab_size = len(head.weight)
-        scores, indices = head.continuations(decoder.read_states(*args), state.running.scores, kept)
-    after = choose(state, constants, scores, indices, vocab_size, step, step >= last)
-    _go_on(state, after, step, is_late)
-
-
-def _advance_texts(
-    decoder: Decoder,
-    head: Head | None,
-    state: Texts,
-    constants: Any,
-    step: Tensor,
-    last: Tensor,
-    shown: Tensor,
-    is_late: bool,
-) -> None:
-    before = step - 1
-    args = state.tokens.index_select(1, before), None, before, shown.shape[0]
-    if head is None:
-        chosen = functional.topk(decoder.read(*args), 1).indices.squeeze(1)
-    else:
-        chosen = head.greatest(decoder.read_states(*args))
-    after = choose_tokens(state, constants, chosen, step, step >= last)
-    _go_on(state, after, step, is_late)
-
-
-def _read(decoder: Decoder, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: Tensor) -> Tensor:
-    return decoder.read(tokens, parents, step, shown.shape[0])
-
-
-def _go_on(state: Any, after: Any, step: Tensor, is_late: bool) -> None:
+        tokens = state.running.tokens.index_select(2, before).squeeze(2)
+        args = tokens, state.running.parents, before, shown.shape[0]
+        beams, kept = tokens.shape[1], constants.is_best.shape[0]
+        if head is None:
+            logits = decoder.read(*args)
+            vocab_size = logits.shape[-1]
+            of_beams = logits.view(-1, beams, vocab_size)
+            scores, indices, _ = functional.beam_topk(of_beams, state.running.scores, kept, mask=mask, normalize="all")
+        else:
+            vocab_size = len(head.weight)
+            mask = None if mask is None else mask.flatten(0, 1)
+            scores, indices = head.continuations(decoder.read_states(*args), state.running.scores, kept, mask)
+        after = choose(state, constants, scores, indices, vocab_size, step, are_last)
     if is_late:
         after = unless_over(state, after)
         step.add_(state.goes_on)
     else:
         step.add_(1)
     _write(state, after)
+
+
+def _read(decoder: Decoder, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: Tensor) -> Tensor:
+    return decoder.read(tokens, parents, step, shown.shape[0])
 
 
 def unless_over(before: Any, after: Any) -> Any:

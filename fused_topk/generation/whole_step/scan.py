@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 
 from ... import backends
 from ...backends import Backend, reference
@@ -57,9 +56,7 @@ class Scan:
         if self._dense is None:
             scores = self.rows.logits.to(torch.float32, copy=True)
             scores = scores.log_softmax(-1) if self._are_log_probs else scores
-            processors: Any = [self._answered.get(id(each), each) for each in self._plan.processors]
-            text: Any = self._text
-            self._dense = LogitsProcessorList(processors)(text, scores)
+            self._dense = self._plan.run_stock(self._text, scores, self._answered)
         return self._dense
 
 

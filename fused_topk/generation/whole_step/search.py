@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from ..choice import tokens
 from ..choice.edit import NotSparse
 from ..edits.plan import Plan
+from ..edits.tries import TrieLogitsProcessor
 from ..statistics import count_not_compiled, count_whole
 from . import beams, graphs, room, texts
 from .beams import Beams, Rules
@@ -24,6 +25,7 @@ from .results import KeptOutputs, of_beams, of_texts
 from .scan import Scan
 from .streaming import Once
 from .texts import Texts
+from .walk import Walk
 
 
 class Reader(Protocol):
@@ -52,6 +54,8 @@ class Search(NamedTuple):
     way: Way | None
     head: Head | None
     streamer: Once | None
+    # Whether the call is served by steps that are kept only.
+    only_kept: bool = False
 
     def run(self) -> Any:
         """What generate() returns.
@@ -72,6 +76,8 @@ class Search(NamedTuple):
                 try:
                     return self._run_kept(way)
                 except NotKept as error:
+                    if self.only_kept:
+                        raise Declined(str(error)) from error
                     count_not_compiled(str(error))
             return self._run(self._decoder(), None, self.rules.room)
         except NotSparse as error:
@@ -90,11 +96,19 @@ class Search(NamedTuple):
     def _run_kept(self, way: Way) -> Any:
         with self.store.step(self.twin, self.head, Shape.of(self.prompt, self.rules, way)) as step:
             kept = KeptOutputs.asked_for(self.config)
-            if self.plan.processors or self.config.do_sample or any(each is not None for each in kept):
+            constraint = self._constraint()
+            has_others = len(self.plan.processors) > (constraint is not None)
+            if has_others or self.config.do_sample or any(each is not None for each in kept):
                 return self._run(step, way, most_room(self.rules))
-            return self._run_at_once(step, way)
+            return self._run_at_once(step, way, constraint)
 
-    def _run_at_once(self, step: KeptStep, way: Way) -> Any:
+    def _constraint(self) -> TrieLogitsProcessor | None:
+        """The processor whose mask a step can take; None where there is none."""
+        first = next(iter(self.plan.processors), None)
+        is_one = type(first) is TrieLogitsProcessor and first.begin_index <= self.prompt.ids.shape[1]
+        return first if is_one else None
+
+    def _run_at_once(self, step: KeptStep, way: Way, constraint: TrieLogitsProcessor | None) -> Any:
         ids, rules = self.prompt.ids, self.rules
         length, most = ids.shape[1], most_room(rules)
         last = min(rules.room, self.criteria.max_length - length) - 1
@@ -105,6 +119,7 @@ class Search(NamedTuple):
         state = self._chosen(state, constants, logits, ids, 0, ends_now)
         step.begin(state, constants, last)
         flag = graphs.EndFlag(ids.device)
+        walk = None if constraint is None else Walk(constraint, ids, rules.beams, logits.shape[-1])
         token = 1
         is_going = flag.goes_on(step.goes_on)
         while is_going and token <= last:
@@ -115,7 +130,7 @@ class Search(NamedTuple):
                 size = step.open(room.after(size, most))
             if self.criteria.have_clocks and self.criteria.end_all(ids, length + token + 1):
                 step.end_with(token)
-            step.advance()
+            step.advance(None if walk is None else walk.mask_after(step.state, token - 1))
             self._hand_on(step.state, token - 1)
             is_going = flag.goes_on(step.goes_on)
             token += 1
