@@ -61,6 +61,7 @@ SAMPLE_SOURCES = (
     *_ROW_SOURCES,
     "philox.h",
     "sample_request.cuh",
+    "sample_part.cuh",
     "full_row.cuh",
     "sample_vocabulary.cu",
     "sample_list.cuh",
