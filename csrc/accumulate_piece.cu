@@ -17,7 +17,7 @@
 
 namespace fused_topk {
 
-// The argument of a launch. fused_topk/layout/piece_launch.py fills it by field names.
+// The argument of a launch. fused_topk/layout/launch.py fills it by field names.
 struct Piece {
   const void* logits;            // [rows, tokens]; every row starts at a multiple of 16 bytes
   i64 row_stride;                // in elements

@@ -10,7 +10,7 @@
 
 namespace fused_topk {
 
-// The argument of a launch. fused_topk/layout/gradient_launch.py fills it by field names.
+// The argument of a launch. fused_topk/layout/launch.py fills it by field names.
 struct LogitGradients {
   void* logits;                  // [rows, tokens], adjacent in a row; become their gradient
   const float* m;                // [rows]

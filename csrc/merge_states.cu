@@ -12,7 +12,7 @@
 
 namespace fused_topk {
 
-// The argument of a launch. fused_topk/layout/merge_launch.py fills it by field names.
+// The argument of a launch. fused_topk/layout/launch.py fills it by field names.
 struct States {
   const void* logits;            // [parts, rows, width]
   const i64* indices;            // [parts, rows, width]; -1: no candidate; ranks behind every candidate
@@ -158,7 +158,7 @@ __device__ __forceinline__ void sync_row() {
   }
 }
 
-// The entries of a row that fit into shared memory: those of a warp, which layout/merge_launch.py gives no more, or of a block.
+// The entries of a row that fit into shared memory: those of a warp, which layout/launch.py gives no more, or of a block.
 template <u32 WARPS>
 constexpr u32 kMostKept = WARPS == 1 ? kWarpSize : 1024;
 

@@ -11,7 +11,7 @@
 
 namespace fused_topk {
 
-// The argument, passed by value. fused_topk/layout/sample_launch.py fills it by field names. Of each parameter, the
+// The argument, passed by value. fused_topk/layout/launch.py fills it by field names. Of each parameter, the
 // pointer is null or has one number a row. What both kernels read comes first.
 struct SampleRows {
   const void* logits;  // [rows, V]
@@ -55,7 +55,7 @@ struct SampleRows {
   u32 logprobs;
   u32 rows;
 };
-static_assert(sizeof(SampleRows) == 264, "fused_topk/layout/sample_launch.py packs 264 bytes");
+static_assert(sizeof(SampleRows) == 264, "fused_topk/layout/launch.py packs 264 bytes");
 
 }  // namespace fused_topk
 

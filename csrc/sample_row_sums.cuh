@@ -29,7 +29,7 @@ struct BlockScratch {
   u32 bins[2][kBins];
 };
 static_assert(sizeof(Scratch) == 20480 && sizeof(BlockScratch) == 32784,
-              "fused_topk/layout/sample_launch.py allocates them");
+              "fused_topk/layout/launch.py allocates them");
 
 struct SumsShared {
   union {

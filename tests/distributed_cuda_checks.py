@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import itertools
+import os
+from datetime import timedelta
 
+import pytest
 import torch
+import torch.distributed as dist
 
 import fused_topk
+import processes
 from distributed_checks import columns
 from distributed_linear_checks import first_row, own_rows
 from fused_topk import distributed
@@ -114,3 +119,61 @@ def dtensors(rank: int, size: int) -> None:
         got = fused_topk.softmax_topk(distribute_tensor(logits, mesh, [placement]), 5)
         assert torch.equal(got.indices.full_tensor(), want.indices), placement
         torch.testing.assert_close(got.values.full_tensor(), want.values)
+
+
+def heads_and_draws_in_a_graph(rank: int, size: int) -> None:
+    hidden, weight, bias = exact_head((8,), 64, 32001, torch.float32, "cuda")
+    own_weight, own_bias = own_rows(weight, rank, size), own_rows(bias, rank, size)
+    start = first_row(32001, rank, size)
+    seed = torch.arange(8, device="cuda")
+
+    def step(hidden):
+        best = distributed.linear_log_softmax_topk(hidden, own_weight, 7, own_bias, start=start)
+        return best, distributed.sample(hidden @ own_weight.T + own_bias, seed=seed, num_samples=3)
+
+    def check(found, hidden):
+        logits = hidden @ weight.T + bias
+        best, drawn = found
+        want = fused_topk.log_softmax_topk(logits, 7)
+        assert torch.equal(best.indices, want.indices)
+        torch.testing.assert_close(best.values, want.values)
+        assert torch.equal(drawn.tokens, fused_topk.sample(logits, seed=seed, num_samples=3).tokens)
+
+    check(step(hidden), hidden)
+    torch.cuda.synchronize()
+    graph, read = torch.cuda.CUDAGraph(), hidden.clone()
+    with torch.cuda.graph(graph):
+        found = step(read)
+    for shift in (1, 2):
+        read.copy_(hidden.roll(shift, 0))
+        graph.replay()
+        check(found, read)
+    compiled_step = torch.compile(step, fullgraph=True)
+    check(compiled_step(hidden), hidden)
+
+
+def calls_that_differ(rank: int, size: int) -> None:
+    """Where every call compares, each process gets the error, and the group goes on."""
+    logits = random_logits(4, 999).cuda()
+    distributed.topk(logits, 5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSED_TOPK_CHECK_DISTRIBUTED", "1")
+        with pytest.raises(ValueError, match=r"rank 1 has k=9"):
+            distributed.topk(logits, 9 if rank == 1 else 5)
+        distributed.topk(logits, 5)
+
+
+def a_process_dies(rank: int, size: int) -> None:
+    """The others get an error within the group's limit, and a new group of theirs works."""
+    logits = random_logits(3, 90).cuda()
+    group = dist.new_group(timeout=timedelta(seconds=10))
+    distributed.topk(logits, 5, group=group)
+    if rank == size - 1:
+        os._exit(1)
+    # The first call of its kind compares.
+    with pytest.raises(RuntimeError, match="got no answer of some within 9 s"):
+        distributed.topk(logits, 6, group=group)
+    dist.distributed_c10d._abort_process_group()
+    processes.join(FOLDER, "store_of_the_rest", rank, size - 1, backend="nccl")
+    got = distributed.softmax_topk(columns(logits, rank, size - 1), 5)
+    assert torch.equal(got.indices, fused_topk.softmax_topk(logits, 5).indices)

@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from fused_topk.cuda_runtime import driver
-from fused_topk.layout.collapse import collapse
+from fused_topk.layout.launch import collapse
 
 
 def offsets(sizes, strides):

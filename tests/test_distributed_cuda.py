@@ -17,7 +17,9 @@ SIZES = [size for size in (2, 4, 8) if size <= GPUS]
 CHECKS = [
     name
     for name, check in vars(distributed_cuda_checks).items()
-    if inspect.isfunction(check) and list(inspect.signature(check).parameters) == ["rank", "size"]
+    if inspect.isfunction(check)
+    and name != "a_process_dies"
+    and list(inspect.signature(check).parameters) == ["rank", "size"]
 ]
 
 
@@ -34,3 +36,11 @@ def test_gpus(size, check):
     for rank, of_rank in enumerate(results(size)):
         assert check in of_rank, f"rank {rank} of {size} has no result; it died or did not end"
         assert of_rank[check] is None, of_rank[check]
+
+
+@pytest.mark.skipif(not SIZES, reason="needs two GPUs")
+@pytest.mark.parametrize("size", SIZES or [2])
+def test_a_process_that_dies(size):
+    *survivors, dead = processes.run("distributed_cuda_checks", ["a_process_dies"], size, backend="nccl")
+    assert dead == {}
+    assert survivors == [{"a_process_dies": None}] * (size - 1), survivors

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pytest
 
 from fused_topk.cuda_runtime import kernel_source
-from fused_topk.layout import gradient_launch, kernel_arguments, piece_launch, topk_choice, topk_launch
+from fused_topk.layout import kernel_arguments, launch, topk_choice, topk_launch
 from fused_topk.layout.topk_choice import KernelChoice, Method
 from simt import build
 from simt.translate import translate
@@ -96,7 +96,7 @@ VALUE_KINDS = {"logits": "Logits", "softmax": "Probabilities", "log_softmax": "L
 
 
 def mirrored(itemsize: int) -> list[str]:
-    """Every number of topk_choice.py and topk_launch.py that csrc/ has too."""
+    """Every number of layout/ that csrc/ has too."""
     claims = [
         f"kTileByTile == {Method.TILE_BY_TILE:d} && kForMany == {Method.FOR_MANY:d} && kInWindows == {Method.IN_WINDOWS:d}",
         f"kMaxSteps * kPartsOfStep == {topk_choice._MAX_PARTS}",
@@ -105,7 +105,7 @@ def mirrored(itemsize: int) -> list[str]:
         f"kRouterLanes == {topk_choice._ROUTER_LANES} && kRouterLanes == {topk_choice._ROUTER_K}",
         f"kIndexBits + 1 == {topk_choice._SHORT_ROW}",
         f"kLeadingDims == {kernel_arguments.LEADING_DIMS}",
-        *(f"k{name} == {topk_launch.VALUE_KINDS[kind]}" for kind, name in VALUE_KINDS.items()),
+        *(f"k{name} == {launch.VALUE_KINDS[kind]}" for kind, name in VALUE_KINDS.items()),
         f"kMaskBoth == {topk_launch._MASK_USES['allowed']} && kMaskChoice == {topk_launch._MASK_USES['all']}",
     ]
     for warps, vectors in topk_choice.VARIANTS[itemsize]:
@@ -137,20 +137,20 @@ def test_numbers_are_those_of_the_kernels(itemsize):
     assert failures(kernel, mirrored(itemsize)) == ""
 
 
-@pytest.mark.parametrize("dtype", topk_launch.FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", launch.FORMATS, ids=str)
 def test_blocks_of_pieces(dtype):
-    reader = f"pieces::PieceReader<{topk_launch.FORMATS[dtype]}>::Type"
+    reader = f"pieces::PieceReader<{launch.FORMATS[dtype]}>::Type"
     claims = [
-        f"pieces::kRowsPerBlock == {piece_launch.ROWS_PER_BLOCK}",
-        f"pieces::kRowsPerBlock * {reader}::Stream::kWarpVectors * sizeof(Vector) == {piece_launch.shared_bytes(dtype)}",
+        f"pieces::kRowsPerBlock == {launch.PIECE_ROWS_PER_BLOCK}",
+        f"pieces::kRowsPerBlock * {reader}::Stream::kWarpVectors * sizeof(Vector) == {launch.piece_shared_bytes(dtype)}",
     ]
     assert failures(KERNEL_OF[kernel_arguments.Piece], claims) == ""
 
 
 def test_blocks_of_gradients():
     claims = [
-        f"gradients::kThreads == {gradient_launch.THREADS}",
-        f"gradients::kSpanVectors * sizeof(Vector) == {gradient_launch.SPAN_BYTES}",
+        f"gradients::kThreads == {launch.GRADIENT_THREADS}",
+        f"gradients::kSpanVectors * sizeof(Vector) == {launch.GRADIENT_SPAN_BYTES}",
     ]
     assert failures(KERNEL_OF[kernel_arguments.LogitGradients], claims) == ""
 

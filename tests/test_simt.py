@@ -13,16 +13,8 @@ import torch
 import ladder_rungs
 from fused_topk.backends import cuda as kernels
 from fused_topk.cuda_runtime.kernel_source import source_folder
-from fused_topk.layout import (
-    full_row_launch,
-    gradient_launch,
-    merge_launch,
-    piece_launch,
-    sample_launch,
-    topk_launch,
-)
+from fused_topk.layout import full_row_launch, launch, topk_launch
 from fused_topk.layout.topk_choice import KernelChoice, alternatives, choose
-from fused_topk.layout.topk_launch import FORMATS
 from fused_topk.problem import TopkProblem
 from fused_topk.rows import LogitRows
 from oracle import DTYPES, assert_same, assert_topk, expected, start
@@ -161,10 +153,7 @@ def test_every_kernel_is_tested():
     assert tested == set(kernels.kernel_names())
     elsewhere = [
         *full_row_launch.kernel_names(),
-        *(merge_launch.kernel_name(dtype, warps) for dtype in FORMATS for warps in merge_launch.MERGE_WARPS),
-        *piece_launch.kernel_names(),
-        *sample_launch.kernel_names(),
-        *gradient_launch.kernel_names(),
+        *launch.small_kernel_names(),
         *ladder_rungs.kernel_names(),
     ]
     named = {re.split("<", name)[0] for name in (*tested, *elsewhere)}

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fused_topk import TopK, TopKState
 from fused_topk.backends import cuda, reference
+from fused_topk.layout import launch
 from fused_topk.layout import linear_pieces as layout
-from fused_topk.layout import piece_launch
 from fused_topk.operators import linear_pieces
 from fused_topk.rows import LogitRows
 from linear_heads import ENTRIES, exact_head, exact_logits
@@ -305,6 +305,6 @@ def test_a_head_with_a_mask_has_its_states_merged(monkeypatch):
 
 
 def test_launches_have_the_shape_that_the_kernel_expects():
-    assert [piece_launch.blocks(rows) for rows in (1, 4, 5, 2048)] == [1, 1, 2, 512]
+    assert [launch.piece_blocks(rows) for rows in (1, 4, 5, 2048)] == [1, 1, 2, 512]
     # Two tiles of 2 kB a warp of four.
-    assert piece_launch.shared_bytes(torch.bfloat16) == 16384
+    assert launch.piece_shared_bytes(torch.bfloat16) == 16384

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_topk.backends import cuda, philox, reference
-from fused_topk.layout import sample_launch
+from fused_topk.layout import launch
 from fused_topk.problem import Sample, SampleProblem, TopK, TopkProblem
 from fused_topk.rows import LogitRows
 from oracle import DTYPES
@@ -82,7 +82,7 @@ def draw(
         for i, x in enumerate((*problem.rows[1:], *problem[1:]))
         if isinstance(x, Tensor)
     ]
-    length = sample_launch.list_length
+    length = launch.sample_list_length
 
     def short(*arguments) -> int:
         return min(length(*arguments), longest or len(logits[0]))
@@ -90,9 +90,9 @@ def draw(
     with (
         mock.patch.object(cuda, "_topk_state", listed),
         mock.patch.object(cuda, "multiprocessors", lambda device: 132),
-        mock.patch.object(sample_launch, "summing_blocks", lambda *_: blocks),
-        mock.patch.object(sample_launch, "searching_blocks", lambda *_: blocks),
-        mock.patch.object(sample_launch, "list_length", short),
+        mock.patch.object(launch, "summing_blocks", lambda *_: blocks),
+        mock.patch.object(launch, "searching_blocks", lambda *_: blocks),
+        mock.patch.object(launch, "sample_list_length", short),
         emulated(arrays, **how) as outcomes,
     ):
         cuda.sample(problem, out)
@@ -173,8 +173,8 @@ def test_rows_that_follow_others_of_the_seed(name):
 
 def test_long_parts(monkeypatch):
     """As of rows beyond a million tokens: a warp reads a part in several steps."""
-    monkeypatch.setattr(sample_launch, "_MOST_PARTS", 2)
-    assert sample_launch.part_length_log2(9001) == 13
+    monkeypatch.setattr(launch, "_MOST_PARTS", 2)
+    assert launch.part_length_log2(9001) == 13
     for blocks in (1, 2):
         check_case("temperature", torch.float32, 9001, None, blocks=blocks)
 
@@ -309,7 +309,7 @@ def run_sanitized(name: str, longest: int | None) -> None:
     [(1000, 50, 72), (1000, None, 128), (60, 50, 60), (1000, 0, 128), (10**6, 5000, 1024), (5, 7, 5)],
 )
 def test_list_length(vocab_size, top_k, length):
-    assert sample_launch.list_length(vocab_size, top_k) == length
+    assert launch.sample_list_length(vocab_size, top_k) == length
 
 
 @pytest.mark.parametrize(
@@ -317,24 +317,24 @@ def test_list_length(vocab_size, top_k, length):
     [(0, False, True), (1000, False, True), (999, False, False), (0, True, False), (None, False, False)],
 )
 def test_which_draws_need_no_list(top_k, has_other_filter, from_vocabulary):
-    assert sample_launch.draws_from_vocabulary(1000, top_k, has_other_filter) == from_vocabulary
+    assert launch.draws_from_vocabulary(1000, top_k, has_other_filter) == from_vocabulary
 
 
 def test_blocks_of_a_row():
     """A part for each warp, and no more blocks that wait for each other than run at a time."""
     shapes = (1, 128256), (8, 32000), (8, 128256), (64, 128256), (256, 128256)
-    assert [sample_launch.summing_blocks(*shape, 132) for shape in shapes] == [16, 4, 16, 4, 1]
-    assert [sample_launch.searching_blocks(*shape, 0, 132) for shape in shapes] == [32, 15, 16, 2, 1]
-    assert sample_launch.searching_blocks(1, 128256, 50, 132) == 1
-    assert sample_launch.searching_blocks(1, 128256, None, 132) == 32
+    assert [launch.summing_blocks(*shape, 132) for shape in shapes] == [16, 4, 16, 4, 1]
+    assert [launch.searching_blocks(*shape, 0, 132) for shape in shapes] == [32, 15, 16, 2, 1]
+    assert launch.searching_blocks(1, 128256, 50, 132) == 1
+    assert launch.searching_blocks(1, 128256, None, 132) == 32
     for rows, vocab_size, count in product((1, 3, 100, 500), (1, 2048, 10**6, 2**31 - 1), (1, 40, 132)):
-        blocks = sample_launch.searching_blocks(rows, vocab_size, 2000, count)
+        blocks = launch.searching_blocks(rows, vocab_size, 2000, count)
         assert blocks == 1 or blocks * rows <= count
-        assert vocab_size <= 1024 << sample_launch.part_length_log2(vocab_size)
-    assert sample_launch.part_length_log2(2**20) == 10 and sample_launch.part_length_log2(2**31 - 1) == 21
+        assert vocab_size <= 1024 << launch.part_length_log2(vocab_size)
+    assert launch.part_length_log2(2**20) == 10 and launch.part_length_log2(2**31 - 1) == 21
 
 
 def test_sums_of_weights_fit_64_bits():
     for vocab_size in (1, 2**18, 2**31 - 1):
-        unit = sample_launch.unit(vocab_size)
+        unit = launch.sample_unit(vocab_size)
         assert unit * vocab_size < 2**62 and unit >= 2**30

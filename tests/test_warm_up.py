@@ -12,7 +12,7 @@ import torch
 import fused_topk
 from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver, tickets
-from fused_topk.layout import merge_launch
+from fused_topk.layout import launch
 from fused_topk.problem import FullRowProblem, Sample, SampleProblem
 from fused_topk.rows import LogitRows
 from gpu_stand_in import StandInGpus
@@ -195,7 +195,7 @@ def test_a_gpu_does_not_wait_for_the_compiler_of_another(monkeypatch):
 def test_states(gpus, function):
     """A merge has two kernels a dtype, a state that of its row."""
     ready = fused_topk.warm_up((3, 50), 100, functions=function, dtypes=torch.bfloat16, device="cuda:1")
-    wanted = {merge_launch.kernel_name(torch.bfloat16, warps) for warps in merge_launch.MERGE_WARPS}
+    wanted = {launch.merge_kernel(torch.bfloat16, warps) for warps in launch.MERGE_WARPS}
     if function == "topk_state":
         wanted = asked_by("topk", (3, 50), 50, torch.bfloat16)
     assert compiled(gpus) == wanted and ready == len(wanted)

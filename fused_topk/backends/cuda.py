@@ -17,13 +17,13 @@ from torch import Tensor
 
 from .. import env
 from ..cuda_runtime import driver, tickets
-from ..layout import full_row_launch, gradient_launch, merge_launch, piece_launch, sample_launch, topk_launch
+from ..layout import full_row_launch, launch, topk_launch
 from ..layout.full_row_choice import FullRowChoice, choose_full_row
-from ..layout.full_row_launch import FullRowLaunch, FullRowLayout
+from ..layout.full_row_launch import FullRowLaunch
 from ..layout.kernel_arguments import LogitGradients, Piece, SampleRows
-from ..layout.merge_launch import MergeLaunch, MergeLayout
+from ..layout.launch import FORMATS, row_count
 from ..layout.topk_choice import MAX_K, KernelChoice, choose
-from ..layout.topk_launch import FORMATS, Launch, Layout, row_count
+from ..layout.topk_launch import Launch, Layout
 from ..problem import (
     FullRowProblem,
     LogitGradientProblem,
@@ -39,7 +39,7 @@ from .protocol import StartFullRows, StartMerge, StartTopk
 
 # One element of that many bytes, which CuPy passes by value.
 _TOPK_ARGUMENT = np.dtype(f"V{topk_launch.PROBLEM_BYTES}")
-_MERGE_ARGUMENT = np.dtype(f"V{merge_launch.STATES_BYTES}")
+_MERGE_ARGUMENT = np.dtype(f"V{launch.STATES_BYTES}")
 _FULL_ROW_ARGUMENT = np.dtype(f"V{full_row_launch.FULL_ROWS_BYTES}")
 _GRADIENT_ARGUMENT = np.dtype(f"V{ctypes.sizeof(LogitGradients)}")
 _SAMPLE_ARGUMENT = np.dtype(f"V{ctypes.sizeof(SampleRows)}")
@@ -83,7 +83,7 @@ def prepare_topk(
 
 def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
     """See :class:`protocol.Backend`."""
-    planned, index = _merge_plan(problem), device.index
+    planned, index = launch.plan_merge(problem), device.index
     itemsize = problem.logits.element_size()
 
     def run(tensors: MergeTensors, out: TopK) -> None:
@@ -111,7 +111,7 @@ def accumulate_piece(
         first_token: of the piece, in a vocabulary of less than 2^31 tokens; 0: no piece has come before, and the state is not
             read.
         state: values (rows, k) in the logits' dtype, indices (rows, k), -1 where there is no entry yet, and m and d (2, rows)
-            in place of the logsumexp, each contiguous, with k at most piece_launch.MOST_K.
+            in place of the logsumexp, each contiguous, with k at most launch.MOST_K_OF_PIECES.
         targets: tokens int64 (rows, n), their logits (rows, n), which are written where a token is in the piece, and for n = 1
             the ranks int64 (rows, 1) or None, to which the tokens of the piece are added that rank before; each contiguous. A
             token's logit is known before the ranks are.
@@ -140,12 +140,12 @@ def accumulate_piece(
         temperature=temperature,
     )
     driver.call(
-        driver.function(device, piece_launch.kernel_name(logits.dtype, ranks is not None)),
-        (piece_launch.blocks(count),),
-        piece_launch.THREADS,
+        driver.function(device, launch.piece_kernel(logits.dtype, ranks is not None)),
+        (launch.piece_blocks(count),),
+        launch.PIECE_THREADS,
         (np.frombuffer(bytes(filled), _PIECE_ARGUMENT),),
         device,
-        piece_launch.shared_bytes(logits.dtype),
+        launch.piece_shared_bytes(logits.dtype),
     )
 
 
@@ -159,10 +159,8 @@ def prepare_full_rows(
         return lambda rows, out: None
     if choice is None:
         choice = full_row_choice(index, logits.shape[-1], itemsize)
-    layout = FullRowLayout(logits.shape, logits.stride(), logits.dtype, dtype, False, problem.values)
     unaligned, aligned = (
-        full_row_launch.plan(layout._replace(is_aligned=is_aligned), choice, cache_bytes(index))
-        for is_aligned in (False, True)
+        full_row_launch.plan(problem, dtype, is_aligned, choice, cache_bytes(index)) for is_aligned in (False, True)
     )
     has_adjacent, is_written = _has_adjacent(logits), problem.values != "logsumexp"
 
@@ -207,10 +205,10 @@ def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int) 
         mask_kind=mask is not None and mask.dtype != torch.bool,
         temperature=temperature,
     )
-    function = driver.function(index, gradient_launch.kernel_name(logits.dtype))
-    grid = gradient_launch.grid(count, tokens, logits.element_size())
+    function = driver.function(index, launch.gradient_kernel(logits.dtype))
+    grid = launch.gradient_grid(count, tokens, logits.element_size())
     argument = np.frombuffer(bytes(filled), _GRADIENT_ARGUMENT)
-    driver.call(function, grid, gradient_launch.THREADS, (argument,), index)
+    driver.call(function, grid, launch.GRADIENT_THREADS, (argument,), index)
 
 
 def sample(problem: SampleProblem, out: Sample) -> None:
@@ -221,12 +219,12 @@ def sample(problem: SampleProblem, out: Sample) -> None:
     if not _has_adjacent(logits) or logits.data_ptr() % logits.element_size():
         logits = logits.clone(memory_format=torch.contiguous_format)
     rows, vocab_size = logits.shape
-    topk_launch.check_rows(rows)
+    launch.check_rows(rows)
     top_k = p.top_k if p.row_top_k is None else None
     has_other_filter = p.row_top_p is not None or p.top_p < 1 or p.row_min_p is not None or p.min_p > 0
-    is_whole = sample_launch.draws_from_vocabulary(vocab_size, top_k, has_other_filter)
-    length = 0 if is_whole else sample_launch.list_length(vocab_size, top_k)
-    if length < p.logprobs <= sample_launch.LONGEST_LIST and not is_whole:
+    is_whole = launch.draws_from_vocabulary(vocab_size, top_k, has_other_filter)
+    length = 0 if is_whole else launch.sample_list_length(vocab_size, top_k)
+    if length < p.logprobs <= launch.LONGEST_LIST and not is_whole:
         length = p.logprobs
     own = LogitRows(logits, mask=mask)
     listed = None if is_whole else _topk_state(own, length)
@@ -238,11 +236,11 @@ def sample(problem: SampleProblem, out: Sample) -> None:
         prepare_topk(best_problem, _device_of(logits))(own, out.topk)
     count = multiprocessors(index)
     if is_whole:
-        blocks = sample_launch.summing_blocks(rows, vocab_size, count)
-        words, counters = sample_launch.summing_scratch(rows, vocab_size, blocks)
+        blocks = launch.summing_blocks(rows, vocab_size, count)
+        words, counters = launch.summing_scratch(rows, vocab_size, blocks)
     else:
-        blocks = sample_launch.searching_blocks(rows, vocab_size, top_k, count)
-        words, counters = sample_launch.searching_scratch(rows, blocks)
+        blocks = launch.searching_blocks(rows, vocab_size, top_k, count)
+        words, counters = launch.searching_scratch(rows, blocks)
     scratch = torch.empty(words, dtype=torch.int64, device=logits.device) if words else None
     filled = SampleRows(
         logits=logits.data_ptr(),
@@ -250,7 +248,7 @@ def sample(problem: SampleProblem, out: Sample) -> None:
         V=vocab_size,
         blocks_per_row=blocks,
         num_samples=p.num_samples,
-        part_length_log2=sample_launch.part_length_log2(vocab_size),
+        part_length_log2=launch.part_length_log2(vocab_size),
         scratch=_address(scratch),
         tickets=tickets.zeroed(index, counters) if counters else 0,
         tokens=out.tokens.data_ptr(),
@@ -261,7 +259,7 @@ def sample(problem: SampleProblem, out: Sample) -> None:
         row_seed=_address(p.row_seed),
         counter=p.counter,
         row_counter=_address(p.row_counter),
-        one=sample_launch.unit(vocab_size),
+        one=launch.sample_unit(vocab_size),
         truncated=p.truncated,
         mask_kind=mask is not None and mask.dtype != torch.bool,
         length=length,
@@ -284,12 +282,12 @@ def sample(problem: SampleProblem, out: Sample) -> None:
         logprobs=p.logprobs,
         rows=rows,
     )
-    function = driver.function(index, sample_launch.kernel_name(logits.dtype, is_whole))
+    function = driver.function(index, launch.sample_kernel(logits.dtype, is_whole))
     argument = np.frombuffer(bytes(filled), _SAMPLE_ARGUMENT)
     driver.call(
         function,
         (rows, blocks),
-        sample_launch.THREADS,
+        launch.SAMPLE_THREADS,
         (argument,),
         index,
         is_cooperative=blocks > 1 and not is_whole,
@@ -451,25 +449,6 @@ def _topk_layout(problem: TopkProblem, is_aligned: bool, beam_scores: Tensor | N
         None if row_temperature is None else row_temperature.stride(),
         None if beam_scores is None else beam_scores.stride(),
     )
-
-
-def _merge_plan(problem: MergeProblem) -> MergeLaunch | None:
-    lengths, temperatures = problem.lengths, problem.row_temperature
-    layout = MergeLayout(
-        problem.logits.shape,
-        problem.logits.dtype,
-        problem.logits.stride(),
-        problem.indices.stride(),
-        problem.m.stride(),
-        problem.d.stride(),
-        0 if lengths is None else lengths.stride(0),
-        None if temperatures is None else temperatures.stride(),
-        problem.k,
-        problem.temperature,
-        problem.values,
-        problem.normalize,
-    )
-    return merge_launch.plan(layout)
 
 
 def _has_adjacent(logits: Tensor) -> bool:

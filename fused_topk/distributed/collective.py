@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from typing import Any
 
@@ -22,6 +23,7 @@ _agreed: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyD
 # The size in words of each group's next frame on the CPU. 4 KB take Gloo no longer than a few bytes.
 _frames: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _SMALLEST_FRAME = 512
+_PAUSE = 1e-4  # seconds between two looks at a collective
 
 
 def group_of(group: Any) -> Any:
@@ -51,6 +53,7 @@ def agree(header: Header, device: torch.device, group: Any) -> None:
 
     Raises:
         ValueError: the processes' calls differ.
+        RuntimeError: a process does not answer within the group's time limit.
     """
     if is_traced() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return
@@ -58,7 +61,7 @@ def agree(header: Header, device: torch.device, group: Any) -> None:
     if header[1:] in known and not env.check_distributed():
         return
     own = torch.tensor([header], dtype=torch.int64, device=device)
-    check([Header(*row) for row in all_gather(own, group).tolist()])
+    check([Header(*row) for row in _answers(own, group).tolist()])
     known.add(header[1:])
 
 
@@ -111,6 +114,35 @@ def _exchange_in_frames(buffer: Tensor, group: Any) -> Tensor:
 def headers(buffers: Tensor) -> list[Header]:
     """Reads the headers of all processes on the host, which waits for the GPU."""
     return [Header(*row) for row in headers_of(buffers).tolist()]
+
+
+def _answers(own: Tensor, group: Any) -> Tensor:
+    """all_gather() that the host waits for, with an end: NCCL itself waits for a dead process as long as the GPU runs."""
+    if own.device.type == "cpu":
+        return all_gather(own, group)
+    everywhere = torch.empty(dist.get_world_size(group), own.shape[1], dtype=own.dtype, device=own.device)
+    limit = _time_limit(group, own.device)
+    work = all_gather_single(everywhere, own, group=group, async_op=True)
+    end = time.monotonic() + limit
+    while not work.is_completed():
+        if time.monotonic() > end:
+            raise RuntimeError(
+                f"every process of the group must make the same call, got no answer of some within {limit:.0f} s; abort the group "
+                "and make a new one of those that live"
+            )
+        time.sleep(_PAUSE)
+    work.wait()
+    return everywhere
+
+
+def _time_limit(group: Any, device: torch.device) -> float:
+    """Seconds. A little less than the group's own limit, after which torch ends the process."""
+    try:
+        limit = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        limit = dist.constants.default_pg_nccl_timeout
+    seconds: float = limit.total_seconds()
+    return 0.9 * seconds
 
 
 def all_gather(own: Tensor, group: Any) -> Tensor:

@@ -33,11 +33,13 @@ from ..functional import sampling as of_rows
 from ..functional.merging import run_merge
 from ..layout.topk_choice import MAX_K
 from ..operators import row_topk
+from ..operators.dispatch import need_dispatcher
 from ..problem import Sample, TopK, result_dtype
 from ..rows import unpacked
 from .collective import all_gather, group_of
 from .functions import Call, gather_states
 
+_row_topk = torch.ops.fused_topk.row_topk.default
 # Of a list that no top_k bounds.
 _WINDOW = 1024
 # Room for tokens that tie with the k-th.
@@ -250,7 +252,8 @@ class _Blocks(NamedTuple):
                 x = logits[:, part].view(shape)
                 own = None if mask is None else mask[:, part].view(shape)
                 of_row = temperature.expand(-1, x.shape[1]).to(result_dtype(logits.dtype))
-                states.append(row_topk.row_topk(x, 1.0, of_row, own, 1, "state", "allowed", backend)[2].double())
+                run = _row_topk if need_dispatcher(x) else row_topk.row_topk
+                states.append(run(x, 1.0, of_row, own, 1, "state", "allowed", backend)[2].double())
         if not states:
             none = torch.full((rows, 1), -torch.inf, dtype=torch.float64, device=logits.device)
             return _Blocks(none, torch.zeros_like(none), temperature)

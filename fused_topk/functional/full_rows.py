@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,7 +16,7 @@ from ..arguments import (
     plain_rows,
 )
 from ..operators import full_rows, transforms
-from ..operators.dispatch import need_dispatcher, transform_is_active
+from ..operators.dispatch import way_of_call
 from ..plans import full_row_plan
 from ..problem import result_dtype
 
@@ -158,12 +155,6 @@ def _values(
     rows = check_rows(logits if dim == dims - 1 else logits.movedim(dim, -1), temperature)
     check_backend(backend)
     out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
-    run: Callable[..., Any]
-    if transform_is_active():
-        run = transforms.FullRowValues.apply
-    elif need_dispatcher(*rows.tensors()):
-        run = _full_rows
-    else:
-        run = full_rows.full_rows
+    run = way_of_call(full_rows.full_rows, _full_rows, transforms.FullRowValues.apply, *rows.tensors())
     result: Tensor = run(*rows, values, out_dtype, backend)
     return result if rows.logits is logits or values == "logsumexp" else result.movedim(-1, dim)

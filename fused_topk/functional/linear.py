@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from ..arguments import (
     check_targets,
 )
 from ..operators import linear, transforms
-from ..operators.dispatch import need_dispatcher, transform_is_active
+from ..operators.dispatch import transform_is_active, way_of_call
 from ..problem import LinearTopK, TopK
 from ..rows import LogitRows
 from . import autocast
@@ -285,16 +284,11 @@ def _linear(
         has_ranks = targets.dim() == hidden.dim() - 1
         if has_ranks:
             targets = targets.unsqueeze(-1)
-    run: Callable[..., Any]
-    is_transformed = transform_is_active()
-    if is_transformed:
-        run = transforms.LinearTopk.apply
-    elif need_dispatcher(*rows.tensors(), weight, bias, targets):
-        run = _linear_topk
-    else:
-        run = linear.linear_topk
+    run = way_of_call(
+        linear.linear_topk, _linear_topk, transforms.LinearTopk.apply, *rows.tensors(), weight, bias, targets
+    )
     learned = (hidden, weight) if bias is None else (hidden, weight, bias)
-    keeps_state = is_transformed or (torch.is_grad_enabled() and any(x.requires_grad for x in learned))
+    keeps_state = transform_is_active() or (torch.is_grad_enabled() and any(x.requires_grad for x in learned))
     head = (*rows, weight, bias, targets, normalize)
     best, indices, logsumexp, logprobs, ranks, _ = run(*head, k, values, backend, has_ranks, keeps_state)
     if targets is None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..arguments import (
     check_temperature,
 )
 from ..operators import merging, row_topk, transforms
-from ..operators.dispatch import need_dispatcher, transform_is_active
+from ..operators.dispatch import way_of_call
 from ..problem import TopK, TopKState, result_dtype
 
 _row_topk = torch.ops.fused_topk.row_topk.default
@@ -78,13 +78,7 @@ def topk_state(
     check_start(start)
     check_normalize(normalize)
     check_backend(backend)
-    run: Callable[..., Any]
-    if transform_is_active():
-        run = transforms.RowTopk.apply
-    elif need_dispatcher(*rows.tensors()):
-        run = _row_topk
-    else:
-        run = row_topk.row_topk
+    run = way_of_call(row_topk.row_topk, _row_topk, transforms.RowTopk.apply, *rows.tensors())
     best, indices, normalizer = run(*rows, k, "state", normalize, backend)
     return TopKState(best, indices + start if start else indices, normalizer.select(0, 0), normalizer.select(0, 1))
 
@@ -200,13 +194,9 @@ def _merge(
 
 def run_merge(logits: Tensor, indices: Tensor, m: Tensor, d: Tensor, *rest: Any) -> Any:
     """The operator merge_parts, with checked arguments, by the shortest way that serves these tensors."""
-    run: Callable[..., Any]
-    if transform_is_active():
-        run = transforms.MergeParts.apply
-    elif need_dispatcher(logits, indices, m, d, rest[0], rest[3]):
-        run = _merge_parts
-    else:
-        run = merging.merge_parts
+    run = way_of_call(
+        merging.merge_parts, _merge_parts, transforms.MergeParts.apply, logits, indices, m, d, rest[0], rest[3]
+    )
     return run(logits, indices, m, d, *rest)
 
 

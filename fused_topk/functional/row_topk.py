@@ -5,7 +5,6 @@ torch must see the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from ..arguments import (
     plain_rows,
 )
 from ..operators import row_topk, transforms
-from ..operators.dispatch import need_dispatcher, transform_is_active
+from ..operators.dispatch import need_dispatcher, way_of_call
 from ..plans import TopkPlan, row_result, topk_plan
 from ..problem import TopK
 from ..rows import LogitRows
@@ -216,13 +215,7 @@ def beam_topk(
             "`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure"
         )
     check_backend(backend)
-    run: Callable[..., Any]
-    if transform_is_active():
-        run = transforms.BeamTopk.apply
-    elif need_dispatcher(logits, beam_scores, *rows.tensors()):
-        run = _beam_topk
-    else:
-        run = row_topk.beam_topk
+    run = way_of_call(row_topk.beam_topk, _beam_topk, transforms.BeamTopk.apply, logits, beam_scores, *rows.tensors())
     return TopK(*run(*rows, beam_scores, k, normalize, backend))
 
 
@@ -266,13 +259,7 @@ def _row(
     check_normalize(normalize)
     check_backend(backend)
     if out is None:
-        run: Callable[..., Any]
-        if transform_is_active():
-            run = transforms.RowTopk.apply
-        elif need_dispatcher(*rows.tensors()):
-            run = _row_topk
-        else:
-            run = row_topk.row_topk
+        run = way_of_call(row_topk.row_topk, _row_topk, transforms.RowTopk.apply, *rows.tensors())
         result = TopK(*run(*rows, k, values, normalize, backend))
         if not moved:
             return result

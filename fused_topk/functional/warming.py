@@ -13,7 +13,7 @@ from .. import backends
 from ..arguments import check_choice, check_k, check_normalize, check_vocabulary
 from ..backends import cuda
 from ..cuda_runtime import driver
-from ..layout import merge_launch, sample_launch
+from ..layout import launch
 from ..problem import TopkProblem
 from ..rows import LogitRows
 
@@ -99,7 +99,7 @@ def _kernels(
     if name in _MERGES:
         # One kernel for few candidates and one for many, whatever the shape.
         if backends.pick(gpu, dtype, 1, None) is cuda:
-            yield from (merge_launch.kernel_name(dtype, warps) for warps in merge_launch.MERGE_WARPS)
+            yield from (launch.merge_kernel(dtype, warps) for warps in launch.MERGE_WARPS)
         return
     if name == "sample":
         if rows and backends.pick(gpu, dtype, 1, None) is cuda:
@@ -130,11 +130,11 @@ def _sampling_kernels(
     rows: int, vocab_size: int, dtype: torch.dtype, top_ks: list[int], masked: bool, gpu: torch.device
 ) -> Iterator[str]:
     """The kernels that draw, and those of the lists that they draw from."""
-    yield from (sample_launch.kernel_name(dtype, is_whole) for is_whole in (True, False))
+    yield from (launch.sample_kernel(dtype, is_whole) for is_whole in (True, False))
     logits = torch.empty((rows, vocab_size), dtype=dtype, device="meta")
     masks = [None, torch.empty((rows, vocab_size), dtype=torch.bool, device="meta")] if masked else [None]
     for top_k, mask in product([0, *top_ks], masks):
-        length = sample_launch.list_length(vocab_size, top_k)
+        length = launch.sample_list_length(vocab_size, top_k)
         problem = TopkProblem(LogitRows(logits, mask=mask), length, "state", "allowed")
         yield cuda.topk_kernel(problem, gpu.index)
 

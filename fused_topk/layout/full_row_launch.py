@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from .collapse import collapse
+from ..problem import FullRowProblem
 from .full_row_choice import KERNEL_VARIANTS, FullRowChoice
 from .kernel_arguments import FullRows, writer
-from .topk_launch import FORMATS, check_rows, row_count
+from .launch import FORMATS, check_rows, collapse, row_count
 
 _KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
 _LEADING_DIMS = 2
@@ -25,17 +23,6 @@ _write_addresses, _ADDRESSES = writer(FullRows, "logits", "out", "row_temperatur
 _write_temperature, _TEMPERATURE = writer(FullRows, "temperature")
 _write_scratch, _SCRATCH = writer(FullRows, "parts", "counters")
 FULL_ROWS_BYTES = ctypes.sizeof(FullRows)
-
-
-class FullRowLayout(NamedTuple):
-    """Everything about a request but addresses and numbers that change from call to call."""
-
-    shape: Sequence[int]  # (..., V)
-    strides: Sequence[int]
-    dtype: torch.dtype
-    out_dtype: torch.dtype
-    is_aligned: bool  # whether the logits, and the result unless it is a logsumexp, start at multiples of 16 bytes
-    values: str
 
 
 class FullRowLaunch(NamedTuple):
@@ -62,33 +49,38 @@ class FullRowLaunch(NamedTuple):
         return filled
 
 
-@lru_cache(maxsize=4096)
-def plan(layout: FullRowLayout, choice: FullRowChoice, cache_bytes: int) -> FullRowLaunch | None:
-    """The launch for a layout of at least one row, or None if its rows have more unrelated strides than the kernel walks.
+def plan(
+    problem: FullRowProblem, out_dtype: torch.dtype, is_aligned: bool, choice: FullRowChoice, cache_bytes: int
+) -> FullRowLaunch | None:
+    """The launch for at least one row, or None if the rows have more unrelated strides than the kernel walks.
 
     Args:
+        problem: its tensors may be meta tensors.
+        is_aligned: whether the logits, and the result unless it is a logsumexp, start at multiples of 16 bytes.
         cache_bytes: of the GPU's L2 cache.
 
     Raises:
         ValueError: more rows than a launch can take.
     """
-    *leading, vocab_size = layout.shape
-    rows = row_count(layout.shape)
+    logits, values = problem.rows.logits, problem.values
+    *leading, vocab_size = logits.shape
+    rows = row_count(logits.shape)
     check_rows(rows)
-    sizes, (strides,) = collapse(leading, [layout.strides[:-1]])
+    sizes, (strides,) = collapse(leading, [logits.stride()[:-1]])
     if len(sizes) > _LEADING_DIMS:
         return None
-    is_written = layout.values != "logsumexp"
-    out_dtype = layout.out_dtype if is_written else layout.dtype
-    bytes_that_align = [stride * layout.dtype.itemsize for stride in strides]
-    bytes_that_align += [vocab_size * dtype.itemsize for dtype in (layout.dtype, out_dtype)]
-    is_aligned = layout.is_aligned and all(count % 16 == 0 for count in bytes_that_align)
+    is_written = values != "logsumexp"
+    dtype = logits.dtype
+    out_dtype = out_dtype if is_written else dtype
+    bytes_that_align = [stride * dtype.itemsize for stride in strides]
+    bytes_that_align += [vocab_size * each.itemsize for each in (dtype, out_dtype)]
+    is_aligned = is_aligned and all(count % 16 == 0 for count in bytes_that_align)
     owners = choice.owners_of(rows) if choice.is_cooperative else 0
     argument = FullRows(
         inner_stride=strides[-1],
         inner_rows=sizes[-1],
         V=vocab_size,
-        kind=_KINDS[layout.values],
+        kind=_KINDS[values],
         result_stays=is_written and rows * vocab_size * out_dtype.itemsize <= cache_bytes * _RESULT_OF_CACHE,
         shared_vectors=choice.shared_vectors,
         outer_stride=strides[0] if len(sizes) == 2 else 0,
@@ -96,7 +88,7 @@ def plan(layout: FullRowLayout, choice: FullRowChoice, cache_bytes: int) -> Full
         blocks_per_row=choice.blocks_per_row,
     )
     return FullRowLaunch(
-        kernel_name(choice, layout.dtype, out_dtype, is_aligned),
+        kernel_name(choice, dtype, out_dtype, is_aligned),
         (choice.blocks(rows),),
         choice.threads,
         choice.shared_bytes,

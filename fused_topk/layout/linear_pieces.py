@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .piece_launch import MOST_K
+from .launch import MOST_K_OF_PIECES
 
 # Beyond the result, whatever the rows and the vocabulary. The promise of functional/linear.py.
 SCRATCH_BYTES = 64 << 20
@@ -101,7 +101,7 @@ def accumulated_pieces(
     of_rows = block * (3 * (k * (itemsize + _INDEX_BYTES) + 2 * _INDEX_BYTES) + row_bytes)
     room = min(_ACCUMULATED_BYTES, SCRATCH_BYTES - _ROUNDED_BYTES - of_rows - other_bytes)
     has_rows = block >= _WARPS_OF_MULTIPROCESSOR * multiprocessors
-    if k > MOST_K or room < _LEAST_ACCUMULATED_BYTES or not has_rows or vocab_size > _ACCUMULATED_TOKENS:
+    if k > MOST_K_OF_PIECES or room < _LEAST_ACCUMULATED_BYTES or not has_rows or vocab_size > _ACCUMULATED_TOKENS:
         return None
     # As many of the product's tiles as keep every multiprocessor busy to the end.
     most = room // (block * itemsize * _PRODUCT_TOKENS)

@@ -14,20 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from .collapse import collapse
 from .kernel_arguments import LEADING_DIMS, Problem, writer
+from .launch import FORMATS, VALUE_KINDS, check_rows, collapse, row_count
 from .topk_choice import VARIANTS, KernelChoice, Method, choose, list_length
 
-FORMATS = {
-    torch.float32: "Float32",
-    torch.float16: "Float16",
-    torch.bfloat16: "BFloat16",
-}
-"""The element types that the kernels read, by their names in csrc/format.cuh."""
-
-MAX_ROWS = 2**31 - 1
-
-VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2, "state": 4}
 _MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
 
 # What changes from call to call; a plan has all else.
@@ -200,21 +190,6 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         row_tickets=rows if splits > 1 else 0,
         beam_tickets=leading[0] if beams else 0,
     )
-
-
-def row_count(shape: Sequence[int]) -> int:
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows
-
-
-def check_rows(rows: int) -> None:
-    """Raises a ValueError where a launch cannot take so many."""
-    if rows > MAX_ROWS:
-        raise ValueError(
-            f"`logits` must have at most {MAX_ROWS} rows for the CUDA kernel, got {rows}; pass them in parts"
-        )
 
 
 def kernel_name(element: str, choice: KernelChoice, method: Method, is_aligned: bool, mask_use: int) -> str:

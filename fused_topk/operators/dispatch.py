@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,3 +71,13 @@ def need_dispatcher(logits: Tensor, *others: Tensor | None) -> bool:
         ):
             return True
     return False
+
+
+def way_of_call(
+    direct: Callable[..., Any], operator: Callable[..., Any], transform: Callable[..., Any], *tensors: Tensor | None
+) -> Callable[..., Any]:
+    """The shortest way of a call with these tensors, the logits first: the implementation itself, the operator, or the Function
+    that transforms of torch.func see."""
+    if transform_is_active():
+        return transform
+    return operator if need_dispatcher(*tensors) else direct  # type: ignore[arg-type]

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .. import backends
 from ..backends import reference
+from ..layout import launch
 from ..layout import linear_pieces as layout
-from ..layout import sample_launch
 from ..problem import LinearProblem, Sample, SampleProblem, TopK
 from ..rows import ROWS_SCHEMA, LogitRows, unflattened
 from . import linear_pieces, sampling
@@ -29,7 +29,7 @@ library.define(f"linear_sample({ROWS_SCHEMA}, Tensor weight, Tensor? bias, {samp
 # 150 bytes are there at once.
 _REFERENCE_LOGIT_BYTES = 96
 _REFERENCE_DRAW_BYTES = 192
-# What the CUDA backend has of a row beside its lists (layout/sample_launch.py), which are there with a copy and scratch.
+# What the CUDA backend has of a row beside its lists (layout/launch.py), which are there with a copy and scratch.
 _SEARCH_BYTES = 16 << 10
 _INDEX_BYTES = 8
 _LISTS = 3
@@ -52,7 +52,7 @@ def draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: s
         return out
     itemsize = hidden.element_size()
     logit_bytes = itemsize + request.rows.hides()
-    listed = max(min(vocab_size, sample_launch.LONGEST_LIST), request.logprobs)
+    listed = max(min(vocab_size, launch.LONGEST_LIST), request.logprobs)
     # A block's hidden states may be a copy.
     row_bytes = _SEARCH_BYTES + _LISTS * listed * (itemsize + _INDEX_BYTES) + hidden.shape[-1] * itemsize
     if chosen is reference:

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all launches share, and what the launches of the small kernels look like. Pure functions of shapes, strides and parameters.
+Needs no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..problem import MergeProblem
+from .kernel_arguments import States, writer
+from .topk_choice import VARIANTS, KernelChoice, Method
+
+FORMATS = {
+    torch.float32: "Float32",
+    torch.float16: "Float16",
+    torch.bfloat16: "BFloat16",
+}
+"""The element types that the kernels read, by their names in csrc/format.cuh."""
+
+MAX_ROWS = 2**31 - 1
+
+VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2, "state": 4}
+
+
+def row_count(shape: Sequence[int]) -> int:
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows
+
+
+def check_rows(rows: int) -> None:
+    """Raises a ValueError where a launch cannot take so many."""
+    if rows > MAX_ROWS:
+        raise ValueError(
+            f"`logits` must have at most {MAX_ROWS} rows for the CUDA kernel, got {rows}; pass them in parts"
+        )
+
+
+def collapse(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
+    """Folds dimensions that every tensor crosses in one stride.
+
+    Args:
+        shape: the leading dimensions that the tensors share; none of them 0.
+        strides: for each tensor, its strides along them.
+
+    Returns:
+        (sizes, strides of each tensor), with at least one dimension; the row numbers are those of the original shape.
+    """
+    sizes: list[int] = []
+    folded: list[list[int]] = [[] for _ in strides]
+    for d, size in enumerate(shape):
+        if size == 1:
+            continue
+        if sizes and all(f[-1] == s[d] * size for f, s in zip(folded, strides, strict=True)):
+            sizes[-1] *= size
+            for f, s in zip(folded, strides, strict=True):
+                f[-1] = s[d]
+        else:
+            sizes.append(size)
+            for f, s in zip(folded, strides, strict=True):
+                f.append(s[d])
+    if not sizes:
+        return [1], [[0] for _ in strides]
+    return sizes, folded
+
+
+# csrc/merge_states.cu
+
+MERGE_WARPS = (1, 8)
+"""The warps that share a row."""
+
+# Up to this many entries a warp has a row alone: one entry for each lane. More would take several turns, each a chain of
+# searches. Measured in csrc/TUNING.md.
+_MOST_ENTRIES_OF_WARP = 32
+
+# What changes from call to call; a plan has all else.
+_write_addresses, _ADDRESSES = writer(
+    States, "logits", "indices", "m", "d", "lengths", "row_temperature", "values", "result_indices", "logsumexp"
+)
+STATES_BYTES = ctypes.sizeof(States)
+
+
+class MergeLaunch(NamedTuple):
+    """A launch but for its addresses."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    threads: int
+    argument: bytes  # struct States with the addresses left zero
+
+    def fill(self, *addresses: int) -> bytearray:
+        """The struct with the addresses of a call, in the order of its fields; 0 stands for a tensor that the call does not have."""
+        filled = bytearray(self.argument)
+        _write_addresses(filled, _ADDRESSES, *addresses)
+        return filled
+
+
+def plan_merge(problem: MergeProblem) -> MergeLaunch | None:
+    """The launch for at least one row, or None if the rows do not lie at one stride, or a row's entries apart.
+
+    Args:
+        problem: its tensors may be meta tensors.
+
+    Raises:
+        ValueError: more rows or entries than a launch can take.
+    """
+    p = problem
+    parts, *leading, width = p.logits.shape
+    # All are (parts, ...), the first two (parts, ..., width).
+    logits, indices, m, d = (tensor.stride() for tensor in (p.logits, p.indices, p.m, p.d))
+    per_row: list[Sequence[int]] = [logits[1:-1], indices[1:-1], m[1:], d[1:]]
+    if p.row_temperature is not None:
+        per_row.append(p.row_temperature.stride())
+    (rows, *others), strides = collapse(leading, per_row)
+    has_adjacent = width == 1 or logits[-1] == indices[-1] == 1
+    # The kernel knows no stride of temperatures.
+    if others or not has_adjacent or (len(strides) > 4 and rows > 1 and strides[4] != [1]):
+        return None
+    check_rows(rows)
+    if parts * width > 2**31 - 1:
+        raise ValueError(
+            f"`parts` must hold less than 2^31 candidates a row, got {parts * width}; merge fewer at a time"
+        )
+    argument = States(
+        logits_part_stride=logits[0],
+        logits_row_stride=strides[0][0],
+        indices_part_stride=indices[0],
+        indices_row_stride=strides[1][0],
+        m_part_stride=m[0],
+        m_row_stride=strides[2][0],
+        d_part_stride=d[0],
+        d_row_stride=strides[3][0],
+        lengths_stride=0 if p.lengths is None else p.lengths.stride(0),
+        rows=rows,
+        parts=parts,
+        width=width,
+        k=p.k,
+        value_kind=VALUE_KINDS[p.values],
+        normalize_topk=p.normalize == "topk" and p.values != "state",
+        temperature=p.temperature,
+    )
+    warps = MERGE_WARPS[parts * width > _MOST_ENTRIES_OF_WARP]
+    blocks = -(-rows // 4) if warps == 1 else rows
+    return MergeLaunch(merge_kernel(p.logits.dtype, warps), (blocks,), max(32 * warps, 128), bytes(argument))
+
+
+def merge_kernel(dtype: torch.dtype, warps: int) -> str:
+    """A kernel of csrc/merge_states.cu, as NVRTC wants it named."""
+    return f"fused_topk::merging::merge_states_kernel<fused_topk::{FORMATS[dtype]}, {warps}>"
+
+
+# csrc/accumulate_piece.cu
+
+MOST_K_OF_PIECES = 32
+"""A lane of a warp has an entry."""
+PIECE_ROWS_PER_BLOCK = 4
+"""kRowsPerBlock of csrc/accumulate_piece.cu."""
+PIECE_THREADS = 32 * PIECE_ROWS_PER_BLOCK
+"""A warp has a row."""
+
+
+def piece_blocks(rows: int) -> int:
+    """The blocks of the launch."""
+    return -(-rows // PIECE_ROWS_PER_BLOCK)
+
+
+def piece_shared_bytes(dtype: torch.dtype) -> int:
+    """Dynamic shared memory: the tiles of a block's warps, as of those of csrc/softmax_topk.cu that have a row alone."""
+    warps, vectors = VARIANTS[dtype.itemsize][0]
+    choice = KernelChoice(warps, vectors, 1, 0, 1)
+    return choice.shared_bytes(Method.TILE_BY_TILE, is_aligned=True, is_unmasked=True)
+
+
+def piece_kernel(dtype: torch.dtype, counts_ranks: bool) -> str:
+    """The kernel for that dtype, as NVRTC wants it named."""
+    return f"fused_topk::pieces::accumulate_piece_kernel<fused_topk::{FORMATS[dtype]}, {str(counts_ranks).lower()}>"
+
+
+# csrc/logit_gradient.cu
+
+GRADIENT_THREADS = 256
+GRADIENT_SPAN_BYTES = GRADIENT_THREADS * 4 * 16
+"""The bytes of a row that a block turns into gradients."""
+
+
+def gradient_grid(rows: int, tokens: int, itemsize: int) -> tuple[int, int]:
+    """The blocks of a piece of logits."""
+    return rows, -(-tokens * itemsize // GRADIENT_SPAN_BYTES)
+
+
+def gradient_kernel(dtype: torch.dtype) -> str:
+    """A kernel of csrc/logit_gradient.cu, as NVRTC wants it named."""
+    return f"fused_topk::gradients::logit_gradient_kernel<fused_topk::{FORMATS[dtype]}>"
+
+
+# csrc/sample_vocabulary.cu and csrc/sample_rows.cu
+
+SAMPLE_THREADS = 256
+"""kThreads of csrc/sample_request.cuh."""
+LONGEST_LIST = 1024
+"""kLongestList of csrc/sample_list.cuh."""
+
+# Where no top-k says how many are kept: what top-p keeps of a language model's rows is mostly less. A guess.
+_LISTED = 128
+# Besides an eighth of k, for tokens that tie with the k-th. A guess.
+_ROOM_FOR_TIES = 16
+_MOST_UNIT_BITS, _SUM_BITS = 44, 62
+_WARPS = SAMPLE_THREADS // 32
+# kMostParts of csrc/sample_vocabulary.cu, and the least tokens of a part: one read of a warp.
+_MOST_PARTS, _LEAST_PART_LOG2 = 1024, 10
+_PART_WORDS = 2  # of PartState, in int64
+# Scratch and BlockScratch of csrc/sample_row_sums.cuh, in int64, and the counters of a row.
+_ROW_WORDS, _BLOCK_WORDS = 20480 // 8, 32784 // 8
+_COUNTERS = 4
+# Blocks of a row, and tokens of the row for each of them. Every block reads what the others have counted. A guess.
+_MOST_SEARCHING, _TOKENS_OF_SEARCHING = 16, 4096
+# On a multiprocessor: what __launch_bounds__ of the kernel promises.
+_RESIDENT = 2
+
+
+def draws_from_vocabulary(vocab_size: int, top_k: int | None, has_other_filter: bool) -> bool:
+    """Whether no row has a filter, so that no list is needed. For the arguments see :func:`sample_list_length`."""
+    return top_k is not None and not 0 < top_k < vocab_size and not has_other_filter
+
+
+def sample_list_length(vocab_size: int, top_k: int | None) -> int:
+    """How many of a row's best to list. A list that is too short costs time, never a token.
+
+    Args:
+        top_k: of all rows, 0 for none; None where rows differ.
+    """
+    if top_k is not None and 0 < top_k < vocab_size:
+        length = top_k + _ROOM_FOR_TIES + top_k // 8
+    else:
+        length = _LISTED
+    return min(length, vocab_size, LONGEST_LIST)
+
+
+def part_length_log2(vocab_size: int) -> int:
+    """The length of the parts that csrc/sample_vocabulary.cu cuts a row into."""
+    length = _LEAST_PART_LOG2
+    while vocab_size > _MOST_PARTS << length:
+        length += 1
+    return length
+
+
+def summing_blocks(rows: int, vocab_size: int, multiprocessors: int) -> int:
+    """How many blocks share a row of csrc/sample_vocabulary.cu: a part for each warp, as long as two blocks a multiprocessor
+    suffice for that. A guess."""
+    parts = -(-vocab_size >> part_length_log2(vocab_size))
+    return max(1, min(-(-parts // _WARPS), 2 * multiprocessors // rows))
+
+
+def searching_blocks(rows: int, vocab_size: int, top_k: int | None, multiprocessors: int) -> int:
+    """How many blocks share a row of csrc/sample_rows.cu. All of the launch run at the same time.
+
+    One, where the row is not read again: where top-k keeps less than is listed, but for ties.
+    """
+    if top_k is not None and 0 < top_k < vocab_size and top_k < LONGEST_LIST:
+        return 1
+    return max(1, min(_MOST_SEARCHING, _RESIDENT * multiprocessors // rows, vocab_size // _TOKENS_OF_SEARCHING))
+
+
+def summing_scratch(rows: int, vocab_size: int, blocks: int) -> tuple[int, int]:
+    """Words of 64 bits and zeroed counters that a launch of csrc/sample_vocabulary.cu needs."""
+    parts = -(-vocab_size >> part_length_log2(vocab_size))
+    return (rows * parts * _PART_WORDS, rows) if blocks > 1 else (0, 0)
+
+
+def searching_scratch(rows: int, blocks: int) -> tuple[int, int]:
+    """Scratch words and tickets of csrc/sample_rows.cu."""
+    return (rows * (_ROW_WORDS + blocks * _BLOCK_WORDS), rows * _COUNTERS) if blocks > 1 else (0, 0)
+
+
+def sample_unit(vocab_size: int) -> float:
+    """The weight of the best token in integers: the sum over a row stays below 2^62."""
+    return 2.0 ** min(_MOST_UNIT_BITS, _SUM_BITS - vocab_size.bit_length())
+
+
+def sample_kernel(dtype: torch.dtype, draws_from_vocabulary: bool) -> str:
+    """The kernel for that dtype, as NVRTC wants it named."""
+    name = "sample_vocabulary_kernel" if draws_from_vocabulary else "sample_rows_kernel"
+    return f"fused_topk::sampling::{name}<fused_topk::{FORMATS[dtype]}>"
+
+
+def small_kernel_names() -> list[str]:
+    """Every variant of the kernels of this module that a launch can ask for."""
+    return [
+        name
+        for dtype in FORMATS
+        for name in (
+            *(merge_kernel(dtype, warps) for warps in MERGE_WARPS),
+            *(piece_kernel(dtype, counts_ranks) for counts_ranks in (False, True)),
+            gradient_kernel(dtype),
+            *(sample_kernel(dtype, is_whole) for is_whole in (True, False)),
+        )
+    ]
