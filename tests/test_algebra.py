@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The laws of csrc/order.h and csrc/normalizer.h, on those files themselves: compiled by g++ and called through ctypes."""
+"""The laws of csrc/algebra/order.h and csrc/algebra/normalizer.h, on those files themselves: compiled by g++ and called through ctypes."""
 
 from __future__ import annotations
 

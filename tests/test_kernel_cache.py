@@ -328,7 +328,7 @@ def test_the_key_covers_every_source(monkeypatch):
     assert key != kernel_source.cache_key("kernel", 90, "13.0")
     monkeypatch.undo()
     unit = kernel_source.translation_unit("kernel")
-    for name in kernel_source.SOURCES:
+    for name in kernel_source.sources_of(""):
         first_lines = (kernel_source.source_folder() / name).read_text().splitlines()[:2]
         assert f'#line 1 "{name}"' in unit
         assert first_lines[1] in unit

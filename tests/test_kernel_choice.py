@@ -152,7 +152,7 @@ def test_no_more_tiles_come_first_than_there_are():
 
 
 def test_fewer_warps_than_read_prove_a_bound():
-    """Each knows as many of its bests as it publishes, and together they have k (csrc/bound.cuh)."""
+    """Each knows as many of its bests as it publishes, and together they have k (csrc/topk/bound.cuh)."""
     for problem in problems():
         choice, k = choose(*problem), problem[2]
         if choice.lanes:
@@ -246,8 +246,8 @@ def test_32_warps_with_a_row_each_fit_on_a_multiprocessor():
 
 
 def test_steps_of_every_row_fit():
-    """csrc/softmax_topk.cu has room for the steps in which the parts of a row are merged."""
-    declared = re.search(r"kMaxParts = (\d+);", (source_folder() / "softmax_topk.cu").read_text())
+    """csrc/topk/softmax_topk.cu has room for the steps in which the parts of a row are merged."""
+    declared = re.search(r"kMaxParts = (\d+);", (source_folder() / "topk/softmax_topk.cu").read_text())
     assert declared and max(choose(*problem).parts for problem in problems()) <= int(declared[1])
 
 
@@ -259,7 +259,7 @@ def test_choose_gives_every_block_a_share():
 
 
 def test_only_16_warps_share_a_row_with_other_blocks():
-    """Group::kSharesRow of csrc/group.cuh: smaller blocks would all read the whole row."""
+    """Group::kSharesRow of csrc/topk/group.cuh: smaller blocks would all read the whole row."""
     for problem in problems():
         assert all(choice.warps == 16 for choice in alternatives(*problem) if choice.splits > 1), problem
 

@@ -18,7 +18,7 @@ from test_beam import check_beams
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
-CAPACITY = {1: 128, 8: 512, 16: 4096}  # by warps: Candidates::kCapacity of csrc/candidates.cuh
+CAPACITY = {1: 128, 8: 512, 16: 4096}  # by warps: Candidates::kCapacity of csrc/topk/candidates.cuh
 TILE = 1024
 
 # A tile for each warp, from where it was copied to or from registers, offered in both ways; then in windows.
@@ -160,7 +160,7 @@ def hits_of_tile(case: Case, count: int) -> Tensor:
     lane = token // of_vector % 32
     bit = token // (32 * of_vector) * of_vector + token % of_vector
     of_warp = case.choice().k_of_warp(case.k)
-    if of_warp <= 16:  # else KthBound::needs_many() of csrc/bound.cuh
+    if of_warp <= 16:  # else KthBound::needs_many() of csrc/topk/bound.cuh
         place, rank = lane, bit
     elif of_vector == 4:
         place, rank = lane * 8 + bit // 4, bit % 4

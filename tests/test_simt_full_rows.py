@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of csrc/softmax_rows.cu on the emulated machine: every read and write checked, under several schedules."""
+"""The kernels of csrc/full_rows/softmax_rows.cu on the emulated machine: every read and write checked, under several schedules."""
 
 from __future__ import annotations
 

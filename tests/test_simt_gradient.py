@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of csrc/logit_gradient.cu, and the backward pass around it, on the emulated machine, against float64."""
+"""The kernel of csrc/linear/logit_gradient.cu, and the backward pass around it, on the emulated machine, against float64."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def test_backward_pass(monkeypatch, dtype, mask_kind, normalize, pieces, leading
         assert ((mine.double() - exact).abs() <= u * (2.1 + max(blocks, parts)) * terms + 2.0**-25 * vocab_size).all()
 
 
-# What is replaced in csrc/logit_gradient.cu.
+# What is replaced in csrc/linear/logit_gradient.cu.
 FAULTS = {
     "list from the vocabulary's start": ("const int first = int(problem.start + begin)", "const int first = int(begin)"),
     "token past the span": ("if (own.token > last) break;", "if (own.token > last + 1) break;"),

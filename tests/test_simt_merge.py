@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of csrc/merge_states.cu on the emulated machine: every read and write checked, under several schedules."""
+"""The kernel of csrc/topk/merge_states.cu on the emulated machine: every read and write checked, under several schedules."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_a_missing_barrier_is_seen(line, kind, size):
             run(problem, edit=edit, schedule="random", seed=seed)
 
 
-# What is replaced in csrc/merge_states.cu.
+# What is replaced in csrc/topk/merge_states.cu.
 FAULTS = {
     "tokens that do not count from their part": ("start + index}", "index}"),
     "kept in the place of another": ("kept_[part * states_.width + place]", "kept_[part * states_.width + place / 2]"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of csrc/accumulate_piece.cu on the emulated machine: every read and write checked, under several schedules."""
+"""The kernel of csrc/linear/accumulate_piece.cu on the emulated machine: every read and write checked, under several schedules."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_architectures(architecture, dtype):
     assert_same_state(got, wanted(logits, 8), D_TOLERANCE)
 
 
-# What is replaced in csrc/accumulate_piece.cu, and in what it reads by.
+# What is replaced in csrc/linear/accumulate_piece.cu, and in what it reads by.
 FAULTS = {
     "negative logits": ("lane_key > key_of(threshold_)", "lane_key > max(key_of(threshold_), kZeroKey)"),
     "the bound passes less": ("greatest < max(bound,", "greatest <= max(bound,"),

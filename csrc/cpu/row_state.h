@@ -10,7 +10,7 @@
 #include <limits>
 #include <vector>
 
-#include "../normalizer.h"
+#include "../algebra/normalizer.h"
 #include "logit_rows.h"
 
 namespace fused_topk::cpu {

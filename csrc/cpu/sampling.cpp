@@ -22,7 +22,7 @@
 #include <memory>
 #include <vector>
 
-#include "../philox.h"
+#include "../draws/philox.h"
 #include "full_row_kernels.h"
 #include "row_state.h"
 #include "selection.h"

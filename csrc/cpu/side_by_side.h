@@ -3,7 +3,7 @@
 // latency. Only for the files that are compiled once per instruction set, like vectors.h.
 #pragma once
 
-#include "../normalizer.h"
+#include "../algebra/normalizer.h"
 #include "vectors.h"
 
 namespace fused_topk::cpu {

@@ -6,7 +6,7 @@
 // might run on an older one. Reading order: order.h, this file, vector_kernels.cpp.
 #pragma once
 
-#include "../order.h"
+#include "../algebra/order.h"
 
 namespace fused_topk::cpu {
 

@@ -5,7 +5,7 @@
 //
 // All rungs: float32, x [rows, V] and y [rows, V] without gaps, e^x as 2^(x log2 e). Blocks have 256 threads unless a
 // rung says otherwise. Reading order: order.h, normalizer.h, platform.cuh, this file from top to bottom.
-#include "../platform.cuh"
+#include "../rows/platform.cuh"
 
 namespace fused_topk::ladder {
 

@@ -104,7 +104,7 @@ def accumulate_piece(
     state: TopK,
     targets: tuple[Tensor, Tensor, Tensor | None] | None = None,
 ) -> None:
-    """Takes a piece of the vocabulary into the rows' states, by csrc/accumulate_piece.cu.
+    """Takes a piece of the vocabulary into the rows' states, by csrc/linear/accumulate_piece.cu.
 
     Args:
         rows: of (rows, tokens), at least one, without a mask; each row starts at a multiple of 16 bytes.

@@ -3,7 +3,7 @@
 
 Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011), figures 2 and 3. The key is a row's seed.
 The counter has four words of 32 bits: the row's counter (two words), the number of the sample, and the row's stream. So equal
-names give equal numbers, on every device and in every batch. csrc/philox.h has the same in C++, bit for bit.
+names give equal numbers, on every device and in every batch. csrc/draws/philox.h has the same in C++, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch of csrc/softmax_rows.cu looks like: a pure function of shapes and strides, as topk_launch.py."""
+"""What a launch of csrc/full_rows/softmax_rows.cu looks like: a pure function of shapes and strides, as topk_launch.py."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def plan(
 
 
 def kernel_name(choice: FullRowChoice, dtype: torch.dtype, out_dtype: torch.dtype, is_aligned: bool) -> str:
-    """A kernel of csrc/softmax_rows.cu, as NVRTC wants it named."""
+    """A kernel of csrc/full_rows/softmax_rows.cu, as NVRTC wants it named."""
     formats = f"fused_topk::{FORMATS[dtype]}, fused_topk::{FORMATS[out_dtype]}"
     kernel = f"fused_topk::full_rows::softmax_{choice.kernel}_rows_kernel"
     return f"{kernel}<{formats}, {choice.vectors}, {str(is_aligned).lower()}>"

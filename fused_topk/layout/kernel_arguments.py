@@ -16,11 +16,11 @@ _I64, _POINTER = ctypes.c_int64, ctypes.c_uint64
 _BOOL = ctypes.c_bool
 
 LEADING_DIMS = 4
-"""kLeadingDims of csrc/problem.cuh: the most leading dimensions that a launch walks."""
+"""kLeadingDims of csrc/rows/problem.cuh: the most leading dimensions that a launch walks."""
 
 
 class Problem(ctypes.Structure):
-    """struct Problem of csrc/problem.cuh, where each field is explained."""
+    """struct Problem of csrc/rows/problem.cuh, where each field is explained."""
 
     _fields_ = (
         ("logits", _POINTER),
@@ -68,7 +68,7 @@ class Problem(ctypes.Structure):
 
 
 class FullRows(ctypes.Structure):
-    """struct FullRows of csrc/full_row.cuh, where each field is explained."""
+    """struct FullRows of csrc/full_rows/full_row.cuh, where each field is explained."""
 
     _fields_ = (
         ("logits", _POINTER),
@@ -90,7 +90,7 @@ class FullRows(ctypes.Structure):
 
 
 class States(ctypes.Structure):
-    """struct States of csrc/merge_states.cu, where each field is explained."""
+    """struct States of csrc/topk/merge_states.cu, where each field is explained."""
 
     _fields_ = (
         ("logits", _POINTER),
@@ -122,7 +122,7 @@ class States(ctypes.Structure):
 
 
 class Piece(ctypes.Structure):
-    """struct Piece of csrc/accumulate_piece.cu, where each field is explained."""
+    """struct Piece of csrc/linear/accumulate_piece.cu, where each field is explained."""
 
     _fields_ = (
         ("logits", _POINTER),
@@ -145,7 +145,7 @@ class Piece(ctypes.Structure):
 
 
 class LogitGradients(ctypes.Structure):
-    """struct LogitGradients of csrc/logit_gradient.cu, where each field is explained."""
+    """struct LogitGradients of csrc/linear/logit_gradient.cu, where each field is explained."""
 
     _fields_ = (
         ("logits", _POINTER),
@@ -166,7 +166,7 @@ class LogitGradients(ctypes.Structure):
 
 
 class SampleRows(ctypes.Structure):
-    """struct SampleRows of csrc/sample_request.cuh, where each field is explained."""
+    """struct SampleRows of csrc/draws/sample_request.cuh, where each field is explained."""
 
     _fields_ = (
         ("logits", _POINTER),

@@ -19,7 +19,7 @@ FORMATS = {
     torch.float16: "Float16",
     torch.bfloat16: "BFloat16",
 }
-"""The element types that the kernels read, by their names in csrc/format.cuh."""
+"""The element types that the kernels read, by their names in csrc/rows/format.cuh."""
 
 MAX_ROWS = 2**31 - 1
 
@@ -69,7 +69,7 @@ def collapse(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[li
     return sizes, folded
 
 
-# csrc/merge_states.cu
+# csrc/topk/merge_states.cu
 
 MERGE_WARPS = (1, 8)
 """The warps that share a row."""
@@ -150,16 +150,16 @@ def plan_merge(problem: MergeProblem) -> MergeLaunch | None:
 
 
 def merge_kernel(dtype: torch.dtype, warps: int) -> str:
-    """A kernel of csrc/merge_states.cu, as NVRTC wants it named."""
+    """A kernel of csrc/topk/merge_states.cu, as NVRTC wants it named."""
     return f"fused_topk::merging::merge_states_kernel<fused_topk::{FORMATS[dtype]}, {warps}>"
 
 
-# csrc/accumulate_piece.cu
+# csrc/linear/accumulate_piece.cu
 
 MOST_K_OF_PIECES = 32
 """A lane of a warp has an entry."""
 PIECE_ROWS_PER_BLOCK = 4
-"""kRowsPerBlock of csrc/accumulate_piece.cu."""
+"""kRowsPerBlock of csrc/linear/accumulate_piece.cu."""
 PIECE_THREADS = 32 * PIECE_ROWS_PER_BLOCK
 """A warp has a row."""
 
@@ -170,7 +170,7 @@ def piece_blocks(rows: int) -> int:
 
 
 def piece_shared_bytes(dtype: torch.dtype) -> int:
-    """Dynamic shared memory: the tiles of a block's warps, as of those of csrc/softmax_topk.cu that have a row alone."""
+    """Dynamic shared memory: the tiles of a block's warps, as of those of csrc/topk/softmax_topk.cu that have a row alone."""
     warps, vectors = VARIANTS[dtype.itemsize][0]
     choice = KernelChoice(warps, vectors, 1, 0, 1)
     return choice.shared_bytes(Method.TILE_BY_TILE, is_aligned=True, is_unmasked=True)
@@ -181,7 +181,7 @@ def piece_kernel(dtype: torch.dtype, counts_ranks: bool) -> str:
     return f"fused_topk::pieces::accumulate_piece_kernel<fused_topk::{FORMATS[dtype]}, {str(counts_ranks).lower()}>"
 
 
-# csrc/logit_gradient.cu
+# csrc/linear/logit_gradient.cu
 
 GRADIENT_THREADS = 256
 GRADIENT_SPAN_BYTES = GRADIENT_THREADS * 4 * 16
@@ -194,16 +194,16 @@ def gradient_grid(rows: int, tokens: int, itemsize: int) -> tuple[int, int]:
 
 
 def gradient_kernel(dtype: torch.dtype) -> str:
-    """A kernel of csrc/logit_gradient.cu, as NVRTC wants it named."""
+    """A kernel of csrc/linear/logit_gradient.cu, as NVRTC wants it named."""
     return f"fused_topk::gradients::logit_gradient_kernel<fused_topk::{FORMATS[dtype]}>"
 
 
-# csrc/sample_vocabulary.cu and csrc/sample_rows.cu
+# csrc/draws/sample_vocabulary.cu and csrc/draws/sample_rows.cu
 
 SAMPLE_THREADS = 256
-"""kThreads of csrc/sample_request.cuh."""
+"""kThreads of csrc/draws/sample_request.cuh."""
 LONGEST_LIST = 1024
-"""kLongestList of csrc/sample_list.cuh."""
+"""kLongestList of csrc/draws/sample_list.cuh."""
 
 # Where no top-k says how many are kept: what top-p keeps of a language model's rows is mostly less. A guess.
 _LISTED = 128
@@ -211,10 +211,10 @@ _LISTED = 128
 _ROOM_FOR_TIES = 16
 _MOST_UNIT_BITS, _SUM_BITS = 44, 62
 _WARPS = SAMPLE_THREADS // 32
-# kMostParts of csrc/sample_vocabulary.cu, and the least tokens of a part: one read of a warp.
+# kMostParts of csrc/draws/sample_vocabulary.cu, and the least tokens of a part: one read of a warp.
 _MOST_PARTS, _LEAST_PART_LOG2 = 1024, 10
 _PART_WORDS = 2  # of PartState, in int64
-# Scratch and BlockScratch of csrc/sample_row_sums.cuh, in int64, and the counters of a row.
+# Scratch and BlockScratch of csrc/draws/sample_row_sums.cuh, in int64, and the counters of a row.
 _ROW_WORDS, _BLOCK_WORDS = 20480 // 8, 32784 // 8
 _COUNTERS = 4
 # Blocks of a row, and tokens of the row for each of them. Every block reads what the others have counted. A guess.
@@ -242,7 +242,7 @@ def sample_list_length(vocab_size: int, top_k: int | None) -> int:
 
 
 def part_length_log2(vocab_size: int) -> int:
-    """The length of the parts that csrc/sample_vocabulary.cu cuts a row into."""
+    """The length of the parts that csrc/draws/sample_vocabulary.cu cuts a row into."""
     length = _LEAST_PART_LOG2
     while vocab_size > _MOST_PARTS << length:
         length += 1
@@ -250,14 +250,14 @@ def part_length_log2(vocab_size: int) -> int:
 
 
 def summing_blocks(rows: int, vocab_size: int, multiprocessors: int) -> int:
-    """How many blocks share a row of csrc/sample_vocabulary.cu: a part for each warp, as long as two blocks a multiprocessor
+    """How many blocks share a row of csrc/draws/sample_vocabulary.cu: a part for each warp, as long as two blocks a multiprocessor
     suffice for that. A guess."""
     parts = -(-vocab_size >> part_length_log2(vocab_size))
     return max(1, min(-(-parts // _WARPS), 2 * multiprocessors // rows))
 
 
 def searching_blocks(rows: int, vocab_size: int, top_k: int | None, multiprocessors: int) -> int:
-    """How many blocks share a row of csrc/sample_rows.cu. All of the launch run at the same time.
+    """How many blocks share a row of csrc/draws/sample_rows.cu. All of the launch run at the same time.
 
     One, where the row is not read again: where top-k keeps less than is listed, but for ties.
     """
@@ -267,13 +267,13 @@ def searching_blocks(rows: int, vocab_size: int, top_k: int | None, multiprocess
 
 
 def summing_scratch(rows: int, vocab_size: int, blocks: int) -> tuple[int, int]:
-    """Words of 64 bits and zeroed counters that a launch of csrc/sample_vocabulary.cu needs."""
+    """Words of 64 bits and zeroed counters that a launch of csrc/draws/sample_vocabulary.cu needs."""
     parts = -(-vocab_size >> part_length_log2(vocab_size))
     return (rows * parts * _PART_WORDS, rows) if blocks > 1 else (0, 0)
 
 
 def searching_scratch(rows: int, blocks: int) -> tuple[int, int]:
-    """Scratch words and tickets of csrc/sample_rows.cu."""
+    """Scratch words and tickets of csrc/draws/sample_rows.cu."""
     return (rows * (_ROW_WORDS + blocks * _BLOCK_WORDS), rows * _COUNTERS) if blocks > 1 else (0, 0)
 
 

@@ -23,7 +23,7 @@ _LEAST_ACCUMULATED_BYTES = 24 << 20
 _ROUNDED_BYTES = 2 << 20
 _ACCUMULATED_TOKENS = 2**31 - 1  # the most tokens of such a vocabulary
 # A warp has a row. H200, 2048 x 14336 bf16, k = 8, µs: 25.1 for a first piece, 16.6 for a later one, a read 13.9, the states by
-# csrc/softmax_topk.cu 27.6; 1024 x 14336: 18.5, 8.7, 4.7, 17.7. With still fewer rows, a row needs several warps.
+# csrc/topk/softmax_topk.cu 27.6; 1024 x 14336: 18.5, 8.7, 4.7, 17.7. With still fewer rows, a row needs several warps.
 _WARPS_OF_MULTIPROCESSOR = 7
 # A tile of the library's product, cuBLAS's most common one: tokens and rows.
 _PRODUCT_TOKENS, _PRODUCT_ROWS = 256, 128
@@ -56,7 +56,7 @@ class Pieces(NamedTuple):
 
     rows: int
     tokens: int  # the whole vocabulary, or a multiple of 256
-    states: int  # 0: each piece is taken into the one state of its rows (csrc/accumulate_piece.cu)
+    states: int  # 0: each piece is taken into the one state of its rows (csrc/linear/accumulate_piece.cu)
 
 
 def is_for_the_native_kernel(rows: int, k: int) -> bool:
@@ -136,7 +136,7 @@ def backward_pieces(rows: int, vocab_size: int, depth: int, itemsize: int, is_cp
 def in_place_pieces(
     rows: int, vocab_size: int, depth: int, itemsize: int, listed: int, has_bias: bool, has_mask: bool
 ) -> Pieces:
-    """The pieces of the backward pass on a GPU, where the logits' gradient takes their own place (csrc/logit_gradient.cu).
+    """The pieces of the backward pass on a GPU, where the logits' gradient takes their own place (csrc/linear/logit_gradient.cu).
 
     listed: the tokens of a row at which something is added. has_bias: whether the bias has a gradient. has_mask: whether the mask
     of a piece may be a copy.

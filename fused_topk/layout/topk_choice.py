@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a row is laid over the GPU: a pure function of the problem's size and the machine's, testable without a GPU.
 
-The choice is who owns a row. The first two regimes have kernels of their own (csrc/router_rows.cu, csrc/short_rows.cu). All
-others are one kernel, csrc/softmax_topk.cu:
+The choice is who owns a row. The first two regimes have kernels of their own (csrc/routers/router_rows.cu, csrc/topk/short_rows.cu). All
+others are one kernel, csrc/topk/softmax_topk.cu:
 
 =============== ================================================== ==================================================
 regime          owner                                              when
@@ -28,32 +28,35 @@ MAX_K = 2048
 """The largest k that the kernels take. Beyond, an automatic choice of backend falls back to torch operations."""
 
 VARIANTS = {2: ((1, 4), (8, 4), (16, 4)), 4: ((1, 8), (8, 8), (16, 8))}
-"""(warps, vectors) of csrc/softmax_topk.cu, for elements of 2 and of 4 bytes: tiles of 1024 elements."""
+"""(warps, vectors) of csrc/topk/softmax_topk.cu, for elements of 2 and of 4 bytes: tiles of 1024 elements."""
 
 _MAX_PARTS = 1024
 _TILE = 1024
-# csrc/short_rows.cu and router_rows.cu: the longest row, and the largest k of each.
+# csrc/topk/short_rows.cu and router_rows.cu: the longest row, and the largest k of each.
 _SHORT_ROW, _SHORT_K, _ROUTER_K = 256, 32, 8
 _SHORT_LANE = 8  # logits of a lane in short_rows.cu, and the least in router_rows.cu
 _ROUTER_LANES = 8  # that have a row in router_rows.cu
 _WARP_BYTES = 512  # that a warp reads with one load of 16 bytes a lane
-_MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csrc/candidates.cuh has room for
-_FEW_SPLITS, _RANKED_SPLITS = 4, 16  # blocks of a row; bound_of_lists() of csrc/merge.cuh ranks half a warp of them
+_MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csrc/topk/candidates.cuh has room for
+_FEW_SPLITS, _RANKED_SPLITS = (
+    4,
+    16,
+)  # blocks of a row; bound_of_lists() of csrc/topk/merge.cuh ranks half a warp of them
 # The longest row of one warp, in parts. With k <= 8, 8 warps read longer rows of aligned float32 as fast as memory gives them.
 _MOST_PARTS_OF_WARP, _MOST_FLOAT_PARTS_OF_WARP, _FLOAT_K = 60, 24, 8
 _WARPS_PER_BLOCK = 4  # where a warp owns a row, or several
-_STRADDLE_BYTES = 128  # behind a tile of an unaligned row: TileStream::kSlotStride of csrc/row.cuh
+_STRADDLE_BYTES = 128  # behind a tile of an unaligned row: TileStream::kSlotStride of csrc/rows/row.cuh
 _PLACE_BYTES = 4096  # of tiles in place, for a warp that owns a row: so 32 warps fit on a multiprocessor
 
 
 # A warp's j-th best key comes from its lanes' best keys. For j above half of the lanes that bound would be too loose
-# (KthBound::needs_many() of csrc/bound.cuh).
+# (KthBound::needs_many() of csrc/topk/bound.cuh).
 _FEW_OF_WARP = 16
 _LEAST_TILES_IN_WINDOWS = 3  # of a warp
 
 
 class Method(IntEnum):
-    """How a warp's tiles become candidates: enum Method of csrc/policy.cuh."""
+    """How a warp's tiles become candidates: enum Method of csrc/rows/policy.cuh."""
 
     TILE_BY_TILE = 0
     FOR_MANY = 1
@@ -83,7 +86,7 @@ class KernelChoice(NamedTuple):
 
     def k_of_warp(self, k: int) -> int:
         """j: each warp of a block publishes its j-th best key. The keys of enough warps prove a lower bound of the row's k-th
-        best (KthBound of csrc/bound.cuh).
+        best (KthBound of csrc/topk/bound.cuh).
 
         For a small k, three quarters of the warps are enough: that lets the fewest logits pass. For a large k, all warps but
         an eighth or a sixteenth are needed. Measured in csrc/TUNING.md.
@@ -93,7 +96,7 @@ class KernelChoice(NamedTuple):
         return of_most if of_most <= _FEW_OF_WARP else -(-k // (readers - readers // (8 if k <= 256 else 16)))
 
     def k_of_split(self, k: int) -> int:
-        """j of the blocks of a row: each block leaves its j-th best key (bound_of_lists() of csrc/merge.cuh).
+        """j of the blocks of a row: each block leaves its j-th best key (bound_of_lists() of csrc/topk/merge.cuh).
 
         Of 5 to 16 blocks three quarters are enough. Of fewer, or more, all are needed: fewer have none to spare, and ranking
         more takes too long. Measured in csrc/TUNING.md.
@@ -103,7 +106,7 @@ class KernelChoice(NamedTuple):
 
     @property
     def lead(self) -> int:
-        """How many of a row's last tiles a group reads first (TileOrder of csrc/scan.cuh).
+        """How many of a row's last tiles a group reads first (TileOrder of csrc/topk/scan.cuh).
 
         The group's first tiles then hold the best of sorted logits, ascending or descending, and its bound is good from the
         start. The lead is half as many tiles as there are warps, and one more, because a row may end with few logits. There is
@@ -143,7 +146,7 @@ class KernelChoice(NamedTuple):
         return tiles + windows + states
 
     def _tiles_of_warp(self, method: Method, is_aligned: bool, is_unmasked: bool) -> int:
-        """The tiles that have a place in shared memory: policy_of() of csrc/policy.cuh, for the GPU that keeps the most."""
+        """The tiles that have a place in shared memory: policy_of() of csrc/rows/policy.cuh, for the GPU that keeps the most."""
         if self.warps == 1 and is_aligned and is_unmasked:
             return _PLACE_BYTES // (self.vectors * _WARP_BYTES)
         if self.warps <= 8:
@@ -207,8 +210,8 @@ def alternatives(rows: int, vocab_size: int, k: int, itemsize: int, multiprocess
 def list_length(k: int, splits: int) -> int:
     """The most candidates that a block of a split row hands over.
 
-    If the list is too short, the block must cut first (Candidates::shorten() of csrc/candidates.cuh). If the lists are longer
-    than the last block can load at a time, it waits for memory again (gather() of csrc/merge.cuh).
+    If the list is too short, the block must cut first (Candidates::shorten() of csrc/topk/candidates.cuh). If the lists are longer
+    than the last block can load at a time, it waits for memory again (gather() of csrc/topk/merge.cuh).
     """
     helpers = 32 * 15  # all of a block but the warp that merges the states; each loads seven at a time
     most = 7 * helpers // splits
@@ -235,7 +238,7 @@ def _power_of_two(least: int) -> int:
 
 
 def _window_bytes(tiles: int) -> int:
-    """WindowShared of csrc/windows.cuh."""
+    """WindowShared of csrc/topk/windows.cuh."""
     return 4 * (tiles * (32 + 32 + 32 // tiles + 1) + 3 * 32)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch of csrc/softmax_topk.cu, short_rows.cu or router_rows.cu looks like: a pure function of shapes and strides.
+"""What a launch of csrc/topk/softmax_topk.cu, short_rows.cu or router_rows.cu looks like: a pure function of shapes and strides.
 
 The launch is kept for the next such call, which then only fills in the addresses. An eager call of a small problem takes as
 long as its Python does, so nothing is computed twice. Needs no GPU.
@@ -193,7 +193,7 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
 
 
 def kernel_name(element: str, choice: KernelChoice, method: Method, is_aligned: bool, mask_use: int) -> str:
-    """A kernel of csrc/softmax_topk.cu, short_rows.cu or router_rows.cu, as NVRTC wants it named."""
+    """A kernel of csrc/topk/softmax_topk.cu, short_rows.cu or router_rows.cu, as NVRTC wants it named."""
     group = "" if choice.lanes else f"{choice.warps}, {method:d}, "
     flags = f"{str(is_aligned).lower()}, {mask_use}"
     return f"fused_topk::{choice.kernel}_kernel<fused_topk::{element}, {group}{choice.vectors}, {flags}>"

@@ -3,7 +3,7 @@
 
 With p the softmax of a row's scaled logits and T its temperature, the gradient of the logits is (c p + a) / T. c is what the
 caller gives for the row's normalizer, and a what it gives at some tokens: the chosen ones and the targets. A kernel computes it
-in place on a GPU (csrc/logit_gradient.cu), else torch operations do. Nothing waits for the device.
+in place on a GPU (csrc/linear/logit_gradient.cu), else torch operations do. Nothing waits for the device.
 """
 
 from __future__ import annotations

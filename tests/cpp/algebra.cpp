@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The algebra of csrc/ behind a C interface, for tests/test_algebra.py, which compiles it and calls it through ctypes.
-#include "../../csrc/order.h"
+#include "../../csrc/algebra/order.h"
 
 #include <cmath>
 
-#include "../../csrc/normalizer.h"
+#include "../../csrc/algebra/normalizer.h"
 
 using namespace fused_topk;
 

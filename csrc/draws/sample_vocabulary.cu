@@ -6,7 +6,7 @@
 // again, a few KB, and draws from it.
 #pragma once
 
-#include "full_row.cuh"
+#include "../full_rows/full_row.cuh"
 #include "sample_part.cuh"
 
 namespace fused_topk::sampling {

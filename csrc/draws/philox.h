@@ -4,7 +4,7 @@
 // operations, bit for bit.
 #pragma once
 
-#include "order.h"
+#include "../algebra/order.h"
 
 namespace fused_topk {
 

@@ -5,7 +5,7 @@
 // address. Assumes that the row's elements are adjacent and aligned to their own size.
 #pragma once
 
-#include "row.cuh"
+#include "../rows/row.cuh"
 
 namespace fused_topk {
 

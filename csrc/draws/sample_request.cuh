@@ -6,8 +6,8 @@
 // draw is exact to 2^-20 of the total.
 #pragma once
 
+#include "../rows/row.cuh"
 #include "philox.h"
-#include "row.cuh"
 
 namespace fused_topk {
 

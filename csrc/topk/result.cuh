@@ -3,7 +3,7 @@
 // Comes after problem.cuh.
 #pragma once
 
-#include "problem.cuh"
+#include "../rows/problem.cuh"
 
 namespace fused_topk {
 

@@ -9,7 +9,7 @@
 //
 // In each step a lane sorts what it has, then merges with other lanes three times. The instructions do not depend on
 // the logits. Comes after short_row.cuh.
-#include "short_row.cuh"
+#include "../topk/short_row.cuh"
 
 namespace fused_topk {
 

@@ -3,7 +3,7 @@
 // wrappers, a few intrinsics, threadIdx, blockIdx and __shared__. No CUDA header is needed (NVRTC).
 #pragma once
 
-#include "normalizer.h"
+#include "../algebra/normalizer.h"
 
 namespace fused_topk {
 

@@ -12,8 +12,8 @@
 //
 // A warp has a row, and lane i the i-th entry of T. So k is at most 32. From the second piece on T is full from the start, and few
 // tiles hold an element that it lets pass. Comes after bound.cuh and part_folder.cuh.
-#include "bound.cuh"
-#include "part_folder.cuh"
+#include "../topk/bound.cuh"
+#include "../topk/part_folder.cuh"
 
 namespace fused_topk {
 

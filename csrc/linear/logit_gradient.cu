@@ -5,8 +5,8 @@
 //
 // c, m and T are the row's. a is the sum of what the row's list holds for the token: nothing for most. g is summed in float32
 // and rounded once, so that p - 1 keeps its digits where p is near 1. Comes after problem.cuh and full_row.cuh (encode()).
-#include "full_row.cuh"
-#include "problem.cuh"
+#include "../full_rows/full_row.cuh"
+#include "../rows/problem.cuh"
 
 namespace fused_topk {
 

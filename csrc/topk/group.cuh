@@ -3,7 +3,7 @@
 // same code serves both.
 #pragma once
 
-#include "platform.cuh"
+#include "../rows/platform.cuh"
 
 namespace fused_topk {
 
