@@ -28,8 +28,7 @@ struct BlockScratch {
   u64 sum[2];
   u32 bins[2][kBins];
 };
-static_assert(sizeof(Scratch) == 20480 && sizeof(BlockScratch) == 32784,
-              "fused_topk/layout/launch.py allocates them");
+static_assert(sizeof(Scratch) == 20480 && sizeof(BlockScratch) == 32784, "fused_topk/layout/launch.py allocates them");
 
 struct SumsShared {
   union {
