@@ -19,11 +19,12 @@ from .functional import (
     topk_state,
     warm_up,
 )
-from .problem import LinearTopK, Sample, TopK, TopKState
+from .problem import Kept, LinearTopK, Sample, TopK, TopKState
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Kept",
     "LinearTopK",
     "Sample",
     "TopK",

@@ -400,7 +400,7 @@ def test_compiled_and_fake(backend):
     expected, got = step(logits, seed), torch.compile(step, fullgraph=True, backend="eager")(logits, seed)
     assert torch.equal(expected.tokens, got.tokens) and torch.equal(expected.log_probs, got.log_probs)
     assert torch.equal(expected.topk.indices, got.topk.indices)
-    request = (5, None, 0.9, None, 0.0, None, 0, seed, 0, None, 2, 1, False, backend.name)
+    request = (5, None, 0.9, None, 0.0, None, 0, seed, 0, None, 2, 1, False, False, backend.name)
     torch.library.opcheck(torch.ops.fused_topk.sample.default, (*LogitRows(logits), *request))
 
 
@@ -470,7 +470,7 @@ def test_a_plan_serves_no_argument_of_another_type():
         ({"temperature": torch.tensor([1.0, -1.0])}, ValueError, "in every row, got -1.0"),
         ({"temperature": torch.tensor([[1.0], [1.0]])}, ValueError, "one number a row"),
         ({"temperature": torch.tensor([1, 1])}, TypeError, "floating-point tensor"),
-        ({"top_k": -1}, ValueError, "`top_k` must satisfy 0 <= top_k"),
+        ({"top_k": -2}, ValueError, "`top_k` must satisfy -1 <= top_k"),
         ({"top_k": 2.0}, TypeError, "`top_k` must be an int"),
         ({"top_k": torch.tensor([1.0, 2.0])}, TypeError, "integer tensor"),
         ({"top_p": 1.5}, ValueError, "`top_p` must satisfy 0 <= top_p <= 1"),
@@ -484,6 +484,7 @@ def test_a_plan_serves_no_argument_of_another_type():
         ({"logprobs": -1}, ValueError, "`logprobs`"),
         ({"logprobs": 11}, ValueError, "<= 10"),
         ({"truncated_log_probs": 1}, TypeError, "must be a bool"),
+        ({"kept": None}, TypeError, "`kept` must be a bool"),
         ({"mask": torch.ones(3, dtype=torch.bool)}, ValueError, "broadcast"),
         ({"backend": "gpu"}, ValueError, "`backend`"),
     ],

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fused_topk.backends import cuda, philox, reference
 from fused_topk.layout import launch
-from fused_topk.problem import Sample, SampleProblem, TopK, TopkProblem
+from fused_topk.problem import Kept, Sample, SampleProblem, TopK, TopkProblem
 from fused_topk.rows import LogitRows
 from oracle import DTYPES
 from rows import INF, NAN, packed, random_logits, random_mask
@@ -42,6 +42,7 @@ def draw(
     mask=None,
     num_samples=2,
     truncated=False,
+    kept=False,
     logprobs=0,
     first_row=0,
     longest=None,
@@ -67,16 +68,19 @@ def draw(
         num_samples,
         logprobs,
         truncated,
+        kept,
         first_row,
     )
     topk = None
     if logprobs:
         shape = rows, logprobs
         topk = TopK(torch.empty(shape), torch.empty(shape, dtype=torch.int64), torch.empty(rows))
-    out = Sample(torch.empty(rows, num_samples, dtype=torch.int64), torch.empty(rows, num_samples), topk)
+    of_kept = Kept(torch.empty(rows, dtype=torch.int64), torch.empty(rows)) if kept else None
+    out = Sample(torch.empty(rows, num_samples, dtype=torch.int64), torch.empty(rows, num_samples), topk, of_kept)
     arrays = [Array("logits", logits, "input"), Array("tokens", out.tokens, "output")]
     arrays.append(Array("log_probs", out.log_probs, "output"))
     arrays += [Array(f"best {i}", x, "output") for i, x in enumerate(topk or ())]
+    arrays += [Array(f"kept {i}", x, "output") for i, x in enumerate(of_kept or ())]
     arrays += [
         Array(f"parameter {i}", x, "input")
         for i, x in enumerate((*problem.rows[1:], *problem[1:]))

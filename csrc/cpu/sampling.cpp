@@ -103,6 +103,7 @@ struct Row {
 
 struct KeptToken {
   u32 index;
+  bool is_finite;  // not -inf
   double weight;
 };
 
@@ -371,6 +372,10 @@ struct Solver {
   void take_best(const Row& row, u64 best, float m, double log_d) const {
     const bool has_distribution = std::isfinite(m) && problem.temperatures(row.number) == 0.0;
     const float log_prob = !problem.truncated ? own_log_prob(logit_of(best), m, log_d) : has_distribution ? 0.0f : kNaN;
+    if (problem.kept_counts) {
+      problem.kept_counts[row.number] = has_distribution;
+      problem.kept_logsumexp[row.number] = has_distribution ? m : kNaN;
+    }
     std::fill_n(problem.tokens + row.number * problem.num_samples, problem.num_samples, i64(index_of(best)));
     std::fill_n(problem.log_probs + row.number * problem.num_samples, problem.num_samples, log_prob);
   }
@@ -400,7 +405,7 @@ struct Solver {
     tokens.resize(kept);
     double total = 0.0;
     for (u32 i = 0; i < kept; ++i) {
-      tokens[i] = {index_of(best[i]), weight_of(row, logit_of(best[i]), m)};
+      tokens[i] = {index_of(best[i]), key_of(best[i]) != kNegativeInfinityKey, weight_of(row, logit_of(best[i]), m)};
       total += tokens[i].weight;
     }
     if (row.has_top_p()) {
@@ -438,6 +443,21 @@ struct Solver {
     return std::min(u * total, std::nextafter(total, 0.0));
   }
 
+  void write_kept(const Row& row, u64 count, float m, double total) const {
+    problem.kept_counts[row.number] = i64(count);
+    problem.kept_logsumexp[row.number] = float(m * row.temperature.inverse + std::log(total));
+  }
+
+  // Tokens that do not rank behind the border, of a row that was not listed.
+  u64 count_kept(const Row& row, u64 border, Workspace& workspace) const {
+    u64 count = 0;
+    for (u32 block = 0; block < blocks; ++block) {
+      const float* const x = load_kept(row, block, border, workspace);
+      for (u32 i = 0; i < elements_of(block); ++i) count += x[i] != -kInfinity;
+    }
+    return count;
+  }
+
   void write(const Row& row, u32 sample, u32 token, float x, float m, double log_d, double total) const {
     const u64 place = row.number * problem.num_samples + sample;
     problem.tokens[place] = token;
@@ -459,7 +479,12 @@ struct Solver {
     std::vector<double>& sums = workspace.sums;
     sums.resize(count);
     double total = 0.0;
-    for (u32 i = 0; i < count; ++i) sums[i] = total += tokens[i].weight;
+    u32 finite = 0;
+    for (u32 i = 0; i < count; ++i) {
+      sums[i] = total += tokens[i].weight;
+      finite += tokens[i].is_finite;
+    }
+    if (problem.kept_counts) write_kept(row, finite, m, total);
     for (u32 sample = 0; sample < problem.num_samples; ++sample) {
       const auto at = std::upper_bound(sums.begin(), sums.end(), aim_of(row, sample, total));
       const u32 token = tokens[at - sums.begin()].index;
@@ -473,6 +498,7 @@ struct Solver {
     const Exponential exponential = exponential_of(row, m);
     double total = 0.0;
     for (double& sum : sums) sum = total += sum;
+    if (problem.kept_counts) write_kept(row, count_kept(row, border, workspace), m, total);
     for (u32 sample = 0; sample < problem.num_samples; ++sample) {
       const double aim = aim_of(row, sample, total);
       const u32 block = u32(std::upper_bound(sums.begin(), sums.end(), aim) - sums.begin());
@@ -564,7 +590,8 @@ struct Solver {
     for (u32 i = 0; i < size; ++i) values[i] = logit_of(list[i]);
     const float* const weights = weigh(row, size, m, workspace);
     workspace.kept.resize(size);
-    for (u32 i = 0; i < size; ++i) workspace.kept[i] = {index_of(list[i]), weights[i]};
+    for (u32 i = 0; i < size; ++i)
+      workspace.kept[i] = {index_of(list[i]), key_of(list[i]) != kNegativeInfinityKey, weights[i]};
     return size;
   }
 

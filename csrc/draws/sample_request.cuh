@@ -54,8 +54,11 @@ struct SampleRows {
   float* best_logsumexp;  // nullable; [rows]
   u32 logprobs;
   u32 rows;
+  // Both kernels':
+  i64* kept_counts;       // nullable; [rows]: tokens that may be drawn
+  float* kept_logsumexp;  // nullable; [rows]: of their logits / temperature
 };
-static_assert(sizeof(SampleRows) == 264, "fused_topk/layout/launch.py packs 264 bytes");
+static_assert(sizeof(SampleRows) == 280, "fused_topk/layout/launch.py packs 280 bytes");
 
 }  // namespace fused_topk
 
@@ -128,8 +131,20 @@ __device__ __forceinline__ u64 aim_of(const SampleRows& p, u32 row, u32 sample, 
 // log of a sum of weights.
 __device__ __forceinline__ float log_of_sum(const SampleRows& p, u64 sum) { return logf(float(sum) / p.one); }
 
-// Writes the best token of a row of which no other may be drawn. All threads of a block call it.
-__device__ __forceinline__ void write_best(const SampleRows& p, u32 row, u32 best, float log_prob) {
+// One thread: what a row was drawn from, the sum of its weights, and the greatest logit / T.
+__device__ __forceinline__ void write_kept(const SampleRows& p, u32 row, u64 count, u64 sum, float greatest) {
+  if (!p.kept_counts) return;
+  p.kept_counts[row] = i64(count);
+  p.kept_logsumexp[row] = greatest + log_of_sum(p, sum);
+}
+
+// Writes the best token of a row of which no other may be drawn. m: the greatest logit if that is because of temperature 0, else
+// NaN. All threads of a block call it.
+__device__ __forceinline__ void write_best(const SampleRows& p, u32 row, u32 best, float log_prob, float m) {
+  if (p.kept_counts && threadIdx.x == 0) {
+    p.kept_counts[row] = is_finite(m);
+    p.kept_logsumexp[row] = m;
+  }
 #pragma unroll 1
   for (u32 sample = threadIdx.x; sample < p.num_samples; sample += kThreads) {
     p.tokens[i64(row) * p.num_samples + sample] = best;

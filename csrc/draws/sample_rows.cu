@@ -22,6 +22,12 @@
 
 namespace fused_topk::sampling {
 
+// What is kept of the tokens that the pieces do not have, and the border: no candidate below it is kept.
+struct Border {
+  u64 least;
+  u32 kept;
+};
+
 // The least candidate with that key.
 __device__ __forceinline__ u64 least_candidate(u32 key) { return u64(key) << 32; }
 
@@ -171,9 +177,8 @@ struct RowSampler {
     }
   }
 
-  // Of the tokens that are listed between the border's bounds: adds to the pieces what is kept, and returns the border. What is
-  // kept are the candidates that are not below it.
-  __device__ __forceinline__ u64 border_of_listed(u64 above, u64 aim, u64 least, u32 greatest_key) const {
+  // Of the tokens that are listed between the border's bounds: adds to the pieces what is kept.
+  __device__ __forceinline__ Border border_of_listed(u64 above, u64 aim, u64 least, u32 greatest_key) const {
     sort_listed();
     u64* const listed = sums.listed();
     const u32 each = (sums.number_listed() + kThreads - 1) / kThreads, first = threadIdx.x * each;
@@ -191,17 +196,17 @@ struct RowSampler {
       above += weight;
     }
     kept = u32(sums.sum_of_block(kept).all);
-    return kept ? listed[kept - 1] : least_candidate(greatest_key + 1);
+    return {kept ? listed[kept - 1] : least_candidate(greatest_key + 1), kept};
   }
 
   // The same of tokens that are all equal. Of them the first ones are kept.
-  __device__ __forceinline__ u64 border_of_equal(u64 above, u64 aim, u32 key) const {
+  __device__ __forceinline__ Border border_of_equal(u64 above, u64 aim, u32 key) const {
     const u64 each = weights()(__uint_as_float(bits_of_key(key))), divisor = max(each, u64(1));
     const u64 needed = aim > above ? (aim - above + divisor - 1) / divisor : 1;
     const u64 mine = sums.within(threadIdx.x);
     const auto ties = sums.sum_of_block(mine);
     sums.weights()[threadIdx.x] += each * (min(ties.before + mine, needed) - min(ties.before, needed));
-    if (needed >= ties.all) return least_candidate(key);
+    if (needed >= ties.all) return {least_candidate(key), u32(ties.all)};
     if (ties.before < needed && needed <= ties.before + mine) {
       shared.answer = threadIdx.x;
       sums.listed()[0] = needed - ties.before - 1;
@@ -209,19 +214,21 @@ struct RowSampler {
     __syncthreads();
     const u32 last = find_in_part(PartReader<FORMAT>{sums.logits}, sums.part_of(shared.answer), sums.listed()[0],
                                   [&](float x, u32) { return u64(order_key(x) == key); });
-    return make_candidate(key, last);
+    return {make_candidate(key, last), u32(needed)};
   }
 
   // Draws from the pieces, given the border and of each piece the sum of what is kept.
-  __device__ __forceinline__ void draw_from_pieces(u64 border) const {
+  __device__ __forceinline__ void draw_from_pieces(Border border) const {
     const u64 total = sums.sum_of_block(sums.weights()[threadIdx.x]).all;
+    const u64 above = sums.sum_of_block(sums.above(threadIdx.x)).all;
+    if (threadIdx.x == 0) write_kept(p, row, above + border.kept, total, m * temperature.inverse);
 #pragma unroll 1
     for (u32 sample = threadIdx.x / kWarpSize; sample < p.num_samples; sample += kWarps) {
       const u64 aim = aim_of(p, row, sample, total);
       const Place place = find_in(sums.weights(), kPieces, aim);
-      const u32 token =
-          find_in_part(PartReader<FORMAT>{sums.logits}, sums.part_of(place.index), aim - place.before,
-                       [&](float x, u32 i) { return make_candidate(order_key(x), i) >= border ? weights()(x) : 0; });
+      const u32 token = find_in_part(
+          PartReader<FORMAT>{sums.logits}, sums.part_of(place.index), aim - place.before,
+          [&](float x, u32 i) { return make_candidate(order_key(x), i) >= border.least ? weights()(x) : 0; });
       if (lane_id() == 0) write(sample, token, total);
     }
   }
@@ -245,7 +252,8 @@ struct RowSampler {
       const float of_best = !p.truncated                          ? own_log_prob(m)
                             : is_finite(m) && temperature.is_zero ? 0.0f
                                                                   : not_a_number();
-      write_best(p, row, u32(__ldg(p.list_indices + i64(row) * p.length)), of_best);
+      const float m_of_zero = is_finite(m) && temperature.is_zero ? m : not_a_number();
+      write_best(p, row, u32(__ldg(p.list_indices + i64(row) * p.length)), of_best, m_of_zero);
       return;
     }
     const Filters filters = this->filters();
@@ -267,7 +275,9 @@ struct RowSampler {
       __syncthreads();
       const u32 kept = in_first_warp([&] { return list.kept(filters, wanted.total); });
       if (kept) {
-        if (is_first) list.draw(p, row, kept, [&](u32 sample, u32 token, u64 total) { write(sample, token, total); });
+        if (is_first)
+          list.draw(p, row, kept, m * temperature.inverse,
+                    [&](u32 sample, u32 token, u64 total) { write(sample, token, total); });
         sums.leave();
         return;
       }
@@ -288,7 +298,7 @@ struct RowSampler {
     const u64 above = sums.sum_of_block(sums.weights()[threadIdx.x]).all;
     const u64 least = least_candidate(Keys::whole(least_key));
     const u32 greatest_key = Keys::whole(range.high);
-    draw_from_pieces(range.low > range.high ? least
+    draw_from_pieces(range.low > range.high ? Border{least, 0}
                      : lists                ? border_of_listed(above, wanted.aim, least, greatest_key)
                                             : border_of_equal(above, wanted.aim, greatest_key));
   }

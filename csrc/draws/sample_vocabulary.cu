@@ -15,9 +15,9 @@ constexpr u32 kMostParts = 1024;  // of a row
 // On a multiprocessor. With 4 NVRTC spills for most GPUs, and with 3 for compute capability 12.0.
 constexpr u32 kResidentBlocks = __CUDA_ARCH__ >= 1200 ? 2 : 3;
 
-// m of a part, its d at temperature 1, and at the row's.
+// m of a part, its d at temperature 1, and at the row's, and how many of its logits are not -inf, where that is asked for.
 struct alignas(16) PartState {
-  float m, own, tempered, unused;
+  float m, own, tempered, finite;
 };
 
 __device__ __forceinline__ Part part_of(const SampleRows& p, u32 part) {
@@ -37,6 +37,22 @@ __device__ __forceinline__ PartState sum_part(const PartReader<FORMAT>& reader, 
   }
   own = warp_merge(own, kLog2E);
   return {own.m, own.d, scale != kLog2E ? warp_merge(tempered, scale).d : own.d, 0.0f};
+}
+
+// The number of a part's logits that are not -inf. The 32 lanes of a warp call it, right after the part has been read.
+template <class FORMAT>
+__device__ __forceinline__ u32 finite_of(const PartReader<FORMAT>& reader, Part part) {
+  u32 count = 0;
+#pragma unroll 1
+  for (u32 first = part.begin; first < part.end; first += PartReader<FORMAT>::kElements) {
+    Vector vectors[PartReader<FORMAT>::kVectors];
+    reader.load(first, vectors);
+#pragma unroll
+    for (u32 u = 0; u < PartReader<FORMAT>::kVectors; ++u)
+#pragma unroll
+      for (u32 e = 0; e < FORMAT::kPerVector; ++e) count += FORMAT::decode(vectors[u].words, e) != -FUSED_TOPK_INFINITY;
+  }
+  return warp_sum(count);
 }
 
 // The token of a part at which the running sum passes the share `rest` of the part. The 32 lanes of a warp call it.
@@ -74,6 +90,7 @@ struct VocabularyShared {
   float maxima[kMostParts];
   float own[kMostParts];
   float tempered[kMostParts];
+  float finite[kMostParts];
   u64 weights[kMostParts];
   float maximum_of_warp[kWarps];
   u64 own_of_warp[kWarps];
@@ -95,13 +112,15 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 
 #pragma unroll 1
   for (u32 part = warp * p.blocks_per_row + blockIdx.y; part < parts; part += p.blocks_per_row * kWarps) {
-    const PartState state = sum_part(reader, part_of(p, part), temperature.scale);
+    PartState state = sum_part(reader, part_of(p, part), temperature.scale);
+    if (p.kept_counts) state.finite = float(finite_of(reader, part_of(p, part)));
     if (lane_id() == 0 && shares_row) {
-      *reinterpret_cast<float4*>(left + part) = {state.m, state.own, state.tempered, 0.0f};
+      *reinterpret_cast<float4*>(left + part) = {state.m, state.own, state.tempered, state.finite};
     } else if (lane_id() == 0) {
       shared.maxima[part] = state.m;
       shared.own[part] = state.own;
       shared.tempered[part] = state.tempered;
+      shared.finite[part] = state.finite;
     }
   }
   __syncthreads();
@@ -119,6 +138,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
       shared.maxima[part] = state.x;
       shared.own[part] = state.y;
       shared.tempered[part] = state.z;
+      shared.finite[part] = state.w;
     }
     m = max_nan(m, shared.maxima[part]);
   }
@@ -160,14 +180,20 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     }
     __syncthreads();
     const float of_best = p.truncated ? (temperature.is_zero ? 0.0f : not_a_number()) : -log_d;
-    write_best(p, row, shared.answer, has_distribution ? of_best : not_a_number());
+    write_best(p, row, shared.answer, has_distribution ? of_best : not_a_number(),
+               has_distribution && temperature.is_zero ? m : not_a_number());
     return;
   }
 
-  u64 total = 0;
+  u64 total = 0, finite = 0;
 #pragma unroll 1
-  for (u32 part = lane_id(); part < parts; part += kWarpSize) total += shared.weights[part];
+  for (u32 part = lane_id(); part < parts; part += kWarpSize) {
+    total += shared.weights[part];
+    finite += u64(shared.finite[part]);
+  }
   total = warp_sum(total);
+  finite = warp_sum(finite);
+  if (threadIdx.x == 0) write_kept(p, row, finite, total, m * temperature.inverse);
 #pragma unroll 1
   for (u32 sample = warp; sample < p.num_samples; sample += kWarps) {
     const u64 aim = aim_of(p, row, sample, total);

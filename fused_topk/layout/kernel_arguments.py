@@ -207,6 +207,8 @@ class SampleRows(ctypes.Structure):
         ("best_logsumexp", _POINTER),
         ("logprobs", _U32),
         ("rows", _U32),
+        ("kept_counts", _POINTER),
+        ("kept_logsumexp", _POINTER),
     )
 
 

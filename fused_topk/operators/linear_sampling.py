@@ -18,7 +18,7 @@ from .. import backends
 from ..backends import reference
 from ..layout import launch
 from ..layout import linear_pieces as layout
-from ..problem import LinearProblem, Sample, SampleProblem, TopK
+from ..problem import Kept, LinearProblem, Sample, SampleProblem, TopK
 from ..rows import ROWS_SCHEMA, LogitRows, unflattened
 from . import linear_pieces, sampling
 from .dispatch import library
@@ -86,7 +86,8 @@ def _of_rows(request: SampleProblem, part: slice, rows: LogitRows) -> SampleProb
 
 def _part(out: Sample, part: slice) -> Sample:
     topk = None if out.topk is None else TopK(*(x[part] for x in out.topk))
-    return Sample(out.tokens[part], out.log_probs[part], topk)
+    kept = None if out.kept is None else Kept(*(x[part] for x in out.kept))
+    return Sample(out.tokens[part], out.log_probs[part], topk, kept)
 
 
 def linear_sample(*arguments: Any) -> tuple[Tensor, ...]:
