@@ -20,7 +20,17 @@ from rows import INF, NAN, packed, random_logits, random_mask
 from simt import build, sanitized
 from simt.emulate import emulated
 from simt.launch import SCHEDULES, Array
-from test_sampling import SETTINGS, check_draws, check_is_kept, kept_weights, rows_of, uniforms
+from test_sampling import (
+    BROAD,
+    SETTINGS,
+    broad_rows,
+    check_draws,
+    check_is_kept,
+    check_kept,
+    kept_weights,
+    rows_of,
+    uniforms,
+)
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
@@ -151,6 +161,54 @@ def test_schedules_of_blocks_that_share_a_row(schedule):
         ("each_its_own", torch.float16),
     ):
         check_case(name, dtype, 3001, 4, blocks=4, schedule=schedule, seed=5)
+
+
+def check_broad(name: str, dtype: torch.dtype, vocab_size: int, rows: slice = slice(None), **how) -> None:
+    """As check_case(), of rows of which no list has what is kept: the tokens, and what they are drawn from."""
+    settings, logits = BROAD[name], broad_rows(vocab_size, dtype)[rows]
+    seed = torch.arange(len(logits)) + 3
+    got = draw(logits, settings, name_of=seed, kept=True, **how)
+    weights = kept_weights(logits, settings)
+    check_draws(got.tokens, uniforms(seed, 2), weights)
+    check_is_kept(got.tokens, weights, settings.get("top_p"))
+    check_kept(got.kept, logits, settings)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("most", "likely") else pytest.mark.exhaustive) for name in BROAD],
+)
+def test_broad_rows(name):
+    turn = list(BROAD).index(name)
+    dtype, blocks = list(DTYPES.values())[turn % 3], 1 + turn % 2
+    rows = slice(0, 4) if name in ("most", "likely") else slice(None)
+    check_broad(name, dtype, 2100, rows, blocks=blocks, schedule=SCHEDULES[turn % len(SCHEDULES)], seed=turn)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_broad_rows_that_are_counted_again(schedule):
+    """More tokens than a block can sort are between the bounds: they are counted by finer bins, until all are equal."""
+    for turn, name in enumerate(("half", "all_but_the_least", "of_many", "many")):
+        dtype = list(DTYPES.values())[(turn + SCHEDULES.index(schedule)) % 3]
+        check_broad(name, dtype, 9001, blocks=1 + 2 * (turn % 2), schedule=schedule, seed=turn)
+
+
+@pytest.mark.exhaustive
+def test_broad_rows_of_pieces_of_several_reads():
+    for name in ("most", "likely", "of_many"):
+        check_broad(name, torch.float32, 140_000, blocks=2, schedule="random")
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_kept_of_whole_rows(blocks):
+    """All but -inf and what a mask hides."""
+    logits = rows_of(2500)
+    mask = random_mask(len(logits), 2500, share=0.5)
+    for name in ("whole", "temperature", "top_k", "top_p"):
+        got = draw(logits, SETTINGS[name], mask=mask, kept=True, blocks=blocks, name_of=torch.arange(len(logits)))
+        has_any = (logits.masked_fill(~mask, -INF) > -INF).any(1)
+        check_kept(Kept(*(x[has_any] for x in got.kept)), logits[has_any], SETTINGS[name], mask[has_any])
 
 
 def test_blocks_do_not_change_the_bits():

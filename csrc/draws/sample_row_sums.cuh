@@ -213,12 +213,14 @@ class RowSums {
   // What a search is for: the greatest key from which on the tokens measure at least `aim` together.
   struct Wanted {
     u64 aim;
-    u64 total;  // of all tokens that the first bins have, but to rounding; 0 if it is not known
+    u64 total;      // of all tokens that the first bins have; 0 if it is not known
+    bool is_float;  // total: it was summed in float32
     Measure measure;
   };
   struct Narrowed {
-    KeyRange range;  // where the key is; the least key alone, if all together measure less
-    u32 most;        // tokens with such keys, at most
+    KeyRange
+        range;  // where the key is; behind it there is no token, or it is the least key, if all together measure less
+    u32 most;   // tokens with such keys, at most
   };
 
   // Where the key is, by the bins of the last count(). above: what the tokens above the bins measure. What those of a bin do is
@@ -248,7 +250,7 @@ class RowSums {
     // What is behind the key is known, too, if the bins have all that is left.
     const bool has_rest = BINS::kHasAll && wanted.total;
     const u64 rest = wanted.total > wanted.aim ? wanted.total - wanted.aim : 0;
-    const u64 unsure = wanted.measure.unsure(wanted.total);
+    const u64 unsure = wanted.is_float ? wanted.measure.unsure(wanted.total) : 0;
     // Bins behind which the key surely is, and those at which it may not have been reached.
     u32 passed = 0, open = 0;
     least = above + all_least.before;
@@ -262,7 +264,7 @@ class RowSums {
       }
       const u64 least_behind = above + all_least.all - least, most_behind = above + all_most.all - most;
       passed += most < wanted.aim || (has_rest && least_behind > rest + unsure);
-      open += least < wanted.aim && !(has_rest && most_behind + unsure <= rest);
+      open += least < wanted.aim && most_behind > (has_rest && rest > unsure ? rest - unsure : 0);
     }
     const u64 both = sum_of_block(u64(open) << 32 | passed).all;
     passed = u32(both);

@@ -122,18 +122,20 @@ struct RowSampler {
     // What the border leaves behind is known to 2^-8, or better, if lighter tokens share a bin.
     const float total = wanted.total ? float(wanted.total) : p.one;
     const auto bins = bins_from(low, 0x1p8f * float(p.V) * p.one / (float(1.0 - top_p) * total));
+    // Where nearly all is kept, the rest must be known better than a sum of floats.
+    if (top_p > 1.0 - 0x1p-8) wanted.total = 0;
     const float summed_from = wanted.total ? FUSED_TOPK_INFINITY : Keys::logit_of(low);
     const u64 sum = sums.count(bins, summed_from, wanted.measure);
-    if (!wanted.total) wanted = wanted_of(top_p, sum);
+    if (!wanted.total) wanted = wanted_of(top_p, sum, false);
     return sums.narrowed(bins, 0, wanted);
   }
-  __device__ __forceinline__ Wanted wanted_of(double top_p, u64 total) const {
-    return {max(round_up(top_p * double(total)), u64(1)), total, {weights(), false}};
+  __device__ __forceinline__ Wanted wanted_of(double top_p, u64 total, bool is_float) const {
+    return {max(round_up(top_p * double(total)), u64(1)), total, is_float, {weights(), false}};
   }
 
   // The key of the k-th best token; the least finite one if fewer are finite.
   __device__ __forceinline__ u32 kth_key(u32 k) {
-    const Wanted wanted = {k, 0, {weights(), true}};
+    const Wanted wanted = {k, 0, false, {weights(), true}};
     const auto bins = bins_from(Keys::kLeastFinite, FUSED_TOPK_INFINITY);
     sums.count(bins, FUSED_TOPK_INFINITY, wanted.measure);
     return narrowed_to(sums.narrowed(bins, 0, wanted), wanted, 0).range.low;
@@ -143,9 +145,17 @@ struct RowSampler {
   __device__ __forceinline__ Narrowed narrowed_to(Narrowed found, const Wanted& wanted, u32 limit) {
 #pragma unroll 1
     while (found.most > limit && found.range.low < found.range.high) {
-      const KeyBins<FORMAT> bins(found.range);
-      const u64 above = sums.count(bins, Keys::end_of(found.range), wanted.measure);
+      const KeyRange range = found.range;
+      const KeyBins<FORMAT> bins(range);
+      const u64 above = sums.count(bins, Keys::end_of(range), wanted.measure);
       found = sums.narrowed(bins, above, wanted);
+      const u32 middle = range.low + (range.high - range.low) / 2 + 1;
+      if (found.range.low < middle && middle <= found.range.high &&
+          found.range.high - found.range.low > (range.high - range.low) / 2) {
+        // The bounds are too far from each other: the exact sum says in which half it is.
+        const bool is_upper = sums.count(bins, Keys::logit_of(middle), wanted.measure) >= wanted.aim;
+        (is_upper ? found.range.low : found.range.high) = is_upper ? middle : middle - 1;
+      }
     }
     return found;
   }
@@ -260,12 +270,12 @@ struct RowSampler {
     // What is kept is above the range, and perhaps a part of the range.
     u32 least_key = Keys::kLeastFinite;
     Narrowed found = {{least_key, least_key - 1}, 0};
-    Wanted wanted = {0, 0, {weights(), false}};
+    Wanted wanted = {0, 0, false, {weights(), false}};
     if (!filters.keep_all()) {
       const bool is_of_all = filters.has_top_p() && !filters.k;
       if (is_of_all && temperature.scale == kLog2E) {
         // softmax_topk has the sum.
-        wanted = wanted_of(filters.top_p, u64(__ldg(p.list_state + p.rows + row) * p.one));
+        wanted = wanted_of(filters.top_p, u64(__ldg(p.list_state + p.rows + row) * p.one), true);
       } else if (is_of_all) {
         found = count_for_top_p(filters.top_p, least_key, wanted);
       }
