@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
-from fused_topk.generation.session import Options, Session
+from fused_topk.generation.interception.session import Session
+from fused_topk.generation.request import Options
 
 
 class BeamStep:

@@ -17,9 +17,9 @@ default_role = "code"
 nitpicky = True
 nitpick_ignore_regex = [
     # Types of other projects, whose pages would have to be fetched to check links to them.
-    (r"py:\w+", r"(torch|transformers|collections|contextlib)\..*|Tensor|optional"),
+    (r"py:\w+", r"(torch|transformers|collections|contextlib|os)\..*|Tensor|optional"),
     # Parts of the package that users do not import.
-    (r"py:\w+", r"whole_step|fused_topk\.generation\.warpers\.Filter"),
+    (r"py:\w+", r"whole_step|fused_topk\.generation\.choice\.warping\.Filter"),
 ]
 
 

@@ -26,7 +26,8 @@ _NORMALIZE = ("allowed", "all", "topk")
 # The kernels scale by 1 / T in float32. The CPU's limits, csrc/cpu/row_state.h, for all.
 LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 2.0**-120, 2.0**126
 # A guess: with one number, a reduction takes nine times as long as reading it; with 64, twice.
-_FEW_TEMPERATURES = 16
+_FEW_NUMBERS = 16
+_LENGTHS = (torch.int32, torch.int64)
 
 
 def check_tensor(name: str, value: Any) -> None:
@@ -113,15 +114,22 @@ def check_k(k: Any, most: int, what: str = "the vocabulary size", name: str = "k
         raise ValueError(f"`{name}` must satisfy 1 <= {name} <= {most} ({what}), got {name}={k}; pass {remedy}")
 
 
-def check_rows(logits: Any, temperature: float | Tensor | None = None, mask: Tensor | None = None) -> LogitRows:
+def check_rows(
+    logits: Any,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> LogitRows:
     """What a call reads, whatever is wanted of it. The vocabulary is last."""
     check_logits(logits)
     check_vocabulary(logits.shape[-1])
     number, row_temperature = check_temperature(temperature, logits, result_dtype(logits.dtype))
-    return LogitRows(logits, number, row_temperature, check_mask(mask, logits))
+    return LogitRows(logits, number, row_temperature, check_mask(mask, logits), check_lengths(lengths, logits))
 
 
-def plain_rows(logits: Any, temperature: Any = None, mask: Any = None, out: Sequence[Any] = ()) -> LogitRows | None:
+def plain_rows(
+    logits: Any, temperature: Any = None, mask: Any = None, lengths: Any = None, out: Sequence[Any] = ()
+) -> LogitRows | None:
     """The same as the user gives it, in a quick way: its layout can be the key of a plan, which has the other checks, and the
     call can do without torch's dispatcher. None if an argument may need more than that; check_rows() then decides.
 
@@ -130,9 +138,9 @@ def plain_rows(logits: Any, temperature: Any = None, mask: Any = None, out: Sequ
     """
     if type(logits) is not Tensor:
         return None
-    if temperature is None and mask is None and not out:
+    if temperature is None and mask is None and lengths is None and not out:
         # The plainest call has a path of its own: for a short row, looking at the optional arguments would show.
-        return None if need_dispatcher(logits) else tuple.__new__(LogitRows, (logits, 1.0, None, None))
+        return None if need_dispatcher(logits) else tuple.__new__(LogitRows, (logits, 1.0, None, None, None))
     number, row_temperature = 1.0, None
     if type(temperature) is Tensor:
         row_temperature = temperature
@@ -147,11 +155,17 @@ def plain_rows(logits: Any, temperature: Any = None, mask: Any = None, out: Sequ
         return None
     if mask is not None and (type(mask) is not Tensor or mask.device != logits.device):
         return None
-    if need_dispatcher(logits, row_temperature, mask, *out):
+    if lengths is not None and (
+        type(lengths) is not Tensor or lengths.device != logits.device or lengths.dtype not in _LENGTHS
+    ):
+        return None
+    if need_dispatcher(logits, row_temperature, mask, lengths, *out) or logits.dim() == 0:
         return None
     if row_temperature is not None:
         check_row_temperature(row_temperature)
-    return tuple.__new__(LogitRows, (logits, number, row_temperature, mask))
+    if lengths is not None:
+        check_row_lengths(lengths, logits.shape[-1])
+    return tuple.__new__(LogitRows, (logits, number, row_temperature, mask, lengths))
 
 
 def check_temperature(
@@ -194,7 +208,7 @@ def check_row_temperature(temperature: Tensor) -> None:
         # Under vmap a tensor stands for many, so it has no single value to compare.
         return
     # Few numbers are compared sooner in Python than by a reduction. A NaN fails every comparison.
-    if temperature.numel() <= _FEW_TEMPERATURES:
+    if temperature.numel() <= _FEW_NUMBERS:
         if all(LEAST_TEMPERATURE <= t <= GREATEST_TEMPERATURE for t in temperature.flatten().tolist()):
             return
     else:
@@ -291,6 +305,57 @@ def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:
             "bit j of word i stands for token 32 i + j"
         )
     return mask.expand(*rows, words)
+
+
+def vocabulary_last(mask: Any, dim: int, dims: int) -> Any:
+    """A bool mask has the logits' dimensions, so it moves with them, after leading dimensions of size 1 are added. A packed mask
+    already has its words last."""
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() <= dims:
+        return mask.reshape((1,) * (dims - mask.dim()) + mask.shape).movedim(dim, -1)
+    return mask
+
+
+def check_lengths(lengths: Tensor | None, logits: Tensor) -> Tensor | None:
+    """The lengths broadcast to the logits' leading shape, without a copy."""
+    if lengths is None:
+        return None
+    check_tensor("lengths", lengths)
+    if lengths.dtype not in _LENGTHS:
+        raise TypeError(f"`lengths` must be int32 or int64, got {lengths.dtype}; use .long()")
+    check_same_device("lengths", lengths, logits)
+    rows = logits.shape[:-1]
+    if not _broadcasts(lengths.shape, rows):
+        raise ValueError(
+            f"`lengths` must be one number a row, broadcastable to {tuple(rows)}, got shape {tuple(lengths.shape)}; "
+            "drop its vocabulary dimension if it has one"
+        )
+    check_row_lengths(lengths, logits.shape[-1])
+    return lengths.expand(rows)
+
+
+def check_row_lengths(lengths: Tensor, vocab_size: int) -> None:
+    """Checks the values of a plain CPU tensor. Reading those of a CUDA tensor would wait for the device."""
+    if type(lengths) is not Tensor or lengths.device.type != "cpu" or is_traced() or transform_is_active():
+        return
+    if lengths.numel() <= _FEW_NUMBERS:
+        numbers = lengths.flatten().tolist()
+        least, greatest = min(numbers, default=0), max(numbers, default=0)
+    else:
+        least, greatest = (int(x) for x in lengths.aminmax())
+    if least < 0 or greatest > vocab_size:
+        raise ValueError(
+            f"`lengths` must satisfy 0 <= length <= {vocab_size} (the vocabulary size) in every row, got "
+            f"{least if least < 0 else greatest}; use .clamp(0, {vocab_size})"
+        )
+
+
+def check_no_lengths(lengths: Any, remedy: str) -> None:
+    """For functions of logits that no process has as whole rows."""
+    if lengths is not None:
+        raise TypeError(
+            f"`lengths` must be None where `logits` is a DTensor, got {type(lengths).__name__}; {remedy}, or call the "
+            "function on rows that are whole, such as .full_tensor()"
+        )
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:

@@ -37,6 +37,8 @@ class LogitRows(NamedTuple):
     temperature: float = 1.0  # positive and finite (0 too for draws); ignored where row_temperature is given
     row_temperature: Tensor | None = None  # (...), float32, or float64 for float64 logits and for draws
     mask: Tensor | None = None  # bool (..., V), or int32 (..., ceil(V / 32))
+    # (...), int32 or int64: tokens from a row's length on count as -inf and are not read. Those beyond 0 to V are clamped.
+    lengths: Tensor | None = None
 
     @property
     def scale(self) -> float | Tensor:
@@ -53,17 +55,27 @@ class LogitRows(NamedTuple):
         """The same rows at temperature 1."""
         return self._replace(temperature=1.0, row_temperature=None)
 
-    def hidden(self) -> Tensor | None:
-        """bool (..., V): the tokens that count as -inf. None: there are none."""
-        return None if self.mask is None else ~unpacked(self.mask, self.logits.shape[-1])
+    def hidden(self, normalize: str = "allowed") -> Tensor | None:
+        """bool (..., V): the tokens that count as -inf for m and d with that `normalize`. None: there are none. With "all" a mask
+        hides tokens from the choice alone."""
+        vocab_size, hidden = self.logits.shape[-1], None
+        if self.lengths is not None:
+            hidden = torch.arange(vocab_size, device=self.lengths.device) >= self.lengths.unsqueeze(-1)
+        if self.mask is None or normalize == "all":
+            return hidden
+        by_mask = ~unpacked(self.mask, vocab_size)
+        return by_mask if hidden is None else by_mask | hidden
 
     def counted_at(self, tokens: Tensor) -> Tensor | None:
         """bool (..., n): which of the tokens (..., n) count. None: all."""
+        within = None if self.lengths is None else tokens < self.lengths.unsqueeze(-1)
         if self.mask is None:
-            return None
+            return within
         if self.mask.dtype == torch.bool:
-            return self.mask.gather(-1, tokens)
-        return bits_at(self.mask.gather(-1, tokens // _WORD), tokens)
+            allowed = self.mask.gather(-1, tokens)
+        else:
+            allowed = bits_at(self.mask.gather(-1, tokens // _WORD), tokens)
+        return allowed if within is None else allowed & within
 
     def tensors(self) -> list[Tensor]:
         """Those of the fields that are tensors, the logits first."""
@@ -78,6 +90,18 @@ class LogitRows(NamedTuple):
         """The tensors of `given` in the layout of these rows, which may be meta tensors: what was broadcast is so again."""
         return LogitRows(*map(_laid_out, self, given))
 
+    def has_numbers(self) -> bool:
+        """Whether the rows have numbers of their own, one a row."""
+        return self.row_temperature is not None or self.lengths is not None
+
+    def with_adjacent_numbers(self) -> LogitRows:
+        """The same rows, whose numbers lie without gaps."""
+        of_rows, lengths = self.row_temperature, self.lengths
+        return self._replace(
+            row_temperature=None if of_rows is None else of_rows.contiguous(),
+            lengths=None if lengths is None else lengths.contiguous(),
+        )
+
     def contiguous(self) -> LogitRows:
         """The same rows without gaps between them."""
         return LogitRows(*(x.contiguous() if isinstance(x, Tensor) else x for x in self))  # type: ignore[arg-type]
@@ -88,16 +112,17 @@ class LogitRows(NamedTuple):
 
     def hides(self) -> bool:
         """Whether some tokens may be hidden."""
-        return self.mask is not None
+        return self.mask is not None or self.lengths is not None
 
     def layout(self) -> RowsLayout:
         """The key of these rows' plans."""
-        logits, temperature, row_temperature, mask = self
+        logits, temperature, row_temperature, mask, lengths = self
         # Written out, and by tuple.__new__, which avoids the named tuple's own __new__ in Python: a call of a short row takes 5 µs.
         of_logits = _new(Like, (logits.dtype, logits.shape, logits.stride()))
-        if row_temperature is None and mask is None:
-            return _new(RowsLayout, (of_logits, temperature, None, None))
-        return _new(RowsLayout, (of_logits, temperature, like_given(row_temperature), like_given(mask)))
+        if row_temperature is None and mask is None and lengths is None:
+            return _new(RowsLayout, (of_logits, temperature, None, None, None))
+        others = like_given(row_temperature), like_given(mask), like_given(lengths)
+        return _new(RowsLayout, (of_logits, temperature, *others))
 
 
 class RowsBlock(NamedTuple):
@@ -114,7 +139,7 @@ class RowsBlock(NamedTuple):
 
     def of_tokens(self, logits: Tensor, start: int, end: int) -> LogitRows:
         """These rows of some of the tokens, given their logits (rows, tokens). `start` is a multiple of 32."""
-        _, temperature, _, mask = self.rows
+        temperature, mask = self.rows.temperature, self.rows.mask
         if mask is not None:
             tokens = slice(start, end) if mask.dtype == torch.bool else slice(start // _WORD, -(-end // _WORD))
             # Of rows that do not merge, a copy of all tokens may be too large.
@@ -139,19 +164,21 @@ class RowsLayout(NamedTuple):
     temperature: float
     row_temperature: Like | None
     mask: Like | None
+    lengths: Like | None
 
-    def given(self) -> tuple[Tensor, float | Tensor, Tensor | None]:
-        """Logits, temperature and mask as a user gives them, without memory."""
-        logits, temperature, row_temperature, mask = self
+    def given(self) -> tuple[Tensor, float | Tensor, Tensor | None, Tensor | None]:
+        """Logits, temperature, mask and lengths as a user gives them, without memory."""
+        logits, temperature, row_temperature, mask, lengths = self
         return (
             logits.meta(),
             temperature if row_temperature is None else row_temperature.meta(),
             None if mask is None else mask.meta(),
+            None if lengths is None else lengths.meta(),
         )
 
 
 # How torch.library sees rows: the fields of LogitRows, flattened.
-ROWS_SCHEMA = "Tensor logits, float temperature, Tensor? row_temperature, Tensor? mask"
+ROWS_SCHEMA = "Tensor logits, float temperature, Tensor? row_temperature, Tensor? mask, Tensor? lengths"
 ROWS_FIELDS = len(LogitRows._fields)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fused_topk.generation import fused_decoding, stats
-from fused_topk.generation.scores import LazyScores
+from fused_topk.generation.interception.lazy_scores import LazyScores
 
 transformers.logging.set_verbosity_error()
 
@@ -162,7 +162,10 @@ def stock_gap(model, inputs, **options) -> float:
     return order.gap
 
 
-def generate_both(model, inputs=None, *, fused=fused_decoding, **options):
+in_stock_loop = functools.partial(fused_decoding, whole_step=False)
+
+
+def generate_both(model, inputs=None, *, fused=in_stock_loop, **options):
     """What stock and fused generate() give, and the steps of the fused one, as stats()."""
     inputs = inputs_for(model) if inputs is None else inputs
     options = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True, **options}

@@ -17,16 +17,18 @@ from distributed_checks import frame
 from fused_topk import backends
 from fused_topk.generation import (
     FusedTopKLogitsProcessor,
+    TokenTrie,
+    TrieLogitsProcessor,
     disable,
     enable,
     fused_decoding,
     generate,
-    masks,
     stats,
 )
-from fused_topk.generation.selection import Rows
-from fused_topk.generation.sharded_logits import Columns, ShardedLogits
-from fused_topk.generation.sharded_rows import ShardedRows
+from fused_topk.generation.choice import masks
+from fused_topk.generation.choice.rows import Rows
+from fused_topk.generation.tensor_parallel.sharded_logits import Columns, ShardedLogits
+from fused_topk.generation.tensor_parallel.sharded_rows import ShardedRows
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -111,7 +113,7 @@ def sequences(model, prompts=PROMPTS, **options) -> Tensor:
 def assert_sharded(model, alone, sampling: bool = False, **options) -> list[int]:
     """The sequences of one process, and no step gathers the logits. Returns the bytes of all all-gathers."""
     stats(reset=True)
-    with fused_decoding(model, sampling=sampling), Collectives() as collectives:
+    with fused_decoding(model, sampling=sampling, whole_step=False), Collectives() as collectives:
         got = sequences(model, **options)
     steps = stats(reset=True)
     assert torch.equal(got, sequences(alone, **options)), options
@@ -123,7 +125,7 @@ def assert_sharded(model, alone, sampling: bool = False, **options) -> list[int]
 def assert_gathered(reason: str, model, alone, **options) -> None:
     """The sequences of one process, and every step gathers the logits for that reason."""
     stats(reset=True)
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         got = sequences(model, **options)
     steps = stats(reset=True)
     assert torch.equal(got, sequences(alone, **options)), options
@@ -136,7 +138,7 @@ def whole_heads(rank: int, size: int) -> None:
     model, alone = (models()[1],) * 2 if IS_SERVED else models()
     stats(reset=True)
     for options in ({}, {"num_beams": 3}):
-        with fused_decoding(model), Collectives() as collectives:
+        with fused_decoding(model, whole_step=False), Collectives() as collectives:
             got = sequences(model, **options)
         assert torch.equal(got, sequences(alone, **options)) and collectives.given == []
     steps = stats(reset=True)
@@ -204,7 +206,7 @@ def few_bytes_a_step(rank: int, size: int) -> None:
 
 
 def sequences_of(model, options) -> None:
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         sequences(model, eos_token_id=None, **options)
 
 
@@ -222,6 +224,8 @@ def other_heads(rank: int, size: int) -> None:
 def processors(rank: int, size: int) -> None:
     """Those that are fused elsewhere are fused here."""
     model, alone = models()
+    tokens = torch.tensor([0, 31, 32, 104, 105, 106, 107, 210])
+    trie = TokenTrie(torch.cartesian_prod(tokens, tokens, tokens), end_token_id=5)
     for options in (
         {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
         {"min_new_tokens": 5, "suppress_tokens": list(range(90, 160))},
@@ -230,6 +234,7 @@ def processors(rank: int, size: int) -> None:
         {"exponential_decay_length_penalty": (2, 1.5)},
         {"remove_invalid_values": True},
         {"prefix_allowed_tokens_fn": lambda batch, ids: [5, 104, 105, 106, 107, 210, int(ids[-1])]},
+        {"logits_processor": [TrieLogitsProcessor(trie, PROMPTS.shape[1])]},
         {"renormalize_logits": True, "repetition_penalty": 0.8},
     ):
         assert_sharded(model, alone, **options)
@@ -244,7 +249,7 @@ def sampling(rank: int, size: int) -> None:
     for seed in (0, 0, 1):
         torch.manual_seed(1000 * seed + (0 if rank == 0 else rank + 7 * seed))
         stats(reset=True)
-        with fused_decoding(model, sampling=True):
+        with fused_decoding(model, sampling=True, whole_step=False):
             found.append(sequences(model, prompts, do_sample=True, top_k=6, temperature=2.0, max_new_tokens=2))
         steps = stats(reset=True)
         assert steps.sharded == 2 and steps.gathered == {}, steps.gathered
@@ -267,7 +272,7 @@ def sampling(rank: int, size: int) -> None:
         {"num_beams": 3, "top_k": 5},
     ):
         torch.manual_seed(rank)
-        with fused_decoding(model, sampling=True):
+        with fused_decoding(model, sampling=True, whole_step=False):
             got = sequences(model, do_sample=True, **options)
         steps = stats(reset=True)
         assert steps.sharded == steps.fused > 0 and steps.gathered == {}, (options, steps.gathered)
@@ -290,7 +295,7 @@ def draws_of_stock_operations(rank: int, size: int) -> None:
         torch.manual_seed(3)
         want = sequences(alone, do_sample=True, **options)
         torch.manual_seed(3)
-        with fused_decoding(model, sampling=sampling):
+        with fused_decoding(model, sampling=sampling, whole_step=False):
             assert torch.equal(sequences(model, do_sample=True, **options), want)
 
 
@@ -299,7 +304,7 @@ def draws_from_gathered_logits(rank: int, size: int) -> None:
     model, _ = models()
     torch.manual_seed(rank)
     stats(reset=True)
-    with fused_decoding(model, sampling=True):
+    with fused_decoding(model, sampling=True, whole_step=False):
         options = {"return_dict_in_generate": True, "output_scores": True, "top_k": 0, "top_p": 0.8}
         found = model.generate(PROMPTS, do_sample=True, max_new_tokens=NEW_TOKENS, **options)
     steps = stats(reset=True)
@@ -316,9 +321,9 @@ def assert_equal_everywhere(tokens: Tensor) -> None:
 def records(rank: int, size: int) -> None:
     """The best tokens of each step, as the record of a block."""
     model, alone = models()
-    with fused_decoding(model, topk_per_step=4) as given:
+    with fused_decoding(model, topk_per_step=4, whole_step=False) as given:
         sequences(model, num_beams=2)
-    with fused_decoding(alone, topk_per_step=4) as expected:
+    with fused_decoding(alone, topk_per_step=4, whole_step=False) as expected:
         sequences(alone, num_beams=2)
     for got, of_alone in zip(given.topk, expected.topk, strict=True):
         assert torch.equal(got.indices, of_alone.indices)
@@ -331,9 +336,9 @@ def ways_to_ask(rank: int, size: int) -> None:
     forward = model.lm_head.__dict__["forward"]
     expected = sequences(alone, num_beams=2)
     stats(reset=True)
-    assert torch.equal(sequences(model, num_beams=2, custom_generate=generate), expected)
+    assert torch.equal(sequences(model, num_beams=2, custom_generate=generate, whole_step=False), expected)
     assert stats(reset=True).sharded == NEW_TOKENS
-    enable(model)
+    enable(model, whole_step=False)
     assert torch.equal(sequences(model, num_beams=2), expected)
     assert stats(reset=True).sharded == NEW_TOKENS
     whole = model(PROMPTS).logits
@@ -399,7 +404,7 @@ def others_get_whole_logits(rank: int, size: int) -> None:
         return list(range(VOCAB_SIZE))
 
     stats(reset=True)
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         got = sequences(model, prefix_allowed_tokens_fn=ask)
     assert torch.equal(got, sequences(alone))
     assert list(stats().gathered) == ["a call of the model in the middle of generate()"]
@@ -421,7 +426,7 @@ def models_that_do_more(rank: int, size: int) -> None:
 
     model.__class__ = Filling
     stats(reset=True)
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         got = sequences(model, num_beams=2)
     assert stats(reset=True).gathered == {"operation __getitem__ on the logits of a tensor-parallel model": NEW_TOKENS}
     assert torch.equal(got, sequences(model, num_beams=2))
@@ -448,7 +453,7 @@ def scores_that_are_kept(rank: int, size: int) -> None:
     for beams in (1, 2):
         for name in ("output_scores", "output_logits"):
             options = {"num_beams": beams, name: True, "return_dict_in_generate": True}
-            with fused_decoding(model):
+            with fused_decoding(model, whole_step=False):
                 got = sequences(model, **options)
             assert list(stats(reset=True).gathered) == [name]
             expected = sequences(alone, **options)
@@ -464,11 +469,11 @@ def what_cannot_be_served(rank: int, size: int) -> None:
     own = [FusedTopKLogitsProcessor(VOCAB_SIZE)] if rank == size - 1 else []
     assert_gathered("a call that is not the same on all processes", model, alone, logits_processor=own)
     stats(reset=True)
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         torch.manual_seed(0)
         sequences(model, do_sample=True)
     assert list(stats(reset=True).gathered) == ["do_sample without sampling=True"]
-    with fused_decoding(model, sampling=True):
+    with fused_decoding(model, sampling=True, whole_step=False):
         torch.manual_seed(rank)
         got = sequences(model, do_sample=True, top_k=0, temperature=1e31)
     assert list(stats(reset=True).gathered) == ["sampling from the whole vocabulary"]

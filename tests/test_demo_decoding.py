@@ -29,6 +29,7 @@ causal_models = importlib.import_module("causal_models")
 distillation = importlib.import_module("distillation")
 generation_cost = importlib.import_module("generation_cost")
 translation = importlib.import_module("translation")
+semantic_ids = importlib.import_module("semantic_ids")
 tiny_language_model = importlib.import_module("tiny_language_model")
 compiled = importlib.import_module("fused_topk.generation.whole_step.compiled")
 
@@ -131,7 +132,8 @@ def test_demo_says_at_once_that_a_device_has_no_kernels(tiny_model):
 
 @pytest.mark.exhaustive
 def test_demo_notices_wrong_results(tiny_model, monkeypatch, tmp_path):
-    from fused_topk.generation import selection
+    from fused_topk.generation.choice import selection
+    from fused_topk.generation.choice.rows import Rows
 
     # What greedy search and sampling choose from.
     for name in ("best", "sample"):
@@ -139,9 +141,9 @@ def test_demo_notices_wrong_results(tiny_model, monkeypatch, tmp_path):
         monkeypatch.setattr(
             selection,
             name,
-            lambda rows, *rest, right=right: right(selection.Rows(-rows.logits, rows.backend), *rest),
+            lambda rows, *rest, right=right: right(Rows(-rows.logits, rows.backend), *rest),
         )
-    monkeypatch.setattr(selection.Rows, "greatest", lambda rows: rows.logits.argmin(-1))
+    monkeypatch.setattr(Rows, "greatest", lambda rows: rows.logits.argmin(-1))
     options = ("--new-tokens", 6, "--batch", 2, "--rounds", 1, "--output", tmp_path / "plot.png")
     result = run_demo("--model", tiny_model, "--device", "cpu", *options)
     assert result.exit_code == 1
@@ -206,6 +208,19 @@ def test_translation_and_its_options(capsys, threads):
     assert "twenty one: " in shown and "nine hundred: " in shown and "with stock operations: none" in shown
     with pytest.raises(Exception, match="number words such as 'forty', got 'million'"):
         translation.main(["one million"], model="", target="", beams=3, steps=2)
+
+
+@pytest.mark.exhaustive
+def test_semantic_ids_are_items_and_the_best_ones(capsys, monkeypatch, threads):
+    threads(1)
+    # As many beams as items: no step leaves one out, whatever the model has learned.
+    semantic_ids.main(items=64, beams=64, steps=2, repeats=1)
+    shown = capsys.readouterr().out
+    assert shown.count("512 of 512 results are items") == 2 and "the search gives 80 of 80." in shown
+    monkeypatch.setattr(semantic_ids, "best_by_scoring_all", lambda model, texts, items: items[:10].expand(8, -1, -1))
+    with pytest.raises(semantic_ids.typer.Exit):
+        semantic_ids.main(items=64, beams=64, steps=2, repeats=1)
+    assert "Wrong" in capsys.readouterr().out
 
 
 def test_distillation_stores_little_and_teaches(tiny_model, capsys, monkeypatch, threads):

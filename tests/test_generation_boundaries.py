@@ -17,8 +17,9 @@ from transformers.generation import logits_process as stock
 
 from decoding import assert_fused, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.backends import cpu
-from fused_topk.generation.edits import Plan
-from fused_topk.generation.selection import Rows, best
+from fused_topk.generation.choice.rows import Rows
+from fused_topk.generation.choice.selection import best
+from fused_topk.generation.edits.plan import Plan
 
 BATCH, BEAMS, VOCAB_SIZE = 2, 2, 40
 NUM_ROWS = BATCH * BEAMS

@@ -37,10 +37,10 @@ def test_model_compile_is_served(model, when, options):
     expected, _ = run(model, **options | {"custom_generate": None})
     if when == "before":
         model.compile(backend="eager")
-    enable(model)
+    enable(model, whole_step=False)
     if when == "after":
         model.compile(backend="eager")
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         if when == "within":
             model.compile(backend="eager")
         found, steps = run(model, **options)
@@ -56,7 +56,7 @@ def test_model_compile_is_served(model, when, options):
 def test_model_compile_fullgraph_is_served(model):
     expected, _ = run(model, use_cache=False)
     model.compile(backend="eager", fullgraph=True)
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         found, steps = run(model, use_cache=False)
     assert torch.equal(found, expected)
     assert steps == (STEPS, 0, {})
@@ -66,7 +66,7 @@ def test_model_compile_fullgraph_is_served(model):
 def test_a_compiled_forward_method_is_served(model):
     expected, _ = run(model, use_cache=False)
     model.forward = torch.compile(model.forward, backend="eager")
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         found, steps = run(model, use_cache=False)
     assert torch.equal(found, expected)
     assert steps == (STEPS, 0, {})
@@ -75,14 +75,14 @@ def test_a_compiled_forward_method_is_served(model):
 @pytest.mark.exhaustive
 def test_what_is_not_served_of_a_compiled_model_is_counted(model):
     model.compile(backend="eager")
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         assert run(model, do_sample=True)[1] == (0, STEPS, {"do_sample without sampling=True": STEPS})
 
 
 def test_a_compiled_model_is_not_touched_outside_generate(model):
     model.compile(backend="eager")
     expected = model(**inputs_for(model)).logits
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         found = model(**inputs_for(model)).logits
         assert type(found) is torch.Tensor
         assert torch.equal(found, expected)
@@ -98,12 +98,14 @@ def test_torch_compile_around_generate_runs_stock_and_is_counted(model, how):
 
     def call():
         if how == "with its block":
-            with fused_decoding(model):
+            with fused_decoding(model, whole_step=False):
                 return model.generate(**options)
-        return model.generate(**options, custom_generate=generate if how == "custom_generate" else None)
+        return model.generate(
+            **options, custom_generate=generate, whole_step=False if how == "custom_generate" else None
+        )
 
     if how == "around":
-        enable(model)
+        enable(model, whole_step=False)
     compiled = torch.compile(call, backend="eager")
     # The second one is compiled already, and counts all the same.
     for _ in range(2):

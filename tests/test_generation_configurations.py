@@ -34,7 +34,7 @@ METHODS = {
 
 
 def sampling(model):
-    return fused_decoding(model, sampling=True)
+    return fused_decoding(model, sampling=True, whole_step=False)
 
 
 def assert_all_fused(stock, given, steps) -> None:

@@ -55,7 +55,7 @@ COPIES = pytest.mark.parametrize(
 def test_a_copy_of_an_enabled_model_is_not_enabled(model, duplicate):
     attributes = model.__dict__.keys() - {"_forward_hooks"}
     expected, _ = run(model)
-    enable(model)
+    enable(model, whole_step=False)
     other = duplicate(model)
     assert other.__dict__.keys() - {"_forward_hooks"} == attributes
     assert not other._forward_hooks
@@ -64,7 +64,7 @@ def test_a_copy_of_an_enabled_model_is_not_enabled(model, duplicate):
     assert steps == (0, 0, {})
     # Nor has either to do with the other.
     assert run(model)[1] == (STEPS, 0, {})
-    enable(other)
+    enable(other, whole_step=False)
     disable(model)
     assert run(other)[1] == (STEPS, 0, {})
     assert run(model)[1] == (0, 0, {})
@@ -81,7 +81,7 @@ def test_a_copy_within_a_call_is_not_enabled(model, duplicate):
         return scores
 
     expected, _ = run(model)
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         run(model, logits_processor=LogitsProcessorList([keep]), max_new_tokens=1)
     found, steps = run(copies[0])
     assert torch.equal(found, expected)
@@ -91,7 +91,7 @@ def test_a_copy_within_a_call_is_not_enabled(model, duplicate):
 @COPIES
 def test_a_copy_of_a_compiled_model_is_not_enabled(model, duplicate):
     model.compile(backend="eager")
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         other = duplicate(model)
     assert run(other)[1] == (0, 0, {})
 
@@ -103,7 +103,7 @@ def test_a_copy_keeps_the_hooks_and_methods_of_others(model):
     original = model.generate
     model.generate = patched
     handle = model.register_forward_hook(lambda *_: None)
-    enable(model)
+    enable(model, whole_step=False)
     other = copy.copy(model)
     assert other.generate is patched
     assert list(other._forward_hooks) == [handle.id]
@@ -118,7 +118,7 @@ def test_a_method_that_was_replaced_before_is_called_and_put_back(model):
         return original(*args, **options)
 
     model.generate = patched
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         assert run(model)[1] == (STEPS, 0, {})
     assert len(calls) == 1
     assert model.__dict__["generate"] is patched
@@ -126,7 +126,7 @@ def test_a_method_that_was_replaced_before_is_called_and_put_back(model):
 
 @pytest.mark.parametrize("name", ["generate", "_get_logits_processor", "get_compiled_call", "__getstate__"])
 def test_a_method_that_is_replaced_later_stays(model, name):
-    enable(model)
+    enable(model, whole_step=False)
     below = getattr(model, name)
     num_calls = 0
 
@@ -147,7 +147,7 @@ def test_a_method_that_is_replaced_later_stays(model, name):
     assert steps == (0, 0, {})
     # Both are served again, and count once.
     for _ in range(2):
-        with fused_decoding(model, topk_per_step=1) as given:
+        with fused_decoding(model, topk_per_step=1, whole_step=False) as given:
             found, steps = run(model)
         assert len(given.topk) == STEPS
         assert torch.equal(found, expected)
@@ -158,7 +158,7 @@ def test_a_method_that_is_replaced_later_stays(model, name):
 
 def test_a_patched_generate_of_an_enabled_model_can_be_saved(model):
     expected, _ = run(model, num_beams=3)
-    enable(model)
+    enable(model, whole_step=False)
     model.generate = functools.partial(model.generate, num_beams=3)
     for duplicate in (copy.deepcopy, pickled):
         found, steps = run(duplicate(model))
@@ -167,14 +167,14 @@ def test_a_patched_generate_of_an_enabled_model_can_be_saved(model):
 
 
 def test_a_class_that_is_patched_while_its_model_is_enabled(model, monkeypatch):
-    enable(model)
+    enable(model, whole_step=False)
     monkeypatch.setattr(type(model), "generate", lambda self, **options: "patched", raising=False)
     assert run(model)[0] == "patched"
 
 
 def test_a_class_whose_generate_is_an_object(model, monkeypatch):
     mocked = mock.MagicMock(return_value="mocked")
-    enable(model)
+    enable(model, whole_step=False)
     monkeypatch.setattr(type(model), "generate", mocked, raising=False)
     assert model.generate(1, k=2) == "mocked"
     mocked.assert_called_once_with(1, k=2)
@@ -182,14 +182,14 @@ def test_a_class_whose_generate_is_an_object(model, monkeypatch):
 
 def test_generate_keeps_its_signature(model):
     signature = inspect.signature(model.generate)
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         assert inspect.signature(model.generate) == signature
         assert model.generate.__doc__ == transformers.GenerationMixin.generate.__doc__
 
 
 def test_a_model_whose_hooks_somebody_has_cleared(model):
     expected, _ = run(model)
-    enable(model)
+    enable(model, whole_step=False)
     model._forward_hooks.clear()
     assert torch.equal(run(model)[0], expected)
     assert run(model)[1] == (STEPS, 0, {})
@@ -199,7 +199,7 @@ def test_a_model_whose_hooks_somebody_has_cleared(model):
 
 def test_an_enabled_model_is_freed(model):
     other = copy.deepcopy(model)
-    enable(other)
+    enable(other, whole_step=False)
     run(other)
     reference = weakref.ref(other)
     del other

@@ -17,7 +17,8 @@ from transformers.generation import logits_process as stock
 from decoding import NAMES, SmallerIndexFirst, assert_fused, inputs_for, tiny
 from fused_topk import topk
 from fused_topk.backends import cuda as cuda_backend
-from fused_topk.generation import fused_decoding, selection, stats
+from fused_topk.generation import fused_decoding, stats
+from fused_topk.generation.choice.rows import _ARGMAX_VOCAB_SIZE, Rows
 
 _DEMOS = Path(__file__).parents[1] / "demos"
 if not _DEMOS.is_dir():
@@ -147,7 +148,7 @@ def test_generate_on_the_gpu_gives_the_stock_sequences(cuda, name, num_beams):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, selection._ARGMAX_VOCAB_SIZE, selection._ARGMAX_VOCAB_SIZE + 1])
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, _ARGMAX_VOCAB_SIZE, _ARGMAX_VOCAB_SIZE + 1])
 def test_greedy_selection_takes_the_first_of_equal_logits(cuda, vocab_size, dtype):
     """Whichever kernel reads them; NaN is the greatest of all."""
     logits = torch.randint(-3, 3, (9, vocab_size)).to("cuda", dtype)
@@ -157,10 +158,10 @@ def test_greedy_selection_takes_the_first_of_equal_logits(cuda, vocab_size, dtyp
     logits[4], logits[4, 3:] = -0.0, 0.0
     expected = topk(logits.cpu(), 1, backend="reference").indices[:, 0]
     assert expected[[1, 2, 3, 4]].tolist() == [0, 7, 8000, 0]
-    assert torch.equal(selection.Rows(logits, cuda_backend).greatest().cpu(), expected)
+    assert torch.equal(Rows(logits, cuda_backend).greatest().cpu(), expected)
     every_other = logits[:, ::2]
     expected = topk(every_other.cpu(), 1, backend="reference").indices[:, 0]
-    assert torch.equal(selection.Rows(every_other, cuda_backend).greatest().cpu(), expected)
+    assert torch.equal(Rows(every_other, cuda_backend).greatest().cpu(), expected)
 
 
 def test_static_cache_compiles_the_model_and_is_fused(cuda):
@@ -169,7 +170,7 @@ def test_static_cache_compiles_the_model_and_is_fused(cuda):
         options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
         expected = model.generate(**inputs_for(model), **options)
         stats(reset=True)
-        with fused_decoding(model):
+        with fused_decoding(model, whole_step=False):
             given = model.generate(**inputs_for(model), **options)
         assert stats(reset=True) == (6, 0, {})
         assert torch.equal(given, expected)
@@ -181,7 +182,7 @@ def test_sampling_on_the_gpu(cuda):
     model = tiny("llama", vocab_size=3000).to("cuda")
     try:
         stats(reset=True)
-        with fused_decoding(model, sampling=True):
+        with fused_decoding(model, sampling=True, whole_step=False):
             for num_beams in (1, 3):
                 options = {"do_sample": True, "top_k": 40, "top_p": 0.9, "num_beams": num_beams}
                 found = model.generate(**inputs_for(model), max_new_tokens=5, **options)
@@ -194,10 +195,10 @@ def test_sampling_on_the_gpu(cuda):
 def test_scores_stay_where_the_loop_has_taken_them(cuda):
     """Also after the choice, when they are made anew from logits on the model's device."""
     from fused_topk.backends import cuda as kernels
-    from fused_topk.generation.scores import LazyScores
+    from fused_topk.generation.interception.lazy_scores import LazyScores
 
     logits = torch.randn(3, 2, 211)
     taken = logits[:, -1].to(cuda.device)
-    lazy = LazyScores.of(selection.Rows(taken, kernels), logits)
+    lazy = LazyScores.of(Rows(taken, kernels), logits)
     assert torch.equal(torch.argmax(lazy, dim=-1), taken.argmax(-1))
     assert torch.equal(lazy + 0, taken)

@@ -19,21 +19,23 @@ from fused_topk.generation import enable, generate
 def test_custom_generate_gives_the_stock_sequences(name, num_beams):
     model = tiny(name)
     expected, _ = run(model, num_beams=num_beams, suppress_tokens=[20, 21])
-    given, steps = run(model, num_beams=num_beams, suppress_tokens=[20, 21], custom_generate=generate)
+    given, steps = run(model, num_beams=num_beams, suppress_tokens=[20, 21], custom_generate=generate, whole_step=False)
     assert torch.equal(given, expected)
     assert steps == (6, 0, {})
 
 
 def test_custom_generate_samples_where_asked_to(model):
-    _, steps = run(model, do_sample=True, top_k=3, custom_generate=generate, sampling=True)
+    _, steps = run(model, do_sample=True, top_k=3, custom_generate=generate, whole_step=False, sampling=True)
     assert steps == (6, 0, {})
-    _, steps = run(model, do_sample=True, top_k=3, num_beams=2, custom_generate=generate, sampling=True)
+    _, steps = run(
+        model, do_sample=True, top_k=3, num_beams=2, custom_generate=generate, whole_step=False, sampling=True
+    )
     assert steps == (6, 0, {})
 
 
 def test_custom_generate_of_an_enabled_model(model):
-    enable(model)
-    assert run(model, custom_generate=generate)[1] == (6, 0, {})
+    enable(model, whole_step=False)
+    assert run(model, custom_generate=generate, whole_step=False)[1] == (6, 0, {})
     assert run(model)[1] == (6, 0, {})
 
 
@@ -52,12 +54,18 @@ def test_custom_generate_of_an_enabled_model(model):
 )
 def test_custom_generate_refuses_what_it_does_not_serve(model, options, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        model.generate(**one_prompt(model), custom_generate=generate, **{**OPTIONS, **options})
+        model.generate(**one_prompt(model), custom_generate=generate, whole_step=False, **{**OPTIONS, **options})
 
 
 def test_custom_generate_refuses_an_assistant(model):
     with pytest.raises(ValueError, match="got assisted_generation"):
-        model.generate(**one_prompt(model), custom_generate=generate, assistant_model=tiny("llama", seed=1), **OPTIONS)
+        model.generate(
+            **one_prompt(model),
+            custom_generate=generate,
+            whole_step=False,
+            assistant_model=tiny("llama", seed=1),
+            **OPTIONS,
+        )
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -71,12 +79,12 @@ def test_custom_generate_passes_synced_gpus_on(model, monkeypatch, num_beams):
         return loop(self, *args, **kwargs)
 
     monkeypatch.setattr(type(model), name, recording)
-    run(model, num_beams=num_beams, custom_generate=generate, synced_gpus=True)
-    run(model, num_beams=num_beams, custom_generate=generate)
+    run(model, num_beams=num_beams, custom_generate=generate, whole_step=False, synced_gpus=True)
+    run(model, num_beams=num_beams, custom_generate=generate, whole_step=False)
     assert seen == [True, False]
 
 
 def test_custom_generate_without_its_loop_says_what_to_do(model, monkeypatch):
     monkeypatch.delattr(transformers.GenerationMixin, "_beam_search")
     with pytest.raises(RuntimeError, match="this version of transformers has no _beam_search; use fused_decoding"):
-        run(model, num_beams=3, custom_generate=generate)
+        run(model, num_beams=3, custom_generate=generate, whole_step=False)

@@ -17,7 +17,8 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from decoding import EOS, SmallerIndexFirst, assert_same, inputs_for, one_thread, tiny  # noqa: F401
-from fused_topk.generation import biases, fused_decoding, stats
+from fused_topk.generation import fused_decoding, stats
+from fused_topk.generation.edits import biases
 
 BEAMS = pytest.mark.parametrize("num_beams", [1, 3])
 SEARCH = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
@@ -39,7 +40,7 @@ def assert_like_stock(options, model=None, inputs=None):
     inputs = inputs or inputs_for(model)
     expected = outcome(model, inputs, options)
     stats(reset=True)
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         found = outcome(model, inputs, options)
     steps = stats(reset=True)
     if isinstance(expected, Exception):

@@ -18,10 +18,11 @@ from transformers.generation import logits_process as stock
 from decoding import assert_fused, assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.backends import cpu
 from fused_topk.generation import fused_decoding, stats
-from fused_topk.generation.edits import NotSparse, Plan
-from fused_topk.generation.record import Recorded
-from fused_topk.generation.scores import LazyScores
-from fused_topk.generation.selection import Rows
+from fused_topk.generation.choice.edit import NotSparse
+from fused_topk.generation.choice.rows import Rows
+from fused_topk.generation.edits.plan import Plan
+from fused_topk.generation.interception.lazy_scores import LazyScores
+from fused_topk.generation.interception.recorded import Recorded
 
 RECORDS = [{"output_scores": True}, {"output_logits": True}, {"output_scores": True, "output_logits": True}]
 
@@ -52,7 +53,11 @@ def test_greedy_search_returns_the_scores_it_would_and_is_still_fused(name, reco
 def test_sampling_returns_the_scores_it_would_and_is_still_fused(records):
     # One token is left of each row, so that stock and fused sequences are comparable.
     options = {"do_sample": True, "top_k": 1, "repetition_penalty": 1.2, "output_scores": False, **records}
-    assert_recorded(*generate_both(tiny("llama"), fused=lambda model: fused_decoding(model, sampling=True), **options))
+    assert_recorded(
+        *generate_both(
+            tiny("llama"), fused=lambda model: fused_decoding(model, sampling=True, whole_step=False), **options
+        )
+    )
 
 
 def test_recorded_scores_that_stock_operations_choose_from():
@@ -180,7 +185,7 @@ def test_beam_sampling_with_renormalized_scores():
     options = {"do_sample": True, "top_k": 2, "num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 1}
     stock_result, given, steps = generate_both(
         tiny("llama"),
-        fused=lambda model: fused_decoding(model, sampling=True),
+        fused=lambda model: fused_decoding(model, sampling=True, whole_step=False),
         renormalize_logits=True,
         eos_token_id=None,
         temperature=1e4,
@@ -198,9 +203,7 @@ def greedy(processors, logits):
     lazy = LazyScores.of(Rows(logits, cpu), logits.unsqueeze(1))
     stats(reset=True)
     plan = Plan(processors, False)
-    found = lazy.processed(
-        plan, history, lambda tensor, _: transformers.LogitsProcessorList(processors)(history, tensor)
-    )
+    found = lazy.processed(plan, history, {})
     return expected, torch.argmax(found, dim=-1), stats(reset=True)
 
 
@@ -310,7 +313,7 @@ def test_more_continuations_than_there_are_is_the_error_of_stock(beams):
     model = tiny("llama", vocab_size=37)
     options = {"num_beams": beams, "max_new_tokens": 3, "eos_token_id": list(range(37)), "do_sample": False}
     errors = []
-    for block in (contextlib.nullcontext(), fused_decoding(model)):
+    for block in (contextlib.nullcontext(), fused_decoding(model, whole_step=False)):
         with block, pytest.raises(RuntimeError) as caught:
             model.generate(**inputs_for(model), **options)
         errors.append(str(caught.value))

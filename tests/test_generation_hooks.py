@@ -15,7 +15,8 @@ pytest.importorskip("transformers")
 from transformers import GenerationConfig, LogitsProcessorList
 
 from fused_topk.generation import stats
-from fused_topk.generation.session import Options, Session
+from fused_topk.generation.interception.session import Session
+from fused_topk.generation.request import Options
 
 
 class _Named(NamedTuple):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 import textwrap
@@ -37,11 +38,11 @@ def test_enable_and_disable(model):
     stock, steps = run(model, num_beams=3)
     assert steps == (0, 0, {})
     before = dict(model.__dict__)
-    enable(model)
+    enable(model, whole_step=False)
     found, steps = run(model, num_beams=3)
     assert torch.equal(found, stock)
     assert steps == (6, 0, {})
-    enable(model, sampling=True)
+    enable(model, sampling=True, whole_step=False)
     assert run(model, do_sample=True)[1] == (6, 0, {})
     disable(model)
     disable(model)
@@ -51,17 +52,17 @@ def test_enable_and_disable(model):
 
 
 def test_a_block_within_an_enabled_model_leaves_it_enabled(model):
-    enable(model, sampling=True)
-    with fused_decoding(model) as given:
+    enable(model, sampling=True, whole_step=False)
+    with fused_decoding(model, whole_step=False) as given:
         assert run(model, do_sample=True)[1].reasons == {"do_sample without sampling=True": 6}
-        with fused_decoding(model, topk_per_step=2):
+        with fused_decoding(model, topk_per_step=2, whole_step=False):
             run(model)
     assert given.topk == []
     assert run(model, do_sample=True)[1] == (6, 0, {})
 
 
 def test_calls_outside_generate_are_not_touched(model):
-    enable(model)
+    enable(model, whole_step=False)
     output = model(**inputs_for(model), labels=inputs_for(model)["input_ids"])
     assert type(output.logits) is torch.Tensor
     output.loss.backward()
@@ -76,7 +77,7 @@ def test_a_failing_call_leaves_no_trace(model):
     def fail(input_ids, scores):
         raise Failure
 
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         with pytest.raises(Failure):
             run(model, logits_processor=LogitsProcessorList([fail]))
         stats(reset=True)
@@ -87,7 +88,7 @@ def test_a_failing_call_leaves_no_trace(model):
 
 def test_a_model_within_a_module_is_found(model):
     outer = torch.nn.ModuleDict({"language": model, "head": torch.nn.Linear(2, 2)})
-    with fused_decoding(outer):
+    with fused_decoding(outer, whole_step=False):
         assert run(model)[1] == (6, 0, {})
     assert run(model)[1] == (0, 0, {})
 
@@ -102,7 +103,7 @@ def test_what_cannot_generate_is_refused(function):
 
 def test_options_are_checked(model):
     with pytest.raises(TypeError, match="`sampling` must be a bool, got int"):
-        enable(model, sampling=1)
+        enable(model, sampling=1, whole_step=False)
 
 
 def test_threads_are_apart(model):
@@ -113,7 +114,7 @@ def test_threads_are_apart(model):
         with torch.no_grad():
             found[name] = model.generate(**inputs_for(model), num_beams=3, **OPTIONS)
 
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         stats(reset=True)
         workers = [threading.Thread(target=decode, args=(name,)) for name in range(3)]
         for worker in workers:
@@ -128,7 +129,7 @@ def test_the_first_fallback_of_a_kind_is_logged_once(model, caplog, monkeypatch)
     monkeypatch.setattr(statistics, "_told", set())
     epsilon = transformers.LogitsProcessorList([transformers.EpsilonLogitsWarper(1e-4)])
     typical = transformers.LogitsProcessorList([transformers.TypicalLogitsWarper(0.5)])
-    with caplog.at_level(logging.WARNING, "fused_topk.generation"), fused_decoding(model):
+    with caplog.at_level(logging.WARNING, "fused_topk.generation"), fused_decoding(model, whole_step=False):
         for _ in range(2):
             assert run(model, logits_processor=epsilon)[1].fallback == 6
             assert run(model, num_beams=2, logits_processor=typical)[1].fallback == 6
@@ -146,7 +147,7 @@ def test_all_that_was_counted_is_printed():
     statistics.count_fused(is_sharded=True)
     for reason, count in {
         "hooks": statistics.count_fallback,
-        "a mask": statistics.count_not_whole,
+        "a mask": functools.partial(statistics.count_not_whole, whole_step=True),
         "a sum": statistics.count_not_compiled,
         "a scale": statistics.count_gathered,
     }.items():
@@ -172,10 +173,10 @@ def test_streamers_get_the_tokens(model):
 
     expected = streamed()
     assert len(expected) == 1 + 6 + 1 and expected[-1] == "end"
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         assert streamed() == expected
         assert stats() == (6, 0, {})
-    assert streamed(custom_generate=generate) == expected
+    assert streamed(custom_generate=generate, whole_step=False) == expected
     assert stats() == (6, 0, {})
 
 
@@ -187,7 +188,7 @@ def test_assisted_decoding_runs_stock_operations(model, options):
         options = {"assistant_model": copy.deepcopy(tiny("llama", seed=1))}
     expected = model.generate(**one_prompt(model), **OPTIONS, **options)
     stats(reset=True)
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         given = model.generate(**one_prompt(model), **OPTIONS, **options)
     steps = stats(reset=True)
     assert torch.equal(given, expected)
@@ -229,7 +230,7 @@ def test_whisper_with_timestamps():
         options = {**OPTIONS, "return_timestamps": True, "num_beams": 2}
         expected = whisper.generate(**inputs, **options)
         stats(reset=True)
-        with fused_decoding(whisper):
+        with fused_decoding(whisper, whole_step=False):
             given = whisper.generate(**inputs, **options)
         steps = stats(reset=True)
         assert torch.equal(given, expected)
@@ -240,7 +241,7 @@ def test_pipelines(model):
     answer = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer(), device="cpu")
     expected = answer("hello", num_beams=3, **OPTIONS)
     stats(reset=True)
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         assert answer("hello", num_beams=3, **OPTIONS) == expected
     assert stats(reset=True) == (6, 0, {})
 
@@ -259,7 +260,7 @@ def test_a_loop_that_is_not_recognised_runs_as_it_is(model):
     own = OwnLoop(model.config).eval()
     own.load_state_dict(model.state_dict())
     expected, _ = run(own)
-    with fused_decoding(own):
+    with fused_decoding(own, whole_step=False):
         given, steps = run(own)
     assert torch.equal(given, expected)
     assert steps.fused == 0
@@ -284,8 +285,8 @@ def test_a_loop_that_is_not_recognised_runs_as_it_is(model):
 def test_any_operation_on_lazy_scores_is_that_on_the_tensor(use, monkeypatch):
     # As if a later version of a loop did something new between the processors and the choice.
     from fused_topk.backends import cpu
-    from fused_topk.generation.scores import LazyScores
-    from fused_topk.generation.selection import Rows
+    from fused_topk.generation.choice.rows import Rows
+    from fused_topk.generation.interception.lazy_scores import LazyScores
 
     logits = torch.randn(3, 211, generator=torch.Generator().manual_seed(0))
     lazy = LazyScores.of(Rows(logits, cpu), logits.unsqueeze(1))
@@ -299,8 +300,8 @@ def test_any_operation_on_lazy_scores_is_that_on_the_tensor(use, monkeypatch):
 
 def test_scores_kept_beyond_their_step_say_so():
     from fused_topk.backends import cpu
-    from fused_topk.generation.scores import LazyScores
-    from fused_topk.generation.selection import Rows
+    from fused_topk.generation.choice.rows import Rows
+    from fused_topk.generation.interception.lazy_scores import LazyScores
 
     logits = torch.randn(3, 2, 211)
     lazy = LazyScores.of(Rows(logits[:, -1], cpu), logits)
@@ -326,7 +327,7 @@ def test_a_compiled_forward_is_fused_where_its_logits_come_out(model):
     expected, _ = compiling(copy.deepcopy(model))
     model._valid_auto_compile_criteria = lambda *args: True
     model.get_compiled_call = lambda config: torch.compile(model.__call__, backend="eager", fullgraph=True)
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         given, steps = run(model, cache_implementation="static")
     assert torch.equal(given, expected)
     assert steps == (6, 0, {})
@@ -353,13 +354,13 @@ def test_without_the_private_name_generate_is_stock_with_one_warning(model, capl
     without(monkeypatch, "_get_logits_processor")
     with caplog.at_level(logging.WARNING, "fused_topk.generation"):
         for _ in range(2):
-            with fused_decoding(model):
+            with fused_decoding(model, whole_step=False):
                 given, steps = run(model, num_beams=3)
             assert torch.equal(given, expected)
             assert steps == (0, 0, {})
-            given, steps = run(model, num_beams=3, custom_generate=generate)
+            given, steps = run(model, num_beams=3, custom_generate=generate, whole_step=False)
             assert torch.equal(given, expected)
-        enable(model)
+        enable(model, whole_step=False)
         disable(model)
     assert [record.message for record in caplog.records] == [
         "fused_topk: generate() stays stock: this version of transformers has no _get_logits_processor"
@@ -370,5 +371,5 @@ def test_without_the_private_name_generate_is_stock_with_one_warning(model, capl
 def test_without_optional_names_decoding_is_fused(model, monkeypatch, name):
     owner = next(cls for cls in type(model).__mro__ if name in cls.__dict__)
     monkeypatch.delattr(owner, name)
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         assert run(model, num_beams=3)[1] == (6, 0, {})

@@ -71,7 +71,7 @@ def both(value, rows, tokens, dtype=torch.float32, sampling=False, **options):
         try:
             with SmallerIndexFirst():
                 if is_fused:
-                    with fused_decoding(model, sampling=sampling):
+                    with fused_decoding(model, sampling=sampling, whole_step=False):
                         found.append(model.generate(**inputs_for(model), max_new_tokens=4, **options))
                 else:
                     found.append(model.generate(**inputs_for(model), max_new_tokens=4, **options))

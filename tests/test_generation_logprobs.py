@@ -155,9 +155,11 @@ def test_compact_results_of_each_step(num_beams):
     model = tiny("llama")
     options = {"num_beams": num_beams, "max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
     expected = model.generate(**inputs_for(model), output_logits=True, **options)
-    with fused_decoding(model, topk_per_step=4) as given:
+    with fused_decoding(model, topk_per_step=4, whole_step=False) as given:
         model.generate(**inputs_for(model), **options)
-    by_hook = model.generate(**inputs_for(model), custom_generate=generate, topk_per_step=4, **options)
+    by_hook = model.generate(
+        **inputs_for(model), custom_generate=generate, whole_step=False, topk_per_step=4, **options
+    )
     assert len(given.topk) == len(expected.logits) == len(by_hook["topk"]) == 5
     for step, same, logits in zip(given.topk, by_hook["topk"], expected.logits):
         assert step.values.shape == (2 * num_beams, 4)
@@ -167,7 +169,7 @@ def test_compact_results_of_each_step(num_beams):
         torch.testing.assert_close(step.logsumexp.double(), logits.double().logsumexp(-1), rtol=0, atol=1e-5)
         assert torch.equal(step.indices, same.indices)
     # A later call begins anew, and one of a mode that is not served has none.
-    with fused_decoding(model, topk_per_step=4) as given:
+    with fused_decoding(model, topk_per_step=4, whole_step=False) as given:
         model.generate(**inputs_for(model), **options)
         model.generate(**inputs_for(model), do_sample=True, max_new_tokens=2)
     assert given.topk == []
@@ -175,5 +177,8 @@ def test_compact_results_of_each_step(num_beams):
 
 @pytest.mark.parametrize(("k", "error"), [(-1, ValueError), (2.0, TypeError), (True, TypeError)])
 def test_number_of_compact_results_is_checked(k, error):
-    with pytest.raises(error, match="`topk_per_step` must"), fused_decoding(tiny("llama"), topk_per_step=k):
+    with (
+        pytest.raises(error, match="`topk_per_step` must"),
+        fused_decoding(tiny("llama"), topk_per_step=k, whole_step=False),
+    ):
         pass

@@ -51,7 +51,10 @@ def expected(model):
 
 def test_blocks_left_in_the_order_of_their_entry(model, expected):
     with left_as_it_was(model):
-        first, second = fused_decoding(model, topk_per_step=2), fused_decoding(model, topk_per_step=3)
+        first, second = (
+            fused_decoding(model, topk_per_step=2, whole_step=False),
+            fused_decoding(model, topk_per_step=3, whole_step=False),
+        )
         first_given, second_given = first.__enter__(), second.__enter__()
         assert torch.equal(decode(model), expected)
         first.__exit__(None, None, None)
@@ -73,9 +76,9 @@ def test_a_call_that_fails_leaves_no_trace(model, expected):
         raise Failure
 
     with left_as_it_was(model):
-        with pytest.raises(Failure), fused_decoding(model):
+        with pytest.raises(Failure), fused_decoding(model, whole_step=False):
             decode(model, stopping_criteria=[fail])
-        with fused_decoding(model):
+        with fused_decoding(model, whole_step=False):
             with pytest.raises(Failure):
                 decode(model, prefix_allowed_tokens_fn=fail)
             assert torch.equal(decode(model), expected)
@@ -86,7 +89,7 @@ def test_blocks_of_two_threads_have_their_own_options_and_records(model, expecte
     found = {}
 
     def work(k):
-        with fused_decoding(model, topk_per_step=k) as given:
+        with fused_decoding(model, topk_per_step=k, whole_step=False) as given:
             gate.wait()
             tokens = decode(model)
             gate.wait()
@@ -109,7 +112,7 @@ def test_blocks_of_two_threads_have_their_own_options_and_records(model, expecte
 
 def test_tasks_have_their_own_options_and_records(model, expected):
     async def work(k):
-        with fused_decoding(model, topk_per_step=k) as given:
+        with fused_decoding(model, topk_per_step=k, whole_step=False) as given:
             for _ in range(2):
                 await asyncio.sleep(0)
                 assert torch.equal(await asyncio.to_thread(decode, model), expected)
@@ -125,7 +128,7 @@ def test_tasks_have_their_own_options_and_records(model, expected):
 
 def test_cancelled_tasks_leave_no_trace(model):
     async def work():
-        with fused_decoding(model):
+        with fused_decoding(model, whole_step=False):
             await asyncio.to_thread(decode, model)
             await asyncio.sleep(60)
 
@@ -146,7 +149,7 @@ def test_cancelled_tasks_leave_no_trace(model):
 
 
 def test_a_block_is_left_in_another_context_than_it_was_entered_in(model):
-    block = fused_decoding(model)
+    block = fused_decoding(model, whole_step=False)
     with left_as_it_was(model):
         for step in (block.__enter__, lambda: block.__exit__(None, None, None)):
             thread = threading.Thread(target=step)
@@ -162,7 +165,7 @@ def test_a_task_that_outlives_its_block_is_not_in_it(model):
             return run(model)[1]
 
         ended = asyncio.Event()
-        with fused_decoding(model):
+        with fused_decoding(model, whole_step=False):
             task = asyncio.create_task(later())
             await asyncio.sleep(0)
         ended.set()
@@ -181,7 +184,7 @@ def test_a_task_that_outlives_its_call_is_not_in_it(model):
         contexts.append(contextvars.copy_context())
         raise Failure
 
-    enable(model)
+    enable(model, whole_step=False)
     # Before and after the loop has begun.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(model), "_prepare_generation_config", fail)
@@ -191,7 +194,7 @@ def test_a_task_that_outlives_its_call_is_not_in_it(model):
         decode(model, logits_processor=[fail])
 
     def recorded():
-        with fused_decoding(model, topk_per_step=1) as given:
+        with fused_decoding(model, topk_per_step=1, whole_step=False) as given:
             decode(model)
         return len(given.topk)
 
@@ -218,11 +221,11 @@ def test_a_call_that_outlives_what_asked_for_it_stays_fused(model, expected, how
 
     with left_as_it_was(model), ThreadPoolExecutor(1) as pool:
         if how == "block":
-            with fused_decoding(model):
+            with fused_decoding(model, whole_step=False):
                 found = pool.submit(work)
                 assert is_running.wait(60)
         else:
-            enable(model)
+            enable(model, whole_step=False)
             found = pool.submit(work)
             assert is_running.wait(60)
             disable(model)
@@ -232,7 +235,7 @@ def test_a_call_that_outlives_what_asked_for_it_stays_fused(model, expected, how
 
 
 def test_a_thread_that_was_started_in_a_block_is_fused_and_not_recorded(model, expected):
-    with fused_decoding(model, topk_per_step=2) as given, ThreadPoolExecutor(1) as pool:
+    with fused_decoding(model, topk_per_step=2, whole_step=False) as given, ThreadPoolExecutor(1) as pool:
         decode(model)
         before = given.topk
         assert torch.equal(pool.submit(decode, model).result(), expected)
@@ -241,8 +244,8 @@ def test_a_thread_that_was_started_in_a_block_is_fused_and_not_recorded(model, e
 
 
 def test_a_block_does_not_change_the_options_of_other_threads(model):
-    enable(model, sampling=True)
-    with fused_decoding(model), ThreadPoolExecutor(1) as pool:
+    enable(model, sampling=True, whole_step=False)
+    with fused_decoding(model, whole_step=False), ThreadPoolExecutor(1) as pool:
         pool.submit(decode, model, do_sample=True).result()
         assert stats(reset=True) == (STEPS, 0, {})
         decode(model, do_sample=True)
@@ -251,10 +254,10 @@ def test_a_block_does_not_change_the_options_of_other_threads(model):
 
 def test_enable_and_disable_within_a_block_hold_after_it(model):
     with left_as_it_was(model):
-        with fused_decoding(model):
-            enable(model)
+        with fused_decoding(model, whole_step=False):
+            enable(model, whole_step=False)
         assert run(model)[1] == (STEPS, 0, {})
-        with fused_decoding(model):
+        with fused_decoding(model, whole_step=False):
             disable(model)
             assert run(model)[1] == (STEPS, 0, {}), "the block goes on"
     assert run(model)[1] == (0, 0, {})
@@ -284,7 +287,7 @@ def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
         with ExitStack() as stack:
             blocks = []
             for k in chance.sample(range(1, 5), 2):
-                blocks.append((k, stack.enter_context(fused_decoding(model, topk_per_step=k))))
+                blocks.append((k, stack.enter_context(fused_decoding(model, topk_per_step=k, whole_step=False))))
                 call(worker, True)
                 k, given = blocks[-1]
                 assert [step.values.shape[1] for step in given.topk] == [k] * STEPS
@@ -292,19 +295,19 @@ def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
             assert [len(given.topk) for _, given in blocks] == [STEPS, STEPS]
 
     def failing(worker, chance):
-        with fused_decoding(model), suppress(Failure):
+        with fused_decoding(model, whole_step=False), suppress(Failure):
             decode(model, logits_processor=[fail])
             raise AssertionError("the call has not failed")
 
     def in_tasks(worker, chance):
         async def one():
-            with fused_decoding(model, topk_per_step=1) as given:
+            with fused_decoding(model, topk_per_step=1, whole_step=False) as given:
                 await asyncio.sleep(0)
                 call(worker, True)
                 assert len(given.topk) == STEPS
 
         async def cancelled():
-            with fused_decoding(model):
+            with fused_decoding(model, whole_step=False):
                 await asyncio.sleep(60)
 
         async def both():
@@ -318,8 +321,8 @@ def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
 
     actions = [
         lambda worker, chance: call(worker, is_enabled),
-        lambda worker, chance: call(worker, True, custom_generate=generate),
-        lambda worker, chance: enable(model),
+        lambda worker, chance: call(worker, True, custom_generate=generate, whole_step=False),
+        lambda worker, chance: enable(model, whole_step=False),
         in_block,
         failing,
         in_tasks,
@@ -335,7 +338,7 @@ def test_any_interleaving_leaves_the_model_as_it_was(model, expected, seed):
 
     with left_as_it_was(model):
         if is_enabled:
-            enable(model)
+            enable(model, whole_step=False)
         with ThreadPoolExecutor(THREADS) as pool:
             for each in [pool.submit(work, worker) for worker in range(THREADS)]:
                 each.result()

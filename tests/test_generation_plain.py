@@ -25,9 +25,9 @@ from transformers.generation import utils as generation_utils
 import fused_topk
 from decoding import OPTIONS, Recorder, inputs_for, one_prompt, one_thread, own_model, run, tiny  # noqa: F401
 from fused_topk.generation import enable, fused_decoding, generate, stats
-from fused_topk.generation.model_logits import ModelLogits
-from fused_topk.generation.scores import LazyScores
-from fused_topk.generation.selection import Rows
+from fused_topk.generation.choice.rows import Rows
+from fused_topk.generation.interception.lazy_scores import LazyScores
+from fused_topk.generation.interception.model_logits import ModelLogits
 
 STEPS = OPTIONS["max_new_tokens"]
 
@@ -93,7 +93,7 @@ def test_criteria_get_plain_logits(model, num_beams):
     options = {"num_beams": num_beams, "max_new_tokens": 3}
     expected, _ = run(model, **options)
     asking = Asking(model)
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         found, steps = run(model, **options, stopping_criteria=[asking])
     assert torch.equal(found, expected)
     # Their calls of the model are no steps.
@@ -110,7 +110,7 @@ def test_criteria_get_plain_scores(model, options):
         num_scores.append(len(scores))
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
-    with fused_decoding(model, sampling=True):
+    with fused_decoding(model, sampling=True, whole_step=False):
         kept = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
         found, steps = run(model, **options, **kept, stopping_criteria=[criterion])
     assert steps == (STEPS, 0, {})
@@ -119,7 +119,7 @@ def test_criteria_get_plain_scores(model, options):
 
 
 def test_calls_of_the_model_are_not_counted_as_steps_of_a_call_that_is_not_fused(model):
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         _, steps = run(model, do_sample=True, max_new_tokens=3, stopping_criteria=[Asking(model)])
     assert steps == (0, 3, {"do_sample without sampling=True": 3})
 
@@ -135,7 +135,7 @@ def test_a_loop_drops_the_models_outputs_as_it_does_without_us(model, num_beams)
     model.register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output)))
     for custom in ({}, {"custom_generate": generate}):
         outputs.clear(), num_alive.clear()
-        with fused_decoding(model):
+        with fused_decoding(model, whole_step=False):
             assert run(model, num_beams=num_beams, **custom)[1] == (STEPS, 0, {})
         assert num_alive == [0] * STEPS
 
@@ -149,14 +149,14 @@ def test_processors_get_plain_logits(model):
         return scores
 
     expected, _ = run(model, max_new_tokens=3)
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         found, steps = run(model, max_new_tokens=3, logits_processor=LogitsProcessorList([processor]))
     assert torch.equal(found, expected)
     assert steps == (0, 3, {f"logits processor {__name__}.{processor.__qualname__}": 3})
 
 
 def test_streamers_get_plain_logits(model):
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         stats(reset=True)
         model.generate(**one_prompt(model), **{**OPTIONS, "max_new_tokens": 3}, streamer=Asking(model))
         assert stats(reset=True) == (3, 0, {})
@@ -182,7 +182,7 @@ def test_forward_hooks_get_plain_logits_and_may_keep_them(model, when, custom):
 
     if when == "before":
         add()
-    enable(model)
+    enable(model, whole_step=False)
     if when == "after":
         add()
     criteria = [add] if when == "within" else []
@@ -221,7 +221,7 @@ def test_a_users_loop_gets_plain_tensors_and_is_counted(model):
     own = UsersLoop(model.config).eval()
     own.load_state_dict(model.state_dict())
     expected, _ = run(own)
-    with fused_decoding(own):
+    with fused_decoding(own, whole_step=False):
         found, steps = run(own)
     assert torch.equal(found, expected)
     assert steps == (0, 3, {"the loop of UsersLoop does not take the last logits as transformers' loops do": 3})
@@ -248,7 +248,7 @@ def test_a_loop_with_other_processors_than_its_call_gets_plain_tensors(model, mo
         raising=False,
     )
     expected, _ = run(model)
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         found, steps = run(model)
     assert torch.equal(found, expected)
     assert steps.fused == 0 and steps.fallback == STEPS
@@ -272,7 +272,7 @@ def test_a_list_of_processors_that_is_called_in_its_own_way(model, num_beams):
     own.load_state_dict(model.state_dict())
     expected, _ = run(own, num_beams=num_beams)
     for custom in ({}, {"custom_generate": generate}):
-        with fused_decoding(own):
+        with fused_decoding(own, whole_step=False):
             found, steps = run(own, num_beams=num_beams, **custom)
         assert torch.equal(found, expected)
         assert steps == (0, STEPS, {"logits processors in a SecondHalf": STEPS})
@@ -290,7 +290,7 @@ def test_a_users_choice_of_continuations_gets_plain_scores(model):
     own = UsersChoice(model.config).eval()
     own.load_state_dict(model.state_dict())
     expected, _ = run(own, num_beams=3)
-    with fused_decoding(own):
+    with fused_decoding(own, whole_step=False):
         found, steps = run(own, num_beams=3)
         assert torch.equal(found, expected)
         assert steps == (0, STEPS, {"_get_top_k_continuations of UsersChoice": STEPS})

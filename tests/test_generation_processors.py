@@ -18,8 +18,10 @@ from transformers.generation import logits_process as stock
 from decoding import BOS, EOS, FILLS, assert_fused, assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.backends import cpu
 from fused_topk.generation import fused_decoding
-from fused_topk.generation.edits import NotSparse, Plan
-from fused_topk.generation.selection import Rows, best, best_continuations, logsumexp
+from fused_topk.generation.choice.edit import NotSparse
+from fused_topk.generation.choice.rows import Rows
+from fused_topk.generation.choice.selection import best, best_continuations, logsumexp
+from fused_topk.generation.edits.plan import Plan
 
 BATCH, BEAMS, VOCAB_SIZE, LENGTH = 3, 2, 101, 12
 NUM_ROWS = BATCH * BEAMS
@@ -360,7 +362,7 @@ def test_no_allowed_token_left_is_for_the_stock_processor():
     "options", [{"sequence_bias": [[[300], 2.0]]}, {"bad_words_ids": [[9], [8, 300]]}], ids="-".join
 )
 def test_tokens_outside_the_vocabulary_are_the_error_of_stock(options):
-    for block in (contextlib.nullcontext(), fused_decoding(tiny("llama"))):
+    for block in (contextlib.nullcontext(), fused_decoding(tiny("llama"), whole_step=False)):
         with block, pytest.raises(ValueError, match="300"):
             tiny("llama").generate(**inputs_for(tiny("llama")), **options)
 
@@ -368,7 +370,7 @@ def test_tokens_outside_the_vocabulary_are_the_error_of_stock(options):
 def test_an_empty_list_among_the_bad_words_is_what_it_is_in_stock():
     options = {"bad_words_ids": [[9], [], [10, 11]], "max_new_tokens": 4, "do_sample": False}
     found = []
-    for block in (contextlib.nullcontext(), fused_decoding(tiny("llama"))):
+    for block in (contextlib.nullcontext(), fused_decoding(tiny("llama"), whole_step=False)):
         with block:
             try:
                 found.append(tiny("llama").generate(**inputs_for(tiny("llama")), **options).tolist())

@@ -23,18 +23,13 @@ from transformers.generation import logits_process as stock
 
 from decoding import FILLS, assert_fused, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.backends import cpu
-from fused_topk.generation import (
-    FusedTopKLogitsProcessor,
-    choice,
-    fused_decoding,
-    masks,
-    selection,
-    stats,
-    warpers,
-)
-from fused_topk.generation.edits import Plan
-from fused_topk.generation.scores import LazyScores
-from fused_topk.generation.selection import Rows, best, logsumexp
+from fused_topk.generation import FusedTopKLogitsProcessor, fused_decoding, stats
+from fused_topk.generation.choice import masks, selection, tokens, warping
+from fused_topk.generation.choice.rows import Rows
+from fused_topk.generation.choice.selection import best, logsumexp
+from fused_topk.generation.edits import warpers
+from fused_topk.generation.edits.plan import Plan
+from fused_topk.generation.interception.lazy_scores import LazyScores
 
 CHAINS = {
     "top_k": lambda: [TopKLogitsWarper(7)],
@@ -69,8 +64,8 @@ def kept_by_lists(filters, logits):
     """What the warpers on lists of the best leave of the logits [R, V], and whether the lists were long enough."""
     rows = Rows(logits, cpu)
     vocab_size = logits.shape[-1]
-    found = best(rows, (), warpers.list_length(filters, vocab_size), False)
-    kept, was_enough = warpers.apply(
+    found = best(rows, (), warping.list_length(filters, vocab_size), False)
+    kept, was_enough = warping.apply(
         filters,
         found.scores,
         vocab_size,
@@ -100,16 +95,16 @@ def test_lists_of_the_best_keep_what_the_stock_warpers_keep(chain, vocab_size, f
 def test_all_tokens_that_tie_with_the_kth_are_kept():
     logits = logits_of(3000, step=0.25)
     for k in (5, 30, 200):
-        given, was_enough = kept_by_lists([warpers.Filter("top_k", k)], logits)
+        given, was_enough = kept_by_lists([warping.Filter("top_k", k)], logits)
         expected = TopKLogitsWarper(k)(None, logits)
         assert (expected.isfinite().sum(-1) > k).any()
         if bool(was_enough.all()):
             assert torch.equal(given, expected)
     # A row with more ties than there is room for is noticed.
-    _, was_enough = kept_by_lists([warpers.Filter("top_k", 5)], logits_of(3000, step=100.0))
+    _, was_enough = kept_by_lists([warping.Filter("top_k", 5)], logits_of(3000, step=100.0))
     assert not was_enough.any()
     # So is a nucleus that is longer than the list.
-    _, was_enough = kept_by_lists([warpers.Filter("top_p", 0.99)], torch.zeros(2, 3000))
+    _, was_enough = kept_by_lists([warping.Filter("top_p", 0.99)], torch.zeros(2, 3000))
     assert not was_enough.any()
 
 
@@ -166,7 +161,7 @@ def test_sampled_tokens_have_the_stock_distribution(options):
     probabilities = stock.scores[0][0].softmax(-1)
     assert 3 < (probabilities > 0).sum() < 1211
     stats(reset=True)
-    with fused_decoding(model, sampling=True):
+    with fused_decoding(model, sampling=True, whole_step=False):
         counts = first_tokens(model, DRAWS, **options)
     steps = stats(reset=True)
     assert steps.fused == 1 and steps.fallback == 0, steps.reasons
@@ -202,7 +197,7 @@ def test_the_whole_vocabulary_is_sampled_in_one_read(options):
         **options,
     )
     stats(reset=True)
-    with fused_decoding(model, sampling=True):
+    with fused_decoding(model, sampling=True, whole_step=False):
         counts = first_tokens(model, DRAWS, **options)
     steps = stats(reset=True)
     assert steps.fused == 1 and steps.fallback == 0, steps.reasons
@@ -278,7 +273,7 @@ def test_tokens_that_tie_after_processors_are_drawn_alike(name):
     rows, edits, filters = edits_of(make, logits)
     generator = torch.Generator().manual_seed(0)
     draws = 3000
-    drawn = torch.cat([choice.sampled(rows, edits, filters, generator).tokens for _ in range(draws)], 1)
+    drawn = torch.cat([tokens.sampled(rows, edits, filters, generator).tokens for _ in range(draws)], 1)
     for row in range(6):
         assert is_likely(drawn[row].bincount(minlength=VOCAB_SIZE), probabilities[row], draws)
 
@@ -306,11 +301,11 @@ def test_draws_wait_for_nothing(name, chain):
         lambda: CHANGES[name]() + ([] if chain == "none" else CHAINS[chain]()), logits_of(VOCAB_SIZE)
     )
     with Waits() as waits:
-        drawn = choice.sampled(rows, edits, filters)
+        drawn = tokens.sampled(rows, edits, filters)
     assert drawn.tokens.shape == (6, 1)
     assert waits.found == []
     with waits:
-        choice.has_no_distribution(drawn)
+        tokens.has_no_distribution(drawn)
     assert waits.found, "a wait is seen"
 
 
@@ -328,7 +323,7 @@ def test_rows_without_a_distribution_are_stocks_errors(value):
     [
         ([], {}),
         ([("temperature", 0.5), ("top_k", 5), ("top_p", 0.5), ("min_p", 0.5)], None),
-        ([("top_k", 5), warpers.NORMALIZE, ("min_p", 0.1)], {"top_k": 5, "min_p": 0.1}),
+        ([("top_k", 5), warping.NORMALIZE, ("min_p", 0.1)], {"top_k": 5, "min_p": 0.1}),
         ([("top_p", 0.5), ("top_k", 5)], "other"),
         ([("top_k", 5), ("temperature", 0.5)], "other"),
         ([("top_k", 5), ("top_k", 3)], "other"),
@@ -337,8 +332,8 @@ def test_rows_without_a_distribution_are_stocks_errors(value):
     ],
 )
 def test_chains_that_one_call_stands_for(filters, expected):
-    chain = [warpers.Filter(*each) for each in filters]
-    given = warpers.parameters(chain)
+    chain = [warping.Filter(*each) for each in filters]
+    given = warping.parameters(chain)
     assert given == (None if expected == "other" else expected or {kind: number for kind, number, *_ in filters})
 
 
@@ -350,7 +345,7 @@ def test_beam_sampling_has_the_stock_distribution():
     torch.manual_seed(1)
     stock = first_tokens(model, DRAWS, **options)
     stats(reset=True)
-    with fused_decoding(model, sampling=True):
+    with fused_decoding(model, sampling=True, whole_step=False):
         fused = first_tokens(model, DRAWS, **options)
     steps = stats(reset=True)
     assert steps.fused == 1 and steps.fallback == 0, steps.reasons
@@ -371,7 +366,7 @@ def test_beam_sampling_of_more_continuations_than_multinomial_takes(warpers):
     with pytest.raises(RuntimeError, match=r"2\^24"):
         model.generate(**inputs, **options)
     stats(reset=True)
-    with fused_decoding(model, sampling=True):
+    with fused_decoding(model, sampling=True, whole_step=False):
         found = model.generate(**inputs, **options)
     steps = stats(reset=True)
     assert steps.fused == (2 if warpers["top_k"] else 0), steps.reasons
@@ -379,18 +374,18 @@ def test_beam_sampling_of_more_continuations_than_multinomial_takes(warpers):
 
 
 def test_a_race_draws_without_replacement_as_multinomial_does(monkeypatch):
-    monkeypatch.setattr(choice, "_CATEGORIES", 8)
-    monkeypatch.setattr(choice, "_RACERS", 3)
+    monkeypatch.setattr(tokens, "_CATEGORIES", 8)
+    monkeypatch.setattr(tokens, "_RACERS", 3)
     probabilities = torch.tensor([0.0, 0.3, 0.05, 0.1, 0.2, 0.0, 0.05, 0.1, 0.2, 0.0])
     rows = probabilities.expand(DRAWS, -1)
-    found = choice.drawn_from(rows, 4, torch.Generator().manual_seed(0))
+    found = tokens.drawn_from(rows, 4, torch.Generator().manual_seed(0))
     assert all(len(set(row)) == 4 for row in found.tolist())
     # The second of the draws is from what the first has left.
     pairs = (found[:, 0] * 10 + found[:, 1]).bincount(minlength=100)
     expected = probabilities[:, None] * probabilities / (1 - probabilities[:, None])
     assert is_likely(pairs, expected.fill_diagonal_(0).flatten(), DRAWS)
     with pytest.raises(RuntimeError, match="nan"):
-        choice.drawn_from(torch.full((1, 10), math.nan), 2)
+        tokens.drawn_from(torch.full((1, 10), math.nan), 2)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -401,7 +396,10 @@ def test_a_chain_that_leaves_one_token_samples_the_stock_sequence(num_beams):
         # Beam sampling keeps at least one token more than there are end tokens.
         options |= {"top_k": 2, "temperature": 0.01}
     stock, given, steps = generate_both(
-        tiny("llama"), fused=lambda model: fused_decoding(model, sampling=True), output_scores=False, **options
+        tiny("llama"),
+        fused=lambda model: fused_decoding(model, sampling=True, whole_step=False),
+        output_scores=False,
+        **options,
     )
     assert steps.fused > 0 and steps.fallback == 0, steps.reasons
     if num_beams == 1:
@@ -432,7 +430,7 @@ def test_other_sampling_draws_the_stock_tokens(options, reason, num_beams):
     stock = model.generate(**inputs, **options)
     stats(reset=True)
     torch.manual_seed(3)
-    with fused_decoding(model, sampling=True):
+    with fused_decoding(model, sampling=True, whole_step=False):
         given = model.generate(**inputs, **options)
     steps = stats(reset=True)
     assert torch.equal(stock, given)
@@ -446,7 +444,7 @@ def test_sampling_without_the_option_draws_the_stock_tokens():
         torch.manual_seed(3)
         stats(reset=True)
         if fused:
-            with fused_decoding(model):
+            with fused_decoding(model, whole_step=False):
                 drawn.append(model.generate(**inputs_for(model), do_sample=True, max_new_tokens=6))
         else:
             drawn.append(model.generate(**inputs_for(model), do_sample=True, max_new_tokens=6))
@@ -569,7 +567,7 @@ def test_processor_in_generate():
     assert torch.equal(model.generate(**inputs_for(model), logits_processor=processors, **options), expected)
     # In fused generate() it is fused.
     stats(reset=True)
-    with fused_decoding(model, sampling=True):
+    with fused_decoding(model, sampling=True, whole_step=False):
         model.generate(**inputs_for(model), logits_processor=processors, **options)
     steps = stats(reset=True)
     assert steps.fused == 6 and steps.fallback == 0, steps.reasons

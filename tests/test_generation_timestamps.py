@@ -19,8 +19,10 @@ from transformers.generation import logits_process as stock
 from decoding import assert_fused, assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.backends import cpu
 from fused_topk.generation import fused_decoding, stats
-from fused_topk.generation.edits import NotSparse, Plan
-from fused_topk.generation.selection import Rows, best, best_continuations
+from fused_topk.generation.choice.edit import NotSparse
+from fused_topk.generation.choice.rows import Rows
+from fused_topk.generation.choice.selection import best, best_continuations
+from fused_topk.generation.edits.plan import Plan
 
 VOCAB_SIZE, EOS, NO_TIMESTAMPS, BEGIN = 150, 90, 99, 100
 # Of length 3 is the prompt. No timestamp, one, two, a pair closed, text after one, text after two pairs.
@@ -141,7 +143,7 @@ def test_whisper_with_timestamps(num_beams):
     inputs = inputs_for(model)
     expected = model.generate(**inputs, **options)
     stats(reset=True)
-    with fused_decoding(model):
+    with fused_decoding(model, whole_step=False):
         found = model.generate(**inputs, **options)
     steps = stats(reset=True)
     assert torch.equal(found, expected) and (found >= 100).any()
@@ -179,7 +181,7 @@ def test_detection_of_speech_looks_at_all_scores_once(is_first, num_beams):
     found = []
     for detector, is_fused in zip(detectors, (False, True), strict=True):
         stats(reset=True)
-        with fused_decoding(tiny("bart")) if is_fused else contextlib.nullcontext():
+        with fused_decoding(tiny("bart"), whole_step=False) if is_fused else contextlib.nullcontext():
             processors = [detector, stock.SuppressTokensLogitsProcessor([60, 61, 62])][:: 1 if is_first else -1]
             options = {"num_beams": num_beams, "max_new_tokens": 6, "logits_processor": processors}
             found.append(tiny("bart").generate(**inputs_for(tiny("bart")), **options))
@@ -203,7 +205,7 @@ def test_detection_of_speech_runs_once_where_stock_operations_choose():
         detector.begin_index = 1
         detector.set_model(Model())
         detector.inputs = {}
-        with fused_decoding(tiny("bart")) if is_fused else contextlib.nullcontext():
+        with fused_decoding(tiny("bart"), whole_step=False) if is_fused else contextlib.nullcontext():
             # The last token, which only the stock processor takes for one, in the step in which the detector looks.
             last = stock.ForcedBOSTokenLogitsProcessor(-1)
             tiny("bart").generate(**inputs_for(tiny("bart")), max_new_tokens=4, logits_processor=[detector, last])

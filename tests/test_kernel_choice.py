@@ -303,8 +303,8 @@ def asked_kernels():
         kernel_name(element, choice, method, aligned, mask)
         for (itemsize, _, method, _, _, is_unmasked), choice in variants.items()
         for element in elements[itemsize]
-        for aligned, mask in itertools.product((True, False), (0, 1, 2))
-        if (mask == 0) == is_unmasked
+        for aligned, mask in itertools.product((True, False), (0, 1, 2, 3))
+        if (mask in (0, 3)) == is_unmasked
     }
 
 

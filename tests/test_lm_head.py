@@ -52,6 +52,25 @@ def test_soft_cap_is_refused():
     assert model in lm_head._refused
 
 
+@pytest.mark.parametrize("written", ["logits", "hidden states"])
+def test_a_model_that_writes_to_its_logits_or_its_hidden_states_is_refused(written):
+    model, ids = model_of("llama"), tokens()
+    forward = model.forward
+
+    def writing(**arguments):
+        seen = []
+        handle = model.model.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+        output = forward(**arguments)
+        handle.remove()
+        (output.logits if written == "logits" else seen[0]).mul_(2)
+        return output
+
+    model.forward = writing
+    with torch.no_grad():
+        found = lm_head.run_with_head(model, {"input_ids": ids})
+        assert torch.equal(found, logits_of(model, ids)) and model in lm_head._refused
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_text_topk_logprobs(kind):
     model, ids = model_of(kind), tokens()

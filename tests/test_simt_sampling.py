@@ -50,6 +50,7 @@ def draw(
     *,
     name_of=0,
     mask=None,
+    lengths=None,
     num_samples=2,
     truncated=False,
     kept=False,
@@ -68,7 +69,7 @@ def draw(
 
     of_seed = (0, name_of) if isinstance(name_of, Tensor) else (name_of, None)
     problem = SampleProblem(
-        LogitRows(logits, *parameter("temperature", 1.0), mask),
+        LogitRows(logits, *parameter("temperature", 1.0), mask, lengths),
         *parameter("top_k", 0, torch.int64),
         *parameter("top_p", 1.0),
         *parameter("min_p", 0.0),

@@ -13,7 +13,7 @@ import fused_topk
 from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver, tickets
 from fused_topk.layout import launch
-from fused_topk.problem import FullRowProblem, Sample, SampleProblem
+from fused_topk.problem import FullRowProblem, Sample, SampleProblem, TopkProblem
 from fused_topk.rows import LogitRows
 from gpu_stand_in import StandInGpus
 from oracle import problem_of, start, start_full_rows
@@ -102,6 +102,30 @@ def test_masks(gpus, function, normalize):
     options = {"functions": function, "dtypes": dtype, "masked": True, "normalize": normalize}
     assert fused_topk.warm_up(shape, 8, **options, device=0) == len(wanted) == 2
     assert compiled(gpus) == wanted
+
+
+@pytest.mark.parametrize("function", ["log_softmax_topk", "topk_state", "sample"])
+def test_lengths(gpus, function):
+    """One kernel more, which a call with lengths asks for; with a mask too it asks for the mask's."""
+    shape, options = (3, 40_000), {"functions": function, "dtypes": torch.float16, "device": 0}
+    without = fused_topk.warm_up(shape, 8, **options)
+    plain = compiled(gpus)
+    assert fused_topk.warm_up(shape, 8, **options, ragged=True) > without
+    logits, lengths = torch.zeros(shape, dtype=torch.float16), torch.tensor([0, 7, 40_000])
+    values = "log_softmax" if function == "log_softmax_topk" else "state"
+    k = 8 if function != "sample" else launch.sample_list_length(40_000, 8)
+    with recorded() as names:
+        problem = TopkProblem(LogitRows(logits, lengths=lengths), k, values, "allowed")
+        start(cuda, problem, empty_result(problem))
+    assert names[0] in compiled(gpus) - plain
+
+
+def test_whole_rows_with_lengths(gpus):
+    logits, lengths = torch.zeros(3, 40_000), torch.tensor([0, 7, 40_000])
+    fused_topk.warm_up(logits.shape, functions="softmax", dtypes=torch.float32, ragged=True, device=0)
+    with recorded() as names:
+        start_full_rows(cuda, FullRowProblem(LogitRows(logits, lengths=lengths), "softmax"), torch.empty_like(logits))
+    assert names[0] in compiled(gpus)
 
 
 def test_several_at_once_and_again(gpus):

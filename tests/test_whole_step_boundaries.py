@@ -259,7 +259,7 @@ def test_the_model_is_as_it_was(model):
     before = dict(vars(model)), copy.deepcopy(model.config), [dict(vars(each)) for each in model.modules()]
     assert_whole(model, **BEAMS)
     # All that is there, until disable(), is what is kept for later calls.
-    assert vars(model).keys() - before[0].keys() == {attribute.NAME}
+    assert vars(model).keys() - before[0].keys() == {attribute.KEPT}
     disable(model)
     assert vars(model) == before[0] and model.config.to_dict() == before[1].to_dict()
     assert model.config._attn_implementation == before[1]._attn_implementation
@@ -271,7 +271,7 @@ def test_the_model_is_as_it_was_after_an_exception(model, monkeypatch):
         raise MemoryError("no room")
 
     assert_whole(model, **BEAMS)
-    monkeypatch.setattr("fused_topk.generation.choice.continuations", fail)
+    monkeypatch.setattr("fused_topk.generation.choice.tokens.continuations", fail)
     with pytest.raises(MemoryError, match="no room"), whole(model):
         model.generate(**inputs_for(model), **BEAMS)
     monkeypatch.undo()
@@ -338,7 +338,7 @@ def test_copies_are_not_enabled_and_have_a_twin_of_their_own(model):
     disable(model)
 
 
-@pytest.mark.parametrize(("value", "error"), [(1, TypeError), (None, TypeError), ("yes", ValueError)])
+@pytest.mark.parametrize(("value", "error"), [(1, TypeError), ((), TypeError), ("yes", ValueError)])
 def test_the_option_must_be_known(model, value, error):
     with pytest.raises(error, match="`whole_step` must be"):
         enable(model, whole_step=value)
@@ -378,3 +378,18 @@ def test_a_length_that_stands_for_none(model):
     criteria = StoppingCriteriaList([MaxLengthCriteria(10**11)])
     options = {"stopping_criteria": criteria, "max_new_tokens": 3, "eos_token_id": [*range(5, 97)]}
     assert_declined(model, f"texts of up to {10**11} tokens", **options)
+
+
+def test_an_empty_list_of_end_tokens_does_what_stock_does(model):
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": []}
+    stock = model.generate(**inputs_for(model), **options)
+    stats(reset=True)
+    with whole(model):
+        assert torch.equal(model.generate(**inputs_for(model), **options), stock)
+    assert stats(reset=True).whole == 4
+    # Beam search has no padding then, and raises.
+    with pytest.raises(IndexError):
+        model.generate(**inputs_for(model), num_beams=2, **options)
+    with whole(model), pytest.raises(IndexError):
+        model.generate(**inputs_for(model), num_beams=2, **options)
+    assert stats().not_whole == {"an empty eos_token_id, with beams": 1}

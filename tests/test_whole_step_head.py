@@ -17,6 +17,7 @@ import transformers
 import fused_topk
 from decoding import assert_same, generate_both, inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import fused_decoding
+from fused_topk.generation.choice import masks
 from fused_topk.generation.whole_step import compiled, entry
 from fused_topk.generation.whole_step.head import Head, head_of
 from whole_steps import TOLERANCE, encoder_decoder, family, source_for
@@ -134,19 +135,45 @@ def test_a_head_that_is_written_to_or_that_the_model_looks_at():
     assert found(lambda model, logits: logits[..., :9]) is None
     assert found(lambda model, logits: model.hidden.zero_() is None or logits) is None
     assert found(lambda model, logits: model.lm_head(logits.new_ones(2, 3, 4))) is None
-    with pytest.raises(AttributeError):
-        found(lambda model, logits: logits * model.lm_head.out_features)
+    assert found(lambda model, logits: logits * model.lm_head.out_features) is None
 
 
+def test_a_product_that_the_head_does_not_compute_itself():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm_head = torch.nn.Linear(4, 9)
+            self.weight = self.lm_head.weight
+
+        def get_output_embeddings(self):
+            return self.lm_head
+
+        def forward(self, hidden, use_cache):
+            logits = torch.nn.functional.linear(hidden, self.weight, None)
+            return transformers.modeling_outputs.CausalLMOutput(logits=logits)
+
+    # The model without a head still has logits.
+    assert head_of(Model(), {"hidden": torch.randn(2, 3, 4)}) is None
+
+
+@pytest.mark.parametrize("share", [None, 0.5, 0.03])
 @pytest.mark.parametrize("k", [1, 4, 12])
-def test_continuations_are_ordered_as_by_beam_topk(k):
+def test_continuations_are_ordered_as_by_beam_topk(k, share):
+    """Args: share: of the tokens that a mask allows."""
     # Whole numbers, so that many totals are equal and all sums are exact.
     generator = torch.Generator().manual_seed(k)
     hidden, weight = (torch.randint(-2, 3, shape, generator=generator).float() for shape in ((6, 8), (50, 8)))
     hidden[1] = hidden[0]
     scores = torch.tensor([[0.0, 0.0, -1.0], [-1e9, 0.0, -1e9]])
-    found = Head(None, weight, None).continuations(hidden, scores, k)
-    expected = fused_topk.beam_topk((hidden @ weight.T).view(2, 3, 50), scores, k, normalize="all")
+    mask = None
+    if share is not None:
+        allowed = torch.rand(6, 50, generator=generator) < share
+        mask = masks.of(allowed.numpy(), hidden.device)
+    head, logits = Head(None, weight, None), hidden @ weight.T
+    found = head.continuations(hidden, scores, k, mask)
+    of_beams = None if mask is None else mask.view(2, 3, -1)
+    expected = fused_topk.beam_topk(logits.view(2, 3, 50), scores, k, mask=of_beams, normalize="all")
     torch.testing.assert_close(found[0], expected.values, rtol=1e-6, atol=1e-6)
     assert torch.equal(found[1], expected.indices)
-    assert torch.equal(Head(None, weight, None).greatest(hidden), (hidden @ weight.T).argmax(-1))
+    best = logits if mask is None else logits.where(allowed, -torch.inf)
+    assert torch.equal(head.greatest(hidden, mask), best.argmax(-1))

@@ -48,7 +48,7 @@ def test_a_method_that_the_loops_call_is_the_users(method, model):
     def own(self, *args, **kwargs):
         return getattr(transformers.LlamaForCausalLM, method)(self, *args, **kwargs)
 
-    assert reasons.of_model(of_another_class(model, **{method: own}), None) == f"{method}() of Own"
+    assert reasons.of_model(of_another_class(model, **{method: own})) == f"{method}() of Own"
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

@@ -120,9 +120,9 @@ def test_several_texts_of_a_prompt():
 
 
 def test_a_row_that_keeps_more_than_was_listed_is_drawn_from_the_whole(monkeypatch):
-    from fused_topk.generation import warpers
+    from fused_topk.generation.choice import warping
 
-    monkeypatch.setattr(warpers, "_WINDOW", 3)
+    monkeypatch.setattr(warping, "_WINDOW", 3)
     model = family("Llama", 1)
     torch.manual_seed(0)
     found, steps = drawn(model, inputs_for(model, 1, 3), DRAWS, sampled, top_k=0, top_p=0.9, max_new_tokens=1)

@@ -235,11 +235,11 @@ def test_copies_have_nothing_that_is_kept(copied, is_enabled, model):
         other = copied(model) if is_enabled else None
     other = copied(model) if other is None else other
     assert model in entry._ready and other not in entry._ready
-    assert is_enabled <= (attribute.NAME not in vars(other))
+    assert is_enabled <= (attribute.KEPT not in vars(other))
     assert_whole(other, inputs_for(other), **BEAMS)
     assert other in entry._ready
     disable(model)
-    assert attribute.NAME not in vars(model)
+    assert attribute.KEPT not in vars(model)
 
 
 @pytest.mark.parametrize("made", [torch.jit.script, lambda module: torch.jit.trace(module, torch.randn(2, 1, 32))])
@@ -262,8 +262,8 @@ def test_a_configuration_that_cannot_be_copied(model):
 def test_compiled_steps_do_not_outlive_the_model(is_one_piece, monkeypatch):
     if not is_one_piece:
         # What is taken where the step cannot be one piece.
-        ways = compiled.ways
-        monkeypatch.setattr(compiled, "ways", lambda *args: ways(*args)[1:])
+        ways = compiled.Codes.ways
+        monkeypatch.setattr(compiled.Codes, "ways", lambda *args: ways(*args)[1:])
     model = copy.deepcopy(family("Llama"))
     stats(reset=True)
     with fused_decoding(model, whole_step=True):

@@ -2,6 +2,7 @@
 // The Python module fused_topk._cpu. It takes addresses, sizes and strides and knows neither torch nor numpy. Its only
 // caller, fused_topk/backends/cpu.py, has checked them all.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
@@ -69,23 +70,17 @@ namespace {
 
 // The k best of an LM head's logits. One call: its product takes far longer than reading the arguments.
 // clang-format off: one argument group a line, as cpu.py passes them
-void linear_topk(u32 dtype, u32 rows, u32 vocab_size, u32 depth,
-                 double temperature, std::vector<i64> temperature_strides,
-                 u32 mask_kind, std::vector<i64> mask_strides,
-                 std::uintptr_t row_temperature, std::uintptr_t mask,
+void linear_topk(const LogitRows& rows, const RowAddresses& addresses, u32 depth,
                  std::uintptr_t hidden, i64 hidden_stride, std::uintptr_t weight, i64 weight_stride,
                  std::uintptr_t bias, i64 bias_stride,
                  u32 k, u32 value_kind, u32 normalize_over,
                  std::uintptr_t values, std::uintptr_t indices, std::uintptr_t logsumexp,
-                 std::uintptr_t state,
-                 u32 threads, std::string_view instruction_set) {
+                 std::uintptr_t state, u32 threads) {
   // clang-format on
   const nb::gil_scoped_release without_gil;
   LinearProblem p{};
-  static_cast<LogitRows&>(p) =
-      logit_rows(dtype, {i64(rows), i64(vocab_size)}, {0, 1}, temperature, std::move(temperature_strides), mask_kind,
-                 std::move(mask_strides), instruction_set);
-  point_to(p, 0, row_temperature, mask);
+  static_cast<LogitRows&>(p) = rows;
+  point_to(p, addresses);
   p.threads = threads;
   p.k = k;
   p.value_kind = ValueKind(value_kind);
@@ -168,10 +163,7 @@ class Merge {
 
 // Draws from the rows of a tensor [rows, vocab_size]. Each parameter is a number, and the address of one a row or 0.
 // clang-format off: one argument group a line, as cpu.py passes them
-void sample(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
-            double temperature, std::vector<i64> temperature_strides,
-            u32 mask_kind, std::vector<i64> mask_strides,
-            std::uintptr_t logits, std::uintptr_t row_temperature, std::uintptr_t mask,
+void sample(const LogitRows& rows, const RowAddresses& addresses,
             i64 top_k, std::uintptr_t row_top_k,
             double top_p, std::uintptr_t row_top_p, double min_p, std::uintptr_t row_min_p,
             i64 seed, std::uintptr_t row_seed, i64 counter, std::uintptr_t row_counter, u32 first_row,
@@ -179,16 +171,15 @@ void sample(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
             std::uintptr_t tokens, std::uintptr_t log_probs,
             std::uintptr_t best_values, std::uintptr_t best_indices, std::uintptr_t logsumexp,
             std::uintptr_t kept_counts, std::uintptr_t kept_logsumexp,
-            u32 threads, std::string_view instruction_set) {
+            u32 threads) {
   // clang-format on
   SampleProblem p{};
-  // Draws take their temperatures as float64, from `temperatures`.
-  static_cast<LogitRows&>(p) =
-      logit_rows(dtype, std::move(shape), std::move(logits_strides), 1.0, std::move(temperature_strides), mask_kind,
-                 std::move(mask_strides), instruction_set);
-  point_to(p, logits, 0, mask);
+  static_cast<LogitRows&>(p) = rows;
+  point_to(p, addresses);
   p.threads = threads;
-  p.temperatures = {temperature, pointer<const double>(row_temperature)};
+  // Draws take their temperatures as float64.
+  p.temperatures = {p.temperature, reinterpret_cast<const double*>(p.row_temperature)};
+  p.row_temperature = nullptr;
   p.top_k = {top_k, pointer<const i64>(row_top_k)};
   p.top_p = {top_p, pointer<const double>(row_top_p)};
   p.min_p = {min_p, pointer<const double>(row_min_p)};
@@ -223,12 +214,17 @@ NB_MODULE(_cpu, module) {
   using Strides = std::vector<i64>;
   // Caches of plans hold requests until the process ends, when the module may be gone before them.
   nb::set_leak_warnings(false);
+  nb::class_<LogitRows>(module, "LogitRows");
+  module.def("logit_rows", &logit_rows);
   nb::class_<Topk>(module, "Topk")
-      .def(nb::init<u32, Strides, Strides, double, Strides, u32, Strides, u32, u32, u32, Strides, std::string_view>())
+      .def(nb::init<const LogitRows&, u32, u32, u32, const Strides&>())
       .def("__call__", &Topk::operator());
   nb::class_<FullRows>(module, "FullRows")
-      .def(nb::init<u32, Strides, Strides, double, Strides, u32, Strides, u32, u32, std::string_view>())
+      .def(nb::init<const LogitRows&, u32, u32>())
       .def("__call__", &FullRows::operator());
+  nb::class_<Router>(module, "Router")
+      .def(nb::init<const LogitRows&, u32, u32, u32, u32, bool, bool, double>())
+      .def("__call__", &Router::operator());
   module.def("linear_topk", &linear_topk);
   nb::class_<Merge>(module, "Merge")
       .def(nb::init<u32, Strides, Strides, Strides, Strides, Strides, i64, double, Strides, u32, u32, bool>())

@@ -74,7 +74,7 @@ struct Solver {
                     [this](u64 row, Workspace& workspace) {
                       workspace.normalizers.resize(blocks);
                       float* const terms = terms_of(row, workspace);
-                      sum_blocks(row, 0, blocks, terms, workspace.normalizers.data(), workspace);
+                      sum_blocks(row, 0, 1, terms, workspace.normalizers.data(), workspace);
                       const RowResult result = finish(row, workspace.normalizers.data());
                       write_blocks(row, 0, blocks, terms, workspace.normalizers.data(), result, workspace);
                     });
@@ -82,12 +82,13 @@ struct Solver {
     }
     normalizers.resize(rows * blocks);
     if (keeps_terms() && problem.out_dtype != kFloat32) kept.reset(new float[rows * problem.vocab_size]);
-    for_each_part([this](u64 row, u32 first, u32 end, Workspace& workspace) {
-      sum_blocks(row, first, end, terms_of(row, workspace), &normalizers[row * blocks], workspace);
+    for_each_part([this](u64 row, u32 part, Workspace& workspace) {
+      sum_blocks(row, part, parts, terms_of(row, workspace), &normalizers[row * blocks], workspace);
     });
     for (u64 row = 0; row < rows; ++row) results.push_back(finish(row, &normalizers[row * blocks]));
     if (problem.kind == FullRowKind::kLogSumExp) return;
-    for_each_part([this](u64 row, u32 first, u32 end, Workspace& workspace) {
+    for_each_part([this](u64 row, u32 part, Workspace& workspace) {
+      const u32 first = begin_of(part, blocks, parts), end = begin_of(part + 1, blocks, parts);
       write_blocks(row, first, end, terms_of(row, workspace), &normalizers[row * blocks], results[row], workspace);
     });
   }
@@ -128,17 +129,17 @@ struct Solver {
     });
   }
 
+  // The first of a row's blocks that a part has.
+  static u32 begin_of(u32 part, u32 blocks, u32 parts) { return u32(u64(blocks) * part / parts); }
+
   template <class PART>
   void for_each_part(const PART& do_part) const {
-    for_each_task(rows * parts, 1, [&](u64 task, Workspace& workspace) {
-      const u64 part = task % parts;
-      do_part(task / parts, u32(blocks * part / parts), u32(blocks * (part + 1) / parts), workspace);
-    });
+    for_each_task(rows * parts, 1,
+                  [&](u64 task, Workspace& workspace) { do_part(task / parts, u32(task % parts), workspace); });
   }
 
-  Temperature temperature_of(u64 row) const {
-    if (!problem.row_temperature) return temperature;
-    return Temperature(problem.row_temperature[offset_of(row, problem.sizes, problem.temperature_strides)]);
+  Temperature temperature_at(u64 row) const {
+    return problem.row_temperature ? Temperature(temperature_of(problem, row)) : temperature;
   }
 
   char* out_of(u64 row) const { return problem.out + row * problem.vocab_size * kItemSize[problem.out_dtype]; }
@@ -155,47 +156,31 @@ struct Solver {
     return workspace.terms.data();
   }
 
-  // Calls do_block(block, its first element, n, x [n], next) for blocks first .. end of a row. x: the block's elements as
-  // floats. next: the address behind them in memory.
-  template <class BLOCK>
-  void for_each_block(u64 row, u32 first, u32 end, Workspace& workspace, const BLOCK& do_block) const {
-    const i64 item_size = kItemSize[problem.dtype];
-    const i64 step = problem.logits_element_stride * item_size;
-    const char* const logits = logits_of(problem, row);
-    const bool in_place = is_read_in_place(problem, logits);
-    for (u32 block = first; block < end; ++block) {
-      const u32 begin = block * kBlock;
-      const u32 n = std::min(kBlock, problem.vocab_size - begin);
-      const char* const source = logits + begin * step;
-      const float* x = reinterpret_cast<const float*>(source);
-      if (!in_place) {
-        kernels.load[problem.dtype](source, problem.logits_element_stride, n, workspace.buffer);
-        x = workspace.buffer;
-      }
-      do_block(block, begin, n, x, source + n * step);
-    }
-  }
-
-  // block_normalizers: of the row, [blocks].
-  void sum_blocks(u64 row, u32 first, u32 end, float* terms, BlockNormalizer* block_normalizers,
+  // Sums a part of the row's blocks. block_normalizers: of the row, [blocks].
+  void sum_blocks(u64 row, u32 part, u32 of_parts, float* terms, BlockNormalizer* block_normalizers,
                   Workspace& workspace) const {
-    Exponential exponential = temperature_of(row).exponential;
-    const u32 item_size = kItemSize[problem.dtype];
-    for_each_block(row, first, end, workspace, [&](u32 block, u32 begin, u32 n, const float* x, const char* next) {
+    Exponential exponential = temperature_at(row).exponential;
+    const RowReader reader(problem, row);
+    const u32 end = begin_of(part + 1, reader.blocks(), of_parts);
+    for (u32 block = begin_of(part, reader.blocks(), of_parts); block < end; ++block) {
+      const u32 n = reader.elements_of(block), item_size = reader.item_size();
+      const float* const x = reader.load(block, workspace.buffer);
+      const char* const next = reader.behind(block);
       const float greatest = kernels.maximum(x, n);
       exponential.reference = reference_point(greatest);
-      const double d = terms ? kernels.full_rows->exp_terms(x, n, exponential, terms + begin, next, item_size)
+      const double d = terms ? kernels.full_rows->exp_terms(x, n, exponential, terms + block * kBlock, next, item_size)
                              : kernels.sum_exp(x, n, exponential, next, item_size);
       // A NaN in x makes d NaN. So does a maximum of +inf or a bad temperature: only then is x searched for a NaN.
       const bool has_nan = d != d && kernels.has_nan(x, n);
       block_normalizers[block] = {has_nan ? std::numeric_limits<float>::quiet_NaN() : greatest, d};
-    });
+    }
   }
 
   RowResult finish(u64 row, const BlockNormalizer* block_normalizers) const {
-    const double inverse = temperature_of(row).inverse;
+    const double inverse = temperature_at(row).inverse;
     BlockNormalizer sum = block_normalizers[0];
-    for (u32 i = 1; i < blocks; ++i) sum = merge(sum, block_normalizers[i], inverse);
+    const u32 summed = RowReader(problem, row).blocks();
+    for (u32 i = 1; i < summed; ++i) sum = merge(sum, block_normalizers[i], inverse);
     const double m = sum.m;
     const double log_d = problem.kind == FullRowKind::kSoftmax ? 0.0 : std::log(sum.d);
     if (problem.kind == FullRowKind::kLogSumExp) {
@@ -208,11 +193,11 @@ struct Solver {
   void write_blocks(u64 row, u32 first, u32 end, const float* terms, const BlockNormalizer* block_normalizers,
                     const RowResult& result, Workspace& workspace) const {
     if (problem.kind == FullRowKind::kLogSumExp) return;
-    const Temperature t = temperature_of(row);
+    const Temperature t = temperature_at(row);
     char* const out = out_of(row);
     const u32 out_size = kItemSize[problem.out_dtype];
     const FullRowKernels& full_rows = *kernels.full_rows;
-    // y: where the block's results are formed, [n]. The buffer serves for those of 16 bits.
+    // y: where the block's results are formed, [n]. Results of 16 bits are formed in the buffer.
     const auto place = [&](u32 begin) {
       return problem.out_dtype == kFloat32 ? reinterpret_cast<float*>(out) + begin : workspace.buffer;
     };
@@ -220,35 +205,32 @@ struct Solver {
       if (problem.out_dtype != kFloat32) full_rows.store[problem.out_dtype](y, n, out + u64(begin) * out_size);
     };
 
-    // A row without a finite normalizer has no probabilities. As in torch, they are NaN. Exponentials that were kept
-    // need no logits.
-    if (!result.is_finite || terms) {
-      for (u32 block = first; block < end; ++block) {
-        const u32 begin = block * kBlock;
-        const u32 n = std::min(kBlock, problem.vocab_size - begin);
-        float* const y = place(begin);
-        if (result.is_finite) {
-          const double below = block_normalizers[block].m - result.m;
-          const double relative = below == 0.0 ? 1.0 : std::exp(below * t.inverse);
-          full_rows.scale(terms + begin, n, float(relative / result.d), y);
-        } else {
-          std::fill(y, y + n, std::numeric_limits<float>::quiet_NaN());
-        }
-        store(begin, n, y);
-      }
-      return;
-    }
+    const RowReader reader(problem, row);
     Exponential exponential = t.exponential;
     exponential.reference = float(result.m);
-    for_each_block(row, first, end, workspace, [&](u32, u32 begin, u32 n, const float* x, const char*) {
+    // A row without a finite normalizer has no probabilities. As in torch, they are NaN.
+    const float nothing = !result.is_finite                          ? std::numeric_limits<float>::quiet_NaN()
+                          : problem.kind == FullRowKind::kLogSoftmax ? -std::numeric_limits<float>::infinity()
+                                                                     : 0.0f;
+    for (u32 block = first; block < end; ++block) {
+      const u32 begin = block * kBlock, of_block = std::min(kBlock, problem.vocab_size - begin);
+      const u32 n = result.is_finite && block < reader.blocks() ? reader.elements_of(block) : 0;
       float* const y = place(begin);
-      if (problem.kind == FullRowKind::kSoftmax) {
-        full_rows.exp_scaled(x, n, exponential, float(1.0 / result.d), y);
+      if (n == 0) {
+        // Nothing is read.
+      } else if (terms) {
+        const double below = block_normalizers[block].m - result.m;
+        const double relative = below == 0.0 ? 1.0 : std::exp(below * t.inverse);
+        full_rows.scale(terms + begin, n, float(relative / result.d), y);
+      } else if (problem.kind == FullRowKind::kSoftmax) {
+        full_rows.exp_scaled(reader.load(block, workspace.buffer), n, exponential, float(1.0 / result.d), y);
       } else {
+        const float* const x = reader.load(block, workspace.buffer);
         full_rows.log_values(x, n, float(result.m), float(t.inverse), float(result.log_d), y);
       }
-      store(begin, n, y);
-    });
+      std::fill(y + n, y + of_block, nothing);
+      store(begin, of_block, y);
+    }
   }
 };
 

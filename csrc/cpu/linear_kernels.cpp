@@ -32,9 +32,8 @@ constexpr u32 kRowsAtOnce = 2;
 // Elements of a hidden state that are multiplied at once. Those of a few rows and of four tokens fit into the first-level
 // cache together.
 constexpr u32 kDepth = 512;
-// The weights that come next are fetched into the cache while these are multiplied, so many bytes ahead: of the next tokens
-// where four tokens' weights are short, else of the same tokens. More bytes are on their way than the hardware fetches ahead
-// on its own. Without it 512 -> 50257 float32 took 1.9 times as long at 16 and 32 rows (Xeon model 207, 2026-11-25).
+// While some weights are multiplied, those so many bytes ahead are fetched into the cache: weights of the next tokens if the
+// weights of four tokens are short, else of the same tokens. The hardware on its own fetches fewer bytes ahead. Without this 512 -> 50257 float32 took 1.9 times as long at 16 and 32 rows (Xeon model 207, 2026-11-25).
 constexpr i64 kFarAhead = 8192, kAhead = 2048;
 
 // How weights become vectors of floats: kVectors of them from kStep elements.
@@ -57,8 +56,8 @@ struct Float32 {
   static Floats rounded(Floats x) { return x; }
 };
 
-// A bfloat16 is the upper half of a float. Of a vector of pairs, the elements with even numbers make one vector of floats,
-// those with odd numbers the other: one operation each. The hidden states are arranged in the same way. AVX512-BF16
+// A bfloat16 is the upper half of a float. The elements of a vector with even numbers make one vector of floats, and
+// the others a second one: one operation each. The hidden states are arranged in the same way. AVX512-BF16
 // multiplies pairs and needs no such vectors, but took 1.4 times as long (Xeon model 207, 4 rows and more, 2026-11-25).
 struct BFloat16 {
   static constexpr u32 kVectors = 2;
@@ -100,7 +99,7 @@ inline Floats halved(Floats a, Floats b, __mmask16 of_b, Floats moved) {
   return (Floats)_mm512_mask_blend_ps(of_b, (__m512)a, (__m512)b) + moved;
 }
 
-// Four lanes of each of x[0], x[2], x[1] and x[3], whose sums are those of all lanes.
+// Reduces x[0], x[2], x[1] and x[3] to four lanes each. The sum of a vector's four lanes is the sum of all its lanes.
 inline Floats quartered(const Floats (&x)[kTokens]) {
   Floats pair[2];
   for (u32 i = 0; i < 2; ++i) {
@@ -270,7 +269,7 @@ void multiply(const Products& p) {
         const i64 at = i64(token + (t < count ? t : count - 1)) * p.weight_stride + begin;
         weight[t] = p.weight + at * WEIGHT::kBytes;
       }
-      // From the last weights of long ones, those of the next tokens come next.
+      // After the last weights of these tokens come those of the next tokens.
       i64 ahead = kAhead;
       if (of_tokens <= kFarAhead) {
         ahead = kFarAhead / (of_tokens < 1 ? 1 : of_tokens) * of_tokens;

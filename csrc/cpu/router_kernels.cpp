@@ -139,7 +139,7 @@ inline void merge(Candidates* best, Candidates* x) {
   }
 }
 
-// keys: [n rounded up to a multiple of WIDTH], of which `lane` is the first of kCandidates.
+// keys: [n rounded up to a multiple of WIDTH]. The rows are kCandidates lanes from `lane` on.
 template <u32 WIDTH>
 inline void best_of(const Keys* keys, u32 n, u32 lane, Candidates (&best)[WIDTH]) {
   const auto load_group = [=](u32 first, Candidates(&group)[WIDTH]) {
@@ -285,7 +285,7 @@ inline RowFloats reference_points(RowFloats m) { return m == -kInfinity ? RowFlo
 // Rows of at most so many elements are summed with rows in the lanes. With elements in the lanes, a vector would hold few.
 constexpr u32 kFewColumns = 32;
 
-// The normalizers of the rows from `first` on, whose elements are columns [n][kGroup]. Leaves the exponentials there.
+// The normalizers of the rows from `first` on. columns: [n][kGroup], their elements. Leaves the exponentials there.
 inline Group normalize_columns(const RouterRows& rows, u32 first, float (&columns)[kFewColumns][kGroup]) {
   // Two chains of operations, each half as long.
   const auto load_column = [&](u32 j) {

@@ -1,21 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The state of a row while it is read, and where it lies. Shared by the files that read or merge rows.
+// The state of a row while it is read. Shared by the files that read or merge rows.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
-#include <cstddef>
-#include <cstdint>
 #include <cstring>
 #include <limits>
-#include <vector>
 
 #include "../algebra/normalizer.h"
 #include "logit_rows.h"
 
 namespace fused_topk::cpu {
-
-constexpr u32 kItemSize[kDTypes] = {4, 2, 2};
 
 // The normalizer of a block. d is float64, so that merging the blocks of a row adds no error.
 struct BlockNormalizer {
@@ -60,16 +55,10 @@ struct Temperature {
   }
 };
 
-inline i64 offset_of(u64 row, const std::vector<i64>& sizes, const std::vector<i64>& strides) {
-  i64 offset = 0;
-  for (size_t dim = sizes.size(); dim-- > 0 && row != 0;) {
-    const u64 size = u64(sizes[dim]);
-    // With one dimension, or others of size 1, there is no division. That is the usual case.
-    const u64 outer = row < size ? 0 : row / size;
-    offset += i64(row - outer * size) * strides[dim];
-    row = outer;
-  }
-  return offset;
+// The temperature of a row.
+inline double temperature_of(const LogitRows& rows, u64 row) {
+  if (!rows.row_temperature) return rows.temperature;
+  return rows.row_temperature[offset_of(row, rows.sizes, rows.temperature_strides)];
 }
 
 // Rows whose temperatures are prepared together: a multiple of those that lie side by side in vectors.
@@ -82,7 +71,7 @@ class PreparedTemperatures {
   PreparedTemperatures(const LogitRows& rows, u64 first, u32 count) {
     double last = 0.0;
     for (u32 i = 0; i < count; ++i) {
-      const double t = rows.row_temperature[offset_of(first + i, rows.sizes, rows.temperature_strides)];
+      const double t = temperature_of(rows, first + i);
       // Rows are often given in runs of equal temperatures. A NaN is not equal.
       if (i > 0 && t == last) {
         exponentials_[i] = exponentials_[i - 1];
@@ -115,62 +104,6 @@ inline void for_each_temperature(const LogitRows& rows, const Temperature& tempe
     const PreparedTemperatures prepared(rows, first + begin, some);
     do_rows(begin, some, prepared.view());
   }
-}
-
-inline const char* logits_of(const LogitRows& rows, u64 row) {
-  return rows.logits + offset_of(row, rows.sizes, rows.logits_strides) * kItemSize[rows.dtype];
-}
-
-// Null where there is no mask.
-inline const char* mask_of(const LogitRows& rows, u64 row) {
-  const u32 item_size = rows.mask_kind == MaskKind::kBits ? 4 : 1;
-  return rows.mask ? rows.mask + offset_of(row, rows.sizes, rows.mask_strides) * item_size : nullptr;
-}
-
-// Writes -inf to those of tokens begin .. begin + n that the row's mask forbids. begin is a multiple of 32. x: [n]
-inline void apply_mask(const LogitRows& rows, const char* mask, u32 begin, u32 n, float* x) {
-  const i64 stride = rows.mask_element_stride;
-  if (rows.mask_kind == MaskKind::kBools) {
-    rows.kernels->mask_bools(reinterpret_cast<const u8*>(mask) + begin * stride, stride, n, x);
-  } else {
-    rows.kernels->mask_bits(mask + begin / 32 * stride * 4, stride, n, x);
-  }
-}
-
-// Whether the logits are adjacent, aligned float32, which is read where it lies.
-inline bool is_read_in_place(const LogitRows& rows, const char* logits) {
-  return rows.dtype == kFloat32 && rows.logits_element_stride == 1 &&
-         reinterpret_cast<std::uintptr_t>(logits) % alignof(float) == 0;
-}
-
-// Whether all elements of [sizes..., width] lie one after the other.
-inline bool are_adjacent(const std::vector<i64>& sizes, i64 width, const std::vector<i64>& strides,
-                         i64 element_stride) {
-  i64 stride = width;
-  for (size_t dim = sizes.size(); dim-- > 0;) {
-    if (sizes[dim] != 1 && strides[dim] != stride) return false;
-    stride *= sizes[dim];
-  }
-  return element_stride == 1;
-}
-
-// Whether all logits do.
-inline bool are_adjacent(const LogitRows& rows) {
-  return are_adjacent(rows.sizes, rows.vocab_size, rows.logits_strides, rows.logits_element_stride);
-}
-
-// Rows first .. first + count as floats, [count, vocab_size]: where they lie, or in the buffer, which holds them all.
-inline const float* read_rows(const LogitRows& rows, u64 first, u32 count, float* buffer) {
-  const u32 n = rows.vocab_size;
-  const auto load = rows.kernels->load[rows.dtype];
-  if (!are_adjacent(rows)) {
-    for (u32 i = 0; i < count; ++i) load(logits_of(rows, first + i), rows.logits_element_stride, n, buffer + i * n);
-    return buffer;
-  }
-  const char* const source = logits_of(rows, first);
-  if (is_read_in_place(rows, source)) return reinterpret_cast<const float*>(source);
-  load(source, 1, count * n, buffer);
-  return buffer;
 }
 
 }  // namespace fused_topk::cpu

@@ -32,11 +32,10 @@ namespace {
 // -inf in the low bytes: x86 and ARM store these first.
 constexpr u32 kNegativeInfinity[kDTypes] = {0xFF800000u, 0xFC00u, 0xFF80u};
 
-// Where a row's logits, mask and results are.
+// A row and its place among the others.
 struct Row {
   u64 number;
-  const char* logits;
-  const char* mask;  // nullable
+  RowReader reader;
   Temperature temperature;
 };
 
@@ -122,7 +121,7 @@ struct Solver {
     });
   }
 
-  // Follows from what is asked of one row, so that its bits depend on nothing else.
+  // Depends on the request of one row alone. So do the bits of the row's results.
   bool is_routed() const {
     const bool is_short = problem.vocab_size <= kMostExperts && k <= kMostChosen;
     // The router has one row for the normalizer and for the choice.
@@ -149,7 +148,7 @@ struct Solver {
 
   void route(u64 first, u32 count, float* buffer) {
     const Problem& p = problem;
-    const float* const x = read_allowed(first, count, buffer);
+    const float* const x = read_allowed(p, first, count, buffer);
     const bool are_logits = p.value_kind == ValueKind::kLogits;
     float* const values = beams ? beam_values.data() : static_cast<float*>(p.values);
     i64* const indices = beams ? beam_tokens.data() : p.indices;
@@ -159,24 +158,6 @@ struct Solver {
                                 are_logits ? nullptr : values + row * k, indices + row * k, p.logsumexp + row});
     });
     if (are_logits) copy_logits(first, count, x);
-  }
-
-  // Rows first .. first + count as floats, [count, vocab_size], -inf where a token is not allowed.
-  const float* read_allowed(u64 first, u32 count, float* buffer) const {
-    const Problem& p = problem;
-    const u32 n = p.vocab_size;
-    const float* const x = read_rows(p, first, count, buffer);
-    if (!p.mask) return x;
-    if (x != buffer) std::memcpy(buffer, x, u64(count) * n * sizeof(float));
-    // A mask of adjacent rows, each of whole words, is one long row's.
-    const bool has_bits = p.mask_kind == MaskKind::kBits;
-    if (n % (has_bits ? 32 : 1) == 0 &&
-        are_adjacent(p.sizes, has_bits ? n / 32 : n, p.mask_strides, p.mask_element_stride)) {
-      apply_mask(p, mask_of(p, first), 0, count * n, buffer);
-    } else {
-      for (u32 row = 0; row < count; ++row) apply_mask(p, mask_of(p, first + row), 0, n, buffer + u64(row) * n);
-    }
-    return buffer;
   }
 
   // The chosen logits bit for bit, and -inf for tokens that are not allowed. x: [count, vocab_size]
@@ -198,17 +179,14 @@ struct Solver {
   }
 
   Row row_at(u64 number) const {
-    const Problem& p = problem;
-    const i64 logits_offset = offset_of(number, p.sizes, p.logits_strides);
-    return {number, p.logits + logits_offset * kItemSize[p.dtype], mask_of(p, number),
-            Temperature(temperature_of(p, number))};
+    return {number, RowReader(problem, number), Temperature(temperature_of(problem, number))};
   }
 
   void do_part(u64 number, u32 part, Workspace& workspace) {
     const Row row = row_at(number);
     workspace.selection.restart();
-    const u32 first = u32(u64(blocks) * part / parts);
-    const u32 end = u32(u64(blocks) * (part + 1) / parts);
+    const u32 first = u32(u64(row.reader.blocks()) * part / parts);
+    const u32 end = u32(u64(row.reader.blocks()) * (part + 1) / parts);
     if (parts == 1) {
       scan(row, first, end, workspace.normalizers.data(), workspace);
       finish_row(row, workspace.normalizers.data(), workspace);
@@ -230,46 +208,34 @@ struct Solver {
 
   // Reads blocks first .. end once. Writes their normalizers, and adds their candidates to the workspace's selection.
   void scan(const Row& row, u32 first, u32 end, BlockNormalizer* block_normalizers, Workspace& workspace) const {
-    const Problem& p = problem;
-    const VectorKernels& kernels = *p.kernels;
-    const bool mask_first = row.mask && p.normalize_over != NormalizeOver::kAll;
-    const bool mask_later = row.mask && !mask_first;
-    const i64 step = p.logits_element_stride * kItemSize[p.dtype];
-    // Adjacent, aligned float32 logits are read where they lie.
-    const bool in_place = !row.mask && is_read_in_place(p, row.logits);
+    const VectorKernels& kernels = *problem.kernels;
+    const RowReader& reader = row.reader;
+    const bool hides_later = reader.has_mask() && problem.normalize_over == NormalizeOver::kAll;
     Exponential exponential = row.temperature.exponential;
 
     for (u32 block = first; block < end; ++block) {
-      const u32 begin = block * kBlock;
-      const u32 n = std::min(kBlock, p.vocab_size - begin);
-      const char* const source = row.logits + begin * step;
-      const float* x = reinterpret_cast<const float*>(source);
-      if (!in_place) {
-        kernels.load[p.dtype](source, p.logits_element_stride, n, workspace.buffer);
-        x = workspace.buffer;
-      }
-      if (mask_first) apply_mask(p, row.mask, begin, n, workspace.buffer);
-
+      const u32 n = reader.elements_of(block);
+      const float* const x = reader.load(block, workspace.buffer, !hides_later);
       float greatest = kernels.maximum(x, n);
       exponential.reference = reference_point(greatest);
-      const double d = kernels.sum_exp(x, n, exponential, source + n * step, kItemSize[p.dtype]);
+      const double d = kernels.sum_exp(x, n, exponential, reader.behind(block), reader.item_size());
       // A NaN in x makes d NaN. So does a maximum of +inf or a bad temperature: only then is x searched for a NaN.
       const bool may_have_nan = d != d;
       const bool has_nan = may_have_nan && kernels.has_nan(x, n);
       *block_normalizers++ = {has_nan ? float(kNaN) : greatest, d};
 
-      if (mask_later) {
-        apply_mask(p, row.mask, begin, n, workspace.buffer);
+      if (hides_later) {
+        reader.hide(block, workspace.buffer);
         greatest = kernels.maximum(x, n);
       }
-      workspace.selection.add_block(x, n, begin, greatest, has_nan);
+      workspace.selection.add_block(x, n, block * kBlock, greatest, has_nan);
     }
   }
 
   // The results of a row whose candidates are in the workspace's selection.
   void finish_row(const Row& row, const BlockNormalizer* block_normalizers, Workspace& workspace) {
     BlockNormalizer sum = block_normalizers[0];
-    for (u32 i = 1; i < blocks; ++i) sum = merge(sum, block_normalizers[i], row.temperature.inverse);
+    for (u32 i = 1; i < row.reader.blocks(); ++i) sum = merge(sum, block_normalizers[i], row.temperature.inverse);
     const u64* best = workspace.selection.sorted();
     if (problem.value_kind == ValueKind::kState) {
       problem.logsumexp[row.number] = sum.m;
@@ -306,7 +272,7 @@ struct Solver {
       if (key_of(best[i]) == kNegativeInfinityKey) {
         std::memcpy(value, &kNegativeInfinity[problem.dtype], item_size);
       } else {
-        std::memcpy(value, row.logits + i64(index_of(best[i])) * problem.logits_element_stride * item_size, item_size);
+        std::memcpy(value, row.reader.at(index_of(best[i])), item_size);
       }
     }
   }

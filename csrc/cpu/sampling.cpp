@@ -2,8 +2,8 @@
 // Draws from rows, on several threads. A task is a row, or several short ones. With fewer rows than the threads can
 // share evenly it is a part of a row, and the thread that finishes the last part of a row draws from it.
 //
-// A row is read once, block by block: the normalizer of each block, and where a filter needs them the row's best in a
-// list. Top-k, top-p and min-p keep the best of a row. So a candidate, the border, says what is kept: the tokens that do
+// A row is read once, block by block. This gives the normalizer of each block and, if a filter needs it, a list of the row's
+// best. Top-k, top-p and min-p keep the best of a row. So a candidate, the border, says what is kept: the tokens that do
 // not rank behind it. Mostly the list has the border, and a token is drawn from the list. Without filters the blocks'
 // sums say which block has the token, and that block is read again.
 //
@@ -86,8 +86,7 @@ T* room_for(std::vector<T>& list, size_t count) {
 // What is asked of a row.
 struct Row {
   u64 number;
-  const char* logits;
-  const char* mask;  // nullable
+  RowReader reader;
   Temperature temperature;
   bool is_greedy;
   u32 k;  // 0: top-k keeps all
@@ -171,7 +170,7 @@ struct Solver {
         const Row row = row_at(number);
         Selection* const selection = selection_of(row, workspace);
         resize(row, workspace.own, workspace.tempered);
-        read(row, 0, blocks, selection, workspace.own.data(), workspace.tempered.data(), workspace);
+        read(row, 0, row.reader.blocks(), selection, workspace.own.data(), workspace.tempered.data(), workspace);
         draw(row, selection, workspace);
       }
     });
@@ -189,7 +188,8 @@ struct Solver {
       const u32 part = u32(task % parts);
       SharedRow& of_row = shared[row.number];
       Selection* const selection = selection_of(row, workspace);
-      const u32 first = u32(u64(blocks) * part / parts), end = u32(u64(blocks) * (part + 1) / parts);
+      const u32 of_all = row.reader.blocks();
+      const u32 first = u32(u64(of_all) * part / parts), end = u32(u64(of_all) * (part + 1) / parts);
       read(row, first, end, selection, of_row.own.data(), of_row.tempered.data(), workspace);
       if (selection) {
         u32 count;
@@ -229,8 +229,8 @@ struct Solver {
   }
 
   void resize(const Row& row, std::vector<BlockNormalizer>& own, std::vector<BlockNormalizer>& tempered) const {
-    own.resize(blocks);
-    if (row.needs_sum()) tempered.resize(blocks);
+    own.resize(row.reader.blocks());
+    if (row.needs_sum()) tempered.resize(row.reader.blocks());
   }
 
   Row row_at(u64 number) const {
@@ -238,8 +238,7 @@ struct Solver {
     const double temperature = p.temperatures(number);
     const i64 k = p.top_k(number);
     return {number,
-            logits_of(p, number),
-            mask_of(p, number),
+            RowReader(p, number),
             Temperature(temperature > 0.0 ? temperature : 1.0),
             !(temperature > 0.0),
             k > 0 && k < i64(vocab_size) ? u32(k) : 0,
@@ -259,10 +258,10 @@ struct Solver {
     return u32(std::min<u64>(length, vocab_size));
   }
 
-  // Of a row whose normalizers are in the workspace, and whose best are in the selection, if there is one.
+  // Draws from a row. The workspace has its normalizers; the selection, if there is one, has its best tokens.
   void draw(const Row& row, Selection* selection, Workspace& workspace) const {
     BlockNormalizer own = workspace.own[0];
-    for (u32 i = 1; i < blocks; ++i) own = merge(own, workspace.own[i], 1.0);
+    for (u32 i = 1; i < row.reader.blocks(); ++i) own = merge(own, workspace.own[i], 1.0);
     const float m = own.m;
     const double log_d = std::log(own.d);
     const u64* const best = selection ? selection->sorted() : nullptr;
@@ -296,41 +295,23 @@ struct Solver {
         return;
       }
     } else {
-      workspace.sums.resize(blocks);
-      for (u32 block = 0; block < blocks; ++block)
+      workspace.sums.resize(row.reader.blocks());
+      for (u32 block = 0; block < row.reader.blocks(); ++block)
         workspace.sums[block] = relative_to(m, workspace.tempered[block], row);
     }
     draw_from_blocks(row, border, m, log_d, workspace);
   }
-
-  // The elements of a block as floats, those that the mask hides -inf. In place, or in the workspace's buffer.
-  const float* load_block(const Row& row, u32 block, Workspace& workspace) const {
-    const u32 begin = block * kBlock;
-    if (!row.mask && is_read_in_place(problem, row.logits)) return reinterpret_cast<const float*>(row.logits) + begin;
-    load_elements(row, begin, elements_of(block), workspace.buffer);
-    return workspace.buffer;
-  }
-
-  // n <= kBlock elements from `begin`, which begins a block, to x.
-  void load_elements(const Row& row, u32 begin, u32 n, float* x) const {
-    const i64 step = problem.logits_element_stride * kItemSize[problem.dtype];
-    kernels.load[problem.dtype](row.logits + begin * step, problem.logits_element_stride, n, x);
-    if (row.mask) apply_mask(problem, row.mask, begin, n, x);
-  }
-
-  u32 elements_of(u32 block) const { return std::min(kBlock, vocab_size - block * kBlock); }
 
   // Reads blocks first .. end. Writes their normalizers, and offers the elements to the selection, if there is one.
   void read(const Row& row, u32 first, u32 end, Selection* selection, BlockNormalizer* own_normalizers,
             BlockNormalizer* tempered_normalizers, Workspace& workspace) const {
     const bool is_tempered = row.needs_sum() && row.temperature.inverse != 1.0;
     Exponential own = one.exponential, tempered = row.temperature.exponential;
-    const u32 item_size = kItemSize[problem.dtype];
-    const i64 step = problem.logits_element_stride * item_size;
+    const u32 item_size = row.reader.item_size();
     for (u32 block = first; block < end; ++block) {
-      const u32 n = elements_of(block);
-      const float* const x = load_block(row, block, workspace);
-      const char* const next = row.logits + (u64(block) * kBlock + n) * step;
+      const u32 n = row.reader.elements_of(block);
+      const float* const x = row.reader.load(block, workspace.buffer);
+      const char* const next = row.reader.behind(block);
       const float greatest = kernels.maximum(x, n);
       own.reference = tempered.reference = reference_point(greatest);
       const double d = kernels.sum_exp(x, n, own, next, item_size);
@@ -348,9 +329,9 @@ struct Solver {
   // The first in the order, of a row for which there is no list.
   u64 best_of(const Row& row, Workspace& workspace) const {
     Selection selection(kernels, 1, vocab_size);
-    for (u32 block = 0; block < blocks; ++block) {
-      const u32 n = elements_of(block);
-      const float* const x = load_block(row, block, workspace);
+    for (u32 block = 0; block < row.reader.blocks(); ++block) {
+      const u32 n = row.reader.elements_of(block);
+      const float* const x = row.reader.load(block, workspace.buffer);
       selection.add_block(x, n, block * kBlock, kernels.maximum(x, n), true);
     }
     return selection.sorted()[0];
@@ -426,7 +407,7 @@ struct Solver {
 
   double sum_of_all(const Row& row, float m, const Workspace& workspace) const {
     double sum = 0.0;
-    for (u32 i = 0; i < blocks; ++i) sum += relative_to(m, workspace.tempered[i], row);
+    for (u32 i = 0; i < row.reader.blocks(); ++i) sum += relative_to(m, workspace.tempered[i], row);
     return sum;
   }
 
@@ -451,9 +432,9 @@ struct Solver {
   // Tokens that do not rank behind the border, of a row that was not listed.
   u64 count_kept(const Row& row, u64 border, Workspace& workspace) const {
     u64 count = 0;
-    for (u32 block = 0; block < blocks; ++block) {
+    for (u32 block = 0; block < row.reader.blocks(); ++block) {
       const float* const x = load_kept(row, block, border, workspace);
-      for (u32 i = 0; i < elements_of(block); ++i) count += x[i] != -kInfinity;
+      for (u32 i = 0; i < row.reader.elements_of(block); ++i) count += x[i] != -kInfinity;
     }
     return count;
   }
@@ -468,8 +449,7 @@ struct Solver {
   // The logit of a token that may be drawn.
   float logit_at(const Row& row, u32 token) const {
     float x;
-    const i64 step = problem.logits_element_stride * kItemSize[problem.dtype];
-    kernels.load[problem.dtype](row.logits + token * step, 1, 1, &x);
+    kernels.load[problem.dtype](row.reader.at(token), 1, 1, &x);
     return x;
   }
 
@@ -509,9 +489,9 @@ struct Solver {
 
   // The elements of a block, -inf where they rank behind the border.
   const float* load_kept(const Row& row, u32 block, u64 border, Workspace& workspace) const {
-    const float* const x = load_block(row, block, workspace);
+    const float* const x = row.reader.load(block, workspace.buffer);
     if (border == kKeepAll) return x;
-    const u32 n = elements_of(block), begin = block * kBlock;
+    const u32 n = row.reader.elements_of(block), begin = block * kBlock;
     const float least = logit_of(border);
     // Of those that tie with the border the first ones.
     const u32 cut = std::min(index_of(border), vocab_size - 1);
@@ -527,7 +507,7 @@ struct Solver {
   u32 draw_in_block(const Row& row, u32 block, double rest, u64 border, const Exponential& exponential,
                     Workspace& workspace) const {
     const float* const x = load_kept(row, block, border, workspace);
-    const u32 n = elements_of(block);
+    const u32 n = row.reader.elements_of(block);
     u32 first = 0;
     double rest_of_first = rest;
     for (u32 begin = 0; begin < n; begin += kStretch) {
@@ -568,10 +548,10 @@ struct Solver {
   // Sums what is kept of each block.
   void sum_kept(const Row& row, u64 border, float m, Workspace& workspace) const {
     const Exponential exponential = exponential_of(row, m);
-    workspace.sums.resize(blocks);
-    for (u32 block = 0; block < blocks; ++block) {
+    workspace.sums.resize(row.reader.blocks());
+    for (u32 block = 0; block < row.reader.blocks(); ++block) {
       const float* const x = load_kept(row, block, border, workspace);
-      workspace.sums[block] = kernels.sum_exp(x, elements_of(block), exponential, x, 0);
+      workspace.sums[block] = kernels.sum_exp(x, row.reader.elements_of(block), exponential, x, 0);
     }
   }
 
@@ -580,9 +560,9 @@ struct Solver {
   u32 list_kept(const Row& row, u64 border, float m, Workspace& workspace) const {
     u64* const list = room_for(workspace.candidates, kMostListed);
     u32 size = 0;
-    for (u32 block = 0; block < blocks; ++block) {
-      const u32 n = elements_of(block);
-      const float* const x = load_block(row, block, workspace);
+    for (u32 block = 0; block < row.reader.blocks(); ++block) {
+      const u32 n = row.reader.elements_of(block);
+      const float* const x = row.reader.load(block, workspace.buffer);
       if (kernels.append_candidates(x, 0, n, block * kBlock, logit_of(border), list, &size, kMostListed) < n) return 0;
     }
     size = u32(std::remove_if(list, list + size, [=](u64 each) { return each < border; }) - list);
@@ -611,14 +591,14 @@ struct Solver {
     const Exponential exponential = exponential_of(row, m);
     float* const values = room_for(workspace.values, kMostBetween + kBlock);
     u32* const indices = room_for(workspace.indices, kMostBetween + kBlock);
-    workspace.sums.resize(blocks);
-    workspace.begins.resize(blocks + 1);
+    workspace.sums.resize(row.reader.blocks());
+    workspace.begins.resize(row.reader.blocks() + 1);
     u32 size = 0, count = 0;
     double above = 0.0;
-    for (u32 block = 0; block < blocks && size <= kMostBetween; ++block) {
-      const float* const x = load_block(row, block, workspace);
-      workspace.sums[block] = kernels.sum_exp_above(x, elements_of(block), block * kBlock, band.low, band.end,
-                                                    exponential, &count, values, indices, &size);
+    for (u32 block = 0; block < row.reader.blocks() && size <= kMostBetween; ++block) {
+      const float* const x = row.reader.load(block, workspace.buffer);
+      workspace.sums[block] = kernels.sum_exp_above(x, row.reader.elements_of(block), block * kBlock, band.low,
+                                                    band.end, exponential, &count, values, indices, &size);
       above += workspace.sums[block];
       workspace.begins[block + 1] = size;
     }
@@ -641,7 +621,7 @@ struct Solver {
       if (bin_of[i] == bin) of_bin.push_back(make_candidate(key_of_logit(values[i]), indices[i]));
     const u64 border = border_of_bin(row, before, aim, kKeepAll, m, workspace);
     const float least = logit_of(border);
-    for (u32 block = 0; block < blocks; ++block) {
+    for (u32 block = 0; block < row.reader.blocks(); ++block) {
       double sum = 0.0;
       for (u32 i = workspace.begins[block]; i < workspace.begins[block + 1]; ++i) {
         const bool is_kept = (values[i] > least) | ((values[i] == least) & (indices[i] <= index_of(border)));
@@ -659,12 +639,12 @@ struct Solver {
 
   // Where the border of top-p should be: the tokens behind it weigh `rest`. A sample bounds what the tokens below a logit weigh.
   Band estimated_band(const Row& row, double rest, float m, Workspace& workspace) const {
-    const u32 of_block = std::max(kSampledOfBlock, std::min(kBlock, kSampled / blocks));
-    float* const values = room_for(workspace.values, u64(blocks) * of_block);
+    const u32 of_block = std::max(kSampledOfBlock, std::min(kBlock, kSampled / row.reader.blocks()));
+    float* const values = room_for(workspace.values, u64(row.reader.blocks()) * of_block);
     u32 count = 0;
-    for (u32 block = 0; block < blocks; ++block) {
-      const u32 n = std::min(elements_of(block), of_block);
-      load_elements(row, block * kBlock, n, values + count);
+    for (u32 block = 0; block < row.reader.blocks(); ++block) {
+      const u32 n = std::min(row.reader.elements_of(block), of_block);
+      row.reader.load_first(block, n, values + count);
       count += n;
     }
     const float* const weights = weigh(row, count, m, workspace);
@@ -678,7 +658,8 @@ struct Solver {
     for (u32 i = 0; i < count; ++i) bins[bin_of[i]] += weights[i];
     Band band = {-std::numeric_limits<float>::max(), kInfinity};
     // A token of the sample stands for so many. None of a bin weighs more than `greatest`.
-    const double each = double(vocab_size) / count, growth = std::exp(depth / kSampleBins);
+    const double each = std::min(double(vocab_size), double(row.reader.blocks()) * kBlock) / count,
+                 growth = std::exp(depth / kSampleBins);
     double sum = 0.0, variance = 0.0, greatest = std::exp(-depth);
     for (u32 bin = kSampleBins; bin-- > 0;) {
       greatest *= growth;
@@ -716,9 +697,9 @@ struct Solver {
     bins.assign(size_t(1) << kBinBits, 0.0);
     const Exponential exponential = exponential_of(row, m);
     const u32 least_key = key_of(least);
-    for (u32 block = 0; block < blocks; ++block) {
-      const u32 n = elements_of(block);
-      const float* const x = load_block(row, block, workspace);
+    for (u32 block = 0; block < row.reader.blocks(); ++block) {
+      const u32 n = row.reader.elements_of(block);
+      const float* const x = row.reader.load(block, workspace.buffer);
       kernels.full_rows->exp_terms(x, n, exponential, workspace.terms, x, 0);
       for (u32 i = 0; i < n; ++i) {
         const u32 key = key_of_logit(x[i]);
@@ -734,9 +715,9 @@ struct Solver {
 
     std::vector<u64>& of_bin = workspace.of_bin;
     of_bin.clear();
-    for (u32 block = 0; block < blocks; ++block) {
-      const u32 n = elements_of(block);
-      const float* const x = load_block(row, block, workspace);
+    for (u32 block = 0; block < row.reader.blocks(); ++block) {
+      const u32 n = row.reader.elements_of(block);
+      const float* const x = row.reader.load(block, workspace.buffer);
       for (u32 i = 0; i < n; ++i) {
         const u32 key = key_of_logit(x[i]);
         if (key >> (32 - kBinBits) == bin && key >= least_key)

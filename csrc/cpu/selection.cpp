@@ -125,6 +125,10 @@ const u64* Selection::trimmed(u32* count) {
 }
 
 const u64* Selection::sorted() {
+  for (; size_ < k_; ++size_) {
+    if (size_ == list_.size()) list_.resize(k_);
+    list_[size_] = make_candidate(kNegativeInfinityKey, size_);
+  }
   if (size_ > kFew) trim();
   scratch_.resize(std::max<size_t>(scratch_.size(), size_));
   if (size_ <= kMostToSort) {

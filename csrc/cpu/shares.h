@@ -32,7 +32,7 @@ inline u32 parts_of_a_row(u64 rows, u32 blocks, u32 threads) {
   return u32(std::clamp<u64>(blocks / kBlocksPerPart, 1, (tasks - 1) / rows + 1));
 }
 
-// How many tasks are handed out at once: what has `elements` elements, but no more than a thread's share.
+// How many tasks are handed out at once: as many as have `elements` elements, but no more than a thread's share.
 inline u64 tasks_at_once(u64 tasks, u64 elements, u32 vocab_size, u32 threads) {
   return std::clamp<u64>(elements / vocab_size, 1, std::max<u64>(1, (tasks + threads - 1) / threads));
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row of a request for top-k: its temperature and its results. Shared by the files that compute top-k.
+// A row of a request for top-k: its results. Shared by the files that compute top-k.
 #pragma once
 
 #include <algorithm>
@@ -13,10 +13,6 @@
 namespace fused_topk::cpu {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
-inline double temperature_of(const Problem& p, u64 row) {
-  return p.row_temperature ? p.row_temperature[offset_of(row, p.sizes, p.temperature_strides)] : p.temperature;
-}
 
 // The normalizer of a whole row.
 struct FinishedRow {

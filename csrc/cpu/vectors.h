@@ -179,7 +179,7 @@ inline Doubles4 sums_of_lanes(const Doubles (&x)[4]) {
 // Measured: 2.13 units over every float32 argument at T = 1, 1.76 with fused multiply-add; 2.35 at other T.
 // tests/oracle.py allows the exponential 4 units in all that the tests compare.
 //
-// Several vectors at a time: one alone is a chain of operations, each of which waits for the one before. e[v]: the
+// Several vectors at a time. For one vector alone, each operation would wait for the one before. e[v]: the
 // exponential of x[v]. Its fields are those of Exponential, as numbers or lane by lane.
 template <u32 COUNT, class EXPONENTIALS>
 inline void exp_in_place(Floats (&x)[COUNT], const EXPONENTIALS& e) {

@@ -57,8 +57,10 @@ struct SampleRows {
   // Both kernels':
   i64* kept_counts;       // nullable; [rows]: tokens that may be drawn
   float* kept_logsumexp;  // nullable; [rows]: of their logits / temperature
+  const void* lengths;  // nullable; [rows] of int32 or int64: tokens from a row's length on are -inf, and are not read
+  u32 lengths_are_long;
 };
-static_assert(sizeof(SampleRows) == 280, "fused_topk/layout/launch.py packs 280 bytes");
+static_assert(sizeof(SampleRows) == 296, "fused_topk/layout/launch.py packs 296 bytes");
 
 }  // namespace fused_topk
 
@@ -76,7 +78,7 @@ struct RowLogits {
 
   const Bits* const data;  // [V]
   const RowMask mask;
-  const u32 V;
+  const u32 V;  // the row's length
 
   __device__ __forceinline__ RowLogits(const SampleRows& p, u32 row)
       : data(static_cast<const Bits*>(p.logits) + i64(row) * p.row_stride),
@@ -84,9 +86,9 @@ struct RowLogits {
                  ? static_cast<const char*>(p.mask) + i64(row) * p.mask_row_stride * (p.mask_kind == kMaskBits ? 4 : 1)
                  : nullptr,
              p.mask_element_stride, p.mask_kind},
-        V(p.V) {}
+        V(p.lengths ? length_at(p.lengths, p.lengths_are_long, row, p.V) : p.V) {}
 
-  // -inf where the mask hides it.
+  // -inf where the mask hides it. index: below V.
   __device__ __forceinline__ float operator()(u32 index) const {
     if (mask.data) {
       const u32 bit = index % 4;
@@ -96,7 +98,7 @@ struct RowLogits {
   }
 };
 
-// A row's temperature. Of a greedy row, of which the best token is taken, it is 1.
+// A row's temperature. It is 1 for a greedy row, where the best token is taken.
 struct RowTemperature {
   float inverse;
   float scale;

@@ -346,7 +346,7 @@ class RowSums {
   __device__ __forceinline__ u32 piece_of(u32 token) const { return token / piece_length(); }
   __device__ __forceinline__ Part part_of(u32 piece) const {
     const u64 begin = u64(piece) * piece_length();
-    return {u32(min(u64(p_.V), begin)), u32(min(u64(p_.V), begin + piece_length()))};
+    return {u32(min(u64(logits.V), begin)), u32(min(u64(logits.V), begin + piece_length()))};
   }
 
   // Leaves the counters zero. All threads of all blocks call it at last, if they have not come to sum_pieces().

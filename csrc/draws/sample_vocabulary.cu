@@ -12,16 +12,15 @@
 namespace fused_topk::sampling {
 
 constexpr u32 kMostParts = 1024;  // of a row
-// On a multiprocessor. With 4 NVRTC spills for most GPUs, and with 3 for compute capability 12.0.
-constexpr u32 kResidentBlocks = __CUDA_ARCH__ >= 1200 ? 2 : 3;
 
 // m of a part, its d at temperature 1, and at the row's, and how many of its logits are not -inf, where that is asked for.
 struct alignas(16) PartState {
   float m, own, tempered, finite;
 };
 
-__device__ __forceinline__ Part part_of(const SampleRows& p, u32 part) {
-  return {part << p.part_length_log2, u32(min(u64(p.V), (u64(part) + 1) << p.part_length_log2))};
+// V: the row's length. A part behind it is empty.
+__device__ __forceinline__ Part part_of(const SampleRows& p, u32 V, u32 part) {
+  return {part << p.part_length_log2, u32(min(u64(V), (u64(part) + 1) << p.part_length_log2))};
 }
 
 // (m, d) of a part, in every lane. The 32 lanes of a warp call it.
@@ -99,7 +98,7 @@ struct VocabularyShared {
 
 // Grid: (rows, blocks_per_row).
 template <class FORMAT>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+__global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kDraws, kThreads))
     sample_vocabulary_kernel(const __grid_constant__ SampleRows p) {
   __shared__ VocabularyShared shared;
   const u32 row = blockIdx.x, warp = threadIdx.x / kWarpSize;
@@ -112,8 +111,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 
 #pragma unroll 1
   for (u32 part = warp * p.blocks_per_row + blockIdx.y; part < parts; part += p.blocks_per_row * kWarps) {
-    PartState state = sum_part(reader, part_of(p, part), temperature.scale);
-    if (p.kept_counts) state.finite = float(finite_of(reader, part_of(p, part)));
+    PartState state = sum_part(reader, part_of(p, logits.V, part), temperature.scale);
+    if (p.kept_counts) state.finite = float(finite_of(reader, part_of(p, logits.V, part)));
     if (lane_id() == 0 && shares_row) {
       *reinterpret_cast<float4*>(left + part) = {state.m, state.own, state.tempered, state.finite};
     } else if (lane_id() == 0) {
@@ -175,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
           break;
         }
       }
-      const u32 best = find_key(logits, part_of(p, part), key);
+      const u32 best = find_key(logits, part_of(p, logits.V, part), key);
       if (lane_id() == 0) shared.answer = best;
     }
     __syncthreads();
@@ -200,7 +199,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     const Place place = find_in(shared.weights, parts, aim);
     const double rest = double(aim - place.before) / double(shared.weights[place.index]);
     const Weights within{shared.maxima[place.index], temperature.scale, p.one};
-    const u32 token = draw_from_part(reader, part_of(p, place.index), within, rest);
+    const u32 token = draw_from_part(reader, part_of(p, logits.V, place.index), within, rest);
     if (lane_id() == 0) {
       const float x = logits(token) - m;
       const i64 at = i64(row) * p.num_samples + sample;

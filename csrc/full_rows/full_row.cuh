@@ -28,10 +28,12 @@ struct FullRows {
   i64 outer_stride;
   u32 rows;
   u32 blocks_per_row;
-  Normalizer* parts;  // [owners, 2, blocks_per_row]; null, like counters, where a block or a warp owns a row
-  u32* counters;      // [owners], zero before and after each launch
+  Normalizer* parts;    // [owners, 2, blocks_per_row]; null, like counters, where a block or a warp owns a row
+  u32* counters;        // [owners], zero before and after each launch
+  const void* lengths;  // nullable; [rows] of int32 or int64: tokens from a row's length on are -inf, and are not read
+  u32 lengths_are_long;
 };
-static_assert(sizeof(FullRows) == 80, "fused_topk/layout/full_row_launch.py packs 80 bytes");
+static_assert(sizeof(FullRows) == 96, "fused_topk/layout/full_row_launch.py packs 96 bytes");
 
 // Two floats as a pair of 16-bit floats, rounded to nearest even.
 __device__ __forceinline__ u32 half_pair(float low, float high) {
@@ -105,7 +107,8 @@ struct RowValues {
   }
 };
 
-// A row: its elements [0, end) are read and written a vector at a time.
+// A row: its elements [0, length) are read and [0, end) written, a vector at a time. Rows with lengths are not ALIGNED: they may end
+// within a vector.
 template <class IN, class OUT, bool ALIGNED>
 struct FullRow {
   static constexpr u32 kPerVector = IN::kPerVector;
@@ -113,6 +116,7 @@ struct FullRow {
 
   const char* in;
   char* out;
+  u32 length;
   u32 end;
   float inverse_temperature;
   float scale;
@@ -121,7 +125,10 @@ struct FullRow {
   __device__ __forceinline__ FullRow(const FullRows& problem, u32 row) : FullRow(problem, row, problem.result_stays) {}
   // leaves_first: the lines of the L2 cache that are read leave it first.
   __device__ __forceinline__ FullRow(const FullRows& problem, u32 row, bool leaves_first)
-      : end(problem.V), policy(leaves_first) {
+      : length(!ALIGNED && problem.lengths ? length_at(problem.lengths, problem.lengths_are_long, row, problem.V)
+                                           : problem.V),
+        end(problem.V),
+        policy(leaves_first) {
     i64 offset = row * problem.inner_stride;
     // Rare, and a division takes as long as a barrier.
     if (row >= problem.inner_rows) {
@@ -137,9 +144,9 @@ struct FullRow {
     scale = inverse_temperature * kLog2E;
   }
 
-  // The vector that starts at element `token`, a multiple of kPerVector. Past the end it is -inf.
+  // The vector that starts at element `token`, a multiple of kPerVector. From the length on it is -inf.
   __device__ __forceinline__ Vector load(u32 token) const {
-    if (token >= end) return all_negative_infinity();
+    if (token >= length) return all_negative_infinity();
     const char* address = in + u64(token) * sizeof(typename IN::Bits);
     if constexpr (ALIGNED) {
       const uint4 v = load_with_policy(address, policy);
@@ -147,7 +154,7 @@ struct FullRow {
     }
     const u32 shift = u32(reinterpret_cast<u64>(in) % 16);
     // A straddling read touches up to 16 bytes before and after the vector.
-    if (token > 0 && token + 2 * kPerVector <= end) {
+    if (token > 0 && token + 2 * kPerVector <= length) {
       return straddle(load_16_bytes(address - shift), load_16_bytes(address - shift + 16), shift);
     }
     return load_elements(address, token);
@@ -201,7 +208,7 @@ struct FullRow {
     Vector result = {{0, 0, 0, 0}};
 #pragma unroll
     for (u32 e = 0; e < kPerVector; ++e) {
-      const u32 bits = token + e < end ? __ldg(elements + e) : IN::kNegativeInfinity;
+      const u32 bits = token + e < length ? __ldg(elements + e) : IN::kNegativeInfinity;
       result.words[e * 4 / kPerVector] |= bits << (kPerVector == 8 ? e % 2 * 16 : 0);
     }
     return result;

@@ -11,7 +11,6 @@
 //   softmax_shared_rows_kernel   a block, in its registers and in shared memory
 //   softmax_grid_rows_kernel     many blocks, which exchange their (m, d) through global memory, then take another row
 //   softmax_long_rows_kernel     a block on each multiprocessor; the logits that do not fit there are read twice
-// Reading order: order.h, normalizer.h, platform.cuh, policy.cuh, format.cuh, row.cuh, full_row.cuh, waiting.cuh, this file.
 #include "waiting.cuh"
 
 namespace fused_topk::full_rows {
@@ -58,7 +57,7 @@ __device__ __forceinline__ Normalizer block_merge(Normalizer state, float scale,
 
 // A block owns a row, which waits in its registers.
 template <class IN, class OUT, u32 VECTORS, bool ALIGNED>
-__global__ void __launch_bounds__(1024, kResidentBlockRows)
+__global__ void __launch_bounds__(1024, tuned_blocks(tuning::kBlockRows, 1024))
     softmax_block_rows_kernel(const __grid_constant__ FullRows problem) {
   __shared__ Normalizer warps[kMostWarps];
   const u32 row = blockIdx.x;
@@ -150,7 +149,7 @@ class Owner {
 
 // All of a row waits in its blocks.
 template <class IN, class OUT, u32 VECTORS, bool ALIGNED>
-__global__ void __launch_bounds__(512, kResidentGridRows)
+__global__ void __launch_bounds__(512, tuned_blocks(tuning::kGridRows, 512))
     softmax_grid_rows_kernel(const __grid_constant__ FullRows problem) {
   using Row = FullRow<IN, OUT, ALIGNED>;
   extern __shared__ Vector slots[];  // [problem.shared_vectors, blockDim.x]
@@ -203,8 +202,8 @@ __global__ void __launch_bounds__(768) softmax_long_rows_kernel(const __grid_con
 #pragma unroll 1
   for (u32 number = 0; row < problem.rows; ++number) {
     const Row x(problem, row);
-    // The end of what is read twice should still be in the L2 cache for the second read. So all other lines leave it
-    // first: those of the waiting logits, and of the results.
+    // Some logits are read twice. The last of them should still be in the L2 cache for the second read. So the waiting logits
+    // and the results leave the cache first.
 #if __CUDA_ARCH__ == 900
     const Row last_time(problem, row, true);
 #else

@@ -11,7 +11,7 @@
 // On the way it notes the logits of given tokens, and counts the tokens that rank before one of them.
 //
 // A warp has a row, and lane i the i-th entry of T. So k is at most 32. From the second piece on T is full from the start, and few
-// tiles hold an element that it lets pass. Comes after bound.cuh and part_folder.cuh.
+// tiles hold an element that it lets pass.
 #include "../topk/bound.cuh"
 #include "../topk/part_folder.cuh"
 
@@ -160,14 +160,15 @@ class RankCount {
 // How a warp reads its row: as a warp of softmax_topk.cu that has a row alone.
 template <class FORMAT>
 struct PieceReader {
-  static constexpr Policy kPolicy = policy_of(1, kTileByTile, 8 * sizeof(typename FORMAT::Bits), false, true);
+  static constexpr Tuning kTuning =
+      tuned(tuning::kTopk, 1, kTileByTile, 8 * sizeof(typename FORMAT::Bits), false, true);
   static constexpr u32 kVectors = kWarpSize / FORMAT::kPerVector;
-  using Type = TileReader<FORMAT, kVectors, true, kNoMask, kPolicy.tiles_ahead, kPolicy.in_place>;
+  using Type = TileReader<FORMAT, kVectors, true, kNoMask, kTuning.tiles_ahead, kTuning.in_place>;
 };
 
 // Grid: (rows / 4). Dynamic shared memory: each warp's kWarpVectors.
 template <class FORMAT, bool COUNTS_RANKS>
-__global__ void __launch_bounds__(kRowsPerBlock* kWarpSize, PieceReader<FORMAT>::kPolicy.resident_warps / kRowsPerBlock)
+__global__ void __launch_bounds__(kRowsPerBlock* kWarpSize, PieceReader<FORMAT>::kTuning.resident_warps / kRowsPerBlock)
     accumulate_piece_kernel(const __grid_constant__ Piece piece) {
   using Reader = typename PieceReader<FORMAT>::Type;
   using Stream = typename Reader::Stream;

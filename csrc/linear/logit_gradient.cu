@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Turns logits, in place, into the gradient with respect to them: of an LM head's backward pass, a piece of some tokens.
+// The backward pass of an LM head: turns the logits of a piece of the vocabulary, in place, into the gradient with respect to
+// them.
 //
 //     g = (c e^((x - m) / T) + a) / T,   0 where the mask hides the token
 //
-// c, m and T are the row's. a is the sum of what the row's list holds for the token: nothing for most. g is summed in float32
-// and rounded once, so that p - 1 keeps its digits where p is near 1. Comes after problem.cuh and full_row.cuh (encode()).
+// c, m and T are the row's. a is the sum of the entries that the row's list has for the token; most have none. g is summed in float32
+// and rounded once, so that p - 1 keeps its digits where p is near 1.
 #include "../full_rows/full_row.cuh"
 #include "../rows/problem.cuh"
 
@@ -130,8 +131,8 @@ __device__ __forceinline__ Listed load(const Listed* address) {
   return {__uint_as_float(v.x), int(v.y)};
 }
 
-// The start of at most kThreads entries among which is the first whose token is at least `token`; the entries of a list
-// before them are below.
+// The start of a range of at most kThreads entries. The list's first entry whose token is at least `token` lies in it or right
+// behind it.
 __device__ __forceinline__ u32 place_before(const Listed* list, u32 length, int token) {
   u32 low = 0;
   u32 high = length;

@@ -8,15 +8,15 @@
 //     2. the 8 best tokens of the vectors that are left, one vector in each lane
 //
 // In each step a lane sorts what it has, then merges with other lanes three times. The instructions do not depend on
-// the logits. Comes after short_row.cuh.
+// the logits.
 #include "../topk/short_row.cuh"
 
 namespace fused_topk {
 
 constexpr u32 kRouterLanes = 8;
 
-// What tokens are ranked by: words, or candidates where words do not suffice. make_all() makes those of a vector's
-// logits, as ShortRow::make_words() does.
+// Tokens are ranked by words, or by candidates where words do not suffice. make_all() makes a word, or a candidate, of each
+// logit of a vector, as ShortRow::make_words() does.
 struct ByWord {
   using Type = u32;
   static __device__ __forceinline__ u32 make(u32 key, u32 index) { return make_word(key, index); }
@@ -154,7 +154,7 @@ __device__ __forceinline__ typename BY::Type best_token(const ROW& x, u32 k, boo
 
 // Grid: (rows / 16).
 template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 MASK>
-__global__ void __launch_bounds__(128, resident_router_blocks(MASK != kNoMask))
+__global__ void __launch_bounds__(128, tuned_blocks(tuning::kRouters, 128, has_mask(MASK)))
     router_rows_topk_kernel(const __grid_constant__ Problem problem) {
   const u32 k = problem.k;
   const u32 warp_row = (blockIdx.x * 4 + threadIdx.x / kWarpSize) * (kWarpSize / kRouterLanes);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The three formats of a logit. Comes after policy.cuh.
+// The three formats of a logit.
 #pragma once
 
-#include "policy.cuh"
+#include "tuning.cuh"
 
 namespace fused_topk {
 

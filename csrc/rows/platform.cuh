@@ -237,8 +237,8 @@ __device__ __forceinline__ u32 tickets_taken(const u32* counter) {
   return count;
 }
 
-// What becomes of lines of the L2 cache that are read with this policy. leaves_first: they are the first to make room for
-// what is written. Else the cache decides, as usual.
+// For loads: leaves_first says that the lines they read are the first to leave the L2 cache when room is needed. Else the cache
+// decides.
 struct CachePolicy {
   u64 bits;
 

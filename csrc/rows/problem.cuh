@@ -20,8 +20,9 @@ __device__ __forceinline__ float inverse_of(float t) {
 }
 
 // What a mask hides a token from. kMaskBoth: from the choice and from (m, d). kMaskChoice ("all"): from the choice
-// only.
-enum MaskUse : u32 { kNoMask = 0, kMaskBoth = 1, kMaskChoice = 2 };
+// only. kLengths: there is no mask, and each row has a length. With a mask rows may have lengths, with kNoMask they have none.
+enum MaskUse : u32 { kNoMask = 0, kMaskBoth = 1, kMaskChoice = 2, kLengths = 3 };
+constexpr bool has_mask(u32 use) { return use == kMaskBoth || use == kMaskChoice; }
 
 // What `values` holds. kState: `values` holds logits, and `logsumexp` holds m and d. A kind whose two lowest bits are 0 holds
 // logits. The CPU numbers the kinds otherwise (router_kernels.h).
@@ -69,15 +70,29 @@ struct Problem {
   i64 mask_element_stride;
   const float* beam_scores;  // nullable; [rows / beams, beams]
   i64 beam_scores_strides[2];
-  u64* beam_lists;    // nullable; [rows, k]: the lists of a sequence's beams
-  i64* beam_indices;  // nullable; [rows, k]: the results' `indices` for these lists
-  u32* beam_tickets;  // nullable; [rows / beams], zero before and after each launch
+  u64* beam_lists;      // nullable; [rows, k]: the lists of a sequence's beams
+  i64* beam_indices;    // nullable; [rows, k]: the results' `indices` for these lists
+  u32* beam_tickets;    // nullable; [rows / beams], zero before and after each launch
+  const void* lengths;  // nullable; [rows] of int32 or int64: tokens from a row's length on are -inf, and are not read
+  u32 lengths_are_long;
+  i64 lengths_strides[kLeadingDims];
 
   // The offset of a row's first logit, in elements.
   __device__ __forceinline__ i64 logits_offset(u32 row) const {
     // Rows almost always have one stride, and need no division.
     if (leading_dims != 1) return offset(row, logits_strides);
     return row * row_stride;
+  }
+
+  // How many tokens a row has. MASK: MaskUse.
+  template <u32 MASK>
+  __device__ __forceinline__ u32 length(u32 row) const {
+    if (!may_have_lengths<MASK>()) return V;
+    return length_at(lengths, lengths_are_long, offset(row, lengths_strides), V);
+  }
+  template <u32 MASK>
+  __device__ __forceinline__ bool may_have_lengths() const {
+    return MASK == kLengths || (has_mask(MASK) && lengths);
   }
 
   __device__ __forceinline__ RowMask row_mask(u32 row) const {
@@ -101,6 +116,6 @@ struct Problem {
     return result + row * strides[leading_dims - 1];
   }
 };
-static_assert(sizeof(Problem) == 320, "fused_topk/layout/topk_launch.py packs 320 bytes");
+static_assert(sizeof(Problem) == 368, "fused_topk/layout/topk_launch.py packs 368 bytes");
 
 }  // namespace fused_topk

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The floor of measurements on a GPU, but for whole rows (a copy): reads each byte once, with the loads of the other
-// kernels, and computes nothing.
+// The least time that a kernel can take: reads each byte once, with the loads of the other kernels, and computes nothing.
+// Kernels that write whole rows are compared with a copy.
 #include "platform.cuh"
 
 namespace fused_topk {

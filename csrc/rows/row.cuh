@@ -47,6 +47,13 @@ __device__ __forceinline__ Vector straddle(const Vector* low) {
   return out;
 }
 
+// Entry `at` of an array of int64 or, unless `are_long`, int32: a row's length, clamped to 0 .. V.
+__device__ __forceinline__ u32 length_at(const void* lengths, bool are_long, i64 at, u32 V) {
+  const i64 length =
+      are_long ? __ldg(static_cast<const i64*>(lengths) + at) : __ldg(static_cast<const int*>(lengths) + at);
+  return length < 0 ? 0 : length < i64(V) ? u32(length) : V;
+}
+
 // How a mask stores which tokens are allowed.
 enum MaskKind : u32 { kMaskBytes = 0, kMaskBits = 1 };
 

@@ -6,7 +6,6 @@
 // tail of the row. A warp finds its own j-th best in the same way, from its lanes' best keys.
 //
 // A warp may publish again at any time. Others may read a mix of old and new keys. Each of them stays a valid bound.
-// Comes after group.cuh.
 #pragma once
 
 #include "group.cuh"

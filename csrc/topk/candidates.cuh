@@ -6,8 +6,7 @@
 //   - The threshold is a proven lower bound of the k-th best (bound.cuh). A candidate below it can be dropped.
 //   - Any warp appends what passes, at any time (add).
 //   - If the buffer is full, the group cuts it to little more than the best k (cut). This raises the threshold.
-// The answer is exact whatever the bound. A loose bound costs time, never a candidate. Comes after bound.cuh and
-// sort.cuh.
+// The answer is exact whatever the bound. A loose bound costs time, never a candidate.
 #pragma once
 
 #include "bound.cuh"

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Merges finished states: parts into a row, blocks into a row, rows (beams) into a sequence. The last two scopes take
 // the same two steps: each group takes a ticket, and the last to arrive gathers what the others left in global memory.
-// Comes after bound.cuh and candidates.cuh.
 #pragma once
 
 #include "bound.cuh"

@@ -7,7 +7,8 @@
 //
 // So no entry waits for another, and any k and any number of parts are served. Equal logits of different parts are ordered by
 // their tokens in the whole vocabulary, of 64 bits. The lists are read where they lie, as a collective leaves them: parts
-// and rows at any stride. Lists that fit are read once, into shared memory, where the searches then wait less. WARPS = 1: a warp has a row, and a block four. Comes after result.cuh.
+// and rows at any stride. Lists that fit are read once, into shared memory, where the searches then wait less.
+// WARPS = 1: a warp has a row, and a block four.
 #include "result.cuh"
 
 namespace fused_topk {
@@ -103,8 +104,8 @@ class Lists {
     for (u32 p = 0; states_.lengths && p < part; ++p) sum += length(p);
     return sum;
   }
-  // wins_ties: whether the list's part comes before that of `own`. This decides between entries of the same token, so that no
-  // two entries have one place, whatever the input.
+  // wins_ties: whether the list's part comes before the part of `own`. This decides between entries of the same token. So no two
+  // entries get the same place, whatever the input.
   __device__ __forceinline__ u32 rank_in(u32 part, i64 begin, const Entry& own, bool wins_ties) const {
     u32 low = 0;
     u32 high = min(states_.width, states_.k);
@@ -158,7 +159,7 @@ __device__ __forceinline__ void sync_row() {
   }
 }
 
-// The entries of a row that fit into shared memory: those of a warp, which layout/launch.py gives no more, or of a block.
+// The entries of a row that fit into shared memory. layout/launch.py gives a warp no row with more.
 template <u32 WARPS>
 constexpr u32 kMostKept = WARPS == 1 ? kWarpSize : 1024;
 

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The folder of a scan: tiles into the (m, d) of a part. This is the first half of the loop of Algorithm 4:
+// The folder of a scan: tiles into the (m, d) of a part. In the loop of Algorithm 4 it is:
 //
 //     m' = max(m, tile)     d' = d e^((m - m')/T) + sum e^((x - m')/T)
 //
 // d is rescaled once a tile, never element by element.
-// Comes after tile_reader.cuh.
 #pragma once
 
 #include "tile_reader.cuh"

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The results of a finished row: the values of its k chosen, from its m and d.
-// Comes after problem.cuh.
 #pragma once
 
 #include "../rows/problem.cuh"

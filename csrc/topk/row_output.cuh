@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a group writes once its chosen are sorted: a row's results, the list that a beam hands over, a sequence's results.
-// Comes after result.cuh and group.cuh.
 #pragma once
 
 #include "group.cuh"
@@ -42,8 +41,8 @@ __device__ __forceinline__ void write_row(const Problem& problem, u32 row, u32 k
                                           raw_logit);
 }
 
-// Leaves a row's sorted `chosen` [k] in its sequence's lists. They are sorted by logit, hence by score. Among equal scores the
-// place in the lists decides: smaller beam first, then the row's own order.
+// Leaves a row's sorted `chosen` [k] in its sequence's lists. They are sorted by logit, so by score too. Among equal scores
+// the smaller beam comes first, then the row's own order.
 template <class GROUP>
 __device__ __forceinline__ void leave_beam_list(const Problem& problem, u32 row, const Beam& beam, u32 k,
                                                 const u64* chosen, const RowResult& result) {

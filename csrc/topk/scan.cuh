@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// One read of a group's share of a row, tile by tile: the loop of Algorithm 4.
+// What the loop of softmax_topk.cu works with: what a warp does with a tile, which parts are the group's, and in which order it
+// reads their tiles.
 //
-// A row is cut into parts. One warp reads a part, tile by tile. The cuts depend on V alone. For every tile the warp updates
-// the part's (m, d) (PartFolder) and offers hits to its group's candidates (TileSelector).
-// Comes after tile_reader.cuh, part_folder.cuh and tile_selector.cuh.
+// A row is cut into parts. One warp reads a part, tile by tile. The cuts depend on V alone.
 #pragma once
 
 #include "part_folder.cuh"
@@ -27,8 +26,8 @@ struct RowScan {
   TileSelector<Reader, FOR_MANY> selector;
 
   // slots: [Stream::kWarpVectors], the warp's own
-  __device__ __forceinline__ RowScan(const Problem& problem, u32 row, Vector* slots, Shared&)
-      : reader(problem, row, slots) {}
+  __device__ __forceinline__ RowScan(const Problem& problem, u32 row, u32 length, Vector* slots, Shared&)
+      : reader(problem, row, length, slots) {}
 
   // What can wait until the first tiles are in flight.
   __device__ __forceinline__ void prepare(const Problem& problem, u32 row) {
@@ -45,6 +44,60 @@ struct RowScan {
   }
 };
 
+// The parts up to a row's length.
+template <u32 LOG2_TILE>
+__device__ __forceinline__ u32 parts_of(const Problem& problem, u32 length) {
+  const u32 log2_length = problem.tiles_per_part_log2 + LOG2_TILE;
+  return (length + (1u << log2_length) - 1) >> log2_length;
+}
+
+// A split's share of a row: parts [first_part, last_part), how many of the k best it may have, and how many of its last tiles
+// are read first. It ends at the row's length.
+template <class GROUP, u32 LOG2_TILE, u32 MASK>
+struct Share {
+  u32 first_part, last_part, k, lead;
+  u32 k_of_warp, warps_of_k;  // see Problem
+
+  __device__ __forceinline__ Share(const Problem& problem, u32 split, u32 splits, u32 length)
+      : first_part(0),
+        last_part(problem.parts_per_row),
+        k(problem.k),
+        lead(problem.lead),
+        k_of_warp(problem.k_of_warp),
+        warps_of_k(problem.warps_of_k) {
+    if (problem.may_have_lengths<MASK>()) {
+      cut(problem, split, splits, length);
+    } else if constexpr (GROUP::kSharesRow) {
+      first_part = split * problem.parts_per_split + min(split, problem.splits_with_one_more);
+      last_part = first_part + problem.parts_per_split + (split < problem.splits_with_one_more);
+      // V < 2^31 and a part has at most 2^21 tokens, so nothing overflows.
+      const u32 log2_length = problem.tiles_per_part_log2 + LOG2_TILE;
+      k = min(k, min(last_part << log2_length, problem.V) - (first_part << log2_length));
+      // One register for k, not two for the numbers that it is the minimum of.
+      keep_opaque(k);
+    }
+  }
+
+ private:
+  // The splits share the parts up to the row's length. How a row is cut into parts, and in which order their (m, d) are merged,
+  // does not depend on it. A warp alone has no registers left for a lead.
+  __device__ __forceinline__ void cut(const Problem& problem, u32 split, u32 splits, u32 length) {
+    last_part = parts_of<LOG2_TILE>(problem, length);
+    if constexpr (GROUP::kSharesRow) {
+      const u32 each = last_part / splits, with_one_more = last_part - each * splits;
+      first_part = split * each + min(split, with_one_more);
+      last_part = first_part + each + (split < with_one_more);
+    }
+    const u32 parts = last_part - first_part;
+    if (GROUP::kIsWarp || parts <= GROUP::kWarps) lead = 0;
+    // Fewer warps have something to read than a bound needs. With many candidates there are no registers left.
+    if (!GROUP::kIsWarp && !GROUP::kForMany && parts > 0 && parts < warps_of_k) {
+      k_of_warp = (k + parts - 1) / parts;
+      warps_of_k = parts;
+    }
+  }
+};
+
 // The order in which a group reads its tiles: first the lead, which are the last tiles, then the others. The warps take one
 // part each. A warp counts in turns. A turn from `first` on reads the tile of the same number. An earlier turn reads tile
 // turn + parts: the lead.
@@ -58,20 +111,20 @@ struct TileOrder {
   u32 to_next;       // from the last turn of a part to the first of the warp's next part
 
   // The first tile of a warp, which can be known before all else.
-  template <class GROUP>
-  static __device__ __forceinline__ u32 first_tile(const Problem& problem, u32 first_part, u32 last_part) {
-    const u32 part = GROUP::warp() - problem.lead;
-    return (part + (GROUP::warp() < problem.lead ? last_part : first_part)) << problem.tiles_per_part_log2;
+  template <class GROUP, class SHARE>
+  static __device__ __forceinline__ u32 first_tile(const Problem& problem, const SHARE& share) {
+    const u32 part = GROUP::warp() - share.lead;
+    return (part + (GROUP::warp() < share.lead ? share.last_part : share.first_part)) << problem.tiles_per_part_log2;
   }
 
   // tiles: how many the row has
-  template <class GROUP>
-  static __device__ __forceinline__ TileOrder of(const Problem& problem, u32 first_part, u32 last_part, u32 tiles) {
-    const u32 log2 = problem.tiles_per_part_log2, lead = problem.lead, first = first_part << log2;
+  template <class GROUP, class SHARE>
+  static __device__ __forceinline__ TileOrder of(const Problem& problem, const SHARE& share, u32 tiles) {
+    const u32 log2 = problem.tiles_per_part_log2, lead = share.lead, first = share.first_part << log2;
     return {first,
-            last_part - first_part,
+            share.last_part - share.first_part,
             first - lead,
-            min(last_part << log2, tiles) - lead,
+            min(share.last_part << log2, tiles) - lead,
             (1u << log2) - 1,
             ((GROUP::kWarps - 1) << log2) + 1};
   }
@@ -89,61 +142,5 @@ struct TileOrder {
   // Turns count modulo 2^32.
   static __device__ __forceinline__ bool is_before(u32 turn, u32 other) { return int(turn) < int(other); }
 };
-
-// Reads parts [first_part, last_part) of a row with all threads of a group. Leaves their best k in `candidates`, with a few
-// more, unsorted. A barrier has followed the last add. The whole warp that has read a part calls finish_part(part, normalizer).
-//
-// The warps run independently, but for the first bound and for cuts.
-template <class GROUP, class SCAN, class FINISH_PART>
-__device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN& scan, u32 first_part, u32 last_part,
-                                           u32 k, Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
-                                           FINISH_PART finish_part) {
-  const TileOrder order = TileOrder::of<GROUP>(problem, first_part, last_part, scan.reader.tiles());
-  const u32 log2 = problem.tiles_per_part_log2;
-  u32 turn = order.begin + (GROUP::warp() << log2);
-  const auto request = [&](u32 ahead) { scan.reader.request(order.tile(ahead), order.has(ahead)); };
-  const auto read = [&](u32 next) { scan.read(order.tile(turn), order.tile(next), order.has(next)); };
-  // A tile in shared memory is folded after its hits are offered. Few warps have hits, and their offers then do not wait for
-  // the others' exponentials.
-  constexpr bool kOffersFirst = SCAN::Stream::kInPlace && !GROUP::kIsWarp;
-  const u32 second = order.after(turn);
-  scan.reader.start(order.tile(turn), order.has(turn), order.tile(second), order.has(second));
-  scan.prepare(problem, row);
-  candidates.restart(k);
-  bool is_open = order.has(turn);
-  scan.folder.begin_part();
-  if (is_open) {
-    read(second);
-    bound.publish(scan.proven(bound, true));
-    if constexpr (!kOffersFirst) scan.folder.fold(scan.reader);
-  } else {
-    bound.abstain();
-  }
-  GROUP::sync();
-  candidates.raise(bound.found());
-  while (true) {
-    while (is_open) {
-      if (!scan.selector.offer(scan.reader, candidates, bound, GROUP::kIsWarp || order.has(order.after(turn)))) break;
-      // What follows is recomputed: values kept during the offer cost registers.
-      keep_opaque(turn);
-      if constexpr (kOffersFirst) scan.folder.fold(scan.reader);
-      const u32 next = order.after(turn);
-      const u32 after_next = order.after(next);
-      if constexpr (SCAN::Stream::kInBackground) request(SCAN::Stream::kAhead == 1 ? next : after_next);
-      const bool ends_part = order.ends_part(turn);
-      if (ends_part) finish_part(scan.reader.tile_number() >> log2, scan.folder.end_part());
-      turn = next;
-      is_open = order.has(turn);
-      if (!is_open) break;
-      read(after_next);
-      scan.selector.update(scan.reader, bound);
-      if (ends_part) scan.folder.begin_part();
-      if constexpr (!kOffersFirst) scan.folder.fold(scan.reader);
-    }
-    // A warp that is still open has found the candidates full.
-    if (!GROUP::any(is_open)) break;
-    candidates.cut(candidates.enough());
-  }
-}
 
 }  // namespace fused_topk

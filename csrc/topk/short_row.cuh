@@ -3,7 +3,7 @@
 //
 // A word is a candidate in 32 bits: the upper 24 bits of a float32 logit's key, or all 16 of a shorter one's, above the
 // complement of the index. Two float32 logits may differ only in the 8 bits that a word lacks. If that may change which
-// are chosen, the row is chosen from again, by whole keys. Comes after result.cuh and row.cuh.
+// are chosen, the row is chosen from again, by whole keys.
 #pragma once
 
 #include "result.cuh"
@@ -67,9 +67,9 @@ struct ShortRow {
   u32 allowed;  // bit i: the mask allows logit i of the lane
 
   __device__ __forceinline__ ShortRow(const Problem& problem, u32 row, u32 lanes)
-      : stream(static_cast<const typename FORMAT::Bits*>(problem.logits) + problem.logits_offset(row), problem.V,
-               nullptr),
-        V(problem.V),
+      : stream(static_cast<const typename FORMAT::Bits*>(problem.logits) + problem.logits_offset(row),
+               problem.length<MASK>(row), nullptr),
+        V(problem.length<MASK>(row)),
         lanes(lanes),
         sub(lane_id() & (lanes - 1)),
         allowed(~0u) {
@@ -81,7 +81,7 @@ struct ShortRow {
 #pragma unroll
       for (u32 u = 0; u < VECTORS; ++u) vectors[u] = stream.load(index(u * kPerVector));
     }
-    if constexpr (MASK != kNoMask) {
+    if constexpr (has_mask(MASK)) {
       mask = problem.row_mask(row);
       allowed = 0;
 #pragma unroll
@@ -99,11 +99,11 @@ struct ShortRow {
   }
   // The allowed logits of the vector that starts at token `first`, a bit each.
   __device__ __forceinline__ u32 allowed_of(u32 first) const {
-    return MASK == kNoMask ? ~0u : mask.template allowed<kPerVector>(first, V);
+    return !has_mask(MASK) ? ~0u : mask.template allowed<kPerVector>(first, V);
   }
   // Logit e of a vector as the choice sees it, given the vector's allowed logits.
   static __device__ __forceinline__ float choosable(const Vector& vector, u32 allowed, u32 e) {
-    return MASK == kNoMask || (allowed >> e) & 1 ? FORMAT::decode(vector.words, e) : -FUSED_TOPK_INFINITY;
+    return !has_mask(MASK) || (allowed >> e) & 1 ? FORMAT::decode(vector.words, e) : -FUSED_TOPK_INFINITY;
   }
   // Logit i of the lane, as the choice sees it, and as (m, d) sees it.
   __device__ __forceinline__ float choosable(u32 i) const {
@@ -114,7 +114,7 @@ struct ShortRow {
   }
   // The greatest logit of vector u, as the choice sees it, and as (m, d) sees it.
   __device__ __forceinline__ float choosable_maximum(u32 u) const {
-    if constexpr (MASK == kNoMask) return Tile<FORMAT, 8 / kPerVector>::maximum(vectors[u]);
+    if constexpr (!has_mask(MASK)) return Tile<FORMAT, 8 / kPerVector>::maximum(vectors[u]);
     float greatest = choosable(u * kPerVector);
 #pragma unroll
     for (u32 e = 1; e < kPerVector; ++e) greatest = max_nan(greatest, choosable(u * kPerVector + e));
@@ -123,7 +123,7 @@ struct ShortRow {
   __device__ __forceinline__ float normalized_maximum(u32 u) const {
     return MASK == kMaskChoice ? Tile<FORMAT, 8 / kPerVector>::maximum(vectors[u]) : choosable_maximum(u);
   }
-  // Past the end keys are those of -inf, with greater indices than the row's own: never among the best k <= V.
+  // Elements past the end count as -inf. Their indices are greater than the row's, so none is among the best k <= V.
   __device__ __forceinline__ u32 key(u32 i) const { return order_key(choosable(i)); }
 
   // Makes the words of a vector's logits, given which of them are allowed. `first`: the token of the first one.
@@ -138,7 +138,7 @@ struct ShortRow {
 #pragma unroll
       for (u32 e = 0; e < kPerVector; e += 2) {
         u32 pair = vector.words[e / 2];
-        if constexpr (MASK != kNoMask) {
+        if constexpr (has_mask(MASK)) {
           const u32 shown = (allowed >> e & 1) * 0xFFFFu | (allowed >> e & 2) * 0x7FFF8000u;
           pair = (pair & shown) | (FORMAT::kNegativeInfinity * 0x10001u & ~shown);
         }

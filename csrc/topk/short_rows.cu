@@ -3,7 +3,7 @@
 //
 // 8, 16 or 32 lanes have a row, 8 logits each. There is no threshold and no search. Each lane sorts its words; then the
 // k best are taken one after the other, each time the greatest of the lanes' first words. The instructions do not
-// depend on the logits. Comes after short_row.cuh.
+// depend on the logits.
 #include "short_row.cuh"
 
 namespace fused_topk {
@@ -97,7 +97,7 @@ __device__ __forceinline__ RowResult among_words(const RowResult& row, u32 k, u3
 
 // Grid: (rows / rows of a block).
 template <class FORMAT, u32 VECTORS, bool ALIGNED, u32 MASK>
-__global__ void __launch_bounds__(128, resident_short_blocks(MASK != kNoMask))
+__global__ void __launch_bounds__(128, tuned_blocks(tuning::kShort, 128, has_mask(MASK)))
     short_rows_topk_kernel(const __grid_constant__ Problem problem) {
   // Each row's best words in order. Only the row's own lanes touch them.
   __shared__ u32 words[4][kWarpSize / 8][kShortK];

@@ -14,11 +14,68 @@
 //
 // WARPS = 1: a warp is a group and owns a row; a block has four. WARPS > 1: a block is a group. It owns a row. A block of 16
 // warps may own a split of a row: blocks with the same blockIdx.x share that row. README.md has the reading order.
-#include "merge.cuh"
-#include "row_output.cuh"
+#include "hand_over.cuh"
 #include "windows.cuh"
 
 namespace fused_topk {
+
+// The loop: reads a share of a row, parts [first_part, last_part), with all threads of a group. Leaves T, their best k and a few more,
+// unsorted, in `candidates`. A barrier has followed the last add. The whole warp that has read a part calls
+// finish_part(part, (m, d)).
+//
+// For every tile a warp updates its part's (m, d): scan.folder.fold() of part_folder.cuh. It offers the tile's hits to T:
+// scan.selector.offer() of tile_selector.cuh. The warps wait for each other only for the first bound and for cuts.
+template <class GROUP, class SCAN, class SHARE, class FINISH_PART>
+__device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN& scan, const SHARE& share,
+                                           Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
+                                           FINISH_PART finish_part) {
+  const TileOrder order = TileOrder::of<GROUP>(problem, share, scan.reader.tiles());
+  const u32 log2 = problem.tiles_per_part_log2;
+  u32 turn = order.begin + (GROUP::warp() << log2);
+  const auto request = [&](u32 ahead) { scan.reader.request(order.tile(ahead), order.has(ahead)); };
+  const auto read = [&](u32 next) { scan.read(order.tile(turn), order.tile(next), order.has(next)); };
+  // A tile in shared memory is folded after its hits are offered. Few warps have hits, and their offers then do not wait for
+  // the others' exponentials.
+  constexpr bool kOffersFirst = SCAN::Stream::kInPlace && !GROUP::kIsWarp;
+  const u32 second = order.after(turn);
+  scan.reader.start(order.tile(turn), order.has(turn), order.tile(second), order.has(second));
+  scan.prepare(problem, row);
+  candidates.restart(share.k);
+  bool is_open = order.has(turn);
+  scan.folder.begin_part();
+  if (is_open) {
+    read(second);
+    bound.publish(scan.proven(bound, true));
+    if constexpr (!kOffersFirst) scan.folder.fold(scan.reader);
+  } else {
+    bound.abstain();
+  }
+  GROUP::sync();
+  candidates.raise(bound.found());
+  while (true) {
+    while (is_open) {
+      if (!scan.selector.offer(scan.reader, candidates, bound, GROUP::kIsWarp || order.has(order.after(turn)))) break;
+      // What follows is recomputed: values kept during the offer cost registers.
+      keep_opaque(turn);
+      if constexpr (kOffersFirst) scan.folder.fold(scan.reader);
+      const u32 next = order.after(turn);
+      const u32 after_next = order.after(next);
+      if constexpr (SCAN::Stream::kInBackground) request(SCAN::Stream::kAhead == 1 ? next : after_next);
+      const bool ends_part = order.ends_part(turn);
+      if (ends_part) finish_part(scan.reader.tile_number() >> log2, scan.folder.end_part());
+      turn = next;
+      is_open = order.has(turn);
+      if (!is_open) break;
+      read(after_next);
+      scan.selector.update(scan.reader, bound);
+      if (ends_part) scan.folder.begin_part();
+      if constexpr (!kOffersFirst) scan.folder.fold(scan.reader);
+    }
+    // A warp that is still open has found the candidates full.
+    if (!GROUP::any(is_open)) break;
+    candidates.cut(candidates.enough());
+  }
+}
 
 // The states of a row's parts are merged in steps of kPartsOfStep parts (merge.cuh). A row has at most kMaxParts parts
 // (fused_topk/layout/topk_choice.py).
@@ -42,159 +99,28 @@ struct GroupShared {
   u32 is_last;
 };
 
+// The warps that must fit on a multiprocessor. A row's length takes a register, and some kernels have none left for it.
+constexpr u32 resident_warps(const Tuning& tuning, u32 mask, u32 method, u32 bits, bool aligned) {
+  const u32 most = mask != kLengths ? 32 : method == kInWindows && !aligned ? 16 : bits == 32 ? 24 : 32;
+  return tuning.resident_warps < most ? tuning.resident_warps : most;
+}
+
 // How a warp scans its tiles.
 template <class FORMAT, u32 WARPS, u32 METHOD, u32 VECTORS, bool ALIGNED, u32 MASK>
 struct ScanOf {
-  static constexpr Policy kPolicy =
-      policy_of(WARPS, METHOD, 8 * sizeof(typename FORMAT::Bits), MASK != kNoMask, ALIGNED);
-  static constexpr u32 kResidentBlocks = kPolicy.resident_warps / (WARPS == 1 ? 4 : WARPS);
-  using Type = RowScan<FORMAT, VECTORS, ALIGNED, MASK, kPolicy.tiles_ahead, kPolicy.in_place, METHOD == kForMany>;
+  static constexpr u32 kBits = 8 * sizeof(typename FORMAT::Bits);
+  static constexpr Tuning kTuning = tuned(tuning::kTopk, WARPS, METHOD, kBits, has_mask(MASK), ALIGNED);
+  static constexpr u32 kResidentBlocks =
+      resident_warps(kTuning, MASK, METHOD, kBits, ALIGNED) / (WARPS == 1 ? 4 : WARPS);
+  using Type = RowScan<FORMAT, VECTORS, ALIGNED, MASK, kTuning.tiles_ahead, kTuning.in_place, METHOD == kForMany>;
 };
-template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED>
-struct ScanOf<FORMAT, WARPS, kInWindows, VECTORS, ALIGNED, kNoMask> {
-  static constexpr Policy kPolicy = policy_of(WARPS, kInWindows, 8 * sizeof(typename FORMAT::Bits), false, ALIGNED);
-  static constexpr u32 kResidentBlocks = kPolicy.resident_warps / WARPS;
-  using Type = WindowScan<FORMAT, WARPS, VECTORS, ALIGNED, kPolicy.tiles_ahead, window_tiles(WARPS)>;
+template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED, u32 MASK>
+struct ScanOf<FORMAT, WARPS, kInWindows, VECTORS, ALIGNED, MASK> {
+  static constexpr u32 kBits = 8 * sizeof(typename FORMAT::Bits);
+  static constexpr Tuning kTuning = tuned(tuning::kTopk, WARPS, kInWindows, kBits, false, ALIGNED);
+  static constexpr u32 kResidentBlocks = resident_warps(kTuning, MASK, kInWindows, kBits, ALIGNED) / WARPS;
+  using Type = WindowScan<FORMAT, WARPS, VECTORS, ALIGNED, MASK, kTuning.tiles_ahead, kTuning.window>;
 };
-
-// A split's share of a row: parts [first_part, last_part), and how many of the k best it may have.
-template <class GROUP, u32 LOG2_TILE>
-struct Share {
-  u32 first_part, last_part, k;
-
-  __device__ __forceinline__ Share(const Problem& problem, u32 split)
-      : first_part(0), last_part(problem.parts_per_row), k(problem.k) {
-    if constexpr (GROUP::kSharesRow) {
-      first_part = split * problem.parts_per_split + min(split, problem.splits_with_one_more);
-      last_part = first_part + problem.parts_per_split + (split < problem.splits_with_one_more);
-      // V < 2^31 and a part has at most 2^21 tokens, so nothing overflows.
-      const u32 log2_length = problem.tiles_per_part_log2 + LOG2_TILE;
-      k = min(k, min(last_part << log2_length, problem.V) - (first_part << log2_length));
-      // One register for k, not two for the numbers that it is the minimum of.
-      keep_opaque(k);
-    }
-  }
-};
-
-// Leaves a split's list [length] of what may be among the row's best k, and its bound. All threads of the group call it.
-template <class GROUP, class SCAN>
-__device__ __forceinline__ void leave_list(const Problem& problem, u32 split, SCAN& scan, Candidates<GROUP>& candidates,
-                                           KthBound<GROUP>& bound, u64* list, u32 length, u64* all_bounds) {
-  const bool leaves_bound = GROUP::warp() == GROUP::kWarps - 1;
-  const auto leave_bound = [&](u32 key) {
-    if (lane_id() == 0) all_bounds[split] = make_candidate(key, 0);
-  };
-  if constexpr (GROUP::kForMany) {
-    candidates.raise(bound.latest());
-    const u32 key = candidates.hand_over(list, length, problem.k_of_split);
-    if (leaves_bound) leave_bound(key);
-  } else {
-    // Early candidates passed a loose bound. Now the whole share is read, and its bound drops most of them.
-    const bool has_more_tiles = problem.parts_per_split >= GROUP::kWarps || problem.tiles_per_part_log2 > 0;
-    if (has_more_tiles && candidates.stored() > length) {
-      const bool has_read = GROUP::warp() < problem.parts_per_split + (split < problem.splits_with_one_more);
-      if (has_read) bound.publish(scan.proven(bound));
-      GROUP::sync();
-      candidates.raise(bound.found());
-    }
-    const u32 count = candidates.shorten(length);
-    if (leaves_bound) leave_bound(candidates.nth_stored(problem.k_of_split));
-    for (u32 i = GROUP::thread(); i < length; i += GROUP::kThreads)
-      list[i] = i < count && candidates.slots()[i] > candidates.threshold() ? candidates.slots()[i] : kNoCandidate;
-  }
-}
-
-// The states of a row's parts, [parts]: in shared memory if one group reads them all, else in global memory, where the last
-// block finds them.
-template <u32 MASK>
-struct RowStates {
-  const Problem& problem;
-  u32 row, parts, splits;
-  float2* own;
-  float2* left;  // in global memory
-
-  __device__ __forceinline__ RowStates(const Problem& problem, u32 row, u32 splits, float2* own)
-      : problem(problem), row(row), parts(problem.parts_per_row), splits(splits), own(own), left(left_of(row)) {}
-
-  __device__ __forceinline__ void put(u32 part, Normalizer state) const {
-    // A mask takes registers. With one, the address is recomputed where it is needed.
-    float2* const states = splits == 1 ? own : MASK == kNoMask ? left : left_of(row);
-    states[part] = {state.m, state.d};
-  }
-  // Merges step i of the row's parts: merge_step(). The 32 lanes of a warp call it.
-  __device__ __forceinline__ Normalizer step_of_own(u32 i, float scale) const {
-    return merge_step(i, parts, scale, [&](u32 part) { return own[part]; });
-  }
-  __device__ __forceinline__ Normalizer step_of_left(u32 i, float scale) const {
-    u32 same_row = row;
-    if constexpr (MASK != kNoMask) keep_opaque(same_row);
-    const float2* const states = MASK == kNoMask ? left : left_of(same_row);
-    return merge_step(i, parts, scale, [&](u32 part) { return load_from_other_block(states + part); });
-  }
-  // A long row has many steps. One warp would wait for memory at each. So each warp makes one, and all wait together.
-  __device__ __forceinline__ bool has_many_steps() const { return splits > 1 && parts > 2 * kPartsOfStep; }
-
- private:
-  __device__ __forceinline__ float2* left_of(u32 row) const {
-    return reinterpret_cast<float2*>(problem.parts) + i64(row) * parts;
-  }
-};
-
-// Lists that a group gathers: of a row's splits, or of a sequence's beams.
-struct Lists {
-  u32 count, length;
-  const u64* source;  // [count, length]
-  const u64* bounds;  // [count] at distance bounds_stride
-  u32 bounds_stride;
-};
-
-// Blocks into a row: leaves a list of what may be among the row's best k, and a bound. True in the last block to arrive, which
-// has `lists` to gather. All threads of the group call it.
-template <class GROUP, class SCAN>
-__device__ __forceinline__ bool hand_over_share(const Problem& problem, u32 row, u32 k, u32 splits, u32 split,
-                                                SCAN& scan, Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
-                                                Lists& lists, u32& is_last) {
-  const u32 length = problem.list_length;
-  u64* const all_lists = problem.lists + i64(row) * splits * (length + 1);
-  u64* const all_bounds = all_lists + splits * length;
-  lists.source = all_lists;
-  lists.bounds = all_bounds;
-  leave_list<GROUP>(problem, split, scan, candidates, bound, all_lists + split * length, length, all_bounds);
-  GROUP::sync();
-  candidates.restart(k);
-  return arrives_last<GROUP>(problem.row_tickets + row, splits, is_last);
-}
-
-// Rows into a sequence: leaves the row's sorted list. True in the last row to arrive, which has `lists` to gather. All threads
-// of the group call it.
-template <class GROUP>
-__device__ __forceinline__ bool hand_over_beam(const Problem& problem, u32 row, u32 k, const Beam& beam,
-                                               const u64* chosen, const RowResult& result,
-                                               Candidates<GROUP>& candidates, Lists& lists, u32& sequence,
-                                               u32& is_last) {
-  sequence = beam.sequence;
-  leave_beam_list<GROUP>(problem, row, beam, k, chosen, result);
-  GROUP::sync();
-  candidates.restart(problem.k_of_sequence);
-  if (!arrives_last<GROUP>(problem.beam_tickets + sequence, problem.beams, is_last)) return false;
-  lists.count = problem.beams;
-  lists.length = k;
-  lists.source = problem.beam_lists + i64(sequence) * problem.beams * k;
-  // The lists are sorted: the candidate of rank k_of_beam bounds what precedes it.
-  lists.bounds = lists.source + problem.k_of_beam - 1;
-  lists.bounds_stride = k;
-  return true;
-}
-
-// A bound of the best k of the lists. The 32 lanes of a warp call it.
-template <class GROUP>
-__device__ __forceinline__ u32 bound_of(const Problem& problem, const Lists& lists, bool is_sequence) {
-  // The usual row comes first, and the depth is recomputed: registers are few.
-  if (!GROUP::kIsWarp && __builtin_expect(is_sequence && lists.count <= kFewLists, false))
-    return bound_of_sorted(lists.source, lists.count, lists.length, u32(lists.bounds - lists.source) + 1);
-  return bound_of_lists<GROUP>(lists.bounds, lists.bounds_stride, lists.count,
-                               is_sequence ? problem.k_of_sequence : problem.splits_of_k);
-}
 
 // Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors, each
 // warp's window, then, if splits is 1, the states of each group's parts.
@@ -222,24 +148,34 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
 
   // Scan the share: the first tile is requested before all else.
   const u32 k = problem.k;
-  const u32 parts = problem.parts_per_row;
-  const Share<GROUP, SCAN::RowTile::kLog2Elements> share(problem, split);
+  const u32 length = problem.length<MASK>(row);
+  const Share<GROUP, SCAN::RowTile::kLog2Elements, MASK> share(problem, split, splits, length);
   const u32 warp = threadIdx.x / kWarpSize;
   Window* const windows = reinterpret_cast<Window*>(tile_slots + kWarps * SCAN::Stream::kWarpVectors);
-  SCAN scan(problem, row, tile_slots + warp * SCAN::Stream::kWarpVectors, windows[kHasWindows ? warp : 0]);
-  scan.reader.start_early(TileOrder::first_tile<GROUP>(problem, share.first_part, share.last_part),
+  SCAN scan(problem, row, length, tile_slots + warp * SCAN::Stream::kWarpVectors, windows[kHasWindows ? warp : 0]);
+  scan.reader.start_early(TileOrder::first_tile<GROUP>(problem, share),
                           share.first_part + GROUP::warp() < share.last_part);
   Candidates<GROUP> candidates(shared.slots, shared.candidates);
-  KthBound<GROUP> bound(shared.bound, problem.k_of_warp, problem.warps_of_k);
-  const RowStates<MASK> states(problem, row, splits,
-                               reinterpret_cast<float2*>(windows + (kHasWindows ? kWarps : 0)) + own * parts);
+  KthBound<GROUP> bound(shared.bound, share.k_of_warp, share.warps_of_k);
+  const RowStates<MASK> states(
+      problem, row, splits,
+      reinterpret_cast<float2*>(windows + (kHasWindows ? kWarps : 0)) + own * problem.parts_per_row);
   const auto finish_part = [&](u32 part, Normalizer state) {
     if (kHasWindows || lane_id() == 0) states.put(part, state);
   };
   if constexpr (kHasWindows) {
-    scan_windows(problem, row, scan, share.first_part, share.last_part, share.k, candidates, bound, finish_part);
+    scan_windows(problem, row, scan, share, candidates, bound, finish_part);
   } else {
-    scan_parts(problem, row, scan, share.first_part, share.last_part, share.k, candidates, bound, finish_part);
+    scan_parts(problem, row, scan, share, candidates, bound, finish_part);
+  }
+
+  // What follows from the length is recomputed: values kept during the scan cost registers.
+  u32 parts = problem.parts_per_row;
+  if (problem.may_have_lengths<MASK>()) {
+    u32 same_length = scan.reader.V();
+    keep_opaque(same_length);
+    parts = parts_of<SCAN::RowTile::kLog2Elements>(problem, same_length);
+    if (same_length < k && split == 0) offer_missing(same_length, k, candidates);
   }
 
   // One warp merges the states while the others work on the candidates. The sort's barrier tells every thread the result.
@@ -251,15 +187,15 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
     if (problem.beams != 0) beam = Beam(problem, row);
     state = merge_parts(parts, scan.folder.scale(), step);
   };
-  if (splits == 1 && finishes_row) merge_row([&](u32 i) { return states.step_of_own(i, scan.folder.scale()); });
+  if (splits == 1 && finishes_row) merge_row([&](u32 i) { return states.step_of_own(i, parts, scan.folder.scale()); });
 
   Lists lists = {splits, problem.list_length, nullptr, nullptr, 1};
   if (splits > 1 && !hand_over_share(problem, row, k, splits, split, scan, candidates, bound, lists, shared.is_last))
     return;
 
   // Rows with many steps are rare. The hint keeps this code out of the usual path.
-  const auto step_of_left = [&](u32 i) { return states.step_of_left(i, scan.folder.scale()); };
-  const bool has_many_steps = states.has_many_steps();
+  const auto step_of_left = [&](u32 i) { return states.step_of_left(i, parts, scan.folder.scale()); };
+  const bool has_many_steps = states.has_many_steps(parts);
   if (__builtin_expect(has_many_steps, false)) {
 #pragma unroll 1
     for (u32 i = GROUP::warp(); i * kPartsOfStep < parts; i += GROUP::kWarps) {

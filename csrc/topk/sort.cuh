@@ -2,8 +2,7 @@
 // Sorts candidates in shared memory. A candidate's place is the number of candidates that rank before it.
 //
 // Up to a few hundred candidates are all compared with each other. More are first put into small buckets; a candidate
-// is then compared with those of its bucket only. All candidates differ, so no two get the same place. Comes after
-// group.cuh.
+// is then compared with those of its bucket only. All candidates differ, so no two get the same place.
 #pragma once
 
 #include "group.cuh"
@@ -100,7 +99,7 @@ class Buckets {
   static constexpr u32 kBetween = Shared::kBuckets * 3 / 4;
   static constexpr u32 kCrowd = 64;
 
-  // Publishes two of each warp's candidates: that of its first lane that has one, and of its last such lane.
+  // Publishes two candidates of each warp: one of the first lane that has any, and one of the last such lane. Publishes
   // kNoCandidate if both are the same lane.
   __device__ __forceinline__ void publish_samples(const u64 (&own)[N]) {
     u64 sample = kNoCandidate;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The reader of a scan: one warp's tiles of a row, each with its mask and its lanes' maxima.
-// Comes after row.cuh and problem.cuh.
 #pragma once
 
 #include "../rows/problem.cuh"
@@ -18,8 +17,8 @@ class TileReader {
   static constexpr u32 kMask = MASK;
 
   // slots: [Stream::kWarpVectors], the warp's own
-  __device__ __forceinline__ TileReader(const Problem& problem, u32 row, Vector* slots)
-      : TileReader(static_cast<const typename FORMAT::Bits*>(problem.logits) + problem.logits_offset(row), problem.V,
+  __device__ __forceinline__ TileReader(const Problem& problem, u32 row, u32 length, Vector* slots)
+      : TileReader(static_cast<const typename FORMAT::Bits*>(problem.logits) + problem.logits_offset(row), length,
                    slots) {}
   // row: [V]
   __device__ __forceinline__ TileReader(const typename FORMAT::Bits* row, u32 V, Vector* slots)
@@ -36,7 +35,7 @@ class TileReader {
   }
   // Finds the row's mask. Called while the first tiles are in flight.
   __device__ __forceinline__ void find_mask(const Problem& problem, u32 row) {
-    if constexpr (MASK != kNoMask) mask_ = problem.row_mask(row);
+    if constexpr (has_mask(MASK)) mask_ = problem.row_mask(row);
   }
 
   // Requests a tile, if it exists. Frees the slot of the tile read last.
@@ -52,7 +51,7 @@ class TileReader {
   __device__ __forceinline__ void read(u32 tile, u32 next, bool has_next) {
     stream_.take(tile_, tile, !has_next);
     if constexpr (Stream::kToRegisters) request(next, has_next);
-    if constexpr (MASK != kNoMask) {
+    if constexpr (has_mask(MASK)) {
       allowed_ = 0;
 #pragma unroll
       for (u32 u = 0; u < VECTORS; ++u)
@@ -90,7 +89,7 @@ class TileReader {
     return MASK == kMaskChoice ? tile_.logit(u, e) : choosable(u, e);
   }
   __device__ __forceinline__ float choosable_maximum(u32 u) const {
-    if constexpr (MASK == kNoMask) return tile_.maximum(u);
+    if constexpr (!has_mask(MASK)) return tile_.maximum(u);
     float greatest = choosable(u, 0);
 #pragma unroll
     for (u32 e = 1; e < kPerVector; ++e) greatest = max_nan(greatest, choosable(u, e));
@@ -100,7 +99,7 @@ class TileReader {
   // An element of the tile, read again from memory: token `index`, bit u * n + e of the lane's elements. The first returns its
   // key as the choice sees it, the second its logit as (m, d) sees it.
   __device__ __forceinline__ u32 key_again(u32 index, u32 bit) const {
-    if (MASK != kNoMask && !((allowed_ >> bit) & 1)) return kNegativeInfinityKey;
+    if (has_mask(MASK) && !((allowed_ >> bit) & 1)) return kNegativeInfinityKey;
     return order_key(logit_again(index));
   }
   __device__ __forceinline__ float normalized_again(u32 index, u32 bit) const {
@@ -115,7 +114,7 @@ class TileReader {
 
  private:
   __device__ __forceinline__ bool is_allowed(u32 u, u32 e) const {
-    return MASK == kNoMask || (allowed_ >> (u * kPerVector + e)) & 1;
+    return !has_mask(MASK) || (allowed_ >> (u * kPerVector + e)) & 1;
   }
   __device__ __forceinline__ float logit_again(u32 index) const {
     return FORMAT::decode(stream_.logit_again(index, tile_));

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The selector of a scan: a tile's elements to the candidates. This is the second half of the loop of Algorithm 4:
+// The selector of a scan: a tile's elements to the candidates. In the loop of Algorithm 4 it is:
 //
 //     T' = best k of T and the tile
 //
 // A hit is an element that the threshold lets pass. Most tiles have none, which one vote shows. A hit is found as `not less`
 // instead of `greater or equal`, so that a NaN passes.
-// Comes after tile_reader.cuh, bound.cuh and candidates.cuh.
 #pragma once
 
 #include "bound.cuh"
@@ -22,7 +21,7 @@ class TileSelector {
   using RowTile = typename READER::RowTile;
   static constexpr u32 VECTORS = READER::kVectors;
   static constexpr u32 kPerVector = READER::kPerVector;
-  static constexpr bool kHasMask = READER::kMask != kNoMask;
+  static constexpr bool kHasMask = has_mask(READER::kMask);
 
  public:
   static constexpr u32 kSets = 8;
@@ -109,9 +108,9 @@ class TileSelector {
     return result;
   }
 
-  // Of the hits `todo` of all lanes, keeps those that can be among their best k, and few more. Raises the threshold to what
-  // they prove. Where logits ascend, every tile beats all tiles before it; where they are equal, no tile is worse than another.
-  // In either case this keeps the candidates from filling up. All 32 lanes call it.
+  // Keeps those of the hits `todo` of all lanes that can be among their best k, and few more. Raises the threshold to what they
+  // prove. This keeps the candidates from filling up where logits ascend or are equal: there every tile has hits. All 32 lanes
+  // call it.
   template <class GROUP, bool UNROLL = !Stream::kInBackground || (Stream::kInPlace && !GROUP::kIsWarp)>
   __device__ __forceinline__ u32 best_of(READER& x, u32 todo, Candidates<GROUP>& candidates) {
     const float greatest_logit = warp_max(x.lane_max());
@@ -217,7 +216,7 @@ class TileSelector {
     return hits & (-FUSED_TOPK_INFINITY < least ? x.allowed() : ~0u);
   }
 
-  // Of the elements `equal` of all lanes, whose key is `bound`, the first k in the order of tokens. Raises the threshold to the
+  // equal: elements whose key is `bound`. Returns the first k of all lanes' in the order of tokens. Raises the threshold to the
   // last of them. All 32 lanes call it.
   template <class GROUP>
   __device__ __forceinline__ u32 first_of(const READER& x, u32 equal, u32 bound, Candidates<GROUP>& candidates) {

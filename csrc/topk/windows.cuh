@@ -3,7 +3,6 @@
 //
 // A warp reads a window of tiles and keeps each lane's sum and maximum of each tile. No tile is searched yet. Then the bound
 // that all warps' windows prove rules out almost every lane. The few lanes with hits read their elements again.
-// Comes after scan.cuh.
 #pragma once
 
 #include "scan.cuh"
@@ -22,10 +21,10 @@ struct WindowShared {
 };
 
 // WARPS: the group's warps, which is the distance between two tiles of a warp. A part has one tile.
-template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED, u32 AHEAD, u32 WINDOW>
+template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED, u32 MASK, u32 AHEAD, u32 WINDOW>
 class WindowScan {
  public:
-  using Reader = TileReader<FORMAT, VECTORS, ALIGNED, kNoMask, AHEAD, false>;
+  using Reader = TileReader<FORMAT, VECTORS, ALIGNED, MASK, AHEAD, false>;
   using Stream = typename Reader::Stream;
   using RowTile = typename Reader::RowTile;
   using Selector = TileSelector<Reader, false>;
@@ -37,8 +36,8 @@ class WindowScan {
   Selector selector;
 
   // slots: [Stream::kWarpVectors], window: the warp's own
-  __device__ __forceinline__ WindowScan(const Problem& problem, u32 row, Vector* slots, Shared& window)
-      : reader(problem, row, slots), window_(window) {}
+  __device__ __forceinline__ WindowScan(const Problem& problem, u32 row, u32 length, Vector* slots, Shared& window)
+      : reader(problem, row, length, slots), window_(window) {}
 
   // What can wait until the first tiles are in flight.
   __device__ __forceinline__ void prepare(const Problem& problem, u32 row) {
@@ -214,14 +213,14 @@ class WindowScan {
   u32 end_;    // the end of the group's tiles
 };
 
-// scan_parts() in windows.
-template <class GROUP, class SCAN, class FINISH_PART>
-__device__ __forceinline__ void scan_windows(const Problem& problem, u32 row, SCAN& scan, u32 first_part, u32 last_part,
-                                             u32 k, Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
+// scan_parts() of softmax_topk.cu in windows.
+template <class GROUP, class SCAN, class SHARE, class FINISH_PART>
+__device__ __forceinline__ void scan_windows(const Problem& problem, u32 row, SCAN& scan, const SHARE& share,
+                                             Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
                                              FINISH_PART finish_part) {
-  scan.start(first_part + GROUP::warp(), last_part);
+  scan.start(share.first_part + GROUP::warp(), share.last_part);
   scan.prepare(problem, row);
-  candidates.restart(k);
+  candidates.restart(share.k);
   bool is_open = scan.has_more();
   if (is_open) {
     scan.read_window();

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .suites import Case
+from .suites import ROUTERS, Case
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -44,7 +45,26 @@ def make_inputs(case: Case, device: torch.device, count: int, seed: int = 0) -> 
     inputs = [row[:numel].view(shape) for row in storage.unbind(0)]
     for logits in inputs:
         fill(logits, case.distribution, generator)
+        if case.is_ragged:
+            # So that who knows no lengths has the same answer.
+            beyond = torch.arange(case.vocab, device=device) >= lengths_of(case, device).unsqueeze(-1)
+            logits.masked_fill_(beyond, -math.inf)
     return inputs
+
+
+def lengths_of(case: Case, device: torch.device) -> Tensor:
+    """The rows' lengths, int32 (rows,), the same in every run."""
+    generator = torch.Generator().manual_seed(case.rows)
+    return torch.randint(case.vocab + 1, (case.rows,), generator=generator, dtype=torch.int32).to(device)
+
+
+def router_settings(case: Case, device: torch.device) -> dict[str, Any]:
+    """What router_topk() is asked for, with the bias, the same in every run."""
+    settings = dict(ROUTERS[case.router])
+    if settings.get("bias"):
+        generator = torch.Generator().manual_seed(case.vocab)
+        settings["bias"] = torch.randn(case.vocab, generator=generator).mul_(0.1).to(device)
+    return settings
 
 
 def fill(logits: Tensor, distribution: str, generator: torch.Generator) -> None:

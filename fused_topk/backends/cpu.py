@@ -9,18 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..layout.router_launch import SCORINGS
 from ..problem import (
     FullRowProblem,
     LinearProblem,
     MergeProblem,
     MergeTensors,
+    RouterProblem,
+    RouterTopK,
     Sample,
     SampleProblem,
     TopK,
     TopkProblem,
 )
 from ..rows import LogitRows
-from .protocol import StartFullRows, StartMerge, StartTopk
+from .protocol import StartFullRows, StartMerge, StartRouter, StartTopk
 
 _cpu: Any
 try:
@@ -75,23 +78,20 @@ def prepare_topk(
     """See :class:`protocol.Backend`. `instruction_set`: one of `_cpu.instruction_sets()` instead of the best, for tests."""
     rows, k, values, normalize = problem.settled()
     topk = _cpu.Topk(
-        *_layout_of(rows),
+        _layout_of(rows, instruction_set),
         k,
         _VALUE_KINDS[values],
         _NORMALIZE_OVER[normalize],
         () if beam_scores is None else beam_scores.stride(),
-        instruction_set,
     )
-    is_scaled = rows.row_temperature is not None
+    is_unscaled = values == "logits"
 
     def run(rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None:
-        logits, _, row_temperature, mask = rows
+        if is_unscaled and rows.row_temperature is not None:
+            rows = rows.unscaled()
         values, indices, logsumexp = out
         topk(
-            logits.data_ptr(),
-            # A broadcast view begins where its tensor does.
-            row_temperature.data_ptr() if is_scaled and row_temperature is not None else 0,
-            0 if mask is None else mask.data_ptr(),
+            _addresses_of(rows),
             values.data_ptr(),
             indices.data_ptr(),
             logsumexp.data_ptr(),
@@ -146,12 +146,12 @@ def linear_topk(
         # The logits, with m and d at the temperature.
         values = "logits"
     hidden = rows.logits if rows.logits.stride(-1) == 1 else rows.logits.contiguous()
+    # What stands for the logits, which are never all there.
+    rows = rows.with_logits(hidden.new_empty((1, 1)).expand(len(hidden), len(weight)))
     _cpu.linear_topk(
-        _DTYPES[weight.dtype],
-        hidden.shape[0],
-        *weight.shape,
-        *_layout_of_scale_and_mask(rows),
-        *_addresses_of(rows)[1:],
+        _layout_of(rows, instruction_set),
+        _addresses_of(rows),
+        hidden.shape[1],
         hidden.data_ptr(),
         hidden.stride(0),
         weight.data_ptr(),
@@ -164,7 +164,6 @@ def linear_topk(
         *map(_address, best),
         _address(state),
         _num_threads(),
-        instruction_set,
     )
 
 
@@ -173,11 +172,33 @@ def prepare_full_rows(
 ) -> StartFullRows:
     """See :class:`protocol.Backend`. `instruction_set`: as for :func:`prepare_topk`."""
     full_rows = _cpu.FullRows(
-        *_layout_of(problem.rows), _FULL_ROW_KINDS[problem.values], _DTYPES[dtype], instruction_set
+        _layout_of(problem.rows, instruction_set), _FULL_ROW_KINDS[problem.values], _DTYPES[dtype]
     )
 
     def run(rows: LogitRows, out: Tensor) -> None:
-        full_rows(*_addresses_of(rows), out.data_ptr(), _num_threads())
+        full_rows(_addresses_of(rows), out.data_ptr(), _num_threads())
+
+    return run
+
+
+def prepare_router(problem: RouterProblem, device: torch.device, instruction_set: str = "") -> StartRouter:
+    """See :class:`protocol.Backend`. `instruction_set`: as for :func:`prepare_topk`."""
+    p = problem
+    route = _cpu.Router(
+        _layout_of(p.rows, instruction_set),
+        p.k,
+        SCORINGS[p.scoring],
+        p.groups,
+        p.topk_groups,
+        p.group_score == "top2",
+        p.normalize,
+        p.scale,
+    )
+
+    def run(rows: LogitRows, bias: Tensor | None, out: RouterTopK) -> None:
+        weights, experts = out
+        is_short = experts.dtype is torch.int32
+        route(_addresses_of(rows), _address(bias), weights.data_ptr(), experts.data_ptr(), is_short, _num_threads())
 
     return run
 
@@ -186,8 +207,8 @@ def sample(problem: SampleProblem, out: Sample, instruction_set: str = "") -> No
     """See :class:`protocol.Backend`. `instruction_set`: as for :func:`prepare_topk`."""
     p = problem
     _cpu.sample(
-        *_layout_of(p.rows),
-        *_addresses_of(p.rows),
+        _layout_of(p.rows, instruction_set),
+        _addresses_of(p.rows),
         p.top_k,
         _address(p.row_top_k),
         p.top_p,
@@ -207,7 +228,6 @@ def sample(problem: SampleProblem, out: Sample, instruction_set: str = "") -> No
         *map(_address, (None,) * 3 if out.topk is None else out.topk),
         *map(_address, (None,) * 2 if out.kept is None else out.kept),
         _num_threads(),
-        instruction_set,
     )
 
 
@@ -215,23 +235,29 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _layout_of(rows: LogitRows) -> tuple[Any, ...]:
-    """The arguments that say how the rows lie: struct LogitRows of csrc/cpu/logit_rows.h, without its addresses."""
-    logits = rows.logits
-    return _DTYPES[logits.dtype], logits.shape, logits.stride(), *_layout_of_scale_and_mask(rows)
-
-
-def _layout_of_scale_and_mask(rows: LogitRows) -> tuple[Any, ...]:
-    _, temperature, row_temperature, mask = rows
-    return (
-        temperature,
+def _layout_of(rows: LogitRows, instruction_set: str) -> Any:
+    """How the rows lie: struct LogitRows of csrc/cpu/logit_rows.h, without its addresses."""
+    logits, row_temperature, mask, lengths = rows.logits, rows.row_temperature, rows.mask, rows.lengths
+    return _cpu.logit_rows(
+        _DTYPES[logits.dtype],
+        logits.shape,
+        logits.stride(),
+        rows.temperature,
         () if row_temperature is None else row_temperature.stride(),
         _NO_MASK if mask is None else _BOOL_MASK if mask.dtype is torch.bool else _PACKED_MASK,
         () if mask is None else mask.stride(),
+        lengths is not None and lengths.dtype is torch.int64,
+        () if lengths is None else lengths.stride(),
+        instruction_set,
     )
 
 
 def _addresses_of(rows: LogitRows) -> tuple[int, ...]:
     """The addresses of struct LogitRows. A broadcast view begins where its tensor does."""
-    logits, _, row_temperature, mask = rows
-    return logits.data_ptr(), _address(row_temperature), _address(mask)
+    logits, _, row_temperature, mask, lengths = rows
+    return (
+        logits.data_ptr(),
+        0 if row_temperature is None else row_temperature.data_ptr(),
+        0 if mask is None else mask.data_ptr(),
+        0 if lengths is None else lengths.data_ptr(),
+    )

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +19,10 @@ from torch import Tensor
 
 from .. import env
 from ..cuda_runtime import driver, tickets
-from ..layout import full_row_launch, launch, topk_launch
+from ..layout import full_row_launch, launch, router_launch, topk_launch
 from ..layout.full_row_choice import FullRowChoice, choose_full_row
 from ..layout.full_row_launch import FullRowLaunch
-from ..layout.kernel_arguments import LogitGradients, Piece, SampleRows
+from ..layout.kernel_arguments import LogitGradients, Piece, SampleRows, address, rows_writer
 from ..layout.launch import FORMATS, row_count
 from ..layout.topk_choice import MAX_K, KernelChoice, choose
 from ..layout.topk_launch import Launch, Layout
@@ -29,13 +31,15 @@ from ..problem import (
     LogitGradientProblem,
     MergeProblem,
     MergeTensors,
+    RouterProblem,
+    RouterTopK,
     Sample,
     SampleProblem,
     TopK,
     TopkProblem,
 )
 from ..rows import LogitRows
-from .protocol import StartFullRows, StartMerge, StartTopk
+from .protocol import StartFullRows, StartMerge, StartRouter, StartTopk
 
 # One element of that many bytes, which CuPy passes by value.
 _TOPK_ARGUMENT = np.dtype(f"V{topk_launch.PROBLEM_BYTES}")
@@ -43,7 +47,9 @@ _MERGE_ARGUMENT = np.dtype(f"V{launch.STATES_BYTES}")
 _FULL_ROW_ARGUMENT = np.dtype(f"V{full_row_launch.FULL_ROWS_BYTES}")
 _GRADIENT_ARGUMENT = np.dtype(f"V{ctypes.sizeof(LogitGradients)}")
 _SAMPLE_ARGUMENT = np.dtype(f"V{ctypes.sizeof(SampleRows)}")
+_ROUTING_ARGUMENT = np.dtype(f"V{router_launch.ROUTING_BYTES}")
 _PIECE_ARGUMENT = np.dtype(f"V{ctypes.sizeof(Piece)}")
+_write_gradient_rows, _write_sample_rows, _write_piece_rows = map(rows_writer, (LogitGradients, SampleRows, Piece))
 _SHARED_BYTES_UNASKED = 48 << 10  # what a kernel has without asking
 
 unavailable = driver.unavailable
@@ -65,14 +71,14 @@ def prepare_topk(
     if choice is None:
         choice = topk_choice(count, logits.shape[-1], problem.k, itemsize, index, beam_scores is not None)
     unaligned, aligned = (
-        topk_launch.plan(_topk_layout(problem, is_aligned, beam_scores), choice) for is_aligned in (False, True)
+        topk_launch.plan(Layout.of(problem, is_aligned, beam_scores), choice) for is_aligned in (False, True)
     )
     has_adjacent = _has_adjacent(logits)
 
     def run(rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None:
-        address = rows.logits.data_ptr()
-        planned = unaligned if address % 16 else aligned
-        if planned is None or not has_adjacent or address % itemsize:
+        start = rows.logits.data_ptr()
+        planned = unaligned if start % 16 else aligned
+        if planned is None or not has_adjacent or start % itemsize:
             copied = _copied(problem.rows.at(rows))
             prepare_topk(problem._replace(rows=copied), device, beam_scores, choice)(copied, out, beam_scores)
             return
@@ -92,7 +98,7 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
             prepare_merge(problem.at(copied), device)(copied, out)
             return
         function = driver.function(index, planned.kernel)
-        filled = planned.fill(*map(_address, tensors), *map(_address, out))
+        filled = planned.fill(*map(address, tensors), *map(address, out))
         driver.call(function, planned.grid, planned.threads, (np.frombuffer(filled, _MERGE_ARGUMENT),), index)
 
     return run
@@ -116,34 +122,30 @@ def accumulate_piece(
             the ranks int64 (rows, 1) or None, to which the tokens of the piece are added that rank before; each contiguous. A
             token's logit is known before the ranks are.
     """
-    logits, temperature, row_temperature, _ = rows
+    rows, logits = rows.with_adjacent_numbers(), rows.logits
     device = logits.get_device()
     count, tokens = logits.shape
     target_tokens, target_logits, ranks = targets or (None, None, None)
-    row_temperature = None if row_temperature is None else row_temperature.contiguous()
     filled = Piece(
-        logits=logits.data_ptr(),
         row_stride=logits.stride(0),
-        row_temperature=_address(row_temperature),
         values=state.values.data_ptr(),
         indices=state.indices.data_ptr(),
         state=state.logsumexp.data_ptr(),
-        targets=_address(target_tokens),
-        target_logits=_address(target_logits),
-        target_ranks=_address(ranks),
+        targets=address(target_tokens),
+        target_logits=address(target_logits),
+        target_ranks=address(ranks),
         rows=count,
         tokens=tokens,
         k=state.values.shape[1],
         num_targets=0 if target_tokens is None else target_tokens.shape[1],
         first_token=first_token,
         is_first=first_token == 0,
-        temperature=temperature,
     )
     driver.call(
         driver.function(device, launch.piece_kernel(logits.dtype, ranks is not None)),
         (launch.piece_blocks(count),),
         launch.PIECE_THREADS,
-        (np.frombuffer(bytes(filled), _PIECE_ARGUMENT),),
+        (_argument(filled, _write_piece_rows, rows, _PIECE_ARGUMENT),),
         device,
         launch.piece_shared_bytes(logits.dtype),
     )
@@ -165,19 +167,45 @@ def prepare_full_rows(
     has_adjacent, is_written = _has_adjacent(logits), problem.values != "logsumexp"
 
     def run(rows: LogitRows, out: Tensor) -> None:
-        address, to = rows.logits.data_ptr(), out.data_ptr()
-        planned = unaligned if address % 16 or (is_written and to % 16) else aligned
-        if planned is None or not has_adjacent or address % itemsize:
+        start, to = rows.logits.data_ptr(), out.data_ptr()
+        planned = unaligned if start % 16 or (is_written and to % 16) else aligned
+        if planned is None or not has_adjacent or start % itemsize:
             given = problem.rows.at(rows)
             copied = given._replace(logits=given.logits.clone(memory_format=torch.contiguous_format))
             prepare_full_rows(problem._replace(rows=copied), device, dtype, choice)(copied, out)
             return
-        if rows.row_temperature is not None:
-            # One number a row. They seldom have other strides, and the kernel knows no others.
-            given = problem.rows.at(rows)
-            assert given.row_temperature is not None
-            rows = given._replace(row_temperature=given.row_temperature.contiguous())
+        if problem.rows.has_numbers():
+            # They seldom have other strides, and the kernel knows no others.
+            rows = problem.rows.at(rows).with_adjacent_numbers()
         _launch_full_rows(planned, index, rows, out)
+
+    return run
+
+
+def prepare_router(problem: RouterProblem, device: torch.device) -> StartRouter:
+    """See :class:`protocol.Backend`."""
+    p, logits, index = problem, problem.rows.logits, device.index
+    itemsize, experts = logits.element_size(), logits.shape[-1]
+    layout = Layout.of(TopkProblem(p.rows, p.k, "softmax", "allowed"), is_aligned=False)
+    planned = topk_launch.plan(layout, router_launch.CHOICE)
+    kernel = router_launch.kernel_name(logits.dtype, experts, p.scoring)
+    wanted = router_launch.argument(experts, p.groups, p.topk_groups, p.group_score, p.normalize, p.scale)
+    shared_bytes = router_launch.shared_bytes(experts, itemsize, p.groups)
+    has_adjacent = _has_adjacent(logits)
+
+    def run(rows: LogitRows, bias: Tensor | None, out: RouterTopK) -> None:
+        if planned is None or not has_adjacent or rows.logits.data_ptr() % itemsize:
+            copied = _copied(problem.rows.at(rows))
+            prepare_router(problem._replace(rows=copied), device)(copied, bias, out)
+            return
+        if bias is not None and bias.data_ptr() % router_launch.BIAS_ALIGNMENT:
+            bias = bias.clone()
+        weights, chosen = out
+        # The kernel writes no logsumexp.
+        filled = planned.fill(rows, None, 0, 0, TopK(weights, chosen, weights))
+        routing = router_launch.filled(wanted, address(bias), chosen.dtype is torch.int32)
+        arguments = (np.frombuffer(filled, _TOPK_ARGUMENT), np.frombuffer(routing, _ROUTING_ARGUMENT))
+        driver.call(driver.function(index, kernel), planned.grid, planned.threads, arguments, index, shared_bytes)
 
     return run
 
@@ -185,17 +213,13 @@ def prepare_full_rows(
 def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int) -> None:
     """Turns logits (rows, tokens), which begin at token `start` and are adjacent in a row, into their gradient. Hidden tokens have
     none."""
-    logits, temperature, row_temperature, mask = rows
+    rows, logits, mask = rows.with_adjacent_numbers(), rows.logits, rows.mask
     p, index = problem, logits.get_device()
     count, tokens = logits.shape
-    row_temperature = None if row_temperature is None else row_temperature.contiguous()
     filled = LogitGradients(
-        logits=logits.data_ptr(),
         m=p.m.data_ptr(),
         coefficient=p.coefficient.data_ptr(),
-        row_temperature=_address(row_temperature),
         listed=p.listed.data_ptr(),
-        mask=_address(mask),
         row_stride=logits.stride(0),
         mask_row_stride=0 if mask is None else mask.stride(0),
         mask_element_stride=0 if mask is None else mask.stride(1),
@@ -203,18 +227,17 @@ def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int) 
         start=start,
         length=p.listed.shape[1],
         mask_kind=mask is not None and mask.dtype != torch.bool,
-        temperature=temperature,
     )
     function = driver.function(index, launch.gradient_kernel(logits.dtype))
     grid = launch.gradient_grid(count, tokens, logits.element_size())
-    argument = np.frombuffer(bytes(filled), _GRADIENT_ARGUMENT)
+    argument = _argument(filled, _write_gradient_rows, rows, _GRADIENT_ARGUMENT)
     driver.call(function, grid, launch.GRADIENT_THREADS, (argument,), index)
 
 
 def sample(problem: SampleProblem, out: Sample) -> None:
     """See :class:`protocol.Backend`. One launch without filters, else two: the row's best with its (m, d), and the draws."""
     p = problem
-    logits, temperature, row_temperature, mask = p.rows
+    logits, mask = p.rows.logits, p.rows.mask
     index = logits.get_device()
     if not _has_adjacent(logits) or logits.data_ptr() % logits.element_size():
         logits = logits.clone(memory_format=torch.contiguous_format)
@@ -226,7 +249,8 @@ def sample(problem: SampleProblem, out: Sample) -> None:
     length = 0 if is_whole else launch.sample_list_length(vocab_size, top_k)
     if length < p.logprobs <= launch.LONGEST_LIST and not is_whole:
         length = p.logprobs
-    own = LogitRows(logits, mask=mask)
+    given = p.rows.with_logits(logits)
+    own = given.unscaled()
     listed = None if is_whole else _topk_state(own, length)
     best: TopK | None = None
     if out.topk is not None and p.logprobs <= length:
@@ -243,39 +267,35 @@ def sample(problem: SampleProblem, out: Sample) -> None:
         words, counters = launch.searching_scratch(rows, blocks)
     scratch = torch.empty(words, dtype=torch.int64, device=logits.device) if words else None
     filled = SampleRows(
-        logits=logits.data_ptr(),
         row_stride=logits.stride(0),
         V=vocab_size,
         blocks_per_row=blocks,
         num_samples=p.num_samples,
         part_length_log2=launch.part_length_log2(vocab_size),
-        scratch=_address(scratch),
+        scratch=address(scratch),
         tickets=tickets.zeroed(index, counters) if counters else 0,
         tokens=out.tokens.data_ptr(),
         log_probs=out.log_probs.data_ptr(),
-        temperature=temperature,
-        row_temperature=_address(row_temperature),
         seed=p.seed,
-        row_seed=_address(p.row_seed),
+        row_seed=address(p.row_seed),
         counter=p.counter,
-        row_counter=_address(p.row_counter),
+        row_counter=address(p.row_counter),
         one=launch.sample_unit(vocab_size),
         truncated=p.truncated,
         mask_kind=mask is not None and mask.dtype != torch.bool,
         length=length,
         first_row=p.first_row,
-        mask=_address(mask),
         mask_row_stride=0 if mask is None else mask.stride(0),
         mask_element_stride=0 if mask is None else mask.stride(1),
         list_logits=0 if listed is None else listed.values.data_ptr(),
         list_indices=0 if listed is None else listed.indices.data_ptr(),
         list_state=0 if listed is None else listed.logsumexp.data_ptr(),
         top_k=p.top_k,
-        row_top_k=_address(p.row_top_k),
+        row_top_k=address(p.row_top_k),
         top_p=p.top_p,
-        row_top_p=_address(p.row_top_p),
+        row_top_p=address(p.row_top_p),
         min_p=p.min_p,
-        row_min_p=_address(p.row_min_p),
+        row_min_p=address(p.row_min_p),
         best_values=0 if best is None else best.values.data_ptr(),
         best_indices=0 if best is None else best.indices.data_ptr(),
         best_logsumexp=0 if best is None else best.logsumexp.data_ptr(),
@@ -285,7 +305,7 @@ def sample(problem: SampleProblem, out: Sample) -> None:
         kept_logsumexp=0 if out.kept is None else out.kept.logsumexp.data_ptr(),
     )
     function = driver.function(index, launch.sample_kernel(logits.dtype, is_whole))
-    argument = np.frombuffer(bytes(filled), _SAMPLE_ARGUMENT)
+    argument = _argument(filled, _write_sample_rows, given, _SAMPLE_ARGUMENT)
     driver.call(
         function,
         (rows, blocks),
@@ -312,8 +332,13 @@ def _device_of(logits: Tensor) -> torch.device:
     return torch.device("cuda", max(logits.get_device(), 0))
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _argument(
+    filled: ctypes.Structure, write_rows: Callable[[bytearray, LogitRows], None], rows: LogitRows, dtype: np.dtype[Any]
+) -> np.ndarray[Any, Any]:
+    """A kernel's argument, once the rows are written into it."""
+    buffer = bytearray(filled)
+    write_rows(buffer, rows)
+    return np.frombuffer(buffer, dtype)
 
 
 def read_rows(logits: Tensor) -> None:
@@ -342,7 +367,7 @@ def topk_kernel(problem: TopkProblem, device: int, beam_scores: Tensor | None = 
     logits = problem.rows.logits
     rows, vocab_size = row_count(logits.shape), logits.shape[-1]
     choice = topk_choice(rows, vocab_size, problem.k, logits.element_size(), device, beam_scores is not None)
-    planned = topk_launch.plan(_topk_layout(problem, True, beam_scores), choice)
+    planned = topk_launch.plan(Layout.of(problem, True, beam_scores), choice)
     assert planned is not None, "contiguous tensors have one stride"
     return planned.kernel
 
@@ -386,26 +411,13 @@ def full_row_choice(device: int, vocab_size: int, itemsize: int) -> FullRowChoic
 
 def _launch_topk(planned: Launch, device: int, rows: LogitRows, beam_scores: Tensor | None, out: TopK) -> None:
     """Launches what is planned, with the addresses of this call."""
-    logits, temperature, row_temperature, mask = rows
     function = driver.function(device, planned.kernel)
     scratch = first_ticket = 0
     if planned.scratch_words:
         workspace = torch.empty(planned.scratch_words, dtype=torch.int64, device=out.values.device)
         scratch = workspace.data_ptr()
         first_ticket = tickets.zeroed(device, planned.row_tickets + planned.beam_tickets)
-    filled = planned.fill(
-        logits.data_ptr(),
-        temperature,
-        _address(row_temperature),
-        _address(mask),
-        _address(beam_scores),
-        scratch,
-        first_ticket,
-        out.values.data_ptr(),
-        out.indices.data_ptr(),
-        out.logsumexp.data_ptr(),
-    )
-    argument = np.frombuffer(filled, _TOPK_ARGUMENT)
+    argument = np.frombuffer(planned.fill(rows, beam_scores, scratch, first_ticket, out), _TOPK_ARGUMENT)
     shared_bytes = planned.shared_bytes
     if shared_bytes > _SHARED_BYTES_UNASKED:
         # A kernel for hardware that has less than this needs less.
@@ -421,10 +433,7 @@ def _launch_full_rows(planned: FullRowLaunch, device: int, rows: LogitRows, out:
         workspace = torch.empty(planned.scratch_words, dtype=torch.int64, device=out.device)
         scratch = workspace.data_ptr()
         counters = tickets.zeroed(device, planned.counters)
-    filled = planned.fill(
-        rows.logits.data_ptr(), rows.temperature, _address(rows.row_temperature), scratch, counters, out.data_ptr()
-    )
-    argument = np.frombuffer(filled, _FULL_ROW_ARGUMENT)
+    argument = np.frombuffer(planned.fill(rows, scratch, counters, out), _FULL_ROW_ARGUMENT)
     driver.call(
         function,
         planned.grid,
@@ -433,23 +442,6 @@ def _launch_full_rows(planned: FullRowLaunch, device: int, rows: LogitRows, out:
         device,
         planned.shared_bytes,
         is_cooperative=planned.is_cooperative,
-    )
-
-
-def _topk_layout(problem: TopkProblem, is_aligned: bool, beam_scores: Tensor | None) -> Layout:
-    logits, _, row_temperature, mask = problem.rows
-    return Layout(
-        logits.shape,
-        logits.stride(),
-        logits.dtype,
-        is_aligned,
-        problem.k,
-        problem.values,
-        problem.normalize,
-        mask is not None and mask.dtype != torch.bool,
-        None if mask is None else mask.stride(),
-        None if row_temperature is None else row_temperature.stride(),
-        None if beam_scores is None else beam_scores.stride(),
     )
 
 

@@ -10,10 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, MergeProblem, Sample, SampleProblem, TopK, TopkProblem
+from ..problem import (
+    FullRowProblem,
+    MergeProblem,
+    RouterProblem,
+    RouterTopK,
+    Sample,
+    SampleProblem,
+    TopK,
+    TopkProblem,
+)
 from ..rows import LogitRows
-from . import reference_sampling
-from .protocol import StartFullRows, StartMerge, StartTopk
+from . import reference_routing, reference_sampling
+from .protocol import StartFullRows, StartMerge, StartRouter, StartTopk
 from .reference_rows import counted_logits, gather, ranking, working_dtype
 
 
@@ -50,6 +59,15 @@ def prepare_full_rows(problem: FullRowProblem, device: torch.device, dtype: torc
     return lambda rows, out: full_rows(problem._replace(rows=problem.rows.at(rows)), out)
 
 
+def prepare_router(problem: RouterProblem, device: torch.device) -> StartRouter:
+    """reference_routing.route()."""
+
+    def run(rows: LogitRows, bias: Tensor | None, out: RouterTopK) -> None:
+        reference_routing.route(problem._replace(rows=problem.rows.at(rows), bias=bias), out)
+
+    return run
+
+
 def sample(problem: SampleProblem, out: Sample) -> None:
     """Draws tokens, and lists the best of the model's own distribution."""
     if out.topk is not None:
@@ -69,7 +87,7 @@ def row_topk(problem: TopkProblem, out: TopK) -> None:
 
     dtype = working_dtype(rows.logits)
     temperature = _temperature(rows.scale, dtype)
-    x = (rows.logits if problem.normalize == "all" else candidates).to(dtype)
+    x = counted_logits(rows, problem.normalize).to(dtype)
     m, d = _normalizer(x, temperature)
     if problem.values == "state":
         out.values.copy_(chosen)

@@ -10,18 +10,15 @@ from ..arguments import (
     check_backend,
     check_dim,
     check_logits,
+    check_no_lengths,
     check_result_dtype,
     check_rows,
     is_distributed,
     plain_rows,
 )
-from ..operators import full_rows, transforms
-from ..operators.dispatch import way_of_call
+from ..operators import calls
 from ..plans import full_row_plan
 from ..problem import result_dtype
-
-# Looked up once, not at every call.
-_full_rows = torch.ops.fused_topk.full_rows.default
 
 
 def softmax(
@@ -29,10 +26,14 @@ def softmax(
     dim: int = -1,
     *,
     temperature: float | Tensor | None = None,
+    lengths: Tensor | None = None,
     dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """The probabilities `softmax(logits / temperature)` of full rows.
+
+    >>> softmax(torch.tensor([0.0, 0.0]))
+    tensor([0.5000, 0.5000])
 
     Each logit is read once. In rows longer than the chip can hold, some logits are read twice.
 
@@ -45,6 +46,9 @@ def softmax(
         temperature: divides the logits. A positive number, or a floating-point tensor with one number per row,
             broadcastable to the shape of `logits` without `dim`. The values of a CPU tensor are checked. Those of a
             CUDA tensor are not: a row whose temperature is not positive has NaN results.
+        lengths: how many of a row's first tokens there are: int32 or int64, 0 <= length <= V, broadcastable to the shape of
+            `logits` without `dim`. A token at or beyond its row's length counts as a logit of -inf, whatever lies there, and
+            is not read. The values of a CPU tensor are checked; those of a CUDA tensor are clamped.
         dtype: the dtype of the result: None for the dtype of `logits`, or torch.float32.
         backend: None picks the fastest backend that works, and falls back to torch operations. "cuda", "cpu" (native)
             and "reference" (torch operations) name one; if it does not work, the call raises.
@@ -63,13 +67,8 @@ def softmax(
         in every batch. A call does not wait for the device, except the first call of a kernel on a GPU (see
         :func:`warm_up`). Can be captured in a CUDA graph and compiled with fullgraph=True. Differentiable with respect
         to the logits.
-
-    Example:
-        >>> import torch, fused_topk
-        >>> fused_topk.softmax(torch.tensor([0.0, 0.0]))
-        tensor([0.5000, 0.5000])
     """
-    return _values("softmax", logits, dim, temperature, dtype, backend)
+    return _values("softmax", logits, dim, temperature, lengths, dtype, backend)
 
 
 def log_softmax(
@@ -77,10 +76,14 @@ def log_softmax(
     dim: int = -1,
     *,
     temperature: float | Tensor | None = None,
+    lengths: Tensor | None = None,
     dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """The log-probabilities `log_softmax(logits / temperature)` of full rows. The contract is that of :func:`softmax`.
+
+    >>> log_softmax(torch.tensor([0.0, 0.0]))
+    tensor([-0.6931, -0.6931])
 
     They are computed as (x - m) / T - log d with the row's maximum m. So a large common offset of the logits costs no
     accuracy.
@@ -89,6 +92,7 @@ def log_softmax(
         logits: see :func:`softmax`, which describes all arguments.
         dim: the vocabulary dimension.
         temperature: a positive number, or a tensor with one number per row.
+        lengths: how many of a row's first tokens there are, one number a row.
         dtype: None, or torch.float32.
         backend: None, "cuda", "cpu" or "reference".
 
@@ -98,7 +102,7 @@ def log_softmax(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax`.
     """
-    return _values("log_softmax", logits, dim, temperature, dtype, backend)
+    return _values("log_softmax", logits, dim, temperature, lengths, dtype, backend)
 
 
 def logsumexp(
@@ -106,14 +110,19 @@ def logsumexp(
     dim: int = -1,
     *,
     temperature: float | Tensor | None = None,
+    lengths: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """`logsumexp(logits / temperature)` of every row, in one read.
+
+    >>> logsumexp(torch.tensor([0.0, 0.0]))
+    tensor(0.6931)
 
     Args:
         logits: see :func:`softmax`, which describes all arguments.
         dim: the vocabulary dimension.
         temperature: a positive number, or a tensor with one number per row.
+        lengths: how many of a row's first tokens there are, one number a row.
         backend: None, "cuda", "cpu" or "reference".
 
     Returns:
@@ -123,7 +132,7 @@ def logsumexp(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax`.
     """
-    return _values("logsumexp", logits, dim, temperature, None, backend)
+    return _values("logsumexp", logits, dim, temperature, lengths, None, backend)
 
 
 def _values(
@@ -131,6 +140,7 @@ def _values(
     logits: Tensor,
     dim: int,
     temperature: float | Tensor | None,
+    lengths: Tensor | None,
     dtype: torch.dtype | None,
     backend: str | None,
 ) -> Tensor:
@@ -140,7 +150,7 @@ def _values(
         and (backend is None or type(backend) is str)
         and (dtype is None or type(dtype) is torch.dtype)
     ):
-        rows = plain_rows(logits, temperature)
+        rows = plain_rows(logits, temperature, lengths=lengths)
         if rows is not None:
             check_backend(backend)
             return full_row_plan(logits.device, rows.layout(), values, dtype, backend).run(rows)
@@ -148,13 +158,13 @@ def _values(
         # Imported here: plain tensors need no torch.distributed.
         from ..distributed import dtensors
 
+        check_no_lengths(lengths, "set the logits to -inf there")
         return dtensors.full_rows(values, logits, dim, temperature, dtype, backend)
     check_logits(logits)
     dims = logits.dim()
     dim = check_dim(dim, dims)
-    rows = check_rows(logits if dim == dims - 1 else logits.movedim(dim, -1), temperature)
+    rows = check_rows(logits if dim == dims - 1 else logits.movedim(dim, -1), temperature, lengths=lengths)
     check_backend(backend)
     out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
-    run = way_of_call(full_rows.full_rows, _full_rows, transforms.FullRowValues.apply, *rows.tensors())
-    result: Tensor = run(*rows, values, out_dtype, backend)
+    result = calls.full_rows(rows, values, out_dtype, backend)
     return result if rows.logits is logits or values == "logsumexp" else result.movedim(-1, dim)

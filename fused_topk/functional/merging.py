@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions for rows in parts: the state of each part, and the merge of states."""
+"""The public functions that merge the states of a row's parts, as topk_state() gives them."""
 
 from __future__ import annotations
 
@@ -15,72 +15,13 @@ from ..arguments import (
     check_k,
     check_normalize,
     check_part,
-    check_rows,
-    check_start,
     check_temperature,
 )
-from ..operators import merging, row_topk, transforms
-from ..operators.dispatch import way_of_call
+from ..operators import calls
 from ..problem import TopK, TopKState, result_dtype
 
-_row_topk = torch.ops.fused_topk.row_topk.default
-_merge_parts = torch.ops.fused_topk.merge_parts.default
 _VALUES = ("softmax", "log_softmax", "logits")
 _NO_TOKEN = -1
-
-
-def topk_state(
-    logits: Tensor,
-    k: int,
-    *,
-    start: int = 0,
-    temperature: float | Tensor | None = None,
-    mask: Tensor | None = None,
-    normalize: str = "allowed",
-    backend: str | None = None,
-) -> TopKState:
-    """The state (m, d, T) of a part of every row, in one read of the logits: what :func:`merge_topk` takes.
-
-    Milakov & Gimelshein 2018, equations 6 and 7 and Algorithm 4 (https://arxiv.org/abs/1805.02867).
-
-    Args:
-        logits: shape (..., V_part), the columns `start` ... `start` + V_part - 1 of every row. See :func:`softmax_topk`,
-            which describes all arguments but `start`.
-        k: the number of candidates to keep. Where it exceeds V_part, all V_part are kept.
-        start: the token at which the part begins; start + V_part may exceed 2^31.
-        temperature: a positive number, or a tensor with one number per row. The merge must be given the same.
-        mask: the tokens of the part that may be chosen, bool or packed int32, with the part's first token first.
-        normalize: "allowed": m and d are of the allowed tokens. "all": they are of the whole part, and the mask hides
-            tokens from the choice only. "topk": as "allowed"; the merge then normalises by what it chooses.
-        backend: None, "cuda", "cpu" or "reference".
-
-    Returns:
-        TopKState with logits and indices of shape (..., min(k, V_part)), m and d of shape (...).
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
-
-    Contract:
-        The candidates, their order, ties, NaN, waiting and determinism are those of :func:`topk`. The logits are copied
-        bit for bit. The logits, m and d are differentiable.
-
-    Example:
-        >>> import torch, fused_topk
-        >>> x = torch.tensor([1.0, 3.0, 2.0, 3.0])
-        >>> parts = [fused_topk.topk_state(x[:2], 2), fused_topk.topk_state(x[2:], 2, start=2)]
-        >>> fused_topk.merge_topk(parts, 2).indices
-        tensor([1, 3])
-    """
-    rows = check_rows(logits, temperature, mask)
-    # Any k suits a part that is shorter.
-    check_k(k, 2**63 - 1)
-    k = min(k, logits.shape[-1])
-    check_start(start)
-    check_normalize(normalize)
-    check_backend(backend)
-    run = way_of_call(row_topk.row_topk, _row_topk, transforms.RowTopk.apply, *rows.tensors())
-    best, indices, normalizer = run(*rows, k, "state", normalize, backend)
-    return TopKState(best, indices + start if start else indices, normalizer.select(0, 0), normalizer.select(0, 1))
 
 
 def merge_states(
@@ -91,6 +32,10 @@ def merge_states(
     backend: str | None = None,
 ) -> TopKState:
     """The state of the union of several parts of the same rows: the + of the monoid of states.
+
+    >>> from fused_topk import topk_state
+    >>> merge_states([topk_state(torch.tensor([1.0, 3.0]), 1), topk_state(torch.tensor([2.0]), 1, start=2)], k=2).indices
+    tensor([1, 2])
 
     Args:
         parts: one or more states, as :func:`topk_state` and this function return them, of parts without a common token,
@@ -127,6 +72,10 @@ def merge_topk(
 ) -> TopK:
     """The k best of whole rows, from the states of their parts: what the unsharded call gives.
 
+    >>> from fused_topk import topk_state
+    >>> merge_topk([topk_state(torch.tensor([1.0, 3.0]), 1), topk_state(torch.tensor([2.0]), 1, start=2)], k=2).indices
+    tensor([1, 2])
+
     Args:
         parts: see :func:`merge_states`.
         k: the number of results per row, at most what the parts hold together. A part must hold its own k best, or all of
@@ -147,13 +96,6 @@ def merge_topk(
         Indices, and the values of "logits", are exactly those of the unsharded call, ties included. Log-probabilities are
         formed as (x - m) / T - log d, so a large common offset of the logits costs no accuracy. The rest is the contract of
         :func:`softmax_topk`. Differentiable with respect to the parts' logits, m and d, except where a logit is -inf.
-
-    Example:
-        >>> import torch, fused_topk
-        >>> pieces = torch.arange(8.0).split(4)
-        >>> parts = [fused_topk.topk_state(x, 3, start=4 * i) for i, x in enumerate(pieces)]
-        >>> fused_topk.merge_topk(parts, 3, values="logits").values
-        tensor([7., 6., 5.])
     """
     check_choice("values", values, _VALUES)
     return TopK(*_merge(parts, k, temperature, values, normalize, backend))
@@ -189,15 +131,7 @@ def _merge(
     logits = _stacked([part.logits for part in parts], width, -torch.inf)
     indices = _stacked([part.indices for part in parts], width, _NO_TOKEN)
     m, d = torch.stack([part.m for part in parts]), torch.stack([part.d for part in parts])
-    return run_merge(logits, indices, m, d, None, k, number, row_temperature, values, normalize, backend)
-
-
-def run_merge(logits: Tensor, indices: Tensor, m: Tensor, d: Tensor, *rest: Any) -> Any:
-    """The operator merge_parts, with checked arguments, by the shortest way that serves these tensors."""
-    run = way_of_call(
-        merging.merge_parts, _merge_parts, transforms.MergeParts.apply, logits, indices, m, d, rest[0], rest[3]
-    )
-    return run(logits, indices, m, d, *rest)
+    return calls.merge_parts(logits, indices, m, d, None, k, number, row_temperature, values, normalize, backend)
 
 
 def _stacked(tensors: list[Tensor], width: int, filler: float) -> Tensor:

@@ -28,6 +28,7 @@ from ..arguments import (
     LEAST_TEMPERATURE,
     check_backend,
     check_k,
+    check_lengths,
     check_logits,
     check_mask,
     check_row_numbers,
@@ -56,6 +57,7 @@ def sample(
     top_p: float | Tensor = 1.0,
     min_p: float | Tensor = 0.0,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     seed: int | Tensor | None = None,
     counter: int | Tensor = 0,
     generator: torch.Generator | None = None,
@@ -80,6 +82,8 @@ def sample(
             Of equal tokens at this border the smaller indices are kept. 1 keeps all.
         min_p: keeps the tokens whose probability is at least `min_p` times that of the most likely one. 0 keeps all.
         mask: the tokens that may be drawn, as for :func:`softmax_topk`: a token that is not allowed counts as -inf.
+        lengths: how many of a row's first tokens there are, as for :func:`softmax_topk`: the others count as -inf, and are
+            not read.
         seed: names the random numbers, instead of a generator. An int64 tensor, broadcastable as `temperature`, is the
             seed of each row: a row then draws the same wherever it stands in whatever batch. One int is for all rows, and
             a row's number in the batch tells its draws from those of the others.
@@ -96,8 +100,8 @@ def sample(
 
     Returns:
         Sample with tokens int64 (..., num_samples), log_probs float32 (..., num_samples), topk, the TopK that
-        `log_softmax_topk(logits, logprobs, mask=mask)` gives (None for logprobs = 0), and kept, the :class:`Kept` of each row
-        (None unless asked for). float64 logits have float64 log_probs.
+        `log_softmax_topk(logits, logprobs, mask=mask, lengths=lengths)` gives (None for logprobs = 0), and kept, the :class:`Kept`
+        of each row (None unless asked for). float64 logits have float64 log_probs.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
@@ -109,7 +113,7 @@ def sample(
         row's number or 0), bit for bit the same on every backend. The token is the first by index at which the sum of the
         kept tokens' probabilities exceeds u. Backends sum in other orders: so they draw the same token unless u is within
         2^-19 of a border between two tokens, and keep the same tokens unless one is as near to the border of top-p.
-        A token that is not kept, or not allowed, is never drawn.
+        A token that is not kept, not allowed, or beyond the row's length is never drawn.
         `kept` does not count logits of -inf, and counts equal tokens at the border of top-p as they are kept. Tokens of less than
         2^-44 of the best one's probability (2^-30, the longer the row) may be left out of it, and of the draw. For temperature 0
         it has one token, with its logit as the logsumexp; for a row without a distribution none, with NaN.
@@ -130,7 +134,7 @@ def sample(
     """
     numbers = (temperature, top_k, top_p, min_p)
     request = (num_samples, logprobs, truncated_log_probs, kept, backend)
-    if type(logits) is Tensor and mask is None:
+    if type(logits) is Tensor and mask is None and lengths is None:
         planned = _planned(logits, numbers, request, seed, counter, generator)
         if planned is not None:
             return planned
@@ -144,7 +148,10 @@ def sample(
     allowed = check_mask(mask, logits)
     if allowed is not None:
         allowed = allowed.reshape(-1, allowed.shape[-1])
-    rows = LogitRows(logits.detach().reshape(-1, vocab_size), *temperatures, allowed)
+    of_rows = check_lengths(lengths, logits)
+    if of_rows is not None:
+        of_rows = of_rows.reshape(-1).contiguous()
+    rows = LogitRows(logits.detach().reshape(-1, vocab_size), *temperatures, allowed, of_rows)
     of_seed, of_counter = names_of(seed, counter, generator, logits)
     problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, logprobs, truncated_log_probs, kept)
     # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.

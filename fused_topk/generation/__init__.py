@@ -6,25 +6,36 @@
     model.generate(..., custom_generate=generate)     # the same for one call
     with fused_decoding(model, whole_step=True):      # beams share their prompt, and the cache is never copied
     FusedTopKLogitsProcessor(top_k, ...)              # an ordinary LogitsProcessor
+    TrieLogitsProcessor(TokenTrie(items, end), ...)   # another: texts must be items of a catalogue
     stats()                                           # what was fused, what was not, and why
     next_token_topk, topk_logprobs                    # compact results without generate()
+    with fuse_routers(model):                         # experts of a mixture are chosen by one launch, everywhere
 
-How stock loops are served without a copy of any:
+A call goes down through these, and none of them calls one above it:
 
-transformers' own loops run (`_sample`, `_beam_search`, and models' overrides of them); only what they compute on is other:
+    entrance, hooks     how a user asks, and what a model carries so that its calls are seen
+    ways                which way a call runs: in whole steps, or in transformers' loop
+    whole_step/         loops of our own: beams share their prompt, and a step can be compiled and captured
+    interception/       transformers' loop, of which each choice of tokens is fused that can be
+    tensor_parallel/    rows whose columns processes have between them, for the interception
+    edits/              what the processors of a call do, as edits of few tokens
+    trie/               a catalogue of items, and what may follow a text of it
+    choice/             how tokens are chosen from logits, their edits and what warpers keep
+
+How transformers' loops are served without a copy of any:
 
 1. Outside generate() nothing changes. Inside, a forward hook marks the logits that the model returns to the loop
    (`model_logits.ModelLogits`: real logits, usable for everything). Where the loop takes the last ones in float32, it
-   gets `scores.LazyScores`: a value that has not been computed. Only functions of transformers that run the loop do:
+   gets `lazy_scores.LazyScores`: a value that has not been computed. Only functions of transformers that run the loop do:
    processors, criteria, streamers and hooks, which may ask the model too, get plain tensors.
 2. A lazy value recognises what the loops do with it: log_softmax, the processors, adding the beams' scores, reshaping,
    and last topk, argmax or softmax + multinomial. Until then nothing is computed; the last one runs `beam_topk` or
-   `topk` on the model's own logits (`selection`).
+   `topk` on the model's own logits (`choice.selection`).
 3. Any other operation, known or not, gets the values that the stock operations compute, and the step goes on with
    stock operations. So a change in transformers can cost speed, never a result.
-4. Processors that touch few tokens become edits (`edits`): those tokens are left out of the one scan by a mask, a
-   bit for a token, and merged in with their new values. Which processors: those of exactly a known class with exactly
-   the known attributes. One that is anything else makes the step run the stock ones.
+4. Processors that touch few tokens become edits: those tokens are left out of the one scan by a mask, a bit for a token,
+   and merged in with their new values. Only processors of exactly a known class with exactly the known attributes do.
+   One that is anything else makes the step run the stock ones.
 
 Beside public API (forward hooks, generate, get_compiled_call) these private names are used:
 
@@ -37,34 +48,34 @@ Beside public API (forward hooks, generate, get_compiled_call) these private nam
 `_update_model_kwargs_for_generation`, `_unflatten_beam_dim`, `_get_top_k_continuations`
     methods that see the logits, the scores or the cache: to notice a model that has its own
 
-Of a tensor-parallel model the loop gets the columns of its own process (`tensor_parallel`): the LM head's forward() gives them
-in place of gathered logits, in an object that stands for the whole (`sharded_logits`). Lazy values choose from them by small
-collectives (`sharded_rows`). Everyone else gets the whole logits, gathered on demand.
+The loop of a tensor-parallel model gets the columns of its own process: the LM head's forward() gives them in place of
+gathered logits, in an object that stands for the whole (`sharded_logits`). Lazy values choose from them by small collectives
+(`sharded_rows`). Everyone else gets the whole logits, gathered on demand.
 
-With whole_step=True calls of the kinds that `whole_step` serves run in loops of its own.
-
-A model carries hooks (`hooks`) while it is enabled, in a block or in a call. They hold nothing of a call: what is
-asked for is kept by block, in a context variable, and what happens in a call is its `session.Session`.
+A model carries hooks while it is enabled, in a block or in a call. They hold nothing of a call: what is asked for is kept
+by block, in a context variable, and what happens in a call is its `calls.Call`.
 """
 
-from . import biases as biases  # these add to the table of edits
-from . import constraints as constraints
-from . import penalties as penalties
-from . import timestamps as timestamps
-from .custom_generate import generate
-from .decoding import disable, enable, fused_decoding
-from .hooks import FusedDecoding
+from .edits.tries import TrieLogitsProcessor
+from .edits.warpers import FusedTopKLogitsProcessor
+from .entrance import disable, enable, fused_decoding, generate
 from .logprobs import TokenLogprobs, next_token_topk, text_topk_logprobs, topk_logprobs
+from .request import FusedDecoding
+from .routers import FusedRouters, fuse_routers
 from .statistics import Stats, stats
-from .warpers import FusedTopKLogitsProcessor
+from .trie.token_trie import TokenTrie
 
 __all__ = [
     "FusedDecoding",
+    "FusedRouters",
     "FusedTopKLogitsProcessor",
     "Stats",
     "TokenLogprobs",
+    "TokenTrie",
+    "TrieLogitsProcessor",
     "disable",
     "enable",
+    "fuse_routers",
     "fused_decoding",
     "generate",
     "next_token_topk",

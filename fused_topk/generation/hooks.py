@@ -3,14 +3,13 @@
 
 Such a method does what the model's own method does, except within a call that is to be fused. So it may be wrapped again, or
 kept by somebody, without harm. A model carries the methods while it is enabled, a with block is open, or a call runs. Then
-they are removed without a trace. The state of a call is in its session, never in the model.
+they are removed without a trace. The state of a call is a `calls.Call`, never in the model.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -19,47 +18,23 @@ from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 
-from torch import nn
-
-from ..problem import TopK
 from ..tracing import is_traced
-from . import whole_step
-from .model_logits import is_of_a_loop
-from .session import Options, Session, running, running_session, session_of
-from .statistics import count_fallback, count_not_whole
-from .tensor_parallel import sharded_head_of
+from .calls import COMPILED, HOOKS, KEPT, LOOKUP, METHODS, Call, after_forward, call_of, running_call
+from .frames import caller_of_module
+from .lm_head import sharded_head_of
+from .request import Request
+from .statistics import count_fallback
+from .ways import run_call
+from .whole_step import Loop, decline_for, of_arguments
 
-# The one private name of transformers: a method that takes a loop's configuration and returns its processors.
-LOOKUP = "_get_logits_processor"
 # torch's private name of a module's forward hooks. If it changes, hooks that are added later get marked logits.
-_HOOKS = "_forward_hooks"
-_ATTRIBUTE = "_fused_topk_hooks"
+_FORWARD_HOOKS = "_forward_hooks"
+
+# A method of the LM head of a tensor-parallel model.
+_FORWARD = "forward"
 
 # One lock for all models. It is reentrant: the garbage collector may close a block at any line.
 _lock = threading.RLock()
-
-
-class FusedDecoding:
-    """The record of a with block: :func:`fused_decoding` yields it.
-
-    Attributes:
-        topk: with topk_per_step=k, the steps of the last generate() call, each a TopK without any tensor of the vocabulary's
-            size. values: float32 [rows, k], log-probabilities of the model's own distribution, before processors and
-            warpers. indices: int64 [rows, k], their tokens, most probable first. logsumexp: float32 [rows], of the logits.
-            Rows are those of the model's input in that step: sequences, or with beams sequence * beams + beam, as in
-            `beam_indices`. Empty where a mode is not served.
-    """
-
-    def __init__(self) -> None:
-        self.topk: list[TopK] = []
-
-
-class Request:
-    """What enable() or a with block asks for."""
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.given = FusedDecoding()
 
 
 # The blocks that this thread or task has entered. Another thread or task may have closed some of them.
@@ -76,12 +51,12 @@ class Hooks:
         self._module = module
         # The LM head of a tensor-parallel model, while it has a method of ours.
         self._head: Any = None
-        self._handle = module.register_forward_hook(_after_forward)
+        self._handle = module.register_forward_hook(after_forward)
         self.put()
 
     def put(self) -> None:
         """Puts the methods in front of the module's own methods, and of any that somebody has put there since."""
-        for name in _RUN:
+        for name in METHODS:
             _put(self._module, name)
         self._put_head()
 
@@ -96,12 +71,12 @@ class Hooks:
     def begin_call(self) -> None:
         self.num_calls += 1
         # model.compile() may have been called since.
-        _put(self._module, _COMPILED)
+        _put(self._module, COMPILED)
         self._put_head()
         # The hook must be the last one, so that other hooks get unmarked logits. Somebody may also have removed it.
-        hooks = getattr(self._module, _HOOKS, None)
+        hooks = getattr(self._module, _FORWARD_HOOKS, None)
         if hooks is not None and self._handle.id not in hooks:
-            self._handle = self._module.register_forward_hook(_after_forward)
+            self._handle = self._module.register_forward_hook(after_forward)
         elif hooks is not None and next(reversed(hooks)) != self._handle.id:
             hooks.move_to_end(self._handle.id)
 
@@ -120,17 +95,17 @@ class Hooks:
         """A copy of the module's attributes without the hooks."""
         state = dict(state)
         self._leave(state)
-        state.pop(whole_step.ATTRIBUTE, None)
-        if _HOOKS in state:
-            state[_HOOKS] = OrderedDict(state[_HOOKS])
-            state[_HOOKS].pop(self._handle.id, None)
+        state.pop(KEPT, None)
+        if _FORWARD_HOOKS in state:
+            state[_FORWARD_HOOKS] = OrderedDict(state[_FORWARD_HOOKS])
+            state[_FORWARD_HOOKS].pop(self._handle.id, None)
         return state
 
     @staticmethod
     def _leave(state: dict[str, Any]) -> None:
-        for name in _RUN:
+        for name in METHODS:
             _remove(state, name)
-        state.pop(_ATTRIBUTE, None)
+        state.pop(HOOKS, None)
 
 
 def _put(module: Any, name: str) -> None:
@@ -167,8 +142,7 @@ class _Method:
         return MethodType(found, self._module) if hasattr(found, "__get__") else found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = _of_head if self._name == _FORWARD else _RUN[self._name]
-        return run(self._module, self._original(), *args, **kwargs)
+        return _RUN[self._name](self._module, self._original(), *args, **kwargs)
 
     def __reduce__(self) -> Any:
         """A copy is the original method."""
@@ -179,56 +153,47 @@ def _generate(module: Any, original: Callable[..., Any], *args: Any, **kwargs: A
     if is_traced():
         count_fallback("torch.compile around generate()")
         return original(*args, **kwargs)
-    outer = session_of(module)
-    # A session that has not begun belongs to this same call: this method is wrapped by another one of ours.
+    outer = call_of(module)
+    # A call that has not begun is this same one: this method stands in front of another one of ours.
     request = _asked_for(module) if outer is None or outer.has_begun else None
     if request is None:
         return original(*args, **kwargs)
-    if request.options.whole_step:
-        streamer = None if kwargs.get("streamer") is None else whole_step.Once(kwargs["streamer"])
+
+    def run(call: Call, loop: Loop | None, streamer: Any) -> Any:
+        given = dict(kwargs)
         if streamer is not None:
-            kwargs["streamer"] = streamer
-        try:
-            return _generate_whole(module, original, request, *args, **kwargs)
-        except whole_step.Declined as declined:
-            count_not_whole(str(declined))
-        if streamer is not None:
-            streamer.restart()
+            given["streamer"] = streamer
+        if loop is not None:
+            decline_for(of_arguments(original, args, kwargs))
+            given["custom_generate"] = loop
+            if "encoder_outputs" in given:
+                # generate() writes to it, and runs again where the loop declines.
+                given["encoder_outputs"] = copy.copy(given["encoder_outputs"])
+        return original(*args, **given)
+
     reason = next((name for name in ("custom_generate", "assistant_model") if kwargs.get(name) is not None), None)
-    session = Session(module, request.options, reason)
-    with held(module), running(session):
-        result = original(*args, **kwargs)
-    request.given.topk = session.topk
+    with held(module):
+        num_beams = _num_beams(module, args, kwargs)
+        result, request.given.topk = run_call(module, request.options, run, kwargs.get("streamer"), num_beams, reason)
     return result
 
 
-def _generate_whole(module: Any, original: Callable[..., Any], request: Request, *args: Any, **kwargs: Any) -> Any:
-    reason = whole_step.of_arguments(original, args, kwargs)
-    if reason is None and request.options.topk_per_step:
-        reason = "topk_per_step"
-    if reason is not None:
-        raise whole_step.Declined(reason)
-    if "encoder_outputs" in kwargs:
-        # generate() writes to it, and runs again where the loop declines.
-        kwargs = {**kwargs, "encoder_outputs": copy.copy(kwargs["encoder_outputs"])}
-    with held(module), running(Session(module, request.options, is_whole=True)):
-        loop = whole_loop(request.options, kwargs.get("streamer"))
-        result = original(*args, custom_generate=loop, **kwargs)
-    request.given.topk = []
-    return result
-
-
-def whole_loop(options: Options, streamer: whole_step.Once | None) -> whole_step.Loop:
-    """The loop of whole steps."""
-    own = frozenset({*_RUN, _ATTRIBUTE, whole_step.ATTRIBUTE})
-    return whole_step.Loop(own, _after_forward, options.whole_step, options.sampling, streamer)
+def _num_beams(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Of the call, as far as can be seen before generate() makes one configuration of all."""
+    # generate(inputs, generation_config)
+    of_call = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    given = (
+        kwargs.get("num_beams"),
+        *(getattr(each, "num_beams", None) for each in (of_call, module.generation_config)),
+    )
+    return next((each for each in given if isinstance(each, int)), 1)
 
 
 def _processors(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     processors = original(*args, **kwargs)
-    session = session_of(module)
+    call = call_of(module)
     config = kwargs["generation_config"] if "generation_config" in kwargs else args[0]
-    return processors if session is None else session.begin(config, processors)
+    return processors if call is None else call.begin(config, processors)
 
 
 def _compiled_call(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -237,60 +202,38 @@ def _compiled_call(module: Any, original: Callable[..., Any], *args: Any, **kwar
 
 def _call_compiled(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     output = original(*args, **kwargs)
-    return _after_forward(module, args, output)
+    return after_forward(module, args, output)
 
 
 def _state(module: Any, original: Callable[..., Any]) -> Any:
     """The state that copy, pickle and torch.save take. It has no hooks, so a copy is not enabled."""
     state = original()
-    hooks = module.__dict__.get(_ATTRIBUTE)
+    hooks = module.__dict__.get(HOOKS)
     if hooks is None or not isinstance(state, dict):
         return state
     with _lock:
         return hooks.stripped(state)
 
 
-# The second private name, one of torch: model.compile() sets it. Before that it is None or missing.
-_COMPILED = "_compiled_call_impl"
+def _of_head(head: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    call = None if is_traced() else running_call()
+    columns = None if call is None else call.columns_of(head, args, kwargs, caller_of_module())
+    return original(*args, **kwargs) if columns is None else columns
+
+
 _RUN: dict[str, Callable[..., Any]] = {
     "generate": _generate,
     LOOKUP: _processors,
     "get_compiled_call": _compiled_call,
-    _COMPILED: _call_compiled,
+    COMPILED: _call_compiled,
     "__getstate__": _state,
+    _FORWARD: _of_head,
 }
-
-
-# Of the LM head of a tensor-parallel model.
-_FORWARD = "forward"
-
-
-def _of_head(head: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    session = None if is_traced() else running_session()
-    logits = None if session is None else session.columns_of(head, args, kwargs, _caller(sys._getframe(1)))
-    return original(*args, **kwargs) if logits is None else logits
-
-
-def _caller(frame: Any) -> Any:
-    """Who has called a module, given the frame of a function of this file that torch has called for it."""
-    while frame.f_globals is nn.modules.module.__dict__ or frame.f_globals is globals():
-        frame = frame.f_back
-    return frame
-
-
-def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
-    # In a compiled model the logits are marked where they leave the graph (_call_compiled), not inside.
-    if is_traced():
-        return output
-    session = session_of(module)
-    if session is None:
-        return output
-    return session.after_forward(output, is_of_a_loop(_caller(sys._getframe(1))))
 
 
 def _asked_for(module: Any) -> Request | None:
     """The request that a new call follows; None for a stock call."""
-    hooks: Hooks | None = module.__dict__.get(_ATTRIBUTE)
+    hooks: Hooks | None = module.__dict__.get(HOOKS)
     if hooks is None:
         return None
     with _lock:
@@ -308,7 +251,7 @@ def set_enabled(modules: Sequence[Any], request: Request | None) -> None:
     """Sets the request that calls outside every block follow; None for stock calls."""
     with _lock:
         for module in modules:
-            hooks = module.__dict__.get(_ATTRIBUTE) if request is None else _hooks(module)
+            hooks = module.__dict__.get(HOOKS) if request is None else _hooks(module)
             if hooks is not None:
                 hooks.enabled = request
                 hooks.remove_unused()
@@ -337,7 +280,7 @@ def entered(modules: Sequence[Any], block: Request) -> Iterator[None]:
 def held(module: Any) -> Iterator[None]:
     """A with block around a call: the module keeps its hooks until the call ends."""
     with _lock:
-        hooks = module.__dict__.get(_ATTRIBUTE) or _hooks(module)
+        hooks = module.__dict__.get(HOOKS) or _hooks(module)
         hooks.begin_call()
     try:
         yield
@@ -348,9 +291,9 @@ def held(module: Any) -> Iterator[None]:
 
 
 def _hooks(module: Any) -> Hooks:
-    hooks: Hooks | None = module.__dict__.get(_ATTRIBUTE)
+    hooks: Hooks | None = module.__dict__.get(HOOKS)
     if hooks is None:
-        hooks = module.__dict__[_ATTRIBUTE] = Hooks(module)
+        hooks = module.__dict__[HOOKS] = Hooks(module)
     else:
         hooks.put()
     return hooks

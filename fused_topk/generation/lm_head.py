@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's forward pass without the product of its LM head, where that is known to be all that the head does.
+"""A model's LM head: whether its logits are a product and nothing else, and whether processes have parts of it.
 
 The product is recognised where the model calls it: `torch.nn.functional.linear` with the weight of the output embeddings. A
 stand-in without memory takes its place. If the model then returns that very tensor as its logits, nothing lies behind the
-product: no soft cap, no scale, no conversion. If it returns another one, the model runs once more, as it is, and the next
-call knows. Only this thread is concerned.
+product: no soft cap, no scale, no conversion. If it does not, the model runs once more, as it is, and the next call knows.
+Only this thread is concerned.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -51,16 +52,28 @@ def run_with_head(model: nn.Module, arguments: Mapping[str, Any]) -> HeadInput |
     """
     weight = _weight_of_plain_head(model)
     if weight is not None:
-        with _Recognizer(weight) as recognizer:
-            logits: Tensor = _logits(model(**arguments), model)
-        if recognizer.found is None:
-            return logits
-        if logits is recognizer.stand_in:
-            found: HeadInput = recognizer.found
-            return found
+        recognizer = _Recognizer(weight)
+        try:
+            with recognizer:
+                logits: Tensor = _logits(model(**arguments), model)
+        except RuntimeError:
+            # A stand-in cannot be written to. What the model raises without one, it raises below.
+            if recognizer.found is None:
+                raise
+        else:
+            if recognizer.found is None:
+                return logits
+            if logits is recognizer.stand_in and recognizer.version == _version(recognizer.found.hidden):
+                found: HeadInput = recognizer.found
+                return found
+            del logits
         _refused.add(model)
-        del logits
     return _logits(model(**arguments), model)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often the tensor has been written to; 0 where torch does not count it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _logits(output: Any, model: nn.Module) -> Tensor:
@@ -96,6 +109,8 @@ class _Recognizer(TorchFunctionMode):
         self._weight = weight
         self.found: HeadInput | None = None
         self.stand_in: Tensor | None = None
+        # That of the hidden states, which a model may write to afterwards.
+        self.version = 0
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -110,7 +125,21 @@ class _Recognizer(TorchFunctionMode):
             check_head(weight, bias, hidden)
         except (TypeError, ValueError):
             return func(*args)
-        self.found = HeadInput(hidden, weight, bias)
+        self.found, self.version = HeadInput(hidden, weight, bias), _version(hidden)
         # It must require a gradient as the product would: models look.
         self.stand_in = hidden.detach().new_zeros(()).expand(*hidden.shape[:-1], weight.shape[0])
         return self.stand_in
+
+
+def sharded_head_of(model: Any) -> nn.Module | None:
+    """The model's LM head, if processes have some columns of it each."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    get = getattr(model, "get_output_embeddings", None)
+    head = None if get is None else get()
+    weight = getattr(head, "weight", None)
+    if type(weight) in (Tensor, nn.Parameter) or not isinstance(weight, Tensor):
+        return None
+    from torch.distributed.tensor import DTensor
+
+    return head if isinstance(weight, DTensor) else None

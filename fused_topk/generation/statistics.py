@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,8 +26,8 @@ class Stats(_Steps):
         fused: steps whose tokens were chosen in one read of the logits.
         fallback: steps that ran stock operations, on the same values.
         reasons: for each reason of a fallback, the number of its steps.
-        whole: those of the fused steps that ran with whole_step=True, on a prompt that beams share.
-        not_whole: for each reason why a call with whole_step=True ran without, the number of such calls.
+        whole: those of the fused steps that were whole steps.
+        not_whole: for each reason why a call ran without whole steps, unless whole_step=False, the number of such calls.
         compiled: those of the whole steps whose forward pass ran as compiled code.
         captured: those of the whole steps whose forward pass was the replay of a CUDA graph.
         not_compiled: for each reason why a call whose steps were to be compiled or captured ran without, the number of such calls.
@@ -51,88 +51,77 @@ class Stats(_Steps):
         return f"Stats({', '.join(shown)})"
 
 
+# Attributes of Stats beside its first three: numbers of steps, and numbers for each reason.
+_FURTHER = ("whole", "not_whole", "compiled", "captured", "not_compiled", "sharded", "gathered")
+_REASONS = ("reasons", "not_whole", "not_compiled", "gathered")
+
 _lock = threading.Lock()
-_fused = 0
-_reasons: Counter[str] = Counter()
-_whole = 0
-_not_whole: Counter[str] = Counter()
-_compiled = 0
-_captured = 0
-_not_compiled: Counter[str] = Counter()
-_sharded = 0
-_gathered: Counter[str] = Counter()
+_steps: Counter[str] = Counter()
+_reasons: dict[str, Counter[str]] = {name: Counter() for name in _REASONS}
 _told: set[str] = set()
 
 
 def stats(reset: bool = False) -> Stats:
     """The decoding steps so far, fused and not.
 
+    >>> import fused_topk.generation as fg
+    >>> fg.stats(reset=True).reasons
+    {}
+
     Args:
         reset: start again from zero after this call.
 
     Returns:
         Stats: a tuple of fused, fallback and reasons, with whole, not_whole, compiled, captured, not_compiled, sharded, gathered.
-
-    Example:
-        >>> import fused_topk.generation as fg
-        >>> fg.stats(reset=True).reasons
-        {}
     """
-    global _fused, _whole, _compiled, _captured, _sharded
     with _lock:
-        result = Stats(_fused, _reasons.total(), dict(_reasons))
-        result.whole, result.not_whole = _whole, dict(_not_whole)
-        result.compiled, result.captured, result.not_compiled = _compiled, _captured, dict(_not_compiled)
-        result.sharded, result.gathered = _sharded, dict(_gathered)
+        result = Stats(_steps["fused"], _reasons["reasons"].total(), dict(_reasons["reasons"]))
+        for name in _FURTHER:
+            setattr(result, name, dict(_reasons[name]) if name in _reasons else _steps[name])
         if reset:
-            _fused = _whole = _compiled = _captured = _sharded = 0
-            _reasons.clear()
-            _not_whole.clear()
-            _not_compiled.clear()
-            _gathered.clear()
+            for counter in (_steps, *_reasons.values()):
+                counter.clear()
     return result
 
 
 def count_fused(is_sharded: bool = False) -> None:
-    global _fused, _sharded
-    with _lock:
-        _fused += 1
-        _sharded += is_sharded
-
-
-def count_gathered(reason: str) -> None:
-    with _lock:
-        _gathered[reason] += 1
-    tell_once(f"the logits of a tensor-parallel model are gathered: {reason}")
+    _count(fused=1, sharded=int(is_sharded))
 
 
 def count_whole(steps: int, are_compiled: bool, are_captured: bool) -> None:
-    global _fused, _whole, _compiled, _captured
+    _count(fused=steps, whole=steps, compiled=steps * are_compiled, captured=steps * are_captured)
+
+
+def _count(**steps: int) -> None:
     with _lock:
-        _fused += steps
-        _whole += steps
-        _compiled += steps if are_compiled else 0
-        _captured += steps if are_captured else 0
-
-
-def count_not_whole(reason: str) -> None:
-    with _lock:
-        _not_whole[reason] += 1
-    tell_once(f"a call with whole_step=True runs without: {reason}")
-
-
-def count_not_compiled(reason: str) -> None:
-    with _lock:
-        _not_compiled[reason] += 1
-    tell_once(f"whole steps run one operation after another: {reason}")
+        _steps.update(steps)
 
 
 # A graph cannot count: its runs would not be seen, only its compilation.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def count_fallback(reason: str) -> None:
+    _count_reason("reasons", reason, "a decoding step runs stock operations")
+
+
+def count_gathered(reason: str) -> None:
+    _count_reason("gathered", reason, "the logits of a tensor-parallel model are gathered")
+
+
+def count_not_whole(reason: str, whole_step: bool | str | None) -> None:
+    """Args: whole_step: the option of the call. Of None nobody is told: the user has asked for nothing."""
+    _count_reason("not_whole", reason, whole_step and f"a call with whole_step={whole_step!r} runs without")
+
+
+def count_not_compiled(reason: str) -> None:
+    _count_reason("not_compiled", reason, "whole steps run one operation after another")
+
+
+def _count_reason(name: str, reason: str, what: Any) -> None:
+    """Args: what: to tell with the reason; nothing that is true: to tell nothing."""
     with _lock:
-        _reasons[reason] += 1
-    tell_once(f"a decoding step runs stock operations: {reason}")
+        _reasons[name][reason] += 1
+    if what:
+        tell_once(f"{what}: {reason}")
 
 
 def tell_once(message: str) -> None:

@@ -7,10 +7,12 @@ import ctypes
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..problem import FullRowProblem
+from ..rows import LogitRows
 from .full_row_choice import KERNEL_VARIANTS, FullRowChoice
-from .kernel_arguments import FullRows, writer
+from .kernel_arguments import FullRows, rows_writer, writer
 from .launch import FORMATS, check_rows, collapse, row_count
 
 _KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
@@ -19,8 +21,8 @@ _LEADING_DIMS = 2
 _RESULT_OF_CACHE = 0.75
 
 # What changes from call to call; a plan has all else.
-_write_addresses, _ADDRESSES = writer(FullRows, "logits", "out", "row_temperature")
-_write_temperature, _TEMPERATURE = writer(FullRows, "temperature")
+_write_rows = rows_writer(FullRows)
+_write_out, _OUT = writer(FullRows, "out")
 _write_scratch, _SCRATCH = writer(FullRows, "parts", "counters")
 FULL_ROWS_BYTES = ctypes.sizeof(FullRows)
 
@@ -37,13 +39,11 @@ class FullRowLaunch(NamedTuple):
     scratch_words: int  # of 8 bytes: (m, d) of a row's blocks
     counters: int  # zeroed, of 4 bytes
 
-    def fill(
-        self, logits: int, temperature: float, row_temperature: int, scratch: int, counters: int, out: int
-    ) -> bytearray:
-        """The struct with the addresses of a call; 0 stands for a tensor that the call does not have."""
+    def fill(self, rows: LogitRows, scratch: int, counters: int, out: Tensor) -> bytearray:
+        """The struct with the addresses of a call; `scratch` and `counters` are 0 where there are none."""
         filled = bytearray(self.argument)
-        _write_addresses(filled, _ADDRESSES, logits, out, row_temperature)
-        _write_temperature(filled, _TEMPERATURE, temperature)
+        _write_rows(filled, rows)
+        _write_out(filled, _OUT, out.data_ptr())
         if scratch:
             _write_scratch(filled, _SCRATCH, scratch, counters)
         return filled
@@ -74,7 +74,8 @@ def plan(
     out_dtype = out_dtype if is_written else dtype
     bytes_that_align = [stride * dtype.itemsize for stride in strides]
     bytes_that_align += [vocab_size * each.itemsize for each in (dtype, out_dtype)]
-    is_aligned = is_aligned and all(count % 16 == 0 for count in bytes_that_align)
+    # A row with a length may end within a vector.
+    is_aligned = is_aligned and problem.rows.lengths is None and all(count % 16 == 0 for count in bytes_that_align)
     owners = choice.owners_of(rows) if choice.is_cooperative else 0
     argument = FullRows(
         inner_stride=strides[-1],

@@ -10,6 +10,11 @@ import ctypes
 import struct
 from collections.abc import Callable
 
+import torch
+from torch import Tensor
+
+from ..rows import LogitRows
+
 _F32, _F64 = ctypes.c_float, ctypes.c_double
 _U8, _U16, _U32 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32
 _I64, _POINTER = ctypes.c_int64, ctypes.c_uint64
@@ -64,6 +69,9 @@ class Problem(ctypes.Structure):
         ("beam_lists", _POINTER),
         ("beam_indices", _POINTER),
         ("beam_tickets", _POINTER),
+        ("lengths", _POINTER),
+        ("lengths_are_long", _U32),
+        ("lengths_strides", _I64 * LEADING_DIMS),
     )
 
 
@@ -86,6 +94,8 @@ class FullRows(ctypes.Structure):
         ("blocks_per_row", _U32),
         ("parts", _POINTER),
         ("counters", _POINTER),
+        ("lengths", _POINTER),
+        ("lengths_are_long", _U32),
     )
 
 
@@ -141,6 +151,23 @@ class Piece(ctypes.Structure):
         ("first_token", _U32),
         ("is_first", _U32),
         ("temperature", _F32),
+    )
+
+
+class Routing(ctypes.Structure):
+    """struct Routing of csrc/routers/route_experts.cu, where each field is explained."""
+
+    _fields_ = (
+        ("bias", _POINTER),
+        ("groups", _U32),
+        ("topk_groups", _U32),
+        ("group_size", _U32),
+        ("log2_group_lanes", _U32),
+        ("group_turns", _U32),
+        ("sums_two", _U32),
+        ("normalizes", _U32),
+        ("scale", _F32),
+        ("are_short", _U32),
     )
 
 
@@ -209,6 +236,8 @@ class SampleRows(ctypes.Structure):
         ("rows", _U32),
         ("kept_counts", _POINTER),
         ("kept_logsumexp", _POINTER),
+        ("lengths", _POINTER),
+        ("lengths_are_long", _U32),
     )
 
 
@@ -230,6 +259,35 @@ def fields(structure: type[ctypes.Structure], *names: str) -> tuple[struct.Struc
             raise ValueError(f"`{name}` of {structure.__name__} does not follow the field before it")
         end += getattr(structure, name).size
     return struct.Struct("<" + "".join(_CODES[types[name]] for name in names)), first
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor begins; 0 stands for one that a call does not have. A broadcast view begins where its tensor does."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def rows_writer(structure: type[ctypes.Structure]) -> Callable[[bytearray, LogitRows], None]:
+    """``write(buffer, rows)``: writes what a call reads into those fields of the struct in `buffer` that are named as those of
+    :class:`LogitRows`."""
+    types = dict(item[:2] for item in structure._fields_)
+    places = [
+        (i, struct.Struct("<" + _CODES[types[name]]).pack_into, getattr(structure, name).offset)
+        for i, name in enumerate(LogitRows._fields)
+        if name in types
+    ]
+
+    # How wide lengths are comes with them: of whole rows and draws, they alone say it.
+    is_long = getattr(structure, "lengths_are_long", None)
+
+    def write(buffer: bytearray, rows: LogitRows) -> None:
+        if rows.lengths is not None and is_long is not None:
+            buffer[is_long.offset] = rows.lengths.dtype is torch.int64
+        for i, pack, offset in places:
+            value = rows[i]
+            if value is not None:
+                pack(buffer, offset, value.data_ptr() if isinstance(value, Tensor) else value)
+
+    return write
 
 
 def writer(structure: type[ctypes.Structure], *names: str) -> tuple[Callable[..., None], int]:

@@ -24,6 +24,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
+from .tuning import most_slots, most_window
+
 MAX_K = 2048
 """The largest k that the kernels take. Beyond, an automatic choice of backend falls back to torch operations."""
 
@@ -46,7 +48,6 @@ _FEW_SPLITS, _RANKED_SPLITS = (
 _MOST_PARTS_OF_WARP, _MOST_FLOAT_PARTS_OF_WARP, _FLOAT_K = 60, 24, 8
 _WARPS_PER_BLOCK = 4  # where a warp owns a row, or several
 _STRADDLE_BYTES = 128  # behind a tile of an unaligned row: TileStream::kSlotStride of csrc/rows/row.cuh
-_PLACE_BYTES = 4096  # of tiles in place, for a warp that owns a row: so 32 warps fit on a multiprocessor
 
 
 # A warp's j-th best key comes from its lanes' best keys. For j above half of the lanes that bound would be too loose
@@ -56,7 +57,7 @@ _LEAST_TILES_IN_WINDOWS = 3  # of a warp
 
 
 class Method(IntEnum):
-    """How a warp's tiles become candidates: enum Method of csrc/rows/policy.cuh."""
+    """How a warp's tiles become candidates: enum Method of csrc/rows/tuning.cuh."""
 
     TILE_BY_TILE = 0
     FOR_MANY = 1
@@ -140,19 +141,12 @@ class KernelChoice(NamedTuple):
         if self.lanes:
             return 0
         tile_bytes = self.vectors * _WARP_BYTES + (0 if is_aligned else _STRADDLE_BYTES)
-        tiles = self.threads // 32 * self._tiles_of_warp(method, is_aligned, is_unmasked) * tile_bytes
-        windows = self.warps * _window_bytes(8 if self.warps <= 8 else 4) if method == Method.IN_WINDOWS else 0
+        itemsize = self.vectors * _WARP_BYTES // _TILE
+        slots = most_slots(self.warps, method, itemsize, not is_unmasked, is_aligned)
+        tiles = self.threads // 32 * slots * tile_bytes
+        windows = self.warps * _window_bytes(most_window(self.warps)) if method == Method.IN_WINDOWS else 0
         states = 8 * self.parts * self.rows_per_block if self.splits == 1 else 0
         return tiles + windows + states
-
-    def _tiles_of_warp(self, method: Method, is_aligned: bool, is_unmasked: bool) -> int:
-        """The tiles that have a place in shared memory: policy_of() of csrc/rows/policy.cuh, for the GPU that keeps the most."""
-        if self.warps == 1 and is_aligned and is_unmasked:
-            return _PLACE_BYTES // (self.vectors * _WARP_BYTES)
-        if self.warps <= 8:
-            return 2
-        has_room = method == Method.TILE_BY_TILE or (method == Method.IN_WINDOWS and not is_aligned)
-        return 2 if has_room and is_unmasked else 0
 
     @property
     def regime(self) -> str:

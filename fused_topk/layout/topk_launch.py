@@ -13,27 +13,20 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from .kernel_arguments import LEADING_DIMS, Problem, writer
+from ..problem import TopK, TopkProblem
+from ..rows import LogitRows
+from .kernel_arguments import LEADING_DIMS, Problem, rows_writer, writer
 from .launch import FORMATS, VALUE_KINDS, check_rows, collapse, row_count
 from .topk_choice import VARIANTS, KernelChoice, Method, choose, list_length
 
 _MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
+_LENGTHS = 3  # without a mask
 
 # What changes from call to call; a plan has all else.
-_write_logits, _LOGITS = writer(Problem, "logits")
-_write_call, _CALL = writer(
-    Problem,
-    "temperature",
-    "row_temperature",
-    "lists",
-    "parts",
-    "row_tickets",
-    "logsumexp",
-    "values",
-    "indices",
-)
-_write_mask, _MASK = writer(Problem, "mask")
+_write_rows = rows_writer(Problem)
+_write_call, _CALL = writer(Problem, "lists", "parts", "row_tickets", "logsumexp", "values", "indices")
 _write_beam_scores, _BEAM_SCORES = writer(Problem, "beam_scores")
 _write_beam_scratch, _BEAM_SCRATCH = writer(Problem, "beam_lists", "beam_indices", "beam_tickets")
 PROBLEM_BYTES = ctypes.sizeof(Problem)
@@ -52,7 +45,27 @@ class Layout(NamedTuple):
     mask_is_packed: bool = False
     mask_strides: Sequence[int] | None = None  # (..., V) or (..., words); None without a mask
     temperature_strides: Sequence[int] | None = None  # (...,); None without a tensor of them
+    lengths_strides: Sequence[int] | None = None  # likewise
     beam_strides: Sequence[int] | None = None  # (batch, beams); None without beam search
+
+    @staticmethod
+    def of(problem: TopkProblem, is_aligned: bool, beam_scores: Tensor | None = None) -> Layout:
+        """The tensors may be meta tensors."""
+        logits, _, row_temperature, mask, lengths = problem.rows
+        return Layout(
+            logits.shape,
+            logits.stride(),
+            logits.dtype,
+            is_aligned,
+            problem.k,
+            problem.values,
+            problem.normalize,
+            mask is not None and mask.dtype != torch.bool,
+            None if mask is None else mask.stride(),
+            None if row_temperature is None else row_temperature.stride(),
+            None if lengths is None else lengths.stride(),
+            None if beam_scores is None else beam_scores.stride(),
+        )
 
 
 class Launch(NamedTuple):
@@ -72,41 +85,18 @@ class Launch(NamedTuple):
     row_tickets: int
     beam_tickets: int
 
-    def fill(
-        self,
-        logits: int,
-        temperature: float,
-        row_temperature: int,
-        mask: int,
-        beam_scores: int,
-        scratch: int,
-        tickets: int,
-        values: int,
-        indices: int,
-        logsumexp: int,
-    ) -> bytearray:
-        """The struct with the addresses of a call; 0 stands for a tensor that the call does not have."""
+    def fill(self, rows: LogitRows, beam_scores: Tensor | None, scratch: int, tickets: int, out: TopK) -> bytearray:
+        """The struct with the addresses of a call; `scratch` and `tickets` are 0 where there are none."""
         filled = bytearray(self.problem)
         parts = scratch + 8 * self.lists
-        _write_logits(filled, _LOGITS, logits)
-        _write_call(
-            filled,
-            _CALL,
-            temperature,
-            row_temperature,
-            scratch,
-            parts,
-            tickets,
-            logsumexp,
-            values,
-            indices,
-        )
-        if mask:
-            _write_mask(filled, _MASK, mask)
-        if beam_scores:
+        _write_rows(filled, rows)
+        values, indices, logsumexp = out
+        addresses = logsumexp.data_ptr(), values.data_ptr(), indices.data_ptr()
+        _write_call(filled, _CALL, scratch, parts, tickets, *addresses)
+        if beam_scores is not None:
             beam_lists = parts + 8 * self.parts
             beam_tokens, beam_tickets = beam_lists + 8 * self.beam_lists, tickets + 4 * self.row_tickets
-            _write_beam_scores(filled, _BEAM_SCORES, beam_scores)
+            _write_beam_scores(filled, _BEAM_SCORES, beam_scores.data_ptr())
             _write_beam_scratch(filled, _BEAM_SCRATCH, beam_lists, beam_tokens, beam_tickets)
         return filled
 
@@ -123,23 +113,25 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
     check_rows(rows)
     # One description of the rows for all tensors that have one entry a row.
     per_row = [layout.strides[:-1]]
-    if layout.mask_strides is not None or layout.temperature_strides is not None:
+    of_mask = None if layout.mask_strides is None else layout.mask_strides[:-1]
+    others = of_mask, layout.temperature_strides, layout.lengths_strides
+    if any(each is not None for each in others):
         none = (0,) * len(leading)
-        per_row.append(none if layout.mask_strides is None else layout.mask_strides[:-1])
-        per_row.append(none if layout.temperature_strides is None else layout.temperature_strides)
+        per_row += [none if each is None else each for each in others]
     sizes, strides = collapse(leading, per_row)
     if len(sizes) > LEADING_DIMS:
         return None
-    strides += [[0] * len(sizes)] * (3 - len(strides))
+    strides += [[0] * len(sizes)] * (4 - len(strides))
 
     itemsize = layout.dtype.itemsize
     is_aligned = layout.is_aligned and all(stride * itemsize % 16 == 0 for stride in strides[0])
-    mask_use = 0
+    mask_use = 0 if layout.lengths_strides is None else _LENGTHS
     if layout.mask_strides is not None:
         mask_use = 1 if layout.values == "logits" else _MASK_USES[layout.normalize]
 
     k_row = min(layout.k, vocab_size)
-    method = choice.method(k_row, itemsize, not mask_use)
+    is_unmasked = layout.mask_strides is None
+    method = choice.method(k_row, itemsize, is_unmasked)
     splits = choice.splits
     beams = 0 if layout.beam_strides is None else leading[1]
     length = list_length(k_row, splits)
@@ -171,6 +163,7 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         logits_strides=_innermost_first(strides[0], 0),
         mask_strides=_innermost_first(strides[1], 0),
         temperature_strides=_innermost_first(strides[2], 0),
+        lengths_strides=_innermost_first(strides[3], 0),
         mask_element_stride=0 if layout.mask_strides is None else layout.mask_strides[-1],
         beam_scores_strides=(0, 0) if layout.beam_strides is None else tuple(layout.beam_strides),
     )
@@ -181,7 +174,7 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         kernel_name(FORMATS[layout.dtype], choice, method, is_aligned, mask_use),
         choice.grid(rows),
         choice.threads,
-        choice.shared_bytes(method, is_aligned, not mask_use),
+        choice.shared_bytes(method, is_aligned, is_unmasked),
         bytes(problem),
         scratch_words=lists + parts + 2 * beam_lists,
         lists=lists,
@@ -213,8 +206,8 @@ def kernel_names() -> list[str]:
             *(KernelChoice(*variant, 1, 1, 1) for variant in VARIANTS[dtype.itemsize]),
         )
         for is_aligned in (True, False)
-        for mask_use in (0, 1, 2)
-        for method in _methods(choice, dtype.itemsize, not mask_use)
+        for mask_use in (0, 1, 2, _LENGTHS)
+        for method in _methods(choice, dtype.itemsize, mask_use in (0, _LENGTHS))
     ]
 
 

@@ -43,7 +43,7 @@ def _row_gradient(
     rows: LogitRows, normalize: str, indices: Tensor, grad_log_probabilities: Tensor, grad_logsumexp: Tensor
 ) -> Tensor:
     """Gradient with respect to the logits, given those with respect to log-probabilities (..., k) and logsumexp (...)."""
-    hidden = None if normalize == "all" else rows.hidden()
+    hidden = rows.hidden(normalize)
     scaled = rows.logits.to(grad_log_probabilities.dtype) / rows.scale
     p = (scaled if hidden is None else scaled.masked_fill(hidden, -torch.inf)).softmax(-1)
     gradient = p * (grad_logsumexp - grad_log_probabilities.sum(-1)).unsqueeze(-1)
@@ -103,7 +103,7 @@ def _state_gradient(
     d m / d x_i is 1 for the first greatest logit j, and d d / d x_i = (e_i - d [i = j]) / T with e_i = exp((x_i - m) / T).
     """
     grad_m, grad_d = grad_normalizer.unsqueeze(-1).unbind(0)
-    hidden = None if normalize == "all" else rows.hidden()
+    hidden = rows.hidden(normalize)
     counted = rows.logits.to(grad_normalizer.dtype)
     if hidden is not None:
         counted = counted.masked_fill(hidden, -torch.inf)
@@ -150,7 +150,10 @@ def full_rows_backward(ctx: Any, gradient: Tensor, run: Callable[..., Tensor]) -
     """Gradient with respect to the logits; `run` is the operator as the caller of the gradient calls it."""
     rows, _ = saved_rows(ctx)
     dtype = result_dtype(ctx.logits_dtype)
-    g = gradient.to(dtype)
+    g, hidden = gradient.to(dtype), rows.hidden()
+    # The value of a hidden token is the constant 0 or -inf.
+    if hidden is not None and ctx.values != "logsumexp":
+        g = g.masked_fill(hidden, 0.0)
     if ctx.values == "logsumexp":
         of_scaled = g.unsqueeze(-1) * run(*rows, "softmax", dtype, ctx.backend)
     elif ctx.values == "softmax":
@@ -159,4 +162,6 @@ def full_rows_backward(ctx: Any, gradient: Tensor, run: Callable[..., Tensor]) -
         of_scaled = g_p - p * g_p.sum(-1, keepdim=True)
     else:
         of_scaled = g - rows.logits.to(dtype).exp() * g.sum(-1, keepdim=True)
+    if hidden is not None:
+        of_scaled = of_scaled.masked_fill(hidden, 0.0)
     return for_inputs((of_scaled / rows.scale).to(ctx.logits_dtype), count=3)

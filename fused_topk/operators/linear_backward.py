@@ -183,7 +183,7 @@ def _in_torch(head: LinearProblem, block: Block, of_rows: _OfRows, wide: Tensor 
         for tokens, amounts in of_rows.added:
             _add_at(g, tokens, amounts, start)
         g.div_(rows.scale)
-        hidden = None if head.normalize == "all" else rows.hidden()
+        hidden = rows.hidden(head.normalize)
         if hidden is not None:
             g.masked_fill_(hidden, 0.0)
         return g, logits if wide is None else logits.copy_(g)

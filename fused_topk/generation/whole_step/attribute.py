@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Generic, TypeVar
 
-NAME = "_fused_topk_whole_step"
+from ..calls import KEPT
 
 Kept = TypeVar("Kept")
 
@@ -19,7 +19,7 @@ class OfModels(Generic[Kept]):
     """What is kept of each model, by model."""
 
     def get(self, model: Any) -> Kept | None:
-        attribute = vars(model).get(NAME)
+        attribute = vars(model).get(KEPT)
         # A shallow copy has the attribute of the first, any other copy has None.
         return attribute.kept if isinstance(attribute, _Attribute) and attribute.model() is model else None
 
@@ -34,10 +34,10 @@ class OfModels(Generic[Kept]):
 
     def __setitem__(self, model: Any, kept: Kept) -> None:
         # Not with setattr(), which makes parts of a model of some values.
-        vars(model)[NAME] = _Attribute(model, kept)
+        vars(model)[KEPT] = _Attribute(model, kept)
 
     def pop(self, model: Any) -> None:
-        vars(model).pop(NAME, None)
+        vars(model).pop(KEPT, None)
 
 
 class _Attribute:

@@ -13,7 +13,7 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
 )
 
-from ..edits import is_as_published
+from ..edits.adapter import is_as_published
 
 _KNOWN = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
 

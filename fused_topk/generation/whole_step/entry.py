@@ -5,23 +5,23 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from .. import warpers
-from ..edits import Plan
-from ..processor_list import Processors, reason_against
+from ..calls import OWN, after_forward
+from ..choice import warping
+from ..edits.plan import Plan, reason_against
 from . import attention, attribute, reasons, trial
 from .beams import Rules
 from .criteria import Criteria
 from .decoder import Prompt, Source, has_table, num_positions, positions_of, vocab_size_of
 from .head import Head
 from .kept import Store, Way
-from .reasons import Declined, said_by
+from .reasons import Declined, decline_for, said_by
 from .search import Search
 from .streaming import Once
 from .twin import Snapshot, twin_of
@@ -40,7 +40,7 @@ class _Ready(NamedTuple):
 
 
 # Attributes of a model that say nothing about what it computes, or that this package puts there.
-_SKIPPED = frozenset({"generation_config"})
+_SKIPPED = OWN | {"generation_config"}
 # What an encoder gives of which a decoder reads the first at most.
 # More are no length that anybody writes.
 _MOST_PLACES = 2**20
@@ -56,12 +56,8 @@ def drop(model: Any) -> None:
         _ready.pop(model)
 
 
-def ready_for(model: Any, own: frozenset[str], own_hook: Callable[..., Any]) -> _Ready:
+def ready_for(model: Any) -> _Ready:
     """The model's twin and what is kept of it, with a trial where the model is not as it was.
-
-    Args:
-        own: attributes that are the package's, of the model and of parts of it that can generate by themselves.
-        own_hook: the package's forward hook of these.
 
     Raises:
         Declined: the model cannot be served.
@@ -69,22 +65,31 @@ def ready_for(model: Any, own: frozenset[str], own_hook: Callable[..., Any]) -> 
     with _lock:
         ready = _ready.get(model)
         if ready is None or not ready.of.is_of(model):
-            ready = _ready[model] = _made_ready(model, own, own_hook)
-    if ready.reason is not None:
-        raise Declined(ready.reason)
+            ready = _ready[model] = _made_ready(model)
+    decline_for(ready.reason)
     return ready
 
 
-def _made_ready(model: Any, own: frozenset[str], own_hook: Callable[..., Any]) -> _Ready:
-    def state(module: Any) -> dict[str, Any]:
-        state = {name: value for name, value in vars(module).items() if name not in own}
-        hooks = OrderedDict((key, hook) for key, hook in state["_forward_hooks"].items() if hook is not own_hook)
-        return {**state, "_forward_hooks": hooks}
+def known_reason(model: Any) -> str | None:
+    """Why no call of the model is served, as far as is known without a trial; None where some may be."""
+    with _lock:
+        ready = _ready.get(model)
+        known = None if ready is None or not ready.of.is_of(model) else ready.reason
+    return known or reasons.of_model(model)
 
-    snapshot = Snapshot(model, _SKIPPED | own)
+
+def _state_of(module: Any) -> dict[str, Any]:
+    """The attributes of a module that are not this package's."""
+    state = {name: value for name, value in vars(module).items() if name not in OWN}
+    hooks = OrderedDict((key, hook) for key, hook in state["_forward_hooks"].items() if hook is not after_forward)
+    return {**state, "_forward_hooks": hooks}
+
+
+def _made_ready(model: Any) -> _Ready:
+    snapshot = Snapshot(model, _SKIPPED)
     try:
-        twin = twin_of(model, attention.name_for(model.config._attn_implementation), state)
-        stock = twin_of(model, None, state)
+        twin = twin_of(model, attention.name_for(model.config._attn_implementation), _state_of)
+        stock = twin_of(model, None, _state_of)
     # Of a configuration that cannot be copied, or of a model that takes no other attention.
     except Exception as error:
         against = f"a twin of a {type(model).__name__} raises {said_by(error)}"
@@ -99,8 +104,8 @@ class Loop:
     """What generate() runs, through `custom_generate=`.
 
     Args:
-        own, own_hook: see :func:`ready_for`.
-        whole_step: how steps are to run: True, "compiled" or "eager".
+        whole_step: how steps are to run: True, "compiled" or "eager". None: as is quicker than transformers' loop from the
+            first call on, else not at all.
         is_sampling: whether calls that sample are to be served, too.
         streamer: gets the new tokens; None for none.
 
@@ -108,19 +113,10 @@ class Loop:
         Declined: the call is to run on the fused path.
     """
 
-    def __init__(
-        self,
-        own: frozenset[str],
-        own_hook: Callable[..., Any],
-        whole_step: bool | str,
-        is_sampling: bool,
-        streamer: Once | None = None,
-    ) -> None:
-        self._streamer = streamer
+    def __init__(self, whole_step: bool | str | None, is_sampling: bool, streamer: Once | None = None) -> None:
         self._whole_step = whole_step
         self._is_sampling = is_sampling
-        self._own = own
-        self._own_hook = own_hook
+        self._streamer = streamer
 
     def __call__(
         self,
@@ -131,26 +127,29 @@ class Loop:
         generation_config: GenerationConfig,
         **inputs: Any,
     ) -> Any:
-        reason = (
-            reasons.of_model(model, self._own_hook)
+        decline_for(
+            reasons.of_model(model)
             or reasons.of_config(generation_config, self._is_sampling)
             or reasons.of_inputs(inputs, model.config.is_encoder_decoder)
             or (None if self._streamer is None else reasons.of_streaming(generation_config, input_ids.device))
+            or (reasons.of_default(generation_config, input_ids.device) if self._whole_step is None else None)
         )
-        if reason is not None:
-            raise Declined(reason)
         criteria = Criteria(stopping_criteria)
         plan = Plan(list(logits_processor), bool(generation_config.do_sample))
-        # Within fused_decoding() the list has been replaced by one that holds the same.
-        reason = None if type(logits_processor) is Processors else reason_against(logits_processor)
-        reason = reason or criteria.reason or plan.reason
-        if generation_config.num_beams > 1:
-            reason = reason or plan.reason_of_beams
-        if reason is not None:
-            raise Declined(reason)
-        ready = ready_for(model, self._own, self._own_hook)
+        decline_for(
+            reason_against(logits_processor)
+            or criteria.reason
+            or plan.reason
+            or (plan.reason_of_beams if generation_config.num_beams > 1 else None)
+        )
+        ready = ready_for(model)
         way = Way.on(input_ids.device, self._whole_step)
-        return _search(ready, self._streamer, way, input_ids, plan, criteria, generation_config, inputs).run()
+        search = _search(ready, self._streamer, way, input_ids, plan, criteria, generation_config, inputs)
+        if self._whole_step is None and way is not None:
+            # On a GPU one operation after another takes longer than transformers' loop.
+            decline_for("steps that cannot be kept" if search.way is None else None)
+            search = search._replace(only_kept=True)
+        return search.run()
 
 
 def _search(
@@ -168,6 +167,9 @@ def _search(
     ends = _tokens(config.eos_token_id)
     if beams > 1 and criteria.max_length > config.max_length:
         raise Declined("a MaxLengthCriteria beyond max_length, with beams")
+    if beams > 1 and config.eos_token_id is not None and not ends:
+        # transformers' beam search raises.
+        raise Declined("an empty eos_token_id, with beams")
     # The criterion decides when texts end. With beams max_length decides of their scores.
     longest = config.max_length if beams > 1 else criteria.max_length
     rules = Rules(beams, longest - ids.shape[1], ends, config.length_penalty, config.early_stopping)
@@ -192,9 +194,9 @@ def _search(
         if with_source:
             # Some models let their positions grow, which only single operations can.
             way = None
-    is_listed = not config.do_sample or warpers.list_length(plan.filters, vocab_size_of(twin.config)) is not None
+    is_listed = not config.do_sample or warping.list_length(plan.filters, vocab_size_of(twin.config)) is not None
     # The kernel that draws from the vocabulary itself knows no beams.
-    if not is_listed and (beams > 1 or warpers.parameters(plan.filters) is None):
+    if not is_listed and (beams > 1 or warping.parameters(plan.filters) is None):
         raise Declined("sampling from the whole vocabulary")
     padding = _padding(config, ends)
     if padding is not None and not 0 <= padding < vocab_size_of(twin.config) and beams == 1 < len(ids):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The LM head of a step, where it is a product and nothing else: the choice is made from hidden states, and no logits exist.
 
-A second twin has a head that gives back what it gets. If the model returns that very object as its logits, with nothing
-written to it, nothing lies behind the product: no soft cap, no scale, no bias of the model's own, no choice of columns.
+:mod:`lm_head` knows whether it is. A second twin has a head that gives back what it gets.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from ... import backends, functional
 from ...backends import cpu as native
 from ...layout import linear_pieces
+from ..lm_head import HeadInput, run_with_head
 from .twin import twin_of
 
 
@@ -33,27 +33,31 @@ class Head(NamedTuple):
         is_small = linear_pieces.is_for_the_native_kernel(rows, k)
         return is_small and native.multiplies(weight, weight, self.bias)
 
-    def greatest(self, hidden: Tensor) -> Tensor:
+    def greatest(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """int64 [R]: the token of the greatest logit of each row.
 
         Args:
             hidden: [R, H].
+            mask: int32 [R, W], which tokens it may be; None for any.
         """
-        return functional.linear_topk(hidden, self.weight, 1, self.bias).indices.squeeze(1)
+        return functional.linear_topk(hidden, self.weight, 1, self.bias, mask=mask).indices.squeeze(1)
 
-    def continuations(self, hidden: Tensor, beam_scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def continuations(self, hidden: Tensor, beam_scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """The k best continuations of each sequence, ordered as :func:`fused_topk.beam_topk` does.
 
         Args:
             hidden: [batch * beams, H].
             beam_scores: float32 [batch, beams].
+            mask: int32 [batch * beams, W], which tokens may come next; None for all.
 
         Returns:
             Accumulated log-probabilities float32 [batch, k], best first, and int64 [batch, k], beam * V + token.
         """
         batch, beams = beam_scores.shape
         vocab_size = len(self.weight)
-        best = functional.linear_log_softmax_topk(hidden, self.weight, min(k, vocab_size), self.bias, normalize="all")
+        best = functional.linear_log_softmax_topk(
+            hidden, self.weight, min(k, vocab_size), self.bias, mask=mask, normalize="all"
+        )
         scores = (best.values.view(batch, beams, -1) + beam_scores.unsqueeze(-1)).flatten(1)
         beam = torch.arange(beams, device=hidden.device).unsqueeze(-1)
         indices = (best.indices.view(batch, beams, -1) + beam * vocab_size).flatten(1)
@@ -75,34 +79,14 @@ def head_of(twin: Any, inputs: dict[str, Any]) -> Head | None:
     Args:
         inputs: some of the model's, to try it on.
     """
-    found = twin.get_output_embeddings()
-    # A subclass may compute otherwise.
-    if type(found) is not nn.Linear or "forward" in vars(found) or found._forward_hooks or found._forward_pre_hooks:
+    found = run_with_head(twin, {**inputs, "use_cache": False})
+    if not isinstance(found, HeadInput):
         return None
-    headless, through = twin_of(twin, None, vars), _Through()
-    of = [
-        (headless.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2])
-        for path, module in twin.named_modules(remove_duplicate=False)
-        if module is found
-    ]
-    if not of:
-        return None
-    for parent, name in of:
-        parent._modules[name] = through
-    handed_on: list[Tensor] = []
-    as_they_were: list[Tensor] = []
-
-    def replaced(module: Any, args: Any, hidden: Tensor) -> Tensor:
-        # There is no bound that leaves these as they are.
-        extreme = torch.full_like(hidden, torch.inf)
-        extreme[..., ::2] = torch.finfo(hidden.dtype).min
-        handed_on.extend((hidden, extreme))
-        as_they_were.extend((hidden.clone(), extreme.clone()))
-        return extreme
-
-    handle = through.register_forward_hook(replaced)
-    given = headless(**inputs, use_cache=False).logits
-    handle.remove()
-    # Called once, its output is the logits, and the model writes neither to it nor to its input.
-    is_plain = len(handed_on) == 2 and given is handed_on[1] and all(map(torch.equal, handed_on, as_they_were))
-    return Head(headless, found.weight, found.bias) if is_plain else None
+    head, headless = twin.get_output_embeddings(), twin_of(twin, None, vars)
+    for path, module in twin.named_modules(remove_duplicate=False):
+        if module is head:
+            parent, _, name = path.rpartition(".")
+            headless.get_submodule(parent)._modules[name] = _Through()
+    # Where the model does not call the head as a module, it still has logits.
+    is_without = torch.equal(headless(**inputs, use_cache=False).logits, found.hidden)
+    return Head(headless, found.weight, found.bias) if is_without else None

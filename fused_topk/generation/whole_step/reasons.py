@@ -13,13 +13,20 @@ import transformers
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin
 
-from ..session import BEAMS, SAMPLING, SEARCH
-from ..tensor_parallel import sharded_head_of
+from ..calls import after_forward
+from ..lm_head import sharded_head_of
+from ..request import BEAMS, SAMPLING, SEARCH, mode_of
 from . import graphs
 
 
 class Declined(Exception):
     """The call is to run on the fused path, for the reason that this names."""
+
+
+def decline_for(reason: str | None) -> None:
+    """Raises Declined if there is a reason."""
+    if reason is not None:
+        raise Declined(reason)
 
 
 def said_by(error: BaseException) -> str:
@@ -112,12 +119,8 @@ def _takes_a_loop(generate: Callable[..., Any]) -> bool:
     return any(each.name == "custom_generate" or each.kind is each.VAR_KEYWORD for each in takes)
 
 
-def of_model(model: Any, own_hook: Callable[..., Any]) -> str | None:
-    """Why the model as it is now is not served; None if it is.
-
-    Args:
-        own_hook: the forward hook that this package puts on what can generate.
-    """
+def of_model(model: Any) -> str | None:
+    """Why the model as it is now is not served; None if it is."""
     name = type(model).__name__
     for method in _METHODS:
         if not _is_known(getattr(type(model), method, None), method):
@@ -135,7 +138,7 @@ def of_model(model: Any, own_hook: Callable[..., Any]) -> str | None:
     missing = sorted(needed - inspect.signature(model.forward).parameters.keys())
     if missing:
         return f"{name} takes no {missing[0]}"
-    return _of_modules(model, own_hook) or _of_weights(model) or _of_config(model.config)
+    return _of_modules(model) or _of_weights(model) or _of_config(model.config)
 
 
 def _is_known(found: Any, method: str) -> bool:
@@ -147,7 +150,7 @@ def _is_known(found: Any, method: str) -> bool:
     return (found is _STOCK_METHODS[method] and of.startswith("transformers.")) or of.startswith(_KNOWN_METHODS)
 
 
-def _of_modules(model: nn.Module, own_hook: Callable[..., Any]) -> str | None:
+def _of_modules(model: nn.Module) -> str | None:
     if any(getattr(nn.modules.module, name, None) for name in _HOOKS_OF_ALL):
         return "a forward hook of all modules"
     for module in model.modules():
@@ -161,7 +164,7 @@ def _of_modules(model: nn.Module, own_hook: Callable[..., Any]) -> str | None:
         for hooks in _HOOKS:
             for hook in state[hooks].values():
                 is_stock = str(getattr(hook, "__module__", "")).startswith("transformers.")
-                if not is_stock and hook is not own_hook:
+                if not is_stock and hook is not after_forward:
                     return f"a forward hook of a {type(module).__name__}"
     return None
 
@@ -207,7 +210,7 @@ def _rotary_kinds(parameters: Any) -> set[str]:
 
 def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | None:
     """Why a call's configuration, complete as a loop gets it, is not served; None if it is."""
-    mode = config.get_generation_mode()
+    mode = mode_of(config)
     if mode not in SEARCH + SAMPLING:
         return f"generation mode {mode.value}"
     if mode in SAMPLING and not is_sampling_asked_for:
@@ -221,6 +224,20 @@ def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | No
         if getattr(config, name, None):
             return name
     return None if config.use_cache else "use_cache=False"
+
+
+def of_speed(num_beams: int, device: torch.device) -> str | None:
+    """Why whole steps that are not compiled are no quicker than transformers' loop; None where they are.
+
+    Measured in docs/generation.md.
+    """
+    return None if num_beams > 1 or graphs.is_cuda(device) else "a single beam on a CPU"
+
+
+def of_default(config: GenerationConfig, device: torch.device) -> str | None:
+    """Why a call is not served that is to be as stock in everything; None if it is."""
+    # A whole step's cache is none to go on with.
+    return "a result with its cache" if config.return_dict_in_generate else of_speed(config.num_beams, device)
 
 
 def of_streaming(config: GenerationConfig, device: torch.device) -> str | None:

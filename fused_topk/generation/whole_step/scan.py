@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 
 from ... import backends
 from ...backends import Backend, reference
-from .. import choice
-from ..edits import NotSparse, Plan
-from ..selection import Candidates, Edit, Rows
+from ..choice import tokens
+from ..choice.edit import Edit, NotSparse
+from ..choice.rows import Rows
+from ..choice.selection import Candidates
+from ..edits.plan import Plan
 from .reasons import Declined
 
 
@@ -46,7 +47,7 @@ class Scan:
         if self.is_dense:
             return None
         try:
-            return choice.left_over(self.rows, self.edits, self._plan.filters, at_least, self._are_log_probs)
+            return tokens.left_over(self.rows, self.edits, self._plan.filters, at_least, self._are_log_probs)
         except NotSparse:
             return None
 
@@ -55,9 +56,7 @@ class Scan:
         if self._dense is None:
             scores = self.rows.logits.to(torch.float32, copy=True)
             scores = scores.log_softmax(-1) if self._are_log_probs else scores
-            processors: Any = [self._answered.get(id(each), each) for each in self._plan.processors]
-            text: Any = self._text
-            self._dense = LogitsProcessorList(processors)(text, scores)
+            self._dense = self._plan.run_stock(self._text, scores, self._answered)
         return self._dense
 
 

@@ -9,28 +9,33 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from .. import choice
-from ..edits import NotSparse, Plan
+from ..choice import tokens
+from ..choice.edit import NotSparse
+from ..edits.plan import Plan
+from ..edits.tries import TrieLogitsProcessor
 from ..statistics import count_not_compiled, count_whole
-from . import beams, graphs, texts
+from . import beams, graphs, room, texts
 from .beams import Beams, Rules
 from .criteria import Criteria
 from .decoder import Decoder, Prompt
 from .head import Head
-from .kept import KeptStep, NotKept, Shape, Store, Way, unless_over
+from .kept import KeptStep, NotKept, Shape, Store, Way, most_room, unless_over
 from .reasons import Declined
 from .results import KeptOutputs, of_beams, of_texts
 from .scan import Scan
 from .streaming import Once
 from .texts import Texts
+from .walk import Walk
 
 
 class Reader(Protocol):
     """What computes the logits: a decoder, or a step that is kept."""
 
+    def open(self, size: int) -> int: ...
+
     def read_prompt(self, prompt: Prompt) -> Tensor: ...
 
-    def read(self, tokens: Tensor, parents: Tensor, step: Tensor, shown: int) -> Tensor: ...
+    def read(self, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor: ...
 
 
 class Search(NamedTuple):
@@ -49,6 +54,8 @@ class Search(NamedTuple):
     way: Way | None
     head: Head | None
     streamer: Once | None
+    # Whether the call is served by steps that are kept only.
+    only_kept: bool = False
 
     def run(self) -> Any:
         """What generate() returns.
@@ -69,8 +76,10 @@ class Search(NamedTuple):
                 try:
                     return self._run_kept(way)
                 except NotKept as error:
+                    if self.only_kept:
+                        raise Declined(str(error)) from error
                     count_not_compiled(str(error))
-            return self._run(self._decoder(), None)
+            return self._run(self._decoder(), None, self.rules.room)
         except NotSparse as error:
             raise Declined(str(error)) from error
 
@@ -87,26 +96,41 @@ class Search(NamedTuple):
     def _run_kept(self, way: Way) -> Any:
         with self.store.step(self.twin, self.head, Shape.of(self.prompt, self.rules, way)) as step:
             kept = KeptOutputs.asked_for(self.config)
-            if self.plan.processors or self.config.do_sample or any(each is not None for each in kept):
-                return self._run(step, way)
-            return self._run_at_once(step, way)
+            constraint = self._constraint()
+            has_others = len(self.plan.processors) > (constraint is not None)
+            if has_others or self.config.do_sample or any(each is not None for each in kept):
+                return self._run(step, way, most_room(self.rules))
+            return self._run_at_once(step, way, constraint)
 
-    def _run_at_once(self, step: KeptStep, way: Way) -> Any:
+    def _constraint(self) -> TrieLogitsProcessor | None:
+        """The processor whose mask a step can take; None where there is none."""
+        first = next(iter(self.plan.processors), None)
+        is_one = type(first) is TrieLogitsProcessor and first.begin_index <= self.prompt.ids.shape[1]
+        return first if is_one else None
+
+    def _run_at_once(self, step: KeptStep, way: Way, constraint: TrieLogitsProcessor | None) -> Any:
         ids, rules = self.prompt.ids, self.rules
-        length, batch = ids.shape[1], len(ids)
-        room = min(rules.room, self.criteria.max_length - length)
-        state, constants = self._first(step.shape.rules, batch, room)
+        length, most = ids.shape[1], most_room(rules)
+        last = min(rules.room, self.criteria.max_length - length) - 1
+        size = step.open(room.at_first(most))
+        state, constants = self._first(size, last + 1)
         logits = step.read_prompt(self.prompt)
         ends_now = self.criteria.end_all(ids, length + 1)
         state = self._chosen(state, constants, logits, ids, 0, ends_now)
-        step.begin(state, constants, room - 1)
+        step.begin(state, constants, last)
         flag = graphs.EndFlag(ids.device)
+        walk = None if constraint is None else Walk(constraint, ids, rules.beams, logits.shape[-1])
         token = 1
         is_going = flag.goes_on(step.goes_on)
-        while is_going and token < room:
+        while is_going and token <= last:
+            if token == size:
+                # This waits for the device, as a capture does, of which there would be no use after the end.
+                if not bool(step.goes_on):
+                    break
+                size = step.open(room.after(size, most))
             if self.criteria.have_clocks and self.criteria.end_all(ids, length + token + 1):
                 step.end_with(token)
-            step.advance()
+            step.advance(None if walk is None else walk.mask_after(step.state, token - 1))
             self._hand_on(step.state, token - 1)
             is_going = flag.goes_on(step.goes_on)
             token += 1
@@ -120,12 +144,16 @@ class Search(NamedTuple):
 
     # The forward pass and the choice apart.
 
-    def _run(self, reader: Reader, way: Way | None) -> Any:
-        """Args: way: how the forward pass runs."""
+    def _run(self, reader: Reader, way: Way | None, most: int) -> Any:
+        """Args:
+        way: how the forward pass runs.
+        most: for how many new tokens there may be room.
+        """
         ids, rules = self.prompt.ids, self.rules
-        batch, length = ids.shape
+        length = ids.shape[1]
         kept = KeptOutputs.asked_for(self.config)
-        state, constants = self._first(rules, batch, rules.room)
+        size = reader.open(room.at_first(most))
+        state, constants = self._first(size, rules.room)
         is_late = graphs.is_cuda(ids.device)
         flag = graphs.EndFlag(ids.device)
         steps = torch.zeros(1, dtype=torch.int64, device=ids.device)
@@ -139,9 +167,15 @@ class Search(NamedTuple):
             state = after
             if ends_now or not flag.goes_on(state.goes_on):
                 break
+            if step + 1 == size:
+                # As in _run_at_once.
+                if not bool(state.goes_on):
+                    break
+                size = reader.open(room.after(size, most))
+                state = state.with_room(size)
             now = torch.full((1,), step, device=ids.device)
             tokens, parents = (
-                (state.tokens[:, step], constants.parents)
+                (state.tokens[:, step], None)
                 if rules.beams == 1
                 else (state.running.tokens[:, :, step], state.running.parents)
             )
@@ -154,21 +188,22 @@ class Search(NamedTuple):
         return self._result(state, count, kept)
 
     def _decoder(self) -> Decoder:
-        # The last of the new tokens is not read.
         (batch, length), source = self.prompt.ids.shape, self.prompt.source
         places = None if source is None else source.hidden.shape[1]
-        return Decoder(self.twin, batch, length, self.rules.beams, self.rules.room - 1, self.prompt.ids.device, places)
+        return Decoder(self.twin, batch, length, self.rules.beams, self.prompt.ids.device, places)
 
-    def _first(self, rules: Rules, batch: int, room: int) -> tuple[Any, Any]:
+    def _first(self, size: int, longest: int) -> tuple[Any, Any]:
         """The state before the first token, and the constants of the choices.
 
         Args:
-            room: of the call; that of `rules` may have been rounded up.
+            size: for how many tokens the state has room.
+            longest: how many there may be.
         """
-        device = self.prompt.ids.device
+        ids, rules = self.prompt.ids, self.rules
         if rules.beams == 1:
-            return texts.at_first(rules, batch, device), texts.TextConstants.of(rules, batch, self.padding, device)
-        return beams.at_first(rules, batch, device), beams.BeamConstants.of(rules, room, device)
+            constants = texts.TextConstants.of(rules, self.padding, ids.device)
+            return texts.at_first(len(ids), size, ids.device), constants
+        return beams.at_first(rules, len(ids), size, ids.device), beams.BeamConstants.of(rules, longest, ids.device)
 
     def _chosen(
         self,
@@ -208,26 +243,26 @@ class Search(NamedTuple):
             chosen = self._drawn(scan) if self.config.do_sample else self._greatest(scan)
             return texts.choose_tokens(state, constants, chosen, now, are_last)
         scores, indices = self._continuations(scan, state)
-        return beams.choose(state, rules, constants, scores, indices, logits.shape[-1], now, are_last)
+        return beams.choose(state, constants, scores, indices, logits.shape[-1], now, are_last)
 
     def _greatest(self, scan: Scan) -> Tensor:
-        found = choice.greatest(scan.rows, scan.edits, self.plan.filters)
+        found = tokens.greatest(scan.rows, scan.edits, self.plan.filters)
         return scan.dense().argmax(-1) if found is None else found
 
     def _drawn(self, scan: Scan) -> Tensor:
-        sampled = None if scan.is_dense else choice.sampled(scan.rows, scan.edits, self.plan.filters)
-        if sampled is not None and not choice.has_no_distribution(sampled):
+        sampled = None if scan.is_dense else tokens.sampled(scan.rows, scan.edits, self.plan.filters)
+        if sampled is not None and not tokens.has_no_distribution(sampled):
             return sampled.tokens.squeeze(1)
         left = None if sampled is not None else scan.left_over(1)
         if left is None:
             return torch.multinomial(scan.dense().softmax(-1), 1).squeeze(1)
-        return choice.drawn(left).squeeze(1)
+        return tokens.drawn(left).squeeze(1)
 
     def _continuations(self, scan: Scan, state: Beams) -> tuple[Tensor, Tensor]:
         number, beam_scores = self.rules.kept, state.running.scores
         if self.config.do_sample:
             return self._drawn_continuations(scan, beam_scores)
-        found = choice.continuations(scan.rows, scan.edits, self.plan.filters, beam_scores, number)
+        found = tokens.continuations(scan.rows, scan.edits, self.plan.filters, beam_scores, number)
         if found is None:
             raise Declined("more continuations than the kernels list")
         if not found[0].is_cuda and bool(found[0][:, 0].isnan().any()):
@@ -240,10 +275,10 @@ class Search(NamedTuple):
         left = scan.left_over(-(-number // self.rules.beams))
         if left is None:
             total = (scan.dense().view(*beam_scores.shape, -1) + beam_scores.unsqueeze(-1)).flatten(1)
-            indices = choice.drawn_from(total.softmax(-1), number)
+            indices = tokens.drawn_from(total.softmax(-1), number)
             scores = total.gather(1, indices)
         else:
-            scores, indices = choice.drawn_continuations(left, beam_scores, scan.rows.vocab_size, number)
+            scores, indices = tokens.drawn_continuations(left, beam_scores, scan.rows.vocab_size, number)
         scores, order = scores.sort(dim=-1, descending=True, stable=True)
         return scores, indices.gather(1, order)
 

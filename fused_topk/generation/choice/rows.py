@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The logits of a step, and the kernels that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from ...backends import Backend
+from ...functional.sampling import random_names
+from ...plans import topk_plan
+from ...problem import Sample, SampleProblem, TopK, TopKState, result_dtype
+from ...rows import LogitRows, like
+from .changed_scores import Change, edited
+
+# Up to this V, torch's argmax is as quick on a GPU as our kernel, and the host launches it in a third of the time.
+_ARGMAX_VOCAB_SIZE = 1 << 16
+
+
+class Rows:
+    """The last logits of a forward pass, and the backend whose kernels read them.
+
+    Its methods are the package's functions without checks and operators, which cost more than the launch at every step. A decoding
+    step's arguments are right by construction, and nothing needs a gradient.
+    """
+
+    __slots__ = ("backend", "generator", "logits")
+
+    def __init__(
+        self, logits: Tensor, backend: Backend, generator: Callable[[], torch.Generator] | None = None
+    ) -> None:
+        self.logits = logits  # [R, V], in the model's dtype
+        self.backend = backend
+        # Gives the random numbers to draw with; None for the caller's.
+        self.generator = generator
+
+    def maker(self) -> Callable[[Tensor], Rows]:
+        """A function that makes rows like these of a model's logits [R, length, V]. It holds no logits."""
+        # On the device where the loop had them: it may differ from the model's.
+        device, backend, generator = self.logits.device, self.backend, self.generator
+        return lambda logits: Rows(logits.select(1, -1).to(device), backend, generator)
+
+    def gather(self, reason: str) -> None:
+        """Has all columns on this process."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no process has all columns."""
+        return False
+
+    @property
+    def vocab_size(self) -> int:
+        return self.logits.shape[-1]
+
+    def supports(self, k: int) -> bool:
+        """Whether the kernels take this k."""
+        return bool(self.backend.supports(self.logits.dtype, k))
+
+    def greatest(self) -> Tensor:
+        """int64 [R]: the token of the greatest logit of each row; of equal ones the smallest, NaN above +inf."""
+        logits = self.logits
+        if self.vocab_size <= _ARGMAX_VOCAB_SIZE and logits.is_cuda and not self.is_sharded:
+            # argmax gives the same answer, also in one read.
+            return logits.argmax(-1)
+        return self.topk(1).indices.squeeze(1)
+
+    def topk(self, k: int, mask: Tensor | None = None) -> TopK:
+        """The k greatest logits, in the model's dtype, and the logsumexp of the tokens in `mask` [1 or R, W]."""
+        return self._scan(k, mask, "logits", "allowed", 1.0)
+
+    def log_softmax_topk(self, k: int, mask: Tensor | None = None) -> TopK:
+        """The k greatest log-probabilities of the tokens in `mask` [1 or R, W]."""
+        return self._scan(k, mask, "log_softmax", "all", 1.0)
+
+    def scan(self, k: int, mask: Tensor | None, are_log_probs: bool) -> TopK:
+        """The k best scores of the tokens in `mask` [1 or R, W], float32: log-probabilities of the whole row, or logits."""
+        if are_log_probs:
+            return self.log_softmax_topk(k, mask)
+        found = self.topk(k, mask)
+        return found._replace(values=found.values.float())
+
+    def state(self, k: int, mask: Tensor | None = None, normalize: str = "all", temperature: float = 1.0) -> TopKState:
+        """The state of each row, whose candidates are tokens in `mask` [1 or R, W]. See :func:`fused_topk.topk_state`."""
+        logits, indices, (m, d) = self._scan(k, mask, "state", normalize, temperature)
+        return TopKState(logits, indices, m, d)
+
+    def state_and_logits(self, k: int, mask: Tensor | None, ids: Tensor) -> tuple[TopKState, Tensor]:
+        """The state of each whole row, and the logits of the tokens `ids` [R, S]."""
+        return self.state(k, mask), self.logits.gather(1, ids)
+
+    def beam_topk(self, beam_scores: Tensor, k: int, mask: Tensor | None = None) -> TopK:
+        """The k best continuations over all beams of a sequence, of the tokens in `mask` [1 or R, W].
+
+        Args:
+            beam_scores: float32 [batch, beams], batch * beams = R.
+        """
+        batch, beams = beam_scores.shape
+        if mask is not None:
+            mask = mask.expand(batch * beams, -1).view(batch, beams, -1)
+        rows = LogitRows(self.logits.view(batch, beams, -1), mask=mask)
+        return self._run(rows, k, "log_softmax", "all", beam_scores)
+
+    def edited(self, ids: Tensor, change: Change, replaces_row: bool) -> Rows:
+        """Rows of float32 logits in which the tokens `ids` [R, S] have other scores. See :func:`changed_scores.edited`."""
+        return Rows(edited(self.logits, ids, change, replaces_row), self.backend, self.generator)
+
+    def draws(self, parameters: Mapping[str, float]) -> bool:
+        """Whether :meth:`sample` takes these parameters."""
+        return True
+
+    def sample(self, parameters: Mapping[str, float], mask: Tensor | None, generator: torch.Generator | None) -> Sample:
+        """A token [R, 1] of each row, drawn from the tokens in `mask` [1 or R, W]. See :func:`fused_topk.sample`.
+
+        Args:
+            parameters: of temperature, top_k, top_p and min_p those that are set.
+        """
+        logits = self.logits
+        if mask is not None:
+            mask = mask.expand(len(logits), -1)
+        rows, device = len(logits), logits.device
+        seed, counter = random_names(rows, device, generator)
+        temperature = float(parameters.get("temperature", 1.0))
+        problem = SampleProblem(
+            LogitRows(logits, temperature, mask=mask),
+            int(parameters.get("top_k", 0)),
+            None,
+            float(parameters.get("top_p", 1.0)),
+            None,
+            float(parameters.get("min_p", 0.0)),
+            None,
+            *seed,
+            *counter,
+            1,
+            0,
+            False,
+        )
+        tokens = torch.empty((rows, 1), dtype=torch.int64, device=device)
+        log_probs = torch.empty((rows, 1), dtype=result_dtype(logits.dtype), device=device)
+        result = Sample(tokens, log_probs, None)
+        if rows:
+            self.backend.sample(problem, result)
+        return result
+
+    def _scan(self, k: int, mask: Tensor | None, values: str, normalize: str, temperature: float) -> TopK:
+        if mask is not None:
+            mask = mask.expand(len(self.logits), -1)
+        return self._run(LogitRows(self.logits, temperature, mask=mask), k, values, normalize)
+
+    def _run(self, rows: LogitRows, k: int, values: str, normalize: str, beam_scores: Tensor | None = None) -> TopK:
+        scores = None if beam_scores is None else like(beam_scores)
+        name = backends.name_of(self.backend)
+        return topk_plan(rows.logits.device, rows.layout(), k, values, normalize, name, scores).run(rows, beam_scores)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who calls a function of this package: transformers' loops are known by their frames."""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import nn
+
+# The code of functions that is_of_a_loop() has found, by id. Codes are slow to compare: by all their bytes. A code is kept here,
+# so that no other object gets its id.
+_codes: dict[int, CodeType] = {}
+
+
+def is_of_a_loop(frame: FrameType) -> bool:
+    """Whether the frame is a function of transformers that runs a decoding loop or a part of one.
+
+    Such a function has a parameter `generation_config`. Functions of users do not count, nor do the processors and criteria that
+    a loop calls.
+    """
+    code = frame.f_code
+    if id(code) in _codes:
+        return True
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    is_own = str(frame.f_globals.get("__name__")).startswith("transformers.") and "generation_config" in parameters
+    if is_own:
+        _codes[id(code)] = code
+    return is_own
+
+
+def variables(frame: FrameType) -> dict[str, Any]:
+    """The local variables of the function in the frame."""
+    found = frame.f_locals
+    copied = dict(found)
+    # Before Python 3.13, f_locals is a dict that the frame keeps. It would keep tensors alive that the function drops.
+    if type(found) is dict:
+        found.clear()
+    return copied
+
+
+def caller_of_module() -> Any:
+    """The frame that has called a module, of which torch has called the function that asks, or a method of ours."""
+    frame: Any = sys._getframe(1)
+    while frame.f_globals is nn.modules.module.__dict__ or frame.f_globals.get("__package__") == __package__:
+        frame = frame.f_back
+    return frame

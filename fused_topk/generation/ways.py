@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which way a generate() call runs: in whole steps, or in transformers' own loop with each choice of tokens fused that can be.
+
+A call that nobody has asked this for runs as stock, and does not get here (:mod:`hooks`). A step of transformers' loop that cannot
+be fused runs stock operations on the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..problem import TopK
+from .calls import Call, running
+from .interception.session import Session
+from .request import Options
+from .statistics import count_not_whole
+from .whole_step import Declined, Loop, Once, decline_for, known_reason, of_speed
+
+# Runs what generate() does. It gets the call, the loop to run, and the streamer, if there is one. No loop: that of transformers.
+Run = Callable[[Call, "Loop | None", Any], Any]
+
+
+def run_call(
+    model: nn.Module, options: Options, run: Run, streamer: Any, num_beams: int, reason: str | None = None
+) -> tuple[Any, list[TopK]]:
+    """Runs a generate() call. Returns its result and the record of its steps.
+
+    Args:
+        run: see above. With a loop it may raise Declined. Then it runs again without.
+        streamer: the user's; None for none.
+        num_beams: of the call, as far as is known before generate() prepares it.
+        reason: why no step of transformers' loop can be fused; None as far as is known.
+    """
+    if options.whole_step is not False:
+        once = None if streamer is None else Once(streamer)
+        try:
+            return _in_whole_steps(model, options, run, once, num_beams), []
+        except Declined as declined:
+            count_not_whole(str(declined), options.whole_step)
+        if once is not None:
+            once.restart()
+            streamer = once
+    session = Session(model, options, reason)
+    with running(session):
+        return run(session, None, streamer), session.topk
+
+
+def _in_whole_steps(model: nn.Module, options: Options, run: Run, streamer: Once | None, num_beams: int) -> Any:
+    if options.topk_per_step:
+        raise Declined("topk_per_step")
+    if options.whole_step is None:
+        # A call that is declined later has been prepared in vain: an encoder has run.
+        device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
+        decline_for(of_speed(num_beams, device) or known_reason(model))
+    call = Call(model)
+    with running(call):
+        return run(call, Loop(options.whole_step, options.sampling, streamer), streamer)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the texts of a search are in a trie: they take a step with each token, and go where beams go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..edits.tries import TrieLogitsProcessor
+from .texts import Texts
+
+
+class Walk:
+    """The nodes of a call's texts, one token after another.
+
+    Args:
+        constraint: the call's only processor.
+        ids: int64 [batch, length], the prompts.
+        vocab_size: of the logits.
+    """
+
+    def __init__(self, constraint: TrieLogitsProcessor, ids: Tensor, beams: int, vocab_size: int) -> None:
+        self._trie = constraint.trie.to(ids.device)
+        self._vocab_size = vocab_size
+        nodes = self._trie.nodes(ids[:, constraint.begin_index :])
+        # [batch, beams]; [batch] without beams
+        self._nodes = nodes if beams == 1 else nodes.unsqueeze(1).repeat(1, beams)
+
+    def mask_after(self, state: Any, token: int) -> Tensor:
+        """The packed mask of what may come after one of the new tokens, which follows the one of the last call.
+
+        Args:
+            state: of the search, with that token.
+            token: from 0 on. Beyond the end of the search there is none: what comes of it is dropped.
+        """
+        if isinstance(state, Texts):
+            self._nodes = self._trie.step(self._nodes, state.tokens[:, token])
+        else:
+            tokens, parents = (each[:, :, token] for each in state.running[1:])
+            self._nodes = self._trie.step(self._nodes.gather(1, parents.clamp(min=0)), tokens)
+        return self._trie.allowed_mask(self._nodes, self._vocab_size)

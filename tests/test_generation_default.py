@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fused_decoding(model) as it is without options: whole steps where they are quicker, transformers' loop elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+from transformers import GenerationConfig
+
+from decoding import SmallerIndexFirst, inputs_for, one_thread, tiny  # noqa: F401
+from fused_topk.generation import disable, enable, fused_decoding, generate, stats
+from fused_topk.generation.whole_step import graphs
+from test_whole_step_graphs import Event, StandIn, new_on_the_host
+from whole_steps import encoder_decoder, family, source_for
+
+OPTIONS = {"max_new_tokens": 8, "do_sample": False}
+
+
+def both(model, inputs, **options):
+    """What stock and default generate() give, and the steps of the latter."""
+    options = {**OPTIONS, **options}
+    with SmallerIndexFirst():
+        stock = model.generate(**inputs, **options)
+        stats(reset=True)
+        with fused_decoding(model):
+            given = model.generate(**inputs, **options)
+    return stock, given, stats(reset=True)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Graphs are captured, by a stand-in."""
+    monkeypatch.setattr(graphs, "is_cuda", lambda device: True)
+    monkeypatch.setattr(graphs, "Graph", StandIn)
+    monkeypatch.setattr(graphs, "_new", new_on_the_host)
+    monkeypatch.setattr(graphs, "_record", lambda event, device: None)
+    monkeypatch.setattr(Event, "synchronize", lambda event: None)
+
+
+def test_beams_on_a_cpu_run_in_whole_steps():
+    model = family("Llama")
+    stock, given, steps = both(model, inputs_for(model), num_beams=3)
+    assert torch.equal(stock, given)
+    assert steps.whole == steps.fused > 0 and steps.compiled == steps.captured == 0 and not steps.not_whole
+
+
+def test_a_single_beam_on_a_cpu_runs_in_the_stock_loop():
+    model = family("Llama")
+    stock, given, steps = both(model, inputs_for(model))
+    assert torch.equal(stock, given)
+    assert steps.fused > 0 and steps.whole == 0 and steps.not_whole == {"a single beam on a CPU": 1}
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_on_a_gpu_steps_are_captured_from_the_first_call_on(on_a_gpu, num_beams):
+    model = copy.deepcopy(family("Llama"))
+    stock, given, steps = both(model, inputs_for(model), num_beams=num_beams)
+    assert torch.equal(stock, given)
+    assert steps.captured == steps.whole == steps.fused > 0 and not steps.not_whole
+
+
+def test_a_capture_that_fails_leaves_the_call_to_the_stock_loop(on_a_gpu, monkeypatch, caplog):
+    def fails(run, device):
+        raise RuntimeError("no graphs here")
+
+    monkeypatch.setattr(graphs, "Graph", fails)
+    model = copy.deepcopy(family("Llama"))
+    stock, given, steps = both(model, inputs_for(model), num_beams=3)
+    assert torch.equal(stock, given)
+    assert steps.whole == 0 and steps.fused > 0 and "no graphs here" in str(steps.not_whole)
+    assert not caplog.records
+
+
+def test_where_the_number_of_beams_stands():
+    model = copy.deepcopy(family("Llama"))
+    inputs = inputs_for(model)
+    config = GenerationConfig(num_beams=3, **OPTIONS)
+    with fused_decoding(model):
+        for run in (
+            lambda: model.generate(**inputs, **OPTIONS, num_beams=3),
+            lambda: model.generate(**inputs, generation_config=config),
+            lambda: model.generate(inputs["input_ids"], config),
+        ):
+            stats(reset=True)
+            run()
+            assert stats(reset=True).whole > 0
+        model.generation_config.num_beams = 3
+        model.generate(**inputs, **OPTIONS)
+        assert stats(reset=True).whole > 0
+        model.generate(**inputs, **OPTIONS, num_beams=1)
+        assert stats(reset=True).not_whole == {"a single beam on a CPU": 1}
+
+
+def test_a_result_that_can_go_on_has_its_cache():
+    model = family("Llama")
+    _, given, steps = both(model, inputs_for(model), num_beams=3, return_dict_in_generate=True)
+    assert given.past_key_values is not None
+    assert steps.whole == 0 and steps.not_whole == {"a result with its cache": 1}
+
+
+def test_nothing_is_said_of_what_is_not_served(caplog):
+    model = tiny("mamba")
+    with caplog.at_level(logging.WARNING):
+        stock, given, steps = both(model, inputs_for(model), num_beams=2)
+    assert torch.equal(stock, given)
+    assert steps.whole == 0 and steps.not_whole and not caplog.records
+
+
+def test_a_model_that_is_known_not_to_be_served_is_prepared_once():
+    model = copy.deepcopy(tiny("t5"))
+    runs = []
+    model.get_encoder().register_forward_hook(lambda *_: runs.append(1))
+    with fused_decoding(model):
+        for _ in range(2):
+            runs.clear()
+            model.generate(**inputs_for(model), **OPTIONS, num_beams=2)
+    assert len(runs) == 1
+
+
+def test_encoder_decoders_run_in_whole_steps():
+    model = encoder_decoder("Bart")
+    stock, given, steps = both(model, source_for(model), num_beams=3)
+    assert torch.equal(stock, given) and steps.whole == steps.fused > 0
+
+
+def test_enable_and_custom_generate_have_the_same_default():
+    model = copy.deepcopy(family("Llama"))
+    inputs = inputs_for(model)
+    stock = model.generate(**inputs, **OPTIONS, num_beams=3)
+    stats(reset=True)
+    given = model.generate(**inputs, **OPTIONS, num_beams=3, custom_generate=generate)
+    assert torch.equal(stock, given) and stats(reset=True).whole > 0
+    enable(model)
+    given = model.generate(**inputs, **OPTIONS, num_beams=3)
+    disable(model)
+    assert torch.equal(stock, given) and stats(reset=True).whole > 0

@@ -1,0 +1,458 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TrieLogitsProcessor: generate() gives what it gives with a prefix_allowed_tokens_fn that reads the same items."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+from transformers.generation import logits_process as stock
+
+from decoding import SmallerIndexFirst, inputs_for, one_thread, stock_gap, tiny  # noqa: F401
+from fused_topk.generation import TokenTrie, TrieLogitsProcessor, fused_decoding, stats
+from fused_topk.generation.edits import tries
+from fused_topk.generation.whole_step import compiled, graphs, search, walk
+from test_whole_step_graphs import StandIn, Waits, new_on_the_host
+from tries import TOKENS, Items, catalogue, with_fault
+from whole_steps import TOLERANCE, encoder_decoder, family, source_for
+
+END = 5
+# Beams that do not exist have scores of -1e9, divided by the text's length or its powers.
+NO_SCORE = -1e6
+
+
+@contextlib.contextmanager
+def kept():
+    """Steps that are kept, which are run as they are instead of being compiled."""
+    with mock.patch.object(compiled, "ways", lambda function, args, number: [compiled.Bound(function, args)]):
+        yield "compiled"
+
+
+@contextlib.contextmanager
+def captured():
+    """A stand-in for the GPU's graphs. What the device does late is late here too."""
+    with (
+        mock.patch.multiple(graphs, is_cuda=lambda device: True, Graph=StandIn, _new=new_on_the_host),
+        mock.patch.object(graphs, "_record", lambda event, device: None),
+    ):
+        yield True
+
+
+@contextlib.contextmanager
+def traced():
+    with mock.patch.object(compiled, "_inductor", lambda graph, inputs: graph):
+        yield "compiled"
+
+
+def generate(way: str, model, inputs, **options):
+    """What a way of decoding gives, and the steps of it.
+
+    Args:
+        way: "plain" without this package, "fused", or a way of whole steps.
+    """
+    options = {"do_sample": False, "return_dict_in_generate": True, **options}
+    options.setdefault("num_return_sequences", options.get("num_beams", 1))
+    # Drawn numbers depend on it.
+    torch.manual_seed(0)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(SmallerIndexFirst())
+        if way != "plain":
+            ways = {"kept": kept, "captured": captured, "traced": traced}
+            whole = stack.enter_context(ways[way]()) if way in ways else {"fused": False, "eager": "eager"}[way]
+            sampling = options["do_sample"]
+            stack.enter_context(fused_decoding(model, whole_step=whole, sampling=sampling))
+        stats(reset=True)
+        return model.generate(**inputs, **options), stats(reset=True)
+
+
+def texts_of(result, width: int) -> list[list[int]]:
+    return [row + [END] * (width - len(row)) for row in result.sequences.tolist()]
+
+
+def assert_same_items(expected, given, is_exact: bool) -> None:
+    """Where there are fewer items than beams, which other texts are listed, and in which order, is of no account: they tie."""
+    width = max(expected.sequences.shape[1], given.sequences.shape[1])
+    scores = expected.get("sequences_scores")
+    counts = [True] * len(expected.sequences) if scores is None or is_exact else (scores > NO_SCORE).tolist()
+    pairs = zip(texts_of(expected, width), texts_of(given, width), counts)
+    assert [text for text, _, is_text in pairs if is_text] == [
+        text for text, is_text in zip(texts_of(given, width), counts) if is_text
+    ]
+    if scores is not None and given.get("sequences_scores") is not None:
+        assert torch.equal(given.sequences_scores > NO_SCORE, scores > NO_SCORE)
+        real = scores > NO_SCORE
+        torch.testing.assert_close(given.sequences_scores[real], scores[real], atol=TOLERANCE, rtol=5e-7)
+
+
+MODELS = [
+    *((family, name) for name in ("Llama", "GPT2", "Gemma2")),
+    *((encoder_decoder, name) for name in ("Bart", "M2M100")),
+    # No whole steps.
+    (tiny, "t5"),
+]
+WHOLE = ("eager", "kept", "captured")
+
+
+class Configuration:
+    """A model, a catalogue and the options of a call, drawn at random."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        made, self.name = draw.choice(MODELS)
+        self.model = made(self.name, seed=draw.randrange(3))
+        is_both = self.model.config.is_encoder_decoder
+        batch = draw.randint(1, 3)
+        if self.name == "t5":
+            self.inputs = inputs_for(self.model, batch)
+        elif is_both:
+            self.inputs = source_for(self.model, batch)
+        else:
+            self.inputs = inputs_for(self.model, batch, padding=draw.choice([0, 3]))
+        self.begin = 1 if is_both else self.inputs["input_ids"].shape[1]
+        tokens = draw.choice([TOKENS, [*range(97)]])
+        self.items = catalogue(draw, END, most=draw.choice([3, 40, 400]), tokens=tokens)
+        self.way = draw.choice(["plain", "fused"] if self.name == "t5" else ["plain", "fused", *WHOLE])
+        beams = draw.choice([1, 2, 3, 8])
+        self.options = {"num_beams": beams, "max_new_tokens": draw.choice([1, 3, 6, 7])}
+        # With nothing else, steps that are kept take the mask of the trie.
+        has_more = draw.random() < 0.5
+        if beams > 1:
+            self.options |= {
+                "length_penalty": draw.choice([1.0, 0.0, 1.5]),
+                "early_stopping": draw.choice([False, False, "never"]),
+                "output_scores": self.way == "plain" or has_more,
+            }
+        self.before, self.after = [], []
+        if not has_more:
+            return
+        if draw.random() < 0.5:
+            self.before = draw.choice([[stock.RepetitionPenaltyLogitsProcessor(1.3)], [_bias()]])
+            # Those of generate() stand before it too.
+            self.options["repetition_penalty"] = draw.choice([1.0, 1.2])
+        if draw.random() < 0.5:
+            self.after = draw.choice([[_bias()], [stock.NoRepeatNGramLogitsProcessor(3)]])
+        if draw.random() < 0.3:
+            self.options["renormalize_logits"] = True
+        if beams == 1 and draw.random() < 0.6:
+            self.options |= {"do_sample": True, "top_k": draw.choice([0, 5]), "top_p": draw.choice([1.0, 0.8])}
+        if self.options.keys() & {"renormalize_logits", "do_sample"}:
+            # There is no distribution where all that the trie allows is banned.
+            self.after = [each for each in self.after if type(each) is not stock.NoRepeatNGramLogitsProcessor]
+
+    def run(self, processor, way=None):
+        options = dict(self.options)
+        if self.options["num_beams"] > 1 and processor is not None and type(processor) is not TrieLogitsProcessor:
+            options["output_scores"] = True
+        return generate(
+            way or self.way,
+            self.model,
+            self.inputs,
+            logits_processor=[*self.before, processor, *self.after],
+            **options,
+        )
+
+    def check(self) -> None:
+        begin, beams = self.begin, self.options["num_beams"]
+        known = Items(self.items, END)
+        by_function = stock.PrefixConstrainedLogitsProcessor(known.prefix_fn(begin), beams)
+        # Draws are those of the same way.
+        way = self.way if self.options.get("do_sample") else "plain"
+        expected, _ = self.run(by_function, way)
+        given, steps = self.run(TrieLogitsProcessor(TokenTrie(self.items, END), begin))
+        if self.way != "plain":
+            assert steps.fallback == 0 and not steps.not_whole, (steps.reasons, steps.not_whole)
+            assert (steps.whole > 0) == (self.way in WHOLE)
+            assert (steps.compiled > 0) == (self.way == "kept")
+            assert (steps.captured > 0) == (self.way == "captured")
+        if self.options.get("do_sample") or self.way == "plain":
+            assert torch.equal(given.sequences, expected.sequences)
+        else:
+            assert_same_items(expected, given, is_exact=False)
+
+
+def _bias():
+    return stock.SequenceBiasLogitsProcessor([[[31], 2.0], [[64], -3.0], [[8, 32], 4.0]])
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(25), *(pytest.param(range(n, n + 100), marks=pytest.mark.exhaustive) for n in range(100, 2100, 100))],
+)
+def test_random_configurations(seeds):
+    for seed in seeds:
+        Configuration(seed).check()
+
+
+def both_ways(way, model, inputs, items, begin, **options):
+    """Stock generate() with the function, and a way with the trie. Gives the steps of the latter."""
+    options = {"output_scores": options.get("num_beams", 1) > 1, **options}
+    expected, _ = generate(
+        "plain", model, inputs, prefix_allowed_tokens_fn=Items(items, END).prefix_fn(begin), **options
+    )
+    options["output_scores"] = False
+    processor = TrieLogitsProcessor(TokenTrie(items, END), begin)
+    given, steps = generate(way, model, inputs, logits_processor=[processor], **options)
+    assert_same_items(expected, given, is_exact=way == "plain")
+    return steps
+
+
+EDGES = {
+    "one_item": [[31, 8]],
+    "whole_vocabulary": [[token] for token in range(97) if token != END],
+    "deeper_than_the_call": [[8, 31, 64, 96, 8, 31, first] for first in (8, 31, 96)],
+    "beginnings_of_others": [[8], [8, 31], [8, 31, 64], [96]],
+    "words_of_a_mask": [[a, b] for a in (31, 32, 63, 64, 96) for b in (0, 31, 32, 63, 64, 96)],
+}
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("way", ["plain", "fused", *WHOLE])
+@pytest.mark.parametrize("edge", EDGES)
+def test_edges(edge, way, num_beams):
+    model = family("Llama")
+    both_ways(way, model, inputs_for(model, padding=2), EDGES[edge], 6, num_beams=num_beams, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("num_beams", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
+@pytest.mark.parametrize("name", ["Llama", pytest.param("Bart", marks=pytest.mark.exhaustive)])
+def test_traced_steps(name, num_beams):
+    """Some of the models' heads are products, from which a mask chooses without logits."""
+    is_both = name == "Bart"
+    model = (encoder_decoder if is_both else family)(name, 1)
+    inputs = source_for(model) if is_both else inputs_for(model, 3, padding=2)
+    items = catalogue(random.Random(3), END, most=60, longest=6)
+    begin = 1 if is_both else 6
+    steps = both_ways("traced", model, inputs, items, begin, num_beams=num_beams, max_new_tokens=7)
+    assert steps.compiled == steps.whole == steps.fused > 0 and not steps.not_compiled
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("num_beams", [1, 40])
+def test_compiled_steps(num_beams):
+    """The compiler's own code. 40 beams are more than a head that is a product takes without logits."""
+    model = family("Llama", 1)
+    items = catalogue(random.Random(3), END, most=200, longest=4)
+    options = {"output_scores": num_beams > 1, "num_beams": num_beams, "max_new_tokens": 5}
+    inputs = inputs_for(model, 3, padding=2)
+    function = Items(items, END).prefix_fn(6)
+    expected, _ = generate("plain", model, inputs, prefix_allowed_tokens_fn=function, **options)
+    with fused_decoding(model, whole_step=True):
+        for _ in range(2):
+            processor = TrieLogitsProcessor(TokenTrie(items, END), 6)
+            given = model.generate(
+                **inputs,
+                logits_processor=[processor],
+                do_sample=False,
+                return_dict_in_generate=True,
+                num_return_sequences=num_beams,
+                **{**options, "output_scores": False},
+            )
+            assert_same_items(expected, given, is_exact=False)
+
+
+def test_steps_with_and_without_a_mask_share_a_cache(monkeypatch):
+    """The same steps serve any catalogue."""
+    from fused_topk.generation.whole_step import entry
+
+    model = family("Llama", 2)
+    options = {"num_beams": 3, "max_new_tokens": 5}
+    for seed in range(3):
+        both_ways("kept", model, inputs_for(model), catalogue(random.Random(seed), END), 6, **options)
+        free, _ = generate("plain", model, inputs_for(model), output_scores=True, **options)
+        given, _ = generate("kept", model, inputs_for(model), **options)
+        assert_same_items(free, given, is_exact=True)
+    (step,) = (
+        step
+        for shape, step in entry._ready[model].store._kept.items()
+        if shape.rules.beams == 3 and shape.way.is_compiled
+    )
+    assert step._advance.keys() == {True, False}
+
+
+def test_begin_index():
+    model = family("Llama")
+    inputs = inputs_for(model, batch=1)
+    last = inputs["input_ids"][0, -1].item()
+    items = [[last, 8, 31], [last, 64], [96, 7]]
+    for way in ("plain", "fused", *WHOLE):
+        # The last token of the prompt is the first one of an item. Or some generated tokens come before it.
+        for begin in (5, 8):
+            for num_beams in (1, 2):
+                both_ways(way, model, inputs, items, begin, num_beams=num_beams, max_new_tokens=4)
+
+
+def test_scores_that_earlier_processors_have_banned():
+    processor = TrieLogitsProcessor(TokenTrie([[3], [7]], END), 1)
+    nan, inf = float("nan"), float("inf")
+    scores = torch.tensor([[nan, 1.0, inf, -inf, 2.0, 3.0, -1.0, nan], [0.0, 0.0, 0.0, -inf, 0.0, 0.0, 0.0, -inf]])
+    before = scores.clone()
+    given = processor(torch.tensor([[1], [1]]), scores)
+    torch.testing.assert_close(scores, before, equal_nan=True)
+    torch.testing.assert_close(given[0], torch.tensor([*[-inf] * 7, nan]), equal_nan=True)
+    assert given[1].isneginf().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_the_processor_returns(dtype):
+    items = catalogue(random.Random(1), END)
+    known, trie = Items(items, END), TokenTrie(items, END)
+    texts = torch.tensor([[1, *item][:3] + [7] * (2 - len(item)) for item in items])
+    scores = torch.randn(len(texts), 97, dtype=dtype)
+    given = TrieLogitsProcessor(trie, 1)(texts, scores)
+    assert given.dtype == dtype
+    for text, row, of in zip(texts.tolist(), given, scores):
+        allowed = sorted(known.after(text[1:]))
+        assert row.isfinite().nonzero()[:, 0].tolist() == allowed
+        assert torch.equal(row[allowed], of[allowed])
+
+
+@pytest.mark.parametrize("way", ["captured", "fused"])
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_nothing_waits_for_the_device(num_beams, way):
+    """As many reads of tensors by the host as without the trie, but for those of the end of plain loops."""
+    model = family("Llama", 1)
+    # Texts that do not end before the call does.
+    items = [[first] * 9 for first in range(8, 90)]
+    waits = []
+    for processors in ([], [TrieLogitsProcessor(TokenTrie(items, END), 6)]):
+        options = {"num_beams": num_beams, "max_new_tokens": 6, "logits_processor": processors, "eos_token_id": None}
+        generate(way, model, inputs_for(model), **options)
+        with Waits() as counted:
+            generate(way, model, inputs_for(model), **options)
+        waits.append(counted.count)
+    # Not NaN on a CPU, which beams are looked through for.
+    assert waits[0] >= waits[1]
+
+
+def test_a_subclass_runs_as_any_processor():
+    class Own(TrieLogitsProcessor):
+        pass
+
+    model = family("Llama")
+    items = [[8, 31], [64]]
+    processor = Own(TokenTrie(items, END), 6)
+    given, steps = generate("fused", model, inputs_for(model), logits_processor=[processor], max_new_tokens=4)
+    expected, _ = generate(
+        "plain", model, inputs_for(model), prefix_allowed_tokens_fn=Items(items, END).prefix_fn(6), max_new_tokens=4
+    )
+    assert torch.equal(given.sequences, expected.sequences)
+    assert list(steps.reasons) == [f"logits processor {__name__}.{Own.__qualname__}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([[8]], 1), TypeError, "`trie` must be a TokenTrie, got list"),
+        ((TokenTrie([[8]], END), -1), ValueError, "`begin_index` must not be negative, got -1"),
+        ((TokenTrie([[8]], END), 1.0), TypeError, "cannot be interpreted as an integer"),
+    ],
+)
+def test_arguments_of_another_kind(arguments, error, message):
+    with pytest.raises(error, match=message):
+        TrieLogitsProcessor(*arguments)
+
+
+@pytest.mark.parametrize("way", ["plain", "fused", "eager", "kept"])
+def test_tokens_that_the_model_has_not(way):
+    model = family("Llama")
+    processor = TrieLogitsProcessor(TokenTrie([[97]], END), 6)
+    with pytest.raises(ValueError, match="`vocab_size` must be greater than the trie's tokens, got 97 and a token 97"):
+        generate(way, model, inputs_for(model), logits_processor=[processor], max_new_tokens=4)
+
+
+# What uses the walk, with something wrong in it.
+FAULTS = [
+    (tries, "input_ids[:, self.begin_index :]", "input_ids[:, self.begin_index + 1 :]"),
+    (tries, "scores.where(allowed, -torch.inf)", "scores.where(~allowed, -torch.inf)"),
+    (tries, "scores.where(allowed, -torch.inf)", "scores.masked_fill_(~allowed, -torch.inf)"),
+    (walk, "ids[:, constraint.begin_index :]", "ids[:, :0]"),
+    (walk, "self._trie.step(self._nodes, state.tokens[:, token])", "self._nodes"),
+    (walk, "state.tokens[:, token]", "state.tokens[:, token - 1]"),
+    (walk, "each[:, :, token] for each", "each[:, :, token - 1] for each"),
+    (walk, "self._nodes.gather(1, parents.clamp(min=0))", "self._nodes"),
+    (walk, "parents.clamp(min=0)", "parents"),
+    (walk, "self._nodes = self._trie.step(self._nodes.gather", "nodes = self._trie.step(self._nodes.gather"),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("module", "old", "new"), FAULTS)
+def test_a_fault_shows(module, old, new, monkeypatch):
+    faulty = with_fault(module, old, new)
+    if module is walk:
+        monkeypatch.setattr(search, "Walk", faulty.Walk)
+    else:
+        monkeypatch.setitem(globals(), "TrieLogitsProcessor", faulty.TrieLogitsProcessor)
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):
+        test_scores_that_earlier_processors_have_banned()
+        test_begin_index()
+        for seed in range(200):
+            configuration = Configuration(seed)
+            if module is tries or configuration.way in ("kept", "captured"):
+                configuration.check()
+
+
+def test_on_a_gpu_a_step_waits_for_nothing_and_is_captured(cuda):
+    items = catalogue(random.Random(1), END, most=60)
+    trie = TokenTrie(items, END)
+    texts = torch.tensor([[*item][:2] + [7] * (2 - len(item)) for item in items])
+    nodes = trie.nodes(texts[:, :1])
+    after = trie.step(nodes, texts[:, 1])
+    on_gpu, nodes, tokens = trie.to("cuda"), nodes.cuda(), texts[:, 1].cuda()
+
+    def run():
+        stepped = on_gpu.step(nodes, tokens)
+        return stepped, on_gpu.allowed_mask(stepped, 97)
+
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        given = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    graph.replay()
+    for stepped, mask in (given, captured):
+        assert torch.equal(stepped.cpu(), after) and torch.equal(mask.cpu(), trie.allowed_mask(after, 97))
+
+
+@pytest.mark.parametrize("whole_step", [False, "eager", True])
+@pytest.mark.parametrize("num_beams", [1, 4, 40])
+def test_generate_on_a_gpu(cuda, num_beams, whole_step):
+    """Sums are rounded otherwise there, so results are compared by score."""
+    model = copy.deepcopy(family("Llama", 1)).cuda()
+    inputs = inputs_for(model, 3, padding=2)
+    known = Items(catalogue(random.Random(4), END, most=200, longest=4), END)
+    trie = TokenTrie(known.items, END).to("cuda")
+    options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 5, "do_sample": False}
+    options |= {"return_dict_in_generate": True}
+    expected = model.generate(
+        **inputs, **options, output_scores=num_beams > 1, prefix_allowed_tokens_fn=known.prefix_fn(6)
+    )
+    with fused_decoding(model, whole_step=whole_step):
+        for _ in range(2):
+            given = model.generate(**inputs, **options, logits_processor=[TrieLogitsProcessor(trie, 6)])
+    steps = stats(reset=True)
+    assert (
+        steps.fallback == 0 and (steps.whole > 0) == bool(whole_step) and (steps.captured > 0) == (whole_step is True)
+    )
+    for prompt in range(3):
+        of_prompt = slice(prompt * num_beams, (prompt + 1) * num_beams)
+        texts, found = (each.sequences[of_prompt, 6:].tolist() for each in (expected, given))
+        if num_beams == 1:
+            assert texts == found
+            continue
+        scores = expected.sequences_scores[of_prompt].tolist()
+        score_of = {tuple(text): score for text, score in zip(texts, scores) if score > NO_SCORE}
+        for score, text in zip(scores, found):
+            assert score < NO_SCORE or score_of[tuple(text)] == pytest.approx(score, abs=TOLERANCE)

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows with lengths: what the same rows give with -inf from their lengths on, whatever lies there."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+import fused_topk
+from fused_topk.rows import LogitRows
+from oracle import DTYPES, assert_same, bits
+from rows import NAN, packed, random_logits, random_mask
+
+FULL = ("softmax", "log_softmax", "logsumexp")
+
+
+def ragged(lengths: Tensor, vocab_size: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Logits with NaN from the lengths on, and with -inf there."""
+    logits = random_logits(*lengths.shape, vocab_size, dtype=dtype, device=lengths.device)
+    beyond = torch.arange(vocab_size, device=lengths.device) >= lengths.unsqueeze(-1)
+    return logits.masked_fill(beyond, NAN), logits.masked_fill(beyond, -torch.inf)
+
+
+def borders(vocab_size: int, device: str = "cpu") -> Tensor:
+    """Lengths at the ends of tiles and blocks, and 0, 1 and V."""
+    found = {0, 1, vocab_size // 2, vocab_size - 1, vocab_size, *(n + d for n in (32, 1024, 4096) for d in (-1, 0, 1))}
+    return torch.tensor(sorted(n for n in found if 0 <= n <= vocab_size), device=device)
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    """Bit for bit, but for NaNs."""
+    assert got.dtype == want.dtype and torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(bits(got.nan_to_num(7.0)), bits(want.nan_to_num(7.0)))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_long", [True, False], ids=["int64", "int32"])
+@pytest.mark.parametrize("temperature", ["none", "rows"])
+@pytest.mark.parametrize(
+    ("vocab_size", "k"), [(1, 1), (33, 5), (200, 20), (300, 300), (4099, 65), (5000, 4500), (40_001, 5)]
+)
+def test_topk(backend, dtype, is_long, temperature, vocab_size, k):
+    lengths = borders(vocab_size, backend.device)
+    with_nan, hidden = ragged(lengths, vocab_size, DTYPES[dtype])
+    lengths = lengths if is_long else lengths.int()
+    mask = random_mask(*hidden.shape, device=backend.device, share=0.7)
+    scaled = {} if temperature == "none" else {"temperature": torch.linspace(0.3, 3.0, len(lengths)).to(backend.device)}
+    for settings in ({}, {"mask": mask}, {"mask": packed(mask)}):
+        assert_same(backend("topk", with_nan, k, lengths=lengths, **settings), backend("topk", hidden, k, **settings))
+        for normalize in ("allowed", "all", "topk"):
+            how = {**settings, **scaled, "normalize": normalize}
+            got = backend("log_softmax_topk", with_nan, k, lengths=lengths, **how)
+            assert_same(got, backend("log_softmax_topk", hidden, k, **how))
+            state = backend("topk_state", with_nan, k, lengths=lengths, **how)
+            for of_got, of_want in zip(state, backend("topk_state", hidden, k, **how)):
+                same(of_got, of_want) if of_got.is_floating_point() else None
+            assert torch.equal(state.indices, got.indices)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("entry", FULL)
+@pytest.mark.parametrize("vocab_size", [1, 33, 256, 300, 4099, 40_001, 140_000])
+def test_full_rows(backend, dtype, entry, vocab_size):
+    lengths = borders(vocab_size, backend.device)
+    with_nan, hidden = ragged(lengths, vocab_size, DTYPES[dtype])
+    run = functools.partial(getattr(fused_topk, entry), backend=backend.name, temperature=0.7)
+    same(run(with_nan, lengths=lengths.int()), run(hidden))
+    if entry != "logsumexp":
+        same(run(with_nan, lengths=lengths, dtype=torch.float32), run(hidden, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 5}, {"top_p": 0.6}, {"top_k": 50, "top_p": 0.9, "min_p": 0.05}], ids=str
+)
+@pytest.mark.parametrize("temperature", [1.0, 0.0, 0.7])
+@pytest.mark.parametrize("vocab_size", [33, 9001])
+@pytest.mark.parametrize("masked", [False, True])
+def test_draws(backend, filters, temperature, vocab_size, masked):
+    lengths = borders(vocab_size, backend.device)
+    with_nan, hidden = ragged(lengths, vocab_size)
+    mask = random_mask(*hidden.shape, device=backend.device, share=0.7) if masked else None
+    run = functools.partial(fused_topk.sample, backend=backend.name, temperature=temperature, mask=mask, **filters)
+    got = run(with_nan, lengths=lengths, seed=3, num_samples=4, logprobs=9)
+    want = run(hidden, seed=3, num_samples=4, logprobs=9)
+    assert torch.equal(got.tokens, want.tokens)
+    same(got.log_probs, want.log_probs)
+    assert_same(got.topk, want.topk)
+    assert (got.tokens < lengths.clamp(min=1).unsqueeze(-1)).all() or masked
+
+
+def test_beams_and_broadcast(backend):
+    """One length a beam, one a sequence, or one for all."""
+    for lengths in (torch.tensor([[0, 7, 300], [41, 1, 40]]), torch.tensor([[9], [300]]), torch.tensor(12)):
+        whole = lengths.to(backend.device).expand(2, 3)
+        with_nan, hidden = ragged(whole, 300)
+        scores = random_logits(2, 3, seed=1, device=backend.device)
+        got = backend("beam_topk", with_nan, scores, 40, lengths=lengths.to(backend.device))
+        assert_same(got, backend("beam_topk", hidden, scores, 40))
+        got = backend("softmax_topk", with_nan, 40, lengths=lengths.to(backend.device))
+        assert_same(got, backend("softmax_topk", hidden, 40))
+        run = functools.partial(fused_topk.softmax, backend=backend.name)
+        same(run(with_nan, lengths=lengths.to(backend.device)), run(hidden))
+
+
+def test_layouts(backend):
+    """Rows at any stride, lengths at any stride, the vocabulary anywhere, and results into `out`."""
+    lengths = torch.tensor([[3, 500], [0, 77], [500, 1]], device=backend.device)
+    with_nan, hidden = ragged(lengths, 500)
+    want = backend("softmax_topk", hidden, 9)
+    wide = torch.full((3, 2, 520), NAN, device=backend.device)
+    wide[..., 3:503] = with_nan
+    apart = torch.stack([lengths, lengths + 1], -1)[..., 0]
+    assert not apart.is_contiguous()
+    assert_same(backend("softmax_topk", wide[..., 3:503], 9, lengths=apart), want)
+    assert_same(
+        backend("softmax_topk", with_nan.transpose(0, 1), 9, lengths=apart.T),
+        backend("softmax_topk", hidden.transpose(0, 1), 9),
+    )
+    moved = backend("softmax_topk", with_nan.movedim(-1, 0).contiguous(), 9, dim=0, lengths=lengths)
+    assert torch.equal(moved.indices.movedim(0, -1), want.indices)
+    out = tuple(torch.empty_like(x) for x in want)
+    assert_same(backend("softmax_topk", with_nan, 9, lengths=lengths, out=out), want)
+    with pytest.raises(ValueError, match=r"`out\.indices` must not overlap `lengths`"):
+        backend(
+            "softmax_topk",
+            with_nan[0, :, :],
+            2,
+            lengths=out[1].view(-1)[:2].zero_(),
+            out=(out[0].view(-1)[:4].view(2, 2), out[1].view(-1)[:4].view(2, 2), out[2].view(-1)[:2]),
+        )
+
+
+def test_empty_and_single_rows(backend):
+    assert backend(
+        "softmax_topk",
+        torch.empty(0, 9, device=backend.device),
+        2,
+        lengths=torch.empty(0, dtype=torch.int32, device=backend.device),
+    ).values.shape == (0, 2)
+    got = backend(
+        "topk", torch.tensor([NAN, 1.0], device=backend.device), 2, lengths=torch.tensor(0, device=backend.device)
+    )
+    assert got.indices.tolist() == [0, 1] and got.values.tolist() == [-torch.inf, -torch.inf]
+    assert got.logsumexp.item() == -torch.inf
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "text"),
+    [
+        (torch.tensor([1, -2]), ValueError, "`lengths` must satisfy 0 <= length <= 9 .* got -2; use .clamp"),
+        (torch.tensor([10, 2]), ValueError, "`lengths` must satisfy 0 <= length <= 9 .* got 10; use .clamp"),
+        (torch.tensor([1.0, 2.0]), TypeError, "`lengths` must be int32 or int64, got torch.float32"),
+        (
+            torch.tensor([[1], [2]]),
+            ValueError,
+            "`lengths` must be one number a row, broadcastable to .2,., got shape .2, 1.",
+        ),
+        (torch.tensor([1, 2, 3]), ValueError, "`lengths` must be one number a row"),
+        ([1, 2], TypeError, "`lengths` must be a torch.Tensor, got list"),
+        (torch.tensor([1, 2], device="meta"), ValueError, "`lengths` must be on cpu"),
+    ],
+    ids=str,
+)
+def test_errors(lengths, error, text):
+    logits = random_logits(2, 9)
+    for run in (
+        lambda: fused_topk.softmax_topk(logits, 2, lengths=lengths),
+        lambda: fused_topk.softmax_topk(logits, 2, dim=1, lengths=lengths),
+        lambda: fused_topk.topk_state(logits, 2, lengths=lengths),
+        lambda: fused_topk.logsumexp(logits, lengths=lengths),
+        lambda: fused_topk.sample(logits, lengths=lengths),
+        lambda: fused_topk.beam_topk(logits.unsqueeze(0), torch.zeros(1, 2), 2, lengths=lengths),
+    ):
+        with pytest.raises(
+            error, match=text if "row, broadcastable" not in text else "`lengths` must be one number a row"
+        ):
+            run()
+
+
+def test_many_lengths_are_checked():
+    lengths = torch.full((100,), 9)
+    fused_topk.logsumexp(random_logits(100, 9), lengths=lengths)
+    lengths[70] = 11
+    with pytest.raises(ValueError, match="got 11"):
+        fused_topk.logsumexp(random_logits(100, 9), lengths=lengths)
+
+
+def hidden_by_torch(logits: Tensor, lengths: Tensor) -> Tensor:
+    return logits.masked_fill(torch.arange(logits.shape[-1]) >= lengths.unsqueeze(-1), -torch.inf)
+
+
+CALLS = {
+    "softmax_topk": lambda x, **how: fused_topk.softmax_topk(x, 3, **how),
+    "all": lambda x, **how: fused_topk.log_softmax_topk(x, 3, normalize="all", temperature=0.7, **how),
+    "topk normalize": lambda x, **how: fused_topk.softmax_topk(x, 3, normalize="topk", **how),
+    "topk": lambda x, **how: fused_topk.topk(x, 3, **how),
+    "state": lambda x, **how: fused_topk.topk_state(x, 3, **how),
+    "beams": lambda x, **how: fused_topk.beam_topk(x.unsqueeze(0), torch.zeros(1, len(x)), 3, **how),
+    "softmax": lambda x, **how: (fused_topk.softmax(x, **how),),
+    "log_softmax": lambda x, **how: (fused_topk.log_softmax(x, **how),),
+    "logsumexp": lambda x, **how: (fused_topk.logsumexp(x, **how),),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_gradients(call):
+    """Those of the same rows with -inf, and zero from the length on, where NaN lies."""
+    lengths = torch.tensor([4, 12, 7])
+    logits = random_logits(3, 12).double()
+    gradients = []
+    for has_lengths in (True, False):
+        x = logits.masked_fill(torch.arange(12) >= lengths.unsqueeze(-1), NAN) if has_lengths else logits.clone()
+        x.requires_grad_()
+        result = CALLS[call](x, lengths=lengths) if has_lengths else CALLS[call](hidden_by_torch(x, lengths))
+        loss = torch.zeros((), dtype=torch.float64)
+        for each in result:
+            if each.is_floating_point():
+                # Of the tokens that are there.
+                weights = torch.linspace(-1.0, 2.0, each.numel(), dtype=torch.float64).view(each.shape)
+                loss = loss + (each.double() * weights).masked_fill(each.isinf(), 0.0).sum()
+        loss.backward()
+        gradients.append(x.grad)
+    got, want = gradients
+    assert (got[torch.arange(12) >= lengths.unsqueeze(-1)] == 0).all()
+    torch.testing.assert_close(got, want.nan_to_num(0.0) if call != "log_softmax" else want, rtol=1e-10, atol=1e-12)
+
+
+def test_gradient_of_a_row_of_length_zero_is_zero_in_its_logits():
+    for call in ("softmax", "log_softmax", "logsumexp", "topk"):
+        x = torch.full((1, 12), NAN, requires_grad=True)
+        sum(each.sum() for each in CALLS[call](x, lengths=torch.tensor([0])) if each.is_floating_point()).backward()
+        assert (x.grad == 0).all()
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_vmap(mapped):
+    lengths = torch.tensor([[4, 12, 7], [1, 0, 12]])
+    with_nan, hidden = ragged(lengths if mapped else lengths[:1].expand(2, 3), 12)
+    dims = (0, 0 if mapped else None)
+    given = lengths if mapped else lengths[0]
+    got = torch.func.vmap(lambda x, n: fused_topk.softmax_topk(x, 3, lengths=n), dims)(with_nan, given)
+    assert_same(got, fused_topk.softmax_topk(hidden, 3))
+    same(
+        torch.func.vmap(lambda x, n: fused_topk.softmax(x, lengths=n), dims)(with_nan, given),
+        fused_topk.softmax(hidden),
+    )
+    scores = torch.zeros(2, 1, 3)
+    got = torch.func.vmap(lambda x, s, n: fused_topk.beam_topk(x, s, 3, lengths=n), (0, 0, 0 if mapped else None))(
+        with_nan.unsqueeze(1), scores, given.unsqueeze(-2)
+    )
+    assert torch.equal(got.indices.squeeze(1), fused_topk.beam_topk(hidden, scores.squeeze(1), 3).indices)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("call", CALLS)
+def test_compiled(call):
+    lengths = torch.tensor([4, 12, 7])
+    with_nan, hidden = ragged(lengths, 12)
+    run = torch.compile(lambda x, n: tuple(CALLS[call](x, lengths=n)), fullgraph=True, backend="aot_eager")
+    for got, want in zip(run(with_nan, lengths), CALLS[call](hidden)):
+        assert torch.equal(got, want) if not got.is_floating_point() else same(got, want) is None
+
+
+def test_compiled_draws_and_clamped_lengths():
+    """Of what is traced the values are not checked: they are clamped."""
+    with_nan, hidden = ragged(torch.tensor([4, 0, 12]), 12)
+    run = torch.compile(
+        lambda x, n: fused_topk.sample(x, lengths=n, seed=1).tokens, fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(run(with_nan, torch.tensor([4, -5, 99])), fused_topk.sample(hidden, seed=1).tokens)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", [torch.int32, torch.int64], ids=str)
+def test_opcheck(backend, form):
+    lengths = torch.tensor([4, 12, 0], dtype=form, device=backend.device)
+    rows = LogitRows(random_logits(3, 12, device=backend.device), lengths=lengths)
+    torch.library.opcheck(torch.ops.fused_topk.row_topk.default, (*rows, 3, "softmax", "allowed", backend.name))
+    torch.library.opcheck(torch.ops.fused_topk.full_rows.default, (*rows, "softmax", torch.float32, backend.name))
+    request = (0, None, 1.0, None, 0.0, None, 1, None, 0, None, 1, 0, False, backend.name)
+    torch.library.opcheck(torch.ops.fused_topk.sample.default, (*rows, *request))
+
+
+def test_fake_and_meta_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        logits, lengths = torch.empty(3, 12), torch.empty(3, dtype=torch.int32)
+        assert fused_topk.softmax_topk(logits, 4, lengths=lengths).values.shape == (3, 4)
+        assert fused_topk.softmax(logits, lengths=lengths).shape == (3, 12)
+    logits, lengths = torch.empty(3, 12, device="meta"), torch.empty(3, dtype=torch.int64, device="meta")
+    assert fused_topk.topk(logits, 4, lengths=lengths).indices.shape == (3, 4)
+    assert fused_topk.logsumexp(logits, lengths=lengths).shape == (3,)
+
+
+def test_instruction_sets_agree():
+    """Every one of the CPU's, over the borders of blocks."""
+    from fused_topk.backends import cpu
+    from fused_topk.problem import FullRowProblem, TopkProblem
+    from simt.row_topk import empty_result
+
+    if cpu.unavailable() is not None:
+        pytest.skip(cpu.unavailable())
+    for name in cpu._cpu.instruction_sets():
+        for vocab_size, k in ((200, 5), (9001, 40)):
+            lengths = borders(vocab_size)
+            results = []
+            with_nan, hidden = ragged(lengths, vocab_size)
+            for rows in (LogitRows(with_nan, lengths=lengths), LogitRows(hidden)):
+                problem = TopkProblem(rows, k, "log_softmax", "allowed")
+                out = empty_result(problem)
+                cpu.prepare_topk(problem, torch.device("cpu"), None, name)(rows, out)
+                full = torch.empty_like(hidden)
+                cpu.prepare_full_rows(FullRowProblem(rows, "softmax"), torch.device("cpu"), torch.float32, name)(
+                    rows, full
+                )
+                results.append((out, full))
+            (got, of_got), (want, of_want) = results
+            assert_same(got, want)
+            same(of_got, of_want)
+
+
+def test_graph_of_changing_lengths(cuda):
+    """A replay reads the lengths anew."""
+    logits, lengths = random_logits(4, 5000, device="cuda"), torch.tensor([1, 9, 5000, 300], device="cuda")
+    run = functools.partial(fused_topk.softmax_topk, logits, 5, lengths=lengths)
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for new in ([5000, 0, 7, 1024], [2, 2, 2, 2]):
+        lengths.copy_(torch.tensor(new))
+        graph.replay()
+        assert_same(captured, run())

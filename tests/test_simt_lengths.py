@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of rows with lengths on the emulated machine: the bits of the same rows with -inf, and no read beyond a length."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_topk.backends import cuda
+from fused_topk.problem import FullRowProblem, TopkProblem
+from fused_topk.rows import LogitRows
+from oracle import DTYPES, assert_same, bits, start
+from rows import NAN, random_logits, random_mask
+from simt import build
+from simt.cases import Case
+from simt.emulate import emulated, replacing
+from simt.launch import SCHEDULES, Array
+from simt.row_topk import empty_result
+from test_simt_full_rows import empty_result as empty_full_rows
+from test_simt_full_rows import launch, small_choice
+from test_simt_sampling import draw
+
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+
+def ragged(logits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits with NaN beyond the lengths, and with -inf there."""
+    beyond = torch.arange(logits.shape[-1]) >= lengths.clamp(0).unsqueeze(-1)
+    return logits.masked_fill(beyond, NAN), logits.masked_fill(beyond, -torch.inf)
+
+
+def topk(case: Case, problem: TopkProblem, beam_scores: Tensor | None = None, *, readable: int | None = None, **how):
+    """What the kernel of a case makes of rows. readable: how many tokens of each row it may read."""
+    out = empty_result(problem, beam_scores)
+    inputs = {**problem.rows._asdict(), "beam_scores": beam_scores}
+    if readable is not None:
+        inputs["logits"] = problem.rows.logits[..., :readable]
+    arrays = [Array(name, x, "input") for name, x in inputs.items() if isinstance(x, Tensor) and x.numel()]
+    arrays += [Array(name, x, "output") for name, x in out._asdict().items()]
+    with emulated(arrays, **how) as outcomes:
+        start(cuda, problem, out, beam_scores, choice=case.choice())
+    outcomes[0].check()
+    return out
+
+
+CASES = {
+    "8 lanes": Case(200, 5),
+    "lanes": Case(129, 20, "bf16"),
+    "a warp": Case(2500, 5, owner="many", padding=28),
+    "a warp, unaligned": Case(2501, 40, "bf16", owner="many"),
+    "8 warps": Case(9001, 40, owner="some"),
+    "16 warps": Case(20_001, 8, owner="few", splits=1),
+    "for many": Case(20_000, 400, "bf16", splits=1),
+    "windows": Case(70_000, 20, "bf16", owner="some", padding=16),
+    "splits": Case(40_008, 60, splits=3),
+    "splits for many": Case(18_000, 700, "bf16", splits=2),
+    "splits in windows": Case(110_000, 8, "bf16", splits=2, padding=16),
+    "parts of two tiles": Case(9001, 5, tiles_per_part=2, splits=2),
+}
+EXHAUSTIVE = ("windows", "splits in windows", "splits for many", "16 warps", "8 warps", "lanes")
+NAMED = [pytest.param(name, marks=pytest.mark.exhaustive) if name in EXHAUSTIVE else name for name in CASES]
+
+
+def lengths_of(case: Case) -> Tensor:
+    """At the borders of everything, and some that are clamped."""
+    V = case.vocab_size
+    border = min(1024, V)
+    return torch.tensor([-3, 0, 1, case.k - 1, case.k, border - 1, border, border + 1, V // 2, V - 1, V, V + 7])
+
+
+def request(case: Case, rows: LogitRows, values: str, normalize: str = "allowed") -> TopkProblem:
+    return TopkProblem(rows, case.k, values, normalize)
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("is_long", [True, False], ids=["int64", "int32"])
+def test_topk_is_that_of_rows_with_negative_infinity(name, is_long):
+    case = CASES[name]
+    lengths = lengths_of(case)
+    logits = random_logits(len(lengths), case.vocab_size, dtype=DTYPES[case.dtype])
+    with_nan, hidden = (case._placed(x) for x in ragged(logits, lengths))
+    if not is_long:
+        lengths = lengths.int()
+    for values in ("log_softmax", "state"):
+        got = topk(case, request(case, LogitRows(with_nan, 0.7, lengths=lengths), values))
+        assert_same(got, topk(case, request(case, LogitRows(hidden, 0.7), values)))
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("normalize", ["allowed", "all", "topk"])
+def test_topk_with_masks(name, normalize):
+    case = CASES[name]
+    lengths = lengths_of(case)[1::2]
+    logits = random_logits(len(lengths), case.vocab_size, dtype=DTYPES[case.dtype])
+    mask = random_mask(*logits.shape, share=0.7)
+    with_nan, hidden = ragged(logits, lengths)
+    got = topk(case, request(case, LogitRows(with_nan, mask=mask, lengths=lengths), "softmax", normalize))
+    assert_same(got, topk(case, request(case, LogitRows(hidden, mask=mask), "softmax", normalize)))
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("length", [0, 1, 1000, 1025, 9000])
+@pytest.mark.parametrize("masked", [False, True])
+def test_topk_reads_nothing_beyond_a_length(name, length, masked):
+    case = CASES[name]
+    length = min(length, case.vocab_size - 1)
+    logits = case._placed(random_logits(2, case.vocab_size, dtype=DTYPES[case.dtype]))
+    mask = random_mask(2, case.vocab_size, share=0.9) if masked else None
+    rows = LogitRows(logits, mask=mask, lengths=torch.tensor([length]).expand(2))
+    topk(case, request(case, rows, "logits"), readable=length)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["a warp", "for many", "splits"])
+def test_topk_under_schedules(name, schedule):
+    case = CASES[name]
+    lengths = torch.tensor([case.k - 1, case.vocab_size // 3])
+    with_nan, hidden = ragged(random_logits(2, case.vocab_size, dtype=DTYPES[case.dtype]), lengths)
+    got = topk(case, request(case, LogitRows(with_nan, lengths=lengths), "log_softmax"), schedule=schedule)
+    assert_same(got, topk(case, request(case, LogitRows(hidden), "log_softmax")))
+
+
+@pytest.mark.parametrize("case", [Case(2500, 5, beams=3), Case(40_008, 60, beams=3, splits=2)], ids=["warps", "splits"])
+def test_beams(case):
+    logits = random_logits(2, 3, case.vocab_size)
+    lengths = torch.tensor([[case.vocab_size, 1, 2000], [3, case.k, case.vocab_size - 1]])
+    with_nan, hidden = ragged(logits, lengths)
+    scores = random_logits(2, 3, seed=1) - 20
+    got = topk(case, request(case, LogitRows(with_nan, lengths=lengths), "log_softmax"), scores)
+    assert_same(got, topk(case, request(case, LogitRows(hidden), "log_softmax"), scores))
+
+
+FULL = [("warp", 1, 100), ("block", 1, 500), ("shared", 1, 1400), ("grid", 3, 3000), ("long", 2, 6100)]
+
+
+@pytest.mark.parametrize(("kernel", "blocks", "vocab_size"), FULL)
+@pytest.mark.parametrize("offset", [0, 1, 4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_full_rows(kernel, blocks, vocab_size, offset, dtype):
+    vocab_size += offset
+    vocab_size *= 1 if dtype == "fp32" else 2
+    choice = small_choice(kernel, vocab_size, DTYPES[dtype].itemsize, blocks)
+    lengths = torch.tensor([0, 1, vocab_size // 2, vocab_size - 1, vocab_size, vocab_size + 9, -1])
+    logits = random_logits(len(lengths), vocab_size, dtype=DTYPES[dtype])
+    with_nan, hidden = ragged(logits, lengths)
+    for values in ("softmax", "log_softmax", "logsumexp"):
+        results = []
+        for rows in (LogitRows(with_nan, 0.7, lengths=lengths), LogitRows(hidden, 0.7)):
+            results.append(full(FullRowProblem(rows, values), choice))
+        got, want = results
+        assert torch.equal(got.isnan(), want.isnan())
+        assert torch.equal(bits(got.nan_to_num(7.0)), bits(want.nan_to_num(7.0)))
+
+
+@pytest.mark.parametrize(("kernel", "blocks", "vocab_size"), FULL)
+@pytest.mark.parametrize("length", [0, 3, 99])
+def test_full_rows_read_nothing_beyond_a_length(kernel, blocks, vocab_size, length):
+    choice = small_choice(kernel, vocab_size, 4, blocks)
+    rows = LogitRows(random_logits(2, vocab_size), lengths=torch.full((2,), length, dtype=torch.int32))
+    full(FullRowProblem(rows, "softmax"), choice, readable=length)
+
+
+def full(problem: FullRowProblem, choice, readable: int | None = None, **how) -> Tensor:
+    dtype = problem.rows.logits.dtype
+    out = empty_full_rows(problem, dtype)
+    inputs = {**problem.rows._asdict(), "logits": problem.rows.logits[..., :readable]}
+    arrays = [Array(name, x, "input") for name, x in inputs.items() if isinstance(x, Tensor) and x.numel()]
+    with emulated([*arrays, Array("out", out, "output")], **how) as outcomes:
+        launch(problem, choice, out)
+    outcomes[0].check()
+    return out
+
+
+FILTERS = {
+    "none": {},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.6},
+    "all": {"top_k": 50, "top_p": 0.9, "min_p": 0.05},
+}
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_draws(filters, blocks, is_masked):
+    vocab_size = 3001
+    lengths = torch.tensor([0, 1, 7, 1024, 1025, 3000, 3001, 5000])
+    with_nan, hidden = ragged(random_logits(len(lengths), vocab_size), lengths)
+    mask = random_mask(*hidden.shape, share=0.7) if is_masked else None
+    settings = {"mask": mask, "num_samples": 3, "blocks": blocks, "longest": 20, "name_of": 5}
+    got = draw(with_nan, FILTERS[filters], lengths=lengths, **settings)
+    want = draw(hidden, FILTERS[filters], **settings)
+    assert torch.equal(got.tokens, want.tokens)
+    assert torch.equal(got.log_probs.nan_to_num(7.0), want.log_probs.nan_to_num(7.0))
+
+
+def check_bits(name: str, **how) -> None:
+    """Rows of all lengths against the same rows with -inf; `how`: of the former."""
+    case = CASES[name]
+    lengths = lengths_of(case)
+    with_nan, hidden = ragged(random_logits(len(lengths), case.vocab_size, dtype=DTYPES[case.dtype]), lengths)
+    got = topk(case, request(case, LogitRows(with_nan, lengths=lengths), "log_softmax"), **how)
+    assert_same(got, topk(case, request(case, LogitRows(hidden), "log_softmax")))
+
+
+def check_reads(name: str, length: int, **how) -> None:
+    case = CASES[name]
+    rows = LogitRows(random_logits(2, case.vocab_size, dtype=DTYPES[case.dtype]), lengths=torch.tensor([length] * 2))
+    topk(case, request(case, rows, "logits"), readable=length, **how)
+
+
+def check_full_rows(**how) -> None:
+    lengths = torch.tensor([0, 1, 99, 498])
+    with_nan, hidden = ragged(random_logits(4, 500), lengths)
+    choice = small_choice("block", 500, 4)
+    got = full(FullRowProblem(LogitRows(with_nan, lengths=lengths), "softmax"), choice, **how)
+    assert torch.equal(got[1:], full(FullRowProblem(LogitRows(hidden), "softmax"), choice)[1:])
+
+
+def check_draws(**how) -> None:
+    lengths = torch.tensor([1, 7, 1025])
+    with_nan, hidden = ragged(random_logits(3, 3001), lengths)
+    got = draw(with_nan, {}, lengths=lengths, num_samples=3, **how)
+    assert torch.equal(got.tokens, draw(hidden, {}, num_samples=3).tokens)
+
+
+# A fault in the lines about lengths, and what tells of it.
+FAULTS = {
+    "missing tokens that are not offered": ("same_length < k && split == 0", "false", partial(check_bits, "a warp")),
+    "missing tokens that every split offers": (
+        "same_length < k && split == 0",
+        "same_length < k",
+        partial(check_bits, "splits"),
+    ),
+    "a length that is not clamped": (
+        "length < 0 ? 0 : length < i64(V) ? u32(length) : V",
+        "u32(length)",
+        partial(check_bits, "a warp"),
+    ),
+    "a lead of tiles that are another split's": ("lead = 0;", ";", partial(check_bits, "8 warps")),
+    "int64 read as int32": (
+        "are_long ? __ldg(static_cast<const i64*>(lengths) + at)",
+        "are_long ? __ldg(static_cast<const int*>(lengths) + at)",
+        partial(check_bits, "8 lanes"),
+    ),
+    "a row that is read to its end": (
+        "SCAN scan(problem, row, length,",
+        "SCAN scan(problem, row, problem.V,",
+        partial(check_reads, "splits", 5000),
+    ),
+    "whole rows with lengths that are read as if aligned": (
+        "const u32 bits = token + e < length ? __ldg(elements + e)",
+        "const u32 bits = token + e < end ? __ldg(elements + e)",
+        check_full_rows,
+    ),
+    "draws of whole rows": ("V(p.lengths ?", "V(false ?", check_draws),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_reported(fault):
+    old, new, compare = FAULTS[fault]
+    compare()
+    with pytest.raises(AssertionError):
+        compare(edit=replacing(old, new))

@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TokenTrie: what may follow a text is what the items themselves say, whatever the catalogue and however it is given."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+from decoding import one_thread  # noqa: F401
+from fused_topk import beam_topk
+from fused_topk.generation import TokenTrie
+from fused_topk.generation.trie import keys, token_trie
+from fused_topk.rows import unpacked
+from tries import TOKENS, Items, catalogue, with_fault
+
+END = 2
+ITEMS = [[5, 9, 7], [5, 9], [8], [5, 9, 31], [64, 32, 63, 96]]
+
+
+def allowed_at(trie, nodes, vocab_size):
+    return [set(row.nonzero()[:, 0].tolist()) for row in unpacked(trie.allowed_mask(nodes, vocab_size), vocab_size)]
+
+
+def texts_of(generator, items: Items, end: int) -> list[tuple[int, ...]]:
+    """All beginnings of items, and those with one and two further tokens."""
+    begins = {item[:length] for item in items.items for length in range(len(item) + 1)}
+    further = {(*text, token) for text in begins for token in (end, generator.choice(TOKENS), 7, -1)}
+    return sorted(begins | further | {(*text, generator.choice([end, *TOKENS])) for text in further})
+
+
+def check_catalogue(module, items: list[list[int]], end: int, generator: random.Random) -> None:
+    trie, known = module.TokenTrie(items, end), Items(items, end)
+    assert len(trie) == len(known.items)
+    assert trie.depth == max(map(len, items))
+    most = max(end, *(token for item in items for token in item))
+    vocab_size = most + generator.choice([1, 2, 33, 100])
+    texts = texts_of(generator, known, end)
+    walked = torch.zeros(len(texts), dtype=torch.int64)
+    for length in range(max(map(len, texts)) + 1):
+        of_length = [text for text in texts if len(text) == length]
+        if of_length:
+            nodes = trie.nodes(torch.tensor(of_length, dtype=torch.int64).view(len(of_length), length))
+            assert allowed_at(trie, nodes, vocab_size) == [known.after(text) for text in of_length]
+        if length:
+            tokens = torch.tensor([text[length - 1] if len(text) >= length else -1 for text in texts])
+            walked = trie.step(walked, tokens)
+            is_read = [len(text) >= length for text in texts]
+            expected = [known.after(text[:length]) for text, is_so in zip(texts, is_read) if is_so]
+            assert allowed_at(trie, walked[torch.tensor(is_read)], vocab_size) == expected
+
+
+def check(module, seeds) -> None:
+    """Args: module: token_trie, or a copy of it with a fault."""
+    before = module._NARROW, module._MASK_BYTES
+    try:
+        for seed in seeds:
+            generator = random.Random(seed)
+            # With masks of all nodes, of some that are wide, and of no more than there is memory for.
+            module._NARROW = generator.choice([0, 1, 2, 3, 256])
+            module._MASK_BYTES = generator.choice([0, 32, 64, 1 << 20])
+            end = generator.choice([2, 31, 32, 64, 120])
+            check_catalogue(module, catalogue(generator, end), end, generator)
+    finally:
+        module._NARROW, module._MASK_BYTES = before
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(25), *(pytest.param(range(n, n + 250), marks=pytest.mark.exhaustive) for n in range(100, 2100, 250))],
+)
+def test_random_catalogues(seeds):
+    check(token_trie, seeds)
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [[7]],
+        [[0]],
+        [[96]],
+        [[token] for token in range(97) if token != END],
+        [[1] * 20],
+        [[1] * n for n in (20, 1, 19)],
+    ],
+    ids=["one", "token_0", "last_token", "whole_vocabulary", "deep", "beginnings"],
+)
+def test_catalogues_at_the_edge(items):
+    check_catalogue(token_trie, items, END, random.Random(0))
+
+
+def test_a_wide_root_and_narrow_nodes():
+    generator = np.random.default_rng(0)
+    items = np.unique(generator.integers(3, 3000, (5000, 3)), axis=0)
+    trie, known = TokenTrie(items, END), Items(items.tolist(), END)
+    assert len(trie._wide_nodes) == 2 and 1 < len(trie._narrow) < 20
+    for length in range(4):
+        texts = items[:200, :length]
+        expected = [known.after(text) for text in texts.tolist()]
+        assert allowed_at(trie, trie.nodes(torch.from_numpy(texts)), 3000) == expected
+
+
+def equal(one: TokenTrie, other: TokenTrie) -> bool:
+    return (
+        repr(one) == repr(other)
+        and np.array_equal(one._levels, other._levels)
+        and all(torch.equal(one._tensors()[name], tensor) for name, tensor in other._tensors().items())
+    )
+
+
+def test_however_the_items_are_given():
+    table = [[5, 9, 7], [64, 31, 0], [5, 9, 8]]
+    expected = TokenTrie(table, END)
+    given = [
+        *(torch.tensor(table, dtype=dtype) for dtype in (torch.int64, torch.int32, torch.uint8)),
+        torch.tensor(table).T.contiguous().T,
+        *(np.array(table, dtype=dtype) for dtype in (np.uint16, np.uint64)),
+        tuple(map(tuple, table)),
+        iter(table),
+        (item for item in table),
+        set(map(tuple, table)),
+        [torch.tensor(item) for item in table],
+        list(np.array(table)),
+        table + table,
+        table[::-1],
+    ]
+    for each in given:
+        assert equal(TokenTrie(each, np.int64(END)), expected)
+
+
+def test_what_a_trie_says_of_itself():
+    trie = TokenTrie(ITEMS, END)
+    assert (len(trie), trie.depth, trie.end_token_id, trie.device) == (5, 4, END, torch.device("cpu"))
+    # Nine beginnings and an end token inside, and what stands behind them.
+    assert trie._keys.nbytes == 8 * 11
+    assert trie.nbytes == sum(each.nbytes for each in (trie._keys, trie._wide_nodes, trie._wide_masks, trie._narrow))
+    assert repr(trie) == f"TokenTrie(5 items of up to 4 tokens, end_token_id=2, {trie.nbytes} bytes on cpu)"
+    assert trie.to("cpu") is trie
+    moved = trie.to("meta")
+    assert (moved.device.type, trie.device.type, moved.nbytes, len(moved)) == ("meta", "cpu", trie.nbytes, 5)
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    for name in ("trie.npz", "trie"):
+        path = tmp_path / name
+        trie = TokenTrie(ITEMS, END)
+        trie.save(path)
+        assert path.exists() and equal(TokenTrie.load(path), trie)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"keys": np.arange(5)},
+        {"keys": np.arange(5.0)},
+        {"keys": np.array([[keys.SENTINEL]])},
+        {"levels": np.array([0, 3])},
+        {"levels": np.array([0, 3, 2, 4, 10])},
+        {"keys": np.array([3, 1, keys.SENTINEL]), "levels": np.array([0, 2])},
+        {"items": np.array([1, 2])},
+        {"end_token_id": None},
+    ],
+    ids=str,
+)
+def test_a_file_of_something_else(tmp_path, change):
+    TokenTrie(ITEMS, END).save(tmp_path / "trie")
+    with np.load(tmp_path / "trie") as file:
+        content = {name: value for name, value in {**file, **change}.items() if value is not None}
+    with open(tmp_path / "trie", "wb") as file:
+        np.savez(file, **content)
+    with pytest.raises(ValueError, match=r"`path` must be a file that save\(\) wrote"):
+        TokenTrie.load(tmp_path / "trie")
+
+
+@pytest.mark.parametrize("kind", ["empty", "text", "array", "cut"])
+def test_a_file_of_another_format(tmp_path, kind):
+    path = tmp_path / "trie"
+    TokenTrie(ITEMS, END).save(path)
+    content = {"empty": b"", "text": b"no trie", "cut": path.read_bytes()[:-100]}
+    if kind == "array":
+        with open(path, "wb") as file:
+            np.save(file, np.arange(3))
+    else:
+        path.write_bytes(content[kind])
+    with pytest.raises(ValueError, match=r"`path` must be a file that save\(\) wrote"):
+        TokenTrie.load(path)
+
+
+@pytest.mark.parametrize(
+    ("items", "end", "error", "message"),
+    [
+        ([], END, ValueError, "at least one item, got none"),
+        (torch.zeros(0, 3, dtype=torch.int64), END, ValueError, "at least one item, got none"),
+        ([[5], []], END, ValueError, "got an empty one"),
+        (torch.zeros(3, 0, dtype=torch.int64), END, ValueError, "got an empty one"),
+        ([[5, -1]], END, ValueError, "from 0 to 2.31 - 1, got -1"),
+        ([[5], [5, 2**31]], END, ValueError, "from 0 to 2.31 - 1, got 2147483648"),
+        ([[2**70]], END, ValueError, "from 0 to 2.31 - 1"),
+        (np.array([[2**63]], dtype=np.uint64), END, ValueError, "from 0 to 2.31 - 1, got 9223372036854775808"),
+        ([[5, END, 6]], END, ValueError, "`end_token_id` must be in no item, got 2"),
+        ([[5], [5, 6, END]], END, ValueError, "`end_token_id` must be in no item, got 2"),
+        ([[5.0]], END, TypeError, "must be lists of integers"),
+        ([5, 6], END, TypeError, "must be lists of integers"),
+        (7, END, TypeError, "must be lists of integers"),
+        ("ab", END, TypeError, "must be lists of integers"),
+        (torch.zeros(2, 2), END, TypeError, "must be integers of shape"),
+        (torch.zeros(2, dtype=torch.int64), END, TypeError, "must be integers of shape"),
+        (torch.ones(2, 2, dtype=torch.bool), END, TypeError, "must be integers of shape"),
+        ([[5]], -1, ValueError, "`end_token_id` must be from 0 to 2.31 - 1, got -1"),
+        ([[5]], 2**31, ValueError, "`end_token_id` must be from 0 to 2.31 - 1"),
+        ([[5]], None, TypeError, "`end_token_id` must be an integer, got NoneType"),
+        ([[5]], [2, 3], TypeError, "`end_token_id` must be an integer, got list"),
+    ],
+)
+def test_what_is_no_catalogue(items, end, error, message):
+    with pytest.raises(error, match=message):
+        TokenTrie(items, end)
+
+
+def test_the_greatest_token():
+    trie = TokenTrie([[2**31 - 1, 5]], END)
+    nodes = trie.step(torch.zeros(2, dtype=torch.int64), torch.tensor([2**31 - 1, -1], dtype=torch.int32))
+    assert nodes.tolist() == [1, 3]
+
+
+def test_more_beginnings_than_keys_can_tell_apart(monkeypatch):
+    monkeypatch.setattr(keys, "_MOST_NODES", 9)
+    with pytest.raises(ValueError, match="at most 9 different beginnings"):
+        TokenTrie(ITEMS, END)
+
+
+def test_a_vocabulary_without_some_of_the_tokens():
+    nodes = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="`vocab_size` must be greater than the trie's tokens, got 96 and a token 96"):
+        TokenTrie(ITEMS, END).allowed_mask(nodes, 96)
+    with pytest.raises(ValueError, match="got 100 and a token 100"):
+        TokenTrie(ITEMS, 100).allowed_mask(nodes, 100)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 1, 3), (0,), (2, 0)], ids=str)
+def test_shapes(shape):
+    trie = TokenTrie(ITEMS, END)
+    nodes = trie.step(torch.zeros(shape, dtype=torch.int64), torch.full(shape, 5, dtype=torch.int32))
+    assert nodes.shape == shape and (nodes == 1).all()
+    mask = trie.allowed_mask(nodes, 97)
+    assert mask.dtype == torch.int32 and mask.shape == (*shape, 4)
+    assert (unpacked(mask, 97).sum(-1) == 1).all()
+    text = torch.tensor([5, 9]).expand(*shape, 2)
+    assert torch.equal(trie.nodes(text), trie.step(nodes, torch.full(shape, 9)))
+
+
+def test_a_search_in_a_loop_of_ones_own():
+    """The best items, in order, by scores of all items."""
+    torch.manual_seed(0)
+    vocab_size, beams = 97, 40
+    items = torch.randint(3, vocab_size, (30, 4))
+    trie = TokenTrie(items, END)
+    # The logits of a token depend on those before it.
+    weights = torch.randn(5, vocab_size, vocab_size)
+
+    def logits_after(texts):
+        return sum(
+            (weights[t, texts[..., t]] for t in range(texts.shape[-1])), weights[4, 0].expand(*texts.shape[:-1], -1)
+        )
+
+    texts = torch.zeros(1, beams, 0, dtype=torch.int64)
+    nodes = torch.zeros(1, beams, dtype=torch.int64)
+    scores = torch.tensor([[0.0, *[-1e9] * (beams - 1)]])
+    for _ in range(trie.depth):
+        mask = trie.allowed_mask(nodes, vocab_size)
+        scores, chosen, _ = beam_topk(logits_after(texts), scores, beams, mask=mask, normalize="all")
+        parents, tokens = chosen // vocab_size, chosen % vocab_size
+        nodes = trie.step(nodes.gather(1, parents), tokens)
+        texts = torch.cat([texts.gather(1, parents[..., None].expand_as(texts)), tokens[..., None]], -1)
+    of_items = sum(
+        logits_after(items[:, :t]).log_softmax(-1).gather(1, items[:, t : t + 1])[:, 0] for t in range(trie.depth)
+    )
+    expected, order = of_items.sort(descending=True)
+    torch.testing.assert_close(scores[0, : len(items)], expected, atol=1e-4, rtol=0)
+    assert torch.equal(texts[0, : len(items)], items[order])
+    assert (scores[0, len(items) :] < -1e8).all()
+
+
+@pytest.mark.exhaustive
+def test_a_step_is_traced_in_one_piece():
+    trie = TokenTrie(ITEMS, END)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(nodes, tokens):
+        nodes = trie.step(nodes, tokens)
+        return nodes, trie.allowed_mask(nodes, 97)
+
+    nodes, mask = run(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[5, 8, 7]]))
+    assert nodes.tolist() == [[1, 2, 11]]
+    assert torch.equal(mask, trie.allowed_mask(nodes, 97))
+
+
+# A piece of each line of the walk and of the mask, and of how keys are made, with what is wrong in its place.
+FAULTS = [
+    *(
+        (token_trie, old, new)
+        for old, new in [
+            ("(nodes << TOKEN_BITS) | tokens)", "(nodes << TOKEN_BITS) | (tokens ^ 1))"),
+            ("((nodes << TOKEN_BITS) |", "((nodes + 1 << TOKEN_BITS) |"),
+            ("torch.searchsorted(self._keys, wanted)", "torch.searchsorted(self._keys, wanted, right=True)"),
+            ("(places + 1).where", "places.where"),
+            ("self._keys[places] == wanted", "self._keys[places] >= wanted"),
+            ("== wanted, self._outside)", "== wanted, 0)"),
+            ("if length >= self.depth:", "if length >= self.depth - 1:"),
+            ("torch.full(lead, self._outside,", "torch.full(lead, 0,"),
+            ("nodes = torch.zeros(lead, ", "nodes = torch.ones(lead, "),
+            ("in texts.unbind(-1)", "in texts.flip(-1).unbind(-1)"),
+            (
+                "nodes = self.step(nodes, tokens)\n        return nodes",
+                "self.step(nodes, tokens)\n        return nodes",
+            ),
+            ("vocab_size <= self._most_token", "vocab_size < self._most_token + 40"),
+            ("torch.stack([of, of + 1])", "torch.stack([of, of + 2])"),
+            ("torch.stack([of, of + 1])", "torch.stack([of - 1, of + 1])"),
+            ("slot = torch.searchsorted(self._wide_nodes, of)", "slot = torch.zeros_like(of)"),
+            ("self._wide_nodes[slot] == of", "self._wide_nodes[slot] >= of"),
+            ("slot.where(is_wide, len(self._wide_nodes) - 1)", "slot"),
+            ("words = -(-vocab_size // 32)", "words = vocab_size // 32"),
+            ("pad(masks, (0, words", "pad(masks, (words - masks.shape[1], 0)) if True else (0, (0, words"),
+            ("first.unsqueeze(1) + self._narrow", "first.unsqueeze(1) + 1 + self._narrow"),
+            ("places < end.unsqueeze(1)", "places <= end.unsqueeze(1)"),
+            (" & ~is_wide.unsqueeze(1)", ""),
+            ("clamp_(max=len(self._keys) - 1)", "clamp_(max=len(self._keys) - 3)"),
+            ("- 1)] & _TOKEN", "- 1)] >> TOKEN_BITS"),
+            ("is_leaf = first == end", "is_leaf = first > end"),
+            ("masked_fill_(is_leaf, self._end_token_id)", "masked_fill_(is_leaf, 0)"),
+            ("tokens[:, 0].masked_fill_", "tokens[:, -1].masked_fill_"),
+            ("is_child[:, 0] |= is_leaf", "is_child[:, -1] |= is_leaf"),
+            ("left_shift(is_child.int(), (tokens & 31)", "left_shift(is_child.int(), (tokens & 15)"),
+            ("left_shift(is_child.int(),", "left_shift(is_child.int() * 0 + 1,"),
+            ("masks.scatter_add_(1, tokens >> 5, bits)", "masks.scatter_(1, tokens >> 5, bits)"),
+            ("tokens >> 5, bits", "tokens >> 4, bits"),
+            ("self._most_token // 32 + 1", "(self._most_token - 1) // 32 + 1"),
+            ("narrow = int(counts[by_width[most]])", "pass"),
+            ('stable")[::-1]', 'stable")'),
+            ("np.sort(nodes[by_width[:most]])", "nodes[by_width[:most]]"),
+            ("np.append(wide, SENTINEL)", "np.append(wide, 1)"),
+            ("torch.arange(max(1, narrow))", "torch.arange(narrow)"),
+            ("np.stack([nodes, nodes + 1])", "np.stack([nodes, nodes + 2])"),
+            ("zip(masks, *bounds, strict=False)", "zip(masks[1:], *bounds, strict=False)"),
+            ("= keys[first:end] & _TOKEN", "= keys[first:end] & 31"),
+            ("is_allowed[tokens] = True", "is_allowed[tokens[1:]] = True"),
+            ('bitorder="little"', 'bitorder="big"'),
+        ]
+    ),
+    *(
+        (keys, old, new)
+        for old, new in [
+            ("ended = np.unique(nodes[~goes_on])", "ended = np.unique(nodes[goes_on])"),
+            ("ended = np.unique(nodes[~goes_on])", "ended = nodes[~goes_on]"),
+            ("items += len(ended)", "items += 1"),
+            ("nodes = nodes[goes_on]", "nodes = nodes[: goes_on.sum()]"),
+            ("inner = ended[np.isin(ended, nodes)]", "pass"),
+            ("np.bitwise_or(nodes, tokens,", "np.bitwise_or(nodes, tokens & 63,"),
+            ("inner << TOKEN_BITS | end_token_id", "inner << TOKEN_BITS"),
+            ("nodes = nodes[order]\n", "nodes.sort(); nodes = nodes[::-1][order]\n"),
+            ("is_first[0] = True\n        np.not_equal", "is_first[0] = False\n        np.not_equal"),
+            ("np.not_equal(nodes[1:], nodes[:-1], out=is_first[1:])", "is_first[1:] = True"),
+            ("nodes += start", "nodes += start + 1"),
+            ("nodes[order] = places", "nodes[:] = places"),
+            ("nodes = nodes[: len(nodes) - ended_inside]", "nodes = nodes[ended_inside:]"),
+            ("items += levels[-1] - levels[-2] - ended_inside", "items += levels[-1] - levels[-2]"),
+            ("keys[-1] = SENTINEL\n    return", "keys[-1] = keys[-2]\n    return"),
+            ("out=is_first[1:])\n        places", "out=is_first[:-1])\n        places"),
+            ("append=len(level)", "append=len(level) - 1"),
+            ("level[places[is_wide]]", "level[places[~is_wide]]"),
+            ("where=~is_wide", "where=is_wide"),
+            ("places[is_wide]] >> TOKEN_BITS", "places[is_wide]]"),
+            ("goes_on = places < ends", "goes_on = places <= ends"),
+            ("places = ends - self._lengths", "places = ends - self._lengths.max()"),
+            ("            places += 1", "            pass"),
+        ]
+    ),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("module", "old", "new"), FAULTS)
+def test_a_fault_shows(module, old, new, monkeypatch):
+    faulty = with_fault(module, old, new)
+    if module is keys:
+        monkeypatch.setattr(token_trie, "sorted_keys", faulty)
+        faulty = token_trie
+    with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError, MemoryError)):
+        check(faulty, range(60))
+
+
+def test_a_copy_without_a_fault_shows_none():
+    check(with_fault(token_trie, "_NARROW = 256", "_NARROW = 128"), range(10))
+
+
+def test_the_bytes_of_masks_are_bounded(monkeypatch):
+    monkeypatch.setattr(token_trie, "_NARROW", 1)
+    monkeypatch.setattr(token_trie, "_MASK_BYTES", 4 * 4 * 2)
+    # Ten nodes of 2 to 11 children, and the root, which has as many.
+    items = [[first, first + n] for first in range(10, 20) for n in range(first - 8)]
+    trie = TokenTrie([*items, [96]], END)
+    assert trie._wide_masks.shape == (2 + 1, 4) and len(trie._narrow) == 10
