@@ -19,7 +19,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 from decoding import assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding, stats
 from fused_topk.generation.whole_step import compiled, entry, kept
-from fused_topk.generation.whole_step.kept import rounded_up
+from fused_topk.generation.whole_step.room import rounded_up
 from whole_steps import SERVED_WITH_SOURCE, TOLERANCE, encoder_decoder, family, source_for, swaps
 
 compiling = functools.partial(fused_decoding, whole_step="compiled")
@@ -114,10 +114,10 @@ def test_what_is_kept_is_bounded_and_dropped(model, traced, monkeypatch):
     for beams in (2, 3, 4):
         assert_compiled(model, inputs_for(model), num_beams=beams)
     store = entry._ready[model].store
-    assert [shape.rules.beams for shape in store._kept] == [3, 4]
+    assert [shape.beams for shape in store._kept] == [3, 4]
     monkeypatch.setattr(kept, "MAX_BYTES", 1)
     assert_compiled(model, inputs_for(model), num_beams=3)
-    assert [shape.rules.beams for shape in store._kept] == [3]
+    assert [shape.beams for shape in store._kept] == [3]
     enable(model, whole_step="compiled")
     disable(model)
     assert model not in entry._ready

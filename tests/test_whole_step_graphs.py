@@ -30,7 +30,7 @@ class StandIn:
     made = 0
     replays = 0
 
-    def __init__(self, run, device):
+    def __init__(self, run, device, beside):
         for _ in range(3):
             self.output = run()
         self._run = run
@@ -179,7 +179,7 @@ def test_what_is_captured_is_kept_and_dropped(model, monkeypatch):
         assert_captured(model, inputs_for(model), num_beams=beams)
     assert StandIn.made == 3
     store = entry._ready[model].store
-    assert [shape.rules.beams for shape in store._kept] == [4, 3]
+    assert [shape.beams for shape in store._kept] == [4, 3]
     # A graph's own memory counts.
     sizes = [step.num_bytes - step.decoder.num_bytes for step in store._kept.values()]
     assert sizes == [1000, 1000]
@@ -188,7 +188,7 @@ def test_what_is_captured_is_kept_and_dropped(model, monkeypatch):
 
 
 def test_a_capture_that_fails(model, monkeypatch):
-    def fail(run, device):
+    def fail(run, device, beside):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphs, "Graph", fail)

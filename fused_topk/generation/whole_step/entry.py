@@ -22,6 +22,7 @@ from .decoder import Prompt, Source, has_table, num_positions, positions_of, voc
 from .head import Head
 from .kept import Store, Way
 from .reasons import Declined, decline_for, said_by
+from .rows import RowDecoder, decoder_of
 from .search import Search
 from .streaming import Once
 from .twin import Snapshot, twin_of
@@ -35,6 +36,8 @@ class _Ready(NamedTuple):
     of: Snapshot
     store: Store
     head: Head | None
+    # Whether steps may have places for more tokens than there are, as those that are kept have.
+    is_static: bool
     # Whether the decoder looks at the mask of what its encoder has read. Where that is no text, the mask's shape is not known.
     reads_mask: bool
 
@@ -88,16 +91,30 @@ def _state_of(module: Any) -> dict[str, Any]:
 def _made_ready(model: Any) -> _Ready:
     snapshot = Snapshot(model, _SKIPPED)
     try:
-        twin = twin_of(model, attention.name_for(model.config._attn_implementation), _state_of)
         stock = twin_of(model, None, _state_of)
-    # Of a configuration that cannot be copied, or of a model that takes no other attention.
+    # Of a configuration that cannot be copied.
     except Exception as error:
-        against = f"a twin of a {type(model).__name__} raises {said_by(error)}"
-        return _Ready(None, against, snapshot, Store(), None, True)
-    reason = trial.reason_against(twin, stock)
+        return _Ready(None, _twin_raises(model, error), snapshot, Store(), None, False, True)
+    is_static = True
+    try:
+        twin = twin_of(model, attention.name_for(model.config._attn_implementation), _state_of)
+        reason = trial.reason_against(twin, stock)
+    # Of a model that takes no other attention.
+    except Exception as error:
+        reason = _twin_raises(model, error)
     if reason is not None:
-        return _Ready(twin, reason, snapshot, Store(), None, True)
-    return _Ready(twin, None, snapshot, Store(), trial.head(twin), trial.reads_mask(twin))
+        # In the other form.
+        twin = stock
+        of_rows = trial.reason_against(twin, stock, is_static=False)
+        if of_rows is not None:
+            return _Ready(None, f"{reason}; {of_rows}", snapshot, Store(), None, False, True)
+        # Of a model that cannot have a static cache, transformers says so.
+        is_static = bool(getattr(model, "_can_compile_fullgraph", False)) and not trial.reason_against(twin, stock)
+    return _Ready(twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin))
+
+
+def _twin_raises(model: Any, error: Exception) -> str:
+    return f"a twin of a {type(model).__name__} raises {said_by(error)}"
 
 
 class Loop:
@@ -163,6 +180,8 @@ def _search(
     inputs: dict[str, Any],
 ) -> Search:
     twin = ready.twin
+    if not ready.is_static:
+        way = None
     beams = config.num_beams
     ends = _tokens(config.eos_token_id)
     if beams > 1 and criteria.max_length > config.max_length:
@@ -252,7 +271,7 @@ def _prompt_with_source(ready: _Ready, ids: Tensor, beams: int, longest: int, in
     positions = positions_of(is_text) if positions is None else positions[::beams]
     if positions.shape != ids.shape:
         raise Declined("decoder_position_ids of another shape")
-    return Prompt(ids, is_text, positions, {}, longest, Source(hidden, is_source))
+    return Prompt(ids, is_text, positions, {}, longest, Source(hidden, is_source), decoder_of(ready.twin) is RowDecoder)
 
 
 def _tokens(value: Any) -> tuple[int, ...]:

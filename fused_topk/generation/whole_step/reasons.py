@@ -62,7 +62,7 @@ _INPUTS_WITH_SOURCE = (_INPUTS - {"position_ids", "logits_to_keep"}) | {
     "decoder_attention_mask",
     "decoder_position_ids",
 }
-_TAKEN = {"input_ids", "attention_mask", "position_ids", "use_cache"}
+_TAKEN = {"input_ids", "attention_mask", "use_cache"}
 _TAKEN_WITH_SOURCE = {"decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "attention_mask", "use_cache"}
 # Rotary embeddings that are the same whatever the length of the text.
 _ROTARY = {"default", "linear", "llama3", "yarn", "proportional"}
