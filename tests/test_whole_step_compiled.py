@@ -96,16 +96,25 @@ def test_a_first_call_that_ends_with_its_second_token(traced):
         assert assert_compiled(model, inputs, eos_token_id=second)["sequences"].shape[1] <= 8
 
 
-def test_later_calls_of_the_same_shape_compile_nothing(model, traced, caplog):
+def test_calls_that_compile_nothing(model, traced, caplog):
+    """Other lengths, batches, room, and what a step has in tensors."""
     assert_compiled(model, inputs_for(model, 2, 6), num_beams=3)
-    for length, room in ((9, 16), (16, 3)):
-        with torch.compiler.set_stance("fail_on_recompile"):
-            assert_compiled(model, inputs_for(model, 2, length), num_beams=3, max_new_tokens=room)
+    lengths = [(2, 9, 16), (2, 16, 3), (2, 17, 12), (4, 40, 12), (3, 6, 40)]
+    others = [
+        {"length_penalty": 2.0},
+        {"early_stopping": True},
+        {"early_stopping": "never"},
+        {"eos_token_id": [1, 2, 3, 4]},
+    ]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for batch, length, most in lengths:
+            assert_compiled(model, inputs_for(model, batch, length), num_beams=3, max_new_tokens=most)
+        for options in others:
+            assert_compiled(model, inputs_for(model, 2, 6), num_beams=3, **options)
     assert sum("was compiled" in message for message in caplog.messages) == 1
-    assert len(entry._ready[model].store) == 1
-    assert_compiled(model, inputs_for(model, 2, 17), num_beams=3)
-    assert len(entry._ready[model].store) == 2
-    assert sum("was compiled" in message for message in caplog.messages) == 2
+    store = entry._ready[model].store
+    assert [(shape.batch, shape.prompt) for shape in store._kept] == [(2, 24), (4, 48), (3, 16), (2, 16)]
+    assert len(store._codes) == 1
 
 
 @pytest.mark.exhaustive

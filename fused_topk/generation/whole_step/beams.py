@@ -6,6 +6,7 @@ Scores, and their order where they are equal, are those of transformers' beam se
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -65,10 +66,16 @@ class Beams(NamedTuple):
     may_improve: Tensor  # bool [batch, 1]
     goes_on: Tensor  # bool []
 
+    def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """See :meth:`Decoder.sizes_that_vary`."""
+        for scores, tokens, parents in (self.running, self.ended):
+            yield from ((scores, (0,)), (tokens, (0, 2)), (parents, (0, 2)))
+        yield from ((self.is_ended, (0,)), (self.may_improve, (0,)))
+
     def with_room(self, room: int) -> Beams:
         """The same with room for so many tokens."""
-        texts = (each.with_room(room) for each in (self.running, self.ended))
-        return Beams(*texts, self.is_ended, self.may_improve, self.goes_on)
+        running, ended = self.running.with_room(room), self.ended.with_room(room)
+        return Beams(running, ended, self.is_ended, self.may_improve, self.goes_on)
 
 
 class BeamConstants(NamedTuple):

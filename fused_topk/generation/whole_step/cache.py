@@ -60,7 +60,7 @@ class Places:
         self.shown = 0
         # int64 [batch, beams, shown]: where each new token of a beam's past is among the beams; None where masks say it.
         self.gathered: Tensor | None = None
-        self._length: Length | None = None
+        self._length: Length | Tensor | None = None
         self._text_length: Tensor | None = None
         self._most = 0
 
@@ -70,7 +70,7 @@ class Places:
         return self._is_text.shape[1]
 
     @property
-    def length(self) -> Length | int:
+    def length(self) -> Length | Tensor | int:
         """What a model that counts its positions by the cache is told that was read before: see `count_from`."""
         return self.prompt if self._length is None else self._length
 
@@ -94,7 +94,9 @@ class Places:
         self.written = self._of_step + step * self.beams
         self.shown = shown
         if self._text_length is not None:
-            self._length = Length(self._text_length + step.squeeze(0), self._most)
+            length = self._text_length + step.squeeze(0)
+            # torch.compile knows tensors only, and would make other code for each bound.
+            self._length = length if is_traced_by_dynamo() else Length(length, self._most)
 
 
 class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -156,16 +158,12 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         places = self._places
         prompt, beams = places.prompt, places.beams
         batch, heads, _, dim = kept.shape
-        new = kept[:, :, prompt : places.up_to(places.shown)].unflatten(2, (places.shown, beams))
+        new = kept[:, :, prompt : places.up_to(places.shown)].unflatten(2, (places.shown, beams))  # type: ignore[no-untyped-call]
         index = written.transpose(1, 2)[:, None, :, :, None].expand(-1, heads, -1, -1, dim)
         return torch.cat([kept[:, :, :prompt], new.gather(3, index).transpose(2, 3).flatten(2, 3)], 2)
 
     def get_seq_length(self, *args: Any) -> Any:
-        length = self._places.length
-        if self._places.is_reading_prompt:
-            return 0
-        # torch.compile knows tensors only.
-        return length.tensor if isinstance(length, Length) and is_traced_by_dynamo() else length
+        return 0 if self._places.is_reading_prompt else self._places.length
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         # Before transformers 5.5 it is the positions of the queries.

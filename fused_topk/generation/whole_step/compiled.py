@@ -86,22 +86,24 @@ class Codes:
         self._of: dict[Hashable, list[Code]] = {}
 
     def __len__(self) -> int:
-        return sum(code.number for codes in self._of.values() for code in codes)
+        # Of a list: other threads may add to it.
+        return sum(code.number for codes in [*self._of.values()] for code in codes)
 
     def ways(self, function: Any, args: tuple[Any, ...], key: Hashable) -> list[Callable[[], Any]]:
         """Ways to run it on the arguments as compiled code, of which the first that works is to be taken.
 
         Args:
-            key: whatever makes other code of it.
+            key: the function, and whatever else makes other code of it.
         """
-        # One dictionary operation: other threads may ask, too.
-        codes = self._of.setdefault((function, key), [Code(function, True), Code(function, False)])
+        codes = self._of.get(key)
+        if codes is None:
+            codes = self._of.setdefault(key, [Code(function, True), Code(function, False)])
         return [_OneGraph(codes[0], args), _Pieces(codes[1], args)]
 
 
-def let_vary(tensor: Tensor, dim: int) -> None:
-    """Makes code that is compiled for the tensor serve any size of that dimension, from 2 on."""
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+def let_vary(tensor: Tensor, dims: tuple[int, ...]) -> None:
+    """Makes code that is compiled for the tensor serve any size of those dimensions, from 2 on."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dims)
 
 
 def _inductor(graph: Any, inputs: Any) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from .ancestry import Mask, gathers
 from .attention import AttentionCall, watched
-from .cache import Places, SharedPromptLayer, shared_prompt_cache
+from .cache import Length, Places, SharedPromptLayer, shared_prompt_cache
 
 # Positions of padding and the like, which tables have besides.
 _MORE_POSITIONS = 8
@@ -90,8 +90,7 @@ class Decoder:
     @property
     def num_bytes(self) -> int:
         """The bytes of the cache."""
-        layers = [*self._layers, *([] if self._source is None else self._cache.cross_attention_cache.layers)]
-        return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in layers if layer.is_initialized)
+        return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in self._all_layers if layer.is_initialized)
 
     @property
     def _layers(self) -> list[SharedPromptLayer]:
@@ -101,16 +100,25 @@ class Decoder:
         return layers
 
     @property
+    def _all_layers(self) -> list[Any]:
+        """And what an encoder has read."""
+        return [*self._layers, *([] if self._source is None else self._cache.cross_attention_cache.layers)]
+
+    @property
     def capacity(self) -> int:
         """For how many new tokens there has been room."""
         return self._places.capacity + 1
 
-    def sizes_that_vary(self) -> Iterator[tuple[Tensor, int]]:
-        """The tensors that a step reads whose size compiled code must not depend on, each with the dimension."""
-        yield self._is_text, 1
-        for layer in self._layers:
-            yield layer.keys, 2
-            yield layer.values, 2
+    def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """The tensors that a step reads, each with the dimensions whose size is no matter of its code: rows, and places."""
+        yield self._is_text, (0, 1)
+        yield self._last_positions, (0,)
+        for layer in self._all_layers:
+            yield layer.keys, (0, 2)
+            yield layer.values, (0, 2)
+        if self._source is not None:
+            yield self._source, (0, 1)
+            yield self._of_source["encoder_outputs"].last_hidden_state, (0, 1)
 
     def open(self, size: int) -> int:
         """Makes room for so many new tokens of each beam, of which the last is not read. Gives their number.
@@ -195,14 +203,14 @@ class Decoder:
 
     def _read(self, twin: Any, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         assert self._mask is not None
-        is_gathered = self.gathers and parents is not None
-        gathered = self._mask.written(parents, step, shown) if is_gathered else None
+        gathered = self._mask.written(parents, step, shown) if self.gathers and parents is not None else None
         self._places.begin_step(step, shown, gathered)
         extra = dict(self._of_source)
         if self._source is not None and "cache_position" in self._arguments:
             # Versions that count positions by it make it of the cache's length else, for which they wait.
-            extra["cache_position"] = self._places.length.tensor.view(1)  # type: ignore[union-attr]
-        mask, positions = self._mask(parents, step, shown, is_gathered), self._last_positions + (step + 1)
+            length = self._places.length
+            extra["cache_position"] = (length.tensor if isinstance(length, Length) else length).view(1)  # type: ignore[union-attr]
+        mask, positions = self._mask(parents, step, shown, gathered is not None), self._last_positions + (step + 1)
         return self._forward(twin, tokens.reshape(-1, 1), mask, positions, **extra)
 
     def _forward(self, twin: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, **extra: Any) -> Tensor:

@@ -33,8 +33,8 @@ class Graph:
 
     def __init__(self, run: Callable[[], Any], device: torch.device, beside: Graph | None) -> None:
         with torch.cuda.device(device):
-            stream: Any = torch.cuda.Stream(device) if beside is None else beside._stream  # type: ignore[no-untyped-call]
-            self._stream = stream
+            stream: Any = torch.cuda.Stream(device) if beside is None else beside.stream  # type: ignore[no-untyped-call]
+            self.stream: Any = stream
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 # Libraries set up their workspaces of a stream in its first calls.

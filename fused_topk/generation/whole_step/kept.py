@@ -5,7 +5,9 @@ Such a step reads and writes tensors that stay where they are, the cache and the
 Shapes are few: prompts and sources are rounded up, prompts with padding before them, sources with padding behind them.
 
 The room for new tokens is no part of the shape. It grows in a call as its texts do (:mod:`room`), and the tensors with it. Where an
-earlier call had more room, a step looks at the first places of the tensors. On a GPU each size is captured; compiled code serves all.
+earlier call had more room, a step looks at the first places of the tensors. On a GPU each size is captured.
+
+Compiled code serves all batches, lengths and room. So it is made for few of the shapes, and kept when what a shape holds is dropped.
 
 A shape has kinds of step. One does the forward pass and the choice of tokens, one more chooses among those of a mask. Another one does
 the forward pass alone, for calls with other processors, with sampling or with scores to be returned.
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from ... import functional
 from . import compiled, graphs
-from .beams import Beams, Rules, choose
+from .beams import Rules, choose
 from .compiled import Bound, Codes
 from .decoder import Decoder, Prompt
 from .head import Head
@@ -99,6 +101,11 @@ class Shape(NamedTuple):
         length = length if prompt.is_exact else rounded_up(length)
         return Shape(batch, length, source, rules.beams, rules.num_ends, prompt.ids.device, way, mode)
 
+    def of_code(self) -> Shape:
+        """The same for all shapes that compiled code is the same for: but for one row, how many there are is no matter of it."""
+        source = None if self.source is None else min(self.source, 2)
+        return self._replace(batch=min(self.batch, 2), prompt=min(self.prompt, 2), source=source)
+
     @property
     def kept(self) -> int:
         """See :attr:`Rules.kept`."""
@@ -151,8 +158,8 @@ class KeptStep:
         self._shown = torch.empty(0, device=device)
         self._is_late = graphs.is_cuda(device)
         self._codes = codes
-        # What runs a function, by that, by whether it asks for the mask, and by the room.
-        self._runs: dict[tuple[Any, bool, int], Callable[[], Any]] = {}
+        # What runs a kind of step, by its name and by the room.
+        self._runs: dict[tuple[str, int], Callable[[], Any]] = {}
         self._graphs: list[graphs.Graph] = []
 
     @property
@@ -176,7 +183,7 @@ class KeptStep:
         What has been read and chosen stays, unless there is less room than before: then a call begins.
         """
         if self.shape.way.is_captured:
-            size = min((made for *_, made in self._runs if size <= made <= 4 * size), default=size)
+            size = min((made for _, made in self._runs if size <= made <= 4 * size), default=size)
         if size > self.decoder.capacity:
             # These read and write the tensors that there were.
             self._runs.clear()
@@ -220,15 +227,15 @@ class KeptStep:
             if self._mask is None:
                 self._mask = torch.empty_like(mask)
             self._mask.copy_(mask)
-        function, has_mask = _advance_texts if self.shape.beams == 1 else _advance_beams, mask is not None
-        run = self._runs.get((function, has_mask, self._size))
+        kind = "advance" if mask is None else "advance among those of a mask"
+        run = self._runs.get((kind, self._size))
         if run is not None:
             run()
             return
         args = (
             self.decoder,
             self._head,
-            self._mask if has_mask else None,
+            None if mask is None else self._mask,
             self._state,
             self._constants,
             self.count,
@@ -238,12 +245,12 @@ class KeptStep:
         )
         if not self.shape.way.is_captured:
             # Made by running it.
-            self._make(function, args, has_mask)
+            self._make(kind, _advance, args)
             return
         # Steps that are tried before one is captured change nothing, as steps after the end.
         goes_on = self.goes_on.clone()
         self.goes_on.fill_(False)
-        run = self._make(function, args, has_mask)
+        run = self._make(kind, _advance, args)
         self.goes_on.copy_(goes_on)
         run()
 
@@ -257,28 +264,28 @@ class KeptStep:
             # What lies behind is of no token yet.
             self._parents[:, :, :shown] = parents[:, :, :shown]
         self.count.copy_(step)
-        run = self._runs.get((_read, False, self._size))
+        run = self._runs.get(("read", self._size))
         if run is None:
-            run = self._make(_read, (self.decoder, self._tokens, self._parents, self.count, self._shown))
+            run = self._make("read", _read, (self.decoder, self._tokens, self._parents, self.count, self._shown))
         logits: Tensor = run()
         return logits
 
-    def _make(self, function: Any, args: tuple[Any, ...], has_mask: bool = False) -> Callable[[], Any]:
+    def _make(self, kind: str, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
         """Keeps what runs the function on the arguments, on which it has run at least once."""
         started = time.perf_counter()
         number = len(self._codes)
-        run = self._made(function, args, has_mask)
+        run = self._made(kind, function, args)
         if self.shape.way.is_captured or len(self._codes) > number:
             self._tell(time.perf_counter() - started)
-        self._runs[function, has_mask, self._size] = run
+        self._runs[kind, self._size] = run
         return run
 
-    def _made(self, function: Any, args: tuple[Any, ...], has_mask: bool) -> Callable[[], Any]:
+    def _made(self, kind: str, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
         ways: list[Callable[[], Any]] = [Bound(function, args)]
         if self.shape.way.is_compiled:
-            for tensor, dim in self._sizes_that_vary():
-                compiled.let_vary(tensor, dim)
-            key = self.shape._replace(prompt=0), self.decoder.gathers, self._head is None, has_mask
+            for tensor, dims in self._sizes_that_vary():
+                compiled.let_vary(tensor, dims)
+            key = kind, self.shape.of_code(), self.decoder.gathers, self._head is None
             ways = self._codes.ways(function, args, key)
         for number, run in enumerate(ways, 1):
             try:
@@ -294,16 +301,15 @@ class KeptStep:
                     raise NotKept(f"what is to be {self.shape.way} raises {said_by(error)}") from error
         raise AssertionError("there is a way")
 
-    def _sizes_that_vary(self) -> Iterator[tuple[Tensor, int]]:
+    def _sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         yield from self.decoder.sizes_that_vary()
-        yield self._shown, 0
-        tables = [] if self._parents is None else [self._parents]
-        if isinstance(self._state, Beams):
-            tables += [*self._state.running[1:], *self._state.ended[1:]]
-        elif self._state is not None:
-            tables.append(self._state.tokens)
-        for table in tables:
-            yield table, table.dim() - 1
+        yield from ((self._shown, (0,)), (self._tokens, (0,)))
+        if self._parents is not None:
+            yield self._parents, (0, 2)
+        if self._mask is not None:
+            yield self._mask, (0,)
+        if self._state is not None:
+            yield from self._state.sizes_that_vary()
 
     def _tell(self, seconds: float) -> None:
         shape = self.shape
@@ -327,66 +333,50 @@ class _Replay:
         return self._graph.output
 
 
-def _advance_beams(
+def _advance(
     decoder: Decoder,
     head: Head | None,
     mask: Tensor | None,
-    state: Beams,
+    state: Any,
     constants: Any,
     step: Tensor,
     last: Tensor,
     shown: Tensor,
     is_late: bool,
 ) -> None:
-    before = step - 1
-    tokens = state.running.tokens.index_select(2, before).squeeze(2)
-    args = tokens, state.running.parents, before, shown.shape[0]
-    beams, kept = tokens.shape[1], constants.is_best.shape[0]
-    if head is None:
-        logits = decoder.read(*args)
-        vocab_size = logits.shape[-1]
-        of_beams = logits.view(-1, beams, vocab_size)
-        scores, indices, _ = functional.beam_topk(of_beams, state.running.scores, kept, mask=mask, normalize="all")
+    before, are_last = step - 1, step >= last
+    after: Any
+    if isinstance(state, Texts):
+        args = state.tokens.index_select(1, before), None, before, shown.shape[0]
+        if head is None:
+            chosen = functional.topk(decoder.read(*args), 1, mask=mask).indices.squeeze(1)
+        else:
+            chosen = head.greatest(decoder.read_states(*args), mask)
+        after = choose_tokens(state, constants, chosen, step, are_last)
     else:
-        vocab_size = len(head.weight)
-        of_rows = None if mask is None else mask.flatten(0, 1)
-        scores, indices = head.continuations(decoder.read_states(*args), state.running.scores, kept, of_rows)
-    after = choose(state, constants, scores, indices, vocab_size, step, step >= last)
-    _go_on(state, after, step, is_late)
-
-
-def _advance_texts(
-    decoder: Decoder,
-    head: Head | None,
-    mask: Tensor | None,
-    state: Texts,
-    constants: Any,
-    step: Tensor,
-    last: Tensor,
-    shown: Tensor,
-    is_late: bool,
-) -> None:
-    before = step - 1
-    args = state.tokens.index_select(1, before), None, before, shown.shape[0]
-    if head is None:
-        chosen = functional.topk(decoder.read(*args), 1, mask=mask).indices.squeeze(1)
-    else:
-        chosen = head.greatest(decoder.read_states(*args), mask)
-    after = choose_tokens(state, constants, chosen, step, step >= last)
-    _go_on(state, after, step, is_late)
-
-
-def _read(decoder: Decoder, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: Tensor) -> Tensor:
-    return decoder.read(tokens, parents, step, shown.shape[0])
-
-
-def _go_on(state: Any, after: Any, step: Tensor, is_late: bool) -> None:
+        tokens = state.running.tokens.index_select(2, before).squeeze(2)
+        args = tokens, state.running.parents, before, shown.shape[0]
+        beams, kept = tokens.shape[1], constants.is_best.shape[0]
+        if head is None:
+            logits = decoder.read(*args)
+            vocab_size = logits.shape[-1]
+            of_beams = logits.view(-1, beams, vocab_size)
+            scores, indices, _ = functional.beam_topk(of_beams, state.running.scores, kept, mask=mask, normalize="all")
+        else:
+            vocab_size = len(head.weight)
+            mask = None if mask is None else mask.flatten(0, 1)
+            scores, indices = head.continuations(decoder.read_states(*args), state.running.scores, kept, mask)
+        after = choose(state, constants, scores, indices, vocab_size, step, are_last)
     if is_late:
         after = unless_over(state, after)
         step.add_(state.goes_on)
     else:
         step.add_(1)
     _write(state, after)
+
+
+def _read(decoder: Decoder, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: Tensor) -> Tensor:
+    return decoder.read(tokens, parents, step, shown.shape[0])
 
 
 def unless_over(before: Any, after: Any) -> Any:

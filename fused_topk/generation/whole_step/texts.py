@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,10 @@ class Texts(NamedTuple):
     tokens: Tensor  # int64 [batch, room]
     has_ended: Tensor  # bool [batch]
     goes_on: Tensor  # bool []
+
+    def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """See :meth:`Decoder.sizes_that_vary`."""
+        yield from ((self.tokens, (0, 1)), (self.has_ended, (0,)))
 
     def with_room(self, room: int) -> Texts:
         """The same with room for so many tokens."""
