@@ -266,7 +266,12 @@ def of_inputs(inputs: Mapping[str, Any], has_source: bool) -> str | None:
     if unknown:
         return f"model input {unknown[0]}"
     caches = [inputs.get(name) for name in ("cache", "past_key_values")]
-    if any(cache is not None and cache.get_seq_length() for cache in caches):
+    try:
+        is_used = any(cache is not None and cache.get_seq_length() for cache in caches)
+    # Of a cache of states alone, which has no length.
+    except ValueError:
+        return "a cache without keys"
+    if is_used:
         return "a cache that has been used"
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return "autocast"

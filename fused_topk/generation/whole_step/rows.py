@@ -38,7 +38,7 @@ class RowPlaces(Places):
         return self.num_read
 
 
-class RowLayer(SharedPromptLayer):
+class RowLayer(SharedPromptLayer):  # type: ignore[no-untyped-call]
     """One layer's keys and values."""
 
     _places: RowPlaces
@@ -56,7 +56,7 @@ class RowLayer(SharedPromptLayer):
         if past is None:
             return kept
         batch, heads, _, dim = kept.shape
-        new = kept[:, :, prompt:].unflatten(2, (places.shown, beams)).permute(0, 3, 1, 2, 4)
+        new = kept[:, :, prompt:].reshape(batch, heads, places.shown, beams, dim).permute(0, 3, 1, 2, 4)
         # [batch, beams, heads, new tokens, dim]
         own = new.gather(1, past[:, :, None, :, None].expand(-1, -1, heads, -1, dim))
         of_prompt = kept[:, None, :, :prompt].expand(-1, beams, -1, -1, -1)
@@ -69,7 +69,7 @@ class RowLayer(SharedPromptLayer):
         return length if places.is_reading_prompt else places.prompt + places.shown, 0
 
 
-class RowSourceLayer(SourceLayer):
+class RowSourceLayer(SourceLayer):  # type: ignore[no-untyped-call]
     """One layer's keys and values of what an encoder has read, a row for each beam."""
 
     def __init__(self, length: int, beams: int) -> None:
