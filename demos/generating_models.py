@@ -44,6 +44,7 @@ SMALL = {
     "moe_intermediate_size": 32,
     **dict.fromkeys(("initializer_range", "init_std"), 0.3),
     "is_decoder": True,
+    "use_cache": True,
 }
 # Of a class, with all models that it may make.
 _SECONDS = 40
@@ -77,7 +78,12 @@ def model_of(kind: type) -> Any:
         if sum(weight.numel() for weight in kind(config).parameters()) > _MOST_WEIGHTS:
             raise ValueError("a large model")
     torch.manual_seed(0)
-    return kind(config).eval()
+    model = kind(config).eval()
+    for weight in model.parameters():
+        # Biases are zero at first, and logits of some heads are equal then.
+        if weight.dim() == 1:
+            weight.data += torch.randn_like(weight) * 0.1
+    return model
 
 
 def row_of(kind: type) -> Row:

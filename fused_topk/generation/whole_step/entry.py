@@ -18,7 +18,7 @@ from ..edits.plan import Plan, reason_against
 from . import attention, attribute, reasons, trial
 from .beams import Rules
 from .criteria import Criteria
-from .decoder import Prompt, Source, has_table, num_positions, positions_of, vocab_size_of
+from .decoder import Decoder, Prompt, Source, has_table, num_positions, positions_of, vocab_size_of
 from .head import Head
 from .kept import Store, Way
 from .reasons import Declined, decline_for, said_by
@@ -103,10 +103,10 @@ def _made_ready(model: Any) -> _Ready:
     # Of a configuration that cannot be copied.
     except Exception as error:
         return _Ready(None, _twin_raises(model, error), snapshot, Store(), None, False, True)
-    is_static = True
+    is_static, is_taken = True, False
     try:
         twin = twin_of(model, attention.name_for(model.config._attn_implementation), _state_of)
-        is_taken = decoder_of(twin) is not RowDecoder
+        is_taken = decoder_of(twin) is Decoder
         reason = trial.reason_against(twin, stock) if is_taken else f"{type(model).__name__} takes no other attention"
     # Of a model that takes no other attention.
     except Exception as error:
@@ -116,7 +116,8 @@ def _made_ready(model: Any) -> _Ready:
         twin = stock
         of_rows = trial.reason_against(twin, stock, is_static=False)
         if of_rows is not None:
-            return _Ready(None, f"{reason}; {of_rows}", snapshot, Store(), None, False, True)
+            # The first says what a model has of its own.
+            return _Ready(None, reason if is_taken else of_rows, snapshot, Store(), None, False, True)
         # Of a model that cannot have a static cache, transformers says so.
         is_static = bool(getattr(model, "_can_compile_fullgraph", False)) and not trial.reason_against(twin, stock)
     return _Ready(twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin))
