@@ -199,6 +199,22 @@ def test_rotary_embeddings_that_change_with_the_length(kind):
     assert entry.reasons._of_config(config) == f"rotary embeddings of kind {kind}"
 
 
+def test_phi_3_reads_its_text_again_and_is_served():
+    # Its own preparation drops the cache where texts pass that length, and comes to the same.
+    config = transformers.Phi3Config(
+        **_SHAPE,
+        intermediate_size=64,
+        original_max_position_embeddings=10,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.Phi3ForCausalLM(config).eval()
+    for beams in (1, 3):
+        assert_whole(model, num_beams=beams, max_new_tokens=12)
+
+
 def test_stop_strings_take_the_fused_path():
     model = tiny("llama")
     inputs = inputs_for(model, batch=1)
