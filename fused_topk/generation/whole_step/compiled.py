@@ -79,35 +79,31 @@ class Code:
         return result, *ran
 
 
-# Tensors, each with the dimensions whose size code that is compiled for them does not depend on, from 2 on.
-Varying = list[tuple[Tensor, tuple[int, ...]]]
-
-
 class Codes:
     """The compiled code of functions, for the steps that are made of them."""
 
     def __init__(self) -> None:
-        self._of: dict[Hashable, Code] = {}
+        self._of: dict[Hashable, list[Code]] = {}
 
     def __len__(self) -> int:
         # Of a list: other threads may add to it.
-        return sum(code.number for code in [*self._of.values()])
+        return sum(code.number for codes in [*self._of.values()] for code in codes)
 
-    def ways(
-        self, function: Any, args: tuple[Any, ...], key: Hashable, sizes: Hashable, varying: Varying
-    ) -> list[Callable[[], Any]]:
+    def ways(self, function: Any, args: tuple[Any, ...], key: Hashable) -> list[Callable[[], Any]]:
         """Ways to run it on the arguments as compiled code, of which the first that works is to be taken.
 
         Args:
-            key: the function, and whatever else makes other code of it but sizes.
-            sizes: of what is `varying`.
+            key: the function, and whatever else makes other code of it.
         """
-        pieces = self._code(function, False, (key, sizes))
-        return [_OneGraph(self._code(function, True, key), args, varying), _Pieces(pieces, args, varying)]
+        codes = self._of.get(key)
+        if codes is None:
+            codes = self._of.setdefault(key, [Code(function, True), Code(function, False)])
+        return [_OneGraph(codes[0], args), _Pieces(codes[1], args)]
 
-    def _code(self, function: Any, is_whole: bool, key: Hashable) -> Code:
-        code = self._of.get(key)
-        return self._of.setdefault(key, Code(function, is_whole)) if code is None else code
+
+def let_vary(tensor: Tensor, dims: tuple[int, ...]) -> None:
+    """Makes code that is compiled for the tensor serve any size of those dimensions, from 2 on."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dims)
 
 
 def _inductor(graph: Any, inputs: Any) -> Callable[..., Any]:
@@ -118,19 +114,12 @@ def _inductor(graph: Any, inputs: Any) -> Callable[..., Any]:
 
 
 class _Pieces:
-    """A function on its arguments, compiled in as many pieces as it takes, for their sizes alone.
+    """A function on its arguments, compiled in as many pieces as it takes."""
 
-    What torch 2.6 makes of several pieces for all sizes does not run.
-    """
-
-    def __init__(self, code: Code, args: tuple[Any, ...], fixed: Varying) -> None:
-        self._code, self._args, self._fixed = code, args, fixed
+    def __init__(self, code: Code, args: tuple[Any, ...]) -> None:
+        self._code, self._args = code, args
 
     def __call__(self) -> Any:
-        for tensor, _ in self._fixed:
-            # The mark of _OneGraph.
-            vars(tensor).pop("_dynamo_weak_dynamic_indices", None)
-        self._fixed = []
         result = self._code.call(*self._args)
         if not self._code.number:
             raise NothingCompiled
@@ -145,8 +134,8 @@ class _OneGraph:
     The model is looked at once a call of generate() (entry.ready_for).
     """
 
-    def __init__(self, code: Code, args: tuple[Any, ...], varying: Varying) -> None:
-        self._code, self._args, self._varying = code, args, varying
+    def __init__(self, code: Code, args: tuple[Any, ...]) -> None:
+        self._code, self._args = code, args
         self._piece: Callable[..., Any] | None = None
         self._inputs: tuple[Any, ...] = ()
         # Which of the piece's outputs the function returns; None for none.
@@ -156,8 +145,6 @@ class _OneGraph:
         if self._piece is not None:
             outputs = self._piece(*self._inputs)
             return None if self._returned is None else outputs[self._returned]
-        for tensor, dims in self._varying:
-            torch._dynamo.maybe_mark_dynamic(tensor, dims)
         result, self._piece, self._inputs, outputs = self._code.run(self._args)
         if result is not None:
             self._returned = next(i for i, output in enumerate(outputs) if output is result)

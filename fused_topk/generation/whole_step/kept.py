@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ... import functional
-from . import graphs
+from . import compiled, graphs
 from .beams import Rules, choose
 from .compiled import Bound, Codes
 from .decoder import Decoder, Prompt
@@ -281,9 +281,10 @@ class KeptStep:
     def _made(self, kind: str, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
         ways: list[Callable[[], Any]] = [Bound(function, args)]
         if self.shape.way.is_compiled:
+            for tensor, dims in self._sizes_that_vary():
+                compiled.let_vary(tensor, dims)
             key = kind, self.shape.of_code(), self.decoder.gathers, self._head is None
-            sizes = self.shape, self.decoder.capacity, self._size
-            ways = self._codes.ways(function, args, key, sizes, [*self._sizes_that_vary()])
+            ways = self._codes.ways(function, args, key)
         for number, run in enumerate(ways, 1):
             try:
                 run()
