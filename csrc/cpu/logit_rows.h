@@ -186,6 +186,23 @@ inline const float* read_rows(const LogitRows& rows, u64 first, u32 count, float
   return buffer;
 }
 
+// The same, -inf too where a token is not allowed.
+inline const float* read_allowed(const LogitRows& rows, u64 first, u32 count, float* buffer) {
+  const u32 n = rows.vocab_size;
+  const float* const x = read_rows(rows, first, count, buffer);
+  if (!rows.mask) return x;
+  if (x != buffer) std::memcpy(buffer, x, u64(count) * n * sizeof(float));
+  // A mask of adjacent rows, each of whole words, is one long row's.
+  const bool has_bits = rows.mask_kind == MaskKind::kBits;
+  if (n % (has_bits ? 32 : 1) == 0 &&
+      are_adjacent(rows.sizes, has_bits ? n / 32 : n, rows.mask_strides, rows.mask_element_stride)) {
+    apply_mask(rows, mask_of(rows, first), 0, count * n, buffer);
+  } else {
+    for (u32 row = 0; row < count; ++row) apply_mask(rows, mask_of(rows, first + row), 0, n, buffer + u64(row) * n);
+  }
+  return buffer;
+}
+
 // One row of a request, block by block.
 class RowReader {
  public:
@@ -205,12 +222,16 @@ class RowReader {
   // whole blocks, so that every loop sums in the same order whatever the length. So are those that a mask hides, unless
   // hide() is to do that later.
   const float* load(u32 block, float* buffer, bool hides = true) const {
-    const u32 begin = block * kBlock, n = elements_of(block), present = std::min(n, length_ - begin);
-    if (in_place_ && present == n) return reinterpret_cast<const float*>(at(begin));
-    rows_.kernels->load[rows_.dtype](at(begin), rows_.logits_element_stride, present, buffer);
-    std::fill(buffer + present, buffer + n, -std::numeric_limits<float>::infinity());
+    const u32 begin = block * kBlock, n = elements_of(block);
+    if (in_place_ && n <= length_ - begin) return reinterpret_cast<const float*>(at(begin));
+    copy(begin, n, buffer);
     if (hides) hide(block, buffer);
     return buffer;
+  }
+  // The same of a block's first n elements.
+  void load_first(u32 block, u32 n, float* x) const {
+    copy(block * kBlock, n, x);
+    if (mask_) apply_mask(rows_, mask_, block * kBlock, n, x);
   }
   // Writes -inf where the mask hides an element of the block. x: [elements_of(block)]
   void hide(u32 block, float* x) const {
@@ -224,6 +245,12 @@ class RowReader {
   u32 item_size() const { return kItemSize[rows_.dtype]; }
 
  private:
+  void copy(u32 begin, u32 n, float* x) const {
+    const u32 present = std::min(n, length_ - begin);
+    rows_.kernels->load[rows_.dtype](at(begin), rows_.logits_element_stride, present, x);
+    std::fill(x + present, x + n, -std::numeric_limits<float>::infinity());
+  }
+
   const LogitRows& rows_;
   i64 step_;
   const char* logits_;

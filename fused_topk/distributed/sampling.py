@@ -30,16 +30,13 @@ from ..arguments import (
 )
 from ..backends import philox
 from ..functional import sampling as of_rows
-from ..functional.merging import run_merge
 from ..layout.topk_choice import MAX_K
-from ..operators import row_topk
-from ..operators.dispatch import need_dispatcher
+from ..operators import calls
 from ..problem import Sample, TopK, result_dtype
-from ..rows import unpacked
+from ..rows import LogitRows, unpacked
 from .collective import all_gather, group_of
 from .functions import Call, gather_states
 
-_row_topk = torch.ops.fused_topk.row_topk.default
 # Of a list that no top_k bounds.
 _WINDOW = 1024
 # Room for tokens that tie with the k-th.
@@ -91,7 +88,7 @@ def sample(
         local_logits: shape (..., V_local), this process's columns, as for :func:`softmax_topk`.
         group: the process group; None: all processes.
         temperature: this and all that follow are as for :func:`fused_topk.sample`.
-        top_k: how many of the best tokens may be drawn; 0 for all.
+        top_k: how many of the best tokens may be drawn; 0 or -1 for all.
         top_p: the share of the probability that may be drawn.
         min_p: the least probability, relative to the best token's.
         mask: the tokens of this process's columns that may be drawn.
@@ -136,7 +133,7 @@ def sample(
         allowed = allowed.reshape(rows, allowed.shape[-1])
     columns = _Columns(logits, allowed, group, backend)
     own_names = _as_names(names, logits)
-    is_whole_row = _is_number(top_k, 0) and _is_number(top_p, 1) and _is_number(min_p, 0)
+    is_whole_row = (_is_number(top_k, 0) or _is_number(top_k, -1)) and _is_number(top_p, 1) and _is_number(min_p, 0)
     length = 1 if is_whole_row else _length(top_k)
     numbers = [None if isinstance(x, Tensor) else float(x) for x in (temperature, top_k, top_p, min_p)]
     settings = (*numbers, int(num_samples), int(logprobs), bool(truncated_log_probs))
@@ -156,7 +153,7 @@ def sample(
     topk = None
     if logprobs:
         check_k(logprobs, found.vocab_size or logprobs, "the whole vocabulary", "logprobs")
-        topk = TopK(*run_merge(*found.call.parts, logprobs, 1.0, None, "log_softmax", "allowed", backend))
+        topk = calls.merge_parts(*found.call.parts, logprobs, 1.0, None, "log_softmax", "allowed", backend)
         topk = TopK(*(x.view(*lead, *x.shape[1:]) for x in topk))
     shape = (*lead, num_samples)
     return Sample(tokens.view(shape), log_probs.to(result_dtype(logits.dtype)).view(shape), topk)
@@ -168,7 +165,7 @@ def _is_number(value: Any, number: float) -> bool:
 
 def _length(top_k: Any) -> int | None:
     """How many of the best tokens of a row are listed; None where no list is sure to be long enough."""
-    if isinstance(top_k, Tensor) or top_k == 0:
+    if isinstance(top_k, Tensor) or top_k <= 0:
         return _WINDOW
     length = int(top_k) + max(_ROOM_FOR_TIES, int(top_k) // 4)
     return length if length <= MAX_K else None
@@ -178,7 +175,7 @@ def _checked(logits: Tensor, temperature: Any, top_k: Any, top_p: Any, min_p: An
     limits = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
     of_all = (
         check_row_numbers("temperature", temperature, logits, torch.float64, limits, or_zero=True),
-        check_row_numbers("top_k", top_k, logits, torch.int64, (0, of_rows._SEEDS[1])),
+        check_row_numbers("top_k", top_k, logits, torch.int64, (-1, of_rows._SEEDS[1])),
         check_row_numbers("top_p", top_p, logits, torch.float64, (0, 1)),
         check_row_numbers("min_p", min_p, logits, torch.float64, (0, 1)),
     )
@@ -252,8 +249,8 @@ class _Blocks(NamedTuple):
                 x = logits[:, part].view(shape)
                 own = None if mask is None else mask[:, part].view(shape)
                 of_row = temperature.expand(-1, x.shape[1]).to(result_dtype(logits.dtype))
-                run = _row_topk if need_dispatcher(x) else row_topk.row_topk
-                states.append(run(x, 1.0, of_row, own, 1, "state", "allowed", backend)[2].double())
+                state = calls.row_topk(LogitRows(x, 1.0, of_row, own), 1, "state", "allowed", backend)
+                states.append(state.logsumexp.double())
         if not states:
             none = torch.full((rows, 1), -torch.inf, dtype=torch.float64, device=logits.device)
             return _Blocks(none, torch.zeros_like(none), temperature)
@@ -286,7 +283,7 @@ class _Exchanged:
         self._columns, self._blocks, self._temperature = columns, blocks, temperature
         parts, backend = call.parts, columns.backend
         listed = k if call.vocab_size is None else min(k, call.vocab_size)
-        values, self._ids, normalizer = run_merge(*parts, listed, 1.0, None, "state", "allowed", backend)
+        values, self._ids, normalizer = calls.merge_parts(*parts, listed, 1.0, None, "state", "allowed", backend)
         # The best tokens of each row (rows, n), best first; and the model's own m and d.
         self._ranked = values.double()
         self._m, self._d = normalizer.double().unsqueeze(-1).unbind(0)
