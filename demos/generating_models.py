@@ -134,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="classes; all by default")
     names = parser.parse_args().names
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     signal.signal(signal.SIGALRM, _raise_too_long)
     print("| class | whole steps | equal to stock |\n| --- | --- | --- |", flush=True)
     made = []
