@@ -66,7 +66,7 @@ def test_on_a_gpu_steps_are_captured_from_the_first_call_on(on_a_gpu, num_beams)
 
 
 def test_a_capture_that_fails_leaves_the_call_to_the_stock_loop(on_a_gpu, monkeypatch, caplog):
-    def fails(run, device):
+    def fails(run, device, beside):
         raise RuntimeError("no graphs here")
 
     monkeypatch.setattr(graphs, "Graph", fails)

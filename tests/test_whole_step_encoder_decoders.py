@@ -224,12 +224,6 @@ def test_calls_that_are_not_served():
     assert_declined(model, "output_attentions", inputs, num_beams=3, output_attentions=True)
 
 
-def test_t5_takes_the_old_path():
-    # Its attention adds a bias by distance, which ours does not know.
-    _, _, steps = generate_both(tiny("t5"), fused=whole, num_beams=3)
-    assert steps.whole == 0 and steps.fused > 0 and len(steps.not_whole) == 1
-
-
 def test_bfloat16():
     for beams in (1, 4):
         model = encoder_decoder("M2M100", dtype=torch.bfloat16)

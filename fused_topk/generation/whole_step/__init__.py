@@ -17,6 +17,7 @@ generate() prepares a call as it prepares every other. `generation/__init__.py` 
     cache, ancestry, attention, decoder    the forward pass: of an encoder-decoder, whose encoder has run once, its decoder's
     head                 the choice from hidden states on a CPU, for which no logits are computed
     scan                 the choice from logits to which the call's processors are applied
+    room                 for how many new tokens there is room: it grows
     kept, compiled, graphs    steps for later calls of the same shape: compiled, captured as CUDA graphs, or both
     beams, texts, search, results    what a search holds, the loops, what is returned
     streaming            a streamer of a call that may run twice

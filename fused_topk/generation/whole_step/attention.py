@@ -34,6 +34,9 @@ class AttentionCall(NamedTuple):
     window: int | None  # how many of the last places may be looked at
 
 
+# Tensors that models hand to any attention function, which reads them only where texts are packed in a row, or never.
+_NOT_READ = frozenset({"position_ids", "cache_position"})
+
 # The calls of attention in a block of watched(); None outside of one.
 _calls: ContextVar[list[AttentionCall] | None] = ContextVar("fused_topk_attention_calls", default=None)
 
@@ -80,6 +83,10 @@ def _attend(
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
+    # Such as a bias of positions or a sink: a trial need not show that it is left out.
+    unknown = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _NOT_READ]
+    if unknown:
+        raise ValueError(f"attention with {unknown[0]}")
     rows, heads, length, dim = query.shape
     batch, key_heads = key.shape[:2]
     groups, beams = heads // key_heads, rows // batch

@@ -35,6 +35,7 @@ class Prompt(NamedTuple):
     extra: dict[str, Any]  # further arguments of the model
     longest: int  # how many tokens its texts may have with it
     source: Source | None = None
+    is_exact: bool = False  # whether steps take no padding before it
 
 
 class Decoder:
@@ -70,8 +71,8 @@ class Decoder:
         self._beams = beams
         self._is_kept = is_kept
         self._is_text = torch.zeros(batch, prompt, dtype=torch.bool, device=device)
-        self._places = Places(self._is_text, beams)
-        self._cache = shared_prompt_cache(num_layers(twin.config), self._places, source)
+        self._places = self._made_places(self._is_text)
+        self._cache = self._made_cache(source)
         self._last_positions = torch.zeros(batch * beams, 1, dtype=torch.int64, device=device)
         self._source = None if source is None else torch.zeros(batch, source, dtype=torch.int64, device=device)
         # Of the encoder's output a step needs no more than the shape, and its mask.
@@ -79,6 +80,12 @@ class Decoder:
         self.gathers = False
         self._mask: Mask | None = None
         self.calls: list[AttentionCall] = []
+
+    def _made_places(self, is_text: Tensor) -> Places:
+        return Places(is_text, self._beams)
+
+    def _made_cache(self, source: int | None) -> Any:
+        return shared_prompt_cache(num_layers(self._twin.config), self._places, source)
 
     @property
     def num_bytes(self) -> int:

@@ -34,6 +34,7 @@ from .decoder import Decoder, Prompt
 from .head import Head
 from .reasons import said_by
 from .room import rounded_up
+from .rows import decoder_of
 from .texts import Texts, choose_tokens
 
 logger = logging.getLogger("fused_topk.generation")
@@ -97,12 +98,13 @@ class Shape(NamedTuple):
             # Without a mask there is no padding.
             source = source if prompt.source.is_text is None else rounded_up(source)
         mode = torch.is_inference_mode_enabled()
-        return Shape(batch, rounded_up(length), source, rules.beams, rules.num_ends, prompt.ids.device, way, mode)
+        length = length if prompt.is_exact else rounded_up(length)
+        return Shape(batch, length, source, rules.beams, rules.num_ends, prompt.ids.device, way, mode)
 
     def of_code(self) -> Shape:
         """The same for all shapes that compiled code is the same for: but for one row, how many there are is no matter of it."""
         source = None if self.source is None else min(self.source, 2)
-        return self._replace(batch=min(self.batch, 2), prompt=0, source=source)
+        return self._replace(batch=min(self.batch, 2), prompt=min(self.prompt, 2), source=source)
 
     @property
     def kept(self) -> int:
@@ -127,7 +129,7 @@ class KeptStep:
         if head is not None and not head.serves(shape.batch * shape.beams, 1 if is_greedy else shape.kept):
             head = None
         self._head = head
-        self.decoder = Decoder(
+        self.decoder = decoder_of(twin)(
             twin,
             shape.batch,
             shape.prompt,

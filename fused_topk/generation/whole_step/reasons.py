@@ -62,8 +62,8 @@ _INPUTS_WITH_SOURCE = (_INPUTS - {"position_ids", "logits_to_keep"}) | {
     "decoder_attention_mask",
     "decoder_position_ids",
 }
-_TAKEN = {"input_ids", "attention_mask", "position_ids", "use_cache"}
-_TAKEN_WITH_SOURCE = {"decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "attention_mask", "use_cache"}
+_TAKEN = {"input_ids", "attention_mask"}
+_TAKEN_WITH_SOURCE = {"decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "attention_mask"}
 # Rotary embeddings that are the same whatever the length of the text.
 _ROTARY = {"default", "linear", "llama3", "yarn", "proportional"}
 # generate() itself, its loops, and the methods of a model that they call, in one version of transformers or another.
@@ -91,8 +91,9 @@ _METHODS = (
 # As they are when this package is imported: the class may be patched later.
 _STOCK_METHODS = {name: getattr(GenerationMixin, name, None) for name in _METHODS}
 # Models with methods of their own that come to the same. Whisper's generate() calls transformers' for each piece of sound;
-# the inputs that it prepares of its own are positions after padding, which is declined.
-_KNOWN_METHODS = ("transformers.models.whisper.",)
+# the inputs that it prepares of its own are positions after padding, which is declined. Phi-3's, without rotary embeddings of kind
+# longrope, which are declined, computes the same keys again.
+_KNOWN_METHODS = ("transformers.models.whisper.", "transformers.models.phi3.", "transformers.models.phimoe.")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
@@ -266,7 +267,12 @@ def of_inputs(inputs: Mapping[str, Any], has_source: bool) -> str | None:
     if unknown:
         return f"model input {unknown[0]}"
     caches = [inputs.get(name) for name in ("cache", "past_key_values")]
-    if any(cache is not None and cache.get_seq_length() for cache in caches):
+    try:
+        is_used = any(cache is not None and cache.get_seq_length() for cache in caches)
+    # Of a cache of states alone, which has no length.
+    except ValueError:
+        return "a cache without keys"
+    if is_used:
         return "a cache that has been used"
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return "autocast"

@@ -22,6 +22,7 @@ from .head import Head
 from .kept import KeptStep, NotKept, Shape, Store, Way, most_room, unless_over
 from .reasons import Declined
 from .results import KeptOutputs, of_beams, of_texts
+from .rows import decoder_of
 from .scan import Scan
 from .streaming import Once
 from .texts import Texts
@@ -190,7 +191,7 @@ class Search(NamedTuple):
     def _decoder(self) -> Decoder:
         (batch, length), source = self.prompt.ids.shape, self.prompt.source
         places = None if source is None else source.hidden.shape[1]
-        return Decoder(self.twin, batch, length, self.rules.beams, self.prompt.ids.device, places)
+        return decoder_of(self.twin)(self.twin, batch, length, self.rules.beams, self.prompt.ids.device, places)
 
     def _first(self, size: int, longest: int) -> tuple[Any, Any]:
         """The state before the first token, and the constants of the choices.

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from .decoder import Decoder, Prompt, Source, num_layers, positions_of, vocab_size_of
 from .head import Head, head_of
 from .reasons import said_by
+from .rows import RowDecoder, decoder_of
 
 # The first text begins with padding; beams cross in each step.
 _IS_TEXT = [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
@@ -26,20 +28,21 @@ _CHOSEN = [[0, 0, 0], [2, 0, 1], [1, 1, 2]]
 _IS_SOURCE = [[1, 1, 1, 1], [1, 1, 0, 0]]
 
 
-def reason_against(twin: Any, stock: Any) -> str | None:
-    """Why the model cannot be served; None where it can.
+def reason_against(twin: Any, stock: Any, is_static: bool = True) -> str | None:
+    """Why the model cannot be served in the form of its twin; None where it can.
 
     Args:
-        twin: the model with our attention.
+        twin: the model with our attention, or with its own: see :mod:`rows`.
         stock: the same with its own.
+        is_static: whether for steps that are kept, which have places for more tokens than there are.
     """
-    name = type(stock).__name__
+    name, form = type(stock).__name__, "a shared prompt" if decoder_of(twin) is Decoder else "a row for each beam"
     try:
         with torch.no_grad():
-            return _reason(twin, stock, name)
+            return _reason(twin, stock, name, form, is_static)
     # Whatever a model raises here, it does not raise by itself: generate() goes on without this.
     except Exception as error:
-        return f"{name} with a shared prompt raises {said_by(error)}"
+        return f"{name} with {form} raises {said_by(error)}"
 
 
 def head(twin: Any) -> Head | None:
@@ -90,7 +93,8 @@ def reads_mask(twin: Any) -> bool:
     return False
 
 
-def _reason(twin: Any, stock: Any, name: str) -> str | None:
+def _reason(twin: Any, stock: Any, name: str, form: str, is_static: bool) -> str | None:
+    make = decoder_of(twin)
     device = next(stock.parameters()).device
     source = _source(stock) if stock.config.is_encoder_decoder else None
     # Models with an encoder know of no padding before a text.
@@ -100,10 +104,11 @@ def _reason(twin: Any, stock: Any, name: str) -> str | None:
     ids = _some_tokens(stock.config, torch.arange(batch * length, device=device) * 7 + 3).view(batch, length)
     # With a place more than is needed. Where there is no mask of the source it has none.
     places = None if source is None else source.hidden.shape[1] + (source.is_text is not None)
-    decoder = Decoder(twin, batch, length + 1, beams, device, places)
+    is_exact = make is RowDecoder and (source is not None or not is_static)
+    decoder = make(twin, batch, length + (not is_exact), beams, device, places, make is RowDecoder and is_static)
     decoder.open(room + 1)
     decoder.read_prompt(Prompt(ids, is_text, positions_of(is_text), {}, length + room + 1, source))
-    reason = _reason_of_layers(twin.config, decoder, name)
+    reason = _reason_of_rows(twin.config, name) if make is RowDecoder else _reason_of_layers(twin.config, decoder, name)
     if reason is not None:
         return reason
 
@@ -116,7 +121,7 @@ def _reason(twin: Any, stock: Any, name: str) -> str | None:
         counted = torch.arange(batch * beams, device=device).view(batch, beams)
         tokens = _some_tokens(stock.config, counted * 5 + step + 1)
         texts = torch.cat([texts[:, chosen_from], tokens[..., None]], -1)
-        found = decoder.read(tokens, parents, torch.tensor([step], device=device), room)
+        found = decoder.read(tokens, parents, torch.tensor([step], device=device), room if is_static else step + 1)
 
     mask = torch.cat([is_text, is_text.new_ones(batch, room)], 1).repeat_interleave(beams, 0)
     texts = texts.flatten(0, 1)
@@ -128,7 +133,7 @@ def _reason(twin: Any, stock: Any, name: str) -> str | None:
         of_source = {} if is_source is None else {"attention_mask": is_source.long()}
         inputs = {"decoder_input_ids": texts, "encoder_outputs": BaseModelOutput(last_hidden_state=hidden), **of_source}
     expected = stock(**inputs, use_cache=False).logits[:, -1]
-    return None if _are_close(found, expected) else f"{name} computes something else with a shared prompt"
+    return None if _are_close(found, expected) else f"{name} computes something else with {form}"
 
 
 def _some_tokens(config: Any, numbers: Tensor) -> Tensor:
@@ -147,6 +152,15 @@ def _source(stock: Any) -> Source:
     shape = (*is_text.shape, encoder.hidden_size)
     hidden = torch.arange(math.prod(shape), dtype=torch.float32, device=weight.device).view(shape).sin()
     return Source(hidden.to(stock.dtype), is_text if stock.main_input_name == "input_ids" else None)
+
+
+def _reason_of_rows(config: Any, name: str) -> str | None:
+    config = config.get_text_config(decoder=True)
+    layers: list[Any] = DynamicCache(config=config).layers
+    kinds = {*(getattr(config, "layer_types", None) or [])}
+    # The cache of generate() forgets what lies before a window, or has a state.
+    is_full = kinds <= {"full_attention"} and all(type(layer) is DynamicLayer for layer in layers)
+    return None if is_full else f"{name} has layers of other kinds than full attention"
 
 
 def _reason_of_layers(config: Any, decoder: Decoder, name: str) -> str | None:

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The second form of whole step: a row for each beam, for models whose attention is their own.
+
+The cache is the one that beams share (:mod:`cache`). In a step each layer gives the model the keys of every beam's own past, in
+their order, as transformers' caches hold them after a reorder. So nothing is reordered, and a step that runs again
+changes nothing. The model computes with attention and masks of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from . import attention
+from .cache import Places, SharedPromptLayer, SourceLayer
+from .decoder import Decoder, num_layers
+
+
+def decoder_of(twin: Any) -> type[Decoder]:
+    """The form of the steps of a twin: that of its attention."""
+    return Decoder if twin.config._attn_implementation in (attention.PLAIN, attention.CAPPED) else RowDecoder
+
+
+class RowPlaces(Places):
+    """Where all layers write, and which of it is the past of each row."""
+
+    # int64 [batch, beams, shown], the place among the beams that each new token of a beam's past was written at.
+    past: Tensor | None = None
+    # How many tokens the cache has: a number, or of a step that is kept a tensor.
+    num_read: Any = 0
+
+    @property
+    def length(self) -> Any:
+        return self.num_read
+
+
+class RowLayer(SharedPromptLayer):  # type: ignore[no-untyped-call]
+    """One layer's keys and values."""
+
+    _places: RowPlaces
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states)
+        if self._places.is_reading_prompt:
+            return keys, values
+        return self._rows(keys), self._rows(values)
+
+    def _rows(self, kept: Tensor) -> Tensor:
+        """[batch * beams, heads, prompt + new tokens, dim] of what is kept of the beams."""
+        places = self._places
+        prompt, beams, past = places.prompt, places.beams, places.past
+        if past is None:
+            return kept
+        batch, heads, _, dim = kept.shape
+        new = kept[:, :, prompt:].reshape(batch, heads, places.shown, beams, dim).permute(0, 3, 1, 2, 4)
+        # [batch, beams, heads, new tokens, dim]
+        own = new.gather(1, past[:, :, None, :, None].expand(-1, -1, heads, -1, dim))
+        of_prompt = kept[:, None, :, :prompt].expand(-1, beams, -1, -1, -1)
+        return torch.cat([of_prompt, own], 3).flatten(0, 1)
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        # Before transformers 5.5 it is the positions of the queries.
+        length = query_length if isinstance(query_length, int) else len(query_length)
+        places = self._places
+        return length if places.is_reading_prompt else places.prompt + places.shown, 0
+
+
+class RowSourceLayer(SourceLayer):  # type: ignore[no-untyped-call]
+    """One layer's keys and values of what an encoder has read, a row for each beam."""
+
+    def __init__(self, length: int, beams: int) -> None:
+        super().__init__(length)
+        self._beams = beams
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        super().update(*(each.repeat_interleave(self._beams, 0) for each in (key_states, value_states)))
+        return key_states, value_states
+
+
+class RowDecoder(Decoder):
+    """Reads prompts, a row for each sequence, then a token a beam, with a row for each."""
+
+    _places: RowPlaces
+
+    def _made_places(self, is_text: Tensor) -> Places:
+        return RowPlaces(is_text, self._beams)
+
+    def _made_cache(self, source: int | None) -> Any:
+        number = num_layers(self._twin.config)
+        cache = Cache(layers=[RowLayer(self._places) for _ in range(number)])
+        if source is None:
+            return cache
+        return EncoderDecoderCache(cache, Cache(layers=[RowSourceLayer(source, self._beams) for _ in range(number)]))
+
+    def _read(self, twin: Any, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
+        places, beams = self._places, self._beams
+        places.begin_step(step, shown, None)
+        steps = torch.arange(shown, device=step.device)
+        if parents is not None:
+            # A token is written at the place of its own beam, and so what follows it tells where it was.
+            own = torch.arange(beams, device=step.device)[:, None]
+            places.past = torch.where(steps < step, parents[:, :, 1 : shown + 1], own)
+        # Where each size is known to the host, the model gets what transformers' loop would give it.
+        places.num_read = places.prompt + (step.squeeze(0) if self._is_kept else shown - 1)
+        extra: dict[str, Any] = {}
+        if self._of_source:
+            hidden = self._of_source["encoder_outputs"].last_hidden_state
+            extra["encoder_outputs"] = BaseModelOutput(last_hidden_state=hidden[:1].expand(len(hidden) * beams, -1, -1))
+        if "attention_mask" in self._of_source:
+            extra["attention_mask"] = self._of_source["attention_mask"].repeat_interleave(beams, 0)
+        if "cache_position" in self._arguments:
+            extra["cache_position"] = step + places.prompt
+        is_past = (steps <= step).expand(len(self._is_text), -1)
+        mask = torch.cat([self._is_text, is_past], 1).repeat_interleave(beams, 0).long()
+        return self._forward(twin, tokens.reshape(-1, 1), mask, self._last_positions + (step + 1), **extra)
