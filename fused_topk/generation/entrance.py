@@ -65,7 +65,23 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str |
             with sampling=True sampling. Other calls run in transformers' loop with a fused choice of each token, and
             :func:`stats` says why in `not_whole`. The first call of a model tries it on a few tokens.
 
-            =========== ==========================================================================================
+            =========== =================================================================================================
+            None        Whole steps where they are quicker from the first call on. On a GPU each token is one replay of a CUDA
+                        graph, captured in the first call of a shape (batch, beams, lengths rounded up). On a CPU beams run one
+                        operation after another, and a single beam in transformers' loop. So does a call whose result has a
+                        cache to go on with (return_dict_in_generate=True).
+            True        On a CPU a token is one call of code that torch.compile makes in the first call of a shape. That takes
+                        seconds to tens of seconds, which are logged, and needs a C++ compiler. On a GPU as None. The cache of a
+                        result is None.
+            "compiled"  As True, and torch.compile makes what is captured on a GPU.
+            "eager"     One operation after another, with nothing to make and to keep.
+            False       Never. The choice of each token is fused.
+            =========== =================================================================================================
+
+            Sequences in float32 are those of the stock path. In 16 bits a whole step's forward pass rounds otherwise, as with
+            another batch size or another implementation of attention, so that some texts take another turn. Where processors,
+            sampling or scores that are returned take a choice of their own, the forward pass alone is compiled and captured.
+
     Raises:
         TypeError: an argument of the wrong kind.
 
