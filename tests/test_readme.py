@@ -103,6 +103,7 @@ def test_the_example_of_several_processes_prints_what_it_says(tmp_path):
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 def test_the_example_of_a_tensor_parallel_model_prints_what_it_says(tmp_path):
     transformers = pytest.importorskip("transformers", minversion="5.24", reason="earlier versions leave heads whole")
+    pytest.importorskip("accelerate", reason="transformers loads tensor-parallel models with accelerate")
     ((code, output),) = _PROGRAM.findall((ROOT / "docs" / "generation.md").read_text())
     config = transformers.LlamaConfig(vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
