@@ -12,6 +12,7 @@ from .functional import (
     logsumexp,
     merge_states,
     merge_topk,
+    router_topk,
     sample,
     softmax,
     softmax_topk,
@@ -19,12 +20,13 @@ from .functional import (
     topk_state,
     warm_up,
 )
-from .problem import LinearTopK, Sample, TopK, TopKState
+from .problem import LinearTopK, RouterTopK, Sample, TopK, TopKState
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LinearTopK",
+    "RouterTopK",
     "Sample",
     "TopK",
     "TopKState",
@@ -39,6 +41,7 @@ __all__ = [
     "logsumexp",
     "merge_states",
     "merge_topk",
+    "router_topk",
     "sample",
     "softmax",
     "softmax_topk",

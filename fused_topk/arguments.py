@@ -307,6 +307,14 @@ def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:
     return mask.expand(*rows, words)
 
 
+def vocabulary_last(mask: Any, dim: int, dims: int) -> Any:
+    """A bool mask has the logits' dimensions, so it moves with them, after leading dimensions of size 1 are added. A packed mask
+    already has its words last."""
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() <= dims:
+        return mask.reshape((1,) * (dims - mask.dim()) + mask.shape).movedim(dim, -1)
+    return mask
+
+
 def check_lengths(lengths: Tensor | None, logits: Tensor) -> Tensor | None:
     """The lengths broadcast to the logits' leading shape, without a copy."""
     if lengths is None:

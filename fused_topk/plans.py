@@ -15,8 +15,18 @@ from torch import Tensor
 
 from . import backends
 from .arguments import check_k, check_normalize, check_result_dtype, check_rows
-from .backends.protocol import StartFullRows, StartMerge, StartTopk
-from .problem import FullRowProblem, MergeProblem, MergeTensors, TopK, TopkProblem, result_dtype
+from .backends.protocol import StartFullRows, StartMerge, StartRouter, StartTopk
+from .problem import (
+    FullRowProblem,
+    MergeProblem,
+    MergeTensors,
+    RouterProblem,
+    RouterTopK,
+    TopK,
+    TopkProblem,
+    result_dtype,
+)
+from .router_arguments import check_router
 from .rows import Like, LogitRows, RowsLayout
 
 # As they are at import: others put functions in their places that give meta tensors (accelerate's init_empty_weights).
@@ -244,3 +254,71 @@ def full_row_plan(
     if logits.numel() == 0:
         return FullRowPlan(shape, dtype, is_alike, lambda rows, out: None)
     return FullRowPlan(shape, dtype, is_alike, chosen.prepare_full_rows(FullRowProblem(rows, values), device, dtype))
+
+
+class RouterResult(NamedTuple):
+    """The shape and the dtype of each field of a :class:`RouterTopK`."""
+
+    weights: tuple[tuple[int, ...], torch.dtype]
+    experts: tuple[tuple[int, ...], torch.dtype]
+
+    def empty(self, device: torch.device) -> RouterTopK:
+        """New uninitialised tensors of these shapes and dtypes."""
+        (shape, weight_dtype), (_, index_dtype) = self
+        weights = _empty(size=shape, dtype=weight_dtype, device=device)
+        return _new(RouterTopK, (weights, _empty(size=shape, dtype=index_dtype, device=device)))
+
+
+def router_result(logits: Tensor, k: int, index_dtype: torch.dtype) -> RouterResult:
+    """The shapes and dtypes for k experts of each row."""
+    shape = (*logits.shape[:-1], k)
+    return RouterResult((shape, result_dtype(logits.dtype)), (shape, index_dtype))
+
+
+class RouterPlan(NamedTuple):
+    """A checked and prepared choice of experts. It lacks only the tensors."""
+
+    result: RouterResult
+    start: StartRouter
+
+    def run(self, rows: LogitRows, bias: Tensor | None) -> RouterTopK:
+        """Computes the result into new tensors and returns them."""
+        out = self.result.empty(rows.logits.device)
+        self.start(rows, bias, out)
+        return out
+
+    def run_into(self, out: RouterTopK, rows: LogitRows, bias: Tensor | None) -> None:
+        """Computes the result into `out`: in place if it is contiguous, else by way of a copy."""
+        if out.weights.is_contiguous() and out.experts.is_contiguous():
+            self.start(rows, bias, out)
+            return
+        for given, computed in zip(out, self.run(rows, bias), strict=True):
+            given.copy_(computed)
+
+
+@functools.lru_cache(maxsize=4096)
+def router_plan(
+    device: torch.device,
+    layout: RowsLayout,
+    bias: Like | None,
+    k: int,
+    scoring: str,
+    groups: int,
+    topk_groups: int,
+    group_score: str,
+    normalize: bool,
+    scale: float,
+    index_dtype: torch.dtype,
+    backend: str | None,
+) -> RouterPlan:
+    """As :func:`topk_plan`."""
+    rows = _checked(layout)
+    logits = rows.logits
+    request = (k, scoring, groups, topk_groups, group_score, normalize, scale)
+    check_router(logits.shape[-1], *request, index_dtype)
+    chosen = backends.pick_router(device, logits.dtype, logits.shape[-1], k, backend)
+    result = router_result(logits, k, index_dtype)
+    if logits.numel() == 0:
+        return RouterPlan(result, lambda rows, bias, out: None)
+    problem = RouterProblem(rows, None if bias is None else bias.meta(), *request)
+    return RouterPlan(result, chosen.prepare_router(problem, device))

@@ -182,6 +182,32 @@ class SampleProblem(NamedTuple):
     first_row: int = 0  # its number among the rows of one `seed`
 
 
+class RouterTopK(NamedTuple):
+    """The result of :func:`router_topk`.
+
+    Attributes:
+        weights: float32 weights of the chosen experts, in the order of the choice, shape (..., k).
+        experts: int64 or int32 numbers of these experts, shape (..., k).
+    """
+
+    weights: Tensor
+    experts: Tensor
+
+
+class RouterProblem(NamedTuple):
+    """A checked request for experts. A backend writes its result into a :class:`RouterTopK` of the caller's contiguous tensors."""
+
+    rows: LogitRows  # at the temperature 1
+    bias: Tensor | None  # (E,), contiguous, float32, or float64 for float64 logits
+    k: int  # 1 <= k <= E
+    scoring: str  # "softmax", "sigmoid" or "sqrtsoftplus"
+    groups: int  # of equal size, one after the other
+    topk_groups: int  # that are kept; together they have at least k experts
+    group_score: str  # "top2" or "max"
+    normalize: bool
+    scale: float
+
+
 class FullRowProblem(NamedTuple):
     """A checked request for full rows. A backend writes its result into a contiguous tensor from the caller."""
 

@@ -289,6 +289,22 @@ def test_run_times_beams_against_their_rows():
     assert result.target_us == pytest.approx(result.times["rows"].median + 2)
 
 
+@pytest.mark.parametrize("router", suites.ROUTERS)
+def test_run_times_routers_against_the_operations_of_models(router):
+    """And sees another expert, and another weight."""
+    case = Case(5, 64, 4, "fp32", Target(1000, "torch"), router=router)
+    ((result,),) = runner.run([("routers", case)], SETTINGS)
+    assert result.failure is None and {"read", "fused", "torch"} <= set(result.times) and result.target_us
+    assert case.bytes_moved == 5 * 64 * 4 + 5 * 4 * 12 and case.label == f"5 x 64 fp32 k=4 {router}"
+    (logits,) = inputs.make_inputs(case, CPU, 1)
+    got = runner.fused_function(case, SETTINGS)(logits)
+    of_torch = PEERS["torch"].make(case, CPU)(logits)
+    assert torch.equal(of_torch[1].sort(-1).values, got.experts.sort(-1).values)
+    torch.testing.assert_close(of_torch[0].sort(-1).values, got.weights.sort(-1).values)
+    for wrong in (got._replace(experts=got.experts.flip(-1)), got._replace(weights=got.weights * 1.001)):
+        assert runner.answer_error(case, lambda _, wrong=wrong: wrong, [logits], CPU).startswith("wrong answer")
+
+
 @pytest.mark.parametrize("sampling", suites.SAMPLING)
 def test_run_times_draws_against_the_top_k_and_the_chain_of_warpers(sampling):
     pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ import pytest
 
 from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver, kernel_source
-from fused_topk.layout import full_row_launch, launch
+from fused_topk.layout import full_row_launch, launch, router_launch
 from fused_topk.layout.topk_choice import Method
 from kept import built, key
 from nvrtc_library import of_cuda12
@@ -135,6 +135,17 @@ def test_full_row_kernels_compile_without_spills(nvrtc, request, dtype, architec
     for kernel in share(kernels, request.node.callspec.params["nvrtc"], architecture):
         _, entry, log = driver.compile_kernel(kernel, architecture)
         assert "softmax_" in entry
+        assert_no_spills(kernel, log)
+
+
+@pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_router_kernels_compile_without_spills(nvrtc, request, dtype, architecture):
+    kernels = [name for name in router_launch.kernel_names() if f"<fused_topk::{dtype}," in name]
+    assert len(kernels) == (12 if dtype == "Float32" else 9)
+    for kernel in share(kernels, request.node.callspec.params["nvrtc"], architecture):
+        _, entry, log = driver.compile_kernel(kernel, architecture)
+        assert "route_experts_kernel" in entry
         assert_no_spills(kernel, log)
 
 

@@ -20,7 +20,7 @@ from fused_topk.generation import TokenTrie, TrieLogitsProcessor, fused_decoding
 from fused_topk.generation.edits import tries
 from fused_topk.generation.whole_step import compiled, graphs, search, walk
 from test_whole_step_graphs import StandIn, Waits, new_on_the_host
-from tries import Items, catalogue, with_fault
+from tries import TOKENS, Items, catalogue, with_fault
 from whole_steps import TOLERANCE, encoder_decoder, family, source_for
 
 END = 5
@@ -116,26 +116,31 @@ class Configuration:
         else:
             self.inputs = inputs_for(self.model, batch, padding=draw.choice([0, 3]))
         self.begin = 1 if is_both else self.inputs["input_ids"].shape[1]
-        self.items = catalogue(draw, END, most=draw.choice([3, 40]))
+        tokens = draw.choice([TOKENS, [*range(97)]])
+        self.items = catalogue(draw, END, most=draw.choice([3, 40, 400]), tokens=tokens)
         self.way = draw.choice(["plain", "fused"] if self.name == "t5" else ["plain", "fused", *WHOLE])
-        beams = draw.choice([1, 1, 2, 3, 8])
+        beams = draw.choice([1, 2, 3, 8])
         self.options = {"num_beams": beams, "max_new_tokens": draw.choice([1, 3, 6, 7])}
+        # With nothing else, steps that are kept take the mask of the trie.
+        has_more = draw.random() < 0.5
         if beams > 1:
             self.options |= {
                 "length_penalty": draw.choice([1.0, 0.0, 1.5]),
                 "early_stopping": draw.choice([False, False, "never"]),
-                "output_scores": self.way == "plain" or draw.random() < 0.5,
+                "output_scores": self.way == "plain" or has_more,
             }
         self.before, self.after = [], []
-        if draw.random() < 0.4:
+        if not has_more:
+            return
+        if draw.random() < 0.5:
             self.before = draw.choice([[stock.RepetitionPenaltyLogitsProcessor(1.3)], [_bias()]])
             # Those of generate() stand before it too.
             self.options["repetition_penalty"] = draw.choice([1.0, 1.2])
-        if draw.random() < 0.4:
+        if draw.random() < 0.5:
             self.after = draw.choice([[_bias()], [stock.NoRepeatNGramLogitsProcessor(3)]])
-        if draw.random() < 0.2:
+        if draw.random() < 0.3:
             self.options["renormalize_logits"] = True
-        if beams == 1 and draw.random() < 0.4:
+        if beams == 1 and draw.random() < 0.6:
             self.options |= {"do_sample": True, "top_k": draw.choice([0, 5]), "top_p": draw.choice([1.0, 0.8])}
         if self.options.keys() & {"renormalize_logits", "do_sample"}:
             # There is no distribution where all that the trie allows is banned.

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pytest
 
 from fused_topk.cuda_runtime import kernel_source
-from fused_topk.layout import kernel_arguments, launch, topk_choice, topk_launch
+from fused_topk.layout import kernel_arguments, launch, router_launch, topk_choice, topk_launch
 from fused_topk.layout.topk_choice import KernelChoice, Method
 from simt import build
 from simt.translate import translate
@@ -22,6 +22,7 @@ KERNEL_OF = {
     kernel_arguments.FullRows: "fused_topk::full_rows::softmax_warp_rows_kernel",
     kernel_arguments.Piece: "fused_topk::pieces::accumulate_piece_kernel",
     kernel_arguments.States: "fused_topk::merging::merge_states_kernel",
+    kernel_arguments.Routing: "fused_topk::routers::route_experts_kernel",
     kernel_arguments.LogitGradients: "fused_topk::gradients::logit_gradient_kernel",
 }
 
@@ -40,6 +41,9 @@ def _compiler():
     cause = build.unavailable()
     if cause is not None:
         pytest.skip(cause)
+
+
+FLOATS = ("temperature", "scale")
 
 
 def claims_of(structure: type[ctypes.Structure]) -> list[str]:
@@ -73,10 +77,12 @@ def test_every_difference_is_seen(structure):
         lambda items: items[1:],
         lambda items: [(f"{items[0][0]}_", items[0][1]), *items[1:]],
         lambda items: [items[1], items[0], *items[2:]],
-        lambda items: [(name, ctypes.c_int32 if name == "temperature" else type_) for name, type_ in items],
+        lambda items: [(name, ctypes.c_int32 if name in FLOATS else type_) for name, type_ in items],
     ):
         changed = type(structure.__name__, (ctypes.Structure,), {"_fields_": change(list(structure._fields_))})
-        assert [item[0] for item in changed._fields_] != names or changed.temperature.size == 4
+        assert [item[0] for item in changed._fields_] != names or any(
+            type_ is ctypes.c_int32 for _, type_ in changed._fields_
+        )
         assert "error" in failures(KERNEL_OF[structure], claims_of(changed))
 
 
@@ -145,6 +151,18 @@ def test_blocks_of_pieces(dtype):
         f"pieces::kRowsPerBlock * {reader}::Stream::kWarpVectors * sizeof(Vector) == {launch.piece_shared_bytes(dtype)}",
     ]
     assert failures(KERNEL_OF[kernel_arguments.Piece], claims) == ""
+
+
+def test_numbers_of_routers():
+    claims = [
+        f"routers::kMostExperts == {router_launch.MOST_EXPERTS} && routers::kMostChosen == {router_launch.MOST_CHOSEN}",
+        f"routers::kTokensOfBlock == {router_launch.CHOICE.rows_per_block}",
+        *(
+            f"routers::k{name} == {router_launch.SCORINGS[name.lower()]}"
+            for name in ("Softmax", "Sigmoid", "SqrtSoftplus")
+        ),
+    ]
+    assert failures(KERNEL_OF[kernel_arguments.Routing], claims) == ""
 
 
 def test_blocks_of_gradients():

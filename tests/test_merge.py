@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fused_topk
 from fused_topk import TopK, TopKState
-from fused_topk.functional.merging import run_merge
+from fused_topk.operators.calls import merge_parts
 from oracle import DTYPES, VALUES_OF, assert_same, assert_topk, bits, expected
 from rows import INF, NAN, adversarial_rows, packed, random_logits, random_mask
 
@@ -224,7 +224,7 @@ def test_parts_of_one_buffer_are_merged_in_place(backend, values, dtype):
         wide[part, :, :held], tokens[part, :, :held] = state.logits, state.indices
         m[part], d[part] = state.m, state.d
     spread = lengths.unsqueeze(-1).expand(4, 3).contiguous().to(backend.device)[:, 1]
-    got = run_merge(wide, tokens, m, d, spread, k, 1.0, None, values, "allowed", backend.name)
+    got = merge_parts(wide, tokens, m, d, spread, k, 1.0, None, values, "allowed", backend.name)
     if values == "state":
         want = backend("topk_state", logits, k)
         assert_same_state(TopKState(got[0], got[1], *got[2]), want, D_TOLERANCE)
@@ -239,7 +239,7 @@ def test_missing_candidates_are_marked(backend):
     indices = torch.tensor([[[0, 1]], [[0, -1]]], device=backend.device)
     m, d = logits[..., 0], torch.tensor([[1.5], [0.0]], device=backend.device)
     lengths = torch.tensor([2, 1], dtype=torch.int32, device=backend.device)
-    best, tokens, _ = run_merge(logits, indices, m, d, lengths, 4, 1.0, None, "logits", "allowed", backend.name)
+    best, tokens, _ = merge_parts(logits, indices, m, d, lengths, 4, 1.0, None, "logits", "allowed", backend.name)
     assert best.tolist() == [[1.0, 0.0, -INF, -INF]] and tokens.tolist() == [[0, 1, 2, -1]]
 
 

@@ -105,7 +105,9 @@ def test_module_has_a_docstring(module):
     assert importlib.import_module(module).__doc__
 
 
-@pytest.mark.parametrize("module", ["fused_topk.functional.row_topk", "fused_topk.functional.full_rows"])
+@pytest.mark.parametrize(
+    "module", ["fused_topk.functional.row_topk", "fused_topk.functional.full_rows", "fused_topk.functional.routing"]
+)
 def test_docstring_examples(module):
     module = importlib.import_module(module)
     result = doctest.testmod(module)

@@ -19,7 +19,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 from decoding import assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding, stats
 from fused_topk.generation.whole_step import compiled, entry, kept
-from fused_topk.generation.whole_step.kept import rounded_up
+from fused_topk.generation.whole_step.room import rounded_up
 from whole_steps import SERVED_WITH_SOURCE, TOLERANCE, encoder_decoder, family, source_for, swaps
 
 compiling = functools.partial(fused_decoding, whole_step="compiled")
@@ -96,16 +96,25 @@ def test_a_first_call_that_ends_with_its_second_token(traced):
         assert assert_compiled(model, inputs, eos_token_id=second)["sequences"].shape[1] <= 8
 
 
-def test_later_calls_of_the_same_shape_compile_nothing(model, traced, caplog):
+def test_calls_that_compile_nothing(model, traced, caplog):
+    """Other lengths, batches, room, and what a step has in tensors."""
     assert_compiled(model, inputs_for(model, 2, 6), num_beams=3)
-    for length, room in ((9, 16), (16, 3)):
-        with torch.compiler.set_stance("fail_on_recompile"):
-            assert_compiled(model, inputs_for(model, 2, length), num_beams=3, max_new_tokens=room)
+    lengths = [(2, 9, 16), (2, 16, 3), (2, 17, 12), (4, 40, 12), (3, 6, 40)]
+    others = [
+        {"length_penalty": 2.0},
+        {"early_stopping": True},
+        {"early_stopping": "never"},
+        {"eos_token_id": [1, 2, 3, 4]},
+    ]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for batch, length, most in lengths:
+            assert_compiled(model, inputs_for(model, batch, length), num_beams=3, max_new_tokens=most)
+        for options in others:
+            assert_compiled(model, inputs_for(model, 2, 6), num_beams=3, **options)
     assert sum("was compiled" in message for message in caplog.messages) == 1
-    assert len(entry._ready[model].store) == 1
-    assert_compiled(model, inputs_for(model, 2, 17), num_beams=3)
-    assert len(entry._ready[model].store) == 2
-    assert sum("was compiled" in message for message in caplog.messages) == 2
+    store = entry._ready[model].store
+    assert [(shape.batch, shape.prompt) for shape in store._kept] == [(2, 24), (4, 48), (3, 16), (2, 16)]
+    assert len(store._codes) == 1
 
 
 @pytest.mark.exhaustive
@@ -114,10 +123,10 @@ def test_what_is_kept_is_bounded_and_dropped(model, traced, monkeypatch):
     for beams in (2, 3, 4):
         assert_compiled(model, inputs_for(model), num_beams=beams)
     store = entry._ready[model].store
-    assert [shape.rules.beams for shape in store._kept] == [3, 4]
+    assert [shape.beams for shape in store._kept] == [3, 4]
     monkeypatch.setattr(kept, "MAX_BYTES", 1)
     assert_compiled(model, inputs_for(model), num_beams=3)
-    assert [shape.rules.beams for shape in store._kept] == [3]
+    assert [shape.beams for shape in store._kept] == [3]
     enable(model, whole_step="compiled")
     disable(model)
     assert model not in entry._ready

@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from decoding import assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
 from fused_topk.generation import fused_decoding, stats
-from fused_topk.generation.whole_step import entry, graphs, kept
+from fused_topk.generation.whole_step import entry, graphs, kept, room
 from whole_steps import TOLERANCE, family, swaps
 
 capturing = functools.partial(fused_decoding, whole_step=True)
@@ -30,7 +30,7 @@ class StandIn:
     made = 0
     replays = 0
 
-    def __init__(self, run, device):
+    def __init__(self, run, device, beside):
         for _ in range(3):
             self.output = run()
         self._run = run
@@ -88,9 +88,9 @@ def assert_captured(model, inputs, **options):
 def test_captured_steps_give_the_stock_sequences(name, num_beams):
     crossed = compared = 0
     model = copy.deepcopy(family(name, 1))
-    for length, room in ((6, 12), (9, 16), (6, 3), (7, 12), (4, 15), (8, 14), (1, 1)):
+    for length, most in ((6, 12), (9, 16), (6, 3), (7, 12), (4, 15), (8, 14), (1, 1)):
         inputs = inputs_for(model, 3, length, padding=min(2, length - 1))
-        options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": room}
+        options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": most}
         # Of two candidates a rounding apart stock takes one in float32 and the other in float64.
         if stock_gap(model, inputs, **{**OPTIONS, **options}) > 2e-5:
             result = assert_captured(model, inputs, **options)
@@ -179,7 +179,7 @@ def test_what_is_captured_is_kept_and_dropped(model, monkeypatch):
         assert_captured(model, inputs_for(model), num_beams=beams)
     assert StandIn.made == 3
     store = entry._ready[model].store
-    assert [shape.rules.beams for shape in store._kept] == [4, 3]
+    assert [shape.beams for shape in store._kept] == [4, 3]
     # A graph's own memory counts.
     sizes = [step.num_bytes - step.decoder.num_bytes for step in store._kept.values()]
     assert sizes == [1000, 1000]
@@ -188,7 +188,7 @@ def test_what_is_captured_is_kept_and_dropped(model, monkeypatch):
 
 
 def test_a_capture_that_fails(model, monkeypatch):
-    def fail(run, device):
+    def fail(run, device, beside):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphs, "Graph", fail)
@@ -217,13 +217,44 @@ def test_what_cannot_be_compiled_is_captured_all_the_same(model, monkeypatch):
 
 
 def test_a_step_for_longer_texts_serves_shorter_ones(model):
-    for room, made in ((40, 1), (20, 1), (12, 1), (8, 1), (60, 2), (50, 2)):
-        assert_captured(model, inputs_for(model), num_beams=3, max_new_tokens=room, early_stopping="never")
+    for most, made in ((40, 1), (20, 1), (12, 1), (8, 1), (60, 2), (50, 2)):
+        assert_captured(model, inputs_for(model), num_beams=3, max_new_tokens=most, early_stopping="never")
         assert StandIn.made == made
     # Not one for much longer texts: attention looks at places for all of them.
-    assert_captured(model, inputs_for(model, 3), num_beams=3, max_new_tokens=80, eos_token_id=None)
-    assert_captured(model, inputs_for(model, 3), num_beams=3, max_new_tokens=10)
+    options = {"num_beams": 3, "eos_token_id": None}
+    assert_captured(model, inputs_for(model, 3), max_new_tokens=80, **options)
     assert StandIn.made == 4
+    assert_captured(model, inputs_for(model, 3), max_new_tokens=10, **options)
+    assert StandIn.made == 5
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.5}], ids=["at-once", "forward-pass"])
+def test_each_room_is_captured_once(more, num_beams, model, monkeypatch):
+    monkeypatch.setattr(room, "FIRST", 16)
+    options = {"num_beams": num_beams, "eos_token_id": None, "max_new_tokens": 60, **more}
+    # With 16, 32 and 64 new tokens. The tensors of the first two are not those of the third.
+    for made in (3, 5, 5):
+        assert_captured(model, inputs_for(model), **options)
+        assert StandIn.made == made
+    # Sizes that are there are taken, up to four times what is needed.
+    assert_captured(model, inputs_for(model), **{**options, "max_new_tokens": 24})
+    assert StandIn.made == 5
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_nothing_is_captured_after_the_end(num_beams, model, monkeypatch):
+    """The host knows of the end some steps later: there is room for 16 tokens, which is full when it learns of it."""
+    monkeypatch.setattr(room, "FIRST", 16)
+    inputs = inputs_for(model, 1)
+    text = model.generate(**inputs, num_beams=num_beams, do_sample=False, max_new_tokens=40, eos_token_id=None)[0, 6:]
+    ends = next(t for t in range(13, 16) if text[t] not in text[:t])
+    options = {"num_beams": num_beams, "eos_token_id": int(text[ends]), "max_new_tokens": 40}
+    if num_beams > 1:
+        options["early_stopping"] = True
+    result = assert_captured(model, inputs, **options)
+    if 12 < result["sequences"].shape[1] - 6 <= 16:
+        assert StandIn.made == 1
 
 
 class Waits(TorchDispatchMode):
@@ -242,14 +273,14 @@ class Waits(TorchDispatchMode):
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_the_loop_waits_for_nothing_but_the_late_flag(num_beams, model):
     waits = []
-    for room in (6, 12):
-        options = {"max_new_tokens": room, "eos_token_id": None, "num_beams": num_beams, "do_sample": False}
+    for most in (6, 12):
+        options = {"max_new_tokens": most, "eos_token_id": None, "num_beams": num_beams, "do_sample": False}
         with capturing(model):
             model.generate(**inputs_for(model), **options)
             stats(reset=True)
             with Waits() as counted:
                 model.generate(**inputs_for(model), **options)
-        assert stats().captured == room
+        assert stats().captured == most
         waits.append(counted.count)
     assert waits[0] == waits[1]
 

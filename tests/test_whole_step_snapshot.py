@@ -262,8 +262,8 @@ def test_a_configuration_that_cannot_be_copied(model):
 def test_compiled_steps_do_not_outlive_the_model(is_one_piece, monkeypatch):
     if not is_one_piece:
         # What is taken where the step cannot be one piece.
-        ways = compiled.ways
-        monkeypatch.setattr(compiled, "ways", lambda *args: ways(*args)[1:])
+        ways = compiled.Codes.ways
+        monkeypatch.setattr(compiled.Codes, "ways", lambda *args: ways(*args)[1:])
     model = copy.deepcopy(family("Llama"))
     stats(reset=True)
     with fused_decoding(model, whole_step=True):

@@ -219,6 +219,9 @@ NB_MODULE(_cpu, module) {
   nb::class_<FullRows>(module, "FullRows")
       .def(nb::init<const LogitRows&, u32, u32>())
       .def("__call__", &FullRows::operator());
+  nb::class_<Router>(module, "Router")
+      .def(nb::init<const LogitRows&, u32, u32, u32, u32, bool, bool, double>())
+      .def("__call__", &Router::operator());
   module.def("linear_topk", &linear_topk);
   nb::class_<Merge>(module, "Merge")
       .def(nb::init<u32, Strides, Strides, Strides, Strides, Strides, i64, double, Strides, u32, u32, bool>())

@@ -186,6 +186,23 @@ inline const float* read_rows(const LogitRows& rows, u64 first, u32 count, float
   return buffer;
 }
 
+// The same, -inf too where a token is not allowed.
+inline const float* read_allowed(const LogitRows& rows, u64 first, u32 count, float* buffer) {
+  const u32 n = rows.vocab_size;
+  const float* const x = read_rows(rows, first, count, buffer);
+  if (!rows.mask) return x;
+  if (x != buffer) std::memcpy(buffer, x, u64(count) * n * sizeof(float));
+  // A mask of adjacent rows, each of whole words, is one long row's.
+  const bool has_bits = rows.mask_kind == MaskKind::kBits;
+  if (n % (has_bits ? 32 : 1) == 0 &&
+      are_adjacent(rows.sizes, has_bits ? n / 32 : n, rows.mask_strides, rows.mask_element_stride)) {
+    apply_mask(rows, mask_of(rows, first), 0, count * n, buffer);
+  } else {
+    for (u32 row = 0; row < count; ++row) apply_mask(rows, mask_of(rows, first + row), 0, n, buffer + u64(row) * n);
+  }
+  return buffer;
+}
+
 // One row of a request, block by block.
 class RowReader {
  public:

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "expert_rows.h"
 #include "full_rows.h"
 #include "problem.h"
 
@@ -82,6 +83,44 @@ class FullRows {
 
  private:
   FullRowProblem request_;
+  u64 elements_;
+};
+
+// The experts of rows, in the same way.
+class Router {
+ public:
+  Router(const LogitRows& rows, u32 k, u32 scoring, u32 groups, u32 topk_groups, bool sums_two, bool normalizes,
+         double scale)
+      : request_{} {
+    static_cast<LogitRows&>(request_) = rows;
+    elements_ = elements_of(request_);
+    ExpertRows& wanted = request_.wanted;
+    wanted.n = request_.vocab_size;
+    wanted.k = k;
+    wanted.scoring = routers::Scoring(scoring);
+    wanted.groups = groups;
+    wanted.topk_groups = topk_groups;
+    wanted.sums_two = sums_two;
+    wanted.normalizes = normalizes;
+    wanted.scale = float(scale);
+  }
+
+  void operator()(const RowAddresses& rows, std::uintptr_t bias, std::uintptr_t weights, std::uintptr_t experts,
+                  bool are_short, u32 threads) const {
+    std::optional<nb::gil_scoped_release> without_gil;
+    if (elements_ > kWorthReleasing) without_gil.emplace();
+    RouterProblem p = request_;
+    p.threads = threads;
+    point_to(p, rows);
+    p.wanted.bias = pointer<const float>(bias);
+    p.wanted.weights = pointer<float>(weights);
+    p.wanted.experts = pointer<void>(experts);
+    p.wanted.are_short = are_short;
+    solve(p);
+  }
+
+ private:
+  RouterProblem request_;
   u64 elements_;
 };
 

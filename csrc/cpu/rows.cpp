@@ -148,7 +148,7 @@ struct Solver {
 
   void route(u64 first, u32 count, float* buffer) {
     const Problem& p = problem;
-    const float* const x = read_allowed(first, count, buffer);
+    const float* const x = read_allowed(p, first, count, buffer);
     const bool are_logits = p.value_kind == ValueKind::kLogits;
     float* const values = beams ? beam_values.data() : static_cast<float*>(p.values);
     i64* const indices = beams ? beam_tokens.data() : p.indices;
@@ -158,24 +158,6 @@ struct Solver {
                                 are_logits ? nullptr : values + row * k, indices + row * k, p.logsumexp + row});
     });
     if (are_logits) copy_logits(first, count, x);
-  }
-
-  // Rows first .. first + count as floats, [count, vocab_size], -inf where a token is not allowed.
-  const float* read_allowed(u64 first, u32 count, float* buffer) const {
-    const Problem& p = problem;
-    const u32 n = p.vocab_size;
-    const float* const x = read_rows(p, first, count, buffer);
-    if (!p.mask) return x;
-    if (x != buffer) std::memcpy(buffer, x, u64(count) * n * sizeof(float));
-    // A mask of adjacent rows, each of whole words, is one long row's.
-    const bool has_bits = p.mask_kind == MaskKind::kBits;
-    if (n % (has_bits ? 32 : 1) == 0 &&
-        are_adjacent(p.sizes, has_bits ? n / 32 : n, p.mask_strides, p.mask_element_stride)) {
-      apply_mask(p, mask_of(p, first), 0, count * n, buffer);
-    } else {
-      for (u32 row = 0; row < count; ++row) apply_mask(p, mask_of(p, first + row), 0, n, buffer + u64(row) * n);
-    }
-    return buffer;
   }
 
   // The chosen logits bit for bit, and -inf for tokens that are not allowed. x: [count, vocab_size]

@@ -4,6 +4,7 @@
 // cannot express: comparisons to a bit mask, conversion from float16. Everything but the table has internal linkage.
 #include "vector_kernels.h"
 
+#include "expert_kernels.h"
 #include "full_row_kernels.h"
 #include "linear_kernels.h"
 #include "router_kernels.h"
@@ -318,6 +319,7 @@ extern const VectorKernels FUSED_TOPK_TABLE(Kernels) = {
     sort_few,
     &FUSED_TOPK_TABLE(FullRowKernels),
     &FUSED_TOPK_TABLE(RouterKernels),
+    &FUSED_TOPK_TABLE(ExpertKernels),
     FUSED_TOPK_TABLE(LinearKernels),
 };
 // clang-format on

@@ -39,6 +39,7 @@ struct Temperatures {
   u32 place_of(u32 row) const { return differ ? row : 0; }
 };
 
+struct ExpertKernels;
 struct FullRowKernels;
 struct LinearKernels;
 struct RouterKernels;
@@ -82,6 +83,7 @@ struct VectorKernels {
 
   const FullRowKernels* full_rows;
   const RouterKernels* router;
+  const ExpertKernels* experts;
   const LinearKernels* linear;  // [kDTypes]
 };
 

@@ -166,7 +166,9 @@ class RowSums {
     return (p_.V + kPieces * kWarpSize - 1) / (kPieces * kWarpSize) * kWarpSize;
   }
   __device__ __forceinline__ u64 begin_of(u32 piece) const { return u64(piece) * piece_length(); }
-  __device__ __forceinline__ u64 end_of(u32 piece) const { return min(u64(logits.V), begin_of(piece) + piece_length()); }
+  __device__ __forceinline__ u64 end_of(u32 piece) const {
+    return min(u64(logits.V), begin_of(piece) + piece_length());
+  }
 
   // Sums measure(logit) over the tokens with keys from `low` to `high`, those with equal (key - low) >> shift together.
   template <class MEASURE>

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_topk.problem import Sample, TopK
+from fused_topk.problem import RouterTopK, Sample, TopK
 
 # Elements looked at together: float64 temporaries of the largest shapes would not fit beside the inputs.
 _CHUNK = 1 << 26
@@ -54,6 +54,15 @@ def sample_error(logits: Tensor, got: Sample, expected: Sample) -> str | None:
     log_probs = logits.double().log_softmax(-1).gather(1, got.tokens)
     far = _first_far(got.log_probs.flatten(), log_probs.flatten())
     return None if far is None else f"log-probabilities: {far}"
+
+
+def router_error(got: RouterTopK, expected: RouterTopK) -> str | None:
+    """What is wrong with `got`, or None. `expected` is what the reference chooses: the same experts."""
+    if got.experts.dtype != torch.int64 or not torch.equal(got.experts, expected.experts):
+        others = int((got.experts != expected.experts).any(-1).sum())
+        return f"{others} of {len(expected.experts)} tokens have other experts than the reference"
+    far = _first_far(got.weights.flatten(), expected.weights.flatten().double())
+    return None if far is None else f"weights: {far}"
 
 
 def softmax_error(logits: Tensor, got: Tensor) -> str | None:

@@ -53,7 +53,7 @@ def bench(
     suite: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: decode, paper, routing, long, k, beams, softmax, sampling, distributions, unaligned, cpu, or "
+            help="Comma-separated: decode, paper, routing, long, k, beams, softmax, sampling, routers, distributions, unaligned, cpu, or "
             "all; or linear alone; or distributed alone, under torchrun."
         ),
     ] = "",

@@ -16,7 +16,7 @@ from rich.table import Table
 import fused_topk
 from fused_topk import distributed
 from fused_topk.distributed import collective, functions, packing
-from fused_topk.functional.merging import run_merge
+from fused_topk.operators import calls
 from fused_topk.rows import LogitRows
 
 from . import report
@@ -110,7 +110,7 @@ def _measure(case: Case, device: torch.device, rounds: int) -> Measured:
     pieces: dict[str, Callable[[], Any]] = {
         "local": lambda: functions.write_state(*arguments, state),
         "collective": lambda: collective.exchange(buffer, header, group),
-        "merge": lambda: run_merge(*parts, case.k, 1.0, None, "softmax", "allowed", None),
+        "merge": lambda: calls.merge_parts(*parts, case.k, 1.0, None, "softmax", "allowed", None),
         "whole": lambda: distributed.softmax_topk(own, case.k),
         "gathered": gathered,
         "empty": lambda: collective.all_gather_single(one_word.new_empty(size), one_word),

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .suites import Case
+from .suites import ROUTERS, Case
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -55,6 +56,15 @@ def lengths_of(case: Case, device: torch.device) -> Tensor:
     """The rows' lengths, int32 (rows,), the same in every run."""
     generator = torch.Generator().manual_seed(case.rows)
     return torch.randint(case.vocab + 1, (case.rows,), generator=generator, dtype=torch.int32).to(device)
+
+
+def router_settings(case: Case, device: torch.device) -> dict[str, Any]:
+    """What router_topk() is asked for, with the bias, the same in every run."""
+    settings = dict(ROUTERS[case.router])
+    if settings.get("bias"):
+        generator = torch.Generator().manual_seed(case.vocab)
+        settings["bias"] = torch.randn(case.vocab, generator=generator).mul_(0.1).to(device)
+    return settings
 
 
 def fill(logits: Tensor, distribution: str, generator: torch.Generator) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .inputs import router_settings
 from .suites import SAMPLING, Case
 from .timing import Function
 
@@ -35,12 +36,49 @@ def _torch(case: Case, device: torch.device) -> Function:
     k = case.k
     if case.sampling:
         return _torch_sampling(**SAMPLING[case.sampling])
+    if case.router:
+        return _torch_router(k, **router_settings(case, device))
     if k == 0:
         return lambda logits: torch.softmax(logits, -1)
     if not case.beams:
         return lambda logits: torch.topk(torch.log_softmax(logits, -1, dtype=torch.float32), k)
     scores = beam_scores(case, device)[..., None]
     return lambda logits: torch.topk((torch.log_softmax(logits, -1, dtype=torch.float32) + scores).flatten(1), k)
+
+
+def _torch_router(
+    k: int,
+    scoring: str = "softmax",
+    bias: Tensor | None = None,
+    groups: int = 1,
+    topk_groups: int = 1,
+    normalize: bool = False,
+    scale: float = 1.0,
+) -> Function:
+    """The operations of transformers' routers: MixtralTopKRouter, DeepseekV3TopkRouter, DeepseekV4TopKRouter."""
+    scores_of: Callable[[Tensor], Tensor] = {
+        "softmax": lambda x: torch.softmax(x, -1, dtype=torch.float32),
+        "sigmoid": torch.sigmoid,
+        "sqrtsoftplus": lambda x: torch.nn.functional.softplus(x).sqrt(),
+    }[scoring]
+
+    def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = scores_of(logits)
+        choice = scores if bias is None else scores + bias
+        if groups > 1:
+            size = logits.shape[-1] // groups
+            of_groups = choice.view(-1, groups, size).topk(2, dim=-1)[0].sum(dim=-1)
+            kept = torch.topk(of_groups, k=topk_groups, dim=-1, sorted=False)[1]
+            mask = torch.zeros_like(of_groups).scatter_(1, kept, 1)
+            mask = mask.unsqueeze(-1).expand(-1, groups, size).reshape(-1, groups * size)
+            choice = choice.masked_fill(~mask.bool(), -torch.inf)
+        experts = torch.topk(choice, k=k, dim=-1, sorted=False)[1]
+        weights = scores.gather(1, experts)
+        if normalize:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights * scale, experts
+
+    return route
 
 
 def _torch_sampling(top_k: float = 0, top_p: float = 1.0, min_p: float = 0.0) -> Function:
@@ -83,7 +121,7 @@ def _compiled(case: Case, device: torch.device) -> Function:
 
 
 def _flashinfer(case: Case, device: torch.device) -> Function | None:
-    if case.beams or case.k == 0:
+    if case.beams or case.k == 0 or case.router:
         return None
     flashinfer, k = importlib.import_module("flashinfer"), case.k
     if case.sampling:
@@ -107,7 +145,7 @@ def _flashinfer_sampling(module: Any, top_k: float = 0, top_p: float = 1.0, min_
 
 def _cupy(case: Case, device: torch.device) -> Function | None:
     # CuPy has no bfloat16 that its sorts take.
-    if case.beams or case.k == 0 or case.dtype == "bf16" or case.sampling:
+    if case.beams or case.k == 0 or case.dtype == "bf16" or case.sampling or case.router:
         return None
     cupy, k = importlib.import_module("cupy"), case.k
 
@@ -141,7 +179,9 @@ def _needs_gpu_package(name: str) -> Callable[[torch.device], str | None]:
 
 PEERS = {
     "torch": Peer(
-        "torch.topk(torch.log_softmax(logits, -1, dtype=float32), k), or torch.softmax(logits, -1)", _always, _torch
+        "torch.topk(torch.log_softmax(logits, -1, dtype=float32), k), torch.softmax(logits, -1), or a router's operations",
+        _always,
+        _torch,
     ),
     "compiled": Peer("torch.compile of the same", _always, _compiled),
     "transformers": Peer(

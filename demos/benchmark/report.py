@@ -124,6 +124,7 @@ def _entry(result: Result) -> dict[str, Any]:
         "dtype": case.dtype,
         "distribution": case.distribution,
         "sampling": case.sampling,
+        "router": case.router,
         "ragged": case.is_ragged,
         "rotation": result.rotation,
         "bytes": case.bytes_moved,

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import fused_topk
-from fused_topk.problem import Sample, TopK
+from fused_topk.problem import RouterTopK, Sample, TopK
 
-from .check import beam_topk_error, log_softmax_topk_error, sample_error, softmax_error
-from .inputs import fits_in_cache, lengths_of, make_inputs, rotation_count
+from .check import beam_topk_error, log_softmax_topk_error, router_error, sample_error, softmax_error
+from .inputs import fits_in_cache, lengths_of, make_inputs, rotation_count, router_settings
 from .peers import PEERS, beam_scores
 from .suites import SAMPLING, Case
 from .timing import FULL, QUICK, Effort, Function, Timing, time_eager, time_graph, time_host, time_interleaved
@@ -127,6 +127,13 @@ def answer_error(case: Case, fused: Function, inputs: Sequence[Tensor], device: 
             if error:
                 return f"wrong answer: {error}"
             continue
+        if case.router and isinstance(got, RouterTopK):
+            routed = _router_function(case, device, "reference")(logits)
+            assert isinstance(routed, RouterTopK)
+            error = router_error(got, routed)
+            if error:
+                return f"wrong answer: {error}"
+            continue
         if not isinstance(got, TopK):
             return f"expected a TopK, got {type(got).__name__}"
         if case.beams:
@@ -208,6 +215,8 @@ def fused_function(case: Case, settings: Settings) -> Function:
     k, backend = case.k, settings.backend
     if case.sampling:
         return _sample_function(case, backend)
+    if case.router:
+        return _router_function(case, settings.device, backend)
     if k == 0:
         return lambda logits: fused_topk.softmax(logits, backend=backend)
     if not case.beams:
@@ -220,6 +229,11 @@ def fused_function(case: Case, settings: Settings) -> Function:
 def _sample_function(case: Case, backend: str) -> Function:
     parameters: dict[str, Any] = SAMPLING[case.sampling]
     return lambda logits: fused_topk.sample(logits, seed=0, backend=backend, **parameters)
+
+
+def _router_function(case: Case, device: torch.device, backend: str) -> Function:
+    settings = router_settings(case, device)
+    return lambda logits: fused_topk.router_topk(logits, case.k, backend=backend, **settings)
 
 
 def _rows_function(case: Case, settings: Settings) -> dict[str, Function]:

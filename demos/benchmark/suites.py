@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # How logits are drawn; inputs.py makes them.
 DISTRIBUTIONS = ("normal", "peaked", "ascending", "descending", "equal", "sparse")
@@ -21,6 +21,21 @@ SAMPLING: dict[str, dict[str, float]] = {
     "top-k top-p": {"top_k": 50, "top_p": 0.9},
     "top-p": {"top_p": 0.9},
     "min-p": {"min_p": 0.05},
+}
+
+
+# What router_topk() is asked for, by the name of a model. "bias" stands for a float32 (experts,).
+ROUTERS: dict[str, dict[str, Any]] = {
+    "mixtral": {"normalize": True},
+    "deepseek-v3": {
+        "scoring": "sigmoid",
+        "bias": True,
+        "groups": 8,
+        "topk_groups": 4,
+        "normalize": True,
+        "scale": 2.5,
+    },
+    "deepseek-v4": {"scoring": "sqrtsoftplus", "bias": True, "normalize": True, "scale": 1.5},
 }
 
 
@@ -55,7 +70,8 @@ def micros(limit: float) -> Target:
 class Case(NamedTuple):
     """One shape. With `beams`, `rows` counts batch entries and the operation is beam_topk; with k = 0, it is softmax.
 
-    With `sampling`, a key of SAMPLING, it is sample(), and "rows" is log_softmax_topk of the same rows and this k.
+    With `sampling`, a key of SAMPLING, it is sample(), and "rows" is log_softmax_topk of the same rows and this k. With
+    `router`, a key of ROUTERS, it is router_topk().
     """
 
     rows: int
@@ -67,6 +83,7 @@ class Case(NamedTuple):
     distribution: str = "normal"
     beams: int = 0
     sampling: str = ""
+    router: str = ""
     is_ragged: bool = False  # rows have lengths, uniform from 0 to vocab (inputs.py)
 
     @property
@@ -80,7 +97,7 @@ class Case(NamedTuple):
     @property
     def bytes_moved(self) -> int:
         """Logits read once; float32 values, int64 indices and a float32 logsumexp written once. softmax: as a copy.
-        sample(): a token and its log-probability."""
+        sample(): a token and its log-probability. router_topk(): weights and experts."""
         if self.k == 0:
             return 2 * self.input_bytes
         if self.is_ragged:
@@ -88,7 +105,7 @@ class Case(NamedTuple):
             return self.input_bytes // 2 + self.rows * (self.k * 12 + 4)
         if self.sampling:
             return self.input_bytes + self.rows * 12
-        return self.input_bytes + self.rows * self.k * 12 + self.num_rows * 4
+        return self.input_bytes + self.rows * self.k * 12 + (0 if self.router else self.num_rows * 4)
 
     @property
     def aligned_vocab(self) -> int:
@@ -100,6 +117,7 @@ class Case(NamedTuple):
         rows = f"{self.rows} x {self.beams} beams" if self.beams else f"{self.rows}"
         data = "" if self.distribution == "normal" else f" {self.distribution}"
         what = f"sample {self.sampling}" if self.sampling else f"k={self.k}" if self.k else "softmax"
+        what += f" {self.router}" if self.router else ""
         return f"{rows} x {self.vocab} {self.dtype} {what}{data}{' ragged' if self.is_ragged else ''}"
 
     def target_for(self, cache: str) -> Target | None:
@@ -239,6 +257,17 @@ def _sampling_case(rows: int, vocab: int, dtype: str, sampling: str, data: str) 
     return Case(rows, vocab, k, dtype, target, distribution=data, sampling=sampling)
 
 
+# Tokens, experts, k, model, and the limit in µs on an H100. More tokens than fit at once are bound by what they read.
+_ROUTER_SHAPES = (
+    *((rows, 128, 8, "mixtral", limit) for rows, limit in ((1, 2.5), (64, 2.5), (4096, 5.5))),
+    *((rows, 256, 8, "deepseek-v3", limit) for rows, limit in ((1, 3.0), (64, 3.5), (4096, 9.0))),
+    (16384, 512, 10, "mixtral", 40.0),
+    (4096, 256, 8, "deepseek-v4", 9.0),
+)
+# On a CPU, against transformers' operations.
+_CPU_ROUTER_CHOICES = ((4, Target(1 / 3, "torch")), (1024, Target(1 / 6, "torch")))
+
+
 SUITES: dict[str, tuple[Case, ...]] = {
     "decode": _DECODE,
     "paper": _PAPER,
@@ -262,6 +291,9 @@ SUITES: dict[str, tuple[Case, ...]] = {
         for shape in _SAMPLING_SHAPES
         for data in ("normal", "peaked")
         for sampling in SAMPLING
+    ),
+    "routers": tuple(
+        Case(rows, experts, k, "fp32", micros(limit), router=model) for rows, experts, k, model, limit in _ROUTER_SHAPES
     ),
     "distributions": tuple(
         Case(*shape, None if data == "normal" else Target(2.5, "normal"), distribution=data)
@@ -289,6 +321,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
         Case(8, 32000, 128, "fp32", _AS_TORCH),
         *(Case(*shape, "fp32", Target(1.2, "torch")) for shape in _CPU_LARGE_K),
         *(Case(*shape, dtype, Target(1 / 8, "torch")) for shape in _CPU_ROUTERS for dtype in ("fp32", "bf16")),
+        *(Case(rows, 256, 8, "fp32", target, router="deepseek-v3") for rows, target in _CPU_ROUTER_CHOICES),
         Case(1, 128, 8, "fp32", _AS_TORCH),
         Case(4096, 128, 50, "bf16", _AS_TORCH),
         *(Case(*shape, 0, dtype, _AS_TORCH) for shape in _CPU_SOFTMAX for dtype in ("fp32", "bf16")),

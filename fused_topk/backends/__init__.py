@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from ..layout.router_launch import MOST_CHOSEN, MOST_EXPERTS
 from ..layout.topk_choice import MAX_K
 from . import cpu, cuda, reference
 from .protocol import Backend as Backend
@@ -60,3 +61,20 @@ def pick(device: torch.device, dtype: torch.dtype, k: int, requested: str | None
             "leave backend=None to fall back to torch operations"
         )
     return backend
+
+
+def pick_router(device: torch.device, dtype: torch.dtype, experts: int, k: int, requested: str | None) -> Backend:
+    """The backend that routes rows of so many experts to k of them.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`pick`.
+    """
+    backend = pick(device, dtype, 1, requested)
+    if backend is reference or (experts <= MOST_EXPERTS and k <= MOST_CHOSEN):
+        return backend
+    if requested is None:
+        return reference
+    raise ValueError(
+        f"`backend`={requested!r} takes at most {MOST_EXPERTS} experts and k <= {MOST_CHOSEN}, got {experts} and k={k}; "
+        "leave backend=None to fall back to torch operations"
+    )

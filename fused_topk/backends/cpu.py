@@ -9,18 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..layout.router_launch import SCORINGS
 from ..problem import (
     FullRowProblem,
     LinearProblem,
     MergeProblem,
     MergeTensors,
+    RouterProblem,
+    RouterTopK,
     Sample,
     SampleProblem,
     TopK,
     TopkProblem,
 )
 from ..rows import LogitRows
-from .protocol import StartFullRows, StartMerge, StartTopk
+from .protocol import StartFullRows, StartMerge, StartRouter, StartTopk
 
 _cpu: Any
 try:
@@ -174,6 +177,28 @@ def prepare_full_rows(
 
     def run(rows: LogitRows, out: Tensor) -> None:
         full_rows(_addresses_of(rows), out.data_ptr(), _num_threads())
+
+    return run
+
+
+def prepare_router(problem: RouterProblem, device: torch.device, instruction_set: str = "") -> StartRouter:
+    """See :class:`protocol.Backend`. `instruction_set`: as for :func:`prepare_topk`."""
+    p = problem
+    route = _cpu.Router(
+        _layout_of(p.rows, instruction_set),
+        p.k,
+        SCORINGS[p.scoring],
+        p.groups,
+        p.topk_groups,
+        p.group_score == "top2",
+        p.normalize,
+        p.scale,
+    )
+
+    def run(rows: LogitRows, bias: Tensor | None, out: RouterTopK) -> None:
+        weights, experts = out
+        is_short = experts.dtype is torch.int32
+        route(_addresses_of(rows), _address(bias), weights.data_ptr(), experts.data_ptr(), is_short, _num_threads())
 
     return run
 

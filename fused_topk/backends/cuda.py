@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import env
 from ..cuda_runtime import driver, tickets
-from ..layout import full_row_launch, launch, topk_launch
+from ..layout import full_row_launch, launch, router_launch, topk_launch
 from ..layout.full_row_choice import FullRowChoice, choose_full_row
 from ..layout.full_row_launch import FullRowLaunch
 from ..layout.kernel_arguments import LogitGradients, Piece, SampleRows, address, rows_writer
@@ -31,13 +31,15 @@ from ..problem import (
     LogitGradientProblem,
     MergeProblem,
     MergeTensors,
+    RouterProblem,
+    RouterTopK,
     Sample,
     SampleProblem,
     TopK,
     TopkProblem,
 )
 from ..rows import LogitRows
-from .protocol import StartFullRows, StartMerge, StartTopk
+from .protocol import StartFullRows, StartMerge, StartRouter, StartTopk
 
 # One element of that many bytes, which CuPy passes by value.
 _TOPK_ARGUMENT = np.dtype(f"V{topk_launch.PROBLEM_BYTES}")
@@ -45,6 +47,7 @@ _MERGE_ARGUMENT = np.dtype(f"V{launch.STATES_BYTES}")
 _FULL_ROW_ARGUMENT = np.dtype(f"V{full_row_launch.FULL_ROWS_BYTES}")
 _GRADIENT_ARGUMENT = np.dtype(f"V{ctypes.sizeof(LogitGradients)}")
 _SAMPLE_ARGUMENT = np.dtype(f"V{ctypes.sizeof(SampleRows)}")
+_ROUTING_ARGUMENT = np.dtype(f"V{router_launch.ROUTING_BYTES}")
 _PIECE_ARGUMENT = np.dtype(f"V{ctypes.sizeof(Piece)}")
 _write_gradient_rows, _write_sample_rows, _write_piece_rows = map(rows_writer, (LogitGradients, SampleRows, Piece))
 _SHARED_BYTES_UNASKED = 48 << 10  # what a kernel has without asking
@@ -175,6 +178,34 @@ def prepare_full_rows(
             # They seldom have other strides, and the kernel knows no others.
             rows = problem.rows.at(rows).with_adjacent_numbers()
         _launch_full_rows(planned, index, rows, out)
+
+    return run
+
+
+def prepare_router(problem: RouterProblem, device: torch.device) -> StartRouter:
+    """See :class:`protocol.Backend`."""
+    p, logits, index = problem, problem.rows.logits, device.index
+    itemsize, experts = logits.element_size(), logits.shape[-1]
+    layout = Layout.of(TopkProblem(p.rows, p.k, "softmax", "allowed"), is_aligned=False)
+    planned = topk_launch.plan(layout, router_launch.CHOICE)
+    kernel = router_launch.kernel_name(logits.dtype, experts, p.scoring)
+    wanted = router_launch.argument(experts, p.groups, p.topk_groups, p.group_score, p.normalize, p.scale)
+    shared_bytes = router_launch.shared_bytes(experts, itemsize, p.groups)
+    has_adjacent = _has_adjacent(logits)
+
+    def run(rows: LogitRows, bias: Tensor | None, out: RouterTopK) -> None:
+        if planned is None or not has_adjacent or rows.logits.data_ptr() % itemsize:
+            copied = _copied(problem.rows.at(rows))
+            prepare_router(problem._replace(rows=copied), device)(copied, bias, out)
+            return
+        if bias is not None and bias.data_ptr() % router_launch.BIAS_ALIGNMENT:
+            bias = bias.clone()
+        weights, chosen = out
+        # The kernel writes no logsumexp.
+        filled = planned.fill(rows, None, 0, 0, TopK(weights, chosen, weights))
+        routing = router_launch.filled(wanted, address(bias), chosen.dtype is torch.int32)
+        arguments = (np.frombuffer(filled, _TOPK_ARGUMENT), np.frombuffer(routing, _ROUTING_ARGUMENT))
+        driver.call(driver.function(index, kernel), planned.grid, planned.threads, arguments, index, shared_bytes)
 
     return run
 

@@ -8,7 +8,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, MergeProblem, MergeTensors, Sample, SampleProblem, TopK, TopkProblem
+from ..problem import (
+    FullRowProblem,
+    MergeProblem,
+    MergeTensors,
+    RouterProblem,
+    RouterTopK,
+    Sample,
+    SampleProblem,
+    TopK,
+    TopkProblem,
+)
 from ..rows import LogitRows
 
 
@@ -28,6 +38,12 @@ class StartFullRows(Protocol):
     """Runs a prepared request for full rows on tensors of its layout, and writes the contiguous `out`."""
 
     def __call__(self, rows: LogitRows, out: Tensor) -> None: ...
+
+
+class StartRouter(Protocol):
+    """Runs a prepared router on tensors of the layout that it was prepared for, and writes the contiguous `out`."""
+
+    def __call__(self, rows: LogitRows, bias: Tensor | None, out: RouterTopK) -> None: ...
 
 
 class Backend(Protocol):
@@ -58,6 +74,13 @@ class Backend(Protocol):
 
     def prepare_full_rows(self, problem: FullRowProblem, device: torch.device, dtype: torch.dtype) -> StartFullRows:
         """Plans once probabilities, log-probabilities or the logsumexp of every row, into an `out` of that dtype."""
+        ...
+
+    def prepare_router(self, problem: RouterProblem, device: torch.device) -> StartRouter:
+        """Plans once the choice of experts for every row, whose numbers are int64 or int32 as `out` has them.
+
+        At most MOST_EXPERTS experts, and MOST_CHOSEN of them (:mod:`fused_topk.layout.router_launch`), but for the reference.
+        """
         ...
 
     def sample(self, problem: SampleProblem, out: Sample) -> None:

@@ -10,10 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import FullRowProblem, MergeProblem, Sample, SampleProblem, TopK, TopkProblem
+from ..problem import (
+    FullRowProblem,
+    MergeProblem,
+    RouterProblem,
+    RouterTopK,
+    Sample,
+    SampleProblem,
+    TopK,
+    TopkProblem,
+)
 from ..rows import LogitRows
-from . import reference_sampling
-from .protocol import StartFullRows, StartMerge, StartTopk
+from . import reference_routing, reference_sampling
+from .protocol import StartFullRows, StartMerge, StartRouter, StartTopk
 from .reference_rows import counted_logits, gather, ranking, working_dtype
 
 
@@ -48,6 +57,15 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
 def prepare_full_rows(problem: FullRowProblem, device: torch.device, dtype: torch.dtype) -> StartFullRows:
     """full_rows()."""
     return lambda rows, out: full_rows(problem._replace(rows=problem.rows.at(rows)), out)
+
+
+def prepare_router(problem: RouterProblem, device: torch.device) -> StartRouter:
+    """reference_routing.route()."""
+
+    def run(rows: LogitRows, bias: Tensor | None, out: RouterTopK) -> None:
+        reference_routing.route(problem._replace(rows=problem.rows.at(rows), bias=bias), out)
+
+    return run
 
 
 def sample(problem: SampleProblem, out: Sample) -> None:

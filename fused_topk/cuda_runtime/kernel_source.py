@@ -15,6 +15,7 @@ UNITS = {
     "gradients": ("linear/logit_gradient.cu",),
     "pieces": ("linear/accumulate_piece.cu",),
     "sampling": ("draws/sample_vocabulary.cu", "draws/sample_rows.cu"),
+    "routers": ("routers/route_experts.cu",),
     "ladder": ("ladder/ladder.cu",),
 }
 """The files of csrc/ that have the kernels of each namespace within fused_topk. A namespace is a unit of its own, so that each

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .. import functional
-from ..arguments import check_k, check_result_dtype
+from ..arguments import check_k, check_result_dtype, check_rows
+from ..operators import calls
 from ..problem import TopK, result_dtype
 from ..rows import unpacked
 from . import full_rows as of_columns
@@ -43,7 +43,8 @@ def row(
     if values != "logits":
         settings |= {"temperature": local.temperature, "normalize": normalize}
     if local.group is None:
-        result = getattr(functional, _ENTRIES[values])(local.logits, k, **settings)
+        rows = check_rows(local.logits, None if values == "logits" else local.temperature, local.mask)
+        result = calls.row_topk(rows, k, values, normalize, backend)
     else:
         result = getattr(functions, _ENTRIES[values])(local.logits, k, group=local.group, **settings)
     leading = tuple(logits.shape[:-1])
@@ -66,7 +67,8 @@ def beams(
     settings: dict[str, Any] = {"mask": local.mask, "backend": backend}
     settings |= {"temperature": local.temperature, "normalize": normalize}
     if local.group is None:
-        result = functional.beam_topk(local.logits, scores, k, **settings)
+        rows = check_rows(local.logits, local.temperature, local.mask)
+        result = calls.beam_topk(rows, scores, k, normalize, backend)
     else:
         result = functions.beam_topk(local.logits, scores, k, group=local.group, **settings)
     batch = logits.shape[0]
@@ -88,10 +90,8 @@ def full_rows(
     out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
     if local.group is not None:
         result = of_columns.full_rows(values, local.logits, local.group, dtype=out_dtype, **settings)
-    elif values == "logsumexp":
-        result = functional.logsumexp(local.logits, **settings)
     else:
-        result = getattr(functional, values)(local.logits, dtype=out_dtype, **settings)
+        result = calls.full_rows(check_rows(local.logits, local.temperature), values, out_dtype, backend)
     if values == "logsumexp":
         return local.whole(result, tuple(logits.shape[:-1]))
     return local.whole(result, tuple(logits.shape), local.placements)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..functional.merging import run_merge
+from ..operators import calls
 from ..problem import result_dtype
 from ..rows import LogitRows
 from .functions import gather_states
@@ -29,9 +29,9 @@ def full_rows(
     logits = local_logits if values == "logsumexp" else local_logits.detach()
     call = gather_states(logits, 1, group, temperature, None, "allowed", backend)
     if values == "logsumexp":
-        whole: Tensor = run_merge(*call.parts, 1, *call.temperatures, "softmax", "allowed", backend)[2]
+        whole: Tensor = calls.merge_parts(*call.parts, 1, *call.temperatures, "softmax", "allowed", backend)[2]
         return whole
-    _, _, normalizer = run_merge(*call.parts, 1, *call.temperatures, "state", "allowed", backend)
+    _, _, normalizer = calls.merge_parts(*call.parts, 1, *call.temperatures, "state", "allowed", backend)
     scale = LogitRows(local_logits, *call.temperatures).scale
     result: Tensor = _OfColumns.apply(  # type: ignore[no-untyped-call]
         local_logits, normalizer, scale, values, dtype, group

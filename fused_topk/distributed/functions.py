@@ -19,10 +19,7 @@ from ..arguments import (
     check_normalize,
     check_temperature,
 )
-from ..functional import row_topk as of_rows
-from ..functional.merging import run_merge
-from ..operators import row_topk
-from ..operators.dispatch import need_dispatcher
+from ..operators import calls
 from ..problem import TopK, result_dtype
 from ..rows import LogitRows
 from ..tracing import is_traced
@@ -30,7 +27,6 @@ from .collective import check, exchange, group_of, headers
 from .packing import Header, Packing, Parts, header_words
 
 _row_topk = torch.ops.fused_topk.row_topk.default
-_row_topk_out = torch.ops.fused_topk.row_topk_out.default
 _NO_TOKEN = -1
 
 
@@ -45,6 +41,8 @@ def softmax_topk(
     backend: str | None = None,
 ) -> TopK:
     """The k largest probabilities of the whole vocabulary, the same on every process of the group.
+
+    >>> softmax_topk(local_logits, k=8).indices  # doctest: +SKIP
 
     Every process calls it with its columns of the same rows. The whole vocabulary is those of rank 0, then those of rank 1,
     and so on. One all-gather moves 8 + k (8 + the bytes of a logit) bytes a row and process, and 16 a call. On a CPU that is rounded
@@ -94,6 +92,8 @@ def log_softmax_topk(
 ) -> TopK:
     """The k largest log-probabilities of the whole vocabulary, the same on every process of the group.
 
+    >>> log_softmax_topk(local_logits, k=8).indices  # doctest: +SKIP
+
     Arguments, errors and contract are those of :func:`softmax_topk`, the result is that of :func:`fused_topk.log_softmax_topk`.
     """
     return _row("log_softmax", local_logits, k, group, temperature, mask, normalize, backend)
@@ -103,6 +103,8 @@ def topk(
     local_logits: Tensor, k: int, *, group: Any = None, mask: Tensor | None = None, backend: str | None = None
 ) -> TopK:
     """The k largest logits of the whole vocabulary, bit for bit, the same on every process of the group.
+
+    >>> topk(local_logits, k=8).indices  # doctest: +SKIP
 
     Arguments, errors and contract are those of :func:`softmax_topk`, the result is that of :func:`fused_topk.topk`.
     """
@@ -121,6 +123,8 @@ def beam_topk(
     backend: str | None = None,
 ) -> TopK:
     """One step of beam search over the whole vocabulary: the k best continuations, the same on every process of the group.
+
+    >>> beam_topk(local_logits, beam_scores, k=8).indices  # doctest: +SKIP
 
     The other arguments, errors and contract are those of :func:`softmax_topk`, the result is that of
     :func:`fused_topk.beam_topk`.
@@ -147,7 +151,7 @@ def beam_topk(
     call = gather_states(local_logits, k, group, temperature, mask, normalize, backend, of_row=beams)
     parts, vocab_size = call.parts, call.vocab_size
     k_of_beam = k if vocab_size is None else min(k, vocab_size)
-    rows = TopK(*run_merge(*parts, k_of_beam, *call.temperatures, "log_softmax", normalize, backend))
+    rows = calls.merge_parts(*parts, k_of_beam, *call.temperatures, "log_softmax", normalize, backend)
     scores = beam_scores.to(rows.values.dtype).unsqueeze(-1)
     accumulated = (rows.values + scores).flatten(1)
     ranked = accumulated.detach()
@@ -160,7 +164,7 @@ def beam_topk(
         ranked = ranked.clamp(min=torch.finfo(ranked.dtype).min).masked_fill(is_void.flatten(1), -torch.inf)
         tokens = tokens.masked_fill(is_void, _NO_TOKEN)
     # Of equal scores the earlier in the lists comes first: the smaller beam, and within a beam the row's order.
-    best = of_rows.topk(ranked, k, backend=backend).indices
+    best = calls.row_topk(LogitRows(ranked), k, "logits", "allowed", backend).indices
     return TopK(accumulated.gather(1, best), tokens.flatten(1).gather(1, best), rows.logsumexp)
 
 
@@ -177,7 +181,7 @@ def _row(
     check_logits(local_logits)
     check_normalize(normalize)
     call = gather_states(local_logits, k, group, temperature, mask, normalize, backend)
-    return TopK(*run_merge(*call.parts, k, *call.temperatures, values, normalize, backend))
+    return calls.merge_parts(*call.parts, k, *call.temperatures, values, normalize, backend)
 
 
 class Call(NamedTuple):
@@ -311,9 +315,7 @@ def write_state(rows: LogitRows, held: int, normalize: str, backend: str | None,
         normalizer[1].zero_()
         return
     written = TopK(best[..., :held], indices[..., :held], normalizer)
-    has_dispatcher = need_dispatcher(*rows.tensors(), *written)
-    run: Any = _row_topk_out if has_dispatcher else row_topk.row_topk_out
-    run(*rows, held, "state", normalize, backend, *written)
+    calls.row_topk_into(rows, held, "state", normalize, backend, written)
 
 
 def _with_own(parts: Parts, rank: int, own: TopK) -> Parts:

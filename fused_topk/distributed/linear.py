@@ -25,8 +25,7 @@ from ..arguments import (
     check_temperature,
 )
 from ..functional import autocast
-from ..functional.merging import run_merge
-from ..operators import linear
+from ..operators import calls, linear
 from ..operators.dispatch import need_dispatcher
 from ..operators.gradients import save_rows, saved_rows
 from ..problem import LinearProblem, LinearTopK, TopK, result_dtype
@@ -54,6 +53,8 @@ def linear_softmax_topk(
     backend: str | None = None,
 ) -> TopK | LinearTopK:
     """The k largest probabilities of an LM head whose rows the processes of the group have between them, the same on every one.
+
+    >>> linear_softmax_topk(hidden, local_weight, k=8).indices  # doctest: +SKIP
 
     As :func:`fused_topk.linear_softmax_topk` of the weights of all processes in the order of their ranks. Each process computes
     the logits of its own rows of the weight in pieces, and keeps none. One all-gather of the states (m, d, T) follows. Every
@@ -112,6 +113,8 @@ def linear_log_softmax_topk(
 ) -> TopK | LinearTopK:
     """The k largest log-probabilities of an LM head whose rows the processes of the group have between them.
 
+    >>> linear_log_softmax_topk(hidden, local_weight, k=8).indices  # doctest: +SKIP
+
     Arguments, result and contract are those of :func:`linear_softmax_topk`.
     """
     return _linear(
@@ -132,6 +135,8 @@ def linear_topk(
     backend: str | None = None,
 ) -> TopK | LinearTopK:
     """The k largest logits themselves of an LM head whose rows the processes of the group have between them.
+
+    >>> linear_topk(hidden, local_weight, k=8).indices  # doctest: +SKIP
 
     Arguments, result and contract are those of :func:`linear_softmax_topk`; the values have the dtype of `hidden`.
     """
@@ -219,8 +224,8 @@ class _Head(torch.autograd.Function):
         head = LinearProblem(rows, weight, bias, own_targets, normalize)
         state, own_logits = _state(head, k, backend)
         parts, logits = exchange_state(state, length, normalize, group, own_logits)
-        best, indices, logsumexp = run_merge(*parts, k, *rows.temperatures, values, normalize, backend)
-        normalizer = run_merge(*parts, 1, *rows.temperatures, "state", normalize, backend)[2]
+        best, indices, logsumexp = calls.merge_parts(*parts, k, *rows.temperatures, values, normalize, backend)
+        normalizer = calls.merge_parts(*parts, 1, *rows.temperatures, "state", normalize, backend)[2]
         ends = parts.lengths.cumsum(0)
         logprobs = hidden.new_empty(0, dtype=result_dtype(hidden.dtype))
         if targets is not None and logits is not None:

@@ -30,16 +30,13 @@ from ..arguments import (
 )
 from ..backends import philox
 from ..functional import sampling as of_rows
-from ..functional.merging import run_merge
 from ..layout.topk_choice import MAX_K
-from ..operators import row_topk
-from ..operators.dispatch import need_dispatcher
+from ..operators import calls
 from ..problem import Sample, TopK, result_dtype
-from ..rows import unpacked
+from ..rows import LogitRows, unpacked
 from .collective import all_gather, group_of
 from .functions import Call, gather_states
 
-_row_topk = torch.ops.fused_topk.row_topk.default
 # Of a list that no top_k bounds.
 _WINDOW = 1024
 # Room for tokens that tie with the k-th.
@@ -156,7 +153,7 @@ def sample(
     topk = None
     if logprobs:
         check_k(logprobs, found.vocab_size or logprobs, "the whole vocabulary", "logprobs")
-        topk = TopK(*run_merge(*found.call.parts, logprobs, 1.0, None, "log_softmax", "allowed", backend))
+        topk = calls.merge_parts(*found.call.parts, logprobs, 1.0, None, "log_softmax", "allowed", backend)
         topk = TopK(*(x.view(*lead, *x.shape[1:]) for x in topk))
     shape = (*lead, num_samples)
     return Sample(tokens.view(shape), log_probs.to(result_dtype(logits.dtype)).view(shape), topk)
@@ -252,8 +249,8 @@ class _Blocks(NamedTuple):
                 x = logits[:, part].view(shape)
                 own = None if mask is None else mask[:, part].view(shape)
                 of_row = temperature.expand(-1, x.shape[1]).to(result_dtype(logits.dtype))
-                run = _row_topk if need_dispatcher(x) else row_topk.row_topk
-                states.append(run(x, 1.0, of_row, own, 1, "state", "allowed", backend)[2].double())
+                state = calls.row_topk(LogitRows(x, 1.0, of_row, own), 1, "state", "allowed", backend)
+                states.append(state.logsumexp.double())
         if not states:
             none = torch.full((rows, 1), -torch.inf, dtype=torch.float64, device=logits.device)
             return _Blocks(none, torch.zeros_like(none), temperature)
@@ -286,7 +283,7 @@ class _Exchanged:
         self._columns, self._blocks, self._temperature = columns, blocks, temperature
         parts, backend = call.parts, columns.backend
         listed = k if call.vocab_size is None else min(k, call.vocab_size)
-        values, self._ids, normalizer = run_merge(*parts, listed, 1.0, None, "state", "allowed", backend)
+        values, self._ids, normalizer = calls.merge_parts(*parts, listed, 1.0, None, "state", "allowed", backend)
         # The best tokens of each row (rows, n), best first; and the model's own m and d.
         self._ranked = values.double()
         self._m, self._d = normalizer.double().unsqueeze(-1).unbind(0)

@@ -7,6 +7,7 @@ from .full_rows import log_softmax, logsumexp, softmax
 from .linear import linear_log_softmax_topk, linear_softmax_topk, linear_topk
 from .linear_sampling import linear_sample
 from .merging import merge_states, merge_topk
+from .routing import router_topk
 from .row_topk import beam_topk, log_softmax_topk, softmax_topk, topk, topk_state
 from .sampling import sample
 from .warming import warm_up
@@ -22,6 +23,7 @@ __all__ = [
     "logsumexp",
     "merge_states",
     "merge_topk",
+    "router_topk",
     "sample",
     "softmax",
     "softmax_topk",

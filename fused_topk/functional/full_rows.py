@@ -16,13 +16,9 @@ from ..arguments import (
     is_distributed,
     plain_rows,
 )
-from ..operators import full_rows, transforms
-from ..operators.dispatch import way_of_call
+from ..operators import calls
 from ..plans import full_row_plan
 from ..problem import result_dtype
-
-# Looked up once, not at every call.
-_full_rows = torch.ops.fused_topk.full_rows.default
 
 
 def softmax(
@@ -35,6 +31,9 @@ def softmax(
     backend: str | None = None,
 ) -> Tensor:
     """The probabilities `softmax(logits / temperature)` of full rows.
+
+    >>> softmax(torch.tensor([0.0, 0.0]))
+    tensor([0.5000, 0.5000])
 
     Each logit is read once. In rows longer than the chip can hold, some logits are read twice.
 
@@ -68,11 +67,6 @@ def softmax(
         in every batch. A call does not wait for the device, except the first call of a kernel on a GPU (see
         :func:`warm_up`). Can be captured in a CUDA graph and compiled with fullgraph=True. Differentiable with respect
         to the logits.
-
-    Example:
-        >>> import torch, fused_topk
-        >>> fused_topk.softmax(torch.tensor([0.0, 0.0]))
-        tensor([0.5000, 0.5000])
     """
     return _values("softmax", logits, dim, temperature, lengths, dtype, backend)
 
@@ -87,6 +81,9 @@ def log_softmax(
     backend: str | None = None,
 ) -> Tensor:
     """The log-probabilities `log_softmax(logits / temperature)` of full rows. The contract is that of :func:`softmax`.
+
+    >>> log_softmax(torch.tensor([0.0, 0.0]))
+    tensor([-0.6931, -0.6931])
 
     They are computed as (x - m) / T - log d with the row's maximum m. So a large common offset of the logits costs no
     accuracy.
@@ -117,6 +114,9 @@ def logsumexp(
     backend: str | None = None,
 ) -> Tensor:
     """`logsumexp(logits / temperature)` of every row, in one read.
+
+    >>> logsumexp(torch.tensor([0.0, 0.0]))
+    tensor(0.6931)
 
     Args:
         logits: see :func:`softmax`, which describes all arguments.
@@ -166,6 +166,5 @@ def _values(
     rows = check_rows(logits if dim == dims - 1 else logits.movedim(dim, -1), temperature, lengths=lengths)
     check_backend(backend)
     out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
-    run = way_of_call(full_rows.full_rows, _full_rows, transforms.FullRowValues.apply, *rows.tensors())
-    result: Tensor = run(*rows, values, out_dtype, backend)
+    result = calls.full_rows(rows, values, out_dtype, backend)
     return result if rows.logits is logits or values == "logsumexp" else result.movedim(-1, dim)

@@ -70,6 +70,9 @@ def linear_softmax_topk(
 ) -> TopK | LinearTopK:
     """The k largest probabilities of the logits `hidden @ weight.T + bias`, which are never all in memory.
 
+    >>> linear_softmax_topk(torch.tensor([[2.0, 3.0]]), torch.eye(2), k=1).indices
+    tensor([[1]])
+
     As `softmax_topk(torch.nn.functional.linear(hidden, weight, bias), k)`. The logits are computed in pieces, and the pieces'
     states (m, d, T) are merged: Milakov & Gimelshein 2018, equations 6 and 7 and Algorithm 4
     (https://arxiv.org/abs/1805.02867).
@@ -117,13 +120,6 @@ def linear_softmax_topk(
         Values, logsumexp and target_logprobs are differentiable, once, with respect to hidden, weight and bias. The logits are
         computed again in the backward pass. A weight of 16 bits has its gradient rounded once for each 256 rows (2048 on a
         GPU), or fewer where H, or k and the number of targets, are large.
-
-    Example:
-        >>> import torch, fused_topk
-        >>> hidden, weight = torch.eye(2), torch.tensor([[1.0, 0.0], [3.0, 2.0], [2.0, 4.0]])
-        >>> fused_topk.linear_softmax_topk(hidden, weight, 1).indices
-        tensor([[1],
-                [2]])
     """
     return _linear("softmax", hidden, weight, k, bias, temperature, mask, normalize, targets, backend)
 
@@ -171,6 +167,9 @@ def linear_log_softmax_topk(
     backend: str | None = None,
 ) -> TopK | LinearTopK:
     """The k largest log-probabilities of the logits `hidden @ weight.T + bias`, which are never all in memory.
+
+    >>> linear_log_softmax_topk(torch.tensor([[2.0, 3.0]]), torch.eye(2), k=1).values
+    tensor([[-0.3133]])
 
     The contract is that of :func:`linear_softmax_topk`.
 
@@ -231,6 +230,9 @@ def linear_topk(
     backend: str | None = None,
 ) -> TopK | LinearTopK:
     """The k largest of the logits `hidden @ weight.T + bias` themselves, which are never all in memory.
+
+    >>> linear_topk(torch.tensor([[2.0, 3.0]]), torch.eye(2), k=1).values
+    tensor([[3.]])
 
     The contract is that of :func:`linear_softmax_topk`.
 

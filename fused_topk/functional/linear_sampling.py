@@ -38,6 +38,9 @@ def linear_sample(
 ) -> Sample:
     """Tokens drawn from the logits `hidden @ weight.T + bias`, which are never all in memory.
 
+    >>> linear_sample(torch.tensor([[2.0, 3.0]]), torch.eye(2), temperature=0).tokens
+    tensor([[1]])
+
     What `sample(torch.nn.functional.linear(hidden, weight, bias))` draws. See :func:`sample`, which describes all arguments from
     `temperature` on: they are those for logits of shape (..., V).
 
@@ -79,13 +82,6 @@ def linear_sample(
         Does not wait for the device, whatever is kept. Can be captured in a CUDA graph and compiled with fullgraph=True.
         torch.autocast: as for :func:`linear_softmax_topk`.
         Deterministic as the library's product is. Not differentiable.
-
-    Example:
-        >>> import torch, fused_topk
-        >>> hidden, weight = torch.eye(2), torch.tensor([[1.0, 0.0], [9.0, 2.0], [2.0, 8.0]])
-        >>> fused_topk.linear_sample(hidden, weight, top_k=2, top_p=0.9, seed=0).tokens
-        tensor([[1],
-                [2]])
     """
     check_hidden(hidden)
     _check_not_sharded(weight)

@@ -17,11 +17,9 @@ from ..arguments import (
     check_part,
     check_temperature,
 )
-from ..operators import merging, transforms
-from ..operators.dispatch import way_of_call
+from ..operators import calls
 from ..problem import TopK, TopKState, result_dtype
 
-_merge_parts = torch.ops.fused_topk.merge_parts.default
 _VALUES = ("softmax", "log_softmax", "logits")
 _NO_TOKEN = -1
 
@@ -34,6 +32,10 @@ def merge_states(
     backend: str | None = None,
 ) -> TopKState:
     """The state of the union of several parts of the same rows: the + of the monoid of states.
+
+    >>> from fused_topk import topk_state
+    >>> merge_states([topk_state(torch.tensor([1.0, 3.0]), 1), topk_state(torch.tensor([2.0]), 1, start=2)], k=2).indices
+    tensor([1, 2])
 
     Args:
         parts: one or more states, as :func:`topk_state` and this function return them, of parts without a common token,
@@ -70,6 +72,10 @@ def merge_topk(
 ) -> TopK:
     """The k best of whole rows, from the states of their parts: what the unsharded call gives.
 
+    >>> from fused_topk import topk_state
+    >>> merge_topk([topk_state(torch.tensor([1.0, 3.0]), 1), topk_state(torch.tensor([2.0]), 1, start=2)], k=2).indices
+    tensor([1, 2])
+
     Args:
         parts: see :func:`merge_states`.
         k: the number of results per row, at most what the parts hold together. A part must hold its own k best, or all of
@@ -90,13 +96,6 @@ def merge_topk(
         Indices, and the values of "logits", are exactly those of the unsharded call, ties included. Log-probabilities are
         formed as (x - m) / T - log d, so a large common offset of the logits costs no accuracy. The rest is the contract of
         :func:`softmax_topk`. Differentiable with respect to the parts' logits, m and d, except where a logit is -inf.
-
-    Example:
-        >>> import torch, fused_topk
-        >>> pieces = torch.arange(8.0).split(4)
-        >>> parts = [fused_topk.topk_state(x, 3, start=4 * i) for i, x in enumerate(pieces)]
-        >>> fused_topk.merge_topk(parts, 3, values="logits").values
-        tensor([7., 6., 5.])
     """
     check_choice("values", values, _VALUES)
     return TopK(*_merge(parts, k, temperature, values, normalize, backend))
@@ -132,15 +131,7 @@ def _merge(
     logits = _stacked([part.logits for part in parts], width, -torch.inf)
     indices = _stacked([part.indices for part in parts], width, _NO_TOKEN)
     m, d = torch.stack([part.m for part in parts]), torch.stack([part.d for part in parts])
-    return run_merge(logits, indices, m, d, None, k, number, row_temperature, values, normalize, backend)
-
-
-def run_merge(logits: Tensor, indices: Tensor, m: Tensor, d: Tensor, *rest: Any) -> Any:
-    """The operator merge_parts, with checked arguments, by the shortest way that serves these tensors."""
-    run = way_of_call(
-        merging.merge_parts, _merge_parts, transforms.MergeParts.apply, logits, indices, m, d, rest[0], rest[3]
-    )
-    return run(logits, indices, m, d, *rest)
+    return calls.merge_parts(logits, indices, m, d, None, k, number, row_temperature, values, normalize, backend)
 
 
 def _stacked(tensors: list[Tensor], width: int, filler: float) -> Tensor:

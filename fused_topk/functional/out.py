@@ -16,20 +16,26 @@ from ..rows import LogitRows
 from ..tracing import is_traced
 
 
-def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], rows: LogitRows) -> None:
+def check_out(
+    out: Any,
+    expected: Sequence[tuple[Sequence[int], torch.dtype]],
+    rows: LogitRows,
+    fields: Sequence[str] = TopK._fields,
+    bias: Tensor | None = None,
+) -> None:
     """Checks that the tensors of `out` have the `expected` shapes and dtypes and overlap no other tensor of the call.
 
-    `expected` is in the order values, indices, logsumexp. Indices may also be int32.
+    `expected` is in the order of the fields. Indices of a :class:`TopK` may also be int32.
     """
-    if not isinstance(out, (tuple, list)) or len(out) != 3:
+    if not isinstance(out, (tuple, list)) or len(out) != len(fields):
         raise TypeError(
-            f"`out` must be a tuple (values, indices, logsumexp), got {type(out).__name__}; pass three tensors"
+            f"`out` must be a tuple ({', '.join(fields)}), got {type(out).__name__}; pass {len(fields)} tensors"
         )
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*rows, *out) if isinstance(t, Tensor)):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*rows, bias, *out) if isinstance(t, Tensor)):
         raise ValueError(
             "`out` must not be used where a gradient is wanted, got requires_grad=True; detach or leave out=None"
         )
-    for name, tensor, (shape, dtype) in zip(TopK._fields, out, expected, strict=True):
+    for name, tensor, (shape, dtype) in zip(fields, out, expected, strict=True):
         check_tensor(f"out.{name}", tensor)
         if tensor.dtype is not dtype and (name, tensor.dtype) != ("indices", torch.int32):
             raise TypeError(f"`out.{name}` must have dtype {dtype}, got {tensor.dtype}; allocate it so")
@@ -48,16 +54,16 @@ def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], r
     if is_traced():
         # Traced tensors have no addresses.
         return
-    for name, tensor in zip(TopK._fields, out, strict=True):
+    for name, tensor in zip(fields, out, strict=True):
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError(
                 f"`out.{name}` must not be a tensor of inference mode outside of it, got one; allocate it outside, too"
             )
         if tensor.is_neg():
             raise ValueError(f"`out.{name}` must not be a negative view, got one; pass a tensor of its own")
-    names = (name.removeprefix("row_") for name in LogitRows._fields)
-    places = [(name, t, _bytes(t)) for name, t in zip(names, rows, strict=True) if isinstance(t, Tensor)]
-    for name, tensor in zip(TopK._fields, out, strict=True):
+    read = {name.removeprefix("row_"): t for name, t in zip(LogitRows._fields, rows, strict=True)} | {"bias": bias}
+    places = [(name, t, _bytes(t)) for name, t in read.items() if isinstance(t, Tensor)]
+    for name, tensor in zip(fields, out, strict=True):
         first, end = _bytes(tensor)
         for other_name, other, (other_first, other_end) in places:
             if first < other_end and other_first < end and _may_share_memory(tensor, other):
@@ -71,7 +77,12 @@ def check_out(out: Any, expected: Sequence[tuple[Sequence[int], torch.dtype]], r
 have_changed: Callable[[Sequence[Tensor]], None] = torch.autograd.graph.increment_version
 
 
-def is_plain_out(out: Sequence[Tensor], expected: Sequence[tuple[Sequence[int], torch.dtype]], rows: LogitRows) -> bool:
+def is_plain_out(
+    out: Sequence[Tensor],
+    expected: Sequence[tuple[Sequence[int], torch.dtype]],
+    rows: LogitRows,
+    bias: Tensor | None = None,
+) -> bool:
     """A quick sufficient test: True if every tensor has the expected dtype, is contiguous and overlaps no other.
 
     Indices may also be int32.
@@ -81,6 +92,8 @@ def is_plain_out(out: Sequence[Tensor], expected: Sequence[tuple[Sequence[int], 
     """
     device = rows.logits.device
     ranges = [_bytes(tensor) for tensor in rows.tensors()]
+    if bias is not None:
+        ranges.append(_bytes(bias))
     for tensor, (shape, dtype) in zip(out, expected):
         is_of_dtype = tensor.dtype is dtype or (dtype is torch.int64 and tensor.dtype is torch.int32)
         if not is_of_dtype or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():

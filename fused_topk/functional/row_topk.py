@@ -23,18 +23,14 @@ from ..arguments import (
     check_start,
     is_distributed,
     plain_rows,
+    vocabulary_last,
 )
-from ..operators import row_topk, transforms
-from ..operators.dispatch import need_dispatcher, way_of_call
+from ..operators import calls
 from ..plans import TopkPlan, row_result, topk_plan
 from ..problem import TopK, TopKState
 from ..rows import LogitRows
 from .out import check_out, have_changed, is_plain_out
 
-# These are looked up once, not at every call.
-_row_topk = torch.ops.fused_topk.row_topk.default
-_row_topk_out = torch.ops.fused_topk.row_topk_out.default
-_beam_topk = torch.ops.fused_topk.beam_topk.default
 _BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (TopK, tuple)
 
@@ -52,6 +48,9 @@ def softmax_topk(
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> TopK:
     """The k largest probabilities of `softmax(logits / temperature)`, sorted, in one read of the logits.
+
+    >>> softmax_topk(torch.tensor([1.0, 3.0, 2.0]), k=2).indices
+    tensor([1, 2])
 
     Online normalizer with a running top-k: Milakov & Gimelshein 2018, Algorithm 4 (https://arxiv.org/abs/1805.02867).
 
@@ -97,11 +96,6 @@ def softmax_topk(
         A call does not wait for the device, except the first call of a kernel on a GPU, which compiles and loads it.
         :func:`warm_up` does that ahead. Can be captured in a CUDA graph and compiled with fullgraph=True.
         Values and logsumexp are differentiable with respect to the logits.
-
-    Example:
-        >>> import torch, fused_topk
-        >>> fused_topk.softmax_topk(torch.tensor([1.0, 3.0, 2.0]), 2).indices
-        tensor([1, 2])
     """
     return _row("softmax", logits, k, dim, temperature, mask, lengths, normalize, backend, out)
 
@@ -119,6 +113,9 @@ def log_softmax_topk(
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> TopK:
     """The k largest log-probabilities of `log_softmax(logits / temperature)`, sorted, in one read of the logits.
+
+    >>> log_softmax_topk(torch.tensor([1.0, 3.0, 2.0]), k=2).values
+    tensor([-0.4076, -1.4076])
 
     The contract is that of :func:`softmax_topk`. The values are computed as (x - m) / T - log d with the row's maximum
     m. So a large common offset of the logits costs no accuracy. A token that is not allowed has the value -inf.
@@ -155,6 +152,9 @@ def topk(
 ) -> TopK:
     """The k largest logits themselves, sorted, and each row's logsumexp from the same read.
 
+    >>> topk(torch.tensor([1.0, 3.0, 2.0]), k=2).values
+    tensor([3., 2.])
+
     Like `torch.topk`, but ties are determined: the order and the contract are those of :func:`softmax_topk`.
 
     Args:
@@ -189,6 +189,9 @@ def beam_topk(
 ) -> TopK:
     """The k best continuations of every sequence, over all of its beams: one step of beam search in one read.
 
+    >>> beam_topk(torch.tensor([[[1.0, 3.0], [2.0, 0.0]]]), torch.zeros(1, 2), k=2).indices
+    tensor([[1, 2]])
+
     Equals `torch.topk((log_softmax(logits.float(), -1) + beam_scores[..., None]).flatten(1), k)`.
 
     Args:
@@ -213,6 +216,11 @@ def beam_topk(
         beam in the order of its logits. So a beam contributes its best tokens even if its score is so low that all of its
         sums round to the same number. The rest of the contract is that of :func:`softmax_topk`.
     """
+    check_normalize(normalize)
+    if normalize == "topk":
+        raise ValueError(
+            "`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure"
+        )
     if is_distributed(logits):
         from ..distributed import dtensors
 
@@ -222,14 +230,8 @@ def beam_topk(
     check_beam_scores(beam_scores, logits)
     rows = check_rows(logits, temperature, mask, lengths)
     check_k(k, max(logits.shape[1], 1) * logits.shape[2], "beams times the vocabulary size")
-    check_normalize(normalize)
-    if normalize == "topk":
-        raise ValueError(
-            "`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure"
-        )
     check_backend(backend)
-    run = way_of_call(row_topk.beam_topk, _beam_topk, transforms.BeamTopk.apply, logits, beam_scores, *rows.tensors())
-    return TopK(*run(*rows, beam_scores, k, normalize, backend))
+    return calls.beam_topk(rows, beam_scores, k, normalize, backend)
 
 
 def topk_state(
@@ -244,6 +246,9 @@ def topk_state(
     backend: str | None = None,
 ) -> TopKState:
     """The state (m, d, T) of a part of every row, in one read of the logits: what :func:`merge_topk` takes.
+
+    >>> topk_state(torch.tensor([1.0, 3.0]), k=1, start=2).indices
+    tensor([3])
 
     Milakov & Gimelshein 2018, equations 6 and 7 and Algorithm 4 (https://arxiv.org/abs/1805.02867).
 
@@ -268,13 +273,6 @@ def topk_state(
     Contract:
         The candidates, their order, ties, NaN, waiting and determinism are those of :func:`topk`. The logits are copied
         bit for bit. The logits, m and d are differentiable.
-
-    Example:
-        >>> import torch, fused_topk
-        >>> x = torch.tensor([1.0, 3.0, 2.0, 3.0])
-        >>> parts = [fused_topk.topk_state(x[:2], 2), fused_topk.topk_state(x[2:], 2, start=2)]
-        >>> fused_topk.merge_topk(parts, 2).indices
-        tensor([1, 3])
     """
     rows = check_rows(logits, temperature, mask, lengths)
     # Any k suits a part that is shorter.
@@ -283,8 +281,7 @@ def topk_state(
     check_start(start)
     check_normalize(normalize)
     check_backend(backend)
-    run = way_of_call(row_topk.row_topk, _row_topk, transforms.RowTopk.apply, *rows.tensors())
-    best, indices, normalizer = run(*rows, k, "state", normalize, backend)
+    best, indices, normalizer = calls.row_topk(rows, k, "state", normalize, backend)
     return TopKState(best, indices + start if start else indices, normalizer.select(0, 0), normalizer.select(0, 1))
 
 
@@ -324,14 +321,13 @@ def _row(
     dim = check_dim(dim, dims)
     moved = dim != dims - 1
     if moved:
-        logits, mask = logits.movedim(dim, -1), _vocabulary_last(mask, dim, dims)
+        logits, mask = logits.movedim(dim, -1), vocabulary_last(mask, dim, dims)
     rows = check_rows(logits, temperature, mask, lengths)
     check_k(k, logits.shape[-1])
     check_normalize(normalize)
     check_backend(backend)
     if out is None:
-        run = way_of_call(row_topk.row_topk, _row_topk, transforms.RowTopk.apply, *rows.tensors())
-        result = TopK(*run(*rows, k, values, normalize, backend))
+        result = calls.row_topk(rows, k, values, normalize, backend)
         if not moved:
             return result
         return TopK(result.values.movedim(-1, dim), result.indices.movedim(-1, dim), result.logsumexp)
@@ -346,12 +342,7 @@ def _row(
     last = (
         TopK(written.values.movedim(dim, -1), written.indices.movedim(dim, -1), written.logsumexp) if moved else written
     )
-    run_out = row_topk.row_topk_out
-    sees_dispatcher = need_dispatcher(*rows.tensors(), *last)
-    if sees_dispatcher:
-        run_out = _row_topk_out
-    run_out(*rows, k, values, normalize, backend, *last)
-    if not sees_dispatcher:
+    if not calls.row_topk_into(rows, k, values, normalize, backend, last):
         have_changed(written)
     return written
 
@@ -373,11 +364,3 @@ def _written(plan: TopkPlan, rows: LogitRows, out: tuple[Tensor, Tensor, Tensor]
     plan.run_into(written, rows)
     have_changed(written)
     return written
-
-
-def _vocabulary_last(mask: Any, dim: int, dims: int) -> Any:
-    """A bool mask has the logits' dimensions, so it moves with them, after leading dimensions of size 1 are added. A packed mask
-    already has its words last."""
-    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() <= dims:
-        return mask.reshape((1,) * (dims - mask.dim()) + mask.shape).movedim(dim, -1)
-    return mask

@@ -13,7 +13,7 @@ from .. import backends
 from ..arguments import check_choice, check_k, check_normalize, check_vocabulary
 from ..backends import cuda
 from ..cuda_runtime import driver
-from ..layout import full_row_launch, launch
+from ..layout import full_row_launch, launch, router_launch
 from ..problem import TopkProblem
 from ..rows import LogitRows
 
@@ -25,7 +25,7 @@ _TOPK_VALUES = {
     "topk_state": "state",
 }
 _MERGES = ("merge_states", "merge_topk")
-_FUNCTIONS = (*_TOPK_VALUES, *_MERGES, "softmax", "log_softmax", "logsumexp", "sample")
+_FUNCTIONS = (*_TOPK_VALUES, *_MERGES, "softmax", "log_softmax", "logsumexp", "sample", "router_topk")
 
 
 def warm_up(
@@ -41,6 +41,8 @@ def warm_up(
 ) -> int:
     """Compiles and loads the kernels of later calls, so that these calls neither compile nor wait for the GPU.
 
+    >>> fused_topk.warm_up([(n, 128256) for n in (1, 8, 64)], k=[8, 50], masked=True)  # doctest: +SKIP
+
     Without it, the first call of a kernel on a GPU compiles the kernel for about a second, or reads it from disk if an
     earlier process has compiled it. Then it loads the kernel and waits for the GPU. Which kernel a call needs depends
     on all arguments below. Nothing is computed. Several threads may call it at the same time, for different GPUs.
@@ -48,7 +50,7 @@ def warm_up(
     Args:
         shapes: one or several shapes of logits, as the functions take them, such as (rows, V). The kernels serve logits
             of these shapes that are contiguous or whose rows begin at multiples of 16 bytes.
-        k: one or several k; not needed for full rows. For sample() the `top_k` of the calls that have one number for it;
+        k: one or several k; not needed for full rows and routers. For sample() the `top_k` of the calls that have one number for it;
             calls with a tensor, or without top-k, are served in any case.
         functions: the names of one or several of the package's functions. Those of fused_topk.distributed need "topk_state"
             of a process's columns, and "merge_topk".
@@ -65,9 +67,6 @@ def warm_up(
     Raises:
         TypeError, ValueError: an argument that the functions would refuse.
         RuntimeError: a kernel does not compile.
-
-    Example:
-        >>> fused_topk.warm_up([(n, 128256) for n in (1, 8, 64)], k=[8, 50], masked=True)  # doctest: +SKIP
     """
     names = [functions] if isinstance(functions, str) else list(functions)
     for name in names:
@@ -107,6 +106,11 @@ def _kernels(
     if name == "sample":
         if rows and backends.pick(gpu, dtype, 1, None) is cuda:
             yield from _sampling_kernels(rows, shape[-1], dtype, ks, masked, ragged, gpu)
+        return
+    if name == "router_topk":
+        # One kernel for each scoring, whatever k is.
+        if rows and backends.pick_router(gpu, dtype, shape[-1], 1, None) is cuda:
+            yield from (router_launch.kernel_name(dtype, shape[-1], scoring) for scoring in router_launch.SCORINGS)
         return
     if name not in _TOPK_VALUES:
         if rows and backends.pick(gpu, dtype, 1, None) is cuda:

@@ -9,6 +9,7 @@
     TrieLogitsProcessor(TokenTrie(items, end), ...)   # another: texts must be items of a catalogue
     stats()                                           # what was fused, what was not, and why
     next_token_topk, topk_logprobs                    # compact results without generate()
+    with fuse_routers(model):                         # experts of a mixture are chosen by one launch, everywhere
 
 A call goes down through these, and none of them calls one above it:
 
@@ -60,11 +61,13 @@ from .edits.warpers import FusedTopKLogitsProcessor
 from .entrance import disable, enable, fused_decoding, generate
 from .logprobs import TokenLogprobs, next_token_topk, text_topk_logprobs, topk_logprobs
 from .request import FusedDecoding
+from .routers import FusedRouters, fuse_routers
 from .statistics import Stats, stats
 from .trie.token_trie import TokenTrie
 
 __all__ = [
     "FusedDecoding",
+    "FusedRouters",
     "FusedTopKLogitsProcessor",
     "Stats",
     "TokenLogprobs",
@@ -72,6 +75,7 @@ __all__ = [
     "TrieLogitsProcessor",
     "disable",
     "enable",
+    "fuse_routers",
     "fused_decoding",
     "generate",
     "next_token_topk",

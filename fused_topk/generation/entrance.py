@@ -48,6 +48,9 @@ def _fusible(model: Any) -> list[Any]:
 def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str | None = None) -> None:
     """Makes the model's generate() calls take the fused path, until :func:`disable`.
 
+    >>> enable(model)  # doctest: +SKIP
+    >>> model.generate(**inputs, num_beams=4)  # doctest: +SKIP
+
     Beam search and greedy decoding give the sequences of the stock path; where logits tie, the smaller index. Calls of
     the model outside generate() and other models are not touched. Can be called again to change the option. What is copied
     or saved of the model, with copy, pickle or torch.save, is not enabled.
@@ -79,15 +82,12 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str |
             =========== =================================================================================================
 
             Sequences in float32 are those of the stock path. In 16 bits a whole step's forward pass rounds otherwise, as with
-            another batch size or another implementation of attention, so that some texts take another turn. Where processors,
-            sampling or scores that are returned take a choice of their own, the forward pass alone is compiled and captured.
+            another batch size or another implementation of attention, so that some texts take another turn. Where sampling,
+            scores that are returned, or processors other than one :class:`TrieLogitsProcessor` take a choice of their own, the
+            forward pass alone is compiled and captured.
 
     Raises:
         TypeError: an argument of the wrong kind.
-
-    Example:
-        >>> enable(model)  # doctest: +SKIP
-        >>> model.generate(**inputs, num_beams=4)  # doctest: +SKIP
     """
     set_enabled(_fusible(model), Request(Options.checked(sampling, 0, whole_step)))
 
@@ -112,6 +112,9 @@ def fused_decoding(
 ) -> Iterator[FusedDecoding]:
     """Makes the model's generate() calls in a with block take the fused path.
 
+    >>> with fused_decoding(model):  # doctest: +SKIP
+    ...     model.generate(**inputs, num_beams=4)
+
     Blocks of several threads or tasks may overlap. A call takes the options of the innermost block that its own thread or
     task is in, else those of :func:`enable`. If there are none either, it takes those of the block that another thread has
     entered last, such as the thread that has started it. Such a call is not recorded.
@@ -127,10 +130,6 @@ def fused_decoding(
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, or a negative topk_per_step.
-
-    Example:
-        >>> with fused_decoding(model):  # doctest: +SKIP
-        ...     model.generate(**inputs, num_beams=4)
     """
     block = Request(Options.checked(sampling, topk_per_step, whole_step))
     with entered(_fusible(model), block):

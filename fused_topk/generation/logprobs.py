@@ -41,6 +41,11 @@ class TokenLogprobs(NamedTuple):
 def topk_logprobs(logits: Tensor, k: int, targets: Tensor | None = None) -> TokenLogprobs:
     """The k most probable tokens at every position with their log-probabilities, and how the targets fare.
 
+    >>> import torch
+    >>> found = topk_logprobs(torch.tensor([[0.0, 3.0, 1.0]]), 1, targets=torch.tensor([2]))
+    >>> found.indices, found.target_ranks
+    (tensor([[1]]), tensor([2]))
+
     For scoring given texts, and to store a teacher's distribution for distillation: k numbers a position instead of the
     vocabulary. Scratch memory is constant, however many positions there are.
 
@@ -59,12 +64,6 @@ def topk_logprobs(logits: Tensor, k: int, targets: Tensor | None = None) -> Toke
     Contract:
         Order, ties and special rows as in :func:`fused_topk.log_softmax_topk`; in a row with NaN ranks mean nothing.
         Does not wait for the device. Targets of V or more are not looked for on CUDA tensors and must not occur.
-
-    Example:
-        >>> import torch
-        >>> found = topk_logprobs(torch.tensor([[0.0, 3.0, 1.0]]), 1, targets=torch.tensor([2]))
-        >>> found.indices, found.target_ranks
-        (tensor([[1]]), tensor([2]))
     """
     check_logits(logits)
     check_k(k, logits.shape[-1])
@@ -116,6 +115,8 @@ def text_topk_logprobs(
 ) -> TokenLogprobs:
     """The k most probable tokens at every position of given texts, and how the targets fare: :func:`topk_logprobs` of a model.
 
+    >>> text_topk_logprobs(model, tokenizer(["The sky is"], return_tensors="pt"), k=3)  # doctest: +SKIP
+
     One forward pass. Where the model's head is a plain linear layer (lm_head.py), its logits are never all in memory, in the
     backward pass neither. Elsewhere they are computed as the model does.
 
@@ -136,9 +137,6 @@ def text_topk_logprobs(
 
     Contract:
         That of :func:`fused_topk.linear_log_softmax_topk`. Logits of 16 bits are not widened first.
-
-    Example:
-        >>> text_topk_logprobs(model, tokenizer(["The sky is"], return_tensors="pt"), k=3)  # doctest: +SKIP
     """
     arguments, _ = _model_arguments(model, inputs)
     found = run_with_head(model, arguments)
@@ -158,6 +156,8 @@ def text_topk_logprobs(
 def next_token_topk(model: nn.Module, inputs: Tensor | Mapping[str, Any], k: int) -> TopK:
     """The k most likely next tokens of each text, with their log-probabilities.
 
+    >>> next_token_topk(model, tokenizer(["The sky is"], return_tensors="pt"), k=3)  # doctest: +SKIP
+
     One forward pass, of which only the last logits are computed where the model can (`logits_to_keep`), and not even these
     are kept where its head is a plain linear layer (lm_head.py).
 
@@ -174,9 +174,6 @@ def next_token_topk(model: nn.Module, inputs: Tensor | Mapping[str, Any], k: int
     Raises:
         TypeError: `inputs` are neither a tensor nor a mapping, or the model has no logits.
         ValueError: `k` is out of range.
-
-    Example:
-        >>> next_token_topk(model, tokenizer(["The sky is"], return_tensors="pt"), k=3)  # doctest: +SKIP
     """
     arguments, mask = _model_arguments(model, inputs)
     # With padding on the right the last text is not the last place.

@@ -64,16 +64,15 @@ _told: set[str] = set()
 def stats(reset: bool = False) -> Stats:
     """The decoding steps so far, fused and not.
 
+    >>> import fused_topk.generation as fg
+    >>> fg.stats(reset=True).reasons
+    {}
+
     Args:
         reset: start again from zero after this call.
 
     Returns:
         Stats: a tuple of fused, fallback and reasons, with whole, not_whole, compiled, captured, not_compiled, sharded, gathered.
-
-    Example:
-        >>> import fused_topk.generation as fg
-        >>> fg.stats(reset=True).reasons
-        {}
     """
     with _lock:
         result = Stats(_steps["fused"], _reasons["reasons"].total(), dict(_reasons["reasons"]))

@@ -154,6 +154,23 @@ class Piece(ctypes.Structure):
     )
 
 
+class Routing(ctypes.Structure):
+    """struct Routing of csrc/routers/route_experts.cu, where each field is explained."""
+
+    _fields_ = (
+        ("bias", _POINTER),
+        ("groups", _U32),
+        ("topk_groups", _U32),
+        ("group_size", _U32),
+        ("log2_group_lanes", _U32),
+        ("group_turns", _U32),
+        ("sums_two", _U32),
+        ("normalizes", _U32),
+        ("scale", _F32),
+        ("are_short", _U32),
+    )
+
+
 class LogitGradients(ctypes.Structure):
     """struct LogitGradients of csrc/linear/logit_gradient.cu, where each field is explained."""
 

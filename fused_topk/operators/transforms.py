@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..rows import ROWS_FIELDS, unflattened
 from . import full_rows as full_rows  # the operators that these Functions call
-from . import gradients, linear, merging
+from . import gradients, linear, merging, routing
 from . import row_topk as row_topk
 
 
@@ -181,6 +181,32 @@ class LinearTopkBackward(_Function):
         return tuple(map(torch.stack, zip(*turns, strict=True))), (0, 0, 0)
 
 
+def _map_routers(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+    """Each mapped bias is a router of its own, and they take their turns."""
+    bias = ROWS_FIELDS
+    if in_dims[bias] is not None:
+        turns = [run(*_turn(i, in_dims, arguments)) for i in range(info.batch_size)]
+        return tuple(map(torch.stack, zip(*turns, strict=True))), (0, 0)
+    mapped = _mapped(info, in_dims, arguments)
+    mapped[bias] = arguments[bias]
+    return run(*mapped), (0, 0)
+
+
+class RouterChoice(_Function):
+    """router_topk."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return tuple(torch.ops.fused_topk.router_topk.default(*arguments))
+
+    setup_context = staticmethod(routing.setup_context)
+    backward = staticmethod(routing.backward)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        return _map_routers(RouterChoice.apply, info, in_dims, *arguments)
+
+
 class FullRowValues(_Function):
     """full_rows."""
 
@@ -206,6 +232,7 @@ if hasattr(torch.library, "register_vmap"):
         ("beam_topk", _map_beams),
         ("merge_parts", _map_parts),
         ("full_rows", _map_full_rows),
+        ("router_topk", _map_routers),
     ):
         _operator = getattr(torch.ops.fused_topk, _name).default
         torch.library.register_vmap(

@@ -104,6 +104,7 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
   return T(a) < T(b) ? T(b) : T(a);
 }
 __forceinline__ float __frcp_rn(float x) { return 1.0f / x; }
+__forceinline__ float __fdiv_rn(float a, float b) { return a / b; }
 __forceinline__ float __fdividef(float a, float b) { return a / b; }
 __forceinline__ float __fadd_rn(float a, float b) { return a + b; }
 __forceinline__ float __fmul_rn(float a, float b) { return a * b; }

@@ -12,6 +12,10 @@ inline float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x)
 // The hardware's result may be off by 2^-22; this one is rounded.
 inline void ex2_approx_ftz_f32(float& y, float x) { y = flushed(std::exp2(flushed(x))); }
 
+// Rounded too, where the hardware's may be off by an ulp.
+inline void rcp_approx_ftz_f32(float& y, float x) { y = flushed(1.0f / flushed(x)); }
+inline void rsqrt_approx_ftz_f32(float& y, float x) { y = flushed(float(1.0 / std::sqrt(double(flushed(x))))); }
+
 // The hardware's arithmetic makes one NaN of all.
 inline void add_rn_f32(float& y, float a, float b) {
   y = a + b;

@@ -33,10 +33,13 @@ class TrieLogitsProcessor(LogitsProcessor):
     Raises:
         TypeError, ValueError: arguments of another kind; in a step, logits without a place for each of the trie's tokens.
 
-    Contract: called with `input_ids` (R, length) and `scores` (R, V), it returns a new tensor: the scores of the tokens that may come next,
-    -inf for all others. A row whose allowed tokens have got -inf from processors before has -inf everywhere: no allowed token is forced
-    then, as `prefix_allowed_tokens_fn` does from transformers 5.20 on where it holds for all beams of a prompt. Where a catalogue has fewer
-    items than there are beams, the last results are none of it and have scores of -1e9 or less, as in stock beam search.
+    Contract:
+        Called with `input_ids` (R, length) and `scores` (R, V), it returns a new tensor: the scores of the tokens that may come
+        next, -inf for all others.
+        A row whose allowed tokens have got -inf from processors before has -inf everywhere. transformers from 5.20 on forces
+        the tokens of `prefix_allowed_tokens_fn` where that is so of all beams of a prompt.
+        Where a catalogue has fewer items than there are beams, the last results repeat items, with scores below -1e6, as in
+        stock beam search. Their order is of no account.
     """
 
     def __init__(self, trie: TokenTrie, begin_index: int) -> None:

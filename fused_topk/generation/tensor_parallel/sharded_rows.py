@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import distributed
 from ...backends import Backend
 from ...distributed.functions import gather_states
-from ...functional.merging import run_merge
+from ...operators import calls
 from ...problem import Sample, TopK, TopKState
 from ..choice import masks
 from ..choice.changed_scores import Change, edited
@@ -88,7 +88,7 @@ class ShardedRows(Rows):
         """The state of whole rows, and what each process had travel along."""
         group = self._columns.group
         call = gather_states(self._local, k, group, temperature, self._own(mask), normalize, None, tail=tail)
-        logits, ids, (m, d) = run_merge(*call.parts, k, *call.temperatures, "state", normalize, None)
+        logits, ids, (m, d) = calls.merge_parts(*call.parts, k, *call.temperatures, "state", normalize, None)
         return TopKState(logits, ids, m, d), call.tails
 
     def edited(self, ids: Tensor, change: Change, replaces_row: bool) -> Rows:

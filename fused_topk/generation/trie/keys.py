@@ -74,7 +74,7 @@ def of(sequences: Any, end_token_id: int) -> Keys:
         levels.append(start + int(np.count_nonzero(is_first)))
         if levels[-1] > _MOST_NODES:
             raise ValueError(f"`sequences` must have at most {_MOST_NODES} different beginnings, got more; split them")
-        np.compress(is_first, nodes, out=keys[start : levels[-1]])
+        keys[start : levels[-1]] = nodes[is_first]
         np.cumsum(is_first, out=nodes)
         nodes += start
         places, nodes = nodes, np.empty_like(nodes)

@@ -49,7 +49,7 @@ class TokenTrie:
         ValueError: no items, an empty one, a token outside 0 ... 2^31 - 1, or `end_token_id` in an item.
 
     It does not change. Its memory is on one device, at first the CPU: 8 bytes for each different beginning of an item, and at most
-    64 MB for masks of the widest nodes. 10 million items of 4 random tokens take 240 MB, and 20 s to build.
+    64 MB for masks of the widest nodes. 10 million items of 4 random tokens of 32000 take 307 MB, and 10 s of CPU time to build.
     """
 
     def __init__(self, sequences: Any, end_token_id: int) -> None:

@@ -37,34 +37,18 @@ class Mask:
 
     Args:
         prompt: bool [batch, prompt], False where it is padding.
-        beams, room: of the cache.
+        beams: of the cache.
         groups: query heads to a key head.
         window: how many of the last places layers with a window look at; None where no layer has one.
         dtype: of the model.
-        is_gathered: whether attention gets each beam's own new tokens.
     """
 
-    def __init__(
-        self,
-        prompt: Tensor,
-        beams: int,
-        room: int,
-        groups: int,
-        window: int | None,
-        dtype: torch.dtype,
-        is_gathered: bool,
-    ) -> None:
+    def __init__(self, prompt: Tensor, beams: int, groups: int, window: int | None, dtype: torch.dtype) -> None:
         device = prompt.device
-        self._is_gathered = is_gathered
         self.prompt = prompt
         self._groups = groups
         self._window = window
         self._beams = torch.arange(beams, device=device)
-        self._steps = torch.arange(room, device=device)
-        # Places in the order of the text: those of a step are beside each other.
-        of_steps = self._steps + prompt.shape[1]
-        of_steps = of_steps if is_gathered else of_steps.repeat_interleave(beams)
-        self._order = torch.cat([torch.arange(prompt.shape[1], device=device), of_steps])
         self._zero = torch.zeros((), dtype=dtype, device=device)
 
     def written(self, parents: Tensor, step: Tensor, shown: int) -> Tensor:
@@ -72,31 +56,37 @@ class Mask:
 
         Args: see below.
         """
-        return torch.where(self._steps[:shown] < step, parents[:, :, 1 : shown + 1], self._beams[:, None])
+        return torch.where(self._steps(shown) < step, parents[:, :, 1 : shown + 1], self._beams[:, None])
 
-    def __call__(self, parents: Tensor, step: Tensor, shown: int) -> Tensor:
+    def _steps(self, shown: int) -> Tensor:
+        return torch.arange(shown, device=self.prompt.device)
+
+    def __call__(self, parents: Tensor | None, step: Tensor, shown: int, is_gathered: bool) -> Tensor:
         """[batch, 1 or 2, groups * beams, places]: 0 where a beam may look, else -inf; the second with the window.
 
         Gathered, it is [batch, 1 or 2, beams, prompt + shown].
 
         Args:
             parents: int64 [batch, beams, shown + 1 or more]; parents[:, j, s + 1] is the place among the beams that
-                token s of the beam that is now at j was written at, for all s < step.
+                token s of the beam that is now at j was written at, for all s < step. None for one beam.
             step: int64 [1], which of the new tokens is read.
             shown: of how many new tokens there are places, more than `step`.
+            is_gathered: whether attention gets each beam's own new tokens.
         """
-        batch, beams, _ = parents.shape
-        steps = self._steps[:shown]
-        if self._is_gathered:
+        (batch, prompt), beams = self.prompt.shape, len(self._beams)
+        steps = self._steps(shown)
+        if is_gathered or parents is None:
             is_past = (steps <= step).expand(batch, beams, -1)
         else:
             is_past = (self.written(parents, step, shown)[..., None] == self._beams) & (steps <= step)[:, None]
+            # Places of a step are beside each other.
+            steps = steps[:, None].expand(-1, beams).flatten()
         seen = torch.cat([self.prompt[:, None].expand(-1, beams, -1), is_past.flatten(2)], 2)
         masks = [seen]
         if self._window is not None:
-            here = self.prompt.shape[1] + step
-            masks.append(seen & (self._order[: seen.shape[2]] > here - self._window))
-        groups = 1 if self._is_gathered else self._groups
+            order = torch.cat([torch.arange(prompt, device=steps.device), steps + prompt])
+            masks.append(seen & (order > prompt + step - self._window))
+        groups = 1 if is_gathered else self._groups
         mask = torch.stack(masks, 1).unsqueeze(2).expand(-1, -1, groups, -1, -1)
         mask = mask.reshape(batch, len(masks), groups * beams, -1)
         return torch.where(mask, self._zero, -torch.inf)

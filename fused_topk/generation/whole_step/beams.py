@@ -6,10 +6,12 @@ Scores, and their order where they are equal, are those of transformers' beam se
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 # The score of what does not count. It is added, as transformers does, so that what is left compares equal.
 VOID = -1.0e9
@@ -27,7 +29,16 @@ class Rules(NamedTuple):
     @property
     def kept(self) -> int:
         """Continuations that are looked at: were each beam to end with each end token, enough go on."""
-        return max(2, 1 + len(self.ends)) * self.beams
+        return (1 + self.num_ends) * self.beams
+
+    @property
+    def num_ends(self) -> int:
+        """As many tokens are compared with a new one. One that there is not stands for none."""
+        return max(1, len(self.ends))
+
+    def end_tokens(self, device: torch.device) -> Tensor:
+        """int64 [num_ends]"""
+        return torch.tensor(self.ends or (-1,), dtype=torch.int64, device=device)
 
 
 class Hypotheses(NamedTuple):
@@ -36,6 +47,10 @@ class Hypotheses(NamedTuple):
     scores: Tensor  # float32 [batch, n]
     tokens: Tensor  # int64 [batch, n, room]
     parents: Tensor  # int64 [batch, n, room], the beam that each token was added to, -1 where there is no token
+
+    def with_room(self, room: int) -> Hypotheses:
+        more = (0, room - self.tokens.shape[2])
+        return Hypotheses(self.scores, *(F.pad(each, more, value=-1) for each in (self.tokens, self.parents)))
 
     def pick(self, chosen: Tensor) -> Hypotheses:
         """The hypotheses at the places `chosen` [batch, m]."""
@@ -51,31 +66,59 @@ class Beams(NamedTuple):
     may_improve: Tensor  # bool [batch, 1]
     goes_on: Tensor  # bool []
 
+    def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """See :meth:`Decoder.sizes_that_vary`."""
+        for scores, tokens, parents in (self.running, self.ended):
+            yield from ((scores, (0,)), (tokens, (0, 2)), (parents, (0, 2)))
+        yield from ((self.is_ended, (0,)), (self.may_improve, (0,)))
+
+    def with_room(self, room: int) -> Beams:
+        """The same with room for so many tokens."""
+        running, ended = self.running.with_room(room), self.ended.with_room(room)
+        return Beams(running, ended, self.is_ended, self.may_improve, self.goes_on)
+
 
 class BeamConstants(NamedTuple):
-    """What the choices of a call need on its device."""
+    """What the choices of a call need on its device. In tensors: compiled and captured steps serve calls that differ in it."""
 
-    ends: Tensor  # int64 [n]
+    ends: Tensor  # int64 [rules.num_ends]
     is_best: Tensor  # bool [rules.kept]
-    lengths: Tensor  # float32 [room]: what the score of a text of 1, 2, ... tokens is divided by
-    longest: Tensor  # float32 [1]: the same of the longest text that there can be
+    length_penalty: Tensor  # float64 [1]
+    longest: Tensor  # float32 [1]: what the score of the longest text that there can be is divided by
+    stops_early: Tensor  # bool []: whether a sequence is done once all its beams have ended
+    expects_longest: (
+        Tensor  # bool []: whether a text that goes on is hoped to get the score that it would have at its longest
+    )
 
     @staticmethod
     def of(rules: Rules, longest: int, device: torch.device) -> BeamConstants:
-        lengths = (torch.arange(1, rules.room + 1, dtype=torch.float64, device=device) ** rules.length_penalty).float()
+        """Args: longest: how many new tokens there can be."""
+        penalty = torch.full((1,), rules.length_penalty, dtype=torch.float64, device=device)
+        expects_longest = rules.early_stopping == "never" and rules.length_penalty > 0
         return BeamConstants(
-            torch.tensor(rules.ends, dtype=torch.int64, device=device),
+            rules.end_tokens(device),
             torch.arange(rules.kept, device=device) < rules.beams,
-            lengths,
-            lengths[longest - 1 : longest],
+            penalty,
+            _divisor(torch.full((1,), longest, device=device), penalty),
+            torch.full((), rules.early_stopping is True, device=device),
+            torch.full((), expects_longest, device=device),
         )
 
 
-def at_first(rules: Rules, batch: int, device: torch.device) -> Beams:
-    """Before the first token: beams are one text, of which only the first of them counts."""
+def _divisor(length: Tensor, penalty: Tensor) -> Tensor:
+    """float32: what the score of a text of that many new tokens is divided by."""
+    return (length.double() ** penalty).float()
+
+
+def at_first(rules: Rules, batch: int, room: int, device: torch.device) -> Beams:
+    """Before the first token: beams are one text, of which only the first of them counts.
+
+    Args:
+        room: for how many tokens there is room.
+    """
     shape = (batch, rules.beams)
     scores = torch.full(shape, VOID, dtype=torch.float32, device=device)
-    empty = torch.full((*shape, rules.room), -1, dtype=torch.int64, device=device)
+    empty = torch.full((*shape, room), -1, dtype=torch.int64, device=device)
     of_first = scores.clone()
     of_first[:, 0] = 0.0
     return Beams(
@@ -89,7 +132,6 @@ def at_first(rules: Rules, batch: int, device: torch.device) -> Beams:
 
 def choose(
     beams: Beams,
-    rules: Rules,
     constants: BeamConstants,
     scores: Tensor,
     indices: Tensor,
@@ -100,11 +142,12 @@ def choose(
     """Goes on with the best continuations.
 
     Args:
-        scores: float32 [batch, rules.kept], best first.
-        indices: int64 [batch, rules.kept], beam * V + token.
+        scores: float32 [batch, kept], best first; as many as the rules say.
+        indices: int64 [batch, kept], beam * V + token.
         step: int64 [1], which of the new tokens it is.
         are_last: bool [1], whether every text ends with this token.
     """
+    count = beams.running.scores.shape[1]
     parent, token = indices // vocab_size, indices % vocab_size
     tokens, parents = (_rows(each, parent) for each in beams.running[1:])
     continued = Hypotheses(
@@ -112,28 +155,26 @@ def choose(
     )
     # Not torch.isin, which for many end tokens waits for the device.
     has_ended = (token.unsqueeze(-1) == constants.ends).any(-1) | are_last
-    running = _best(continued._replace(scores=scores + _void(has_ended)), rules.beams)
+    running = _best(continued._replace(scores=scores + _void(has_ended)), count)
 
     # Of the texts that had ended and of those that end now, if those are among the best continuations, the best.
-    length = constants.lengths.index_select(0, step)
+    length = _divisor(step + 1, constants.length_penalty)
     ends_now = has_ended & constants.is_best
-    is_full = beams.is_ended.all(1, keepdim=True) & (rules.early_stopping is True)
+    is_full = beams.is_ended.all(1, keepdim=True) & constants.stops_early
     final = scores / length + _void(is_full) + _void(~beams.may_improve) + _void(~ends_now)
     both = Hypotheses(
         torch.cat([beams.ended.scores, final], 1),
         *(torch.cat(pair, 1) for pair in zip(beams.ended[1:], continued[1:], strict=True)),
     )
-    chosen = _order(both.scores)[:, : rules.beams]
+    chosen = _order(both.scores)[:, :count]
     ended = both.pick(chosen)
     is_ended = torch.cat([beams.is_ended, ends_now], 1).gather(1, chosen)
 
-    if rules.early_stopping == "never" and rules.length_penalty > 0:
-        length = constants.longest
+    hoped = torch.where(constants.expects_longest, constants.longest, length)
     worst_ended = torch.where(is_ended, ended.scores.amin(1, keepdim=True), VOID)
-    may_improve = beams.may_improve & (running.scores[:, :1] / length > worst_ended).any(1, keepdim=True)
-    goes_on = may_improve.any() & ~has_ended.all()
-    if rules.early_stopping is True:
-        goes_on = goes_on & ~is_ended.all()
+    may_improve = beams.may_improve & (running.scores[:, :1] / hoped > worst_ended).any(1, keepdim=True)
+    is_done = constants.stops_early & is_ended.all()
+    goes_on = may_improve.any() & ~has_ended.all() & ~is_done
     return Beams(running, ended, is_ended, may_improve, goes_on)
 
 

@@ -3,7 +3,7 @@
 
 A layer has one tensor of keys and one of values, [batch, heads, prompt + room * beams, dim]: places for the prompt, then
 `beams` places for each new token. Beam j of step t writes to place prompt + t * beams + j, for good. Which of the places
-are a beam's past is told by the mask (:mod:`ancestry`).
+are a beam's past is told by the mask (:mod:`ancestry`). Where there is no place left, what is written moves to larger tensors.
 
 Keys of what an encoder has read belong to the sequence, too: [batch, heads, length of the source, dim].
 """
@@ -43,28 +43,40 @@ class Places:
     """Where all layers of a cache write, and what of it is shown.
 
     Args:
-        prompt: places for the prompt, which is written to the last of them.
-        beams, room: rows for each sequence, and new tokens of each.
+        is_text: [batch, prompt]. A prompt is written to the last of its places.
+        beams: rows for each sequence.
     """
 
-    def __init__(self, prompt: int, beams: int, room: int, device: torch.device) -> None:
-        self.prompt = prompt
+    def __init__(self, is_text: Tensor, beams: int) -> None:
+        self._is_text = is_text
         self.beams = beams
-        self.room = room
+        # How many new tokens of each can be written, and how many layers have places for: the others may hold anything.
+        self.room = 0
+        self.capacity = 0
         self.is_reading_prompt = True
-        self._of_step = torch.arange(beams, device=device) + prompt
+        self._of_step = torch.arange(beams, device=is_text.device) + is_text.shape[1]
         self.written = self._of_step
-        self.shown = prompt
+        # Of how many new tokens attention looks at the places.
+        self.shown = 0
         # int64 [batch, beams, shown]: where each new token of a beam's past is among the beams; None where masks say it.
         self.gathered: Tensor | None = None
-        # What a model that counts its positions by the cache is told that was read before: see `count_from`.
-        self.length: Length | int = prompt
+        self._length: Length | Tensor | None = None
         self._text_length: Tensor | None = None
         self._most = 0
 
     @property
-    def total(self) -> int:
-        return self.prompt + self.room * self.beams
+    def prompt(self) -> int:
+        """Places for the prompt. A size of a tensor: compiled code serves all sizes, but one value of an attribute."""
+        return self._is_text.shape[1]
+
+    @property
+    def length(self) -> Length | Tensor | int:
+        """What a model that counts its positions by the cache is told that was read before: see `count_from`."""
+        return self.prompt if self._length is None else self._length
+
+    def up_to(self, new: int) -> int:
+        """How many places a prompt and so many new tokens of each beam take."""
+        return self.prompt + new * self.beams
 
     def count_from(self, length: int, most: int) -> None:
         """From here on the cache says how many tokens a text has: the prompt's `length` and those since, at most `most`.
@@ -80,9 +92,11 @@ class Places:
         """Args: see ancestry.Mask, and `gathered` here."""
         self.gathered = gathered
         self.written = self._of_step + step * self.beams
-        self.shown = self.prompt + shown * self.beams
+        self.shown = shown
         if self._text_length is not None:
-            self.length = Length(self._text_length + step.squeeze(0), self._most)
+            length = self._text_length + step.squeeze(0)
+            # torch.compile knows tensors only, and would make other code for each bound.
+            self._length = length if is_traced_by_dynamo() else Length(length, self._most)
 
 
 class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -97,19 +111,30 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._places = places
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        values = key_states if value_states is None else value_states
-        if self.is_initialized:
-            # They still hold the call before.
-            self.keys.zero_()
-            self.values.zero_()
-            return
-        self.keys, self.values = (self._empty(each) for each in (key_states, values))
-        self.is_initialized = True
+        if not self.is_initialized:
+            values = key_states if value_states is None else value_states
+            self.keys, self.values = (self._empty(each) for each in (key_states, values))
+            self.is_initialized = True
+        # They may hold the call before.
+        self.clear(0, self._places.up_to(self._places.room))
 
     def _empty(self, like: Tensor) -> Tensor:
         batch, heads, _, dim = like.shape
-        # Zeros: attention multiplies what no beam looks at by zero, and 0 * NaN would be NaN.
-        return like.new_zeros(batch, heads, self._places.total, dim)
+        return like.new_empty(batch, heads, self._places.up_to(self._places.capacity), dim)
+
+    def clear(self, begin: int, end: int) -> None:
+        """Makes places zero: attention multiplies what no beam looks at by zero, and 0 * NaN would be NaN."""
+        if self.is_initialized:
+            for kept in (self.keys, self.values):
+                kept[:, :, begin:end].zero_()
+
+    def move(self, places: int) -> None:
+        """Into tensors of the capacity. Args: places: how many of the first are in use."""
+        for name in ("keys", "values") if self.is_initialized else ():
+            kept = getattr(self, name)
+            larger = self._empty(kept)
+            larger[:, :, :places] = kept[:, :, :places]
+            setattr(self, name, larger)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         places = self._places
@@ -125,22 +150,20 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             kept.index_copy_(2, places.written, of_beams)
         if places.gathered is not None:
             return self._gathered(self.keys, places.gathered), self._gathered(self.values, places.gathered)
-        return self.keys[:, :, : places.shown], self.values[:, :, : places.shown]
+        shown = places.up_to(places.shown)
+        return self.keys[:, :, :shown], self.values[:, :, :shown]
 
     def _gathered(self, kept: Tensor, written: Tensor) -> Tensor:
         """[batch, heads, prompt + beams * new tokens, dim]: the new tokens of a beam are beside each other."""
-        prompt, beams = self._places.prompt, self._places.beams
+        places = self._places
+        prompt, beams = places.prompt, places.beams
         batch, heads, _, dim = kept.shape
-        new = kept[:, :, prompt : self._places.shown].view(batch, heads, -1, beams, dim)
+        new = kept[:, :, prompt : places.up_to(places.shown)].unflatten(2, (places.shown, beams))  # type: ignore[no-untyped-call]
         index = written.transpose(1, 2)[:, None, :, :, None].expand(-1, heads, -1, -1, dim)
         return torch.cat([kept[:, :, :prompt], new.gather(3, index).transpose(2, 3).flatten(2, 3)], 2)
 
     def get_seq_length(self, *args: Any) -> Any:
-        length = self._places.length
-        if self._places.is_reading_prompt:
-            return 0
-        # torch.compile knows tensors only.
-        return length.tensor if isinstance(length, Length) and is_traced_by_dynamo() else length
+        return 0 if self._places.is_reading_prompt else self._places.length
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         # Before transformers 5.5 it is the positions of the queries.

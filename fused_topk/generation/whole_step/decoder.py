@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from .ancestry import Mask, gathers
 from .attention import AttentionCall, watched
-from .cache import Places, shared_prompt_cache
+from .cache import Length, Places, SharedPromptLayer, shared_prompt_cache
 
 # Positions of padding and the like, which tables have besides.
 _MORE_POSITIONS = 8
@@ -37,14 +38,13 @@ class Prompt(NamedTuple):
 
 
 class Decoder:
-    """Reads prompts, then a token a beam.
+    """Reads prompts, then a token a beam. There is no room for these at first: see :meth:`open`.
 
     Args:
         twin: see :mod:`twin`.
         batch: how many sequences.
         prompt: the length of a prompt; a shorter one has padding before it.
         beams: rows for each sequence.
-        room: for how many tokens a beam.
         source: the length of an encoder's output; a shorter one has padding after it. None for a model without an encoder.
         is_kept: whether later calls read other prompts with it, by the same compiled code.
         headless: the twin without its LM head, where :meth:`read_states` is to be asked.
@@ -56,7 +56,6 @@ class Decoder:
         batch: int,
         prompt: int,
         beams: int,
-        room: int,
         device: torch.device,
         source: int | None = None,
         is_kept: bool = False,
@@ -70,26 +69,66 @@ class Decoder:
         self._cache_argument = cache_argument(twin)
         self._beams = beams
         self._is_kept = is_kept
-        self.room = room
-        self._places = Places(prompt, beams, room, device)
-        self._cache = shared_prompt_cache(num_layers(twin.config), self._places, source)
         self._is_text = torch.zeros(batch, prompt, dtype=torch.bool, device=device)
+        self._places = Places(self._is_text, beams)
+        self._cache = shared_prompt_cache(num_layers(twin.config), self._places, source)
         self._last_positions = torch.zeros(batch * beams, 1, dtype=torch.int64, device=device)
         self._source = None if source is None else torch.zeros(batch, source, dtype=torch.int64, device=device)
         # Of the encoder's output a step needs no more than the shape, and its mask.
         self._of_source: dict[str, Any] = {}
-        self._gathers = gathers(prompt, beams, room)
+        self.gathers = False
         self._mask: Mask | None = None
         self.calls: list[AttentionCall] = []
 
     @property
     def num_bytes(self) -> int:
         """The bytes of the cache."""
-        caches = [self._cache] if self._source is None else self._both_caches()
-        return sum(int(layer.keys.nbytes + layer.values.nbytes) for cache in caches for layer in cache.layers)
+        return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in self._all_layers if layer.is_initialized)
 
-    def _both_caches(self) -> list[Any]:
-        return [self._cache.self_attention_cache, self._cache.cross_attention_cache]
+    @property
+    def _layers(self) -> list[SharedPromptLayer]:
+        """What keeps the text."""
+        cache = self._cache if self._source is None else self._cache.self_attention_cache
+        layers: list[SharedPromptLayer] = cache.layers
+        return layers
+
+    @property
+    def _all_layers(self) -> list[Any]:
+        """And what an encoder has read."""
+        return [*self._layers, *([] if self._source is None else self._cache.cross_attention_cache.layers)]
+
+    @property
+    def capacity(self) -> int:
+        """For how many new tokens there has been room."""
+        return self._places.capacity + 1
+
+    def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """The tensors that a step reads, each with the dimensions whose size is no matter of its code: rows, and places."""
+        yield self._is_text, (0, 1)
+        yield self._last_positions, (0,)
+        for layer in self._all_layers:
+            yield layer.keys, (0, 2)
+            yield layer.values, (0, 2)
+        if self._source is not None:
+            yield self._source, (0, 1)
+            yield self._of_source["encoder_outputs"].last_hidden_state, (0, 1)
+
+    def open(self, size: int) -> int:
+        """Makes room for so many new tokens of each beam, of which the last is not read. Gives their number.
+
+        What has been read stays, unless there is less room than before: then a prompt is to be read next.
+        """
+        places, room = self._places, size - 1
+        used = places.up_to(min(room, places.room))
+        if room > places.capacity:
+            places.capacity = room
+            for layer in self._layers:
+                layer.move(used)
+        for layer in self._layers:
+            layer.clear(used, places.up_to(room))
+        places.room = room
+        self.gathers = gathers(places.prompt, self._beams, room)
+        return size
 
     def read_prompt(self, prompt: Prompt) -> Tensor:
         """The last logits [batch, V]."""
@@ -117,11 +156,9 @@ class Decoder:
             self._mask = Mask(
                 self._is_text,
                 self._beams,
-                self.room,
                 calls[0].groups,
                 max(windows, default=None),
                 logits.dtype,
-                self._gathers,
             )
         return logits
 
@@ -144,28 +181,29 @@ class Decoder:
             self._of_source = _source_inputs(hidden, self._source if needs_mask else None)
         return _source_inputs(source.hidden, self._source[:, :length] if is_masked else None)
 
-    def read(self, tokens: Tensor, parents: Tensor, step: Tensor, shown: int) -> Tensor:
+    def read(self, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         """The last logits [batch * beams, V].
 
         Args:
             tokens: int64 [batch, beams], the new token of each beam.
-            parents, step, shown: see :class:`ancestry.Mask`.
+            parents, step, shown: see :class:`ancestry.Mask`. There is room for as many as are shown.
         """
         return self._read(self._twin, tokens, parents, step, shown)
 
-    def read_states(self, tokens: Tensor, parents: Tensor, step: Tensor, shown: int) -> Tensor:
+    def read_states(self, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         """The same, but what the LM head gets, [batch * beams, H]."""
         return self._read(self._headless, tokens, parents, step, shown)
 
-    def _read(self, twin: Any, tokens: Tensor, parents: Tensor, step: Tensor, shown: int) -> Tensor:
+    def _read(self, twin: Any, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         assert self._mask is not None
-        gathered = self._mask.written(parents, step, shown) if self._gathers else None
+        gathered = self._mask.written(parents, step, shown) if self.gathers and parents is not None else None
         self._places.begin_step(step, shown, gathered)
         extra = dict(self._of_source)
         if self._source is not None and "cache_position" in self._arguments:
             # Versions that count positions by it make it of the cache's length else, for which they wait.
-            extra["cache_position"] = self._places.length.tensor.view(1)  # type: ignore[union-attr]
-        mask, positions = self._mask(parents, step, shown), self._last_positions + (step + 1)
+            length = self._places.length
+            extra["cache_position"] = (length.tensor if isinstance(length, Length) else length).view(1)  # type: ignore[union-attr]
+        mask, positions = self._mask(parents, step, shown, gathered is not None), self._last_positions + (step + 1)
         return self._forward(twin, tokens.reshape(-1, 1), mask, positions, **extra)
 
     def _forward(self, twin: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, **extra: Any) -> Tensor:

@@ -25,15 +25,20 @@ class Graph:
 
     The function has run before, so that all is compiled. It takes nothing: it reads and writes tensors that stay where
     they are. Other threads may use the device meanwhile.
+
+    Args:
+        beside: a graph whose memory this one may use, too: neither runs while the other does, and what one has in that memory
+            another does not need.
     """
 
-    def __init__(self, run: Callable[[], Any], device: torch.device) -> None:
+    def __init__(self, run: Callable[[], Any], device: torch.device, beside: Graph | None) -> None:
         with torch.cuda.device(device):
-            stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream: Any = torch.cuda.Stream(device) if beside is None else beside.stream  # type: ignore[no-untyped-call]
+            self.stream: Any = stream
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 # Libraries set up their workspaces of a stream in its first calls.
-                for _ in range(2):
+                for _ in range(2 if beside is None else 1):
                     run()
             torch.cuda.current_stream(device).wait_stream(stream)
             # The capture empties the cache, too. So the memory that it adds to the reserved is the graph's.
@@ -41,7 +46,8 @@ class Graph:
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved(device)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+            pool = None if beside is None else beside._graph.pool()
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 # Lies in the graph's own memory, and is written anew by each replay.
                 self.output = run()
             self.num_bytes = max(0, torch.cuda.memory_reserved(device) - before)

@@ -2,8 +2,12 @@
 """Steps of one shape that are kept for later calls: compiled, captured as a CUDA graph, or both.
 
 Such a step reads and writes tensors that stay where they are, the cache and the state of the search, and has one shape.
-Shapes are few: prompts, sources and texts are rounded up, prompts with padding before them, sources with padding behind
-them, texts with steps that are not taken.
+Shapes are few: prompts and sources are rounded up, prompts with padding before them, sources with padding behind them.
+
+The room for new tokens is no part of the shape. It grows in a call as its texts do (:mod:`room`), and the tensors with it. Where an
+earlier call had more room, a step looks at the first places of the tensors. On a GPU each size is captured.
+
+Compiled code serves all batches, lengths and room. So it is made for few of the shapes, and kept when what a shape holds is dropped.
 
 A shape has kinds of step. One does the forward pass and the choice of tokens, one more chooses among those of a mask. Another one does
 the forward pass alone, for calls with other processors, with sampling or with scores to be returned.
@@ -23,14 +27,14 @@ import torch
 from torch import Tensor
 
 from ... import functional
-from ..choice.edit import NotSparse
 from . import compiled, graphs
 from .beams import Rules, choose
-from .compiled import Bound
+from .compiled import Bound, Codes
 from .decoder import Decoder, Prompt
 from .head import Head
-from .reasons import Declined, said_by
-from .texts import choose_tokens
+from .reasons import said_by
+from .room import rounded_up
+from .texts import Texts, choose_tokens
 
 logger = logging.getLogger("fused_topk.generation")
 
@@ -78,7 +82,8 @@ class Shape(NamedTuple):
     batch: int
     prompt: int
     source: int | None  # of what an encoder has read
-    rules: Rules  # with the room rounded up
+    beams: int
+    num_ends: int  # tokens that end a text
     device: torch.device
     way: Way
     # Tensors of that mode cannot be written outside of it.
@@ -91,27 +96,24 @@ class Shape(NamedTuple):
             source = prompt.source.hidden.shape[1]
             # Without a mask there is no padding.
             source = source if prompt.source.is_text is None else rounded_up(source)
-        # A place for a new token is one for each beam.
-        rounded = rules._replace(room=rounded_up(rules.room, 4 if rules.beams > _WIDE else 16))
         mode = torch.is_inference_mode_enabled()
-        return Shape(batch, rounded_up(length), source, rounded, prompt.ids.device, way, mode)
+        return Shape(batch, rounded_up(length), source, rules.beams, rules.num_ends, prompt.ids.device, way, mode)
 
-    def serves(self, other: Shape) -> bool:
-        """Whether a step of this shape does what is asked of the other, with at most four times the room."""
-        is_same = self == other._replace(rules=other.rules._replace(room=self.rules.room))
-        return is_same and other.rules.room <= self.rules.room <= 4 * other.rules.room
+    def of_code(self) -> Shape:
+        """The same for all shapes that compiled code is the same for: but for one row, how many there are is no matter of it."""
+        source = None if self.source is None else min(self.source, 2)
+        return self._replace(batch=min(self.batch, 2), prompt=0, source=source)
+
+    @property
+    def kept(self) -> int:
+        """See :attr:`Rules.kept`."""
+        return (1 + self.num_ends) * self.beams
 
 
-def rounded_up(length: int, least: int = 16) -> int:
-    """The length rounded up to 16, 24, 32, 48, 64, and so on: to less than half as much again, from 16 on.
-
-    Args:
-        least: the first of them, a power of two.
-    """
-    size = least
-    while size < length:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return size
+def most_room(rules: Rules) -> int:
+    """For how many tokens there may be room in a step that is kept: rounded up, so that there are few sizes."""
+    # A place for a new token is one for each beam.
+    return rounded_up(rules.room, 4 if rules.beams > _WIDE else 16)
 
 
 class KeptStep:
@@ -120,17 +122,16 @@ class KeptStep:
     goes_on: bool [], whether the search does.
     """
 
-    def __init__(self, twin: Any, head: Head | None, shape: Shape) -> None:
-        rules, device = shape.rules, shape.device
-        if head is not None and not head.serves(shape.batch * rules.beams, 1 if rules.beams == 1 else rules.kept):
+    def __init__(self, twin: Any, head: Head | None, shape: Shape, codes: Codes) -> None:
+        device, is_greedy = shape.device, shape.beams == 1
+        if head is not None and not head.serves(shape.batch * shape.beams, 1 if is_greedy else shape.kept):
             head = None
         self._head = head
         self.decoder = Decoder(
             twin,
             shape.batch,
             shape.prompt,
-            rules.beams,
-            rules.room - 1,
+            shape.beams,
             device,
             shape.source,
             is_kept=True,
@@ -142,19 +143,27 @@ class KeptStep:
         self._last = torch.zeros(1, dtype=torch.int64, device=device)
         self._state: Any = None
         self._constants: Any = None
-        self._tokens = torch.zeros(shape.batch, rules.beams, dtype=torch.int64, device=device)
-        self._parents = torch.zeros(shape.batch, rules.beams, rules.room, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(shape.batch, shape.beams, dtype=torch.int64, device=device)
+        # The only beam of a text has no other's past.
+        self._parents = (
+            None if is_greedy else torch.zeros(shape.batch, shape.beams, 1, dtype=torch.int64, device=device)
+        )
         # int32 [batch, beams, W], or [batch, W] without beams: which tokens may come next, for steps that ask.
         self._mask: Tensor | None = None
-        # With that mask, and without.
-        self._advance: dict[bool, Callable[[], Any]] = {}
-        self._read: Callable[[], Any] | None = None
-        self._graph_bytes = 0
+        # For how many new tokens there is room.
+        self._size = 0
+        # As long as there are new tokens to look at: compiled code is the same for all sizes of tensors, not for all numbers.
+        self._shown = torch.empty(0, device=device)
+        self._is_late = graphs.is_cuda(device)
+        self._codes = codes
+        # What runs a kind of step, by its name and by the room.
+        self._runs: dict[tuple[str, int], Callable[[], Any]] = {}
+        self._graphs: list[graphs.Graph] = []
 
     @property
     def num_bytes(self) -> int:
         """The bytes of the cache and of the graphs' own memory."""
-        return self.decoder.num_bytes + self._graph_bytes
+        return self.decoder.num_bytes + sum(graph.num_bytes for graph in self._graphs)
 
     @property
     def state(self) -> Any:
@@ -166,6 +175,27 @@ class KeptStep:
         flag: Tensor = self._state.goes_on
         return flag
 
+    def open(self, size: int) -> int:
+        """Makes room for so many new tokens, or more where a step with more has been captured. Gives for how many.
+
+        What has been read and chosen stays, unless there is less room than before: then a call begins.
+        """
+        if self.shape.way.is_captured:
+            size = min((made for _, made in self._runs if size <= made <= 4 * size), default=size)
+        if size > self.decoder.capacity:
+            # These read and write the tensors that there were.
+            self._runs.clear()
+            self._graphs.clear()
+            if self._state is not None:
+                self._state = self._state.with_room(size)
+            if self._parents is not None:
+                self._parents = torch.zeros(*self._tokens.shape, size, dtype=torch.int64, device=self.shape.device)
+        self.decoder.open(size)
+        # The last of the new tokens is not read.
+        self._shown = torch.empty(size - 1, device=self.shape.device)
+        self._size = size
+        return size
+
     def begin(self, state: Any, constants: Any, last: int) -> None:
         """Starts a search with its first token.
 
@@ -174,6 +204,7 @@ class KeptStep:
             constants: of its choices.
             last: which of the new tokens is the last one, from 0 on.
         """
+        state = state.with_room(self.decoder.capacity)
         if self._state is None:
             self._state, self._constants = _copies(state), _copies(constants)
         _write((self._state, self._constants), (state, constants))
@@ -190,81 +221,102 @@ class KeptStep:
         Args:
             mask: int32 [batch, beams, W], or [batch, W] without beams: which tokens it may be; None for any.
         """
-        has_mask = mask is not None
         if mask is not None:
             if self._mask is None:
                 self._mask = torch.empty_like(mask)
             self._mask.copy_(mask)
-        if has_mask in self._advance:
-            self._advance[has_mask]()
+        kind = "advance" if mask is None else "advance among those of a mask"
+        run = self._runs.get((kind, self._size))
+        if run is not None:
+            run()
             return
-        is_late = graphs.is_cuda(self.shape.device)
-        rules, kept_mask = self.shape.rules, self._mask if has_mask else None
         args = (
             self.decoder,
             self._head,
-            rules,
-            kept_mask,
+            None if mask is None else self._mask,
             self._state,
             self._constants,
             self.count,
             self._last,
-            is_late,
+            self._shown,
+            self._is_late,
         )
         if not self.shape.way.is_captured:
             # Made by running it.
-            self._advance[has_mask] = self._made(_advance, args)
+            self._make(kind, _advance, args)
             return
         # Steps that are tried before one is captured change nothing, as steps after the end.
         goes_on = self.goes_on.clone()
         self.goes_on.fill_(False)
-        self._advance[has_mask] = self._made(_advance, args)
+        run = self._make(kind, _advance, args)
         self.goes_on.copy_(goes_on)
-        self._advance[has_mask]()
+        run()
 
     def read_prompt(self, prompt: Prompt) -> Tensor:
         return self.decoder.read_prompt(prompt)
 
-    def read(self, tokens: Tensor, parents: Tensor, step: Tensor, shown: int) -> Tensor:
+    def read(self, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         """The logits of these tokens, as :meth:`Decoder.read` gives them; the next call writes over them."""
         self._tokens.copy_(tokens.view_as(self._tokens))
-        self._parents[:, :, : parents.shape[2]] = parents
+        if self._parents is not None and parents is not None:
+            # What lies behind is of no token yet.
+            self._parents[:, :, :shown] = parents[:, :, :shown]
         self.count.copy_(step)
-        if self._read is None:
-            args = (self.decoder, self._tokens, self._parents, self.count)
-            self._read = self._made(_read, args)
-        logits: Tensor = self._read()
+        run = self._runs.get(("read", self._size))
+        if run is None:
+            run = self._make("read", _read, (self.decoder, self._tokens, self._parents, self.count, self._shown))
+        logits: Tensor = run()
         return logits
 
-    def _made(self, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
-        """What runs the function on the arguments, on which it has run at least once."""
+    def _make(self, kind: str, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
+        """Keeps what runs the function on the arguments, on which it has run at least once."""
         started = time.perf_counter()
+        number = len(self._codes)
+        run = self._made(kind, function, args)
+        if self.shape.way.is_captured or len(self._codes) > number:
+            self._tell(time.perf_counter() - started)
+        self._runs[kind, self._size] = run
+        return run
+
+    def _made(self, kind: str, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
         ways: list[Callable[[], Any]] = [Bound(function, args)]
         if self.shape.way.is_compiled:
-            ways = compiled.ways(function, args, id(self))
+            for tensor, dims in self._sizes_that_vary():
+                compiled.let_vary(tensor, dims)
+            key = kind, self.shape.of_code(), self.decoder.gathers, self._head is None
+            ways = self._codes.ways(function, args, key)
         for number, run in enumerate(ways, 1):
             try:
                 run()
-                if self.shape.way.is_captured:
-                    graph = graphs.Graph(run, self.shape.device)
-                    self._graph_bytes += graph.num_bytes
-                    run = _Replay(graph)
-                break
+                if not self.shape.way.is_captured:
+                    return run
+                graph = graphs.Graph(run, self.shape.device, self._graphs[0] if self._graphs else None)
+                self._graphs.append(graph)
+                return _Replay(graph)
             # Of the compiler, of the C++ compiler that it runs, or of the capture: whatever it is, the call runs without.
             except Exception as error:
                 if number == len(ways):
                     raise NotKept(f"what is to be {self.shape.way} raises {said_by(error)}") from error
-        self._tell(time.perf_counter() - started)
-        return run
+        raise AssertionError("there is a way")
+
+    def _sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        yield from self.decoder.sizes_that_vary()
+        yield from ((self._shown, (0,)), (self._tokens, (0,)))
+        if self._parents is not None:
+            yield self._parents, (0, 2)
+        if self._mask is not None:
+            yield self._mask, (0,)
+        if self._state is not None:
+            yield from self._state.sizes_that_vary()
 
     def _tell(self, seconds: float) -> None:
         shape = self.shape
         logger.warning(
             "fused_topk: a step of %d x %d beams, with up to %d + %d tokens, was %s in %.1f s, for later calls, too",
             shape.batch,
-            shape.rules.beams,
+            shape.beams,
             shape.prompt,
-            shape.rules.room,
+            self._size,
             shape.way,
             seconds,
         )
@@ -282,37 +334,37 @@ class _Replay:
 def _advance(
     decoder: Decoder,
     head: Head | None,
-    rules: Rules,
     mask: Tensor | None,
     state: Any,
     constants: Any,
     step: Tensor,
     last: Tensor,
+    shown: Tensor,
     is_late: bool,
 ) -> None:
     before, are_last = step - 1, step >= last
-    if rules.beams == 1:
-        args = state.tokens.index_select(1, before), constants.parents, before, decoder.room
+    after: Any
+    if isinstance(state, Texts):
+        args = state.tokens.index_select(1, before), None, before, shown.shape[0]
         if head is None:
             chosen = functional.topk(decoder.read(*args), 1, mask=mask).indices.squeeze(1)
         else:
             chosen = head.greatest(decoder.read_states(*args), mask)
-        after: Any = choose_tokens(state, constants, chosen, step, are_last)
+        after = choose_tokens(state, constants, chosen, step, are_last)
     else:
         tokens = state.running.tokens.index_select(2, before).squeeze(2)
-        args = tokens, state.running.parents, before, decoder.room
+        args = tokens, state.running.parents, before, shown.shape[0]
+        beams, kept = tokens.shape[1], constants.is_best.shape[0]
         if head is None:
             logits = decoder.read(*args)
             vocab_size = logits.shape[-1]
-            of_beams = logits.view(-1, rules.beams, vocab_size)
-            scores, indices, _ = functional.beam_topk(
-                of_beams, state.running.scores, rules.kept, mask=mask, normalize="all"
-            )
+            of_beams = logits.view(-1, beams, vocab_size)
+            scores, indices, _ = functional.beam_topk(of_beams, state.running.scores, kept, mask=mask, normalize="all")
         else:
             vocab_size = len(head.weight)
             mask = None if mask is None else mask.flatten(0, 1)
-            scores, indices = head.continuations(decoder.read_states(*args), state.running.scores, rules.kept, mask)
-        after = choose(state, rules, constants, scores, indices, vocab_size, step, are_last)
+            scores, indices = head.continuations(decoder.read_states(*args), state.running.scores, kept, mask)
+        after = choose(state, constants, scores, indices, vocab_size, step, are_last)
     if is_late:
         after = unless_over(state, after)
         step.add_(state.goes_on)
@@ -321,8 +373,8 @@ def _advance(
     _write(state, after)
 
 
-def _read(decoder: Decoder, tokens: Tensor, parents: Tensor, step: Tensor) -> Tensor:
-    return decoder.read(tokens, parents, step, decoder.room)
+def _read(decoder: Decoder, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: Tensor) -> Tensor:
+    return decoder.read(tokens, parents, step, shown.shape[0])
 
 
 def unless_over(before: Any, after: Any) -> Any:
@@ -354,20 +406,19 @@ class Store:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Shape, KeptStep] = OrderedDict()
+        self._codes = Codes()
         self._used: set[Shape] = set()
         self._failed: dict[Shape, str] = {}
         self._lock = threading.Lock()
 
     @contextmanager
     def step(self, twin: Any, head: Head | None, shape: Shape) -> Iterator[KeptStep]:
-        """Lends one call the step of a shape, or one that has been made for longer texts.
+        """Lends one call the step of a shape.
 
         Raises:
             NotKept: another call uses it, or it could not be made before.
         """
         with self._lock:
-            longer = [each for each in self._kept if each.serves(shape)]
-            shape = min(longer, key=lambda each: each.rules.room, default=shape)
             if shape in self._failed:
                 raise NotKept(self._failed[shape])
             if shape in self._used:
@@ -375,17 +426,17 @@ class Store:
             self._used.add(shape)
             step = self._kept.pop(shape, None)
         try:
-            step = KeptStep(twin, head, shape) if step is None else step
+            step = KeptStep(twin, head, shape, self._codes) if step is None else step
             try:
                 yield step
-            # Of this call: the next one may not raise it.
-            except (Declined, NotSparse):
+            except NotKept as error:
+                self._failed[shape] = str(error)
+                raise
+            # Of this call, its processors or its streamer: the next call begins anew all that a step holds.
+            except BaseException:
                 self._keep(shape, step)
                 raise
             self._keep(shape, step)
-        except NotKept as error:
-            self._failed[shape] = str(error)
-            raise
         finally:
             self._used.discard(shape)
 

@@ -14,12 +14,12 @@ from ..choice.edit import NotSparse
 from ..edits.plan import Plan
 from ..edits.tries import TrieLogitsProcessor
 from ..statistics import count_not_compiled, count_whole
-from . import beams, graphs, texts
+from . import beams, graphs, room, texts
 from .beams import Beams, Rules
 from .criteria import Criteria
 from .decoder import Decoder, Prompt
 from .head import Head
-from .kept import KeptStep, NotKept, Shape, Store, Way, unless_over
+from .kept import KeptStep, NotKept, Shape, Store, Way, most_room, unless_over
 from .reasons import Declined
 from .results import KeptOutputs, of_beams, of_texts
 from .scan import Scan
@@ -31,9 +31,11 @@ from .walk import Walk
 class Reader(Protocol):
     """What computes the logits: a decoder, or a step that is kept."""
 
+    def open(self, size: int) -> int: ...
+
     def read_prompt(self, prompt: Prompt) -> Tensor: ...
 
-    def read(self, tokens: Tensor, parents: Tensor, step: Tensor, shown: int) -> Tensor: ...
+    def read(self, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor: ...
 
 
 class Search(NamedTuple):
@@ -77,7 +79,7 @@ class Search(NamedTuple):
                     if self.only_kept:
                         raise Declined(str(error)) from error
                     count_not_compiled(str(error))
-            return self._run(self._decoder(), None)
+            return self._run(self._decoder(), None, self.rules.room)
         except NotSparse as error:
             raise Declined(str(error)) from error
 
@@ -97,7 +99,7 @@ class Search(NamedTuple):
             constraint = self._constraint()
             has_others = len(self.plan.processors) > (constraint is not None)
             if has_others or self.config.do_sample or any(each is not None for each in kept):
-                return self._run(step, way)
+                return self._run(step, way, most_room(self.rules))
             return self._run_at_once(step, way, constraint)
 
     def _constraint(self) -> TrieLogitsProcessor | None:
@@ -108,18 +110,24 @@ class Search(NamedTuple):
 
     def _run_at_once(self, step: KeptStep, way: Way, constraint: TrieLogitsProcessor | None) -> Any:
         ids, rules = self.prompt.ids, self.rules
-        length, batch = ids.shape[1], len(ids)
-        room = min(rules.room, self.criteria.max_length - length)
-        state, constants = self._first(step.shape.rules, batch, room)
+        length, most = ids.shape[1], most_room(rules)
+        last = min(rules.room, self.criteria.max_length - length) - 1
+        size = step.open(room.at_first(most))
+        state, constants = self._first(size, last + 1)
         logits = step.read_prompt(self.prompt)
         ends_now = self.criteria.end_all(ids, length + 1)
         state = self._chosen(state, constants, logits, ids, 0, ends_now)
-        step.begin(state, constants, room - 1)
+        step.begin(state, constants, last)
         flag = graphs.EndFlag(ids.device)
         walk = None if constraint is None else Walk(constraint, ids, rules.beams, logits.shape[-1])
         token = 1
         is_going = flag.goes_on(step.goes_on)
-        while is_going and token < room:
+        while is_going and token <= last:
+            if token == size:
+                # This waits for the device, as a capture does, of which there would be no use after the end.
+                if not bool(step.goes_on):
+                    break
+                size = step.open(room.after(size, most))
             if self.criteria.have_clocks and self.criteria.end_all(ids, length + token + 1):
                 step.end_with(token)
             step.advance(None if walk is None else walk.mask_after(step.state, token - 1))
@@ -136,12 +144,16 @@ class Search(NamedTuple):
 
     # The forward pass and the choice apart.
 
-    def _run(self, reader: Reader, way: Way | None) -> Any:
-        """Args: way: how the forward pass runs."""
+    def _run(self, reader: Reader, way: Way | None, most: int) -> Any:
+        """Args:
+        way: how the forward pass runs.
+        most: for how many new tokens there may be room.
+        """
         ids, rules = self.prompt.ids, self.rules
-        batch, length = ids.shape
+        length = ids.shape[1]
         kept = KeptOutputs.asked_for(self.config)
-        state, constants = self._first(rules, batch, rules.room)
+        size = reader.open(room.at_first(most))
+        state, constants = self._first(size, rules.room)
         is_late = graphs.is_cuda(ids.device)
         flag = graphs.EndFlag(ids.device)
         steps = torch.zeros(1, dtype=torch.int64, device=ids.device)
@@ -155,9 +167,15 @@ class Search(NamedTuple):
             state = after
             if ends_now or not flag.goes_on(state.goes_on):
                 break
+            if step + 1 == size:
+                # As in _run_at_once.
+                if not bool(state.goes_on):
+                    break
+                size = reader.open(room.after(size, most))
+                state = state.with_room(size)
             now = torch.full((1,), step, device=ids.device)
             tokens, parents = (
-                (state.tokens[:, step], constants.parents)
+                (state.tokens[:, step], None)
                 if rules.beams == 1
                 else (state.running.tokens[:, :, step], state.running.parents)
             )
@@ -170,21 +188,22 @@ class Search(NamedTuple):
         return self._result(state, count, kept)
 
     def _decoder(self) -> Decoder:
-        # The last of the new tokens is not read.
         (batch, length), source = self.prompt.ids.shape, self.prompt.source
         places = None if source is None else source.hidden.shape[1]
-        return Decoder(self.twin, batch, length, self.rules.beams, self.rules.room - 1, self.prompt.ids.device, places)
+        return Decoder(self.twin, batch, length, self.rules.beams, self.prompt.ids.device, places)
 
-    def _first(self, rules: Rules, batch: int, room: int) -> tuple[Any, Any]:
+    def _first(self, size: int, longest: int) -> tuple[Any, Any]:
         """The state before the first token, and the constants of the choices.
 
         Args:
-            room: of the call; that of `rules` may have been rounded up.
+            size: for how many tokens the state has room.
+            longest: how many there may be.
         """
-        device = self.prompt.ids.device
+        ids, rules = self.prompt.ids, self.rules
         if rules.beams == 1:
-            return texts.at_first(rules, batch, device), texts.TextConstants.of(rules, batch, self.padding, device)
-        return beams.at_first(rules, batch, device), beams.BeamConstants.of(rules, room, device)
+            constants = texts.TextConstants.of(rules, self.padding, ids.device)
+            return texts.at_first(len(ids), size, ids.device), constants
+        return beams.at_first(rules, len(ids), size, ids.device), beams.BeamConstants.of(rules, longest, ids.device)
 
     def _chosen(
         self,
@@ -224,7 +243,7 @@ class Search(NamedTuple):
             chosen = self._drawn(scan) if self.config.do_sample else self._greatest(scan)
             return texts.choose_tokens(state, constants, chosen, now, are_last)
         scores, indices = self._continuations(scan, state)
-        return beams.choose(state, rules, constants, scores, indices, logits.shape[-1], now, are_last)
+        return beams.choose(state, constants, scores, indices, logits.shape[-1], now, are_last)
 
     def _greatest(self, scan: Scan) -> Tensor:
         found = tokens.greatest(scan.rows, scan.edits, self.plan.filters)

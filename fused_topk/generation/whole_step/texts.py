@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .beams import Rules
 
@@ -18,27 +20,31 @@ class Texts(NamedTuple):
     has_ended: Tensor  # bool [batch]
     goes_on: Tensor  # bool []
 
+    def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """See :meth:`Decoder.sizes_that_vary`."""
+        yield from ((self.tokens, (0, 1)), (self.has_ended, (0,)))
+
+    def with_room(self, room: int) -> Texts:
+        """The same with room for so many tokens."""
+        return Texts(F.pad(self.tokens, (0, room - self.tokens.shape[1])), self.has_ended, self.goes_on)
+
 
 class TextConstants(NamedTuple):
     """What the choices of a call need on its device."""
 
-    ends: Tensor  # int64 [n]
+    ends: Tensor  # int64 [rules.num_ends]
     padding: Tensor  # int64 [1], what stands after the end of a text
-    parents: Tensor  # int64 [batch, 1, room], zeros: no text has another's past
 
     @staticmethod
-    def of(rules: Rules, batch: int, padding: int | None, device: torch.device) -> TextConstants:
-        return TextConstants(
-            torch.tensor(rules.ends, dtype=torch.int64, device=device),
-            # Without it no text ends before the others.
-            torch.tensor([padding or 0], device=device),
-            torch.zeros(batch, 1, rules.room, dtype=torch.int64, device=device),
-        )
+    def of(rules: Rules, padding: int | None, device: torch.device) -> TextConstants:
+        # Without padding no text ends before the others.
+        return TextConstants(rules.end_tokens(device), torch.tensor([padding or 0], device=device))
 
 
-def at_first(rules: Rules, batch: int, device: torch.device) -> Texts:
+def at_first(batch: int, room: int, device: torch.device) -> Texts:
+    """Before the first token. Args: room: for how many tokens there is room."""
     return Texts(
-        torch.zeros(batch, rules.room, dtype=torch.int64, device=device),
+        torch.zeros(batch, room, dtype=torch.int64, device=device),
         torch.zeros(batch, dtype=torch.bool, device=device),
         torch.ones((), dtype=torch.bool, device=device),
     )

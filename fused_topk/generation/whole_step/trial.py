@@ -100,7 +100,8 @@ def _reason(twin: Any, stock: Any, name: str) -> str | None:
     ids = _some_tokens(stock.config, torch.arange(batch * length, device=device) * 7 + 3).view(batch, length)
     # With a place more than is needed. Where there is no mask of the source it has none.
     places = None if source is None else source.hidden.shape[1] + (source.is_text is not None)
-    decoder = Decoder(twin, batch, length + 1, beams, room, device, places)
+    decoder = Decoder(twin, batch, length + 1, beams, device, places)
+    decoder.open(room + 1)
     decoder.read_prompt(Prompt(ids, is_text, positions_of(is_text), {}, length + room + 1, source))
     reason = _reason_of_layers(twin.config, decoder, name)
     if reason is not None:

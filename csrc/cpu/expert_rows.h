@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// A request for experts. Router of prepared.h fills it in, and expert_rows.cpp computes it.
+#pragma once
+
+#include "expert_kernels.h"
+#include "logit_rows.h"
+
+namespace fused_topk::cpu {
+
+// What is wanted is an ExpertRows without its rows.
+struct RouterProblem : LogitRows {
+  ExpertRows wanted;  // experts and weights: [sizes..., k]
+};
+
+// Throws std::bad_alloc.
+void solve(const RouterProblem& problem);
+
+}  // namespace fused_topk::cpu

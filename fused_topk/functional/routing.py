@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public function that routes tokens to experts. It checks the arguments, moves the experts last, and runs a plan, or the
+operator where torch must see the call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..arguments import check_backend, check_dim, check_logits, check_rows, plain_rows, vocabulary_last
+from ..operators import routing, transforms
+from ..operators.dispatch import need_dispatcher, way_of_call
+from ..plans import router_plan, router_result
+from ..problem import RouterTopK, result_dtype
+from ..router_arguments import INDEX_DTYPES, check_bias, check_router
+from ..rows import like_given
+from .out import check_out, have_changed, is_plain_out
+
+# Looked up once, not at every call.
+_router_topk = torch.ops.fused_topk.router_topk.default
+_router_topk_out = torch.ops.fused_topk.router_topk_out.default
+_BACKENDS = (None, *backends.NAMES)
+_BIASES = (Tensor, torch.nn.Parameter)
+_OUT_TYPES = (RouterTopK, tuple)
+_REQUEST_TYPES = (int, str, int, int, str, bool)
+
+
+def router_topk(
+    logits: Tensor,
+    k: int,
+    *,
+    scoring: str = "softmax",
+    bias: Tensor | None = None,
+    groups: int = 1,
+    topk_groups: int = 1,
+    group_score: str = "top2",
+    normalize: bool = False,
+    scale: float = 1.0,
+    mask: Tensor | None = None,
+    dim: int = -1,
+    index_dtype: torch.dtype = torch.int64,
+    backend: str | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> RouterTopK:
+    """The k experts of each token and their weights, as mixtures of experts route: one launch, one read of the logits.
+
+    Each expert has a score. The k experts with the greatest sums of score and bias are chosen; their weights are the scores.
+
+    ======================================================= =============================================================
+    models                                                  arguments
+    ======================================================= =============================================================
+    Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, Hunyuan           `normalize=True` (Qwen, OLMoE: as the configuration has it)
+    DeepSeek-V2                                             `scale=`; with groups `groups=, topk_groups=, group_score="max"`
+    DeepSeek-V3, V3.2, Kimi-K2, GLM-4.5, dots.llm1          `scoring="sigmoid", bias=, groups=, topk_groups=,
+                                                            normalize=True, scale=`
+    MiniMax-M2                                              `scoring="sigmoid", bias=, normalize=True`
+    DeepSeek-V4                                             `scoring="sqrtsoftplus", bias=, normalize=True, scale=`
+    ERNIE-4.5                                               `bias=, normalize=True`
+    GPT-OSS                                                 `softmax_topk(logits, k, normalize="topk")`
+    ======================================================= =============================================================
+
+    Args:
+        logits: shape (..., E), float32, float16, bfloat16 or float64, any strides, any device.
+        k: the number of experts per token, 1 <= k <= E.
+        scoring: "softmax" of the row, "sigmoid", or "sqrtsoftplus", the square root of log(1 + e^x).
+        bias: shape (E,), added to the scores for the choice alone. float32 (float64 for float64 logits); others are converted.
+        groups: the number of groups of adjacent experts, all of one size.
+        topk_groups: how many groups are kept, before experts are chosen from these. They must have at least k experts.
+        group_score: what groups are kept by: "top2", the sum of their two best experts' score + bias, or "max", that of the best.
+        normalize: whether the weights are divided by their sum + 1e-20.
+        scale: multiplies the weights, at the end.
+        mask: the experts that may be chosen, bool or packed int32 as for :func:`softmax_topk`: others count as logits of -inf.
+        dim: the dimension of the experts.
+        index_dtype: torch.int64 or torch.int32, of the experts; written directly. `out` has its own.
+        backend: None, "cuda", "cpu" or "reference", as for :func:`softmax_topk`. "cuda" and "cpu" take E <= 1024 and k <= 32,
+            and no float64. None runs torch operations beyond that.
+        out: (weights, experts) to write into instead of new tensors. They may have any strides.
+
+    Returns:
+        RouterTopK with weights float32 (..., k), and experts (..., k), both with the k along `dim`. float64 logits give float64
+        weights.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: a value, shape or device that breaks a rule above, or `out` overlapping an input.
+        RuntimeError: the requested backend does not work here, or a kernel does not compile.
+
+    Contract:
+        Scores, sums and weights are float32 whatever the dtype of the logits. Every operation of a score is rounded by itself,
+        in a fixed order: so the experts are the same on every backend, and the scores within 8 units of 2^-24. A score below
+        e^-87 is 0 (of sqrtsoftplus, its square).
+        Order: greater score + bias first, NaN above +inf, equal ones by smaller index; groups likewise. Different logits may have
+        equal scores: the sigmoids of 20 and of 100 are both 1. Weights are in the order of the choice.
+        A logit of -inf takes its expert out: its score + bias counts as -inf and its weight is 0, whatever the bias. Where fewer
+        than k are left, the others follow by index. Experts are always distinct, in range and of the groups that are kept.
+        NaN: with sigmoid and sqrtsoftplus an expert whose logit is NaN comes first and has the weight NaN; normalized, all of the
+        row's weights are NaN. With softmax a row with NaN, with +inf, or of only -inf has scores of NaN, as in torch: its weights
+        are NaN, and its experts follow by index, those with logits of -inf last. +inf has the sigmoid 1 and sqrtsoftplus +inf.
+        Deterministic: a row gives the same bits in every call, in every batch. A call does not wait for the device, except the
+        first one of a kernel on a GPU. Can be captured in a CUDA graph and compiled with fullgraph=True.
+        The weights are differentiable with respect to the logits, as a function of the experts that are chosen: the choice has no
+        gradient. That of the bias, which has an effect on the choice alone, is zero.
+
+    Example:
+        >>> import torch, fused_topk
+        >>> fused_topk.router_topk(torch.tensor([1.0, 3.0, 2.0, 3.0]), 2, scoring="sigmoid", normalize=True)
+        RouterTopK(weights=tensor([0.5000, 0.5000]), experts=tensor([1, 3]))
+    """
+    request: tuple[Any, ...] = (k, scoring, groups, topk_groups, group_score, normalize)
+    # Arguments of exactly these types can be the key of a cached plan. All others are checked below.
+    if (
+        tuple(map(type, request)) == _REQUEST_TYPES
+        and (type(scale) is float or type(scale) is int)
+        and type(dim) is int
+        and dim == -1
+        and backend in _BACKENDS
+        and (out is None or _may_be_plain(out))
+    ):
+        rows = plain_rows(logits, None, mask, out=out or ())
+        if rows is not None and (bias is None or _is_plain(bias, logits)):
+            if out is not None:
+                index_dtype = _index_dtype_of(out)
+            asked = (*request, float(scale), index_dtype, backend)
+            plan = router_plan(logits.device, rows.layout(), like_given(bias), *asked)
+            if out is None:
+                return plan.run(rows, bias)
+            written = RouterTopK(*out)
+            if not is_plain_out(written, plan.result, rows, bias):
+                check_out(written, plan.result, rows, RouterTopK._fields, bias)
+            plan.run_into(written, rows, bias)
+            have_changed(written)
+            return written
+    check_logits(logits)
+    dims = logits.dim()
+    dim = check_dim(dim, dims)
+    moved = dim != dims - 1
+    if moved:
+        logits, mask = logits.movedim(dim, -1), vocabulary_last(mask, dim, dims)
+    rows = check_rows(logits, None, mask)
+    bias = check_bias(bias, logits)
+    if out is not None:
+        index_dtype = _index_dtype_of(out)
+    check_router(logits.shape[-1], k, scoring, groups, topk_groups, group_score, normalize, scale, index_dtype)
+    check_backend(backend)
+    asked = (*request, float(scale))
+    if out is None:
+        run = way_of_call(routing.router_topk, _router_topk, transforms.RouterChoice.apply, *rows.tensors(), bias)
+        result = RouterTopK(*run(*rows, bias, *asked, index_dtype, backend))
+        return RouterTopK(*(x.movedim(-1, dim) for x in result)) if moved else result
+    expected = list(router_result(logits, k, index_dtype))
+    if moved:
+        shape = list(logits.shape[:-1])
+        shape.insert(dim, k)
+        expected = [(tuple(shape), dtype) for _, dtype in expected]
+    check_out(out, expected, rows, RouterTopK._fields, bias)
+    last = [x.movedim(dim, -1) for x in out] if moved else out
+    sees_dispatcher = need_dispatcher(*rows.tensors(), bias, *out)
+    run_out = _router_topk_out if sees_dispatcher else routing.router_topk_out
+    run_out(*rows, bias, *asked, backend, *last)
+    if not sees_dispatcher:
+        have_changed(out)
+    return RouterTopK(*out)
+
+
+def _is_plain(bias: Any, logits: Tensor) -> bool:
+    """Whether a plan can read it."""
+    return (
+        type(bias) in _BIASES
+        and bias.dtype is result_dtype(logits.dtype)
+        and bias.shape == logits.shape[-1:]
+        and bias.is_contiguous()
+        and bias.device == logits.device
+        and not need_dispatcher(bias)
+    )
+
+
+def _may_be_plain(out: Any) -> bool:
+    return type(out) in _OUT_TYPES and len(out) == 2 and type(out[0]) is type(out[1]) is Tensor
+
+
+def _index_dtype_of(out: Any) -> Any:
+    """That of the experts to write, int64 where check_out() refuses them anyway."""
+    dtype = getattr(out[-1], "dtype", None) if isinstance(out, (tuple, list)) and out else None
+    return dtype if dtype in INDEX_DTYPES else torch.int64

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators as functions: with checked arguments, each takes the shortest way that serves its tensors.
+
+The public functions end here, and so do those of a vocabulary over processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..problem import TopK
+from ..rows import LogitRows
+from . import full_rows as of_full_rows
+from . import merging, transforms
+from . import row_topk as of_row_topk
+from .dispatch import need_dispatcher, way_of_call
+
+# These are looked up once, not at every call.
+_row_topk = torch.ops.fused_topk.row_topk.default
+_row_topk_out = torch.ops.fused_topk.row_topk_out.default
+_beam_topk = torch.ops.fused_topk.beam_topk.default
+_full_rows = torch.ops.fused_topk.full_rows.default
+_merge_parts = torch.ops.fused_topk.merge_parts.default
+
+
+def row_topk(rows: LogitRows, k: int, values: str, normalize: str, backend: str | None) -> TopK:
+    """See :class:`TopkProblem`."""
+    run = way_of_call(of_row_topk.row_topk, _row_topk, transforms.RowTopk.apply, *rows.tensors())
+    return TopK(*run(*rows, k, values, normalize, backend))
+
+
+def row_topk_into(rows: LogitRows, k: int, values: str, normalize: str, backend: str | None, out: TopK) -> bool:
+    """Writes into the tensors of `out`. Returns whether torch has seen the call."""
+    is_seen = need_dispatcher(*rows.tensors(), *out)
+    run = _row_topk_out if is_seen else of_row_topk.row_topk_out
+    run(*rows, k, values, normalize, backend, *out)
+    return is_seen
+
+
+def beam_topk(rows: LogitRows, beam_scores: Tensor, k: int, normalize: str, backend: str | None) -> TopK:
+    """The k best over the beams of (batch, beams, V)."""
+    tensors = rows.tensors()
+    run = way_of_call(of_row_topk.beam_topk, _beam_topk, transforms.BeamTopk.apply, *tensors, beam_scores)
+    return TopK(*run(*rows, beam_scores, k, normalize, backend))
+
+
+def full_rows(rows: LogitRows, values: str, dtype: torch.dtype, backend: str | None) -> Tensor:
+    """See :class:`FullRowProblem`."""
+    run = way_of_call(of_full_rows.full_rows, _full_rows, transforms.FullRowValues.apply, *rows.tensors())
+    result: Tensor = run(*rows, values, dtype, backend)
+    return result
+
+
+def merge_parts(
+    logits: Tensor,
+    indices: Tensor,
+    m: Tensor,
+    d: Tensor,
+    lengths: Tensor | None,
+    k: int,
+    temperature: float,
+    row_temperature: Tensor | None,
+    values: str,
+    normalize: str,
+    backend: str | None,
+) -> TopK:
+    """See :class:`MergeProblem`."""
+    tensors = logits, indices, m, d, lengths
+    run = way_of_call(merging.merge_parts, _merge_parts, transforms.MergeParts.apply, *tensors, row_temperature)
+    numbers: Any = k, temperature, row_temperature, values, normalize, backend
+    return TopK(*run(*tensors, *numbers))

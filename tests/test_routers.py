@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""router_topk: its rules, in float64 and one row after another; equal bits on every backend; and all that torch sees of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import grad, vmap
+
+import fused_topk
+from fused_topk import RouterTopK
+from fused_topk.backends import cpu, reference
+from fused_topk.problem import RouterProblem
+from fused_topk.rows import LogitRows
+from oracle import DTYPES
+from routing import SCORINGS, assert_same, check_by_rules, random_problem, route
+from rows import INF, NAN, packed, random_logits, random_mask, shifted
+
+GROUPED = {"scoring": "sigmoid", "groups": 8, "topk_groups": 4, "normalize": True, "scale": 2.5}
+
+
+def of_backend(p: RouterProblem, device: str) -> RouterProblem:
+    rows = LogitRows(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in p.rows))
+    return p._replace(rows=rows, bias=None if p.bias is None else p.bias.to(device))
+
+
+def some_bias(experts: int, device: str = "cpu") -> torch.Tensor:
+    return random_logits(experts, seed=experts, device=device) / 8
+
+
+# Of every eighth turn the rules of one row after another are asked, which takes Python's time.
+TURNS = [range(24), *(pytest.param(range(i, i + 100), marks=pytest.mark.exhaustive) for i in range(24, 1224, 100))]
+
+
+@pytest.mark.parametrize("turns", TURNS, ids=lambda turns: f"from-{turns[0]}")
+def test_rules(turns):
+    for turn in turns:
+        p = random_problem(turn, 64 if turn < 24 else 1024)
+        check_by_rules(p, route(reference, p))
+
+
+def test_rules_see_a_wrong_result():
+    """Of each rule one result that breaks it."""
+    p = random_problem(
+        0, experts=64, k=8, scoring="sigmoid", groups=8, topk_groups=2, group_score="top2", normalize=True
+    )
+    p = p._replace(rows=LogitRows(random_logits(4, 64)), bias=some_bias(64))
+    got = route(reference, p)
+    check_by_rules(p, got)
+    for others in (
+        {"bias": None}, {"group_score": "max"}, {"topk_groups": 3}, {"groups": 1, "topk_groups": 1}, {"normalize": False},
+        {"scale": p.scale * 1.0001}, {"scoring": "softmax"}, {"scoring": "sqrtsoftplus"},
+    ):  # fmt: skip
+        with pytest.raises(AssertionError):
+            check_by_rules(p._replace(**others), got)
+    swapped = RouterTopK(got.weights.flip(-1), got.experts.flip(-1))
+    with pytest.raises(AssertionError):
+        check_by_rules(p, swapped)
+
+
+TURNS_OF_BITS = [range(150), *(pytest.param(range(i, i + 500), marks=pytest.mark.exhaustive) for i in (150, 650, 1150))]
+
+
+@pytest.mark.parametrize("turns", TURNS_OF_BITS, ids=lambda turns: f"from-{turns[0]}")
+def test_bits_are_those_of_the_reference(native, turns):
+    """On every instruction set too."""
+    instruction_sets = cpu._cpu.instruction_sets() if native.name == "cpu" else [""]
+    for turn in turns:
+        p = random_problem(turn)
+        expected = route(reference, p)
+        for name in instruction_sets:
+            index_dtype = (torch.int64, torch.int32)[turn % 2]
+            if native.name == "cpu":
+                got = route(cpu, p, index_dtype, instruction_set=name)
+            else:
+                got = router(native, of_backend(p, native.device), index_dtype)
+            assert_same(RouterTopK(*(x.cpu() for x in got)), expected, (turn, name, p))
+
+
+def router(backend, p: RouterProblem, index_dtype=torch.int64) -> RouterTopK:
+    """The public function's result."""
+    rows, bias, k, *_ = p
+    settings = {
+        name: getattr(p, name) for name in ("scoring", "groups", "topk_groups", "group_score", "normalize", "scale")
+    }
+    return fused_topk.router_topk(
+        rows.logits, k, bias=bias, mask=rows.mask, **settings, index_dtype=index_dtype, backend=backend.name
+    )
+
+
+def test_of_deepseek_v3(backend):
+    """Its operations, as transformers has them, on rows without ties."""
+    x, bias = random_logits(64, 256, device=backend.device), some_bias(256, backend.device)
+    got = fused_topk.router_topk(x, 8, bias=bias, **GROUPED, backend=backend.name)
+    scores = x.sigmoid()
+    choice = scores + bias
+    of_groups = choice.view(64, 8, 32).topk(2).values.sum(-1)
+    kept = torch.zeros_like(of_groups).scatter(1, of_groups.topk(4).indices, 1).bool()
+    choice = choice.masked_fill(~kept.repeat_interleave(32, 1), -INF)
+    experts = choice.topk(8).indices
+    weights = scores.gather(1, experts)
+    assert torch.equal(got.experts, experts)
+    torch.testing.assert_close(got.weights, weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5, rtol=2e-6, atol=0)
+
+
+def test_saturated_scores_tie_by_index(backend):
+    x = torch.tensor([[-100.0, 20.0, 100.0, 3.0, 50.0, -99.0, -INF, -88.0]], device=backend.device)
+    got = fused_topk.router_topk(x, 7, scoring="sigmoid", backend=backend.name)
+    assert got.experts.tolist() == [[1, 2, 4, 3, 0, 5, 7]]
+    assert got.weights[0, :3].tolist() == [1.0] * 3 and got.weights[0, 4:].tolist() == [0.0] * 3
+
+
+def test_rows_without_a_choice(backend):
+    """NaN, +inf and only -inf: what the contract says of each."""
+    x = torch.zeros(4, 6, device=backend.device)
+    x[0, 3], x[1, 2], x[2] = NAN, INF, -INF
+    x[3] = torch.tensor([-INF, 1.0, -INF, 2.0, -INF, -INF])
+    bias = torch.tensor([9.0, 0.0, 0.0, 0.0, 0.0, 0.0], device=backend.device)
+    for scoring, experts, weights in (
+        ("softmax", [[0, 1, 2], [0, 1, 2], [0, 1, 2], [3, 1, 0]], [[NAN] * 3, [NAN] * 3, [NAN] * 3, None]),
+        ("sigmoid", [[3, 0, 1], [0, 2, 1], [0, 1, 2], [3, 1, 0]], [[NAN, 0.5, 0.5], [0.5, 1.0, 0.5], [0.0] * 3, None]),
+        ("sqrtsoftplus", [[3, 0, 1], [2, 0, 1], [0, 1, 2], [3, 1, 0]], [None, None, [0.0] * 3, None]),
+    ):
+        got = fused_topk.router_topk(x, 3, scoring=scoring, bias=bias, backend=backend.name)
+        assert got.experts.tolist() == experts, scoring
+        assert got.weights[3, 2] == 0
+        for have, want in zip(got.weights, weights, strict=True):
+            if want is not None:
+                assert torch.equal(have.nan_to_num(7.0), torch.tensor(want, device=have.device).nan_to_num(7.0))
+
+
+def test_layouts(backend):
+    """Other dimensions, strides, masks and a temporary copy change nothing."""
+    x, bias, mask = random_logits(5, 3, 64), some_bias(64), random_mask(5, 3, 64, share=0.8)
+    x, bias, mask = (each.to(backend.device) for each in (x, bias, mask))
+    expected = fused_topk.router_topk(x, 6, bias=bias, mask=mask, **GROUPED, backend="reference")
+
+    def check(logits, mask, bias=bias, dim=-1, **settings):
+        got = fused_topk.router_topk(
+            logits, 6, bias=bias, mask=mask, dim=dim, **GROUPED, backend=backend.name, **settings
+        )
+        assert_same(RouterTopK(*(each.movedim(dim, -1) for each in got)), expected)
+
+    check(x, mask)
+    check(x, packed(mask.cpu()).to(backend.device), index_dtype=torch.int32)
+    check(x.movedim(-1, 0), mask.movedim(-1, 0), dim=0)
+    check(x.transpose(0, 1).contiguous().transpose(0, 1), mask)
+    check(torch.cat([x, x], -1)[..., :64], mask)
+    check(shifted(x, 1), mask, shifted(bias, 1))
+    check(x, mask, torch.stack([bias, bias], 1)[:, 0])
+    check(x, mask, bias.double())
+
+
+def test_out(backend):
+    x, bias = random_logits(5, 64, device=backend.device), some_bias(64, backend.device)
+    for index_dtype in (torch.int64, torch.int32):
+        expected = fused_topk.router_topk(x, 6, bias=bias, **GROUPED, index_dtype=index_dtype, backend=backend.name)
+        for out in (tuple(map(torch.empty_like, expected)), tuple(each.T.contiguous().T for each in expected)):
+            for each in out:
+                each.fill_(7)
+            got = fused_topk.router_topk(x, 6, bias=bias, **GROUPED, backend=backend.name, out=out)
+            assert all(a is b for a, b in zip(got, out, strict=True))
+            assert_same(got, expected)
+            assert got.experts.dtype is index_dtype
+    moved = tuple(each.T.contiguous() for each in expected)
+    fused_topk.router_topk(x.T, 6, bias=bias, **GROUPED, dim=0, backend=backend.name, out=moved)
+    assert_same(RouterTopK(*(each.T for each in moved)), expected)
+
+
+def test_invalid_out():
+    x, bias = random_logits(5, 64), some_bias(64)
+    weights, experts = fused_topk.router_topk(x, 6)
+    for out, message in (
+        ((weights,), r"`out` must be a tuple \(weights, experts\)"),
+        ((weights.double(), experts), "`out.weights` must have dtype torch.float32"),
+        ((weights, experts.short()), "`out.experts` must have dtype torch.int64"),
+        ((weights[:, :5], experts), "`out.weights` must have shape"),
+        ((x[:, :6], experts), "`out.weights` must not overlap `logits`"),
+        ((bias[:30].view(5, 6), experts), "`out.weights` must not overlap `bias`"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            fused_topk.router_topk(x, 6, bias=bias, out=out)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"k": 0}, "`k` must satisfy 1 <= k <= 64"),
+        ({"k": 65}, "`k` must satisfy 1 <= k <= 64"),
+        ({"k": 2.0}, "`k` must be an int"),
+        ({"scoring": "relu"}, "`scoring` must be one of 'softmax', 'sigmoid', 'sqrtsoftplus', got 'relu'"),
+        ({"groups": 5}, "`groups` must divide the number of experts, 64, got groups=5"),
+        ({"groups": 65}, "`groups` must satisfy 1 <= groups <= 64"),
+        ({"groups": 8, "topk_groups": 9}, "`topk_groups` must satisfy 1 <= topk_groups <= 8"),
+        ({"topk_groups": 2}, "`topk_groups` must satisfy 1 <= topk_groups <= 1"),
+        ({"k": 9, "groups": 8}, "`topk_groups` groups must have at least k=9 experts, got topk_groups=1 with 8"),
+        ({"group_score": "sum"}, "`group_score` must be one of 'top2', 'max'"),
+        ({"normalize": 1}, "`normalize` must be a bool"),
+        ({"scale": "2"}, "`scale` must be a number"),
+        ({"scale": True}, "`scale` must be a number"),
+        ({"index_dtype": torch.int16}, "`index_dtype` must be torch.int64 or torch.int32"),
+        ({"bias": torch.zeros(63)}, r"`bias` must have shape \(64,\)"),
+        ({"bias": torch.zeros(64, dtype=torch.int32)}, "`bias` must be a floating-point tensor"),
+        ({"bias": [0.0] * 64}, "`bias` must be a torch.Tensor"),
+        ({"mask": torch.zeros(64)}, "`mask` must be bool"),
+        ({"dim": 2}, "`dim` must satisfy"),
+        ({"backend": "gpu"}, "`backend` must be one of"),
+    ],
+    ids=str,
+)
+def test_invalid_arguments(settings, message):
+    for logits in (random_logits(3, 64), random_logits(3, 64).requires_grad_()):
+        with pytest.raises((TypeError, ValueError), match=message):
+            fused_topk.router_topk(logits, **{"k": 4, **settings})
+
+
+def test_beyond_the_kernels_limits():
+    """An automatic choice falls back; an explicit one says why it cannot."""
+    for experts, k, dtype in ((1025, 4, torch.float32), (64, 33, torch.float32), (64, 4, torch.float64)):
+        x = random_logits(3, experts, dtype=dtype)
+        got = fused_topk.router_topk(x, k, scoring="sigmoid")
+        assert_same(got, fused_topk.router_topk(x, k, scoring="sigmoid", backend="reference"))
+        assert got.weights.dtype is dtype
+        with pytest.raises(ValueError, match="leave backend=None to fall back to torch operations"):
+            fused_topk.router_topk(x, k, backend="cpu")
+
+
+def test_empty(backend):
+    for shape in ((0, 64), (3, 0, 64)):
+        got = fused_topk.router_topk(random_logits(*shape, device=backend.device), 4, backend=backend.name)
+        assert got.weights.shape == got.experts.shape == (*shape[:-1], 4)
+
+
+def test_bits_do_not_depend_on_the_batch(native):
+    x, bias = random_logits(3000, 256, device=native.device), some_bias(256, native.device)
+    for settings in ({"normalize": True}, GROUPED):
+        whole = fused_topk.router_topk(x, 8, bias=bias, **settings, backend=native.name)
+        for rows in (slice(0, 1), slice(1500, 1507)):
+            part = fused_topk.router_topk(x[rows], 8, bias=bias, **settings, backend=native.name)
+            assert_same(part, RouterTopK(*(each[rows] for each in whole)))
+
+
+def settings_of(scoring: str, normalize: bool) -> dict:
+    return {"scoring": scoring, "normalize": normalize, "groups": 4, "topk_groups": 2, "scale": 1.5}
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_gradients(scoring, normalize):
+    """Against differences, the first and the second ones."""
+    x = random_logits(2, 8, dtype=torch.float64).requires_grad_()
+    bias = some_bias(8).double().requires_grad_()
+    mask = random_mask(2, 8, share=0.8)
+
+    def weights(x, bias, mask=None):
+        return fused_topk.router_topk(x, 3, bias=bias, mask=mask, **settings_of(scoring, normalize)).weights
+
+    assert torch.autograd.gradcheck(weights, (x, bias))
+    assert torch.autograd.gradcheck(lambda x: weights(x, None, mask), x)
+    assert torch.autograd.gradgradcheck(lambda x: weights(x, None), x)
+    _, of_bias = torch.autograd.grad(weights(x, bias).sum(), (x, bias))
+    assert torch.equal(of_bias, torch.zeros(8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_gradients_are_those_of_the_weights(backend, scoring):
+    """Of each dtype, against autograd through the scores of the experts that are chosen."""
+    for dtype in DTYPES.values():
+        x = random_logits(5, 64, dtype=dtype, device=backend.device).requires_grad_()
+        bias = some_bias(64, backend.device).requires_grad_()
+        got = fused_topk.router_topk(x, 4, bias=bias, **settings_of(scoring, True), backend=backend.name)
+        g = random_logits(5, 4, device=backend.device)
+        of_logits, of_bias = torch.autograd.grad((got.weights * g).sum(), (x, bias))
+        assert not got.experts.requires_grad and not of_bias.any()
+        wide = x.detach().double().requires_grad_()
+        chosen = SCORINGS[scoring](wide).gather(-1, got.experts)
+        (expected,) = torch.autograd.grad((chosen / chosen.sum(-1, keepdim=True) * 1.5 * g).sum(), wide)
+        bound = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+        torch.testing.assert_close(of_logits.double(), expected, rtol=bound, atol=bound * float(expected.abs().max()))
+
+
+def test_gradients_of_extreme_rows_are_finite():
+    x = torch.tensor([[-INF, -200.0, 3.0, 200.0, -90.0]]).requires_grad_()
+    for scoring in SCORINGS:
+        weights = fused_topk.router_topk(x, 5, scoring=scoring, normalize=True).weights
+        (of_logits,) = torch.autograd.grad(weights[0, 0], x)
+        assert of_logits.isfinite().all(), scoring
+
+
+@pytest.mark.exhaustive
+def test_opcheck(backend):
+    x = random_logits(3, 64, device=backend.device).requires_grad_()
+    bias, mask = some_bias(64, backend.device), random_mask(3, 64, device=backend.device)
+    request = (4, "sigmoid", 8, 4, "top2", True, 2.5)
+    for rows, b, index_dtype in ((LogitRows(x), bias, torch.int32), (LogitRows(x, mask=mask), None, torch.int64)):
+        arguments = (*rows, b, *request, index_dtype, backend.name)
+        torch.library.opcheck(torch.ops.fused_topk.router_topk.default, arguments)
+    out = fused_topk.router_topk(x.detach(), 4, backend=backend.name)
+    arguments = (*LogitRows(x.detach()), bias, *request, backend.name, *(each.clone() for each in out))
+    torch.library.opcheck(torch.ops.fused_topk.router_topk_out.default, arguments)
+
+
+def test_compile(backend):
+    """Without graph breaks; other shapes need no new graph where shapes are dynamic."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(x, bias):
+        got = fused_topk.router_topk(x * 2, 4, bias=bias, **GROUPED, index_dtype=torch.int32, backend=backend.name)
+        return got.weights + 1, got.experts
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=count)
+    bias = some_bias(64, backend.device)
+    for rows in (3, 5):
+        x = random_logits(rows, 64, device=backend.device)
+        assert_same(RouterTopK(*compiled(x, bias)), RouterTopK(*step(x, bias)))
+    assert len(graphs) == 1
+
+
+@pytest.mark.exhaustive
+def test_compile_with_a_gradient(backend):
+    torch._dynamo.reset()
+    bias = some_bias(64, backend.device)
+
+    def loss(x):
+        return fused_topk.router_topk(x * 2, 4, bias=bias, **GROUPED, backend=backend.name).weights.square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    x = random_logits(3, 64, device=backend.device).requires_grad_()
+    (got,), (expected,) = (torch.autograd.grad(f(x), x) for f in (compiled, loss))
+    torch.testing.assert_close(got, expected)
+
+
+def test_vmap(backend):
+    """Over the logits, the mask and the bias, against a loop; and gradients under it."""
+    x = random_logits(3, 5, 64, device=backend.device)
+    mask = random_mask(3, 5, 64, share=0.8, device=backend.device)
+    biases = torch.stack([some_bias(64, backend.device) * i for i in (1, 2, 3)])
+
+    def call(x, mask, bias):
+        return tuple(fused_topk.router_topk(x, 4, bias=bias, mask=mask, **GROUPED, backend=backend.name))
+
+    for in_dims in ((0, None, None), (None, 0, None), (None, None, 0), (1, 1, None), (0, 0, 0)):
+        given = [each if dim is not None else each[0] for each, dim in zip((x, mask, biases), in_dims, strict=True)]
+        got = vmap(call, in_dims=in_dims)(*given)
+        turns = range(next(given[i].shape[dim] for i, dim in enumerate(in_dims) if dim is not None))
+        loop = [
+            call(*(e if dim is None else e.select(dim, i) for e, dim in zip(given, in_dims, strict=True)))
+            for i in turns
+        ]
+        assert_same(RouterTopK(*got), RouterTopK(*map(torch.stack, zip(*loop, strict=True))), in_dims)
+
+    def loss(x):
+        return call(x, None, biases[0])[0].square().sum()
+
+    torch.testing.assert_close(vmap(grad(loss))(x), torch.stack([grad(loss)(each) for each in x]))
+
+
+def test_fake_and_meta():
+    with FakeTensorMode():
+        got = fused_topk.router_topk(torch.empty(3, 64), 4, bias=torch.empty(64), index_dtype=torch.int32)
+        assert got.weights.shape == (3, 4) and got.experts.dtype is torch.int32
+    got = fused_topk.router_topk(torch.empty(3, 64, device="meta", dtype=torch.bfloat16), 4)
+    assert got.weights.is_meta and got.weights.dtype is torch.float32 and got.experts.shape == (3, 4)
+
+
+def test_cuda_graph(cuda):
+    x, bias = random_logits(64, 256, device="cuda"), some_bias(256, "cuda")
+
+    def call():
+        return fused_topk.router_topk(x, 8, bias=bias, **GROUPED, backend="cuda")
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    x.copy_(random_logits(64, 256, seed=1))
+    graph.replay()
+    assert_same(captured, call())

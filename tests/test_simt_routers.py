@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of csrc/routers/route_experts.cu on the emulated machine: every read and write checked, under several schedules,
+and the result the reference's, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fused_topk.backends import cuda, reference
+from fused_topk.layout import router_launch
+from fused_topk.problem import RouterProblem, RouterTopK
+from fused_topk.rows import LogitRows
+from oracle import DTYPES
+from routing import SCORINGS, assert_same, empty_result, random_problem, route
+from rows import NAN, packed, random_logits, random_mask, shifted
+from simt import build
+from simt.emulate import emulated, recorded
+from simt.launch import SCHEDULES, Array, Outcome
+
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+CPU = torch.device("cpu")
+
+
+def run(p: RouterProblem, index_dtype: torch.dtype = torch.int64, **how) -> tuple[RouterTopK, Outcome]:
+    """What the kernel makes of CPU tensors, and what the machine has found."""
+    out = empty_result(p, index_dtype)
+    inputs = {name: x for name, x in (*p.rows._asdict().items(), ("bias", p.bias)) if isinstance(x, torch.Tensor)}
+    arrays = [*(Array(name, x, "input") for name, x in inputs.items())]
+    arrays += [Array(name, x, "output") for name, x in out._asdict().items()]
+    with emulated(arrays, **how) as outcomes:
+        cuda.prepare_router(p, CPU)(p.rows, p.bias, out)
+    return out, outcomes[-1]
+
+
+def check(p: RouterProblem, **how) -> None:
+    got, outcome = run(p, **how)
+    outcome.check()
+    assert_same(got, route(reference, p), p)
+
+
+# The longest rows of each kernel.
+SIZES = (128, 256, 512, 1024)
+PLAIN = [("fp32", 128, "softmax"), ("bf16", 256, "sigmoid"), ("fp32", 512, "sqrtsoftplus")]
+KERNELS = [
+    pytest.param(*case, marks=() if case in PLAIN else pytest.mark.exhaustive)
+    for case in itertools.product(DTYPES, SIZES, SCORINGS)
+    if case[:2] not in (("fp16", 128), ("bf16", 128))
+]
+
+
+@pytest.mark.parametrize(("dtype", "longest", "scoring"), KERNELS)
+def test_bits_are_those_of_the_reference(dtype, longest, scoring):
+    """Of random requests, under each schedule."""
+    name = router_launch.kernel_name(DTYPES[dtype], longest, scoring)
+    for turn, experts in enumerate([longest] * 5 + [longest - 3, longest * 5 // 8, longest // 2 + 1] * 3):
+        p = random_problem(turn + longest, experts=experts, dtype=DTYPES[dtype], scoring=scoring)
+        with recorded() as names:
+            cuda.prepare_router(p, CPU)(p.rows, p.bias, empty_result(p))
+        assert names == [name]
+        check(p, schedule=SCHEDULES[turn % 5], seed=turn, index_dtype=(torch.int64, torch.int32)[turn % 2])
+
+
+@pytest.mark.parametrize("experts", [1, 2, 3, 8, 31, 60])
+def test_few_experts(experts):
+    for turn in range(6):
+        check(random_problem(turn, experts=experts, dtype=torch.bfloat16, scoring="sigmoid"))
+
+
+def grouped(logits: torch.Tensor, mask: torch.Tensor | None = None, **settings) -> RouterProblem:
+    """A request like DeepSeek-V3's."""
+    experts = logits.shape[-1]
+    fields = {"k": 6, "scoring": "sigmoid", "groups": 8, "topk_groups": 4, "group_score": "top2", "normalize": True}
+    bias = settings.pop("bias", random_logits(experts, seed=1) / 8)
+    return RouterProblem(LogitRows(logits, mask=mask), bias, **{**fields, "scale": 2.5, **settings})
+
+
+def test_layouts():
+    """Rows at any address, with any strides and masks; a bias at any address."""
+    x = random_logits(2, 3, 64)
+    mask = random_mask(2, 3, 64, share=0.7)
+    for logits in (x, shifted(x, 1), torch.cat([x, x], -1)[..., :64], x.transpose(0, 1), x[..., :56], x.transpose(1, 2).contiguous().transpose(1, 2)):  # fmt: skip
+        experts = logits.shape[-1]
+        allowed = mask if logits.shape[:2] == mask.shape[:2] else mask.transpose(0, 1)
+        check(grouped(logits))
+        check(grouped(logits, allowed[..., :experts]))
+        check(grouped(logits, packed(allowed[..., :experts].contiguous())))
+    check(grouped(x, bias=shifted(random_logits(64, seed=1), 1)))
+
+
+@pytest.mark.parametrize("groups", [pytest.param(n, marks=() if n == 40 else pytest.mark.exhaustive) for n in (1, 2, 3, 24, 40, 60, 120)])  # fmt: skip
+def test_groups_of_all_sizes(groups):
+    x = random_logits(2, 120)
+    x[1, ::7] = NAN
+    for topk_groups in (1, groups // 2, groups):
+        if topk_groups:
+            k = min(6, topk_groups * (120 // groups))
+            check(grouped(x, k=k, groups=groups, topk_groups=topk_groups), schedule="random")
+
+
+def planted(old: str, new: str) -> Callable[[str], str]:
+    def edit(source: str) -> str:
+        changed, count = re.subn(old, new, source)
+        if count != 1:
+            # Not an AssertionError, which a test takes for the fault's own.
+            raise LookupError(f"csrc/ has {old!r} {count} times: plant this fault elsewhere")
+        return changed
+
+    return edit
+
+
+FAULTS = {
+    "keys read before they are written": (r"(log2_group_lanes;\s*const u32 groups.*\s*)__syncwarp\(\);", r"\1", {"race", "uninitialised"}),
+    "groups compared before they are summed": (r"(scores\[g\] = best;\s*\}\s*)__syncwarp\(\);", r"\1", {"race", "uninitialised"}),
+    "keys taken before they are erased": (r"(= kNoKey;\s*\}\s*)__syncwarp\(\);", r"\1", {"race"}),
+    "lane that does not join": (r"const u32 greatest = warp_max\(best\.key\)", "const u32 greatest = lane_id() == 7 ? 0 : warp_max(best.key)", {"deadlock", "divergence"}),
+    "read past the row": (r"counts = expert < length &&", "counts = expert <= experts &&", {"out of bounds"}),
+    "write past the end": (r"const i64 out = i64\(row\) \* k \+", "const i64 out = i64(row + 1) * k +", {"out of bounds"}),
+    "result left out": (r"const bool has_expert = lane_id\(\) < k;", "const bool has_expert = lane_id() + 1 < k;", {"not written"}),
+}  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("old, new, kinds", FAULTS.values(), ids=list(FAULTS))
+def test_fault_is_reported(old, new, kinds):
+    # Rows of 60 are no whole vectors of 8.
+    p = grouped(random_logits(1, 60, dtype=torch.bfloat16), groups=6, topk_groups=3, bias=None)
+    for schedule in SCHEDULES:
+        _, outcome = run(p, schedule=schedule, edit=planted(old, new), max_steps=3_000_000)
+        assert kinds & {fault.kind for fault in outcome.faults}, (schedule, outcome.faults)
+
+
+# Only the comparison with the reference tells.
+WRONG_RESULTS = {
+    "equal experts by greater index": (r"warp_min\(best\.key == greatest \? own : ~0u\)", "warp_max(best.key == greatest ? own : 0u)"),
+    "equal experts of a lane by greater index": (r"key_of\[i \+ step\] > key_of\[i\]", "key_of[i + step] >= key_of[i]"),
+    "equal groups by greater number": (r"scores\[other\] == own && other < g", "scores[other] == own && other > g"),
+    "one group too many": (r"rank < routing\.topk_groups", "rank <= routing.topk_groups"),
+    "group by its best alone": (r"routing\.sums_two && size > 1", "false"),
+    "bias in the weight": (r"float weight = scores\.of\(token\.logit\(chosen\)\)", "float weight = scores.of(token.logit(chosen)) + (routing.bias ? routing.bias[chosen] : 0.0f)"),
+    "hidden expert by its bias": (r"x\[i\] == -FUSED_TOPK_INFINITY \? kNegativeInfinityKey : key", "key"),
+    "fused operation": (r"__fadd_rn\(a, b\); \}", "fmaf(a, 1.0000001f, b); }"),
+    "weights added in another order": (r"__shfl_xor_sync\(kAllLanes, total, 1\)", "__shfl_xor_sync(kAllLanes, total, 16)"),
+    "expert taken twice": (r"j == gone \? kNoKey : keys\[j\]", "keys[j]"),
+    "bias of the next expert": (r"load_16_bytes\(bias \+ expert\(i\)\)", "load_16_bytes(bias + expert(i ^ 4))"),
+}  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("old, new", WRONG_RESULTS.values(), ids=list(WRONG_RESULTS))
+def test_wrong_results_are_seen(old, new):
+    logits = random_logits(4, 256).round()
+    logits[1] = 100.0
+    logits[2, :250] = -100.0
+    logits[3] = -5.0
+    logits[3, 5:200] = -torch.inf
+    bias = torch.arange(256).remainder(5) / 8.0
+    cases = [grouped(logits, bias=bias, k=17), grouped(logits, bias=None, k=17), grouped(random_logits(4, 256), k=17)]
+    with pytest.raises(AssertionError):
+        for p in cases:
+            got, _ = run(p, edit=planted(old, new))
+            assert_same(got, route(reference, p))
+    for p in cases:
+        check(p)

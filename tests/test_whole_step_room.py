@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Room for new tokens that grows as texts do: the results of stock across each size, and memory that follows the texts."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+from decoding import Recorder, assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
+from fused_topk.generation import disable, enable, fused_decoding
+from fused_topk.generation.whole_step import ancestry, cache, compiled, entry, room
+from whole_steps import SERVED, SERVED_WITH_SOURCE, assert_whole, encoder_decoder, family, source_for
+
+keeping = functools.partial(fused_decoding, whole_step=True)
+# To trace a step takes seconds.
+WAYS = [pytest.param("eager", id="eager"), pytest.param(True, id="kept", marks=pytest.mark.exhaustive)]
+OPTIONS = {"max_new_tokens": 40, "eos_token_id": None}
+
+
+@pytest.fixture(autouse=True)
+def little_room_and_traced_only(monkeypatch):
+    """Sizes of 4, 8, 16, 32 and so on, or, of what is kept, of 16 and 32; and steps are traced, but not compiled."""
+    monkeypatch.setattr(room, "FIRST", 4)
+    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
+
+
+def model_and_inputs(name):
+    is_both = name in SERVED_WITH_SOURCE
+    model = (encoder_decoder if is_both else family)(name, 1)
+    return model, source_for(model) if is_both else inputs_for(model, 3, padding=2)
+
+
+def also(*more):
+    return [
+        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=pytest.mark.exhaustive) for each in more
+    ]
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["Llama", *also(*(name for name in SERVED if name != "Llama"), *SERVED_WITH_SOURCE)])
+def test_texts_longer_than_the_first_room(name, way, num_beams):
+    if name in ("Mixtral", "Qwen2Moe", "Qwen3Moe") and way is True:
+        pytest.skip("experts are not compiled")
+    model, inputs = model_and_inputs(name)
+    for ends in (None, [5, 6, 7, 8]):
+        options = {**OPTIONS, "num_beams": num_beams, "num_return_sequences": num_beams, "eos_token_id": ends}
+        if stock_gap(model, inputs, **options) > 2e-5:
+            assert_whole(model, inputs, way=way, **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("most", [1, 2, 4, 5, *also(3, 7, 8, 9, 15, 16, 17, 31, 32, 33)])
+def test_a_limit_beside_a_size(most, way):
+    model, inputs = model_and_inputs("Llama")
+    for beams in (1, 3):
+        found = assert_whole(model, inputs, way=way, num_beams=beams, max_new_tokens=most, eos_token_id=None)
+        assert found["sequences"].shape[1] == 6 + most
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.7, "output_scores": True},
+        *also(
+            {"no_repeat_ngram_size": 2, "min_new_tokens": 20},
+            {"early_stopping": "never", "length_penalty": 2.0, "num_beams": 3, "eos_token_id": [5, 6, 7, 8]},
+            {"early_stopping": True, "length_penalty": -1.0, "num_beams": 3, "eos_token_id": [5, 6, 7, 8]},
+            {"output_logits": True, "num_beams": 3},
+        ),
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options_across_sizes(options, way):
+    model, inputs = model_and_inputs("Llama")
+    for beams in (1, 3):
+        if beams == options.get("num_beams", beams):
+            assert_whole(model, inputs, way=way, **{**OPTIONS, "num_beams": beams, **options})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_gathered", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Mistral", "Bart"])
+def test_wide_beams_across_sizes(name, way, is_gathered, monkeypatch):
+    if is_gathered:
+        # From the second size on.
+        monkeypatch.setattr(ancestry, "gathers", lambda prompt, beams, room: room > 15)
+        monkeypatch.setattr("fused_topk.generation.whole_step.decoder.gathers", lambda prompt, beams, room: room > 15)
+    model, inputs = model_and_inputs(name)
+    options = {**OPTIONS, "num_beams": 12, "num_return_sequences": 12}
+    if stock_gap(model, inputs, **options) > 2e-5:
+        assert_whole(model, inputs, way=way, **options)
+
+
+@pytest.mark.parametrize("num_beams", [1, *also(3)])
+@pytest.mark.parametrize("way", WAYS)
+def test_draws_do_not_depend_on_the_room(way, num_beams, monkeypatch):
+    model, inputs = model_and_inputs("Llama")
+    found = []
+    for first in (4, 64):
+        monkeypatch.setattr(room, "FIRST", first)
+        torch.manual_seed(3)
+        with fused_decoding(model, whole_step=way, sampling=True):
+            options = {"do_sample": True, "top_k": 9, "repetition_penalty": 1.2, "num_beams": num_beams}
+            found.append(model.generate(**inputs, **OPTIONS, **options))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_streamer_across_sizes(way):
+    model, inputs = model_and_inputs("Llama")
+    pieces = []
+    for fused in (None, way):
+        recorder = Recorder()
+        with fused_decoding(model, whole_step=False if fused is None else fused):
+            model.generate(**inputs, **OPTIONS, do_sample=False, streamer=recorder)
+        pieces.append(recorder.pieces)
+    assert pieces[0] == pieces[1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_held_follows_what_is_written(way, monkeypatch):
+    monkeypatch.setattr(room, "FIRST", 16)
+    held = []
+    empty = cache.SharedPromptLayer._empty
+    monkeypatch.setattr(
+        cache.SharedPromptLayer, "_empty", lambda self, like: held.append(found := empty(self, like)) or found
+    )
+    model, inputs = copy.deepcopy(family("Llama")), inputs_for(family("Llama"), 2, 16)
+    prompt = model.generate(**inputs, num_beams=3, do_sample=False, max_new_tokens=2, eos_token_id=None)
+    for most, ends, places in ((60, [*range(5, 90)], 15), (60, None, 59 if way == "eager" else 63)):
+        held.clear()
+        assert_whole(model, inputs, way=way, num_beams=3, max_new_tokens=most, eos_token_id=ends)
+        assert max(each.shape[2] for each in held) == 16 + 3 * places, prompt.shape
+
+
+def test_an_exception_leaves_a_step_as_it_was(monkeypatch):
+    class Failing(Recorder):
+        def put(self, value):
+            super().put(value)
+            if len(self.pieces) == 9:
+                raise OSError("gone")
+
+    model, inputs = copy.deepcopy(family("Llama")), inputs_for(family("Llama"), 2)
+    options = {**OPTIONS, "num_beams": 1}
+    assert_whole(model, inputs, way=True, **options)
+    (step,) = entry._ready[model].store._kept.values()
+
+    def prefixes(batch, text):
+        if len(text) == 12:
+            raise OSError("gone")
+        return [*range(8, 90)]
+
+    for failing in ({"streamer": Failing()}, {"prefix_allowed_tokens_fn": prefixes}):
+        with keeping(model), pytest.raises(OSError, match="gone"):
+            model.generate(**inputs, **options, do_sample=False, **failing)
+        assert [*entry._ready[model].store._kept.values()] == [step]
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert_whole(model, inputs, way=True, **options)
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.exhaustive
+def test_300_calls_of_48_shapes_take_bounded_memory():
+    """Each shape comes back six times, after all others. What is compiled is compiled in the first round."""
+    model = copy.deepcopy(family("Llama"))
+    shapes = [*itertools.product(range(1, 7), (6, 20, 30, 40), (1, 3))]
+    assert len(shapes) == 48
+    enable(model, whole_step=True)
+    taken, codes = [], []
+    for number in range(300):
+        batch, length, beams = shapes[number % 48]
+        ends, penalty = [8 + number % 80], {} if beams == 1 else {"length_penalty": 0.5 + number % 7}
+        model.generate(
+            **inputs_for(model, batch, length),
+            num_beams=beams,
+            do_sample=False,
+            max_new_tokens=20,
+            eos_token_id=ends,
+            **penalty,
+        )
+        if number % 48 == 47:
+            gc.collect()
+            taken.append(resident_bytes())
+            codes.append(len(entry._ready[model].store._codes))
+    # One row, and several, with beams and without.
+    assert codes == [4] * 6
+    assert len(entry._ready[model].store) == 8
+    # The bytes of a step of the largest shape are 0.2 MB. Allocators do not give back all.
+    assert taken[-1] - taken[1] < 8e6, [each / 1e6 for each in taken]
+    disable(model)
+    assert model not in entry._ready
