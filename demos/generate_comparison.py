@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -215,7 +217,23 @@ def _memory(run: Callable[[], Any], device: torch.device) -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    # Without Kineto, which writes lines of its own between those of the demo.
-    with torch.autograd.profiler.profile(use_kineto=False, profile_memory=True) as profiled:
+    with (
+        _without_lines_of_libraries(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled,
+    ):
         run()
-    return sum(max(0, event.self_cpu_memory_usage) for event in profiled.function_events)
+    return sum(max(0, event.self_cpu_memory_usage) for event in profiled.events())
+
+
+@contextmanager
+def _without_lines_of_libraries() -> Iterator[None]:
+    """Within it the process writes nothing to its standard error, where torch's profiler tells of its starts and stops."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
