@@ -20,11 +20,12 @@ from .functional import (
     topk_state,
     warm_up,
 )
-from .problem import LinearTopK, RouterTopK, Sample, TopK, TopKState
+from .problem import Kept, LinearTopK, RouterTopK, Sample, TopK, TopKState
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Kept",
     "LinearTopK",
     "RouterTopK",
     "Sample",

@@ -145,6 +145,19 @@ class LogitGradientProblem(NamedTuple):
     listed: Tensor
 
 
+class Kept(NamedTuple):
+    """What a row was drawn from, after top-k, top-p and min-p.
+
+    Attributes:
+        counts: int64 number of the tokens that may be drawn, shape (...).
+        logsumexp: float32 log of the sum of exp(logit / temperature) over them, shape (...). A token's log-probability among
+            them is its logit / temperature less this.
+    """
+
+    counts: Tensor
+    logsumexp: Tensor
+
+
 class Sample(NamedTuple):
     """The result of :func:`sample`.
 
@@ -152,11 +165,13 @@ class Sample(NamedTuple):
         tokens: int64 drawn tokens, shape (..., num_samples).
         log_probs: float32 log-probabilities of these tokens, shape (..., num_samples).
         topk: the row's best tokens with their log-probabilities, where asked for.
+        kept: how many tokens might be drawn, and the log of their mass, where asked for.
     """
 
     tokens: Tensor
     log_probs: Tensor
     topk: TopK | None
+    kept: Kept | None = None
 
 
 class SampleProblem(NamedTuple):
@@ -179,6 +194,7 @@ class SampleProblem(NamedTuple):
     num_samples: int
     logprobs: int  # the length of Sample.topk; 0 for none
     truncated: bool  # whether log-probabilities are relative to what is kept
+    kept: bool = False  # whether there is a Sample.kept
     first_row: int = 0  # its number among the rows of one `seed`
 
 

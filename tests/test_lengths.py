@@ -281,7 +281,7 @@ def test_opcheck(backend, form):
     rows = LogitRows(random_logits(3, 12, device=backend.device), lengths=lengths)
     torch.library.opcheck(torch.ops.fused_topk.row_topk.default, (*rows, 3, "softmax", "allowed", backend.name))
     torch.library.opcheck(torch.ops.fused_topk.full_rows.default, (*rows, "softmax", torch.float32, backend.name))
-    request = (0, None, 1.0, None, 0.0, None, 1, None, 0, None, 1, 0, False, backend.name)
+    request = (0, None, 1.0, None, 0.0, None, 1, None, 0, None, 1, 0, False, False, backend.name)
     torch.library.opcheck(torch.ops.fused_topk.sample.default, (*rows, *request))
 
 

@@ -98,6 +98,60 @@ def kept_weights(logits: Tensor, settings: dict, mask: Tensor | None = None) -> 
     return result
 
 
+def broad_rows(vocab_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of which top-p keeps thousands of tokens: normal, nearly flat, of few different logits, equal, so near each other that all
+    weigh the same, ascending, far from 0, with hidden ones, and one token that has all but 10^-7."""
+    normal = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    alone = torch.zeros(vocab_size)
+    alone[vocab_size // 2] = math.log(vocab_size) + 7 * math.log(10)
+    rows = [
+        normal * 2,
+        normal / 4,
+        (normal * 2).round() / 2,
+        torch.zeros(vocab_size),
+        normal * 1e-30,
+        (normal * 2).sort().values,
+        normal * 2 + 1e4,
+        (normal * 3).where(torch.arange(vocab_size) % 9 != 0, -INF),
+        alone,
+    ]
+    return torch.stack(rows).to(dtype)
+
+
+BROAD = {
+    "half": {"top_p": 0.5},
+    "most": {"top_p": 0.9},
+    "hot": {"top_p": 0.9, "temperature": 1.5},
+    "nearly_all": {"top_p": 0.999},
+    "all_but_the_least": {"top_p": 1 - 2.0**-20},
+    "little": {"top_p": 0.02},
+    "likely": {"min_p": 0.05},
+    "hardly_likely": {"min_p": 1e-4, "temperature": 0.8},
+    "both": {"top_p": 0.9, "min_p": 0.01},
+    "of_many": {"top_k": 2000, "top_p": 0.8},
+    "many": {"top_k": 1900},
+}
+
+
+def check_kept(kept, logits: Tensor, settings: dict, mask: Tensor | None = None) -> None:
+    """Counts and sums of what is kept are those of top_p, or of one that is as near as NEAR."""
+    temperature, top_p = settings.get("temperature", 1.0), settings.get("top_p")
+    shares = (0.0,) if top_p is None else (-NEAR, NEAR)
+    bounds = [kept_weights(logits, {**settings, **({"top_p": top_p + x} if top_p else {})}, mask) for x in shares]
+    least, most = bounds[0], bounds[-1]
+    counts = kept.counts.cpu()
+    assert bool(((least > 0).sum(1) <= counts).all()), ((least > 0).sum(1), counts)
+    assert bool((counts <= (most > 0).sum(1)).all()), ((most > 0).sum(1), counts)
+    x = logits.double() if mask is None else logits.double().masked_fill(~mask, -INF)
+    best = x.amax(1) / temperature
+    sums = kept.logsumexp.cpu().double() - best
+    # float32 holds a logsumexp to half a unit.
+    unit = 2.0**-23 * best.abs()
+    assert bool((sums >= least.sum(1).log() - 2e-5 - unit).all()) and bool(
+        (sums <= most.sum(1).log() + 2e-5 + unit).all()
+    )
+
+
 def uniforms(seed: Tensor, num_samples: int, counter: Tensor | int = 0) -> Tensor:
     counters = torch.as_tensor(counter).expand(len(seed)).unsqueeze(1)
     zero = torch.zeros(1, 1, dtype=torch.int64)
@@ -154,6 +208,86 @@ def test_long_rows(backend, name):
     weights = kept_weights(logits, settings)
     check_draws(got.tokens.cpu(), uniforms(seed, 20), weights)
     check_is_kept(got.tokens.cpu(), weights, settings.get("top_p"))
+
+
+@pytest.mark.parametrize("name", BROAD)
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [
+        (3000, torch.float32),
+        (20_000, torch.bfloat16),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in ((9001, torch.float16), (128_256, torch.float32), (262_144, torch.bfloat16))
+        ),
+    ],
+    ids=str,
+)
+def test_broad_rows(backend, vocab_size, dtype, name):
+    """Whose kept tokens no list has."""
+    settings = BROAD[name]
+    logits = broad_rows(vocab_size, dtype)
+    seed = torch.arange(len(logits)) + 17
+    got = backend(
+        "sample", logits.to(backend.device), seed=seed.to(backend.device), num_samples=20, kept=True, **settings
+    )
+    weights = kept_weights(logits, settings)
+    check_draws(got.tokens.cpu(), uniforms(seed, 20), weights)
+    check_is_kept(got.tokens.cpu(), weights, settings.get("top_p"))
+    check_kept(got.kept, logits, settings)
+
+
+def test_broad_rows_with_parameters_of_their_own_and_a_mask(backend):
+    logits = broad_rows(5000).repeat(len(BROAD), 1)
+    names = [name for name in BROAD for _ in range(len(logits) // len(BROAD))]
+    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    settings = {
+        key: torch.tensor([BROAD[name].get(key, default) for name in names]) for key, default in defaults.items()
+    }
+    settings["top_p"] = torch.tensor([BROAD[name].get("top_p", 1.0) for name in names], dtype=torch.float64)
+    mask = random_mask(*logits.shape, share=0.7)
+    on_device = {key: x.to(backend.device) for key, x in settings.items()}
+    seed = torch.arange(len(logits), device=backend.device)
+    given = logits.to(backend.device), {"mask": mask.to(backend.device), "seed": seed, "kept": True}
+    got = backend("sample", given[0], **given[1], **on_device)
+    as_float64 = {key: x.double() if x.is_floating_point() else x for key, x in settings.items()}
+    weights = kept_weights(logits, as_float64, mask)
+    check_draws(got.tokens.cpu(), uniforms(torch.arange(len(logits)), 1), weights)
+    for row in range(0, len(logits), 7):
+        one = {key: x[row : row + 1].item() for key, x in as_float64.items()}
+        part = slice(row, row + 1)
+        check_kept(type(got.kept)(*(x[part] for x in got.kept)), logits[part], one, mask[part])
+        alone = backend("sample", given[0][part], mask=given[1]["mask"][part], seed=seed[part], kept=True, **one)
+        assert torch.equal(alone.tokens, got.tokens[part]) and torch.equal(alone.kept.counts, got.kept.counts[part])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("vocab_size", [30, 3000])
+def test_kept(backend, name, vocab_size):
+    logits = rows_of(vocab_size)
+    got = backend("sample", logits.to(backend.device), seed=1, kept=True, **SETTINGS[name])
+    check_kept(got.kept, logits, SETTINGS[name])
+    assert backend("sample", logits.to(backend.device), seed=1, **SETTINGS[name]).kept is None
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 3}], ids=str)
+def test_kept_of_rows_without_a_choice(backend, settings):
+    """Of temperature 0, of -inf alone, and with NaN or +inf."""
+    logits = rows_of(700)[:4]
+    logits[1], logits[2, 5], logits[3, 6] = -INF, NAN, INF
+    for temperature, counts in ((0.0, [1, 0, 0, 0]), (1.0, [None, 0, 0, 0])):
+        got = backend("sample", logits.to(backend.device), temperature=temperature, seed=1, kept=True, **settings).kept
+        assert got.counts[1:].tolist() == counts[1:] and bool(got.logsumexp[1:].isnan().all())
+        if temperature == 0:
+            assert got.counts[0] == 1 and got.logsumexp[0] == logits[0].max()
+
+
+@pytest.mark.parametrize("others", [{}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_minus_one_is_no_limit(backend, others):
+    logits = rows_of(900).to(backend.device)
+    for top_k in (-1, torch.full((10,), -1, device=backend.device)):
+        got, expected = (backend("sample", logits, top_k=k, seed=1, kept=True, **others) for k in (top_k, top_k * 0))
+        assert torch.equal(got.tokens, expected.tokens) and torch.equal(got.kept.counts, expected.kept.counts)
 
 
 @pytest.mark.parametrize("vocab_size", [40, 5000])
@@ -400,7 +534,7 @@ def test_compiled_and_fake(backend):
     expected, got = step(logits, seed), torch.compile(step, fullgraph=True, backend="eager")(logits, seed)
     assert torch.equal(expected.tokens, got.tokens) and torch.equal(expected.log_probs, got.log_probs)
     assert torch.equal(expected.topk.indices, got.topk.indices)
-    request = (5, None, 0.9, None, 0.0, None, 0, seed, 0, None, 2, 1, False, backend.name)
+    request = (5, None, 0.9, None, 0.0, None, 0, seed, 0, None, 2, 1, False, False, backend.name)
     torch.library.opcheck(torch.ops.fused_topk.sample.default, (*LogitRows(logits), *request))
 
 
@@ -470,7 +604,7 @@ def test_a_plan_serves_no_argument_of_another_type():
         ({"temperature": torch.tensor([1.0, -1.0])}, ValueError, "in every row, got -1.0"),
         ({"temperature": torch.tensor([[1.0], [1.0]])}, ValueError, "one number a row"),
         ({"temperature": torch.tensor([1, 1])}, TypeError, "floating-point tensor"),
-        ({"top_k": -1}, ValueError, "`top_k` must satisfy 0 <= top_k"),
+        ({"top_k": -2}, ValueError, "`top_k` must satisfy -1 <= top_k"),
         ({"top_k": 2.0}, TypeError, "`top_k` must be an int"),
         ({"top_k": torch.tensor([1.0, 2.0])}, TypeError, "integer tensor"),
         ({"top_p": 1.5}, ValueError, "`top_p` must satisfy 0 <= top_p <= 1"),
@@ -484,6 +618,7 @@ def test_a_plan_serves_no_argument_of_another_type():
         ({"logprobs": -1}, ValueError, "`logprobs`"),
         ({"logprobs": 11}, ValueError, "<= 10"),
         ({"truncated_log_probs": 1}, TypeError, "must be a bool"),
+        ({"kept": None}, TypeError, "`kept` must be a bool"),
         ({"mask": torch.ones(3, dtype=torch.bool)}, ValueError, "broadcast"),
         ({"backend": "gpu"}, ValueError, "`backend`"),
     ],
@@ -623,6 +758,31 @@ def test_frequencies_of_long_masked_rows_with_parameters_of_their_own(backend):
         assert float(grouped[0][~is_likely].sum()) < 50
         statistic = float(((grouped[0] - grouped[1]) ** 2 / grouped[1])[is_likely].sum())
         assert int(is_likely.sum()) < 2 or chi_square_tail(statistic, int(is_likely.sum()) - 1) > 1e-5, names[row]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", BROAD)
+@pytest.mark.parametrize("vocab_size", [3000, 262_144])
+def test_frequencies_of_broad_rows(backend, vocab_size, name):
+    """Chi-square against what transformers' warpers leave, over 200 groups of neighbours of equal weight."""
+    process = pytest.importorskip("transformers.generation.logits_process")
+    settings, draws = BROAD[name], 1 << 16
+    logits = broad_rows(vocab_size)[[0, 1, 5, 6]]
+    stock = logits.double()
+    for key, kind in (("temperature", "Temperature"), ("top_k", "TopK"), ("top_p", "TopP"), ("min_p", "MinP")):
+        if key in settings:
+            stock = getattr(process, f"{kind}LogitsWarper")(settings[key])(None, stock)
+    shares = stock.softmax(-1)
+    tokens = backend("sample", logits.to(backend.device), seed=9, num_samples=draws, **settings).tokens.cpu()
+    for row, share in enumerate(shares):
+        counts = tokens[row].bincount(minlength=vocab_size).double()
+        # But those within NEAR of the border.
+        assert float(counts[share == 0].sum()) <= draws * 1e-3
+        group = (share.cumsum(0) * 200).long().clamp(max=199)
+        expected, found = (torch.zeros(200).double().index_add(0, group, x) for x in (share * draws, counts))
+        is_likely = expected >= 5
+        statistic = float(((found - expected) ** 2 / expected.clamp(min=1e-9))[is_likely].sum())
+        assert chi_square_tail(statistic, int(is_likely.sum()) - 1) > 1e-5, row
 
 
 def assert_likely(tokens: Tensor, weights: Tensor, draws: int) -> None:

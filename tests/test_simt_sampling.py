@@ -13,14 +13,24 @@ from torch import Tensor
 
 from fused_topk.backends import cuda, philox, reference
 from fused_topk.layout import launch
-from fused_topk.problem import Sample, SampleProblem, TopK, TopkProblem
+from fused_topk.problem import Kept, Sample, SampleProblem, TopK, TopkProblem
 from fused_topk.rows import LogitRows
 from oracle import DTYPES
 from rows import INF, NAN, packed, random_logits, random_mask
 from simt import build, sanitized
 from simt.emulate import emulated
 from simt.launch import SCHEDULES, Array
-from test_sampling import SETTINGS, check_draws, check_is_kept, kept_weights, rows_of, uniforms
+from test_sampling import (
+    BROAD,
+    SETTINGS,
+    broad_rows,
+    check_draws,
+    check_is_kept,
+    check_kept,
+    kept_weights,
+    rows_of,
+    uniforms,
+)
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
@@ -43,6 +53,7 @@ def draw(
     lengths=None,
     num_samples=2,
     truncated=False,
+    kept=False,
     logprobs=0,
     first_row=0,
     longest=None,
@@ -68,16 +79,19 @@ def draw(
         num_samples,
         logprobs,
         truncated,
+        kept,
         first_row,
     )
     topk = None
     if logprobs:
         shape = rows, logprobs
         topk = TopK(torch.empty(shape), torch.empty(shape, dtype=torch.int64), torch.empty(rows))
-    out = Sample(torch.empty(rows, num_samples, dtype=torch.int64), torch.empty(rows, num_samples), topk)
+    of_kept = Kept(torch.empty(rows, dtype=torch.int64), torch.empty(rows)) if kept else None
+    out = Sample(torch.empty(rows, num_samples, dtype=torch.int64), torch.empty(rows, num_samples), topk, of_kept)
     arrays = [Array("logits", logits, "input"), Array("tokens", out.tokens, "output")]
     arrays.append(Array("log_probs", out.log_probs, "output"))
     arrays += [Array(f"best {i}", x, "output") for i, x in enumerate(topk or ())]
+    arrays += [Array(f"kept {i}", x, "output") for i, x in enumerate(of_kept or ())]
     arrays += [
         Array(f"parameter {i}", x, "input")
         for i, x in enumerate((*problem.rows[1:], *problem[1:]))
@@ -148,6 +162,54 @@ def test_schedules_of_blocks_that_share_a_row(schedule):
         ("each_its_own", torch.float16),
     ):
         check_case(name, dtype, 3001, 4, blocks=4, schedule=schedule, seed=5)
+
+
+def check_broad(name: str, dtype: torch.dtype, vocab_size: int, rows: slice = slice(None), **how) -> None:
+    """As check_case(), of rows of which no list has what is kept: the tokens, and what they are drawn from."""
+    settings, logits = BROAD[name], broad_rows(vocab_size, dtype)[rows]
+    seed = torch.arange(len(logits)) + 3
+    got = draw(logits, settings, name_of=seed, kept=True, **how)
+    weights = kept_weights(logits, settings)
+    check_draws(got.tokens, uniforms(seed, 2), weights)
+    check_is_kept(got.tokens, weights, settings.get("top_p"))
+    check_kept(got.kept, logits, settings)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("most", "likely") else pytest.mark.exhaustive) for name in BROAD],
+)
+def test_broad_rows(name):
+    turn = list(BROAD).index(name)
+    dtype, blocks = list(DTYPES.values())[turn % 3], 1 + turn % 2
+    rows = slice(0, 4) if name in ("most", "likely") else slice(None)
+    check_broad(name, dtype, 2100, rows, blocks=blocks, schedule=SCHEDULES[turn % len(SCHEDULES)], seed=turn)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_broad_rows_that_are_counted_again(schedule):
+    """More tokens than a block can sort are between the bounds: they are counted by finer bins, until all are equal."""
+    for turn, name in enumerate(("half", "all_but_the_least", "of_many", "many")):
+        dtype = list(DTYPES.values())[(turn + SCHEDULES.index(schedule)) % 3]
+        check_broad(name, dtype, 9001, blocks=1 + 2 * (turn % 2), schedule=schedule, seed=turn)
+
+
+@pytest.mark.exhaustive
+def test_broad_rows_of_pieces_of_several_reads():
+    for name in ("most", "likely", "of_many"):
+        check_broad(name, torch.float32, 140_000, blocks=2, schedule="random")
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_kept_of_whole_rows(blocks):
+    """All but -inf and what a mask hides."""
+    logits = rows_of(2500)
+    mask = random_mask(len(logits), 2500, share=0.5)
+    for name in ("whole", "temperature", "top_k", "top_p"):
+        got = draw(logits, SETTINGS[name], mask=mask, kept=True, blocks=blocks, name_of=torch.arange(len(logits)))
+        has_any = (logits.masked_fill(~mask, -INF) > -INF).any(1)
+        check_kept(Kept(*(x[has_any] for x in got.kept)), logits[has_any], SETTINGS[name], mask[has_any])
 
 
 def test_blocks_do_not_change_the_bits():
@@ -325,12 +387,12 @@ def test_blocks_of_a_row():
     """A part for each warp, and no more blocks that wait for each other than run at a time."""
     shapes = (1, 128256), (8, 32000), (8, 128256), (64, 128256), (256, 128256)
     assert [launch.summing_blocks(*shape, 132) for shape in shapes] == [16, 4, 16, 4, 1]
-    assert [launch.searching_blocks(*shape, 0, 132) for shape in shapes] == [32, 15, 16, 2, 1]
+    assert [launch.searching_blocks(*shape, 0, 132) for shape in shapes] == [16, 7, 16, 4, 1]
     assert launch.searching_blocks(1, 128256, 50, 132) == 1
-    assert launch.searching_blocks(1, 128256, None, 132) == 32
+    assert launch.searching_blocks(1, 128256, None, 132) == 16
     for rows, vocab_size, count in product((1, 3, 100, 500), (1, 2048, 10**6, 2**31 - 1), (1, 40, 132)):
         blocks = launch.searching_blocks(rows, vocab_size, 2000, count)
-        assert blocks == 1 or blocks * rows <= count
+        assert blocks == 1 or blocks * rows <= 2 * count
         assert vocab_size <= 1024 << launch.part_length_log2(vocab_size)
     assert launch.part_length_log2(2**20) == 10 and launch.part_length_log2(2**31 - 1) == 21
 

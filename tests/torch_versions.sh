@@ -18,7 +18,7 @@ work=$(mktemp -d "${TMPDIR:-/tmp}/torch-versions.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 cd "$work"
 below=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-chosen=("$tests"/test_{arguments,autograd,beam,layouts,linear,linear_gradients,masks,merge_torch,operators,out,private_names,reference,sampling,softmax,temperature}.py)
+chosen=("$tests"/test_{arguments,autograd,beam,layouts,linear,linear_gradients,masks,merge_torch,operators,out,private_names,reference,routers,sampling,softmax,temperature}.py)
 
 for version in "${versions[@]}"; do
   printf '\n== torch %s\n' "$version"

@@ -170,6 +170,7 @@ void sample(const LogitRows& rows, const RowAddresses& addresses,
             u32 num_samples, u32 logprobs, bool truncated,
             std::uintptr_t tokens, std::uintptr_t log_probs,
             std::uintptr_t best_values, std::uintptr_t best_indices, std::uintptr_t logsumexp,
+            std::uintptr_t kept_counts, std::uintptr_t kept_logsumexp,
             u32 threads) {
   // clang-format on
   SampleProblem p{};
@@ -193,6 +194,8 @@ void sample(const LogitRows& rows, const RowAddresses& addresses,
   p.best_values = pointer<float>(best_values);
   p.best_indices = pointer<i64>(best_indices);
   p.logsumexp = pointer<float>(logsumexp);
+  p.kept_counts = pointer<i64>(kept_counts);
+  p.kept_logsumexp = pointer<float>(kept_logsumexp);
   std::optional<nb::gil_scoped_release> without_gil;
   if (elements_of(p) > kWorthReleasing) without_gil.emplace();
   solve(p);

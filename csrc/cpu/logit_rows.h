@@ -222,12 +222,16 @@ class RowReader {
   // whole blocks, so that every loop sums in the same order whatever the length. So are those that a mask hides, unless
   // hide() is to do that later.
   const float* load(u32 block, float* buffer, bool hides = true) const {
-    const u32 begin = block * kBlock, n = elements_of(block), present = std::min(n, length_ - begin);
-    if (in_place_ && present == n) return reinterpret_cast<const float*>(at(begin));
-    rows_.kernels->load[rows_.dtype](at(begin), rows_.logits_element_stride, present, buffer);
-    std::fill(buffer + present, buffer + n, -std::numeric_limits<float>::infinity());
+    const u32 begin = block * kBlock, n = elements_of(block);
+    if (in_place_ && n <= length_ - begin) return reinterpret_cast<const float*>(at(begin));
+    copy(begin, n, buffer);
     if (hides) hide(block, buffer);
     return buffer;
+  }
+  // The same of a block's first n elements.
+  void load_first(u32 block, u32 n, float* x) const {
+    copy(block * kBlock, n, x);
+    if (mask_) apply_mask(rows_, mask_, block * kBlock, n, x);
   }
   // Writes -inf where the mask hides an element of the block. x: [elements_of(block)]
   void hide(u32 block, float* x) const {
@@ -241,6 +245,12 @@ class RowReader {
   u32 item_size() const { return kItemSize[rows_.dtype]; }
 
  private:
+  void copy(u32 begin, u32 n, float* x) const {
+    const u32 present = std::min(n, length_ - begin);
+    rows_.kernels->load[rows_.dtype](at(begin), rows_.logits_element_stride, present, x);
+    std::fill(x + present, x + n, -std::numeric_limits<float>::infinity());
+  }
+
   const LogitRows& rows_;
   i64 step_;
   const char* logits_;

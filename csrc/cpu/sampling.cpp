@@ -5,8 +5,12 @@
 // A row is read once, block by block. This gives the normalizer of each block and, if a filter needs it, a list of the row's
 // best. Top-k, top-p and min-p keep the best of a row. So a candidate, the border, says what is kept: the tokens that do
 // not rank behind it. Mostly the list has the border, and a token is drawn from the list. Without filters the blocks'
-// sums say which block has the token, and that block is read again. If more is kept than the list has, the row
-// is read again for the border, and for the sums of the kept tokens.
+// sums say which block has the token, and that block is read again.
+//
+// Where what is kept is longer than the list, the row is read again. With top-p, a sample of the row says between which
+// logits the border should be. The second read sums the weights above these, block by block, and lists the tokens between.
+// If they show that the border is elsewhere, two reads find it by the leading bits of the keys, whatever the row, and one
+// sums what is kept. With min-p the border is known, and the tokens up to it are listed, or summed if they are many.
 //
 // The token of a uniform number u is the first, by index, at which the running sum of the kept weights exceeds u times
 // their total. Weights are off by 2^-21 relatively (vectors.h) and sums are float64, so a draw is exact to 2^-20 of the
@@ -41,8 +45,15 @@ constexpr u32 kListed = 128;
 constexpr u32 kRoomForTies = 16;
 // A block is summed in stretches of so many elements until the one with the token is found.
 constexpr u32 kStretch = 256;
-// The border of top-p is searched by so many leading bits of the keys first.
+// The border of top-p is searched by so many leading bits of the keys, where its estimate fails.
 constexpr u32 kBinBits = 16;
+// The estimate is from about so many tokens of a row, and at least so many of each block.
+constexpr u32 kSampled = 8192, kSampledOfBlock = 256;
+constexpr u32 kSampleBins = 1024, kBandBins = 1024;
+// Standard deviations of the estimate on either side.
+constexpr double kDeviations = 3.0;
+// Tokens between the bounds of an estimate, and tokens that are drawn from as a list.
+constexpr u32 kMostBetween = 1 << 13, kMostListed = 2048;
 
 // No candidate ranks behind it.
 constexpr u64 kKeepAll = 0;
@@ -65,6 +76,13 @@ u32 key_of_logit(float x) {
 // Ranks behind every token with that key.
 u64 last_of_key(u32 key) { return u64(key) << 32; }
 
+// At least so many elements.
+template <class T>
+T* room_for(std::vector<T>& list, size_t count) {
+  if (list.size() < count) list.resize(count);
+  return list.data();
+}
+
 // What is asked of a row.
 struct Row {
   u64 number;
@@ -84,7 +102,13 @@ struct Row {
 
 struct KeptToken {
   u32 index;
+  bool is_finite;  // not -inf
   double weight;
+};
+
+// Logits from `low` on, below `end`.
+struct Band {
+  float low, end;
 };
 
 struct Workspace {
@@ -98,6 +122,13 @@ struct Workspace {
   std::vector<KeptToken> kept;
   std::vector<double> bins;
   std::vector<u64> of_bin;
+  // These never get shorter.
+  std::vector<u64> candidates;
+  std::vector<float> values;  // of listed tokens, as the next two
+  std::vector<float> weights;
+  std::vector<u32> indices;
+  std::vector<int> bin_of;
+  std::vector<u32> begins;  // [blocks + 1]: where the tokens of each block begin
 
   Selection& selection_of(const VectorKernels& kernels, u32 k, u32 vocab_size) {
     if (listed != k) {
@@ -242,12 +273,31 @@ struct Solver {
 
     u64 border = kKeepAll;
     if (row.has_filter()) {
-      const u32 kept = kept_of_list(row, best, list_length(row), m, workspace);
+      u32 kept = kept_of_list(row, best, list_length(row), m, workspace);
+      if (!kept) {
+        border = row.k ? last_of_key(key_of(best[row.k - 1])) : last_of_key(kNegativeInfinityKey);
+        bool has_sums = false;
+        if (row.has_top_p()) {
+          const u64 estimated = row.k ? kKeepAll : border_by_estimate(row, m, workspace);
+          has_sums = estimated != kKeepAll;
+          border = has_sums ? estimated : std::max(border, border_of_top_p(row, border, m, workspace));
+        }
+        if (row.has_min_p()) {
+          const u64 likely = border_of_min_p(row, m);
+          has_sums &= likely <= border;
+          border = std::max(border, likely);
+        }
+        if (!has_sums) kept = list_kept(row, border, m, workspace);
+        if (!has_sums && !kept) sum_kept(row, border, m, workspace);
+      }
       if (kept) {
         draw_from_list(row, kept, m, log_d, workspace);
         return;
       }
-      border = border_of(row, best, m, workspace);
+    } else {
+      workspace.sums.resize(row.reader.blocks());
+      for (u32 block = 0; block < row.reader.blocks(); ++block)
+        workspace.sums[block] = relative_to(m, workspace.tempered[block], row);
     }
     draw_from_blocks(row, border, m, log_d, workspace);
   }
@@ -303,8 +353,18 @@ struct Solver {
   void take_best(const Row& row, u64 best, float m, double log_d) const {
     const bool has_distribution = std::isfinite(m) && problem.temperatures(row.number) == 0.0;
     const float log_prob = !problem.truncated ? own_log_prob(logit_of(best), m, log_d) : has_distribution ? 0.0f : kNaN;
+    if (problem.kept_counts) {
+      problem.kept_counts[row.number] = has_distribution;
+      problem.kept_logsumexp[row.number] = has_distribution ? m : kNaN;
+    }
     std::fill_n(problem.tokens + row.number * problem.num_samples, problem.num_samples, i64(index_of(best)));
     std::fill_n(problem.log_probs + row.number * problem.num_samples, problem.num_samples, log_prob);
+  }
+
+  static Exponential exponential_of(const Row& row, float m) {
+    Exponential exponential = row.temperature.exponential;
+    exponential.reference = m;
+    return exponential;
   }
 
   double weight_of(const Row& row, float x, float m) const {
@@ -326,7 +386,7 @@ struct Solver {
     tokens.resize(kept);
     double total = 0.0;
     for (u32 i = 0; i < kept; ++i) {
-      tokens[i] = {index_of(best[i]), weight_of(row, logit_of(best[i]), m)};
+      tokens[i] = {index_of(best[i]), key_of(best[i]) != kNegativeInfinityKey, weight_of(row, logit_of(best[i]), m)};
       total += tokens[i].weight;
     }
     if (row.has_top_p()) {
@@ -364,6 +424,21 @@ struct Solver {
     return std::min(u * total, std::nextafter(total, 0.0));
   }
 
+  void write_kept(const Row& row, u64 count, float m, double total) const {
+    problem.kept_counts[row.number] = i64(count);
+    problem.kept_logsumexp[row.number] = float(m * row.temperature.inverse + std::log(total));
+  }
+
+  // Tokens that do not rank behind the border, of a row that was not listed.
+  u64 count_kept(const Row& row, u64 border, Workspace& workspace) const {
+    u64 count = 0;
+    for (u32 block = 0; block < row.reader.blocks(); ++block) {
+      const float* const x = load_kept(row, block, border, workspace);
+      for (u32 i = 0; i < row.reader.elements_of(block); ++i) count += x[i] != -kInfinity;
+    }
+    return count;
+  }
+
   void write(const Row& row, u32 sample, u32 token, float x, float m, double log_d, double total) const {
     const u64 place = row.number * problem.num_samples + sample;
     problem.tokens[place] = token;
@@ -384,7 +459,12 @@ struct Solver {
     std::vector<double>& sums = workspace.sums;
     sums.resize(count);
     double total = 0.0;
-    for (u32 i = 0; i < count; ++i) sums[i] = total += tokens[i].weight;
+    u32 finite = 0;
+    for (u32 i = 0; i < count; ++i) {
+      sums[i] = total += tokens[i].weight;
+      finite += tokens[i].is_finite;
+    }
+    if (problem.kept_counts) write_kept(row, finite, m, total);
     for (u32 sample = 0; sample < problem.num_samples; ++sample) {
       const auto at = std::upper_bound(sums.begin(), sums.end(), aim_of(row, sample, total));
       const u32 token = tokens[at - sums.begin()].index;
@@ -392,21 +472,13 @@ struct Solver {
     }
   }
 
+  // With the sum of what is kept of each block in the workspace.
   void draw_from_blocks(const Row& row, u64 border, float m, double log_d, Workspace& workspace) const {
     std::vector<double>& sums = workspace.sums;
-    sums.resize(row.reader.blocks());
-    Exponential exponential = row.temperature.exponential;
-    exponential.reference = m;
+    const Exponential exponential = exponential_of(row, m);
     double total = 0.0;
-    for (u32 block = 0; block < row.reader.blocks(); ++block) {
-      if (border == kKeepAll) {
-        total += relative_to(m, workspace.tempered[block], row);
-      } else {
-        const float* const x = load_kept(row, block, border, workspace);
-        total += kernels.sum_exp(x, row.reader.elements_of(block), exponential, x, 0);
-      }
-      sums[block] = total;
-    }
+    for (double& sum : sums) sum = total += sum;
+    if (problem.kept_counts) write_kept(row, count_kept(row, border, workspace), m, total);
     for (u32 sample = 0; sample < problem.num_samples; ++sample) {
       const double aim = aim_of(row, sample, total);
       const u32 block = u32(std::upper_bound(sums.begin(), sums.end(), aim) - sums.begin());
@@ -459,14 +531,6 @@ struct Solver {
     return block * kBlock + last;
   }
 
-  // The last candidate that is kept, of a row that keeps more than its list has.
-  u64 border_of(const Row& row, const u64* best, float m, Workspace& workspace) const {
-    u64 border = row.k ? last_of_key(key_of(best[row.k - 1])) : last_of_key(kNegativeInfinityKey);
-    if (row.has_top_p()) border = std::max(border, border_of_top_p(row, border, m, workspace));
-    if (row.has_min_p()) border = std::max(border, border_of_min_p(row, m));
-    return border;
-  }
-
   // Weights fall with the keys: bisection.
   u64 border_of_min_p(const Row& row, float m) const {
     u32 high = key_of_logit(m), low = kNegativeInfinityKey;
@@ -481,14 +545,157 @@ struct Solver {
     return last_of_key(high);
   }
 
-  // The border of top-p: the last token of the shortest prefix of the sorted row whose weights sum to top_p of all. Counts
-  // only tokens up to `least`. Sums the weights by the leading bits of the keys, and sorts only the tokens of the bin
-  // that has the border.
+  // Sums what is kept of each block.
+  void sum_kept(const Row& row, u64 border, float m, Workspace& workspace) const {
+    const Exponential exponential = exponential_of(row, m);
+    workspace.sums.resize(row.reader.blocks());
+    for (u32 block = 0; block < row.reader.blocks(); ++block) {
+      const float* const x = load_kept(row, block, border, workspace);
+      workspace.sums[block] = kernels.sum_exp(x, row.reader.elements_of(block), exponential, x, 0);
+    }
+  }
+
+  // Lists the tokens that do not rank behind the border, with their weights, and returns how many they are; 0 if they are too
+  // many for that.
+  u32 list_kept(const Row& row, u64 border, float m, Workspace& workspace) const {
+    u64* const list = room_for(workspace.candidates, kMostListed);
+    u32 size = 0;
+    for (u32 block = 0; block < row.reader.blocks(); ++block) {
+      const u32 n = row.reader.elements_of(block);
+      const float* const x = row.reader.load(block, workspace.buffer);
+      if (kernels.append_candidates(x, 0, n, block * kBlock, logit_of(border), list, &size, kMostListed) < n) return 0;
+    }
+    size = u32(std::remove_if(list, list + size, [=](u64 each) { return each < border; }) - list);
+    float* const values = room_for(workspace.values, size);
+    for (u32 i = 0; i < size; ++i) values[i] = logit_of(list[i]);
+    const float* const weights = weigh(row, size, m, workspace);
+    workspace.kept.resize(size);
+    for (u32 i = 0; i < size; ++i)
+      workspace.kept[i] = {index_of(list[i]), key_of(list[i]) != kNegativeInfinityKey, weights[i]};
+    return size;
+  }
+
+  // The weights of the first of the workspace's values.
+  const float* weigh(const Row& row, u32 count, float m, Workspace& workspace) const {
+    const float* const values = workspace.values.data();
+    float* const weights = room_for(workspace.weights, count);
+    kernels.full_rows->exp_terms(values, count, exponential_of(row, m), weights, values, 0);
+    return weights;
+  }
+
+  // The border of top-p: the last token of the shortest prefix of the sorted row whose weights sum to top_p of all. Also leaves
+  // the sums of what is kept of each block in the workspace. kKeepAll, if the border is not where a sample of the row has it.
+  u64 border_by_estimate(const Row& row, float m, Workspace& workspace) const {
+    const double total = sum_of_all(row, m, workspace), aim = aim_of_top_p(row, total);
+    const Band band = estimated_band(row, total - aim, m, workspace);
+    const Exponential exponential = exponential_of(row, m);
+    float* const values = room_for(workspace.values, kMostBetween + kBlock);
+    u32* const indices = room_for(workspace.indices, kMostBetween + kBlock);
+    workspace.sums.resize(row.reader.blocks());
+    workspace.begins.resize(row.reader.blocks() + 1);
+    u32 size = 0, count = 0;
+    double above = 0.0;
+    for (u32 block = 0; block < row.reader.blocks() && size <= kMostBetween; ++block) {
+      const float* const x = row.reader.load(block, workspace.buffer);
+      workspace.sums[block] = kernels.sum_exp_above(x, row.reader.elements_of(block), block * kBlock, band.low,
+                                                    band.end, exponential, &count, values, indices, &size);
+      above += workspace.sums[block];
+      workspace.begins[block + 1] = size;
+    }
+    if (size > kMostBetween) return kKeepAll;
+    const float* const weights = weigh(row, size, m, workspace);
+    // By bins of the logit first, so that few tokens are sorted.
+    std::vector<double>& bins = workspace.bins;
+    bins.assign(kBandBins, 0.0);
+    const float top = std::min(band.end, m), per_logit = float(kBandBins) / std::max(top - band.low, 1e-30f);
+    int* const bin_of = room_for(workspace.bin_of, size);
+    for (u32 i = 0; i < size; ++i) bin_of[i] = int(std::min(float(kBandBins - 1), (top - values[i]) * per_logit));
+    for (u32 i = 0; i < size; ++i) bins[bin_of[i]] += weights[i];
+    int bin = 0;
+    double before = above;
+    while (bin < int(kBandBins) && before + bins[bin] < aim) before += bins[bin++];
+    if (bin == int(kBandBins) || above >= aim) return kKeepAll;
+    std::vector<u64>& of_bin = workspace.of_bin;
+    of_bin.clear();
+    for (u32 i = 0; i < size; ++i)
+      if (bin_of[i] == bin) of_bin.push_back(make_candidate(key_of_logit(values[i]), indices[i]));
+    const u64 border = border_of_bin(row, before, aim, kKeepAll, m, workspace);
+    const float least = logit_of(border);
+    for (u32 block = 0; block < row.reader.blocks(); ++block) {
+      double sum = 0.0;
+      for (u32 i = workspace.begins[block]; i < workspace.begins[block + 1]; ++i) {
+        const bool is_kept = (values[i] > least) | ((values[i] == least) & (indices[i] <= index_of(border)));
+        sum += is_kept ? weights[i] : 0.0f;
+      }
+      workspace.sums[block] += sum;
+    }
+    return border;
+  }
+
+  // At least one token is kept, also by a top_p of 0.
+  static double aim_of_top_p(const Row& row, double total) {
+    return std::max(row.top_p * total, std::numeric_limits<double>::min());
+  }
+
+  // Where the border of top-p should be: the tokens behind it weigh `rest`. A sample bounds what the tokens below a logit weigh.
+  Band estimated_band(const Row& row, double rest, float m, Workspace& workspace) const {
+    const u32 of_block = std::max(kSampledOfBlock, std::min(kBlock, kSampled / row.reader.blocks()));
+    float* const values = room_for(workspace.values, u64(row.reader.blocks()) * of_block);
+    u32 count = 0;
+    for (u32 block = 0; block < row.reader.blocks(); ++block) {
+      const u32 n = std::min(row.reader.elements_of(block), of_block);
+      row.reader.load_first(block, n, values + count);
+      count += n;
+    }
+    const float* const weights = weigh(row, count, m, workspace);
+    std::vector<double>& bins = workspace.bins;
+    bins.assign(kSampleBins, 0.0);
+    // All tokens below the last bin weigh far less than the rest.
+    const double depth = std::log(1e3 * vocab_size / std::max(rest, 1e-300));
+    const float per_logit = float(std::min(kSampleBins / depth * row.temperature.inverse, 1e30));
+    int* const bin_of = room_for(workspace.bin_of, count);
+    for (u32 i = 0; i < count; ++i) bin_of[i] = int(std::min(float(kSampleBins - 1), (m - values[i]) * per_logit));
+    for (u32 i = 0; i < count; ++i) bins[bin_of[i]] += weights[i];
+    Band band = {-std::numeric_limits<float>::max(), kInfinity};
+    // A token of the sample stands for so many. None of a bin weighs more than `greatest`.
+    const double each = std::min(double(vocab_size), double(row.reader.blocks()) * kBlock) / count,
+                 growth = std::exp(depth / kSampleBins);
+    double sum = 0.0, variance = 0.0, greatest = std::exp(-depth);
+    for (u32 bin = kSampleBins; bin-- > 0;) {
+      greatest *= growth;
+      sum += each * bins[bin];
+      variance += each * each * greatest * bins[bin];
+      const double far = (sum - rest) * (sum - rest);
+      const bool is_sure = far >= kDeviations * kDeviations * variance;
+      const float top = m - float(bin) / per_logit;
+      if (is_sure && sum <= rest) band.low = top;
+      if (is_sure && sum > rest && bin) {
+        band.end = top;
+        break;
+      }
+    }
+    return band;
+  }
+
+  // The border among the tokens of a bin, given what those above it weigh. least: the border if there are none.
+  u64 border_of_bin(const Row& row, double before, double aim, u64 least, float m, Workspace& workspace) const {
+    std::vector<u64>& of_bin = workspace.of_bin;
+    std::sort(of_bin.begin(), of_bin.end(), [](u64 a, u64 b) { return a > b; });
+    u64 border = least;
+    for (const u64 candidate : of_bin) {
+      if (before >= aim) break;
+      border = candidate;
+      before += weight_of(row, logit_of(candidate), m);
+    }
+    return border;
+  }
+
+  // The border of top-p of any row. Counts only tokens not behind `least`. Sums the weights by the leading bits of the keys, and
+  // sorts only the tokens of the bin that has the border.
   u64 border_of_top_p(const Row& row, u64 least, float m, Workspace& workspace) const {
     std::vector<double>& bins = workspace.bins;
     bins.assign(size_t(1) << kBinBits, 0.0);
-    Exponential exponential = row.temperature.exponential;
-    exponential.reference = m;
+    const Exponential exponential = exponential_of(row, m);
     const u32 least_key = key_of(least);
     for (u32 block = 0; block < row.reader.blocks(); ++block) {
       const u32 n = row.reader.elements_of(block);
@@ -501,8 +708,7 @@ struct Solver {
     }
     double total = 0.0;
     for (size_t bin = bins.size(); bin-- > 0;) total += bins[bin];
-    // At least one token is kept, also by a top_p of 0.
-    const double aim = std::max(row.top_p * total, std::numeric_limits<double>::min());
+    const double aim = aim_of_top_p(row, total);
     double before = 0.0;
     u32 bin = u32(bins.size()) - 1;
     while (bin > least_key >> (32 - kBinBits) && before + bins[bin] < aim) before += bins[bin--];
@@ -518,14 +724,7 @@ struct Solver {
           of_bin.push_back(make_candidate(key, block * kBlock + i));
       }
     }
-    std::sort(of_bin.begin(), of_bin.end(), [](u64 a, u64 b) { return a > b; });
-    u64 border = least;
-    for (const u64 candidate : of_bin) {
-      if (before >= aim) break;
-      border = candidate;
-      before += weight_of(row, logit_of(candidate), m);
-    }
-    return border;
+    return border_of_bin(row, before, aim, least, m, workspace);
   }
 };
 

@@ -34,6 +34,9 @@ struct SampleProblem : LogitRows {
   float* best_values;  // nullable; [rows, logprobs], log-probabilities
   i64* best_indices;   // nullable; [rows, logprobs]
   float* logsumexp;    // nullable; [rows]
+
+  i64* kept_counts;       // nullable; [rows], tokens that may be drawn
+  float* kept_logsumexp;  // nullable; [rows], of their logits / T
 };
 
 // Throws std::bad_alloc.

@@ -294,6 +294,56 @@ u32 append_candidates(const float* x, u32 begin, u32 n, u32 first_index, float t
   return i < n ? i : n;
 }
 
+#if defined(__AVX512F__)
+// Writes the chosen lanes, one after the other and without a branch, which would be a guess. Returns the end. There is room for a
+// vector more.
+template <class T>
+inline T* write_lanes(T* to, __m512i lanes, u32 chosen) {
+  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(__mmask16(chosen), lanes));
+  return to + __builtin_popcount(chosen);
+}
+#endif
+
+double sum_exp_above(const float* x, u32 n, u32 first_index, float low, float end, const Exponential& e, u32* count,
+                     float* values, u32* indices, u32* size) {
+  const Floats least = broadcast(low), limit = broadcast(end);
+  u32 places[kBlock + kLanes];
+  u32* behind = places;
+#if defined(__AVX512F__)
+  alignas(64) float above[kBlock + kLanes];
+  float* behind_above = above;
+  __m512i index = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+  u32 count_above = 0;
+#endif
+  for (u32 i = 0; i < n; i += kLanes) {
+    const Floats lanes = n - i < kLanes ? load_some(x + i, n - i, -kInfinity) : load(x + i);
+    const u32 not_below = lanes_not_below(lanes, limit), listed = lanes_not_below(lanes, least) & ~not_below;
+#if defined(__AVX512F__)
+    behind_above = write_lanes(behind_above, (__m512i)lanes, not_below);
+    behind = write_lanes(behind, index, listed);
+    index = _mm512_add_epi32(index, _mm512_set1_epi32(kLanes));
+#else
+    count_above += u32(__builtin_popcount(not_below));
+    for (u32 bits = listed; bits != 0; bits &= bits - 1) *behind++ = i + u32(__builtin_ctz(bits));
+#endif
+  }
+  const u32 listed = u32(behind - places);
+  for (u32 i = 0; i < listed; ++i) values[*size + i] = x[places[i]];
+  for (u32 i = 0; i < listed; ++i) indices[*size + i] = first_index + places[i];
+  *size += listed;
+#if defined(__AVX512F__)
+  const u32 count_above = u32(behind_above - above);
+  *count += count_above;
+  return sum_exp(above, count_above, e, x, 0);
+#else
+  *count += count_above;
+  const Floats nothing = broadcast(-kInfinity);
+  return sum_of_exp(
+      x, n, e, x, 0, [&](Floats lanes, u32) { return lanes >= limit ? lanes : nothing; }, [](Floats, u32, u32) {});
+#endif
+}
+
 }  // namespace
 
 #if defined(__AVX512F__)
@@ -315,6 +365,7 @@ extern const VectorKernels FUSED_TOPK_TABLE(Kernels) = {
     sum_exp,
     lower_bound_of_kth,
     append_candidates,
+    sum_exp_above,
     keep_best,
     sort_few,
     &FUSED_TOPK_TABLE(FullRowKernels),

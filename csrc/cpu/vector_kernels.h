@@ -74,6 +74,12 @@ struct VectorKernels {
   u32 (*append_candidates)(const float* x, u32 begin, u32 n, u32 first_index, float threshold, u64* list, u32* size,
                            u32 capacity);
 
+  // The sum of the exponentials of those x, of which none is NaN, that are at least `end`. Adds their number to *count. Appends
+  // x[i] and first_index + i for each x[i] below `end` that is at least `low`, which is finite, in their order, to lists with room
+  // for kBlock more.
+  double (*sum_exp_above)(const float* x, u32 n, u32 first_index, float low, float end, const Exponential& exponential,
+                          u32* count, float* values, u32* indices, u32* size);
+
   // Leaves the k <= size best of list[0 .. size] at its beginning. The list is in the order of the indices before and
   // after. Returns the least key of the k. keys: [size], scratch.
   u32 (*keep_best)(u64* list, u32 size, u32 k, int* keys);

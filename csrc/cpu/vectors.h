@@ -214,13 +214,15 @@ inline void exp_in_place(Floats (&x)[COUNT], const Exponential& e) {
   exp_in_place(x, SameExponential{e});
 }
 
-// The sum of the exponentials of x [n]. keep(terms, i, lanes) gets each vector of them: its first `lanes` lanes belong
-// to x[i] and the following. Fetches n elements of `bytes` each from `next` on.
+// The sum of the exponentials of x [n], each vector of it as prepare(vector, i) returns it. keep(terms, i, lanes) gets each
+// vector of exponentials: its first `lanes` lanes belong to x[i] and the following. Fetches n elements of `bytes` each from
+// `next` on.
 //
 // A float32 lane adds at most 4 exponentials and goes on in float64. With the two additions that join four vectors
 // these are 5 roundings, however long the row is.
-template <class KEEP>
-inline double sum_of_exp(const float* x, u32 n, const Exponential& e, const void* next, u32 bytes, const KEEP& keep) {
+template <class PREPARE, class KEEP>
+inline double sum_of_exp(const float* x, u32 n, const Exponential& e, const void* next, u32 bytes,
+                         const PREPARE& prepare, const KEEP& keep) {
   constexpr u32 kGroup = 4 * kLanes;
   constexpr u32 kGroupsOfRun = 4;
   const char* fetch = static_cast<const char*>(next);
@@ -233,7 +235,7 @@ inline double sum_of_exp(const float* x, u32 n, const Exponential& e, const void
     for (; group < end; ++group, i += kGroup) {
       for (u32 byte = 0; byte < kGroup * bytes; byte += 64) __builtin_prefetch(fetch + i * bytes + byte);
       Floats terms[4];
-      for (u32 v = 0; v < 4; ++v) terms[v] = load(x + i + v * kLanes);
+      for (u32 v = 0; v < 4; ++v) terms[v] = prepare(load(x + i + v * kLanes), i + v * kLanes);
       exp_in_place(terms, e);
       for (u32 v = 0; v < 4; ++v) sum[v] += terms[v];
       for (u32 v = 0; v < 4; ++v) keep(terms[v], i + v * kLanes, kLanes);
@@ -242,12 +244,16 @@ inline double sum_of_exp(const float* x, u32 n, const Exponential& e, const void
   }
   for (; i < n; i += kLanes) {
     const u32 rest = n - i < kLanes ? n - i : kLanes;
-    Floats term[1] = {rest == kLanes ? load(x + i) : load_some(x + i, rest, -kInfinity)};
+    Floats term[1] = {prepare(rest == kLanes ? load(x + i) : load_some(x + i, rest, -kInfinity), i)};
     exp_in_place(term, e);
     keep(term[0], i, rest);
     total += __builtin_convertvector(term[0], Doubles);
   }
   return sum_of_lanes(total);
+}
+template <class KEEP>
+inline double sum_of_exp(const float* x, u32 n, const Exponential& e, const void* next, u32 bytes, const KEEP& keep) {
+  return sum_of_exp(x, n, e, next, bytes, [](Floats lanes, u32) { return lanes; }, keep);
 }
 
 }  // namespace

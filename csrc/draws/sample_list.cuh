@@ -89,10 +89,18 @@ struct List {
     return has_border ? kept : 0;
   }
 
-  // Calls write(sample, token, total) in one thread for each sample. All threads of the block call it.
+  // How many of the first `kept` tokens are not -inf. All 32 lanes of a warp call it.
+  __device__ __forceinline__ u32 finite(u32 kept) const {
+    return count(kept, [&](u32 i) { return shared.key[i] != kNegativeInfinityKey; });
+  }
+
+  // greatest: the greatest logit / T. Calls write(sample, token, total) in one thread for each sample. All threads of the block call it.
   template <class WRITE>
-  __device__ __forceinline__ void draw(const SampleRows& p, u32 row, u32 kept, const WRITE& write) const {
+  __device__ __forceinline__ void draw(const SampleRows& p, u32 row, u32 kept, float greatest,
+                                       const WRITE& write) const {
     const u64 total = sum_of(kept);
+    const u32 finite = this->finite(kept);
+    if (threadIdx.x == 0) write_kept(p, row, finite, total, greatest);
     // The running sums are by index: where a token's begins, and where it ends.
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < kept; i += kThreads) {

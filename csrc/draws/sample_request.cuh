@@ -20,10 +20,11 @@ struct SampleRows {
   u32 blocks_per_row;
   u32 num_samples;
   u32 part_length_log2;  // sample_vocabulary_kernel: tokens of a part
-  u64* scratch;          // sample_rows_kernel: [rows, Scratch]; else [rows, parts] PartState. Null for one block a row
-  u32* tickets;          // [rows, 3], of the other kernel [rows]; zero before and after each launch
-  i64* tokens;           // [rows, num_samples]
-  float* log_probs;      // [rows, num_samples]
+  u64*
+      scratch;  // sample_rows_kernel: [rows], Scratch and the blocks' BlockScratch; else [rows, parts] PartState. Null for one block a row
+  u32* tickets;      // [rows, 4], of the other kernel [rows]; zero before and after each launch
+  i64* tokens;       // [rows, num_samples]
+  float* log_probs;  // [rows, num_samples]
   double temperature;
   const double* row_temperature;
   i64 seed;
@@ -53,10 +54,13 @@ struct SampleRows {
   float* best_logsumexp;  // nullable; [rows]
   u32 logprobs;
   u32 rows;
+  // Both kernels':
+  i64* kept_counts;       // nullable; [rows]: tokens that may be drawn
+  float* kept_logsumexp;  // nullable; [rows]: of their logits / temperature
   const void* lengths;  // nullable; [rows] of int32 or int64: tokens from a row's length on are -inf, and are not read
   u32 lengths_are_long;
 };
-static_assert(sizeof(SampleRows) == 280, "fused_topk/layout/launch.py packs 280 bytes");
+static_assert(sizeof(SampleRows) == 296, "fused_topk/layout/launch.py packs 296 bytes");
 
 }  // namespace fused_topk
 
@@ -129,8 +133,20 @@ __device__ __forceinline__ u64 aim_of(const SampleRows& p, u32 row, u32 sample, 
 // log of a sum of weights.
 __device__ __forceinline__ float log_of_sum(const SampleRows& p, u64 sum) { return logf(float(sum) / p.one); }
 
-// Writes the best token of a row, where no other may be drawn. All threads of a block call it.
-__device__ __forceinline__ void write_best(const SampleRows& p, u32 row, u32 best, float log_prob) {
+// One thread: what a row was drawn from, the sum of its weights, and the greatest logit / T.
+__device__ __forceinline__ void write_kept(const SampleRows& p, u32 row, u64 count, u64 sum, float greatest) {
+  if (!p.kept_counts) return;
+  p.kept_counts[row] = i64(count);
+  p.kept_logsumexp[row] = greatest + log_of_sum(p, sum);
+}
+
+// Writes the best token of a row of which no other may be drawn. m: the greatest logit if that is because of temperature 0, else
+// NaN. All threads of a block call it.
+__device__ __forceinline__ void write_best(const SampleRows& p, u32 row, u32 best, float log_prob, float m) {
+  if (p.kept_counts && threadIdx.x == 0) {
+    p.kept_counts[row] = is_finite(m);
+    p.kept_logsumexp[row] = m;
+  }
 #pragma unroll 1
   for (u32 sample = threadIdx.x; sample < p.num_samples; sample += kThreads) {
     p.tokens[i64(row) * p.num_samples + sample] = best;

@@ -1,10 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Draws tokens after filters, given each row's list of best tokens. One block or several have a row. The host waits for nothing.
+// Draws tokens from rows whose best are listed, with filters: a block a row or several, and nothing that the host must
+// wait for.
 //
 // The list comes from softmax_topk.cu: the row's best tokens, and its (m, d). Top-k, top-p and min-p keep the best of a
 // row, so a border says what is kept. Mostly the list has it, and a token is drawn from the list. If more is kept than is
-// listed, the row's blocks find the border by bisection over the keys: each read of the row decides 4 bits. Then they sum the
-// kept tokens piece by piece, and the piece that has the token is read again.
+// listed, the row is read twice more, as a rule:
+//
+// 1. The row's blocks count its tokens by their logits, in thousands of bins. The bins bound what the tokens above each
+//    weigh, and so say between which logits the border of top-p is: mostly some hundred tokens.
+// 2. They sum the weights of the tokens above these exactly, piece by piece, and list the tokens between. The last block
+//    sorts those, finds the border, and draws: a piece, and from the piece a token.
+//
+// Where more tokens are between than a block can sort, they are counted again by finer bins, at most three times: then all
+// of them are equal. Min-p says by itself what is kept: only the second read.
 //
 // Blocks of one row wait for each other. So a launch with several blocks a row is cooperative.
 #pragma once
@@ -14,19 +22,30 @@
 
 namespace fused_topk::sampling {
 
+// What is kept of the tokens that the pieces do not have, and the border: no candidate below it is kept.
+struct Border {
+  u64 least;
+  u32 kept;
+};
+
+// The least candidate with that key.
+__device__ __forceinline__ u64 least_candidate(u32 key) { return u64(key) << 32; }
+
 struct RowsShared {
   union {
     ListShared list;
-    // After the list: its keys are no longer needed.
-    BinsOfThreads bins;
+    SumsShared sums;
   };
-  SumsShared sums;
   u32 answer;
 };
 
 // A block's view of its row. Unless said otherwise all threads of all blocks of the row call a function.
 template <class FORMAT>
 struct RowSampler {
+  using Keys = FormatKeys<FORMAT>;
+  using Wanted = typename RowSums<FORMAT>::Wanted;
+  using Narrowed = typename RowSums<FORMAT>::Narrowed;
+
   const SampleRows& p;
   RowsShared& shared;
   const u32 row;
@@ -39,7 +58,7 @@ struct RowSampler {
         shared(shared),
         row(blockIdx.x),
         temperature(p, blockIdx.x),
-        sums(p, blockIdx.x, shared.sums, shared.bins),
+        sums(p, blockIdx.x, shared.sums),
         m(__ldg(p.list_state + blockIdx.x)),
         log_d(logf(__ldg(p.list_state + p.rows + blockIdx.x))) {}
 
@@ -78,55 +97,150 @@ struct RowSampler {
             min_p > 0.0 ? round_up(min(min_p, 2.0) * double(p.one)) : 0};
   }
 
-  template <class MEASURE>
-  __device__ __forceinline__ void draw_from_pieces(const MEASURE& measure) const {
-    if (sums.rank() != 0) return;
-    const u64 total = sums.sum_of_pieces();
+  // The least finite key whose tokens min-p keeps. Weights fall with the keys.
+  __device__ __forceinline__ u32 key_of_min_p(u64 least_weight) const {
+    u32 low = Keys::kLeastFinite, high = Keys::of(m);
 #pragma unroll 1
-    for (u32 sample = threadIdx.x / kWarpSize; sample < p.num_samples; sample += kWarps) {
-      const u32 token = sums.find(aim_of(p, row, sample, total), measure);
-      if (lane_id() == 0) write(sample, token, total);
+    while (low < high) {
+      const u32 middle = low + (high - low) / 2;
+      const bool is_below = weights()(Keys::logit_of(middle)) < least_weight;
+      low = is_below ? middle + 1 : low;
+      high = is_below ? high : middle;
+    }
+    return low;
+  }
+
+  // Bins of all tokens from key `low` on, of which those that matter weigh at least 1 / ratio of the best.
+  __device__ __forceinline__ LogitBins<FORMAT> bins_from(u32 low, float ratio) const {
+    // A weight below the unit is none.
+    const float exponents = min(log2f(ratio), log2f(p.one)) + 1.0f;
+    return {{low, Keys::of(m)}, m, temperature.scale * (float(kBins) / exponents)};
+  }
+
+  // Counts the tokens from key `low` on, and says where the border of top-p is. Without the total sums it, too.
+  __device__ __forceinline__ Narrowed count_for_top_p(double top_p, u32 low, Wanted& wanted) {
+    // What the border leaves behind is known to 2^-8, or better, if lighter tokens share a bin.
+    const float total = wanted.total ? float(wanted.total) : p.one;
+    const auto bins = bins_from(low, 0x1p8f * float(p.V) * p.one / (float(1.0 - top_p) * total));
+    // Where nearly all is kept, the rest must be known better than a sum of floats.
+    if (top_p > 1.0 - 0x1p-8) wanted.total = 0;
+    const float summed_from = wanted.total ? FUSED_TOPK_INFINITY : Keys::logit_of(low);
+    const u64 sum = sums.count(bins, summed_from, wanted.measure);
+    if (!wanted.total) wanted = wanted_of(top_p, sum, false);
+    return sums.narrowed(bins, 0, wanted);
+  }
+  __device__ __forceinline__ Wanted wanted_of(double top_p, u64 total, bool is_float) const {
+    return {max(round_up(top_p * double(total)), u64(1)), total, is_float, {weights(), false}};
+  }
+
+  // The key of the k-th best token; the least finite one if fewer are finite.
+  __device__ __forceinline__ u32 kth_key(u32 k) {
+    const Wanted wanted = {k, 0, false, {weights(), true}};
+    const auto bins = bins_from(Keys::kLeastFinite, FUSED_TOPK_INFINITY);
+    sums.count(bins, FUSED_TOPK_INFINITY, wanted.measure);
+    return narrowed_to(sums.narrowed(bins, 0, wanted), wanted, 0).range.low;
+  }
+
+  // Narrows a range until at most `limit` tokens, or equal ones alone, have its keys.
+  __device__ __forceinline__ Narrowed narrowed_to(Narrowed found, const Wanted& wanted, u32 limit) {
+#pragma unroll 1
+    while (found.most > limit && found.range.low < found.range.high) {
+      const KeyRange range = found.range;
+      const KeyBins<FORMAT> bins(range);
+      const u64 above = sums.count(bins, Keys::end_of(range), wanted.measure);
+      found = sums.narrowed(bins, above, wanted);
+      const u32 middle = range.low + (range.high - range.low) / 2 + 1;
+      if (found.range.low < middle && middle <= found.range.high &&
+          found.range.high - found.range.low > (range.high - range.low) / 2) {
+        // The bounds are too far from each other: the exact sum says in which half it is.
+        const bool is_upper = sums.count(bins, Keys::logit_of(middle), wanted.measure) >= wanted.aim;
+        (is_upper ? found.range.low : found.range.high) = is_upper ? middle : middle - 1;
+      }
+    }
+    return found;
+  }
+
+  // Sorts what is listed, best first. One block calls it, as what follows.
+  __device__ __forceinline__ void sort_listed() const {
+    u64* const listed = sums.listed();
+    const u32 count = sums.number_listed();
+    const u32 length = count > 1 ? 2u << (31 - __clz(count - 1)) : 1;
+#pragma unroll 1
+    for (u32 i = count + threadIdx.x; i < length; i += kThreads) listed[i] = kNoCandidate;
+    __syncthreads();
+    // Bitonic: sorted runs of twice the length, step by step.
+#pragma unroll 1
+    for (u32 run = 2; run <= length; run *= 2) {
+#pragma unroll 1
+      for (u32 step = run / 2; step > 0; step /= 2) {
+#pragma unroll 1
+        for (u32 i = threadIdx.x; i < length / 2; i += kThreads) {
+          const u32 place = 2 * i - i % step;
+          const u64 a = listed[place], b = listed[place + step];
+          if ((a < b) != ((place & run) != 0)) {
+            listed[place] = b;
+            listed[place + step] = a;
+          }
+        }
+        __syncthreads();
+      }
     }
   }
 
-  // The border of a row that keeps more than its list has. kth: the key of the k-th best, if the list has it. sum: as for
-  // List::kept.
-  __device__ __forceinline__ Border search_border(const Filters& filters, u32 kth, u64 sum) {
-    const Weights weight = weights();
-    const u32 greatest = sums.key(m);
-    Border border = {kNegativeInfinityKey / FORMAT::kLowestKeyBit, p.V};
-    if (filters.k) {
-      const auto count = [](float) { return u64(1); };
-      const auto k = [&](u64) { return u64(filters.k); };
-      border.key = filters.k <= p.length ? kth : sums.greatest_key(border.key, greatest, count, k).key;
-    }
-    if (filters.has_top_p()) {
-      const auto aim_of_total = [&](u64 total) {
-        return max(round_up(filters.top_p * double(filters.k ? total : sum)), u64(1));
-      };
-      const FoundKey found = sums.greatest_key(border.key, greatest, weight, aim_of_total);
-      border.key = found.key;
-      const u64 each = max(weight(sums.logit_of(found.key)), u64(1));
-      const u64 needed = found.aim > found.above ? (found.aim - found.above + each - 1) / each : 1;
-      if (needed * each < found.equal) {
-        const auto is_tie = [&](u32 i) { return u64(sums.key(sums.logits(i)) == found.key); };
-        sums.fill_pieces(is_tie);
-        border.cut = in_first_warp([&] { return sums.find(needed - 1, is_tie); });
-      }
-    }
-    if (filters.has_min_p()) {
-      // Weights fall with the keys.
-      u32 low = border.key, high = greatest;
+  // Of the tokens that are listed between the border's bounds: adds to the pieces what is kept.
+  __device__ __forceinline__ Border border_of_listed(u64 above, u64 aim, u64 least, u32 greatest_key) const {
+    sort_listed();
+    u64* const listed = sums.listed();
+    const u32 each = (sums.number_listed() + kThreads - 1) / kThreads, first = threadIdx.x * each;
+    const u32 end = min(sums.number_listed(), first + each);
+    const auto weight_of = [&](u64 candidate) { return weights()(__uint_as_float(bits_of_key(key_of(candidate)))); };
+    u64 own = 0;
 #pragma unroll 1
-      while (low < high) {
-        const u32 middle = low + (high - low) / 2;
-        const bool is_below = weight(sums.logit_of(middle)) < filters.least_weight;
-        low = is_below ? middle + 1 : low;
-        high = is_below ? high : middle;
-      }
-      if (low > border.key) border = {low, p.V};
+    for (u32 i = first; i < end; ++i) own += weight_of(listed[i]);
+    above += sums.sum_of_block(own).before;
+    u32 kept = 0;
+#pragma unroll 1
+    for (u32 i = first; i < end && above < aim && listed[i] >= least; ++i, ++kept) {
+      const u64 weight = weight_of(listed[i]);
+      atomicAdd(&sums.weights()[sums.piece_of(index_of(listed[i]))], weight);
+      above += weight;
     }
-    return border;
+    kept = u32(sums.sum_of_block(kept).all);
+    return {kept ? listed[kept - 1] : least_candidate(greatest_key + 1), kept};
+  }
+
+  // The same of tokens that are all equal. Of them the first ones are kept.
+  __device__ __forceinline__ Border border_of_equal(u64 above, u64 aim, u32 key) const {
+    const u64 each = weights()(__uint_as_float(bits_of_key(key))), divisor = max(each, u64(1));
+    const u64 needed = aim > above ? (aim - above + divisor - 1) / divisor : 1;
+    const u64 mine = sums.within(threadIdx.x);
+    const auto ties = sums.sum_of_block(mine);
+    sums.weights()[threadIdx.x] += each * (min(ties.before + mine, needed) - min(ties.before, needed));
+    if (needed >= ties.all) return {least_candidate(key), u32(ties.all)};
+    if (ties.before < needed && needed <= ties.before + mine) {
+      shared.answer = threadIdx.x;
+      sums.listed()[0] = needed - ties.before - 1;
+    }
+    __syncthreads();
+    const u32 last = find_in_part(PartReader<FORMAT>{sums.logits}, sums.part_of(shared.answer), sums.listed()[0],
+                                  [&](float x, u32) { return u64(order_key(x) == key); });
+    return {make_candidate(key, last), u32(needed)};
+  }
+
+  // Draws from the pieces, given the border and of each piece the sum of what is kept.
+  __device__ __forceinline__ void draw_from_pieces(Border border) const {
+    const u64 total = sums.sum_of_block(sums.weights()[threadIdx.x]).all;
+    const u64 above = sums.sum_of_block(sums.above(threadIdx.x)).all;
+    if (threadIdx.x == 0) write_kept(p, row, above + border.kept, total, m * temperature.inverse);
+#pragma unroll 1
+    for (u32 sample = threadIdx.x / kWarpSize; sample < p.num_samples; sample += kWarps) {
+      const u64 aim = aim_of(p, row, sample, total);
+      const Place place = find_in(sums.weights(), kPieces, aim);
+      const u32 token = find_in_part(
+          PartReader<FORMAT>{sums.logits}, sums.part_of(place.index), aim - place.before,
+          [&](float x, u32 i) { return make_candidate(order_key(x), i) >= border.least ? weights()(x) : 0; });
+      if (lane_id() == 0) write(sample, token, total);
+    }
   }
 
   // What find() returns to the lanes of the first warp, in every thread of the block.
@@ -148,44 +262,55 @@ struct RowSampler {
       const float of_best = !p.truncated                          ? own_log_prob(m)
                             : is_finite(m) && temperature.is_zero ? 0.0f
                                                                   : not_a_number();
-      write_best(p, row, u32(__ldg(p.list_indices + i64(row) * p.length)), of_best);
+      const float m_of_zero = is_finite(m) && temperature.is_zero ? m : not_a_number();
+      write_best(p, row, u32(__ldg(p.list_indices + i64(row) * p.length)), of_best, m_of_zero);
       return;
     }
     const Filters filters = this->filters();
-    const List list{shared.list, p.length, p.V};
-    list.template load<FORMAT>(p, row, weights());
-    const auto weight_at = [&](u32 i) { return weights()(sums.logits(i)); };
-    u64 sum = 0;
-    if (!filters.k && (filters.has_top_p() || filters.keep_all())) {
-      if (filters.has_top_p() && temperature.scale == kLog2E) {
-        // softmax_topk has it.
-        sum = u64(__ldg(p.list_state + p.rows + row) * p.one);
-      } else {
-        sums.fill_pieces(weight_at);
-        sum = sums.sum_of_pieces();
+    // What is kept is above the range, and perhaps a part of the range.
+    u32 least_key = Keys::kLeastFinite;
+    Narrowed found = {{least_key, least_key - 1}, 0};
+    Wanted wanted = {0, 0, false, {weights(), false}};
+    if (!filters.keep_all()) {
+      const bool is_of_all = filters.has_top_p() && !filters.k;
+      if (is_of_all && temperature.scale == kLog2E) {
+        // softmax_topk has the sum.
+        wanted = wanted_of(filters.top_p, u64(__ldg(p.list_state + p.rows + row) * p.one), true);
+      } else if (is_of_all) {
+        found = count_for_top_p(filters.top_p, least_key, wanted);
       }
+      const List list{shared.list, p.length, p.V};
+      __syncthreads();
+      list.template load<FORMAT>(p, row, weights());
+      __syncthreads();
+      const u32 kept = in_first_warp([&] { return list.kept(filters, wanted.total); });
+      if (kept) {
+        if (is_first)
+          list.draw(p, row, kept, m * temperature.inverse,
+                    [&](u32 sample, u32 token, u64 total) { write(sample, token, total); });
+        sums.leave();
+        return;
+      }
+      if (filters.k) {
+        least_key = filters.k <= p.length ? shared.list.key[filters.k - 1] / FORMAT::kLowestKeyBit : kth_key(filters.k);
+        found.range = {least_key, least_key - 1};
+      }
+      if (filters.has_top_p()) {
+        if (filters.k || temperature.scale == kLog2E) found = count_for_top_p(filters.top_p, least_key, wanted);
+        found = narrowed_to(found, wanted, kMostListed);
+      }
+      if (filters.has_min_p()) least_key = max(least_key, key_of_min_p(filters.least_weight));
     }
-    if (filters.keep_all()) {
-      draw_from_pieces(weight_at);
-      sums.leave();
-      return;
-    }
-    __syncthreads();
-    const u32 kept = in_first_warp([&] { return list.kept(filters, sum); });
-    if (kept) {
-      if (is_first) list.draw(p, row, kept, [&](u32 sample, u32 token, u64 total) { write(sample, token, total); });
-      sums.leave();
-      return;
-    }
-    const u32 kth = filters.k && filters.k <= p.length ? shared.list.key[filters.k - 1] / FORMAT::kLowestKeyBit : 0;
-    const Border border = search_border(filters, kth, sum);
-    const auto kept_weight = [&](u32 i) {
-      const float x = sums.logits(i);
-      return border.keeps(sums.key(x), i) ? weights()(x) : 0;
-    };
-    sums.fill_pieces(kept_weight);
-    draw_from_pieces(kept_weight);
-    sums.leave();
+    KeyRange range = found.range;
+    if (least_key > range.high) range = {least_key, least_key - 1};
+    const bool lists = range.low < range.high;
+    if (!sums.sum_pieces(range, lists, weights())) return;
+    const u64 above = sums.sum_of_block(sums.weights()[threadIdx.x]).all;
+    const u64 least = least_candidate(Keys::whole(least_key));
+    const u32 greatest_key = Keys::whole(range.high);
+    draw_from_pieces(range.low > range.high ? Border{least, 0}
+                     : lists                ? border_of_listed(above, wanted.aim, least, greatest_key)
+                                            : border_of_equal(above, wanted.aim, greatest_key));
   }
 };
 

@@ -7,75 +7,21 @@
 #pragma once
 
 #include "../full_rows/full_row.cuh"
-#include "sample_request.cuh"
+#include "sample_part.cuh"
 
 namespace fused_topk::sampling {
 
 constexpr u32 kMostParts = 1024;  // of a row
 
-// m of a part, its d at temperature 1, and at the row's.
+// m of a part, its d at temperature 1, and at the row's, and how many of its logits are not -inf, where that is asked for.
 struct alignas(16) PartState {
-  float m, own, tempered, unused;
+  float m, own, tempered, finite;
 };
 
-// Reads a part of a row with a warp, kElements tokens at a time. Element e of a lane's vector u is token
-// first + (u * 32 + lane) * kPerVector + e.
-template <class FORMAT>
-struct PartReader {
-  static constexpr u32 kPerVector = FORMAT::kPerVector;
-  static constexpr u32 kVectors = 4;
-  static constexpr u32 kElements = kVectors * kPerVector * kWarpSize;
-
-  const RowLogits<FORMAT>& row;
-
-  __device__ __forceinline__ void load(u32 first, Vector (&vectors)[kVectors]) const {
-#pragma unroll
-    for (u32 u = 0; u < kVectors; ++u) vectors[u] = vector(first + (u * kWarpSize + lane_id()) * kPerVector);
-    if (!row.mask.data) return;
-#pragma unroll
-    for (u32 u = 0; u < kVectors; ++u)
-      hide(vectors[u], row.mask.template allowed<kPerVector>(first + (u * kWarpSize + lane_id()) * kPerVector, row.V));
-  }
-
- private:
-  // Past the end of the row it is -inf.
-  __device__ __forceinline__ Vector vector(u32 token) const {
-    const auto* const address = row.data + token;
-    const u32 shift = u32(reinterpret_cast<u64>(row.data) % 16);
-    if (shift == 0 && token + kPerVector <= row.V) return load_16_bytes(address);
-    // A straddling read touches up to 16 bytes before and after the vector.
-    if (shift != 0 && token > 0 && token + 2 * kPerVector <= row.V) {
-      const char* const aligned = reinterpret_cast<const char*>(address) - shift;
-      return straddle(load_16_bytes(aligned), load_16_bytes(aligned + 16), shift);
-    }
-    Vector result = {{0, 0, 0, 0}};
-#pragma unroll
-    for (u32 e = 0; e < kPerVector; ++e) {
-      const u32 bits = token + e < row.V ? __ldg(address + e) : FORMAT::kNegativeInfinity;
-      result.words[e * 4 / kPerVector] |= bits << (kPerVector == 8 ? e % 2 * 16 : 0);
-    }
-    return result;
-  }
-
-  static __device__ __forceinline__ void hide(Vector& vector, u32 allowed) {
-#pragma unroll
-    for (u32 e = 0; e < kPerVector; ++e) {
-      const u32 shift = kPerVector == 8 ? e % 2 * 16 : 0;
-      const u32 of_element = kPerVector == 8 ? 0xFFFFu << shift : ~0u;
-      u32& word = vector.words[e * 4 / kPerVector];
-      if (!(allowed >> e & 1u)) word = (word & ~of_element) | u32(FORMAT::kNegativeInfinity) << shift;
-    }
-  }
-};
-
-// A part's tokens.
-struct Part {
-  u32 begin, end;
-
-  // V: the row's length. A part behind it is empty.
-  __device__ __forceinline__ Part(const SampleRows& p, u32 V, u32 part)
-      : begin(part << p.part_length_log2), end(min(u64(V), (u64(part) + 1) << p.part_length_log2)) {}
-};
+// V: the row's length. A part behind it is empty.
+__device__ __forceinline__ Part part_of(const SampleRows& p, u32 V, u32 part) {
+  return {part << p.part_length_log2, u32(min(u64(V), (u64(part) + 1) << p.part_length_log2))};
+}
 
 // (m, d) of a part, in every lane. The 32 lanes of a warp call it.
 template <class FORMAT>
@@ -92,62 +38,39 @@ __device__ __forceinline__ PartState sum_part(const PartReader<FORMAT>& reader, 
   return {own.m, own.d, scale != kLog2E ? warp_merge(tempered, scale).d : own.d, 0.0f};
 }
 
-// The weights of a lane's vector together.
+// The number of a part's logits that are not -inf. The 32 lanes of a warp call it, right after the part has been read.
 template <class FORMAT>
-__device__ __forceinline__ u64 sum_of(const Vector& vector, const Weights& weight) {
-  u64 sum = 0;
+__device__ __forceinline__ u32 finite_of(const PartReader<FORMAT>& reader, Part part) {
+  u32 count = 0;
+#pragma unroll 1
+  for (u32 first = part.begin; first < part.end; first += PartReader<FORMAT>::kElements) {
+    Vector vectors[PartReader<FORMAT>::kVectors];
+    reader.load(first, vectors);
 #pragma unroll
-  for (u32 e = 0; e < FORMAT::kPerVector; ++e) sum += weight(FORMAT::decode(vector.words, e));
-  return sum;
+    for (u32 u = 0; u < PartReader<FORMAT>::kVectors; ++u)
+#pragma unroll
+      for (u32 e = 0; e < FORMAT::kPerVector; ++e) count += FORMAT::decode(vectors[u].words, e) != -FUSED_TOPK_INFINITY;
+  }
+  return warp_sum(count);
 }
 
 // The token of a part at which the running sum passes the share `rest` of the part. The 32 lanes of a warp call it.
 template <class FORMAT>
 __device__ __forceinline__ u32 draw_from_part(const PartReader<FORMAT>& reader, Part part, const Weights& weight,
                                               double rest) {
-  constexpr u32 kVectors = PartReader<FORMAT>::kVectors, kElements = PartReader<FORMAT>::kElements;
-  Vector vectors[kVectors];
   // The sum of the part, which (m, d) has but to rounding.
   u64 total = 0;
 #pragma unroll 1
-  for (u32 first = part.begin; first < part.end; first += kElements) {
+  for (u32 first = part.begin; first < part.end; first += PartReader<FORMAT>::kElements) {
+    Vector vectors[PartReader<FORMAT>::kVectors];
     reader.load(first, vectors);
 #pragma unroll
-    for (u32 u = 0; u < kVectors; ++u) total += sum_of<FORMAT>(vectors[u], weight);
+    for (u32 u = 0; u < PartReader<FORMAT>::kVectors; ++u)
+#pragma unroll
+      for (u32 e = 0; e < FORMAT::kPerVector; ++e) total += weight(FORMAT::decode(vectors[u].words, e));
   }
   total = warp_sum(total);
-  const u64 aim = min(u64(rest * double(total)), total - 1);
-  u64 before = 0;
-#pragma unroll 1
-  for (u32 first = part.begin; first < part.end; first += kElements) {
-    reader.load(first, vectors);
-    // The vector in which the sum passes the aim, and what is before it.
-    u32 found = kVectors;
-    u64 sums = 0;
-#pragma unroll
-    for (u32 u = 0; u < kVectors; ++u) {
-      if (found != kVectors) continue;
-      const u64 mine = sum_of<FORMAT>(vectors[u], weight);
-      sums = before + warp_inclusive_sum(mine);
-      before = __shfl_sync(kAllLanes, sums, kWarpSize - 1);
-      sums -= mine;
-      if (before <= aim) continue;
-      found = u;
-    }
-    if (found == kVectors) continue;
-    const u32 lane = __popc(__ballot_sync(kAllLanes, sums <= aim)) - 1;
-    u32 token = first + (found * kWarpSize + lane) * FORMAT::kPerVector;
-    sums = __shfl_sync(kAllLanes, sums, lane);
-    // Every lane walks the vector: it is read again, and takes no registers until then.
-#pragma unroll 1
-    for (const u32 last = token + FORMAT::kPerVector - 1; token < last; ++token) {
-      sums += weight(reader.row(token));
-      if (sums > aim) break;
-    }
-    return token;
-  }
-  // Both sums of the part are the same.
-  return part.end - 1;
+  return find_in_part(reader, part, min(u64(rest * double(total)), total - 1), [&](float x, u32) { return weight(x); });
 }
 
 // The first token of a part with that key. The 32 lanes of a warp call it.
@@ -166,6 +89,7 @@ struct VocabularyShared {
   float maxima[kMostParts];
   float own[kMostParts];
   float tempered[kMostParts];
+  float finite[kMostParts];
   u64 weights[kMostParts];
   float maximum_of_warp[kWarps];
   u64 own_of_warp[kWarps];
@@ -187,13 +111,15 @@ __global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kDraws, kThread
 
 #pragma unroll 1
   for (u32 part = warp * p.blocks_per_row + blockIdx.y; part < parts; part += p.blocks_per_row * kWarps) {
-    const PartState state = sum_part(reader, Part(p, logits.V, part), temperature.scale);
+    PartState state = sum_part(reader, part_of(p, logits.V, part), temperature.scale);
+    if (p.kept_counts) state.finite = float(finite_of(reader, part_of(p, logits.V, part)));
     if (lane_id() == 0 && shares_row) {
-      *reinterpret_cast<float4*>(left + part) = {state.m, state.own, state.tempered, 0.0f};
+      *reinterpret_cast<float4*>(left + part) = {state.m, state.own, state.tempered, state.finite};
     } else if (lane_id() == 0) {
       shared.maxima[part] = state.m;
       shared.own[part] = state.own;
       shared.tempered[part] = state.tempered;
+      shared.finite[part] = state.finite;
     }
   }
   __syncthreads();
@@ -211,6 +137,7 @@ __global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kDraws, kThread
       shared.maxima[part] = state.x;
       shared.own[part] = state.y;
       shared.tempered[part] = state.z;
+      shared.finite[part] = state.w;
     }
     m = max_nan(m, shared.maxima[part]);
   }
@@ -247,26 +174,32 @@ __global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kDraws, kThread
           break;
         }
       }
-      const u32 best = find_key(logits, Part(p, logits.V, part), key);
+      const u32 best = find_key(logits, part_of(p, logits.V, part), key);
       if (lane_id() == 0) shared.answer = best;
     }
     __syncthreads();
     const float of_best = p.truncated ? (temperature.is_zero ? 0.0f : not_a_number()) : -log_d;
-    write_best(p, row, shared.answer, has_distribution ? of_best : not_a_number());
+    write_best(p, row, shared.answer, has_distribution ? of_best : not_a_number(),
+               has_distribution && temperature.is_zero ? m : not_a_number());
     return;
   }
 
-  u64 total = 0;
+  u64 total = 0, finite = 0;
 #pragma unroll 1
-  for (u32 part = lane_id(); part < parts; part += kWarpSize) total += shared.weights[part];
+  for (u32 part = lane_id(); part < parts; part += kWarpSize) {
+    total += shared.weights[part];
+    finite += u64(shared.finite[part]);
+  }
   total = warp_sum(total);
+  finite = warp_sum(finite);
+  if (threadIdx.x == 0) write_kept(p, row, finite, total, m * temperature.inverse);
 #pragma unroll 1
   for (u32 sample = warp; sample < p.num_samples; sample += kWarps) {
     const u64 aim = aim_of(p, row, sample, total);
     const Place place = find_in(shared.weights, parts, aim);
     const double rest = double(aim - place.before) / double(shared.weights[place.index]);
     const Weights within{shared.maxima[place.index], temperature.scale, p.one};
-    const u32 token = draw_from_part(reader, Part(p, logits.V, place.index), within, rest);
+    const u32 token = draw_from_part(reader, part_of(p, logits.V, place.index), within, rest);
     if (lane_id() == 0) {
       const float x = logits(token) - m;
       const i64 at = i64(row) * p.num_samples + sample;

@@ -247,14 +247,15 @@ _SOFTMAX_SHAPES = (
 )
 
 # Relative to the top-k of the same rows: k = 8 for the whole vocabulary, else 50.
-_SAMPLING_SHAPES = ((1, 128256), (8, 32000), (8, 128256), (64, 128256), (256, 128256))
+_SAMPLING_SHAPES = ((1, 128256), (8, 32000), (8, 128256), (64, 128256), (256, 128256), (512, 128256))
+# What is kept of normal logits is longer than any list: one read more for min-p, two for top-p.
+_BROAD = {"top-p": 3.8, "min-p": 2.8}
 
 
 def _sampling_case(rows: int, vocab: int, dtype: str, sampling: str, data: str) -> Case:
     k, times = (8, 1.4) if sampling == "whole" else (50, 1.5)
-    # What top-p keeps of normal logits is longer than any list: no target.
-    target = None if sampling == "top-p" and data == "normal" else Target(times, "rows")
-    return Case(rows, vocab, k, dtype, target, distribution=data, sampling=sampling)
+    times = _BROAD.get(sampling, times) if data == "normal" else times
+    return Case(rows, vocab, k, dtype, Target(times, "rows"), distribution=data, sampling=sampling)
 
 
 # Tokens, experts, k, model, and the limit in µs on an H100. More tokens than fit at once are bound by what they read.

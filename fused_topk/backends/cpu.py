@@ -226,6 +226,7 @@ def sample(problem: SampleProblem, out: Sample, instruction_set: str = "") -> No
         out.tokens.data_ptr(),
         out.log_probs.data_ptr(),
         *map(_address, (None,) * 3 if out.topk is None else out.topk),
+        *map(_address, (None,) * 2 if out.kept is None else out.kept),
         _num_threads(),
     )
 

@@ -301,6 +301,8 @@ def sample(problem: SampleProblem, out: Sample) -> None:
         best_logsumexp=0 if best is None else best.logsumexp.data_ptr(),
         logprobs=p.logprobs,
         rows=rows,
+        kept_counts=0 if out.kept is None else out.kept.counts.data_ptr(),
+        kept_logsumexp=0 if out.kept is None else out.kept.logsumexp.data_ptr(),
     )
     function = driver.function(index, launch.sample_kernel(logits.dtype, is_whole))
     argument = _argument(filled, _write_sample_rows, given, _SAMPLE_ARGUMENT)

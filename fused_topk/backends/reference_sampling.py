@@ -35,7 +35,8 @@ def draw(problem: SampleProblem, out: Sample) -> None:
     scaled = shifted / temperature.where(temperature > 0, 1.0).clamp(max=2.0**126)
 
     weights = scaled.exp()
-    weights = weights * _kept(p, ranked, weights)
+    is_kept = _kept(p, ranked, weights)
+    weights = weights * is_kept
     of_token = torch.zeros_like(weights).scatter(1, order, weights)
     sums = of_token.cumsum(1)
     total = sums[:, -1:]
@@ -54,6 +55,12 @@ def draw(problem: SampleProblem, out: Sample) -> None:
     else:
         log_probs = of_drawn - shifted.exp().sum(1, keepdim=True).log()
     out.log_probs.copy_(log_probs.where(has_distribution, torch.nan))
+    if out.kept is not None:
+        is_greedy = best.isfinite() & (temperature == 0)
+        counts = (is_kept & (ranked != -torch.inf)).sum(1, keepdim=True).where(is_drawn, is_greedy.long())
+        mass = best / temperature.where(is_drawn, 1.0) + total.where(is_drawn, 1.0).log()
+        out.kept.counts.copy_(counts.squeeze(1))
+        out.kept.logsumexp.copy_(mass.where(is_drawn | is_greedy, torch.nan).squeeze(1))
 
 
 def _kept(p: SampleProblem, ranked: Tensor, weights: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def sample(
         local_logits: shape (..., V_local), this process's columns, as for :func:`softmax_topk`.
         group: the process group; None: all processes.
         temperature: this and all that follow are as for :func:`fused_topk.sample`.
-        top_k: how many of the best tokens may be drawn; 0 for all.
+        top_k: how many of the best tokens may be drawn; 0 or -1 for all.
         top_p: the share of the probability that may be drawn.
         min_p: the least probability, relative to the best token's.
         mask: the tokens of this process's columns that may be drawn.
@@ -133,7 +133,7 @@ def sample(
         allowed = allowed.reshape(rows, allowed.shape[-1])
     columns = _Columns(logits, allowed, group, backend)
     own_names = _as_names(names, logits)
-    is_whole_row = _is_number(top_k, 0) and _is_number(top_p, 1) and _is_number(min_p, 0)
+    is_whole_row = (_is_number(top_k, 0) or _is_number(top_k, -1)) and _is_number(top_p, 1) and _is_number(min_p, 0)
     length = 1 if is_whole_row else _length(top_k)
     numbers = [None if isinstance(x, Tensor) else float(x) for x in (temperature, top_k, top_p, min_p)]
     settings = (*numbers, int(num_samples), int(logprobs), bool(truncated_log_probs))
@@ -165,7 +165,7 @@ def _is_number(value: Any, number: float) -> bool:
 
 def _length(top_k: Any) -> int | None:
     """How many of the best tokens of a row are listed; None where no list is sure to be long enough."""
-    if isinstance(top_k, Tensor) or top_k == 0:
+    if isinstance(top_k, Tensor) or top_k <= 0:
         return _WINDOW
     length = int(top_k) + max(_ROOM_FOR_TIES, int(top_k) // 4)
     return length if length <= MAX_K else None
@@ -175,7 +175,7 @@ def _checked(logits: Tensor, temperature: Any, top_k: Any, top_p: Any, min_p: An
     limits = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
     of_all = (
         check_row_numbers("temperature", temperature, logits, torch.float64, limits, or_zero=True),
-        check_row_numbers("top_k", top_k, logits, torch.int64, (0, of_rows._SEEDS[1])),
+        check_row_numbers("top_k", top_k, logits, torch.int64, (-1, of_rows._SEEDS[1])),
         check_row_numbers("top_p", top_p, logits, torch.float64, (0, 1)),
         check_row_numbers("min_p", min_p, logits, torch.float64, (0, 1)),
     )

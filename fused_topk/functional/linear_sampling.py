@@ -34,6 +34,7 @@ def linear_sample(
     num_samples: int = 1,
     logprobs: int = 0,
     truncated_log_probs: bool = False,
+    kept: bool = False,
     backend: str | None = None,
 ) -> Sample:
     """Tokens drawn from the logits `hidden @ weight.T + bias`, which are never all in memory.
@@ -50,7 +51,7 @@ def linear_sample(
         bias: shape (V,), likewise, or None.
         temperature: divides the logits; 0 takes the best token. This and the next three are one number, or a tensor with
             one number a row.
-        top_k: keeps the k most likely tokens, and all that tie with the k-th. 0 keeps all.
+        top_k: keeps the k most likely tokens, and all that tie with the k-th. 0 or -1 keeps all.
         top_p: keeps the fewest of the most likely tokens whose probabilities sum to at least `top_p`. 1 keeps all.
         min_p: keeps the tokens whose probability is at least `min_p` times that of the most likely one. 0 keeps all.
         mask: the tokens that may be drawn, bool or packed int32.
@@ -60,11 +61,12 @@ def linear_sample(
         num_samples: independent draws from each row.
         logprobs: how many of the row's best tokens to return as well; 0 for none.
         truncated_log_probs: whether log_probs are those of the distribution that was drawn from, or the model's own.
+        kept: whether to return how many tokens of each row may be drawn, and the log of their mass.
         backend: None, "cuda", "cpu" or "reference": what draws. The product is always the library's.
 
     Returns:
-        Sample with tokens int64 (..., num_samples), log_probs float32 (..., num_samples), and topk, the TopK of the row's
-        `logprobs` best (None for logprobs = 0). float64 hidden states have float64 log_probs.
+        Sample with tokens int64 (..., num_samples), log_probs float32 (..., num_samples), topk, the TopK of the row's
+        `logprobs` best (None for logprobs = 0), and kept (None unless asked for). float64 hidden states have float64 log_probs.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
@@ -90,7 +92,7 @@ def linear_sample(
     # Of the logits' shape, on their device, without their memory.
     logits = hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
     numbers = (temperature, top_k, top_p, min_p)
-    request = (num_samples, logprobs, truncated_log_probs, backend)
+    request = (num_samples, logprobs, truncated_log_probs, kept, backend)
     temperatures, filters = sampling.check_parameters(logits, hidden.device.type, numbers, *request)
     if transform_is_active():
         raise RuntimeError(
@@ -101,11 +103,11 @@ def linear_sample(
     of_seed, of_counter = sampling.names_of(seed, counter, generator, logits)
     hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     rows = LogitRows(hidden, *temperatures, allowed)
-    problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, logprobs, truncated_log_probs)
+    problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, logprobs, truncated_log_probs, kept)
     # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
     _, *parameters, _ = problem
     if need_dispatcher(*rows.tensors(), weight, bias, *[x for x in parameters if isinstance(x, Tensor)]):
-        result = sampling.from_operator(_linear_sample(*rows, weight, bias, *parameters, backend), logprobs)
+        result = sampling.from_operator(_linear_sample(*rows, weight, bias, *parameters, backend), logprobs, kept)
     else:
         result = linear_sampling.draw(problem, weight, bias, backend)
     return result if hidden.dim() == 2 else sampling.shaped(result, hidden.shape[:-1])

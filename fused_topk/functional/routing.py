@@ -12,17 +12,14 @@ from torch import Tensor
 
 from .. import backends
 from ..arguments import check_backend, check_dim, check_logits, check_rows, plain_rows, vocabulary_last
-from ..operators import routing, transforms
-from ..operators.dispatch import need_dispatcher, way_of_call
+from ..operators import calls
+from ..operators.dispatch import need_dispatcher
 from ..plans import router_plan, router_result
 from ..problem import RouterTopK, result_dtype
 from ..router_arguments import INDEX_DTYPES, check_bias, check_router
 from ..rows import like_given
 from .out import check_out, have_changed, is_plain_out
 
-# Looked up once, not at every call.
-_router_topk = torch.ops.fused_topk.router_topk.default
-_router_topk_out = torch.ops.fused_topk.router_topk_out.default
 _BACKENDS = (None, *backends.NAMES)
 _BIASES = (Tensor, torch.nn.Parameter)
 _OUT_TYPES = (RouterTopK, tuple)
@@ -47,6 +44,9 @@ def router_topk(
     out: tuple[Tensor, Tensor] | None = None,
 ) -> RouterTopK:
     """The k experts of each token and their weights, as mixtures of experts route: one launch, one read of the logits.
+
+    >>> router_topk(torch.tensor([1.0, 3.0, 2.0, 3.0]), 2, scoring="sigmoid", normalize=True)
+    RouterTopK(weights=tensor([0.5000, 0.5000]), experts=tensor([1, 3]))
 
     Each expert has a score. The k experts with the greatest sums of score and bias are chosen; their weights are the scores.
 
@@ -104,11 +104,6 @@ def router_topk(
         first one of a kernel on a GPU. Can be captured in a CUDA graph and compiled with fullgraph=True.
         The weights are differentiable with respect to the logits, as a function of the experts that are chosen: the choice has no
         gradient. That of the bias, which has an effect on the choice alone, is zero.
-
-    Example:
-        >>> import torch, fused_topk
-        >>> fused_topk.router_topk(torch.tensor([1.0, 3.0, 2.0, 3.0]), 2, scoring="sigmoid", normalize=True)
-        RouterTopK(weights=tensor([0.5000, 0.5000]), experts=tensor([1, 3]))
     """
     request: tuple[Any, ...] = (k, scoring, groups, topk_groups, group_score, normalize)
     # Arguments of exactly these types can be the key of a cached plan. All others are checked below.
@@ -148,8 +143,7 @@ def router_topk(
     check_backend(backend)
     asked = (*request, float(scale))
     if out is None:
-        run = way_of_call(routing.router_topk, _router_topk, transforms.RouterChoice.apply, *rows.tensors(), bias)
-        result = RouterTopK(*run(*rows, bias, *asked, index_dtype, backend))
+        result = calls.router_topk(rows, bias, asked, index_dtype, backend)
         return RouterTopK(*(x.movedim(-1, dim) for x in result)) if moved else result
     expected = list(router_result(logits, k, index_dtype))
     if moved:
@@ -157,13 +151,11 @@ def router_topk(
         shape.insert(dim, k)
         expected = [(tuple(shape), dtype) for _, dtype in expected]
     check_out(out, expected, rows, RouterTopK._fields, bias)
-    last = [x.movedim(dim, -1) for x in out] if moved else out
-    sees_dispatcher = need_dispatcher(*rows.tensors(), bias, *out)
-    run_out = _router_topk_out if sees_dispatcher else routing.router_topk_out
-    run_out(*rows, bias, *asked, backend, *last)
-    if not sees_dispatcher:
-        have_changed(out)
-    return RouterTopK(*out)
+    written = RouterTopK(*out)
+    last = RouterTopK(*(x.movedim(dim, -1) for x in written)) if moved else written
+    if not calls.router_topk_into(rows, bias, asked, backend, last):
+        have_changed(written)
+    return written
 
 
 def _is_plain(bias: Any, logits: Tensor) -> bool:

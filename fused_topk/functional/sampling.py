@@ -36,7 +36,7 @@ from ..arguments import (
 )
 from ..operators import sampling
 from ..operators.dispatch import need_dispatcher, transform_is_active
-from ..problem import Sample, SampleProblem, TopK
+from ..problem import Kept, Sample, SampleProblem, TopK
 from ..rows import Like, LogitRows
 
 _sample = torch.ops.fused_topk.sample.default
@@ -45,7 +45,7 @@ _Temperature = tuple[Any, Tensor | None]
 _Filters = tuple[Any, Tensor | None, Any, Tensor | None, Any, Tensor | None]
 _SEEDS = (-(2**63), 2**63 - 1)
 _MOST_SAMPLES = 2**31 - 1
-# Of num_samples, logprobs, truncated_log_probs and backend: what can be the key of a plan.
+# Of num_samples, logprobs, truncated_log_probs, kept and backend: what can be the key of a plan.
 _PLANNED_REQUESTS = (int, bool, str, type(None))
 
 
@@ -64,6 +64,7 @@ def sample(
     num_samples: int = 1,
     logprobs: int = 0,
     truncated_log_probs: bool = False,
+    kept: bool = False,
     backend: str | None = None,
 ) -> Sample:
     """Tokens drawn from `softmax(logits / temperature)` after top-k, top-p and min-p, with their log-probabilities.
@@ -76,7 +77,7 @@ def sample(
         temperature: divides the logits; 0 takes the best token. This and the next three are one number, or a tensor with
             one number a row, broadcastable to the shape of `logits` without the vocabulary. The values of a CPU tensor
             are checked, those of a CUDA tensor are not.
-        top_k: keeps the k most likely tokens, and all that tie with the k-th. 0, or more than V, keeps all.
+        top_k: keeps the k most likely tokens, and all that tie with the k-th. 0, -1, or more than V, keeps all.
         top_p: keeps the fewest of the most likely tokens whose probabilities sum to at least `top_p`, and at least one.
             Of equal tokens at this border the smaller indices are kept. 1 keeps all.
         min_p: keeps the tokens whose probability is at least `min_p` times that of the most likely one. 0 keeps all.
@@ -94,11 +95,13 @@ def sample(
         logprobs: how many of the row's best tokens to return as well; 0 for none.
         truncated_log_probs: whether log_probs are those of the distribution that was drawn from (after temperature,
             top-k, top-p and min-p). Otherwise they are the model's own: of `log_softmax(logits)` over the allowed tokens.
+        kept: whether to return how many tokens of each row may be drawn, and the log of their mass.
         backend: None, "cuda", "cpu" or "reference", as for :func:`softmax_topk`.
 
     Returns:
-        Sample with tokens int64 (..., num_samples), log_probs float32 (..., num_samples), and topk, the TopK that
-        `log_softmax_topk(logits, logprobs, mask=mask, lengths=lengths)` gives (None for logprobs = 0). float64 logits have float64 log_probs.
+        Sample with tokens int64 (..., num_samples), log_probs float32 (..., num_samples), topk, the TopK that
+        `log_softmax_topk(logits, logprobs, mask=mask, lengths=lengths)` gives (None for logprobs = 0), and kept, the :class:`Kept`
+        of each row (None unless asked for). float64 logits have float64 log_probs.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
@@ -111,6 +114,11 @@ def sample(
         kept tokens' probabilities exceeds u. Backends sum in other orders: so they draw the same token unless u is within
         2^-19 of a border between two tokens, and keep the same tokens unless one is as near to the border of top-p.
         A token that is not kept, not allowed, or beyond the row's length is never drawn.
+        `kept` does not count logits of -inf, and counts equal tokens at the border of top-p as they are kept. Tokens of less than
+        2^-44 of the best one's probability (2^-30, the longer the row) may be left out of it, and of the draw. For temperature 0
+        it has one token, with its logit as the logsumexp; for a row without a distribution none, with NaN.
+        How often a row is read: once, and where its kept tokens are more than a list of its best has, as a rule once more for
+        min-p, and once or twice more for top-p. Whatever the row, at most six times more.
         A row without a distribution, with NaN, with +inf, of only -inf, or with nothing allowed, gives the first token in
         the order of :func:`softmax_topk`, and NaN log-probabilities. So does a temperature on a GPU that is negative or
         NaN, with truncated log-probabilities of NaN. Temperature 0 gives the same token, with 0 as its truncated
@@ -125,7 +133,7 @@ def sample(
         tensor([1])
     """
     numbers = (temperature, top_k, top_p, min_p)
-    request = (num_samples, logprobs, truncated_log_probs, backend)
+    request = (num_samples, logprobs, truncated_log_probs, kept, backend)
     if type(logits) is Tensor and mask is None and lengths is None:
         planned = _planned(logits, numbers, request, seed, counter, generator)
         if planned is not None:
@@ -145,11 +153,11 @@ def sample(
         of_rows = of_rows.reshape(-1).contiguous()
     rows = LogitRows(logits.detach().reshape(-1, vocab_size), *temperatures, allowed, of_rows)
     of_seed, of_counter = names_of(seed, counter, generator, logits)
-    problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, logprobs, truncated_log_probs)
+    problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, logprobs, truncated_log_probs, kept)
     # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
     _, *parameters, _ = problem
     if need_dispatcher(*rows.tensors(), *[x for x in parameters if isinstance(x, Tensor)]):
-        result = from_operator(_sample(*rows, *parameters, backend), logprobs)
+        result = from_operator(_sample(*rows, *parameters, backend), logprobs, kept)
     else:
         result = sampling.draw(problem, backend)
     return result if logits.dim() == 2 else shaped(result, lead)
@@ -162,6 +170,7 @@ def check_parameters(
     num_samples: Any,
     logprobs: Any,
     truncated_log_probs: Any,
+    kept: Any,
     backend: Any,
 ) -> tuple[_Temperature, _Filters]:
     """The temperature of the rows, and the fields top_k to row_min_p of :class:`SampleProblem`, of arguments that are checked.
@@ -172,15 +181,14 @@ def check_parameters(
     check_k(num_samples, _MOST_SAMPLES, "samples of a row", "num_samples")
     if not _is_zero(logprobs):
         check_k(logprobs, vocab_size, name="logprobs")
-    if not isinstance(truncated_log_probs, bool):
-        raise TypeError(
-            f"`truncated_log_probs` must be a bool, got {type(truncated_log_probs).__name__}; pass True or False"
-        )
+    for name, flag in (("truncated_log_probs", truncated_log_probs), ("kept", kept)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"`{name}` must be a bool, got {type(flag).__name__}; pass True or False")
     temperature, top_k, top_p, min_p = numbers
     floating = torch.float32 if device_type in ("mps", "xpu") else torch.float64
     temperatures = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
     return check_row_numbers("temperature", temperature, logits, floating, temperatures, or_zero=True), (
-        *check_row_numbers("top_k", top_k, logits, torch.int64, (0, _SEEDS[1])),
+        *check_row_numbers("top_k", top_k, logits, torch.int64, (-1, _SEEDS[1])),
         *check_row_numbers("top_p", top_p, logits, floating, (0, 1)),
         *check_row_numbers("min_p", min_p, logits, floating, (0, 1)),
     )
@@ -261,8 +269,8 @@ def _planned(
         of_seed, of_counter = _flat_name(seed), _flat_name(counter)
     is_flat = len(shape) == 2
     rows = LogitRows(logits if is_flat else logits.reshape(-1, plan.vocab_size), *plan.temperatures)
-    num_samples, logprobs, truncated, backend = request
-    problem = SampleProblem(rows, *plan.filters, *of_seed, *of_counter, num_samples, logprobs, truncated)
+    num_samples, logprobs, truncated, kept, backend = request
+    problem = SampleProblem(rows, *plan.filters, *of_seed, *of_counter, num_samples, logprobs, truncated, kept)
     result = sampling.draw(problem, backend)
     return result if is_flat else shaped(result, shape[:-1])
 
@@ -312,10 +320,11 @@ def random_names(
     return (0, names[0]), (0, names[1])
 
 
-def from_operator(tensors: Sequence[Tensor], logprobs: int) -> Sample:
+def from_operator(tensors: Sequence[Tensor], logprobs: int, kept: bool) -> Sample:
     """What an operator that draws has returned."""
-    tokens, log_probs, *topk = tensors
-    return Sample(tokens, log_probs, TopK(*topk) if logprobs else None)
+    tokens, log_probs, values, indices, logsumexp, *of_kept = tensors
+    topk = TopK(values, indices, logsumexp) if logprobs else None
+    return Sample(tokens, log_probs, topk, Kept(*of_kept) if kept else None)
 
 
 def shaped(result: Sample, lead: Sequence[int]) -> Sample:
@@ -325,4 +334,5 @@ def shaped(result: Sample, lead: Sequence[int]) -> Sample:
         return x.reshape((*lead, *x.shape[1:]))
 
     topk = None if result.topk is None else TopK(*map(of_rows, result.topk))
-    return Sample(of_rows(result.tokens), of_rows(result.log_probs), topk)
+    kept = None if result.kept is None else Kept(*map(of_rows, result.kept))
+    return Sample(of_rows(result.tokens), of_rows(result.log_probs), topk, kept)

@@ -144,6 +144,9 @@ _ROUTERS: dict[str, Callable[..., _Routed]] = {
 def fuse_routers(model: nn.Module) -> Iterator[FusedRouters]:
     """Makes the expert routers of a model choose by one launch each, in a with block: in training and in inference.
 
+    >>> with fuse_routers(model) as routers:  # doctest: +SKIP
+    ...     model.generate(**inputs)
+
     Served are the routers of Mixtral, MiniMax, MiniMax-M2, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, Qwen3-VL and -Omni-MoE,
     OLMoE, FlexOlmo, GPT-OSS, Hunyuan, ERNIE-4.5-MoE, DeepSeek-V2, V3 and V3.2, GLM-4-MoE and its kin, dots.llm1, Kimi-Linear,
     Bailing, EXAONE-MoE, Nemotron-H, MiMo-V2 and Solar, as transformers 5 has them. Each is tried on a few tokens first.
@@ -160,10 +163,6 @@ def fuse_routers(model: nn.Module) -> Iterator[FusedRouters]:
 
     Raises:
         TypeError: `model` is no module.
-
-    Example:
-        >>> with fuse_routers(model) as routers:  # doctest: +SKIP
-        ...     model.generate(**inputs)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}; pass the model itself")

@@ -234,6 +234,8 @@ class SampleRows(ctypes.Structure):
         ("best_logsumexp", _POINTER),
         ("logprobs", _U32),
         ("rows", _U32),
+        ("kept_counts", _POINTER),
+        ("kept_logsumexp", _POINTER),
         ("lengths", _POINTER),
         ("lengths_are_long", _U32),
     )

@@ -214,12 +214,13 @@ _WARPS = SAMPLE_THREADS // 32
 # kMostParts of csrc/draws/sample_vocabulary.cu, and the least tokens of a part: one read of a warp.
 _MOST_PARTS, _LEAST_PART_LOG2 = 1024, 10
 _PART_WORDS = 2  # of PartState, in int64
-# kMostBlocks and Scratch of csrc/draws/sample_row_sums.cuh, in int64, and its counters.
-_MOST_SEARCHING = 32
-_SCRATCH_WORDS = 12288 // 8
-_COUNTERS = 3
-# Of a row, for each of the blocks that search it. A guess.
-_TOKENS_OF_SEARCHING = 2048
+# Scratch and BlockScratch of csrc/draws/sample_row_sums.cuh, in int64, and the counters of a row.
+_ROW_WORDS, _BLOCK_WORDS = 20480 // 8, 32784 // 8
+_COUNTERS = 4
+# Blocks of a row, and tokens of the row for each of them. Every block reads what the others have counted. A guess.
+_MOST_SEARCHING, _TOKENS_OF_SEARCHING = 16, 4096
+# On a multiprocessor: what __launch_bounds__ of the kernel promises.
+_RESIDENT = 2
 
 
 def draws_from_vocabulary(vocab_size: int, top_k: int | None, has_other_filter: bool) -> bool:
@@ -256,13 +257,13 @@ def summing_blocks(rows: int, vocab_size: int, multiprocessors: int) -> int:
 
 
 def searching_blocks(rows: int, vocab_size: int, top_k: int | None, multiprocessors: int) -> int:
-    """How many blocks share a row of csrc/draws/sample_rows.cu. All of the launch run at the same time, one a multiprocessor.
+    """How many blocks share a row of csrc/draws/sample_rows.cu. All of the launch run at the same time.
 
     One, where the row is not read again: where top-k keeps less than is listed, but for ties.
     """
     if top_k is not None and 0 < top_k < vocab_size and top_k < LONGEST_LIST:
         return 1
-    return max(1, min(_MOST_SEARCHING, multiprocessors // rows, vocab_size // _TOKENS_OF_SEARCHING))
+    return max(1, min(_MOST_SEARCHING, _RESIDENT * multiprocessors // rows, vocab_size // _TOKENS_OF_SEARCHING))
 
 
 def summing_scratch(rows: int, vocab_size: int, blocks: int) -> tuple[int, int]:
@@ -273,7 +274,7 @@ def summing_scratch(rows: int, vocab_size: int, blocks: int) -> tuple[int, int]:
 
 def searching_scratch(rows: int, blocks: int) -> tuple[int, int]:
     """Scratch words and tickets of csrc/draws/sample_rows.cu."""
-    return (rows * _SCRATCH_WORDS, rows * _COUNTERS) if blocks > 1 else (0, 0)
+    return (rows * (_ROW_WORDS + blocks * _BLOCK_WORDS), rows * _COUNTERS) if blocks > 1 else (0, 0)
 
 
 def sample_unit(vocab_size: int) -> float:

@@ -112,12 +112,12 @@ def accumulated_pieces(
     return None if tokens >= vocab_size else Pieces(block, tokens, 0)
 
 
-def whole_rows(rows: int, vocab_size: int, logit_bytes: int, row_bytes: int) -> int:
+def whole_rows(rows: int, vocab_size: int, logit_bytes: int, row_bytes: int, other_bytes: int = 0) -> int:
     """How many rows of whole logits to have at once: at least one, else what the scratch memory holds in equal shares.
 
-    The arguments are those of :func:`forward_pieces`.
+    The arguments are those of :func:`forward_pieces`; other_bytes: of all rows together.
     """
-    most = max(1, SCRATCH_BYTES // (vocab_size * logit_bytes + row_bytes))
+    most = max(1, (SCRATCH_BYTES - other_bytes) // (vocab_size * logit_bytes + row_bytes))
     return -(-rows // -(-rows // most))
 
 

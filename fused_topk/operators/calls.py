@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import TopK
+from ..problem import RouterTopK, TopK
 from ..rows import LogitRows
 from . import full_rows as of_full_rows
-from . import merging, transforms
+from . import merging, routing, transforms
 from . import row_topk as of_row_topk
 from .dispatch import need_dispatcher, way_of_call
 
@@ -23,6 +23,8 @@ _row_topk = torch.ops.fused_topk.row_topk.default
 _row_topk_out = torch.ops.fused_topk.row_topk_out.default
 _beam_topk = torch.ops.fused_topk.beam_topk.default
 _full_rows = torch.ops.fused_topk.full_rows.default
+_router_topk = torch.ops.fused_topk.router_topk.default
+_router_topk_out = torch.ops.fused_topk.router_topk_out.default
 _merge_parts = torch.ops.fused_topk.merge_parts.default
 
 
@@ -52,6 +54,25 @@ def full_rows(rows: LogitRows, values: str, dtype: torch.dtype, backend: str | N
     run = way_of_call(of_full_rows.full_rows, _full_rows, transforms.FullRowValues.apply, *rows.tensors())
     result: Tensor = run(*rows, values, dtype, backend)
     return result
+
+
+def router_topk(
+    rows: LogitRows, bias: Tensor | None, request: tuple[Any, ...], index_dtype: torch.dtype, backend: str | None
+) -> RouterTopK:
+    """See :class:`RouterProblem`, whose fields after the bias are the request."""
+    tensors = *rows.tensors(), bias
+    run = way_of_call(routing.router_topk, _router_topk, transforms.RouterChoice.apply, *tensors)
+    return RouterTopK(*run(*rows, bias, *request, index_dtype, backend))
+
+
+def router_topk_into(
+    rows: LogitRows, bias: Tensor | None, request: tuple[Any, ...], backend: str | None, out: RouterTopK
+) -> bool:
+    """Writes into the tensors of `out`. Returns whether torch has seen the call."""
+    is_seen = need_dispatcher(*rows.tensors(), bias, *out)
+    run = _router_topk_out if is_seen else routing.router_topk_out
+    run(*rows, bias, *request, backend, *out)
+    return is_seen
 
 
 def merge_parts(

@@ -18,7 +18,7 @@ from .. import backends
 from ..backends import reference
 from ..layout import launch
 from ..layout import linear_pieces as layout
-from ..problem import LinearProblem, Sample, SampleProblem, TopK
+from ..problem import Kept, LinearProblem, Sample, SampleProblem, TopK
 from ..rows import ROWS_SCHEMA, LogitRows, unflattened
 from . import linear_pieces, sampling
 from .dispatch import library
@@ -30,7 +30,9 @@ library.define(f"linear_sample({ROWS_SCHEMA}, Tensor weight, Tensor? bias, {samp
 _REFERENCE_LOGIT_BYTES = 96
 _REFERENCE_DRAW_BYTES = 192
 # What the CUDA backend has of a row beside its lists (layout/launch.py), which are there with a copy and scratch.
-_SEARCH_BYTES = 16 << 10
+_SEARCH_BYTES = 20 << 10
+# And of the blocks that share the rows: two a multiprocessor, of a GPU of up to 160.
+_BLOCK_BYTES = 320 * 32784
 _INDEX_BYTES = 8
 _LISTS = 3
 
@@ -58,7 +60,8 @@ def draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: s
     if chosen is reference:
         logit_bytes += _REFERENCE_LOGIT_BYTES
         row_bytes += _REFERENCE_DRAW_BYTES * request.num_samples
-    size = layout.whole_rows(rows, vocab_size, logit_bytes, row_bytes)
+    other_bytes = _BLOCK_BYTES if hidden.is_cuda and chosen is not reference else 0
+    size = layout.whole_rows(rows, vocab_size, logit_bytes, row_bytes, other_bytes)
     buffer = hidden.new_empty(size * vocab_size)
     for block in linear_pieces.blocks(head, size):
         part = block.part
@@ -86,7 +89,8 @@ def _of_rows(request: SampleProblem, part: slice, rows: LogitRows) -> SampleProb
 
 def _part(out: Sample, part: slice) -> Sample:
     topk = None if out.topk is None else TopK(*(x[part] for x in out.topk))
-    return Sample(out.tokens[part], out.log_probs[part], topk)
+    kept = None if out.kept is None else Kept(*(x[part] for x in out.kept))
+    return Sample(out.tokens[part], out.log_probs[part], topk, kept)
 
 
 def linear_sample(*arguments: Any) -> tuple[Tensor, ...]:

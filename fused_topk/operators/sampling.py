@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..problem import Sample, SampleProblem, TopK, result_dtype
+from ..problem import Kept, Sample, SampleProblem, TopK, result_dtype
 from ..rows import ROWS_SCHEMA, unflattened
 from .dispatch import library
 
 # The fields of SampleProblem after the rows, and what returns: of every operator that draws.
 SCHEMA = (
     "SymInt top_k, Tensor? row_top_k, float top_p, Tensor? row_top_p, float min_p, Tensor? row_min_p, int seed, Tensor? row_seed, int counter, Tensor? row_counter, "
-    "SymInt num_samples, SymInt logprobs, bool truncated, str? backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "SymInt num_samples, SymInt logprobs, bool truncated, bool kept, str? backend) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 library.define(f"sample({ROWS_SCHEMA}, {SCHEMA}")
 
@@ -56,19 +57,27 @@ def empty_result(problem: SampleProblem) -> Sample:
             torch.empty((rows, logprobs), dtype=torch.int64, device=device),
             torch.empty((rows,), dtype=dtype, device=device),
         )
+    kept = None
+    if problem.kept:
+        kept = Kept(
+            torch.empty((rows,), dtype=torch.int64, device=device), torch.empty((rows,), dtype=dtype, device=device)
+        )
     return Sample(
         torch.empty((rows, num_samples), dtype=torch.int64, device=device),
         torch.empty((rows, num_samples), dtype=dtype, device=device),
         topk,
+        kept,
     )
 
 
 def flat(result: Sample) -> tuple[Tensor, ...]:
-    """The tensors that the operator returns: an operator has a fixed number of results, so empty tensors stand for no TopK."""
-    tokens, log_probs, topk = result
+    """The tensors that the operator returns: an operator has a fixed number of results, so empty tensors stand for no TopK and no Kept."""
+    tokens, log_probs, topk, kept = result
     if topk is None:
         topk = TopK(log_probs.new_empty((0,)), tokens.new_empty((0,)), log_probs.new_empty((0,)))
-    return tokens, log_probs, *topk
+    if kept is None:
+        kept = Kept(tokens.new_empty((0,)), log_probs.new_empty((0,)))
+    return tokens, log_probs, *topk, *kept
 
 
 library.impl("sample", sample, "CompositeExplicitAutograd")
