@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decodes with a real language model and shows what choosing the next tokens in one read saves.
 
-transformers' generate() runs stock and fused in turns: beam search, greedy search and sampling, on the same prompts. Then
-whole calls of beam search and greedy search, also with whole_step, in turns.
+Beam search, greedy search and sampling, on the same prompts. First the steps of transformers' loops, stock and fused in turns, with
+checks. Then whole calls of generate() in turns: stock, fused and in whole steps, with tokens a second.
 
     python demos/decoding_latency.py                                  # a tiny model, trained here in about a minute
     python demos/decoding_latency.py --peer ctranslate2               # also CTranslate2, on a CPU
@@ -150,9 +150,9 @@ def main(
         console.print("Random weights write no text, so none is shown.")
     else:
         print_texts(console, chosen, texts, written, tokens.shape[1])
+    print_calls(console, measured)
     print_table(console, measured)
     print_checks(console, measured)
-    print_calls(console, measured)
     try:
         save_plot(output, measured)
         console.print(f"Plot: {output}")
@@ -184,7 +184,7 @@ def measure(
     inputs = {"input_ids": prompts, "attention_mask": mask}
     modes: list[Comparison] = []
     written = prompts
-    for mode in tqdm(MODES, desc="generate(), stock and fused in turns", unit=" modes"):
+    for mode in tqdm(MODES, desc="steps of transformers' loops", unit=" modes"):
         comparison, sequences = compare(chosen, inputs, mode, beams=beams, new_tokens=new_tokens, rounds=rounds)
         modes.append(comparison)
         if mode == "beam search":
@@ -213,17 +213,17 @@ def measure_calls(
     rounds: int,
     has_peer: bool,
 ) -> dict[str, dict[str, Calls]]:
-    """Whole calls of beam search and greedy search, by way."""
+    """Whole calls of every mode, by way."""
     found = {}
-    for mode in ("beam search", "greedy"):
+    for mode in tqdm(MODES, desc="whole calls, all ways in turns", unit=" modes"):
         options = options_of(mode, beams)
         runs = {way: whole_calls.way_of(chosen.model, inputs, options, way) for way in ways}
-        if has_peer:
+        if has_peer and mode != "sampling":
             folder = chosen.model.config._name_or_path
             runs[ctranslate2_peer.NAME] = ctranslate2_peer.way_of(
                 folder, chosen.tokenizer, inputs, options["num_beams"]
             )
-        found[mode] = whole_calls.measure(runs, new_tokens, rounds, chosen.model)
+        found[mode] = whole_calls.measure(runs, new_tokens, rounds, chosen.model, is_drawn=mode == "sampling")
     return found
 
 

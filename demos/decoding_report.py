@@ -22,10 +22,11 @@ from benchmark.report import origin
 from causal_models import CausalModel
 from fused_topk.machine import describe
 from generate_comparison import WAYS, Comparison
-from whole_calls import STOCK, Calls
+from whole_calls import FUSED, STOCK, WHOLE, Calls
 
 # Okabe and Ito's palette: tells apart for every kind of colour vision.
-_COLORS = {"stock": "#D55E00", "fused": "#0072B2"}
+_COLORS = {STOCK: "#D55E00", FUSED: "#0072B2", WHOLE: "#009E73"}
+_OTHER_COLOR = "#999999"
 _TEXT_LINES = 8
 _MARKERS = {"stock": "o", "fused": "s"}
 
@@ -90,11 +91,13 @@ def print_texts(console: Console, model: CausalModel, prompts: list[str], sequen
 
 
 def print_table(console: Console, measured: Measurement) -> None:
+    """The step in transformers' loops."""
     has_peak = measured.device != "cpu"
-    table = Table(title=measured.title(), title_justify="left", caption_justify="left", caption=_caption(measured))
+    title = "The step in transformers' loops"
+    table = Table(title=title, title_justify="left", caption_justify="left", caption=_caption(measured))
     for header in ("generate()", ""):
         table.add_column(header)
-    for header in ("Selection", "its memory", "Whole step", "Tokens/s", *(["Peak memory"] if has_peak else [])):
+    for header in ("Selection", "its memory", "Step", "Tokens/s", *(["Peak memory"] if has_peak else [])):
         table.add_column(header, justify="right")
     for mode in measured.modes:
         rows = {way: measured.row(mode, way) for way in WAYS}
@@ -113,14 +116,14 @@ def print_table(console: Console, measured: Measurement) -> None:
 
 
 def print_calls(console: Console, measured: Measurement) -> None:
-    """Whole calls: all ways, with what each saves of a step."""
+    """Whole calls: all ways side by side, with what each saves of a step."""
     has_peak = measured.device != "cpu"
     table = Table(
-        title="Whole calls",
+        title=measured.title(),
         title_justify="left",
         caption_justify="left",
         caption="First call: with all that is compiled or captured in it, which later calls of the same shape find. Step: of "
-        "each token\nbut the first, from calls for one token and for all. Same: the sequences are stock's.",
+        "each token\nbut the first, from calls for one token and for all. Same: the sequences are stock's; draws are not compared.",
     )
     for header in ("generate()", ""):
         table.add_column(header)
@@ -131,7 +134,8 @@ def print_calls(console: Console, measured: Measurement) -> None:
         for way, calls in ways.items():
             cells = [mode if way == STOCK else "", way, _time(calls.first_call), _time(calls.first_token)]
             cells += [_time(calls.step), f"{ways[STOCK].step / calls.step:.2f}x", f"{measured.batch / calls.step:,.0f}"]
-            cells += [f"{calls.share_of_same:.0%}", *([_size(calls.peak_beyond_weights)] if has_peak else [])]
+            same = "" if calls.share_of_same is None else f"{calls.share_of_same:.0%}"
+            cells += [same, *([_size(calls.peak_beyond_weights)] if has_peak else [])]
             table.add_row(*cells, end_section=way == list(ways)[-1])
     console.print(table)
     for mode, ways in measured.calls.items():
@@ -148,33 +152,47 @@ def print_checks(console: Console, measured: Measurement) -> None:
 
 
 def save_plot(path: Path, measured: Measurement) -> None:
-    """The latency of every step of each mode, and that of the selection in it, as a PNG."""
-    figure = Figure(figsize=(12, 6.5), layout="constrained")
-    axes = figure.subplots(2, len(measured.modes), squeeze=False, height_ratios=(3, 2))
-    for (steps, bars), mode in zip(axes.T, measured.modes, strict=True):
+    """Each mode's tokens a second, all ways side by side; the latency of every step of the loops; the selection. A PNG."""
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    axes = figure.subplots(3, len(measured.modes), squeeze=False, height_ratios=(4, 4, 2))
+    for (rates, steps, bars), mode in zip(axes.T, measured.modes, strict=True):
+        calls = measured.calls.get(mode.mode, {})
+        per_second = {way: measured.batch / each.step for way, each in calls.items()}
+        _plot_bars(rates, per_second, "{:,.0f}")
+        rates.set_title(mode.mode)
+
         for way in WAYS:
             times = [1e3 * seconds for seconds in mode.ways[way].steps]
             label = f"{way}: median {1e3 * mode.step(way):,.2f} ms"
             steps.plot(times, _MARKERS[way], markersize=2.5, alpha=0.5, color=_COLORS[way])
             steps.axhline(1e3 * mode.step(way), color=_COLORS[way], label=label)
+        if WHOLE in calls:
+            # Its steps have no end that could be seen from outside.
+            step = 1e3 * calls[WHOLE].step
+            steps.axhline(step, color=_COLORS[WHOLE], label=f"{WHOLE}: {step:,.2f} ms")
         # One step that the system interrupted should not flatten all others.
         steps.set_ylim(0, 1.6 * max(1e3 * mode.step(way) for way in WAYS))
-        steps.set_title(mode.mode)
-        steps.set_xlabel("step of generate(), all rounds")
-        steps.legend(loc="lower left")
+        steps.set_xlabel("step, all rounds")
+        steps.legend(loc="lower left", fontsize=8)
         steps.grid(alpha=0.3)
 
-        selections = [1e3 * mode.ways[way].selection for way in WAYS]
-        drawn = bars.barh(list(WAYS), selections, color=[_COLORS[way] for way in WAYS])
-        bars.bar_label(drawn, [f" {value:,.3f} ms" for value in selections])
-        bars.set_xlim(0, 1.35 * max(selections))
-        bars.set_title(f"selection alone: {selections[0] / selections[1]:.1f}x", fontsize=10)
-        bars.invert_yaxis()
-    axes[0, 0].set_ylabel("latency of a step (ms)")
+        selections = {way: 1e3 * mode.ways[way].selection for way in WAYS}
+        _plot_bars(bars, selections, "{:,.3f} ms")
+        bars.set_title(f"selection alone: {selections[STOCK] / selections[FUSED]:.1f}x", fontsize=10)
+    axes[0, 0].set_ylabel("tokens a second")
+    axes[1, 0].set_ylabel("latency of a step (ms)")
     figure.suptitle(measured.title())
     figure.supxlabel(_machine(measured), fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, format="png")
+
+
+def _plot_bars(axes: Any, values: dict[str, float], form: str) -> None:
+    """A bar for each way, from top to bottom."""
+    drawn = axes.barh(list(values), values.values(), color=[_COLORS.get(way, _OTHER_COLOR) for way in values])
+    axes.bar_label(drawn, [f" {form.format(value)}" for value in values.values()])
+    axes.set_xlim(0, 1.35 * max(values.values(), default=1.0))
+    axes.invert_yaxis()
 
 
 def save_json(path: Path, measured: Measurement) -> None:
@@ -190,7 +208,7 @@ def save_json(path: Path, measured: Measurement) -> None:
 
 def _caption(measured: Measurement) -> str:
     return (
-        "Selection: from the model's logits to the chosen tokens, by itself. Whole step: the model, its cache, the "
+        "Selection: from the model's logits to the chosen tokens, by itself. Step: the model, its cache, the "
         "selection and\nthe loop's bookkeeping; medians over all steps but the first of each call.\n"
         + _machine(measured)
     )

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs transformers' generate() stock and fused in turns: times every step, and checks that they agree."""
+"""Runs transformers' loops stock and fused in turns: times every step, and checks that they agree."""
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,7 +100,7 @@ def compare(
     options = {**options_of(mode, beams), "max_new_tokens": new_tokens}
 
     def generate(way: str, **more: Any) -> Tensor:
-        with fused_decoding(model, sampling=True) if way == "fused" else nullcontext():
+        with fused_decoding(model, sampling=True, whole_step=False) if way == "fused" else nullcontext():
             found: Tensor = model.generate(**inputs, **options, **more)
             return found
 
@@ -145,7 +147,7 @@ def _check_distribution(chosen: CausalModel, inputs: dict[str, Tensor]) -> tuple
     expected = stock.scores[0][0].softmax(-1).double().cpu() * _DRAWS
     many = {name: tensor.expand(_DRAWS // 10, -1) for name, tensor in one.items()}
     counts = torch.zeros_like(expected)
-    with fused_decoding(model, sampling=True):
+    with fused_decoding(model, sampling=True, whole_step=False):
         for _ in range(10):
             tokens = model.generate(**many, **options)[:, -1].cpu()
             counts += tokens.bincount(minlength=len(counts))
@@ -215,6 +217,23 @@ def _memory(run: Callable[[], Any], device: torch.device) -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with (
+        _without_lines_of_libraries(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled,
+    ):
         run()
     return sum(max(0, event.self_cpu_memory_usage) for event in profiled.events())
+
+
+@contextmanager
+def _without_lines_of_libraries() -> Iterator[None]:
+    """Within it the process writes nothing to its standard error, where torch's profiler tells of its starts and stops."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

@@ -198,7 +198,7 @@ def measure_generate(
     def run(name: str, new_tokens: int = case.new_tokens) -> torch.Tensor:
         if name == "stock":
             return generate(new_tokens)
-        with fused_decoding(model):
+        with fused_decoding(model, whole_step=False):
             return generate(new_tokens)
 
     found = {name: run(name) for name in costs}

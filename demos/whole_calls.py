@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole generate() calls, several ways in turns: the first token, each further one, memory, and whether the results agree.
 
-The ways: stock; fused, which chooses tokens in one read of the logits; whole step, where beams share their prompt and
+The ways: stock; fused, transformers' loop with tokens chosen in one read of the logits; whole step, where beams share their prompt and
 nothing of the cache is copied (on a GPU one replay of a CUDA graph a token, on a CPU one call of compiled code); on a GPU
 the same compiled; and transformers' static cache, whose forward pass it compiles on a GPU.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from fused_topk.generation import fused_decoding, stats
 
 STOCK, FUSED, WHOLE, COMPILED, STATIC = "stock", "fused", "whole step", "whole step, compiled", "static cache"
-_CONTEXTS: dict[str, dict[str, Any]] = {FUSED: {}, WHOLE: {"whole_step": True}, COMPILED: {"whole_step": "compiled"}}
+_WHOLE_STEP: dict[str, bool | str] = {FUSED: False, WHOLE: True, COMPILED: "compiled"}
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Calls:
         first_token: the median of calls for one token.
         step: of each further token.
         peak_beyond_weights: None where a device does not tell.
-        share_of_same: of the sequences those that are stock's.
+        share_of_same: of the sequences those that are stock's; None where both are drawn.
         not_as_asked: for each reason, how many calls ran otherwise.
     """
 
@@ -41,7 +41,7 @@ class Calls:
     first_token: float = 0.0
     step: float = 0.0
     peak_beyond_weights: int | None = None
-    share_of_same: float = 0.0
+    share_of_same: float | None = None
     not_as_asked: dict[str, int] = field(default_factory=dict)
 
 
@@ -50,7 +50,8 @@ def way_of(model: Any, inputs: dict[str, Tensor], options: dict[str, Any], way: 
     more = {"cache_implementation": "static"} if way == STATIC else {}
 
     def generate(new_tokens: int) -> Tensor:
-        with fused_decoding(model, **_CONTEXTS[way]) if way in _CONTEXTS else nullcontext():
+        is_ours = way in _WHOLE_STEP
+        with fused_decoding(model, sampling=True, whole_step=_WHOLE_STEP[way]) if is_ours else nullcontext():
             lengths = {"max_new_tokens": new_tokens, "min_new_tokens": None}
             found: Tensor = model.generate(**inputs, **options, **lengths, **more)
             return found
@@ -58,8 +59,10 @@ def way_of(model: Any, inputs: dict[str, Tensor], options: dict[str, Any], way: 
     return generate
 
 
-def measure(ways: dict[str, Callable[[int], Tensor]], new_tokens: int, rounds: int, model: Any) -> dict[str, Calls]:
-    """The calls of each way, in turns. What raises is left out."""
+def measure(
+    ways: dict[str, Callable[[int], Tensor]], new_tokens: int, rounds: int, model: Any, is_drawn: bool = False
+) -> dict[str, Calls]:
+    """The calls of each way, in turns. What raises is left out. Sequences that are drawn are not compared."""
     found: dict[str, Calls] = {}
     sequences: dict[str, Tensor] = {}
     stats(reset=True)
@@ -82,7 +85,8 @@ def measure(ways: dict[str, Callable[[int], Tensor]], new_tokens: int, rounds: i
     for way, calls in found.items():
         calls.first_token, whole = (statistics.median(each) for each in zip(*times[way], strict=True))
         calls.step = (whole - calls.first_token) / (new_tokens - 1)
-        calls.share_of_same = _share_of_same(sequences[way], sequences[STOCK])
+        if not is_drawn:
+            calls.share_of_same = _share_of_same(sequences[way], sequences[STOCK])
         if torch.cuda.is_available() and model.device.type == "cuda":
             weights = sum(weight.nbytes for weight in {id(each): each for each in model.parameters()}.values())
             torch.cuda.synchronize()

@@ -84,10 +84,11 @@ def test_demo_decodes_plots_and_writes_its_numbers(tiny_model, tmp_path):
         assert mode["is_right"] and mode["fallbacks"] == {}
         # Two rounds of six steps, without the first of each.
         assert {way: len(each["steps"]) for way, each in mode["ways"].items()} == {"stock": 10, "fused": 10}
-    assert found["calls"].keys() == {"beam search", "greedy"}
-    for ways in found["calls"].values():
+    assert found["calls"].keys() == {"beam search", "greedy", "sampling"}
+    for mode, ways in found["calls"].items():
         assert {"stock", "fused", "whole step"} <= ways.keys()
-        assert ways["whole step"]["share_of_same"] == 1.0 and ways["whole step"]["not_as_asked"] == {}
+        assert ways["whole step"]["share_of_same"] == (None if mode == "sampling" else 1.0)
+        assert ways["fused"]["not_as_asked"] == ways["whole step"]["not_as_asked"] == {}
         assert all(each["first_token"] > 0 for each in ways.values())
 
 

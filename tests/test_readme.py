@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README.md and docs/distributed.md show is what happens: their Python blocks run, and print what the text says they print.
+"""What README.md and docs/ show is what happens: their Python blocks run, and print what the text says they print.
 Published figures are those of the runs."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 import fused_topk
 from benchmark import published
-from fused_topk import generation
+from fused_topk import distributed, generation
 
 ROOT = Path(__file__).parents[1]
 pytest.importorskip("matplotlib", reason="the demos' tables are made beside their figures")
@@ -25,12 +26,16 @@ pytest.importorskip("matplotlib", reason="the demos' tables are made beside thei
 from benchmark import publish  # noqa: E402
 
 README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 # A python block, and the text block that follows it with nothing but blank lines between them.
 _BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\s*\n(?:\s*```text\n(?P<output>.*?)^```)?", re.MULTILINE | re.DOTALL)
+# Pages with a program for several processes, and a block with what each of these prints.
+_PROGRAMS = {"distributed.md", "generation.md"}
+_PROGRAM = re.compile(r"^```py\n(?P<code>.*?)^```.*?^```text\n(?P<output>.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def _blocks() -> list[tuple[str, str | None]]:
-    text = README.read_text() if README.exists() else ""
+def _blocks(document: Path) -> list[tuple[str, str | None]]:
+    text = document.read_text() if document.exists() else ""
     return [(match["code"], match["output"]) for match in _BLOCK.finditer(text)]
 
 
@@ -38,46 +43,87 @@ def _runs_here(code: str) -> bool:
     return torch.cuda.is_available() or "cuda" not in code
 
 
-def test_readme_has_an_example_with_its_output():
-    """The first screen's, and one for each recipe."""
-    assert sum(output is not None for _, output in _blocks()) >= 4
+def test_readme_has_examples_with_their_output():
+    assert sum(output is not None for _, output in _blocks(README)) >= 2
 
 
-def test_readme_examples_print_what_they_say():
+def _documents_with_examples() -> list[object]:
+    """Beside README.md those that generate texts take seconds."""
+    takes_seconds = {"generation.md", "whole_steps.md", "constrained_beams.md", "routers.md"}
+    return [
+        pytest.param(path, id=path.name, marks=[pytest.mark.exhaustive] * (path.name in takes_seconds))
+        for path in (README, *PAGES)
+        if _blocks(path)
+    ]
+
+
+@pytest.mark.parametrize("document", _documents_with_examples())
+def test_examples_print_what_they_say(document):
     """In the order of the text, in one namespace, as a reader would type them."""
     namespace: dict[str, object] = {}
     torch.manual_seed(0)
     generation.stats(reset=True)
-    for code, output in _blocks():
+    for code, output in _blocks(document):
         if not _runs_here(code):
             continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(compile(code, str(README), "exec"), namespace)
+            exec(compile(code, str(document), "exec"), namespace)
         if output is not None:
             assert printed.getvalue().strip() == output.strip()
+
+
+def test_all_python_on_pages_is_run():
+    for document in (README, *PAGES):
+        fences = re.findall(r"^```(\w+)$", document.read_text(), re.MULTILINE)
+        assert fences.count("py") == (document.name in _PROGRAMS), document.name
+        assert set(fences) <= {"python", "py", "text", "bash"}, document.name
+
+
+def _printed_by_processes(folder: Path, name: str, code: str, *arguments: str) -> list[str]:
+    (folder / name).write_text(code)
+    # A file for each process: lines of two processes in one pipe can run into each other.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--log-dir", str(folder / "logs"), "--redirects", "3", name, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    logs = [file.read_text() for file in (folder / "logs").rglob("stderr.log")]
+    assert run.returncode == 0, run.stderr + "".join(logs)
+    return [file.read_text() for file in (folder / "logs").rglob("stdout.log")]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 def test_the_example_of_several_processes_prints_what_it_says(tmp_path):
-    text = (ROOT / "docs" / "distributed.md").read_text()
-    (code,), (output,) = (re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S) for language in ("py", "text"))
-    (tmp_path / "sharded.py").write_text(code)
-    # A file for each process: lines of two processes in one pipe can run into each other.
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--log-dir", str(tmp_path / "logs"), "--redirects", "3", "sharded.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    printed = [file.read_text() for file in (tmp_path / "logs").rglob("stdout.log")]
-    assert run.returncode == 0, run.stderr + "".join(f.read_text() for f in (tmp_path / "logs").rglob("stderr.log"))
-    assert printed == [output, output]
+    ((code, output),) = _PROGRAM.findall((ROOT / "docs" / "distributed.md").read_text())
+    assert _printed_by_processes(tmp_path, "sharded.py", code) == [output, output]
 
 
-def test_readme_names_every_public_function():
-    text = README.read_text()
-    for name in fused_topk.__all__:
-        assert name.startswith("__") or re.search(rf"\b{name}\b", text), f"README.md does not mention {name}"
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
+def test_the_example_of_a_tensor_parallel_model_prints_what_it_says(tmp_path):
+    transformers = pytest.importorskip("transformers", minversion="5.24", reason="earlier versions leave heads whole")
+    pytest.importorskip("accelerate", reason="transformers loads tensor-parallel models with accelerate")
+    ((code, output),) = _PROGRAM.findall((ROOT / "docs" / "generation.md").read_text())
+    config = transformers.LlamaConfig(vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    assert _printed_by_processes(tmp_path, "parallel.py", code, "model") == [output, output]
+
+
+@pytest.mark.parametrize(
+    ("page", "module"),
+    [("api", fused_topk), ("api_generation", generation), ("api_distributed", distributed)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_api_pages_have_every_public_function(page, module):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    shown = re.findall(r"^\.\. auto(?:function|class):: (\w+)$", text, re.MULTILINE)
+    assert sorted(shown) == sorted(name for name in module.__all__ if not name.startswith("__"))
+
+
+def test_picture_shows_the_published_runs():
+    drawn = runpy.run_path(str(ROOT / "docs" / "pictures" / "step_time.py"))["drawn"]()
+    assert (ROOT / "docs" / "pictures" / "step_time.svg").read_text() == drawn, "run docs/pictures/step_time.py"
 
 
 DOCUMENTS = sorted(

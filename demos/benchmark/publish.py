@@ -23,7 +23,7 @@ DOCUMENTS = [
         "demos/results/cpu.md",
         "demos/results/h100x2.md",
         "demos/results/h200.md",
-        "docs/generation.md",
+        "docs/whole_steps.md",
     )
 ]
 _WAYS = ("stock", "fused")

@@ -230,7 +230,7 @@ def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | No
 def of_speed(num_beams: int, device: torch.device) -> str | None:
     """Why whole steps that are not compiled are no quicker than transformers' loop; None where they are.
 
-    Measured in docs/generation.md.
+    Measured in docs/whole_steps.md.
     """
     return None if num_beams > 1 or graphs.is_cuda(device) else "a single beam on a CPU"
 
