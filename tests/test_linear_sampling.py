@@ -189,7 +189,7 @@ def test_compiled_and_fake(backend, monkeypatch):
     check(got, step(hidden, weight, bias, seed))
     assert not got.log_probs.requires_grad
     head = (*LogitRows(hidden), weight.detach(), bias)
-    request = (5, None, 0.9, None, 0.0, None, 0, seed, 0, None, 2, 1, False, backend.name)
+    request = (5, None, 0.9, None, 0.0, None, 0, seed, 0, None, 2, 1, False, False, backend.name)
     torch.library.opcheck(torch.ops.fused_topk.linear_sample.default, (*head, *request))
 
 

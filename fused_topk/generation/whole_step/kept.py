@@ -313,7 +313,9 @@ class KeptStep:
 
     def _tell(self, seconds: float) -> None:
         shape = self.shape
-        logger.warning(
+        # A capture takes no time that anybody waits for. To compile does.
+        logger.log(
+            logging.WARNING if shape.way.is_compiled else logging.INFO,
             "fused_topk: a step of %d x %d beams, with up to %d + %d tokens, was %s in %.1f s, for later calls, too",
             shape.batch,
             shape.beams,
