@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import test_simt
 from fused_topk.backends import cuda
 from fused_topk.problem import FullRowProblem, TopkProblem
 from fused_topk.rows import LogitRows
@@ -87,6 +88,20 @@ def test_topk_is_that_of_rows_with_negative_infinity(name, is_long):
     for values in ("log_softmax", "state"):
         got = topk(case, request(case, LogitRows(with_nan, 0.7, lengths=lengths), values))
         assert_same(got, topk(case, request(case, LogitRows(hidden, 0.7), values)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "kernel", [kernel for kernel in test_simt.CASES if kernel.endswith(", 0>")], ids=test_simt.short
+)
+def test_every_kernel(kernel):
+    """In the case that test_simt.py has of its kernel without lengths."""
+    case = min(test_simt.CASES[kernel], key=lambda case: case.vocab_size)
+    lengths = torch.tensor([0, case.k, case.vocab_size // 2, case.vocab_size - 1])
+    logits = random_logits(len(lengths), case.vocab_size, dtype=DTYPES[case.dtype])
+    with_nan, hidden = (case._placed(x) for x in ragged(logits, lengths))
+    got = topk(case, request(case, LogitRows(with_nan, lengths=lengths), "log_softmax"))
+    assert_same(got, topk(case, request(case, LogitRows(hidden), "log_softmax")))
 
 
 @pytest.mark.parametrize("name", NAMED)
