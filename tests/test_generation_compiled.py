@@ -100,9 +100,9 @@ def test_torch_compile_around_generate_runs_stock_and_is_counted(model, how):
         if how == "with its block":
             with fused_decoding(model, whole_step=False):
                 return model.generate(**options)
-        return model.generate(
-            **options, custom_generate=generate, whole_step=False if how == "custom_generate" else None
-        )
+        if how == "custom_generate":
+            return model.generate(**options, custom_generate=generate, whole_step=False)
+        return model.generate(**options)
 
     if how == "around":
         enable(model, whole_step=False)
