@@ -94,8 +94,8 @@ def test_router_computes_what_its_class_does(name):
             if name == "MiniMaxM2TopKRouter":
                 given.append(torch.randn(16, generator=torch.Generator().manual_seed(2)) / 4)
             with torch.no_grad(), fuse_routers(nn.ModuleList([router])) as done:
-                if VERSION < (5, 0):
-                    # Routers of that version return other things.
+                if VERSION < (5, 17):
+                    # Routers of such versions return other things.
                     assert name in done.stock
                     continue
                 got = router(*given)
@@ -109,6 +109,7 @@ def test_router_computes_what_its_class_does(name):
                 torch.testing.assert_close(mine.float(), own.float(), rtol=bound, atol=1e-6)
 
 
+@pytest.mark.skipif(VERSION < (5, 17), reason="routers of this version of transformers stay stock")
 def test_trial_sees_another_class():
     """A class of a known name that computes otherwise, in any of these ways, stays as it is."""
     own = CLASSES.get("Qwen3MoeTopKRouter")
@@ -169,7 +170,7 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(VERSION < (5, 0), reason="this version of transformers has no such routers")
+@pytest.mark.skipif(VERSION < (5, 17), reason="routers of this version of transformers stay stock")
 @pytest.mark.parametrize("family", [pytest.param("DeepseekV3", marks=pytest.mark.exhaustive), "Qwen3Moe"])
 def test_model(family):
     """Its logits and its gradients, in nested blocks and behind an error; afterwards there is no trace."""

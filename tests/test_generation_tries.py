@@ -220,6 +220,7 @@ def test_edges(edge, way, num_beams):
     both_ways(way, model, inputs_for(model, padding=2), EDGES[edge], 6, num_beams=num_beams, max_new_tokens=4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_beams", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
 @pytest.mark.parametrize("name", ["Llama", pytest.param("Bart", marks=pytest.mark.exhaustive)])
 def test_traced_steps(name, num_beams):

@@ -37,6 +37,8 @@ from whole_steps import (
 
 BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+
 
 @pytest.fixture(name="model")
 def own_model():
@@ -199,6 +201,7 @@ def test_rotary_embeddings_that_change_with_the_length(kind):
     assert entry.reasons._of_config(config) == f"rotary embeddings of kind {kind}"
 
 
+@pytest.mark.skipif(VERSION < (5, 24), reason="this version of transformers goes on with another text")
 def test_phi_3_reads_its_text_again_and_is_served():
     # Its own preparation drops the cache where texts pass that length, and comes to the same.
     config = transformers.Phi3Config(

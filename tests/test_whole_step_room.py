@@ -145,6 +145,7 @@ def test_what_is_held_follows_what_is_written(way, monkeypatch):
         assert max(each.shape[2] for each in held) == 16 + 3 * places, prompt.shape
 
 
+@pytest.mark.exhaustive
 def test_an_exception_leaves_a_step_as_it_was(monkeypatch):
     class Failing(Recorder):
         def put(self, value):

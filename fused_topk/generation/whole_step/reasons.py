@@ -18,6 +18,8 @@ from ..lm_head import sharded_head_of
 from ..request import BEAMS, SAMPLING, SEARCH, mode_of
 from . import graphs
 
+_VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+
 
 class Declined(Exception):
     """The call is to run on the fused path, for the reason that this names."""
@@ -93,7 +95,10 @@ _STOCK_METHODS = {name: getattr(GenerationMixin, name, None) for name in _METHOD
 # Models with methods of their own that come to the same. Whisper's generate() calls transformers' for each piece of sound;
 # the inputs that it prepares of its own are positions after padding, which is declined. Phi-3's, without rotary embeddings of kind
 # longrope, which are declined, computes the same keys again.
-_KNOWN_METHODS = ("transformers.models.whisper.", "transformers.models.phi3.", "transformers.models.phimoe.")
+_KNOWN_METHODS: tuple[str, ...] = ("transformers.models.whisper.",)
+if _VERSION >= (5, 24):
+    # Before, Phi-3 goes on with another text where it drops its cache.
+    _KNOWN_METHODS += ("transformers.models.phi3.", "transformers.models.phimoe.")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
@@ -252,8 +257,7 @@ def of_streaming(config: GenerationConfig, device: torch.device) -> str | None:
 @functools.cache
 def _sorts_drawn_beams() -> bool:
     """Whether beam sampling goes on with the best of what it has drawn, as from 5.24 on, or with what it has drawn first."""
-    major, minor = transformers.__version__.split(".")[:2]
-    return (int(major), int(minor)) >= (5, 24)
+    return _VERSION >= (5, 24)
 
 
 def of_inputs(inputs: Mapping[str, Any], has_source: bool) -> str | None:
