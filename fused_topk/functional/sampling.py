@@ -118,7 +118,7 @@ def sample(
         2^-44 of the best one's probability (2^-30, the longer the row) may be left out of it, and of the draw. For temperature 0
         it has one token, with its logit as the logsumexp; for a row without a distribution none, with NaN.
         How often a row is read: once, and where its kept tokens are more than a list of its best has, as a rule once more for
-        min-p, and once or twice more for top-p. Whatever the row, at most six times more.
+        min-p, and once or twice more for top-p. Ties and rows made for it may take more; every row ends.
         A row without a distribution, with NaN, with +inf, of only -inf, or with nothing allowed, gives the first token in
         the order of :func:`softmax_topk`, and NaN log-probabilities. So does a temperature on a GPU that is negative or
         NaN, with truncated log-probabilities of NaN. Temperature 0 gives the same token, with 0 as its truncated
