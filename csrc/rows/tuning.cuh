@@ -77,8 +77,8 @@ constexpr Row kTable[] = {
     // full_row_choice.py lets as many run at a time.
     {80,  kLast, kGridRows,  0,  0,  kAny, kAny,  kAny, kAny,       {32,  0,  false, 0}},
     {0,   79,    kGridRows,  0,  0,  kAny, kAny,  kAny, kAny,       {16,  0,  false, 0}},
-    // With 32 NVRTC spills for most GPUs, and with 24 for compute capability 12.0.
-    {120, kLast, kDraws,     0,  0,  kAny, kAny,  kAny, kAny,       {16,  0,  false, 0}},
+    // With 32 NVRTC spills for most GPUs, and with 24 for compute capabilities 10.3 (of CUDA 12) and 12.0.
+    {103, kLast, kDraws,     0,  0,  kAny, kAny,  kAny, kAny,       {16,  0,  false, 0}},
     {0,   kLast, kDraws,     0,  0,  kAny, kAny,  kAny, kAny,       {24,  0,  false, 0}},
 };
 // clang-format on
