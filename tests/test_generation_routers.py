@@ -29,6 +29,8 @@ CONFIG = SimpleNamespace(
     topk_method="group_limited_greedy",
     moe_norm_min=1e-12,
     scoring_func="sigmoid",
+    moe_num_experts=16,
+    moe_k=4,
 )
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 
@@ -94,9 +96,9 @@ def test_router_computes_what_its_class_does(name):
             if name == "MiniMaxM2TopKRouter":
                 given.append(torch.randn(16, generator=torch.Generator().manual_seed(2)) / 4)
             with torch.no_grad(), fuse_routers(nn.ModuleList([router])) as done:
-                if VERSION < (5, 17):
-                    # Routers of such versions return other things.
-                    assert name in done.stock
+                if VERSION < (5, 17) and name in done.stock:
+                    # Most routers of such versions return other things.
+                    assert not done.fused
                     continue
                 got = router(*given)
             assert "forward" not in router.__dict__
