@@ -90,6 +90,8 @@ _METHODS = (
     "_beam_search_has_unfinished_sequences",
     "_reorder_cache",
 )
+# Methods that a model without an encoder may have of its own: it is asked what they give. See :mod:`preparation`.
+_PREPARING = frozenset({"prepare_inputs_for_generation", "_update_model_kwargs_for_generation"})
 # As they are when this package is imported: the class may be patched later.
 _STOCK_METHODS = {name: getattr(GenerationMixin, name, None) for name in _METHODS}
 # Models with methods of their own that come to the same. Whisper's generate() calls transformers' for each piece of sound;
@@ -129,7 +131,9 @@ def of_model(model: Any) -> str | None:
     """Why the model as it is now is not served; None if it is."""
     name = type(model).__name__
     for method in _METHODS:
-        if not _is_known(getattr(type(model), method, None), method):
+        found = getattr(type(model), method, None)
+        is_asked = method in _PREPARING and not model.config.is_encoder_decoder and _is_of_a_model(found)
+        if not is_asked and not _is_known(found, method):
             return f"{method}() of {name}"
         # As generate() the model has one of this package, behind which one of the user's has run already.
         if method != "generate" and method in vars(model) and not _is_own(model, method):
@@ -145,6 +149,16 @@ def of_model(model: Any) -> str | None:
     if missing:
         return f"{name} takes no {missing[0]}"
     return _of_modules(model) or _of_weights(model) or _of_config(model.config)
+
+
+def prepares_itself(model: Any) -> bool:
+    """Whether a model that is served prepares its inputs by methods that are not known."""
+    found = {method: getattr(type(model), method, None) for method in _PREPARING}
+    return any(not _is_known(function, method) for method, function in found.items())
+
+
+def _is_of_a_model(found: Any) -> bool:
+    return str(getattr(found, "__module__", "")).startswith("transformers.models.")
 
 
 def _is_known(found: Any, method: str) -> bool:
@@ -260,15 +274,20 @@ def _sorts_drawn_beams() -> bool:
     return _VERSION >= (5, 24)
 
 
+def unknown_inputs(inputs: Mapping[str, Any], has_source: bool) -> list[str]:
+    """The names of what a loop hands to the model that is not known."""
+    known = _INPUTS_WITH_SOURCE if has_source else _INPUTS
+    return [name for name, value in inputs.items() if name not in known and value is not None]
+
+
 def of_inputs(inputs: Mapping[str, Any], has_source: bool) -> str | None:
     """Why what a loop hands to the model is not served; None if it is.
 
     Args:
-        has_source: whether it is an encoder-decoder.
+        has_source: whether it is an encoder-decoder. Another model is asked what it makes of other inputs.
     """
-    known = _INPUTS_WITH_SOURCE if has_source else _INPUTS
-    unknown = [name for name, value in inputs.items() if name not in known and value is not None]
-    if unknown:
+    unknown = unknown_inputs(inputs, has_source)
+    if has_source and unknown:
         return f"model input {unknown[0]}"
     caches = [inputs.get(name) for name in ("cache", "past_key_values")]
     try:

@@ -7,6 +7,7 @@ ways that are not known here, or with arguments of attention that are not, shows
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -72,7 +73,7 @@ class _Unread(Tensor):
 
     @classmethod
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("a mask that is read")
+        raise RuntimeError("a tensor that is read")
 
 
 def reads_mask(twin: Any) -> bool:
@@ -87,6 +88,28 @@ def reads_mask(twin: Any) -> bool:
     try:
         with torch.no_grad():
             twin(**_few_inputs(twin), attention_mask=mask, use_cache=False)
+    # It was looked at, whatever a model makes of the exception.
+    except Exception:
+        return True
+    return False
+
+
+def steps_read(twin: Any, name: str) -> bool:
+    """Whether a step of text looks at a further tensor.
+
+    Args:
+        twin: see above. It has no encoder.
+        name: of the tensor.
+    """
+    ids = _few_inputs(twin)["input_ids"]
+    is_text = torch.ones_like(ids, dtype=torch.bool)
+    decoder = decoder_of(twin)(twin, len(ids), ids.shape[1], 1, ids.device)
+    decoder.open(2)
+    decoder.read_prompt(Prompt(ids, is_text, positions_of(is_text), {}, ids.shape[1] + 2))
+    step, unread = ids.new_zeros(1), torch.ones(2, 1).as_subclass(_Unread)
+    try:
+        with torch.no_grad():
+            decoder.read_by(functools.partial(twin, **{name: unread}), ids[:, :1], None, step, 1)
     # It was looked at, whatever a model makes of the exception.
     except Exception:
         return True

@@ -50,8 +50,24 @@ def twin_of(model: Any, attention: str | None, state_of: Callable[[Any], dict[st
 
     twin = copied(model)
     if attention is not None:
-        twin.set_attn_implementation(attention)  # type: ignore[operator]
+        _set_attention(twin, attention)
     return twin
+
+
+def _set_attention(twin: Any, attention: str) -> None:
+    text = text_config(twin.config)
+    if text is twin.config:
+        twin.set_attn_implementation(attention)
+        return
+    # Of the text alone: what reads images keeps its own. A part may have a configuration of its own that is equal.
+    configs = [getattr(module, "config", None) for module in twin.modules()]
+    for config in [text, *(each for each in configs if type(each) is type(text))]:
+        config._attn_implementation = attention
+
+
+def text_config(config: Any) -> Any:
+    """The configuration of what reads and writes text: of a multimodal model a part."""
+    return config if config.is_encoder_decoder else config.get_text_config(decoder=True)
 
 
 class Snapshot:
@@ -106,7 +122,8 @@ class Snapshot:
 _Look = Callable[[Any], tuple[Any, ...]]
 
 # Attributes of any module that are no part of it. reasons.of_model asks for hooks, and about a forward method.
-_NO_PARTS = frozenset({*vars(nn.Module()), "forward"}) - {"training"}
+# Nor is what models of Qwen-VL's kind keep of the last prompt.
+_NO_PARTS = frozenset({*vars(nn.Module()), "forward", "rope_deltas"}) - {"training"}
 
 
 def _looks(holder: Any, parts: tuple[Any, ...], skipped: frozenset[str]) -> Iterator[tuple[_Look | None, Any]]:
@@ -140,7 +157,7 @@ def _of_module(attributes: _Look, skipped: frozenset[str], module: nn.Module) ->
     # This runs for each module in each call of generate(): 0.7 us.
     state = module.__dict__
     # All of the attributes that there were, and their number: no other one has come.
-    number = len(state) - ("forward" in state)
+    number = len(state) - ("forward" in state) - ("rope_deltas" in state)
     for name in skipped:
         number -= name in state
     tables = state["_modules"], state["_parameters"], state["_buffers"]
