@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import MoEModelOutput
 
 from .ancestry import Mask, gathers
 from .attention import AttentionCall, watched
@@ -242,7 +242,8 @@ class Decoder:
 
 
 def _source_inputs(hidden: Tensor, is_text: Tensor | None) -> dict[str, Any]:
-    inputs: dict[str, Any] = {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden)}
+    # Of the kind with most in it: models with experts look for what others do not have.
+    inputs: dict[str, Any] = {"encoder_outputs": MoEModelOutput(last_hidden_state=hidden)}
     return inputs if is_text is None else {**inputs, "attention_mask": is_text}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import MoEModelOutput
 
 from . import attention
 from .cache import Places, SharedPromptLayer, SourceLayer
@@ -112,7 +112,7 @@ class RowDecoder(Decoder):
         extra: dict[str, Any] = {}
         if self._of_source:
             hidden = self._of_source["encoder_outputs"].last_hidden_state
-            extra["encoder_outputs"] = BaseModelOutput(last_hidden_state=hidden[:1].expand(len(hidden) * beams, -1, -1))
+            extra["encoder_outputs"] = MoEModelOutput(last_hidden_state=hidden[:1].expand(len(hidden) * beams, -1, -1))
         if "attention_mask" in self._of_source:
             extra["attention_mask"] = self._of_source["attention_mask"].repeat_interleave(beams, 0)
         if "cache_position" in self._arguments:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import MoEModelOutput
 
 from .decoder import Decoder, Prompt, Source, num_layers, positions_of, vocab_size_of
 from .head import Head, head_of
@@ -65,7 +65,7 @@ def _few_inputs(twin: Any) -> dict[str, Any]:
     ids = _some_tokens(twin.config, torch.arange(4, device=device) * 7 + 3).view(2, 2)
     if not twin.config.is_encoder_decoder:
         return {"input_ids": ids}
-    return {"decoder_input_ids": ids, "encoder_outputs": BaseModelOutput(last_hidden_state=_source(twin).hidden)}
+    return {"decoder_input_ids": ids, "encoder_outputs": MoEModelOutput(last_hidden_state=_source(twin).hidden)}
 
 
 class _Unread(Tensor):
@@ -154,7 +154,7 @@ def _reason(twin: Any, stock: Any, name: str, form: str, is_static: bool) -> str
     else:
         hidden, is_source = (None if each is None else each.repeat_interleave(beams, 0) for each in source)
         of_source = {} if is_source is None else {"attention_mask": is_source.long()}
-        inputs = {"decoder_input_ids": texts, "encoder_outputs": BaseModelOutput(last_hidden_state=hidden), **of_source}
+        inputs = {"decoder_input_ids": texts, "encoder_outputs": MoEModelOutput(last_hidden_state=hidden), **of_source}
     expected = stock(**inputs, use_cache=False).logits[:, -1]
     return None if _are_close(found, expected) else f"{name} computes something else with {form}"
 
