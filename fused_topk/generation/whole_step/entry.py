@@ -103,7 +103,7 @@ def _state_of(module: Any) -> dict[str, Any]:
 def _made_ready(model: Any) -> _Ready:
     snapshot = Snapshot(model, _SKIPPED)
     try:
-        stock = twin_of(model, None, _state_of)
+        stock = twin_of(model, None, _state_of, is_steady=False)
     # Of a configuration that cannot be copied.
     except Exception as error:
         return _not_ready(_twin_raises(model, error), snapshot)
@@ -117,7 +117,7 @@ def _made_ready(model: Any) -> _Ready:
         reason = _twin_raises(model, error)
     if reason is not None:
         # In the other form.
-        twin = stock
+        twin = twin_of(model, None, _state_of)
         of_rows = trial.reason_against(twin, stock, is_static=False)
         if of_rows is not None:
             # The first says what a model has of its own.
@@ -214,6 +214,9 @@ def _search(
     if longest > _MOST_PLACES:
         # A criterion or a limit that stands for none. A step has room for all that may be written.
         raise Declined(f"texts of up to {longest} tokens")
+    steady = reasons.steady_length(twin.config)
+    if steady is not None and longest > steady:
+        raise Declined(f"texts of more than {steady} tokens, where rotary embeddings change")
     if rules.room < 1 or len(ids) % beams:
         raise Declined("no room for a new token")
     if set(criteria.ends) != set(ends):
@@ -269,6 +272,10 @@ def _is_text(ids: Tensor, inputs: dict[str, Any]) -> Tensor:
 
 def _prepared_prompt(ready: _Ready, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
     """The prompt of a model that prepares more than its tokens, as of images."""
+    original = reasons.original_length(ready.twin.config)
+    if original is not None and longest > original and reasons.prepares_itself(ready.twin):
+        # Phi-3 drops its cache there.
+        raise Declined(f"a preparation of its own for texts of more than {original} tokens")
     is_text = _is_text(ids, inputs)
     asked = prepared(ready.twin, ids, is_text, inputs)
     for name in sorted(asked.further - ready.unread):

@@ -66,8 +66,9 @@ _INPUTS_WITH_SOURCE = (_INPUTS - {"position_ids", "logits_to_keep"}) | {
 }
 _TAKEN = {"input_ids", "attention_mask"}
 _TAKEN_WITH_SOURCE = {"decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "attention_mask"}
-# Rotary embeddings that are the same whatever the length of the text.
+# Rotary embeddings that are the same whatever the length of the text, and those that are up to some length.
 _ROTARY = {"default", "linear", "llama3", "yarn", "proportional"}
+_STEADY_ROTARY = {"dynamic", "longrope"}
 # generate() itself, its loops, and the methods of a model that they call, in one version of transformers or another.
 _METHODS = (
     "generate",
@@ -101,6 +102,7 @@ _KNOWN_METHODS: tuple[str, ...] = ("transformers.models.whisper.",)
 if _VERSION >= (5, 24):
     # Before, Phi-3 goes on with another text where it drops its cache.
     _KNOWN_METHODS += ("transformers.models.phi3.", "transformers.models.phimoe.")
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
@@ -213,19 +215,41 @@ def _of_config(config: Any) -> str | None:
     if getattr(config, "attention_chunk_size", None) is not None:
         return "attention in chunks"
     for name in ("rope_scaling", "rope_parameters"):
-        kinds = _rotary_kinds(getattr(config, name, None)) - _ROTARY
+        parameters = getattr(config, name, None)
+        # Those that differ among layers are not known to be steady.
+        kinds = _rotary_kinds(parameters) - _ROTARY - ({_own_kind(parameters)} & _STEADY_ROTARY)
         if kinds:
             return f"rotary embeddings of kind {sorted(kinds)[0]}"
     return None
+
+
+def steady_length(config: Any) -> int | None:
+    """Up to how many tokens of a text rotary embeddings stay as they are; None where they always do."""
+    config = config.get_text_config(decoder=True)
+    of_rotary = [getattr(config, name, None) for name in ("rope_scaling", "rope_parameters")]
+    if not {_own_kind(each) for each in of_rotary} & _STEADY_ROTARY:
+        return None
+    found = [getattr(config, name, None) for name in ("max_position_embeddings", _ORIGINAL_LENGTH)]
+    found += [each.get(_ORIGINAL_LENGTH) for each in of_rotary if isinstance(each, Mapping)]
+    return min((int(each) for each in found if each is not None), default=0)
+
+
+def original_length(config: Any) -> int | None:
+    """At how many tokens a preparation of its own may begin the text again; None where it says nothing."""
+    found = getattr(config.get_text_config(decoder=True), _ORIGINAL_LENGTH, None)
+    return None if found is None else int(found)
+
+
+def _own_kind(parameters: Any) -> Any:
+    return parameters.get("rope_type", parameters.get("type")) if isinstance(parameters, Mapping) else None
 
 
 def _rotary_kinds(parameters: Any) -> set[str]:
     """The kinds of rotary embedding of a configuration, which may have one for each kind of layer."""
     if not isinstance(parameters, Mapping):
         return set()
-    own = parameters.get("rope_type", parameters.get("type"))
     nested = (_rotary_kinds(each) for each in parameters.values())
-    return {str(own)} - {"None"} | {kind for kinds in nested for kind in kinds}
+    return {str(_own_kind(parameters))} - {"None"} | {kind for kinds in nested for kind in kinds}
 
 
 def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | None:

@@ -21,12 +21,15 @@ from transformers import GenerationMixin, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-def twin_of(model: Any, attention: str | None, state_of: Callable[[Any], dict[str, Any]]) -> Any:
+def twin_of(
+    model: Any, attention: str | None, state_of: Callable[[Any], dict[str, Any]], is_steady: bool = True
+) -> Any:
     """The twin of a model.
 
     Args:
         attention: the name of its attention implementation; None for that of the model.
         state_of: gives the attributes of a module, without what is not to be copied.
+        is_steady: whether rotary embeddings stay as they are for short texts.
     """
     # One copy of a configuration, and of each that is a part of it, for all modules that share it.
     configs: dict[int, Any] = {}
@@ -49,9 +52,29 @@ def twin_of(model: Any, attention: str | None, state_of: Callable[[Any], dict[st
         return twin
 
     twin = copied(model)
+    for module in modules.values():
+        _part_rotary(module, is_steady)
     if attention is not None:
         _set_attention(twin, attention)
     return twin
+
+
+def _part_rotary(module: nn.Module, is_steady: bool) -> None:
+    """Gives rotary embeddings that change with the length of texts numbers of their own, since they write to them.
+
+    Steady ones stay as they are for short texts. Else they ask the device, at each step, how long texts are.
+    :func:`reasons.steady_length` says which texts are short.
+    """
+    state = vars(module)
+    if state.get("rope_type") not in ("dynamic", "longrope"):
+        return
+    of_short: Any = module.inv_freq
+    if is_steady:
+        # As transformers has it: the first kind keeps what it has until it has been changed for a long text.
+        if state["rope_type"] == "longrope" or module.max_seq_len_cached != module.original_max_seq_len:
+            of_short = module.original_inv_freq
+        state["rope_type"] = "default"
+    state["_buffers"] = {**state["_buffers"], "inv_freq": of_short.to(module.inv_freq.device, copy=True)}
 
 
 def _set_attention(twin: Any, attention: str) -> None:
