@@ -102,6 +102,7 @@ _KNOWN_METHODS: tuple[str, ...] = ("transformers.models.whisper.",)
 if _VERSION >= (5, 24):
     # Before, Phi-3 goes on with another text where it drops its cache.
     _KNOWN_METHODS += ("transformers.models.phi3.", "transformers.models.phimoe.")
+_SECOND = "second_expert_policy"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
@@ -214,6 +215,9 @@ def _of_config(config: Any) -> str | None:
     config = config.get_text_config(decoder=True)
     if getattr(config, "attention_chunk_size", None) is not None:
         return "attention in chunks"
+    if getattr(config, "moe_eval_capacity_token_fraction", 1.0) < 1 or getattr(config, _SECOND, "all") != "all":
+        # Which tokens experts have room for depends on the other rows, or on chance.
+        return "experts that leave out tokens"
     for name in ("rope_scaling", "rope_parameters"):
         parameters = getattr(config, name, None)
         # Those that differ among layers are not known to be steady.

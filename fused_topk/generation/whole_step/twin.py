@@ -144,6 +144,7 @@ class Snapshot:
 # Gives the parts of something: what it holds, in its order.
 _Look = Callable[[Any], tuple[Any, ...]]
 
+_EVAL_CAPACITY = "moe_eval_capacity_token_fraction"
 # Attributes of any module that are no part of it. reasons.of_model asks for hooks, and about a forward method.
 # Nor is what models of Qwen-VL's kind keep of the last prompt.
 _NO_PARTS = frozenset({*vars(nn.Module()), "forward", "rope_deltas"}) - {"training"}
@@ -171,7 +172,10 @@ def _looks(holder: Any, parts: tuple[Any, ...], skipped: frozenset[str]) -> Iter
 
 
 def _look_at(module: nn.Module, skipped: frozenset[str]) -> _Look:
-    names = [name for name in vars(module) if name not in _NO_PARTS and name not in skipped]
+    state = vars(module)
+    # NLLB-MoE's routers count it anew in each pass.
+    counted = {"expert_capacity"} if _EVAL_CAPACITY in state else set()
+    names = [name for name in state if name not in _NO_PARTS and name not in skipped and name not in counted]
     # Of one name it would give no tuple.
     return functools.partial(_of_module, operator.itemgetter("training", *names), skipped)
 
