@@ -10,6 +10,10 @@ import sys
 
 import pytest
 import torch
+
+import fused_topk
+from fused_topk.integrations import vllm
+from fused_topk.integrations.vllm import compatibility
 from vllm_stand_in import (
     VERSION,
     GPUModelRunner,
@@ -23,10 +27,6 @@ from vllm_stand_in import (
     apply_top_k_top_p,
     stand_in,  # noqa: F401
 )
-
-import fused_topk
-from fused_topk.integrations import vllm
-from fused_topk.integrations.vllm import compatibility
 
 VOCAB = 300
 
@@ -97,7 +97,9 @@ print(stats().stock)
 """
     environment = {name: value for name, value in os.environ.items() if name != "FUSED_TOPK_VLLM"}
     for variable in ({}, {"FUSED_TOPK_VLLM": "0"}):
-        done = subprocess.run([sys.executable, "-c", program], env=environment | variable, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment | variable, capture_output=True, text=True
+        )
         assert done.stdout.strip() == "0", done.stderr
 
 
@@ -331,7 +333,7 @@ def test_log_probabilities_of_prompts(stand_in, count):  # noqa: F811
     vllm.enable()
     runner = GPUModelRunner(logits, targets, count)
     found = runner._get_prompt_logprobs_dict(None, {})["request"]
-    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.logprobs.double(), expected.logprobs, atol=1e-5, rtol=0)
     torch.testing.assert_close(
         logits.gather(1, found.logprob_token_ids.long()), logits.gather(1, expected.logprob_token_ids.long())
     )

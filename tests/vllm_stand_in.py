@@ -83,7 +83,7 @@ class LogitBiasLogitsProcessor:
 
 
 class MinTokensLogitsProcessor:
-    min_toks: dict[int, Any] = {}
+    min_toks = ()
 
 
 class TopKTopPSampler(nn.Module):
@@ -130,7 +130,7 @@ class Sampler(nn.Module):
 
     @staticmethod
     def compute_logprobs(logits):
-        return logits.log_softmax(-1, dtype=torch.float32)
+        return logits.log_softmax(-1)
 
     @staticmethod
     def gather_logprobs(logprobs, num_logprobs, token_ids):
@@ -202,4 +202,5 @@ def stand_in(monkeypatch: pytest.MonkeyPatch):
     vllm.stats(reset=True)
     yield package
     vllm.disable()
+    vllm.stats(reset=True)
     assert not patches._replaced

@@ -2,7 +2,7 @@
 """The choice of a step's tokens, with what is reported of them. It needs no vLLM: what it calls of it is passed in.
 
 vLLM's own operations change the logits first (masks, bad words, penalties, biases). Then one read of the logits draws, and reports
-the drawn tokens and the best ones. A second read is needed where what is reported are the logits before those changes.
+the best tokens; ranks are counted in another. Where what is reported are the logits before those changes, they are read once more.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class Vllm(NamedTuple):
     """What the choice needs of vLLM."""
 
-    sampler: type
-    filtering: type  # the module of top-k and top-p within the sampler
+    sampler: Any  # types
+    filtering: Any  # the module of top-k and top-p within the sampler
     processors: Processors
     apply_top_k_top_p: Callable[..., Tensor]
 
@@ -101,10 +101,10 @@ def choose(sampler: Any, logits: Tensor, metadata: Any, vllm: Vllm) -> tuple[Ten
         return _processed(sampler, logits, metadata, requests, drawing, count, vllm)
     if is_raw and raw is not logits:
         tokens = functional.sample(logits, **drawing).tokens
-        found = functional.log_softmax_topk(raw, max(count, 1), targets=tokens[:, 0], target_ties="last")
+        found: Any = functional.log_softmax_topk(raw, max(count, 1), targets=tokens[:, 0], target_ties="last")
         best, own, ranks = found, found.target_logprobs[:, None], found.target_ranks
     else:
-        drawn = functional.sample(logits, **drawing, logprobs=count, ranks=True)
+        drawn: Any = functional.sample(logits, **drawing, logprobs=count, ranks=True)
         tokens, own, ranks, best = drawn.tokens, drawn.log_probs, drawn.ranks[:, 0], drawn.topk
     if listed:
         return tokens[:, 0], _of_listed(raw if is_raw else logits, tokens, own, ranks, listed)
@@ -150,7 +150,7 @@ def _processed(
     sampler: Any, logits: Tensor, metadata: Any, requests: Requests, drawing: dict[str, Any], count: int, vllm: Vllm
 ) -> tuple[Tensor, Report]:
     """Tokens, with the log-probabilities of the distribution that they were drawn from."""
-    drawn = functional.sample(
+    drawn: Any = functional.sample(
         logits, **drawing, logprobs=max(count, 1), truncated_log_probs=True, kept=True, ranks=True
     )
     tokens, own, best = drawn.tokens, drawn.log_probs, drawn.topk

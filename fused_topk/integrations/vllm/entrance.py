@@ -36,4 +36,4 @@ def disable() -> None:
 def plugin() -> None:
     """What vLLM calls in each of its processes (the entry point `vllm.general_plugins`): :func:`enable` if `FUSED_TOPK_VLLM=1`."""
     if env.choose_in_vllm():
-            patches.install()
+        patches.install()

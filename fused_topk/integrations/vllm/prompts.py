@@ -24,7 +24,7 @@ class PromptScorer:
         return logits
 
     def gather_logprobs(self, logits: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-        found = functional.log_softmax_topk(logits, max(num_logprobs, 1), targets=token_ids, target_ties="last")
+        found: Any = functional.log_softmax_topk(logits, max(num_logprobs, 1), targets=token_ids, target_ties="last")
         own = found.target_logprobs[:, None]
         best = found.indices[:, :num_logprobs], found.values[:, :num_logprobs]
         return self._to_tensors(*of_best(token_ids[:, None], own, *best, found.target_ranks))

@@ -19,9 +19,9 @@ _MADE = "fused_topk_requests"
 class Processors(NamedTuple):
     """vLLM's own logits processors, of which it is known what they do."""
 
-    min_p: type
-    logit_bias: type
-    min_tokens: type
+    min_p: Any  # types
+    logit_bias: Any
+    min_tokens: Any
 
 
 class Requests(NamedTuple):
