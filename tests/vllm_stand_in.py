@@ -1,5 +1,4 @@
-"""A stand-in for the part of vLLM that the integration knows: the same names, parameters and fields, and what they compute, in a few lines
-of float32 torch. `tests/vllm_engine.sh` runs the real one."""
+"""A stand-in for the part of vLLM that the integration knows: the same names, parameters and fields, and what they compute, in a few lines."""
 
 from __future__ import annotations
 

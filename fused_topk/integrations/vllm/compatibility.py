@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the installed vLLM is one that was tested. What is not exactly known runs as it is.
-
-A version is added here when `tests/vllm_engine.sh` has passed with it.
-"""
+"""Whether the installed vLLM is one that was tested. What is not exactly known runs as it is."""
 
 from __future__ import annotations
 

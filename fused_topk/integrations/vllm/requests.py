@@ -50,11 +50,11 @@ class Requests(NamedTuple):
 
 def requests_of(metadata: Any, logits: Tensor, processors: Processors) -> Requests:
     """Args: metadata: vLLM's SamplingMetadata, which it makes anew when a request comes, goes or moves."""
-    made = vars(metadata).get(_MADE)
+    made: Requests | None = vars(metadata).get(_MADE)
     if made is None:
         made = _requests(metadata, logits, processors)
         setattr(metadata, _MADE, made)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def _requests(metadata: Any, logits: Tensor, processors: Processors) -> Requests:
@@ -102,7 +102,8 @@ def _as_int64(seed: int) -> int:
 
 def outputs_of(metadata: Any) -> Sequence[Sequence[int] | None] | None:
     """The output tokens of each request; None if they are not known. While vLLM schedules ahead the last may be -1."""
-    return metadata.output_token_ids or vars(metadata).get(OUTPUTS)
+    found: Sequence[Sequence[int] | None] | None = metadata.output_token_ids or vars(metadata).get(OUTPUTS)
+    return found
 
 
 def unknown_outputs(metadata: Any) -> bool:
