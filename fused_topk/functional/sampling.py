@@ -181,9 +181,7 @@ def check_parameters(
     check_k(num_samples, _MOST_SAMPLES, "samples of a row", "num_samples")
     if not _is_zero(logprobs):
         check_k(logprobs, vocab_size, name="logprobs")
-    for name, flag in (("truncated_log_probs", truncated_log_probs), ("kept", kept)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"`{name}` must be a bool, got {type(flag).__name__}; pass True or False")
+    check_flags(truncated_log_probs, kept)
     temperature, top_k, top_p, min_p = numbers
     floating = torch.float32 if device_type in ("mps", "xpu") else torch.float64
     temperatures = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
@@ -192,6 +190,12 @@ def check_parameters(
         *check_row_numbers("top_p", top_p, logits, floating, (0, 1)),
         *check_row_numbers("min_p", min_p, logits, floating, (0, 1)),
     )
+
+
+def check_flags(truncated_log_probs: Any, kept: Any) -> None:
+    for name, flag in (("truncated_log_probs", truncated_log_probs), ("kept", kept)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"`{name}` must be a bool, got {type(flag).__name__}; pass True or False")
 
 
 class _Plan(NamedTuple):
