@@ -261,6 +261,27 @@ def test_broad_rows_with_parameters_of_their_own_and_a_mask(backend):
         assert torch.equal(alone.tokens, got.tokens[part]) and torch.equal(alone.kept.counts, got.kept.counts[part])
 
 
+def rows_cut_by_min_p(vocab_size: int) -> tuple[Tensor, dict]:
+    """Broad rows, of whose tokens that top-p keeps min-p cuts the last one, and the settings."""
+    logits = 2 * torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(0))
+    weights = kept_weights(logits, {"top_p": 0.9}).sort(1, descending=True).values
+    least = weights.gather(1, (weights > 0).sum(1, keepdim=True) - 1).squeeze(1)
+    return logits, {"top_p": 0.9, "min_p": least * (1 + 1e-5)}
+
+
+def test_min_p_cuts_near_the_border_of_top_p(backend):
+    """Among the few tokens that a search for that border lists."""
+    logits, settings = rows_cut_by_min_p(3000)
+    on_device = {name: x.to(backend.device) if isinstance(x, Tensor) else x for name, x in settings.items()}
+    got = backend("sample", logits.to(backend.device), seed=1, num_samples=20, kept=True, **on_device)
+    weights = kept_weights(logits, settings)
+    assert got.kept.counts.tolist() == (weights > 0).sum(1).tolist()
+    assert bool((weights.gather(1, got.tokens.cpu()) > 0).all())
+    torch.testing.assert_close(
+        got.kept.logsumexp.cpu().double(), weights.sum(1).log() + logits.double().amax(1), rtol=0, atol=2e-5
+    )
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("vocab_size", [30, 3000])
 def test_kept(backend, name, vocab_size):

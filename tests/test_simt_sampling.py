@@ -28,6 +28,7 @@ from test_sampling import (
     check_is_kept,
     check_kept,
     kept_weights,
+    rows_cut_by_min_p,
     rows_of,
     uniforms,
 )
@@ -184,6 +185,18 @@ def test_broad_rows(name):
     dtype, blocks = list(DTYPES.values())[turn % 3], 1 + turn % 2
     rows = slice(0, 4) if name in ("most", "likely") else slice(None)
     check_broad(name, dtype, 2100, rows, blocks=blocks, schedule=SCHEDULES[turn % len(SCHEDULES)], seed=turn)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_min_p_cuts_near_the_border_of_top_p(blocks):
+    """Among the tokens that are listed, and in the bins beside them."""
+    logits, settings = rows_cut_by_min_p(2100)
+    got = draw(logits, settings, kept=True, num_samples=20, blocks=blocks)
+    weights = kept_weights(logits, settings)
+    assert got.kept.counts.tolist() == (weights > 0).sum(1).tolist()
+    assert bool((weights.gather(1, got.tokens) > 0).all())
+    sums = weights.sum(1).log() + logits.double().amax(1)
+    torch.testing.assert_close(got.kept.logsumexp.double(), sums, rtol=0, atol=2e-5)
 
 
 @pytest.mark.exhaustive
