@@ -383,6 +383,18 @@ def test_all_that_tie_with_the_kth_are_kept(backend):
         assert float(got.log_probs) == pytest.approx(float(logits[0, token] - weights.sum().log()), abs=1e-5)
 
 
+def test_top_p_of_tokens_that_tie_with_the_kth(backend):
+    """It is relative to all of them, and keeps the first ones."""
+    logits, seed = torch.zeros(2, 700), torch.arange(2)
+    logits[:, 400] = 1.0
+    settings = {"top_k": 2, "top_p": 0.5}
+    got = backend(
+        "sample", logits.to(backend.device), seed=seed.to(backend.device), num_samples=20, kept=True, **settings
+    )
+    check_draws(got.tokens.cpu(), uniforms(seed, 20), kept_weights(logits, settings))
+    check_kept(got.kept, logits, settings)
+
+
 def test_masks(backend):
     logits = rows_of(2000)[:4]
     mask = random_mask(4, 2000, share=0.1)
