@@ -134,7 +134,7 @@ def sample(
         check_k(logprobs, 2**31 - 1, "what an exchange takes", "logprobs")
     *lead, length_here = local_logits.shape
     rows = local_logits.shape[:-1].numel()
-    of_rows.check_flags(truncated_log_probs, kept)
+    of_rows.check_flags(truncated_log_probs=truncated_log_probs, kept=kept)
     parameters = _checked(local_logits, temperature, top_k, top_p, min_p)
     allowed = check_mask(mask, local_logits)
     # Named alike on all processes, or to be told by the first.
