@@ -118,13 +118,14 @@ def sample(
         2^-19 of a border between two tokens, and keep the same tokens unless one is as near to the border of top-p.
         A token that is not kept, not allowed, or beyond the row's length is never drawn.
         `kept` does not count logits of -inf, and counts equal tokens at the border of top-p as they are kept. Tokens of less than
-        2^-44 of the best one's probability (2^-30, the longer the row) may be left out of it, and of the draw. For temperature 0
-        it has one token, with its logit as the logsumexp; for a row without a distribution none, with NaN.
+        2^-44 of the best one's probability (2^-30 in the longest rows) may be left out of it, and of the draw. For temperature
+        0 it has one token, with its logit as the logsumexp; for a row without a distribution none, with NaN.
         A rank is the number of tokens whose logit is at least the drawn token's, of all that are allowed and within the length,
         whatever top-k, top-p and min-p keep: 1 for the best, and all that tie with a token count, as inference engines count.
         Ranks read the row once more.
-        How often a row is read: once, and where its kept tokens are more than a list of its best has, as a rule once more for
-        min-p, and once or twice more for top-p. Ties and rows made for it may take more; every row ends.
+        A row is read once where a list of its best tokens has all that is kept. Otherwise it is read as a rule once more for
+        min-p, and once or twice more for top-p. Rows with many ties, and rows made for it, may take more: one or two
+        reads at least halve the range, of at most 2^32 logits, in which the border is searched.
         A row without a distribution, with NaN, with +inf, of only -inf, or with nothing allowed, gives the first token in
         the order of :func:`softmax_topk`, and NaN log-probabilities. So does a temperature on a GPU that is negative or
         NaN, with truncated log-probabilities of NaN. Temperature 0 gives the same token, with 0 as its truncated
