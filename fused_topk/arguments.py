@@ -119,12 +119,33 @@ def check_rows(
     temperature: float | Tensor | None = None,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
+    *,
+    dtype_of_draws: torch.dtype | None = None,
+    may_be_empty: bool = False,
 ) -> LogitRows:
-    """What a call reads, whatever is wanted of it. The vocabulary is last."""
+    """What a call reads, whatever is wanted of it. The vocabulary is last.
+
+    Args:
+        dtype_of_draws: of the temperatures of rows that are drawn from. They may be 0.
+        may_be_empty: without a token, as a process's share of a vocabulary may be.
+    """
     check_logits(logits)
-    check_vocabulary(logits.shape[-1])
-    number, row_temperature = check_temperature(temperature, logits, result_dtype(logits.dtype))
-    return LogitRows(logits, number, row_temperature, check_mask(mask, logits), check_lengths(lengths, logits))
+    if logits.shape[-1] or not may_be_empty:
+        check_vocabulary(logits.shape[-1])
+    if dtype_of_draws is None:
+        number, row_temperature = check_temperature(temperature, logits, result_dtype(logits.dtype))
+    else:
+        limits = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
+        number, row_temperature = check_row_numbers(
+            "temperature", temperature, logits, dtype_of_draws, limits, or_zero=True
+        )
+    return LogitRows(
+        logits,
+        temperature=number,
+        row_temperature=row_temperature,
+        mask=check_mask(mask, logits),
+        lengths=check_lengths(lengths, logits),
+    )
 
 
 def plain_rows(

@@ -344,7 +344,8 @@ def test_opcheck(backend, entry, dtype):
     temperature = torch.full((3,), 0.7, device=backend.device)
     out_dtype = torch.float32 if entry == "logsumexp" else dtype
     torch.library.opcheck(
-        torch.ops.fused_topk.full_rows.default, (*LogitRows(logits, 1.0, temperature), entry, out_dtype, backend.name)
+        torch.ops.fused_topk.full_rows.default,
+        (*LogitRows(logits, row_temperature=temperature), entry, out_dtype, backend.name),
     )
 
 

@@ -22,7 +22,7 @@ from ..problem import (
 )
 from ..rows import LogitRows
 from . import reference_routing, reference_sampling
-from .protocol import StartFullRows, StartMerge, StartRouter, StartTopk
+from .protocol import StartFullRows, StartMerge, StartRouter, StartSample, StartTopk
 from .reference_rows import counted_logits, gather, ranking, working_dtype
 
 
@@ -66,6 +66,11 @@ def prepare_router(problem: RouterProblem, device: torch.device) -> StartRouter:
         reference_routing.route(problem._replace(rows=problem.rows.at(rows), bias=bias), out)
 
     return run
+
+
+def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
+    """sample()."""
+    return sample
 
 
 def sample(problem: SampleProblem, out: Sample) -> None:
