@@ -18,10 +18,9 @@ from torch.autograd import forward_ad
 from . import backends
 from .operators.dispatch import need_dispatcher, transform_is_active
 from .problem import TopKState, result_dtype
-from .rows import LogitRows
+from .rows import DTYPES, LogitRows
 from .tracing import is_traced
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NORMALIZE = ("allowed", "all", "topk")
 # The kernels scale by 1 / T in float32. The CPU's limits, csrc/cpu/row_state.h, for all.
 LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 2.0**-120, 2.0**126
@@ -63,7 +62,7 @@ def is_distributed(value: Any) -> bool:
 
 def check_logits(logits: Any) -> None:
     check_tensor("logits", logits)
-    if logits.dtype not in _DTYPES:
+    if logits.dtype not in DTYPES:
         raise TypeError(
             f"`logits` must be float32, float16, bfloat16 or float64, got {logits.dtype}; convert them with .float()"
         )
@@ -477,7 +476,7 @@ def check_part(name: str, part: Any, first: TopKState) -> None:
 
 def check_hidden(hidden: Any) -> None:
     check_tensor("hidden", hidden)
-    if hidden.dtype not in _DTYPES:
+    if hidden.dtype not in DTYPES:
         raise TypeError(
             f"`hidden` must be float32, float16, bfloat16 or float64, got {hidden.dtype}; convert it with .float()"
         )

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # of logits
 _WORD = 32  # tokens of a packed mask's word
 _NUMBERS = ("row_temperature", "lengths")  # the fields of LogitRows that are tensors with one number a row
 _new = tuple.__new__

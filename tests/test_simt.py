@@ -13,7 +13,7 @@ import torch
 import ladder_rungs
 from fused_topk.backends import cuda as kernels
 from fused_topk.cuda_runtime.kernel_source import source_folder
-from fused_topk.layout import full_row_launch, launch, router_launch, topk_launch
+from fused_topk.layout import full_row_launch, launch, router_launch
 from fused_topk.layout.topk_choice import KernelChoice, alternatives, choose
 from fused_topk.problem import TopkProblem
 from fused_topk.rows import LogitRows
@@ -326,7 +326,6 @@ def test_few_tiles_have_hits_where_logits_ascend(case, monkeypatch):
     """For each, its warp asks for room in shared memory, and tells the others what it has proven."""
     (outcome,) = check(case._replace(rows="ascending"))
     monkeypatch.setattr(KernelChoice, "lead", 0)
-    monkeypatch.setattr(topk_launch, "plan", topk_launch.plan.__wrapped__)
     (without,) = check(case._replace(rows="ascending"))
     assert 3 * outcome.counts["atomics"] < without.counts["atomics"]
 

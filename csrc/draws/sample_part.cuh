@@ -35,6 +35,20 @@ struct PartReader {
     for (u32 u = 0; u < kVectors; ++u) hide(vectors[u], row.mask.template allowed<kPerVector>(token(first, u), row.V));
   }
 
+  // Calls take(logit, token) for each token of a part, of whole reads.
+  template <class TAKE>
+  __device__ __forceinline__ void for_each(Part part, const TAKE& take) const {
+#pragma unroll 1
+    for (u32 first = part.begin; first < part.end; first += kElements) {
+      Vector vectors[kVectors];
+      load(first, vectors);
+#pragma unroll
+      for (u32 u = 0; u < kVectors; ++u)
+#pragma unroll
+        for (u32 e = 0; e < kPerVector; ++e) take(FORMAT::decode(vectors[u].words, e), token(first, u) + e);
+    }
+  }
+
  private:
   __device__ __forceinline__ Vector vector(u32 token) const {
     const auto* const address = row.data + token;

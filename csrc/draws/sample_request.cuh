@@ -6,7 +6,7 @@
 // draw is exact to 2^-20 of the total.
 #pragma once
 
-#include "../rows/row.cuh"
+#include "../rows/numbers.cuh"
 #include "philox.h"
 
 namespace fused_topk {
@@ -25,8 +25,7 @@ struct SampleRows {
   u32* tickets;      // [rows, 4], of the other kernel [rows]; zero before and after each launch
   i64* tokens;       // [rows, num_samples]
   float* log_probs;  // [rows, num_samples]
-  double temperature;
-  const double* row_temperature;
+  DrawNumbers numbers;
   i64 seed;
   const i64* row_seed;
   i64 counter;
@@ -57,8 +56,6 @@ struct SampleRows {
   // Both kernels':
   i64* kept_counts;       // nullable; [rows]: tokens that may be drawn
   float* kept_logsumexp;  // nullable; [rows]: of their logits / temperature
-  const void* lengths;  // nullable; [rows] of int32 or int64: tokens from a row's length on are -inf, and are not read
-  u32 lengths_are_long;
 };
 static_assert(sizeof(SampleRows) == 296, "fused_topk/layout/launch.py packs 296 bytes");
 
@@ -86,7 +83,7 @@ struct RowLogits {
                  ? static_cast<const char*>(p.mask) + i64(row) * p.mask_row_stride * (p.mask_kind == kMaskBits ? 4 : 1)
                  : nullptr,
              p.mask_element_stride, p.mask_kind},
-        V(p.lengths ? length_at(p.lengths, p.lengths_are_long, row, p.V) : p.V) {}
+        V(p.numbers.length_of(row, p.V)) {}
 
   // -inf where the mask hides it. index: below V.
   __device__ __forceinline__ float operator()(u32 index) const {
@@ -106,7 +103,7 @@ struct RowTemperature {
   bool is_zero;
 
   __device__ __forceinline__ RowTemperature(const SampleRows& p, u32 row) {
-    const double t = p.row_temperature ? __ldg(p.row_temperature + row) : p.temperature;
+    const double t = p.numbers.temperature_of(row);
     is_greedy = !(t > 0.0);
     is_zero = t == 0.0;
     inverse = is_greedy ? 1.0f : max(min(float(1.0 / t), kLargestInverse), kLeastInverse);

@@ -25,7 +25,7 @@ from ..layout.full_row_launch import FullRowLaunch
 from ..layout.kernel_arguments import LogitGradients, Piece, SampleRows, address, rows_writer
 from ..layout.launch import FORMATS, row_count
 from ..layout.topk_choice import MAX_K, KernelChoice, choose
-from ..layout.topk_launch import Launch, Layout
+from ..layout.topk_launch import Launch
 from ..problem import (
     FullRowProblem,
     LogitGradientProblem,
@@ -38,7 +38,7 @@ from ..problem import (
     TopK,
     TopkProblem,
 )
-from ..rows import LogitRows
+from ..rows import LogitRows, RowsLayout
 from .protocol import StartFullRows, StartMerge, StartRouter, StartSample, StartTopk
 
 # One element of that many bytes, which CuPy passes by value.
@@ -70,17 +70,19 @@ def prepare_topk(
         return lambda rows, out, beam_scores=None: None
     if choice is None:
         choice = topk_choice(count, logits.shape[-1], problem.k, itemsize, index, beam_scores is not None)
-    unaligned, aligned = (
-        topk_launch.plan(Layout.of(problem, is_aligned, beam_scores), choice) for is_aligned in (False, True)
-    )
+    unaligned, aligned = (topk_launch.plan(problem, is_aligned, choice, beam_scores) for is_aligned in (False, True))
     has_adjacent = _has_adjacent(logits)
+
+    @cache
+    def of_copy(layout: RowsLayout) -> StartTopk:
+        return prepare_topk(problem._replace(rows=layout.meta()), device, beam_scores, choice)
 
     def run(rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None:
         start = rows.logits.data_ptr()
         planned = unaligned if start % 16 else aligned
         if planned is None or not has_adjacent or start % itemsize:
             copied = _copied(problem.rows.at(rows))
-            prepare_topk(problem._replace(rows=copied), device, beam_scores, choice)(copied, out, beam_scores)
+            of_copy(copied.layout())(copied, out, beam_scores)
             return
         _launch_topk(planned, index, rows, beam_scores, out)
 
@@ -186,8 +188,8 @@ def prepare_router(problem: RouterProblem, device: torch.device) -> StartRouter:
     """See :class:`protocol.Backend`."""
     p, logits, index = problem, problem.rows.logits, device.index
     itemsize, experts = logits.element_size(), logits.shape[-1]
-    layout = Layout.of(TopkProblem(p.rows, p.k, "softmax", "allowed"), is_aligned=False)
-    planned = topk_launch.plan(layout, router_launch.CHOICE)
+    of_rows = TopkProblem(p.rows, p.k, "softmax", "allowed")
+    planned = topk_launch.plan(of_rows, is_aligned=False, choice=router_launch.CHOICE)
     kernel = router_launch.kernel_name(logits.dtype, experts, p.scoring)
     wanted = router_launch.argument(experts, p.groups, p.topk_groups, p.group_score, p.normalize, p.scale)
     shared_bytes = router_launch.shared_bytes(experts, itemsize, p.groups)
@@ -370,7 +372,7 @@ def topk_kernel(problem: TopkProblem, device: int, beam_scores: Tensor | None = 
     logits = problem.rows.logits
     rows, vocab_size = row_count(logits.shape), logits.shape[-1]
     choice = topk_choice(rows, vocab_size, problem.k, logits.element_size(), device, beam_scores is not None)
-    planned = topk_launch.plan(Layout.of(problem, True, beam_scores), choice)
+    planned = topk_launch.plan(problem, True, choice, beam_scores)
     assert planned is not None, "contiguous tensors have one stride"
     return planned.kernel
 
@@ -409,7 +411,8 @@ def cache_bytes(device: int) -> int:
 @cache
 def full_row_choice(device: int, vocab_size: int, itemsize: int) -> FullRowChoice:
     """The cut of full rows on that GPU."""
-    return choose_full_row(vocab_size, itemsize, driver.max_shared_bytes_per_block(device), multiprocessors(device))
+    shared_bytes, capability = driver.max_shared_bytes_per_block(device), driver.architecture_of(device)
+    return choose_full_row(vocab_size, itemsize, shared_bytes, multiprocessors(device), capability)
 
 
 def _launch_topk(planned: Launch, device: int, rows: LogitRows, beam_scores: Tensor | None, out: TopK) -> None:
