@@ -72,6 +72,11 @@ class LogitRows(NamedTuple):
         by_mask = ~unpacked(self.mask, vocab_size)
         return by_mask if hidden is None else by_mask | hidden
 
+    def counted(self, normalize: str = "allowed") -> Tensor:
+        """The logits, -inf where a token does not count: for the choice, or for m and d with that `normalize`."""
+        hidden = self.hidden(normalize)
+        return self.logits if hidden is None else self.logits.masked_fill(hidden, -torch.inf)
+
     def counted_at(self, tokens: Tensor) -> Tensor | None:
         """bool (..., n): which of the tokens (..., n) count. None: all."""
         within = None if self.lengths is None else tokens < self.lengths.unsqueeze(-1)

@@ -45,7 +45,7 @@ def _compiler():
         pytest.skip(cause)
 
 
-FLOATS = ("temperature", "scale")
+FLOATS = ("temperature", "scale", "one")
 
 
 def claims_of(structure: type[ctypes.Structure]) -> list[str]:
@@ -74,17 +74,16 @@ def test_arguments_are_the_structs_of_the_kernels(structure):
 @pytest.mark.parametrize("structure", KERNEL_OF, ids=lambda structure: structure.__name__)
 def test_every_difference_is_seen(structure):
     """One field moved, resized, renamed or left out."""
-    names = [item[0] for item in structure._fields_]
     for change in (
         lambda items: items[1:],
         lambda items: [(f"{items[0][0]}_", items[0][1]), *items[1:]],
         lambda items: [items[1], items[0], *items[2:]],
         lambda items: [(name, ctypes.c_int32 if name in FLOATS else type_) for name, type_ in items],
     ):
-        changed = type(structure.__name__, (ctypes.Structure,), {"_fields_": change(list(structure._fields_))})
-        assert [item[0] for item in changed._fields_] != names or any(
-            type_ is ctypes.c_int32 for _, type_ in changed._fields_
-        )
+        fields = change(list(structure._fields_))
+        if fields == list(structure._fields_):
+            continue  # it has no such field
+        changed = type(structure.__name__, (ctypes.Structure,), {"_fields_": fields})
         assert "error" in failures(KERNEL_OF[structure], claims_of(changed))
 
 

@@ -23,7 +23,7 @@ from ..problem import (
 from ..rows import LogitRows
 from . import reference_routing, reference_sampling
 from .protocol import StartFullRows, StartMerge, StartRouter, StartSample, StartTopk
-from .reference_rows import counted_logits, gather, ranking, working_dtype
+from .reference_rows import gather, ranking, working_dtype
 
 
 def unavailable(device: torch.device | None = None) -> str | None:
@@ -85,14 +85,14 @@ def row_topk(problem: TopkProblem, out: TopK) -> None:
     """The k best of every row, their values, and the row's logsumexp."""
     problem = problem.settled()
     rows = problem.rows
-    candidates = counted_logits(rows)
+    candidates = rows.counted()
     indices = ranking(candidates)[..., : problem.k]
     chosen = gather(candidates, indices)
     out.indices.copy_(indices)
 
     dtype = working_dtype(rows.logits)
     temperature = _temperature(rows.scale, dtype)
-    x = counted_logits(rows, problem.normalize).to(dtype)
+    x = rows.counted(problem.normalize).to(dtype)
     m, d = _normalizer(x, temperature)
     if problem.values == "state":
         out.values.copy_(chosen)
@@ -186,7 +186,7 @@ def _merge_order(candidates: Tensor, indices: Tensor) -> Tensor:
 
 def full_rows(problem: FullRowProblem, out: Tensor) -> None:
     """Probabilities, log-probabilities or the logsumexp of every row."""
-    x = counted_logits(problem.rows).to(working_dtype(problem.rows.logits))
+    x = problem.rows.counted().to(working_dtype(problem.rows.logits))
     temperature = _temperature(problem.rows.scale, x.dtype)
     m, d = _normalizer(x, temperature)
     log_d = d.log()
