@@ -141,7 +141,7 @@ class RowSums {
   const RowLogits<FORMAT> logits;
 
   __device__ __forceinline__ RowSums(const SampleRows& p, u32 row, SumsShared& shared)
-      : logits(p, row), p_(p), row_(row), shared_(shared) {}
+      : logits(logits_of<FORMAT>(p, row)), p_(p), row_(row), shared_(shared) {}
 
   __device__ __forceinline__ u32 rank() const { return blockIdx.y; }
   __device__ __forceinline__ u32 blocks() const { return p_.blocks_per_row; }
@@ -378,7 +378,8 @@ class RowSums {
     const PartReader<FORMAT> reader{logits};
 #pragma unroll 1
     for (u32 piece = rank() * kWarps + threadIdx.x / kWarpSize; piece < kPieces; piece += blocks() * kWarps) {
-      reader.for_each(part_of(piece), take);
+      const Part part = part_of(piece);
+      reader.for_each(part.begin, part.end, take);
       done(piece);
     }
   }

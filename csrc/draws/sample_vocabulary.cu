@@ -42,7 +42,7 @@ __device__ __forceinline__ PartState sum_part(const PartReader<FORMAT>& reader, 
 template <class FORMAT>
 __device__ __forceinline__ u32 finite_of(const PartReader<FORMAT>& reader, Part part) {
   u32 count = 0;
-  reader.for_each(part, [&](float x, u32) { count += x != -FUSED_TOPK_INFINITY; });
+  reader.for_each(part.begin, part.end, [&](float x, u32) { count += x != -FUSED_TOPK_INFINITY; });
   return warp_sum(count);
 }
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ u32 draw_from_part(const PartReader<FORMAT>& reader, 
                                               double rest) {
   // The sum of the part, which (m, d) has but to rounding.
   u64 total = 0;
-  reader.for_each(part, [&](float x, u32) { total += weight(x); });
+  reader.for_each(part.begin, part.end, [&](float x, u32) { total += weight(x); });
   total = warp_sum(total);
   return find_in_part(reader, part, min(u64(rest * double(total)), total - 1), [&](float x, u32) { return weight(x); });
 }
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kDraws, kThread
     sample_vocabulary_kernel(const __grid_constant__ SampleRows p) {
   __shared__ VocabularyShared shared;
   const u32 row = blockIdx.x, warp = threadIdx.x / kWarpSize;
-  const RowLogits<FORMAT> logits(p, row);
+  const RowLogits<FORMAT> logits = logits_of<FORMAT>(p, row);
   const PartReader<FORMAT> reader{logits};
   const RowTemperature temperature(p, row);
   const u32 parts = u32((u64(p.V) + (1ull << p.part_length_log2) - 1) >> p.part_length_log2);

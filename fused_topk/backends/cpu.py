@@ -15,6 +15,7 @@ from ..problem import (
     LinearProblem,
     MergeProblem,
     MergeTensors,
+    RankProblem,
     RouterProblem,
     RouterTopK,
     Sample,
@@ -234,6 +235,20 @@ def prepare_sample(problem: SampleProblem, device: torch.device, instruction_set
         )
 
     return run
+
+
+def target_ranks(problem: RankProblem, out: Tensor, instruction_set: str = "") -> None:
+    """See :class:`protocol.Backend`. `instruction_set`: as for :func:`prepare_topk`."""
+    rows, targets, counts_ties = problem
+    _cpu.target_ranks(
+        _layout_of(rows, instruction_set),
+        _addresses_of(rows),
+        targets.data_ptr(),
+        targets.shape[-1],
+        counts_ties,
+        out.data_ptr(),
+        _num_threads(),
+    )
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -12,6 +12,7 @@ from ..problem import (
     FullRowProblem,
     MergeProblem,
     MergeTensors,
+    RankProblem,
     RouterProblem,
     RouterTopK,
     Sample,
@@ -91,4 +92,8 @@ class Backend(Protocol):
 
     def prepare_sample(self, problem: SampleProblem, device: torch.device) -> StartSample:
         """Plans the draw of tokens from each row once. The seeds and counters of `problem` do not count."""
+        ...
+
+    def target_ranks(self, problem: RankProblem, out: Tensor) -> None:
+        """Counts for each target the tokens of its row that do not rank behind it, and writes `out`."""
         ...
