@@ -402,6 +402,10 @@ def test_distributed_tensors_are_refused_with_what_works(tmp_path):
                 TypeError, match=r"`lengths` must be None where `logits` is a DTensor, got Tensor; .*-inf|mask"
             ):
                 run(logits, lengths=lengths)
+        with pytest.raises(
+            TypeError, match=r"`targets` must be None where `logits` is a DTensor, got Tensor; leave them"
+        ):
+            fused_topk.topk(logits, 3, targets=lengths)
         with pytest.raises(TypeError, match=r"`lengths` must be None where `logits` is a DTensor"):
             fused_topk.beam_topk(logits.unsqueeze(0), torch.zeros(1, 4), 3, lengths=lengths)
     finally:
