@@ -372,7 +372,7 @@ def streamed(address: str, process: subprocess.Popen, log: Path) -> list:
     import openai
 
     client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60)
-    for _ in range(240):
+    for _ in range(600):
         assert process.poll() is None, log.read_text()[-3000:]
         with contextlib.suppress(openai.APIConnectionError):
             client.models.list()
