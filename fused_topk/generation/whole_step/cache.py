@@ -145,9 +145,10 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.values[:, :, begin : places.prompt] = value_states
             return key_states, value_states
         for kept, written in ((self.keys, key_states), (self.values, value_states)):
-            _, heads, _, dim = written.shape
-            of_beams = written.view(-1, places.beams, heads, dim).transpose(1, 2)
-            kept.index_copy_(2, places.written, of_beams)
+            if places.beams > 1:
+                _, heads, _, dim = written.shape
+                written = written.view(-1, places.beams, heads, dim).transpose(1, 2)
+            kept.index_copy_(2, places.written, written)
         if places.gathered is not None:
             return self._gathered(self.keys, places.gathered), self._gathered(self.values, places.gathered)
         shown = places.up_to(places.shown)
