@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -21,11 +22,12 @@ from .criteria import Criteria
 from .decoder import Decoder, Prompt, Source, has_table, num_positions, positions_of, vocab_size_of
 from .head import Head
 from .kept import Store, Way
+from .preparation import prepared
 from .reasons import Asked, Declined, decline_for, said_by
 from .rows import RowDecoder, decoder_of
 from .search import Search
 from .streaming import Once
-from .twin import Snapshot, twin_of
+from .twin import Snapshot, text_config, twin_of
 
 
 class _Ready(NamedTuple):
@@ -40,6 +42,8 @@ class _Ready(NamedTuple):
     is_static: bool
     # Whether the decoder looks at the mask of what its encoder has read. Where that is no text, the mask's shape is not known.
     reads_mask: bool
+    # Tensors that steps of text do not look at, as far as it has been tried.
+    unread: set[str]
 
 
 # Attributes of a model that say nothing about what it computes, or that this package puts there.
@@ -99,13 +103,13 @@ def _state_of(module: Any) -> dict[str, Any]:
 def _made_ready(model: Any) -> _Ready:
     snapshot = Snapshot(model, _SKIPPED)
     try:
-        stock = twin_of(model, None, _state_of)
+        stock = twin_of(model, None, _state_of, is_steady=False)
     # Of a configuration that cannot be copied.
     except Exception as error:
-        return _Ready(None, _twin_raises(model, error), snapshot, Store(), None, False, True)
+        return _not_ready(_twin_raises(model, error), snapshot)
     is_static, is_taken = True, False
     try:
-        twin = twin_of(model, attention.name_for(model.config._attn_implementation), _state_of)
+        twin = twin_of(model, attention.name_for(text_config(model.config)._attn_implementation), _state_of)
         is_taken = decoder_of(twin) is Decoder
         reason = trial.reason_against(twin, stock) if is_taken else f"{type(model).__name__} takes no other attention"
     # Of a model that takes no other attention.
@@ -113,14 +117,18 @@ def _made_ready(model: Any) -> _Ready:
         reason = _twin_raises(model, error)
     if reason is not None:
         # In the other form.
-        twin = stock
+        twin = twin_of(model, None, _state_of)
         of_rows = trial.reason_against(twin, stock, is_static=False)
         if of_rows is not None:
             # The first says what a model has of its own.
-            return _Ready(None, reason if is_taken else of_rows, snapshot, Store(), None, False, True)
+            return _not_ready(reason if is_taken else of_rows, snapshot)
         # Of a model that cannot have a static cache, transformers says so.
         is_static = bool(getattr(model, "_can_compile_fullgraph", False)) and not trial.reason_against(twin, stock)
-    return _Ready(twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin))
+    return _Ready(twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin), set())
+
+
+def _not_ready(reason: str, snapshot: Snapshot) -> _Ready:
+    return _Ready(None, reason, snapshot, Store(), None, False, True, set())
 
 
 def _twin_raises(model: Any, error: Exception) -> str:
@@ -206,6 +214,9 @@ def _search(
     if longest > _MOST_PLACES:
         # A criterion or a limit that stands for none. A step has room for all that may be written.
         raise Declined(f"texts of up to {longest} tokens")
+    steady = reasons.steady_length(twin.config)
+    if steady is not None and longest > steady:
+        raise Declined(f"texts of more than {steady} tokens, where rotary embeddings change")
     if rules.room < 1 or len(ids) % beams:
         raise Declined("no room for a new token")
     if set(criteria.ends) != set(ends):
@@ -213,9 +224,12 @@ def _search(
     if rules.kept > beams * vocab_size_of(twin.config):
         raise Declined("more continuations than there are")
     with_source = "encoder_outputs" in inputs
-    prompt = (
-        _prompt_with_source(ready, ids, beams, longest, inputs) if with_source else _prompt(ids, beams, longest, inputs)
-    )
+    if with_source:
+        prompt = _prompt_with_source(ready, ids, beams, longest, inputs)
+    elif reasons.prepares_itself(twin) or reasons.unknown_inputs(inputs, False):
+        prompt = _prepared_prompt(ready, ids, beams, longest, inputs)
+    else:
+        prompt = _prompt(ids, beams, longest, inputs)
     positions = num_positions(twin.config)
     if positions is not None and longest > positions:
         if has_table(twin, positions):
@@ -237,17 +251,43 @@ def _search(
 
 def _prompt(ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
     """One row of a sequence, of those that generate() has made for its beams."""
-    ids = ids[::beams]
-    mask = inputs.get("attention_mask")
-    is_text = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[::beams].bool()
-    if is_text.shape != ids.shape or not bool(is_text[:, -1].all()):
-        raise Declined("an attention mask that is not of left padding")
+    is_text, ids = _is_text(ids, inputs)[::beams], ids[::beams]
     positions = inputs.get("position_ids")
     positions = positions_of(is_text) if positions is None else positions[::beams]
     if positions.shape != ids.shape:
         raise Declined("position_ids of another shape")
     kept = inputs.get("logits_to_keep")
     return Prompt(ids, is_text, positions, {} if kept is None else {"logits_to_keep": kept}, longest)
+
+
+def _is_text(ids: Tensor, inputs: dict[str, Any]) -> Tensor:
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        return torch.ones_like(ids, dtype=torch.bool)
+    if mask.shape != ids.shape or not bool(mask[:, -1].all()):
+        raise Declined("an attention mask that is not of left padding")
+    is_text: Tensor = mask.bool()
+    return is_text
+
+
+def _prepared_prompt(ready: _Ready, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
+    """The prompt of a model that prepares more than its tokens, as of images."""
+    original = reasons.original_length(ready.twin.config)
+    if original is not None and longest > original and reasons.prepares_itself(ready.twin):
+        # Phi-3 drops its cache there.
+        raise Declined(f"a preparation of its own for texts of more than {original} tokens")
+    is_text = _is_text(ids, inputs)
+    asked = prepared(ready.twin, ids, is_text, inputs)
+    for name in sorted(asked.further - ready.unread):
+        if trial.steps_read(ready.twin, name):
+            raise Declined(f"steps with {name}")
+        ready.unread.add(name)
+    positions = asked.last_positions
+    if positions is None:
+        positions = positions_of(is_text)
+        if "position_ids" in inspect.signature(ready.twin.forward).parameters:
+            raise Declined("steps without positions")
+    return Prompt(ids[::beams], is_text[::beams], positions[..., ::beams, -1:], {}, longest, inputs=asked.inputs)
 
 
 def _prompt_with_source(ready: _Ready, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:

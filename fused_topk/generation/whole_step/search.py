@@ -210,6 +210,8 @@ class Search(NamedTuple):
             or self.config.do_sample
             or any(each is not None for each in KeptOutputs.asked_for(self.config))
         )
+        # What a model has prepared may stand in the model, which the one without its head does not see.
+        needs_logits = needs_logits or self.prompt.inputs is not None
         if head is None or needs_logits:
             return None
         rows = len(self.prompt.ids) * rules.beams
