@@ -60,7 +60,7 @@ _INPUTS = {
     "logits_to_keep",
     "cache_position",
 }
-_INPUTS_WITH_SOURCE = (_INPUTS - {"position_ids", "logits_to_keep"}) | {
+_INPUTS_WITH_SOURCE = (_INPUTS - {"position_ids"}) | {
     "encoder_outputs",
     "decoder_attention_mask",
     "decoder_position_ids",
@@ -150,6 +150,9 @@ def of_model(model: Any) -> str | None:
     if getattr(model, "hf_quantizer", None) is not None:
         return "a quantized model"
     needed = _TAKEN_WITH_SOURCE if model.config.is_encoder_decoder else _TAKEN
+    if model.main_input_name != "input_ids":
+        # What reads no text may know of no padding.
+        needed = needed - {"attention_mask"}
     missing = sorted(needed - arguments_of(model.forward))
     if missing:
         return f"{name} takes no {missing[0]}"
