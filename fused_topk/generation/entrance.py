@@ -22,7 +22,7 @@ from .hooks import entered, held, set_enabled
 from .request import BEAMS, SAMPLING, SEARCH, FusedDecoding, Options, Request, mode_of
 from .statistics import tell_once
 from .ways import run_call
-from .whole_step import Declined, Loop, drop
+from .whole_step import Asked, Declined, Loop, drop
 
 
 def _generators(model: Any) -> list[Any]:
@@ -70,9 +70,9 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str |
 
             =========== =================================================================================================
             None        Whole steps where they are quicker from the first call on. On a GPU each token is one replay of a CUDA
-                        graph, captured in the first call of a shape (batch, beams, lengths rounded up). On a CPU beams run one
-                        operation after another, and a single beam in transformers' loop. So does a call whose result has a
-                        cache to go on with (return_dict_in_generate=True).
+                        graph, captured in the first call of a shape (batch, beams, lengths rounded up). On a CPU they run one
+                        operation after another. A call whose result has a cache to go on with
+                        (return_dict_in_generate=True) runs in transformers' loop.
             True        On a CPU a token is one call of code that torch.compile makes in the first call of a shape. That takes
                         seconds to tens of seconds, which are logged, and needs a C++ compiler. On a GPU as None. The cache of a
                         result is None.
@@ -199,7 +199,7 @@ def generate(
         )
 
     with held(model):
-        result, topk = run_call(model, options, run, given.get("streamer"), generation_config.num_beams or 1)
+        result, topk = run_call(model, options, run, given.get("streamer"), Asked.by(generation_config))
     if topk_per_step and generation_config.return_dict_in_generate:
         result["topk"] = topk
     return result

@@ -28,7 +28,7 @@ versions its `cache`, is None: the cache is not one that a model can go on with.
 """
 
 from .entry import Loop, drop, known_reason
-from .reasons import Declined, decline_for, of_arguments, of_speed
+from .reasons import Asked, Declined, decline_for, of_arguments, of_asked
 from .streaming import Once
 
-__all__ = ["Declined", "Loop", "Once", "decline_for", "drop", "known_reason", "of_arguments", "of_speed"]
+__all__ = ["Asked", "Declined", "Loop", "Once", "decline_for", "drop", "known_reason", "of_arguments", "of_asked"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -17,6 +17,7 @@ from ..calls import after_forward
 from ..lm_head import sharded_head_of
 from ..request import BEAMS, SAMPLING, SEARCH, mode_of
 from . import graphs
+from .decoder import arguments_of
 
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 
@@ -104,6 +105,7 @@ if _VERSION >= (5, 24):
     _KNOWN_METHODS += ("transformers.models.phi3.", "transformers.models.phimoe.")
 _SECOND = "second_expert_policy"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
+_NOT_SAMPLED = "do_sample without sampling=True"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
@@ -151,7 +153,7 @@ def of_model(model: Any) -> str | None:
     if model.main_input_name != "input_ids":
         # What reads no text may know of no padding.
         needed = needed - {"attention_mask"}
-    missing = sorted(needed - inspect.signature(model.forward).parameters.keys())
+    missing = sorted(needed - arguments_of(model.forward))
     if missing:
         return f"{name} takes no {missing[0]}"
     return _of_modules(model) or _of_weights(model) or _of_config(model.config)
@@ -265,7 +267,7 @@ def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | No
     if mode not in SEARCH + SAMPLING:
         return f"generation mode {mode.value}"
     if mode in SAMPLING and not is_sampling_asked_for:
-        return "do_sample without sampling=True"
+        return _NOT_SAMPLED
     if mode in SAMPLING and mode in BEAMS and not _sorts_drawn_beams():
         return "beam sampling of this version of transformers"
     for name in ("cache_implementation", "prefill_chunk_size", "stop_strings"):
@@ -277,18 +279,27 @@ def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | No
     return None if config.use_cache else "use_cache=False"
 
 
-def of_speed(num_beams: int, device: torch.device) -> str | None:
-    """Why whole steps that are not compiled are no quicker than transformers' loop; None where they are.
+class Asked(NamedTuple):
+    """What decides, before a call is prepared, whether it is served. The fields are options of generate()."""
 
-    Measured in docs/whole_steps.md.
+    do_sample: bool
+    return_dict_in_generate: bool
+
+    @staticmethod
+    def by(config: GenerationConfig) -> Asked:
+        return Asked(*(bool(getattr(config, name)) for name in Asked._fields))
+
+
+def of_asked(asked: Asked, is_sampling_asked_for: bool, is_default: bool) -> str | None:
+    """Why a call that asks for this is not served; None where it may be.
+
+    Args:
+        is_default: whether it is to be as stock in everything.
     """
-    return None if num_beams > 1 or graphs.is_cuda(device) else "a single beam on a CPU"
-
-
-def of_default(config: GenerationConfig, device: torch.device) -> str | None:
-    """Why a call is not served that is to be as stock in everything; None if it is."""
+    if asked.do_sample and not is_sampling_asked_for:
+        return _NOT_SAMPLED
     # A whole step's cache is none to go on with.
-    return "a result with its cache" if config.return_dict_in_generate else of_speed(config.num_beams, device)
+    return "a result with its cache" if is_default and asked.return_dict_in_generate else None
 
 
 def of_streaming(config: GenerationConfig, device: torch.device) -> str | None:
