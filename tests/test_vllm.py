@@ -264,6 +264,16 @@ def test_reported_log_probabilities(stand_in, setting, count, mode):  # noqa: F8
     assert vllm.stats().fused == 3
 
 
+def test_a_processed_rank_counts_only_what_is_kept(stand_in):  # noqa: F811
+    """Of four equal tokens top-p keeps three."""
+    vllm.enable()
+    logits = torch.zeros(1, 4)
+    metadata = requests(1, top_p=torch.tensor([0.6]), max_num_logprobs=1)
+    found = Sampler("processed_logprobs")(logits.clone(), metadata)
+    check_report(found, processed_logprobs(logits, metadata), 1)
+    assert int(found.logprobs_tensors.selected_token_ranks) == 3
+
+
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_reported_tokens_by_name(stand_in, setting, mode):  # noqa: F811
