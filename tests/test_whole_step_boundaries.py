@@ -132,8 +132,6 @@ def test_more_positions_than_were_trained_where_they_are_computed(model):
 
 def test_calls_that_are_not_served(model):
     inputs = inputs_for(model)
-    embedded = model.get_input_embeddings()(inputs["input_ids"]).detach()
-    assert_declined(model, "inputs_embeds", {"inputs_embeds": embedded}, **BEAMS)
     stats(reset=True)
     with fused_decoding(model, whole_step=True, topk_per_step=2) as given:
         model.generate(**inputs, **BEAMS)

@@ -22,7 +22,7 @@ from .hooks import entered, held, set_enabled
 from .request import BEAMS, SAMPLING, SEARCH, FusedDecoding, Options, Request, mode_of
 from .statistics import tell_once
 from .ways import run_call
-from .whole_step import Declined, Loop, drop
+from .whole_step import Declined, Loop, cache_of, drop
 
 
 def _generators(model: Any) -> list[Any]:
@@ -200,7 +200,8 @@ def generate(
         )
 
     with held(model):
-        result, topk = run_call(model, options, run, given.get("streamer"), generation_config.num_beams or 1)
+        has_cache = cache_of(given.get("kwargs") or {}) is not None
+        result, topk = run_call(model, options, run, given.get("streamer"), generation_config.num_beams or 1, has_cache)
     if topk_per_step and generation_config.return_dict_in_generate:
         result["topk"] = topk
     return result
@@ -225,7 +226,7 @@ def _arguments_of_caller() -> dict[str, Any]:
     if caller.f_code.co_name != "generate":
         return {}
     given = variables(caller)
-    return {name: given.get(name) for name in ("streamer", "synced_gpus", "assistant_model")}
+    return {name: given.get(name) for name in ("streamer", "synced_gpus", "assistant_model", "kwargs")}
 
 
 def _is_synced(model: nn.Module, given: bool | None) -> bool:

@@ -25,7 +25,7 @@ from .lm_head import sharded_head_of
 from .request import Request
 from .statistics import count_fallback
 from .ways import run_call
-from .whole_step import Loop, decline_for, of_arguments
+from .whole_step import Loop, cache_of, decline_for, of_arguments
 
 # torch's private name of a module's forward hooks. If it changes, hooks that are added later get marked logits.
 _FORWARD_HOOKS = "_forward_hooks"
@@ -174,7 +174,8 @@ def _generate(module: Any, original: Callable[..., Any], *args: Any, **kwargs: A
     reason = next((name for name in ("custom_generate", "assistant_model") if kwargs.get(name) is not None), None)
     with held(module):
         num_beams = _num_beams(module, args, kwargs)
-        result, request.given.topk = run_call(module, request.options, run, kwargs.get("streamer"), num_beams, reason)
+        streamer, has_cache = kwargs.get("streamer"), cache_of(kwargs) is not None
+        result, request.given.topk = run_call(module, request.options, run, streamer, num_beams, has_cache, reason)
     return result
 
 

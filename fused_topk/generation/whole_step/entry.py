@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from transformers import GenerationConfig
 from ..calls import OWN, after_forward
 from ..choice import warping
 from ..edits.plan import Plan, reason_against
-from . import attention, attribute, reasons, trial
+from . import attention, attribute, given_cache, reasons, trial
 from .beams import Rules
 from .criteria import Criteria
 from .decoder import Decoder, Prompt, Source, has_table, num_positions, positions_of, vocab_size_of
@@ -40,6 +41,8 @@ class _Ready(NamedTuple):
     is_static: bool
     # Whether the decoder looks at the mask of what its encoder has read. Where that is no text, the mask's shape is not known.
     reads_mask: bool
+    # Why no prompt of it can follow what a given cache has; None where one can.
+    reason_against_past: Callable[[], str | None] = lambda: None
 
 
 # Attributes of a model that say nothing about what it computes, or that this package puts there.
@@ -120,7 +123,9 @@ def _made_ready(model: Any) -> _Ready:
             return _Ready(None, reason if is_taken else of_rows, snapshot, Store(), None, False, True)
         # Of a model that cannot have a static cache, transformers says so.
         is_static = bool(getattr(model, "_can_compile_fullgraph", False)) and not trial.reason_against(twin, stock)
-    return _Ready(twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin))
+    # Few calls are given a cache.
+    of_past = functools.cache(functools.partial(trial.reason_against_past, twin, stock))
+    return _Ready(twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin), of_past)
 
 
 def _twin_raises(model: Any, error: Exception) -> str:
@@ -135,15 +140,23 @@ class Loop:
             first call on, else not at all.
         is_sampling: whether calls that sample are to be served, too.
         streamer: gets the new tokens; None for none.
+        is_cache_given: whether the user has a cache that is to hold what is read.
 
     Raises:
         Declined: the call is to run on the fused path.
     """
 
-    def __init__(self, whole_step: bool | str | None, is_sampling: bool, streamer: Once | None = None) -> None:
+    def __init__(
+        self,
+        whole_step: bool | str | None,
+        is_sampling: bool,
+        streamer: Once | None = None,
+        is_cache_given: bool = False,
+    ) -> None:
         self._whole_step = whole_step
         self._is_sampling = is_sampling
         self._streamer = streamer
+        self._is_cache_given = is_cache_given
 
     def __call__(
         self,
@@ -159,7 +172,7 @@ class Loop:
             or reasons.of_config(generation_config, self._is_sampling)
             or reasons.of_inputs(inputs, model.config.is_encoder_decoder)
             or (None if self._streamer is None else reasons.of_streaming(generation_config, input_ids.device))
-            or (reasons.of_default(generation_config, input_ids.device) if self._whole_step is None else None)
+            or (reasons.of_speed(generation_config.num_beams, input_ids.device) if self._whole_step is None else None)
         )
         criteria = Criteria(stopping_criteria)
         plan = Plan(list(logits_processor), bool(generation_config.do_sample))
@@ -173,6 +186,10 @@ class Loop:
         decline_for(_of_default(ready) if self._whole_step is None else None)
         way = Way.on(input_ids.device, self._whole_step)
         search = _search(ready, self._streamer, way, input_ids, plan, criteria, generation_config, inputs)
+        if self._is_cache_given or generation_config.return_dict_in_generate:
+            cache = given_cache.cache_of(inputs)
+            decline_for(None if cache is None else given_cache.reason_against(cache, model.config))
+            search = search._replace(cache=cache)
         if self._whole_step is None and way is not None:
             # On a GPU one operation after another takes longer than transformers' loop.
             decline_for("steps that cannot be kept" if search.way is None else None)
@@ -213,11 +230,10 @@ def _search(
     if rules.kept > beams * vocab_size_of(twin.config):
         raise Declined("more continuations than there are")
     with_source = "encoder_outputs" in inputs
-    prompt = (
-        _prompt_with_source(ready, ids, beams, longest, inputs) if with_source else _prompt(ids, beams, longest, inputs)
-    )
+    make = _prompt_with_source if with_source else _prompt
+    prompt = make(ready, ids, beams, longest, config, inputs)
     positions = num_positions(twin.config)
-    if positions is not None and longest > positions:
+    if positions is not None and prompt.is_text.shape[1] + rules.room > positions:
         if has_table(twin, positions):
             # A compiled or captured step reads behind its end in another way than single operations do.
             raise Declined(f"texts of more than the {positions} positions of a {type(twin).__name__}")
@@ -235,23 +251,55 @@ def _search(
     return Search(twin, prompt, rules, plan, criteria, config, padding, ready.store, way, ready.head, streamer)
 
 
-def _prompt(ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
+def _prompt(
+    ready: _Ready, ids: Tensor, beams: int, longest: int, config: GenerationConfig, inputs: dict[str, Any]
+) -> Prompt:
     """One row of a sequence, of those that generate() has made for its beams."""
-    ids = ids[::beams]
-    mask = inputs.get("attention_mask")
-    is_text = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[::beams].bool()
-    if is_text.shape != ids.shape or not bool(is_text[:, -1].all()):
+    rows, ids = len(ids), ids[::beams]
+    embeddings, mask = inputs.get("inputs_embeds"), inputs.get("attention_mask")
+    read = ids if embeddings is None else embeddings[::beams]
+    past = _past(ready, rows, beams, inputs)
+    before = 0 if past is None else past.length
+    # Without padding later versions drop the mask, and keep its length.
+    of_mask = getattr(config, "_mask_length", read.shape[1]) if mask is None else mask.shape[1]
+    unread = given_cache.num_unread(read.shape[1], of_mask, before, embeddings is None and reasons.TAKES_NEW_TOKENS)
+    read = read[:, -unread:]
+    shape = len(read), before + unread
+    is_text = torch.ones(shape, dtype=torch.bool, device=ids.device) if mask is None else mask[::beams].bool()
+    if is_text.shape != shape or not bool(is_text[:, -1].all()):
         raise Declined("an attention mask that is not of left padding")
     positions = inputs.get("position_ids")
-    positions = positions_of(is_text) if positions is None else positions[::beams]
-    if positions.shape != ids.shape:
+    if positions is None:
+        positions = positions_of(is_text)
+    elif positions.shape != (rows, shape[1]):
         raise Declined("position_ids of another shape")
+    else:
+        positions = positions[::beams]
     kept = inputs.get("logits_to_keep")
-    return Prompt(ids, is_text, positions, {} if kept is None else {"logits_to_keep": kept}, longest)
+    extra = {} if kept is None else {"logits_to_keep": kept}
+    return Prompt(ids, read, is_text, positions[:, -unread:], extra, longest, past=past)
 
 
-def _prompt_with_source(ready: _Ready, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
+def _past(ready: _Ready, rows: int, beams: int, inputs: dict[str, Any]) -> given_cache.Past | None:
+    cache = given_cache.cache_of(inputs)
+    try:
+        is_used = cache is not None and bool(cache.get_seq_length())
+    # Of a cache of states alone, which has no length.
+    except ValueError:
+        raise Declined("a cache without keys") from None
+    if not is_used:
+        return None
+    decline_for(given_cache.reason_against(cache, ready.twin.config) or ready.reason_against_past())
+    return given_cache.past_of(cache, rows, beams, next(ready.twin.parameters()))
+
+
+def _prompt_with_source(
+    ready: _Ready, ids: Tensor, beams: int, longest: int, config: GenerationConfig, inputs: dict[str, Any]
+) -> Prompt:
     """The prompt of an encoder-decoder, whose encoder generate() has run."""
+    cache = given_cache.cache_of(inputs)
+    if cache is not None and cache.get_seq_length():
+        raise Declined("a cache of an encoder-decoder that has been used")
     outputs, mask = inputs["encoder_outputs"], inputs.get("attention_mask")
     # The trial has none of these, which some decoders ask for.
     further = sorted(set(outputs) - _OF_ENCODER) if isinstance(outputs, Mapping) else []
@@ -282,7 +330,8 @@ def _prompt_with_source(ready: _Ready, ids: Tensor, beams: int, longest: int, in
     positions = positions_of(is_text) if positions is None else positions[::beams]
     if positions.shape != ids.shape:
         raise Declined("decoder_position_ids of another shape")
-    return Prompt(ids, is_text, positions, {}, longest, Source(hidden, is_source), decoder_of(ready.twin) is RowDecoder)
+    is_exact = decoder_of(ready.twin) is RowDecoder
+    return Prompt(ids, ids, is_text, positions, {}, longest, Source(hidden, is_source), is_exact)
 
 
 def _tokens(value: Any) -> tuple[int, ...]:

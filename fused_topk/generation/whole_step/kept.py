@@ -92,7 +92,7 @@ class Shape(NamedTuple):
 
     @staticmethod
     def of(prompt: Prompt, rules: Rules, way: Way) -> Shape:
-        (batch, length), source = prompt.ids.shape, None
+        (batch, length), source = prompt.is_text.shape, None
         if prompt.source is not None:
             source = prompt.source.hidden.shape[1]
             # Without a mask there is no padding.

@@ -44,14 +44,12 @@ _ARGUMENTS = (
     "assistant_model",
     "synced_gpus",
     "tokenizer",
-    "inputs_embeds",
-    "past_key_values",
-    "cache",
     "cache_params",
 )
 # What a loop may hand to a model, and what to an encoder-decoder.
 _INPUTS = {
     "attention_mask",
+    "inputs_embeds",
     "position_ids",
     "past_key_values",
     "cache",
@@ -59,7 +57,7 @@ _INPUTS = {
     "logits_to_keep",
     "cache_position",
 }
-_INPUTS_WITH_SOURCE = (_INPUTS - {"position_ids", "logits_to_keep"}) | {
+_INPUTS_WITH_SOURCE = (_INPUTS - {"inputs_embeds", "position_ids", "logits_to_keep"}) | {
     "encoder_outputs",
     "decoder_attention_mask",
     "decoder_position_ids",
@@ -99,6 +97,8 @@ _KNOWN_METHODS: tuple[str, ...] = ("transformers.models.whisper.",)
 if _VERSION >= (5, 24):
     # Before, Phi-3 goes on with another text where it drops its cache.
     _KNOWN_METHODS += ("transformers.models.phi3.", "transformers.models.phimoe.")
+# Whether the tokens after those of a given cache may be given alone. Before, this is not so in each version.
+TAKES_NEW_TOKENS = _VERSION >= (5, 17)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
@@ -240,12 +240,6 @@ def of_speed(num_beams: int, device: torch.device) -> str | None:
     return None if num_beams > 1 or graphs.is_cuda(device) else "a single beam on a CPU"
 
 
-def of_default(config: GenerationConfig, device: torch.device) -> str | None:
-    """Why a call is not served that is to be as stock in everything; None if it is."""
-    # A whole step's cache is none to go on with.
-    return "a result with its cache" if config.return_dict_in_generate else of_speed(config.num_beams, device)
-
-
 def of_streaming(config: GenerationConfig, device: torch.device) -> str | None:
     """Why a call whose tokens are handed on while it runs is not served; None if it is."""
     if config.num_beams > 1:
@@ -270,14 +264,6 @@ def of_inputs(inputs: Mapping[str, Any], has_source: bool) -> str | None:
     unknown = [name for name, value in inputs.items() if name not in known and value is not None]
     if unknown:
         return f"model input {unknown[0]}"
-    caches = [inputs.get(name) for name in ("cache", "past_key_values")]
-    try:
-        is_used = any(cache is not None and cache.get_seq_length() for cache in caches)
-    # Of a cache of states alone, which has no length.
-    except ValueError:
-        return "a cache without keys"
-    if is_used:
-        return "a cache that has been used"
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return "autocast"
     return None

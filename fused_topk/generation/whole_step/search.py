@@ -18,6 +18,7 @@ from . import beams, graphs, room, texts
 from .beams import Beams, Rules
 from .criteria import Criteria
 from .decoder import Decoder, Prompt
+from .given_cache import fill
 from .head import Head
 from .kept import KeptStep, NotKept, Shape, Store, Way, most_room, unless_over
 from .reasons import Declined
@@ -38,6 +39,9 @@ class Reader(Protocol):
 
     def read(self, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor: ...
 
+    @property
+    def decoder(self) -> Decoder: ...
+
 
 class Search(NamedTuple):
     """One call, which is served as far as can be known before it runs."""
@@ -55,6 +59,8 @@ class Search(NamedTuple):
     way: Way | None
     head: Head | None
     streamer: Once | None
+    # The cache of transformers that gets what is read; None where nobody asks for it.
+    cache: Any = None
     # Whether the call is served by steps that are kept only.
     only_kept: bool = False
 
@@ -141,7 +147,7 @@ class Search(NamedTuple):
             raise Declined("NaN among the scores")
         steps = int(step.count)
         count_whole(steps, way.is_compiled, way.is_captured)
-        return self._result(step.state, steps, KeptOutputs.asked_for(self.config))
+        return self._result(step, step.state, steps, KeptOutputs.asked_for(self.config))
 
     # The forward pass and the choice apart.
 
@@ -186,10 +192,10 @@ class Search(NamedTuple):
         self._hand_on(state, step)
         count = int(steps) if is_late else step + 1
         count_whole(count, way is not None and way.is_compiled, way is not None and way.is_captured)
-        return self._result(state, count, kept)
+        return self._result(reader, state, count, kept)
 
     def _decoder(self) -> Decoder:
-        (batch, length), source = self.prompt.ids.shape, self.prompt.source
+        (batch, length), source = self.prompt.is_text.shape, self.prompt.source
         places = None if source is None else source.hidden.shape[1]
         return decoder_of(self.twin)(self.twin, batch, length, self.rules.beams, self.prompt.ids.device, places)
 
@@ -283,11 +289,14 @@ class Search(NamedTuple):
         scores, order = scores.sort(dim=-1, descending=True, stable=True)
         return scores, indices.gather(1, order)
 
-    def _result(self, state: Texts | Beams, steps: int, kept: KeptOutputs) -> Any:
+    def _result(self, reader: Reader, state: Texts | Beams, steps: int, kept: KeptOutputs) -> Any:
         """Args: steps: how many tokens the longest text has."""
-        ids, has_source = self.prompt.ids, self.prompt.source is not None
+        ids, has_source, cache = self.prompt.ids, self.prompt.source is not None, self.cache
+        if cache is not None:
+            parents = None if isinstance(state, Texts) else state.running.parents
+            fill(cache, reader.decoder, self.prompt, parents, steps - 1)
         kept = kept.of_first(steps)
         if isinstance(state, Texts):
-            return of_texts(ids, state.tokens[:, :steps], kept, self.config, has_source)
-        fill = -1 if self.padding is None else self.padding
-        return of_beams(ids, state.ended, fill, kept, self.config, has_source)
+            return of_texts(ids, state.tokens[:, :steps], kept, self.config, has_source, cache)
+        padding = -1 if self.padding is None else self.padding
+        return of_beams(ids, state.ended, padding, kept, self.config, has_source, cache)
