@@ -18,6 +18,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 from decoding import assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
 from fused_topk.generation import fused_decoding, stats
 from fused_topk.generation.whole_step import entry, graphs, kept, room
+from test_generation_interface import letter, tokenizer
 from whole_steps import TOLERANCE, family, swaps
 
 capturing = functools.partial(fused_decoding, whole_step=True)
@@ -154,6 +155,15 @@ def test_greedy_search_that_ends_early_and_not_at_all(model):
 def test_calls_whose_choice_takes_more_capture_the_forward_pass(options, num_beams, model):
     assert_captured(model, inputs_for(model, 3, padding=2), num_beams=num_beams, **options)
     assert StandIn.made == 1 and StandIn.replays > 0
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_texts_that_end_with_a_string(num_beams, model):
+    strings = [letter(token) for token in range(9, 40)]
+    options = {"stop_strings": strings, "tokenizer": tokenizer(), "eos_token_id": None, "max_new_tokens": 14}
+    options["early_stopping"] = num_beams > 1
+    result = assert_captured(model, inputs_for(model, 2), num_beams=num_beams, **options)
+    assert result["sequences"].shape[1] < 20
 
 
 def test_a_clock_ends_a_call(model, monkeypatch):

@@ -26,9 +26,21 @@ generate() prepares a call as it prepares every other. `generation/__init__.py` 
 Sequences are those of transformers, with ties to the smaller index, and so is the cache that a call returns or adds to.
 """
 
+from .criteria import with_stop_strings
 from .entry import Loop, drop, known_reason
 from .given_cache import cache_of
 from .reasons import Declined, decline_for, of_arguments, of_speed
 from .streaming import Once
 
-__all__ = ["Declined", "Loop", "Once", "cache_of", "decline_for", "drop", "known_reason", "of_arguments", "of_speed"]
+__all__ = [
+    "Declined",
+    "Loop",
+    "Once",
+    "cache_of",
+    "decline_for",
+    "drop",
+    "known_reason",
+    "of_arguments",
+    "of_speed",
+    "with_stop_strings",
+]

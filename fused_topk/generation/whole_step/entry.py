@@ -270,7 +270,8 @@ def _prompt(
         raise Declined("an attention mask that is not of left padding")
     positions = inputs.get("position_ids")
     if positions is None:
-        positions = positions_of(is_text)
+        # As versions of transformers count them that leave it to each step: a cache that is returned has keys of padding, too.
+        positions = positions_of(is_text).where(is_text, 1)
     elif positions.shape != (rows, shape[1]):
         raise Declined("position_ids of another shape")
     else:

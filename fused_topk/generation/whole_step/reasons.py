@@ -43,7 +43,6 @@ _ARGUMENTS = (
     "custom_generate",
     "assistant_model",
     "synced_gpus",
-    "tokenizer",
     "cache_params",
 )
 # What a loop may hand to a model, and what to an encoder-decoder.

@@ -52,7 +52,7 @@ class Search(NamedTuple):
     plan: Plan
     criteria: Criteria
     config: GenerationConfig
-    # What stands after the end of a text; None where no text ends before the others.
+    # What stands after the end of a text; None where texts go on until all have ended.
     padding: int | None
     # Of steps that are kept, and how they are made; None where none is.
     store: Store
@@ -105,7 +105,8 @@ class Search(NamedTuple):
             kept = KeptOutputs.asked_for(self.config)
             constraint = self._constraint()
             has_others = len(self.plan.processors) > (constraint is not None)
-            if has_others or self.config.do_sample or any(each is not None for each in kept):
+            takes_more = has_others or self.config.do_sample or self.criteria.read_text
+            if takes_more or any(each is not None for each in kept):
                 return self._run(step, way, most_room(self.rules))
             return self._run_at_once(step, way, constraint)
 
@@ -239,18 +240,32 @@ class Search(NamedTuple):
         are_last = torch.full((1,), ends_now, dtype=torch.bool, device=device)
         is_greedy = rules.beams == 1
         written = state.tokens[:, :step] if is_greedy else state.running.tokens.flatten(0, 1)[:, :step]
-        # Only processors look at it.
+        # Only processors and criteria look at it.
         text = (
-            torch.cat([ids.repeat_interleave(rules.beams, 0), written.clamp(min=0)], 1) if self.plan.processors else ids
+            torch.cat([ids.repeat_interleave(rules.beams, 0), written.clamp(min=0)], 1)
+            if self.plan.processors or self.criteria.read_text
+            else ids
         )
         scan = Scan(self.plan, logits, text, are_log_probs=not is_greedy, never_declines=bool(self.config.do_sample))
         if kept is not None:
             kept.add(logits, scan.dense)
         if is_greedy:
             chosen = self._drawn(scan) if self.config.do_sample else self._greatest(scan)
+            if self.criteria.read_text:
+                are_last = are_last | self.criteria.end(torch.cat([text, chosen[:, None]], 1))
             return texts.choose_tokens(state, constants, chosen, now, are_last)
         scores, indices = self._continuations(scan, state)
+        if self.criteria.read_text:
+            are_last = are_last | self._end(text, indices, logits.shape[-1])
         return beams.choose(state, constants, scores, indices, logits.shape[-1], now, are_last)
+
+    def _end(self, text: Tensor, indices: Tensor, vocab_size: int) -> Tensor:
+        """bool [batch, kept]: which continuations [batch, kept] of the beams' texts end by what they say."""
+        parent, token = indices // vocab_size, indices % vocab_size
+        of_beams = text.view(len(indices), self.rules.beams, -1)
+        continued = of_beams.gather(1, parent[..., None].expand(-1, -1, text.shape[1]))
+        continued = torch.cat([continued, token[..., None]], 2)
+        return self.criteria.end(continued.flatten(0, 1)).view_as(indices)
 
     def _greatest(self, scan: Scan) -> Tensor:
         found = tokens.greatest(scan.rows, scan.edits, self.plan.filters)
