@@ -171,7 +171,7 @@ class Loop:
             reasons.of_model(model)
             or reasons.of_config(generation_config, self._is_sampling)
             or reasons.of_inputs(inputs, model.config.is_encoder_decoder)
-            or (None if self._streamer is None else reasons.of_streaming(generation_config, input_ids.device))
+            or (None if self._streamer is None else reasons.of_streaming(generation_config))
             or (reasons.of_speed(generation_config.num_beams, input_ids.device) if self._whole_step is None else None)
         )
         criteria = Criteria(stopping_criteria)

@@ -239,12 +239,9 @@ def of_speed(num_beams: int, device: torch.device) -> str | None:
     return None if num_beams > 1 or graphs.is_cuda(device) else "a single beam on a CPU"
 
 
-def of_streaming(config: GenerationConfig, device: torch.device) -> str | None:
+def of_streaming(config: GenerationConfig) -> str | None:
     """Why a call whose tokens are handed on while it runs is not served; None if it is."""
-    if config.num_beams > 1:
-        return "streamer with beams"
-    # The host knows of a step some steps later only, or it would wait for each.
-    return "streamer on a GPU" if graphs.is_cuda(device) else None
+    return "streamer with beams" if config.num_beams > 1 else None
 
 
 @functools.cache

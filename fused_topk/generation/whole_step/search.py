@@ -78,11 +78,16 @@ class Search(NamedTuple):
         return result
 
     def _run_by_some_way(self) -> Any:
+        number = 0 if self.streamer is None else self.streamer.num_put
         try:
             for way in [] if self.way is None else self.way.and_simpler():
                 try:
                     return self._run_kept(way)
                 except NotKept as error:
+                    are_seen = self.streamer is not None and self.streamer.rewind(number)
+                    if are_seen and self.config.do_sample:
+                        # Other tokens would be drawn than those that the user has seen.
+                        raise error.__cause__ or error from None
                     if self.only_kept:
                         raise Declined(str(error)) from error
                     count_not_compiled(str(error))
@@ -95,8 +100,20 @@ class Search(NamedTuple):
 
         Only after the next step: what a step cannot do, as to be compiled, shows the first time, and the call begins anew.
         """
-        if self.streamer is not None:
+        if self.streamer is not None and not self._is_late:
             self.streamer.put(state.tokens[:, token].clone())
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the host knows of a step some steps later only."""
+        return graphs.is_cuda(self.prompt.ids.device)
+
+    def _end_flag(self) -> graphs.EndFlag:
+        return graphs.EndFlag(self.prompt.ids.device, None if self.streamer is None else self.streamer.put)
+
+    def _streamed(self, state: Any, token: int) -> Tensor | None:
+        """What a streamer gets late; None where there is none."""
+        return None if self.streamer is None else state.tokens[:, token]
 
     # All of a step at once.
 
@@ -126,10 +143,10 @@ class Search(NamedTuple):
         ends_now = self.criteria.end_all(ids, length + 1)
         state = self._chosen(state, constants, logits, ids, 0, ends_now)
         step.begin(state, constants, last)
-        flag = graphs.EndFlag(ids.device)
+        flag = self._end_flag()
         walk = None if constraint is None else Walk(constraint, ids, rules.beams, logits.shape[-1])
         token = 1
-        is_going = flag.goes_on(step.goes_on)
+        is_going = flag.goes_on(step.goes_on, self._streamed(step.state, 0))
         while is_going and token <= last:
             if token == size:
                 # This waits for the device, as a capture does, of which there would be no use after the end.
@@ -140,8 +157,9 @@ class Search(NamedTuple):
                 step.end_with(token)
             step.advance(None if walk is None else walk.mask_after(step.state, token - 1))
             self._hand_on(step.state, token - 1)
-            is_going = flag.goes_on(step.goes_on)
+            is_going = flag.goes_on(step.goes_on, self._streamed(step.state, token))
             token += 1
+        flag.finish()
         self._hand_on(step.state, token - 1)
         if rules.beams > 1 and not ids.is_cuda and bool(step.state.running.scores.isnan().any()):
             # From the step on in which there was one, all are: see _continuations.
@@ -162,8 +180,7 @@ class Search(NamedTuple):
         kept = KeptOutputs.asked_for(self.config)
         size = reader.open(room.at_first(most))
         state, constants = self._first(size, rules.room)
-        is_late = graphs.is_cuda(ids.device)
-        flag = graphs.EndFlag(ids.device)
+        is_late, flag = self._is_late, self._end_flag()
         steps = torch.zeros(1, dtype=torch.int64, device=ids.device)
         logits = reader.read_prompt(self.prompt)
         for step in range(rules.room):
@@ -173,7 +190,7 @@ class Search(NamedTuple):
                 steps += state.goes_on
                 after = unless_over(state, after)
             state = after
-            if ends_now or not flag.goes_on(state.goes_on):
+            if not flag.goes_on(state.goes_on, self._streamed(state, step)) or ends_now:
                 break
             if step + 1 == size:
                 # As in _run_at_once.
@@ -190,6 +207,7 @@ class Search(NamedTuple):
             # After the end there is no token. Any does: what comes of it is dropped.
             logits = reader.read(tokens.clamp(min=0), parents, now, step + 1)
             self._hand_on(state, step)
+        flag.finish()
         self._hand_on(state, step)
         count = int(steps) if is_late else step + 1
         count_whole(count, way is not None and way.is_compiled, way is not None and way.is_captured)
