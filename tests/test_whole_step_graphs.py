@@ -19,7 +19,7 @@ from decoding import Recorder, assert_same, generate_both, inputs_for, one_threa
 from fused_topk.generation import fused_decoding, stats
 from fused_topk.generation.whole_step import entry, graphs, kept, room
 from test_generation_interface import letter, tokenizer
-from whole_steps import TOLERANCE, family, swaps
+from whole_steps import SERVED, TOLERANCE, family, swaps
 
 capturing = functools.partial(fused_decoding, whole_step=True)
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
@@ -305,6 +305,52 @@ def test_the_loop_waits_for_nothing_but_the_late_flag(num_beams, model):
         assert stats().captured == most
         waits.append(counted.count)
     assert waits[0] == waits[1]
+
+
+class Operations(TorchDispatchMode):
+    """The names of what runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+def test_a_number_is_filled_in_not_copied_from_the_host():
+    """As in the masks and the slopes of models of transformers up to 5.18."""
+
+    def numbers(like):
+        made = [torch.tensor(number, device=like.device) for number in (0.5, 3, True)]
+        return [*made, torch.tensor(0.5, dtype=torch.bfloat16)]
+
+    like = torch.zeros(1)
+    with Operations() as ran:
+        found = graphs.Bound(numbers, (like,))()
+    assert "full" in ran.names and "lift_fresh" not in ran.names
+    for one, other in zip(numbers(like), found, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    assert graphs.Bound(torch.tensor, ([1, 2],))().tolist() == [1, 2]
+
+
+@pytest.mark.skipif("Mixtral" not in SERVED, reason="not served")
+def test_grouped_products_of_experts_ask_nothing_of_the_device():
+    """So they are captured. That is the default of transformers 5 where torch has them."""
+    mixtral = copy.deepcopy(family("Mixtral"))
+    if getattr(mixtral.config, "_experts_implementation", None) != "grouped_mm":
+        pytest.skip("experts of another kind")
+    counts = []
+    for most in (6, 12):
+        options = {"max_new_tokens": most, "eos_token_id": None, "do_sample": False, "num_beams": 3}
+        with capturing(mixtral):
+            mixtral.generate(**inputs_for(mixtral), **options)
+            with Waits() as counted, Operations() as ran:
+                mixtral.generate(**inputs_for(mixtral), **options)
+        counts.append(counted.count)
+        assert "nonzero" not in ran.names
+    assert counts[0] == counts[1]
 
 
 def streamed(model, inputs, **options):

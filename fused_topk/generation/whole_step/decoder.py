@@ -153,9 +153,11 @@ class Decoder:
         self._last_positions.copy_(prompt.positions[:, -1:].repeat_interleave(self._beams, 0))
         places.is_reading_prompt = True
         places.num_past = 0 if past is None else past.length
-        for layer, pair in zip(self._layers, [] if past is None else past.layers, strict=False):
-            if pair is not None:
-                layer.begin_with(*pair, padding + past.length)
+        if past is not None:
+            for layer, pair in zip(self._layers, past.layers, strict=False):
+                if pair is not None:
+                    keys, values = pair
+                    layer.begin_with(keys, values, padding + past.length)
         of_source = self._begin_source(prompt)
         with watched() as calls:
             logits = self._forward(

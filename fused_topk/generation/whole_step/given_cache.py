@@ -90,7 +90,7 @@ def past_of(cache: Any, rows: int, beams: int, like: Tensor) -> Past | None:
                 raise Declined(f"a cache of {each.dtype} on {each.device}")
         if beams > 1:
             for each in pair:
-                of_beams = each.unflatten(0, (-1, beams))  # type: ignore[no-untyped-call]
+                of_beams = each.unflatten(0, (-1, beams))
                 are_same &= (of_beams == of_beams[:, :1]).all()
         layers.append((pair[0][::beams], pair[1][::beams]))
     if not bool(are_same):

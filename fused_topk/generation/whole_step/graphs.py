@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 # How many steps the host may be ahead of what it knows of the device. A guess: a replay takes far longer on the device than on
 # the host, so two would do. Each one more is a step that may run in vain at the end of a call.
@@ -18,6 +19,31 @@ LATENESS = 4
 def is_cuda(device: torch.device) -> bool:
     """Whether the device is a GPU, whose steps are captured."""
     return device.type == "cuda"
+
+
+class Bound:
+    """A function on its arguments, one operation after another, as a capture takes them."""
+
+    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
+        self._function, self._args = function, args
+
+    def __call__(self) -> Any:
+        with _FilledNumbers():
+            return self._function(*self._args)
+
+
+class _FilledNumbers(TorchFunctionMode):
+    """torch.tensor() of a number is a fill: a copy from the host cannot be captured.
+
+    Models make such tensors in each step, in their masks and their slopes, up to transformers 5.18.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_number = func is torch.tensor and len(args) == 1 and type(args[0]) in (bool, int, float)
+        if is_number and kwargs.keys() <= {"dtype", "device"}:
+            return torch.full((), args[0], **kwargs)
+        return func(*args, **kwargs)
 
 
 class Graph:
@@ -63,12 +89,12 @@ class EndFlag:
     number must not depend on time.
 
     Args:
-        put: gets the tokens of each step, a tensor on the host, in their order, but not those of steps after the end. On a GPU
-            only: elsewhere the search has them at hand.
+        is_late: whether on a GPU. Elsewhere the answer is that of this step, and the search has the tokens at hand.
+        put: gets the tokens of each step, a tensor on the host, in their order, but not those of steps after the end.
     """
 
-    def __init__(self, device: torch.device, put: Callable[[Tensor], None] | None = None) -> None:
-        self._is_late = is_cuda(device)
+    def __init__(self, is_late: bool, put: Callable[[Tensor], None] | None = None) -> None:
+        self._is_late = is_late
         self._put = put
         self._pending: deque[_Copy] = deque()
         self._spare: list[_Copy] = []

@@ -85,8 +85,8 @@ class Search(NamedTuple):
                     return self._run_kept(way)
                 except NotKept as error:
                     are_seen = self.streamer is not None and self.streamer.rewind(number)
-                    if are_seen and self.config.do_sample:
-                        # Other tokens would be drawn than those that the user has seen.
+                    # Other tokens would be drawn than those that the user has seen, or a processor go on where it is.
+                    if (are_seen and self.config.do_sample) or (self.plan.keeps_state and self.plan.has_run):
                         raise error.__cause__ or error from None
                     if self.only_kept:
                         raise Declined(str(error)) from error
@@ -101,15 +101,15 @@ class Search(NamedTuple):
         Only after the next step: what a step cannot do, as to be compiled, shows the first time, and the call begins anew.
         """
         if self.streamer is not None and not self._is_late:
-            self.streamer.put(state.tokens[:, token].clone())
+            self.streamer.put(state.tokens[:, token].to("cpu", copy=True))
 
     @property
     def _is_late(self) -> bool:
         """Whether the host knows of a step some steps later only."""
-        return graphs.is_cuda(self.prompt.ids.device)
+        return graphs.is_cuda(self.prompt.ids.device) and not self.plan.asks_host
 
     def _end_flag(self) -> graphs.EndFlag:
-        return graphs.EndFlag(self.prompt.ids.device, None if self.streamer is None else self.streamer.put)
+        return graphs.EndFlag(self._is_late, None if self.streamer is None else self.streamer.put)
 
     def _streamed(self, state: Any, token: int) -> Tensor | None:
         """What a streamer gets late; None where there is none."""
@@ -183,6 +183,9 @@ class Search(NamedTuple):
         is_late, flag = self._is_late, self._end_flag()
         steps = torch.zeros(1, dtype=torch.int64, device=ids.device)
         logits = reader.read_prompt(self.prompt)
+        if self.plan.keeps_state and way is not None:
+            # What cannot be captured shows before a processor is called. The place that this writes to is written again.
+            reader.read(torch.zeros_like(state.tokens[:, 0]), None, torch.zeros_like(steps), 1)
         for step in range(rules.room):
             ends_now = self.criteria.end_all(ids, length + step + 1)
             after = self._chosen(state, constants, logits, ids, step, ends_now, kept)
@@ -264,7 +267,8 @@ class Search(NamedTuple):
             if self.plan.processors or self.criteria.read_text
             else ids
         )
-        scan = Scan(self.plan, logits, text, are_log_probs=not is_greedy, never_declines=bool(self.config.do_sample))
+        never_declines = bool(self.config.do_sample) or self.plan.keeps_state
+        scan = Scan(self.plan, logits, text, are_log_probs=not is_greedy, never_declines=never_declines)
         if kept is not None:
             kept.add(logits, scan.dense)
         if is_greedy:
@@ -286,7 +290,13 @@ class Search(NamedTuple):
         return self.criteria.end(continued.flatten(0, 1)).view_as(indices)
 
     def _greatest(self, scan: Scan) -> Tensor:
-        found = tokens.greatest(scan.rows, scan.edits, self.plan.filters)
+        found = None
+        if not scan.is_dense:
+            try:
+                found = tokens.greatest(scan.rows, scan.edits, self.plan.filters)
+            except NotSparse:
+                if not self.plan.keeps_state:
+                    raise
         return scan.dense().argmax(-1) if found is None else found
 
     def _drawn(self, scan: Scan) -> Tensor:
