@@ -20,15 +20,15 @@ from .functional import (
     topk_state,
     warm_up,
 )
-from .problem import Kept, LinearTopK, RouterTopK, Sample, TopK, TopKState
+from .problem import Kept, RouterTopK, Sample, TargetTopK, TopK, TopKState
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Kept",
-    "LinearTopK",
     "RouterTopK",
     "Sample",
+    "TargetTopK",
     "TopK",
     "TopKState",
     "__version__",

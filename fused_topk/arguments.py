@@ -349,11 +349,11 @@ def check_row_lengths(lengths: Tensor, vocab_size: int) -> None:
         )
 
 
-def check_no_lengths(lengths: Any, remedy: str) -> None:
-    """For functions of logits that no process has as whole rows."""
-    if lengths is not None:
+def check_whole_rows(name: str, value: Any, remedy: str) -> None:
+    """For an argument that functions of logits do not take where no process has whole rows."""
+    if value is not None:
         raise TypeError(
-            f"`lengths` must be None where `logits` is a DTensor, got {type(lengths).__name__}; {remedy}, or call the "
+            f"`{name}` must be None where `logits` is a DTensor, got {type(value).__name__}; {remedy}, or call the "
             "function on rows that are whole, such as .full_tensor()"
         )
 

@@ -34,3 +34,19 @@ def check_distributed() -> bool:
     """Whether every call of fused_topk.distributed on GPUs first compares those of all processes, by a second collective:
     `FUSED_TOPK_CHECK_DISTRIBUTED` is neither unset, empty nor 0."""
     return os.environ.get("FUSED_TOPK_CHECK_DISTRIBUTED", "") not in ("", "0")
+
+
+_VLLM = "FUSED_TOPK_VLLM"
+
+
+def choose_in_vllm() -> bool:
+    """Whether vLLM's plugin is to do anything: `FUSED_TOPK_VLLM` is neither unset, empty nor 0."""
+    return os.environ.get(_VLLM, "") not in ("", "0")
+
+
+def set_choose_in_vllm(is_on: bool) -> None:
+    """Sets or removes `FUSED_TOPK_VLLM`, for the processes that this one starts."""
+    if is_on:
+        os.environ[_VLLM] = "1"
+    else:
+        os.environ.pop(_VLLM, None)

@@ -45,8 +45,8 @@ class TopKState(NamedTuple):
     d: Tensor
 
 
-class LinearTopK(NamedTuple):
-    """The result of the functions that take hidden states, where targets are given.
+class TargetTopK(NamedTuple):
+    """The result of the functions of top-k where targets are given.
 
     Attributes:
         values: as in :class:`TopK`, like indices and logsumexp.
@@ -166,12 +166,14 @@ class Sample(NamedTuple):
         log_probs: float32 log-probabilities of these tokens, shape (..., num_samples).
         topk: the row's best tokens with their log-probabilities, where asked for.
         kept: how many tokens might be drawn, and the log of their mass, where asked for.
+        ranks: int64 ranks of the drawn tokens, shape (..., num_samples), where asked for.
     """
 
     tokens: Tensor
     log_probs: Tensor
     topk: TopK | None
     kept: Kept | None = None
+    ranks: Tensor | None = None
 
 
 class SampleProblem(NamedTuple):
@@ -196,6 +198,14 @@ class SampleProblem(NamedTuple):
     truncated: bool  # whether log-probabilities are relative to what is kept
     kept: bool = False  # whether there is a Sample.kept
     first_row: int = 0  # its number among the rows of one `seed`
+
+
+class RankProblem(NamedTuple):
+    """A checked request for the ranks of tokens. A backend writes them into a contiguous int64 tensor of the targets' shape."""
+
+    rows: LogitRows  # at the temperature 1
+    targets: Tensor  # (..., n) int64, contiguous, n >= 1; negative: none, of rank 0; one of V or more counts as V - 1
+    counts_ties: bool  # whether a rank counts all tokens that tie with the target, or those up to it
 
 
 class RouterTopK(NamedTuple):

@@ -54,6 +54,13 @@ _CONFIGS = {
 }
 
 
+def also(*more):
+    """These values of a parameter, for the exhaustive tier."""
+    return [
+        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=pytest.mark.exhaustive) for each in more
+    ]
+
+
 @pytest.fixture(autouse=True)
 def one_thread(threads):
     """For the tests of modules that import it: models this small spend ten times as long where threads wait in turns."""

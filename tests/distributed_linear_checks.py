@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import fused_topk
 from distributed_checks import columns, counted, frame, raises
-from fused_topk import LinearTopK, TopK, distributed
+from fused_topk import TargetTopK, TopK, distributed
 from fused_topk.layout import linear_pieces as layout
 from linear_heads import ALL_DTYPES, ENTRIES, exact_head, exact_logits
 from oracle import assert_topk, expected
@@ -129,7 +129,7 @@ def targets_of_a_head(rank: int, size: int) -> None:
             with counted() as given:
                 got = distributed.linear_softmax_topk(hidden, *own, targets=targets, start=start, **settings | cut)
             want = fused_topk.linear_softmax_topk(hidden, weight, 4, bias, targets=targets, **settings)
-            assert isinstance(got, LinearTopK) and got.target_ranks is None
+            assert isinstance(got, TargetTopK) and got.target_ranks is None
             assert torch.equal(got.indices, want.indices)
             torch.testing.assert_close(got.target_logprobs, want.target_logprobs, rtol=0, atol=2e-6, equal_nan=True)
             states = 16 + rows * 8 + rows * 4 * 8 + -(-rows * 4 * 4 // 8) * 8

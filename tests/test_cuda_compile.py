@@ -12,7 +12,7 @@ import pytest
 
 from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver, kernel_source
-from fused_topk.layout import full_row_launch, launch, router_launch
+from fused_topk.layout import full_row_launch, launch, rank_launch, router_launch
 from fused_topk.layout.topk_choice import Method
 from kept import built, key
 from nvrtc_library import of_cuda12
@@ -119,9 +119,11 @@ def test_read_rows_compiles_without_spills(nvrtc, architecture):
 
 
 @pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
-@pytest.mark.parametrize("name", ["merge_states_kernel", "logit_gradient_kernel", "accumulate_piece_kernel"])
+@pytest.mark.parametrize(
+    "name", ["merge_states_kernel", "logit_gradient_kernel", "accumulate_piece_kernel", "target_ranks_kernel"]
+)
 def test_few_kernels_compile_without_spills(nvrtc, name, architecture):
-    for kernel in [each for each in launch.small_kernel_names() if name in each]:
+    for kernel in [each for each in (*launch.small_kernel_names(), *rank_launch.kernel_names()) if name in each]:
         _, entry, log = driver.compile_kernel(kernel, architecture)
         assert name in entry
         assert_no_spills(kernel, log)

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from decoding import DTYPES, PAD, inputs_for, one_thread, tiny  # noqa: F401
-from fused_topk.generation import fused_decoding, generate, logprobs, next_token_topk, topk_logprobs
+from fused_topk.generation import fused_decoding, generate, next_token_topk, topk_logprobs
 
 
 def random_logits(*shape, dtype=torch.float32, offset=0.0):
@@ -40,17 +40,12 @@ def test_topk_logprobs_against_float64(shape, dtype):
     assert_right(topk_logprobs(logits, 4, targets), logits, 4, targets)
 
 
-def test_topk_logprobs_in_parts(monkeypatch):
+def test_topk_logprobs_of_positions_that_do_not_merge():
     logits = random_logits(3, 20, 33)
     # Without its last position the batch does not merge with the positions.
     for view in (logits, logits[:, :-1], logits.transpose(0, 1)):
         targets = random_targets(view)
-        expected = topk_logprobs(view, 3, targets)
-        with monkeypatch.context() as patch:
-            patch.setattr(logprobs, "_CHUNK", 2 * 33 + 1)
-            for given, whole in zip(topk_logprobs(view, 3, targets), expected):
-                assert torch.equal(given, whole)
-        assert_right(expected, view, 3, targets)
+        assert_right(topk_logprobs(view, 3, targets), view, 3, targets)
 
 
 def test_topk_logprobs_loses_nothing_to_a_common_offset():

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 
+from decoding import one_thread  # noqa: F401
 from fused_topk.generation import fuse_routers, routers
 
 CONFIG = SimpleNamespace(

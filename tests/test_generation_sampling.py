@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.generation import logits_process as stock
 
-from decoding import FILLS, assert_fused, generate_both, inputs_for, one_thread, tiny  # noqa: F401
+from decoding import FILLS, also, assert_fused, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.backends import cpu
 from fused_topk.generation import FusedTopKLogitsProcessor, fused_decoding, stats
 from fused_topk.generation.choice import masks, selection, tokens, warping
@@ -357,7 +357,7 @@ def test_beam_sampling_has_the_stock_distribution():
     assert float(torch.special.gammaincc(torch.tensor(degrees / 2).double(), statistic / 2)) > 1e-4
 
 
-@pytest.mark.parametrize("warpers", [{"top_k": 50}, {"top_k": 0}, {"top_k": 0, "top_p": 0.9}], ids="-".join)
+@pytest.mark.parametrize("warpers", [{"top_k": 50}, *also({"top_k": 0}, {"top_k": 0, "top_p": 0.9})], ids="-".join)
 def test_beam_sampling_of_more_continuations_than_multinomial_takes(warpers):
     # 140 beams of 128256 tokens are more than 2^24.
     model = tiny("llama", vocab_size=128256)

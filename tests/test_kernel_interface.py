@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pytest
 
 from fused_topk.cuda_runtime import kernel_source
-from fused_topk.layout import kernel_arguments, launch, router_launch, topk_choice, topk_launch
+from fused_topk.layout import kernel_arguments, launch, rank_launch, router_launch, topk_choice, topk_launch
 from fused_topk.layout.topk_choice import KernelChoice, Method
 from simt import build
 from simt.translate import translate
@@ -23,6 +23,7 @@ KERNEL_OF = {
     kernel_arguments.Piece: "fused_topk::pieces::accumulate_piece_kernel",
     kernel_arguments.States: "fused_topk::merging::merge_states_kernel",
     kernel_arguments.Routing: "fused_topk::routers::route_experts_kernel",
+    kernel_arguments.TargetRanks: "fused_topk::ranks::target_ranks_kernel",
     kernel_arguments.LogitGradients: "fused_topk::gradients::logit_gradient_kernel",
 }
 
@@ -43,7 +44,7 @@ def _compiler():
         pytest.skip(cause)
 
 
-FLOATS = ("temperature", "scale")
+SWAPPED = {ctypes.c_float: ctypes.c_int32, ctypes.c_uint32: ctypes.c_float}
 
 
 def claims_of(structure: type[ctypes.Structure]) -> list[str]:
@@ -71,18 +72,15 @@ def test_arguments_are_the_structs_of_the_kernels(structure):
 
 @pytest.mark.parametrize("structure", KERNEL_OF, ids=lambda structure: structure.__name__)
 def test_every_difference_is_seen(structure):
-    """One field moved, resized, renamed or left out."""
-    names = [item[0] for item in structure._fields_]
+    """One field moved, renamed or left out; floats and integers in the places of each other."""
     for change in (
         lambda items: items[1:],
         lambda items: [(f"{items[0][0]}_", items[0][1]), *items[1:]],
         lambda items: [items[1], items[0], *items[2:]],
-        lambda items: [(name, ctypes.c_int32 if name in FLOATS else type_) for name, type_ in items],
+        lambda items: [(name, SWAPPED.get(type_, type_)) for name, type_ in items],
     ):
         changed = type(structure.__name__, (ctypes.Structure,), {"_fields_": change(list(structure._fields_))})
-        assert [item[0] for item in changed._fields_] != names or any(
-            type_ is ctypes.c_int32 for _, type_ in changed._fields_
-        )
+        assert list(changed._fields_) != list(structure._fields_)
         assert "error" in failures(KERNEL_OF[structure], claims_of(changed))
 
 
@@ -163,6 +161,11 @@ def test_numbers_of_routers():
         ),
     ]
     assert failures(KERNEL_OF[kernel_arguments.Routing], claims) == ""
+
+
+def test_blocks_of_ranks():
+    claims = [f"ranks::kThreads == {rank_launch.THREADS}"]
+    assert failures(KERNEL_OF[kernel_arguments.TargetRanks], claims) == ""
 
 
 def test_blocks_of_gradients():

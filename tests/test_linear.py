@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_topk
-from fused_topk import LinearTopK, TopK
+from fused_topk import TargetTopK, TopK
 from fused_topk.backends import cpu as native_cpu
 from fused_topk.backends import cuda
 from fused_topk.layout import linear_pieces as layout
@@ -48,14 +48,14 @@ def check(call, entry: str, hidden: Tensor, weight: Tensor, k: int, bias: Tensor
     targets = settings.pop("targets", None)
     got = call(entry, hidden, weight, k, bias, targets=targets, **settings)
     want = expected(ENTRIES[entry], logits, k, **settings)
-    assert isinstance(got, TopK if targets is None else LinearTopK)
+    assert isinstance(got, TopK if targets is None else TargetTopK)
     assert_topk(TopK(*got[:3]), want, logits, ENTRIES[entry], temperature=settings.get("temperature"))
     if targets is not None:
         check_targets(got, logits, targets, **settings)
     return got
 
 
-def check_targets(got: LinearTopK, logits: Tensor, targets: Tensor, temperature=1.0, mask=None, normalize="allowed"):
+def check_targets(got: TargetTopK, logits: Tensor, targets: Tensor, temperature=1.0, mask=None, normalize="allowed"):
     temperature = temperature.double().unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
     allowed = torch.ones_like(logits, dtype=torch.bool) if mask is None else mask.expand(logits.shape)
     shown = logits.double().masked_fill(~allowed, -torch.inf)

@@ -73,6 +73,7 @@ CALLS = {
         _packed(_logits_and_settings()),
         lambda x: _row_topk(x, "log_softmax_topk", normalize="all"),
     ),
+    "log_softmax_topk, targets": (_with_targets(_logits_and_settings()), lambda x: _row_topk(x, "log_softmax_topk")),
     "topk_state": (_logits_and_settings(), lambda x: _row_topk(x, "topk_state")),
     "beam_topk": (_logits_and_settings(), lambda x: _beam_topk({n: t.unsqueeze(0) for n, t in x.items()})),
     "log_softmax": (

@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 import transformers
 from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
-from decoding import assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
+from decoding import also, assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding, generate, stats
 from fused_topk.generation.whole_step import attribute, compiled, entry
 from fused_topk.generation.whole_step.decoder import num_positions
@@ -75,7 +75,7 @@ def test_options_that_are_not_served(reason, options, model):
         assert_declined(model, reason, num_beams=beams, max_new_tokens=6, **options)
 
 
-@pytest.mark.parametrize("way", ["eager", True])
+@pytest.mark.parametrize("way", ["eager", *also(True)])
 @pytest.mark.parametrize("length", [8, 9, 11, 12, 13, 30])
 def test_a_length_of_the_users_own(length, way, model, monkeypatch):
     monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)

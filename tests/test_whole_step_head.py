@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 import transformers
 
 import fused_topk
-from decoding import assert_same, generate_both, inputs_for, one_thread  # noqa: F401
+from decoding import also, assert_same, generate_both, inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.choice import masks
 from fused_topk.generation.whole_step import compiled, entry
@@ -62,7 +62,7 @@ def assert_steps(model, inputs, has_head, **options):
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])
-@pytest.mark.parametrize("name", ["Llama", "Phi", "Gemma2", "Marian"])
+@pytest.mark.parametrize("name", [*also("Llama"), "Phi", "Gemma2", *also("Marian")])
 def test_no_logits_exist_where_the_head_is_a_product(name, num_beams):
     # Gemma 2 has a soft cap behind it, Marian a bias of the model's own.
     is_both = name == "Marian"
@@ -71,6 +71,7 @@ def test_no_logits_exist_where_the_head_is_a_product(name, num_beams):
     assert_steps(model, inputs, name in ("Llama", "Phi"), num_beams=num_beams)
 
 
+@pytest.mark.exhaustive
 def test_a_scale_behind_the_head():
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -80,6 +81,7 @@ def test_a_scale_behind_the_head():
     assert_steps(model, inputs_for(model, 3), False)
 
 
+@pytest.mark.exhaustive
 def test_a_bound_of_the_logits_that_few_reach():
     class Bounded(transformers.LlamaForCausalLM):
         @functools.wraps(transformers.LlamaForCausalLM.forward)
@@ -93,6 +95,7 @@ def test_a_bound_of_the_logits_that_few_reach():
     assert_steps(model, inputs_for(model, 3, padding=2), False, num_beams=2)
 
 
+@pytest.mark.exhaustive
 def test_beams_under_another_default_dtype():
     model = copy.deepcopy(family("Llama", 1))
     before = torch.get_default_dtype()

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-from decoding import Recorder, assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
+from decoding import Recorder, also, assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding
 from fused_topk.generation.whole_step import ancestry, cache, compiled, entry, room
 from whole_steps import SERVED, SERVED_WITH_SOURCE, assert_whole, encoder_decoder, family, source_for
@@ -37,12 +37,6 @@ def model_and_inputs(name):
     is_both = name in SERVED_WITH_SOURCE
     model = (encoder_decoder if is_both else family)(name, 1)
     return model, source_for(model) if is_both else inputs_for(model, 3, padding=2)
-
-
-def also(*more):
-    return [
-        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=pytest.mark.exhaustive) for each in more
-    ]
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from decoding import BOS, EOS, PAD, generate_both, inputs_for, with_biases
+from decoding import BOS, EOS, PAD, generate_both, inputs_for, one_thread, with_biases  # noqa: F401
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import attention, entry
 from fused_topk.generation.whole_step.rows import RowDecoder, decoder_of

@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from transformers import modeling_utils
 
-from decoding import assert_same, generate_both, inputs_for, one_thread  # noqa: F401
+from decoding import also, assert_same, generate_both, inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import disable, fused_decoding, stats
 from fused_topk.generation.whole_step import attribute, compiled, entry
 from fused_topk.generation.whole_step.twin import Snapshot
@@ -44,7 +44,7 @@ def traced_only(monkeypatch):
 def assert_as_stock(model, **options):
     """Compiled steps give what stock gives, and are made of the model as it is."""
     stock, given, steps = generate_both(
-        model, fused=compiling, **{"num_beams": 2, "max_new_tokens": 6, "output_scores": False, **options}
+        model, fused=compiling, **{"max_new_tokens": 6, "output_scores": False, **options}
     )
     assert_same(stock, given, TOLERANCE)
     assert steps.compiled == steps.whole == steps.fused > 0, (steps.not_whole, steps.not_compiled)
@@ -202,7 +202,7 @@ def test_compiled_steps_of_a_model_that_gets_another_dtype():
     for dtype in (torch.float32, torch.bfloat16):
         model.to(dtype)
         with compiling(model):
-            model.generate(**inputs_for(model), **BEAMS)
+            model.generate(**inputs_for(model), max_new_tokens=6)
         assert entry._ready[model].twin.dtype == dtype
     assert stats().whole == stats().compiled > 0
 
@@ -259,7 +259,7 @@ def test_a_configuration_that_cannot_be_copied(model):
     assert_whole(model, inputs_for(model), **BEAMS)
 
 
-@pytest.mark.parametrize("is_one_piece", [True, False], ids=["one-piece", "pieces"])
+@pytest.mark.parametrize("is_one_piece", [True, *also(False)], ids=["one-piece", "pieces"])
 def test_compiled_steps_do_not_outlive_the_model(is_one_piece, monkeypatch):
     if not is_one_piece:
         # What is taken where the step cannot be one piece.

@@ -23,6 +23,7 @@
 #include "linear_rows.h"
 #include "merge.h"
 #include "prepared.h"
+#include "ranks.h"
 #include "sampling.h"
 
 namespace nb = nanobind;
@@ -201,6 +202,22 @@ void sample(const LogitRows& rows, const RowAddresses& addresses,
   solve(p);
 }
 
+// The ranks of targets [rows, num_targets] in their rows.
+void target_ranks(const LogitRows& rows, const RowAddresses& addresses, std::uintptr_t targets, u32 num_targets,
+                  bool counts_ties, std::uintptr_t ranks, u32 threads) {
+  RankProblem p{};
+  static_cast<LogitRows&>(p) = rows;
+  point_to(p, addresses);
+  p.threads = threads;
+  p.targets = pointer<const i64>(targets);
+  p.num_targets = num_targets;
+  p.counts_ties = counts_ties;
+  p.ranks = pointer<i64>(ranks);
+  std::optional<nb::gil_scoped_release> without_gil;
+  if (elements_of(p) > kWorthReleasing) without_gil.emplace();
+  solve(p);
+}
+
 void ladder(u32 rung, u64 rows, u32 vocab_size, u32 k, std::uintptr_t x, std::uintptr_t y, std::uintptr_t values,
             std::uintptr_t indices, u32 threads) {
   const nb::gil_scoped_release without_gil;
@@ -230,6 +247,7 @@ NB_MODULE(_cpu, module) {
       .def(nb::init<u32, Strides, Strides, Strides, Strides, Strides, i64, double, Strides, u32, u32, bool>())
       .def("__call__", &Merge::operator());
   module.def("sample", &sample);
+  module.def("target_ranks", &target_ranks);
   module.def("ladder", &ladder);
   module.def(
       "instruction_set", [] { return supported_kernels().front()->name; },

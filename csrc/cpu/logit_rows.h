@@ -233,6 +233,16 @@ class RowReader {
     copy(block * kBlock, n, x);
     if (mask_) apply_mask(rows_, mask_, block * kBlock, n, x);
   }
+  // A token's logit; -inf where it is hidden.
+  float logit(u32 token) const {
+    if (token >= length_) return -std::numeric_limits<float>::infinity();
+    // From the first token of a mask's word on.
+    float x[32];
+    const u32 begin = token / 32 * 32, n = token - begin + 1;
+    copy(begin, n, x);
+    if (mask_) apply_mask(rows_, mask_, begin, n, x);
+    return x[n - 1];
+  }
   // Writes -inf where the mask hides an element of the block. x: [elements_of(block)]
   void hide(u32 block, float* x) const {
     if (mask_) apply_mask(rows_, mask_, block * kBlock, elements_of(block), x);

@@ -344,6 +344,12 @@ double sum_exp_above(const float* x, u32 n, u32 first_index, float low, float en
 #endif
 }
 
+u32 count_above(const float* x, u32 n, u32 key) {
+  u32 count = 0;
+  for (u32 i = 0; i < n; ++i) count += order_key(bits_of(x[i])) > key;
+  return count;
+}
+
 }  // namespace
 
 #if defined(__AVX512F__)
@@ -368,6 +374,7 @@ extern const VectorKernels FUSED_TOPK_TABLE(Kernels) = {
     sum_exp_above,
     keep_best,
     sort_few,
+    count_above,
     &FUSED_TOPK_TABLE(FullRowKernels),
     &FUSED_TOPK_TABLE(RouterKernels),
     &FUSED_TOPK_TABLE(ExpertKernels),

@@ -87,6 +87,9 @@ struct VectorKernels {
   // Writes list[0 .. size] to `sorted`, best first. size <= kMostToSort, and the list is in the order of the indices.
   void (*sort_few)(const u64* list, u32 size, u64* sorted);
 
+  // How many of x rank before a logit with that key, if they all come later in the row.
+  u32 (*count_above)(const float* x, u32 n, u32 key);
+
   const FullRowKernels* full_rows;
   const RouterKernels* router;
   const ExpertKernels* experts;

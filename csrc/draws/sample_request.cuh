@@ -6,7 +6,7 @@
 // draw is exact to 2^-20 of the total.
 #pragma once
 
-#include "../rows/row.cuh"
+#include "../rows/row_logits.cuh"
 #include "philox.h"
 
 namespace fused_topk {
@@ -71,32 +71,14 @@ constexpr u32 kWarps = kThreads / kWarpSize;
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < FUSED_TOPK_INFINITY; }
 
-// The logits of a block's row. Its functions are for any thread.
+// The logits of a row.
 template <class FORMAT>
-struct RowLogits {
-  using Bits = typename FORMAT::Bits;
-
-  const Bits* const data;  // [V]
-  const RowMask mask;
-  const u32 V;  // the row's length
-
-  __device__ __forceinline__ RowLogits(const SampleRows& p, u32 row)
-      : data(static_cast<const Bits*>(p.logits) + i64(row) * p.row_stride),
-        mask{p.mask
-                 ? static_cast<const char*>(p.mask) + i64(row) * p.mask_row_stride * (p.mask_kind == kMaskBits ? 4 : 1)
-                 : nullptr,
-             p.mask_element_stride, p.mask_kind},
-        V(p.lengths ? length_at(p.lengths, p.lengths_are_long, row, p.V) : p.V) {}
-
-  // -inf where the mask hides it. index: below V.
-  __device__ __forceinline__ float operator()(u32 index) const {
-    if (mask.data) {
-      const u32 bit = index % 4;
-      if (!(mask.template allowed<4>(index - bit, V) >> bit & 1u)) return -FUSED_TOPK_INFINITY;
-    }
-    return FORMAT::decode(__ldg(data + index));
-  }
-};
+__device__ __forceinline__ RowLogits<FORMAT> logits_of(const SampleRows& p, u32 row) {
+  const i64 mask = i64(row) * p.mask_row_stride * (p.mask_kind == kMaskBits ? 4 : 1);
+  return {static_cast<const typename FORMAT::Bits*>(p.logits) + i64(row) * p.row_stride,
+          {p.mask ? static_cast<const char*>(p.mask) + mask : nullptr, p.mask_element_stride, p.mask_kind},
+          p.lengths ? length_at(p.lengths, p.lengths_are_long, row, p.V) : p.V};
+}
 
 // A row's temperature. It is 1 for a greedy row, where the best token is taken.
 struct RowTemperature {

@@ -141,7 +141,7 @@ class RowSums {
   const RowLogits<FORMAT> logits;
 
   __device__ __forceinline__ RowSums(const SampleRows& p, u32 row, SumsShared& shared)
-      : logits(p, row), p_(p), row_(row), shared_(shared) {}
+      : logits(logits_of<FORMAT>(p, row)), p_(p), row_(row), shared_(shared) {}
 
   __device__ __forceinline__ u32 rank() const { return blockIdx.y; }
   __device__ __forceinline__ u32 blocks() const { return p_.blocks_per_row; }

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kDraws, kThread
     sample_vocabulary_kernel(const __grid_constant__ SampleRows p) {
   __shared__ VocabularyShared shared;
   const u32 row = blockIdx.x, warp = threadIdx.x / kWarpSize;
-  const RowLogits<FORMAT> logits(p, row);
+  const RowLogits<FORMAT> logits = logits_of<FORMAT>(p, row);
   const PartReader<FORMAT> reader{logits};
   const RowTemperature temperature(p, row);
   const u32 parts = u32((u64(p.V) + (1ull << p.part_length_log2) - 1) >> p.part_length_log2);

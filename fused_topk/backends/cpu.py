@@ -15,6 +15,7 @@ from ..problem import (
     LinearProblem,
     MergeProblem,
     MergeTensors,
+    RankProblem,
     RouterProblem,
     RouterTopK,
     Sample,
@@ -227,6 +228,20 @@ def sample(problem: SampleProblem, out: Sample, instruction_set: str = "") -> No
         out.log_probs.data_ptr(),
         *map(_address, (None,) * 3 if out.topk is None else out.topk),
         *map(_address, (None,) * 2 if out.kept is None else out.kept),
+        _num_threads(),
+    )
+
+
+def target_ranks(problem: RankProblem, out: Tensor, instruction_set: str = "") -> None:
+    """See :class:`protocol.Backend`. `instruction_set`: as for :func:`prepare_topk`."""
+    rows, targets, counts_ties = problem
+    _cpu.target_ranks(
+        _layout_of(rows, instruction_set),
+        _addresses_of(rows),
+        targets.data_ptr(),
+        targets.shape[-1],
+        counts_ties,
+        out.data_ptr(),
         _num_threads(),
     )
 

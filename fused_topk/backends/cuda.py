@@ -19,10 +19,10 @@ from torch import Tensor
 
 from .. import env
 from ..cuda_runtime import driver, tickets
-from ..layout import full_row_launch, launch, router_launch, topk_launch
+from ..layout import full_row_launch, launch, rank_launch, router_launch, topk_launch
 from ..layout.full_row_choice import FullRowChoice, choose_full_row
 from ..layout.full_row_launch import FullRowLaunch
-from ..layout.kernel_arguments import LogitGradients, Piece, SampleRows, address, rows_writer
+from ..layout.kernel_arguments import LogitGradients, Piece, SampleRows, TargetRanks, address, rows_writer
 from ..layout.launch import FORMATS, row_count
 from ..layout.topk_choice import MAX_K, KernelChoice, choose
 from ..layout.topk_launch import Launch, Layout
@@ -31,6 +31,7 @@ from ..problem import (
     LogitGradientProblem,
     MergeProblem,
     MergeTensors,
+    RankProblem,
     RouterProblem,
     RouterTopK,
     Sample,
@@ -48,6 +49,7 @@ _FULL_ROW_ARGUMENT = np.dtype(f"V{full_row_launch.FULL_ROWS_BYTES}")
 _GRADIENT_ARGUMENT = np.dtype(f"V{ctypes.sizeof(LogitGradients)}")
 _SAMPLE_ARGUMENT = np.dtype(f"V{ctypes.sizeof(SampleRows)}")
 _ROUTING_ARGUMENT = np.dtype(f"V{router_launch.ROUTING_BYTES}")
+_RANKS_ARGUMENT = np.dtype(f"V{rank_launch.RANKS_BYTES}")
 _PIECE_ARGUMENT = np.dtype(f"V{ctypes.sizeof(Piece)}")
 _write_gradient_rows, _write_sample_rows, _write_piece_rows = map(rows_writer, (LogitGradients, SampleRows, Piece))
 _SHARED_BYTES_UNASKED = 48 << 10  # what a kernel has without asking
@@ -314,6 +316,36 @@ def sample(problem: SampleProblem, out: Sample) -> None:
         index,
         is_cooperative=blocks > 1 and not is_whole,
     )
+
+
+def target_ranks(problem: RankProblem, out: Tensor) -> None:
+    """See :class:`protocol.Backend`."""
+    rows, targets, counts_ties = problem
+    logits, index = rows.logits, rows.logits.get_device()
+    layout = Layout.of(TopkProblem(rows, 1, "logits", "allowed"), is_aligned=False)
+    planned = topk_launch.plan(layout, rank_launch.CHOICE)
+    if planned is None or not _has_adjacent(logits) or logits.data_ptr() % logits.element_size():
+        target_ranks(problem._replace(rows=_copied(rows)), out)
+        return
+    count = targets.numel()
+    launch.check_rows(count)
+    blocks = rank_launch.blocks_per_target(count, logits.shape[-1], multiprocessors(index))
+    is_shared = blocks > 1
+    counts = torch.empty(count * blocks, dtype=torch.int32, device=logits.device) if is_shared else None
+    wanted = TargetRanks(
+        targets=targets.data_ptr(),
+        ranks=out.data_ptr(),
+        counts=address(counts),
+        tickets=tickets.zeroed(index, count) if is_shared else 0,
+        num_targets=targets.shape[-1],
+        blocks_per_target=blocks,
+        counts_ties=counts_ties,
+    )
+    # The kernel writes ranks alone.
+    filled = planned.fill(rows, None, 0, 0, TopK(out, out, out))
+    arguments = (np.frombuffer(filled, _TOPK_ARGUMENT), np.frombuffer(bytes(wanted), _RANKS_ARGUMENT))
+    function = driver.function(index, rank_launch.kernel_name(logits.dtype))
+    driver.call(function, (count, blocks), rank_launch.THREADS, arguments, index)
 
 
 def _topk_state(rows: LogitRows, k: int) -> TopK:

@@ -12,6 +12,7 @@ from ..problem import (
     FullRowProblem,
     MergeProblem,
     MergeTensors,
+    RankProblem,
     RouterProblem,
     RouterTopK,
     Sample,
@@ -85,4 +86,8 @@ class Backend(Protocol):
 
     def sample(self, problem: SampleProblem, out: Sample) -> None:
         """Draws tokens from each row, and writes `out`."""
+        ...
+
+    def target_ranks(self, problem: RankProblem, out: Tensor) -> None:
+        """Counts for each target the tokens of its row that do not rank behind it, and writes `out`."""
         ...

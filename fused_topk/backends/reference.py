@@ -13,6 +13,7 @@ from torch import Tensor
 from ..problem import (
     FullRowProblem,
     MergeProblem,
+    RankProblem,
     RouterProblem,
     RouterTopK,
     Sample,
@@ -23,7 +24,7 @@ from ..problem import (
 from ..rows import LogitRows
 from . import reference_routing, reference_sampling
 from .protocol import StartFullRows, StartMerge, StartRouter, StartTopk
-from .reference_rows import counted_logits, gather, ranking, working_dtype
+from .reference_rows import counted_logits, gather, order_keys, ranking, working_dtype
 
 
 def unavailable(device: torch.device | None = None) -> str | None:
@@ -74,6 +75,18 @@ def sample(problem: SampleProblem, out: Sample) -> None:
         own = TopkProblem(problem.rows.unscaled(), problem.logprobs, "log_softmax", "allowed")
         row_topk(own, out.topk)
     reference_sampling.draw(problem, out)
+
+
+def target_ranks(problem: RankProblem, out: Tensor) -> None:
+    """The number of tokens that are not behind a target. All targets take their turns, so that memory does not grow with them."""
+    rows, targets, counts_ties = problem
+    keys, places = order_keys(counted_logits(rows)), torch.arange(rows.logits.shape[-1], device=targets.device)
+    for i in range(targets.shape[-1]):
+        target = targets[..., i : i + 1]
+        token = target.clamp(0, rows.logits.shape[-1] - 1)
+        key = keys.gather(-1, token)
+        counts = keys >= key if counts_ties else (keys > key) | ((keys == key) & (places <= token))
+        out[..., i].copy_(counts.sum(-1).where(target.squeeze(-1) >= 0, 0))
 
 
 def row_topk(problem: TopkProblem, out: TopK) -> None:

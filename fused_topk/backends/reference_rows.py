@@ -20,13 +20,17 @@ def counted_logits(rows: LogitRows, normalize: str = "allowed") -> Tensor:
 
 def ranking(x: Tensor) -> Tensor:
     """Positions along the last dimension in the project's order: NaN, then greater values, then smaller positions."""
-    # By integers in the order of the floats: a radix sort of floats, which torch uses for long rows on a GPU, tells NaNs
-    # of different bits apart, and after torch.set_flush_denormal(True) denormals compare as equal.
+    return order_keys(x).sort(dim=-1, descending=True, stable=True).indices
+
+
+def order_keys(x: Tensor) -> Tensor:
+    """Integers in the order of the floats."""
+    # A radix sort of floats, which torch uses for long rows on a GPU, tells NaNs of different bits apart, and after
+    # torch.set_flush_denormal(True) denormals compare as equal.
     bits = x.view(_INTEGERS[x.element_size()])
     greatest = torch.iinfo(bits.dtype).max
     magnitude = bits & greatest
-    key = magnitude.where(bits >= 0, -magnitude).masked_fill(magnitude > _bits_of_infinity(x.dtype), greatest)
-    return key.sort(dim=-1, descending=True, stable=True).indices
+    return magnitude.where(bits >= 0, -magnitude).masked_fill(magnitude > _bits_of_infinity(x.dtype), greatest)
 
 
 def gather(x: Tensor, indices: Tensor) -> Tensor:

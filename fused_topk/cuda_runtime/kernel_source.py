@@ -14,6 +14,7 @@ UNITS = {
     "merging": ("topk/merge_states.cu",),
     "gradients": ("linear/logit_gradient.cu",),
     "pieces": ("linear/accumulate_piece.cu",),
+    "ranks": ("ranks/target_ranks.cu",),
     "sampling": ("draws/sample_vocabulary.cu", "draws/sample_rows.cu"),
     "routers": ("routers/route_experts.cu",),
     "ladder": ("ladder/ladder.cu",),

@@ -28,7 +28,7 @@ from ..functional import autocast
 from ..operators import calls, linear
 from ..operators.dispatch import need_dispatcher
 from ..operators.gradients import save_rows, saved_rows
-from ..problem import LinearProblem, LinearTopK, TopK, result_dtype
+from ..problem import LinearProblem, TargetTopK, TopK, result_dtype
 from ..rows import ROWS_FIELDS, LogitRows
 from .collective import group_of
 from .functions import exchange_state
@@ -51,7 +51,7 @@ def linear_softmax_topk(
     targets: Tensor | None = None,
     start: int | None = None,
     backend: str | None = None,
-) -> TopK | LinearTopK:
+) -> TopK | TargetTopK:
     """The k largest probabilities of an LM head whose rows the processes of the group have between them, the same on every one.
 
     >>> linear_softmax_topk(hidden, local_weight, k=8).indices  # doctest: +SKIP
@@ -76,7 +76,7 @@ def linear_softmax_topk(
         backend: None, "cuda", "cpu" or "reference".
 
     Returns:
-        TopK, or with targets LinearTopK, as :func:`fused_topk.linear_softmax_topk` returns them for the whole weight. But
+        TopK, or with targets TargetTopK, as :func:`fused_topk.linear_softmax_topk` returns them for the whole weight. But
         target_ranks is None: to count what comes before a target each process would have to know its logit ahead, which takes
         a collective of its own.
 
@@ -110,7 +110,7 @@ def linear_log_softmax_topk(
     targets: Tensor | None = None,
     start: int | None = None,
     backend: str | None = None,
-) -> TopK | LinearTopK:
+) -> TopK | TargetTopK:
     """The k largest log-probabilities of an LM head whose rows the processes of the group have between them.
 
     >>> linear_log_softmax_topk(hidden, local_weight, k=8).indices  # doctest: +SKIP
@@ -133,7 +133,7 @@ def linear_topk(
     targets: Tensor | None = None,
     start: int | None = None,
     backend: str | None = None,
-) -> TopK | LinearTopK:
+) -> TopK | TargetTopK:
     """The k largest logits themselves of an LM head whose rows the processes of the group have between them.
 
     >>> linear_topk(hidden, local_weight, k=8).indices  # doctest: +SKIP
@@ -167,7 +167,7 @@ def _linear(
     targets: Tensor | None,
     start: int | None,
     backend: str | None,
-) -> TopK | LinearTopK:
+) -> TopK | TargetTopK:
     group = group_of(group)
     check_hidden(hidden)
     hidden, weight, bias = autocast.as_multiplied(hidden, weight, bias)
@@ -198,7 +198,7 @@ def _linear(
     )
     if targets is None:
         return TopK(best, indices, logsumexp)
-    return LinearTopK(best, indices, logsumexp, logprobs.squeeze(-1) if is_one_each else logprobs, None)
+    return TargetTopK(best, indices, logsumexp, logprobs.squeeze(-1) if is_one_each else logprobs, None)
 
 
 class _Head(torch.autograd.Function):

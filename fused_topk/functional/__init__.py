@@ -3,12 +3,13 @@
 :mod:`fused_topk.operators` where torch must see the call.
 """
 
+from .beam_topk import beam_topk
 from .full_rows import log_softmax, logsumexp, softmax
 from .linear import linear_log_softmax_topk, linear_softmax_topk, linear_topk
 from .linear_sampling import linear_sample
-from .merging import merge_states, merge_topk
+from .merging import merge_states, merge_topk, topk_state
 from .routing import router_topk
-from .row_topk import beam_topk, log_softmax_topk, softmax_topk, topk, topk_state
+from .row_topk import log_softmax_topk, softmax_topk, topk
 from .sampling import sample
 from .warming import warm_up
 

@@ -10,9 +10,9 @@ from ..arguments import (
     check_backend,
     check_dim,
     check_logits,
-    check_no_lengths,
     check_result_dtype,
     check_rows,
+    check_whole_rows,
     is_distributed,
     plain_rows,
 )
@@ -158,7 +158,7 @@ def _values(
         # Imported here: plain tensors need no torch.distributed.
         from ..distributed import dtensors
 
-        check_no_lengths(lengths, "set the logits to -inf there")
+        check_whole_rows("lengths", lengths, "set the logits to -inf there")
         return dtensors.full_rows(values, logits, dim, temperature, dtype, backend)
     check_logits(logits)
     dims = logits.dim()

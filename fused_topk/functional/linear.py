@@ -19,7 +19,7 @@ from ..arguments import (
 )
 from ..operators import linear, transforms
 from ..operators.dispatch import transform_is_active, way_of_call
-from ..problem import LinearTopK, TopK
+from ..problem import TargetTopK, TopK
 from ..rows import LogitRows
 from . import autocast
 
@@ -53,7 +53,7 @@ def linear_softmax_topk(
     normalize: str = "allowed",
     targets: Tensor,
     backend: str | None = None,
-) -> LinearTopK: ...
+) -> TargetTopK: ...
 
 
 def linear_softmax_topk(
@@ -67,7 +67,7 @@ def linear_softmax_topk(
     normalize: str = "allowed",
     targets: Tensor | None = None,
     backend: str | None = None,
-) -> TopK | LinearTopK:
+) -> TopK | TargetTopK:
     """The k largest probabilities of the logits `hidden @ weight.T + bias`, which are never all in memory.
 
     >>> linear_softmax_topk(torch.tensor([[2.0, 3.0]]), torch.eye(2), k=1).indices
@@ -91,7 +91,7 @@ def linear_softmax_topk(
         backend: None, "cuda", "cpu" or "reference".
 
     Returns:
-        TopK with values float32 (..., k), indices int64 (..., k) and logsumexp float32 (...). With targets LinearTopK, which
+        TopK with values float32 (..., k), indices int64 (..., k) and logsumexp float32 (...). With targets TargetTopK, which
         also has target_logprobs, float32 of the targets' shape, NaN where there is no target, and target_ranks int64 (...),
         1 for the best token, 0 where there is no target; None for targets of shape (..., n). float64 hidden states give
         float64.
@@ -151,7 +151,7 @@ def linear_log_softmax_topk(
     normalize: str = "allowed",
     targets: Tensor,
     backend: str | None = None,
-) -> LinearTopK: ...
+) -> TargetTopK: ...
 
 
 def linear_log_softmax_topk(
@@ -165,7 +165,7 @@ def linear_log_softmax_topk(
     normalize: str = "allowed",
     targets: Tensor | None = None,
     backend: str | None = None,
-) -> TopK | LinearTopK:
+) -> TopK | TargetTopK:
     """The k largest log-probabilities of the logits `hidden @ weight.T + bias`, which are never all in memory.
 
     >>> linear_log_softmax_topk(torch.tensor([[2.0, 3.0]]), torch.eye(2), k=1).values
@@ -185,7 +185,7 @@ def linear_log_softmax_topk(
         backend: None, "cuda", "cpu" or "reference".
 
     Returns:
-        TopK, or with targets LinearTopK.
+        TopK, or with targets TargetTopK.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`linear_softmax_topk`.
@@ -216,7 +216,7 @@ def linear_topk(
     mask: Tensor | None = None,
     targets: Tensor,
     backend: str | None = None,
-) -> LinearTopK: ...
+) -> TargetTopK: ...
 
 
 def linear_topk(
@@ -228,7 +228,7 @@ def linear_topk(
     mask: Tensor | None = None,
     targets: Tensor | None = None,
     backend: str | None = None,
-) -> TopK | LinearTopK:
+) -> TopK | TargetTopK:
     """The k largest of the logits `hidden @ weight.T + bias` themselves, which are never all in memory.
 
     >>> linear_topk(torch.tensor([[2.0, 3.0]]), torch.eye(2), k=1).values
@@ -247,7 +247,7 @@ def linear_topk(
 
     Returns:
         TopK with values (..., k) in the dtype of `hidden`, indices int64 (..., k) and logsumexp float32 (...) of the allowed
-        logits; or with targets LinearTopK.
+        logits; or with targets TargetTopK.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`linear_softmax_topk`.
@@ -266,7 +266,7 @@ def _linear(
     normalize: str,
     targets: Tensor | None,
     backend: str | None,
-) -> TopK | LinearTopK:
+) -> TopK | TargetTopK:
     check_hidden(hidden)
     hidden, weight, bias = autocast.as_multiplied(hidden, weight, bias)
     check_head(weight, bias, hidden)
@@ -296,5 +296,5 @@ def _linear(
     if targets is None:
         return TopK(best, indices, logsumexp)
     if has_ranks:
-        return LinearTopK(best, indices, logsumexp, logprobs.squeeze(-1), ranks.squeeze(-1))
-    return LinearTopK(best, indices, logsumexp, logprobs, None)
+        return TargetTopK(best, indices, logsumexp, logprobs.squeeze(-1), ranks.squeeze(-1))
+    return TargetTopK(best, indices, logsumexp, logprobs, None)

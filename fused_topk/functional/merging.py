@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions that merge the states of a row's parts, as topk_state() gives them."""
+"""The public functions of states (m, d, T): what is known of a part of every row, and its merge with other parts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from ..arguments import (
     check_k,
     check_normalize,
     check_part,
+    check_rows,
+    check_start,
     check_temperature,
 )
 from ..operators import calls
@@ -22,6 +24,57 @@ from ..problem import TopK, TopKState, result_dtype
 
 _VALUES = ("softmax", "log_softmax", "logits")
 _NO_TOKEN = -1
+
+
+def topk_state(
+    logits: Tensor,
+    k: int,
+    *,
+    start: int = 0,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    normalize: str = "allowed",
+    backend: str | None = None,
+) -> TopKState:
+    """The state (m, d, T) of a part of every row, in one read of the logits: what :func:`merge_topk` takes.
+
+    >>> topk_state(torch.tensor([1.0, 3.0]), k=1, start=2).indices
+    tensor([3])
+
+    Milakov & Gimelshein 2018, equations 6 and 7 and Algorithm 4 (https://arxiv.org/abs/1805.02867).
+
+    Args:
+        logits: shape (..., V_part), the columns `start` ... `start` + V_part - 1 of every row. See :func:`softmax_topk`,
+            which describes all arguments but `start`.
+        k: the number of candidates to keep. Where it exceeds V_part, all V_part are kept.
+        start: the token at which the part begins; start + V_part may exceed 2^31.
+        temperature: a positive number, or a tensor with one number per row. The merge must be given the same.
+        mask: the tokens of the part that may be chosen, bool or packed int32, with the part's first token first.
+        lengths: how many of the part's first tokens there are, one number a row.
+        normalize: "allowed": m and d are of the allowed tokens. "all": they are of the whole part, and the mask hides
+            tokens from the choice only. "topk": as "allowed"; the merge then normalises by what it chooses.
+        backend: None, "cuda", "cpu" or "reference".
+
+    Returns:
+        TopKState with logits and indices of shape (..., min(k, V_part)), m and d of shape (...).
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
+
+    Contract:
+        The candidates, their order, ties, NaN, waiting and determinism are those of :func:`topk`. The logits are copied
+        bit for bit. The logits, m and d are differentiable.
+    """
+    rows = check_rows(logits, temperature, mask, lengths)
+    # Any k suits a part that is shorter.
+    check_k(k, 2**63 - 1)
+    k = min(k, logits.shape[-1])
+    check_start(start)
+    check_normalize(normalize)
+    check_backend(backend)
+    best, indices, normalizer = calls.row_topk(rows, k, "state", normalize, backend)
+    return TopKState(best, indices + start if start else indices, normalizer.select(0, 0), normalizer.select(0, 1))
 
 
 def merge_states(

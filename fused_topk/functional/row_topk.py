@@ -5,7 +5,7 @@ torch must see the call.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -13,26 +13,59 @@ from torch import Tensor
 from .. import backends
 from ..arguments import (
     check_backend,
-    check_beam_scores,
     check_dim,
     check_k,
     check_logits,
-    check_no_lengths,
     check_normalize,
     check_rows,
-    check_start,
+    check_whole_rows,
     is_distributed,
     plain_rows,
     vocabulary_last,
 )
 from ..operators import calls
 from ..plans import TopkPlan, row_result, topk_plan
-from ..problem import TopK, TopKState
+from ..problem import TargetTopK, TopK
 from ..rows import LogitRows
 from .out import check_out, have_changed, is_plain_out
+from .targets import check_row_targets, of_targets
 
 _BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (TopK, tuple)
+
+
+@overload
+def softmax_topk(
+    logits: Tensor,
+    k: int,
+    dim: int = -1,
+    *,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    normalize: str = "allowed",
+    targets: None = None,
+    target_ties: str = "index",
+    backend: str | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> TopK: ...
+
+
+@overload
+def softmax_topk(
+    logits: Tensor,
+    k: int,
+    dim: int = -1,
+    *,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    normalize: str = "allowed",
+    targets: Tensor,
+    target_ties: str = "index",
+    backend: str | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> TargetTopK: ...
 
 
 def softmax_topk(
@@ -44,9 +77,11 @@ def softmax_topk(
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     normalize: str = "allowed",
+    targets: Tensor | None = None,
+    target_ties: str = "index",
     backend: str | None = None,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> TopK:
+) -> TopK | TargetTopK:
     """The k largest probabilities of `softmax(logits / temperature)`, sorted, in one read of the logits.
 
     >>> softmax_topk(torch.tensor([1.0, 3.0, 2.0]), k=2).indices
@@ -70,6 +105,10 @@ def softmax_topk(
             is not read. The values of a CPU tensor are checked; those of a CUDA tensor are clamped.
         normalize: the tokens whose probabilities sum to 1. "allowed": the allowed tokens. "all": the whole row, up to its
             length, as if the mask came after softmax. "topk": the k chosen tokens.
+        targets: int64, a token for each row, of the shape of `logits` without `dim`; or n tokens for each, of the shape of
+            `logits` with n along `dim`. Negative ones (such as -100) stand for no target. None for none.
+        target_ties: which tokens of a target's logit its rank counts. "index": those up to the target, so that a rank is a
+            place in the order below. "last": all, as inference engines count.
         backend: None picks the fastest backend that works, and falls back to torch operations. "cuda", "cpu" (native)
             and "reference" (torch operations) name one; if it does not work, the call raises.
         out: (values, indices, logsumexp) to write into instead of new tensors. They may have any strides, and may be
@@ -79,7 +118,9 @@ def softmax_topk(
     Returns:
         TopK with values float32 (..., k), indices int64 (..., k), both with the k along `dim`, and logsumexp float32
         (...) of the scaled logits. The logsumexp is over the whole row with normalize="all", else over the allowed
-        tokens. float64 logits give float64 values and logsumexp.
+        tokens. float64 logits give float64 values and logsumexp. With targets :class:`TargetTopK`, which also has
+        target_logprobs, float32 of the targets' shape, NaN where there is no target, and target_ranks int64 (...), 1 for the
+        best token, 0 where there is no target; None for n targets a row.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
@@ -93,11 +134,50 @@ def softmax_topk(
         A row with NaN has NaN values and a NaN logsumexp. Another row with +inf has NaN values and the logsumexp +inf.
         A row of only -inf, or with no allowed token, has NaN values, the logsumexp -inf and the indices 0 ... k - 1.
         Deterministic: the same row gives the same bits in every call and in every batch.
+        Targets: their log-probabilities are relative to the allowed tokens, or with normalize="all" to all; they are formed as
+        the difference to the best token's. One that is not allowed has -inf, and its rank is that of a logit of -inf. A rank
+        is the number of tokens whose logit is greater than the target's, or equal and counted by `target_ties`; NaN is
+        greater than all. Ranks read the row once more, mostly from the cache; so do log-probabilities where the values are none,
+        or relative to the k chosen. Targets of V or more raise on the CPU, and must not occur on a GPU.
         A call does not wait for the device, except the first call of a kernel on a GPU, which compiles and loads it.
         :func:`warm_up` does that ahead. Can be captured in a CUDA graph and compiled with fullgraph=True.
-        Values and logsumexp are differentiable with respect to the logits.
+        Values, logsumexp and target_logprobs are differentiable with respect to the logits.
     """
-    return _row("softmax", logits, k, dim, temperature, mask, lengths, normalize, backend, out)
+    return _row("softmax", logits, k, dim, temperature, mask, lengths, normalize, targets, target_ties, backend, out)
+
+
+@overload
+def log_softmax_topk(
+    logits: Tensor,
+    k: int,
+    dim: int = -1,
+    *,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    normalize: str = "allowed",
+    targets: None = None,
+    target_ties: str = "index",
+    backend: str | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> TopK: ...
+
+
+@overload
+def log_softmax_topk(
+    logits: Tensor,
+    k: int,
+    dim: int = -1,
+    *,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    normalize: str = "allowed",
+    targets: Tensor,
+    target_ties: str = "index",
+    backend: str | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> TargetTopK: ...
 
 
 def log_softmax_topk(
@@ -109,9 +189,11 @@ def log_softmax_topk(
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
     normalize: str = "allowed",
+    targets: Tensor | None = None,
+    target_ties: str = "index",
     backend: str | None = None,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> TopK:
+) -> TopK | TargetTopK:
     """The k largest log-probabilities of `log_softmax(logits / temperature)`, sorted, in one read of the logits.
 
     >>> log_softmax_topk(torch.tensor([1.0, 3.0, 2.0]), k=2).values
@@ -128,16 +210,50 @@ def log_softmax_topk(
         mask: the tokens that may be chosen, bool or packed int32.
         lengths: how many of a row's first tokens there are, one number a row.
         normalize: "allowed", "all" (log-probabilities of the whole row, as in beam search) or "topk".
+        targets: int64, tokens whose log-probabilities and ranks are wanted, or None.
+        target_ties: "index" or "last".
         backend: None, "cuda", "cpu" or "reference".
         out: (values, indices, logsumexp) to write into.
 
     Returns:
-        TopK with values float32 (..., k), indices int64 (..., k), logsumexp float32 (...).
+        TopK with values float32 (..., k), indices int64 (..., k), logsumexp float32 (...); or with targets TargetTopK.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
     """
-    return _row("log_softmax", logits, k, dim, temperature, mask, lengths, normalize, backend, out)
+    return _row(
+        "log_softmax", logits, k, dim, temperature, mask, lengths, normalize, targets, target_ties, backend, out
+    )
+
+
+@overload
+def topk(
+    logits: Tensor,
+    k: int,
+    dim: int = -1,
+    *,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    targets: None = None,
+    target_ties: str = "index",
+    backend: str | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> TopK: ...
+
+
+@overload
+def topk(
+    logits: Tensor,
+    k: int,
+    dim: int = -1,
+    *,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    targets: Tensor,
+    target_ties: str = "index",
+    backend: str | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> TargetTopK: ...
 
 
 def topk(
@@ -147,9 +263,11 @@ def topk(
     *,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
+    targets: Tensor | None = None,
+    target_ties: str = "index",
     backend: str | None = None,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> TopK:
+) -> TopK | TargetTopK:
     """The k largest logits themselves, sorted, and each row's logsumexp from the same read.
 
     >>> topk(torch.tensor([1.0, 3.0, 2.0]), k=2).values
@@ -163,126 +281,19 @@ def topk(
         dim: the vocabulary dimension.
         mask: the tokens that may be chosen; the others have the value -inf.
         lengths: how many of a row's first tokens there are, one number a row; the others have the value -inf.
+        targets: int64, tokens whose log-probabilities and ranks are wanted, or None.
+        target_ties: "index" or "last".
         backend: None, "cuda", "cpu" or "reference".
         out: (values, indices, logsumexp) to write into.
 
     Returns:
         TopK with values (..., k), bit-exact copies in the dtype of `logits`; indices int64 (..., k); logsumexp float32
-        (...) of the allowed logits.
+        (...) of the allowed logits; or with targets TargetTopK.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
     """
-    return _row("logits", logits, k, dim, None, mask, lengths, "allowed", backend, out)
-
-
-def beam_topk(
-    logits: Tensor,
-    beam_scores: Tensor,
-    k: int,
-    *,
-    temperature: float | Tensor | None = None,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    normalize: str = "allowed",
-    backend: str | None = None,
-) -> TopK:
-    """The k best continuations of every sequence, over all of its beams: one step of beam search in one read.
-
-    >>> beam_topk(torch.tensor([[[1.0, 3.0], [2.0, 0.0]]]), torch.zeros(1, 2), k=2).indices
-    tensor([[1, 2]])
-
-    Equals `torch.topk((log_softmax(logits.float(), -1) + beam_scores[..., None]).flatten(1), k)`.
-
-    Args:
-        logits: shape (batch, beams, V). See :func:`softmax_topk`, which describes all arguments.
-        beam_scores: shape (batch, beams), the accumulated log-probability of each beam.
-        k: the number of results per sequence, 1 <= k <= beams * V.
-        temperature: a positive number, or a tensor with one number per row, broadcastable to (batch, beams).
-        mask: the tokens that may be chosen.
-        lengths: how many of a beam's first tokens there are, one number a beam, broadcastable to (batch, beams).
-        normalize: "allowed" (the mask comes before log_softmax) or "all" (after it, as in transformers' beam search).
-        backend: None, "cuda", "cpu" or "reference".
-
-    Returns:
-        TopK with values float32 (batch, k), the accumulated log-probabilities; indices int64 (batch, k), each
-        beam * V + token; logsumexp float32 (batch, beams).
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
-
-    Contract:
-        Order: greater accumulated values first, after rounding to float32; equal values by smaller beam, and within a
-        beam in the order of its logits. So a beam contributes its best tokens even if its score is so low that all of its
-        sums round to the same number. The rest of the contract is that of :func:`softmax_topk`.
-    """
-    check_normalize(normalize)
-    if normalize == "topk":
-        raise ValueError(
-            "`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure"
-        )
-    if is_distributed(logits):
-        from ..distributed import dtensors
-
-        check_no_lengths(lengths, "hide the tokens by a mask")
-        return dtensors.beams(logits, beam_scores, k, temperature, mask, normalize, backend)
-    check_logits(logits)
-    check_beam_scores(beam_scores, logits)
-    rows = check_rows(logits, temperature, mask, lengths)
-    check_k(k, max(logits.shape[1], 1) * logits.shape[2], "beams times the vocabulary size")
-    check_backend(backend)
-    return calls.beam_topk(rows, beam_scores, k, normalize, backend)
-
-
-def topk_state(
-    logits: Tensor,
-    k: int,
-    *,
-    start: int = 0,
-    temperature: float | Tensor | None = None,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    normalize: str = "allowed",
-    backend: str | None = None,
-) -> TopKState:
-    """The state (m, d, T) of a part of every row, in one read of the logits: what :func:`merge_topk` takes.
-
-    >>> topk_state(torch.tensor([1.0, 3.0]), k=1, start=2).indices
-    tensor([3])
-
-    Milakov & Gimelshein 2018, equations 6 and 7 and Algorithm 4 (https://arxiv.org/abs/1805.02867).
-
-    Args:
-        logits: shape (..., V_part), the columns `start` ... `start` + V_part - 1 of every row. See :func:`softmax_topk`,
-            which describes all arguments but `start`.
-        k: the number of candidates to keep. Where it exceeds V_part, all V_part are kept.
-        start: the token at which the part begins; start + V_part may exceed 2^31.
-        temperature: a positive number, or a tensor with one number per row. The merge must be given the same.
-        mask: the tokens of the part that may be chosen, bool or packed int32, with the part's first token first.
-        lengths: how many of the part's first tokens there are, one number a row.
-        normalize: "allowed": m and d are of the allowed tokens. "all": they are of the whole part, and the mask hides
-            tokens from the choice only. "topk": as "allowed"; the merge then normalises by what it chooses.
-        backend: None, "cuda", "cpu" or "reference".
-
-    Returns:
-        TopKState with logits and indices of shape (..., min(k, V_part)), m and d of shape (...).
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
-
-    Contract:
-        The candidates, their order, ties, NaN, waiting and determinism are those of :func:`topk`. The logits are copied
-        bit for bit. The logits, m and d are differentiable.
-    """
-    rows = check_rows(logits, temperature, mask, lengths)
-    # Any k suits a part that is shorter.
-    check_k(k, 2**63 - 1)
-    k = min(k, logits.shape[-1])
-    check_start(start)
-    check_normalize(normalize)
-    check_backend(backend)
-    best, indices, normalizer = calls.row_topk(rows, k, "state", normalize, backend)
-    return TopKState(best, indices + start if start else indices, normalizer.select(0, 0), normalizer.select(0, 1))
+    return _row("logits", logits, k, dim, None, mask, lengths, "allowed", targets, target_ties, backend, out)
 
 
 def _row(
@@ -294,9 +305,11 @@ def _row(
     mask: Tensor | None,
     lengths: Tensor | None,
     normalize: str,
+    targets: Tensor | None,
+    target_ties: str,
     backend: str | None,
     out: tuple[Tensor, Tensor, Tensor] | None,
-) -> TopK:
+) -> TopK | TargetTopK:
     # Arguments of exactly these types can be the key of a cached plan. All others are checked below.
     if (
         type(k) is int
@@ -304,6 +317,7 @@ def _row(
         and dim == -1
         and type(normalize) is str
         and backend in _BACKENDS
+        and targets is None
         and (out is None or _may_be_plain(out))
     ):
         rows = plain_rows(logits, temperature, mask, lengths, out or ())
@@ -314,7 +328,8 @@ def _row(
         # Imported here: plain tensors need no torch.distributed.
         from ..distributed import dtensors
 
-        check_no_lengths(lengths, "hide the tokens by a mask")
+        check_whole_rows("lengths", lengths, "hide the tokens by a mask")
+        check_whole_rows("targets", targets, "leave them out")
         return dtensors.row(values, logits, k, dim, temperature, mask, normalize, backend, out)
     check_logits(logits)
     dims = logits.dim()
@@ -322,15 +337,22 @@ def _row(
     moved = dim != dims - 1
     if moved:
         logits, mask = logits.movedim(dim, -1), vocabulary_last(mask, dim, dims)
+        if isinstance(targets, Tensor) and targets.dim() == dims:
+            # Several of a row lie along the same dimension.
+            targets = targets.movedim(dim, -1)
     rows = check_rows(logits, temperature, mask, lengths)
     check_k(k, logits.shape[-1])
     check_normalize(normalize)
     check_backend(backend)
+    if targets is not None:
+        check_row_targets(targets, target_ties, logits, out)
     if out is None:
-        result = calls.row_topk(rows, k, values, normalize, backend)
-        if not moved:
+        best = calls.row_topk(rows, k, values, normalize, backend)
+        result = TopK(best.values.movedim(-1, dim), best.indices.movedim(-1, dim), best.logsumexp) if moved else best
+        if targets is None:
             return result
-        return TopK(result.values.movedim(-1, dim), result.indices.movedim(-1, dim), result.logsumexp)
+        logprobs, ranks = of_targets(rows, targets, best, values, normalize, target_ties, backend)
+        return TargetTopK(*result, logprobs.movedim(-1, dim) if moved and ranks is None else logprobs, ranks)
 
     expected = list(row_result(logits, k, values))
     if moved:

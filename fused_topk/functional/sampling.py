@@ -34,7 +34,7 @@ from ..arguments import (
     check_row_numbers,
     check_vocabulary,
 )
-from ..operators import sampling
+from ..operators import calls, sampling
 from ..operators.dispatch import need_dispatcher, transform_is_active
 from ..problem import Kept, Sample, SampleProblem, TopK
 from ..rows import Like, LogitRows
@@ -65,6 +65,7 @@ def sample(
     logprobs: int = 0,
     truncated_log_probs: bool = False,
     kept: bool = False,
+    ranks: bool = False,
     backend: str | None = None,
 ) -> Sample:
     """Tokens drawn from `softmax(logits / temperature)` after top-k, top-p and min-p, with their log-probabilities.
@@ -96,12 +97,14 @@ def sample(
         truncated_log_probs: whether log_probs are those of the distribution that was drawn from (after temperature,
             top-k, top-p and min-p). Otherwise they are the model's own: of `log_softmax(logits)` over the allowed tokens.
         kept: whether to return how many tokens of each row may be drawn, and the log of their mass.
+        ranks: whether to return the ranks of the drawn tokens in their rows.
         backend: None, "cuda", "cpu" or "reference", as for :func:`softmax_topk`.
 
     Returns:
         Sample with tokens int64 (..., num_samples), log_probs float32 (..., num_samples), topk, the TopK that
-        `log_softmax_topk(logits, logprobs, mask=mask, lengths=lengths)` gives (None for logprobs = 0), and kept, the :class:`Kept`
-        of each row (None unless asked for). float64 logits have float64 log_probs.
+        `log_softmax_topk(logits, logprobs, mask=mask, lengths=lengths)` gives (None for logprobs = 0), kept, the :class:`Kept`
+        of each row (None unless asked for), and ranks int64 (..., num_samples) (None unless asked for). float64 logits have
+        float64 log_probs.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
@@ -117,6 +120,9 @@ def sample(
         `kept` does not count logits of -inf, and counts equal tokens at the border of top-p as they are kept. Tokens of less than
         2^-44 of the best one's probability (2^-30, the longer the row) may be left out of it, and of the draw. For temperature 0
         it has one token, with its logit as the logsumexp; for a row without a distribution none, with NaN.
+        A rank is the number of tokens whose logit is at least the drawn token's, of all that are allowed and within the length,
+        whatever top-k, top-p and min-p keep: 1 for the best, and all that tie with a token count, as inference engines count.
+        Ranks read the row once more.
         How often a row is read: once, and where its kept tokens are more than a list of its best has, as a rule once more for
         min-p, and once or twice more for top-p. Ties and rows made for it may take more; every row ends.
         A row without a distribution, with NaN, with +inf, of only -inf, or with nothing allowed, gives the first token in
@@ -134,8 +140,10 @@ def sample(
     """
     numbers = (temperature, top_k, top_p, min_p)
     request = (num_samples, logprobs, truncated_log_probs, kept, backend)
+    if not isinstance(ranks, bool):
+        raise TypeError(f"`ranks` must be a bool, got {type(ranks).__name__}; pass True or False")
     if type(logits) is Tensor and mask is None and lengths is None:
-        planned = _planned(logits, numbers, request, seed, counter, generator)
+        planned = _planned(logits, numbers, request, seed, counter, generator, ranks)
         if planned is not None:
             return planned
     check_logits(logits)
@@ -160,6 +168,8 @@ def sample(
         result = from_operator(_sample(*rows, *parameters, backend), logprobs, kept)
     else:
         result = sampling.draw(problem, backend)
+    if ranks:
+        result = _with_ranks(result, rows, backend)
     return result if logits.dim() == 2 else shaped(result, lead)
 
 
@@ -234,6 +244,7 @@ def _planned(
     seed: Any,
     counter: Any,
     generator: Any,
+    ranks: bool,
 ) -> Sample | None:
     """Draws by a cached plan, without torch's dispatcher. None if an argument may need more than that."""
     temperature, top_k, top_p, min_p = numbers
@@ -272,7 +283,14 @@ def _planned(
     num_samples, logprobs, truncated, kept, backend = request
     problem = SampleProblem(rows, *plan.filters, *of_seed, *of_counter, num_samples, logprobs, truncated, kept)
     result = sampling.draw(problem, backend)
+    if ranks:
+        result = _with_ranks(result, rows, backend)
     return result if is_flat else shaped(result, shape[:-1])
+
+
+def _with_ranks(result: Sample, rows: LogitRows, backend: str | None) -> Sample:
+    """Adds the ranks of the drawn tokens."""
+    return result._replace(ranks=calls.target_ranks(rows, result.tokens, True, backend))
 
 
 def _is_zero(value: Any) -> bool:
@@ -335,4 +353,5 @@ def shaped(result: Sample, lead: Sequence[int]) -> Sample:
 
     topk = None if result.topk is None else TopK(*map(of_rows, result.topk))
     kept = None if result.kept is None else Kept(*map(of_rows, result.kept))
-    return Sample(of_rows(result.tokens), of_rows(result.log_probs), topk, kept)
+    ranks = None if result.ranks is None else of_rows(result.ranks)
+    return Sample(of_rows(result.tokens), of_rows(result.log_probs), topk, kept, ranks)

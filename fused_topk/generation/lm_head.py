@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from .. import functional
 from ..arguments import check_head, check_hidden
 from ..functional import autocast
-from ..problem import LinearTopK, TopK
+from ..problem import TargetTopK, TopK
 from ..tracing import is_traced
 
 
@@ -32,11 +32,11 @@ class HeadInput(NamedTuple):
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
 
-    def log_softmax_topk(self, k: int, targets: Tensor | None = None) -> TopK | LinearTopK:
+    def log_softmax_topk(self, k: int, targets: Tensor | None = None) -> TopK | TargetTopK:
         """:func:`fused_topk.linear_log_softmax_topk` of the head."""
         # What autocast does at the head is done. Where the model is called it may be another.
         with torch.autocast(self.hidden.device.type, enabled=False):
-            run: Callable[..., TopK | LinearTopK] = functional.linear_log_softmax_topk
+            run: Callable[..., TopK | TargetTopK] = functional.linear_log_softmax_topk
             return run(self.hidden, self.weight, k, self.bias, targets=targets)
 
 

@@ -11,12 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..arguments import check_k, check_logits, check_targets
-from ..problem import LinearTopK, TopK
+from ..problem import TargetTopK, TopK
 from .lm_head import HeadInput, run_with_head
-
-# Logits looked at at once where ranks are counted: their comparison takes a byte each.
-_CHUNK = 2**24
 
 
 class TokenLogprobs(NamedTuple):
@@ -65,49 +61,11 @@ def topk_logprobs(logits: Tensor, k: int, targets: Tensor | None = None) -> Toke
         Order, ties and special rows as in :func:`fused_topk.log_softmax_topk`; in a row with NaN ranks mean nothing.
         Does not wait for the device. Targets of V or more are not looked for on CUDA tensors and must not occur.
     """
-    check_logits(logits)
-    check_k(k, logits.shape[-1])
-    best = functional.log_softmax_topk(logits, k)
-    if targets is None:
-        return TokenLogprobs(*best, None, None)
-    check_targets(targets, logits)
-    logprobs = _logprobs_of(logits, best, targets.unsqueeze(-1)).squeeze(-1)
-    tokens = targets.clamp(min=0).unsqueeze(-1)
-    their_logits = logits.detach().gather(-1, tokens)
-    ranks = _ranks(logits.detach(), tokens, their_logits).where(targets >= 0, 0)
-    return TokenLogprobs(*best, logprobs, ranks)
+    return _token_logprobs(functional.log_softmax_topk(logits, k, targets=targets))
 
 
-def _logprobs_of(logits: Tensor, best: TopK, targets: Tensor) -> Tensor:
-    """The log-probabilities of targets [..., n], NaN for negative ones."""
-    # As the difference to the best token: a common offset of the logits costs no digits.
-    their_logits = logits.gather(-1, targets.clamp(min=0))
-    best_logits = logits.gather(-1, best.indices[..., :1])
-    dtype = best.values.dtype
-    logprobs = best.values[..., :1] + (their_logits.to(dtype) - best_logits.to(dtype))
-    return logprobs.where(targets >= 0, torch.nan)
-
-
-def _ranks(logits: Tensor, tokens: Tensor, their_logits: Tensor) -> Tensor:
-    """int64 [...]: 1 + the number of tokens that come before each given one."""
-    vocab_size = logits.shape[-1]
-    try:
-        rows = logits.view(-1, vocab_size)
-    except RuntimeError:
-        # Leading dimensions that do not merge, as after dropping the last position: one by one rather than copied.
-        return torch.stack([_ranks(*each) for each in zip(logits, tokens, their_logits, strict=True)])
-    theirs = their_logits.reshape(-1, 1)
-    index = torch.arange(vocab_size, device=logits.device)
-    tokens = tokens.reshape(-1, 1)
-    ranks = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    size = max(1, _CHUNK // vocab_size)
-    for start in range(0, len(rows), size):
-        part = slice(start, start + size)
-        is_before = rows[part] == theirs[part]
-        is_before &= index < tokens[part]
-        is_before |= rows[part] > theirs[part]
-        ranks[part] = is_before.sum(-1)
-    return ranks.add_(1).view(logits.shape[:-1])
+def _token_logprobs(found: TopK | TargetTopK) -> TokenLogprobs:
+    return TokenLogprobs(*found) if isinstance(found, TargetTopK) else TokenLogprobs(*found, None, None)
 
 
 def text_topk_logprobs(
@@ -141,15 +99,8 @@ def text_topk_logprobs(
     arguments, _ = _model_arguments(model, inputs)
     found = run_with_head(model, arguments)
     if not isinstance(found, HeadInput):
-        best = functional.log_softmax_topk(found, k)
-        if targets is None:
-            return TokenLogprobs(*best, None, None)
-        check_targets(targets, found, may_be_several=True)
-        if targets.dim() < found.dim():
-            return topk_logprobs(found, k, targets)
-        return TokenLogprobs(*best, _logprobs_of(found, best, targets), None)
-    of_head = found.log_softmax_topk(k, targets)
-    return TokenLogprobs(*of_head) if isinstance(of_head, LinearTopK) else TokenLogprobs(*of_head, None, None)
+        return topk_logprobs(found, k, targets)
+    return _token_logprobs(found.log_softmax_topk(k, targets))
 
 
 @torch.no_grad()

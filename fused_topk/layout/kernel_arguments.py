@@ -171,6 +171,20 @@ class Routing(ctypes.Structure):
     )
 
 
+class TargetRanks(ctypes.Structure):
+    """struct TargetRanks of csrc/ranks/target_ranks.cu, where each field is explained."""
+
+    _fields_ = (
+        ("targets", _POINTER),
+        ("ranks", _POINTER),
+        ("counts", _POINTER),
+        ("tickets", _POINTER),
+        ("num_targets", _U32),
+        ("blocks_per_target", _U32),
+        ("counts_ties", _U32),
+    )
+
+
 class LogitGradients(ctypes.Structure):
     """struct LogitGradients of csrc/linear/logit_gradient.cu, where each field is explained."""
 

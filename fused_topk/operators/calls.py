@@ -14,7 +14,7 @@ from torch import Tensor
 from ..problem import RouterTopK, TopK
 from ..rows import LogitRows
 from . import full_rows as of_full_rows
-from . import merging, routing, transforms
+from . import merging, ranks, routing, transforms
 from . import row_topk as of_row_topk
 from .dispatch import need_dispatcher, way_of_call
 
@@ -25,6 +25,7 @@ _beam_topk = torch.ops.fused_topk.beam_topk.default
 _full_rows = torch.ops.fused_topk.full_rows.default
 _router_topk = torch.ops.fused_topk.router_topk.default
 _router_topk_out = torch.ops.fused_topk.router_topk_out.default
+_target_ranks = torch.ops.fused_topk.target_ranks.default
 _merge_parts = torch.ops.fused_topk.merge_parts.default
 
 
@@ -53,6 +54,14 @@ def full_rows(rows: LogitRows, values: str, dtype: torch.dtype, backend: str | N
     """See :class:`FullRowProblem`."""
     run = way_of_call(of_full_rows.full_rows, _full_rows, transforms.FullRowValues.apply, *rows.tensors())
     result: Tensor = run(*rows, values, dtype, backend)
+    return result
+
+
+def target_ranks(rows: LogitRows, targets: Tensor, counts_ties: bool, backend: str | None) -> Tensor:
+    """See :class:`RankProblem`."""
+    rows = rows.with_logits(rows.logits.detach())
+    run = way_of_call(ranks.target_ranks, _target_ranks, transforms.TargetRanks.apply, *rows.tensors(), targets)
+    result: Tensor = run(*rows, targets, counts_ties, backend)
     return result
 
 

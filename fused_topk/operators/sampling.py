@@ -72,7 +72,7 @@ def empty_result(problem: SampleProblem) -> Sample:
 
 def flat(result: Sample) -> tuple[Tensor, ...]:
     """The tensors that the operator returns: an operator has a fixed number of results, so empty tensors stand for no TopK and no Kept."""
-    tokens, log_probs, topk, kept = result
+    tokens, log_probs, topk, kept, _ = result
     if topk is None:
         topk = TopK(log_probs.new_empty((0,)), tokens.new_empty((0,)), log_probs.new_empty((0,)))
     if kept is None:

@@ -52,7 +52,7 @@ def _dims_of_results(values: str) -> tuple[int, int, int]:
     return 0, 0, int(values == "state")
 
 
-def _map_full_rows(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+def _map_one(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
     return run(*_mapped(info, in_dims, arguments)), 0
 
 
@@ -222,7 +222,27 @@ class FullRowValues(_Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-        return _map_full_rows(FullRowValues.apply, info, in_dims, *arguments)
+        return _map_one(FullRowValues.apply, info, in_dims, *arguments)
+
+
+class TargetRanks(_Function):
+    """target_ranks."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return torch.ops.fused_topk.target_ranks.default(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return (None,) * (ROWS_FIELDS + 3)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        return _map_one(TargetRanks.apply, info, in_dims, *arguments)
 
 
 # The operators themselves get the rules too, because gradients use them. Without a rule torch loops over the mapped dimension.
@@ -231,7 +251,7 @@ if hasattr(torch.library, "register_vmap"):
         ("row_topk", _map_rows),
         ("beam_topk", _map_beams),
         ("merge_parts", _map_parts),
-        ("full_rows", _map_full_rows),
+        ("full_rows", _map_one),
         ("router_topk", _map_routers),
     ):
         _operator = getattr(torch.ops.fused_topk, _name).default

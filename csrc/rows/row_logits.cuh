@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// A row's logits one by one or some at a time, without registers or shared memory for a tile to wait in: for kernels that read a
+// part of a row again, while it is in the L2 cache.
+#pragma once
+
+#include "row.cuh"
+
+namespace fused_topk {
+
+// The logits of a row. Its functions are for any thread.
+template <class FORMAT>
+struct RowLogits {
+  using Bits = typename FORMAT::Bits;
+
+  const Bits* const data;  // [V]
+  const RowMask mask;      // its data is null where there is none
+  const u32 V;             // the row's length
+
+  // -inf where the mask hides it. index: below V.
+  __device__ __forceinline__ float operator()(u32 index) const {
+    if (mask.data) {
+      const u32 bit = index % 4;
+      if (!(mask.template allowed<4>(index - bit, V) >> bit & 1u)) return -FUSED_TOPK_INFINITY;
+    }
+    return FORMAT::decode(__ldg(data + index));
+  }
+};
+
+// Reads a row with a warp, kElements tokens at a time, 16 bytes a lane, at any start address. Element e of a lane's vector u is token
+// first + (u * 32 + lane) * kPerVector + e.
+template <class FORMAT>
+struct PartReader {
+  static constexpr u32 kPerVector = FORMAT::kPerVector;
+  static constexpr u32 kVectors = 4;
+  static constexpr u32 kElements = kVectors * kPerVector * kWarpSize;
+
+  const RowLogits<FORMAT>& row;
+
+  // The first token of a lane's vector u.
+  static __device__ __forceinline__ u32 token(u32 first, u32 u) {
+    return first + (u * kWarpSize + lane_id()) * kPerVector;
+  }
+
+  // Tokens past the end of the row, and those that the mask hides, are -inf.
+  __device__ __forceinline__ void load(u32 first, Vector (&vectors)[kVectors]) const {
+#pragma unroll
+    for (u32 u = 0; u < kVectors; ++u) vectors[u] = vector(token(first, u));
+    if (!row.mask.data) return;
+#pragma unroll
+    for (u32 u = 0; u < kVectors; ++u) hide(vectors[u], row.mask.template allowed<kPerVector>(token(first, u), row.V));
+  }
+
+ private:
+  __device__ __forceinline__ Vector vector(u32 token) const {
+    const auto* const address = row.data + token;
+    const u32 shift = u32(reinterpret_cast<u64>(row.data) % 16);
+    if (shift == 0 && token + kPerVector <= row.V) return load_16_bytes(address);
+    // A straddling read touches up to 16 bytes before and after the vector.
+    if (shift != 0 && token > 0 && token + 2 * kPerVector <= row.V) {
+      const char* const aligned = reinterpret_cast<const char*>(address) - shift;
+      return straddle(load_16_bytes(aligned), load_16_bytes(aligned + 16), shift);
+    }
+    Vector result = {{0, 0, 0, 0}};
+#pragma unroll
+    for (u32 e = 0; e < kPerVector; ++e) {
+      const u32 bits = token + e < row.V ? __ldg(address + e) : FORMAT::kNegativeInfinity;
+      result.words[e * 4 / kPerVector] |= bits << (kPerVector == 8 ? e % 2 * 16 : 0);
+    }
+    return result;
+  }
+
+  static __device__ __forceinline__ void hide(Vector& vector, u32 allowed) {
+#pragma unroll
+    for (u32 e = 0; e < kPerVector; ++e) {
+      const u32 shift = kPerVector == 8 ? e % 2 * 16 : 0;
+      const u32 of_element = kPerVector == 8 ? 0xFFFFu << shift : ~0u;
+      u32& word = vector.words[e * 4 / kPerVector];
+      if (!(allowed >> e & 1u)) word = (word & ~of_element) | u32(FORMAT::kNegativeInfinity) << shift;
+    }
+  }
+};
+
+}  // namespace fused_topk

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public function of beam search's top-k."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..arguments import (
+    check_backend,
+    check_beam_scores,
+    check_k,
+    check_logits,
+    check_normalize,
+    check_rows,
+    check_whole_rows,
+    is_distributed,
+)
+from ..operators import calls
+from ..problem import TopK
+
+
+def beam_topk(
+    logits: Tensor,
+    beam_scores: Tensor,
+    k: int,
+    *,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    normalize: str = "allowed",
+    backend: str | None = None,
+) -> TopK:
+    """The k best continuations of every sequence, over all of its beams: one step of beam search in one read.
+
+    >>> beam_topk(torch.tensor([[[1.0, 3.0], [2.0, 0.0]]]), torch.zeros(1, 2), k=2).indices
+    tensor([[1, 2]])
+
+    Equals `torch.topk((log_softmax(logits.float(), -1) + beam_scores[..., None]).flatten(1), k)`.
+
+    Args:
+        logits: shape (batch, beams, V). See :func:`softmax_topk`, which describes all arguments.
+        beam_scores: shape (batch, beams), the accumulated log-probability of each beam.
+        k: the number of results per sequence, 1 <= k <= beams * V.
+        temperature: a positive number, or a tensor with one number per row, broadcastable to (batch, beams).
+        mask: the tokens that may be chosen.
+        lengths: how many of a beam's first tokens there are, one number a beam, broadcastable to (batch, beams).
+        normalize: "allowed" (the mask comes before log_softmax) or "all" (after it, as in transformers' beam search).
+        backend: None, "cuda", "cpu" or "reference".
+
+    Returns:
+        TopK with values float32 (batch, k), the accumulated log-probabilities; indices int64 (batch, k), each
+        beam * V + token; logsumexp float32 (batch, beams).
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`softmax_topk`.
+
+    Contract:
+        Order: greater accumulated values first, after rounding to float32; equal values by smaller beam, and within a
+        beam in the order of its logits. So a beam contributes its best tokens even if its score is so low that all of its
+        sums round to the same number. The rest of the contract is that of :func:`softmax_topk`.
+    """
+    check_normalize(normalize)
+    if normalize == "topk":
+        raise ValueError(
+            "`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure"
+        )
+    if is_distributed(logits):
+        from ..distributed import dtensors
+
+        check_whole_rows("lengths", lengths, "hide the tokens by a mask")
+        return dtensors.beams(logits, beam_scores, k, temperature, mask, normalize, backend)
+    check_logits(logits)
+    check_beam_scores(beam_scores, logits)
+    rows = check_rows(logits, temperature, mask, lengths)
+    check_k(k, max(logits.shape[1], 1) * logits.shape[2], "beams times the vocabulary size")
+    check_backend(backend)
+    return calls.beam_topk(rows, beam_scores, k, normalize, backend)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Targets: given tokens of a row, beside its k best. Their log-probabilities and ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import check_choice, check_targets
+from ..operators import calls
+from ..problem import TopK
+from ..rows import LogitRows
+
+_TIES = ("index", "last")
+
+
+def check_row_targets(targets: Any, target_ties: Any, logits: Tensor, out: Any) -> None:
+    """The vocabulary of the logits is last, and so are several targets of a row."""
+    check_choice("target_ties", target_ties, _TIES)
+    if out is not None:
+        raise ValueError("`out` must be None where `targets` are given, got both; leave one out")
+    check_targets(targets, logits, may_be_several=True)
+
+
+def of_targets(
+    rows: LogitRows, targets: Tensor, best: TopK, values: str, normalize: str, target_ties: str, backend: str | None
+) -> tuple[Tensor, Tensor | None]:
+    """The log-probabilities of targets (...), and their ranks; or those of (..., n), and None.
+
+    Args:
+        best: the k best of the rows, with such values.
+    """
+    has_ranks = targets.dim() < rows.logits.dim()
+    tokens = targets.unsqueeze(-1) if has_ranks else targets
+    if values != "log_softmax" or normalize == "topk":
+        # What the targets are compared with.
+        best = calls.row_topk(rows, 1, "log_softmax", "all" if normalize == "all" else "allowed", backend)
+    logprobs = _logprobs(rows, tokens, best.values[..., :1], best.indices[..., :1])
+    if not has_ranks:
+        return logprobs, None
+    ranks = calls.target_ranks(rows, tokens, target_ties == "last", backend)
+    return logprobs.squeeze(-1), ranks.squeeze(-1)
+
+
+def _logprobs(rows: LogitRows, targets: Tensor, first: Tensor, index: Tensor) -> Tensor:
+    """
+    Args:
+        first: the log-probability of the best token, NaN in a row without probabilities.
+        index: that token.
+    """
+    # As the difference to the best token: a common offset of the logits costs no digits.
+    tokens = targets.clamp(0, rows.logits.shape[-1] - 1)
+    best = rows.logits.gather(-1, index).to(first.dtype)
+    # Of a row whose best is -inf, no token has more.
+    best = best.where(best != -torch.inf, 0.0)
+    logprobs = first + (rows.logits.gather(-1, tokens).to(first.dtype) - best) / rows.scale
+    counted = rows.counted_at(tokens)
+    if counted is not None:
+        logprobs = logprobs.where(counted | first.isnan(), -torch.inf)
+    return logprobs.where(targets >= 0, torch.nan)

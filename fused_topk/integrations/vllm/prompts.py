@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities of prompts, from one read of their logits. It needs no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ... import functional
+from .choice import of_best
+
+
+class PromptScorer:
+    """The part of a sampler that vLLM scores prompts with: log-probabilities, of which the best and the given tokens are gathered."""
+
+    def __init__(self, to_tensors: Callable[..., Any]) -> None:
+        """Args: to_tensors: vLLM's LogprobsTensors."""
+        self._to_tensors = to_tensors
+
+    def compute_logprobs(self, logits: Tensor) -> Tensor:
+        """The logits: :meth:`gather_logprobs`, the only reader of the result, normalises them."""
+        return logits
+
+    def gather_logprobs(self, logits: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
+        found: Any = functional.log_softmax_topk(logits, max(num_logprobs, 1), targets=token_ids, target_ties="last")
+        own = found.target_logprobs[:, None]
+        best = found.indices[:, :num_logprobs], found.values[:, :num_logprobs]
+        return self._to_tensors(*of_best(token_ids[:, None], own, *best, found.target_ranks))
+
+
+class RunnerView:
+    """vLLM's model runner with another sampler, for one of its methods that only reads the runner's attributes."""
+
+    def __init__(self, runner: Any, sampler: Any) -> None:
+        self._runner = runner
+        self.sampler = sampler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
