@@ -71,11 +71,9 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str |
             =========== =================================================================================================
             None        Whole steps where they are quicker from the first call on. On a GPU each token is one replay of a CUDA
                         graph, captured in the first call of a shape (batch, beams, lengths rounded up). On a CPU beams run one
-                        operation after another, and a single beam in transformers' loop. So does a call whose result has a
-                        cache to go on with (return_dict_in_generate=True).
+                        operation after another, and a single beam in transformers' loop.
             True        On a CPU a token is one call of code that torch.compile makes in the first call of a shape. That takes
-                        seconds to tens of seconds, which are logged, and needs a C++ compiler. On a GPU as None. The cache of a
-                        result is None.
+                        seconds to tens of seconds, which are logged, and needs a C++ compiler. On a GPU as None.
             "compiled"  As True, and torch.compile makes what is captured on a GPU.
             "eager"     One operation after another, with nothing to make and to keep.
             False       Never. The choice of each token is fused.
@@ -83,8 +81,9 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str |
 
             Sequences in float32 are those of the stock path. In 16 bits a whole step's forward pass rounds otherwise, as with
             another batch size or another implementation of attention, so that some texts take another turn. Where sampling,
-            scores that are returned, or processors other than one :class:`TrieLogitsProcessor` take a choice of their own, the
-            forward pass alone is compiled and captured.
+            scores that are returned, stop strings, or processors other than one :class:`TrieLogitsProcessor` take a choice of
+            their own, the forward pass alone is compiled and captured. A call goes on from the cache that it is given, and
+            leaves in it, or in its result, what stock generate() does.
 
     Raises:
         TypeError: an argument of the wrong kind.
