@@ -210,7 +210,9 @@ def assert_same_cache(stock, given, atol: float = 2e-5) -> None:
     assert type(given) is type(stock)
     for one, other in zip(layers_of(stock), layers_of(given), strict=True):
         assert type(other) is type(one) and vars(other).keys() == vars(one).keys()
-        assert other.get_seq_length() == one.get_seq_length()
+        # A layer with a state alone has no length.
+        if hasattr(one, "get_seq_length"):
+            assert other.get_seq_length() == one.get_seq_length()
         for name in ("keys", "values"):
             if isinstance(getattr(one, name, None), Tensor):
                 torch.testing.assert_close(getattr(other, name), getattr(one, name), rtol=1e-4, atol=10 * atol)

@@ -147,7 +147,7 @@ def test_a_model_with_a_state_of_its_own_is_not_served():
         stock, given, steps = generate_both(model, fused=whole, num_beams=beams)
         assert_same(stock, given)
         assert steps.whole == 0 and steps.fused > 0
-        assert [*steps.not_whole] == ["prepare_inputs_for_generation() of MambaForCausalLM"]
+        assert [*steps.not_whole] == ["a cache without keys"]
 
 
 _SHAPE = {
@@ -185,17 +185,61 @@ def test_attention_of_other_kinds_gives_the_results_of_stock_either_way(name, op
         assert bool(steps.whole) != bool(steps.not_whole)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rotary_embeddings_that_change_with_the_length(kind):
-    assert (
-        entry.reasons._of_config(
-            transformers.LlamaConfig(rope_scaling={"rope_type": "default", "factor": 2.0, "rope_theta": 1e4})
-        )
-        is None
+_FACTORS = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [3.0, 4.0, 5.0, 7.0]}
+_LONGEST = {"max_position_embeddings": 96, "original_max_position_embeddings": 20}
+_CHANGING = {
+    "Llama-dynamic": ("Llama", {"rope_type": "dynamic", "factor": 4.0}, {"max_position_embeddings": 20}),
+    "Llama-longrope": ("Llama", {"rope_type": "longrope", "factor": 4.0, **_FACTORS, **_LONGEST}, {}),
+    "Phi3-longrope": ("Phi3", {"type": "longrope", **_FACTORS}, _LONGEST),
+}
+_QUICK = [("Llama-dynamic", 3), ("Phi3-longrope", 1)]
+
+
+def _changing(case):
+    name, rotary, options = _CHANGING[case]
+    if VERSION >= (5, 0):
+        rotary = {"rope_theta": 1e4, "rope_type": "longrope", **rotary}
+        rotary = {**rotary, **({"original_max_position_embeddings": 20} if case != "Llama-dynamic" else {})}
+    rotary = {name: value for name, value in rotary.items() if name != "max_position_embeddings"}
+    options = {"max_position_embeddings": 96, **options, "num_key_value_heads": 2, "intermediate_size": 64}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 5}
+    torch.manual_seed(0)
+    own = {"rope_parameters" if VERSION >= (5, 0) else "rope_scaling": rotary}
+    config = getattr(transformers, f"{name}Config")(**{**_SHAPE, **options, **tokens, **own})
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("case", "num_beams"),
+    [
+        pytest.param(case, beams, marks=() if (case, beams) in _QUICK else pytest.mark.exhaustive)
+        for case in _CHANGING
+        for beams in (1, 3)
+    ],
+)
+def test_rotary_embeddings_that_change_with_the_length(case, num_beams):
+    model = _changing(case)
+    inputs = inputs_for(model, batch=3, length=8, padding=3)
+    options = {"num_beams": num_beams, "eos_token_id": None}
+    # As long as they stay as they are, to the last token.
+    assert_whole(model, inputs, max_new_tokens=12, **options)
+    assert_declined(
+        model, "texts of more than 20 tokens, where rotary embeddings change", inputs, max_new_tokens=24, **options
     )
+    # A long text leaves other numbers in the model, which stay there.
+    long = model.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=0, **options)
+    assert_whole(model, inputs, max_new_tokens=12, **options)
+    again = model.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=0, **options)
+    assert torch.equal(again, long)
+
+
+def test_rotary_embeddings_that_differ_among_layers():
     config = transformers.LlamaConfig()
-    config.rope_scaling = config.rope_parameters = {"rope_type": kind}
-    assert entry.reasons._of_config(config) == f"rotary embeddings of kind {kind}"
+    config.rope_scaling = config.rope_parameters = {
+        "full_attention": {"rope_type": "longrope"},
+        "sliding_attention": {"rope_type": "default"},
+    }
+    assert entry.reasons._of_config(config) == "rotary embeddings of kind longrope"
 
 
 @pytest.mark.skipif(VERSION < (5, 24), reason="this version of transformers goes on with another text")

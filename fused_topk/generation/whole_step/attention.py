@@ -61,6 +61,8 @@ def plain(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Attention of models whose implementation is `sdpa`."""
+    if options.get("s_aux") is not None:
+        raise ValueError("attention with s_aux, which transformers' function for `sdpa` leaves out")
     return _attend(module, query, key, value, attention_mask, **{**options, "softcap": None})
 
 
@@ -81,9 +83,10 @@ def _attend(
     softcap: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,  # [heads], the scores of sinks
     **options: Any,
 ) -> tuple[Tensor, None]:
-    # Such as a bias of positions or a sink: a trial need not show that it is left out.
+    # Such as a bias of positions: a trial need not show that it is left out.
     unknown = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _NOT_READ]
     if unknown:
         raise ValueError(f"attention with {unknown[0]}")
@@ -97,15 +100,20 @@ def _attend(
         key, value = (_repeated(each, groups) for each in (key, value))
         # Attention to a source is not.
         is_causal = mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        return _weighted(query, key, value, mask, scale, softcap, is_causal).transpose(1, 2).contiguous(), None
+        sink = None if s_aux is None else s_aux.view(-1, 1, 1)
+        return _weighted(query, key, value, mask, scale, softcap, sink, is_causal).transpose(1, 2).contiguous(), None
     if mask is not None:
         # A step's mask may have a second one for the layers with a window: see `ancestry.Mask`.
         mask = mask[:, -1:] if sliding_window is not None else mask[:, :1]
     block = query.view(batch, beams, key_heads, groups, dim).permute(0, 2, 3, 1, 4)
+    sink = None if s_aux is None else s_aux.view(key_heads, groups, 1, 1)
     if mask is not None and mask.shape[-1] != key.shape[2]:
-        found = _weighted_apart(block, key, value, mask, scale, softcap).permute(0, 3, 1, 2, 4)
+        found = _weighted_apart(block, key, value, mask, scale, softcap, sink).permute(0, 3, 1, 2, 4)
         return found.reshape(rows, 1, heads, -1), None
-    found = _weighted(block.reshape(batch, key_heads, groups * beams, dim), key, value, mask, scale, softcap, False)
+    if sink is not None:
+        sink = sink.expand(-1, -1, beams, -1).flatten(1, 2)
+    block = block.reshape(batch, key_heads, groups * beams, dim)
+    found = _weighted(block, key, value, mask, scale, softcap, sink, False)
     found = found.view(batch, key_heads, groups, beams, -1).permute(0, 3, 1, 2, 4)
     return found.reshape(rows, 1, heads, -1), None
 
@@ -117,6 +125,7 @@ def _weighted_apart(
     mask: Tensor,  # [batch, 1, beams, prompt + new tokens]
     scale: float,
     softcap: float | None,
+    sink: Tensor | None,  # [key heads, groups, 1, 1]
 ) -> Tensor:
     """Attention of each beam to the prompt, and to its own new tokens."""
     beams, places = query.shape[3], mask.shape[-1]
@@ -131,7 +140,7 @@ def _weighted_apart(
     scores = torch.cat([of_prompt, of_new], -1) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    weights = (scores + mask.unsqueeze(2)).softmax(-1, dtype=torch.float32).to(value.dtype)
+    weights = _softmax(scores + mask.unsqueeze(2), sink).to(value.dtype)
     found = torch.einsum("bhgjp,bhpd->bhgjd", weights[..., :prompt], value[:, :, :prompt])
     return found + torch.einsum("bhgjn,bhjnd->bhgjd", weights[..., prompt:], own(value))
 
@@ -140,18 +149,35 @@ def _repeated(heads: Tensor, times: int) -> Tensor:
     return heads if times == 1 else heads.repeat_interleave(times, 1)
 
 
+def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
+    """float32 weights. A sink is one more score, whose weight is of nothing."""
+    if sink is None:
+        return scores.softmax(-1, dtype=torch.float32)
+    scores = torch.cat([scores, sink.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1, dtype=torch.float32)[..., :-1]
+
+
 def _weighted(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None, is_causal: bool
+    query: Tensor,  # [batch, heads, queries, dim]
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sink: Tensor | None,  # [heads, queries or 1, 1]
+    is_causal: bool,
 ) -> Tensor:
-    if softcap is None:
+    if softcap is None and sink is None:
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, is_causal=is_causal)
-    scores = torch.tanh(query @ key.transpose(-1, -2) * scale / softcap) * softcap
+    scores = query @ key.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         # Finite, so that a row of padding, which may look at nothing, has no NaN.
         scores = scores.masked_fill(~mask if mask.dtype == torch.bool else mask < 0, torch.finfo(scores.dtype).min)
-    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    return _softmax(scores, sink).to(value.dtype) @ value
 
 
 for _name, _function in ((PLAIN, plain), (CAPPED, capped)):

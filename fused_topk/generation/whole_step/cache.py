@@ -67,6 +67,10 @@ class Places:
         self._most = 0
 
     @property
+    def batch(self) -> int:
+        return self._is_text.shape[0]
+
+    @property
     def prompt(self) -> int:
         """Places for the prompt. A size of a tensor: compiled code serves all sizes, but one value of an attribute."""
         return self._is_text.shape[1]
@@ -148,11 +152,14 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         places = self._places
         if places.is_reading_prompt:
+            # Of the rows of a sequence's beams, which are the same, one.
+            rows = len(key_states) // places.batch
+            of_keys, of_values = key_states[::rows], value_states[::rows]
             if not places.num_past:
-                self.lazy_initialization(key_states, value_states)
+                self.lazy_initialization(of_keys, of_values)
             begin = places.prompt - key_states.shape[2]
-            self.keys[:, :, begin : places.prompt] = key_states
-            self.values[:, :, begin : places.prompt] = value_states
+            self.keys[:, :, begin : places.prompt] = of_keys
+            self.values[:, :, begin : places.prompt] = of_values
             if not places.num_past:
                 return key_states, value_states
             begin -= places.num_past

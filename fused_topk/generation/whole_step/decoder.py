@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import MoEModelOutput
 
 from .ancestry import Mask, gathers
 from .attention import AttentionCall, watched
@@ -32,12 +32,20 @@ class Prompt(NamedTuple):
     ids: Tensor  # int64 [batch, n], the tokens that results begin with
     read: Tensor  # int64 [batch, length], the tokens that are to be read, or [batch, length, dim], their embeddings
     is_text: Tensor  # bool [batch, past + length], False where it is padding
-    positions: Tensor  # int64 [batch, length]
+    # int64 [batch, length]; [..., batch, 1] of the last token alone where the model has prepared its inputs
+    positions: Tensor
     extra: dict[str, Any]  # further arguments of the model
     longest: int  # how many tokens its texts may have with it
     source: Source | None = None
     is_exact: bool = False  # whether steps take no padding before it
     past: Any = None  # what has been read before: see :class:`given_cache.Past`
+    # What the model has prepared of it, a row for each beam: see :mod:`preparation`. None where it has not been asked.
+    inputs: dict[str, Any] | None = None
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Of positions that have several, as those in images do."""
+        return tuple(self.positions.shape[:-2])
 
 
 class Decoder:
@@ -114,7 +122,7 @@ class Decoder:
     def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         """The tensors that a step reads, each with the dimensions whose size is no matter of its code: rows, and places."""
         yield self._is_text, (0, 1)
-        yield self._last_positions, (0,)
+        yield self._last_positions, (self._last_positions.dim() - 2,)
         for layer in self._all_layers:
             yield layer.keys, (0, 2)
             yield layer.values, (0, 2)
@@ -150,7 +158,10 @@ class Decoder:
         padding = self._is_text.shape[1] - prompt.is_text.shape[1]
         self._is_text[:, :padding] = False
         self._is_text[:, padding:] = prompt.is_text
-        self._last_positions.copy_(prompt.positions[:, -1:].repeat_interleave(self._beams, 0))
+        positions = prompt.positions[..., -1:].repeat_interleave(self._beams, -2)
+        if positions.shape != self._last_positions.shape:
+            self._last_positions = torch.empty_like(positions)
+        self._last_positions.copy_(positions)
         places.is_reading_prompt = True
         places.num_past = 0 if past is None else past.length
         if past is not None:
@@ -160,15 +171,18 @@ class Decoder:
                     layer.begin_with(keys, values, padding + past.length)
         of_source = self._begin_source(prompt)
         with watched() as calls:
-            logits = self._forward(
-                self._twin,
-                prompt.read,
-                # transformers' functions are quicker where they know that there is none.
-                None if bool(prompt.is_text.all()) else prompt.is_text.long(),
-                prompt.positions,
-                **of_source,
-                **prompt.extra,
-            )
+            if prompt.inputs is not None:
+                logits = self._logits(self._twin, prompt.inputs)[:: self._beams]
+            else:
+                logits = self._forward(
+                    self._twin,
+                    prompt.read,
+                    # transformers' functions are quicker where they know that there is none.
+                    None if bool(prompt.is_text.all()) else prompt.is_text.long(),
+                    prompt.positions,
+                    **of_source,
+                    **prompt.extra,
+                )
         places.is_reading_prompt = False
         self.calls = calls
         # A model of whose attention nothing is heard is not served: see :mod:`trial`.
@@ -209,13 +223,14 @@ class Decoder:
             tokens: int64 [batch, beams], the new token of each beam.
             parents, step, shown: see :class:`ancestry.Mask`. There is room for as many as are shown.
         """
-        return self._read(self._twin, tokens, parents, step, shown)
+        return self.read_by(self._twin, tokens, parents, step, shown)
 
     def read_states(self, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         """The same, but what the LM head gets, [batch * beams, H]."""
-        return self._read(self._headless, tokens, parents, step, shown)
+        return self.read_by(self._headless, tokens, parents, step, shown)
 
-    def _read(self, twin: Any, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
+    def read_by(self, twin: Any, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
+        """The same of what stands for the twin."""
         assert self._mask is not None
         gathered = self._mask.written(parents, step, shown) if self.gathers and parents is not None else None
         self._places.begin_step(step, shown, gathered)
@@ -258,13 +273,17 @@ class Decoder:
         inputs = {name: ids, f"{prefix}attention_mask": mask}
         if self._takes_positions:
             inputs[f"{prefix}position_ids"] = positions
-        output = twin(use_cache=True, return_dict=True, **{self._cache_argument: self._cache}, **inputs, **extra)
+        return self._logits(twin, {**inputs, **extra})
+
+    def _logits(self, twin: Any, inputs: dict[str, Any]) -> Tensor:
+        output = twin(use_cache=True, return_dict=True, **{self._cache_argument: self._cache}, **inputs)
         logits: Tensor = output.logits[:, -1]
         return logits
 
 
 def _source_inputs(hidden: Tensor, is_text: Tensor | None) -> dict[str, Any]:
-    inputs: dict[str, Any] = {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden)}
+    # Of the kind with most in it: models with experts look for what others do not have.
+    inputs: dict[str, Any] = {"encoder_outputs": MoEModelOutput(last_hidden_state=hidden)}
     return inputs if is_text is None else {**inputs, "attention_mask": is_text}
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -22,11 +23,12 @@ from .criteria import Criteria
 from .decoder import Decoder, Prompt, Source, has_table, num_positions, positions_of, vocab_size_of
 from .head import Head
 from .kept import Store, Way
+from .preparation import prepared
 from .reasons import Declined, decline_for, said_by
 from .rows import RowDecoder, decoder_of
 from .search import Search
 from .streaming import Once
-from .twin import Snapshot, twin_of
+from .twin import Snapshot, text_config, twin_of
 
 
 class _Ready(NamedTuple):
@@ -41,6 +43,8 @@ class _Ready(NamedTuple):
     is_static: bool
     # Whether the decoder looks at the mask of what its encoder has read. Where that is no text, the mask's shape is not known.
     reads_mask: bool
+    # Tensors that steps of text do not look at, as far as it has been tried.
+    unread: set[str]
     # Why no prompt of it can follow what a given cache has; None where one can.
     reason_against_past: Callable[[], str | None] = lambda: None
 
@@ -102,13 +106,13 @@ def _state_of(module: Any) -> dict[str, Any]:
 def _made_ready(model: Any) -> _Ready:
     snapshot = Snapshot(model, _SKIPPED)
     try:
-        stock = twin_of(model, None, _state_of)
+        stock = twin_of(model, None, _state_of, is_steady=False)
     # Of a configuration that cannot be copied.
     except Exception as error:
-        return _Ready(None, _twin_raises(model, error), snapshot, Store(), None, False, True)
+        return _not_ready(_twin_raises(model, error), snapshot)
     is_static, is_taken = True, False
     try:
-        twin = twin_of(model, attention.name_for(model.config._attn_implementation), _state_of)
+        twin = twin_of(model, attention.name_for(text_config(model.config)._attn_implementation), _state_of)
         is_taken = decoder_of(twin) is Decoder
         reason = trial.reason_against(twin, stock) if is_taken else f"{type(model).__name__} takes no other attention"
     # Of a model that takes no other attention.
@@ -116,16 +120,20 @@ def _made_ready(model: Any) -> _Ready:
         reason = _twin_raises(model, error)
     if reason is not None:
         # In the other form.
-        twin = stock
+        twin = twin_of(model, None, _state_of)
         of_rows = trial.reason_against(twin, stock, is_static=False)
         if of_rows is not None:
             # The first says what a model has of its own.
-            return _Ready(None, reason if is_taken else of_rows, snapshot, Store(), None, False, True)
+            return _not_ready(reason if is_taken else of_rows, snapshot)
         # Of a model that cannot have a static cache, transformers says so.
         is_static = bool(getattr(model, "_can_compile_fullgraph", False)) and not trial.reason_against(twin, stock)
     # Few calls are given a cache.
     of_past = functools.cache(functools.partial(trial.reason_against_past, twin, stock))
-    return _Ready(twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin), of_past)
+    return _Ready(twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin), set(), of_past)
+
+
+def _not_ready(reason: str, snapshot: Snapshot) -> _Ready:
+    return _Ready(None, reason, snapshot, Store(), None, False, True, set())
 
 
 def _twin_raises(model: Any, error: Exception) -> str:
@@ -230,10 +238,19 @@ def _search(
     if rules.kept > beams * vocab_size_of(twin.config):
         raise Declined("more continuations than there are")
     with_source = "encoder_outputs" in inputs
-    make = _prompt_with_source if with_source else _prompt
-    prompt = make(ready, ids, beams, longest, config, inputs)
+    if with_source:
+        prompt = _prompt_with_source(ready, ids, beams, longest, inputs)
+    elif reasons.prepares_itself(twin) or reasons.unknown_inputs(inputs, False):
+        prompt = _prepared_prompt(ready, ids, beams, longest, inputs)
+    else:
+        prompt = _prompt(ready, ids, beams, longest, config, inputs)
+    # With what a given cache has.
+    most = prompt.is_text.shape[1] + rules.room
+    steady = reasons.steady_length(twin.config)
+    if steady is not None and most > steady:
+        raise Declined(f"texts of more than {steady} tokens, where rotary embeddings change")
     positions = num_positions(twin.config)
-    if positions is not None and prompt.is_text.shape[1] + rules.room > positions:
+    if positions is not None and most > positions:
         if has_table(twin, positions):
             # A compiled or captured step reads behind its end in another way than single operations do.
             raise Declined(f"texts of more than the {positions} positions of a {type(twin).__name__}")
@@ -283,23 +300,58 @@ def _prompt(
 
 def _past(ready: _Ready, rows: int, beams: int, inputs: dict[str, Any]) -> given_cache.Past | None:
     cache = given_cache.cache_of(inputs)
-    try:
-        is_used = cache is not None and bool(cache.get_seq_length())
-    # Of a cache of states alone, which has no length.
-    except ValueError:
-        raise Declined("a cache without keys") from None
-    if not is_used:
+    if not _is_used(cache):
         return None
     decline_for(given_cache.reason_against(cache, ready.twin.config) or ready.reason_against_past())
     return given_cache.past_of(cache, rows, beams, next(ready.twin.parameters()))
 
 
-def _prompt_with_source(
-    ready: _Ready, ids: Tensor, beams: int, longest: int, config: GenerationConfig, inputs: dict[str, Any]
-) -> Prompt:
+def _is_used(cache: Any) -> bool:
+    try:
+        return cache is not None and bool(cache.get_seq_length())
+    # Of a cache of states alone, which has no length.
+    except ValueError:
+        raise Declined("a cache without keys") from None
+
+
+def _is_text(ids: Tensor, inputs: dict[str, Any]) -> Tensor:
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        return torch.ones_like(ids, dtype=torch.bool)
+    if mask.shape != ids.shape or not bool(mask[:, -1].all()):
+        raise Declined("an attention mask that is not of left padding")
+    is_text: Tensor = mask.bool()
+    return is_text
+
+
+def _prepared_prompt(ready: _Ready, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
+    """The prompt of a model that prepares more than its tokens, as of images."""
+    original = reasons.original_length(ready.twin.config)
+    if original is not None and longest > original and reasons.prepares_itself(ready.twin):
+        # Phi-3 drops its cache there.
+        raise Declined(f"a preparation of its own for texts of more than {original} tokens")
+    if inputs.get("inputs_embeds") is not None:
+        raise Declined("inputs_embeds before a preparation of the model's own")
+    if _is_used(given_cache.cache_of(inputs)):
+        raise Declined("a cache that has been used, before a preparation of the model's own")
+    is_text = _is_text(ids, inputs)
+    asked = prepared(ready.twin, ids, is_text, inputs)
+    for name in sorted(asked.further - ready.unread):
+        if trial.steps_read(ready.twin, name):
+            raise Declined(f"steps with {name}")
+        ready.unread.add(name)
+    positions = asked.last_positions
+    if positions is None:
+        positions = positions_of(is_text)
+        if "position_ids" in inspect.signature(ready.twin.forward).parameters:
+            raise Declined("steps without positions")
+    is_text, ids = is_text[::beams], ids[::beams]
+    return Prompt(ids, ids, is_text, positions[..., ::beams, -1:], {}, longest, inputs=asked.inputs)
+
+
+def _prompt_with_source(ready: _Ready, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
     """The prompt of an encoder-decoder, whose encoder generate() has run."""
-    cache = given_cache.cache_of(inputs)
-    if cache is not None and cache.get_seq_length():
+    if _is_used(given_cache.cache_of(inputs)):
         raise Declined("a cache of an encoder-decoder that has been used")
     outputs, mask = inputs["encoder_outputs"], inputs.get("attention_mask")
     # The trial has none of these, which some decoders ask for.

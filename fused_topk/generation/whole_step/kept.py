@@ -85,6 +85,7 @@ class Shape(NamedTuple):
     source: int | None  # of what an encoder has read
     beams: int
     num_ends: int  # tokens that end a text
+    axes: tuple[int, ...]  # of positions
     device: torch.device
     way: Way
     # Tensors of that mode cannot be written outside of it.
@@ -99,7 +100,7 @@ class Shape(NamedTuple):
             source = source if prompt.source.is_text is None else rounded_up(source)
         mode = torch.is_inference_mode_enabled()
         length = length if prompt.is_exact else rounded_up(length)
-        return Shape(batch, length, source, rules.beams, rules.num_ends, prompt.ids.device, way, mode)
+        return Shape(batch, length, source, rules.beams, rules.num_ends, prompt.axes, prompt.ids.device, way, mode)
 
     def of_code(self) -> Shape:
         """The same for all shapes that compiled code is the same for: but for one row, how many there are is no matter of it."""

@@ -63,8 +63,9 @@ _INPUTS_WITH_SOURCE = (_INPUTS - {"inputs_embeds", "position_ids", "logits_to_ke
 }
 _TAKEN = {"input_ids", "attention_mask"}
 _TAKEN_WITH_SOURCE = {"decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "attention_mask"}
-# Rotary embeddings that are the same whatever the length of the text.
+# Rotary embeddings that are the same whatever the length of the text, and those that are up to some length.
 _ROTARY = {"default", "linear", "llama3", "yarn", "proportional"}
+_STEADY_ROTARY = {"dynamic", "longrope"}
 # generate() itself, its loops, and the methods of a model that they call, in one version of transformers or another.
 _METHODS = (
     "generate",
@@ -87,6 +88,8 @@ _METHODS = (
     "_beam_search_has_unfinished_sequences",
     "_reorder_cache",
 )
+# Methods that a model without an encoder may have of its own: it is asked what they give. See :mod:`preparation`.
+_PREPARING = frozenset({"prepare_inputs_for_generation", "_update_model_kwargs_for_generation"})
 # As they are when this package is imported: the class may be patched later.
 _STOCK_METHODS = {name: getattr(GenerationMixin, name, None) for name in _METHODS}
 # Models with methods of their own that come to the same. Whisper's generate() calls transformers' for each piece of sound;
@@ -98,6 +101,8 @@ if _VERSION >= (5, 24):
     _KNOWN_METHODS += ("transformers.models.phi3.", "transformers.models.phimoe.")
 # Whether the tokens after those of a given cache may be given alone. Before, this is not so in each version.
 TAKES_NEW_TOKENS = _VERSION >= (5, 17)
+_SECOND = "second_expert_policy"
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
@@ -128,7 +133,9 @@ def of_model(model: Any) -> str | None:
     """Why the model as it is now is not served; None if it is."""
     name = type(model).__name__
     for method in _METHODS:
-        if not _is_known(getattr(type(model), method, None), method):
+        found = getattr(type(model), method, None)
+        is_asked = method in _PREPARING and not model.config.is_encoder_decoder and _is_of_a_model(found)
+        if not is_asked and not _is_known(found, method):
             return f"{method}() of {name}"
         # As generate() the model has one of this package, behind which one of the user's has run already.
         if method != "generate" and method in vars(model) and not _is_own(model, method):
@@ -144,6 +151,16 @@ def of_model(model: Any) -> str | None:
     if missing:
         return f"{name} takes no {missing[0]}"
     return _of_modules(model) or _of_weights(model) or _of_config(model.config)
+
+
+def prepares_itself(model: Any) -> bool:
+    """Whether a model that is served prepares its inputs by methods that are not known."""
+    found = {method: getattr(type(model), method, None) for method in _PREPARING}
+    return any(not _is_known(function, method) for method, function in found.items())
+
+
+def _is_of_a_model(found: Any) -> bool:
+    return str(getattr(found, "__module__", "")).startswith("transformers.models.")
 
 
 def _is_known(found: Any, method: str) -> bool:
@@ -197,20 +214,45 @@ def _of_config(config: Any) -> str | None:
     config = config.get_text_config(decoder=True)
     if getattr(config, "attention_chunk_size", None) is not None:
         return "attention in chunks"
+    if getattr(config, "moe_eval_capacity_token_fraction", 1.0) < 1 or getattr(config, _SECOND, "all") != "all":
+        # Which tokens experts have room for depends on the other rows, or on chance.
+        return "experts that leave out tokens"
     for name in ("rope_scaling", "rope_parameters"):
-        kinds = _rotary_kinds(getattr(config, name, None)) - _ROTARY
+        parameters = getattr(config, name, None)
+        # Those that differ among layers are not known to be steady.
+        kinds = _rotary_kinds(parameters) - _ROTARY - ({_own_kind(parameters)} & _STEADY_ROTARY)
         if kinds:
             return f"rotary embeddings of kind {sorted(kinds)[0]}"
     return None
+
+
+def steady_length(config: Any) -> int | None:
+    """Up to how many tokens of a text rotary embeddings stay as they are; None where they always do."""
+    config = config.get_text_config(decoder=True)
+    of_rotary = [getattr(config, name, None) for name in ("rope_scaling", "rope_parameters")]
+    if not {_own_kind(each) for each in of_rotary} & _STEADY_ROTARY:
+        return None
+    found = [getattr(config, name, None) for name in ("max_position_embeddings", _ORIGINAL_LENGTH)]
+    found += [each.get(_ORIGINAL_LENGTH) for each in of_rotary if isinstance(each, Mapping)]
+    return min((int(each) for each in found if each is not None), default=0)
+
+
+def original_length(config: Any) -> int | None:
+    """At how many tokens a preparation of its own may begin the text again; None where it says nothing."""
+    found = getattr(config.get_text_config(decoder=True), _ORIGINAL_LENGTH, None)
+    return None if found is None else int(found)
+
+
+def _own_kind(parameters: Any) -> Any:
+    return parameters.get("rope_type", parameters.get("type")) if isinstance(parameters, Mapping) else None
 
 
 def _rotary_kinds(parameters: Any) -> set[str]:
     """The kinds of rotary embedding of a configuration, which may have one for each kind of layer."""
     if not isinstance(parameters, Mapping):
         return set()
-    own = parameters.get("rope_type", parameters.get("type"))
     nested = (_rotary_kinds(each) for each in parameters.values())
-    return {str(own)} - {"None"} | {kind for kinds in nested for kind in kinds}
+    return {str(_own_kind(parameters))} - {"None"} | {kind for kinds in nested for kind in kinds}
 
 
 def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | None:
@@ -250,15 +292,20 @@ def _sorts_drawn_beams() -> bool:
     return _VERSION >= (5, 24)
 
 
+def unknown_inputs(inputs: Mapping[str, Any], has_source: bool) -> list[str]:
+    """The names of what a loop hands to the model that is not known."""
+    known = _INPUTS_WITH_SOURCE if has_source else _INPUTS
+    return [name for name, value in inputs.items() if name not in known and value is not None]
+
+
 def of_inputs(inputs: Mapping[str, Any], has_source: bool) -> str | None:
     """Why what a loop hands to the model is not served; None if it is.
 
     Args:
-        has_source: whether it is an encoder-decoder.
+        has_source: whether it is an encoder-decoder. Another model is asked what it makes of other inputs.
     """
-    known = _INPUTS_WITH_SOURCE if has_source else _INPUTS
-    unknown = [name for name, value in inputs.items() if name not in known and value is not None]
-    if unknown:
+    unknown = unknown_inputs(inputs, has_source)
+    if has_source and unknown:
         return f"model input {unknown[0]}"
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return "autocast"

@@ -13,16 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import MoEModelOutput
 
 from . import attention
 from .cache import Places, SharedPromptLayer, SourceLayer
 from .decoder import Decoder, num_layers
+from .twin import text_config
 
 
 def decoder_of(twin: Any) -> type[Decoder]:
     """The form of the steps of a twin: that of its attention."""
-    return Decoder if twin.config._attn_implementation in (attention.PLAIN, attention.CAPPED) else RowDecoder
+    return (
+        Decoder if text_config(twin.config)._attn_implementation in (attention.PLAIN, attention.CAPPED) else RowDecoder
+    )
 
 
 class RowPlaces(Places):
@@ -84,7 +87,7 @@ class RowDecoder(Decoder):
             return cache
         return EncoderDecoderCache(cache, Cache(layers=[RowSourceLayer(source, self._beams) for _ in range(number)]))
 
-    def _read(self, twin: Any, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
+    def read_by(self, twin: Any, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         places, beams = self._places, self._beams
         places.begin_step(step, shown, None)
         steps = torch.arange(shown, device=step.device)
@@ -97,7 +100,7 @@ class RowDecoder(Decoder):
         extra: dict[str, Any] = {}
         if self._of_source:
             hidden = self._of_source["encoder_outputs"].last_hidden_state
-            extra["encoder_outputs"] = BaseModelOutput(last_hidden_state=hidden[:1].expand(len(hidden) * beams, -1, -1))
+            extra["encoder_outputs"] = MoEModelOutput(last_hidden_state=hidden[:1].expand(len(hidden) * beams, -1, -1))
         if "attention_mask" in self._of_source:
             extra["attention_mask"] = self._of_source["attention_mask"].repeat_interleave(beams, 0)
         if "cache_position" in self._arguments:

@@ -7,6 +7,7 @@ ways that are not known here, or with arguments of attention that are not, shows
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import MoEModelOutput
 
 from .decoder import Decoder, Prompt, Source, cache_argument, num_layers, positions_of, vocab_size_of
 from .given_cache import past_of
@@ -66,7 +67,7 @@ def _few_inputs(twin: Any) -> dict[str, Any]:
     ids = _some_tokens(twin.config, torch.arange(4, device=device) * 7 + 3).view(2, 2)
     if not twin.config.is_encoder_decoder:
         return {"input_ids": ids}
-    return {"decoder_input_ids": ids, "encoder_outputs": BaseModelOutput(last_hidden_state=_source(twin).hidden)}
+    return {"decoder_input_ids": ids, "encoder_outputs": MoEModelOutput(last_hidden_state=_source(twin).hidden)}
 
 
 class _Unread(Tensor):
@@ -74,7 +75,7 @@ class _Unread(Tensor):
 
     @classmethod
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("a mask that is read")
+        raise RuntimeError("a tensor that is read")
 
 
 def reads_mask(twin: Any) -> bool:
@@ -89,6 +90,28 @@ def reads_mask(twin: Any) -> bool:
     try:
         with torch.no_grad():
             twin(**_few_inputs(twin), attention_mask=mask, use_cache=False)
+    # It was looked at, whatever a model makes of the exception.
+    except Exception:
+        return True
+    return False
+
+
+def steps_read(twin: Any, name: str) -> bool:
+    """Whether a step of text looks at a further tensor.
+
+    Args:
+        twin: see above. It has no encoder.
+        name: of the tensor.
+    """
+    ids = _few_inputs(twin)["input_ids"]
+    is_text = torch.ones_like(ids, dtype=torch.bool)
+    decoder = decoder_of(twin)(twin, len(ids), ids.shape[1], 1, ids.device)
+    decoder.open(2)
+    decoder.read_prompt(Prompt(ids, ids, is_text, positions_of(is_text), {}, ids.shape[1] + 2))
+    step, unread = ids.new_zeros(1), torch.ones(2, 1).as_subclass(_Unread)
+    try:
+        with torch.no_grad():
+            decoder.read_by(functools.partial(twin, **{name: unread}), ids[:, :1], None, step, 1)
     # It was looked at, whatever a model makes of the exception.
     except Exception:
         return True
@@ -133,7 +156,7 @@ def _reason(twin: Any, stock: Any, name: str, form: str, is_static: bool) -> str
     else:
         hidden, is_source = (None if each is None else each.repeat_interleave(beams, 0) for each in source)
         of_source = {} if is_source is None else {"attention_mask": is_source.long()}
-        inputs = {"decoder_input_ids": texts, "encoder_outputs": BaseModelOutput(last_hidden_state=hidden), **of_source}
+        inputs = {"decoder_input_ids": texts, "encoder_outputs": MoEModelOutput(last_hidden_state=hidden), **of_source}
     expected = stock(**inputs, use_cache=False).logits[:, -1]
     return None if _are_close(found, expected) else f"{name} computes something else with {form}"
 

@@ -21,12 +21,15 @@ from transformers import GenerationMixin, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-def twin_of(model: Any, attention: str | None, state_of: Callable[[Any], dict[str, Any]]) -> Any:
+def twin_of(
+    model: Any, attention: str | None, state_of: Callable[[Any], dict[str, Any]], is_steady: bool = True
+) -> Any:
     """The twin of a model.
 
     Args:
         attention: the name of its attention implementation; None for that of the model.
         state_of: gives the attributes of a module, without what is not to be copied.
+        is_steady: whether rotary embeddings stay as they are for short texts.
     """
     # One copy of a configuration, and of each that is a part of it, for all modules that share it.
     configs: dict[int, Any] = {}
@@ -49,9 +52,45 @@ def twin_of(model: Any, attention: str | None, state_of: Callable[[Any], dict[st
         return twin
 
     twin = copied(model)
+    for module in modules.values():
+        _part_rotary(module, is_steady)
     if attention is not None:
-        twin.set_attn_implementation(attention)  # type: ignore[operator]
+        _set_attention(twin, attention)
     return twin
+
+
+def _part_rotary(module: nn.Module, is_steady: bool) -> None:
+    """Gives rotary embeddings that change with the length of texts numbers of their own, since they write to them.
+
+    Steady ones stay as they are for short texts. Else they ask the device, at each step, how long texts are.
+    :func:`reasons.steady_length` says which texts are short.
+    """
+    state = vars(module)
+    if state.get("rope_type") not in ("dynamic", "longrope"):
+        return
+    of_short: Any = module.inv_freq
+    if is_steady:
+        # As transformers has it: the first kind keeps what it has until it has been changed for a long text.
+        if state["rope_type"] == "longrope" or module.max_seq_len_cached != module.original_max_seq_len:
+            of_short = module.original_inv_freq
+        state["rope_type"] = "default"
+    state["_buffers"] = {**state["_buffers"], "inv_freq": of_short.to(module.inv_freq.device, copy=True)}
+
+
+def _set_attention(twin: Any, attention: str) -> None:
+    text = text_config(twin.config)
+    if text is twin.config:
+        twin.set_attn_implementation(attention)
+        return
+    # Of the text alone: what reads images keeps its own. A part may have a configuration of its own that is equal.
+    configs = [getattr(module, "config", None) for module in twin.modules()]
+    for config in [text, *(each for each in configs if type(each) is type(text))]:
+        config._attn_implementation = attention
+
+
+def text_config(config: Any) -> Any:
+    """The configuration of what reads and writes text: of a multimodal model a part."""
+    return config if config.is_encoder_decoder else config.get_text_config(decoder=True)
 
 
 class Snapshot:
@@ -105,8 +144,10 @@ class Snapshot:
 # Gives the parts of something: what it holds, in its order.
 _Look = Callable[[Any], tuple[Any, ...]]
 
+_EVAL_CAPACITY = "moe_eval_capacity_token_fraction"
 # Attributes of any module that are no part of it. reasons.of_model asks for hooks, and about a forward method.
-_NO_PARTS = frozenset({*vars(nn.Module()), "forward"}) - {"training"}
+# Nor is what models of Qwen-VL's kind keep of the last prompt.
+_NO_PARTS = frozenset({*vars(nn.Module()), "forward", "rope_deltas"}) - {"training"}
 
 
 def _looks(holder: Any, parts: tuple[Any, ...], skipped: frozenset[str]) -> Iterator[tuple[_Look | None, Any]]:
@@ -131,7 +172,10 @@ def _looks(holder: Any, parts: tuple[Any, ...], skipped: frozenset[str]) -> Iter
 
 
 def _look_at(module: nn.Module, skipped: frozenset[str]) -> _Look:
-    names = [name for name in vars(module) if name not in _NO_PARTS and name not in skipped]
+    state = vars(module)
+    # NLLB-MoE's routers count it anew in each pass.
+    counted = {"expert_capacity"} if _EVAL_CAPACITY in state else set()
+    names = [name for name in state if name not in _NO_PARTS and name not in skipped and name not in counted]
     # Of one name it would give no tuple.
     return functools.partial(_of_module, operator.itemgetter("training", *names), skipped)
 
@@ -140,7 +184,7 @@ def _of_module(attributes: _Look, skipped: frozenset[str], module: nn.Module) ->
     # This runs for each module in each call of generate(): 0.7 us.
     state = module.__dict__
     # All of the attributes that there were, and their number: no other one has come.
-    number = len(state) - ("forward" in state)
+    number = len(state) - ("forward" in state) - ("rope_deltas" in state)
     for name in skipped:
         number -= name in state
     tables = state["_modules"], state["_parameters"], state["_buffers"]

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole steps of models whose attention has sinks, and of encoder-decoders with experts."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+import transformers
+
+from decoding import BOS, EOS, PAD, inputs_for, with_biases
+from fused_topk.generation.whole_step import ancestry, attention, entry
+from fused_topk.generation.whole_step.rows import RowDecoder, decoder_of
+from whole_steps import assert_whole, source_for, swaps
+
+_IS_5 = int(transformers.__version__.split(".")[0]) >= 5
+_TOKENS = {"vocab_size": 97, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+
+
+@functools.cache
+def _gpt_oss():
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        **_TOKENS,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=96,
+        initializer_range=0.3,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+        **({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} if _IS_5 else {"rope_scaling": None}),
+    )
+    model = with_biases(transformers.GptOssForCausalLM(config), 0).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            # So great that they take half of the weights and more.
+            layer.self_attn.sinks.copy_(torch.linspace(1, 4, 4))
+    return model
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("is_gathered", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_sinks(num_beams, is_gathered, monkeypatch):
+    if is_gathered:
+        monkeypatch.setattr(ancestry, "_PAIR_GATHERED", 0)
+        monkeypatch.setattr(ancestry, "_PLACE_GATHERED", 0)
+    model = _gpt_oss()
+    inputs = inputs_for(model, batch=3, padding=3)
+    stock = assert_whole(model, inputs, num_beams=num_beams, num_return_sequences=num_beams, max_new_tokens=14)
+    if num_beams > 1:
+        assert swaps(stock, num_beams) > 0
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_the_weight_of_sinks(is_gathered):
+    generator = torch.Generator().manual_seed(0)
+    batch, beams, key_heads, groups, dim, prompt, new = 2, 3, 2, 2, 4, 5, 2
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    query, sinks = random(batch * beams, key_heads * groups, 1, dim), random(key_heads * groups)
+    keys, values = (random(batch, key_heads, prompt + beams * new, dim) for _ in range(2))
+    # Beam j's own are its j-th places of each new token, or the j-th run of places where they are gathered.
+    found = torch.empty(batch, beams, key_heads * groups, dim, dtype=torch.float64)
+    places = torch.arange(beams * new).view((beams, new) if is_gathered else (new, beams))
+    own = [[*range(prompt), *(prompt + (places[j] if is_gathered else places[:, j])).tolist()] for j in range(beams)]
+    for b in range(batch):
+        for j in range(beams):
+            for h in range(key_heads * groups):
+                key, value = (of[b, h // groups, own[j]] for of in (keys, values))
+                scores = torch.cat([key @ query[b * beams + j, h, 0] * dim**-0.5, sinks[h : h + 1]])
+                found[b, j, h] = scores.softmax(0)[:-1] @ value
+    if is_gathered:
+        mask = torch.zeros(batch, 1, beams, prompt + new, dtype=torch.float64)
+    else:
+        mask = torch.full((batch, 1, beams, keys.shape[2]), -torch.inf, dtype=torch.float64)
+        for j in range(beams):
+            mask[:, :, j, own[j]] = 0
+        mask = mask.repeat(1, 1, groups, 1)
+    result, _ = attention.capped(None, query, keys, values, mask, s_aux=sinks)
+    # Weights are float32.
+    torch.testing.assert_close(result.view_as(found), found, rtol=0, atol=1e-6)
+
+
+def test_the_function_of_sdpa_knows_no_sinks():
+    query = torch.randn(1, 4, 1, 8)
+    with pytest.raises(ValueError, match="s_aux"):
+        attention.plain(None, query, query, query, None, s_aux=torch.zeros(4))
+
+
+_EXPERTS = {
+    "NllbMoe": {
+        "d_model": 32,
+        **{
+            f"{side}_{part}": n
+            for side in ("encoder", "decoder")
+            for part, n in (("layers", 2), ("attention_heads", 4))
+        },
+        **{f"{side}_{part}": n for side in ("encoder", "decoder") for part, n in (("ffn_dim", 64), ("sparse_step", 2))},
+        "num_experts": 4,
+        "expert_capacity": 64,
+        "max_position_embeddings": 96,
+        "init_std": 0.3,
+        "decoder_start_token_id": 2,
+    },
+    "SwitchTransformers": {
+        **{"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4},
+        **{"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 4, "expert_capacity": 64},
+        "decoder_start_token_id": PAD,
+    },
+}
+
+
+@pytest.mark.parametrize("num_beams", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", _EXPERTS)
+def test_experts_of_encoder_decoders(name, num_beams, monkeypatch):
+    tried = []
+    made = entry._made_ready
+    monkeypatch.setattr(entry, "_made_ready", lambda model: tried.append(1) or made(model))
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**_TOKENS, **_EXPERTS[name])
+    model = with_biases(getattr(transformers, f"{name}ForConditionalGeneration")(config), 0).eval()
+    # Random embeddings of tokens that are read would choose themselves.
+    head = torch.nn.Linear(32, 97, bias=False)
+    head.weight.data = torch.randn(97, 32, generator=torch.Generator().manual_seed(0)) * 0.4
+    model.set_output_embeddings(head)
+    inputs = source_for(model)
+    stock = assert_whole(model, inputs, num_beams=num_beams, num_return_sequences=num_beams, max_new_tokens=12)
+    assert decoder_of(entry.ready_for(model).twin) is RowDecoder
+    # Routers count how many tokens they have had.
+    assert_whole(model, source_for(model, length=12), num_beams=num_beams, max_new_tokens=5)
+    assert len(tried) == 1
+    if num_beams > 1:
+        assert swaps(stock, num_beams) > 0
+
+
+def test_experts_that_leave_out_tokens():
+    reason = "experts that leave out tokens"
+    config = transformers.NllbMoeConfig(moe_eval_capacity_token_fraction=0.5)
+    assert entry.reasons._of_config(config) == reason
+    assert entry.reasons._of_config(transformers.NllbMoeConfig(second_expert_policy="random")) == reason
+    assert entry.reasons._of_config(transformers.NllbMoeConfig()) is None
