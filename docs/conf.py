@@ -13,7 +13,7 @@ DOCS = Path(__file__).parent
 project = html_title = "fused_topk"
 version = release = fused_topk.__version__
 html_theme = "furo"
-html_show_sourcelink = False
+html_show_sourcelink = html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["tables.css"]
 

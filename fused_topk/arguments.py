@@ -392,12 +392,18 @@ def check_backend(backend: Any) -> None:
         check_choice("backend", backend, backends.NAMES)
 
 
-def check_beam_scores(beam_scores: Any, logits: Tensor) -> None:
+def check_beams(logits: Tensor) -> None:
     if logits.dim() != 3:
         raise ValueError(
             f"`logits` must have the shape (batch, beams, vocabulary) for beam search, got {tuple(logits.shape)}; "
             "reshape them, for example with .unflatten(0, (-1, beams))"
         )
+    if logits.shape[1] == 0:
+        raise ValueError(f"`logits` must have at least one beam, got shape {tuple(logits.shape)}; leave the call out")
+
+
+def check_beam_scores(beam_scores: Any, logits: Tensor) -> None:
+    check_beams(logits)
     check_tensor("beam_scores", beam_scores)
     if not beam_scores.is_floating_point():
         raise TypeError(f"`beam_scores` must be floating point, got {beam_scores.dtype}; convert them with .float()")

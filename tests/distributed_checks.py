@@ -187,6 +187,7 @@ def calls_that_come_to_differ_are_errors_everywhere(rank: int, size: int) -> Non
             for s in (
                 {},
                 {"num_samples": 300},
+                {"kept": True},
                 {"top_k": 5},
                 {"top_k": 5, "top_p": 0.5},
                 {"top_k": 5, "logprobs": 80},

@@ -11,7 +11,7 @@ import fused_topk
 from distributed_checks import columns, counted, frame, raises
 from fused_topk import distributed
 from rows import packed, random_mask
-from test_sampling import SETTINGS, check_draws, check_is_kept, kept_weights, rows_of, uniforms
+from test_sampling import SETTINGS, check_draws, check_is_kept, check_kept, kept_weights, rows_of, uniforms
 
 FOLDER = ""
 
@@ -68,6 +68,42 @@ def what_the_unsharded_call_gives(rank: int, size: int) -> None:
     assert distributed.sample(columns(logits[:0], rank, size), seed=3).tokens.shape == (0, 3, 1)
 
 
+def what_is_kept(rank: int, size: int) -> None:
+    """Of whole rows, of lists, and of rows of which more is kept than a list has; by number and by parameters of each row."""
+    for vocab_size in (300, 2500):
+        logits = rows_of(vocab_size)
+        mask = random_mask(*logits.shape, share=0.7)
+        has_any = (logits.masked_fill(~mask, -torch.inf) > -torch.inf).any(1)
+        for name, settings in SETTINGS.items():
+            call = {"seed": 3, "kept": True, **settings}
+            for allowed in (None, mask):
+                own_mask = None if allowed is None else columns(allowed, rank, size)
+                got = distributed.sample(columns(logits, rank, size), mask=own_mask, **call)
+                want = fused_topk.sample(logits, mask=allowed, **call)
+                some = slice(None) if allowed is None else has_any
+                assert got.kept.counts.dtype == torch.int64 and got.kept.logsumexp.dtype == torch.float32
+                if "top_p" not in settings:
+                    assert torch.equal(got.kept.counts, want.kept.counts), (name, vocab_size)
+                    torch.testing.assert_close(
+                        got.kept.logsumexp, want.kept.logsumexp, rtol=2.0**-22, atol=5e-6, equal_nan=True
+                    )
+                check_kept(
+                    type(got.kept)(*(x[some] for x in got.kept)),
+                    logits[some],
+                    settings,
+                    None if allowed is None else allowed[some],
+                )
+    logits = rows_of(700)[:6].view(2, 3, 700)
+    of_rows = {"temperature": torch.tensor([0.0, 1.0, 2.0]), "top_k": torch.tensor([[0], [9]]), "seed": 0, "kept": True}
+    got, want = distributed.sample(columns(logits, rank, size), **of_rows), fused_topk.sample(logits, **of_rows)
+    assert got.kept.counts.shape == (2, 3) and torch.equal(got.kept.counts, want.kept.counts)
+    torch.testing.assert_close(got.kept.logsumexp, want.kept.logsumexp, rtol=0, atol=5e-6)
+    got = distributed.sample(columns(logits.double(), rank, size), seed=0, kept=True)
+    torch.testing.assert_close(got.kept.logsumexp, logits.double().logsumexp(-1), rtol=0, atol=1e-6)
+    assert got.kept.logsumexp.dtype == torch.float64
+    assert distributed.sample(columns(logits, rank, size), seed=0).kept is None
+
+
 def special_rows(rank: int, size: int) -> None:
     logits = torch.randn(7, 90, generator=torch.Generator().manual_seed(0))
     logits[0] = -torch.inf
@@ -78,11 +114,19 @@ def special_rows(rank: int, size: int) -> None:
     for cuts in (None, [0] * (size - 1), [90] * (size - 1)):
         for settings in ({}, {"top_k": 5}, {"top_p": 0.8}):
             for is_truncated in (False, True):
-                call = {"temperature": temperature, "seed": 1, "truncated_log_probs": is_truncated, **settings}
+                call = {
+                    "temperature": temperature,
+                    "seed": 1,
+                    "truncated_log_probs": is_truncated,
+                    "kept": True,
+                    **settings,
+                }
                 got = distributed.sample(columns(logits, rank, size, cuts), **call)
                 want = fused_topk.sample(logits, **call)
                 assert torch.equal(got.tokens, want.tokens), settings
                 torch.testing.assert_close(got.log_probs, want.log_probs, rtol=0, atol=5e-6, equal_nan=True)
+                assert torch.equal(got.kept.counts, want.kept.counts), settings
+                torch.testing.assert_close(got.kept.logsumexp, want.kept.logsumexp, rtol=0, atol=5e-6, equal_nan=True)
 
 
 def parameters_of_each_row(rank: int, size: int) -> None:
@@ -148,5 +192,7 @@ def arguments_of_draws(rank: int, size: int) -> None:
     raises(ValueError, "`temperature` must satisfy", lambda: distributed.sample(own, temperature=-1.0))
     raises(ValueError, "`num_samples` must satisfy", lambda: distributed.sample(own, num_samples=0))
     raises(ValueError, "`top_p` must satisfy", lambda: distributed.sample(own, top_p=1.5))
+    raises(TypeError, "`truncated_log_probs` must be a bool", lambda: distributed.sample(own, truncated_log_probs=1))
+    raises(TypeError, "`kept` must be a bool", lambda: distributed.sample(own, kept=None))
     raises(ValueError, "`generator` must be None", lambda: distributed.sample(own, seed=1, generator=torch.Generator()))
     raises(ValueError, "`logprobs` must satisfy 1 <= logprobs <= 40", lambda: distributed.sample(own, logprobs=41))

@@ -45,7 +45,7 @@ def random_problem(turn: int, most_experts: int = 1024, **fixed: Any) -> RouterP
     if kind in ("ties", "mixed"):
         x = x.round()
     if kind == "subnormal":
-        x = torch.where(some(0.5), x * 1e-39, -87.0 - 20 * torch.rand(shape, generator=generator))
+        x = torch.where(some(0.5), x * 1e-39, -77.0 - 20 * torch.rand(shape, generator=generator))
     if kind == "saturated":
         x = torch.where(some(0.5), 100.0, torch.where(some(0.5), -100.0, x))
     if kind == "equal":

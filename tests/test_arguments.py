@@ -300,6 +300,13 @@ def test_beam_topk_logits_of_the_wrong_shape(shape):
     assert_raises(ValueError, "logits", "beam_topk", torch.zeros(shape), beam_scores=torch.zeros(2, 3))
 
 
+def test_beam_topk_without_beams():
+    """There is nothing to choose from, also in an empty batch."""
+    for batch in (0, 2):
+        scores = torch.zeros(batch, 0)
+        assert_raises(ValueError, "logits", "beam_topk", torch.zeros(batch, 0, 10), beam_scores=scores)
+
+
 def test_beam_topk_scores():
     logits = random_logits(2, 3, 10)
     for shape in ((3,), (2, 1), (3, 2), (2, 3, 1), ()):
@@ -402,6 +409,10 @@ def test_distributed_tensors_are_refused_with_what_works(tmp_path):
                 TypeError, match=r"`lengths` must be None where `logits` is a DTensor, got Tensor; .*-inf|mask"
             ):
                 run(logits, lengths=lengths)
+        with pytest.raises(
+            TypeError, match=r"`targets` must be None where `logits` is a DTensor, got Tensor; leave them"
+        ):
+            fused_topk.topk(logits, 3, targets=lengths)
         with pytest.raises(TypeError, match=r"`lengths` must be None where `logits` is a DTensor"):
             fused_topk.beam_topk(logits.unsqueeze(0), torch.zeros(1, 4), 3, lengths=lengths)
     finally:

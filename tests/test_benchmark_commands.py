@@ -70,8 +70,10 @@ def test_bench_writes_what_it_prints(tmp_path):
         ("paper", ["--targets"], False),  # a GPU's
         ("cpu", [], False),
         ("cpu", ["--targets"], True),
-        ("sampling", ["--targets"], True),
-        pytest.param("sampling", [], False, marks=pytest.mark.exhaustive),
+        *(
+            pytest.param("sampling", *case, marks=pytest.mark.exhaustive)
+            for case in ((["--targets"], True), ([], False))
+        ),
     ],
 )
 def test_bench_judges_by_the_targets_of_the_machine_if_asked(suite, arguments, judged):

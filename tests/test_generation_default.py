@@ -14,9 +14,10 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 from transformers import GenerationConfig
 
 from decoding import SmallerIndexFirst, inputs_for, one_thread, tiny  # noqa: F401
-from fused_topk.generation import disable, enable, fused_decoding, generate, stats
-from fused_topk.generation.whole_step import graphs
+from fused_topk.generation import disable, enable, fused_decoding, generate, stats, ways
+from fused_topk.generation.whole_step import entry, graphs
 from test_whole_step_graphs import Event, StandIn, new_on_the_host
+from test_whole_step_rows import row_model
 from whole_steps import encoder_decoder, family, source_for
 
 OPTIONS = {"max_new_tokens": 8, "do_sample": False}
@@ -112,15 +113,26 @@ def test_nothing_is_said_of_what_is_not_served(caplog):
     assert steps.whole == 0 and steps.not_whole and not caplog.records
 
 
-def test_a_model_that_is_known_not_to_be_served_is_prepared_once():
-    model = copy.deepcopy(tiny("t5"))
-    runs = []
-    model.get_encoder().register_forward_hook(lambda *_: runs.append(1))
+def test_a_model_that_is_known_not_to_be_served_is_prepared_once(monkeypatch):
+    """The first call is prepared for whole steps before its model is tried, later ones are not."""
+    model = copy.deepcopy(row_model("T5"))
+    made, loop = [], ways.Loop
+    monkeypatch.setattr(ways, "Loop", lambda *arguments: made.append(1) or loop(*arguments))
     with fused_decoding(model):
         for _ in range(2):
-            runs.clear()
-            model.generate(**inputs_for(model), **OPTIONS, num_beams=2)
-    assert len(runs) == 1
+            stats(reset=True)
+            model.generate(**source_for(model), **OPTIONS, num_beams=2)
+            assert stats(reset=True).not_whole == {"a row for each beam on a CPU": 1}
+    assert len(made) == 1
+
+
+def test_steps_that_cannot_be_kept_are_left_to_the_stock_loop_on_a_gpu(on_a_gpu, monkeypatch):
+    # The model is on a CPU.
+    monkeypatch.setattr(entry, "_of_default", lambda ready: None)
+    model = row_model("GPTNeo")
+    stock, given, steps = both(model, inputs_for(model), num_beams=3)
+    assert torch.equal(stock, given)
+    assert steps.whole == 0 and steps.not_whole == {"steps that cannot be kept": 1}
 
 
 def test_encoder_decoders_run_in_whole_steps():

@@ -131,6 +131,7 @@ def test_accesses_are_those_of_the_paper():
     assert [counts[name] for name in ("safe_then_topk", "online_then_topk", "safe_topk", "online_topk")] == [5, 4, 2, 1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
 def test_kernels_compile_without_spills(nvrtc, architecture):  # noqa: F811
     for kernel in ladder.kernel_names():

@@ -410,7 +410,8 @@ def test_linear_backward_scratch_memory(monkeypatch, rows, depth, vocab_size, li
     assert 2**20 < live.most - result_bytes(result) <= 64 << 20
 
 
-@pytest.mark.parametrize("is_packed", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_packed", [False, True])
 def test_linear_scratch_memory_of_a_mask_that_rows_share(is_packed):
     """Such rows do not merge into one dimension. So the mask is copied, but no more of it than of the logits."""
     hidden, weight, _ = exact_head((2, 140), 2, 300000, torch.float32)

@@ -261,6 +261,27 @@ def test_broad_rows_with_parameters_of_their_own_and_a_mask(backend):
         assert torch.equal(alone.tokens, got.tokens[part]) and torch.equal(alone.kept.counts, got.kept.counts[part])
 
 
+def rows_cut_by_min_p(vocab_size: int) -> tuple[Tensor, dict]:
+    """Broad rows, of whose tokens that top-p keeps min-p cuts the last one, and the settings."""
+    logits = 2 * torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(0))
+    weights = kept_weights(logits, {"top_p": 0.9}).sort(1, descending=True).values
+    least = weights.gather(1, (weights > 0).sum(1, keepdim=True) - 1).squeeze(1)
+    return logits, {"top_p": 0.9, "min_p": least * (1 + 1e-5)}
+
+
+def test_min_p_cuts_near_the_border_of_top_p(backend):
+    """Among the few tokens that a search for that border lists."""
+    logits, settings = rows_cut_by_min_p(3000)
+    on_device = {name: x.to(backend.device) if isinstance(x, Tensor) else x for name, x in settings.items()}
+    got = backend("sample", logits.to(backend.device), seed=1, num_samples=20, kept=True, **on_device)
+    weights = kept_weights(logits, settings)
+    assert got.kept.counts.tolist() == (weights > 0).sum(1).tolist()
+    assert bool((weights.gather(1, got.tokens.cpu()) > 0).all())
+    torch.testing.assert_close(
+        got.kept.logsumexp.cpu().double(), weights.sum(1).log() + logits.double().amax(1), rtol=0, atol=2e-5
+    )
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("vocab_size", [30, 3000])
 def test_kept(backend, name, vocab_size):
@@ -360,6 +381,18 @@ def test_all_that_tie_with_the_kth_are_kept(backend):
         weights = logits.double().exp().sort(descending=True).values[0, :kept]
         token = int(got.tokens)
         assert float(got.log_probs) == pytest.approx(float(logits[0, token] - weights.sum().log()), abs=1e-5)
+
+
+def test_top_p_of_tokens_that_tie_with_the_kth(backend):
+    """It is relative to all of them, and keeps the first ones."""
+    logits, seed = torch.zeros(2, 700), torch.arange(2)
+    logits[:, 400] = 1.0
+    settings = {"top_k": 2, "top_p": 0.5}
+    got = backend(
+        "sample", logits.to(backend.device), seed=seed.to(backend.device), num_samples=20, kept=True, **settings
+    )
+    check_draws(got.tokens.cpu(), uniforms(seed, 20), kept_weights(logits, settings))
+    check_kept(got.kept, logits, settings)
 
 
 def test_masks(backend):

@@ -141,7 +141,8 @@ def test_topk_under_schedules(name, schedule):
 @pytest.mark.parametrize("case", [Case(2500, 5, beams=3), Case(40_008, 60, beams=3, splits=2)], ids=["warps", "splits"])
 def test_beams(case):
     logits = random_logits(2, 3, case.vocab_size)
-    lengths = torch.tensor([[case.vocab_size, 1, 2000], [3, case.k, case.vocab_size - 1]])
+    # Whose strides are not those of the rows.
+    lengths = torch.tensor([[case.vocab_size, 3], [1, case.k], [2000, case.vocab_size - 1]]).t()
     with_nan, hidden = ragged(logits, lengths)
     scores = random_logits(2, 3, seed=1) - 20
     got = topk(case, request(case, LogitRows(with_nan, lengths=lengths), "log_softmax"), scores)

@@ -49,7 +49,7 @@ def random_targets(rows: int, vocab_size: int, number: int) -> Tensor:
     """Some of them none, and some of them beyond the row, which may not be read."""
     targets = torch.randint(-1, vocab_size + 1, (rows, number), generator=torch.Generator().manual_seed(vocab_size))
     targets[0] = torch.arange(number) - 2
-    targets[-1] = vocab_size - 1
+    targets[-1] = vocab_size - 1 + torch.arange(number)
     return targets
 
 

@@ -93,6 +93,15 @@ def test_layouts():
     check(grouped(x, bias=shifted(random_logits(64, seed=1), 1)))
 
 
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_tiny_scores(scoring):
+    """Whose remainders are subnormal, and whose sum is 0."""
+    x = torch.linspace(-87, -85.5, 64).expand(3, -1).clone()
+    x[1], x[2, 1:] = -100.0, -100.0
+    for dtype in (torch.float32, torch.bfloat16):
+        check(grouped(x.to(dtype), bias=None, groups=1, topk_groups=1, k=32, scoring=scoring))
+
+
 @pytest.mark.parametrize("groups", [pytest.param(n, marks=() if n == 40 else pytest.mark.exhaustive) for n in (1, 2, 3, 24, 40, 60, 120)])  # fmt: skip
 def test_groups_of_all_sizes(groups):
     x = random_logits(2, 120)

@@ -4,6 +4,7 @@ checked."""
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from unittest import mock
 
@@ -28,6 +29,7 @@ from test_sampling import (
     check_is_kept,
     check_kept,
     kept_weights,
+    rows_cut_by_min_p,
     rows_of,
     uniforms,
 )
@@ -186,6 +188,18 @@ def test_broad_rows(name):
     check_broad(name, dtype, 2100, rows, blocks=blocks, schedule=SCHEDULES[turn % len(SCHEDULES)], seed=turn)
 
 
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_min_p_cuts_near_the_border_of_top_p(blocks):
+    """Among the tokens that are listed, and in the bins beside them."""
+    logits, settings = rows_cut_by_min_p(2100)
+    got = draw(logits, settings, kept=True, num_samples=20, blocks=blocks)
+    weights = kept_weights(logits, settings)
+    assert got.kept.counts.tolist() == (weights > 0).sum(1).tolist()
+    assert bool((weights.gather(1, got.tokens) > 0).all())
+    sums = weights.sum(1).log() + logits.double().amax(1)
+    torch.testing.assert_close(got.kept.logsumexp.double(), sums, rtol=0, atol=2e-5)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_broad_rows_that_are_counted_again(schedule):
@@ -309,6 +323,16 @@ def test_parameters_beyond_what_a_cpu_takes(settings):
         assert got.tokens[0].unique().numel() == 1
 
 
+def test_top_p_of_tokens_that_tie_with_the_kth():
+    """It is relative to all of them, of which the list has five. It keeps the first ones."""
+    logits, seed = torch.zeros(2, 700), torch.arange(2)
+    logits[:, 400] = 1.0
+    settings = {"top_k": 2, "top_p": 0.5}
+    got = draw(logits, settings, name_of=seed, kept=True, num_samples=20, longest=5)
+    check_draws(got.tokens, uniforms(seed, 20), kept_weights(logits, settings))
+    check_kept(got.kept, logits, settings)
+
+
 def test_rows_without_a_distribution():
     rows = torch.randn(5, 100, generator=torch.Generator().manual_seed(1))
     rows[0, 3], rows[1, 4], rows[2] = NAN, INF, -INF
@@ -401,3 +425,31 @@ def test_sums_of_weights_fit_64_bits():
     for vocab_size in (1, 2**18, 2**31 - 1):
         unit = launch.sample_unit(vocab_size)
         assert unit * vocab_size < 2**62 and unit >= 2**30
+
+
+def rows_with_ties_at_an_edge(bins_above: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of a best token, 3000 equal ones and 100 of a little less, and a top_p that keeps half of the latter.
+
+    bins_above: how far the equal ones are above the edge between their bin and that of the 100, in widths of a bin.
+    """
+    at = bins_above.double().unsqueeze(1)
+    behind = torch.linspace(0.1, 0.9, 100, dtype=torch.float64)
+    width = torch.full_like(at, 0.003)
+    for _ in range(60):
+        edge = (1 / width).floor() * width
+        fall = torch.cat([torch.zeros_like(at), (edge - at * width).expand(-1, 3000), edge + behind * width], 1)
+        weights = (-fall).exp()
+        total = weights.sum(1, keepdim=True)
+        rest = weights[:, -50:].sum(1, keepdim=True) + weights[:, -51:-50] / 2
+        # As count_for_top_p() of sample_rows.cu makes the bins.
+        width = (2.0**8 * fall.shape[1] / rest).log() / 4096 + math.log(2) / 4096
+    return (-fall).float(), (1 - rest / total).squeeze(1)
+
+
+def test_ties_at_the_edge_of_a_bin():
+    """They are listed with the tokens of the next bin, and are more than a list has: the count of both says so."""
+    logits, top_p = rows_with_ties_at_an_edge(torch.tensor([-0.004, 0.004, 0.5]))
+    seed = torch.arange(3)
+    got = draw(logits, {"top_p": top_p}, name_of=seed, kept=True, num_samples=20)
+    check_draws(got.tokens, uniforms(seed, 20), kept_weights(logits, {"top_p": top_p}))
+    assert bool(((got.kept.counts - 3051).abs() <= 1).all())

@@ -63,7 +63,8 @@ def test_arguments_are_checked_while_another_thread_compiles():
             fused_topk.linear_log_softmax_topk(logits, torch.randn(9, 50), 3, targets=torch.tensor([1, 9]))
 
 
-def test_steps_are_fused_while_another_thread_compiles():
+def test_steps_are_fused_while_another_thread_compiles(threads):
+    threads(1)
     pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
     from decoding import assert_fused, tiny
     from whole_steps import assert_whole, family

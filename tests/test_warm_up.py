@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import fused_topk
 from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver, tickets
 from fused_topk.layout import launch
-from fused_topk.problem import FullRowProblem, Sample, SampleProblem, TopkProblem
+from fused_topk.problem import FullRowProblem, RankProblem, Sample, SampleProblem, TopkProblem
 from fused_topk.rows import LogitRows
 from gpu_stand_in import StandInGpus
 from oracle import problem_of, start, start_full_rows
@@ -118,6 +119,22 @@ def test_lengths(gpus, function):
         problem = TopkProblem(LogitRows(logits, lengths=lengths), k, values, "allowed")
         start(cuda, problem, empty_result(problem))
     assert names[0] in compiled(gpus) - plain
+
+
+@pytest.mark.parametrize("function", ["log_softmax_topk", "softmax_topk", "sample"])
+def test_targets(gpus, function):
+    """The ranks' kernel, and where values are no log-probabilities, that of the best token's."""
+    shape, options = (3, 40_000), {"functions": function, "dtypes": torch.float16, "device": 0}
+    fused_topk.warm_up(shape, 1025, **options)
+    plain = compiled(gpus)
+    fused_topk.warm_up(shape, 1025, **options, targets=True)
+    logits, targets = torch.zeros(shape, dtype=torch.float16), torch.zeros(3, 1, dtype=torch.int64)
+    with recorded() as names, mock.patch.object(cuda, "multiprocessors", lambda device: 132):
+        cuda.target_ranks(RankProblem(LogitRows(logits), targets, True), torch.empty_like(targets))
+        if function == "softmax_topk":
+            problem = TopkProblem(LogitRows(logits), 1, "log_softmax", "allowed")
+            start(cuda, problem, empty_result(problem))
+    assert compiled(gpus) - plain == set(names)
 
 
 def test_whole_rows_with_lengths(gpus):

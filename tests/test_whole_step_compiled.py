@@ -182,6 +182,7 @@ def test_a_compiler_that_fails(model, monkeypatch):
         assert_not_compiled(model, "what is to be compiled raises OSError: no compiler")
 
 
+@pytest.mark.exhaustive
 def test_what_torch_says_of_a_compiler_that_fails(model, monkeypatch):
     def fail(graph, inputs):
         raise OSError("no working C++ compiler\nand more")
@@ -192,7 +193,7 @@ def test_what_torch_says_of_a_compiler_that_fails(model, monkeypatch):
 
 @pytest.mark.parametrize("num_beams", [1, *also(3)])
 @pytest.mark.parametrize("output_scores", [False, True])
-@pytest.mark.parametrize("switch", ["disable", "suppress_errors", "stance"])
+@pytest.mark.parametrize("switch", ["disable", *also("suppress_errors"), "stance"])
 def test_a_compiler_that_is_switched_off(switch, output_scores, num_beams, model, monkeypatch, caplog):
     def fail(graph, inputs):
         raise OSError("no compiler")

@@ -195,6 +195,7 @@ def test_what_computes_the_same_is_no_change(model):
     assert not is_seen(model, change)
 
 
+@pytest.mark.exhaustive
 def test_compiled_steps_of_a_model_that_gets_another_dtype():
     # Without a buffer: all that shows it is in the parameters, which stay the objects that they are.
     model = copy.deepcopy(family("GPT2"))

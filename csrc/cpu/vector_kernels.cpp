@@ -345,8 +345,16 @@ double sum_exp_above(const float* x, u32 n, u32 first_index, float low, float en
 }
 
 u32 count_above(const float* x, u32 n, u32 key) {
+  if (key == kNanKey) return 0;
+  // What ranks before lies in one range of bits, but for NaNs with a sign: to compare bits takes a third of the time of making
+  // keys. Above a key without a sign it is the greater ones without a sign; else all without a sign, and the smaller magnitudes.
+  constexpr u32 kSign = 0x80000000u, kInfinity = 0x7F800000u;
+  const u32 positive = key - kZeroKey < kInfinity ? key - kZeroKey : kInfinity;
+  const u32 first = key < kZeroKey ? 0 : positive + 1;
+  // -0 is no less than +0.
+  const u32 end = key >= kZeroKey ? kSign : ~key > kSign ? ~key : kSign + 1;
   u32 count = 0;
-  for (u32 i = 0; i < n; ++i) count += order_key(bits_of(x[i])) > key;
+  for (u32 i = 0; i < n; ++i) count += (bits_of(x[i]) - first < end - first) | (bits_of(x[i]) > kSign + kInfinity);
   return count;
 }
 

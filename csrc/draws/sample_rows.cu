@@ -11,8 +11,9 @@
 // 2. They sum the weights of the tokens above these exactly, piece by piece, and list the tokens between. The last block
 //    sorts those, finds the border, and draws: a piece, and from the piece a token.
 //
-// Where more tokens are between than a block can sort, they are counted again by finer bins, at most three times: then all
-// of them are equal. Min-p says by itself what is kept: only the second read.
+// Where more tokens are between than a block can sort, they are counted again by finer bins, until they are few enough or all
+// equal. One or two reads at least halve the range of their keys, so 32 times suffice. Min-p says by itself what is kept: only
+// the second read.
 //
 // Blocks of one row wait for each other. So a launch with several blocks a row is cooperative.
 #pragma once

@@ -283,7 +283,6 @@ __global__ void __launch_bounds__(kTokensOfBlock* kWarpSize, resident_blocks(PER
   for (u32 i = 0; i < PER_LANE; ++i) {
     const u32 key = order_key(__fadd_rn(scores.of(x[i]), bias[i]));
     keys[i] = x[i] == -FUSED_TOPK_INFINITY ? kNegativeInfinityKey : key;
-    if (Row::expert(i) >= experts) keys[i] = kNoKey;
   }
   if (routing.groups > 1) {
     u32* const shared = keys_of_block + warp * 2 * kWarpSize * PER_LANE;

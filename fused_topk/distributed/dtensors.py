@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..arguments import check_k, check_result_dtype, check_rows
+from ..arguments import check_beams, check_k, check_result_dtype, check_rows
 from ..operators import calls
 from ..problem import TopK, result_dtype
 from ..rows import unpacked
@@ -61,9 +61,10 @@ def beams(
     backend: str | None,
 ) -> TopK:
     """beam_topk. The beams of a sequence must lie on one process."""
+    check_beams(logits)
     local = _Local(logits, mask, temperature, last_row_dim=1)
     scores = local.cut(beam_scores, logits.shape[:-1])
-    check_k(k, max(logits.shape[1], 1) * logits.shape[-1], "beams times the vocabulary size")
+    check_k(k, logits.shape[1] * logits.shape[-1], "beams times the vocabulary size")
     settings: dict[str, Any] = {"mask": local.mask, "backend": backend}
     settings |= {"temperature": local.temperature, "normalize": normalize}
     if local.group is None:

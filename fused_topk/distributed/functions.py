@@ -147,7 +147,7 @@ def beam_topk(
         raise ValueError(
             "`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure"
         )
-    beams = max(local_logits.shape[1], 1)
+    beams = local_logits.shape[1]
     call = gather_states(local_logits, k, group, temperature, mask, normalize, backend, of_row=beams)
     parts, vocab_size = call.parts, call.vocab_size
     k_of_beam = k if vocab_size is None else min(k, vocab_size)

@@ -32,7 +32,7 @@ from ..backends import philox
 from ..functional import sampling as of_rows
 from ..layout.topk_choice import MAX_K
 from ..operators import calls
-from ..problem import Sample, TopK, result_dtype
+from ..problem import Kept, Sample, TopK, result_dtype
 from ..rows import LogitRows, unpacked
 from .collective import all_gather, group_of
 from .functions import Call, gather_states
@@ -45,13 +45,21 @@ _ROOM_FOR_TIES = 64
 _BLOCK = 1024
 
 
-class _Kept(NamedTuple):
+class _Parameters(NamedTuple):
     """What may be drawn, for each row as (rows, 1) float64 or int64."""
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+
+
+class _Wanted(NamedTuple):
+    """What is wanted of each row."""
+
+    num_samples: int
+    truncated_log_probs: bool
+    kept: bool
 
 
 class _Names(NamedTuple):
@@ -77,6 +85,7 @@ def sample(
     num_samples: int = 1,
     logprobs: int = 0,
     truncated_log_probs: bool = False,
+    kept: bool = False,
     backend: str | None = None,
 ) -> Sample:
     """Tokens drawn from the whole vocabulary, the same on every process of the group.
@@ -99,6 +108,7 @@ def sample(
         num_samples: independent draws from each row.
         logprobs: how many of the row's best tokens to return as well.
         truncated_log_probs: whether log_probs are those of the distribution that was drawn from.
+        kept: whether to return how many tokens of each row may be drawn, and the log of their mass.
         backend: None, "cuda", "cpu" or "reference": what reads the columns.
 
     Returns:
@@ -124,7 +134,8 @@ def sample(
         check_k(logprobs, 2**31 - 1, "what an exchange takes", "logprobs")
     *lead, length_here = local_logits.shape
     rows = local_logits.shape[:-1].numel()
-    kept = _checked(local_logits, temperature, top_k, top_p, min_p)
+    of_rows.check_flags(truncated_log_probs=truncated_log_probs, kept=kept)
+    parameters = _checked(local_logits, temperature, top_k, top_p, min_p)
     allowed = check_mask(mask, local_logits)
     # Named alike on all processes, or to be told by the first.
     names = of_rows.names_of(seed, counter, generator, local_logits)
@@ -136,27 +147,26 @@ def sample(
     is_whole_row = (_is_number(top_k, 0) or _is_number(top_k, -1)) and _is_number(top_p, 1) and _is_number(min_p, 0)
     length = 1 if is_whole_row else _length(top_k)
     numbers = [None if isinstance(x, Tensor) else float(x) for x in (temperature, top_k, top_p, min_p)]
-    settings = (*numbers, int(num_samples), int(logprobs), bool(truncated_log_probs))
-    found = columns.exchanged(max(length or 1, logprobs), kept.temperature, own_names, settings)
+    wanted = _Wanted(int(num_samples), truncated_log_probs, kept)
+    settings = (*numbers, *wanted, int(logprobs))
+    counted = is_whole_row and kept
+    found = columns.exchanged(max(length or 1, logprobs), parameters.temperature, own_names, settings, counted)
     drawn = None
     if is_whole_row:
-        drawn = found.of_whole_rows(num_samples, truncated_log_probs)
+        drawn = found.of_whole_rows(wanted)
     elif length is not None:
-        drawn = found.of_lists(kept, num_samples, truncated_log_probs)
+        drawn = found.of_lists(parameters, wanted)
     if drawn is None:
         # A seed of all rows is told apart by the rows' numbers, which the unsharded call has, too.
         seeds: dict[str, Any] = {"seed": found.names.seed.squeeze(1), "counter": found.names.counter.squeeze(1)}
         if seed is not None and not isinstance(seed, Tensor):
             seeds["seed"] = seed
-        drawn = _gathered(columns, found, kept, seeds, num_samples, truncated_log_probs)
-    tokens, log_probs = drawn
-    topk = None
+        drawn = _gathered(columns, found, parameters, seeds, wanted)
     if logprobs:
         check_k(logprobs, found.vocab_size or logprobs, "the whole vocabulary", "logprobs")
-        topk = calls.merge_parts(*found.call.parts, logprobs, 1.0, None, "log_softmax", "allowed", backend)
-        topk = TopK(*(x.view(*lead, *x.shape[1:]) for x in topk))
-    shape = (*lead, num_samples)
-    return Sample(tokens.view(shape), log_probs.to(result_dtype(logits.dtype)).view(shape), topk)
+        best = calls.merge_parts(*found.call.parts, logprobs, 1.0, None, "log_softmax", "allowed", backend)
+        drawn = drawn._replace(topk=TopK(*best))
+    return of_rows.shaped(drawn, lead)
 
 
 def _is_number(value: Any, number: float) -> bool:
@@ -171,7 +181,7 @@ def _length(top_k: Any) -> int | None:
     return length if length <= MAX_K else None
 
 
-def _checked(logits: Tensor, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> _Kept:
+def _checked(logits: Tensor, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> _Parameters:
     limits = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
     of_all = (
         check_row_numbers("temperature", temperature, logits, torch.float64, limits, or_zero=True),
@@ -181,7 +191,9 @@ def _checked(logits: Tensor, temperature: Any, top_k: Any, top_p: Any, min_p: An
     )
     rows = logits.shape[:-1].numel()
     dtypes = (torch.float64, torch.int64, torch.float64, torch.float64)
-    return _Kept(*(_column(*each, rows, dtype, logits.device) for each, dtype in zip(of_all, dtypes, strict=True)))
+    return _Parameters(
+        *(_column(*each, rows, dtype, logits.device) for each, dtype in zip(of_all, dtypes, strict=True))
+    )
 
 
 def _column(number: Any, of_row: Tensor | None, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -212,19 +224,33 @@ class _Columns(NamedTuple):
     group: Any
     backend: str | None
 
-    def exchanged(self, k: int, temperature: Tensor, names: _Names, settings: tuple[Any, ...]) -> _Exchanged:
-        """The states of all processes, the sums at the temperature, and the first process's names.
+    def exchanged(
+        self, k: int, temperature: Tensor, names: _Names, settings: tuple[Any, ...], counted: bool
+    ) -> _Exchanged:
+        """The states of all processes, the sums at the temperature, the first process's names, and the number of tokens.
 
-        settings: the numbers of the call, which all processes must give alike.
+        settings: what all processes must ask for alike.
+        counted: whether the tokens are counted.
         """
         # A row of temperature 0 takes its best token, whatever its sums.
         t = temperature.where(temperature > 0, 1.0)
         blocks = _Blocks.of(self, t)
-        tail = torch.cat([*(x.view(torch.int64) for x in blocks.state()), names.seed, names.counter], 1)
+        words = [*(x.view(torch.int64) for x in blocks.state()), names.seed, names.counter]
+        tail = torch.cat([*words, self.num_tokens()] if counted else words, 1)
         call = gather_states(self.logits, k, self.group, None, self.mask, "allowed", self.backend, None, tail, settings)
         assert call.tails is not None
-        told = _Names(call.tails[0, :, 2:3], call.tails[0, :, 3:], names.stream)
+        told = _Names(call.tails[0, :, 2:3], call.tails[0, :, 3:4], names.stream)
         return _Exchanged(self, call, blocks, temperature, told, k)
+
+    def num_tokens(self) -> Tensor:
+        """How many tokens may be drawn, (rows, 1)."""
+        return self.masked(self.logits != -torch.inf, False).sum(1, keepdim=True)
+
+    def masked(self, x: Tensor, hidden: Any) -> Tensor:
+        """x (rows, V_local), with `hidden` in the place of what the mask hides."""
+        if self.mask is None:
+            return x
+        return x.masked_fill(~unpacked(self.mask.expand(len(x), -1), x.shape[1]), hidden)
 
 
 class _Blocks(NamedTuple):
@@ -293,13 +319,13 @@ class _Exchanged:
         # The sums of each process at the temperature, (processes, rows, 1).
         self._sums = _relative(m, self._m, blocks.temperature) * d
 
-    def of_whole_rows(self, num_samples: int, is_truncated: bool) -> tuple[Tensor, Tensor]:
-        """Tokens of whole rows and their log-probabilities, (rows, samples)."""
+    def of_whole_rows(self, wanted: _Wanted) -> Sample:
+        """Tokens of whole rows."""
         logits, _, group, _ = self._columns
         rank, length = dist.get_rank(group), logits.shape[1]
         ends = self._sums.squeeze(-1).cumsum(0)  # (processes, rows)
         total = ends[-1].unsqueeze(1)
-        aim = _aim(self._uniforms(num_samples), total)
+        aim = _aim(self._uniforms(wanted.num_samples), total)
         owner = _first_beyond(ends.t().contiguous(), aim)
         before = ends - self._sums.squeeze(-1)
         rest = aim - before[rank].unsqueeze(1)
@@ -308,7 +334,9 @@ class _Exchanged:
         # Every process says what it has found. The owner's counts.
         said = torch.stack([place + (last - length), logit.double().view(torch.int64)])
         tokens, logit_words = _from_all(said, group).gather(0, owner.expand(1, 2, -1, -1)).squeeze(0)
-        return self._finished(tokens, logit_words.view(torch.float64), total, is_truncated)
+        assert self.call.tails is not None
+        counts = self.call.tails[..., 4:].sum(0)
+        return self._finished(tokens, logit_words.view(torch.float64), total, counts, wanted)
 
     def _found_here(self, rest: Tensor) -> tuple[Tensor, Tensor]:
         """The first of this process's columns at which its running sum exceeds `rest` (rows, samples), and its logit."""
@@ -330,20 +358,21 @@ class _Exchanged:
         within = _first_beyond(sums, _within((rest - before).unsqueeze(-1), sums[..., -1:]))
         return columns.gather(-1, within).squeeze(-1).clamp(max=length - 1), x.gather(-1, within).squeeze(-1)
 
-    def of_lists(self, kept: _Kept, num_samples: int, is_truncated: bool) -> tuple[Tensor, Tensor] | None:
-        """Draws tokens and their logits from the lists; None where a list is too short. Waits for the device."""
+    def of_lists(self, parameters: _Parameters, wanted: _Wanted) -> Sample | None:
+        """Tokens of the lists; None where a list is too short. Waits for the device."""
         ranked, listed = self._ranked, self._ranked.shape[1]
+        _, top_k, top_p, min_p = parameters
         t = self._blocks.temperature
         weights = _relative(ranked, self._m, t)
         # As reference_sampling.draw() does it with whole rows.
-        has_k = (kept.top_k > 0) & (kept.top_k < (self.vocab_size or kept.top_k + 1))
-        last = (kept.top_k.where(has_k, listed) - 1).clamp(max=listed - 1)
+        has_k = (top_k > 0) & (top_k < (self.vocab_size or top_k + 1))
+        last = (top_k.where(has_k, listed) - 1).clamp(max=listed - 1)
         is_kept = is_in_k = (ranked >= ranked.gather(1, last)) | ~has_k
         sums = (weights * is_kept).cumsum(1)
         # What top_p is a share of: what top_k keeps, or the whole row.
         total = sums[:, -1:].where(has_k, self._sums.sum(0))
         before = torch.nn.functional.pad(sums, (1, -1))
-        is_kept = is_kept & (~(before >= kept.top_p * total) | ~(kept.top_p < 1)) & ~(weights < kept.min_p)
+        is_kept = is_kept & (~(before >= top_p * total) | ~(top_p < 1)) & ~(weights < min_p)
         is_kept[:, 0] = True
         # All that tie with the k-th must be listed, for the total.
         is_cut = torch.where(has_k, ~is_in_k[:, -1:], ~is_kept[:, -1:])
@@ -353,44 +382,51 @@ class _Exchanged:
         ids, order = self._ids.sort(1)
         of_token = (weights * is_kept).gather(1, order)
         ends = of_token.cumsum(1)
-        place = _first_beyond(ends, _aim(self._uniforms(num_samples), ends[:, -1:]))
+        place = _first_beyond(ends, _aim(self._uniforms(wanted.num_samples), ends[:, -1:]))
         tokens, logits = ids.gather(1, place), ranked.gather(1, order).gather(1, place)
-        return self._finished(tokens, logits, ends[:, -1:], is_truncated)
+        counts = (is_kept & (ranked != -torch.inf)).sum(1, keepdim=True)
+        return self._finished(tokens, logits, ends[:, -1:], counts, wanted)
 
     def _uniforms(self, num_samples: int) -> Tensor:
         return philox.uniforms(*self.names, num_samples, torch.float64)
 
-    def _finished(self, tokens: Tensor, logits: Tensor, total: Tensor, is_truncated: bool) -> tuple[Tensor, Tensor]:
-        """Rows of temperature 0 and without a distribution, and the log-probabilities."""
+    def _finished(self, tokens: Tensor, logits: Tensor, total: Tensor, counts: Tensor, wanted: _Wanted) -> Sample:
+        """Rows of temperature 0 and without a distribution, log-probabilities, and what is kept.
+
+        total, counts: (rows, 1), the sum of exp((x - m) / temperature) over what is kept, and the number of its tokens.
+        """
         is_drawn = self._has_distribution & (self._temperature > 0)
+        is_greedy = self._has_distribution & (self._temperature == 0)
         tokens = tokens.where(is_drawn, self._ids[:, :1])
         shifted = logits.where(is_drawn, self._ranked[:, :1]) - self._m
-        if is_truncated:
-            log_probs = shifted / self._blocks.temperature - total.log()
-            log_probs = log_probs.where(self._temperature != 0, 0.0)
-            known = self._has_distribution & (self._temperature >= 0)
+        if wanted.truncated_log_probs:
+            log_probs = (shifted / self._blocks.temperature - total.log()).where(is_drawn, 0.0)
+            known = is_drawn | is_greedy
         else:
             log_probs = shifted - self._d.log()
             known = self._has_distribution
-        return tokens, log_probs.where(known, torch.nan)
+        dtype = result_dtype(self._columns.logits.dtype)
+        kept = None
+        if wanted.kept:
+            mass = self._m / self._blocks.temperature + total.where(is_drawn, 1.0).log()
+            kept = Kept(
+                counts.where(is_drawn, is_greedy.long()).squeeze(1),
+                mass.where(is_drawn | is_greedy, torch.nan).to(dtype).squeeze(1),
+            )
+        return Sample(tokens, log_probs.where(known, torch.nan).to(dtype), None, kept)
 
 
 def _gathered(
-    columns: _Columns, found: _Exchanged, kept: _Kept, seeds: dict[str, Any], num_samples: int, is_truncated: bool
-) -> tuple[Tensor, Tensor]:
+    columns: _Columns, found: _Exchanged, parameters: _Parameters, seeds: dict[str, Any], wanted: _Wanted
+) -> Sample:
     """Draws from the logits of all processes, which are gathered."""
-    logits, mask, group, backend = columns
-    if mask is not None:
-        logits = logits.masked_fill(~unpacked(mask.expand(len(logits), -1), logits.shape[1]), -torch.inf)
+    logits = columns.masked(columns.logits, -torch.inf)
     lengths = found.call.parts.lengths.tolist()
     padded = torch.nn.functional.pad(logits, (0, max(lengths) - logits.shape[1]))
-    everyone = _from_all(padded, group)
+    everyone = _from_all(padded, columns.group)
     whole = torch.cat([x[:, :length] for x, length in zip(everyone, lengths, strict=True)], 1)
-    numbers = {name: x.squeeze(1) for name, x in kept._asdict().items()}
-    drawn = of_rows.sample(
-        whole, **numbers, **seeds, num_samples=num_samples, truncated_log_probs=is_truncated, backend=backend
-    )
-    return drawn.tokens, drawn.log_probs
+    numbers = {name: x.squeeze(1) for name, x in parameters._asdict().items()}
+    return of_rows.sample(whole, **numbers, **seeds, **wanted._asdict(), backend=columns.backend)
 
 
 def _from_all(own: Tensor, group: Any) -> Tensor:

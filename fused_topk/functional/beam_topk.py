@@ -72,6 +72,6 @@ def beam_topk(
     check_logits(logits)
     check_beam_scores(beam_scores, logits)
     rows = check_rows(logits, temperature, mask, lengths)
-    check_k(k, max(logits.shape[1], 1) * logits.shape[2], "beams times the vocabulary size")
+    check_k(k, logits.shape[1] * logits.shape[2], "beams times the vocabulary size")
     check_backend(backend)
     return calls.beam_topk(rows, beam_scores, k, normalize, backend)

@@ -42,8 +42,8 @@ def linear_sample(
     >>> linear_sample(torch.tensor([[2.0, 3.0]]), torch.eye(2), temperature=0).tokens
     tensor([[1]])
 
-    What `sample(torch.nn.functional.linear(hidden, weight, bias))` draws. See :func:`sample`, which describes all arguments from
-    `temperature` on: they are those for logits of shape (..., V).
+    It draws what `sample(torch.nn.functional.linear(hidden, weight, bias))` draws. :func:`sample` describes all arguments from
+    `temperature` on, for logits of shape (..., V).
 
     Args:
         hidden: shape (..., H), float32, float16, bfloat16 or float64, any strides, any device.
@@ -77,10 +77,10 @@ def linear_sample(
         Logits: summed in float32 (float64 for float64), with the bias, and rounded to the dtype of `hidden`, as a linear layer
         gives them. The order of the sums is the library's: they may differ in the last place with the number of rows.
         Random numbers, tokens, ties, special rows: those of :func:`sample` for these logits. The random numbers are the same bit
-        for bit. The token is the same unless a logit is rounded otherwise and the number lies as near to a border between two
-        tokens, or a token to the border of what is kept.
-        Memory: the tensors beyond the result take at most 64 MB, whatever the rows; or what one row takes, where V is in the
-        millions. Several blocks of rows follow each other where all rows' logits need more, and each reads the weight.
+        for bit. The token may be another one where a logit is rounded otherwise, and the number is that near to a border
+        between two tokens, or a token that near to the border of what is kept.
+        Memory: at most 64 MB beyond the result, or what one row takes where V is in the millions. Where all rows' logits need
+        more, blocks of rows follow each other, and each reads the weight.
         Does not wait for the device, whatever is kept. Can be captured in a CUDA graph and compiled with fullgraph=True.
         torch.autocast: as for :func:`linear_softmax_topk`.
         Deterministic as the library's product is. Not differentiable.

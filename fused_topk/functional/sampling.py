@@ -118,13 +118,14 @@ def sample(
         2^-19 of a border between two tokens, and keep the same tokens unless one is as near to the border of top-p.
         A token that is not kept, not allowed, or beyond the row's length is never drawn.
         `kept` does not count logits of -inf, and counts equal tokens at the border of top-p as they are kept. Tokens of less than
-        2^-44 of the best one's probability (2^-30, the longer the row) may be left out of it, and of the draw. For temperature 0
-        it has one token, with its logit as the logsumexp; for a row without a distribution none, with NaN.
+        2^-44 of the best one's probability (2^-30 in the longest rows) may be left out of it, and of the draw. For temperature
+        0 it has one token, with its logit as the logsumexp; for a row without a distribution none, with NaN.
         A rank is the number of tokens whose logit is at least the drawn token's, of all that are allowed and within the length,
         whatever top-k, top-p and min-p keep: 1 for the best, and all that tie with a token count, as inference engines count.
         Ranks read the row once more.
-        How often a row is read: once, and where its kept tokens are more than a list of its best has, as a rule once more for
-        min-p, and once or twice more for top-p. Ties and rows made for it may take more; every row ends.
+        A row is read once where a list of its best tokens has all that is kept. Otherwise it is read as a rule once more for
+        min-p, and once or twice more for top-p. Rows with many ties, and rows made for it, may take more: one or two
+        reads at least halve the range, of at most 2^32 logits, in which the border is searched.
         A row without a distribution, with NaN, with +inf, of only -inf, or with nothing allowed, gives the first token in
         the order of :func:`softmax_topk`, and NaN log-probabilities. So does a temperature on a GPU that is negative or
         NaN, with truncated log-probabilities of NaN. Temperature 0 gives the same token, with 0 as its truncated
@@ -140,8 +141,7 @@ def sample(
     """
     numbers = (temperature, top_k, top_p, min_p)
     request = (num_samples, logprobs, truncated_log_probs, kept, backend)
-    if not isinstance(ranks, bool):
-        raise TypeError(f"`ranks` must be a bool, got {type(ranks).__name__}; pass True or False")
+    check_flags(ranks=ranks)
     if type(logits) is Tensor and mask is None and lengths is None:
         planned = _planned(logits, numbers, request, seed, counter, generator, ranks)
         if planned is not None:
@@ -191,9 +191,7 @@ def check_parameters(
     check_k(num_samples, _MOST_SAMPLES, "samples of a row", "num_samples")
     if not _is_zero(logprobs):
         check_k(logprobs, vocab_size, name="logprobs")
-    for name, flag in (("truncated_log_probs", truncated_log_probs), ("kept", kept)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"`{name}` must be a bool, got {type(flag).__name__}; pass True or False")
+    check_flags(truncated_log_probs=truncated_log_probs, kept=kept)
     temperature, top_k, top_p, min_p = numbers
     floating = torch.float32 if device_type in ("mps", "xpu") else torch.float64
     temperatures = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
@@ -202,6 +200,12 @@ def check_parameters(
         *check_row_numbers("top_p", top_p, logits, floating, (0, 1)),
         *check_row_numbers("min_p", min_p, logits, floating, (0, 1)),
     )
+
+
+def check_flags(**flags: Any) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"`{name}` must be a bool, got {type(flag).__name__}; pass True or False")
 
 
 class _Plan(NamedTuple):

@@ -13,7 +13,7 @@ from .. import backends
 from ..arguments import check_choice, check_k, check_normalize, check_vocabulary
 from ..backends import cuda
 from ..cuda_runtime import driver
-from ..layout import full_row_launch, launch, router_launch
+from ..layout import full_row_launch, launch, rank_launch, router_launch
 from ..problem import TopkProblem
 from ..rows import LogitRows
 
@@ -36,6 +36,7 @@ def warm_up(
     dtypes: torch.dtype | Sequence[torch.dtype] = torch.bfloat16,
     masked: bool = False,
     ragged: bool = False,
+    targets: bool = False,
     normalize: str = "allowed",
     device: torch.device | str | int | None = None,
 ) -> int:
@@ -57,6 +58,7 @@ def warm_up(
         dtypes: one or several dtypes of the logits.
         masked: whether to prepare calls with a mask too.
         ragged: whether to prepare calls with lengths too. Those with a mask and lengths have the kernels of those with a mask.
+        targets: whether to prepare calls with targets, and draws with ranks, too.
         normalize: the `normalize` of the calls with a mask.
         device: the GPU; by default torch's current one.
 
@@ -80,6 +82,8 @@ def warm_up(
         for name, shape, dtype in product(names, _shapes(shapes), of_dtypes)
         for kernel in _kernels(name, shape, dtype, ks, masked, ragged, normalize, gpu)
     ]
+    if targets:
+        asked += _kernels_of_targets(names, _shapes(shapes), of_dtypes, masked, ragged, normalize, gpu)
     kernels = dict.fromkeys(asked)
     for kernel in kernels:
         driver.function(gpu.index, kernel)
@@ -132,6 +136,23 @@ def _kernels(
         if rows and backends.pick(gpu, dtype, k, None) is cuda:
             problem = TopkProblem(read, k, _TOPK_VALUES[name], normalize)
             yield cuda.topk_kernel(problem, gpu.index, scores)
+
+
+def _kernels_of_targets(
+    names: list[str],
+    shapes: list[tuple[int, ...]],
+    dtypes: list[torch.dtype],
+    masked: bool,
+    ragged: bool,
+    normalize: str,
+    gpu: torch.device,
+) -> Iterator[str]:
+    """The kernel that counts ranks, and what calls look for whose values are no log-probabilities of the row."""
+    yield from (rank_launch.kernel_name(dtype) for dtype in dtypes if backends.pick(gpu, dtype, 1, None) is cuda)
+    if normalize == "topk" or {"softmax_topk", "topk"}.intersection(names):
+        over = "all" if normalize == "all" else "allowed"
+        for shape, dtype in product(shapes, dtypes):
+            yield from _kernels("log_softmax_topk", shape, dtype, [1], masked, ragged, over, gpu)
 
 
 def _sampling_kernels(

@@ -52,18 +52,18 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str |
     >>> model.generate(**inputs, num_beams=4)  # doctest: +SKIP
 
     Beam search and greedy decoding give the sequences of the stock path; where logits tie, the smaller index. Calls of
-    the model outside generate() and other models are not touched. Can be called again to change the option. What is copied
-    or saved of the model, with copy, pickle or torch.save, is not enabled.
+    the model outside generate() and other models are not touched. Call it again to change an option. A copy of the model, made
+    with copy, pickle or torch.save, is not enabled.
 
-    Of a tensor-parallel model every process must enable it, and make the same calls. Its LM head then gathers no logits where
-    the call can be served: each process chooses from its own columns, and one small collective merges the candidates.
-    :func:`stats` counts such steps in `sharded`, and says in `gathered` why others are not.
+    Every process of a tensor-parallel model must enable it, and make the same calls. Where a call can be served, no logits are
+    gathered: each process chooses from its own columns, and one small collective merges the candidates.
+    :func:`stats` counts such steps in `sharded`, and says in `gathered` why others gather.
 
     Args:
         model: a transformers model, or one with such models as parts: each part that can generate is enabled.
         sampling: also fuse do_sample=True with top-k, top-p or min-p, and beam sampling. The distribution is that of
-            the stock path; the random numbers are used otherwise, so that a seed gives other draws.
-        whole_step: how a call runs that whole steps serve. A whole step reads the prompt once for all beams of a sequence, and
+            the stock path, but a seed gives other draws.
+        whole_step: how calls run that whole steps serve. A whole step reads the prompt once for all beams of a sequence, and
             never copies the cache (:mod:`whole_step`). It serves greedy decoding and beam search, also of encoder-decoders, and
             with sampling=True sampling. Other calls run in transformers' loop with a fused choice of each token, and
             :func:`stats` says why in `not_whole`. The first call of a model tries it on a few tokens.
@@ -80,10 +80,9 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str |
             =========== =================================================================================================
 
             Sequences in float32 are those of the stock path. In 16 bits a whole step's forward pass rounds otherwise, as with
-            another batch size or another implementation of attention, so that some texts take another turn. Where sampling,
-            scores that are returned, stop strings, or processors other than one :class:`TrieLogitsProcessor` take a choice of
-            their own, the forward pass alone is compiled and captured. A call goes on from the cache that it is given, and
-            leaves in it, or in its result, what stock generate() does.
+            another batch size or another implementation of attention, so that some texts differ. With sampling, returned scores,
+            stop strings, or processors other than one :class:`TrieLogitsProcessor`, the forward pass alone is compiled and
+            captured. A call goes on from the cache that it is given, and leaves in it, or in its result, what stock does.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -92,9 +91,9 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str |
 
 
 def disable(model: nn.Module) -> None:
-    """Undoes :func:`enable`, also within a block, which goes on. Does nothing to a model that is not enabled.
+    """Undoes :func:`enable`, also within a block, which goes on, and forgets the whole steps that are kept for later calls.
 
-    Forgets, too, what `whole_step` has kept for later calls of the model.
+    Does nothing to a model that is not enabled.
 
     Raises:
         TypeError: not a model that can generate.
@@ -115,8 +114,8 @@ def fused_decoding(
     ...     model.generate(**inputs, num_beams=4)
 
     Blocks of several threads or tasks may overlap. A call takes the options of the innermost block that its own thread or
-    task is in, else those of :func:`enable`. If there are none either, it takes those of the block that another thread has
-    entered last, such as the thread that has started it. Such a call is not recorded.
+    task is in, else those of :func:`enable`. Without either it takes those of the block that another thread has entered last,
+    and is not recorded.
 
     Args:
         model: see :func:`enable`.
@@ -152,9 +151,9 @@ def generate(
     :func:`fused_decoding`. With topk_per_step and return_dict_in_generate=True the result has `topk`, the list that
     :class:`FusedDecoding` has.
 
-    transformers does not hand `streamer` and `synced_gpus` to custom_generate; they are taken from the call all the
-    same. It refuses `stop_strings` before it gets here, and ignores custom_generate with cache_implementation="paged":
-    :func:`fused_decoding` serves the former.
+    `streamer` and `synced_gpus` are honoured, though transformers does not hand them to custom_generate. It refuses
+    `stop_strings` with custom_generate, which :func:`fused_decoding` serves, and ignores custom_generate with
+    cache_implementation="paged".
 
     Raises:
         ValueError: a mode that is not served: assisted, contrastive, constrained, group beams; do_sample without

@@ -75,8 +75,8 @@ def text_topk_logprobs(
 
     >>> text_topk_logprobs(model, tokenizer(["The sky is"], return_tensors="pt"), k=3)  # doctest: +SKIP
 
-    One forward pass. Where the model's head is a plain linear layer (lm_head.py), its logits are never all in memory, in the
-    backward pass neither. Elsewhere they are computed as the model does.
+    One forward pass. Where the model's head is a plain linear layer, its logits are never all in memory, not even in the
+    backward pass. Other models compute them all.
 
     Args:
         model: see :func:`next_token_topk`.
@@ -109,8 +109,8 @@ def next_token_topk(model: nn.Module, inputs: Tensor | Mapping[str, Any], k: int
 
     >>> next_token_topk(model, tokenizer(["The sky is"], return_tensors="pt"), k=3)  # doctest: +SKIP
 
-    One forward pass, of which only the last logits are computed where the model can (`logits_to_keep`), and not even these
-    are kept where its head is a plain linear layer (lm_head.py).
+    One forward pass. Where the model can (`logits_to_keep`), it computes the last logits alone. Where its head is a plain linear
+    layer, not even these are all in memory.
 
     Args:
         model: a transformers model with a language modelling head, in the mode (eval or train) that it is in.

@@ -147,13 +147,13 @@ def fuse_routers(model: nn.Module) -> Iterator[FusedRouters]:
     >>> with fuse_routers(model) as routers:  # doctest: +SKIP
     ...     model.generate(**inputs)
 
-    Served are the routers of Mixtral, MiniMax, MiniMax-M2, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, Qwen3-VL and -Omni-MoE,
+    These routers are served: Mixtral, MiniMax, MiniMax-M2, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, Qwen3-VL and -Omni-MoE,
     OLMoE, FlexOlmo, GPT-OSS, Hunyuan, ERNIE-4.5-MoE, DeepSeek-V2, V3 and V3.2, GLM-4-MoE and its kin, dots.llm1, Kimi-Linear,
     Bailing, EXAONE-MoE, Nemotron-H, MiMo-V2 and Solar, as transformers 5 has them. Each is tried on a few tokens first.
 
-    Weights are those of the model's own operations to float32 rounding, and experts the same but for ties, where the smaller
-    index is chosen; a token's experts come in the order of :func:`fused_topk.router_topk`, the best first. Under torch.autocast
-    scores are float32, where some models' own are bfloat16.
+    Weights equal those of the model's own operations to float32 rounding. Experts are the same but for ties, where the smaller
+    index is chosen. They come best first, as from :func:`fused_topk.router_topk`. Under torch.autocast scores are float32, where
+    some models' own are bfloat16.
 
     Args:
         model: a transformers model, or any module that has such routers. Blocks of one model may be nested, not interleaved.

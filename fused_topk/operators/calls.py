@@ -59,7 +59,6 @@ def full_rows(rows: LogitRows, values: str, dtype: torch.dtype, backend: str | N
 
 def target_ranks(rows: LogitRows, targets: Tensor, counts_ties: bool, backend: str | None) -> Tensor:
     """See :class:`RankProblem`."""
-    rows = rows.with_logits(rows.logits.detach())
     run = way_of_call(ranks.target_ranks, _target_ranks, transforms.TargetRanks.apply, *rows.tensors(), targets)
     result: Tensor = run(*rows, targets, counts_ties, backend)
     return result

@@ -22,11 +22,11 @@ class TrieLogitsProcessor(LogitsProcessor):
         trie = TokenTrie(items, end_token_id=model.config.eos_token_id).to(model.device)
         model.generate(**inputs, num_beams=4, logits_processor=[TrieLogitsProcessor(trie, begin_index=prompt_length)])
 
-    The result is that of the `prefix_allowed_tokens_fn` that names the tokens :class:`TokenTrie` allows. That function runs on the host
-    for each beam of each step. This waits for nothing.
+    The result is that of a `prefix_allowed_tokens_fn` that names the tokens :class:`TokenTrie` allows. Such a function runs on the host
+    for each beam of each step. This processor waits for nothing.
 
     Args:
-        trie: the items. On another device than the scores it is copied there in the first step.
+        trie: the items. If it is on another device than the scores, the first step copies it.
         begin_index: the number of tokens before the first generated one: the length of the prompts with their padding; of an
             encoder-decoder the length of its decoder's input, most often 1.
 
@@ -39,7 +39,7 @@ class TrieLogitsProcessor(LogitsProcessor):
         A row whose allowed tokens have got -inf from processors before has -inf everywhere. transformers from 5.20 on forces
         the tokens of `prefix_allowed_tokens_fn` where that is so of all beams of a prompt.
         Where a catalogue has fewer items than there are beams, the last results repeat items, with scores below -1e6, as in
-        stock beam search. Their order is of no account.
+        stock beam search, and in no particular order.
     """
 
     def __init__(self, trie: TokenTrie, begin_index: int) -> None:

@@ -35,9 +35,8 @@ class TokenTrie:
         scores, indices, _ = fused_topk.beam_topk(logits, scores, beams, mask=mask, normalize="all")
         nodes = trie.step(nodes.gather(1, indices // vocab_size), indices % vocab_size)
 
-    The tokens of a text lead from node to node; node 0 is the root, where all begin. What may come next are the tokens that go on to
-    an item, and the end token where an item ends. A text that has left the catalogue, also one that has ended, may only go on with
-    the end token.
+    The tokens of a text lead from node to node; node 0 is the root, where all begin. The tokens that go on to an item may come next,
+    and the end token where an item ends. After a text that has ended or left the catalogue only the end token may come.
 
     Args:
         sequences: the items: an integer tensor or array (items, tokens) on any device, lists of lists, or an iterable of items. In any
