@@ -307,11 +307,7 @@ def _past(ready: _Ready, rows: int, beams: int, inputs: dict[str, Any]) -> given
 
 
 def _is_used(cache: Any) -> bool:
-    try:
-        return cache is not None and bool(cache.get_seq_length())
-    # Of a cache of states alone, which has no length.
-    except ValueError:
-        raise Declined("a cache without keys") from None
+    return cache is not None and bool(cache.get_seq_length())
 
 
 def _is_text(ids: Tensor, inputs: dict[str, Any]) -> Tensor:

@@ -307,6 +307,13 @@ def of_inputs(inputs: Mapping[str, Any], has_source: bool) -> str | None:
     unknown = unknown_inputs(inputs, has_source)
     if has_source and unknown:
         return f"model input {unknown[0]}"
+    try:
+        for name in ("cache", "past_key_values"):
+            if inputs.get(name) is not None:
+                inputs[name].get_seq_length()
+    # Of a cache of states alone, which has no length.
+    except ValueError:
+        return "a cache without keys"
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return "autocast"
     return None
