@@ -3,8 +3,9 @@
 
     python demos/generating_models.py > table.md
 
-Each class that reads text alone, with a small configuration and random weights in float32, generates greedily and with beams. A class
-with which this script makes no model that stock generate() runs is counted apart. A few minutes on two cores.
+Each class that writes text, with a small configuration and random weights in float32, generates greedily and with beams. It reads
+text, with an image in it where this script knows how. A class with which it makes no model that stock generate() runs is counted apart.
+Some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import signal
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,8 @@ from transformers.models.auto import modeling_auto
 from fused_topk.generation import fused_decoding, stats
 from fused_topk.generation.whole_step import entry, rows
 
+# The token that stands where an image is.
+IMAGE = 95
 # Whatever of these a configuration takes.
 SMALL = {
     "vocab_size": 97,
@@ -45,15 +49,50 @@ SMALL = {
     **dict.fromkeys(("initializer_range", "init_std"), 0.3),
     "is_decoder": True,
     "use_cache": True,
+    **dict.fromkeys(("image_token_id", "image_token_index"), IMAGE),
+    **dict.fromkeys(("video_token_id", "video_token_index", "audio_token_id", "audio_token_index"), 94),
+    **dict.fromkeys(("vision_start_token_id", "boi_token_index", "boi_token_id"), 93),
+    **dict.fromkeys(("vision_end_token_id", "eoi_token_index", "eoi_token_id"), 92),
+}
+# And of the part that reads images.
+SMALL_VISION = {
+    **SMALL,
+    "image_size": 16,
+    "patch_size": 4,
+    "depth": 2,
+    "num_heads": 4,
+    "num_key_value_heads": 4,
+    "out_hidden_size": 32,
+    "mlp_ratio": 2.0,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [1],
+    "window_size": 16,
+    "projection_dim": 32,
+    "vision_use_head": False,
+}
+# Of all parts together.
+SMALL_WHOLE = {
+    **SMALL,
+    "projection_dim": 32,
+    "image_seq_length": 16,
+    "mm_tokens_per_image": 4,
+    "downsample_factor": 2,
+    "scale_factor": 2,
+    "downsample_ratio": 0.5,
+    "spatial_merge_size": 2,
 }
 # Of a class, with all models that it may make.
-_SECONDS = 40
+_SECONDS = 100
 # A larger configuration than that is one whose sizes have other names.
 _MOST_WEIGHTS = 20_000_000
 
 
 class Row(NamedTuple):
     name: str
+    reads: str
     way: str
     equal: str
 
@@ -62,45 +101,119 @@ class _TooLong(BaseException):
     pass
 
 
-def model_of(kind: type) -> Any:
-    """A small model of the class."""
-    config_class: Any = kind.config_class  # type: ignore[attr-defined]
-    plain = config_class()
+def config_of(kind: type, plain: Any, small: dict[str, Any]) -> Any:
+    """A small configuration of the class of another one, and of its parts, for a class of models."""
     decoder = plain.get_text_config(decoder=True)
-    taken = set(vars(plain)) | {*getattr(plain, "attribute_map", {})} | {*inspect.signature(config_class).parameters}
-    options = {name: value for name, value in SMALL.items() if name in taken}
+    taken = set(vars(plain)) | {*getattr(plain, "attribute_map", {})} | {*inspect.signature(type(plain)).parameters}
+    options = {name: value for name, value in small.items() if name in taken}
+    if "mlp_ratio" in options:
+        # Some take whole numbers only, others none.
+        options["mlp_ratio"] = type(plain.mlp_ratio)(options["mlp_ratio"])
     if getattr(decoder, "num_key_value_heads", 1) is None:
         options.pop("num_key_value_heads", None)
     if plain.is_encoder_decoder:
         options.pop("is_decoder", None)
-    config = config_class(**options)
+    for name in getattr(plain, "sub_configs", {}):
+        part = getattr(plain, name, None)
+        if part is not None:
+            is_text = part is decoder or "text" in name or (plain.is_encoder_decoder and not reads_images_alone(kind))
+            options[name] = config_of(kind, part, SMALL if is_text or name == "decoder" else SMALL_VISION)
+            if plain.is_encoder_decoder and name in ("encoder", "decoder"):
+                options[name].is_decoder = options[name].add_cross_attention = name == "decoder"
+            if is_text and has_axes(kind, part):
+                options[name].rope_parameters = {**options[name].rope_parameters, "mrope_section": [2, 1, 1]}
+    return type(plain)(**options)
+
+
+def reads_images_alone(kind: type) -> bool:
+    return getattr(kind, "main_input_name", "input_ids") == "pixel_values"
+
+
+def has_axes(kind: type, part: Any) -> bool:
+    """Whether positions have axes, among which a head's numbers are divided."""
+    modules = kind.__module__, type(part).__module__.replace("configuration", "modeling")
+    return any("mrope_section" in inspect.getsource(sys.modules[name]) for name in modules if name in sys.modules)
+
+
+def model_of(kind: type) -> Any:
+    """A small model of the class."""
+    plain = kind.config_class()  # type: ignore[attr-defined]
+    config = config_of(kind, plain, SMALL if plain.get_text_config(decoder=True) is plain else SMALL_WHOLE)
     with torch.device("meta"):
         if sum(weight.numel() for weight in kind(config).parameters()) > _MOST_WEIGHTS:
             raise ValueError("a large model")
     torch.manual_seed(0)
     model = kind(config).eval()
     for weight in model.parameters():
-        # Biases are zero at first, and logits of some heads are equal then.
+        # Biases are zero at first, and logits of some heads are equal then. What is not written would be as it was in memory.
+        if not bool(weight.isfinite().all()) or not bool(weight.any()):
+            weight.data = torch.randn_like(weight) * 0.1
         if weight.dim() == 1:
             weight.data += torch.randn_like(weight) * 0.1
     return model
 
 
+def images_for(model: Any, ids: torch.Tensor) -> list[dict[str, Any]]:
+    """Inputs with an image in each text, of each form that some model takes."""
+    batch, generator = len(ids), torch.Generator().manual_seed(2)
+    square = {"pixel_values": torch.randn(batch, 3, 16, 16, generator=generator)}
+    grid = {
+        "pixel_values": torch.randn(batch * 16, 96, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * batch),
+    }
+    sizes = {**square, "image_sizes": torch.tensor([[16, 16]] * batch)}
+    crops = {"pixel_values": square["pixel_values"].unsqueeze(1)}
+    crops_sizes = {**crops, "image_sizes": sizes["image_sizes"]}
+    found = []
+    arguments = inspect.signature(model.forward).parameters
+    for images in (square, grid, sizes, crops, crops_sizes):
+        if set(images) <= set(arguments):
+            # How many places an image takes is the model's to say: these are common.
+            for places in (4, 16, 1, 8, 17, 20, 12, 24, 64):
+                image = torch.tensor([93, *[IMAGE] * places, 92]).expand(batch, -1)
+                of_text = torch.cat([ids[:, :2], image, ids[:, 2:]], 1)
+                inputs = {"input_ids": of_text, "attention_mask": torch.ones_like(of_text), **images}
+                for name in ("token_type_ids", "mm_token_type_ids"):
+                    if name in arguments:
+                        inputs[name] = (of_text == IMAGE).long()
+                found.append(inputs)
+    return found
+
+
+def inputs_of(model: Any) -> dict[str, Any]:
+    """Two texts, with an image each where the model takes them in a form that is known here."""
+    ids = torch.randint(8, 90, (2, 6), generator=torch.Generator().manual_seed(1))
+    if model.main_input_name == "pixel_values" and model.config.is_encoder_decoder:
+        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))}
+    if "pixel_values" in inspect.signature(model.forward).parameters:
+        for inputs in images_for(model, ids):
+            try:
+                blank = {**inputs, "pixel_values": torch.zeros_like(inputs["pixel_values"])}
+                with torch.no_grad():
+                    read = model(**inputs).logits
+                    if bool((read != model(**blank).logits).any()):
+                        return inputs
+            except Exception:
+                continue
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
 def row_of(kind: type) -> Row:
     """Runs a class."""
     signal.alarm(_SECONDS)
+    reads = "text"
     try:
         try:
             model = model_of(kind)
-            ids = torch.randint(8, 97, (2, 6), generator=torch.Generator().manual_seed(1))
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            inputs = inputs_of(model)
+            reads = "images" if "pixel_values" in inputs else "text"
             options = [
                 {**inputs, "num_beams": beams, "num_return_sequences": beams, "max_new_tokens": 8, "do_sample": False}
                 for beams in (1, 3)
             ]
             stock = [model.generate(**each) for each in options]
         except (Exception, _TooLong) as error:
-            return Row(kind.__name__, "none", f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}")
+            return Row(kind.__name__, reads, "none", f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}")
         before = stats()
         with fused_decoding(model, whole_step="eager"):
             found = [model.generate(**each) for each in options]
@@ -108,22 +221,24 @@ def row_of(kind: type) -> Row:
         new = [name for name, number in after.not_whole.items() if number != before.not_whole.get(name)]
         is_equal = all(torch.equal(one, other) for one, other in zip(stock, found, strict=True))
         if new:
-            return Row(kind.__name__, f"old path: {new[0]}", str(is_equal))
+            return Row(kind.__name__, reads, f"old path: {new[0]}", str(is_equal))
         form = rows.decoder_of(entry.ready_for(model).twin).__name__
         way = "a row for each beam" if form == "RowDecoder" else "shared prompt"
-        return Row(kind.__name__, way, str(is_equal))
+        return Row(kind.__name__, reads, way, str(is_equal))
     except _TooLong:
-        return Row(kind.__name__, "none", "too long")
+        return Row(kind.__name__, reads, "none", "too long")
     finally:
         signal.alarm(0)
 
 
 def kinds() -> list[type]:
-    """The generating classes that read text alone."""
+    """The generating classes that write text."""
     names: set[str] = set()
     for table in (
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        getattr(modeling_auto, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", {}),
+        getattr(modeling_auto, "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", {}),
     ):
         names |= {each for value in table.values() for each in ([value] if isinstance(value, str) else value)}
     found = [getattr(transformers, name, None) for name in sorted(names)]
@@ -136,14 +251,14 @@ def main() -> None:
     names = parser.parse_args().names
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     signal.signal(signal.SIGALRM, _raise_too_long)
-    print("| class | whole steps | equal to stock |\n| --- | --- | --- |", flush=True)
+    print("| class | reads | whole steps | equal to stock |\n| --- | --- | --- | --- |", flush=True)
     made = []
     for kind in kinds():
         if names and kind.__name__ not in names:
             continue
         row = row_of(kind)
         made.append(row)
-        print(f"| {row.name} | {row.way} | {row.equal} |", flush=True)
+        print(f"| {row.name} | {row.reads} | {row.way} | {row.equal} |", flush=True)
     run = [row for row in made if row.way != "none"]
     served = [row for row in run if not row.way.startswith("old path")]
     differ = [row.name for row in run if row.equal != "True"]

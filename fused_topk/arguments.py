@@ -18,10 +18,9 @@ from torch.autograd import forward_ad
 from . import backends
 from .operators.dispatch import need_dispatcher, transform_is_active
 from .problem import TopKState, result_dtype
-from .rows import LogitRows
+from .rows import DTYPES, LogitRows
 from .tracing import is_traced
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NORMALIZE = ("allowed", "all", "topk")
 # The kernels scale by 1 / T in float32. The CPU's limits, csrc/cpu/row_state.h, for all.
 LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 2.0**-120, 2.0**126
@@ -63,7 +62,7 @@ def is_distributed(value: Any) -> bool:
 
 def check_logits(logits: Any) -> None:
     check_tensor("logits", logits)
-    if logits.dtype not in _DTYPES:
+    if logits.dtype not in DTYPES:
         raise TypeError(
             f"`logits` must be float32, float16, bfloat16 or float64, got {logits.dtype}; convert them with .float()"
         )
@@ -119,12 +118,33 @@ def check_rows(
     temperature: float | Tensor | None = None,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
+    *,
+    dtype_of_draws: torch.dtype | None = None,
+    may_be_empty: bool = False,
 ) -> LogitRows:
-    """What a call reads, whatever is wanted of it. The vocabulary is last."""
+    """What a call reads, whatever is wanted of it. The vocabulary is last.
+
+    Args:
+        dtype_of_draws: of the temperatures of rows that are drawn from. They may be 0.
+        may_be_empty: without a token, as a process's share of a vocabulary may be.
+    """
     check_logits(logits)
-    check_vocabulary(logits.shape[-1])
-    number, row_temperature = check_temperature(temperature, logits, result_dtype(logits.dtype))
-    return LogitRows(logits, number, row_temperature, check_mask(mask, logits), check_lengths(lengths, logits))
+    if logits.shape[-1] or not may_be_empty:
+        check_vocabulary(logits.shape[-1])
+    if dtype_of_draws is None:
+        number, row_temperature = check_temperature(temperature, logits, result_dtype(logits.dtype))
+    else:
+        limits = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
+        number, row_temperature = check_row_numbers(
+            "temperature", temperature, logits, dtype_of_draws, limits, or_zero=True
+        )
+    return LogitRows(
+        logits,
+        temperature=number,
+        row_temperature=row_temperature,
+        mask=check_mask(mask, logits),
+        lengths=check_lengths(lengths, logits),
+    )
 
 
 def plain_rows(
@@ -462,7 +482,7 @@ def check_part(name: str, part: Any, first: TopKState) -> None:
 
 def check_hidden(hidden: Any) -> None:
     check_tensor("hidden", hidden)
-    if hidden.dtype not in _DTYPES:
+    if hidden.dtype not in DTYPES:
         raise TypeError(
             f"`hidden` must be float32, float16, bfloat16 or float64, got {hidden.dtype}; convert it with .float()"
         )

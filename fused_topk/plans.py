@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import backends
 from .arguments import check_k, check_normalize, check_result_dtype, check_rows
-from .backends.protocol import StartFullRows, StartMerge, StartRouter, StartTopk
+from .backends.protocol import StartFullRows, StartMerge, StartRouter, StartSample, StartTopk
 from .problem import (
     FullRowProblem,
+    Kept,
     MergeProblem,
     MergeTensors,
     RouterProblem,
     RouterTopK,
+    Sample,
+    SampleProblem,
     TopK,
     TopkProblem,
     result_dtype,
 )
 from .router_arguments import check_router
-from .rows import Like, LogitRows, RowsLayout
+from .rows import Like, LogitRows, RowsLayout, like
 
 # As they are at import: others put functions in their places that give meta tensors (accelerate's init_empty_weights).
 _empty, _empty_like = torch.empty, torch.empty_like
@@ -177,39 +180,20 @@ class MergePlan(NamedTuple):
         return out
 
 
+def plan_of_merge(problem: MergeProblem, backend: str | None) -> MergePlan:
+    """The plan of a checked request, which may be of other tensors of the same layouts."""
+    return merge_plan(problem.logits.device, backend, *(like(x) if isinstance(x, Tensor) else x for x in problem))
+
+
 @functools.lru_cache(maxsize=4096)
-def merge_plan(
-    device: torch.device,
-    logits: Like,
-    indices: Like,
-    m: Like,
-    d: Like,
-    lengths: Like | None,
-    k: int,
-    temperature: float,
-    row_temperature: Like | None,
-    values: str,
-    normalize: str,
-    backend: str | None,
-) -> MergePlan:
-    """The plan of a checked request. The arguments are the fields of :class:`MergeProblem`, with layouts for tensors."""
-    lists = logits.meta()
-    result = merge_result(lists, k, values)
-    chosen = backends.pick(device, logits.dtype, 1, backend)
-    if lists.numel() == 0:
+def merge_plan(device: torch.device, backend: str | None, *fields: Any) -> MergePlan:
+    """fields: those of :class:`MergeProblem`, with layouts for tensors."""
+    of_parts: Any = (x.meta() if isinstance(x, Like) else x for x in fields)
+    problem = MergeProblem(*of_parts)
+    result = merge_result(problem.logits, problem.k, problem.values)
+    chosen = backends.pick(device, problem.logits.dtype, 1, backend)
+    if problem.logits.numel() == 0:
         return MergePlan(result, lambda tensors, out: None)
-    problem = MergeProblem(
-        lists,
-        indices.meta(),
-        m.meta(),
-        d.meta(),
-        None if lengths is None else lengths.meta(),
-        k,
-        temperature,
-        None if row_temperature is None else row_temperature.meta(),
-        values,
-        normalize,
-    )
     return MergePlan(result, chosen.prepare_merge(problem, device))
 
 
@@ -322,3 +306,60 @@ def router_plan(
         return RouterPlan(result, lambda rows, bias, out: None)
     problem = RouterProblem(rows, None if bias is None else bias.meta(), *request)
     return RouterPlan(result, chosen.prepare_router(problem, device))
+
+
+class SamplePlan(NamedTuple):
+    """A prepared request for draws. It lacks only the seeds and the tensors."""
+
+    start: StartSample
+
+    def run(self, problem: SampleProblem) -> Sample:
+        """Draws into new tensors and returns them."""
+        out = sample_result(problem)
+        self.start(problem, out)
+        return out
+
+
+def sample_result(problem: SampleProblem) -> Sample:
+    """New uninitialised tensors for the result. All dimensions of the logits but the last are those of the rows."""
+    logits, num_samples, logprobs = problem.rows.logits, problem.num_samples, problem.logprobs
+    rows, device, dtype = math.prod(logits.shape[:-1]), logits.device, result_dtype(logits.dtype)
+    topk = None
+    if logprobs:
+        topk = TopK(
+            _empty(size=(rows, logprobs), dtype=dtype, device=device),
+            _empty(size=(rows, logprobs), dtype=torch.int64, device=device),
+            _empty(size=(rows,), dtype=dtype, device=device),
+        )
+    kept = None
+    if problem.kept:
+        kept = Kept(
+            _empty(size=(rows,), dtype=torch.int64, device=device), _empty(size=(rows,), dtype=dtype, device=device)
+        )
+    return Sample(
+        _empty(size=(rows, num_samples), dtype=torch.int64, device=device),
+        _empty(size=(rows, num_samples), dtype=dtype, device=device),
+        topk,
+        kept,
+    )
+
+
+def plan_of_sample(problem: SampleProblem, backend: str | None) -> SamplePlan:
+    """The plan of a checked request, which may be of other seeds, and of other tensors of the same layouts."""
+    rows, *filters = problem[:7]
+    layouts = (like(x) if isinstance(x, Tensor) else x for x in filters)
+    wanted = (problem.num_samples, problem.logprobs, problem.truncated, problem.kept)
+    return sample_plan(rows.logits.device, backend, rows.layout(), *layouts, *wanted)
+
+
+@functools.lru_cache(maxsize=4096)
+def sample_plan(device: torch.device, backend: str | None, layout: RowsLayout, *fields: Any) -> SamplePlan:
+    """fields: those of :class:`SampleProblem` but the rows, the seeds and the counters, with layouts for tensors."""
+    rows, filters, wanted = layout.meta(), fields[:6], fields[6:]
+    _, logprobs, *_ = wanted
+    chosen = backends.pick(device, rows.logits.dtype, max(logprobs, 1), backend)
+    if not len(rows.logits):
+        return SamplePlan(lambda problem, out: None)
+    of_rows = (x.meta() if isinstance(x, Like) else x for x in filters)
+    parameters: Any = (*of_rows, 0, None, 0, None, *wanted)
+    return SamplePlan(chosen.prepare_sample(SampleProblem(rows, *parameters), device))

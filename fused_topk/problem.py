@@ -106,6 +106,10 @@ class MergeProblem(NamedTuple):
     values: str  # as in TopkProblem
     normalize: str  # "topk", or "all" for what the states are relative to
 
+    @property
+    def tensors(self) -> MergeTensors:
+        return MergeTensors(self.logits, self.indices, self.m, self.d, self.lengths, self.row_temperature)
+
     def at(self, tensors: MergeTensors) -> MergeProblem:
         """This request with these tensors in place of its own."""
         return self._replace(**tensors._asdict())

@@ -3,19 +3,22 @@
 
 One value, :class:`LogitRows`, travels from the check of the arguments to the kernels. The other half of a call, what is
 wanted, is a small class a family (:mod:`fused_topk.problem`). A field that is added here has its check in
-``check_rows()`` of arguments.py, its layout in :class:`RowsLayout` and its type in ``ROWS_SCHEMA``.
+``check_rows()`` of arguments.py, its layout in :class:`RowsLayout` and its type in ``ROWS_SCHEMA``. Rows that are made of others
+have all fields of those. So a new field travels by itself, whatever the family does to its rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # of logits
 _WORD = 32  # tokens of a packed mask's word
+_NUMBERS = ("row_temperature", "lengths")  # the fields of LogitRows that are tensors with one number a row
 _new = tuple.__new__
 
 
@@ -31,7 +34,10 @@ class Like(NamedTuple):
 
 
 class LogitRows(NamedTuple):
-    """Rows of logits, checked. The tensors besides the logits are broadcast to their leading dimensions, without a copy."""
+    """Rows of logits, checked. The tensors besides the logits are broadcast to their leading dimensions, without a copy.
+
+    All fields but the logits are given by name.
+    """
 
     logits: Tensor  # (..., V), any strides, as all of these; hidden states (..., H) where an LM head makes the logits
     temperature: float = 1.0  # positive and finite (0 too for draws); ignored where row_temperature is given
@@ -66,6 +72,11 @@ class LogitRows(NamedTuple):
         by_mask = ~unpacked(self.mask, vocab_size)
         return by_mask if hidden is None else by_mask | hidden
 
+    def counted(self, normalize: str = "allowed") -> Tensor:
+        """The logits, -inf where a token does not count: for the choice, or for m and d with that `normalize`."""
+        hidden = self.hidden(normalize)
+        return self.logits if hidden is None else self.logits.masked_fill(hidden, -torch.inf)
+
     def counted_at(self, tokens: Tensor) -> Tensor | None:
         """bool (..., n): which of the tokens (..., n) count. None: all."""
         within = None if self.lengths is None else tokens < self.lengths.unsqueeze(-1)
@@ -92,14 +103,27 @@ class LogitRows(NamedTuple):
 
     def has_numbers(self) -> bool:
         """Whether the rows have numbers of their own, one a row."""
-        return self.row_temperature is not None or self.lengths is not None
+        return any(getattr(self, name) is not None for name in _NUMBERS)
+
+    def with_numbers(self, change: Callable[[Tensor], Tensor]) -> LogitRows:
+        """The same rows, with `change` of each tensor that has one number a row."""
+        changed: Any = {name: change(x) for name in _NUMBERS if (x := getattr(self, name)) is not None}
+        return self._replace(**changed)
 
     def with_adjacent_numbers(self) -> LogitRows:
         """The same rows, whose numbers lie without gaps."""
-        of_rows, lengths = self.row_temperature, self.lengths
-        return self._replace(
-            row_temperature=None if of_rows is None else of_rows.contiguous(),
-            lengths=None if lengths is None else lengths.contiguous(),
+        return self.with_numbers(Tensor.contiguous)
+
+    def flat(self) -> LogitRows:
+        """The same rows in one dimension, whose numbers lie without gaps."""
+        # Written out, which torch.compile of torch 2.6 can trace.
+        logits, temperature, row_temperature, mask, lengths = self
+        return LogitRows(
+            logits.reshape(-1, logits.shape[-1]),
+            temperature=temperature,
+            row_temperature=None if row_temperature is None else row_temperature.reshape(-1).contiguous(),
+            mask=None if mask is None else mask.reshape(-1, mask.shape[-1]),
+            lengths=None if lengths is None else lengths.reshape(-1).contiguous(),
         )
 
     def contiguous(self) -> LogitRows:
@@ -126,25 +150,24 @@ class LogitRows(NamedTuple):
 
 
 class RowsBlock(NamedTuple):
-    """Some rows of all, one after the other, whose logits are made some tokens at a time."""
+    """Some rows of all, one after the other, whose logits are made some tokens at a time. They have no lengths."""
 
-    rows: LogitRows  # all of them; the logits, or what stands in their place, are not looked at
-    part: slice  # which, without leading dimensions
-    row_temperature: Tensor | None  # (rows,), contiguous, of the part
+    # The numbers are those of the part, the mask is that of all rows. The logits, or what stands in their place, are not looked at.
+    rows: LogitRows
+    part: slice  # which of all rows, without leading dimensions
 
     @staticmethod
     def of(rows: LogitRows, part: slice) -> RowsBlock:
-        of_all = rows.row_temperature
-        return RowsBlock(rows, part, None if of_all is None else some_rows(of_all, 0, part).contiguous())
+        return RowsBlock(rows.with_numbers(lambda numbers: some_rows(numbers, 0, part).contiguous()), part)
 
     def of_tokens(self, logits: Tensor, start: int, end: int) -> LogitRows:
         """These rows of some of the tokens, given their logits (rows, tokens). `start` is a multiple of 32."""
-        temperature, mask = self.rows.temperature, self.rows.mask
+        mask = self.rows.mask
         if mask is not None:
             tokens = slice(start, end) if mask.dtype == torch.bool else slice(start // _WORD, -(-end // _WORD))
             # Of rows that do not merge, a copy of all tokens may be too large.
             mask = some_rows(mask[..., tokens], 1, self.part)
-        return LogitRows(logits, temperature, self.row_temperature, mask)
+        return self.rows._replace(logits=logits, mask=mask)
 
     def counted_at(self, tokens: Tensor) -> Tensor | None:
         """bool (rows, n): which of the tokens (rows, n) count. None: all."""
@@ -166,15 +189,14 @@ class RowsLayout(NamedTuple):
     mask: Like | None
     lengths: Like | None
 
+    def meta(self) -> LogitRows:
+        """Rows of that layout, without memory."""
+        return LogitRows(*(x.meta() if isinstance(x, Like) else x for x in self))  # type: ignore[arg-type]
+
     def given(self) -> tuple[Tensor, float | Tensor, Tensor | None, Tensor | None]:
         """Logits, temperature, mask and lengths as a user gives them, without memory."""
-        logits, temperature, row_temperature, mask, lengths = self
-        return (
-            logits.meta(),
-            temperature if row_temperature is None else row_temperature.meta(),
-            None if mask is None else mask.meta(),
-            None if lengths is None else lengths.meta(),
-        )
+        logits, temperature, row_temperature, mask, lengths = self.meta()
+        return logits, temperature if row_temperature is None else row_temperature, mask, lengths
 
 
 # How torch.library sees rows: the fields of LogitRows, flattened.

@@ -20,6 +20,11 @@ import itertools
 import os
 
 import pytest
+
+# Before torch is loaded: threads that wait sleep. Two workers of pytest-xdist have twice as many threads as there are cores, and
+# those that spin while they wait took more time than the tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 import fused_topk

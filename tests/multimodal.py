@@ -128,6 +128,31 @@ def multimodal(name: str):
     return with_biases(model, 0).eval()
 
 
+@functools.cache
+def encoder_of_images(decoder: str):
+    """A model of two: one reads an image, the other writes of it. Not to be changed: it is kept."""
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "initializer_range": 0.3}
+    encoder = transformers.ViTConfig(hidden_size=48, image_size=16, patch_size=4, **shape)
+    options = {
+        "vocab_size": 97,
+        "max_position_embeddings": 96,
+        "hidden_size": 32,
+        "tie_word_embeddings": False,
+        **shape,
+    }
+    own = getattr(transformers, f"{decoder}Config")(**options)
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, own)
+    torch.manual_seed(0)
+    model = transformers.VisionEncoderDecoderModel(config)
+    for name, value in {**_TOKENS, "decoder_start_token_id": BOS}.items():
+        setattr(config, name, value)
+        setattr(model.generation_config, name, value)
+    head = torch.nn.Linear(32, 97, bias=False)
+    head.weight.data = torch.randn(97, 32, generator=torch.Generator().manual_seed(0)) * 0.4
+    model.decoder.set_output_embeddings(head)
+    return with_biases(model, 0).eval()
+
+
 def images_for(model, batch: int = 2, padding: int = 2, seed: int = 0, has_images: bool = True):
     """Prompts with an image each; `padding` places on the left of the first are padding."""
     name = type(model).__name__.removesuffix("ForConditionalGeneration")

@@ -52,7 +52,12 @@ def problem_of(
     if mask is not None:
         mask = mask.expand(logits.shape if mask.dtype == torch.bool else (*lead, mask.shape[-1]))
     scalar = 1.0 if temperature is None or row_temperature is not None else float(temperature)
-    return TopkProblem(LogitRows(logits, scalar, row_temperature, mask), k, VALUES_OF[entry], normalize)
+    return TopkProblem(
+        LogitRows(logits, temperature=scalar, row_temperature=row_temperature, mask=mask),
+        k,
+        VALUES_OF[entry],
+        normalize,
+    )
 
 
 def start(backend, problem: TopkProblem, out: TopK, beam_scores: Tensor | None = None, **how) -> None:

@@ -57,3 +57,12 @@ def test_no_module_imports_one_that_imports_it():
             break
         below = further
     assert not {name for name, seen in below.items() if name in seen}
+
+
+def test_rows_are_made_by_the_names_of_their_fields():
+    """Rows that list the fields of others by place would lose a new field."""
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "LogitRows":
+                by_place = [each for each in node.args[1:] if not isinstance(each, ast.Starred)]
+                assert not by_place, f"{name}, line {node.lineno}: {ast.unparse(node)}"

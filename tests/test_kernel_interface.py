@@ -19,6 +19,8 @@ from simt.translate import translate
 KERNEL_OF = {
     kernel_arguments.Problem: "fused_topk::softmax_topk_kernel",
     kernel_arguments.SampleRows: "fused_topk::sampling::sample_rows_kernel",
+    kernel_arguments.RowNumbers: "fused_topk::full_rows::softmax_warp_rows_kernel",
+    kernel_arguments.DrawNumbers: "fused_topk::sampling::sample_rows_kernel",
     kernel_arguments.FullRows: "fused_topk::full_rows::softmax_warp_rows_kernel",
     kernel_arguments.Piece: "fused_topk::pieces::accumulate_piece_kernel",
     kernel_arguments.States: "fused_topk::merging::merge_states_kernel",

@@ -190,7 +190,9 @@ def test_linear_native_kernel(cpu, instruction_set, dtype):
         temperature = torch.linspace(0.5, 3.0, rows)
         logits = exact_logits(hidden, weight, bias)
         for normalize, allowed in (("allowed", None), ("all", mask), ("topk", packed(mask)), ("allowed", packed(mask))):
-            head = LinearProblem(LogitRows(hidden, 1.0, temperature, allowed), weight, bias, None, normalize)
+            head = LinearProblem(
+                LogitRows(hidden, row_temperature=temperature, mask=allowed), weight, bias, None, normalize
+            )
             out = linear_pieces.empty_result(hidden, k, "log_softmax", None, False, True)
             best = TopK(*out[:3])
             native_cpu.linear_topk(head, k, "log_softmax", best, out.state, instruction_set)

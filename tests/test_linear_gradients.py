@@ -176,7 +176,7 @@ def test_linear_opcheck(has_targets, keeps_state):
     learned = [x.requires_grad_(keeps_state) for x in (hidden, weight, bias)]
     targets = torch.tensor([[1, 2, 3], [4, 5, 6]]).unsqueeze(-1) if has_targets else None
     hidden, weight, bias = learned
-    head = (*LogitRows(hidden, 0.7, mask=random_mask(2, 3, 50)), weight, bias, targets, "allowed")
+    head = (*LogitRows(hidden, temperature=0.7, mask=random_mask(2, 3, 50)), weight, bias, targets, "allowed")
     arguments = (*head, 4, "softmax", None, has_targets, keeps_state)
     torch.library.opcheck(torch.ops.fused_topk.linear_topk.default, arguments)
 

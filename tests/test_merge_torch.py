@@ -84,7 +84,8 @@ def test_gradients_are_those_of_the_unsharded_call(backend, entry, normalize):
 def test_opcheck(backend, values, temperature):
     logits = random_logits(3, 40, device=backend.device).requires_grad_()
     torch.library.opcheck(
-        torch.ops.fused_topk.row_topk.default, (*LogitRows(logits, 1.5), 4, "state", "allowed", backend.name)
+        torch.ops.fused_topk.row_topk.default,
+        (*LogitRows(logits, temperature=1.5), 4, "state", "allowed", backend.name),
     )
     parts = stacked(states(backend, logits.detach(), 4, [10, 20]))
     parts = [x.requires_grad_(x.is_floating_point()) for x in parts]
@@ -118,7 +119,9 @@ def test_what_an_operator_must_not_be_given(backend):
     logits = random_logits(3, 40, device=backend.device)
     of_rows = torch.ones(3, dtype=torch.float64, device=backend.device)
     with pytest.raises(TypeError, match=r"`row_temperature` must be torch\.float32"):
-        torch.ops.fused_topk.row_topk(*LogitRows(logits, 1.0, of_rows), 4, "softmax", "allowed", backend.name)
+        torch.ops.fused_topk.row_topk(
+            *LogitRows(logits, row_temperature=of_rows), 4, "softmax", "allowed", backend.name
+        )
     mask = torch.ones(3, 40, dtype=torch.bool, device=backend.device)
     with pytest.raises(ValueError, match="`mask` must be None for whole rows"):
         torch.ops.fused_topk.full_rows(*LogitRows(logits, mask=mask), "softmax", torch.float32, backend.name)

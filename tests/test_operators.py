@@ -28,7 +28,13 @@ def test_row_topk_opcheck(backend, values, settings):
     mask = mask if mask is None else mask.to(backend.device)
     temperature = None if settings == "plain" else torch.tensor([0.5, 1.0, 2.0], device=backend.device)
     for normalize in ("allowed", "all", "topk"):
-        arguments = *LogitRows(logits, 1.5, temperature, mask), 4, values, normalize, backend.name
+        arguments = (
+            *LogitRows(logits, temperature=1.5, row_temperature=temperature, mask=mask),
+            4,
+            values,
+            normalize,
+            backend.name,
+        )
         torch.library.opcheck(torch.ops.fused_topk.row_topk.default, arguments)
 
 
@@ -52,8 +58,14 @@ def test_beam_topk_opcheck(backend, normalize):
     scores = random_logits(2, 3, device=backend.device).requires_grad_()
     mask = random_mask(2, 3, 40, device=backend.device)
     for arguments in (
-        (*LogitRows(logits, 1.5), scores, 4, normalize, backend.name),
-        (*LogitRows(logits, 1.0, torch.ones(2, 3, device=backend.device), mask), scores, 50, normalize, backend.name),
+        (*LogitRows(logits, temperature=1.5), scores, 4, normalize, backend.name),
+        (
+            *LogitRows(logits, row_temperature=torch.ones(2, 3, device=backend.device), mask=mask),
+            scores,
+            50,
+            normalize,
+            backend.name,
+        ),
     ):
         torch.library.opcheck(torch.ops.fused_topk.beam_topk.default, arguments)
 

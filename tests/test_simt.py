@@ -13,7 +13,7 @@ import torch
 import ladder_rungs
 from fused_topk.backends import cuda as kernels
 from fused_topk.cuda_runtime.kernel_source import source_folder
-from fused_topk.layout import full_row_launch, launch, router_launch, topk_launch
+from fused_topk.layout import full_row_launch, launch, router_launch
 from fused_topk.layout.topk_choice import KernelChoice, alternatives, choose
 from fused_topk.problem import TopkProblem
 from fused_topk.rows import LogitRows
@@ -205,7 +205,9 @@ def test_prepared_call_with_mask_and_row_temperature(name, monkeypatch):
     monkeypatch.setattr(kernels, "topk_choice", kernels.topk_choice.__wrapped__)
     logits = PREPARED[name](torch.randn(1000).view(torch.uint8))
     mask, temperature = torch.rand(1, 100) < 0.5, torch.tensor([0.5, 2.0]).repeat(4)
-    given = TopkProblem(LogitRows(logits, 1.0, temperature, mask.expand(8, 100)), 5, "log_softmax", "allowed")
+    given = TopkProblem(
+        LogitRows(logits, row_temperature=temperature, mask=mask.expand(8, 100)), 5, "log_softmax", "allowed"
+    )
     like = given._replace(
         rows=given.rows._replace(
             **{
@@ -219,7 +221,9 @@ def test_prepared_call_with_mask_and_row_temperature(name, monkeypatch):
     outputs = [Array(key, tensor, "output") for key, tensor in out._asdict().items()]
     inputs = [Array(*each, "input") for each in (("logits", logits), ("mask", mask), ("temperature", temperature))]
     with emulated([*inputs, *outputs]) as outcomes:
-        kernels.prepare_topk(like, torch.device("cuda", 0))(LogitRows(logits, 1.0, temperature, mask), out)
+        kernels.prepare_topk(like, torch.device("cuda", 0))(
+            LogitRows(logits, row_temperature=temperature, mask=mask), out
+        )
     outcomes[0].check()
     scores = (logits / temperature.unsqueeze(-1)).masked_fill(~mask, -torch.inf).double().log_softmax(-1)
     want = scores.topk(5)
@@ -322,7 +326,6 @@ def test_few_tiles_have_hits_where_logits_ascend(case, monkeypatch):
     """For each, its warp asks for room in shared memory, and tells the others what it has proven."""
     (outcome,) = check(case._replace(rows="ascending"))
     monkeypatch.setattr(KernelChoice, "lead", 0)
-    monkeypatch.setattr(topk_launch, "plan", topk_launch.plan.__wrapped__)
     (without,) = check(case._replace(rows="ascending"))
     assert 3 * outcome.counts["atomics"] < without.counts["atomics"]
 
@@ -357,7 +360,7 @@ def check_bits_of_short_rows(dtype: str, most: int, **how) -> None:
     for vocab_size in (1, 8, 33, 64, 65, 100, 128, 129, 200, 256):
         k = min(vocab_size, most)
         logits = torch.stack(list(adversarial_rows(vocab_size, k, DTYPES[dtype]).values())[::3])
-        problem = TopkProblem(LogitRows(logits, 0.7), k, "softmax", "topk")
+        problem = TopkProblem(LogitRows(logits, temperature=0.7), k, "softmax", "topk")
         short, tiles = (
             choose(1, vocab_size, k, logits.element_size(), 132, has_beams=has_beams) for has_beams in (False, True)
         )
@@ -367,7 +370,7 @@ def check_bits_of_short_rows(dtype: str, most: int, **how) -> None:
         far = torch.arange(vocab_size).remainder(97).mul(0.25).add(3e6).expand(2, -1).contiguous().to(DTYPES[dtype])
         far[1] = random_logits(vocab_size).mul(0.5).add(3e6).to(DTYPES[dtype])
         if far.isfinite().all():
-            problem = TopkProblem(LogitRows(far, 0.7), k, "softmax", "allowed")
+            problem = TopkProblem(LogitRows(far, temperature=0.7), k, "softmax", "allowed")
             assert_same(row_topk(problem, short, **how)[0], row_topk(problem, tiles)[0])
 
 

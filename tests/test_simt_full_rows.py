@@ -101,7 +101,7 @@ def test_kernels(kernel, blocks, vocab_size, dtype):
         for values, out_dtype in results(dtype):
 
             def of_choice(entry, x, values=values, out_dtype=out_dtype, number=number, **settings):
-                problem = FullRowProblem(LogitRows(x, 0.7), values)
+                problem = FullRowProblem(LogitRows(x, temperature=0.7), values)
                 schedule = SCHEDULES[(turn + number) % len(SCHEDULES)]
                 return run(problem, choice, out_dtype, schedule=schedule, seed=turn)
 
@@ -124,7 +124,9 @@ def a_case_of_each_kernel() -> dict[str, tuple]:
 
 def laid(kernel, blocks, vocab_size, dtype, start, values, out_dtype) -> tuple[FullRowProblem, FullRowChoice]:
     logits = shifted(random_logits(2, vocab_size, dtype=dtype), start)
-    return FullRowProblem(LogitRows(logits, 0.7), values), small_choice(kernel, vocab_size, dtype.itemsize, blocks)
+    return FullRowProblem(LogitRows(logits, temperature=0.7), values), small_choice(
+        kernel, vocab_size, dtype.itemsize, blocks
+    )
 
 
 def test_every_kernel_is_tested():
@@ -222,7 +224,11 @@ def test_row_temperature_and_strides():
     temperature = torch.tensor([[0.5, 2.0], [1.0, 3.0]])
 
     def of_choice(entry, x, **settings):
-        return run(FullRowProblem(LogitRows(x, 1.0, temperature), entry), small_choice("block", 300, 4), torch.float32)
+        return run(
+            FullRowProblem(LogitRows(x, row_temperature=temperature), entry),
+            small_choice("block", 300, 4),
+            torch.float32,
+        )
 
     check(of_choice, "log_softmax", logits, temperature=temperature)
 
@@ -233,6 +239,6 @@ def test_subnormal_temperatures(kernel):
     logits = (-torch.arange(500) / 2).expand(2, -1).contiguous()
     temperature = torch.tensor([1e-40, 1e-45])
     for values, best, others in (("softmax", 1, 0), ("log_softmax", 0, -1e35), ("logsumexp", 0, 0)):
-        problem = FullRowProblem(LogitRows(logits, 1.0, temperature), values)
+        problem = FullRowProblem(LogitRows(logits, row_temperature=temperature), values)
         got = run(problem, small_choice(kernel, 500, 4), torch.float32).view(2, -1)
         assert (got[:, 0] == best).all() and (got[:, 1:] <= others).all()

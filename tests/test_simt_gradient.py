@@ -35,7 +35,7 @@ class Case(NamedTuple):
     mask: Tensor | None  # (rows, V or words)
 
     def rows_of(self, logits: Tensor, first: int) -> LogitRows:
-        rows = LogitRows(logits, self.temperature, self.row_temperature, self.mask)
+        rows = LogitRows(logits, temperature=self.temperature, row_temperature=self.row_temperature, mask=self.mask)
         return RowsBlock.of(rows, slice(0, len(logits))).of_tokens(logits, first, first + logits.shape[1])
 
 
@@ -279,7 +279,7 @@ def test_backward_pass(monkeypatch, dtype, mask_kind, normalize, pieces, leading
     targets = torch.randint(0, vocab_size, (*lead, 6), generator=generator)
     targets[..., 1] = targets[..., 0]
     targets[..., 2] = -100
-    head = LinearProblem(LogitRows(hidden, 1.0, t, given), weight, bias, targets, normalize)
+    head = LinearProblem(LogitRows(hidden, row_temperature=t, mask=given), weight, bias, targets, normalize)
     found = linear_pieces.forward(head, 5, "log_softmax", None, False, True)
     targets[..., 3] = found.indices[..., 0]
     grads = [torch.randn(shape, generator=generator) for shape in ((*lead, 5), (*lead, 6), lead)]

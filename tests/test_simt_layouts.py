@@ -52,7 +52,11 @@ def test_leading_dimensions_of_full_rows(sizes):
     temperature = turned(torch.linspace(0.3, 3.0, sizes.numel()).view(*sizes, 1))[..., 0]
 
     def of_choice(entry, x, **settings):
-        return run(FullRowProblem(LogitRows(x, 1.0, temperature), entry), small_choice("block", 300, 4), torch.float32)
+        return run(
+            FullRowProblem(LogitRows(x, row_temperature=temperature), entry),
+            small_choice("block", 300, 4),
+            torch.float32,
+        )
 
     check_full_rows(of_choice, "log_softmax", logits, temperature=temperature)
 

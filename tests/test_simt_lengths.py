@@ -86,8 +86,8 @@ def test_topk_is_that_of_rows_with_negative_infinity(name, is_long):
     if not is_long:
         lengths = lengths.int()
     for values in ("log_softmax", "state"):
-        got = topk(case, request(case, LogitRows(with_nan, 0.7, lengths=lengths), values))
-        assert_same(got, topk(case, request(case, LogitRows(hidden, 0.7), values)))
+        got = topk(case, request(case, LogitRows(with_nan, temperature=0.7, lengths=lengths), values))
+        assert_same(got, topk(case, request(case, LogitRows(hidden, temperature=0.7), values)))
 
 
 @pytest.mark.exhaustive
@@ -164,7 +164,7 @@ def test_full_rows(kernel, blocks, vocab_size, offset, dtype):
     with_nan, hidden = ragged(logits, lengths)
     for values in ("softmax", "log_softmax", "logsumexp"):
         results = []
-        for rows in (LogitRows(with_nan, 0.7, lengths=lengths), LogitRows(hidden, 0.7)):
+        for rows in (LogitRows(with_nan, temperature=0.7, lengths=lengths), LogitRows(hidden, temperature=0.7)):
             results.append(full(FullRowProblem(rows, values), choice))
         got, want = results
         assert torch.equal(got.isnan(), want.isnan())

@@ -61,7 +61,7 @@ def accumulated(
         arrays += [] if of_rows is None else [Array("row_temperature", of_rows, "input")]
         arrays += of_target_arrays(targets)
         with emulated(arrays, **how) as outcomes:
-            cuda.accumulate_piece(LogitRows(piece, number, of_rows), first, state, targets)
+            cuda.accumulate_piece(LogitRows(piece, temperature=number, row_temperature=of_rows), first, state, targets)
         outcomes[0].check()
     return TopKState(state.values, state.indices, *state.logsumexp)
 
@@ -272,7 +272,7 @@ def test_heads(monkeypatch, entry, dtype, has_targets, has_bias):
 
     accumulate_piece = cuda.accumulate_piece
     monkeypatch.setattr(cuda, "accumulate_piece", accumulate)
-    head = linear_pieces.LinearProblem(LogitRows(hidden, 0.7), weight, bias, targets, "allowed")
+    head = linear_pieces.LinearProblem(LogitRows(hidden, temperature=0.7), weight, bias, targets, "allowed")
     values = {"softmax_topk": "softmax", "log_softmax_topk": "log_softmax", "topk": "logits"}[ENTRIES[entry]]
     found = linear_pieces.forward(head, 9, values, "cpu", has_targets, True)
     assert launched == [(4, 1024), (4, 1024), (4, 953), (3, 1024), (3, 1024), (3, 953)]

@@ -5,6 +5,7 @@ checked."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import product
 from unittest import mock
 
@@ -37,13 +38,17 @@ from test_sampling import (
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 
-def listed(rows: LogitRows, k: int) -> TopK:
-    """The list, which softmax_topk.cu makes on a GPU: that kernel has tests of its own."""
-    count, dtype = len(rows.logits), rows.logits.dtype
-    # Zeros: the machine takes them for inputs of the launch.
-    out = TopK(torch.zeros(count, k, dtype=dtype), torch.zeros(count, k, dtype=torch.int64), torch.zeros(2, count))
-    reference.row_topk(TopkProblem(rows, k, "state", "allowed"), out)
-    return out
+def prepare_list(rows: LogitRows, k: int, device: torch.device) -> Callable[[LogitRows], TopK]:
+    """What makes the list, as softmax_topk.cu does on a GPU: that kernel has tests of its own."""
+
+    def run(rows: LogitRows) -> TopK:
+        count, dtype = len(rows.logits), rows.logits.dtype
+        # Zeros: the machine takes them for inputs of the launch.
+        out = TopK(torch.zeros(count, k, dtype=dtype), torch.zeros(count, k, dtype=torch.int64), torch.zeros(2, count))
+        reference.row_topk(TopkProblem(rows, k, "state", "allowed"), out)
+        return out
+
+    return run
 
 
 def draw(
@@ -69,9 +74,10 @@ def draw(
         value = settings.get(name, default)
         return (0, value.to(dtype)) if isinstance(value, Tensor) else (value, None)
 
+    number, of_rows = parameter("temperature", 1.0)
     of_seed = (0, name_of) if isinstance(name_of, Tensor) else (name_of, None)
     problem = SampleProblem(
-        LogitRows(logits, *parameter("temperature", 1.0), mask, lengths),
+        LogitRows(logits, temperature=number, row_temperature=of_rows, mask=mask, lengths=lengths),
         *parameter("top_k", 0, torch.int64),
         *parameter("top_p", 1.0),
         *parameter("min_p", 0.0),
@@ -105,14 +111,14 @@ def draw(
         return min(length(*arguments), longest or len(logits[0]))
 
     with (
-        mock.patch.object(cuda, "_topk_state", listed),
+        mock.patch.object(cuda, "_prepare_list", prepare_list),
         mock.patch.object(cuda, "multiprocessors", lambda device: 132),
         mock.patch.object(launch, "summing_blocks", lambda *_: blocks),
         mock.patch.object(launch, "searching_blocks", lambda *_: blocks),
         mock.patch.object(launch, "sample_list_length", short),
         emulated(arrays, **how) as outcomes,
     ):
-        cuda.sample(problem, out)
+        cuda.prepare_sample(problem, logits.device)(problem, out)
     outcomes[0].check()
     return out
 

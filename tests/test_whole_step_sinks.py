@@ -123,7 +123,8 @@ _EXPERTS = {
 
 
 @pytest.mark.parametrize("num_beams", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("name", _EXPERTS)
+# Before transformers 5 Switch reads no text without a cache, and cannot be tried.
+@pytest.mark.parametrize("name", [name for name in _EXPERTS if _IS_5 or name != "SwitchTransformers"])
 def test_experts_of_encoder_decoders(name, num_beams, monkeypatch):
     tried = []
     made = entry._made_ready

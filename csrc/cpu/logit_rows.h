@@ -16,8 +16,6 @@
 
 namespace fused_topk::cpu {
 
-constexpr u32 kItemSize[kDTypes] = {4, 2, 2};
-
 enum class MaskKind : u32 { kNone = 0, kBools = 1, kBits = 2 };
 
 // Strides count elements; the strides of a mask of kBits count words. A stride of a leading dimension may be any number.

@@ -139,7 +139,6 @@ struct Merger {
 
   // Bit for bit; -inf where there is no token.
   void write_logit(const char* logit, char* value) const {
-    constexpr u32 kNegativeInfinity[kDTypes] = {0xFF800000u, 0xFC00u, 0xFF80u};
     std::memcpy(value, logit ? static_cast<const void*>(logit) : &kNegativeInfinity[problem.dtype],
                 kItemSize[problem.dtype]);
   }

@@ -29,9 +29,6 @@
 namespace fused_topk::cpu {
 namespace {
 
-// -inf in the low bytes: x86 and ARM store these first.
-constexpr u32 kNegativeInfinity[kDTypes] = {0xFF800000u, 0xFC00u, 0xFF80u};
-
 // A row and its place among the others.
 struct Row {
   u64 number;

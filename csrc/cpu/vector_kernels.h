@@ -19,6 +19,9 @@ constexpr u32 kBlock = 4096;
 
 enum DType : u32 { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 constexpr u32 kDTypes = 3;
+constexpr u32 kItemSize[kDTypes] = {4, 2, 2};
+// The bits of -inf, in the low bytes: x86 and ARM store these first.
+constexpr u32 kNegativeInfinity[kDTypes] = {0xFF800000u, 0xFC00u, 0xFF80u};
 
 // e^((x - reference) / T), prepared for a block. With c = ln 2 * T and x - reference = n c + r, |r| <= c / 2,
 // it is 2^n 2^(r / c).

@@ -6,6 +6,7 @@
 // draw is exact to 2^-20 of the total.
 #pragma once
 
+#include "../rows/numbers.cuh"
 #include "../rows/row_logits.cuh"
 #include "philox.h"
 
@@ -25,8 +26,7 @@ struct SampleRows {
   u32* tickets;      // [rows, 4], of the other kernel [rows]; zero before and after each launch
   i64* tokens;       // [rows, num_samples]
   float* log_probs;  // [rows, num_samples]
-  double temperature;
-  const double* row_temperature;
+  DrawNumbers numbers;
   i64 seed;
   const i64* row_seed;
   i64 counter;
@@ -57,8 +57,6 @@ struct SampleRows {
   // Both kernels':
   i64* kept_counts;       // nullable; [rows]: tokens that may be drawn
   float* kept_logsumexp;  // nullable; [rows]: of their logits / temperature
-  const void* lengths;  // nullable; [rows] of int32 or int64: tokens from a row's length on are -inf, and are not read
-  u32 lengths_are_long;
 };
 static_assert(sizeof(SampleRows) == 296, "fused_topk/layout/launch.py packs 296 bytes");
 
@@ -77,7 +75,7 @@ __device__ __forceinline__ RowLogits<FORMAT> logits_of(const SampleRows& p, u32 
   const i64 mask = i64(row) * p.mask_row_stride * (p.mask_kind == kMaskBits ? 4 : 1);
   return {static_cast<const typename FORMAT::Bits*>(p.logits) + i64(row) * p.row_stride,
           {p.mask ? static_cast<const char*>(p.mask) + mask : nullptr, p.mask_element_stride, p.mask_kind},
-          p.lengths ? length_at(p.lengths, p.lengths_are_long, row, p.V) : p.V};
+          p.numbers.length_of(row, p.V)};
 }
 
 // A row's temperature. It is 1 for a greedy row, where the best token is taken.
@@ -88,7 +86,7 @@ struct RowTemperature {
   bool is_zero;
 
   __device__ __forceinline__ RowTemperature(const SampleRows& p, u32 row) {
-    const double t = p.row_temperature ? __ldg(p.row_temperature + row) : p.temperature;
+    const double t = p.numbers.temperature_of(row);
     is_greedy = !(t > 0.0);
     is_zero = t == 0.0;
     inverse = is_greedy ? 1.0f : max(min(float(1.0 / t), kLargestInverse), kLeastInverse);

@@ -375,21 +375,11 @@ class RowSums {
   // the row is some block's.
   template <class TAKE, class DONE>
   __device__ __forceinline__ void for_each_piece(const TAKE& take, const DONE& done) const {
-    using Reader = PartReader<FORMAT>;
-    const Reader reader{logits};
+    const PartReader<FORMAT> reader{logits};
 #pragma unroll 1
     for (u32 piece = rank() * kWarps + threadIdx.x / kWarpSize; piece < kPieces; piece += blocks() * kWarps) {
       const Part part = part_of(piece);
-#pragma unroll 1
-      for (u32 first = part.begin; first < part.end; first += Reader::kElements) {
-        Vector vectors[Reader::kVectors];
-        reader.load(first, vectors);
-#pragma unroll
-        for (u32 u = 0; u < Reader::kVectors; ++u)
-#pragma unroll
-          for (u32 e = 0; e < FORMAT::kPerVector; ++e)
-            take(FORMAT::decode(vectors[u].words, e), Reader::token(first, u) + e);
-      }
+      reader.for_each(part.begin, part.end, take);
       done(piece);
     }
   }

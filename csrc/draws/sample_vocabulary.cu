@@ -42,15 +42,7 @@ __device__ __forceinline__ PartState sum_part(const PartReader<FORMAT>& reader, 
 template <class FORMAT>
 __device__ __forceinline__ u32 finite_of(const PartReader<FORMAT>& reader, Part part) {
   u32 count = 0;
-#pragma unroll 1
-  for (u32 first = part.begin; first < part.end; first += PartReader<FORMAT>::kElements) {
-    Vector vectors[PartReader<FORMAT>::kVectors];
-    reader.load(first, vectors);
-#pragma unroll
-    for (u32 u = 0; u < PartReader<FORMAT>::kVectors; ++u)
-#pragma unroll
-      for (u32 e = 0; e < FORMAT::kPerVector; ++e) count += FORMAT::decode(vectors[u].words, e) != -FUSED_TOPK_INFINITY;
-  }
+  reader.for_each(part.begin, part.end, [&](float x, u32) { count += x != -FUSED_TOPK_INFINITY; });
   return warp_sum(count);
 }
 
@@ -60,15 +52,7 @@ __device__ __forceinline__ u32 draw_from_part(const PartReader<FORMAT>& reader, 
                                               double rest) {
   // The sum of the part, which (m, d) has but to rounding.
   u64 total = 0;
-#pragma unroll 1
-  for (u32 first = part.begin; first < part.end; first += PartReader<FORMAT>::kElements) {
-    Vector vectors[PartReader<FORMAT>::kVectors];
-    reader.load(first, vectors);
-#pragma unroll
-    for (u32 u = 0; u < PartReader<FORMAT>::kVectors; ++u)
-#pragma unroll
-      for (u32 e = 0; e < FORMAT::kPerVector; ++e) total += weight(FORMAT::decode(vectors[u].words, e));
-  }
+  reader.for_each(part.begin, part.end, [&](float x, u32) { total += weight(x); });
   total = warp_sum(total);
   return find_in_part(reader, part, min(u64(rest * double(total)), total - 1), [&](float x, u32) { return weight(x); });
 }

@@ -5,7 +5,7 @@
 // address. Assumes that the row's elements are adjacent and aligned to their own size.
 #pragma once
 
-#include "../rows/row.cuh"
+#include "../rows/numbers.cuh"
 
 namespace fused_topk {
 
@@ -15,23 +15,20 @@ enum FullRowKind : u32 { kSoftmax = 0, kLogSoftmax = 1, kLogSumExp = 2 };
 // The argument, passed by value. Each 64 bytes of it cost a launch a fetch from memory: the fields that every launch
 // reads come first. fused_topk/layout/full_row_launch.py fills it by field names.
 struct FullRows {
-  const void* logits;            // [rows, V]: row r at r / inner_rows * outer_stride + r % inner_rows * inner_stride
-  void* out;                     // [rows, V] of the OUT format; [rows] float for kLogSumExp
-  const float* row_temperature;  // nullable; [rows]
-  i64 inner_stride;              // in elements, like outer_stride
+  const void* logits;  // [rows, V]: row r at r / inner_rows * outer_stride + r % inner_rows * inner_stride
+  void* out;           // [rows, V] of the OUT format; [rows] float for kLogSumExp
+  i64 inner_stride;    // in elements, like outer_stride
   u32 inner_rows;
   u32 V;
-  float temperature;
+  RowNumbers numbers;
   unsigned char kind;  // FullRowKind
   bool result_stays;   // the result fits in L2. Then logits are read with evict-first
   u16 shared_vectors;  // of each thread, in shared memory; even
-  i64 outer_stride;
   u32 rows;
+  i64 outer_stride;
   u32 blocks_per_row;
-  Normalizer* parts;    // [owners, 2, blocks_per_row]; null, like counters, where a block or a warp owns a row
-  u32* counters;        // [owners], zero before and after each launch
-  const void* lengths;  // nullable; [rows] of int32 or int64: tokens from a row's length on are -inf, and are not read
-  u32 lengths_are_long;
+  Normalizer* parts;  // [owners, 2, blocks_per_row]; null, like counters, where a block or a warp owns a row
+  u32* counters;      // [owners], zero before and after each launch
 };
 static_assert(sizeof(FullRows) == 96, "fused_topk/layout/full_row_launch.py packs 96 bytes");
 
@@ -125,10 +122,7 @@ struct FullRow {
   __device__ __forceinline__ FullRow(const FullRows& problem, u32 row) : FullRow(problem, row, problem.result_stays) {}
   // leaves_first: the lines of the L2 cache that are read leave it first.
   __device__ __forceinline__ FullRow(const FullRows& problem, u32 row, bool leaves_first)
-      : length(!ALIGNED && problem.lengths ? length_at(problem.lengths, problem.lengths_are_long, row, problem.V)
-                                           : problem.V),
-        end(problem.V),
-        policy(leaves_first) {
+      : length(ALIGNED ? problem.V : problem.numbers.length_of(row, problem.V)), end(problem.V), policy(leaves_first) {
     i64 offset = row * problem.inner_stride;
     // Rare, and a division takes as long as a barrier.
     if (row >= problem.inner_rows) {
@@ -139,7 +133,7 @@ struct FullRow {
     out = static_cast<char*>(problem.out) + i64(row) * problem.V * i64(sizeof(typename OUT::Bits));
     // A T that is not positive makes NaNs. A T so small that 1 / T overflows acts like the smallest T whose inverse is
     // finite, so that (m - m) / T stays 0.
-    const float t = problem.row_temperature ? __ldg(problem.row_temperature + row) : problem.temperature;
+    const float t = problem.numbers.temperature_of(row);
     inverse_temperature = t > 0.0f ? fminf(__frcp_rn(t), kLargestInverse) : __uint_as_float(0x7FC00000u);
     scale = inverse_temperature * kLog2E;
   }

@@ -12,6 +12,7 @@
 //
 // A warp has a row, and lane i the i-th entry of T. So k is at most 32. From the second piece on T is full from the start, and few
 // tiles hold an element that it lets pass.
+#include "../rows/numbers.cuh"
 #include "../topk/bound.cuh"
 #include "../topk/part_folder.cuh"
 
@@ -19,19 +20,18 @@ namespace fused_topk {
 
 // The argument of a launch. fused_topk/layout/launch.py fills it by field names.
 struct Piece {
-  const void* logits;            // [rows, tokens]; every row starts at a multiple of 16 bytes
-  i64 row_stride;                // in elements
-  const float* row_temperature;  // nullable; [rows]
-  void* values;                  // [rows, k]: T's logits, in their own format
-  i64* indices;                  // [rows, k]: T's tokens in the vocabulary; -1: no entry
-  float* state;                  // [2, rows]: m, d
-  const i64* targets;            // nullable; [rows, num_targets]: tokens in the vocabulary
-  void* target_logits;           // [rows, num_targets], in their own format; written where the token is in the piece
-  i64* target_ranks;             // [rows]; the tokens of the piece that rank before the first target are added
+  const void* logits;  // [rows, tokens]; every row starts at a multiple of 16 bytes
+  i64 row_stride;      // in elements
+  RowNumbers numbers;
+  void* values;         // [rows, k]: T's logits, in their own format
+  i64* indices;         // [rows, k]: T's tokens in the vocabulary; -1: no entry
+  float* state;         // [2, rows]: m, d
+  const i64* targets;   // nullable; [rows, num_targets]: tokens in the vocabulary
+  void* target_logits;  // [rows, num_targets], in their own format; written where the token is in the piece
+  i64* target_ranks;    // [rows]; the tokens of the piece that rank before the first target are added
   u32 rows, tokens, k, num_targets;
   u32 first_token;  // of the piece, in the vocabulary
   u32 is_first;     // 1: no piece comes before it, and values, indices and state are not read
-  float temperature;
 };
 
 namespace pieces {
@@ -194,8 +194,7 @@ __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize, PieceReader<FORMAT>:
     state = {piece.state[row], lane_id() == 0 ? piece.state[piece.rows + row] : 0.0f};
   }
   PartFolder<Reader> folder;
-  const float temperature = piece.row_temperature ? __ldg(piece.row_temperature + row) : piece.temperature;
-  folder.set_scale(kLog2E * inverse_of(temperature));
+  folder.set_scale(kLog2E * inverse_of(piece.numbers.temperature_of(row)));
   folder.begin_part(state);
   // Where the piece has the target, its logit there counts.
   const i64* const targets = piece.targets + i64(row) * piece.num_targets;

@@ -13,19 +13,18 @@ namespace fused_topk {
 
 // The argument of a launch. fused_topk/layout/launch.py fills it by field names.
 struct LogitGradients {
-  void* logits;                  // [rows, tokens], adjacent in a row; become their gradient
-  const float* m;                // [rows]
-  const float* coefficient;      // [rows]: c
-  const float* row_temperature;  // nullable; [rows]
-  const void* listed;            // nullable; [rows, length] of gradients::Listed
-  const void* mask;              // nullable; of these tokens; see RowMask
-  i64 row_stride;                // of the logits, in elements
+  void* logits;              // [rows, tokens], adjacent in a row; become their gradient
+  const float* m;            // [rows]
+  const float* coefficient;  // [rows]: c
+  RowNumbers numbers;
+  const void* listed;  // nullable; [rows, length] of gradients::Listed
+  const void* mask;    // nullable; of these tokens; see RowMask
+  i64 row_stride;      // of the logits, in elements
   i64 mask_row_stride, mask_element_stride;
   u32 tokens;
   u32 start;   // the token at which the logits begin
   u32 length;  // of a list
   u32 mask_kind;
-  float temperature;
 };
 
 namespace gradients {
@@ -56,7 +55,7 @@ class Span {
         has_mask_(problem.mask),
         m_(reference_point(__ldg(problem.m + row))),
         coefficient_(__ldg(problem.coefficient + row)),
-        inverse_(inverse_of(problem.row_temperature ? __ldg(problem.row_temperature + row) : problem.temperature)) {
+        inverse_(inverse_of(problem.numbers.temperature_of(row))) {
     const i64 offset = row * problem.mask_row_stride * (problem.mask_kind == kMaskBits ? 4 : 1);
     mask_ = {static_cast<const char*>(problem.mask) + offset, problem.mask_element_stride, problem.mask_kind};
   }

@@ -40,18 +40,10 @@ __device__ __forceinline__ u32 count(const RowLogits<FORMAT>& logits, u32 key, u
   using Reader = PartReader<FORMAT>;
   const Reader reader{logits};
   u32 result = 0;
-#pragma unroll 1
-  for (u32 first = (blockIdx.y * kWarps + threadIdx.x / kWarpSize) * Reader::kElements; first < logits.V;
-       first += blocks * kWarps * Reader::kElements) {
-    Vector vectors[Reader::kVectors];
-    reader.load(first, vectors);
-#pragma unroll
-    for (u32 u = 0; u < Reader::kVectors; ++u)
-#pragma unroll
-      for (u32 e = 0; e < FORMAT::kPerVector; ++e)
-        // What lies behind the row is -inf, and not before the end.
-        result += order_key(FORMAT::decode(vectors[u].words, e)) > key - (Reader::token(first, u) + e < end);
-  }
+  const u32 warp = blockIdx.y * kWarps + threadIdx.x / kWarpSize;
+  // What lies behind the row is -inf, and not before the end.
+  const auto take = [&](float x, u32 token) { result += order_key(x) > key - (token < end); };
+  reader.for_each(warp * Reader::kElements, logits.V, take, blocks * kWarps * Reader::kElements);
   if (key == kNegativeInfinityKey && blockIdx.y == 0 && threadIdx.x == 0) {
     // Tokens behind the row's length that no warp has read.
     const u32 read = (logits.V + Reader::kElements - 1) / Reader::kElements * Reader::kElements;

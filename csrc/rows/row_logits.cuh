@@ -50,6 +50,21 @@ struct PartReader {
     for (u32 u = 0; u < kVectors; ++u) hide(vectors[u], row.mask.template allowed<kPerVector>(token(first, u), row.V));
   }
 
+  // Calls take(logit, token) for each token from `begin` on, until a read begins at `end` or behind it. step: from one read to the
+  // next.
+  template <class TAKE>
+  __device__ __forceinline__ void for_each(u32 begin, u32 end, const TAKE& take, u32 step = kElements) const {
+#pragma unroll 1
+    for (u32 first = begin; first < end; first += step) {
+      Vector vectors[kVectors];
+      load(first, vectors);
+#pragma unroll
+      for (u32 u = 0; u < kVectors; ++u)
+#pragma unroll
+        for (u32 e = 0; e < kPerVector; ++e) take(FORMAT::decode(vectors[u].words, e), token(first, u) + e);
+    }
+  }
+
  private:
   __device__ __forceinline__ Vector vector(u32 token) const {
     const auto* const address = row.data + token;

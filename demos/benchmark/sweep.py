@@ -91,6 +91,7 @@ def alternatives(case: Case, device: torch.device) -> list[Choice]:
             itemsize,
             driver.max_shared_bytes_per_block(device.index or 0),
             properties.multi_processor_count,
+            10 * properties.major + properties.minor,
         )
     ]
 

@@ -24,7 +24,7 @@ from ..problem import (
     TopkProblem,
 )
 from ..rows import LogitRows
-from .protocol import StartFullRows, StartMerge, StartRouter, StartTopk
+from .protocol import StartFullRows, StartMerge, StartRouter, StartSample, StartTopk
 
 _cpu: Any
 try:
@@ -204,32 +204,37 @@ def prepare_router(problem: RouterProblem, device: torch.device, instruction_set
     return run
 
 
-def sample(problem: SampleProblem, out: Sample, instruction_set: str = "") -> None:
+def prepare_sample(problem: SampleProblem, device: torch.device, instruction_set: str = "") -> StartSample:
     """See :class:`protocol.Backend`. `instruction_set`: as for :func:`prepare_topk`."""
-    p = problem
-    _cpu.sample(
-        _layout_of(p.rows, instruction_set),
-        _addresses_of(p.rows),
-        p.top_k,
-        _address(p.row_top_k),
-        p.top_p,
-        _address(p.row_top_p),
-        p.min_p,
-        _address(p.row_min_p),
-        p.seed,
-        _address(p.row_seed),
-        p.counter,
-        _address(p.row_counter),
-        p.first_row,
-        p.num_samples,
-        p.logprobs,
-        p.truncated,
-        out.tokens.data_ptr(),
-        out.log_probs.data_ptr(),
-        *map(_address, (None,) * 3 if out.topk is None else out.topk),
-        *map(_address, (None,) * 2 if out.kept is None else out.kept),
-        _num_threads(),
-    )
+    layout = _layout_of(problem.rows, instruction_set)
+
+    def run(problem: SampleProblem, out: Sample) -> None:
+        p = problem
+        _cpu.sample(
+            layout,
+            _addresses_of(p.rows),
+            p.top_k,
+            _address(p.row_top_k),
+            p.top_p,
+            _address(p.row_top_p),
+            p.min_p,
+            _address(p.row_min_p),
+            p.seed,
+            _address(p.row_seed),
+            p.counter,
+            _address(p.row_counter),
+            p.first_row,
+            p.num_samples,
+            p.logprobs,
+            p.truncated,
+            out.tokens.data_ptr(),
+            out.log_probs.data_ptr(),
+            *map(_address, (None,) * 3 if out.topk is None else out.topk),
+            *map(_address, (None,) * 2 if out.kept is None else out.kept),
+            _num_threads(),
+        )
+
+    return run
 
 
 def target_ranks(problem: RankProblem, out: Tensor, instruction_set: str = "") -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from ..layout.full_row_launch import FullRowLaunch
 from ..layout.kernel_arguments import LogitGradients, Piece, SampleRows, TargetRanks, address, rows_writer
 from ..layout.launch import FORMATS, row_count
 from ..layout.topk_choice import MAX_K, KernelChoice, choose
-from ..layout.topk_launch import Launch, Layout
+from ..layout.topk_launch import Launch
 from ..problem import (
     FullRowProblem,
     LogitGradientProblem,
@@ -39,8 +39,8 @@ from ..problem import (
     TopK,
     TopkProblem,
 )
-from ..rows import LogitRows
-from .protocol import StartFullRows, StartMerge, StartRouter, StartTopk
+from ..rows import LogitRows, RowsLayout
+from .protocol import StartFullRows, StartMerge, StartRouter, StartSample, StartTopk
 
 # One element of that many bytes, which CuPy passes by value.
 _TOPK_ARGUMENT = np.dtype(f"V{topk_launch.PROBLEM_BYTES}")
@@ -72,17 +72,19 @@ def prepare_topk(
         return lambda rows, out, beam_scores=None: None
     if choice is None:
         choice = topk_choice(count, logits.shape[-1], problem.k, itemsize, index, beam_scores is not None)
-    unaligned, aligned = (
-        topk_launch.plan(Layout.of(problem, is_aligned, beam_scores), choice) for is_aligned in (False, True)
-    )
+    unaligned, aligned = (topk_launch.plan(problem, is_aligned, choice, beam_scores) for is_aligned in (False, True))
     has_adjacent = _has_adjacent(logits)
+
+    @cache
+    def of_copy(layout: RowsLayout) -> StartTopk:
+        return prepare_topk(problem._replace(rows=layout.meta()), device, beam_scores, choice)
 
     def run(rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None:
         start = rows.logits.data_ptr()
         planned = unaligned if start % 16 else aligned
         if planned is None or not has_adjacent or start % itemsize:
             copied = _copied(problem.rows.at(rows))
-            prepare_topk(problem._replace(rows=copied), device, beam_scores, choice)(copied, out, beam_scores)
+            of_copy(copied.layout())(copied, out, beam_scores)
             return
         _launch_topk(planned, index, rows, beam_scores, out)
 
@@ -188,8 +190,8 @@ def prepare_router(problem: RouterProblem, device: torch.device) -> StartRouter:
     """See :class:`protocol.Backend`."""
     p, logits, index = problem, problem.rows.logits, device.index
     itemsize, experts = logits.element_size(), logits.shape[-1]
-    layout = Layout.of(TopkProblem(p.rows, p.k, "softmax", "allowed"), is_aligned=False)
-    planned = topk_launch.plan(layout, router_launch.CHOICE)
+    of_rows = TopkProblem(p.rows, p.k, "softmax", "allowed")
+    planned = topk_launch.plan(of_rows, is_aligned=False, choice=router_launch.CHOICE)
     kernel = router_launch.kernel_name(logits.dtype, experts, p.scoring)
     wanted = router_launch.argument(experts, p.groups, p.topk_groups, p.group_score, p.normalize, p.scale)
     shared_bytes = router_launch.shared_bytes(experts, itemsize, p.groups)
@@ -236,13 +238,10 @@ def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int) 
     driver.call(function, grid, launch.GRADIENT_THREADS, (argument,), index)
 
 
-def sample(problem: SampleProblem, out: Sample) -> None:
+def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
     """See :class:`protocol.Backend`. One launch without filters, else two: the row's best with its (m, d), and the draws."""
-    p = problem
+    p, index = problem, device.index
     logits, mask = p.rows.logits, p.rows.mask
-    index = logits.get_device()
-    if not _has_adjacent(logits) or logits.data_ptr() % logits.element_size():
-        logits = logits.clone(memory_format=torch.contiguous_format)
     rows, vocab_size = logits.shape
     launch.check_rows(rows)
     top_k = p.top_k if p.row_top_k is None else None
@@ -251,15 +250,11 @@ def sample(problem: SampleProblem, out: Sample) -> None:
     length = 0 if is_whole else launch.sample_list_length(vocab_size, top_k)
     if length < p.logprobs <= launch.LONGEST_LIST and not is_whole:
         length = p.logprobs
-    given = p.rows.with_logits(logits)
-    own = given.unscaled()
-    listed = None if is_whole else _topk_state(own, length)
-    best: TopK | None = None
-    if out.topk is not None and p.logprobs <= length:
-        best = out.topk
-    elif out.topk is not None:
-        best_problem = TopkProblem(own, p.logprobs, "log_softmax", "allowed")
-        prepare_topk(best_problem, _device_of(logits))(own, out.topk)
+    own = p.rows.unscaled()
+    find_list = None if is_whole else _prepare_list(own, length, device)
+    find_best = None
+    if p.logprobs > length:
+        find_best = prepare_topk(TopkProblem(own, p.logprobs, "log_softmax", "allowed"), device)
     count = multiprocessors(index)
     if is_whole:
         blocks = launch.summing_blocks(rows, vocab_size, count)
@@ -267,63 +262,78 @@ def sample(problem: SampleProblem, out: Sample) -> None:
     else:
         blocks = launch.searching_blocks(rows, vocab_size, top_k, count)
         words, counters = launch.searching_scratch(rows, blocks)
-    scratch = torch.empty(words, dtype=torch.int64, device=logits.device) if words else None
-    filled = SampleRows(
-        row_stride=logits.stride(0),
-        V=vocab_size,
-        blocks_per_row=blocks,
-        num_samples=p.num_samples,
-        part_length_log2=launch.part_length_log2(vocab_size),
-        scratch=address(scratch),
-        tickets=tickets.zeroed(index, counters) if counters else 0,
-        tokens=out.tokens.data_ptr(),
-        log_probs=out.log_probs.data_ptr(),
-        seed=p.seed,
-        row_seed=address(p.row_seed),
-        counter=p.counter,
-        row_counter=address(p.row_counter),
-        one=launch.sample_unit(vocab_size),
-        truncated=p.truncated,
-        mask_kind=mask is not None and mask.dtype != torch.bool,
-        length=length,
-        first_row=p.first_row,
-        mask_row_stride=0 if mask is None else mask.stride(0),
-        mask_element_stride=0 if mask is None else mask.stride(1),
-        list_logits=0 if listed is None else listed.values.data_ptr(),
-        list_indices=0 if listed is None else listed.indices.data_ptr(),
-        list_state=0 if listed is None else listed.logsumexp.data_ptr(),
-        top_k=p.top_k,
-        row_top_k=address(p.row_top_k),
-        top_p=p.top_p,
-        row_top_p=address(p.row_top_p),
-        min_p=p.min_p,
-        row_min_p=address(p.row_min_p),
-        best_values=0 if best is None else best.values.data_ptr(),
-        best_indices=0 if best is None else best.indices.data_ptr(),
-        best_logsumexp=0 if best is None else best.logsumexp.data_ptr(),
-        logprobs=p.logprobs,
-        rows=rows,
-        kept_counts=0 if out.kept is None else out.kept.counts.data_ptr(),
-        kept_logsumexp=0 if out.kept is None else out.kept.logsumexp.data_ptr(),
+    kernel = launch.sample_kernel(logits.dtype, is_whole)
+    is_cooperative = blocks > 1 and not is_whole
+    planned = bytes(
+        SampleRows(
+            row_stride=logits.stride(0),
+            V=vocab_size,
+            blocks_per_row=blocks,
+            num_samples=p.num_samples,
+            part_length_log2=launch.part_length_log2(vocab_size),
+            one=launch.sample_unit(vocab_size),
+            truncated=p.truncated,
+            mask_kind=mask is not None and mask.dtype != torch.bool,
+            length=length,
+            mask_row_stride=0 if mask is None else mask.stride(0),
+            mask_element_stride=0 if mask is None else mask.stride(1),
+            top_k=p.top_k,
+            top_p=p.top_p,
+            min_p=p.min_p,
+            logprobs=p.logprobs,
+            rows=rows,
+        )
     )
-    function = driver.function(index, launch.sample_kernel(logits.dtype, is_whole))
-    argument = _argument(filled, _write_sample_rows, given, _SAMPLE_ARGUMENT)
-    driver.call(
-        function,
-        (rows, blocks),
-        launch.SAMPLE_THREADS,
-        (argument,),
-        index,
-        is_cooperative=blocks > 1 and not is_whole,
-    )
+    has_adjacent, itemsize = _has_adjacent(logits), logits.element_size()
+
+    def run(problem: SampleProblem, out: Sample) -> None:
+        p, given = problem, problem.rows
+        if not has_adjacent or given.logits.data_ptr() % itemsize:
+            given = given.with_logits(given.logits.clone(memory_format=torch.contiguous_format))
+            copied = p._replace(rows=given)
+            prepare_sample(copied, device)(copied, out)
+            return
+        own = given.unscaled()
+        best = out.topk
+        if best is not None and find_best is not None:
+            find_best(own, best)
+            best = None
+        listed = None if find_list is None else find_list(own)
+        scratch = torch.empty(words, dtype=torch.int64, device=given.logits.device) if words else None
+        filled = SampleRows.from_buffer_copy(planned)
+        filled.scratch = address(scratch)
+        filled.tickets = tickets.zeroed(index, counters) if counters else 0
+        filled.tokens, filled.log_probs = out.tokens.data_ptr(), out.log_probs.data_ptr()
+        filled.seed, filled.row_seed = p.seed, address(p.row_seed)
+        filled.counter, filled.row_counter = p.counter, address(p.row_counter)
+        filled.first_row = p.first_row
+        filled.row_top_k, filled.row_top_p, filled.row_min_p = map(address, (p.row_top_k, p.row_top_p, p.row_min_p))
+        if listed is not None:
+            filled.list_logits, filled.list_indices, filled.list_state = map(address, listed)
+        if best is not None:
+            filled.best_values, filled.best_indices, filled.best_logsumexp = map(address, best)
+        if out.kept is not None:
+            filled.kept_counts, filled.kept_logsumexp = map(address, out.kept)
+        argument = _argument(filled, _write_sample_rows, given, _SAMPLE_ARGUMENT)
+        function = driver.function(index, kernel)
+        threads = launch.SAMPLE_THREADS
+        driver.call(function, (rows, blocks), threads, (argument,), index, is_cooperative=is_cooperative)
+
+    return run
+
+
+@lru_cache(maxsize=4096)
+def _plan_of_ranks(layout: RowsLayout) -> Launch | None:
+    """Of the struct that says what is read."""
+    of_rows = TopkProblem(layout.meta(), 1, "logits", "allowed")
+    return topk_launch.plan(of_rows, is_aligned=False, choice=rank_launch.CHOICE)
 
 
 def target_ranks(problem: RankProblem, out: Tensor) -> None:
     """See :class:`protocol.Backend`."""
     rows, targets, counts_ties = problem
     logits, index = rows.logits, rows.logits.get_device()
-    layout = Layout.of(TopkProblem(rows, 1, "logits", "allowed"), is_aligned=False)
-    planned = topk_launch.plan(layout, rank_launch.CHOICE)
+    planned = _plan_of_ranks(rows.layout())
     if planned is None or not _has_adjacent(logits) or logits.data_ptr() % logits.element_size():
         target_ranks(problem._replace(rows=_copied(rows)), out)
         return
@@ -348,20 +358,21 @@ def target_ranks(problem: RankProblem, out: Tensor) -> None:
     driver.call(function, (count, blocks), rank_launch.THREADS, arguments, index)
 
 
-def _topk_state(rows: LogitRows, k: int) -> TopK:
-    """The best k logits of each row, and in place of the logsumexp (2, rows): its m, and its d."""
-    count, device = len(rows.logits), rows.logits.device
-    out = TopK(
-        torch.empty((count, k), dtype=rows.logits.dtype, device=device),
-        torch.empty((count, k), dtype=torch.int64, device=device),
-        torch.empty((2, count), dtype=torch.float32, device=device),
-    )
-    prepare_topk(TopkProblem(rows, k, "state", "allowed"), _device_of(rows.logits))(rows, out)
-    return out
+def _prepare_list(rows: LogitRows, k: int, device: torch.device) -> Callable[[LogitRows], TopK]:
+    """What finds the best k logits of each row, and in place of the logsumexp (2, rows): its m, and its d."""
+    count, dtype = len(rows.logits), rows.logits.dtype
+    start = prepare_topk(TopkProblem(rows, k, "state", "allowed"), device)
 
+    def run(rows: LogitRows) -> TopK:
+        out = TopK(
+            torch.empty((count, k), dtype=dtype, device=rows.logits.device),
+            torch.empty((count, k), dtype=torch.int64, device=rows.logits.device),
+            torch.empty((2, count), dtype=torch.float32, device=rows.logits.device),
+        )
+        start(rows, out)
+        return out
 
-def _device_of(logits: Tensor) -> torch.device:
-    return torch.device("cuda", max(logits.get_device(), 0))
+    return run
 
 
 def _argument(
@@ -399,7 +410,7 @@ def topk_kernel(problem: TopkProblem, device: int, beam_scores: Tensor | None = 
     logits = problem.rows.logits
     rows, vocab_size = row_count(logits.shape), logits.shape[-1]
     choice = topk_choice(rows, vocab_size, problem.k, logits.element_size(), device, beam_scores is not None)
-    planned = topk_launch.plan(Layout.of(problem, True, beam_scores), choice)
+    planned = topk_launch.plan(problem, True, choice, beam_scores)
     assert planned is not None, "contiguous tensors have one stride"
     return planned.kernel
 
@@ -438,7 +449,8 @@ def cache_bytes(device: int) -> int:
 @cache
 def full_row_choice(device: int, vocab_size: int, itemsize: int) -> FullRowChoice:
     """The cut of full rows on that GPU."""
-    return choose_full_row(vocab_size, itemsize, driver.max_shared_bytes_per_block(device), multiprocessors(device))
+    shared_bytes, capability = driver.max_shared_bytes_per_block(device), driver.architecture_of(device)
+    return choose_full_row(vocab_size, itemsize, shared_bytes, multiprocessors(device), capability)
 
 
 def _launch_topk(planned: Launch, device: int, rows: LogitRows, beam_scores: Tensor | None, out: TopK) -> None:

@@ -47,6 +47,12 @@ class StartRouter(Protocol):
     def __call__(self, rows: LogitRows, bias: Tensor | None, out: RouterTopK) -> None: ...
 
 
+class StartSample(Protocol):
+    """Draws as prepared, by the seeds and tensors of the request that it is given, and writes the contiguous `out`."""
+
+    def __call__(self, problem: SampleProblem, out: Sample) -> None: ...
+
+
 class Backend(Protocol):
     """The modules :mod:`reference`, :mod:`cpu` and :mod:`cuda` are such backends."""
 
@@ -84,8 +90,8 @@ class Backend(Protocol):
         """
         ...
 
-    def sample(self, problem: SampleProblem, out: Sample) -> None:
-        """Draws tokens from each row, and writes `out`."""
+    def prepare_sample(self, problem: SampleProblem, device: torch.device) -> StartSample:
+        """Plans the draw of tokens from each row once. The seeds and counters of `problem` do not count."""
         ...
 
     def target_ranks(self, problem: RankProblem, out: Tensor) -> None:

@@ -23,8 +23,8 @@ from ..problem import (
 )
 from ..rows import LogitRows
 from . import reference_routing, reference_sampling
-from .protocol import StartFullRows, StartMerge, StartRouter, StartTopk
-from .reference_rows import counted_logits, gather, order_keys, ranking, working_dtype
+from .protocol import StartFullRows, StartMerge, StartRouter, StartSample, StartTopk
+from .reference_rows import gather, order_keys, ranking, working_dtype
 
 
 def unavailable(device: torch.device | None = None) -> str | None:
@@ -69,6 +69,11 @@ def prepare_router(problem: RouterProblem, device: torch.device) -> StartRouter:
     return run
 
 
+def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
+    """sample()."""
+    return sample
+
+
 def sample(problem: SampleProblem, out: Sample) -> None:
     """Draws tokens, and lists the best of the model's own distribution."""
     if out.topk is not None:
@@ -80,7 +85,7 @@ def sample(problem: SampleProblem, out: Sample) -> None:
 def target_ranks(problem: RankProblem, out: Tensor) -> None:
     """The number of tokens that are not behind a target. All targets take their turns, so that memory does not grow with them."""
     rows, targets, counts_ties = problem
-    keys, places = order_keys(counted_logits(rows)), torch.arange(rows.logits.shape[-1], device=targets.device)
+    keys, places = order_keys(rows.counted()), torch.arange(rows.logits.shape[-1], device=targets.device)
     for i in range(targets.shape[-1]):
         target = targets[..., i : i + 1]
         token = target.clamp(0, rows.logits.shape[-1] - 1)
@@ -93,14 +98,14 @@ def row_topk(problem: TopkProblem, out: TopK) -> None:
     """The k best of every row, their values, and the row's logsumexp."""
     problem = problem.settled()
     rows = problem.rows
-    candidates = counted_logits(rows)
+    candidates = rows.counted()
     indices = ranking(candidates)[..., : problem.k]
     chosen = gather(candidates, indices)
     out.indices.copy_(indices)
 
     dtype = working_dtype(rows.logits)
     temperature = _temperature(rows.scale, dtype)
-    x = counted_logits(rows, problem.normalize).to(dtype)
+    x = rows.counted(problem.normalize).to(dtype)
     m, d = _normalizer(x, temperature)
     if problem.values == "state":
         out.values.copy_(chosen)
@@ -194,7 +199,7 @@ def _merge_order(candidates: Tensor, indices: Tensor) -> Tensor:
 
 def full_rows(problem: FullRowProblem, out: Tensor) -> None:
     """Probabilities, log-probabilities or the logsumexp of every row."""
-    x = counted_logits(problem.rows).to(working_dtype(problem.rows.logits))
+    x = problem.rows.counted().to(working_dtype(problem.rows.logits))
     temperature = _temperature(problem.rows.scale, x.dtype)
     m, d = _normalizer(x, temperature)
     log_d = d.log()

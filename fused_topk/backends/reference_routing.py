@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..problem import RouterProblem, RouterTopK, result_dtype
-from .reference_rows import counted_logits, gather, ranking, working_dtype
+from .reference_rows import gather, ranking, working_dtype
 
 # As in csrc/routers/scores.h.
 _LOG2_E, _LN2_HIGH, _LN2_LOW = (float.fromhex(x) for x in ("0x1.715476p+0", "0x1.62p-1", "0x1.c85fep-10"))
@@ -32,7 +32,7 @@ _SUMMED_WEIGHTS = 32
 def route(problem: RouterProblem, out: RouterTopK) -> None:
     """The k experts of every row, and their weights."""
     p = problem
-    x = counted_logits(p.rows).to(result_dtype(p.rows.logits.dtype))
+    x = p.rows.counted().to(result_dtype(p.rows.logits.dtype))
     scores = _SCORES[p.scoring](x)
     choice = scores if p.bias is None else scores + p.bias
     # An expert whose logit is -inf is out, whatever its bias.

@@ -6,16 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..rows import LogitRows
-
 # By the bytes of an element.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def counted_logits(rows: LogitRows, normalize: str = "allowed") -> Tensor:
-    """The logits, -inf where a token does not count: for the choice, or for m and d with that `normalize`."""
-    hidden = rows.hidden(normalize)
-    return rows.logits if hidden is None else rows.logits.masked_fill(hidden, -torch.inf)
 
 
 def ranking(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..problem import Sample, SampleProblem
 from . import philox
-from .reference_rows import counted_logits, gather, ranking, working_dtype
+from .reference_rows import gather, ranking, working_dtype
 
 
 def draw(problem: SampleProblem, out: Sample) -> None:
@@ -22,7 +22,7 @@ def draw(problem: SampleProblem, out: Sample) -> None:
     rows = p.rows
     vocab_size = rows.logits.shape[-1]
     # What is drawn from, and what a token's log-probability is relative to: the model's own distribution.
-    x = counted_logits(rows)
+    x = rows.counted()
     dtype = working_dtype(rows.logits)
     order = ranking(x)
     ranked = gather(x, order).to(dtype)

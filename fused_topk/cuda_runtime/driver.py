@@ -146,7 +146,7 @@ def _load(device: int, kernel: str) -> Any:
     cause = _cupy_problem()
     if cause is not None:
         raise RuntimeError(cause)
-    architecture = _architecture(device)
+    architecture = architecture_of(device)
     key = kernel_source.cache_key(kernel, architecture, _compiler())
     stored = kernel_cache.load(key)
     if stored is None:
@@ -186,7 +186,7 @@ def _cupy_problem() -> str | None:
 @cache
 def _gpu_problem(index: int) -> str | None:
     """None if the kernels can be compiled for that GPU."""
-    architecture = _architecture(index)
+    architecture = architecture_of(index)
     nvrtc = _nvrtc()
     targets = nvrtc.getSupportedArchs()
     if architecture >= kernel_source.OLDEST_ARCHITECTURE and architecture in targets:
@@ -200,7 +200,7 @@ def _gpu_problem(index: int) -> str | None:
     return f"{gpu}, for which NVRTC {version} does not compile; install {remedy}"
 
 
-def _architecture(device: int) -> int:
+def architecture_of(device: int) -> int:
     """The compute capability times ten, as compilers name their targets."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor

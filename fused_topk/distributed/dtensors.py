@@ -39,14 +39,13 @@ def row(
     _check_last(dim, logits)
     local = _Local(logits, mask, temperature)
     check_k(k, logits.shape[-1])
-    settings: dict[str, Any] = {"mask": local.mask, "backend": backend}
-    if values != "logits":
-        settings |= {"temperature": local.temperature, "normalize": normalize}
     if local.group is None:
-        rows = check_rows(local.logits, None if values == "logits" else local.temperature, local.mask)
+        rows = check_rows(local.logits, local.temperature, local.mask)
         result = calls.row_topk(rows, k, values, normalize, backend)
     else:
-        result = getattr(functions, _ENTRIES[values])(local.logits, k, group=local.group, **settings)
+        of_values: Any = {} if values == "logits" else {"temperature": local.temperature, "normalize": normalize}
+        settings = {"group": local.group, "mask": local.mask, "backend": backend, **of_values}
+        result = getattr(functions, _ENTRIES[values])(local.logits, k, **settings)
     leading = tuple(logits.shape[:-1])
     return TopK(*map(local.whole, result, ((*leading, k), (*leading, k), leading)))
 
@@ -65,13 +64,20 @@ def beams(
     local = _Local(logits, mask, temperature, last_row_dim=1)
     scores = local.cut(beam_scores, logits.shape[:-1])
     check_k(k, logits.shape[1] * logits.shape[-1], "beams times the vocabulary size")
-    settings: dict[str, Any] = {"mask": local.mask, "backend": backend}
-    settings |= {"temperature": local.temperature, "normalize": normalize}
     if local.group is None:
         rows = check_rows(local.logits, local.temperature, local.mask)
         result = calls.beam_topk(rows, scores, k, normalize, backend)
     else:
-        result = functions.beam_topk(local.logits, scores, k, group=local.group, **settings)
+        result = functions.beam_topk(
+            local.logits,
+            scores,
+            k,
+            group=local.group,
+            temperature=local.temperature,
+            mask=local.mask,
+            normalize=normalize,
+            backend=backend,
+        )
     batch = logits.shape[0]
     return TopK(*map(local.whole, result, ((batch, k), (batch, k), tuple(logits.shape[:-1]))))
 
@@ -87,10 +93,9 @@ def full_rows(
     """softmax, log_softmax or logsumexp. Values stay where their logits are."""
     _check_last(dim, logits)
     local = _Local(logits, None, temperature)
-    settings: dict[str, Any] = {"temperature": local.temperature, "backend": backend}
     out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
     if local.group is not None:
-        result = of_columns.full_rows(values, local.logits, local.group, dtype=out_dtype, **settings)
+        result = of_columns.full_rows(values, local.logits, local.group, local.temperature, out_dtype, backend)
     else:
         result = calls.full_rows(check_rows(local.logits, local.temperature), values, out_dtype, backend)
     if values == "logsumexp":

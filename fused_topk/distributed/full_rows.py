@@ -32,7 +32,8 @@ def full_rows(
         whole: Tensor = calls.merge_parts(*call.parts, 1, *call.temperatures, "softmax", "allowed", backend)[2]
         return whole
     _, _, normalizer = calls.merge_parts(*call.parts, 1, *call.temperatures, "state", "allowed", backend)
-    scale = LogitRows(local_logits, *call.temperatures).scale
+    number, row_temperature = call.temperatures
+    scale = LogitRows(local_logits, temperature=number, row_temperature=row_temperature).scale
     result: Tensor = _OfColumns.apply(  # type: ignore[no-untyped-call]
         local_logits, normalizer, scale, values, dtype, group
     )

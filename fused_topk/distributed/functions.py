@@ -15,9 +15,8 @@ from ..arguments import (
     check_beam_scores,
     check_k,
     check_logits,
-    check_mask,
     check_normalize,
-    check_temperature,
+    check_rows,
 )
 from ..operators import calls
 from ..problem import TopK, result_dtype
@@ -215,8 +214,7 @@ def gather_states(
     group = group_of(group)
     check_k(k, 2**31 - 1, "what an exchange takes")
     check_backend(backend)
-    number, row_temperature = check_temperature(temperature, local_logits, result_dtype(local_logits.dtype))
-    rows = LogitRows(local_logits, number, row_temperature, check_mask(mask, local_logits))
+    rows = check_rows(local_logits, temperature, mask, may_be_empty=True)
     length, device = local_logits.shape[-1], local_logits.device
     packing = Packing(tuple(local_logits.shape[:-1]), k, local_logits.dtype, 0 if tail is None else tail.nbytes)
     header = Header.of(length, k, packing.rows, local_logits.dtype, normalize, _beside(tail, others))

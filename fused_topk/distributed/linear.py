@@ -18,11 +18,10 @@ from ..arguments import (
     check_head,
     check_hidden,
     check_k,
-    check_mask,
     check_normalize,
+    check_rows,
     check_start,
     check_targets,
-    check_temperature,
 )
 from ..functional import autocast
 from ..operators import calls, linear
@@ -177,8 +176,7 @@ def _linear(
     check_backend(backend)
     # Of the logits' shape, on their device, without their memory.
     logits = hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
-    number, row_temperature = check_temperature(temperature, logits, result_dtype(hidden.dtype))
-    rows = LogitRows(hidden, number, row_temperature, check_mask(mask, logits))
+    rows = check_rows(logits, temperature, mask, may_be_empty=True).with_logits(hidden)
     is_one_each = False
     if targets is not None:
         check_targets(targets, logits, may_be_several=True, is_part=True)

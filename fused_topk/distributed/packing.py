@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..problem import TopK, result_dtype
+from ..rows import DTYPES
 from ..tracing import is_traced
 
 _WORD = 8  # bytes; no piece begins within one
 _HEADER_WORDS = 2
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NORMALIZE = ("allowed", "all", "topk")
 _OTHERS = 2**27  # kind has 31 bits
 
@@ -42,13 +42,13 @@ class Header(NamedTuple):
         if others:
             number += zlib.crc32(repr(others).encode()) % _OTHERS
         kind = len(_NORMALIZE) * number + _NORMALIZE.index(normalize)
-        return Header(length, k, rows, len(_DTYPES) * kind + _DTYPES.index(dtype))
+        return Header(length, k, rows, len(DTYPES) * kind + DTYPES.index(dtype))
 
     def __str__(self) -> str:
-        kind, dtype = divmod(self.kind, len(_DTYPES))
+        kind, dtype = divmod(self.kind, len(DTYPES))
         number, normalize = divmod(kind, len(_NORMALIZE))
         more = f", targets or settings of draws number {number}" if number else ""
-        return f"k={self.k}, {self.rows} rows of {_DTYPES[dtype]} and normalize={_NORMALIZE[normalize]!r}{more}"
+        return f"k={self.k}, {self.rows} rows of {DTYPES[dtype]} and normalize={_NORMALIZE[normalize]!r}{more}"
 
 
 class Parts(NamedTuple):

@@ -275,7 +275,8 @@ class _Blocks(NamedTuple):
                 x = logits[:, part].view(shape)
                 own = None if mask is None else mask[:, part].view(shape)
                 of_row = temperature.expand(-1, x.shape[1]).to(result_dtype(logits.dtype))
-                state = calls.row_topk(LogitRows(x, 1.0, of_row, own), 1, "state", "allowed", backend)
+                rows_of_part = LogitRows(x, row_temperature=of_row, mask=own)
+                state = calls.row_topk(rows_of_part, 1, "state", "allowed", backend)
                 states.append(state.logsumexp.double())
         if not states:
             none = torch.full((rows, 1), -torch.inf, dtype=torch.float64, device=logits.device)

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_head, check_hidden, check_mask, is_distributed
+from ..arguments import check_head, check_hidden, is_distributed
 from ..operators import linear_sampling
 from ..operators.dispatch import need_dispatcher, transform_is_active
 from ..problem import Sample, SampleProblem
-from ..rows import LogitRows
 from . import autocast, sampling
 
 _linear_sample = torch.ops.fused_topk.linear_sample.default
@@ -93,16 +92,15 @@ def linear_sample(
     logits = hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
     numbers = (temperature, top_k, top_p, min_p)
     request = (num_samples, logprobs, truncated_log_probs, kept, backend)
-    temperatures, filters = sampling.check_parameters(logits, hidden.device.type, numbers, *request)
+    rows, filters = sampling.check_parameters(logits, hidden.device.type, numbers, mask, None, *request)
     if transform_is_active():
         raise RuntimeError(
             "`linear_sample` must not be called under a transform of torch.func, got one that is active; pass the rows as one "
             "tensor"
         )
-    allowed = check_mask(mask, logits)
     of_seed, of_counter = sampling.names_of(seed, counter, generator, logits)
     hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    rows = LogitRows(hidden, *temperatures, allowed)
+    rows = rows.with_logits(hidden)
     problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, logprobs, truncated_log_probs, kept)
     # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
     _, *parameters, _ = problem

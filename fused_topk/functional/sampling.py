@@ -23,25 +23,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import (
-    GREATEST_TEMPERATURE,
-    LEAST_TEMPERATURE,
-    check_backend,
-    check_k,
-    check_lengths,
-    check_logits,
-    check_mask,
-    check_row_numbers,
-    check_vocabulary,
-)
+from ..arguments import check_backend, check_k, check_logits, check_row_numbers, check_rows
 from ..operators import calls, sampling
 from ..operators.dispatch import need_dispatcher, transform_is_active
+from ..plans import SamplePlan, sample_plan
 from ..problem import Kept, Sample, SampleProblem, TopK
 from ..rows import Like, LogitRows
 
 _sample = torch.ops.fused_topk.sample.default
-# Each parameter as the number of all rows, and those of each row.
-_Temperature = tuple[Any, Tensor | None]
+# Each filter as the number of all rows, and those of each row.
 _Filters = tuple[Any, Tensor | None, Any, Tensor | None, Any, Tensor | None]
 _SEEDS = (-(2**63), 2**63 - 1)
 _MOST_SAMPLES = 2**31 - 1
@@ -147,19 +137,13 @@ def sample(
         if planned is not None:
             return planned
     check_logits(logits)
-    *lead, vocab_size = logits.shape
-    temperatures, filters = check_parameters(logits, logits.device.type, numbers, *request)
+    lead = logits.shape[:-1]
+    rows, filters = check_parameters(logits, logits.device.type, numbers, mask, lengths, *request)
     if transform_is_active():
         raise RuntimeError(
             "`sample` must not be called under a transform of torch.func, got one that is active; pass the rows as one tensor"
         )
-    allowed = check_mask(mask, logits)
-    if allowed is not None:
-        allowed = allowed.reshape(-1, allowed.shape[-1])
-    of_rows = check_lengths(lengths, logits)
-    if of_rows is not None:
-        of_rows = of_rows.reshape(-1).contiguous()
-    rows = LogitRows(logits.detach().reshape(-1, vocab_size), *temperatures, allowed, of_rows)
+    rows = rows.with_logits(logits.detach()).flat()
     of_seed, of_counter = names_of(seed, counter, generator, logits)
     problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, logprobs, truncated_log_probs, kept)
     # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
@@ -177,25 +161,25 @@ def check_parameters(
     logits: Tensor,
     device_type: str,
     numbers: tuple[Any, Any, Any, Any],
+    mask: Tensor | None,
+    lengths: Tensor | None,
     num_samples: Any,
     logprobs: Any,
     truncated_log_probs: Any,
     kept: Any,
     backend: Any,
-) -> tuple[_Temperature, _Filters]:
-    """The temperature of the rows, and the fields top_k to row_min_p of :class:`SampleProblem`, of arguments that are checked.
-    The logits may be a meta tensor, in place of one on a device of that type."""
-    vocab_size = logits.shape[-1]
-    check_vocabulary(vocab_size)
+) -> tuple[LogitRows, _Filters]:
+    """The rows, and the fields top_k to row_min_p of :class:`SampleProblem`, of arguments that are checked. The logits may be a
+    meta tensor, in place of one on a device of that type."""
+    temperature, top_k, top_p, min_p = numbers
+    floating = torch.float32 if device_type in ("mps", "xpu") else torch.float64
+    rows = check_rows(logits, temperature, mask, lengths, dtype_of_draws=floating)
     check_backend(backend)
     check_k(num_samples, _MOST_SAMPLES, "samples of a row", "num_samples")
     if not _is_zero(logprobs):
-        check_k(logprobs, vocab_size, name="logprobs")
+        check_k(logprobs, logits.shape[-1], name="logprobs")
     check_flags(truncated_log_probs=truncated_log_probs, kept=kept)
-    temperature, top_k, top_p, min_p = numbers
-    floating = torch.float32 if device_type in ("mps", "xpu") else torch.float64
-    temperatures = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
-    return check_row_numbers("temperature", temperature, logits, floating, temperatures, or_zero=True), (
+    return rows, (
         *check_row_numbers("top_k", top_k, logits, torch.int64, (-1, _SEEDS[1])),
         *check_row_numbers("top_p", top_p, logits, floating, (0, 1)),
         *check_row_numbers("min_p", min_p, logits, floating, (0, 1)),
@@ -211,17 +195,16 @@ def check_flags(**flags: Any) -> None:
 class _Plan(NamedTuple):
     """What is known of a call whose parameters are numbers, before there are tensors."""
 
-    rows: int
-    vocab_size: int
-    temperatures: _Temperature
+    rows: LogitRows
     filters: _Filters
+    prepared: SamplePlan
 
 
 # With the types: top_k=2.0 is an error, though 2.0 == 2.
 @functools.lru_cache(maxsize=4096, typed=True)
 def _plan(
+    device: torch.device,
     dtype: torch.dtype,
-    device_type: str,
     shape: torch.Size,
     strides: tuple[int, ...],
     temperature: float,
@@ -230,12 +213,12 @@ def _plan(
     min_p: float,
     *request: Any,
 ) -> _Plan:
-    """Checks these arguments, once for all calls with the same. request: num_samples to backend of
+    """Checks and plans a call, once for all calls with the same arguments. request: num_samples to backend of
     :func:`check_parameters`."""
     logits = Like(dtype, shape, strides).meta()
-    check_logits(logits)
-    parameters = check_parameters(logits, device_type, (temperature, top_k, top_p, min_p), *request)
-    return _Plan(shape[:-1].numel(), shape[-1], *parameters)
+    rows, filters = check_parameters(logits, device.type, (temperature, top_k, top_p, min_p), None, None, *request)
+    rows, (*wanted, backend) = rows.flat(), request
+    return _Plan(rows, filters, sample_plan(device, backend, rows.layout(), *filters, *wanted))
 
 
 _NUMBERS = (float, int)
@@ -277,18 +260,16 @@ def _planned(
             return None
     elif generator is not None or counter is None:
         return None
-    plan = _plan(logits.dtype, logits.device.type, shape, logits.stride(), *numbers, *request)
+    plan = _plan(logits.device, logits.dtype, shape, logits.stride(), *numbers, *request)
     if seed is None:
-        of_seed, of_counter = random_names(plan.rows, logits.device, generator)
+        of_seed, of_counter = random_names(len(plan.rows.logits), logits.device, generator)
     else:
         of_seed, of_counter = _flat_name(seed), _flat_name(counter)
     is_flat = len(shape) == 2
-    rows = LogitRows(logits if is_flat else logits.reshape(-1, plan.vocab_size), *plan.temperatures)
-    num_samples, logprobs, truncated, kept, backend = request
-    problem = SampleProblem(rows, *plan.filters, *of_seed, *of_counter, num_samples, logprobs, truncated, kept)
-    result = sampling.draw(problem, backend)
+    rows = plan.rows.with_logits(logits if is_flat else logits.reshape(-1, shape[-1]))
+    result = plan.prepared.run(SampleProblem(rows, *plan.filters, *of_seed, *of_counter, *request[:-1]))
     if ranks:
-        result = _with_ranks(result, rows, backend)
+        result = _with_ranks(result, rows, request[-1])
     return result if is_flat else shaped(result, shape[:-1])
 
 

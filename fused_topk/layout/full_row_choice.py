@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .tuning import resident_warps
+
 VECTOR_BYTES = 16
 _WARP = 32
 _WARP_ROWS = 4
@@ -70,6 +72,7 @@ KERNEL_VARIANTS = (("warp", 4), ("block", 2), ("block", 4), ("shared", 4), ("gri
 class _Machine(NamedTuple):
     shared_per_block: int
     multiprocessors: int
+    capability: int
 
     def cut(self, kernel: str, vectors: int, most_threads: int, blocks: int = 1) -> FullRowChoice | None:
         """A row of that many vectors cut into so many blocks, if it fits there."""
@@ -87,9 +90,8 @@ class _Machine(NamedTuple):
 
     @property
     def grid_blocks(self) -> int:
-        """How many blocks of "grid" a multiprocessor holds. With 64 KiB it is one of compute capability 7.5, for which the
-        kernel takes the registers of two."""
-        return 1 if self.shared_per_block <= 64 << 10 else 2
+        """How many blocks of "grid" a multiprocessor holds: as many as the kernel is compiled for."""
+        return resident_warps("kGridRows", self.capability) * _WARP // _GRID_THREADS
 
     def grid(self, vectors: int) -> FullRowChoice | None:
         """A row of that many vectors cut into as few blocks as hold it."""
@@ -105,14 +107,17 @@ class _Machine(NamedTuple):
         return FullRowChoice("long", _LONG_THREADS, _REGISTERS, shared_vectors, self.multiprocessors, 1)
 
 
-def choose_full_row(vocab_size: int, itemsize: int, shared_per_block: int, multiprocessors: int) -> FullRowChoice:
+def choose_full_row(
+    vocab_size: int, itemsize: int, shared_per_block: int, multiprocessors: int, capability: int
+) -> FullRowChoice:
     """The choice for rows of `vocab_size` logits of `itemsize` bytes.
 
     Args:
         shared_per_block: bytes of shared memory that a block may have at the most.
         multiprocessors: how many the GPU has.
+        capability: its compute capability, times ten.
     """
-    machine = _Machine(shared_per_block, multiprocessors)
+    machine = _Machine(shared_per_block, multiprocessors, capability)
     vectors = -(-vocab_size * itemsize // VECTOR_BYTES)
     if vectors <= 4 * _WARP:
         return FullRowChoice("warp", _WARP * _WARP_ROWS, 4)
@@ -126,9 +131,11 @@ def choose_full_row(vocab_size: int, itemsize: int, shared_per_block: int, multi
     return next((choice for choice in cuts if choice), machine.long(vectors))
 
 
-def alternatives(vocab_size: int, itemsize: int, shared_per_block: int, multiprocessors: int) -> list[FullRowChoice]:
+def alternatives(
+    vocab_size: int, itemsize: int, shared_per_block: int, multiprocessors: int, capability: int
+) -> list[FullRowChoice]:
     """Every choice worth timing, for demos/benchmark/sweep.py: the one of choose_full_row() first."""
-    machine = _Machine(shared_per_block, multiprocessors)
+    machine = _Machine(shared_per_block, multiprocessors, capability)
     vectors = -(-vocab_size * itemsize // VECTOR_BYTES)
     found = [choose_full_row(vocab_size, itemsize, *machine)]
     for kernel, in_registers in KERNEL_VARIANTS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,27 +76,42 @@ class Problem(ctypes.Structure):
     )
 
 
+def _numbers_of_rows(temperature: type) -> tuple[tuple[str, Any], ...]:
+    """The fields of struct NumbersOfRows of csrc/rows/numbers.cuh, where each is explained."""
+    return (
+        ("row_temperature", _POINTER),
+        ("lengths", _POINTER),
+        ("temperature", temperature),
+        ("lengths_are_long", _U32),
+    )
+
+
+class RowNumbers(ctypes.Structure):
+    _fields_ = _numbers_of_rows(_F32)
+
+
+class DrawNumbers(ctypes.Structure):
+    _fields_ = _numbers_of_rows(_F64)
+
+
 class FullRows(ctypes.Structure):
     """struct FullRows of csrc/full_rows/full_row.cuh, where each field is explained."""
 
     _fields_ = (
         ("logits", _POINTER),
         ("out", _POINTER),
-        ("row_temperature", _POINTER),
         ("inner_stride", _I64),
         ("inner_rows", _U32),
         ("V", _U32),
-        ("temperature", _F32),
+        ("numbers", RowNumbers),
         ("kind", _U8),
         ("result_stays", _BOOL),
         ("shared_vectors", _U16),
-        ("outer_stride", _I64),
         ("rows", _U32),
+        ("outer_stride", _I64),
         ("blocks_per_row", _U32),
         ("parts", _POINTER),
         ("counters", _POINTER),
-        ("lengths", _POINTER),
-        ("lengths_are_long", _U32),
     )
 
 
@@ -137,7 +153,7 @@ class Piece(ctypes.Structure):
     _fields_ = (
         ("logits", _POINTER),
         ("row_stride", _I64),
-        ("row_temperature", _POINTER),
+        ("numbers", RowNumbers),
         ("values", _POINTER),
         ("indices", _POINTER),
         ("state", _POINTER),
@@ -150,7 +166,6 @@ class Piece(ctypes.Structure):
         ("num_targets", _U32),
         ("first_token", _U32),
         ("is_first", _U32),
-        ("temperature", _F32),
     )
 
 
@@ -192,7 +207,7 @@ class LogitGradients(ctypes.Structure):
         ("logits", _POINTER),
         ("m", _POINTER),
         ("coefficient", _POINTER),
-        ("row_temperature", _POINTER),
+        ("numbers", RowNumbers),
         ("listed", _POINTER),
         ("mask", _POINTER),
         ("row_stride", _I64),
@@ -202,7 +217,6 @@ class LogitGradients(ctypes.Structure):
         ("start", _U32),
         ("length", _U32),
         ("mask_kind", _U32),
-        ("temperature", _F32),
     )
 
 
@@ -220,8 +234,7 @@ class SampleRows(ctypes.Structure):
         ("tickets", _POINTER),
         ("tokens", _POINTER),
         ("log_probs", _POINTER),
-        ("temperature", _F64),
-        ("row_temperature", _POINTER),
+        ("numbers", DrawNumbers),
         ("seed", _I64),
         ("row_seed", _POINTER),
         ("counter", _I64),
@@ -250,8 +263,6 @@ class SampleRows(ctypes.Structure):
         ("rows", _U32),
         ("kept_counts", _POINTER),
         ("kept_logsumexp", _POINTER),
-        ("lengths", _POINTER),
-        ("lengths_are_long", _U32),
     )
 
 
@@ -282,20 +293,24 @@ def address(tensor: Tensor | None) -> int:
 
 def rows_writer(structure: type[ctypes.Structure]) -> Callable[[bytearray, LogitRows], None]:
     """``write(buffer, rows)``: writes what a call reads into those fields of the struct in `buffer` that are named as those of
-    :class:`LogitRows`."""
-    types = dict(item[:2] for item in structure._fields_)
+    :class:`LogitRows`, in the struct itself or in its numbers of rows."""
+    found: dict[str, tuple[Any, int]] = {}
+    numbers = getattr(structure, "numbers", None)
+    if numbers is not None:
+        of_rows: Any = dict(item[:2] for item in structure._fields_)["numbers"]
+        found |= {name: (type_, numbers.offset + getattr(of_rows, name).offset) for name, type_ in of_rows._fields_}
+    found |= {item[0]: (item[1], getattr(structure, item[0]).offset) for item in structure._fields_}
     places = [
-        (i, struct.Struct("<" + _CODES[types[name]]).pack_into, getattr(structure, name).offset)
+        (i, struct.Struct("<" + _CODES[found[name][0]]).pack_into, found[name][1])
         for i, name in enumerate(LogitRows._fields)
-        if name in types
+        if name in found
     ]
-
     # How wide lengths are comes with them: of whole rows and draws, they alone say it.
-    is_long = getattr(structure, "lengths_are_long", None)
+    _, is_long = found["lengths_are_long"]
 
     def write(buffer: bytearray, rows: LogitRows) -> None:
-        if rows.lengths is not None and is_long is not None:
-            buffer[is_long.offset] = rows.lengths.dtype is torch.int64
+        if rows.lengths is not None:
+            buffer[is_long] = rows.lengths.dtype is torch.int64
         for i, pack, offset in places:
             value = rows[i]
             if value is not None:

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a launch of csrc/topk/softmax_topk.cu, short_rows.cu or router_rows.cu looks like: a pure function of shapes and strides.
 
-The launch is kept for the next such call, which then only fills in the addresses. An eager call of a small problem takes as
-long as its Python does, so nothing is computed twice. Needs no GPU.
+Whoever asks for it keeps it for the next such call, which then only fills in the addresses. An eager call of a small problem takes
+as long as its Python does, so nothing is computed twice. Needs no GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -30,42 +28,6 @@ _write_call, _CALL = writer(Problem, "lists", "parts", "row_tickets", "logsumexp
 _write_beam_scores, _BEAM_SCORES = writer(Problem, "beam_scores")
 _write_beam_scratch, _BEAM_SCRATCH = writer(Problem, "beam_lists", "beam_indices", "beam_tickets")
 PROBLEM_BYTES = ctypes.sizeof(Problem)
-
-
-class Layout(NamedTuple):
-    """Everything about a request but addresses and numbers that change from call to call."""
-
-    shape: Sequence[int]  # (..., V)
-    strides: Sequence[int]
-    dtype: torch.dtype
-    is_aligned: bool  # whether the logits start at a multiple of 16 bytes
-    k: int
-    values: str
-    normalize: str
-    mask_is_packed: bool = False
-    mask_strides: Sequence[int] | None = None  # (..., V) or (..., words); None without a mask
-    temperature_strides: Sequence[int] | None = None  # (...,); None without a tensor of them
-    lengths_strides: Sequence[int] | None = None  # likewise
-    beam_strides: Sequence[int] | None = None  # (batch, beams); None without beam search
-
-    @staticmethod
-    def of(problem: TopkProblem, is_aligned: bool, beam_scores: Tensor | None = None) -> Layout:
-        """The tensors may be meta tensors."""
-        logits, _, row_temperature, mask, lengths = problem.rows
-        return Layout(
-            logits.shape,
-            logits.stride(),
-            logits.dtype,
-            is_aligned,
-            problem.k,
-            problem.values,
-            problem.normalize,
-            mask is not None and mask.dtype != torch.bool,
-            None if mask is None else mask.stride(),
-            None if row_temperature is None else row_temperature.stride(),
-            None if lengths is None else lengths.stride(),
-            None if beam_scores is None else beam_scores.stride(),
-        )
 
 
 class Launch(NamedTuple):
@@ -101,43 +63,51 @@ class Launch(NamedTuple):
         return filled
 
 
-@lru_cache(maxsize=4096)
-def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
-    """The launch for a layout of at least one row, or None if its rows have more unrelated strides than the kernel walks.
+def plan(
+    problem: TopkProblem, is_aligned: bool, choice: KernelChoice, beam_scores: Tensor | None = None
+) -> Launch | None:
+    """The launch for at least one row, or None if the rows have more unrelated strides than the kernel walks.
+
+    Args:
+        problem: its tensors may be meta tensors, as beam_scores.
+        is_aligned: whether the logits start at a multiple of 16 bytes.
 
     Raises:
         ValueError: more rows than a launch can take.
     """
-    *leading, vocab_size = layout.shape
-    rows = row_count(layout.shape)
+    logits, _, row_temperature, mask, lengths = problem.rows
+    *leading, vocab_size = logits.shape
+    rows = row_count(logits.shape)
     check_rows(rows)
     # One description of the rows for all tensors that have one entry a row.
-    per_row = [layout.strides[:-1]]
-    of_mask = None if layout.mask_strides is None else layout.mask_strides[:-1]
-    others = of_mask, layout.temperature_strides, layout.lengths_strides
+    per_row = [logits.stride()[:-1]]
+    others = [
+        None if mask is None else mask.stride()[:-1],
+        None if row_temperature is None else row_temperature.stride(),
+        None if lengths is None else lengths.stride(),
+    ]
     if any(each is not None for each in others):
-        none = (0,) * len(leading)
-        per_row += [none if each is None else each for each in others]
+        per_row += [(0,) * len(leading) if each is None else each for each in others]
     sizes, strides = collapse(leading, per_row)
     if len(sizes) > LEADING_DIMS:
         return None
     strides += [[0] * len(sizes)] * (4 - len(strides))
 
-    itemsize = layout.dtype.itemsize
-    is_aligned = layout.is_aligned and all(stride * itemsize % 16 == 0 for stride in strides[0])
-    mask_use = 0 if layout.lengths_strides is None else _LENGTHS
-    if layout.mask_strides is not None:
-        mask_use = 1 if layout.values == "logits" else _MASK_USES[layout.normalize]
+    itemsize = logits.dtype.itemsize
+    is_aligned = is_aligned and all(stride * itemsize % 16 == 0 for stride in strides[0])
+    is_unmasked = mask is None
+    mask_use = 0 if lengths is None else _LENGTHS
+    if not is_unmasked:
+        mask_use = 1 if problem.values == "logits" else _MASK_USES[problem.normalize]
 
-    k_row = min(layout.k, vocab_size)
-    is_unmasked = layout.mask_strides is None
+    k_row = min(problem.k, vocab_size)
     method = choice.method(k_row, itemsize, is_unmasked)
     splits = choice.splits
-    beams = 0 if layout.beam_strides is None else leading[1]
+    beams = 0 if beam_scores is None else leading[1]
     length = list_length(k_row, splits)
     k_of_warp, k_of_split = choice.k_of_warp(k_row), choice.k_of_split(k_row)
     parts_per_split, splits_with_one_more = divmod(choice.parts, splits)
-    problem = Problem(
+    argument = Problem(
         row_stride=strides[0][-1],
         rows=rows,
         V=vocab_size,
@@ -153,29 +123,29 @@ def plan(layout: Layout, choice: KernelChoice) -> Launch | None:
         k_of_split=k_of_split,
         list_length=length,
         splits_of_k=-(-k_row // k_of_split),
-        value_kind=VALUE_KINDS[layout.values],
-        normalize_topk=layout.normalize == "topk" and layout.values != "state",
+        value_kind=VALUE_KINDS[problem.values],
+        normalize_topk=problem.normalize == "topk" and problem.values != "state",
         beams=beams,
-        k_of_beam=-(-layout.k // beams) if beams else 0,
+        k_of_beam=-(-problem.k // beams) if beams else 0,
         sizes=_innermost_first(sizes, 1),
-        mask_kind=layout.mask_is_packed,
-        k_of_sequence=layout.k,
+        mask_kind=mask is not None and mask.dtype != torch.bool,
+        k_of_sequence=problem.k,
         logits_strides=_innermost_first(strides[0], 0),
         mask_strides=_innermost_first(strides[1], 0),
         temperature_strides=_innermost_first(strides[2], 0),
         lengths_strides=_innermost_first(strides[3], 0),
-        mask_element_stride=0 if layout.mask_strides is None else layout.mask_strides[-1],
-        beam_scores_strides=(0, 0) if layout.beam_strides is None else tuple(layout.beam_strides),
+        mask_element_stride=0 if mask is None else mask.stride(-1),
+        beam_scores_strides=(0, 0) if beam_scores is None else beam_scores.stride(),
     )
     lists = rows * splits * (length + 1) if splits > 1 else 0
     parts = rows * choice.parts if splits > 1 else 0
     beam_lists = rows * k_row if beams else 0
     return Launch(
-        kernel_name(FORMATS[layout.dtype], choice, method, is_aligned, mask_use),
+        kernel_name(FORMATS[logits.dtype], choice, method, is_aligned, mask_use),
         choice.grid(rows),
         choice.threads,
         choice.shared_bytes(method, is_aligned, is_unmasked),
-        bytes(problem),
+        bytes(argument),
         scratch_words=lists + parts + 2 * beam_lists,
         lists=lists,
         parts=parts,

@@ -31,9 +31,23 @@ def tuned_topk(
     capability: int, warps: int, method: int, itemsize: int, is_masked: bool, is_aligned: bool
 ) -> Tuning | None:
     """The first row of softmax_topk_kernel that fits."""
-    values = (is_masked, is_aligned, itemsize == 4, method)
-    for first, last, kernel, least_warps, most_warps, *rest in _table():
-        if kernel or not (first <= capability <= last and least_warps <= warps <= most_warps):
+    return _tuned("kTopk", capability, warps, (is_masked, is_aligned, itemsize == 4, method))
+
+
+@cache
+def resident_warps(kernel: str, capability: int) -> int:
+    """The warps of an unmasked kernel other than softmax_topk_kernel that are promised to fit on a multiprocessor. kernel: its name in
+    the table."""
+    found = _tuned(kernel, capability, 0, (False, True, True, 0))
+    assert found is not None, "the table has a row for every capability"
+    return found.resident_warps
+
+
+def _tuned(kernel: str, capability: int, warps: int, values: tuple[int, ...]) -> Tuning | None:
+    """The first row that fits. values: whether a mask is there, whether rows are aligned, whether logits have 32 bits, and the
+    method."""
+    for first, last, of_kernel, least_warps, most_warps, *rest in _table():
+        if of_kernel != _names()[kernel] or not (first <= capability <= last and least_warps <= warps <= most_warps):
             continue
         if all(held >> value & 1 for held, value in zip(rest[:4], values, strict=True)):
             return Tuning(rest[4], rest[5], bool(rest[6]), rest[7])
@@ -59,8 +73,19 @@ def most_window(warps: int) -> int:
 
 
 @cache
+def _text() -> str:
+    return re.sub("//.*", "", (source_folder() / "rows" / "tuning.cuh").read_text(encoding="utf-8"))
+
+
+@cache
+def _names() -> dict[str, int]:
+    """The numbers after `=`."""
+    return {name: int(number) for name, number in re.findall(r"(k\w+) = (\d+)", _text())}
+
+
+@cache
 def _table() -> list[tuple[int, ...]]:
-    text = re.sub("//.*", "", (source_folder() / "rows" / "tuning.cuh").read_text(encoding="utf-8"))
-    names = {"true": "1", "false": "0", **dict(re.findall(r"(k\w+) = (\d+)", text))}
-    rows = re.findall(r"\{([^{}]+)\{([^{}]+)\}\}", text)
-    return [tuple(int(names.get(word, word)) for word in re.findall(r"\w+", first + last)) for first, last in rows]
+    numbers = {"true": 1, "false": 0, **_names()}
+    rows = re.findall(r"\{([^{}]+)\{([^{}]+)\}\}", _text())
+    words = (re.findall(r"\w+", first + last) for first, last in rows)
+    return [tuple(numbers[word] if word in numbers else int(word) for word in row) for row in words]

@@ -83,21 +83,8 @@ def router_topk_into(
     return is_seen
 
 
-def merge_parts(
-    logits: Tensor,
-    indices: Tensor,
-    m: Tensor,
-    d: Tensor,
-    lengths: Tensor | None,
-    k: int,
-    temperature: float,
-    row_temperature: Tensor | None,
-    values: str,
-    normalize: str,
-    backend: str | None,
-) -> TopK:
-    """See :class:`MergeProblem`."""
-    tensors = logits, indices, m, d, lengths
-    run = way_of_call(merging.merge_parts, _merge_parts, transforms.MergeParts.apply, *tensors, row_temperature)
-    numbers: Any = k, temperature, row_temperature, values, normalize, backend
-    return TopK(*run(*tensors, *numbers))
+def merge_parts(*arguments: Any) -> TopK:
+    """arguments: the fields of :class:`MergeProblem`, then the backend."""
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    run = way_of_call(merging.merge_parts, _merge_parts, transforms.MergeParts.apply, *tensors)
+    return TopK(*run(*arguments))

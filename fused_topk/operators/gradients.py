@@ -44,8 +44,7 @@ def _row_gradient(
 ) -> Tensor:
     """Gradient with respect to the logits, given those with respect to log-probabilities (..., k) and logsumexp (...)."""
     hidden = rows.hidden(normalize)
-    scaled = rows.logits.to(grad_log_probabilities.dtype) / rows.scale
-    p = (scaled if hidden is None else scaled.masked_fill(hidden, -torch.inf)).softmax(-1)
+    p = (rows.counted(normalize).to(grad_log_probabilities.dtype) / rows.scale).softmax(-1)
     gradient = p * (grad_logsumexp - grad_log_probabilities.sum(-1)).unsqueeze(-1)
     gradient = gradient.scatter_add(-1, indices, grad_log_probabilities) / rows.scale
     # A hidden token counts as the constant -inf, even where it is among the k.
@@ -104,9 +103,7 @@ def _state_gradient(
     """
     grad_m, grad_d = grad_normalizer.unsqueeze(-1).unbind(0)
     hidden = rows.hidden(normalize)
-    counted = rows.logits.to(grad_normalizer.dtype)
-    if hidden is not None:
-        counted = counted.masked_fill(hidden, -torch.inf)
+    counted = rows.counted(normalize).to(grad_normalizer.dtype)
     m, j = counted.max(-1, keepdim=True)
     e = ((counted - m.where(m != -torch.inf, 0.0)) / rows.scale).exp()
     d = e.sum(-1, keepdim=True)

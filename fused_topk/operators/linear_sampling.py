@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends
+from .. import backends, plans
 from ..backends import reference
 from ..layout import launch
 from ..layout import linear_pieces as layout
@@ -49,7 +49,7 @@ def draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: s
     head = LinearProblem(request.rows, weight, bias, None, "allowed")
     rows, vocab_size = head.row_count, len(weight)
     chosen = backends.pick(hidden.device, hidden.dtype, max(request.logprobs, 1), backend)
-    out = sampling.empty_result(request)
+    out = plans.sample_result(request)
     if not rows:
         return out
     itemsize = hidden.element_size()
@@ -66,7 +66,8 @@ def draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: s
     for block in linear_pieces.blocks(head, size):
         part = block.part
         logits = linear_pieces.product(block.hidden, head, 0, vocab_size, buffer)
-        chosen.sample(_of_rows(request, part, block.of.of_tokens(logits, 0, vocab_size)), _part(out, part))
+        of_block = _of_rows(request, part, block.of.of_tokens(logits, 0, vocab_size))
+        plans.plan_of_sample(of_block, backend).start(of_block, _part(out, part))
     return out
 
 
@@ -100,7 +101,7 @@ def linear_sample(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _fake_linear_sample(*arguments: Any) -> tuple[Tensor, ...]:
     rows, (_, _, *parameters, _) = unflattened(arguments)
-    return sampling.flat(sampling.empty_result(SampleProblem(rows, *parameters)))
+    return sampling.flat(plans.sample_result(SampleProblem(rows, *parameters)))
 
 
 library.impl("linear_sample", linear_sample, "CompositeExplicitAutograd")

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from .. import plans
 from ..backends.reference import merge_candidates
-from ..problem import MergeTensors, TopK
-from ..rows import like, like_given
+from ..problem import MergeProblem, TopK
 from .dispatch import library
 
 library.define(
@@ -26,31 +25,10 @@ library.define(
 )
 
 
-def merge_parts(
-    logits: Tensor,
-    indices: Tensor,
-    m: Tensor,
-    d: Tensor,
-    lengths: Tensor | None,
-    k: int,
-    temperature: float,
-    row_temperature: Tensor | None,
-    values: str,
-    normalize: str,
-    backend: str | None,
-) -> TopK:
-    plan = plans.merge_plan(
-        logits.device,
-        *map(like, (logits, indices, m, d)),
-        like_given(lengths),
-        k,
-        temperature,
-        like_given(row_temperature),
-        values,
-        normalize,
-        backend,
-    )
-    return plan.run(MergeTensors(logits, indices, m, d, lengths, row_temperature))
+def merge_parts(*arguments: Any) -> TopK:
+    *fields, backend = arguments
+    problem = MergeProblem(*fields)
+    return plans.plan_of_merge(problem, backend).run(problem.tensors)
 
 
 def _fake_merge_parts(logits: Tensor, indices: Tensor, m: Tensor, d: Tensor, lengths: Any, k: int, *rest: Any) -> TopK:

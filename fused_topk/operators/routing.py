@@ -70,10 +70,8 @@ def backward(ctx: Any, grad_weights: Tensor, grad_experts: Tensor | None) -> tup
 
 
 def _logit_gradient(ctx: Any, rows: LogitRows, experts: Tensor, g: Tensor) -> Tensor:
-    x = rows.logits.to(result_dtype(rows.logits.dtype))
+    x = rows.counted().to(result_dtype(rows.logits.dtype))
     hidden = rows.hidden()
-    if hidden is not None:
-        x = x.masked_fill(hidden, -torch.inf)
     chosen = x.gather(-1, experts)
     if ctx.scoring == "softmax":
         p = x.softmax(-1)

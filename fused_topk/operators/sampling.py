@@ -6,14 +6,13 @@ Its random numbers are named by its arguments, so it is a function of them. Noth
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import backends
-from ..problem import Kept, Sample, SampleProblem, TopK, result_dtype
+from .. import plans
+from ..problem import Kept, Sample, SampleProblem, TopK
 from ..rows import ROWS_SCHEMA, unflattened
 from .dispatch import library
 
@@ -28,12 +27,7 @@ library.define(f"sample({ROWS_SCHEMA}, {SCHEMA}")
 
 def draw(problem: SampleProblem, backend: str | None) -> Sample:
     """Draws into new tensors, of (R, num_samples) and (R, logprobs)."""
-    logits = problem.rows.logits
-    chosen = backends.pick(logits.device, logits.dtype, max(problem.logprobs, 1), backend)
-    out = empty_result(problem)
-    if logits.shape[0]:
-        chosen.sample(problem, out)
-    return out
+    return plans.plan_of_sample(problem, backend).run(problem)
 
 
 def sample(*arguments: Any) -> tuple[Tensor, ...]:
@@ -43,31 +37,7 @@ def sample(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _fake_sample(*arguments: Any) -> tuple[Tensor, ...]:
     rows, (*parameters, _) = unflattened(arguments)
-    return flat(empty_result(SampleProblem(rows, *parameters)))
-
-
-def empty_result(problem: SampleProblem) -> Sample:
-    """New uninitialised tensors for the result. All dimensions of the logits but the last are those of the rows."""
-    logits, num_samples, logprobs = problem.rows.logits, problem.num_samples, problem.logprobs
-    rows, device, dtype = math.prod(logits.shape[:-1]), logits.device, result_dtype(logits.dtype)
-    topk = None
-    if logprobs:
-        topk = TopK(
-            torch.empty((rows, logprobs), dtype=dtype, device=device),
-            torch.empty((rows, logprobs), dtype=torch.int64, device=device),
-            torch.empty((rows,), dtype=dtype, device=device),
-        )
-    kept = None
-    if problem.kept:
-        kept = Kept(
-            torch.empty((rows,), dtype=torch.int64, device=device), torch.empty((rows,), dtype=dtype, device=device)
-        )
-    return Sample(
-        torch.empty((rows, num_samples), dtype=torch.int64, device=device),
-        torch.empty((rows, num_samples), dtype=dtype, device=device),
-        topk,
-        kept,
-    )
+    return flat(plans.sample_result(SampleProblem(rows, *parameters)))
 
 
 def flat(result: Sample) -> tuple[Tensor, ...]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from ... import backends
 from ...backends import Backend
 from ...functional.sampling import random_names
-from ...plans import topk_plan
-from ...problem import Sample, SampleProblem, TopK, TopKState, result_dtype
+from ...plans import plan_of_sample, topk_plan
+from ...problem import Sample, SampleProblem, TopK, TopKState
 from ...rows import LogitRows, like
 from .changed_scores import Change, edited
 
@@ -124,7 +124,7 @@ class Rows:
         seed, counter = random_names(rows, device, generator)
         temperature = float(parameters.get("temperature", 1.0))
         problem = SampleProblem(
-            LogitRows(logits, temperature, mask=mask),
+            LogitRows(logits, temperature=temperature, mask=mask),
             int(parameters.get("top_k", 0)),
             None,
             float(parameters.get("top_p", 1.0)),
@@ -137,17 +137,12 @@ class Rows:
             0,
             False,
         )
-        tokens = torch.empty((rows, 1), dtype=torch.int64, device=device)
-        log_probs = torch.empty((rows, 1), dtype=result_dtype(logits.dtype), device=device)
-        result = Sample(tokens, log_probs, None)
-        if rows:
-            self.backend.sample(problem, result)
-        return result
+        return plan_of_sample(problem, backends.name_of(self.backend)).run(problem)
 
     def _scan(self, k: int, mask: Tensor | None, values: str, normalize: str, temperature: float) -> TopK:
         if mask is not None:
             mask = mask.expand(len(self.logits), -1)
-        return self._run(LogitRows(self.logits, temperature, mask=mask), k, values, normalize)
+        return self._run(LogitRows(self.logits, temperature=temperature, mask=mask), k, values, normalize)
 
     def _run(self, rows: LogitRows, k: int, values: str, normalize: str, beam_scores: Tensor | None = None) -> TopK:
         scores = None if beam_scores is None else like(beam_scores)

@@ -56,7 +56,7 @@ _INPUTS = {
     "logits_to_keep",
     "cache_position",
 }
-_INPUTS_WITH_SOURCE = (_INPUTS - {"inputs_embeds", "position_ids", "logits_to_keep"}) | {
+_INPUTS_WITH_SOURCE = (_INPUTS - {"inputs_embeds", "position_ids"}) | {
     "encoder_outputs",
     "decoder_attention_mask",
     "decoder_position_ids",
@@ -147,6 +147,9 @@ def of_model(model: Any) -> str | None:
     if getattr(model, "hf_quantizer", None) is not None:
         return "a quantized model"
     needed = _TAKEN_WITH_SOURCE if model.config.is_encoder_decoder else _TAKEN
+    if model.main_input_name != "input_ids":
+        # What reads no text may know of no padding.
+        needed = needed - {"attention_mask"}
     missing = sorted(needed - inspect.signature(model.forward).parameters.keys())
     if missing:
         return f"{name} takes no {missing[0]}"

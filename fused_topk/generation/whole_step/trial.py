@@ -210,7 +210,9 @@ def _source(stock: Any) -> Source:
     is_text = torch.tensor(_IS_SOURCE, device=weight.device).bool()
     # Of a model that is made of two.
     encoder = getattr(stock.config, "encoder", None) or stock.config.get_text_config(decoder=True)
-    shape = (*is_text.shape, encoder.hidden_size)
+    # One that reads images, too, says it of its text.
+    size = encoder.hidden_size if hasattr(encoder, "hidden_size") else encoder.get_text_config().hidden_size
+    shape = (*is_text.shape, size)
     hidden = torch.arange(math.prod(shape), dtype=torch.float32, device=weight.device).view(shape).sin()
     return Source(hidden.to(stock.dtype), is_text if stock.main_input_name == "input_ids" else None)
 
