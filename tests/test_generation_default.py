@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 
 import pytest
@@ -15,7 +16,8 @@ from transformers import GenerationConfig
 
 from decoding import SmallerIndexFirst, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding, generate, stats, ways
-from fused_topk.generation.whole_step import entry, graphs
+from fused_topk.generation.whole_step import entry, graphs, search
+from fused_topk.generation.whole_step.head import Head
 from test_whole_step_graphs import Event, StandIn, new_on_the_host
 from test_whole_step_rows import row_model
 from whole_steps import encoder_decoder, family, source_for
@@ -32,6 +34,17 @@ def both(model, inputs, **options):
         with fused_decoding(model):
             given = model.generate(**inputs, **options)
     return stock, given, stats(reset=True)
+
+
+def counted(function, calls):
+    """The function, which adds to the calls."""
+
+    @functools.wraps(function)
+    def run(*args):
+        calls.append(1)
+        return function(*args)
+
+    return run
 
 
 @pytest.fixture
@@ -51,11 +64,41 @@ def test_beams_on_a_cpu_run_in_whole_steps():
     assert steps.whole == steps.fused > 0 and steps.compiled == steps.captured == 0 and not steps.not_whole
 
 
-def test_a_single_beam_on_a_cpu_runs_in_the_stock_loop():
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+@pytest.mark.parametrize("operations", [0, 1 << 62], ids=["head", "logits"])
+def test_a_single_beam_on_a_cpu_runs_in_whole_steps(name, operations, monkeypatch):
+    # From that many operations on a step chooses from hidden states.
+    monkeypatch.setattr(search, "_HEAD_OPERATIONS", operations)
+    model = family(name)
+    for padding in (0, 2):
+        stock, given, steps = both(model, inputs_for(model, padding=padding), max_new_tokens=20)
+        assert torch.equal(stock, given)
+        assert steps.whole == steps.fused > 0 and not steps.not_whole
+
+
+@pytest.mark.parametrize("operations", [0, 1 << 62], ids=["head", "logits"])
+def test_beams_from_hidden_states(operations, monkeypatch):
+    monkeypatch.setattr(search, "_HEAD_OPERATIONS", operations)
     model = family("Llama")
-    stock, given, steps = both(model, inputs_for(model))
+    asked = []
+    monkeypatch.setattr(Head, "continuations", counted(Head.continuations, asked))
+    stock, given, _ = both(model, inputs_for(model, padding=2), num_beams=3, max_new_tokens=20, eos_token_id=[5, 6])
     assert torch.equal(stock, given)
-    assert steps.fused > 0 and steps.whole == 0 and steps.not_whole == {"a single beam on a CPU": 1}
+    assert bool(asked) == (operations == 0)
+
+
+def test_what_is_not_asked_for_is_prepared_once():
+    model = copy.deepcopy(encoder_decoder("Bart"))
+    runs = []
+    model.get_encoder().register_forward_hook(lambda *_: runs.append(1))
+    model.generation_config.do_sample = True
+    config = GenerationConfig(do_sample=True, max_new_tokens=4, decoder_start_token_id=2)
+    with fused_decoding(model):
+        for options in ({"generation_config": config}, {"max_new_tokens": 4}):
+            runs.clear()
+            stats(reset=True)
+            model.generate(**source_for(model), **options)
+            assert len(runs) == 1 and stats().not_whole == {"do_sample without sampling=True": 1}
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -76,26 +119,6 @@ def test_a_capture_that_fails_leaves_the_call_to_the_stock_loop(on_a_gpu, monkey
     assert torch.equal(stock, given)
     assert steps.whole == 0 and steps.fused > 0 and "no graphs here" in str(steps.not_whole)
     assert not caplog.records
-
-
-def test_where_the_number_of_beams_stands():
-    model = copy.deepcopy(family("Llama"))
-    inputs = inputs_for(model)
-    config = GenerationConfig(num_beams=3, **OPTIONS)
-    with fused_decoding(model):
-        for run in (
-            lambda: model.generate(**inputs, **OPTIONS, num_beams=3),
-            lambda: model.generate(**inputs, generation_config=config),
-            lambda: model.generate(inputs["input_ids"], config),
-        ):
-            stats(reset=True)
-            run()
-            assert stats(reset=True).whole > 0
-        model.generation_config.num_beams = 3
-        model.generate(**inputs, **OPTIONS)
-        assert stats(reset=True).whole > 0
-        model.generate(**inputs, **OPTIONS, num_beams=1)
-        assert stats(reset=True).not_whole == {"a single beam on a CPU": 1}
 
 
 def test_a_result_that_can_go_on_has_its_cache():

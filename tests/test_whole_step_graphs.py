@@ -18,6 +18,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 from decoding import Recorder, assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
 from fused_topk.generation import fused_decoding, stats
 from fused_topk.generation.whole_step import entry, graphs, kept, room
+from multimodal import images_for, multimodal
 from test_generation_interface import letter, tokenizer
 from whole_steps import SERVED, TOLERANCE, family, swaps
 
@@ -420,3 +421,19 @@ def test_calls_in_inference_mode_have_steps_of_their_own(model):
         with mode():
             assert_captured(model, inputs_for(model), num_beams=3)
     assert StandIn.made == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "num_beams"),
+    [("Qwen2VL", 3), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("Llava", 1), ("Gemma3", 3)))],
+)
+def test_after_images(name, num_beams):
+    model = multimodal(name)
+    # Two images, then a prompt without one.
+    for seed, has_images in ((0, True), (1, True), (2, False)):
+        inputs = images_for(model, seed=seed, has_images=has_images)
+        stock, given, steps = generate_both(
+            model, inputs, fused=capturing, num_beams=num_beams, max_new_tokens=12, output_scores=False
+        )
+        assert_same(stock, given, TOLERANCE)
+        assert steps.captured == steps.whole > 0

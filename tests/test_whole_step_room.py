@@ -28,8 +28,9 @@ OPTIONS = {"max_new_tokens": 40, "eos_token_id": None}
 
 @pytest.fixture(autouse=True)
 def little_room_and_traced_only(monkeypatch):
-    """Sizes of 4, 8, 16, 32 and so on, or, of what is kept, of 16 and 32; and steps are traced, but not compiled."""
+    """Sizes of 4, 8, 12 and so on, or, of what is kept, of 16 and 32; and steps are traced, but not compiled."""
     monkeypatch.setattr(room, "FIRST", 4)
+    monkeypatch.setattr(room, "MORE", 4)
     monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
 
 
@@ -104,6 +105,7 @@ def test_draws_do_not_depend_on_the_room(way, num_beams, monkeypatch):
     found = []
     for first in (4, 64):
         monkeypatch.setattr(room, "FIRST", first)
+        monkeypatch.setattr(room, "MORE", first)
         torch.manual_seed(3)
         with fused_decoding(model, whole_step=way, sampling=True):
             options = {"do_sample": True, "top_k": 9, "repetition_penalty": 1.2, "num_beams": num_beams}
@@ -126,6 +128,7 @@ def test_a_streamer_across_sizes(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_held_follows_what_is_written(way, monkeypatch):
     monkeypatch.setattr(room, "FIRST", 16)
+    monkeypatch.setattr(room, "MORE", 16)
     held = []
     empty = cache.SharedPromptLayer._empty
     monkeypatch.setattr(

@@ -22,7 +22,7 @@ from .hooks import entered, held, set_enabled
 from .request import BEAMS, SAMPLING, SEARCH, FusedDecoding, Options, Request, mode_of
 from .statistics import tell_once
 from .ways import run_call
-from .whole_step import Declined, Loop, cache_of, drop
+from .whole_step import Asked, Declined, Loop, cache_of, drop
 
 
 def _generators(model: Any) -> list[Any]:
@@ -70,8 +70,8 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str |
 
             =========== =================================================================================================
             None        Whole steps where they are quicker from the first call on. On a GPU each token is one replay of a CUDA
-                        graph, captured in the first call of a shape (batch, beams, lengths rounded up). On a CPU beams run one
-                        operation after another, and a single beam in transformers' loop.
+                        graph, captured in the first call of a shape (batch, beams, lengths rounded up). On a CPU they run one
+                        operation after another.
             True        On a CPU a token is one call of code that torch.compile makes in the first call of a shape. That takes
                         seconds to tens of seconds, which are logged, and needs a C++ compiler. On a GPU as None.
             "compiled"  As True, and torch.compile makes what is captured on a GPU.
@@ -199,7 +199,7 @@ def generate(
 
     with held(model):
         has_cache = cache_of(given.get("kwargs") or {}) is not None
-        result, topk = run_call(model, options, run, given.get("streamer"), generation_config.num_beams or 1, has_cache)
+        result, topk = run_call(model, options, run, given.get("streamer"), Asked.by(generation_config), has_cache)
     if topk_per_step and generation_config.return_dict_in_generate:
         result["topk"] = topk
     return result

@@ -25,7 +25,7 @@ from .lm_head import sharded_head_of
 from .request import Request
 from .statistics import count_fallback
 from .ways import run_call
-from .whole_step import Loop, cache_of, decline_for, of_arguments, with_stop_strings
+from .whole_step import Asked, Loop, cache_of, decline_for, of_arguments, with_stop_strings
 
 # torch's private name of a module's forward hooks. If it changes, hooks that are added later get marked logits.
 _FORWARD_HOOKS = "_forward_hooks"
@@ -174,21 +174,23 @@ def _generate(module: Any, original: Callable[..., Any], *args: Any, **kwargs: A
 
     reason = next((name for name in ("custom_generate", "assistant_model") if kwargs.get(name) is not None), None)
     with held(module):
-        num_beams = _num_beams(module, args, kwargs)
-        streamer, has_cache = kwargs.get("streamer"), cache_of(kwargs) is not None
-        result, request.given.topk = run_call(module, request.options, run, streamer, num_beams, has_cache, reason)
+        asked, has_cache = _asked_of(module, args, kwargs), cache_of(kwargs) is not None
+        result, request.given.topk = run_call(
+            module, request.options, run, kwargs.get("streamer"), asked, has_cache, reason
+        )
     return result
 
 
-def _num_beams(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Of the call, as far as can be seen before generate() makes one configuration of all."""
+def _asked_of(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
+    """What the call asks for, as far as can be seen before generate() makes one configuration of all."""
     # generate(inputs, generation_config)
     of_call = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    given = (
-        kwargs.get("num_beams"),
-        *(getattr(each, "num_beams", None) for each in (of_call, module.generation_config)),
-    )
-    return next((each for each in given if isinstance(each, int)), 1)
+
+    def given(name: str) -> bool:
+        of_configs = (getattr(each, name, None) for each in (of_call, module.generation_config))
+        return next((each for each in (kwargs.get(name), *of_configs) if isinstance(each, bool)), False)
+
+    return Asked(*map(given, Asked._fields))
 
 
 def _processors(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

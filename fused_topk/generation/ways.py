@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..problem import TopK
@@ -18,7 +17,7 @@ from .calls import Call, running
 from .interception.session import Session
 from .request import Options
 from .statistics import count_not_whole
-from .whole_step import Declined, Loop, Once, decline_for, known_reason, of_speed
+from .whole_step import Asked, Declined, Loop, Once, decline_for, known_reason, of_asked
 
 # Runs what generate() does. It gets the call, the loop to run, and the streamer, if there is one. No loop: that of transformers.
 Run = Callable[[Call, "Loop | None", Any], Any]
@@ -29,7 +28,7 @@ def run_call(
     options: Options,
     run: Run,
     streamer: Any,
-    num_beams: int,
+    asked: Asked,
     is_cache_given: bool,
     reason: str | None = None,
 ) -> tuple[Any, list[TopK]]:
@@ -38,14 +37,14 @@ def run_call(
     Args:
         run: see above. With a loop it may raise Declined. Then it runs again without.
         streamer: the user's; None for none.
-        num_beams: of the call, as far as is known before generate() prepares it.
+        asked: what the call asks for, as far as is known before generate() prepares it.
         is_cache_given: whether the user has a cache that is to hold what the call reads.
         reason: why no step of transformers' loop can be fused; None as far as is known.
     """
     if options.whole_step is not False:
         once = None if streamer is None else Once(streamer)
         try:
-            return _in_whole_steps(model, options, run, once, num_beams, is_cache_given), []
+            return _in_whole_steps(model, options, run, once, asked, is_cache_given), []
         except Declined as declined:
             count_not_whole(str(declined), options.whole_step)
         if once is not None:
@@ -57,14 +56,13 @@ def run_call(
 
 
 def _in_whole_steps(
-    model: nn.Module, options: Options, run: Run, streamer: Once | None, num_beams: int, is_cache_given: bool
+    model: nn.Module, options: Options, run: Run, streamer: Once | None, asked: Asked, is_cache_given: bool
 ) -> Any:
     if options.topk_per_step:
         raise Declined("topk_per_step")
-    if options.whole_step is None:
-        # A call that is declined later has been prepared in vain: an encoder has run.
-        device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
-        decline_for(of_speed(num_beams, device) or known_reason(model))
+    # A call that is declined later has been prepared in vain: an encoder has run.
+    is_default = options.whole_step is None
+    decline_for(of_asked(asked, options.sampling) or (known_reason(model) if is_default else None))
     call = Call(model)
     with running(call):
         return run(call, Loop(options.whole_step, options.sampling, streamer, is_cache_given), streamer)

@@ -30,10 +30,11 @@ Sequences are those of transformers, with ties to the smaller index, and so is t
 from .criteria import with_stop_strings
 from .entry import Loop, drop, known_reason
 from .given_cache import cache_of
-from .reasons import Declined, decline_for, of_arguments, of_speed
+from .reasons import Asked, Declined, decline_for, of_arguments, of_asked
 from .streaming import Once
 
 __all__ = [
+    "Asked",
     "Declined",
     "Loop",
     "Once",
@@ -42,6 +43,6 @@ __all__ = [
     "drop",
     "known_reason",
     "of_arguments",
-    "of_speed",
+    "of_asked",
     "with_stop_strings",
 ]

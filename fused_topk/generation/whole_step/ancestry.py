@@ -50,6 +50,8 @@ class Mask:
         self._window = window
         self._beams = torch.arange(beams, device=device)
         self._zero = torch.zeros((), dtype=dtype, device=device)
+        # [batch, 1 or 2, 1, places], of one beam.
+        self._of_one = torch.empty(len(prompt), 1, 1, 0, dtype=dtype, device=device)
 
     def written(self, parents: Tensor, step: Tensor, shown: int) -> Tensor:
         """int64 [batch, beams, shown]: at which place among the beams each new token of a beam's past was written.
@@ -57,6 +59,21 @@ class Mask:
         Args: see below.
         """
         return torch.where(self._steps(shown) < step, parents[:, :, 1 : shown + 1], self._beams[:, None])
+
+    def of_one_beam(self, shown: int) -> Tensor:
+        """[batch, 1 or 2, 1, prompt + shown], of the step after `shown` - 1 new tokens: a part of what many steps share.
+
+        Args:
+            shown: not less than at the call before.
+        """
+        (batch, prompt), end = self.prompt.shape, self.prompt.shape[1] + shown
+        if end > self._of_one.shape[3]:
+            number = 1 if self._window is None else 2
+            self._of_one = self._zero.new_zeros(batch, number, 1, prompt + 2 * shown + 64)
+            self._of_one[..., :prompt].masked_fill_(~self.prompt[:, None, None], -torch.inf)
+        if self._window is not None and end > self._window:
+            self._of_one[:, 1, :, : end - self._window] = -torch.inf
+        return self._of_one[..., :end]
 
     def _steps(self, shown: int) -> Tensor:
         return torch.arange(shown, device=self.prompt.device)

@@ -105,6 +105,11 @@ def _attend(
     if mask is not None:
         # A step's mask may have a second one for the layers with a window: see `ancestry.Mask`.
         mask = mask[:, -1:] if sliding_window is not None else mask[:, :1]
+    if beams == 1:
+        # In fewer operations.
+        query = query.reshape(batch, key_heads, groups, dim)
+        sink = None if s_aux is None else s_aux.view(key_heads, groups, 1)
+        return _weighted(query, key, value, mask, scale, softcap, sink, False).reshape(rows, 1, heads, -1), None
     block = query.view(batch, beams, key_heads, groups, dim).permute(0, 2, 3, 1, 4)
     sink = None if s_aux is None else s_aux.view(key_heads, groups, 1, 1)
     if mask is not None and mask.shape[-1] != key.shape[2]:

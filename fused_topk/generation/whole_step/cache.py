@@ -165,9 +165,10 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             begin -= places.num_past
             return self.keys[:, :, begin : places.prompt], self.values[:, :, begin : places.prompt]
         for kept, written in ((self.keys, key_states), (self.values, value_states)):
-            _, heads, _, dim = written.shape
-            of_beams = written.view(-1, places.beams, heads, dim).transpose(1, 2)
-            kept.index_copy_(2, places.written, of_beams)
+            if places.beams > 1:
+                _, heads, _, dim = written.shape
+                written = written.view(-1, places.beams, heads, dim).transpose(1, 2)
+            kept.index_copy_(2, places.written, written)
         if places.gathered is not None:
             return self._gathered(self.keys, places.gathered), self._gathered(self.values, places.gathered)
         shown = places.up_to(places.shown)
@@ -222,25 +223,28 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer's keys and values of what an encoder has read. Beams look at them where they are.
+    """One layer's keys and values of what an encoder has read.
 
     Args:
         length: places, of which a shorter source takes the first.
+        copies: how many rows each sequence has. Beams that share their prompt look at one where it is.
     """
 
     is_sliding = False
     keys: Tensor
     values: Tensor
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, copies: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._length = length
+        self._copies = copies
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         values = key_states if value_states is None else value_states
         if not self.is_initialized:
             self.keys, self.values = (
-                each.new_zeros(*each.shape[:2], self._length, each.shape[3]) for each in (key_states, values)
+                each.new_zeros(self._copies * len(each), each.shape[1], self._length, each.shape[3])
+                for each in (key_states, values)
             )
             self.is_initialized = True
 
@@ -248,7 +252,9 @@ class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.lazy_initialization(key_states, value_states)
         for kept, written in ((self.keys, key_states), (self.values, value_states)):
             length = written.shape[2]
-            kept[:, :, :length] = written
+            # Rows of a sequence are beside each other.
+            rows = kept[:, :, :length].unflatten(0, (-1, self._copies))  # type: ignore[no-untyped-call]
+            rows.copy_(written.unsqueeze(1))
             # A longer source of the call before reached further.
             kept[:, :, length:] = 0
         return key_states, value_states

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from .ancestry import Mask, gathers
 from .attention import AttentionCall, watched
 from .cache import Length, Places, SharedPromptLayer, shared_prompt_cache
 
+# The names of methods' arguments, by function. inspect takes 0.1 ms for each, several times a call.
+_arguments: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 # Positions of padding and the like, which tables have besides.
 _MORE_POSITIONS = 8
 
@@ -75,7 +78,7 @@ class Decoder:
         self._twin = twin
         self._headless = headless
         # Of a kind that every version of torch.compile traces.
-        self._arguments = frozenset(inspect.signature(twin.forward).parameters)
+        self._arguments = arguments_of(twin.forward)
         self._takes_positions = _takes_positions(twin, self._arguments)
         self._cache_argument = cache_argument(twin)
         self._beams = beams
@@ -239,8 +242,12 @@ class Decoder:
             # Versions that count positions by it make it of the cache's length else, for which they wait.
             length = self._places.length
             extra["cache_position"] = (length.tensor if isinstance(length, Length) else length).view(1)  # type: ignore[union-attr]
-        mask, positions = self._mask(parents, step, shown, gathered is not None), self._last_positions + (step + 1)
-        return self._forward(twin, tokens.reshape(-1, 1), mask, positions, **extra)
+        if parents is None and not self._is_kept:
+            # As many as are shown have been written.
+            mask = self._mask.of_one_beam(shown)
+        else:
+            mask = self._mask(parents, step, shown, gathered is not None)
+        return self._forward(twin, tokens.reshape(-1, 1), mask, self._last_positions + (step + 1), **extra)
 
     def rows(self, length: int, new: int, parents: Tensor | None) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         """The number of each layer, with keys and values [batch * beams, heads, length + new, dim] of each beam's past.
@@ -287,9 +294,19 @@ def _source_inputs(hidden: Tensor, is_text: Tensor | None) -> dict[str, Any]:
     return inputs if is_text is None else {**inputs, "attention_mask": is_text}
 
 
+def arguments_of(method: Callable[..., Any]) -> frozenset[str]:
+    """The names of a method's arguments."""
+    function = getattr(method, "__func__", None)
+    if function is None:
+        return frozenset(inspect.signature(method).parameters)
+    if function not in _arguments:
+        _arguments[function] = frozenset(inspect.signature(method).parameters)
+    return _arguments[function]
+
+
 def cache_argument(model: Any) -> str:
     """What the model's forward pass calls the cache: `cache` from transformers 5.2x on."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return "cache" if "cache" in arguments_of(model.forward) else "past_key_values"
 
 
 def _takes_positions(model: Any, arguments: frozenset[str]) -> bool:
@@ -298,9 +315,7 @@ def _takes_positions(model: Any, arguments: frozenset[str]) -> bool:
         return "position_ids" in arguments
     # A model that is made of two hands them on to its decoder.
     is_of_two = hasattr(model.config, "decoder") and hasattr(model, "decoder")
-    return "decoder_position_ids" in arguments or (
-        is_of_two and "position_ids" in inspect.signature(model.decoder.forward).parameters
-    )
+    return "decoder_position_ids" in arguments or (is_of_two and "position_ids" in arguments_of(model.decoder.forward))
 
 
 def num_layers(config: Any) -> int:

@@ -24,7 +24,7 @@ from .decoder import Decoder, Prompt, Source, has_table, num_positions, position
 from .head import Head
 from .kept import Store, Way
 from .preparation import prepared
-from .reasons import Declined, decline_for, said_by
+from .reasons import Asked, Declined, decline_for, said_by
 from .rows import RowDecoder, decoder_of
 from .search import Search
 from .streaming import Once
@@ -180,7 +180,7 @@ class Loop:
             or reasons.of_config(generation_config, self._is_sampling)
             or reasons.of_inputs(inputs, model.config.is_encoder_decoder)
             or (None if self._streamer is None else reasons.of_streaming(generation_config))
-            or (reasons.of_speed(generation_config.num_beams, input_ids.device) if self._whole_step is None else None)
+            or reasons.of_asked(Asked.by(generation_config), self._is_sampling)
         )
         criteria = Criteria(stopping_criteria)
         plan = Plan(list(logits_processor), bool(generation_config.do_sample))

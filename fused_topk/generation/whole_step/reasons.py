@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -16,7 +16,7 @@ from transformers import GenerationConfig, GenerationMixin
 from ..calls import after_forward
 from ..lm_head import sharded_head_of
 from ..request import BEAMS, SAMPLING, SEARCH, mode_of
-from . import graphs
+from .decoder import arguments_of
 
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 
@@ -103,6 +103,7 @@ if _VERSION >= (5, 24):
 TAKES_NEW_TOKENS = _VERSION >= (5, 17)
 _SECOND = "second_expert_policy"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
+_NOT_SAMPLED = "do_sample without sampling=True"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
@@ -150,7 +151,7 @@ def of_model(model: Any) -> str | None:
     if model.main_input_name != "input_ids":
         # What reads no text may know of no padding.
         needed = needed - {"attention_mask"}
-    missing = sorted(needed - inspect.signature(model.forward).parameters.keys())
+    missing = sorted(needed - arguments_of(model.forward))
     if missing:
         return f"{name} takes no {missing[0]}"
     return _of_modules(model) or _of_weights(model) or _of_config(model.config)
@@ -264,7 +265,7 @@ def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | No
     if mode not in SEARCH + SAMPLING:
         return f"generation mode {mode.value}"
     if mode in SAMPLING and not is_sampling_asked_for:
-        return "do_sample without sampling=True"
+        return _NOT_SAMPLED
     if mode in SAMPLING and mode in BEAMS and not _sorts_drawn_beams():
         return "beam sampling of this version of transformers"
     for name in ("cache_implementation", "prefill_chunk_size", "stop_strings"):
@@ -276,12 +277,19 @@ def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | No
     return None if config.use_cache else "use_cache=False"
 
 
-def of_speed(num_beams: int, device: torch.device) -> str | None:
-    """Why whole steps that are not compiled are no quicker than transformers' loop; None where they are.
+class Asked(NamedTuple):
+    """What decides, before a call is prepared, whether it is served. The fields are options of generate()."""
 
-    Measured in docs/whole_steps.md.
-    """
-    return None if num_beams > 1 or graphs.is_cuda(device) else "a single beam on a CPU"
+    do_sample: bool
+
+    @staticmethod
+    def by(config: GenerationConfig) -> Asked:
+        return Asked(*(bool(getattr(config, name)) for name in Asked._fields))
+
+
+def of_asked(asked: Asked, is_sampling_asked_for: bool) -> str | None:
+    """Why a call that asks for this is not served; None where it may be."""
+    return _NOT_SAMPLED if asked.do_sample and not is_sampling_asked_for else None
 
 
 def of_streaming(config: GenerationConfig) -> str | None:

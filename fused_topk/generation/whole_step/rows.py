@@ -60,18 +60,6 @@ class RowLayer(SharedPromptLayer):  # type: ignore[no-untyped-call]
         return places.num_past + length if places.is_reading_prompt else places.prompt + places.shown, 0
 
 
-class RowSourceLayer(SourceLayer):  # type: ignore[no-untyped-call]
-    """One layer's keys and values of what an encoder has read, a row for each beam."""
-
-    def __init__(self, length: int, beams: int) -> None:
-        super().__init__(length)
-        self._beams = beams
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        super().update(*(each.repeat_interleave(self._beams, 0) for each in (key_states, value_states)))
-        return key_states, value_states
-
-
 class RowDecoder(Decoder):
     """Reads prompts, a row for each sequence, then a token a beam, with a row for each."""
 
@@ -85,7 +73,7 @@ class RowDecoder(Decoder):
         cache = Cache(layers=[RowLayer(self._places) for _ in range(number)])
         if source is None:
             return cache
-        return EncoderDecoderCache(cache, Cache(layers=[RowSourceLayer(source, self._beams) for _ in range(number)]))
+        return EncoderDecoderCache(cache, Cache(layers=[SourceLayer(source, self._beams) for _ in range(number)]))
 
     def read_by(self, twin: Any, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         places, beams = self._places, self._beams

@@ -29,6 +29,11 @@ from .streaming import Once
 from .texts import Texts
 from .walk import Walk
 
+# From how many multiplications on the LM head's own kernel is quicker than a product and a choice. Measured for 1 to 32 rows of
+# 128 to 2048 numbers and 1,000 to 128,256 tokens, float32, one thread of a shared EPYC (family 25, AVX-512), 2026-11-26: at
+# 4 x 128 x 4,000 both take the same, at 4 x 128 x 32,000 it takes 0.6 times as long.
+_HEAD_OPERATIONS = 1 << 22
+
 
 class Reader(Protocol):
     """What computes the logits: a decoder, or a step that is kept."""
@@ -91,14 +96,16 @@ class Search(NamedTuple):
                     if self.only_kept:
                         raise Declined(str(error)) from error
                     count_not_compiled(str(error))
-            return self._run(self._decoder(), None, self.rules.room)
+            head = self._head_alone()
+            return self._run(self._decoder(head), None, self.rules.room, head)
         except NotSparse as error:
             raise Declined(str(error)) from error
 
     def _hand_on(self, state: Any, token: int) -> None:
         """One of the new tokens of each text, from 0 on, to the user's streamer.
 
-        Only after the next step: what a step cannot do, as to be compiled, shows the first time, and the call begins anew.
+        Of steps that are kept only after the next one: what they cannot do, as to be compiled, shows the first time, and the call
+        begins anew.
         """
         if self.streamer is not None and not self._is_late:
             self.streamer.put(state.tokens[:, token].to("cpu", copy=True))
@@ -137,7 +144,7 @@ class Search(NamedTuple):
         ids, rules = self.prompt.ids, self.rules
         length, most = ids.shape[1], most_room(rules)
         last = min(rules.room, self.criteria.max_length - length) - 1
-        size = step.open(room.at_first(most))
+        size = step.open(room.at_first(most, True))
         state, constants = self._first(size, last + 1)
         logits = step.read_prompt(self.prompt)
         ends_now = self.criteria.end_all(ids, length + 1)
@@ -152,7 +159,7 @@ class Search(NamedTuple):
                 # This waits for the device, as a capture does, of which there would be no use after the end.
                 if not bool(step.goes_on):
                     break
-                size = step.open(room.after(size, most))
+                size = step.open(room.after(size, most, True))
             if self.criteria.have_clocks and self.criteria.end_all(ids, length + token + 1):
                 step.end_with(token)
             step.advance(None if walk is None else walk.mask_after(step.state, token - 1))
@@ -170,15 +177,16 @@ class Search(NamedTuple):
 
     # The forward pass and the choice apart.
 
-    def _run(self, reader: Reader, way: Way | None, most: int) -> Any:
+    def _run(self, reader: Reader, way: Way | None, most: int, head: Head | None = None) -> Any:
         """Args:
         way: how the forward pass runs.
         most: for how many new tokens there may be room.
+        head: chooses from hidden states, which the reader gives in the place of logits; None for a choice from logits.
         """
         ids, rules = self.prompt.ids, self.rules
         length = ids.shape[1]
         kept = KeptOutputs.asked_for(self.config)
-        size = reader.open(room.at_first(most))
+        size = reader.open(room.at_first(most, way is not None))
         state, constants = self._first(size, rules.room)
         is_late, flag = self._is_late, self._end_flag()
         steps = torch.zeros(1, dtype=torch.int64, device=ids.device)
@@ -188,38 +196,62 @@ class Search(NamedTuple):
             reader.read(torch.zeros_like(state.tokens[:, 0]), None, torch.zeros_like(steps), 1)
         for step in range(rules.room):
             ends_now = self.criteria.end_all(ids, length + step + 1)
-            after = self._chosen(state, constants, logits, ids, step, ends_now, kept)
+            if head is None:
+                after = self._chosen(state, constants, logits, ids, step, ends_now, kept)
+            else:
+                after = self._chosen_by(head, state, constants, logits, step, ends_now)
             if is_late:
                 steps += state.goes_on
                 after = unless_over(state, after)
             state = after
+            if way is None:
+                self._hand_on(state, step)
             if not flag.goes_on(state.goes_on, self._streamed(state, step)) or ends_now:
                 break
             if step + 1 == size:
                 # As in _run_at_once.
                 if not bool(state.goes_on):
                     break
-                size = reader.open(room.after(size, most))
+                size = reader.open(room.after(size, most, way is not None))
                 state = state.with_room(size)
             now = torch.full((1,), step, device=ids.device)
-            tokens, parents = (
-                (state.tokens[:, step], None)
-                if rules.beams == 1
-                else (state.running.tokens[:, :, step], state.running.parents)
-            )
-            # After the end there is no token. Any does: what comes of it is dropped.
-            logits = reader.read(tokens.clamp(min=0), parents, now, step + 1)
+            if rules.beams == 1:
+                tokens, parents = state.tokens[:, step], None
+            else:
+                # After the end there is no token. Any does: what comes of it is dropped.
+                tokens, parents = state.running.tokens[:, :, step].clamp(min=0), state.running.parents
+            logits = reader.read(tokens, parents, now, step + 1)
+            if way is not None:
+                self._hand_on(state, step)
+        if way is not None:
             self._hand_on(state, step)
         flag.finish()
-        self._hand_on(state, step)
         count = int(steps) if is_late else step + 1
         count_whole(count, way is not None and way.is_compiled, way is not None and way.is_captured)
         return self._result(reader, state, count, kept)
 
-    def _decoder(self) -> Decoder:
+    def _head_alone(self) -> Head | None:
+        """The LM head, where a step that is not kept chooses from hidden states, without logits."""
+        rules, head = self.rules, self.head
+        needs_logits = (
+            self.plan.processors
+            or self.criteria.read_text
+            or self.config.do_sample
+            or any(each is not None for each in KeptOutputs.asked_for(self.config))
+        )
+        # What a model has prepared may stand in the model, which the one without its head does not see.
+        needs_logits = needs_logits or self.prompt.inputs is not None
+        if head is None or needs_logits:
+            return None
+        rows = len(self.prompt.ids) * rules.beams
+        is_quicker = rows * head.weight.numel() >= _HEAD_OPERATIONS
+        return head if is_quicker and head.serves(rows, 1 if rules.beams == 1 else rules.kept) else None
+
+    def _decoder(self, head: Head | None) -> Decoder:
         (batch, length), source = self.prompt.is_text.shape, self.prompt.source
         places = None if source is None else source.hidden.shape[1]
-        return decoder_of(self.twin)(self.twin, batch, length, self.rules.beams, self.prompt.ids.device, places)
+        twin = self.twin if head is None else head.headless
+        return decoder_of(twin)(twin, batch, length, self.rules.beams, self.prompt.ids.device, places)
 
     def _first(self, size: int, longest: int) -> tuple[Any, Any]:
         """The state before the first token, and the constants of the choices.
@@ -253,12 +285,11 @@ class Search(NamedTuple):
             ends_now: whether every text ends with it.
             kept: gets what the user is to be given of the step.
         """
-        rules, device = self.rules, ids.device
+        rules = self.rules
         if step == 0 and rules.beams > 1:
             # All beams are one text at first.
             logits = logits.repeat_interleave(rules.beams, 0)
-        now = torch.full((1,), step, device=device)
-        are_last = torch.full((1,), ends_now, dtype=torch.bool, device=device)
+        now, are_last = _place(step, ends_now, ids.device)
         is_greedy = rules.beams == 1
         written = state.tokens[:, :step] if is_greedy else state.running.tokens.flatten(0, 1)[:, :step]
         # Only processors and criteria look at it.
@@ -280,6 +311,16 @@ class Search(NamedTuple):
         if self.criteria.read_text:
             are_last = are_last | self._end(text, indices, logits.shape[-1])
         return beams.choose(state, constants, scores, indices, logits.shape[-1], now, are_last)
+
+    def _chosen_by(self, head: Head, state: Any, constants: Any, hidden: Tensor, step: int, ends_now: bool) -> Any:
+        """The same from hidden states [rows, H], of a call for which nothing else reads logits."""
+        now, are_last = _place(step, ends_now, hidden.device)
+        if step == 0 and self.rules.beams > 1:
+            hidden = hidden.repeat_interleave(self.rules.beams, 0)
+        if self.rules.beams == 1:
+            return texts.choose_tokens(state, constants, head.greatest(hidden, None), now, are_last)
+        scores, indices = _ordered(head.continuations(hidden, state.running.scores, self.rules.kept, None))
+        return beams.choose(state, constants, scores, indices, len(head.weight), now, are_last)
 
     def _end(self, text: Tensor, indices: Tensor, vocab_size: int) -> Tensor:
         """bool [batch, kept]: which continuations [batch, kept] of the beams' texts end by what they say."""
@@ -315,10 +356,7 @@ class Search(NamedTuple):
         found = tokens.continuations(scan.rows, scan.edits, self.plan.filters, beam_scores, number)
         if found is None:
             raise Declined("more continuations than the kernels list")
-        if not found[0].is_cuda and bool(found[0][:, 0].isnan().any()):
-            # All of such a row are NaN, and their order is torch.topk's. On a GPU nothing waits for it.
-            raise Declined("NaN among the scores")
-        return found
+        return _ordered(found)
 
     def _drawn_continuations(self, scan: Scan, beam_scores: Tensor) -> tuple[Tensor, Tensor]:
         number = self.rules.kept
@@ -343,3 +381,16 @@ class Search(NamedTuple):
             return of_texts(ids, state.tokens[:, :steps], kept, self.config, has_source, cache)
         padding = -1 if self.padding is None else self.padding
         return of_beams(ids, state.ended, padding, kept, self.config, has_source, cache)
+
+
+def _place(step: int, ends_now: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """int64 [1] and bool [1], as choices take them: which of the new tokens it is, and whether every text ends with it."""
+    return torch.full((1,), step, device=device), torch.full((1,), ends_now, dtype=torch.bool, device=device)
+
+
+def _ordered(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The scores and indices of continuations, if they have an order."""
+    if not found[0].is_cuda and bool(found[0][:, 0].isnan().any()):
+        # All of such a row are NaN, and their order is torch.topk's. On a GPU nothing waits for it.
+        raise Declined("NaN among the scores")
+    return found
