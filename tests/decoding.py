@@ -195,6 +195,27 @@ def assert_same(stock, given, atol: float = 2e-5) -> None:
             torch.testing.assert_close(given[name], stock[name], rtol=5e-7, atol=atol)
     if stock.get("beam_indices") is not None:
         torch.testing.assert_close(given["beam_indices"], stock["beam_indices"], rtol=0, atol=0)
+    for name in ("cache", "past_key_values"):
+        assert_same_cache(stock.get(name), given.get(name), atol)
+
+
+def layers_of(cache) -> list:
+    """The layers of a cache of transformers, those of sources behind the others."""
+    parts = [getattr(cache, f"{part}_attention_cache", None) for part in ("self", "cross")]
+    return [layer for part in parts if part is not None for layer in part.layers] or list(getattr(cache, "layers", ()))
+
+
+def assert_same_cache(stock, given, atol: float = 2e-5) -> None:
+    """Same types, lengths and contents."""
+    assert type(given) is type(stock)
+    for one, other in zip(layers_of(stock), layers_of(given), strict=True):
+        assert type(other) is type(one) and vars(other).keys() == vars(one).keys()
+        # A layer with a state alone has no length.
+        if hasattr(one, "get_seq_length"):
+            assert other.get_seq_length() == one.get_seq_length()
+        for name in ("keys", "values"):
+            if isinstance(getattr(one, name, None), Tensor):
+                torch.testing.assert_close(getattr(other, name), getattr(one, name), rtol=1e-4, atol=10 * atol)
 
 
 def assert_fused(model, inputs=None, **options) -> None:

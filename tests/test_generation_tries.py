@@ -31,7 +31,7 @@ NO_SCORE = -1e6
 @contextlib.contextmanager
 def kept():
     """Steps that are kept, which are run as they are instead of being compiled."""
-    with mock.patch.object(compiled.Codes, "ways", lambda codes, function, args, key: [compiled.Bound(function, args)]):
+    with mock.patch.object(compiled.Codes, "ways", lambda codes, function, args, key: [graphs.Bound(function, args)]):
         yield "compiled"
 
 

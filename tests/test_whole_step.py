@@ -105,15 +105,6 @@ def test_a_prompt_of_one_token(num_beams):
         assert_whole(family(name), inputs_for(family(name), batch=2, length=1), num_beams=num_beams)
 
 
-def test_the_result_has_no_cache():
-    model = family("Llama")
-    with whole(model):
-        result = model.generate(**inputs_for(model), return_dict_in_generate=True, max_new_tokens=2)
-    # Its name depends on the version of transformers.
-    fields = {name for name in ("past_key_values", "cache") if hasattr(result, name)}
-    assert fields and all(getattr(result, name) is None for name in fields)
-
-
 def test_texts_end_at_different_times_and_not_at_all():
     inputs = inputs_for(family("Llama"), batch=6)
     lengths = set()

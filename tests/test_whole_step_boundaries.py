@@ -22,7 +22,6 @@ from decoding import also, assert_same, generate_both, inputs_for, one_thread, t
 from fused_topk.generation import disable, enable, fused_decoding, generate, stats
 from fused_topk.generation.whole_step import attribute, compiled, entry
 from fused_topk.generation.whole_step.decoder import num_positions
-from test_generation_interface import letter, tokenizer
 from whole_steps import (
     SERVED,
     SERVED_WITH_SOURCE,
@@ -132,8 +131,6 @@ def test_more_positions_than_were_trained_where_they_are_computed(model):
 
 def test_calls_that_are_not_served(model):
     inputs = inputs_for(model)
-    embedded = model.get_input_embeddings()(inputs["input_ids"]).detach()
-    assert_declined(model, "inputs_embeds", {"inputs_embeds": embedded}, **BEAMS)
     stats(reset=True)
     with fused_decoding(model, whole_step=True, topk_per_step=2) as given:
         model.generate(**inputs, **BEAMS)
@@ -264,15 +261,6 @@ def test_phi_3_reads_its_text_again_and_is_served():
     model = transformers.Phi3ForCausalLM(config).eval()
     for beams in (1, 3):
         assert_whole(model, num_beams=beams, max_new_tokens=12)
-
-
-def test_stop_strings_take_the_fused_path():
-    model = tiny("llama")
-    inputs = inputs_for(model, batch=1)
-    free = model.generate(**inputs, do_sample=False, max_new_tokens=8)
-    options = {"stop_strings": [letter(int(free[0, -3]))], "tokenizer": tokenizer(), "max_new_tokens": 8}
-    for beams in (1, 3):
-        assert_declined(model, "tokenizer", inputs, num_beams=beams, **options)
 
 
 def test_a_model_in_training_mode(model):

@@ -12,7 +12,9 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-from decoding import inputs_for
+from transformers import DynamicCache
+
+from decoding import Recorder, assert_same_cache, inputs_for
 from fused_topk.generation import disable, fused_decoding, stats
 from fused_topk.generation.whole_step import entry, graphs, kept
 from whole_steps import encoder_decoder, family, source_for
@@ -99,10 +101,14 @@ def test_a_step_that_is_one_call_gives_what_single_operations_give(cuda, name, n
     assert steps.captured > 0 or (name in NOT_CAPTURED and steps.not_compiled)
 
 
-@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("num_beams", [1, 4, "streamed"])
 def test_the_loop_does_not_wait(cuda, num_beams, monkeypatch):
     model, inputs = on_gpu("Llama")
-    options = {"num_beams": num_beams, "max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    if num_beams == "streamed":
+        options["streamer"], inputs = Recorder(), {name: each[:1] for name, each in inputs.items()}
+    else:
+        options["num_beams"] = num_beams
     with WAYS["captured"](model):
         model.generate(**inputs, **options)
         advance = kept.KeptStep.advance
@@ -123,6 +129,24 @@ def test_the_loop_does_not_wait(cuda, num_beams, monkeypatch):
         stats(reset=True)
         model.generate(**inputs, **options)
         assert stats(reset=True).captured == 24
+
+
+def test_a_cache_goes_from_call_to_call(cuda):
+    model, inputs = on_gpu("Llama")
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    found = []
+    stats(reset=True)
+    for way in ("eager", True):
+        cache, texts, mask = DynamicCache(), inputs["input_ids"], inputs["attention_mask"]
+        with fused_decoding(model, whole_step=way):
+            for _ in range(3):
+                texts = model.generate(input_ids=texts, attention_mask=mask, past_key_values=cache, **options)
+                texts = torch.cat([texts, texts[:, :3]], 1)
+                mask = torch.nn.functional.pad(mask, (0, texts.shape[1] - mask.shape[1]), value=1)
+        assert stats().whole == 24 and not stats(reset=True).not_whole
+        found.append((texts, cache))
+    assert torch.equal(found[0][0], found[1][0])
+    assert_same_cache(found[0][1], found[1][1], 1e-4)
 
 
 def test_memory_beyond_the_weights_grows_with_the_prompt_once(cuda):

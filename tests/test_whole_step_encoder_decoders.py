@@ -249,7 +249,7 @@ def test_a_cache_that_has_been_used_is_not_replaced():
         custom_generate=generate,
         whole_step="eager",
     )
-    assert stats(reset=True).not_whole == {"a cache that has been used": 1}
+    assert stats(reset=True).not_whole == {"a cache of an encoder-decoder that has been used": 1}
 
 
 @pytest.mark.skipif("EncoderDecoder" not in SERVED_WITH_SOURCE, reason="not served")

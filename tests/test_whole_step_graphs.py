@@ -15,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-from decoding import assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
+from decoding import Recorder, assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
 from fused_topk.generation import fused_decoding, stats
 from fused_topk.generation.whole_step import entry, graphs, kept, room
 from multimodal import images_for, multimodal
-from whole_steps import TOLERANCE, family, swaps
+from test_generation_interface import letter, tokenizer
+from whole_steps import SERVED, TOLERANCE, family, swaps
 
 capturing = functools.partial(fused_decoding, whole_step=True)
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
@@ -60,11 +61,18 @@ def new_on_the_host():
     return Event(), copied
 
 
+def tensor_on_the_host(like):
+    copied = torch.empty_like(like)
+    ON_THE_HOST[copied.data_ptr()] = copied
+    return copied
+
+
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch):
     monkeypatch.setattr(graphs, "is_cuda", lambda device: True)
     monkeypatch.setattr(graphs, "Graph", StandIn)
     monkeypatch.setattr(graphs, "_new", new_on_the_host)
+    monkeypatch.setattr(graphs, "_on_the_host", tensor_on_the_host)
     monkeypatch.setattr(graphs, "_record", lambda event, device: None)
     monkeypatch.setattr(StandIn, "made", 0)
     monkeypatch.setattr(StandIn, "replays", 0)
@@ -155,6 +163,15 @@ def test_greedy_search_that_ends_early_and_not_at_all(model):
 def test_calls_whose_choice_takes_more_capture_the_forward_pass(options, num_beams, model):
     assert_captured(model, inputs_for(model, 3, padding=2), num_beams=num_beams, **options)
     assert StandIn.made == 1 and StandIn.replays > 0
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_texts_that_end_with_a_string(num_beams, model):
+    strings = [letter(token) for token in range(9, 40)]
+    options = {"stop_strings": strings, "tokenizer": tokenizer(), "eos_token_id": None, "max_new_tokens": 14}
+    options["early_stopping"] = num_beams > 1
+    result = assert_captured(model, inputs_for(model, 2), num_beams=num_beams, **options)
+    assert result["sequences"].shape[1] < 20
 
 
 def test_a_clock_ends_a_call(model, monkeypatch):
@@ -271,19 +288,132 @@ class Waits(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("num_beams", [1, 3, "streamed"])
 def test_the_loop_waits_for_nothing_but_the_late_flag(num_beams, model):
     waits = []
     for most in (6, 12):
-        options = {"max_new_tokens": most, "eos_token_id": None, "num_beams": num_beams, "do_sample": False}
+        options = {"max_new_tokens": most, "eos_token_id": None, "do_sample": False}
+        inputs = inputs_for(model)
+        if num_beams == "streamed":
+            options["streamer"], inputs = Recorder(), inputs_for(model, 1)
+        else:
+            options["num_beams"] = num_beams
         with capturing(model):
-            model.generate(**inputs_for(model), **options)
+            model.generate(**inputs, **options)
             stats(reset=True)
             with Waits() as counted:
-                model.generate(**inputs_for(model), **options)
+                model.generate(**inputs, **options)
         assert stats().captured == most
         waits.append(counted.count)
     assert waits[0] == waits[1]
+
+
+class Operations(TorchDispatchMode):
+    """The names of what runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+def test_a_number_is_filled_in_not_copied_from_the_host():
+    """As in the masks and the slopes of models of transformers up to 5.18."""
+
+    def numbers(like):
+        made = [torch.tensor(number, device=like.device) for number in (0.5, 3, True)]
+        return [*made, torch.tensor(0.5, dtype=torch.bfloat16)]
+
+    like = torch.zeros(1)
+    with Operations() as ran:
+        found = graphs.Bound(numbers, (like,))()
+    assert "full" in ran.names and "lift_fresh" not in ran.names
+    for one, other in zip(numbers(like), found, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    assert graphs.Bound(torch.tensor, ([1, 2],))().tolist() == [1, 2]
+
+
+@pytest.mark.skipif("Mixtral" not in SERVED, reason="not served")
+def test_grouped_products_of_experts_ask_nothing_of_the_device():
+    """So they are captured. That is the default of transformers 5 where torch has them."""
+    mixtral = copy.deepcopy(family("Mixtral"))
+    if getattr(mixtral.config, "_experts_implementation", None) != "grouped_mm":
+        pytest.skip("experts of another kind")
+    counts = []
+    for most in (6, 12):
+        options = {"max_new_tokens": most, "eos_token_id": None, "do_sample": False, "num_beams": 3}
+        with capturing(mixtral):
+            mixtral.generate(**inputs_for(mixtral), **options)
+            with Waits() as counted, Operations() as ran:
+                mixtral.generate(**inputs_for(mixtral), **options)
+        counts.append(counted.count)
+        assert "nonzero" not in ran.names
+    assert counts[0] == counts[1]
+
+
+def streamed(model, inputs, **options):
+    recorder = Recorder()
+    found = model.generate(**inputs, **{**OPTIONS, "do_sample": False, **options}, streamer=recorder)
+    return found, recorder.pieces
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eos_token_id": None},
+        {"eos_token_id": list(range(5, 60))},
+        {"repetition_penalty": 1.7},
+        {"repetition_penalty": 1.7, "eos_token_id": list(range(5, 60)), "max_new_tokens": 30},
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 3},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_a_streamer_gets_each_token_and_none_after_the_end(options, model):
+    """The host learns of each token some steps later: those of steps in vain are on their way by then."""
+    for batch in (1, 3):
+        inputs = inputs_for(model, batch)
+        expected = streamed(model, inputs, **options)[1]
+        stats(reset=True)
+        with capturing(model):
+            assert streamed(model, inputs, **options)[1] == expected
+        assert stats().captured == len(expected) - 2 and not stats(reset=True).not_whole
+
+
+def test_drawn_tokens_are_streamed_as_they_are_returned(model):
+    for options in ({}, {"eos_token_id": list(range(5, 60))}):
+        with fused_decoding(model, sampling=True):
+            found, pieces = streamed(model, inputs_for(model, 1), do_sample=True, **options)
+        assert [token for piece in pieces[1:-1] for token in piece] == found[0, 6:].tolist()
+        assert stats().captured > 0 and not stats(reset=True).not_whole
+
+
+def failing_from_the_second(run, device, beside):
+    if StandIn.made:
+        raise RuntimeError("out of memory")
+    return StandIn(run, device, beside)
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_a_capture_that_fails_after_tokens_have_been_streamed(is_drawn, model, monkeypatch):
+    monkeypatch.setattr(room, "FIRST", 8)
+    inputs = inputs_for(model, 1)
+    options = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": is_drawn}
+    expected = None if is_drawn else streamed(model, inputs, **options)[1]
+    monkeypatch.setattr(graphs, "Graph", failing_from_the_second)
+    recorder = Recorder()
+    with fused_decoding(model, sampling=True, whole_step=True):
+        if is_drawn:
+            # Other tokens would follow.
+            with pytest.raises(RuntimeError, match="out of memory"):
+                model.generate(**inputs, **options, streamer=recorder)
+        else:
+            model.generate(**inputs, **options, streamer=recorder)
+            assert recorder.pieces == expected
+    assert len(recorder.pieces) > 2
 
 
 def test_calls_in_inference_mode_have_steps_of_their_own(model):

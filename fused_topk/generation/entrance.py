@@ -22,7 +22,7 @@ from .hooks import entered, held, set_enabled
 from .request import BEAMS, SAMPLING, SEARCH, FusedDecoding, Options, Request, mode_of
 from .statistics import tell_once
 from .ways import run_call
-from .whole_step import Asked, Declined, Loop, drop
+from .whole_step import Asked, Declined, Loop, cache_of, drop
 
 
 def _generators(model: Any) -> list[Any]:
@@ -71,11 +71,9 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str |
             =========== =================================================================================================
             None        Whole steps where they are quicker from the first call on. On a GPU each token is one replay of a CUDA
                         graph, captured in the first call of a shape (batch, beams, lengths rounded up). On a CPU they run one
-                        operation after another. A call whose result has a cache to go on with
-                        (return_dict_in_generate=True) runs in transformers' loop.
+                        operation after another.
             True        On a CPU a token is one call of code that torch.compile makes in the first call of a shape. That takes
-                        seconds to tens of seconds, which are logged, and needs a C++ compiler. On a GPU as None. The cache of a
-                        result is None.
+                        seconds to tens of seconds, which are logged, and needs a C++ compiler. On a GPU as None.
             "compiled"  As True, and torch.compile makes what is captured on a GPU.
             "eager"     One operation after another, with nothing to make and to keep.
             False       Never. The choice of each token is fused.
@@ -83,7 +81,8 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str |
 
             Sequences in float32 are those of the stock path. In 16 bits a whole step's forward pass rounds otherwise, as with
             another batch size or another implementation of attention, so that some texts differ. With sampling, returned scores,
-            or processors other than one :class:`TrieLogitsProcessor`, the forward pass alone is compiled and captured.
+            stop strings, or processors other than one :class:`TrieLogitsProcessor`, the forward pass alone is compiled and
+            captured. A call goes on from the cache that it is given, and leaves in it, or in its result, what stock does.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -199,7 +198,8 @@ def generate(
         )
 
     with held(model):
-        result, topk = run_call(model, options, run, given.get("streamer"), Asked.by(generation_config))
+        has_cache = cache_of(given.get("kwargs") or {}) is not None
+        result, topk = run_call(model, options, run, given.get("streamer"), Asked.by(generation_config), has_cache)
     if topk_per_step and generation_config.return_dict_in_generate:
         result["topk"] = topk
     return result
@@ -224,7 +224,7 @@ def _arguments_of_caller() -> dict[str, Any]:
     if caller.f_code.co_name != "generate":
         return {}
     given = variables(caller)
-    return {name: given.get(name) for name in ("streamer", "synced_gpus", "assistant_model")}
+    return {name: given.get(name) for name in ("streamer", "synced_gpus", "assistant_model", "kwargs")}
 
 
 def _is_synced(model: nn.Module, given: bool | None) -> bool:

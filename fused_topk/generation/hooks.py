@@ -25,7 +25,7 @@ from .lm_head import sharded_head_of
 from .request import Request
 from .statistics import count_fallback
 from .ways import run_call
-from .whole_step import Asked, Loop, decline_for, of_arguments
+from .whole_step import Asked, Loop, cache_of, decline_for, of_arguments, with_stop_strings
 
 # torch's private name of a module's forward hooks. If it changes, hooks that are added later get marked logits.
 _FORWARD_HOOKS = "_forward_hooks"
@@ -165,6 +165,7 @@ def _generate(module: Any, original: Callable[..., Any], *args: Any, **kwargs: A
             given["streamer"] = streamer
         if loop is not None:
             decline_for(of_arguments(original, args, kwargs))
+            given = with_stop_strings(module, args, given)
             given["custom_generate"] = loop
             if "encoder_outputs" in given:
                 # generate() writes to it, and runs again where the loop declines.
@@ -173,8 +174,9 @@ def _generate(module: Any, original: Callable[..., Any], *args: Any, **kwargs: A
 
     reason = next((name for name in ("custom_generate", "assistant_model") if kwargs.get(name) is not None), None)
     with held(module):
+        asked, has_cache = _asked_of(module, args, kwargs), cache_of(kwargs) is not None
         result, request.given.topk = run_call(
-            module, request.options, run, kwargs.get("streamer"), _asked_of(module, args, kwargs), reason
+            module, request.options, run, kwargs.get("streamer"), asked, has_cache, reason
         )
     return result
 

@@ -24,7 +24,13 @@ Run = Callable[[Call, "Loop | None", Any], Any]
 
 
 def run_call(
-    model: nn.Module, options: Options, run: Run, streamer: Any, asked: Asked, reason: str | None = None
+    model: nn.Module,
+    options: Options,
+    run: Run,
+    streamer: Any,
+    asked: Asked,
+    is_cache_given: bool,
+    reason: str | None = None,
 ) -> tuple[Any, list[TopK]]:
     """Runs a generate() call. Returns its result and the record of its steps.
 
@@ -32,12 +38,13 @@ def run_call(
         run: see above. With a loop it may raise Declined. Then it runs again without.
         streamer: the user's; None for none.
         asked: what the call asks for, as far as is known before generate() prepares it.
+        is_cache_given: whether the user has a cache that is to hold what the call reads.
         reason: why no step of transformers' loop can be fused; None as far as is known.
     """
     if options.whole_step is not False:
         once = None if streamer is None else Once(streamer)
         try:
-            return _in_whole_steps(model, options, run, once, asked), []
+            return _in_whole_steps(model, options, run, once, asked, is_cache_given), []
         except Declined as declined:
             count_not_whole(str(declined), options.whole_step)
         if once is not None:
@@ -48,12 +55,14 @@ def run_call(
         return run(session, None, streamer), session.topk
 
 
-def _in_whole_steps(model: nn.Module, options: Options, run: Run, streamer: Once | None, asked: Asked) -> Any:
+def _in_whole_steps(
+    model: nn.Module, options: Options, run: Run, streamer: Once | None, asked: Asked, is_cache_given: bool
+) -> Any:
     if options.topk_per_step:
         raise Declined("topk_per_step")
     # A call that is declined later has been prepared in vain: an encoder has run.
     is_default = options.whole_step is None
-    decline_for(of_asked(asked, options.sampling, is_default) or (known_reason(model) if is_default else None))
+    decline_for(of_asked(asked, options.sampling) or (known_reason(model) if is_default else None))
     call = Call(model)
     with running(call):
-        return run(call, Loop(options.whole_step, options.sampling, streamer), streamer)
+        return run(call, Loop(options.whole_step, options.sampling, streamer, is_cache_given), streamer)

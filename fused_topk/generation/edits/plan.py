@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from ..choice.edit import Edit
 from ..choice.rows import Rows
 from ..choice.warping import NORMALIZE, Filter
-from . import bans, biases, constraints, penalties, timestamps, tries
+from . import bans, biases, constraints, grammars, penalties, timestamps, tries
 from .adapter import Adapter, Adapters, Step, is_as_published
 from .warpers import filters_of
 
@@ -47,6 +48,9 @@ class Plan:
     reason: why they cannot be fused; None if they can.
     filters: what the warpers at the end do to the best tokens of each row.
     reason_of_beams: why they cannot be fused in beam search; None if they can.
+    asks_host: whether one of them looks at texts on the host. Of a GPU it waits for each token, and it must see no other ones.
+    keeps_state: whether one of them must be called once a step.
+    has_run: whether they have been called.
     """
 
     def __init__(self, processors: Iterable[Any], is_sampling: bool) -> None:
@@ -54,6 +58,11 @@ class Plan:
         self.filters: list[Filter] = []
         self.reason: str | None = None
         self.reason_of_beams: str | None = None
+        self.keeps_state = any(map(grammars.is_grammar, self.processors))
+        self.asks_host = self.keeps_state or any(
+            isinstance(each, PrefixConstrainedLogitsProcessor) for each in self.processors
+        )
+        self.has_run = False
         self._adapters: list[Adapter] = []
         self._states: list[_State] = []
         for processor in self.processors:
@@ -68,6 +77,8 @@ class Plan:
             if adapter is None or self.filters:
                 self.reason = reason
                 return
+            if grammars.is_grammar(processor):
+                self.reason_of_beams = self.reason_of_beams or reason
             self._adapters.append(adapter)
         self._states = [_State(processor) for processor in self.processors]
 
@@ -90,6 +101,7 @@ class Plan:
         Raises:
             NotSparse: the stock operations must run in this step.
         """
+        self.has_run = True
         edits: list[Edit] = []
         answered = {} if answered is None else answered
         for adapter in self._adapters:
@@ -167,7 +179,8 @@ def _contents(value: Any) -> Any:
 
 
 def _adapter_of(processor: Any) -> Adapter | None:
-    make, known = ADAPTERS.get(type(processor), (None, frozenset()))
+    found = ADAPTERS.get(type(processor)) or grammars.ADAPTERS.get(grammars.name_of(processor))
+    make, known = found or (None, frozenset())
     # The table has all attributes, also those of single versions. A processor with any other attribute is unknown.
     if make is None or not vars(processor).keys() <= known or not is_as_published(type(processor)):
         return None

@@ -18,17 +18,31 @@ generate() prepares a call as it prepares every other. `generation/__init__.py` 
     cache, ancestry, attention, decoder    the forward pass: of an encoder-decoder, whose encoder has run once, its decoder's
     head                 the choice from hidden states on a CPU, for which no logits are computed
     scan                 the choice from logits to which the call's processors are applied
+    given_cache          a cache of transformers that a call goes on with, or leaves for the next call
     room                 for how many new tokens there is room: it grows
     kept, compiled, graphs    steps for later calls of the same shape: compiled, captured as CUDA graphs, or both
     beams, texts, search, results    what a search holds, the loops, what is returned
     streaming            a streamer of a call that may run twice
 
-Sequences are those of transformers, with ties to the smaller index. The `past_key_values` of a result, in later
-versions its `cache`, is None: the cache is not one that a model can go on with.
+Sequences are those of transformers, with ties to the smaller index, and so is the cache that a call returns or adds to.
 """
 
+from .criteria import with_stop_strings
 from .entry import Loop, drop, known_reason
+from .given_cache import cache_of
 from .reasons import Asked, Declined, decline_for, of_arguments, of_asked
 from .streaming import Once
 
-__all__ = ["Asked", "Declined", "Loop", "Once", "decline_for", "drop", "known_reason", "of_arguments", "of_asked"]
+__all__ = [
+    "Asked",
+    "Declined",
+    "Loop",
+    "Once",
+    "cache_of",
+    "decline_for",
+    "drop",
+    "known_reason",
+    "of_arguments",
+    "of_asked",
+    "with_stop_strings",
+]

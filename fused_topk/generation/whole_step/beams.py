@@ -145,7 +145,7 @@ def choose(
         scores: float32 [batch, kept], best first; as many as the rules say.
         indices: int64 [batch, kept], beam * V + token.
         step: int64 [1], which of the new tokens it is.
-        are_last: bool [1], whether every text ends with this token.
+        are_last: bool [1] or [batch, kept], which continuations end with this token, whatever it is.
     """
     count = beams.running.scores.shape[1]
     parent, token = indices // vocab_size, indices % vocab_size

@@ -54,6 +54,8 @@ class Places:
         self.room = 0
         self.capacity = 0
         self.is_reading_prompt = True
+        # How many tokens were read before the prompt that is read.
+        self.num_past = 0
         self._of_step = torch.arange(beams, device=is_text.device) + is_text.shape[1]
         self.written = self._of_step
         # Of how many new tokens attention looks at the places.
@@ -75,7 +77,7 @@ class Places:
 
     @property
     def length(self) -> Length | Tensor | int:
-        """What a model that counts its positions by the cache is told that was read before: see `count_from`."""
+        """What a model that counts its positions by the cache is told that was read before a step: see `count_from`."""
         return self.prompt if self._length is None else self._length
 
     def up_to(self, new: int) -> int:
@@ -140,17 +142,28 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             larger[:, :, :places] = kept[:, :, :places]
             setattr(self, name, larger)
 
+    def begin_with(self, keys: Tensor, values: Tensor, end: int) -> None:
+        """Writes what was read before a prompt, up to that place."""
+        self.lazy_initialization(keys, values)
+        begin = end - keys.shape[2]
+        self.keys[:, :, begin:end] = keys
+        self.values[:, :, begin:end] = values
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         places = self._places
         if places.is_reading_prompt:
             # Of the rows of a sequence's beams, which are the same, one.
             rows = len(key_states) // places.batch
             of_keys, of_values = key_states[::rows], value_states[::rows]
-            self.lazy_initialization(of_keys, of_values)
+            if not places.num_past:
+                self.lazy_initialization(of_keys, of_values)
             begin = places.prompt - key_states.shape[2]
             self.keys[:, :, begin : places.prompt] = of_keys
             self.values[:, :, begin : places.prompt] = of_values
-            return key_states, value_states
+            if not places.num_past:
+                return key_states, value_states
+            begin -= places.num_past
+            return self.keys[:, :, begin : places.prompt], self.values[:, :, begin : places.prompt]
         for kept, written in ((self.keys, key_states), (self.values, value_states)):
             if places.beams > 1:
                 _, heads, _, dim = written.shape
@@ -170,13 +183,36 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         index = written.transpose(1, 2)[:, None, :, :, None].expand(-1, heads, -1, -1, dim)
         return torch.cat([kept[:, :, :prompt], new.gather(3, index).transpose(2, 3).flatten(2, 3)], 2)
 
+    def rows(self, begin: int, new: int, past: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Keys and values [batch * beams, heads, prompt - begin + new, dim] of each beam's own past.
+
+        Args:
+            begin: the first place of the prompt that is to be in it.
+            new: how many new tokens.
+            past: int64 [batch, beams, new], the place among the beams that each of them was written at; None without beams.
+        """
+        keys, values = (self._rows(each, begin, new, past) for each in (self.keys, self.values))
+        return keys, values
+
+    def _rows(self, kept: Tensor, begin: int, new: int, past: Tensor | None) -> Tensor:
+        places = self._places
+        prompt, beams = places.prompt, places.beams
+        if past is None:
+            return kept[:, :, begin : places.up_to(new)]
+        batch, heads, _, dim = kept.shape
+        of_new = kept[:, :, prompt : places.up_to(new)].reshape(batch, heads, new, beams, dim).permute(0, 3, 1, 2, 4)
+        # [batch, beams, heads, new tokens, dim]
+        own = of_new.gather(1, past[:, :, None, :, None].expand(-1, -1, heads, -1, dim))
+        of_prompt = kept[:, None, :, begin:prompt].expand(-1, beams, -1, -1, -1)
+        return torch.cat([of_prompt, own], 3).flatten(0, 1)
+
     def get_seq_length(self, *args: Any) -> Any:
-        return 0 if self._places.is_reading_prompt else self._places.length
+        return self._places.num_past if self._places.is_reading_prompt else self._places.length
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         # Before transformers 5.5 it is the positions of the queries.
         length = query_length if isinstance(query_length, int) else len(query_length)
-        return (0 if self._places.is_reading_prompt else self._places.prompt) + length, 0
+        return (self._places.num_past if self._places.is_reading_prompt else self._places.prompt) + length, 0
 
     def get_max_length(self) -> int:
         return -1

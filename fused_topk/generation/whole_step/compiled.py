@@ -24,14 +24,6 @@ class NothingCompiled(Exception):
         super().__init__("torch.compile is switched off (TORCH_COMPILE_DISABLE, set_stance), or has given up")
 
 
-class Bound:
-    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
-        self._function, self._args = function, args
-
-    def __call__(self) -> Any:
-        return self._function(*self._args)
-
-
 class Code:
     """The compiled code of a function. It serves arguments that are not those that it was made with, but for sizes that vary.
 

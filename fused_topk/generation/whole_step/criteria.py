@@ -1,21 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When texts end: transformers' stopping criteria of a call, of the kinds that need no look at the whole text."""
+"""When texts end: transformers' stopping criteria of a call."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
     MaxTimeCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 
 from ..edits.adapter import is_as_published
+from .reasons import Declined
 
-_KNOWN = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
+_KNOWN = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria, StopStringCriteria)
+
+
+def with_stop_strings(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """These keyword arguments of generate() with `stop_strings` as the criterion that generate() makes of it.
+
+    With a loop of the user's generate() drops `tokenizer`, which it needs for that.
+
+    Raises:
+        Declined: it is not known what generate() makes of it.
+    """
+    given = dict(kwargs)
+    tokenizer, strings = given.pop("tokenizer", None), given.pop("stop_strings", None)
+    if tokenizer is None and strings is None:
+        return given
+    configs = model.generation_config, kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    if any(getattr(config, "stop_strings", None) is not None for config in configs):
+        raise Declined("stop_strings of a configuration")
+    own = given.get("stopping_criteria") or ()
+    # Of two such criteria generate() takes one.
+    if tokenizer is None or strings is None or any(isinstance(each, StopStringCriteria) for each in own):
+        raise Declined("tokenizer" if strings is None else "stop_strings")
+    try:
+        criterion = StopStringCriteria(tokenizer, strings)
+    # Of strings that no token makes: generate() raises it, too.
+    except Exception:
+        raise Declined("stop_strings") from None
+    return {**given, "stopping_criteria": StoppingCriteriaList([*own, criterion])}
 
 
 class Criteria:
@@ -42,10 +73,19 @@ class Criteria:
         )
         self.max_length = min(each.max_length for each in known if isinstance(each, MaxLengthCriteria))
         self._clocks = [each for each in known if isinstance(each, MaxTimeCriteria)]
+        self._strings = [each for each in known if isinstance(each, StopStringCriteria)]
 
     @property
     def have_clocks(self) -> bool:
         return bool(self._clocks)
+
+    @property
+    def read_text(self) -> bool:
+        return bool(self._strings)
+
+    def end(self, text: Tensor) -> Tensor:
+        """bool [R]: which of the texts [R, length] end by what they say. It waits for nothing."""
+        return torch.stack([each(text, None) for each in self._strings]).any(0)
 
     def end_all(self, ids: Tensor, length: int) -> bool:
         """Whether every text of that length ends.

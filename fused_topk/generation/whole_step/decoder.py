@@ -32,14 +32,16 @@ class Source(NamedTuple):
 class Prompt(NamedTuple):
     """The inputs of a call, a row for each sequence."""
 
-    ids: Tensor  # int64 [batch, length]
-    is_text: Tensor  # bool [batch, length], False where it is padding
+    ids: Tensor  # int64 [batch, n], the tokens that results begin with
+    read: Tensor  # int64 [batch, length], the tokens that are to be read, or [batch, length, dim], their embeddings
+    is_text: Tensor  # bool [batch, past + length], False where it is padding
     # int64 [batch, length]; [..., batch, 1] of the last token alone where the model has prepared its inputs
     positions: Tensor
     extra: dict[str, Any]  # further arguments of the model
     longest: int  # how many tokens its texts may have with it
     source: Source | None = None
     is_exact: bool = False  # whether steps take no padding before it
+    past: Any = None  # what has been read before: see :class:`given_cache.Past`
     # What the model has prepared of it, a row for each beam: see :mod:`preparation`. None where it has not been asked.
     inputs: dict[str, Any] | None = None
 
@@ -131,6 +133,11 @@ class Decoder:
             yield self._source, (0, 1)
             yield self._of_source["encoder_outputs"].last_hidden_state, (0, 1)
 
+    @property
+    def decoder(self) -> Decoder:
+        """Itself, as :attr:`KeptStep.decoder`."""
+        return self
+
     def open(self, size: int) -> int:
         """Makes room for so many new tokens of each beam, of which the last is not read. Gives their number.
 
@@ -150,14 +157,21 @@ class Decoder:
 
     def read_prompt(self, prompt: Prompt) -> Tensor:
         """The last logits [batch, V]."""
-        padding = self._is_text.shape[1] - prompt.ids.shape[1]
+        places, past = self._places, prompt.past
+        padding = self._is_text.shape[1] - prompt.is_text.shape[1]
         self._is_text[:, :padding] = False
         self._is_text[:, padding:] = prompt.is_text
         positions = prompt.positions[..., -1:].repeat_interleave(self._beams, -2)
         if positions.shape != self._last_positions.shape:
             self._last_positions = torch.empty_like(positions)
         self._last_positions.copy_(positions)
-        self._places.is_reading_prompt = True
+        places.is_reading_prompt = True
+        places.num_past = 0 if past is None else past.length
+        if past is not None:
+            for layer, pair in zip(self._layers, past.layers, strict=False):
+                if pair is not None:
+                    keys, values = pair
+                    layer.begin_with(keys, values, padding + past.length)
         of_source = self._begin_source(prompt)
         with watched() as calls:
             if prompt.inputs is not None:
@@ -165,14 +179,14 @@ class Decoder:
             else:
                 logits = self._forward(
                     self._twin,
-                    prompt.ids,
+                    prompt.read,
                     # transformers' functions are quicker where they know that there is none.
                     None if bool(prompt.is_text.all()) else prompt.is_text.long(),
                     prompt.positions,
                     **of_source,
                     **prompt.extra,
                 )
-        self._places.is_reading_prompt = False
+        places.is_reading_prompt = False
         self.calls = calls
         # A model of whose attention nothing is heard is not served: see :mod:`trial`.
         if self._mask is None and calls:
@@ -235,9 +249,35 @@ class Decoder:
             mask = self._mask(parents, step, shown, gathered is not None)
         return self._forward(twin, tokens.reshape(-1, 1), mask, self._last_positions + (step + 1), **extra)
 
+    def rows(self, length: int, new: int, parents: Tensor | None) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+        """The number of each layer, with keys and values [batch * beams, heads, length + new, dim] of each beam's past.
+
+        Args:
+            length: how many of the last tokens of the prompt are to be in it.
+            new: how many of the new tokens have been read.
+            parents: see :class:`ancestry.Mask`.
+        """
+        past = None if parents is None else parents[:, :, 1 : new + 1]
+        for number, layer in enumerate(self._layers):
+            if layer.is_initialized:
+                yield number, layer.rows(self._places.prompt - length, new, past)
+
+    def rows_of_source(self, prompt: Prompt) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+        """The same of what the encoder has read."""
+        assert prompt.source is not None
+        batch, length = prompt.source.hidden.shape[:2]
+        for number, layer in enumerate(self._cache.cross_attention_cache.layers):
+            if layer.is_initialized:
+                keys, values = (
+                    each[:, :, :length].repeat_interleave(batch * self._beams // len(each), 0)
+                    for each in (layer.keys, layer.values)
+                )
+                yield number, (keys, values)
+
     def _forward(self, twin: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, **extra: Any) -> Tensor:
         prefix = "" if self._source is None else "decoder_"
-        inputs = {f"{prefix}input_ids": ids, f"{prefix}attention_mask": mask}
+        name = f"{prefix}input_ids" if ids.dim() == 2 else "inputs_embeds"
+        inputs = {name: ids, f"{prefix}attention_mask": mask}
         if self._takes_positions:
             inputs[f"{prefix}position_ids"] = positions
         return self._logits(twin, {**inputs, **extra})

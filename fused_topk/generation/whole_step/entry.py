@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from transformers import GenerationConfig
 from ..calls import OWN, after_forward
 from ..choice import warping
 from ..edits.plan import Plan, reason_against
-from . import attention, attribute, reasons, trial
+from . import attention, attribute, given_cache, reasons, trial
 from .beams import Rules
 from .criteria import Criteria
 from .decoder import Decoder, Prompt, Source, has_table, num_positions, positions_of, vocab_size_of
@@ -44,6 +45,8 @@ class _Ready(NamedTuple):
     reads_mask: bool
     # Tensors that steps of text do not look at, as far as it has been tried.
     unread: set[str]
+    # Why no prompt of it can follow what a given cache has; None where one can.
+    reason_against_past: Callable[[], str | None] = lambda: None
 
 
 # Attributes of a model that say nothing about what it computes, or that this package puts there.
@@ -124,7 +127,9 @@ def _made_ready(model: Any) -> _Ready:
             return _not_ready(reason if is_taken else of_rows, snapshot)
         # Of a model that cannot have a static cache, transformers says so.
         is_static = bool(getattr(model, "_can_compile_fullgraph", False)) and not trial.reason_against(twin, stock)
-    return _Ready(twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin), set())
+    # Few calls are given a cache.
+    of_past = functools.cache(functools.partial(trial.reason_against_past, twin, stock))
+    return _Ready(twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin), set(), of_past)
 
 
 def _not_ready(reason: str, snapshot: Snapshot) -> _Ready:
@@ -143,15 +148,23 @@ class Loop:
             first call on, else not at all.
         is_sampling: whether calls that sample are to be served, too.
         streamer: gets the new tokens; None for none.
+        is_cache_given: whether the user has a cache that is to hold what is read.
 
     Raises:
         Declined: the call is to run on the fused path.
     """
 
-    def __init__(self, whole_step: bool | str | None, is_sampling: bool, streamer: Once | None = None) -> None:
+    def __init__(
+        self,
+        whole_step: bool | str | None,
+        is_sampling: bool,
+        streamer: Once | None = None,
+        is_cache_given: bool = False,
+    ) -> None:
         self._whole_step = whole_step
         self._is_sampling = is_sampling
         self._streamer = streamer
+        self._is_cache_given = is_cache_given
 
     def __call__(
         self,
@@ -166,8 +179,8 @@ class Loop:
             reasons.of_model(model)
             or reasons.of_config(generation_config, self._is_sampling)
             or reasons.of_inputs(inputs, model.config.is_encoder_decoder)
-            or (None if self._streamer is None else reasons.of_streaming(generation_config, input_ids.device))
-            or reasons.of_asked(Asked.by(generation_config), self._is_sampling, self._whole_step is None)
+            or (None if self._streamer is None else reasons.of_streaming(generation_config))
+            or reasons.of_asked(Asked.by(generation_config), self._is_sampling)
         )
         criteria = Criteria(stopping_criteria)
         plan = Plan(list(logits_processor), bool(generation_config.do_sample))
@@ -181,6 +194,10 @@ class Loop:
         decline_for(_of_default(ready) if self._whole_step is None else None)
         way = Way.on(input_ids.device, self._whole_step)
         search = _search(ready, self._streamer, way, input_ids, plan, criteria, generation_config, inputs)
+        if self._is_cache_given or generation_config.return_dict_in_generate:
+            cache = given_cache.cache_of(inputs)
+            decline_for(None if cache is None else given_cache.reason_against(cache, model.config))
+            search = search._replace(cache=cache)
         if self._whole_step is None and way is not None:
             # On a GPU one operation after another takes longer than transformers' loop.
             decline_for("steps that cannot be kept" if search.way is None else None)
@@ -214,9 +231,6 @@ def _search(
     if longest > _MOST_PLACES:
         # A criterion or a limit that stands for none. A step has room for all that may be written.
         raise Declined(f"texts of up to {longest} tokens")
-    steady = reasons.steady_length(twin.config)
-    if steady is not None and longest > steady:
-        raise Declined(f"texts of more than {steady} tokens, where rotary embeddings change")
     if rules.room < 1 or len(ids) % beams:
         raise Declined("no room for a new token")
     if set(criteria.ends) != set(ends):
@@ -229,9 +243,14 @@ def _search(
     elif reasons.prepares_itself(twin) or reasons.unknown_inputs(inputs, False):
         prompt = _prepared_prompt(ready, ids, beams, longest, inputs)
     else:
-        prompt = _prompt(ids, beams, longest, inputs)
+        prompt = _prompt(ready, ids, beams, longest, config, inputs)
+    # With what a given cache has.
+    most = prompt.is_text.shape[1] + rules.room
+    steady = reasons.steady_length(twin.config)
+    if steady is not None and most > steady:
+        raise Declined(f"texts of more than {steady} tokens, where rotary embeddings change")
     positions = num_positions(twin.config)
-    if positions is not None and longest > positions:
+    if positions is not None and most > positions:
         if has_table(twin, positions):
             # A compiled or captured step reads behind its end in another way than single operations do.
             raise Declined(f"texts of more than the {positions} positions of a {type(twin).__name__}")
@@ -249,15 +268,46 @@ def _search(
     return Search(twin, prompt, rules, plan, criteria, config, padding, ready.store, way, ready.head, streamer)
 
 
-def _prompt(ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
+def _prompt(
+    ready: _Ready, ids: Tensor, beams: int, longest: int, config: GenerationConfig, inputs: dict[str, Any]
+) -> Prompt:
     """One row of a sequence, of those that generate() has made for its beams."""
-    is_text, ids = _is_text(ids, inputs)[::beams], ids[::beams]
+    rows, ids = len(ids), ids[::beams]
+    embeddings, mask = inputs.get("inputs_embeds"), inputs.get("attention_mask")
+    read = ids if embeddings is None else embeddings[::beams]
+    past = _past(ready, rows, beams, inputs)
+    before = 0 if past is None else past.length
+    # Without padding later versions drop the mask, and keep its length.
+    of_mask = getattr(config, "_mask_length", read.shape[1]) if mask is None else mask.shape[1]
+    unread = given_cache.num_unread(read.shape[1], of_mask, before, embeddings is None and reasons.TAKES_NEW_TOKENS)
+    read = read[:, -unread:]
+    shape = len(read), before + unread
+    is_text = torch.ones(shape, dtype=torch.bool, device=ids.device) if mask is None else mask[::beams].bool()
+    if is_text.shape != shape or not bool(is_text[:, -1].all()):
+        raise Declined("an attention mask that is not of left padding")
     positions = inputs.get("position_ids")
-    positions = positions_of(is_text) if positions is None else positions[::beams]
-    if positions.shape != ids.shape:
+    if positions is None:
+        # As versions of transformers count them that leave it to each step: a cache that is returned has keys of padding, too.
+        positions = positions_of(is_text).where(is_text, 1)
+    elif positions.shape != (rows, shape[1]):
         raise Declined("position_ids of another shape")
+    else:
+        positions = positions[::beams]
     kept = inputs.get("logits_to_keep")
-    return Prompt(ids, is_text, positions, {} if kept is None else {"logits_to_keep": kept}, longest)
+    extra = {} if kept is None else {"logits_to_keep": kept}
+    return Prompt(ids, read, is_text, positions[:, -unread:], extra, longest, past=past)
+
+
+def _past(ready: _Ready, rows: int, beams: int, inputs: dict[str, Any]) -> given_cache.Past | None:
+    cache = given_cache.cache_of(inputs)
+    if not _is_used(cache):
+        return None
+    decline_for(given_cache.reason_against(cache, ready.twin.config) or ready.reason_against_past())
+    return given_cache.past_of(cache, rows, beams, next(ready.twin.parameters()))
+
+
+def _is_used(cache: Any) -> bool:
+    return cache is not None and bool(cache.get_seq_length())
 
 
 def _is_text(ids: Tensor, inputs: dict[str, Any]) -> Tensor:
@@ -276,6 +326,10 @@ def _prepared_prompt(ready: _Ready, ids: Tensor, beams: int, longest: int, input
     if original is not None and longest > original and reasons.prepares_itself(ready.twin):
         # Phi-3 drops its cache there.
         raise Declined(f"a preparation of its own for texts of more than {original} tokens")
+    if inputs.get("inputs_embeds") is not None:
+        raise Declined("inputs_embeds before a preparation of the model's own")
+    if _is_used(given_cache.cache_of(inputs)):
+        raise Declined("a cache that has been used, before a preparation of the model's own")
     is_text = _is_text(ids, inputs)
     asked = prepared(ready.twin, ids, is_text, inputs)
     for name in sorted(asked.further - ready.unread):
@@ -287,11 +341,14 @@ def _prepared_prompt(ready: _Ready, ids: Tensor, beams: int, longest: int, input
         positions = positions_of(is_text)
         if "position_ids" in inspect.signature(ready.twin.forward).parameters:
             raise Declined("steps without positions")
-    return Prompt(ids[::beams], is_text[::beams], positions[..., ::beams, -1:], {}, longest, inputs=asked.inputs)
+    is_text, ids = is_text[::beams], ids[::beams]
+    return Prompt(ids, ids, is_text, positions[..., ::beams, -1:], {}, longest, inputs=asked.inputs)
 
 
 def _prompt_with_source(ready: _Ready, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
     """The prompt of an encoder-decoder, whose encoder generate() has run."""
+    if _is_used(given_cache.cache_of(inputs)):
+        raise Declined("a cache of an encoder-decoder that has been used")
     outputs, mask = inputs["encoder_outputs"], inputs.get("attention_mask")
     # The trial has none of these, which some decoders ask for.
     further = sorted(set(outputs) - _OF_ENCODER) if isinstance(outputs, Mapping) else []
@@ -322,7 +379,8 @@ def _prompt_with_source(ready: _Ready, ids: Tensor, beams: int, longest: int, in
     positions = positions_of(is_text) if positions is None else positions[::beams]
     if positions.shape != ids.shape:
         raise Declined("decoder_position_ids of another shape")
-    return Prompt(ids, is_text, positions, {}, longest, Source(hidden, is_source), decoder_of(ready.twin) is RowDecoder)
+    is_exact = decoder_of(ready.twin) is RowDecoder
+    return Prompt(ids, ids, is_text, positions, {}, longest, Source(hidden, is_source), is_exact)
 
 
 def _tokens(value: Any) -> tuple[int, ...]:

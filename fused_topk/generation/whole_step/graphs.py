@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 # How many steps the host may be ahead of what it knows of the device. A guess: a replay takes far longer on the device than on
 # the host, so two would do. Each one more is a step that may run in vain at the end of a call.
@@ -18,6 +19,31 @@ LATENESS = 4
 def is_cuda(device: torch.device) -> bool:
     """Whether the device is a GPU, whose steps are captured."""
     return device.type == "cuda"
+
+
+class Bound:
+    """A function on its arguments, one operation after another, as a capture takes them."""
+
+    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
+        self._function, self._args = function, args
+
+    def __call__(self) -> Any:
+        with _FilledNumbers():
+            return self._function(*self._args)
+
+
+class _FilledNumbers(TorchFunctionMode):
+    """torch.tensor() of a number is a fill: a copy from the host cannot be captured.
+
+    Models make such tensors in each step, in their masks and their slopes, up to transformers 5.18.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_number = func is torch.tensor and len(args) == 1 and type(args[0]) in (bool, int, float)
+        if is_number and kwargs.keys() <= {"dtype", "device"}:
+            return torch.full((), args[0], **kwargs)
+        return func(*args, **kwargs)
 
 
 class Graph:
@@ -57,37 +83,75 @@ class Graph:
 
 
 class EndFlag:
-    """Whether a search goes on. On a GPU the answer is that of LATENESS steps ago, elsewhere that of this step.
+    """Whether a search goes on, and its new tokens on the host. On a GPU both are those of LATENESS steps ago.
 
     The lateness is always the same, whatever the device has done by then. Steps in vain draw random numbers, too, so their
     number must not depend on time.
+
+    Args:
+        is_late: whether on a GPU. Elsewhere the answer is that of this step, and the search has the tokens at hand.
+        put: gets the tokens of each step, a tensor on the host, in their order, but not those of steps after the end.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._is_late = is_cuda(device)
-        self._pending: deque[tuple[Any, Tensor]] = deque()
-        self._spare: list[tuple[Any, Tensor]] = []
+    def __init__(self, is_late: bool, put: Callable[[Tensor], None] | None = None) -> None:
+        self._is_late = is_late
+        self._put = put
+        self._pending: deque[_Copy] = deque()
+        self._spare: list[_Copy] = []
 
-    def goes_on(self, flag: Tensor) -> bool:
-        """After each step, with bool [] on the device: True while the search may go on."""
+    def goes_on(self, flag: Tensor, tokens: Tensor | None = None) -> bool:
+        """After each step, with bool [] and the step's tokens on the device: True while the search may go on.
+
+        Args:
+            tokens: int64 [batch]; None where nobody asks for them.
+        """
         if not self._is_late:
             return bool(flag)
-        event, copied = self._spare.pop() if self._spare else _new()
-        copied.copy_(flag, non_blocking=True)
-        _record(event, flag.device)
-        self._pending.append((event, copied))
-        if len(self._pending) <= LATENESS:
-            return True
-        oldest = self._pending.popleft()
+        copy = self._spare.pop() if self._spare else _Copy(tokens)
+        copy.begin(flag, tokens)
+        self._pending.append(copy)
+        return len(self._pending) <= LATENESS or self._oldest()
+
+    def finish(self) -> None:
+        """After the last step: hands on the tokens that are left."""
+        while self._pending and self._oldest():
+            pass
+
+    def _oldest(self) -> bool:
+        copy = self._pending.popleft()
         # The device has LATENESS more steps to do: it does not wait for the host meanwhile.
-        oldest[0].synchronize()
-        self._spare.append(oldest)
-        return bool(oldest[1])
+        copy.event.synchronize()
+        if self._put is not None and copy.tokens is not None:
+            self._put(copy.tokens.clone())
+        self._spare.append(copy)
+        goes_on = bool(copy.flag)
+        if not goes_on:
+            self._pending.clear()
+        return goes_on
+
+
+class _Copy:
+    """A flag, and perhaps tokens, on their way to the host."""
+
+    def __init__(self, tokens: Tensor | None) -> None:
+        self.event, self.flag = _new()
+        self.tokens = None if tokens is None else _on_the_host(tokens)
+
+    def begin(self, flag: Tensor, tokens: Tensor | None) -> None:
+        self.flag.copy_(flag, non_blocking=True)
+        if self.tokens is not None and tokens is not None:
+            self.tokens.copy_(tokens, non_blocking=True)
+        _record(self.event, flag.device)
 
 
 def _new() -> tuple[Any, Tensor]:
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     return event, torch.empty((), dtype=torch.bool, pin_memory=True)
+
+
+def _on_the_host(like: Tensor) -> Tensor:
+    """An empty tensor that a GPU writes to while the host goes on."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
 def _record(event: Any, device: torch.device) -> None:

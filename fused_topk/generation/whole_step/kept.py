@@ -29,7 +29,7 @@ from torch import Tensor
 from ... import functional
 from . import compiled, graphs
 from .beams import Rules, choose
-from .compiled import Bound, Codes
+from .compiled import Codes
 from .decoder import Decoder, Prompt
 from .head import Head
 from .reasons import said_by
@@ -93,7 +93,7 @@ class Shape(NamedTuple):
 
     @staticmethod
     def of(prompt: Prompt, rules: Rules, way: Way) -> Shape:
-        (batch, length), source = prompt.ids.shape, None
+        (batch, length), source = prompt.is_text.shape, None
         if prompt.source is not None:
             source = prompt.source.hidden.shape[1]
             # Without a mask there is no padding.
@@ -282,7 +282,7 @@ class KeptStep:
         return run
 
     def _made(self, kind: str, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
-        ways: list[Callable[[], Any]] = [Bound(function, args)]
+        ways: list[Callable[[], Any]] = [graphs.Bound(function, args)]
         if self.shape.way.is_compiled:
             for tensor, dims in self._sizes_that_vary():
                 compiled.let_vary(tensor, dims)

@@ -16,7 +16,6 @@ from transformers import GenerationConfig, GenerationMixin
 from ..calls import after_forward
 from ..lm_head import sharded_head_of
 from ..request import BEAMS, SAMPLING, SEARCH, mode_of
-from . import graphs
 from .decoder import arguments_of
 
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -44,15 +43,12 @@ _ARGUMENTS = (
     "custom_generate",
     "assistant_model",
     "synced_gpus",
-    "tokenizer",
-    "inputs_embeds",
-    "past_key_values",
-    "cache",
     "cache_params",
 )
 # What a loop may hand to a model, and what to an encoder-decoder.
 _INPUTS = {
     "attention_mask",
+    "inputs_embeds",
     "position_ids",
     "past_key_values",
     "cache",
@@ -60,7 +56,7 @@ _INPUTS = {
     "logits_to_keep",
     "cache_position",
 }
-_INPUTS_WITH_SOURCE = (_INPUTS - {"position_ids"}) | {
+_INPUTS_WITH_SOURCE = (_INPUTS - {"inputs_embeds", "position_ids"}) | {
     "encoder_outputs",
     "decoder_attention_mask",
     "decoder_position_ids",
@@ -103,6 +99,8 @@ _KNOWN_METHODS: tuple[str, ...] = ("transformers.models.whisper.",)
 if _VERSION >= (5, 24):
     # Before, Phi-3 goes on with another text where it drops its cache.
     _KNOWN_METHODS += ("transformers.models.phi3.", "transformers.models.phimoe.")
+# Whether the tokens after those of a given cache may be given alone. Before, this is not so in each version.
+TAKES_NEW_TOKENS = _VERSION >= (5, 17)
 _SECOND = "second_expert_policy"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _NOT_SAMPLED = "do_sample without sampling=True"
@@ -283,31 +281,20 @@ class Asked(NamedTuple):
     """What decides, before a call is prepared, whether it is served. The fields are options of generate()."""
 
     do_sample: bool
-    return_dict_in_generate: bool
 
     @staticmethod
     def by(config: GenerationConfig) -> Asked:
         return Asked(*(bool(getattr(config, name)) for name in Asked._fields))
 
 
-def of_asked(asked: Asked, is_sampling_asked_for: bool, is_default: bool) -> str | None:
-    """Why a call that asks for this is not served; None where it may be.
-
-    Args:
-        is_default: whether it is to be as stock in everything.
-    """
-    if asked.do_sample and not is_sampling_asked_for:
-        return _NOT_SAMPLED
-    # A whole step's cache is none to go on with.
-    return "a result with its cache" if is_default and asked.return_dict_in_generate else None
+def of_asked(asked: Asked, is_sampling_asked_for: bool) -> str | None:
+    """Why a call that asks for this is not served; None where it may be."""
+    return _NOT_SAMPLED if asked.do_sample and not is_sampling_asked_for else None
 
 
-def of_streaming(config: GenerationConfig, device: torch.device) -> str | None:
+def of_streaming(config: GenerationConfig) -> str | None:
     """Why a call whose tokens are handed on while it runs is not served; None if it is."""
-    if config.num_beams > 1:
-        return "streamer with beams"
-    # The host knows of a step some steps later only, or it would wait for each.
-    return "streamer on a GPU" if graphs.is_cuda(device) else None
+    return "streamer with beams" if config.num_beams > 1 else None
 
 
 @functools.cache
@@ -331,14 +318,13 @@ def of_inputs(inputs: Mapping[str, Any], has_source: bool) -> str | None:
     unknown = unknown_inputs(inputs, has_source)
     if has_source and unknown:
         return f"model input {unknown[0]}"
-    caches = [inputs.get(name) for name in ("cache", "past_key_values")]
     try:
-        is_used = any(cache is not None and cache.get_seq_length() for cache in caches)
+        for name in ("cache", "past_key_values"):
+            if inputs.get(name) is not None:
+                inputs[name].get_seq_length()
     # Of a cache of states alone, which has no length.
     except ValueError:
         return "a cache without keys"
-    if is_used:
-        return "a cache that has been used"
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return "autocast"
     return None

@@ -17,6 +17,7 @@ from transformers.generation.utils import (
 )
 
 from .beams import Hypotheses
+from .given_cache import NAMES
 
 
 class KeptOutputs(NamedTuple):
@@ -40,12 +41,20 @@ class KeptOutputs(NamedTuple):
     def of_first(self, steps: int) -> KeptOutputs:
         return KeptOutputs(*(None if each is None else each[:steps] for each in self))
 
-    def fields(self) -> dict[str, Any]:
-        return {name: None if kept is None else tuple(kept) for name, kept in zip(self._fields, self, strict=True)}
+    def fields(self, cache: Any, of: Any) -> dict[str, Any]:
+        """Arguments of the result's class, with the cache to go on with."""
+        kept = {name: None if each is None else tuple(each) for name, each in zip(self._fields, self, strict=True)}
+        return {**kept, next(name for name in NAMES if name in of.__dataclass_fields__): cache}
 
 
 def of_beams(
-    prompt: Tensor, ended: Hypotheses, fill: int, kept: KeptOutputs, config: GenerationConfig, has_source: bool
+    prompt: Tensor,
+    ended: Hypotheses,
+    fill: int,
+    kept: KeptOutputs,
+    config: GenerationConfig,
+    has_source: bool,
+    cache: Any,
 ) -> Any:
     """The best texts of each sequence.
 
@@ -54,6 +63,7 @@ def of_beams(
         has_source: whether the model is an encoder-decoder.
         ended: the best of each sequence, best first.
         fill: what stands after the end of a text.
+        cache: of transformers, to go on with.
     """
     batch, beams = ended.scores.shape
     count = config.num_return_sequences
@@ -70,14 +80,16 @@ def of_beams(
         sequences=sequences,
         sequences_scores=scores if config.output_scores else None,
         beam_indices=(parents + first).where(parents >= 0, -1)[:, :longest].int(),
-        **kept.fields(),
+        **kept.fields(cache, output),
     )
 
 
-def of_texts(prompt: Tensor, tokens: Tensor, kept: KeptOutputs, config: GenerationConfig, has_source: bool) -> Any:
+def of_texts(
+    prompt: Tensor, tokens: Tensor, kept: KeptOutputs, config: GenerationConfig, has_source: bool, cache: Any
+) -> Any:
     """The result of a search without beams, of its new `tokens` [batch, n]."""
     sequences = torch.cat([prompt, tokens], 1)
     if not config.return_dict_in_generate:
         return sequences
     output: Any = GenerateEncoderDecoderOutput if has_source else GenerateDecoderOnlyOutput
-    return output(sequences=sequences, **kept.fields())
+    return output(sequences=sequences, **kept.fields(cache, output))

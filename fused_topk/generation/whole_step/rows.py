@@ -48,28 +48,16 @@ class RowLayer(SharedPromptLayer):  # type: ignore[no-untyped-call]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values = super().update(key_states, value_states)
-        if self._places.is_reading_prompt:
-            return keys, values
-        return self._rows(keys), self._rows(values)
-
-    def _rows(self, kept: Tensor) -> Tensor:
-        """[batch * beams, heads, prompt + new tokens, dim] of what is kept of the beams."""
         places = self._places
-        prompt, beams, past = places.prompt, places.beams, places.past
-        if past is None:
-            return kept
-        batch, heads, _, dim = kept.shape
-        new = kept[:, :, prompt:].reshape(batch, heads, places.shown, beams, dim).permute(0, 3, 1, 2, 4)
-        # [batch, beams, heads, new tokens, dim]
-        own = new.gather(1, past[:, :, None, :, None].expand(-1, -1, heads, -1, dim))
-        of_prompt = kept[:, None, :, :prompt].expand(-1, beams, -1, -1, -1)
-        return torch.cat([of_prompt, own], 3).flatten(0, 1)
+        if places.is_reading_prompt:
+            return keys, values
+        return self.rows(0, places.shown, places.past)
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         # Before transformers 5.5 it is the positions of the queries.
         length = query_length if isinstance(query_length, int) else len(query_length)
         places = self._places
-        return length if places.is_reading_prompt else places.prompt + places.shown, 0
+        return places.num_past + length if places.is_reading_prompt else places.prompt + places.shown, 0
 
 
 class RowDecoder(Decoder):

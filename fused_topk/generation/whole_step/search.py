@@ -18,6 +18,7 @@ from . import beams, graphs, room, texts
 from .beams import Beams, Rules
 from .criteria import Criteria
 from .decoder import Decoder, Prompt
+from .given_cache import fill
 from .head import Head
 from .kept import KeptStep, NotKept, Shape, Store, Way, most_room, unless_over
 from .reasons import Declined
@@ -43,6 +44,9 @@ class Reader(Protocol):
 
     def read(self, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor: ...
 
+    @property
+    def decoder(self) -> Decoder: ...
+
 
 class Search(NamedTuple):
     """One call, which is served as far as can be known before it runs."""
@@ -53,13 +57,15 @@ class Search(NamedTuple):
     plan: Plan
     criteria: Criteria
     config: GenerationConfig
-    # What stands after the end of a text; None where no text ends before the others.
+    # What stands after the end of a text; None where texts go on until all have ended.
     padding: int | None
     # Of steps that are kept, and how they are made; None where none is.
     store: Store
     way: Way | None
     head: Head | None
     streamer: Once | None
+    # The cache of transformers that gets what is read; None where nobody asks for it.
+    cache: Any = None
     # Whether the call is served by steps that are kept only.
     only_kept: bool = False
 
@@ -77,11 +83,16 @@ class Search(NamedTuple):
         return result
 
     def _run_by_some_way(self) -> Any:
+        number = 0 if self.streamer is None else self.streamer.num_put
         try:
             for way in [] if self.way is None else self.way.and_simpler():
                 try:
                     return self._run_kept(way)
                 except NotKept as error:
+                    are_seen = self.streamer is not None and self.streamer.rewind(number)
+                    # Other tokens would be drawn than those that the user has seen, or a processor go on where it is.
+                    if (are_seen and self.config.do_sample) or (self.plan.keeps_state and self.plan.has_run):
+                        raise error.__cause__ or error from None
                     if self.only_kept:
                         raise Declined(str(error)) from error
                     count_not_compiled(str(error))
@@ -96,8 +107,20 @@ class Search(NamedTuple):
         Of steps that are kept only after the next one: what they cannot do, as to be compiled, shows the first time, and the call
         begins anew.
         """
-        if self.streamer is not None:
-            self.streamer.put(state.tokens[:, token].clone())
+        if self.streamer is not None and not self._is_late:
+            self.streamer.put(state.tokens[:, token].to("cpu", copy=True))
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the host knows of a step some steps later only."""
+        return graphs.is_cuda(self.prompt.ids.device) and not self.plan.asks_host
+
+    def _end_flag(self) -> graphs.EndFlag:
+        return graphs.EndFlag(self._is_late, None if self.streamer is None else self.streamer.put)
+
+    def _streamed(self, state: Any, token: int) -> Tensor | None:
+        """What a streamer gets late; None where there is none."""
+        return None if self.streamer is None else state.tokens[:, token]
 
     # All of a step at once.
 
@@ -106,7 +129,8 @@ class Search(NamedTuple):
             kept = KeptOutputs.asked_for(self.config)
             constraint = self._constraint()
             has_others = len(self.plan.processors) > (constraint is not None)
-            if has_others or self.config.do_sample or any(each is not None for each in kept):
+            takes_more = has_others or self.config.do_sample or self.criteria.read_text
+            if takes_more or any(each is not None for each in kept):
                 return self._run(step, way, most_room(self.rules))
             return self._run_at_once(step, way, constraint)
 
@@ -126,10 +150,10 @@ class Search(NamedTuple):
         ends_now = self.criteria.end_all(ids, length + 1)
         state = self._chosen(state, constants, logits, ids, 0, ends_now)
         step.begin(state, constants, last)
-        flag = graphs.EndFlag(ids.device)
+        flag = self._end_flag()
         walk = None if constraint is None else Walk(constraint, ids, rules.beams, logits.shape[-1])
         token = 1
-        is_going = flag.goes_on(step.goes_on)
+        is_going = flag.goes_on(step.goes_on, self._streamed(step.state, 0))
         while is_going and token <= last:
             if token == size:
                 # This waits for the device, as a capture does, of which there would be no use after the end.
@@ -140,15 +164,16 @@ class Search(NamedTuple):
                 step.end_with(token)
             step.advance(None if walk is None else walk.mask_after(step.state, token - 1))
             self._hand_on(step.state, token - 1)
-            is_going = flag.goes_on(step.goes_on)
+            is_going = flag.goes_on(step.goes_on, self._streamed(step.state, token))
             token += 1
+        flag.finish()
         self._hand_on(step.state, token - 1)
         if rules.beams > 1 and not ids.is_cuda and bool(step.state.running.scores.isnan().any()):
             # From the step on in which there was one, all are: see _continuations.
             raise Declined("NaN among the scores")
         steps = int(step.count)
         count_whole(steps, way.is_compiled, way.is_captured)
-        return self._result(step.state, steps, KeptOutputs.asked_for(self.config))
+        return self._result(step, step.state, steps, KeptOutputs.asked_for(self.config))
 
     # The forward pass and the choice apart.
 
@@ -163,10 +188,12 @@ class Search(NamedTuple):
         kept = KeptOutputs.asked_for(self.config)
         size = reader.open(room.at_first(most, way is not None))
         state, constants = self._first(size, rules.room)
-        is_late = graphs.is_cuda(ids.device)
-        flag = graphs.EndFlag(ids.device)
+        is_late, flag = self._is_late, self._end_flag()
         steps = torch.zeros(1, dtype=torch.int64, device=ids.device)
         logits = reader.read_prompt(self.prompt)
+        if self.plan.keeps_state and way is not None:
+            # What cannot be captured shows before a processor is called. The place that this writes to is written again.
+            reader.read(torch.zeros_like(state.tokens[:, 0]), None, torch.zeros_like(steps), 1)
         for step in range(rules.room):
             ends_now = self.criteria.end_all(ids, length + step + 1)
             if head is None:
@@ -179,7 +206,7 @@ class Search(NamedTuple):
             state = after
             if way is None:
                 self._hand_on(state, step)
-            if ends_now or not flag.goes_on(state.goes_on):
+            if not flag.goes_on(state.goes_on, self._streamed(state, step)) or ends_now:
                 break
             if step + 1 == size:
                 # As in _run_at_once.
@@ -198,15 +225,17 @@ class Search(NamedTuple):
                 self._hand_on(state, step)
         if way is not None:
             self._hand_on(state, step)
+        flag.finish()
         count = int(steps) if is_late else step + 1
         count_whole(count, way is not None and way.is_compiled, way is not None and way.is_captured)
-        return self._result(state, count, kept)
+        return self._result(reader, state, count, kept)
 
     def _head_alone(self) -> Head | None:
         """The LM head, where a step that is not kept chooses from hidden states, without logits."""
         rules, head = self.rules, self.head
         needs_logits = (
             self.plan.processors
+            or self.criteria.read_text
             or self.config.do_sample
             or any(each is not None for each in KeptOutputs.asked_for(self.config))
         )
@@ -219,7 +248,7 @@ class Search(NamedTuple):
         return head if is_quicker and head.serves(rows, 1 if rules.beams == 1 else rules.kept) else None
 
     def _decoder(self, head: Head | None) -> Decoder:
-        (batch, length), source = self.prompt.ids.shape, self.prompt.source
+        (batch, length), source = self.prompt.is_text.shape, self.prompt.source
         places = None if source is None else source.hidden.shape[1]
         twin = self.twin if head is None else head.headless
         return decoder_of(twin)(twin, batch, length, self.rules.beams, self.prompt.ids.device, places)
@@ -263,17 +292,24 @@ class Search(NamedTuple):
         now, are_last = _place(step, ends_now, ids.device)
         is_greedy = rules.beams == 1
         written = state.tokens[:, :step] if is_greedy else state.running.tokens.flatten(0, 1)[:, :step]
-        # Only processors look at it.
+        # Only processors and criteria look at it.
         text = (
-            torch.cat([ids.repeat_interleave(rules.beams, 0), written.clamp(min=0)], 1) if self.plan.processors else ids
+            torch.cat([ids.repeat_interleave(rules.beams, 0), written.clamp(min=0)], 1)
+            if self.plan.processors or self.criteria.read_text
+            else ids
         )
-        scan = Scan(self.plan, logits, text, are_log_probs=not is_greedy, never_declines=bool(self.config.do_sample))
+        never_declines = bool(self.config.do_sample) or self.plan.keeps_state
+        scan = Scan(self.plan, logits, text, are_log_probs=not is_greedy, never_declines=never_declines)
         if kept is not None:
             kept.add(logits, scan.dense)
         if is_greedy:
             chosen = self._drawn(scan) if self.config.do_sample else self._greatest(scan)
+            if self.criteria.read_text:
+                are_last = are_last | self.criteria.end(torch.cat([text, chosen[:, None]], 1))
             return texts.choose_tokens(state, constants, chosen, now, are_last)
         scores, indices = self._continuations(scan, state)
+        if self.criteria.read_text:
+            are_last = are_last | self._end(text, indices, logits.shape[-1])
         return beams.choose(state, constants, scores, indices, logits.shape[-1], now, are_last)
 
     def _chosen_by(self, head: Head, state: Any, constants: Any, hidden: Tensor, step: int, ends_now: bool) -> Any:
@@ -286,8 +322,22 @@ class Search(NamedTuple):
         scores, indices = _ordered(head.continuations(hidden, state.running.scores, self.rules.kept, None))
         return beams.choose(state, constants, scores, indices, len(head.weight), now, are_last)
 
+    def _end(self, text: Tensor, indices: Tensor, vocab_size: int) -> Tensor:
+        """bool [batch, kept]: which continuations [batch, kept] of the beams' texts end by what they say."""
+        parent, token = indices // vocab_size, indices % vocab_size
+        of_beams = text.view(len(indices), self.rules.beams, -1)
+        continued = of_beams.gather(1, parent[..., None].expand(-1, -1, text.shape[1]))
+        continued = torch.cat([continued, token[..., None]], 2)
+        return self.criteria.end(continued.flatten(0, 1)).view_as(indices)
+
     def _greatest(self, scan: Scan) -> Tensor:
-        found = tokens.greatest(scan.rows, scan.edits, self.plan.filters)
+        found = None
+        if not scan.is_dense:
+            try:
+                found = tokens.greatest(scan.rows, scan.edits, self.plan.filters)
+            except NotSparse:
+                if not self.plan.keeps_state:
+                    raise
         return scan.dense().argmax(-1) if found is None else found
 
     def _drawn(self, scan: Scan) -> Tensor:
@@ -320,14 +370,17 @@ class Search(NamedTuple):
         scores, order = scores.sort(dim=-1, descending=True, stable=True)
         return scores, indices.gather(1, order)
 
-    def _result(self, state: Texts | Beams, steps: int, kept: KeptOutputs) -> Any:
+    def _result(self, reader: Reader, state: Texts | Beams, steps: int, kept: KeptOutputs) -> Any:
         """Args: steps: how many tokens the longest text has."""
-        ids, has_source = self.prompt.ids, self.prompt.source is not None
+        ids, has_source, cache = self.prompt.ids, self.prompt.source is not None, self.cache
+        if cache is not None:
+            parents = None if isinstance(state, Texts) else state.running.parents
+            fill(cache, reader.decoder, self.prompt, parents, steps - 1)
         kept = kept.of_first(steps)
         if isinstance(state, Texts):
-            return of_texts(ids, state.tokens[:, :steps], kept, self.config, has_source)
-        fill = -1 if self.padding is None else self.padding
-        return of_beams(ids, state.ended, fill, kept, self.config, has_source)
+            return of_texts(ids, state.tokens[:, :steps], kept, self.config, has_source, cache)
+        padding = -1 if self.padding is None else self.padding
+        return of_beams(ids, state.ended, padding, kept, self.config, has_source, cache)
 
 
 def _place(step: int, ends_now: bool, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,15 @@ class Once(BaseStreamer):
         self._num_given = 0
         self._is_open = False
 
+    @property
+    def num_put(self) -> int:
+        return len(self._pieces)
+
+    def rewind(self, number: int) -> bool:
+        """The pieces after so many come again. Whether the user has seen one of them."""
+        del self._pieces[number:]
+        return self._num_given > number
+
     def open(self) -> None:
         """The call is served: what has been put may be seen."""
         self._is_open = True

@@ -33,12 +33,15 @@ class TextConstants(NamedTuple):
     """What the choices of a call need on its device."""
 
     ends: Tensor  # int64 [rules.num_ends]
-    padding: Tensor  # int64 [1], what stands after the end of a text
+    padding: (
+        Tensor  # int64 [1], what stands after the end of a text; -1 where a text that has ended goes on with the others
+    )
 
     @staticmethod
     def of(rules: Rules, padding: int | None, device: torch.device) -> TextConstants:
-        # Without padding no text ends before the others.
-        return TextConstants(rules.end_tokens(device), torch.tensor([padding or 0], device=device))
+        return TextConstants(
+            rules.end_tokens(device), torch.tensor([-1 if padding is None else padding], device=device)
+        )
 
 
 def at_first(batch: int, room: int, device: torch.device) -> Texts:
@@ -55,9 +58,9 @@ def choose_tokens(texts: Texts, constants: TextConstants, chosen: Tensor, step: 
 
     Args:
         step: int64 [1], which of the new tokens it is.
-        are_last: bool [1], whether every text ends with this token.
+        are_last: bool [1] or [batch], which texts end with this token, whatever it is.
     """
-    chosen = torch.where(texts.has_ended, constants.padding, chosen)
+    chosen = torch.where(texts.has_ended & (constants.padding >= 0), constants.padding, chosen)
     # Not torch.isin, which for many end tokens waits for the device.
-    has_ended = texts.has_ended | (chosen.unsqueeze(-1) == constants.ends).any(-1)
-    return Texts(texts.tokens.index_copy(1, step, chosen[:, None]), has_ended, ~(has_ended.all() | are_last.squeeze(0)))
+    has_ended = texts.has_ended | (chosen.unsqueeze(-1) == constants.ends).any(-1) | are_last
+    return Texts(texts.tokens.index_copy(1, step, chosen[:, None]), has_ended, ~has_ended.all())

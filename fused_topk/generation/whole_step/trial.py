@@ -8,6 +8,7 @@ ways that are not known here, or with arguments of attention that are not, shows
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from typing import Any
 
@@ -17,7 +18,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import MoEModelOutput
 
-from .decoder import Decoder, Prompt, Source, num_layers, positions_of, vocab_size_of
+from .decoder import Decoder, Prompt, Source, cache_argument, num_layers, positions_of, vocab_size_of
+from .given_cache import past_of
 from .head import Head, head_of
 from .reasons import said_by
 from .rows import RowDecoder, decoder_of
@@ -105,7 +107,7 @@ def steps_read(twin: Any, name: str) -> bool:
     is_text = torch.ones_like(ids, dtype=torch.bool)
     decoder = decoder_of(twin)(twin, len(ids), ids.shape[1], 1, ids.device)
     decoder.open(2)
-    decoder.read_prompt(Prompt(ids, is_text, positions_of(is_text), {}, ids.shape[1] + 2))
+    decoder.read_prompt(Prompt(ids, ids, is_text, positions_of(is_text), {}, ids.shape[1] + 2))
     step, unread = ids.new_zeros(1), torch.ones(2, 1).as_subclass(_Unread)
     try:
         with torch.no_grad():
@@ -130,7 +132,7 @@ def _reason(twin: Any, stock: Any, name: str, form: str, is_static: bool) -> str
     is_exact = make is RowDecoder and (source is not None or not is_static)
     decoder = make(twin, batch, length + (not is_exact), beams, device, places, make is RowDecoder and is_static)
     decoder.open(room + 1)
-    decoder.read_prompt(Prompt(ids, is_text, positions_of(is_text), {}, length + room + 1, source))
+    decoder.read_prompt(Prompt(ids, ids, is_text, positions_of(is_text), {}, length + room + 1, source))
     reason = _reason_of_rows(twin.config, name) if make is RowDecoder else _reason_of_layers(twin.config, decoder, name)
     if reason is not None:
         return reason
@@ -157,6 +159,42 @@ def _reason(twin: Any, stock: Any, name: str, form: str, is_static: bool) -> str
         inputs = {"decoder_input_ids": texts, "encoder_outputs": MoEModelOutput(last_hidden_state=hidden), **of_source}
     expected = stock(**inputs, use_cache=False).logits[:, -1]
     return None if _are_close(found, expected) else f"{name} computes something else with {form}"
+
+
+def reason_against_past(twin: Any, stock: Any) -> str | None:
+    """Why no prompt can follow what a cache of transformers has of an earlier one; None where it can.
+
+    Args:
+        twin, stock: of a decoder alone, see :func:`reason_against`. The twin has no reason against it.
+    """
+    name = type(stock).__name__
+    try:
+        with torch.no_grad():
+            are_close = all(_goes_on(twin, stock, past) for past in (3, 4))
+    # As in reason_against.
+    except Exception as error:
+        return f"{name} after a given cache raises {said_by(error)}"
+    return None if are_close else f"{name} computes something else after a given cache"
+
+
+def _goes_on(twin: Any, stock: Any, past: int) -> bool:
+    """Whether the twin computes the same after so many tokens that the model has read."""
+    is_text = torch.tensor(_IS_TEXT, device=next(stock.parameters()).device).bool()
+    batch, length = is_text.shape
+    ids = _some_tokens(stock.config, torch.arange(batch * length, device=is_text.device) * 7 + 3).view(batch, length)
+    positions = positions_of(is_text)
+    inputs = {"input_ids": ids, "attention_mask": is_text.long(), "position_ids": positions}
+    if "position_ids" not in inspect.signature(stock.forward).parameters:
+        del inputs["position_ids"]
+    expected = stock(**inputs, use_cache=False).logits[:, -1]
+    cache = DynamicCache(config=stock.config.get_text_config(decoder=True))
+    stock(**{name: each[:, :past] for name, each in inputs.items()}, **{cache_argument(stock): cache}, use_cache=True)
+    # With a place more than is needed.
+    decoder = decoder_of(twin)(twin, batch, length + 1, 1, is_text.device)
+    decoder.open(1)
+    read = past_of(cache, batch, 1, next(stock.parameters()))
+    found = decoder.read_prompt(Prompt(ids, ids[:, past:], is_text, positions[:, past:], {}, length + 1, past=read))
+    return _are_close(found, expected)
 
 
 def _some_tokens(config: Any, numbers: Tensor) -> Tensor:

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache of transformers that a call is given, and what it holds when the call is over: for the user's next call.
+
+A call reads the keys of an earlier one from it, and adds those of its own to it, as transformers' loops do: of every token but
+the last one, a row for each beam that went on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+
+from .decoder import Decoder, Prompt
+from .reasons import Declined, decline_for
+
+# What the arguments of generate() call it, from one version of transformers to the next.
+NAMES = ("cache", "past_key_values")
+
+
+class Past(NamedTuple):
+    """What has been read before a prompt, a row for each sequence."""
+
+    length: int  # in tokens
+    # Keys and values [batch, heads, length, dim] of each layer, the last of them where it has a window; None of a layer without.
+    layers: list[tuple[Tensor, Tensor] | None]
+
+
+def cache_of(inputs: Mapping[str, Any]) -> Any:
+    """The cache among the arguments of generate(), or among what a loop hands to a model; None where there is none."""
+    return next((inputs[name] for name in NAMES if inputs.get(name) is not None), None)
+
+
+def reason_against(cache: Any, config: Any) -> str | None:
+    """Why a cache is none that a call could add to; None where it can.
+
+    Args:
+        config: of the model.
+    """
+    parts = [cache]
+    if config.is_encoder_decoder:
+        if type(cache) is not EncoderDecoderCache:
+            return f"a {type(cache).__name__}"
+        parts = [cache.self_attention_cache, cache.cross_attention_cache]
+    expected: list[Any] = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    for part in parts:
+        if type(part) is not DynamicCache or getattr(part, "offloading", False):
+            return f"a {type(part).__name__}"
+        for number, layer in enumerate(part.layers):
+            if type(layer) is DynamicLayer:
+                continue
+            if type(layer) is not DynamicSlidingWindowLayer or getattr(layer, "record_past", False):
+                return f"a cache with a {type(layer).__name__}"
+            own = expected[number] if number < len(expected) else None
+            if layer.sliding_window != getattr(own, "sliding_window", None):
+                return "a cache with windows of another size"
+    return None
+
+
+def past_of(cache: Any, rows: int, beams: int, like: Tensor) -> Past | None:
+    """What a cache of a decoder alone has; None where it is empty.
+
+    Args:
+        rows: of the call, `beams` for each sequence.
+        like: a weight of the model.
+
+    Raises:
+        Declined: it is none that this call can go on with.
+    """
+    length = int(cache.get_seq_length())
+    if not length:
+        return None
+    layers: list[tuple[Tensor, Tensor] | None] = []
+    are_same = torch.ones((), dtype=torch.bool, device=like.device)
+    for layer in cache.layers:
+        if not layer.is_initialized:
+            layers.append(None)
+            continue
+        window = getattr(layer, "sliding_window", None)
+        places = length if window is None else min(length, window - 1)
+        pair = layer.keys, layer.values
+        for each in pair:
+            if each.shape[0] != rows or each.shape[2] != places or layer.get_seq_length() != length:
+                raise Declined("a cache of another shape")
+            if (each.dtype, each.device) != (like.dtype, like.device):
+                raise Declined(f"a cache of {each.dtype} on {each.device}")
+        if beams > 1:
+            for each in pair:
+                of_beams = each.unflatten(0, (-1, beams))
+                are_same &= (of_beams == of_beams[:, :1]).all()
+        layers.append((pair[0][::beams], pair[1][::beams]))
+    if not bool(are_same):
+        raise Declined("a cache in which beams of a sequence differ")
+    return Past(length, layers)
+
+
+def num_unread(given: int, of_mask: int | None, past: int, may_be_new: bool) -> int:
+    """How many of the given tokens, the last of them, are still to be read.
+
+    Args:
+        given: how many there are.
+        of_mask: how many the attention mask has; None where it is not known.
+        past: how many the cache has.
+        may_be_new: whether this version of transformers takes the new tokens alone.
+
+    Raises:
+        Declined: it is not known what transformers makes of it.
+    """
+    if of_mask == given > past:
+        # All tokens, those of the cache among them.
+        return given - past
+    decline_for(None if may_be_new and past and of_mask == given + past else "an attention mask of another length")
+    return given
+
+
+def fill(cache: Any, decoder: Decoder, prompt: Prompt, parents: Tensor | None, new: int) -> None:
+    """Adds to a cache what a call has read.
+
+    Args:
+        cache: has no reason against it.
+        parents: int64 [batch, beams, new + 1 or more], of the beams that went on: see `beams.Hypotheses`; None without beams.
+        new: how many new tokens have been read.
+    """
+    own = cache
+    if isinstance(cache, EncoderDecoderCache):
+        own = cache.self_attention_cache
+        for number, (keys, values) in decoder.rows_of_source(prompt):
+            cache.cross_attention_cache.update(keys, values, number)
+            cache.is_updated[number] = True
+    for number, (keys, values) in decoder.rows(prompt.read.shape[1], new, parents):
+        own.update(keys, values, number)

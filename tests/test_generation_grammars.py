@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processors of grammar libraries: of xgrammar, where it is installed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+from decoding import assert_same, generate_both, in_stock_loop, inputs_for, one_thread  # noqa: F401
+from fused_topk.generation import fused_decoding, stats
+from fused_topk.generation.whole_step import compiled
+from whole_steps import TOLERANCE, family, whole
+
+xgrammar = pytest.importorskip("xgrammar", reason="needs xgrammar: pip install xgrammar")
+hf = pytest.importorskip("xgrammar.contrib.hf")
+
+END = 3
+compiling = functools.partial(fused_decoding, whole_step=True)
+
+
+@functools.cache
+def grammar(rule: str):
+    """One letter a token. Some logits have no token."""
+    letters = [chr(ord("a") + token % 26) if token > END else f"<{token}>" for token in range(90)]
+    info = xgrammar.TokenizerInfo(letters, vocab_size=97, stop_token_ids=[END])
+    return xgrammar.GrammarCompiler(info).compile_grammar(xgrammar.Grammar.from_ebnf(rule))
+
+
+def both(fused, batch=3, rule='root ::= ("ab" | "c" | "zy")+ ("q" | "r" | "s")*', **options):
+    """A processor serves one call."""
+    model = family("Llama", 1)
+    inputs = inputs_for(model, batch, padding=2)
+    options = {
+        "do_sample": False,
+        "max_new_tokens": 12,
+        "eos_token_id": END,
+        "return_dict_in_generate": True,
+        **options,
+    }
+
+    def run():
+        torch.manual_seed(1)
+        return model.generate(**inputs, **options, logits_processor=[hf.LogitsProcessor(grammar(rule))])
+
+    stock = run()
+    stats(reset=True)
+    with fused(model):
+        given = run()
+    return stock, given, stats(reset=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"output_scores": True, "repetition_penalty": 1.3},
+        {"rule": 'root ::= "abc"'},
+        {"remove_invalid_values": True},
+    ],
+    ids=lambda options: "-".join(options),
+)
+@pytest.mark.parametrize("way", ["eager", "compiled", "loop"])
+def test_texts_of_a_grammar(way, options, monkeypatch):
+    monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
+    fused = {"eager": whole, "compiled": compiling, "loop": in_stock_loop}[way]
+    stock, given, steps = both(fused, **options)
+    assert_same(stock, given, TOLERANCE)
+    assert steps.fused > 0 and not steps.not_whole and not steps.not_compiled
+    assert (steps.whole > 0) == (way != "loop")
+
+
+def test_drawn_texts_are_of_the_grammar():
+    for way in ("eager", False):
+        _, given, steps = both(functools.partial(fused_decoding, sampling=True, whole_step=way), do_sample=True)
+        assert steps.fused > 0
+        for text in given["sequences"][:, 6:].tolist():
+            assert xgrammar_accepts(text)
+
+
+def xgrammar_accepts(text):
+    matcher = xgrammar.GrammarMatcher(grammar('root ::= ("ab" | "c" | "zy")+ ("q" | "r" | "s")*'))
+    return all(matcher.is_terminated() or matcher.accept_token(token) for token in text)
+
+
+def test_a_step_that_cannot_be_compiled_has_not_called_the_processor(monkeypatch):
+    def fail(graph, inputs):
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(compiled, "_inductor", fail)
+    stock, given, steps = both(compiling)
+    assert_same(stock, given, TOLERANCE)
+    assert steps.not_compiled and steps.whole > 0
+
+
+def test_beams_are_left_to_the_stock_operations():
+    model = family("Llama", 1)
+    inputs = inputs_for(model, 1)
+    # As in stock generate(): it has one matcher for each row, and rows change places.
+    with whole(model), contextlib.suppress(AssertionError):
+        model.generate(**inputs, num_beams=2, logits_processor=[hf.LogitsProcessor(grammar('root ::= "a"'))])
+    assert stats(reset=True).not_whole == {"logits processor xgrammar.contrib.hf.LogitsProcessor": 1}
