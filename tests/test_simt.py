@@ -13,7 +13,7 @@ import torch
 import ladder_rungs
 from fused_topk.backends import cuda as kernels
 from fused_topk.cuda_runtime.kernel_source import source_folder
-from fused_topk.layout import full_row_launch, launch, router_launch
+from fused_topk.layout import full_row_launch, launch, rank_launch, router_launch
 from fused_topk.layout.topk_choice import KernelChoice, alternatives, choose
 from fused_topk.problem import TopkProblem
 from fused_topk.rows import LogitRows
@@ -157,6 +157,7 @@ def test_every_kernel_is_tested():
         *full_row_launch.kernel_names(),
         *launch.small_kernel_names(),
         *router_launch.kernel_names(),
+        *rank_launch.kernel_names(),
         *ladder_rungs.kernel_names(),
     ]
     named = {re.split("<", name)[0] for name in (*tested, *elsewhere)}

@@ -51,9 +51,9 @@ class _Ready(NamedTuple):
 
 # Attributes of a model that say nothing about what it computes, or that this package puts there.
 _SKIPPED = OWN | {"generation_config"}
-# What an encoder gives of which a decoder reads the first at most.
 # More are no length that anybody writes.
 _MOST_PLACES = 2**20
+# What an encoder gives of which a decoder reads the first at most.
 _OF_ENCODER = frozenset({"last_hidden_state", "pooler_output", "hidden_states", "attentions"})
 
 _ready: attribute.OfModels[_Ready] = attribute.OfModels()
