@@ -157,7 +157,7 @@ def choose(
     has_ended = (token.unsqueeze(-1) == constants.ends).any(-1) | are_last
     running = continued._replace(scores=scores + _void(has_ended))
     # transformers' operation: where all texts end their scores are equal, and a cache in the result has rows in its order.
-    running = running.pick(running.scores.topk(count, dim=1).indices)
+    running = running.pick(torch.topk(running.scores, count, dim=1).indices)
 
     # Of the texts that had ended and of those that end now, if those are among the best continuations, the best.
     length = _divisor(step + 1, constants.length_penalty)
