@@ -155,9 +155,7 @@ def choose(
     )
     # Not torch.isin, which for many end tokens waits for the device.
     has_ended = (token.unsqueeze(-1) == constants.ends).any(-1) | are_last
-    running = continued._replace(scores=scores + _void(has_ended))
-    # transformers' operation: where all texts end their scores are equal, and a cache in the result has rows in its order.
-    running = running.pick(torch.topk(running.scores, count, dim=1).indices)
+    running = _best(continued._replace(scores=scores + _void(has_ended)), count)
 
     # Of the texts that had ended and of those that end now, if those are among the best continuations, the best.
     length = _divisor(step + 1, constants.length_penalty)
@@ -183,6 +181,10 @@ def choose(
 def _void(does_not_count: Tensor) -> Tensor:
     """float32: what is added to a score. Of a bool and a number it would be the user's default dtype."""
     return does_not_count.float() * VOID
+
+
+def _best(of: Hypotheses, count: int) -> Hypotheses:
+    return of.pick(_order(of.scores)[:, :count])
 
 
 def _order(scores: Tensor) -> Tensor:
