@@ -196,6 +196,9 @@ class Loop:
         search = _search(ready, self._streamer, way, input_ids, plan, criteria, generation_config, inputs)
         if self._is_cache_given or generation_config.return_dict_in_generate:
             cache = given_cache.cache_of(inputs)
+            if cache is None and inputs.get("use_cache"):
+                # transformers 5.0 leaves it to the model to make one.
+                cache = given_cache.new_for(model.config)
             decline_for(None if cache is None else given_cache.reason_against(cache, model.config))
             search = search._replace(cache=cache)
         if self._whole_step is None and way is not None:

@@ -35,6 +35,14 @@ def cache_of(inputs: Mapping[str, Any]) -> Any:
     return next((inputs[name] for name in NAMES if inputs.get(name) is not None), None)
 
 
+def new_for(config: Any) -> Any:
+    """An empty cache, as models make it."""
+    of_decoder = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder:
+        return EncoderDecoderCache(DynamicCache(config=of_decoder), DynamicCache(config=of_decoder))
+    return DynamicCache(config=of_decoder)
+
+
 def reason_against(cache: Any, config: Any) -> str | None:
     """Why a cache is none that a call could add to; None where it can.
 
