@@ -129,7 +129,8 @@ def check_rows(
         may_be_empty: without a token, as a process's share of a vocabulary may be.
     """
     check_logits(logits)
-    if logits.shape[-1] or not may_be_empty:
+    # A comparison: torch.compile of torch 2.6 makes a constant of a size whose truth is asked.
+    if not may_be_empty or logits.shape[-1] > 0:
         check_vocabulary(logits.shape[-1])
     if dtype_of_draws is None:
         number, row_temperature = check_temperature(temperature, logits, result_dtype(logits.dtype))
