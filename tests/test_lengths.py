@@ -260,6 +260,8 @@ def test_vmap(mapped):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("call", CALLS)
 def test_compiled(call):
+    # Of a process that has compiled much before, the limit of recompilations is near.
+    torch._dynamo.reset()
     lengths = torch.tensor([4, 12, 7])
     with_nan, hidden = ragged(lengths, 12)
     run = torch.compile(lambda x, n: tuple(CALLS[call](x, lengths=n)), fullgraph=True, backend="aot_eager")
