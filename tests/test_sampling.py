@@ -815,7 +815,8 @@ def test_frequencies_of_broad_rows(backend, vocab_size, name):
         expected, found = (torch.zeros(200).double().index_add(0, group, x) for x in (share * draws, counts))
         is_likely = expected >= 5
         statistic = float(((found - expected) ** 2 / expected.clamp(min=1e-9))[is_likely].sum())
-        assert chi_square_tail(statistic, int(is_likely.sum()) - 1) > 1e-5, row
+        # A token that holds the whole row leaves one group, whose count is known.
+        assert int(is_likely.sum()) < 2 or chi_square_tail(statistic, int(is_likely.sum()) - 1) > 1e-5, row
 
 
 def assert_likely(tokens: Tensor, weights: Tensor, draws: int) -> None:

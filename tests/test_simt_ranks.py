@@ -100,7 +100,7 @@ def test_layouts():
 
 # What is replaced in csrc/ranks/target_ranks.cu.
 FAULTS = {
-    "a target that its ties do not count": ("< end);\n  }", "+ 1 < end);\n  }"),
+    "a target that its ties do not count": ("(token < end)", "(token + 1 < end)"),
     "ties behind the target": (": token + 1, blocks", ": token + 2, blocks"),
     "another row": ("place / wanted.num_targets)", "place)"),
     "a target beyond the row": ("target < problem.V ? target : problem.V - 1", "target"),

@@ -354,7 +354,8 @@ u32 count_above(const float* x, u32 n, u32 key) {
   // -0 is no less than +0.
   const u32 end = key >= kZeroKey ? kSign : ~key > kSign ? ~key : kSign + 1;
   u32 count = 0;
-  for (u32 i = 0; i < n; ++i) count += (bits_of(x[i]) - first < end - first) | (bits_of(x[i]) > kSign + kInfinity);
+  for (u32 i = 0; i < n; ++i)
+    count += u32(bits_of(x[i]) - first < end - first) | u32(bits_of(x[i]) > kSign + kInfinity);
   return count;
 }
 
