@@ -51,10 +51,6 @@ constexpr int kInfiniteBits = 0x7F800000;
 
 constexpr u32 padded(u32 n) { return (n + kBlockKeys - 1) / kBlockKeys * kBlockKeys; }
 
-inline int greatest(Keys4 x) {
-  const int a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
-  return a > b ? a : b;
-}
 inline int greatest(const Keys& x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epi32((__m512i)x);
@@ -62,7 +58,9 @@ inline int greatest(const Keys& x) {
   const auto low = half_of<Keys8>(x, 0), high = half_of<Keys8>(x, 1);
   const Keys8 half = low > high ? low : high;
   const auto a = half_of<Keys4>(half, 0), b = half_of<Keys4>(half, 1);
-  return greatest(a > b ? a : b);
+  const Keys4 four = a > b ? a : b;
+  const int even = four[0] > four[2] ? four[0] : four[2], odd = four[1] > four[3] ? four[1] : four[3];
+  return even > odd ? even : odd;
 #endif
 }
 
