@@ -144,6 +144,9 @@ def model_of(kind: type) -> Any:
             raise ValueError("a large model")
     torch.manual_seed(0)
     model = kind(config).eval()
+    if config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
+        # Of T5 only a checkpoint says it.
+        model.generation_config.decoder_start_token_id = SMALL["decoder_start_token_id"]
     for weight in model.parameters():
         # Biases are zero at first, and logits of some heads are equal then. What is not written would be as it was in memory.
         if not bool(weight.isfinite().all()) or not bool(weight.any()):
