@@ -12,7 +12,6 @@
 #endif
 
 #include <cstdint>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -79,10 +78,8 @@ void linear_topk(const LogitRows& rows, const RowAddresses& addresses, u32 depth
                  std::uintptr_t state, u32 threads) {
   // clang-format on
   const nb::gil_scoped_release without_gil;
-  LinearProblem p{};
-  static_cast<LogitRows&>(p) = rows;
-  point_to(p, addresses);
-  p.threads = threads;
+  auto p = problem_of<LinearProblem>(rows);
+  point_to(p, addresses, threads);
   p.k = k;
   p.value_kind = ValueKind(value_kind);
   p.normalize_over = NormalizeOver(normalize_over);
@@ -126,15 +123,12 @@ class Merge {
     request_.k = k;
     request_.value_kind = ValueKind(value_kind);
     request_.normalize_topk = normalize_topk;
-    elements_ = u64(request_.parts) * request_.width;
-    for (const i64 size : request_.sizes) elements_ *= u64(size);
   }
 
   void operator()(std::uintptr_t logits, std::uintptr_t indices, std::uintptr_t m, std::uintptr_t d,
                   std::uintptr_t lengths, std::uintptr_t row_temperature, std::uintptr_t values,
                   std::uintptr_t result_indices, std::uintptr_t logsumexp, u32 threads) const {
-    std::optional<nb::gil_scoped_release> without_gil;
-    if (elements_ > kWorthReleasing) without_gil.emplace();
+    const MaybeWithoutGil without_gil(u64(request_.parts) * request_.width * rows_of(request_.sizes));
     MergeProblem p = request_;
     p.threads = threads;
     p.logits.base = pointer<const char>(logits);
@@ -159,7 +153,6 @@ class Merge {
   }
 
   MergeProblem request_;
-  u64 elements_;
 };
 
 // Draws from the rows of a tensor [rows, vocab_size]. Each parameter is a number, and the address of one a row or 0.
@@ -174,10 +167,8 @@ void sample(const LogitRows& rows, const RowAddresses& addresses,
             std::uintptr_t kept_counts, std::uintptr_t kept_logsumexp,
             u32 threads) {
   // clang-format on
-  SampleProblem p{};
-  static_cast<LogitRows&>(p) = rows;
-  point_to(p, addresses);
-  p.threads = threads;
+  auto p = problem_of<SampleProblem>(rows);
+  point_to(p, addresses, threads);
   // Draws take their temperatures as float64.
   p.temperatures = {p.temperature, reinterpret_cast<const double*>(p.row_temperature)};
   p.row_temperature = nullptr;
@@ -197,24 +188,20 @@ void sample(const LogitRows& rows, const RowAddresses& addresses,
   p.logsumexp = pointer<float>(logsumexp);
   p.kept_counts = pointer<i64>(kept_counts);
   p.kept_logsumexp = pointer<float>(kept_logsumexp);
-  std::optional<nb::gil_scoped_release> without_gil;
-  if (elements_of(p) > kWorthReleasing) without_gil.emplace();
+  const MaybeWithoutGil without_gil(elements_of(p));
   solve(p);
 }
 
 // The ranks of targets [rows, num_targets] in their rows.
 void target_ranks(const LogitRows& rows, const RowAddresses& addresses, std::uintptr_t targets, u32 num_targets,
                   bool counts_ties, std::uintptr_t ranks, u32 threads) {
-  RankProblem p{};
-  static_cast<LogitRows&>(p) = rows;
-  point_to(p, addresses);
-  p.threads = threads;
+  auto p = problem_of<RankProblem>(rows);
+  point_to(p, addresses, threads);
   p.targets = pointer<const i64>(targets);
   p.num_targets = num_targets;
   p.counts_ties = counts_ties;
   p.ranks = pointer<i64>(ranks);
-  std::optional<nb::gil_scoped_release> without_gil;
-  if (elements_of(p) > kWorthReleasing) without_gil.emplace();
+  const MaybeWithoutGil without_gil(elements_of(p));
   solve(p);
 }
 

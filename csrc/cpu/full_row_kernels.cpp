@@ -136,7 +136,7 @@ void exp_scaled(const float* x, u32 n, const Exponential& e, float factor, float
   }
   for (; i < n; i += kLanes) {
     const u32 rest = n - i < kLanes ? n - i : kLanes;
-    Floats t[1] = {rest == kLanes ? load(x + i) : load_some(x + i, rest, -kInfinity)};
+    Floats t[1] = {load_lanes(x + i, rest)};
     exp_in_place(t, e);
     store_some(y + i, rest, t[0] * factor);
   }

@@ -88,12 +88,20 @@ inline LogitRows logit_rows(u32 dtype, std::vector<i64> shape, std::vector<i64> 
 // The addresses of a call, in the order of the fields above; 0 stands for a tensor that it does not have.
 using RowAddresses = std::array<std::uintptr_t, 4>;
 
-inline void point_to(LogitRows& rows, const RowAddresses& addresses) {
+inline void point_to(LogitRows& rows, const RowAddresses& addresses, u32 threads) {
+  rows.threads = threads;
   const auto [logits, row_temperature, mask, lengths] = addresses;
   rows.logits = pointer<const char>(logits);
   rows.row_temperature = pointer<const float>(row_temperature);
   rows.mask = pointer<const char>(mask);
   rows.lengths = pointer<const char>(lengths);
+}
+
+// How many rows there are, given the sizes of the leading dimensions.
+inline u64 rows_of(const std::vector<i64>& sizes) {
+  u64 rows = 1;
+  for (const i64 size : sizes) rows *= u64(size);
+  return rows;
 }
 
 inline i64 offset_of(u64 row, const std::vector<i64>& sizes, const std::vector<i64>& strides) {

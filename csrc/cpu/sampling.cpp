@@ -21,7 +21,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstddef>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <vector>
@@ -31,7 +30,6 @@
 #include "row_state.h"
 #include "selection.h"
 #include "shares.h"
-#include "thread_pool.h"
 
 namespace fused_topk::cpu {
 namespace {
@@ -58,20 +56,7 @@ constexpr u32 kMostBetween = 1 << 13, kMostListed = 2048;
 // No candidate ranks behind it.
 constexpr u64 kKeepAll = 0;
 
-float logit_of(u32 key) {
-  const u32 bits = bits_of_key(key);
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-float logit_of(u64 candidate) { return logit_of(key_of(candidate)); }
-
-u32 key_of_logit(float x) {
-  u32 bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return order_key(bits);
-}
+float logit_of(u64 candidate) { return logit_of_key(key_of(candidate)); }
 
 // Ranks behind every token with that key.
 u64 last_of_key(u32 key) { return u64(key) << 32; }
@@ -211,14 +196,9 @@ struct Solver {
   // Calls do_task(task, the thread's workspace) for all tasks.
   template <class TASK>
   void for_each_task(u64 tasks, const TASK& do_task) const {
-    std::atomic<u64> next_task{0};
-    run_on_threads(u32(std::min<u64>(threads(), tasks)), [&] {
+    share_tasks(threads(), tasks, 1, [&](const auto& for_each) {
       Workspace workspace;
-      for (;;) {
-        const u64 task = next_task.fetch_add(1, std::memory_order_relaxed);
-        if (task >= tasks) return;
-        do_task(task, workspace);
-      }
+      for_each([&](u64 task) { do_task(task, workspace); });
     });
   }
 
@@ -315,14 +295,12 @@ struct Solver {
       const float greatest = kernels.maximum(x, n);
       own.reference = tempered.reference = reference_point(greatest);
       const double d = kernels.sum_exp(x, n, own, next, item_size);
-      // As in rows.cpp.
-      const bool has_nan = d != d && kernels.has_nan(x, n);
-      const float m = has_nan ? kNaN : greatest;
-      own_normalizers[block] = {m, d};
+      const BlockNormalizer normalizer = own_normalizers[block] = normalizer_of(kernels, x, n, greatest, d);
       if (row.needs_sum()) {
-        tempered_normalizers[block] = {m, is_tempered ? kernels.sum_exp(x, n, tempered, next, item_size) : d};
+        tempered_normalizers[block] = {normalizer.m,
+                                       is_tempered ? kernels.sum_exp(x, n, tempered, next, item_size) : d};
       }
-      if (selection) selection->add_block(x, n, block * kBlock, greatest, has_nan);
+      if (selection) selection->add_block(x, n, block * kBlock, greatest, normalizer.has_nan());
     }
   }
 
@@ -536,7 +514,7 @@ struct Solver {
     u32 high = key_of_logit(m), low = kNegativeInfinityKey;
     while (low < high) {
       const u32 middle = low + (high - low) / 2;
-      if (weight_of(row, logit_of(middle), m) < row.min_p) {
+      if (weight_of(row, logit_of_key(middle), m) < row.min_p) {
         low = middle + 1;
       } else {
         high = middle;

@@ -39,18 +39,6 @@ inline void for_each_vector(u32 n, const VECTORS& do_vectors) {
   if (i < n) do_vectors(i, n - i);
 }
 
-inline Floats load_lanes(const float* x, u32 count) {
-  return count == kLanes ? load(x) : load_some(x, count, -kInfinity);
-}
-
-inline void store_lanes(float* y, u32 count, Floats lanes) {
-  if (count == kLanes) {
-    store_vector(y, lanes);
-  } else {
-    store_some(y, count, lanes);
-  }
-}
-
 // Rows that lie side by side in the registers. Where fewer than kRows are left, the last row takes the missing places,
 // and its result is written several times.
 constexpr u32 kRows = sizeof(Doubles4) / sizeof(double);
