@@ -112,12 +112,5 @@ inline bool holds_nan(const float* x, u32 n) {
   return false;
 }
 
-// log_d: of row r, if its normalizer is finite.
-inline float logsumexp_of(const Normalizers& normalizers, u32 r, const float* x, u32 n, double inverse, double log_d) {
-  const double m = normalizers.m[r] * inverse;
-  if (normalizers.is_finite(r)) return float(m + log_d);
-  return holds_nan(x, n) ? kNaN : float(m);
-}
-
 }  // namespace
 }  // namespace fused_topk::cpu

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "problem.h"
@@ -40,6 +41,11 @@ inline void write_values(const Problem& p, const FinishedRow& row, const u64* be
   // The logits come first: a loop of conversions alone waits for no arithmetic and is several times as fast.
   for (u32 i = 0; i < k; ++i) values[i] = logit_of_key(key_of(best[i]));
   finish_values(p.value_kind, p.normalize_over == NormalizeOver::kTopK, row, k, values);
+}
+
+// A logit bit for bit; -inf for null, which stands for a token that is not allowed.
+inline void write_logit(DType dtype, const char* logit, char* value) {
+  std::memcpy(value, logit ? static_cast<const void*>(logit) : &kNegativeInfinity[dtype], kItemSize[dtype]);
 }
 
 inline void write_indices(const u64* best, u32 k, i64* indices) {
