@@ -107,7 +107,7 @@ struct Merger {
       if (are_logits) {
         write_logit(problem.dtype, is_token ? logit_at(best, row, head.place) : nullptr, values + i * item_size);
       } else {
-        reinterpret_cast<float*>(values)[i] = is_token ? logit_of_key(head.key) : -FUSED_TOPK_INFINITY;
+        reinterpret_cast<float*>(values)[i] = is_token ? logit_of_key(head.key) : -kInfinity;
       }
       if (is_token) heads[best] = head_at(best, row, head.place + 1);
     }

@@ -17,7 +17,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <vector>
 
@@ -153,7 +152,7 @@ struct Solver {
       const char* const logits = logits_of(problem, first + row);
       for (u32 i = 0; i < k; ++i, value += item_size) {
         const i64 index = indices[row * k + i];
-        const bool is_infinite = x[index] == -std::numeric_limits<float>::infinity();
+        const bool is_infinite = x[index] == -kInfinity;
         const char* const logit = logits + index * problem.logits_element_stride * item_size;
         write_logit(problem.dtype, is_infinite ? nullptr : logit, value);
       }

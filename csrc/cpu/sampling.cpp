@@ -34,9 +34,6 @@
 namespace fused_topk::cpu {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-
 // Listed where no top-k says how many are kept. What top-p keeps of a language model's rows is mostly less.
 constexpr u32 kListed = 128;
 // Room for tokens that tie with the k-th, besides k / 8.

@@ -9,8 +9,6 @@
 namespace fused_topk::cpu {
 namespace {
 
-constexpr float kNaN = __builtin_nanf("");
-
 // log(d), 1 <= d < infinity, with an error of 2e-11. d = 2^exponent * f with f within a factor sqrt(2) of 1, and
 // log f = 2 atanh((f - 1) / (f + 1)).
 template <class DOUBLES>

@@ -5,19 +5,16 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "problem.h"
 #include "row_state.h"
 
 namespace fused_topk::cpu {
 
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
 // Turns the logits of a row's k best into probabilities or log-probabilities. `of_chosen`: relative to the k alone. values: [k]
 inline void finish_values(ValueKind kind, bool of_chosen, const FinishedRow& row, u32 k, float* values) {
   if (!row.is_finite()) {
-    std::fill(values, values + k, float(kNaN));
+    std::fill(values, values + k, kNaN);
     return;
   }
   // The k best of a merge may have another maximum than the states, which may be relative to more than the allowed tokens.
