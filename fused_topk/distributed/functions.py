@@ -77,7 +77,7 @@ def softmax_topk(
         and calls with k > V_local. It can be captured in a CUDA graph after such a first call, and compiled with
         fullgraph=True.
     """
-    return _row("softmax", local_logits, k, group, temperature, mask, normalize, backend)
+    return row("softmax", local_logits, k, group, temperature, mask, normalize, backend)
 
 
 def log_softmax_topk(
@@ -96,7 +96,7 @@ def log_softmax_topk(
 
     Arguments, errors and contract are those of :func:`softmax_topk`, the result is that of :func:`fused_topk.log_softmax_topk`.
     """
-    return _row("log_softmax", local_logits, k, group, temperature, mask, normalize, backend)
+    return row("log_softmax", local_logits, k, group, temperature, mask, normalize, backend)
 
 
 def topk(
@@ -108,7 +108,7 @@ def topk(
 
     Arguments, errors and contract are those of :func:`softmax_topk`, the result is that of :func:`fused_topk.topk`.
     """
-    return _row("logits", local_logits, k, group, None, mask, "allowed", backend)
+    return row("logits", local_logits, k, group, None, mask, "allowed", backend)
 
 
 def beam_topk(
@@ -164,7 +164,7 @@ def beam_topk(
     return TopK(accumulated.gather(1, best), tokens.flatten(1).gather(1, best), rows.logsumexp)
 
 
-def _row(
+def row(
     values: str,
     local_logits: Tensor,
     k: int,
