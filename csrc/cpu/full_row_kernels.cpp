@@ -13,7 +13,10 @@ typedef u16 Shorts __attribute__((vector_size(2 * kLanes)));
 
 inline void write_logsumexp(const ShortRows& rows, const Normalizers& normalizers, const double (&inverse)[kRows]) {
   const Doubles4 log_d = logarithm(normalizers.d);
-  for (u32 r = 0; r < kRows; ++r) *rows.y[r] = logsumexp_of(normalizers, r, rows.x[r], rows.n, inverse[r], log_d[r]);
+  for (u32 r = 0; r < kRows; ++r) {
+    const double m = normalizers.m[r] * inverse[r];
+    *rows.y[r] = normalizers.is_finite(r) ? float(m + log_d[r]) : holds_nan(rows.x[r], rows.n) ? kNaN : float(m);
+  }
 }
 
 // A row without a finite normalizer has no probabilities. As in torch, they are NaN.

@@ -15,7 +15,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <memory>
 #include <vector>
 
@@ -186,9 +185,7 @@ struct Solver {
     const RowReader reader(problem, row);
     Exponential exponential = t.exponential;
     exponential.reference = float(result.m);
-    const float nothing = !result.is_finite()                        ? std::numeric_limits<float>::quiet_NaN()
-                          : problem.kind == FullRowKind::kLogSoftmax ? -std::numeric_limits<float>::infinity()
-                                                                     : 0.0f;
+    const float nothing = !result.is_finite() ? kNaN : problem.kind == FullRowKind::kLogSoftmax ? -kInfinity : 0.0f;
     for (u32 block = first; block < end; ++block) {
       const u32 begin = block * kBlock, of_block = std::min(kBlock, problem.vocab_size - begin);
       const u32 n = result.is_finite() && block < reader.blocks() ? reader.elements_of(block) : 0;

@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -182,7 +181,7 @@ inline const float* read_rows(const LogitRows& rows, u64 first, u32 count, float
     for (u32 i = 0; i < count; ++i, buffer += n) {
       const u32 length = length_of(rows, first + i);
       load(logits_of(rows, first + i), rows.logits_element_stride, length, buffer);
-      std::fill(buffer + length, buffer + n, -std::numeric_limits<float>::infinity());
+      std::fill(buffer + length, buffer + n, -kInfinity);
     }
     return buffer - u64(count) * n;
   }
@@ -241,7 +240,7 @@ class RowReader {
   }
   // A token's logit; -inf where it is hidden.
   float logit(u32 token) const {
-    if (token >= length_) return -std::numeric_limits<float>::infinity();
+    if (token >= length_) return -kInfinity;
     // From the first token of a mask's word on.
     float x[32];
     const u32 begin = token / 32 * 32, n = token - begin + 1;
@@ -264,7 +263,7 @@ class RowReader {
   void copy(u32 begin, u32 n, float* x) const {
     const u32 present = std::min(n, length_ - begin);
     rows_.kernels->load[rows_.dtype](at(begin), rows_.logits_element_stride, present, x);
-    std::fill(x + present, x + n, -std::numeric_limits<float>::infinity());
+    std::fill(x + present, x + n, -kInfinity);
   }
 
   const LogitRows& rows_;

@@ -105,9 +105,9 @@ struct Merger {
       const bool is_token = head.key != kNoKey;
       tokens[i] = is_token ? head.token : kNoToken;
       if (are_logits) {
-        write_logit(is_token ? logit_at(best, row, head.place) : nullptr, values + i * item_size);
+        write_logit(problem.dtype, is_token ? logit_at(best, row, head.place) : nullptr, values + i * item_size);
       } else {
-        reinterpret_cast<float*>(values)[i] = is_token ? logit_of_key(head.key) : -FUSED_TOPK_INFINITY;
+        reinterpret_cast<float*>(values)[i] = is_token ? logit_of_key(head.key) : -kInfinity;
       }
       if (is_token) heads[best] = head_at(best, row, head.place + 1);
     }
@@ -120,12 +120,6 @@ struct Merger {
     problem.logsumexp[row] = finished.logsumexp();
     if (are_logits) return;
     finish_values(problem.value_kind, problem.normalize_topk, finished, problem.k, reinterpret_cast<float*>(values));
-  }
-
-  // Bit for bit; -inf where there is no token.
-  void write_logit(const char* logit, char* value) const {
-    std::memcpy(value, logit ? static_cast<const void*>(logit) : &kNegativeInfinity[problem.dtype],
-                kItemSize[problem.dtype]);
   }
 };
 

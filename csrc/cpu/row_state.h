@@ -32,7 +32,7 @@ inline BlockNormalizer merge(const BlockNormalizer& a, const BlockNormalizer& b,
 // The normalizer of a block x [n], given its maximum without NaNs and the sum of its exponentials. A NaN in x makes d NaN. So
 // does a maximum of +inf or a bad temperature: only then is x searched for a NaN.
 inline BlockNormalizer normalizer_of(const VectorKernels& kernels, const float* x, u32 n, float greatest, double d) {
-  return {d != d && kernels.has_nan(x, n) ? std::numeric_limits<float>::quiet_NaN() : greatest, d};
+  return {d != d && kernels.has_nan(x, n) ? kNaN : greatest, d};
 }
 
 // The normalizer of a whole row.
@@ -61,7 +61,7 @@ struct Temperature {
   // A temperature that is not positive makes NaN of all results but the indices. Others are clamped to what float32 can
   // multiply and divide by.
   explicit Temperature(double t) {
-    t = t > 0.0 ? std::clamp(t, kLeastTemperature, kGreatestTemperature) : std::numeric_limits<double>::quiet_NaN();
+    t = t > 0.0 ? std::clamp(t, kLeastTemperature, kGreatestTemperature) : double(kNaN);
     inverse = 1.0 / t;
     const double c = t * 0.6931471805599453;
     // The upper 16 of 24 bits.

@@ -17,7 +17,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <vector>
 
@@ -153,11 +152,9 @@ struct Solver {
       const char* const logits = logits_of(problem, first + row);
       for (u32 i = 0; i < k; ++i, value += item_size) {
         const i64 index = indices[row * k + i];
-        const bool is_infinite = x[index] == -std::numeric_limits<float>::infinity();
-        std::memcpy(value,
-                    is_infinite ? reinterpret_cast<const char*>(&kNegativeInfinity[problem.dtype])
-                                : logits + index * problem.logits_element_stride * item_size,
-                    item_size);
+        const bool is_infinite = x[index] == -kInfinity;
+        const char* const logit = logits + index * problem.logits_element_stride * item_size;
+        write_logit(problem.dtype, is_infinite ? nullptr : logit, value);
       }
     }
   }
@@ -244,11 +241,8 @@ struct Solver {
     const u32 item_size = kItemSize[problem.dtype];
     char* value = static_cast<char*>(problem.values) + row.number * k * item_size;
     for (u32 i = 0; i < k; ++i, value += item_size) {
-      if (key_of(best[i]) == kNegativeInfinityKey) {
-        std::memcpy(value, &kNegativeInfinity[problem.dtype], item_size);
-      } else {
-        std::memcpy(value, row.reader.at(index_of(best[i])), item_size);
-      }
+      const bool is_infinite = key_of(best[i]) == kNegativeInfinityKey;
+      write_logit(problem.dtype, is_infinite ? nullptr : row.reader.at(index_of(best[i])), value);
     }
   }
 

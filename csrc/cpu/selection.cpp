@@ -3,13 +3,10 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <limits>
 #include <utility>
 
 namespace fused_topk::cpu {
 namespace {
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // The least logit that ranks before a logit of this key, whatever their indices are. +inf where only a NaN does.
 float least_above(u32 key) { return key >= kPositiveInfinityKey ? kInfinity : logit_of_key(key + 1); }

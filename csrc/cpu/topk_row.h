@@ -4,19 +4,17 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
+#include <cstring>
 
 #include "problem.h"
 #include "row_state.h"
 
 namespace fused_topk::cpu {
 
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
 // Turns the logits of a row's k best into probabilities or log-probabilities. `of_chosen`: relative to the k alone. values: [k]
 inline void finish_values(ValueKind kind, bool of_chosen, const FinishedRow& row, u32 k, float* values) {
   if (!row.is_finite()) {
-    std::fill(values, values + k, float(kNaN));
+    std::fill(values, values + k, kNaN);
     return;
   }
   // The k best of a merge may have another maximum than the states, which may be relative to more than the allowed tokens.
@@ -40,6 +38,11 @@ inline void write_values(const Problem& p, const FinishedRow& row, const u64* be
   // The logits come first: a loop of conversions alone waits for no arithmetic and is several times as fast.
   for (u32 i = 0; i < k; ++i) values[i] = logit_of_key(key_of(best[i]));
   finish_values(p.value_kind, p.normalize_over == NormalizeOver::kTopK, row, k, values);
+}
+
+// A logit bit for bit; -inf for null, which stands for a token that is not allowed.
+inline void write_logit(DType dtype, const char* logit, char* value) {
+  std::memcpy(value, logit ? static_cast<const void*>(logit) : &kNegativeInfinity[dtype], kItemSize[dtype]);
 }
 
 inline void write_indices(const u64* best, u32 k, i64* indices) {

@@ -13,6 +13,8 @@ namespace fused_topk::cpu {
 using u8 = unsigned char;
 using i64 = long long;
 
+constexpr float kInfinity = __builtin_huge_valf(), kNaN = __builtin_nanf("");
+
 FUSED_TOPK_FN u32 bits_of(float x) {
   u32 bits;
   __builtin_memcpy(&bits, &x, sizeof bits);

@@ -32,11 +32,9 @@ typedef u32 UInts __attribute__((vector_size(4 * kLanes)));
 typedef double Doubles __attribute__((vector_size(8 * kLanes)));
 typedef float UnalignedFloats __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 
-constexpr float kInfinity = __builtin_huge_valf();
-
 inline Floats load(const float* x) { return *reinterpret_cast<const UnalignedFloats*>(x); }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
 // All bits of the first n lanes.
 inline __m256i first_lanes(u32 n) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));

@@ -45,7 +45,7 @@ struct Climber {
   }
 
   float maximum(const Span& span) const {
-    float m = -std::numeric_limits<float>::infinity();
+    float m = -kInfinity;
     pass(span, [&](u32 i, u32 n) { m = std::max(m, kernels.maximum(span.x + i, n)); });
     return m;
   }
@@ -76,7 +76,7 @@ struct Climber {
   }
 
   BlockNormalizer online(const Span& span) const {
-    BlockNormalizer state{-std::numeric_limits<float>::infinity(), 0.0};
+    BlockNormalizer state{-kInfinity, 0.0};
     pass(span, [&](u32 i, u32 n) { state = merge(state, online_block(span.x + i, n), 1.0); });
     return state;
   }
@@ -95,7 +95,7 @@ struct Climber {
   // The exponentials, relative to the maximum of their block, wait in the place of the result.
   void kept(const Span& span) const {
     std::vector<BlockNormalizer> blocks;
-    BlockNormalizer state{-std::numeric_limits<float>::infinity(), 0.0};
+    BlockNormalizer state{-kInfinity, 0.0};
     pass(span, [&](u32 i, u32 n) {
       const float m = kernels.maximum(span.x + i, n);
       const Exponential e = relative_to(reference_point(m));
@@ -150,7 +150,7 @@ struct Climber {
         });
         break;
       case Rung::kOnlineTopK:
-        state = {-std::numeric_limits<float>::infinity(), 0.0};
+        state = {-kInfinity, 0.0};
         select(span, span.x, selection, &state);
         break;
     }
