@@ -34,15 +34,18 @@ class Session(Call):
 
     Args:
         reason: why no step of the call can be fused; None if steps may be fused.
+        loop: the code of a loop that computes as those of transformers, as demos have one; None for a loop of transformers.
     """
 
-    def __init__(self, model: nn.Module, options: Options, reason: str | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, options: Options, reason: str | None = None, loop: CodeType | None = None
+    ) -> None:
         super().__init__(model)
         self._options = options
         self._reason_of_call = reason
         # Why no step of the running loop can be fused. A loop runs once its processors are known.
         self._reason: str | None = None
-        self._loop: CodeType | None = None
+        self._given_loop = self._loop = loop
         self._processors: LogitsProcessorList | None = None
         # What greedy decoding and sampling keep for the user, and the record of the running step.
         self._records_logits = self.records_scores = False
@@ -76,7 +79,7 @@ class Session(Call):
         self._begin_sharded(config, processors)
         if self._reason is not None:
             return processors
-        self._loop = None
+        self._loop = self._given_loop
         self._processors = Processors(self, processors, mode_of(config) in SAMPLING)
         return self._processors
 
