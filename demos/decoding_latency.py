@@ -37,7 +37,7 @@ try:
     from fused_topk.backends import cpu
     from generate_comparison import Comparison, compare, options_of
     from tiny_language_model import Recipe
-    from whole_calls import COMPILED, FUSED, STATIC, STOCK, WHOLE, Calls
+    from whole_calls import COMPILED, FUSED, STATIC, STOCK, UNCOMPILED, WHOLE, Calls
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"this demo needs the package {(error.name or '?').partition('.')[0]!r}, which is not installed; "
@@ -137,8 +137,9 @@ def main(
         measured, written = measure(
             chosen, tokens, mask, beams=beams, new_tokens=new_tokens, rounds=rounds, load_before=load_before
         )
-        # On a CPU whole steps are compiled in any case.
-        ways = [STOCK, FUSED, WHOLE, *([COMPILED] if compiled and place.type == "cuda" else []), STATIC]
+        # On a CPU whole steps are compiled in any case, and the default is not.
+        more = [UNCOMPILED] if place.type == "cpu" else [COMPILED] if compiled else []
+        ways = [STOCK, FUSED, WHOLE, *more, STATIC]
         inputs = {"input_ids": tokens, "attention_mask": mask}
         measured.calls.update(
             measure_calls(chosen, inputs, ways, beams=beams, new_tokens=new_tokens, rounds=rounds, has_peer=bool(peer))

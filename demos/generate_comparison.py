@@ -71,7 +71,7 @@ class _Clock(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-class _SmallerIndexFirst(TorchFunctionMode):
+class SmallerIndexFirst(TorchFunctionMode):
     """Within it torch.topk takes the smaller index among equals, where it promises none."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,7 +131,7 @@ def compare(
 
 def _check_sequences(generate: Callable[[str], Tensor]) -> tuple[str, bool]:
     """Whether both ways give the same sequences, where stock operations too take the smaller index among equals."""
-    with _SmallerIndexFirst():
+    with SmallerIndexFirst():
         stock, fused = generate("stock"), generate("fused")
     same = int((stock == fused).all(-1).sum()) if stock.shape == fused.shape else 0
     return f"{same} of {len(stock)} sequences are the same", same == len(stock)

@@ -3,7 +3,7 @@
 
 The ways: stock; fused, transformers' loop with tokens chosen in one read of the logits; whole step, where beams share their prompt and
 nothing of the cache is copied (on a GPU one replay of a CUDA graph a token, on a CPU one call of compiled code); on a GPU
-the same compiled; and transformers' static cache, whose forward pass it compiles on a GPU.
+the same compiled; on a CPU the same uncompiled; and transformers' static cache, whose forward pass it compiles on a GPU.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch import Tensor
 
 from fused_topk.generation import fused_decoding, stats
 
-STOCK, FUSED, WHOLE, COMPILED, STATIC = "stock", "fused", "whole step", "whole step, compiled", "static cache"
-_WHOLE_STEP: dict[str, bool | str] = {FUSED: False, WHOLE: True, COMPILED: "compiled"}
+STOCK, FUSED, WHOLE, STATIC = "stock", "fused", "whole step", "static cache"
+COMPILED, UNCOMPILED = "whole step, compiled", "whole step, uncompiled"
+_WHOLE_STEP: dict[str, bool | str] = {FUSED: False, WHOLE: True, COMPILED: "compiled", UNCOMPILED: "eager"}
 
 
 @dataclass

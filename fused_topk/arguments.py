@@ -82,6 +82,13 @@ def _check_no_tangent(name: str, tensor: Tensor) -> None:
         )
 
 
+def check_no_transform(function: str) -> None:
+    if transform_is_active():
+        raise RuntimeError(
+            f"`{function}` must not be called under a transform of torch.func, got one that is active; pass the rows as one tensor"
+        )
+
+
 def check_dim(dim: Any, dims: int) -> int:
     """The dimension as a non-negative number."""
     if isinstance(dim, bool) or not isinstance(dim, int):
@@ -208,17 +215,11 @@ def check_temperature(
     if not temperature.is_floating_point():
         raise TypeError(f"`temperature` must be a floating-point tensor, got {temperature.dtype}; use .float()")
     _check_no_tangent("temperature", temperature)
-    check_same_device("temperature", temperature, logits)
-    rows = logits.shape[:-1]
-    if temperature.dim() > len(rows) or not _broadcasts(temperature.shape, rows):
-        raise ValueError(
-            f"`temperature` must be one number a row, broadcastable to {tuple(rows)}, got shape {tuple(temperature.shape)}; "
-            "drop its vocabulary dimension if it has one"
-        )
+    _check_is_one_a_row("temperature", temperature, logits)
     if temperature.requires_grad:
         raise ValueError("`temperature` must not require a gradient, got requires_grad=True; use .detach()")
     check_row_temperature(temperature)
-    return 1.0, temperature.to(dtype).expand(rows)
+    return 1.0, temperature.to(dtype).expand(logits.shape[:-1])
 
 
 def check_row_temperature(temperature: Tensor) -> None:
@@ -272,13 +273,7 @@ def check_row_numbers(
     if value.is_floating_point() != dtype.is_floating_point or value.dtype == torch.bool or value.is_complex():
         kind = "a floating-point" if dtype.is_floating_point else "an integer"
         raise TypeError(f"`{name}` must be {kind} tensor, got {value.dtype}; use .to({dtype})")
-    check_same_device(name, value, logits)
-    rows = logits.shape[:-1]
-    if value.dim() > len(rows) or not _broadcasts(value.shape, rows):
-        raise ValueError(
-            f"`{name}` must be one number a row, broadcastable to {tuple(rows)}, got shape {tuple(value.shape)}; "
-            "drop its vocabulary dimension if it has one"
-        )
+    _check_is_one_a_row(name, value, logits)
     numbers = value.detach().to(dtype)
     if type(value) is Tensor and value.device.type == "cpu" and value.numel() and not is_traced():
         ok = (numbers >= least) & (numbers <= greatest)
@@ -286,7 +281,7 @@ def check_row_numbers(
             ok |= numbers == 0
         if not bool(ok.all()):
             raise ValueError(f"`{name}` must {rule} in every row, got {numbers[~ok][0].item()}; clamp it")
-    return 0, numbers.expand(rows).reshape(-1).contiguous()
+    return 0, numbers.expand(logits.shape[:-1]).reshape(-1).contiguous()
 
 
 def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:
@@ -308,19 +303,14 @@ def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:
     check_same_device("mask", mask, logits)
     *rows, vocab_size = logits.shape
     if mask.dtype == torch.bool:
-        if mask.dim() > logits.dim() or not _broadcasts(mask.shape, logits.shape):
+        if not _broadcasts(mask.shape, logits.shape):
             raise ValueError(
                 f"`mask` of bool must broadcast to the shape {tuple(logits.shape)} of `logits`, got {tuple(mask.shape)}; "
                 "use True for the tokens that are allowed"
             )
         return mask.expand(logits.shape)
     words = (vocab_size + 31) // 32
-    if (
-        mask.dim() == 0
-        or mask.dim() > logits.dim()
-        or mask.shape[-1] != words
-        or not _broadcasts(mask.shape[:-1], rows)
-    ):
+    if mask.dim() == 0 or mask.shape[-1] != words or not _broadcasts(mask.shape[:-1], rows):
         raise ValueError(
             f"`mask` of int32 must broadcast to {(*rows, words)}, 32 tokens a word, got {tuple(mask.shape)}; "
             "bit j of word i stands for token 32 i + j"
@@ -343,15 +333,9 @@ def check_lengths(lengths: Tensor | None, logits: Tensor) -> Tensor | None:
     check_tensor("lengths", lengths)
     if lengths.dtype not in _LENGTHS:
         raise TypeError(f"`lengths` must be int32 or int64, got {lengths.dtype}; use .long()")
-    check_same_device("lengths", lengths, logits)
-    rows = logits.shape[:-1]
-    if not _broadcasts(lengths.shape, rows):
-        raise ValueError(
-            f"`lengths` must be one number a row, broadcastable to {tuple(rows)}, got shape {tuple(lengths.shape)}; "
-            "drop its vocabulary dimension if it has one"
-        )
+    _check_is_one_a_row("lengths", lengths, logits)
     check_row_lengths(lengths, logits.shape[-1])
-    return lengths.expand(rows)
+    return lengths.expand(logits.shape[:-1])
 
 
 def check_row_lengths(lengths: Tensor, vocab_size: int) -> None:
@@ -406,6 +390,14 @@ def check_result_dtype(dtype: torch.dtype | None, logits: Tensor) -> torch.dtype
 
 def check_normalize(normalize: Any) -> None:
     check_choice("normalize", normalize, _NORMALIZE)
+
+
+def check_normalize_of_beams(normalize: Any) -> None:
+    check_normalize(normalize)
+    if normalize == "topk":
+        raise ValueError(
+            "`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure"
+        )
 
 
 def check_backend(backend: Any) -> None:
@@ -530,16 +522,16 @@ def check_head(weight: Any, bias: Any, hidden: Tensor, may_be_empty: bool = Fals
         )
 
 
-def check_targets(targets: Any, logits: Tensor, may_be_several: bool = False, is_part: bool = False) -> None:
+def check_targets(targets: Any, logits: Tensor, is_part: bool = False) -> None:
     """
     Args:
-        may_be_several: whether a row may have several targets, in a last dimension of their own.
+        targets: one a row, or several in a last dimension of their own.
         is_part: whether `logits` are a part of the vocabulary.
     """
     check_tensor("targets", targets)
     if targets.dtype != torch.int64:
         raise TypeError(f"`targets` must be int64, got {targets.dtype}; use .long()")
-    is_several = may_be_several and targets.dim() == logits.dim()
+    is_several = targets.dim() == logits.dim()
     if is_several and targets.shape[-1] == 0:
         raise ValueError("`targets` must have at least one token a row, got none; leave targets=None")
     if (targets.shape[:-1] if is_several else targets.shape) != logits.shape[:-1]:
@@ -565,6 +557,16 @@ def check_same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
     if tensor.device != logits.device:
         raise ValueError(
             f"`{name}` must be on {logits.device}, the device of `logits`, got {tensor.device}; use .to(...)"
+        )
+
+
+def _check_is_one_a_row(name: str, tensor: Tensor, logits: Tensor) -> None:
+    check_same_device(name, tensor, logits)
+    rows = logits.shape[:-1]
+    if not _broadcasts(tensor.shape, rows):
+        raise ValueError(
+            f"`{name}` must be one number a row, broadcastable to {tuple(rows)}, got shape {tuple(tensor.shape)}; "
+            "drop its vocabulary dimension if it has one"
         )
 
 

@@ -17,6 +17,7 @@ from . import __version__, backends, env
 from .cuda_runtime import kernel_cache
 
 _MIB = 1 << 20
+_CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
 
 def describe() -> dict[str, Any]:
@@ -71,7 +72,7 @@ def versions() -> dict[str, str | None]:
         "torch": str(torch.__version__),
         "numpy": _installed("numpy"),
         "transformers": _installed("transformers"),
-        "cupy": _installed("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+        "cupy": _installed(*_CUPY),
         "cuda driver": _or_cause(_driver_version),
         "cuda runtime of torch": torch.version.cuda,
         "nvrtc": _or_cause(_nvrtc_version),
@@ -97,20 +98,16 @@ def _installed(*distributions: str) -> str | None:
     return None
 
 
-def _has_cupy() -> bool:
-    return _installed("cupy-cuda13x", "cupy-cuda12x", "cupy") is not None
-
-
 def _driver_version() -> str | None:
     """The newest CUDA version that the driver supports."""
-    if not torch.cuda.is_available() or not _has_cupy():
+    if not torch.cuda.is_available() or not _installed(*_CUPY):
         return None
     number = importlib.import_module("cupy_backends.cuda.api.runtime").driverGetVersion()
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _nvrtc_version() -> str | None:
-    if not _has_cupy():
+    if not _installed(*_CUPY):
         return None
     nvrtc = importlib.import_module("cupy_backends.cuda.libs.nvrtc")
     return ".".join(str(part) for part in nvrtc.getVersion())

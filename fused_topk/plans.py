@@ -65,13 +65,11 @@ class TopkResult(NamedTuple):
 
 def row_result(logits: Tensor, k: int, values: str) -> TopkResult:
     """The shapes and dtypes for the k best of each row."""
-    rows, dtype = tuple(logits.shape[:-1]), result_dtype(logits.dtype)
-    return _row_result(rows, k, values, logits.dtype, dtype)
+    return _row_result(tuple(logits.shape[:-1]), k, values, logits.dtype)
 
 
-def _row_result(
-    rows: tuple[int, ...], k: int, values: str, logits_dtype: torch.dtype, dtype: torch.dtype
-) -> TopkResult:
+def _row_result(rows: tuple[int, ...], k: int, values: str, logits_dtype: torch.dtype) -> TopkResult:
+    dtype = result_dtype(logits_dtype)
     if values == "state":
         return TopkResult.of((*rows, k), logits_dtype, (2, *rows), dtype)
     return TopkResult.of((*rows, k), logits_dtype if values == "logits" else dtype, rows, dtype)
@@ -79,7 +77,7 @@ def _row_result(
 
 def merge_result(logits: Tensor, k: int, values: str) -> TopkResult:
     """The shapes and dtypes for the k best of the parts' candidates, of shape (parts, ..., k of a part)."""
-    return _row_result(tuple(logits.shape[1:-1]), k, values, logits.dtype, result_dtype(logits.dtype))
+    return _row_result(tuple(logits.shape[1:-1]), k, values, logits.dtype)
 
 
 def beam_result(logits: Tensor, k: int) -> TopkResult:

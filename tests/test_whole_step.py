@@ -21,7 +21,7 @@ from decoding import (  # noqa: F401
     one_thread,
     stock_gap,
 )
-from whole_steps import SERVED, assert_whole, family, swaps, whole
+from whole_steps import OTHER_LAYERS, SERVED, assert_whole, family, swaps, whole
 
 
 @pytest.mark.parametrize("num_beams", [1, 3, 4, 8])
@@ -39,6 +39,13 @@ def test_families(name, num_beams):
             crossed += 0 if num_beams == 1 else swaps(result, num_beams)
     assert compared == 3
     assert num_beams == 1 or crossed >= 30
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+@pytest.mark.parametrize("name", OTHER_LAYERS)
+def test_layers_of_other_kinds(name, num_beams):
+    model = family(name)
+    assert_whole(model, inputs_for(model, padding=2), num_beams=num_beams, max_new_tokens=14)
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])

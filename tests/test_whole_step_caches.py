@@ -16,7 +16,7 @@ from transformers import DynamicCache, StaticCache
 from decoding import SmallerIndexFirst, assert_same, assert_same_cache, generate_both, inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import fused_decoding, generate, stats
 from fused_topk.generation.whole_step import compiled, reasons
-from whole_steps import SERVED, TOLERANCE, assert_whole, family, whole
+from whole_steps import OTHER_LAYERS, SERVED, TOLERANCE, assert_whole, family, whole
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 BEAMS = pytest.mark.parametrize("num_beams", [1, 3])
@@ -78,6 +78,11 @@ def assert_chat(name, kind, fused=whole, seed=0, padding=2, **options):
 @pytest.mark.parametrize(("name", "kind"), [("Llama", "plain"), ("Gemma2", "of the model")])
 def test_a_chat_goes_on_from_its_cache(name, kind):
     assert_chat(name, kind)
+
+
+@pytest.mark.parametrize("name", OTHER_LAYERS)
+def test_layers_of_other_kinds(name):
+    assert_chat(name, "of the model")
 
 
 @pytest.mark.exhaustive

@@ -20,7 +20,7 @@ from decoding import also, assert_same, generate_both, inputs_for, one_thread, s
 from fused_topk.generation import disable, enable, fused_decoding, stats
 from fused_topk.generation.whole_step import compiled, entry, kept
 from fused_topk.generation.whole_step.room import rounded_up
-from whole_steps import SERVED_WITH_SOURCE, TOLERANCE, encoder_decoder, family, source_for, swaps
+from whole_steps import OTHER_LAYERS, SERVED_WITH_SOURCE, TOLERANCE, encoder_decoder, family, source_for, swaps
 
 compiling = functools.partial(fused_decoding, whole_step="compiled")
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
@@ -62,13 +62,19 @@ def test_compiled_steps_give_the_stock_sequences(name, num_beams):
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize(
     "name",
-    ["Llama", "GPT2", *also("Gemma2", "Mistral", "Gemma3", "Qwen3", "Phi")],
+    ["Llama", *also("GPT2", "Gemma2", "Mistral", "Gemma3", "Qwen3", "Phi")],
 )
 def test_traced_steps_give_the_stock_sequences(name, num_beams, traced):
     model = family(name, seed=1)
     for length, room in ((6, 12), (9, 16), (1, 1)):
         inputs = inputs_for(model, 3, length, padding=min(2, length - 1))
         assert_compiled(model, inputs, num_beams=num_beams, num_return_sequences=num_beams, max_new_tokens=room)
+
+
+@pytest.mark.skipif("Gemma3n" not in OTHER_LAYERS, reason="this version of transformers is not served")
+def test_layers_that_read_the_keys_of_others(traced):
+    model = family("Gemma3n")
+    assert_compiled(model, inputs_for(model), max_new_tokens=4)
 
 
 @pytest.mark.exhaustive

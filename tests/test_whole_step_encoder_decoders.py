@@ -171,6 +171,7 @@ def test_a_decoder_that_could_generate_by_itself_is_kept():
     assert_declined(model, "a forward hook of a BertLMHeadModel", inputs, num_beams=3)
 
 
+@pytest.mark.exhaustive
 def test_random_configurations():
     choose = random.Random(26)
     crossed = 0

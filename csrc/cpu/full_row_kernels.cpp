@@ -13,7 +13,10 @@ typedef u16 Shorts __attribute__((vector_size(2 * kLanes)));
 
 inline void write_logsumexp(const ShortRows& rows, const Normalizers& normalizers, const double (&inverse)[kRows]) {
   const Doubles4 log_d = logarithm(normalizers.d);
-  for (u32 r = 0; r < kRows; ++r) *rows.y[r] = logsumexp_of(normalizers, r, rows.x[r], rows.n, inverse[r], log_d[r]);
+  for (u32 r = 0; r < kRows; ++r) {
+    const double m = normalizers.m[r] * inverse[r];
+    *rows.y[r] = normalizers.is_finite(r) ? float(m + log_d[r]) : holds_nan(rows.x[r], rows.n) ? kNaN : float(m);
+  }
 }
 
 // A row without a finite normalizer has no probabilities. As in torch, they are NaN.
@@ -136,7 +139,7 @@ void exp_scaled(const float* x, u32 n, const Exponential& e, float factor, float
   }
   for (; i < n; i += kLanes) {
     const u32 rest = n - i < kLanes ? n - i : kLanes;
-    Floats t[1] = {rest == kLanes ? load(x + i) : load_some(x + i, rest, -kInfinity)};
+    Floats t[1] = {load_lanes(x + i, rest)};
     exp_in_place(t, e);
     store_some(y + i, rest, t[0] * factor);
   }

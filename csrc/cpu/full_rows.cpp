@@ -14,29 +14,18 @@
 #include "full_rows.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <limits>
 #include <memory>
 #include <vector>
 
 #include "row_state.h"
 #include "shares.h"
-#include "thread_pool.h"
 
 namespace fused_topk::cpu {
 namespace {
 
 // Elements whose exponentials a core's second-level cache holds until they are scaled.
 constexpr u32 kMostKept = 1u << 17;
-
-// A row's normalizer, and the numbers that turn its logits into results.
-struct RowResult {
-  double m;
-  double d;
-  double log_d;  // of log_softmax and logsumexp
-  bool is_finite;
-};
 
 struct Workspace {
   alignas(64) float buffer[kBlock];
@@ -47,17 +36,16 @@ struct Workspace {
 struct Solver {
   const FullRowProblem& problem;
   const VectorKernels& kernels = *problem.kernels;
-  u64 rows = 1;
+  const u64 rows;
   u32 blocks;  // of a row
   u32 parts;   // of a row
   Temperature temperature;
   // Only with more than one part.
   std::vector<BlockNormalizer> normalizers;  // [rows, blocks]
   std::unique_ptr<float[]> kept;             // nullable; [rows, vocab_size]
-  std::vector<RowResult> results;            // [rows]
+  std::vector<FinishedRow> results;          // [rows]
 
-  explicit Solver(const FullRowProblem& p) : problem(p), temperature(p.temperature) {
-    for (const i64 size : p.sizes) rows *= u64(size);
+  explicit Solver(const FullRowProblem& p) : problem(p), rows(rows_of(p.sizes)), temperature(p.temperature) {
     blocks = (p.vocab_size - 1) / kBlock + 1;
     parts = parts_of_a_row(rows, blocks, threads());
   }
@@ -75,7 +63,7 @@ struct Solver {
                       workspace.normalizers.resize(blocks);
                       float* const terms = terms_of(row, workspace);
                       sum_blocks(row, 0, 1, terms, workspace.normalizers.data(), workspace);
-                      const RowResult result = finish(row, workspace.normalizers.data());
+                      const FinishedRow result = finish(row, workspace.normalizers.data());
                       write_blocks(row, 0, blocks, terms, workspace.normalizers.data(), result, workspace);
                     });
       return;
@@ -118,14 +106,9 @@ struct Solver {
   // Calls do_task(task, the thread's workspace) for all tasks.
   template <class TASK>
   void for_each_task(u64 tasks, u64 at_once, const TASK& do_task) const {
-    std::atomic<u64> next_task{0};
-    run_on_threads(u32(std::min<u64>(threads(), tasks)), [&] {
+    share_tasks(threads(), tasks, at_once, [&](const auto& for_each) {
       Workspace workspace;
-      for (;;) {
-        const u64 first = next_task.fetch_add(at_once, std::memory_order_relaxed);
-        if (first >= tasks) return;
-        for (u64 task = first; task < std::min(tasks, first + at_once); ++task) do_task(task, workspace);
-      }
+      for_each([&](u64 task) { do_task(task, workspace); });
     });
   }
 
@@ -170,28 +153,22 @@ struct Solver {
       exponential.reference = reference_point(greatest);
       const double d = terms ? kernels.full_rows->exp_terms(x, n, exponential, terms + block * kBlock, next, item_size)
                              : kernels.sum_exp(x, n, exponential, next, item_size);
-      // A NaN in x makes d NaN. So does a maximum of +inf or a bad temperature: only then is x searched for a NaN.
-      const bool has_nan = d != d && kernels.has_nan(x, n);
-      block_normalizers[block] = {has_nan ? std::numeric_limits<float>::quiet_NaN() : greatest, d};
+      block_normalizers[block] = normalizer_of(kernels, x, n, greatest, d);
     }
   }
 
-  RowResult finish(u64 row, const BlockNormalizer* block_normalizers) const {
+  FinishedRow finish(u64 row, const BlockNormalizer* block_normalizers) const {
     const double inverse = temperature_at(row).inverse;
     BlockNormalizer sum = block_normalizers[0];
     const u32 summed = RowReader(problem, row).blocks();
     for (u32 i = 1; i < summed; ++i) sum = merge(sum, block_normalizers[i], inverse);
-    const double m = sum.m;
-    const double log_d = problem.kind == FullRowKind::kSoftmax ? 0.0 : std::log(sum.d);
-    if (problem.kind == FullRowKind::kLogSumExp) {
-      // Relative to a maximum of +inf, d is NaN. The result is +inf, or NaN if the temperature is.
-      reinterpret_cast<float*>(problem.out)[row] = float(std::isinf(m) ? m * inverse : m * inverse + log_d);
-    }
-    return {m, sum.d, log_d, std::isfinite(m) && std::isfinite(sum.d)};
+    const FinishedRow finished(sum, inverse);
+    if (problem.kind == FullRowKind::kLogSumExp) reinterpret_cast<float*>(problem.out)[row] = finished.logsumexp();
+    return finished;
   }
 
   void write_blocks(u64 row, u32 first, u32 end, const float* terms, const BlockNormalizer* block_normalizers,
-                    const RowResult& result, Workspace& workspace) const {
+                    const FinishedRow& result, Workspace& workspace) const {
     if (problem.kind == FullRowKind::kLogSumExp) return;
     const Temperature t = temperature_at(row);
     char* const out = out_of(row);
@@ -208,13 +185,10 @@ struct Solver {
     const RowReader reader(problem, row);
     Exponential exponential = t.exponential;
     exponential.reference = float(result.m);
-    // A row without a finite normalizer has no probabilities. As in torch, they are NaN.
-    const float nothing = !result.is_finite                          ? std::numeric_limits<float>::quiet_NaN()
-                          : problem.kind == FullRowKind::kLogSoftmax ? -std::numeric_limits<float>::infinity()
-                                                                     : 0.0f;
+    const float nothing = !result.is_finite() ? kNaN : problem.kind == FullRowKind::kLogSoftmax ? -kInfinity : 0.0f;
     for (u32 block = first; block < end; ++block) {
       const u32 begin = block * kBlock, of_block = std::min(kBlock, problem.vocab_size - begin);
-      const u32 n = result.is_finite && block < reader.blocks() ? reader.elements_of(block) : 0;
+      const u32 n = result.is_finite() && block < reader.blocks() ? reader.elements_of(block) : 0;
       float* const y = place(begin);
       if (n == 0) {
         // Nothing is read.

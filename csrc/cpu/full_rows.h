@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A request for full rows. FullRows of prepared.h fills it in, and full_rows.cpp computes it.
+// A request for full rows. FullRows of binding.cpp fills it in, and full_rows.cpp computes it.
 #pragma once
 
 #include "full_row_kernels.h"

@@ -291,14 +291,9 @@ void finish(float* x, const float* bias, u32 n) {
   if (!bias && !WEIGHT::kRounds) return;
   for (u32 i = 0; i < n; i += kLanes) {
     const u32 lanes = n - i < kLanes ? n - i : kLanes;
-    Floats logits = lanes == kLanes ? load(x + i) : load_some(x + i, lanes, 0.0f);
-    if (bias) logits += lanes == kLanes ? load(bias + i) : load_some(bias + i, lanes, 0.0f);
-    logits = WEIGHT::rounded(logits);
-    if (lanes == kLanes) {
-      store_vector(x + i, logits);
-    } else {
-      store_some(x + i, lanes, logits);
-    }
+    Floats logits = load_lanes(x + i, lanes, 0.0f);
+    if (bias) logits += load_lanes(bias + i, lanes, 0.0f);
+    store_lanes(x + i, lanes, WEIGHT::rounded(logits));
   }
 }
 

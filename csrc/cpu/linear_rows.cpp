@@ -11,15 +11,12 @@
 #include "linear_rows.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
-#include <cstdint>
 #include <cstring>
 #include <vector>
 
 #include "selection.h"
 #include "shares.h"
-#include "thread_pool.h"
 #include "topk_row.h"
 
 namespace fused_topk::cpu {
@@ -33,17 +30,14 @@ constexpr u32 kMostThreads = 64;
 // Memory for floats, aligned to a line of the cache.
 class Floats {
  public:
-  explicit Floats(size_t count) : memory_(count + kAlignment) {
-    const auto address = reinterpret_cast<std::uintptr_t>(memory_.data());
-    begin_ = memory_.data() + (0 - address) % (kAlignment * sizeof(float)) / sizeof(float);
-  }
-  float* begin() { return begin_; }
-  const float* begin() const { return begin_; }
+  explicit Floats(size_t count) : lines_(count / 16 + 1) {}
+  float* begin() { return reinterpret_cast<float*>(lines_.data()); }
 
  private:
-  static constexpr size_t kAlignment = 16;
-  std::vector<float> memory_;
-  float* begin_;
+  struct alignas(64) Line {
+    float elements[16];
+  };
+  std::vector<Line> lines_;
 };
 
 struct LinearSolver {
@@ -53,8 +47,6 @@ struct LinearSolver {
   u32 blocks;  // of the vocabulary
   u32 parts;   // of the vocabulary
   u32 k;
-  std::atomic<u32> next_part{0};
-  std::atomic<u32> next_row{0};
 
   Floats hidden;                             // [rows, padded depth], arranged
   std::vector<Temperature> temperatures;     // [rows]
@@ -87,8 +79,16 @@ struct LinearSolver {
   void run() {
     if (rows == 0) return;
     arrange();
-    run_on_threads(std::min(threads(), parts), [this] { do_parts(); });
-    run_on_threads(std::min(threads(), rows), [this] { finish_rows(); });
+    share_tasks(threads(), parts, 1, [this](const auto& for_each) {
+      Floats logits(size_t(rows) * kLogitsStride);
+      Floats bias(kLinearBlock);
+      std::vector<Selection> selections(rows, Selection(*problem.kernels, k, problem.vocab_size));
+      for_each([&](u64 part) { do_part(u32(part), logits.begin(), bias.begin(), selections); });
+    });
+    share_tasks(threads(), rows, 1, [this](const auto& for_each) {
+      Selection selection(*problem.kernels, k, 0);
+      for_each([&](u64 row) { finish_row(u32(row), selection); });
+    });
   }
 
   void arrange() {
@@ -104,27 +104,20 @@ struct LinearSolver {
     }
   }
 
-  void do_parts() {
-    Floats logits(size_t(rows) * kLogitsStride);
-    Floats bias(kLinearBlock);
-    std::vector<Selection> selections(rows, Selection(*problem.kernels, k, problem.vocab_size));
-    for (;;) {
-      const u32 part = next_part.fetch_add(1, std::memory_order_relaxed);
-      if (part >= parts) return;
-      const u32 first = u32(u64(blocks) * part / parts);
-      const u32 end = u32(u64(blocks) * (part + 1) / parts);
-      for (Selection& selection : selections) selection.restart();
-      for (u32 block = first; block < end; ++block) do_block(block, logits.begin(), bias.begin(), selections.data());
-      for (u32 row = 0; row < rows; ++row) {
-        u32 count;
-        const u64* const best = selections[row].trimmed(&count);
-        part_lists[size_t(row) * parts + part].assign(best, best + count);
-      }
+  // logits: [rows, kLogitsStride] and bias_buffer: [kLinearBlock], scratch. selections: [rows]
+  void do_part(u32 part, float* logits, float* bias_buffer, std::vector<Selection>& selections) {
+    const u32 first = u32(u64(blocks) * part / parts);
+    const u32 end = u32(u64(blocks) * (part + 1) / parts);
+    for (Selection& selection : selections) selection.restart();
+    for (u32 block = first; block < end; ++block) do_block(block, logits, bias_buffer, selections);
+    for (u32 row = 0; row < rows; ++row) {
+      u32 count;
+      const u64* const best = selections[row].trimmed(&count);
+      part_lists[size_t(row) * parts + part].assign(best, best + count);
     }
   }
 
-  // logits: [rows, kLogitsStride] and bias_buffer: [kLinearBlock], scratch. selections: [rows]
-  void do_block(u32 block, float* logits, float* bias_buffer, Selection* selections) {
+  void do_block(u32 block, float* logits, float* bias_buffer, std::vector<Selection>& selections) {
     const LinearProblem& p = problem;
     const u32 item_size = kItemSize[p.dtype];
     const u32 begin = block * kLinearBlock;
@@ -155,32 +148,25 @@ struct LinearSolver {
     Exponential exponential = temperatures[row].exponential;
     exponential.reference = reference_point(greatest);
     const double d = kernels.sum_exp(x, n, exponential, next, sizeof(float));
-    // As in rows.cpp: only where d is NaN may x have one.
-    const bool has_nan = d != d && kernels.has_nan(x, n);
-    const BlockNormalizer result = {has_nan ? float(kNaN) : greatest, d};
+    const BlockNormalizer result = normalizer_of(kernels, x, n, greatest, d);
     if (mask_later) {
       apply_mask(problem, mask, begin, n, x);
       greatest = kernels.maximum(x, n);
     }
-    selection.add_block(x, n, begin, greatest, has_nan);
+    selection.add_block(x, n, begin, greatest, result.has_nan());
     return result;
   }
 
-  void finish_rows() {
-    Selection selection(*problem.kernels, k, 0);
-    for (;;) {
-      const u32 row = next_row.fetch_add(1, std::memory_order_relaxed);
-      if (row >= rows) return;
-      selection.restart();
-      for (u32 part = 0; part < parts; ++part) {
-        const std::vector<u64>& best = part_lists[size_t(row) * parts + part];
-        selection.add_candidates(best.data(), u32(best.size()));
-      }
-      const BlockNormalizer* const of_blocks = normalizers.data() + size_t(row) * blocks;
-      BlockNormalizer sum = of_blocks[0];
-      for (u32 block = 1; block < blocks; ++block) sum = merge(sum, of_blocks[block], temperatures[row].inverse);
-      write(row, selection.sorted(), sum);
+  void finish_row(u32 row, Selection& selection) {
+    selection.restart();
+    for (u32 part = 0; part < parts; ++part) {
+      const std::vector<u64>& best = part_lists[size_t(row) * parts + part];
+      selection.add_candidates(best.data(), u32(best.size()));
     }
+    const BlockNormalizer* const of_blocks = normalizers.data() + size_t(row) * blocks;
+    BlockNormalizer sum = of_blocks[0];
+    for (u32 block = 1; block < blocks; ++block) sum = merge(sum, of_blocks[block], temperatures[row].inverse);
+    write(row, selection.sorted(), sum);
   }
 
   void write(u32 row, const u64* best, const BlockNormalizer& sum) const {
@@ -190,8 +176,7 @@ struct LinearSolver {
       problem.state[2 * row] = sum.m;
       problem.state[2 * row + 1] = float(sum.d);
     }
-    i64* const indices = problem.indices + size_t(row) * k;
-    for (u32 i = 0; i < k; ++i) indices[i] = index_of(best[i]);
+    write_indices(best, k, problem.indices + size_t(row) * k);
     if (problem.value_kind == ValueKind::kLogits) {
       write_logits(row, best);
     } else {

@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -88,12 +87,20 @@ inline LogitRows logit_rows(u32 dtype, std::vector<i64> shape, std::vector<i64> 
 // The addresses of a call, in the order of the fields above; 0 stands for a tensor that it does not have.
 using RowAddresses = std::array<std::uintptr_t, 4>;
 
-inline void point_to(LogitRows& rows, const RowAddresses& addresses) {
+inline void point_to(LogitRows& rows, const RowAddresses& addresses, u32 threads) {
+  rows.threads = threads;
   const auto [logits, row_temperature, mask, lengths] = addresses;
   rows.logits = pointer<const char>(logits);
   rows.row_temperature = pointer<const float>(row_temperature);
   rows.mask = pointer<const char>(mask);
   rows.lengths = pointer<const char>(lengths);
+}
+
+// How many rows there are, given the sizes of the leading dimensions.
+inline u64 rows_of(const std::vector<i64>& sizes) {
+  u64 rows = 1;
+  for (const i64 size : sizes) rows *= u64(size);
+  return rows;
 }
 
 inline i64 offset_of(u64 row, const std::vector<i64>& sizes, const std::vector<i64>& strides) {
@@ -174,7 +181,7 @@ inline const float* read_rows(const LogitRows& rows, u64 first, u32 count, float
     for (u32 i = 0; i < count; ++i, buffer += n) {
       const u32 length = length_of(rows, first + i);
       load(logits_of(rows, first + i), rows.logits_element_stride, length, buffer);
-      std::fill(buffer + length, buffer + n, -std::numeric_limits<float>::infinity());
+      std::fill(buffer + length, buffer + n, -kInfinity);
     }
     return buffer - u64(count) * n;
   }
@@ -233,7 +240,7 @@ class RowReader {
   }
   // A token's logit; -inf where it is hidden.
   float logit(u32 token) const {
-    if (token >= length_) return -std::numeric_limits<float>::infinity();
+    if (token >= length_) return -kInfinity;
     // From the first token of a mask's word on.
     float x[32];
     const u32 begin = token / 32 * 32, n = token - begin + 1;
@@ -256,7 +263,7 @@ class RowReader {
   void copy(u32 begin, u32 n, float* x) const {
     const u32 present = std::min(n, length_ - begin);
     rows_.kernels->load[rows_.dtype](at(begin), rows_.logits_element_stride, present, x);
-    std::fill(x + present, x + n, -std::numeric_limits<float>::infinity());
+    std::fill(x + present, x + n, -kInfinity);
   }
 
   const LogitRows& rows_;

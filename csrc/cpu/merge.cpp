@@ -6,14 +6,12 @@
 #include "merge.h"
 
 #include <algorithm>
-#include <atomic>
-#include <cmath>
 #include <cstring>
 #include <limits>
 #include <vector>
 
-#include "row_state.h"
-#include "thread_pool.h"
+#include "shares.h"
+#include "topk_row.h"
 
 namespace fused_topk::cpu {
 namespace {
@@ -36,11 +34,9 @@ bool ranks_before(const Head& a, const Head& b) { return a.key > b.key || (a.key
 struct Merger {
   const MergeProblem& problem;
   std::vector<i64> starts;  // [parts], the token at which each begins
-  u64 rows = 1;
-  std::atomic<u64> next_row{0};
+  const u64 rows;
 
-  explicit Merger(const MergeProblem& p) : problem(p), starts(p.parts, 0) {
-    for (const i64 size : p.sizes) rows *= u64(size);
+  explicit Merger(const MergeProblem& p) : problem(p), starts(p.parts, 0), rows(rows_of(p.sizes)) {
     for (u32 part = 1; p.lengths && part < p.parts; ++part) {
       starts[part] = starts[part - 1] + p.lengths[(part - 1) * p.lengths_stride];
     }
@@ -49,16 +45,9 @@ struct Merger {
   void run() {
     const u64 entries = u64(problem.parts) * problem.width + problem.k;
     const u64 rows_at_once = std::max<u64>(1, kEntriesPerTask / entries);
-    const u64 tasks = (rows + rows_at_once - 1) / rows_at_once;
-    run_on_threads(u32(std::min<u64>(problem.threads, tasks)), [this, rows_at_once] {
+    share_tasks(problem.threads, rows, rows_at_once, [this](const auto& for_each) {
       std::vector<Head> heads(problem.parts);
-      std::vector<float> chosen(problem.k);
-      for (;;) {
-        const u64 first = next_row.fetch_add(rows_at_once, std::memory_order_relaxed);
-        if (first >= rows) return;
-        const u64 end = std::min(rows, first + rows_at_once);
-        for (u64 row = first; row < end; ++row) merge_row(row, heads, chosen);
-      }
+      for_each([&](u64 row) { merge_row(row, heads); });
     });
   }
 
@@ -79,16 +68,9 @@ struct Merger {
     i64 token;
     std::memcpy(&token, tokens + place * problem.indices.element_stride * i64(sizeof token), sizeof token);
     if (token < 0) return kNone;
-    const float logit = logit_of(part, row, place);
-    u32 bits;
-    std::memcpy(&bits, &logit, sizeof bits);
-    return {order_key(bits), place, token + starts[part]};
-  }
-
-  float logit_of(u32 part, u64 row, u32 place) const {
     float logit;
     problem.kernels->load[problem.dtype](logit_at(part, row, place), 1, 1, &logit);
-    return logit;
+    return {key_of_logit(logit), place, token + starts[part]};
   }
 
   BlockNormalizer state_of(u32 part, u64 row) const {
@@ -104,7 +86,7 @@ struct Merger {
     return Temperature(of_rows ? of_rows[offset_of(row, p.sizes, p.temperature_strides)] : p.temperature).inverse;
   }
 
-  void merge_row(u64 row, std::vector<Head>& heads, std::vector<float>& chosen) const {
+  void merge_row(u64 row, std::vector<Head>& heads) const {
     const double inverse = inverse_temperature(row);
     BlockNormalizer sum = state_of(0, row);
     for (u32 part = 1; part < problem.parts; ++part) sum = merge(sum, state_of(part, row), inverse);
@@ -122,8 +104,11 @@ struct Merger {
       const Head head = heads[best];
       const bool is_token = head.key != kNoKey;
       tokens[i] = is_token ? head.token : kNoToken;
-      chosen[i] = is_token ? logit_of(best, row, head.place) : -FUSED_TOPK_INFINITY;
-      if (are_logits) write_logit(is_token ? logit_at(best, row, head.place) : nullptr, values + i * item_size);
+      if (are_logits) {
+        write_logit(problem.dtype, is_token ? logit_at(best, row, head.place) : nullptr, values + i * item_size);
+      } else {
+        reinterpret_cast<float*>(values)[i] = is_token ? logit_of_key(head.key) : -kInfinity;
+      }
       if (is_token) heads[best] = head_at(best, row, head.place + 1);
     }
     if (problem.value_kind == ValueKind::kState) {
@@ -131,37 +116,10 @@ struct Merger {
       problem.logsumexp[rows + row] = float(sum.d);
       return;
     }
-    const double log_d = std::log(sum.d);
-    // Relative to a maximum of +inf, d is NaN.
-    problem.logsumexp[row] = float(std::isinf(sum.m) ? sum.m * inverse : sum.m * inverse + log_d);
-    if (!are_logits) write_values(chosen, sum.m, log_d, inverse, reinterpret_cast<float*>(values));
-  }
-
-  // Bit for bit; -inf where there is no token.
-  void write_logit(const char* logit, char* value) const {
-    std::memcpy(value, logit ? static_cast<const void*>(logit) : &kNegativeInfinity[problem.dtype],
-                kItemSize[problem.dtype]);
-  }
-
-  void write_values(const std::vector<float>& chosen, double m, double log_d, double inverse, float* values) const {
-    const u32 k = problem.k;
-    // As in torch.softmax, a row without a finite normalizer has no probabilities.
-    if (!std::isfinite(log_d) || !std::isfinite(m)) {
-      std::fill(values, values + k, std::numeric_limits<float>::quiet_NaN());
-      return;
-    }
-    double log_total = log_d;
-    if (problem.normalize_topk) {
-      // The states may be relative to more than the allowed tokens, so the chosen have a maximum of their own.
-      if (std::isfinite(chosen[0])) m = chosen[0];
-      double total = 0.0;
-      for (const float logit : chosen) total += std::exp((logit - m) * inverse);
-      log_total = std::log(total);
-    }
-    for (u32 i = 0; i < k; ++i) {
-      const double log_probability = (chosen[i] - m) * inverse - log_total;
-      values[i] = float(problem.value_kind == ValueKind::kProbabilities ? std::exp(log_probability) : log_probability);
-    }
+    const FinishedRow finished(sum, inverse);
+    problem.logsumexp[row] = finished.logsumexp();
+    if (are_logits) return;
+    finish_values(problem.value_kind, problem.normalize_topk, finished, problem.k, reinterpret_cast<float*>(values));
   }
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A request for top-k. Topk of prepared.h fills it in, and rows.cpp computes it.
+// A request for top-k. Topk of binding.cpp fills it in, and rows.cpp computes it.
 #pragma once
 
 #include <vector>

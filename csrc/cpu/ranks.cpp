@@ -6,11 +6,9 @@
 #include "ranks.h"
 
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #include "shares.h"
-#include "thread_pool.h"
 
 namespace fused_topk::cpu {
 namespace {
@@ -20,21 +18,14 @@ struct Target {
   u32 end;  // tokens before it with this key count
 };
 
-u32 key_of_logit(float x) {
-  u32 bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return order_key(bits);
-}
-
 struct Ranking {
   const RankProblem& problem;
   const u32 n;  // targets of a row
-  u64 rows = 1;
+  const u64 rows;
   u32 parts;                // of a row
   std::vector<i64> counts;  // [rows, parts, n]
 
-  explicit Ranking(const RankProblem& p) : problem(p), n(p.num_targets) {
-    for (const i64 size : p.sizes) rows *= u64(size);
+  explicit Ranking(const RankProblem& p) : problem(p), n(p.num_targets), rows(rows_of(p.sizes)) {
     parts = parts_of_a_row(rows, (p.vocab_size - 1) / kBlock + 1, threads());
     counts.resize(rows * parts * n);
   }
@@ -43,16 +34,10 @@ struct Ranking {
 
   void run() {
     const u64 tasks = rows * parts, at_once = tasks_at_once(tasks, kElementsAtOnce, problem.vocab_size, threads());
-    std::atomic<u64> next_task{0};
-    run_on_threads(u32(std::min<u64>(threads(), tasks)), [&] {
+    share_tasks(threads(), tasks, at_once, [&](const auto& for_each) {
       std::vector<Target> targets(n);
       std::vector<float> buffer(kBlock);
-      for (;;) {
-        const u64 first = next_task.fetch_add(at_once, std::memory_order_relaxed);
-        if (first >= tasks) return;
-        for (u64 task = first; task < std::min(tasks, first + at_once); ++task)
-          count(task / parts, u32(task % parts), targets.data(), buffer.data());
-      }
+      for_each([&](u64 task) { count(task / parts, u32(task % parts), targets.data(), buffer.data()); });
     });
     for (u64 i = 0; i < rows * n; ++i) {
       i64 rank = 0;

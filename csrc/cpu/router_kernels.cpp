@@ -33,8 +33,7 @@ inline Keys order_keys(Keys bits) {
 inline void load_columns(const float* const (&x)[kGroup], u32 i, u32 n, Keys (&columns)[8]) {
 #if defined(__AVX2__)
   __m256 a[8], b[8];
-  const u32 count = n - i < 8 ? n - i : 8;
-  const __m256i lanes = _mm256_cmpgt_epi32(_mm256_set1_epi32(int(count)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  const __m256i lanes = first_lanes(n - i < 8 ? n - i : 8);
   for (u32 r = 0; r < 8; ++r) a[r] = _mm256_maskload_ps(x[r] + i, lanes);
   for (u32 r = 0; r < 8; r += 2) {
     b[r] = _mm256_unpacklo_ps(a[r], a[r + 1]);

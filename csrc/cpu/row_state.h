@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "../algebra/normalizer.h"
@@ -14,8 +13,10 @@ namespace fused_topk::cpu {
 
 // The normalizer of a block. d is float64, so that merging the blocks of a row adds no error.
 struct BlockNormalizer {
-  float m;
+  float m;  // NaN if one of the block is
   double d;
+
+  bool has_nan() const { return m != m; }
 };
 
 // `merge` of normalizer.h.
@@ -28,6 +29,27 @@ inline BlockNormalizer merge(const BlockNormalizer& a, const BlockNormalizer& b,
   return {m, relative_to_m(a) + relative_to_m(b)};
 }
 
+// The normalizer of a block x [n], given its maximum without NaNs and the sum of its exponentials. A NaN in x makes d NaN. So
+// does a maximum of +inf or a bad temperature: only then is x searched for a NaN.
+inline BlockNormalizer normalizer_of(const VectorKernels& kernels, const float* x, u32 n, float greatest, double d) {
+  return {d != d && kernels.has_nan(x, n) ? kNaN : greatest, d};
+}
+
+// The normalizer of a whole row.
+struct FinishedRow {
+  double m, d, log_d;
+  double inverse_temperature;
+
+  FinishedRow(const BlockNormalizer& sum, double inverse)
+      : m(sum.m), d(sum.d), log_d(std::log(d)), inverse_temperature(inverse) {}
+
+  // A row without a finite normalizer has no probabilities. As in torch.softmax, they are NaN.
+  bool is_finite() const { return std::isfinite(m) && std::isfinite(log_d); }
+
+  // Relative to a maximum of +inf, d is NaN. The logsumexp is +inf, or NaN if the temperature is.
+  float logsumexp() const { return float(std::isinf(m) ? m * inverse_temperature : m * inverse_temperature + log_d); }
+};
+
 // What float32 can multiply and divide by. arguments.py refuses other temperatures.
 constexpr double kLeastTemperature = 0x1p-120, kGreatestTemperature = 0x1p126;
 
@@ -39,16 +61,11 @@ struct Temperature {
   // A temperature that is not positive makes NaN of all results but the indices. Others are clamped to what float32 can
   // multiply and divide by.
   explicit Temperature(double t) {
-    t = t > 0.0 ? std::clamp(t, kLeastTemperature, kGreatestTemperature) : std::numeric_limits<double>::quiet_NaN();
+    t = t > 0.0 ? std::clamp(t, kLeastTemperature, kGreatestTemperature) : double(kNaN);
     inverse = 1.0 / t;
     const double c = t * 0.6931471805599453;
     // The upper 16 of 24 bits.
-    const float rounded = float(c);
-    u32 bits;
-    std::memcpy(&bits, &rounded, sizeof bits);
-    bits &= 0xFFFFFF00u;
-    float high;
-    std::memcpy(&high, &bits, sizeof high);
+    const float high = float_of(bits_of(float(c)) & 0xFFFFFF00u);
     // Finite, so that a logit of -inf is always below.
     const double lowest = std::max(-125.0 * c, -double(std::numeric_limits<float>::max()));
     exponential = {0.0f, float(1.0 / c), high, float(c - high), std::isnan(t) ? float(t) : float(lowest)};

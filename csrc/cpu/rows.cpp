@@ -17,13 +17,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <vector>
 
 #include "selection.h"
 #include "shares.h"
-#include "thread_pool.h"
 #include "topk_row.h"
 
 namespace fused_topk::cpu {
@@ -36,29 +34,27 @@ struct Row {
   Temperature temperature;
 };
 
-struct Solver;
-
-// What a thread needs to work on a part.
-struct Workspace {
-  explicit Workspace(const Solver& solver);
-
-  alignas(64) float buffer[kBlock];
-  std::vector<BlockNormalizer> normalizers;
-  Selection selection;
-  std::unique_ptr<Selection> beam_selection;
-};
-
 struct Solver {
+  // What a thread needs to work on a part.
+  struct Workspace {
+    explicit Workspace(const Solver& solver)
+        : normalizers(solver.parts == 1 ? solver.blocks : 0),
+          selection(*solver.problem.kernels, solver.k, solver.problem.vocab_size),
+          beam_selection(solver.make_beam_selection()) {}
+
+    alignas(64) float buffer[kBlock];
+    std::vector<BlockNormalizer> normalizers;
+    Selection selection;
+    std::unique_ptr<Selection> beam_selection;
+  };
+
   const Problem& problem;
-  u64 rows;
+  const u64 rows;
   u32 blocks;  // of a row
   u32 parts;   // of a row
   u32 k;       // of a row: less than the problem's k where a beam has fewer tokens
   u64 beams = 0;
   Temperature temperature;  // of all rows, if they have one
-
-  std::atomic<u64> next_task{0};
-  u64 at_once;  // tasks that a thread takes
 
   // What parts leave for the last part of their row. Only with parts > 1.
   std::unique_ptr<BlockNormalizer[]> normalizers;  // [rows, blocks]
@@ -71,13 +67,10 @@ struct Solver {
   std::vector<i64> beam_tokens;                    // [rows, k]
   std::unique_ptr<std::atomic<u32>[]> beams_left;  // [rows / beams]
 
-  explicit Solver(const Problem& p) : problem(p), temperature(p.temperature) {
-    rows = 1;
-    for (const i64 size : p.sizes) rows *= u64(size);
+  explicit Solver(const Problem& p) : problem(p), rows(rows_of(p.sizes)), temperature(p.temperature) {
     blocks = (p.vocab_size - 1) / kBlock + 1;
     k = std::min(p.k, p.vocab_size);
     parts = parts_of_a_row(rows, blocks, threads());
-    at_once = tasks_at_once(rows * parts, kElementsAtOnce, p.vocab_size, threads());
     if (parts > 1) {
       normalizers.reset(new BlockNormalizer[rows * blocks]);
       part_lists.resize(rows * parts * k);
@@ -106,15 +99,10 @@ struct Solver {
       route();
       return;
     }
-    const u64 tasks = rows * parts;
-    run_on_threads(u32(std::min<u64>(threads(), tasks)), [this, tasks] {
+    const u64 at_once = tasks_at_once(rows * parts, kElementsAtOnce, problem.vocab_size, threads());
+    share_tasks(threads(), rows * parts, at_once, [this](const auto& for_each) {
       Workspace workspace(*this);
-      for (;;) {
-        const u64 first = next_task.fetch_add(at_once, std::memory_order_relaxed);
-        if (first >= tasks) return;
-        const u64 end = std::min(tasks, first + at_once);
-        for (u64 task = first; task < end; ++task) do_part(task / parts, u32(task % parts), workspace);
-      }
+      for_each([&](u64 task) { do_part(task / parts, u32(task % parts), workspace); });
     });
   }
 
@@ -130,16 +118,15 @@ struct Solver {
   void route() {
     const u64 rows_at_once = kBlock / problem.vocab_size;
     const u64 tasks = (rows + rows_at_once - 1) / rows_at_once;
-    run_on_threads(u32(std::min<u64>(threads(), tasks)), [this, tasks, rows_at_once] {
+    share_tasks(threads(), tasks, 1, [this, rows_at_once](const auto& for_each) {
       alignas(64) float buffer[kBlock];
       const std::unique_ptr<Selection> beam_selection = make_beam_selection();
-      for (;;) {
-        const u64 first = next_task.fetch_add(1, std::memory_order_relaxed) * rows_at_once;
-        if (first >= tasks * rows_at_once) return;
+      for_each([&](u64 task) {
+        const u64 first = task * rows_at_once;
         const u32 count = u32(std::min(rows - first, rows_at_once));
         route(first, count, buffer);
         for (u32 row = 0; row < count && beams; ++row) finish_beam(first + row, *beam_selection);
-      }
+      });
     });
   }
 
@@ -166,11 +153,9 @@ struct Solver {
       const char* const logits = logits_of(problem, first + row);
       for (u32 i = 0; i < k; ++i, value += item_size) {
         const i64 index = indices[row * k + i];
-        const bool is_infinite = x[index] == -std::numeric_limits<float>::infinity();
-        std::memcpy(value,
-                    is_infinite ? reinterpret_cast<const char*>(&kNegativeInfinity[problem.dtype])
-                                : logits + index * problem.logits_element_stride * item_size,
-                    item_size);
+        const bool is_infinite = x[index] == -kInfinity;
+        const char* const logit = logits + index * problem.logits_element_stride * item_size;
+        write_logit(problem.dtype, is_infinite ? nullptr : logit, value);
       }
     }
   }
@@ -216,16 +201,12 @@ struct Solver {
       float greatest = kernels.maximum(x, n);
       exponential.reference = reference_point(greatest);
       const double d = kernels.sum_exp(x, n, exponential, reader.behind(block), reader.item_size());
-      // A NaN in x makes d NaN. So does a maximum of +inf or a bad temperature: only then is x searched for a NaN.
-      const bool may_have_nan = d != d;
-      const bool has_nan = may_have_nan && kernels.has_nan(x, n);
-      *block_normalizers++ = {has_nan ? float(kNaN) : greatest, d};
-
+      const BlockNormalizer normalizer = *block_normalizers++ = normalizer_of(kernels, x, n, greatest, d);
       if (hides_later) {
         reader.hide(block, workspace.buffer);
         greatest = kernels.maximum(x, n);
       }
-      workspace.selection.add_block(x, n, block * kBlock, greatest, has_nan);
+      workspace.selection.add_block(x, n, block * kBlock, greatest, normalizer.has_nan());
     }
   }
 
@@ -246,31 +227,23 @@ struct Solver {
     if (problem.value_kind == ValueKind::kLogits) {
       write_logits(row, best);
     } else if (!problem.beam_scores) {
-      write_indices(row, best);
+      write_indices(best, k, problem.indices + row.number * k);
       write_values(problem, finished, best, k, static_cast<float*>(problem.values) + row.number * k);
     } else {
-      for (u32 i = 0; i < k; ++i) beam_tokens[row.number * k + i] = index_of(best[i]);
+      write_indices(best, k, beam_tokens.data() + row.number * k);
       write_values(problem, finished, best, k, beam_values.data() + row.number * k);
       finish_beam(row.number, *workspace.beam_selection);
     }
   }
 
-  void write_indices(const Row& row, const u64* best) const {
-    i64* const indices = problem.indices + row.number * k;
-    for (u32 i = 0; i < k; ++i) indices[i] = index_of(best[i]);
-  }
-
   // The chosen logits bit for bit, and -inf for tokens that are not allowed.
   void write_logits(const Row& row, const u64* best) const {
-    write_indices(row, best);
+    write_indices(best, k, problem.indices + row.number * k);
     const u32 item_size = kItemSize[problem.dtype];
     char* value = static_cast<char*>(problem.values) + row.number * k * item_size;
     for (u32 i = 0; i < k; ++i, value += item_size) {
-      if (key_of(best[i]) == kNegativeInfinityKey) {
-        std::memcpy(value, &kNegativeInfinity[problem.dtype], item_size);
-      } else {
-        std::memcpy(value, row.reader.at(index_of(best[i])), item_size);
-      }
+      const bool is_infinite = key_of(best[i]) == kNegativeInfinityKey;
+      write_logit(problem.dtype, is_infinite ? nullptr : row.reader.at(index_of(best[i])), value);
     }
   }
 
@@ -298,9 +271,7 @@ struct Solver {
       for (u32 i = 0; i < k; ++i) {
         const u64 place = beam * k + i;
         accumulated[place] = score + beam_values[first_row * k + place];
-        u32 bits;
-        std::memcpy(&bits, &accumulated[place], sizeof bits);
-        candidates[place] = make_candidate(order_key(bits), u32(place));
+        candidates[place] = make_candidate(key_of_logit(accumulated[place]), u32(place));
       }
     }
     selection.restart();
@@ -315,11 +286,6 @@ struct Solver {
     }
   }
 };
-
-Workspace::Workspace(const Solver& solver)
-    : normalizers(solver.parts == 1 ? solver.blocks : 0),
-      selection(*solver.problem.kernels, solver.k, solver.problem.vocab_size),
-      beam_selection(solver.make_beam_selection()) {}
 
 }  // namespace
 

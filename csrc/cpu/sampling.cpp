@@ -21,7 +21,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstddef>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <vector>
@@ -31,13 +30,9 @@
 #include "row_state.h"
 #include "selection.h"
 #include "shares.h"
-#include "thread_pool.h"
 
 namespace fused_topk::cpu {
 namespace {
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 // Listed where no top-k says how many are kept. What top-p keeps of a language model's rows is mostly less.
 constexpr u32 kListed = 128;
@@ -49,7 +44,7 @@ constexpr u32 kStretch = 256;
 constexpr u32 kBinBits = 16;
 // The estimate is from about so many tokens of a row, and at least so many of each block.
 constexpr u32 kSampled = 8192, kSampledOfBlock = 256;
-constexpr u32 kSampleBins = 1024, kBandBins = 1024;
+constexpr u32 kBins = 1024;
 // Standard deviations of the estimate on either side.
 constexpr double kDeviations = 3.0;
 // Tokens between the bounds of an estimate, and tokens that are drawn from as a list.
@@ -58,20 +53,7 @@ constexpr u32 kMostBetween = 1 << 13, kMostListed = 2048;
 // No candidate ranks behind it.
 constexpr u64 kKeepAll = 0;
 
-float logit_of(u32 key) {
-  const u32 bits = bits_of_key(key);
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-float logit_of(u64 candidate) { return logit_of(key_of(candidate)); }
-
-u32 key_of_logit(float x) {
-  u32 bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return order_key(bits);
-}
+float logit_of(u64 candidate) { return logit_of_key(key_of(candidate)); }
 
 // Ranks behind every token with that key.
 u64 last_of_key(u32 key) { return u64(key) << 32; }
@@ -211,14 +193,9 @@ struct Solver {
   // Calls do_task(task, the thread's workspace) for all tasks.
   template <class TASK>
   void for_each_task(u64 tasks, const TASK& do_task) const {
-    std::atomic<u64> next_task{0};
-    run_on_threads(u32(std::min<u64>(threads(), tasks)), [&] {
+    share_tasks(threads(), tasks, 1, [&](const auto& for_each) {
       Workspace workspace;
-      for (;;) {
-        const u64 task = next_task.fetch_add(1, std::memory_order_relaxed);
-        if (task >= tasks) return;
-        do_task(task, workspace);
-      }
+      for_each([&](u64 task) { do_task(task, workspace); });
     });
   }
 
@@ -315,14 +292,12 @@ struct Solver {
       const float greatest = kernels.maximum(x, n);
       own.reference = tempered.reference = reference_point(greatest);
       const double d = kernels.sum_exp(x, n, own, next, item_size);
-      // As in rows.cpp.
-      const bool has_nan = d != d && kernels.has_nan(x, n);
-      const float m = has_nan ? kNaN : greatest;
-      own_normalizers[block] = {m, d};
+      const BlockNormalizer normalizer = own_normalizers[block] = normalizer_of(kernels, x, n, greatest, d);
       if (row.needs_sum()) {
-        tempered_normalizers[block] = {m, is_tempered ? kernels.sum_exp(x, n, tempered, next, item_size) : d};
+        tempered_normalizers[block] = {normalizer.m,
+                                       is_tempered ? kernels.sum_exp(x, n, tempered, next, item_size) : d};
       }
-      if (selection) selection->add_block(x, n, block * kBlock, greatest, has_nan);
+      if (selection) selection->add_block(x, n, block * kBlock, greatest, normalizer.has_nan());
     }
   }
 
@@ -536,7 +511,7 @@ struct Solver {
     u32 high = key_of_logit(m), low = kNegativeInfinityKey;
     while (low < high) {
       const u32 middle = low + (high - low) / 2;
-      if (weight_of(row, logit_of(middle), m) < row.min_p) {
+      if (weight_of(row, logit_of_key(middle), m) < row.min_p) {
         low = middle + 1;
       } else {
         high = middle;
@@ -583,6 +558,17 @@ struct Solver {
     return weights;
   }
 
+  // Sums weights [count] by bins of the values, from `top` down, into the workspace. Returns the bin of each.
+  static const int* fill_bins(const float* values, const float* weights, u32 count, float top, float per_logit,
+                              Workspace& workspace) {
+    std::vector<double>& bins = workspace.bins;
+    bins.assign(kBins, 0.0);
+    int* const bin_of = room_for(workspace.bin_of, count);
+    for (u32 i = 0; i < count; ++i) bin_of[i] = int(std::min(float(kBins - 1), (top - values[i]) * per_logit));
+    for (u32 i = 0; i < count; ++i) bins[bin_of[i]] += weights[i];
+    return bin_of;
+  }
+
   // The border of top-p: the last token of the shortest prefix of the sorted row whose weights sum to top_p of all. Also leaves
   // the sums of what is kept of each block in the workspace. kKeepAll, if the border is not where a sample of the row has it.
   u64 border_by_estimate(const Row& row, float m, Workspace& workspace) const {
@@ -605,16 +591,13 @@ struct Solver {
     if (size > kMostBetween) return kKeepAll;
     const float* const weights = weigh(row, size, m, workspace);
     // By bins of the logit first, so that few tokens are sorted.
-    std::vector<double>& bins = workspace.bins;
-    bins.assign(kBandBins, 0.0);
-    const float top = std::min(band.end, m), per_logit = float(kBandBins) / std::max(top - band.low, 1e-30f);
-    int* const bin_of = room_for(workspace.bin_of, size);
-    for (u32 i = 0; i < size; ++i) bin_of[i] = int(std::min(float(kBandBins - 1), (top - values[i]) * per_logit));
-    for (u32 i = 0; i < size; ++i) bins[bin_of[i]] += weights[i];
+    const float top = std::min(band.end, m), per_logit = float(kBins) / std::max(top - band.low, 1e-30f);
+    const int* const bin_of = fill_bins(values, weights, size, top, per_logit, workspace);
+    const std::vector<double>& bins = workspace.bins;
     int bin = 0;
     double before = above;
-    while (bin < int(kBandBins) && before + bins[bin] < aim) before += bins[bin++];
-    if (bin == int(kBandBins) || above >= aim) return kKeepAll;
+    while (bin < int(kBins) && before + bins[bin] < aim) before += bins[bin++];
+    if (bin == int(kBins) || above >= aim) return kKeepAll;
     std::vector<u64>& of_bin = workspace.of_bin;
     of_bin.clear();
     for (u32 i = 0; i < size; ++i)
@@ -648,20 +631,17 @@ struct Solver {
       count += n;
     }
     const float* const weights = weigh(row, count, m, workspace);
-    std::vector<double>& bins = workspace.bins;
-    bins.assign(kSampleBins, 0.0);
     // All tokens below the last bin weigh far less than the rest.
     const double depth = std::log(1e3 * vocab_size / std::max(rest, 1e-300));
-    const float per_logit = float(std::min(kSampleBins / depth * row.temperature.inverse, 1e30));
-    int* const bin_of = room_for(workspace.bin_of, count);
-    for (u32 i = 0; i < count; ++i) bin_of[i] = int(std::min(float(kSampleBins - 1), (m - values[i]) * per_logit));
-    for (u32 i = 0; i < count; ++i) bins[bin_of[i]] += weights[i];
+    const float per_logit = float(std::min(kBins / depth * row.temperature.inverse, 1e30));
+    fill_bins(values, weights, count, m, per_logit, workspace);
+    const std::vector<double>& bins = workspace.bins;
     Band band = {-std::numeric_limits<float>::max(), kInfinity};
     // A token of the sample stands for so many. None of a bin weighs more than `greatest`.
     const double each = std::min(double(vocab_size), double(row.reader.blocks()) * kBlock) / count,
-                 growth = std::exp(depth / kSampleBins);
+                 growth = std::exp(depth / kBins);
     double sum = 0.0, variance = 0.0, greatest = std::exp(-depth);
-    for (u32 bin = kSampleBins; bin-- > 0;) {
+    for (u32 bin = kBins; bin-- > 0;) {
       greatest *= growth;
       sum += each * bins[bin];
       variance += each * each * greatest * bins[bin];

@@ -3,29 +3,13 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstring>
-#include <limits>
 #include <utility>
 
 namespace fused_topk::cpu {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-u32 bits_of(float x) {
-  u32 bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
-float float_of(u32 bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
 // The least logit that ranks before a logit of this key, whatever their indices are. +inf where only a NaN does.
-float least_above(u32 key) { return key >= kPositiveInfinityKey ? kInfinity : float_of(bits_of_key(key + 1)); }
+float least_above(u32 key) { return key >= kPositiveInfinityKey ? kInfinity : logit_of_key(key + 1); }
 
 // Sorts by key, greatest first, and keeps the order of equal keys: a radix sort from the least significant digit on.
 // Returns where the result is, `list` or `scratch`.
@@ -96,7 +80,7 @@ void Selection::add_block(const float* x, u32 n, u32 first_index, float greatest
     }
     while ((begin = append(begin, capacity_)) < n) trim();
     // At least k elements of this block are >= the bound, and their indices are smaller.
-    if (bound > -kInfinity) raise_threshold(least_above(order_key(bits_of(bound))));
+    if (bound > -kInfinity) raise_threshold(least_above(key_of_logit(bound)));
   }
   if (size_ >= trim_at_) trim();
 }

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 
+#include "thread_pool.h"
 #include "vector_kernels.h"
 
 namespace fused_topk::cpu {
@@ -35,6 +37,21 @@ inline u32 parts_of_a_row(u64 rows, u32 blocks, u32 threads) {
 // How many tasks are handed out at once: as many as have `elements` elements, but no more than a thread's share.
 inline u64 tasks_at_once(u64 tasks, u64 elements, u32 vocab_size, u32 threads) {
   return std::clamp<u64>(elements / vocab_size, 1, std::max<u64>(1, (tasks + threads - 1) / threads));
+}
+
+// Each thread that is worth waking runs thread(for_each), and for_each(do_task) there calls do_task(task) for its share of the
+// tasks, `at_once` in a row.
+template <class THREAD>
+inline void share_tasks(u32 threads, u64 tasks, u64 at_once, const THREAD& thread) {
+  std::atomic<u64> next_task{0};
+  const auto for_each = [&](const auto& do_task) {
+    for (;;) {
+      const u64 first = next_task.fetch_add(at_once, std::memory_order_relaxed);
+      if (first >= tasks) return;
+      for (u64 task = first; task < std::min(tasks, first + at_once); ++task) do_task(task);
+    }
+  };
+  run_on_threads(u32(std::min<u64>(threads, (tasks + at_once - 1) / at_once)), [&] { thread(for_each); });
 }
 
 }  // namespace fused_topk::cpu

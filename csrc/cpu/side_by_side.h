@@ -9,8 +9,6 @@
 namespace fused_topk::cpu {
 namespace {
 
-constexpr float kNaN = __builtin_nanf("");
-
 // log(d), 1 <= d < infinity, with an error of 2e-11. d = 2^exponent * f with f within a factor sqrt(2) of 1, and
 // log f = 2 atanh((f - 1) / (f + 1)).
 template <class DOUBLES>
@@ -37,18 +35,6 @@ inline void for_each_vector(u32 n, const VECTORS& do_vectors) {
   u32 i = 0;
   for (; i + kLanes <= n; i += kLanes) do_vectors(i, kLanes);
   if (i < n) do_vectors(i, n - i);
-}
-
-inline Floats load_lanes(const float* x, u32 count) {
-  return count == kLanes ? load(x) : load_some(x, count, -kInfinity);
-}
-
-inline void store_lanes(float* y, u32 count, Floats lanes) {
-  if (count == kLanes) {
-    store_vector(y, lanes);
-  } else {
-    store_some(y, count, lanes);
-  }
 }
 
 // Rows that lie side by side in the registers. Where fewer than kRows are left, the last row takes the missing places,
@@ -122,13 +108,6 @@ inline bool holds_nan(const float* x, u32 n) {
     if (x[i] != x[i]) return true;
   }
   return false;
-}
-
-// log_d: of row r, if its normalizer is finite.
-inline float logsumexp_of(const Normalizers& normalizers, u32 r, const float* x, u32 n, double inverse, double log_d) {
-  const double m = normalizers.m[r] * inverse;
-  if (normalizers.is_finite(r)) return float(m + log_d);
-  return holds_nan(x, n) ? kNaN : float(m);
 }
 
 }  // namespace

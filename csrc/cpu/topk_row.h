@@ -5,53 +5,48 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "problem.h"
 #include "row_state.h"
 
 namespace fused_topk::cpu {
 
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
-// The normalizer of a whole row.
-struct FinishedRow {
-  double m;
-  double log_d;
-  double inverse_temperature;
-
-  FinishedRow(const BlockNormalizer& sum, double inverse)
-      : m(sum.m), log_d(std::log(sum.d)), inverse_temperature(inverse) {}
-
-  // Relative to a maximum of +inf, d is NaN. The logsumexp is +inf, or NaN if the temperature is.
-  float logsumexp() const { return float(std::isinf(m) ? m * inverse_temperature : m * inverse_temperature + log_d); }
-};
-
-// Probabilities or log-probabilities of the k best. values: [k]
-inline void write_values(const Problem& p, const FinishedRow& row, const u64* best, u32 k, float* values) {
-  // A row without a finite normalizer has no probabilities. As in torch.softmax, they are NaN.
-  if (!std::isfinite(row.log_d) || !std::isfinite(row.m)) {
-    std::fill(values, values + k, float(kNaN));
+// Turns the logits of a row's k best into probabilities or log-probabilities. `of_chosen`: relative to the k alone. values: [k]
+inline void finish_values(ValueKind kind, bool of_chosen, const FinishedRow& row, u32 k, float* values) {
+  if (!row.is_finite()) {
+    std::fill(values, values + k, kNaN);
     return;
   }
-  // The logits come first: a loop of conversions alone waits for no arithmetic and is several times as fast.
-  for (u32 i = 0; i < k; ++i) {
-    const u32 bits = bits_of_key(key_of(best[i]));
-    std::memcpy(values + i, &bits, sizeof bits);
-  }
-  const double m = row.m, inverse = row.inverse_temperature;
+  // The k best of a merge may have another maximum than the states, which may be relative to more than the allowed tokens.
+  const double m = of_chosen && std::isfinite(values[0]) ? values[0] : row.m, inverse = row.inverse_temperature;
   const auto shifted = [=](float logit) { return (logit - m) * inverse; };
   double log_total = row.log_d;
-  if (p.normalize_over == NormalizeOver::kTopK) {
+  if (of_chosen) {
     double total = 0.0;
     for (u32 i = 0; i < k; ++i) total += std::exp(shifted(values[i]));
     log_total = std::log(total);
   }
-  if (p.value_kind == ValueKind::kProbabilities) {
+  if (kind == ValueKind::kProbabilities) {
     for (u32 i = 0; i < k; ++i) values[i] = float(std::exp(shifted(values[i]) - log_total));
   } else {
     for (u32 i = 0; i < k; ++i) values[i] = float(shifted(values[i]) - log_total);
   }
+}
+
+// The same of the k best candidates.
+inline void write_values(const Problem& p, const FinishedRow& row, const u64* best, u32 k, float* values) {
+  // The logits come first: a loop of conversions alone waits for no arithmetic and is several times as fast.
+  for (u32 i = 0; i < k; ++i) values[i] = logit_of_key(key_of(best[i]));
+  finish_values(p.value_kind, p.normalize_over == NormalizeOver::kTopK, row, k, values);
+}
+
+// A logit bit for bit; -inf for null, which stands for a token that is not allowed.
+inline void write_logit(DType dtype, const char* logit, char* value) {
+  std::memcpy(value, logit ? static_cast<const void*>(logit) : &kNegativeInfinity[dtype], kItemSize[dtype]);
+}
+
+inline void write_indices(const u64* best, u32 k, i64* indices) {
+  for (u32 i = 0; i < k; ++i) indices[i] = index_of(best[i]);
 }
 
 }  // namespace fused_topk::cpu

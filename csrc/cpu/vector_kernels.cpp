@@ -247,7 +247,7 @@ inline u32 lanes_not_below(Floats x, Floats threshold) {
 
 // All of x, in a loop that the compiler can vectorise.
 void make_candidates(const float* x, u32 n, u32 first_index, u64* candidates) {
-  for (u32 i = 0; i < n; ++i) candidates[i] = make_candidate(order_key(bits_of(x[i])), first_index + i);
+  for (u32 i = 0; i < n; ++i) candidates[i] = make_candidate(key_of_logit(x[i]), first_index + i);
 }
 
 // Bit i: x[i] >= threshold. x: [64]
@@ -287,7 +287,7 @@ u32 append_candidates(const float* x, u32 begin, u32 n, u32 first_index, float t
     }
     for (; bits != 0; bits &= bits - 1) {
       const u32 at = i + u32(__builtin_ctzll(bits));
-      list[end++] = make_candidate(order_key(bits_of(x[at])), first_index + at);
+      list[end++] = make_candidate(key_of_logit(x[at]), first_index + at);
     }
   }
   *size = end;

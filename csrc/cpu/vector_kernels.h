@@ -13,6 +13,23 @@ namespace fused_topk::cpu {
 using u8 = unsigned char;
 using i64 = long long;
 
+constexpr float kInfinity = __builtin_huge_valf(), kNaN = __builtin_nanf("");
+
+FUSED_TOPK_FN u32 bits_of(float x) {
+  u32 bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+FUSED_TOPK_FN float float_of(u32 bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+FUSED_TOPK_FN u32 key_of_logit(float x) { return order_key(bits_of(x)); }
+FUSED_TOPK_FN float logit_of_key(u32 key) { return float_of(bits_of_key(key)); }
+
 // A row is read in blocks of this many elements, so that a block is in the first-level cache while it is maximised,
 // summed and searched. A multiple of 32, the tokens of a packed mask's word.
 constexpr u32 kBlock = 4096;

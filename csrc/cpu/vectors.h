@@ -32,11 +32,9 @@ typedef u32 UInts __attribute__((vector_size(4 * kLanes)));
 typedef double Doubles __attribute__((vector_size(8 * kLanes)));
 typedef float UnalignedFloats __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 
-constexpr float kInfinity = __builtin_huge_valf();
-
 inline Floats load(const float* x) { return *reinterpret_cast<const UnalignedFloats*>(x); }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
 // All bits of the first n lanes.
 inline __m256i first_lanes(u32 n) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -71,6 +69,19 @@ inline void store_some(float* y, u32 n, Floats lanes) {
 #endif
 }
 
+// The same of at most kLanes, mostly all.
+inline Floats load_lanes(const float* x, u32 n, float fill = -kInfinity) {
+  return n == kLanes ? load(x) : load_some(x, n, fill);
+}
+
+inline void store_lanes(float* y, u32 n, Floats lanes) {
+  if (n == kLanes) {
+    store_vector(y, lanes);
+  } else {
+    store_some(y, n, lanes);
+  }
+}
+
 // Subtracting +0 keeps the sign of -0. Adding +0 would not.
 inline Floats broadcast(float x) { return x - Floats{}; }
 
@@ -80,18 +91,6 @@ inline Ints load_ints(const int* x) {
   Ints lanes;
   __builtin_memcpy(&lanes, x, sizeof lanes);
   return lanes;
-}
-
-inline u32 bits_of(float x) {
-  u32 bits;
-  __builtin_memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
-inline float float_of(u32 bits) {
-  float x;
-  __builtin_memcpy(&x, &bits, sizeof x);
-  return x;
 }
 
 // b where one of the two is NaN.
@@ -244,7 +243,7 @@ inline double sum_of_exp(const float* x, u32 n, const Exponential& e, const void
   }
   for (; i < n; i += kLanes) {
     const u32 rest = n - i < kLanes ? n - i : kLanes;
-    Floats term[1] = {prepare(rest == kLanes ? load(x + i) : load_some(x + i, rest, -kInfinity), i)};
+    Floats term[1] = {prepare(load_lanes(x + i, rest), i)};
     exp_in_place(term, e);
     keep(term[0], i, rest);
     total += __builtin_convertvector(term[0], Doubles);

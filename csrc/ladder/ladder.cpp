@@ -2,9 +2,7 @@
 #include "ladder.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <vector>
@@ -12,7 +10,7 @@
 #include "../cpu/full_row_kernels.h"
 #include "../cpu/row_state.h"
 #include "../cpu/selection.h"
-#include "../cpu/thread_pool.h"
+#include "../cpu/shares.h"
 
 namespace fused_topk::cpu {
 namespace {
@@ -47,7 +45,7 @@ struct Climber {
   }
 
   float maximum(const Span& span) const {
-    float m = -std::numeric_limits<float>::infinity();
+    float m = -kInfinity;
     pass(span, [&](u32 i, u32 n) { m = std::max(m, kernels.maximum(span.x + i, n)); });
     return m;
   }
@@ -78,7 +76,7 @@ struct Climber {
   }
 
   BlockNormalizer online(const Span& span) const {
-    BlockNormalizer state{-std::numeric_limits<float>::infinity(), 0.0};
+    BlockNormalizer state{-kInfinity, 0.0};
     pass(span, [&](u32 i, u32 n) { state = merge(state, online_block(span.x + i, n), 1.0); });
     return state;
   }
@@ -97,7 +95,7 @@ struct Climber {
   // The exponentials, relative to the maximum of their block, wait in the place of the result.
   void kept(const Span& span) const {
     std::vector<BlockNormalizer> blocks;
-    BlockNormalizer state{-std::numeric_limits<float>::infinity(), 0.0};
+    BlockNormalizer state{-kInfinity, 0.0};
     pass(span, [&](u32 i, u32 n) {
       const float m = kernels.maximum(span.x + i, n);
       const Exponential e = relative_to(reference_point(m));
@@ -152,7 +150,7 @@ struct Climber {
         });
         break;
       case Rung::kOnlineTopK:
-        state = {-std::numeric_limits<float>::infinity(), 0.0};
+        state = {-kInfinity, 0.0};
         select(span, span.x, selection, &state);
         break;
     }
@@ -160,9 +158,7 @@ struct Climber {
     if (selects_probabilities) select(span, span.y, selection, nullptr);
     const u64* best = selection.sorted();
     for (u32 i = 0; i < problem.k; ++i) {
-      const u32 bits = bits_of_key(key_of(best[i]));
-      float value;
-      std::memcpy(&value, &bits, sizeof value);
+      float value = logit_of_key(key_of(best[i]));
       if (!selects_probabilities) value = float(std::exp(double(value) - state.m) / state.d);
       problem.values[number * problem.k + i] = value;
       problem.indices[number * problem.k + i] = index_of(best[i]);
@@ -172,11 +168,7 @@ struct Climber {
   // Each thread makes its own do_task = make_task(). Together they call do_task(number) for all numbers below `tasks`.
   template <class TASK>
   void on_threads(u64 tasks, const TASK& make_task) const {
-    std::atomic<u64> next{0};
-    run_on_threads(u32(std::min<u64>(problem.threads, tasks)), [&] {
-      auto do_task = make_task();
-      for (u64 task = next++; task < tasks; task = next++) do_task(task);
-    });
+    share_tasks(problem.threads, tasks, 1, [&](const auto& for_each) { for_each(make_task()); });
   }
 
   // Each thread has a part of every row. It leaves the normalizers of its parts. When all are there, it merges them and

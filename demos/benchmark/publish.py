@@ -63,23 +63,21 @@ def _cost_row(name: str, case: Mapping[str, Any]) -> list[str]:
 
 
 def decoding(run: Document) -> str:
-    """What demos/decoding_latency.py wrote: a line for each mode and way."""
-    title = (
-        f"{run['model']}: {run['batch']} prompts, {run['beams']} beams, {run['vocab_size']:,} tokens, {run['dtype']}."
-    )
-    headings = ("generate()", "", "selection, µs", "its memory, kB", "whole step, ms", "tokens/s")
-    lines = []
-    for mode, ways in run["summary"].items():
-        for way in _WAYS:
-            row = ways[way]
-            memory, seconds = row["selection_memory_bytes"], (row["selection_s"], row["step_s"])
-            cells = [f"{seconds[0] * 1e6:,.0f}", f"{memory / 1e3:,.1f}", f"{seconds[1] * 1e3:.2f}"]
-            lines.append([mode if way == "stock" else "", way, *cells, f"{row['tokens_per_s']:,.0f}"])
-        saved = [
-            ways["stock"][name] / ways["fused"][name] for name in ("selection_s", "selection_memory_bytes", "step_s")
+    """What demos/decoding_latency.py wrote of whole calls: a line for each mode and way."""
+    headings = ("generate()", "", "first call, s", "first token, ms", "step, ms", "stock / this")
+    lines = [
+        [
+            mode if way == "stock" else "",
+            way,
+            f"{cost['first_call']:.1f}",
+            f"{cost['first_token'] * 1e3:.1f}",
+            f"{cost['step'] * 1e3:.2f}",
+            f"{ways['stock']['step'] / cost['step']:.2f}",
         ]
-        lines.append(["", "stock / fused", *(f"{ratio:,.2f}x" for ratio in saved), ""])
-    return f"{title}\n\n{Table(headings, lines, labels=2).markdown()}"
+        for mode, ways in run["calls"].items()
+        for way, cost in ways.items()
+    ]
+    return Table(headings, lines, labels=2).markdown()
 
 
 def whole_calls(run: Document) -> str:

@@ -70,7 +70,7 @@ def instruction_set() -> str:
     cause = unavailable()
     if cause is not None:
         raise RuntimeError(cause)
-    return str(_cpu.instruction_set())
+    return str(_cpu.instruction_sets()[0])
 
 
 def prepare_topk(

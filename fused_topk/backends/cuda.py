@@ -42,15 +42,6 @@ from ..problem import (
 from ..rows import LogitRows, RowsLayout
 from .protocol import StartFullRows, StartMerge, StartRouter, StartSample, StartTopk
 
-# One element of that many bytes, which CuPy passes by value.
-_TOPK_ARGUMENT = np.dtype(f"V{topk_launch.PROBLEM_BYTES}")
-_MERGE_ARGUMENT = np.dtype(f"V{launch.STATES_BYTES}")
-_FULL_ROW_ARGUMENT = np.dtype(f"V{full_row_launch.FULL_ROWS_BYTES}")
-_GRADIENT_ARGUMENT = np.dtype(f"V{ctypes.sizeof(LogitGradients)}")
-_SAMPLE_ARGUMENT = np.dtype(f"V{ctypes.sizeof(SampleRows)}")
-_ROUTING_ARGUMENT = np.dtype(f"V{router_launch.ROUTING_BYTES}")
-_RANKS_ARGUMENT = np.dtype(f"V{rank_launch.RANKS_BYTES}")
-_PIECE_ARGUMENT = np.dtype(f"V{ctypes.sizeof(Piece)}")
 _write_gradient_rows, _write_sample_rows, _write_piece_rows = map(rows_writer, (LogitGradients, SampleRows, Piece))
 _SHARED_BYTES_UNASKED = 48 << 10  # what a kernel has without asking
 
@@ -103,7 +94,7 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
             return
         function = driver.function(index, planned.kernel)
         filled = planned.fill(*map(address, tensors), *map(address, out))
-        driver.call(function, planned.grid, planned.threads, (np.frombuffer(filled, _MERGE_ARGUMENT),), index)
+        driver.call(function, planned.grid, planned.threads, (_argument(filled),), index)
 
     return run
 
@@ -149,7 +140,7 @@ def accumulate_piece(
         driver.function(device, launch.piece_kernel(logits.dtype, ranks is not None)),
         (launch.piece_blocks(count),),
         launch.PIECE_THREADS,
-        (_argument(filled, _write_piece_rows, rows, _PIECE_ARGUMENT),),
+        (_with_rows(filled, _write_piece_rows, rows),),
         device,
         launch.piece_shared_bytes(logits.dtype),
     )
@@ -208,7 +199,7 @@ def prepare_router(problem: RouterProblem, device: torch.device) -> StartRouter:
         # The kernel writes no logsumexp.
         filled = planned.fill(rows, None, 0, 0, TopK(weights, chosen, weights))
         routing = router_launch.filled(wanted, address(bias), chosen.dtype is torch.int32)
-        arguments = (np.frombuffer(filled, _TOPK_ARGUMENT), np.frombuffer(routing, _ROUTING_ARGUMENT))
+        arguments = (_argument(filled), _argument(routing))
         driver.call(driver.function(index, kernel), planned.grid, planned.threads, arguments, index, shared_bytes)
 
     return run
@@ -234,7 +225,7 @@ def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int) 
     )
     function = driver.function(index, launch.gradient_kernel(logits.dtype))
     grid = launch.gradient_grid(count, tokens, logits.element_size())
-    argument = _argument(filled, _write_gradient_rows, rows, _GRADIENT_ARGUMENT)
+    argument = _with_rows(filled, _write_gradient_rows, rows)
     driver.call(function, grid, launch.GRADIENT_THREADS, (argument,), index)
 
 
@@ -314,7 +305,7 @@ def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
             filled.best_values, filled.best_indices, filled.best_logsumexp = map(address, best)
         if out.kept is not None:
             filled.kept_counts, filled.kept_logsumexp = map(address, out.kept)
-        argument = _argument(filled, _write_sample_rows, given, _SAMPLE_ARGUMENT)
+        argument = _with_rows(filled, _write_sample_rows, given)
         function = driver.function(index, kernel)
         threads = launch.SAMPLE_THREADS
         driver.call(function, (rows, blocks), threads, (argument,), index, is_cooperative=is_cooperative)
@@ -353,7 +344,7 @@ def target_ranks(problem: RankProblem, out: Tensor) -> None:
     )
     # The kernel writes ranks alone.
     filled = planned.fill(rows, None, 0, 0, TopK(out, out, out))
-    arguments = (np.frombuffer(filled, _TOPK_ARGUMENT), np.frombuffer(bytes(wanted), _RANKS_ARGUMENT))
+    arguments = (_argument(filled), _argument(bytes(wanted)))
     function = driver.function(index, rank_launch.kernel_name(logits.dtype))
     driver.call(function, (count, blocks), rank_launch.THREADS, arguments, index)
 
@@ -375,13 +366,24 @@ def _prepare_list(rows: LogitRows, k: int, device: torch.device) -> Callable[[Lo
     return run
 
 
-def _argument(
-    filled: ctypes.Structure, write_rows: Callable[[bytearray, LogitRows], None], rows: LogitRows, dtype: np.dtype[Any]
+@cache
+def _by_value(size: int) -> np.dtype[Any]:
+    """One element of that many bytes, which CuPy passes by value."""
+    return np.dtype(f"V{size}")
+
+
+def _argument(filled: bytes | bytearray) -> np.ndarray[Any, Any]:
+    """A struct as a kernel's argument."""
+    return np.frombuffer(filled, _by_value(len(filled)))
+
+
+def _with_rows(
+    filled: ctypes.Structure, write_rows: Callable[[bytearray, LogitRows], None], rows: LogitRows
 ) -> np.ndarray[Any, Any]:
-    """A kernel's argument, once the rows are written into it."""
+    """The same, once the rows are written into it."""
     buffer = bytearray(filled)
     write_rows(buffer, rows)
-    return np.frombuffer(buffer, dtype)
+    return _argument(buffer)
 
 
 def read_rows(logits: Tensor) -> None:
@@ -461,7 +463,7 @@ def _launch_topk(planned: Launch, device: int, rows: LogitRows, beam_scores: Ten
         workspace = torch.empty(planned.scratch_words, dtype=torch.int64, device=out.values.device)
         scratch = workspace.data_ptr()
         first_ticket = tickets.zeroed(device, planned.row_tickets + planned.beam_tickets)
-    argument = np.frombuffer(planned.fill(rows, beam_scores, scratch, first_ticket, out), _TOPK_ARGUMENT)
+    argument = _argument(planned.fill(rows, beam_scores, scratch, first_ticket, out))
     shared_bytes = planned.shared_bytes
     if shared_bytes > _SHARED_BYTES_UNASKED:
         # A kernel for hardware that has less than this needs less.
@@ -477,7 +479,7 @@ def _launch_full_rows(planned: FullRowLaunch, device: int, rows: LogitRows, out:
         workspace = torch.empty(planned.scratch_words, dtype=torch.int64, device=out.device)
         scratch = workspace.data_ptr()
         counters = tickets.zeroed(device, planned.counters)
-    argument = np.frombuffer(planned.fill(rows, scratch, counters, out), _FULL_ROW_ARGUMENT)
+    argument = _argument(planned.fill(rows, scratch, counters, out))
     driver.call(
         function,
         planned.grid,

@@ -116,10 +116,7 @@ def row_topk(problem: TopkProblem, out: TopK) -> None:
         out.values.copy_(chosen)
         return
 
-    # (x - m) - log d rather than x - logsumexp: a large common offset of the logits then costs no accuracy.
-    shifted = (chosen.to(dtype) - m) / temperature
-    total = shifted.exp().sum(-1, keepdim=True) if problem.normalize == "topk" else d
-    values = shifted.exp() / total if problem.values == "softmax" else shifted - total.log()
+    values = _values(chosen.to(dtype), m, d, temperature, problem)
     # A row without a finite normalizer has no probabilities at all, as in torch.softmax.
     out.values.copy_(values.where(d.log().isfinite(), torch.nan))
 
@@ -173,9 +170,7 @@ def merge(problem: MergeProblem, out: TopK) -> None:
         # The states may be relative to more than the allowed tokens, so the chosen have a maximum of their own.
         first = chosen[..., :1].to(dtype)
         m = m.where(~first.isfinite(), first)
-    shifted = (chosen.to(dtype) - m) / temperature
-    total = shifted.exp().sum(-1, keepdim=True) if problem.normalize == "topk" else d
-    values = shifted.exp() / total if problem.values == "softmax" else shifted - total.log()
+    values = _values(chosen.to(dtype), m, d, temperature, problem)
     out.values.copy_(values.where(greatest.isfinite() & d.log().isfinite(), torch.nan))
 
 
@@ -209,6 +204,16 @@ def full_rows(problem: FullRowProblem, out: Tensor) -> None:
     shifted = (x - m) / temperature
     values = shifted.exp() / d if problem.values == "softmax" else shifted - log_d
     out.copy_(values.where(log_d.isfinite(), torch.nan))
+
+
+def _values(
+    chosen: Tensor, m: Tensor, d: Tensor, temperature: float | Tensor, problem: TopkProblem | MergeProblem
+) -> Tensor:
+    """Probabilities or log-probabilities of the chosen logits."""
+    # (x - m) - log d rather than x - logsumexp: a large common offset of the logits then costs no accuracy.
+    shifted = (chosen - m) / temperature
+    total = shifted.exp().sum(-1, keepdim=True) if problem.normalize == "topk" else d
+    return shifted.exp() / total if problem.values == "softmax" else shifted - total.log()
 
 
 def _temperature(scale: float | Tensor, dtype: torch.dtype) -> float | Tensor:

@@ -118,8 +118,6 @@ def _stream(handle: int) -> Any:
     """torch's stream as a CuPy object, to be passed to a launch. CuPy's own current stream is another one."""
     import cupy
 
-    if not hasattr(cupy.cuda.Stream, "from_external"):  # before CuPy 14
-        return cupy.cuda.ExternalStream(handle)
     return cupy.cuda.Stream.from_external(_StreamHandle(handle))
 
 

@@ -19,8 +19,6 @@ from ..rows import unpacked
 from . import full_rows as of_columns
 from . import functions
 
-_ENTRIES = {"softmax": "softmax_topk", "log_softmax": "log_softmax_topk", "logits": "topk"}
-
 
 def row(
     values: str,
@@ -43,9 +41,7 @@ def row(
         rows = check_rows(local.logits, local.temperature, local.mask)
         result = calls.row_topk(rows, k, values, normalize, backend)
     else:
-        of_values: Any = {} if values == "logits" else {"temperature": local.temperature, "normalize": normalize}
-        settings = {"group": local.group, "mask": local.mask, "backend": backend, **of_values}
-        result = getattr(functions, _ENTRIES[values])(local.logits, k, **settings)
+        result = functions.row(values, local.logits, k, local.group, local.temperature, local.mask, normalize, backend)
     leading = tuple(logits.shape[:-1])
     return TopK(*map(local.whole, result, ((*leading, k), (*leading, k), leading)))
 

@@ -16,6 +16,7 @@ from ..arguments import (
     check_k,
     check_logits,
     check_normalize,
+    check_normalize_of_beams,
     check_rows,
 )
 from ..operators import calls
@@ -76,7 +77,7 @@ def softmax_topk(
         and calls with k > V_local. It can be captured in a CUDA graph after such a first call, and compiled with
         fullgraph=True.
     """
-    return _row("softmax", local_logits, k, group, temperature, mask, normalize, backend)
+    return row("softmax", local_logits, k, group, temperature, mask, normalize, backend)
 
 
 def log_softmax_topk(
@@ -95,7 +96,7 @@ def log_softmax_topk(
 
     Arguments, errors and contract are those of :func:`softmax_topk`, the result is that of :func:`fused_topk.log_softmax_topk`.
     """
-    return _row("log_softmax", local_logits, k, group, temperature, mask, normalize, backend)
+    return row("log_softmax", local_logits, k, group, temperature, mask, normalize, backend)
 
 
 def topk(
@@ -107,7 +108,7 @@ def topk(
 
     Arguments, errors and contract are those of :func:`softmax_topk`, the result is that of :func:`fused_topk.topk`.
     """
-    return _row("logits", local_logits, k, group, None, mask, "allowed", backend)
+    return row("logits", local_logits, k, group, None, mask, "allowed", backend)
 
 
 def beam_topk(
@@ -141,11 +142,7 @@ def beam_topk(
     """
     check_logits(local_logits)
     check_beam_scores(beam_scores, local_logits)
-    check_normalize(normalize)
-    if normalize == "topk":
-        raise ValueError(
-            "`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure"
-        )
+    check_normalize_of_beams(normalize)
     beams = local_logits.shape[1]
     call = gather_states(local_logits, k, group, temperature, mask, normalize, backend, of_row=beams)
     parts, vocab_size = call.parts, call.vocab_size
@@ -167,7 +164,7 @@ def beam_topk(
     return TopK(accumulated.gather(1, best), tokens.flatten(1).gather(1, best), rows.logsumexp)
 
 
-def _row(
+def row(
     values: str,
     local_logits: Tensor,
     k: int,
@@ -296,9 +293,14 @@ def _state(rows: LogitRows, k: int, held: int, normalize: str, backend: str | No
             torch.full((*leading, k), _NO_TOKEN, device=local_logits.device),
             torch.stack((sums - torch.inf, sums)),
         )
-    best, indices, normalizer = _row_topk(*rows, held, "state", normalize, backend)
+    return padded(TopK(*_row_topk(*rows, held, "state", normalize, backend)), k)
+
+
+def padded(state: TopK, k: int) -> TopK:
+    """The state with k entries a row. What is missing has no token."""
+    best, indices, normalizer = state
     pad = torch.nn.functional.pad
-    missing = (0, k - held)
+    missing = (0, k - best.shape[-1])
     return TopK(pad(best, missing, value=-torch.inf), pad(indices, missing, value=_NO_TOKEN), normalizer)
 
 

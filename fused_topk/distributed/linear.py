@@ -30,7 +30,7 @@ from ..operators.gradients import save_rows, saved_rows
 from ..problem import LinearProblem, TargetTopK, TopK, result_dtype
 from ..rows import ROWS_FIELDS, LogitRows
 from .collective import group_of
-from .functions import exchange_state
+from .functions import exchange_state, padded
 
 _linear_topk = torch.ops.fused_topk.linear_topk.default
 _linear_topk_backward = torch.ops.fused_topk.linear_topk_backward.default
@@ -179,7 +179,7 @@ def _linear(
     rows = check_rows(logits, temperature, mask, may_be_empty=True).with_logits(hidden)
     is_one_each = False
     if targets is not None:
-        check_targets(targets, logits, may_be_several=True, is_part=True)
+        check_targets(targets, logits, is_part=True)
         if start is None:
             raise ValueError(
                 "`start` must be the token of this process's first row where `targets` are given, got None; without it no "
@@ -297,7 +297,4 @@ def _state(head: LinearProblem, k: int, backend: str | None) -> tuple[TopK, Tens
         normalizer = torch.stack((none - torch.inf, none), -1)
         if head.targets is not None:
             own_logits = hidden.new_zeros(head.targets.shape)
-    pad = torch.nn.functional.pad
-    missing = (0, k - held)
-    best = pad(logits, missing, value=-torch.inf), pad(indices, missing, value=_NO_TOKEN)
-    return TopK(*best, normalizer.movedim(-1, 0)), own_logits
+    return padded(TopK(logits, indices, normalizer.movedim(-1, 0)), k), own_logits

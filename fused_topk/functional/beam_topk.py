@@ -10,7 +10,7 @@ from ..arguments import (
     check_beam_scores,
     check_k,
     check_logits,
-    check_normalize,
+    check_normalize_of_beams,
     check_rows,
     check_whole_rows,
     is_distributed,
@@ -59,11 +59,7 @@ def beam_topk(
         beam in the order of its logits. So a beam contributes its best tokens even if its score is so low that all of its
         sums round to the same number. The rest of the contract is that of :func:`softmax_topk`.
     """
-    check_normalize(normalize)
-    if normalize == "topk":
-        raise ValueError(
-            "`normalize` must be 'allowed' or 'all' for beam_topk, got 'topk'; beams need a common measure"
-        )
+    check_normalize_of_beams(normalize)
     if is_distributed(logits):
         from ..distributed import dtensors
 

@@ -282,7 +282,7 @@ def _linear(
         rows = check_rows(logits, temperature, mask).with_logits(hidden)
     has_ranks = False
     if targets is not None:
-        check_targets(targets, logits, may_be_several=True)
+        check_targets(targets, logits)
         has_ranks = targets.dim() == hidden.dim() - 1
         if has_ranks:
             targets = targets.unsqueeze(-1)

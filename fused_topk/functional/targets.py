@@ -21,7 +21,7 @@ def check_row_targets(targets: Any, target_ties: Any, logits: Tensor, out: Any) 
     check_choice("target_ties", target_ties, _TIES)
     if out is not None:
         raise ValueError("`out` must be None where `targets` are given, got both; leave one out")
-    check_targets(targets, logits, may_be_several=True)
+    check_targets(targets, logits)
 
 
 def of_targets(

@@ -158,7 +158,7 @@ def generate(
     Raises:
         ValueError: a mode that is not served: assisted, contrastive, constrained, group beams; do_sample without
             sampling=True; a streamer with beams.
-        RuntimeError: this version of transformers has no loop under the name that it states.
+        RuntimeError: this version of transformers has no loop of the known name.
     """
     given = _arguments_of_caller()
     mode = mode_of(generation_config)
@@ -206,10 +206,7 @@ def generate(
 
 
 def _stock_loop(model: nn.Module, mode: GenerationMode) -> Any:
-    from transformers.generation import utils
-
-    names: dict[GenerationMode, str] = getattr(utils, "GENERATION_MODES_MAPPING", {})
-    name = names.get(mode, "_beam_search" if mode in BEAMS else "_sample")
+    name = "_beam_search" if mode in BEAMS else "_sample"
     loop = getattr(type(model), name, None)
     if loop is None:
         raise RuntimeError(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,6 @@ _RESULT_OF_CACHE = 0.75
 _write_rows = rows_writer(FullRows)
 _write_out, _OUT = writer(FullRows, "out")
 _write_scratch, _SCRATCH = writer(FullRows, "parts", "counters")
-FULL_ROWS_BYTES = ctypes.sizeof(FullRows)
 
 
 class FullRowLaunch(NamedTuple):

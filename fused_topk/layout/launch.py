@@ -4,7 +4,6 @@ Needs no GPU."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -82,7 +81,6 @@ _MOST_ENTRIES_OF_WARP = 32
 _write_addresses, _ADDRESSES = writer(
     States, "logits", "indices", "m", "d", "lengths", "row_temperature", "values", "result_indices", "logsumexp"
 )
-STATES_BYTES = ctypes.sizeof(States)
 
 
 class MergeLaunch(NamedTuple):

@@ -6,11 +6,8 @@ What is read is laid out as for top-k (topk_launch.py).
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
-from .kernel_arguments import TargetRanks
 from .launch import FORMATS
 from .topk_choice import KernelChoice
 
@@ -18,7 +15,6 @@ THREADS = 256
 """kThreads of csrc/ranks/target_ranks.cu."""
 CHOICE = KernelChoice(1, 1, 1, 1, 1)
 """For the layout of what is read, which it does not change."""
-RANKS_BYTES = ctypes.sizeof(TargetRanks)
 
 # Of a row, for each block: 8 to 16 reads of a warp. A guess.
 _TOKENS_OF_BLOCK = 8192

@@ -6,8 +6,6 @@ What is read is laid out as for top-k (topk_launch.py), and so is where results 
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from .kernel_arguments import Routing, writer
@@ -28,7 +26,6 @@ SCORINGS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
 
 _write_bias, _BIAS = writer(Routing, "bias")
 _write_are_short, _ARE_SHORT = writer(Routing, "are_short")
-ROUTING_BYTES = ctypes.sizeof(Routing)
 
 
 def argument(experts: int, groups: int, topk_groups: int, group_score: str, normalize: bool, scale: float) -> bytes:

@@ -7,7 +7,6 @@ as long as its Python does, so nothing is computed twice. Needs no GPU.
 
 from __future__ import annotations
 
-import ctypes
 from typing import NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ _write_rows = rows_writer(Problem)
 _write_call, _CALL = writer(Problem, "lists", "parts", "row_tickets", "logsumexp", "values", "indices")
 _write_beam_scores, _BEAM_SCORES = writer(Problem, "beam_scores")
 _write_beam_scratch, _BEAM_SCRATCH = writer(Problem, "beam_lists", "beam_indices", "beam_tickets")
-PROBLEM_BYTES = ctypes.sizeof(Problem)
 
 
 class Launch(NamedTuple):

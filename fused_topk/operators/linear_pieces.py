@@ -8,7 +8,6 @@ waits for the device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -103,7 +102,7 @@ def forward(
         native.linear_topk(given, k, values, TopK(*out[:3]), out.state if keeps_state else None)
         return out
     lead = head.hidden.dim() - 1
-    flat = LinearResult(*(_flat(x, x.dim() - lead) if x.numel() else x for x in out))
+    flat = LinearResult(*(x.reshape(-1, *x.shape[lead:]) if x.numel() else x for x in out))
     logit_bytes = itemsize + (_RANK_BYTES if has_ranks else 0) + head.rows.hides()
     row_bytes = 0 if head.targets is None else head.targets.shape[-1] * _TARGET_BYTES
     if chosen is reference:
@@ -300,11 +299,3 @@ def blocks(head: LinearProblem, size: int) -> Iterator[Block]:
             some_rows(head.hidden, 1, part),
             None if head.targets is None else some_rows(head.targets, 1, part),
         )
-
-
-def _flat(tensor: Tensor, trailing: int) -> Tensor:
-    """All leading dimensions but the last `trailing` as one."""
-    shape = (-1, *tensor.shape[tensor.dim() - trailing :])
-    if 0 in shape[1:]:
-        shape = (math.prod(tensor.shape[: tensor.dim() - trailing]), *shape[1:])
-    return tensor.reshape(shape)

@@ -7,6 +7,7 @@ with the same gradient. vmap needs no loop: what it maps over becomes one more l
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from ..rows import ROWS_FIELDS, unflattened
 from . import full_rows as full_rows  # the operators that these Functions call
 from . import gradients, linear, merging, routing
+from . import ranks as ranks
 from . import row_topk as row_topk
 
 
@@ -33,13 +35,20 @@ def _mapped(info: Any, in_dims: Sequence[int | None], arguments: Sequence[Any]) 
     ]
 
 
-def _turn(i: int, in_dims: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    """The arguments of the i-th call of those that vmap makes one of."""
+def _take_turns(run: Callable[..., Any], info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+    """One call after the other, where vmap maps over what all rows of a call have in common."""
     # A list has a dimension for each of its elements.
-    return [
-        argument.select(dim, i) if isinstance(argument, Tensor) and dim is not None else argument
-        for argument, dim in zip(arguments, in_dims, strict=True)
+    turns = [
+        run(
+            *(
+                argument.select(dim, i) if isinstance(argument, Tensor) and dim is not None else argument
+                for argument, dim in zip(arguments, in_dims, strict=True)
+            )
+        )
+        for i in range(info.batch_size)
     ]
+    found = tuple(map(torch.stack, zip(*turns, strict=True)))
+    return found, (0,) * len(found)
 
 
 def _map_rows(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
@@ -63,59 +72,16 @@ def _map_beams(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None]
 
 
 def _map_heads(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-    """Each mapped weight or bias is a head of its own, and they take their turns."""
+    """Each mapped weight or bias is a head of its own."""
     weight, bias, targets = range(ROWS_FIELDS, ROWS_FIELDS + 3)
-    if in_dims[weight] is None and in_dims[bias] is None:
-        mapped = _mapped(info, in_dims, arguments)
-        mapped[weight], mapped[bias] = arguments[weight], arguments[bias]
-        result = run(*mapped)
-        # Empty tensors that stand for nothing are not mapped.
-        has_targets, (has_ranks, keeps_state) = arguments[targets] is not None, arguments[-2:]
-        is_mapped = (True, True, True, has_targets, has_ranks, keeps_state)
-        return result, tuple(0 if x else None for x in is_mapped)
-    turns = [run(*_turn(i, in_dims, arguments)) for i in range(info.batch_size)]
-    return tuple(map(torch.stack, zip(*turns, strict=True))), (0,) * 6
-
-
-class _Function(torch.autograd.Function):
-    """An operator that has no forward-mode derivative."""
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RuntimeError(
-            "the functions of fused_topk must be differentiated in reverse mode, got forward mode, which torch.func.hessian and "
-            "jacfwd use; use torch.func.jacrev, twice for a Hessian"
-        )
-
-
-class RowTopk(_Function):
-    """row_topk."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return tuple(torch.ops.fused_topk.row_topk.default(*arguments))
-
-    setup_context = staticmethod(gradients.row_setup_context)
-    backward = staticmethod(gradients.row_backward)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-        return _map_rows(RowTopk.apply, info, in_dims, *arguments)
-
-
-class BeamTopk(_Function):
-    """beam_topk."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return tuple(torch.ops.fused_topk.beam_topk.default(*arguments))
-
-    setup_context = staticmethod(gradients.beam_setup_context)
-    backward = staticmethod(gradients.beam_backward)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-        return _map_beams(BeamTopk.apply, info, in_dims, *arguments)
+    if in_dims[weight] is not None or in_dims[bias] is not None:
+        return _take_turns(run, info, in_dims, *arguments)
+    mapped = _mapped(info, in_dims, arguments)
+    mapped[weight], mapped[bias] = arguments[weight], arguments[bias]
+    # Empty tensors that stand for nothing are not mapped.
+    has_targets, (has_ranks, keeps_state) = arguments[targets] is not None, arguments[-2:]
+    is_mapped = (True, True, True, has_targets, has_ranks, keeps_state)
+    return run(*mapped), tuple(0 if x else None for x in is_mapped)
 
 
 def _map_parts(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
@@ -129,135 +95,69 @@ def _map_parts(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None]
     return run(*mapped), _dims_of_results(arguments[8])
 
 
-class MergeParts(_Function):
-    """merge_parts."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return tuple(torch.ops.fused_topk.merge_parts.default(*arguments))
-
-    setup_context = staticmethod(merging.setup_context)
-    backward = staticmethod(merging.backward)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-        return _map_parts(MergeParts.apply, info, in_dims, *arguments)
-
-
-class LinearTopk(_Function):
-    """linear_topk."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return tuple(torch.ops.fused_topk.linear_topk.default(*arguments))
-
-    setup_context = staticmethod(linear.setup_context)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return linear.backward_by(LinearTopkBackward.apply, ctx, *gradients)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-        return _map_heads(LinearTopk.apply, info, in_dims, *arguments)
-
-
-class LinearTopkBackward(_Function):
-    """linear_topk_backward, which vmap loops over."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return torch.ops.fused_topk.linear_topk_backward.default(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Nothing is kept: there is no second gradient."""
-
-    backward = staticmethod(linear.no_second_gradient)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-        turns = [LinearTopkBackward.apply(*_turn(i, in_dims, arguments)) for i in range(info.batch_size)]
-        return tuple(map(torch.stack, zip(*turns, strict=True))), (0, 0, 0)
-
-
 def _map_routers(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-    """Each mapped bias is a router of its own, and they take their turns."""
+    """Each mapped bias is a router of its own."""
     bias = ROWS_FIELDS
     if in_dims[bias] is not None:
-        turns = [run(*_turn(i, in_dims, arguments)) for i in range(info.batch_size)]
-        return tuple(map(torch.stack, zip(*turns, strict=True))), (0, 0)
+        return _take_turns(run, info, in_dims, *arguments)
     mapped = _mapped(info, in_dims, arguments)
     mapped[bias] = arguments[bias]
     return run(*mapped), (0, 0)
 
 
-class RouterChoice(_Function):
-    """router_topk."""
+class _Function(torch.autograd.Function):
+    """An operator that has no forward-mode derivative."""
 
     @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return tuple(torch.ops.fused_topk.router_topk.default(*arguments))
-
-    setup_context = staticmethod(routing.setup_context)
-    backward = staticmethod(routing.backward)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-        return _map_routers(RouterChoice.apply, info, in_dims, *arguments)
-
-
-class FullRowValues(_Function):
-    """full_rows."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return torch.ops.fused_topk.full_rows.default(*arguments)
-
-    setup_context = staticmethod(gradients.full_rows_setup_context)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradients.full_rows_backward(ctx, gradient, FullRowValues.apply)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-        return _map_one(FullRowValues.apply, info, in_dims, *arguments)
-
-
-class TargetRanks(_Function):
-    """target_ranks."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return torch.ops.fused_topk.target_ranks.default(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return (None,) * (ROWS_FIELDS + 3)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-        return _map_one(TargetRanks.apply, info, in_dims, *arguments)
-
-
-# The operators themselves get the rules too, because gradients use them. Without a rule torch loops over the mapped dimension.
-if hasattr(torch.library, "register_vmap"):
-    for _name, _map in (
-        ("row_topk", _map_rows),
-        ("beam_topk", _map_beams),
-        ("merge_parts", _map_parts),
-        ("full_rows", _map_one),
-        ("router_topk", _map_routers),
-    ):
-        _operator = getattr(torch.ops.fused_topk, _name).default
-        torch.library.register_vmap(
-            f"fused_topk::{_name}",
-            lambda info, in_dims, *arguments, _map=_map, _operator=_operator: _map(
-                _operator, info, in_dims, *arguments
-            ),
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(
+            "the functions of fused_topk must be differentiated in reverse mode, got forward mode, which torch.func.hessian and "
+            "jacfwd use; use torch.func.jacrev, twice for a Hessian"
         )
+
+
+def _function(
+    name: str, map_over: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any]
+) -> Any:
+    """The Function of an operator. `map_over(run, info, in_dims, *arguments)`: what vmap does to a call of `run`."""
+    operator = getattr(torch.ops.fused_topk, name).default
+
+    def forward(*arguments: Any) -> Any:
+        return operator(*arguments)
+
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        return map_over(made.apply, info, in_dims, *arguments)
+
+    methods = {"forward": forward, "setup_context": setup_context, "backward": backward, "vmap": vmap}
+    made: Any = type(name, (_Function,), {method: staticmethod(run) for method, run in methods.items()})
+    # The operator itself gets the rule too, because gradients use it. Without one torch loops over the mapped dimension.
+    torch.library.register_vmap(f"fused_topk::{name}", functools.partial(map_over, operator))
+    return made
+
+
+RowTopk = _function("row_topk", _map_rows, gradients.row_setup_context, gradients.row_backward)
+BeamTopk = _function("beam_topk", _map_beams, gradients.beam_setup_context, gradients.beam_backward)
+MergeParts = _function("merge_parts", _map_parts, merging.setup_context, merging.backward)
+RouterChoice = _function("router_topk", _map_routers, routing.setup_context, routing.backward)
+FullRowValues: Any = _function(
+    "full_rows",
+    _map_one,
+    gradients.full_rows_setup_context,
+    lambda ctx, gradient: gradients.full_rows_backward(ctx, gradient, FullRowValues.apply),
+)
+TargetRanks = _function(
+    "target_ranks",
+    _map_one,
+    lambda ctx, inputs, output: ctx.mark_non_differentiable(output),
+    lambda ctx, gradient: (None,) * (ROWS_FIELDS + 3),
+)
+LinearTopk = _function(
+    "linear_topk",
+    _map_heads,
+    linear.setup_context,
+    lambda ctx, *gradients: linear.backward_by(LinearTopkBackward.apply, ctx, *gradients),
+)
+# There is no second gradient.
+LinearTopkBackward: Any = _function(
+    "linear_topk_backward", _take_turns, lambda ctx, inputs, output: None, linear.no_second_gradient
+)

@@ -27,28 +27,16 @@ class Filter(NamedTuple):
 
 # Subtracts the logsumexp from the scores.
 NORMALIZE = Filter("normalize", 1.0)
-
-
 # Length of the list if no top-k bounds it. In practice top-p and min-p keep far fewer tokens.
 _WINDOW = 1024
-
-
 # Room for tokens that tie with the k-th: with bfloat16 logits of 152k tokens, k = 1024 has 15 to 22 of them.
 _ROOM_FOR_TIES = 64
-
-
 # Temperatures that greedy decoding takes. Others may make a row's best tokens equal.
 _TEMPERATURES = (1e-3, 1e3)
-
-
 # In the order in which fused_topk.sample() applies them.
 _PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
-
-
 # Beyond them scores overflow in float32, or have no digits left.
 _SAMPLED_TEMPERATURES = (1e-30, 1e30)
-
-
 # Of tokens that become equal to the best by rounding, the smallest index among these is taken. More than these become equal only in
 # a row that has hardly a digit of difference.
 GREEDY_LENGTH = 8

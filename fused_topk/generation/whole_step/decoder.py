@@ -103,7 +103,7 @@ class Decoder:
     @property
     def num_bytes(self) -> int:
         """The bytes of the cache."""
-        return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in self._all_layers if layer.is_initialized)
+        return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in self._all_layers)
 
     @property
     def _layers(self) -> list[SharedPromptLayer]:
@@ -114,8 +114,9 @@ class Decoder:
 
     @property
     def _all_layers(self) -> list[Any]:
-        """And what an encoder has read."""
-        return [*self._layers, *([] if self._source is None else self._cache.cross_attention_cache.layers)]
+        """And what an encoder has read. A layer that reads the keys of another one is not among them."""
+        layers = [*self._layers, *([] if self._source is None else self._cache.cross_attention_cache.layers)]
+        return [layer for layer in layers if layer.is_initialized]
 
     @property
     def capacity(self) -> int:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -285,9 +285,7 @@ def _prompt(
     unread = given_cache.num_unread(read.shape[1], of_mask, before, embeddings is None and reasons.TAKES_NEW_TOKENS)
     read = read[:, -unread:]
     shape = len(read), before + unread
-    is_text = torch.ones(shape, dtype=torch.bool, device=ids.device) if mask is None else mask[::beams].bool()
-    if is_text.shape != shape or not bool(is_text[:, -1].all()):
-        raise Declined("an attention mask that is not of left padding")
+    is_text = _is_text(None if mask is None else mask[::beams], shape, ids.device)
     positions = inputs.get("position_ids")
     if positions is None:
         # As versions of transformers count them that leave it to each step: a cache that is returned has keys of padding, too.
@@ -313,13 +311,10 @@ def _is_used(cache: Any) -> bool:
     return cache is not None and bool(cache.get_seq_length())
 
 
-def _is_text(ids: Tensor, inputs: dict[str, Any]) -> Tensor:
-    mask = inputs.get("attention_mask")
-    if mask is None:
-        return torch.ones_like(ids, dtype=torch.bool)
-    if mask.shape != ids.shape or not bool(mask[:, -1].all()):
+def _is_text(mask: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor:
+    is_text = torch.ones(*shape, dtype=torch.bool, device=device) if mask is None else mask.bool()
+    if is_text.shape != torch.Size(shape) or not bool(is_text[:, -1].all()):
         raise Declined("an attention mask that is not of left padding")
-    is_text: Tensor = mask.bool()
     return is_text
 
 
@@ -333,7 +328,7 @@ def _prepared_prompt(ready: _Ready, ids: Tensor, beams: int, longest: int, input
         raise Declined("inputs_embeds before a preparation of the model's own")
     if _is_used(given_cache.cache_of(inputs)):
         raise Declined("a cache that has been used, before a preparation of the model's own")
-    is_text = _is_text(ids, inputs)
+    is_text = _is_text(inputs.get("attention_mask"), ids.shape, ids.device)
     asked = prepared(ready.twin, ids, is_text, inputs)
     for name in sorted(asked.further - ready.unread):
         if trial.steps_read(ready.twin, name):

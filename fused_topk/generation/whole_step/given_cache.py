@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from .decoder import Decoder, Prompt
 from .reasons import Declined, decline_for
 
+# A layer without keys, or one that reads those of another layer. Older versions leave it out.
+_NO_LAYER = getattr(cache_utils, "DummyLayer", None)
 # What the arguments of generate() call it, from one version of transformers to the next.
 NAMES = ("cache", "past_key_values")
 
@@ -59,7 +61,7 @@ def reason_against(cache: Any, config: Any) -> str | None:
         if type(part) is not DynamicCache or getattr(part, "offloading", False):
             return f"a {type(part).__name__}"
         for number, layer in enumerate(part.layers):
-            if type(layer) is DynamicLayer:
+            if type(layer) in (DynamicLayer, _NO_LAYER):
                 continue
             if type(layer) is not DynamicSlidingWindowLayer or getattr(layer, "record_past", False):
                 return f"a cache with a {type(layer).__name__}"
@@ -85,7 +87,7 @@ def past_of(cache: Any, rows: int, beams: int, like: Tensor) -> Past | None:
     layers: list[tuple[Tensor, Tensor] | None] = []
     are_same = torch.ones((), dtype=torch.bool, device=like.device)
     for layer in cache.layers:
-        if not layer.is_initialized:
+        if not layer.is_initialized or layer.keys is None:
             layers.append(None)
             continue
         window = getattr(layer, "sliding_window", None)

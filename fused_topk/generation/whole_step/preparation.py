@@ -33,8 +33,6 @@ class Prepared(NamedTuple):
 # What a step gets that it is not asked about. The last is of no matter for one token.
 _OF_A_STEP = frozenset({"input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep"})
 _ARGUMENTS = frozenset(inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters)
-# Versions before 5.2x hand on the places of tokens in the text.
-_COUNTS_PLACES = "cache_position" in _ARGUMENTS
 
 # Some models keep what they have prepared for a prompt until they prepare a step.
 _lock = threading.Lock()
@@ -73,7 +71,8 @@ def _asked(model: Any, ids: Tensor, inputs: dict[str, Any]) -> list[dict[str, An
     """What the model prepares for a prompt, and for each of two steps."""
     is_first = {"is_first_iteration": True} if "is_first_iteration" in _ARGUMENTS else {}
     one_token = {"next_sequence_length": 1} if "next_sequence_length" in _ARGUMENTS else {}
-    if _COUNTS_PLACES:
+    # transformers before 5.4 hands on the places of tokens in the text.
+    if "cache_position" in _ARGUMENTS:
         inputs["cache_position"] = torch.arange(ids.shape[1], device=ids.device)
     found = [dict(model.prepare_inputs_for_generation(ids, **is_first, **inputs))]
     for _ in range(2):
