@@ -82,6 +82,13 @@ def _check_no_tangent(name: str, tensor: Tensor) -> None:
         )
 
 
+def check_no_transform(function: str) -> None:
+    if transform_is_active():
+        raise RuntimeError(
+            f"`{function}` must not be called under a transform of torch.func, got one that is active; pass the rows as one tensor"
+        )
+
+
 def check_dim(dim: Any, dims: int) -> int:
     """The dimension as a non-negative number."""
     if isinstance(dim, bool) or not isinstance(dim, int):

@@ -28,7 +28,7 @@ OPTIONS = {"max_new_tokens": 40, "eos_token_id": None}
 
 @pytest.fixture(autouse=True)
 def little_room_and_traced_only(monkeypatch):
-    """Sizes of 4, 8, 12 and so on, or, of what is kept, of 16 and 32; and steps are traced, but not compiled."""
+    """Sizes of 1, 5, 9 and so on, or, of what is kept, of 16 and 32; and steps are traced, but not compiled."""
     monkeypatch.setattr(room, "FIRST", 4)
     monkeypatch.setattr(room, "MORE", 4)
     monkeypatch.setattr(compiled, "_inductor", lambda graph, inputs: graph)
@@ -137,7 +137,11 @@ def test_what_is_held_follows_what_is_written(way, monkeypatch):
     model, inputs = copy.deepcopy(family("Llama")), inputs_for(family("Llama"), 2, 16)
     prompt = model.generate(**inputs, num_beams=3, do_sample=False, max_new_tokens=2, eos_token_id=None)
     is_eager = way == "eager"
-    cases = (5, None, 4 if is_eager else 15), (60, [*range(5, 90)], 15), (60, None, 59 if is_eager else 63)
+    cases = (
+        (5, None, 4 if is_eager else 15),
+        (60, [*range(5, 90)], 16 if is_eager else 15),
+        (60, None, 59 if is_eager else 63),
+    )
     for most, ends, places in cases:
         held.clear()
         assert_whole(model, inputs, way=way, num_beams=3, max_new_tokens=most, eos_token_id=ends)

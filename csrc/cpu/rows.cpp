@@ -34,19 +34,20 @@ struct Row {
   Temperature temperature;
 };
 
-struct Solver;
-
-// What a thread needs to work on a part.
-struct Workspace {
-  explicit Workspace(const Solver& solver);
-
-  alignas(64) float buffer[kBlock];
-  std::vector<BlockNormalizer> normalizers;
-  Selection selection;
-  std::unique_ptr<Selection> beam_selection;
-};
-
 struct Solver {
+  // What a thread needs to work on a part.
+  struct Workspace {
+    explicit Workspace(const Solver& solver)
+        : normalizers(solver.parts == 1 ? solver.blocks : 0),
+          selection(*solver.problem.kernels, solver.k, solver.problem.vocab_size),
+          beam_selection(solver.make_beam_selection()) {}
+
+    alignas(64) float buffer[kBlock];
+    std::vector<BlockNormalizer> normalizers;
+    Selection selection;
+    std::unique_ptr<Selection> beam_selection;
+  };
+
   const Problem& problem;
   const u64 rows;
   u32 blocks;  // of a row
@@ -285,11 +286,6 @@ struct Solver {
     }
   }
 };
-
-Workspace::Workspace(const Solver& solver)
-    : normalizers(solver.parts == 1 ? solver.blocks : 0),
-      selection(*solver.problem.kernels, solver.k, solver.problem.vocab_size),
-      beam_selection(solver.make_beam_selection()) {}
 
 }  // namespace
 

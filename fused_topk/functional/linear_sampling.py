@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_head, check_hidden, is_distributed
+from ..arguments import check_head, check_hidden, check_no_transform, is_distributed
 from ..operators import linear_sampling
-from ..operators.dispatch import need_dispatcher, transform_is_active
+from ..operators.dispatch import need_dispatcher
 from ..problem import Sample, SampleProblem
 from . import autocast, sampling
 
@@ -93,11 +93,7 @@ def linear_sample(
     numbers = (temperature, top_k, top_p, min_p)
     request = (num_samples, logprobs, truncated_log_probs, kept, backend)
     rows, filters = sampling.check_parameters(logits, hidden.device.type, numbers, mask, None, *request)
-    if transform_is_active():
-        raise RuntimeError(
-            "`linear_sample` must not be called under a transform of torch.func, got one that is active; pass the rows as one "
-            "tensor"
-        )
+    check_no_transform("linear_sample")
     of_seed, of_counter = sampling.names_of(seed, counter, generator, logits)
     hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     rows = rows.with_logits(hidden)

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import check_backend, check_k, check_logits, check_row_numbers, check_rows
+from ..arguments import check_backend, check_k, check_logits, check_no_transform, check_row_numbers, check_rows
 from ..operators import calls, sampling
-from ..operators.dispatch import need_dispatcher, transform_is_active
+from ..operators.dispatch import need_dispatcher
 from ..plans import SamplePlan, sample_plan
 from ..problem import Kept, Sample, SampleProblem, TopK
 from ..rows import Like, LogitRows
@@ -139,10 +139,7 @@ def sample(
     check_logits(logits)
     lead = logits.shape[:-1]
     rows, filters = check_parameters(logits, logits.device.type, numbers, mask, lengths, *request)
-    if transform_is_active():
-        raise RuntimeError(
-            "`sample` must not be called under a transform of torch.func, got one that is active; pass the rows as one tensor"
-        )
+    check_no_transform("sample")
     rows = rows.with_logits(logits.detach()).flat()
     of_seed, of_counter = names_of(seed, counter, generator, logits)
     problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, logprobs, truncated_log_probs, kept)

@@ -156,6 +156,23 @@ class Decoder:
         self.gathers = gathers(places.prompt, self._beams, room)
         return size
 
+    def spare_room(self) -> int:
+        """For how many new tokens there may be room that are not written, so that a call holds no more than in transformers' loop.
+
+        That loop has no room. But it holds more of other things: a prompt for each beam; logits a second time, in float32; and
+        while it reads the prompt, queries and hidden states, and keys and values of a layer a second time.
+        """
+        places, beams = self._places, self._beams
+        kept = [each for layer in self._layers if layer.is_initialized for each in (layer.keys, layer.values)]
+        # In bytes. What moves to larger tensors is there twice, in both loops.
+        moved = max(each.nbytes for each in kept)
+        place = sum(each.nbytes for each in kept) // places.up_to(places.capacity)
+        of_prompts = (beams - 1) * places.prompt * place
+        of_logits = 4 * len(self._is_text) * beams * vocab_size_of(self._twin.config) - moved
+        of_reading = 4 * beams * places.prompt * moved // places.up_to(places.capacity)
+        of_reading -= moved + beams * (places.room + 1) * place
+        return (of_prompts + max(0, of_logits, of_reading)) // (beams * place)
+
     def read_prompt(self, prompt: Prompt) -> Tensor:
         """The last logits [batch, V]."""
         places, past = self._places, prompt.past

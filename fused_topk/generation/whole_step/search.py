@@ -159,7 +159,7 @@ class Search(NamedTuple):
                 # This waits for the device, as a capture does, of which there would be no use after the end.
                 if not bool(step.goes_on):
                     break
-                size = step.open(room.after(size, most, True))
+                size = step.open(room.after(size, most, None))
             if self.criteria.have_clocks and self.criteria.end_all(ids, length + token + 1):
                 step.end_with(token)
             step.advance(None if walk is None else walk.mask_after(step.state, token - 1))
@@ -212,7 +212,8 @@ class Search(NamedTuple):
                 # As in _run_at_once.
                 if not bool(state.goes_on):
                     break
-                size = reader.open(room.after(size, most, way is not None))
+                spare = reader.decoder.spare_room() if way is None else None
+                size = reader.open(room.after(size, most, spare))
                 state = state.with_room(size)
             now = torch.full((1,), step, device=ids.device)
             if rules.beams == 1:
