@@ -78,9 +78,9 @@ def test_gradients_are_those_of_the_unsharded_call(backend, entry, normalize):
 
 
 @pytest.mark.parametrize(
-    "values", ["softmax", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("log_softmax", "logits")), "state"]
+    "values", ["softmax", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("log_softmax", "logits", "state"))]
 )
-@pytest.mark.parametrize("temperature", [None, "rows"], ids=str)
+@pytest.mark.parametrize("temperature", [pytest.param(None, marks=pytest.mark.exhaustive), "rows"], ids=str)
 def test_opcheck(backend, values, temperature):
     logits = random_logits(3, 40, device=backend.device).requires_grad_()
     torch.library.opcheck(
