@@ -17,7 +17,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +38,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import fused_topk
 from fused_topk.integrations import vllm as fused
 
-Clock = Callable[[], float]
 STEPS = 32
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -55,10 +53,6 @@ def main(
     vocab_size: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 32_000,
     batch: Annotated[list[int], typer.Option(help="Requests at once.")] = [8],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Calls of each kind and each way.")] = 9,
-    cpu_time: Annotated[
-        bool,
-        typer.Option("--cpu-time", help="The CPU's time, for a machine that others keep busy; with OMP_NUM_THREADS=1."),
-    ] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Writes the figures there.")] = None,
 ) -> None:
     transformers.logging.set_verbosity_error()
@@ -74,11 +68,10 @@ def main(
             kv_cache_memory_bytes=2**28,
             distributed_executor_backend="uni",
         )
-    clock = time.process_time if cpu_time else time.perf_counter
     measured = []
     for size in batch:
         for name, parameters in REQUESTS.items():
-            stock, ours = step_times(engine, size, parameters, rounds, clock)
+            stock, ours = step_times(engine, size, parameters, rounds)
             measured.append({"batch": size, "request": name, "stock_ms": stock, "fused_ms": ours})
             print(f"{size:4d}  {name:24s} {stock:8.2f} {ours:8.2f} ms", file=sys.stderr)
     Console().print(as_table(vocab_size, measured))
@@ -113,29 +106,29 @@ def make_model(folder: Path, vocab_size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w0").save_pretrained(folder)
 
 
-def step_times(engine: Any, batch: int, parameters: dict[str, Any], rounds: int, clock: Clock) -> tuple[float, float]:
+def step_times(engine: Any, batch: int, parameters: dict[str, Any], rounds: int) -> tuple[float, float]:
     """The milliseconds of a step, the median of all: as vLLM is, and fused."""
     sampling = vllm.SamplingParams(max_tokens=STEPS, ignore_eos=True, detokenize=False, **parameters)
     times: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(2 * rounds + 2):
         is_fused = bool(turn % 2)
         (fused.enable if is_fused else fused.disable)()
-        of_turn = decoding_steps(engine.llm_engine, batch, sampling, f"{turn}", clock)
+        of_turn = decoding_steps(engine.llm_engine, batch, sampling, f"{turn}")
         # The first of each way compiles and fills caches.
         if turn >= 2:
             times[is_fused] += of_turn
     return statistics.median(times[False]), statistics.median(times[True])
 
 
-def decoding_steps(engine: Any, batch: int, sampling: Any, name: str, clock: Clock) -> list[float]:
+def decoding_steps(engine: Any, batch: int, sampling: Any, name: str) -> list[float]:
     """The milliseconds of each step in which all requests write a token, but for the first and the last ones."""
     for i in range(batch):
         engine.add_request(f"{name}-{i}", {"prompt_token_ids": [5, 6, 7 + i]}, sampling)
     times = []
     while engine.has_unfinished_requests():
-        started = clock()
+        started = time.perf_counter()
         engine.step()
-        times.append((clock() - started) * 1000)
+        times.append((time.perf_counter() - started) * 1000)
     return times[2:-2]
 
 

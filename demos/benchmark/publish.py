@@ -62,16 +62,21 @@ def _cost_row(name: str, case: Mapping[str, Any]) -> list[str]:
     ]
 
 
+_CALL_HEADINGS = ("first call, s", "first token, ms", "step, ms")
+
+
+def _call_cells(cost: Mapping[str, Any]) -> list[str]:
+    return [f"{cost['first_call']:.1f}", f"{cost['first_token'] * 1e3:.1f}", f"{cost['step'] * 1e3:.2f}"]
+
+
 def decoding(run: Document) -> str:
     """What demos/decoding_latency.py wrote of whole calls: a line for each mode and way."""
-    headings = ("generate()", "", "first call, s", "first token, ms", "step, ms", "stock / this")
+    headings = ("generate()", "", *_CALL_HEADINGS, "stock / this")
     lines = [
         [
             mode if way == "stock" else "",
             way,
-            f"{cost['first_call']:.1f}",
-            f"{cost['first_token'] * 1e3:.1f}",
-            f"{cost['step'] * 1e3:.2f}",
+            *_call_cells(cost),
             f"{ways['stock']['step'] / cost['step']:.2f}",
         ]
         for mode, ways in run["calls"].items()
@@ -82,14 +87,12 @@ def decoding(run: Document) -> str:
 
 def whole_calls(run: Document) -> str:
     """What demos/generation_cost.py wrote of whole calls: a line for each shape and way."""
-    headings = ("shape", "way", "first call, s", "first token, ms", "step, ms", "memory beyond weights, GB")
+    headings = ("shape", "way", *_CALL_HEADINGS, "memory beyond weights, GB")
     lines = [
         [
             name if way == "stock" else "",
             way,
-            f"{cost['first_call']:.1f}",
-            f"{cost['first_token'] * 1e3:.1f}",
-            f"{cost['step'] * 1e3:.2f}",
+            *_call_cells(cost),
             f"{cost['peak_beyond_weights'] / 1e9:.2f}",
         ]
         for name, case in run["cases"].items()
