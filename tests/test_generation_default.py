@@ -16,8 +16,8 @@ from transformers import GenerationConfig
 
 from decoding import SmallerIndexFirst, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding, generate, stats, ways
-from fused_topk.generation.whole_step import entry, graphs, search
-from fused_topk.generation.whole_step.head import Head
+from fused_topk.generation.whole_step import entry, graphs, head
+from fused_topk.generation.whole_step.head import WholeHead
 from test_whole_step_graphs import Event, StandIn, new_on_the_host
 from test_whole_step_rows import row_model
 from whole_steps import encoder_decoder, family, source_for
@@ -68,7 +68,7 @@ def test_beams_on_a_cpu_run_in_whole_steps():
 @pytest.mark.parametrize("operations", [0, 1 << 62], ids=["head", "logits"])
 def test_a_single_beam_on_a_cpu_runs_in_whole_steps(name, operations, monkeypatch):
     # From that many operations on a step chooses from hidden states.
-    monkeypatch.setattr(search, "_HEAD_OPERATIONS", operations)
+    monkeypatch.setattr(head, "_OPERATIONS", operations)
     model = family(name)
     for padding in (0, 2):
         stock, given, steps = both(model, inputs_for(model, padding=padding), max_new_tokens=20)
@@ -78,10 +78,10 @@ def test_a_single_beam_on_a_cpu_runs_in_whole_steps(name, operations, monkeypatc
 
 @pytest.mark.parametrize("operations", [0, 1 << 62], ids=["head", "logits"])
 def test_beams_from_hidden_states(operations, monkeypatch):
-    monkeypatch.setattr(search, "_HEAD_OPERATIONS", operations)
+    monkeypatch.setattr(head, "_OPERATIONS", operations)
     model = family("Llama")
     asked = []
-    monkeypatch.setattr(Head, "continuations", counted(Head.continuations, asked))
+    monkeypatch.setattr(WholeHead, "continuations", counted(WholeHead.continuations, asked))
     stock, given, _ = both(model, inputs_for(model, padding=2), num_beams=3, max_new_tokens=20, eos_token_id=[5, 6])
     assert torch.equal(stock, given)
     assert bool(asked) == (operations == 0)

@@ -19,7 +19,7 @@ from decoding import also, assert_same, generate_both, inputs_for, one_thread  #
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.choice import masks
 from fused_topk.generation.whole_step import compiled, entry
-from fused_topk.generation.whole_step.head import Head, head_of
+from fused_topk.generation.whole_step.head import WholeHead, head_of
 from whole_steps import TOLERANCE, encoder_decoder, family, source_for
 
 compiling = functools.partial(fused_decoding, whole_step=True)
@@ -172,7 +172,7 @@ def test_continuations_are_ordered_as_by_beam_topk(k, share):
     if share is not None:
         allowed = torch.rand(6, 50, generator=generator) < share
         mask = masks.of(allowed.numpy(), hidden.device)
-    head, logits = Head(None, weight, None), hidden @ weight.T
+    head, logits = WholeHead(None, weight, None), hidden @ weight.T
     found = head.continuations(hidden, scores, k, mask)
     of_beams = None if mask is None else mask.view(2, 3, -1)
     expected = fused_topk.beam_topk(logits.view(2, 3, 50), scores, k, mask=of_beams, normalize="all")

@@ -24,6 +24,8 @@ from .sharded_logits import Columns, ShardedLogits
 
 # The styles of transformers' plans that gather what a linear layer gives, and leave it as it is otherwise.
 _GATHERING = ("colwise_gather_output", "colwise_rep")
+# In the place of a seed: the process asks whether the call is to run in whole steps.
+_PROPOSES = -1
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # A method that is given the model's output before the loop takes the logits. A user's model may override it.
 _OF_OUTPUT = "_update_model_kwargs_for_generation"
@@ -40,6 +42,13 @@ class Agreement(NamedTuple):
     def generator(self, device: torch.device) -> SharedGenerator | None:
         """Random numbers that all of them have."""
         return None if self.seed is None else SharedGenerator(self.seed, device)
+
+
+class Answers(NamedTuple):
+    """Of all processes."""
+
+    all_ask: bool
+    are_alike: bool
 
 
 class SharedGenerator:
@@ -72,6 +81,10 @@ def _next_seed(device: torch.device) -> Tensor:
         return _random_seed(device)
 
 
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
 class ShardedHead:
     """The LM head of a tensor-parallel model during a generate() call.
 
@@ -90,6 +103,11 @@ class ShardedHead:
             columns = Columns.of(mesh.get_group(), rank, size, module.weight.shape[0])
             if columns.length == len(module.weight.to_local()):
                 self._columns = columns
+
+    @property
+    def group(self) -> Any:
+        assert self._columns is not None
+        return self._columns.group
 
     def reason(self) -> str | None:
         """Why its logits are gathered; None if they need not be. Processes may have different ones."""
@@ -128,16 +146,38 @@ class ShardedHead:
             call: a text of all options that decide which collectives run.
             draws: whether it may need random numbers. The seed comes from rank 0's generator.
         """
-        columns, weight = self._columns, self.module.weight.to_local()
-        if columns is None:
+        if self._columns is None:
             return Agreement(True, None)
-        said = int.from_bytes(hashlib.sha256(call.encode()).digest()[:8], "little", signed=True)
-        own = torch.tensor([[said, 0]], device=weight.device)
-        if draws:
-            own[0, 1] = _next_seed(weight.device)
-        # Waits for the device, once a call.
-        everyone = all_gather(own, columns.group).tolist()
+        said, seed = _hash(call), int(_next_seed(self._device)) if draws else 0
+        everyone = self._told(said, seed)
+        while any(each[1] == _PROPOSES for each in everyone):
+            # Those who ask for whole steps have their answer now, and come here, too.
+            everyone = self._told(said, seed)
         return Agreement(all(each[0] == said for each in everyone), everyone[0][1] if draws else None)
+
+    def propose(self, call: str) -> Answers:
+        """Asks the other processes whether the call is to run in whole steps. A collective.
+
+        A process that does not ask, for whatever reason of its own, comes to agree(). Then all come there.
+
+        Args:
+            call: a text of all that decides which collectives run.
+        """
+        said = _hash(call)
+        everyone = self._told(said, _PROPOSES)
+        return Answers(all(each[1] == _PROPOSES for each in everyone), all(each[0] == said for each in everyone))
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self.module.weight.device
+        return device
+
+    def _told(self, said: int, seed: int) -> list[list[int]]:
+        """What each process says. Waits for the device."""
+        assert self._columns is not None
+        own = torch.tensor([[said, seed]], device=self._device)
+        everyone: list[list[int]] = all_gather(own, self._columns.group).tolist()
+        return everyone
 
     def columns(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedLogits | None:
         """What the head's forward() returns instead of gathered logits; None where it must gather.

@@ -17,7 +17,10 @@ from transformers import GenerationConfig
 from ..calls import OWN, after_forward
 from ..choice import warping
 from ..edits.plan import Plan, reason_against
-from . import attention, attribute, given_cache, reasons, trial
+from ..lm_head import sharded_head_of
+from ..statistics import count_not_compiled
+from ..tensor_parallel import local_forms
+from . import attention, attribute, given_cache, parallel, reasons, trial
 from .beams import Rules
 from .criteria import Criteria
 from .decoder import Decoder, Prompt, Source, has_table, num_positions, positions_of, vocab_size_of
@@ -85,7 +88,14 @@ def known_reason(model: Any) -> str | None:
     with _lock:
         ready = _ready.get(model)
         known = None if ready is None or not ready.of.is_of(model) else ready.reason or _of_default(ready)
-    return known or reasons.of_model(model)
+    return known or reasons.of_model(model) or reasons.of_default(model)
+
+
+def _is_ready(model: Any) -> bool:
+    """Whether it is known without a trial."""
+    with _lock:
+        ready = _ready.get(model)
+        return ready is not None and ready.of.is_of(model)
 
 
 def _of_default(ready: _Ready) -> str | None:
@@ -105,22 +115,31 @@ def _state_of(module: Any) -> dict[str, Any]:
 
 def _made_ready(model: Any) -> _Ready:
     snapshot = Snapshot(model, _SKIPPED)
+    is_spread = sharded_head_of(model) is not None
     try:
-        stock = twin_of(model, None, _state_of, is_steady=False)
+        stock = _twin_of(model, None, is_steady=False)
     # Of a configuration that cannot be copied.
     except Exception as error:
         return _not_ready(_twin_raises(model, error), snapshot)
+    if is_spread:
+        reason = parallel.agreed(trial.reason_against_parts(stock, model), stock)
+        if reason is not None:
+            return _not_ready(reason, snapshot)
     is_static, is_taken = True, False
     try:
-        twin = twin_of(model, attention.name_for(text_config(model.config)._attn_implementation), _state_of)
+        twin = _twin_of(model, attention.name_for(text_config(model.config)._attn_implementation))
         is_taken = decoder_of(twin) is Decoder
         reason = trial.reason_against(twin, stock) if is_taken else f"{type(model).__name__} takes no other attention"
     # Of a model that takes no other attention.
     except Exception as error:
         reason = _twin_raises(model, error)
+    if is_spread:
+        reason = parallel.agreed(reason, stock)
+        if reason is not None:
+            return _not_ready(reason, snapshot)
     if reason is not None:
         # In the other form.
-        twin = twin_of(model, None, _state_of)
+        twin = _twin_of(model, None)
         of_rows = trial.reason_against(twin, stock, is_static=False)
         if of_rows is not None:
             # The first says what a model has of its own.
@@ -130,6 +149,13 @@ def _made_ready(model: Any) -> _Ready:
     # Few calls are given a cache.
     of_past = functools.cache(functools.partial(trial.reason_against_past, twin, stock))
     return _Ready(twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin), set(), of_past)
+
+
+def _twin_of(model: Any, attention: str | None, is_steady: bool = True) -> Any:
+    """See twin.twin_of. Of a tensor-parallel model the twin has this process's parts."""
+    twin = twin_of(model, attention, _state_of, is_steady)
+    local_forms.take_parts(model, twin)
+    return twin
 
 
 def _not_ready(reason: str, snapshot: Snapshot) -> _Ready:
@@ -190,9 +216,18 @@ class Loop:
             or plan.reason
             or (plan.reason_of_beams if generation_config.num_beams > 1 else None)
         )
+        together = parallel.Together.of(model, functools.partial(drop, model))
+        if together is not None:
+            decline_for(parallel.reason_against(plan, criteria, inputs))
+            decline_for(reasons.of_default(model) if self._whole_step is None else None)
+            if not _is_ready(model):
+                together.ask("a trial")
         ready = ready_for(model)
         decline_for(_of_default(ready) if self._whole_step is None else None)
         way = Way.on(input_ids.device, self._whole_step)
+        if together is not None and way is not None and way.is_compiled:
+            count_not_compiled("a tensor-parallel model")
+            way = Way(False, True) if way.is_captured else None
         search = _search(ready, self._streamer, way, input_ids, plan, criteria, generation_config, inputs)
         if self._is_cache_given or generation_config.return_dict_in_generate:
             cache = given_cache.cache_of(inputs)
@@ -205,6 +240,9 @@ class Loop:
             # On a GPU one operation after another takes longer than transformers' loop.
             decline_for("steps that cannot be kept" if search.way is None else None)
             search = search._replace(only_kept=True)
+        if together is not None:
+            together.ask(search.told())
+            search = search._replace(group=together.group)
         return search.run()
 
 

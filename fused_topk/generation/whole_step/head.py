@@ -6,32 +6,40 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ... import backends, functional
+from ... import backends, distributed, functional
 from ...backends import cpu as native
 from ...layout import linear_pieces
+from ..choice import masks
 from ..lm_head import HeadInput, run_with_head
+from ..tensor_parallel.local_forms import GatheredLinear
+from ..tensor_parallel.sharded_logits import Columns
 from .twin import twin_of
 
+# From how many multiplications on the LM head's own kernel is quicker than a product and a choice. Measured for 1 to 32 rows of
+# 128 to 2048 numbers and 1,000 to 128,256 tokens, float32, one thread of a shared EPYC (family 25, AVX-512), 2026-11-26: at
+# 4 x 128 x 4,000 both take the same, at 4 x 128 x 32,000 it takes 0.6 times as long.
+_OPERATIONS = 1 << 22
 
-class Head(NamedTuple):
+
+class Head(Protocol):
     """An LM head, of a model of which `headless` is the rest."""
 
-    headless: Any
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
+    @property
+    def headless(self) -> Any: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
     def serves(self, rows: int, k: int) -> bool:
-        """Whether the CPU's kernel finds the k best of each row's logits without keeping them. Elsewhere logits are kept anyway."""
-        weight = self.weight
-        if weight.device.type != "cpu" or backends.pick(weight.device, weight.dtype, k, None) is not native:
-            return False
-        is_small = linear_pieces.is_for_the_native_kernel(rows, k)
-        return is_small and native.multiplies(weight, weight, self.bias)
+        """Whether it finds the k best of so many rows."""
+
+    def is_quicker(self, rows: int) -> bool:
+        """Whether that is quicker than a choice from logits, where the steps are not kept."""
 
     def greatest(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """int64 [R]: the token of the greatest logit of each row.
@@ -40,7 +48,6 @@ class Head(NamedTuple):
             hidden: [R, H].
             mask: int32 [R, W], which tokens it may be; None for any.
         """
-        return functional.linear_topk(hidden, self.weight, 1, self.bias, mask=mask).indices.squeeze(1)
 
     def continuations(self, hidden: Tensor, beam_scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """The k best continuations of each sequence, ordered as :func:`fused_topk.beam_topk` does.
@@ -53,8 +60,35 @@ class Head(NamedTuple):
         Returns:
             Accumulated log-probabilities float32 [batch, k], best first, and int64 [batch, k], beam * V + token.
         """
+
+
+class WholeHead(NamedTuple):
+    """All of it, for the CPU's kernel, which keeps no logits. Elsewhere they are kept anyway."""
+
+    headless: Any
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.weight)
+
+    def serves(self, rows: int, k: int) -> bool:
+        weight = self.weight
+        if weight.device.type != "cpu" or backends.pick(weight.device, weight.dtype, k, None) is not native:
+            return False
+        is_small = linear_pieces.is_for_the_native_kernel(rows, k)
+        return is_small and native.multiplies(weight, weight, self.bias)
+
+    def is_quicker(self, rows: int) -> bool:
+        return rows * self.weight.numel() >= _OPERATIONS
+
+    def greatest(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        return functional.linear_topk(hidden, self.weight, 1, self.bias, mask=mask).indices.squeeze(1)
+
+    def continuations(self, hidden: Tensor, beam_scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         batch, beams = beam_scores.shape
-        vocab_size = len(self.weight)
+        vocab_size = self.vocab_size
         best = functional.linear_log_softmax_topk(
             hidden, self.weight, min(k, vocab_size), self.bias, mask=mask, normalize="all"
         )
@@ -64,6 +98,49 @@ class Head(NamedTuple):
         # They lie in the order of beams, and within a beam of its logits: so of equal scores the smaller beam is first.
         scores, order = scores.sort(dim=1, descending=True, stable=True)
         return scores[:, :k], indices.gather(1, order[:, :k])
+
+
+class HeadOfColumns(NamedTuple):
+    """The columns of this process. A choice is one all-gather of the processes' candidates, and the same on all of them."""
+
+    headless: Any
+    weight: Tensor  # [columns, H]
+    bias: Tensor | None  # [columns]
+    columns: Columns
+
+    @property
+    def vocab_size(self) -> int:
+        return self.columns.vocab_size
+
+    def serves(self, rows: int, k: int) -> bool:
+        # With more than a process has, a choice would wait for the device.
+        columns = self.columns
+        return k <= columns.vocab_size - columns.block * (columns.processes - 1)
+
+    def is_quicker(self, rows: int) -> bool:
+        return True
+
+    def greatest(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        own = self._own(mask)
+        return distributed.topk(self._logits(hidden), 1, group=self.columns.group, mask=own).indices.squeeze(1)
+
+    def continuations(self, hidden: Tensor, beam_scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        own = self._own(mask)
+        found = distributed.beam_topk(
+            self._logits(hidden).view(*beam_scores.shape, -1),
+            beam_scores,
+            k,
+            group=self.columns.group,
+            mask=None if own is None else own.view(*beam_scores.shape, -1),
+            normalize="all",
+        )
+        return found.values, found.indices
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden, self.weight, self.bias)
+
+    def _own(self, mask: Tensor | None) -> Tensor | None:
+        return None if mask is None else masks.cut(mask, self.columns.start, self.columns.length)
 
 
 class _Through(nn.Module):
@@ -79,14 +156,30 @@ def head_of(twin: Any, inputs: dict[str, Any]) -> Head | None:
     Args:
         inputs: some of the model's, to try it on.
     """
+    head = twin.get_output_embeddings()
+    if isinstance(head, GatheredLinear):
+        return _head_of_columns(twin, head, inputs)
     found = run_with_head(twin, {**inputs, "use_cache": False})
     if not isinstance(found, HeadInput):
         return None
-    head, headless = twin.get_output_embeddings(), twin_of(twin, None, vars)
+    headless = _without(head, twin)
+    # Where the model does not call the head as a module, it still has logits.
+    is_without = torch.equal(headless(**inputs, use_cache=False).logits, found.hidden)
+    return WholeHead(headless, found.weight, found.bias) if is_without else None
+
+
+def _head_of_columns(twin: Any, head: GatheredLinear, inputs: dict[str, Any]) -> Head | None:
+    headless = _without(head, twin)
+    logits = head(headless(**inputs, use_cache=False).logits)
+    is_without = torch.equal(logits, twin(**inputs, use_cache=False).logits)
+    return HeadOfColumns(headless, head.weight, head.bias, head.part.columns) if is_without else None
+
+
+def _without(head: nn.Module, twin: Any) -> Any:
+    """The twin with something that gives what it gets in the place of its head."""
+    headless = twin_of(twin, None, vars)
     for path, module in twin.named_modules(remove_duplicate=False):
         if module is head:
             parent, _, name = path.rpartition(".")
             headless.get_submodule(parent)._modules[name] = _Through()
-    # Where the model does not call the head as a module, it still has logits.
-    is_without = torch.equal(headless(**inputs, use_cache=False).logits, found.hidden)
-    return Head(headless, found.weight, found.bias) if is_without else None
+    return headless

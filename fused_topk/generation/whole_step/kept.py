@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ... import functional
+from ..tensor_parallel.group import all_say
 from . import compiled, graphs
 from .beams import Rules, choose
 from .compiled import Codes
@@ -125,11 +126,12 @@ class KeptStep:
     goes_on: bool [], whether the search does.
     """
 
-    def __init__(self, twin: Any, head: Head | None, shape: Shape, codes: Codes) -> None:
+    def __init__(self, twin: Any, head: Head | None, shape: Shape, codes: Codes, group: Any = None) -> None:
         device, is_greedy = shape.device, shape.beams == 1
         if head is not None and not head.serves(shape.batch * shape.beams, 1 if is_greedy else shape.kept):
             head = None
         self._head = head
+        self._group = group
         self.decoder = decoder_of(twin)(
             twin,
             shape.batch,
@@ -162,6 +164,16 @@ class KeptStep:
         # What runs a kind of step, by its name and by the room.
         self._runs: dict[tuple[str, int], Callable[[], Any]] = {}
         self._graphs: list[graphs.Graph] = []
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it chooses tokens from hidden states."""
+        return self._head is not None
+
+    @property
+    def made(self) -> tuple[Any, ...]:
+        """What decides which steps run before others: those that are there, and for how many tokens there has been room."""
+        return sorted(self._runs), self.decoder.capacity, self._state is None, self._mask is None
 
     @property
     def num_bytes(self) -> int:
@@ -293,7 +305,7 @@ class KeptStep:
                 run()
                 if not self.shape.way.is_captured:
                     return run
-                graph = graphs.Graph(run, self.shape.device, self._graphs[0] if self._graphs else None)
+                graph = self._captured(run)
                 self._graphs.append(graph)
                 return _Replay(graph)
             # Of the compiler, of the C++ compiler that it runs, or of the capture: whatever it is, the call runs without.
@@ -301,6 +313,19 @@ class KeptStep:
                 if number == len(ways):
                     raise NotKept(f"what is to be {self.shape.way} raises {said_by(error)}") from error
         raise AssertionError("there is a way")
+
+    def _captured(self, run: Callable[[], Any]) -> graphs.Graph:
+        """Of a tensor-parallel model on all processes, or on none."""
+        graph, error = None, None
+        try:
+            graph = graphs.Graph(run, self.shape.device, self._graphs[0] if self._graphs else None)
+        except Exception as raised:
+            error = raised
+        if self._group is not None and not all_say(error is None, self.shape.device, self._group):
+            raise error or RuntimeError("a capture on another process")
+        if graph is None:
+            raise error or AssertionError("a graph or an error")
+        return graph
 
     def _sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         yield from self.decoder.sizes_that_vary()
@@ -366,7 +391,7 @@ def _advance(
             of_beams = logits.view(-1, beams, vocab_size)
             scores, indices, _ = functional.beam_topk(of_beams, state.running.scores, kept, mask=mask, normalize="all")
         else:
-            vocab_size = len(head.weight)
+            vocab_size = head.vocab_size
             mask = None if mask is None else mask.flatten(0, 1)
             scores, indices = head.continuations(decoder.read_states(*args), state.running.scores, kept, mask)
         after = choose(state, constants, scores, indices, vocab_size, step, are_last)
@@ -417,8 +442,11 @@ class Store:
         self._lock = threading.Lock()
 
     @contextmanager
-    def step(self, twin: Any, head: Head | None, shape: Shape) -> Iterator[KeptStep]:
+    def step(self, twin: Any, head: Head | None, shape: Shape, group: Any = None) -> Iterator[KeptStep]:
         """Lends one call the step of a shape.
+
+        Args:
+            group: of the processes of a tensor-parallel model.
 
         Raises:
             NotKept: another call uses it, or it could not be made before.
@@ -431,7 +459,7 @@ class Store:
             self._used.add(shape)
             step = self._kept.pop(shape, None)
         try:
-            step = KeptStep(twin, head, shape, self._codes) if step is None else step
+            step = KeptStep(twin, head, shape, self._codes, group) if step is None else step
             try:
                 yield step
             except NotKept as error:
@@ -444,6 +472,12 @@ class Store:
             self._keep(shape, step)
         finally:
             self._used.discard(shape)
+
+    def made(self, shape: Shape) -> tuple[Any, ...]:
+        """What there is of a shape: see :attr:`KeptStep.made`."""
+        with self._lock:
+            step = self._kept.get(shape)
+            return shape in self._failed, shape in self._used, None if step is None else step.made
 
     def _keep(self, shape: Shape, step: KeptStep) -> None:
         with self._lock:

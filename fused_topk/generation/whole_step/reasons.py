@@ -16,6 +16,7 @@ from transformers import GenerationConfig, GenerationMixin
 from ..calls import after_forward
 from ..lm_head import sharded_head_of
 from ..request import BEAMS, SAMPLING, SEARCH, mode_of
+from ..tensor_parallel import local_forms
 from .decoder import arguments_of
 
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -144,7 +145,11 @@ def of_model(model: Any) -> str | None:
     if model.training:
         return "a model in training mode"
     if sharded_head_of(model) is not None:
-        return "a tensor-parallel model"
+        if model.config.is_encoder_decoder or prepares_itself(model):
+            return "a tensor-parallel model that is more than a decoder of text"
+        decline = local_forms.reason_against(model)
+        if decline is not None:
+            return decline
     if getattr(model, "hf_quantizer", None) is not None:
         return "a quantized model"
     needed = _TAKEN_WITH_SOURCE if model.config.is_encoder_decoder else _TAKEN
@@ -155,6 +160,12 @@ def of_model(model: Any) -> str | None:
     if missing:
         return f"{name} takes no {missing[0]}"
     return _of_modules(model) or _of_weights(model) or _of_config(model.config)
+
+
+def of_default(model: Any) -> str | None:
+    """Why whole steps of the model are not the default, as far as the model says; None where they are."""
+    is_on_cpu = sharded_head_of(model) is not None and next(model.parameters()).device.type == "cpu"
+    return "a tensor-parallel model on a CPU" if is_on_cpu else None
 
 
 def prepares_itself(model: Any) -> bool:
@@ -185,7 +196,7 @@ def _of_modules(model: nn.Module) -> str | None:
         state = vars(module)
         if state.get("_compiled_call_impl") is not None:
             return "a compiled model"
-        if "forward" in state and not _is_own(module, "forward"):
+        if "forward" in state and not _is_own(module, "forward") and not local_forms.has_known_forward(module):
             return f"forward() of a {type(module).__name__} that has been replaced"
         for hooks in _HOOKS:
             for hook in state[hooks].values():
@@ -204,8 +215,9 @@ def _is_own(module: nn.Module, method: str) -> bool:
 
 def _of_weights(model: nn.Module) -> str | None:
     devices = set()
+    is_spread = sharded_head_of(model) is not None
     for weight in model.parameters():
-        if type(weight) is not nn.Parameter:
+        if type(weight) is not nn.Parameter and not (is_spread and hasattr(weight, "placements")):
             return f"weights that are a {type(weight).__name__}"
         devices.add(weight.device)
     if len(devices) > 1:

@@ -14,6 +14,7 @@ from ..choice.edit import NotSparse
 from ..edits.plan import Plan
 from ..edits.tries import TrieLogitsProcessor
 from ..statistics import count_not_compiled, count_whole
+from ..tensor_parallel.group import of_first
 from . import beams, graphs, room, texts
 from .beams import Beams, Rules
 from .criteria import Criteria
@@ -28,11 +29,6 @@ from .scan import Scan
 from .streaming import Once
 from .texts import Texts
 from .walk import Walk
-
-# From how many multiplications on the LM head's own kernel is quicker than a product and a choice. Measured for 1 to 32 rows of
-# 128 to 2048 numbers and 1,000 to 128,256 tokens, float32, one thread of a shared EPYC (family 25, AVX-512), 2026-11-26: at
-# 4 x 128 x 4,000 both take the same, at 4 x 128 x 32,000 it takes 0.6 times as long.
-_HEAD_OPERATIONS = 1 << 22
 
 
 class Reader(Protocol):
@@ -68,6 +64,30 @@ class Search(NamedTuple):
     cache: Any = None
     # Whether the call is served by steps that are kept only.
     only_kept: bool = False
+    # Of the processes that have the model between them. All go on with the choices of the first.
+    group: Any = None
+
+    def told(self) -> str:
+        """All that decides, in a tensor-parallel model, which collectives run, and when texts end."""
+        prompt, way = self.prompt, self.way
+        shape = None if way is None else Shape.of(prompt, self.rules, way)
+        config = {name: value for name, value in self.config.to_dict().items() if not name.startswith("_")}
+        of_call = [
+            prompt.is_text.shape,
+            prompt.read.shape,
+            prompt.longest,
+            self.rules,
+            self.padding,
+            self.criteria.max_length,
+            [type(each).__qualname__ for each in self.plan.processors],
+            self.head is None,
+            self.cache is None,
+            self.only_kept,
+            sorted(config.items()),
+        ]
+        # Each has a device of its own.
+        of_kept = None if shape is None else (shape._replace(device=torch.device("cpu")), self.store.made(shape))
+        return repr((of_call, of_kept))
 
     def run(self) -> Any:
         """What generate() returns.
@@ -125,11 +145,13 @@ class Search(NamedTuple):
     # All of a step at once.
 
     def _run_kept(self, way: Way) -> Any:
-        with self.store.step(self.twin, self.head, Shape.of(self.prompt, self.rules, way)) as step:
+        with self.store.step(self.twin, self.head, Shape.of(self.prompt, self.rules, way), self.group) as step:
             kept = KeptOutputs.asked_for(self.config)
             constraint = self._constraint()
             has_others = len(self.plan.processors) > (constraint is not None)
             takes_more = has_others or self.config.do_sample or self.criteria.read_text
+            # A step without chooses by itself on each process.
+            takes_more = takes_more or (self.group is not None and not step.has_head)
             if takes_more or any(each is not None for each in kept):
                 return self._run(step, way, most_room(self.rules))
             return self._run_at_once(step, way, constraint)
@@ -245,8 +267,7 @@ class Search(NamedTuple):
         if head is None or needs_logits:
             return None
         rows = len(self.prompt.ids) * rules.beams
-        is_quicker = rows * head.weight.numel() >= _HEAD_OPERATIONS
-        return head if is_quicker and head.serves(rows, 1 if rules.beams == 1 else rules.kept) else None
+        return head if head.is_quicker(rows) and head.serves(rows, 1 if rules.beams == 1 else rules.kept) else None
 
     def _decoder(self, head: Head | None) -> Decoder:
         (batch, length), source = self.prompt.is_text.shape, self.prompt.source
@@ -304,11 +325,12 @@ class Search(NamedTuple):
         if kept is not None:
             kept.add(logits, scan.dense)
         if is_greedy:
-            chosen = self._drawn(scan) if self.config.do_sample else self._greatest(scan)
+            chosen = of_first(self._drawn(scan) if self.config.do_sample else self._greatest(scan), self.group)
             if self.criteria.read_text:
                 are_last = are_last | self.criteria.end(torch.cat([text, chosen[:, None]], 1))
             return texts.choose_tokens(state, constants, chosen, now, are_last)
-        scores, indices = self._continuations(scan, state)
+        scores, indices = (of_first(each, self.group) for each in self._continuations(scan, state))
+        _refuse_nan(scores)
         if self.criteria.read_text:
             are_last = are_last | self._end(text, indices, logits.shape[-1])
         return beams.choose(state, constants, scores, indices, logits.shape[-1], now, are_last)
@@ -320,8 +342,9 @@ class Search(NamedTuple):
             hidden = hidden.repeat_interleave(self.rules.beams, 0)
         if self.rules.beams == 1:
             return texts.choose_tokens(state, constants, head.greatest(hidden, None), now, are_last)
-        scores, indices = _ordered(head.continuations(hidden, state.running.scores, self.rules.kept, None))
-        return beams.choose(state, constants, scores, indices, len(head.weight), now, are_last)
+        scores, indices = head.continuations(hidden, state.running.scores, self.rules.kept, None)
+        _refuse_nan(scores)
+        return beams.choose(state, constants, scores, indices, head.vocab_size, now, are_last)
 
     def _end(self, text: Tensor, indices: Tensor, vocab_size: int) -> Tensor:
         """bool [batch, kept]: which continuations [batch, kept] of the beams' texts end by what they say."""
@@ -357,7 +380,7 @@ class Search(NamedTuple):
         found = tokens.continuations(scan.rows, scan.edits, self.plan.filters, beam_scores, number)
         if found is None:
             raise Declined("more continuations than the kernels list")
-        return _ordered(found)
+        return found
 
     def _drawn_continuations(self, scan: Scan, beam_scores: Tensor) -> tuple[Tensor, Tensor]:
         number = self.rules.kept
@@ -389,9 +412,8 @@ def _place(step: int, ends_now: bool, device: torch.device) -> tuple[Tensor, Ten
     return torch.full((1,), step, device=device), torch.full((1,), ends_now, dtype=torch.bool, device=device)
 
 
-def _ordered(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The scores and indices of continuations, if they have an order."""
-    if not found[0].is_cuda and bool(found[0][:, 0].isnan().any()):
+def _refuse_nan(scores: Tensor) -> None:
+    """Raises Declined where the continuations of a sequence have no order: their scores are NaN."""
+    if not scores.is_cuda and bool(scores[:, 0].isnan().any()):
         # All of such a row are NaN, and their order is torch.topk's. On a GPU nothing waits for it.
         raise Declined("NaN among the scores")
-    return found

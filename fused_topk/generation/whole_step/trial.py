@@ -48,6 +48,18 @@ def reason_against(twin: Any, stock: Any, is_static: bool = True) -> str | None:
         return f"{name} with {form} raises {said_by(error)}"
 
 
+def reason_against_parts(local: Any, model: Any) -> str | None:
+    """Why a tensor-parallel model's modules compute something else with plain tensors; None where they do not. Collectives.
+
+    Args:
+        local: the model's twin with the forms of :mod:`local_forms`, and the model's own attention.
+    """
+    with torch.no_grad():
+        inputs = _few_inputs(local)
+        found, expected = (each(**inputs, use_cache=False).logits[:, -1] for each in (local, model))
+    return None if _are_close(found, expected) else f"{type(model).__name__} computes something else in each process"
+
+
 def head(twin: Any) -> Head | None:
     """The model's LM head, where it is a product and nothing else.
 

@@ -106,6 +106,8 @@ class Snapshot:
         self._parts = self._look(model)
         self._held: list[tuple[_Look, Any, tuple[Any, ...]]] = []
         self._tensors: list[Tensor] = []
+        # Those of which the processes of a group have a part each.
+        self._spread: list[Any] = []
         kinds, known = {type(model)}, {id(model)}
         pending = [*_looks(model, self._parts, skipped)]
         while pending:
@@ -120,7 +122,9 @@ class Snapshot:
                 kinds.add(type(part))
             elif type(part) in (Tensor, nn.Parameter) and part.layout is torch.strided and not part.is_nested:
                 self._tensors.append(part)
-        self._layouts = [*map(_layout, self._tensors)]
+            elif hasattr(part, "_local_tensor"):
+                self._spread.append(part)
+        self._layouts = self._all_layouts()
         self._kinds = [kind for kind in kinds if issubclass(kind, nn.Module)]
         self._forwards = self._defined_forwards()
 
@@ -129,12 +133,15 @@ class Snapshot:
             return (
                 _are_same(self._look(model), self._parts)
                 and all(_are_same(look(part), parts) for look, part, parts in self._held)
-                and [*map(_layout, self._tensors)] == self._layouts
+                and self._all_layouts() == self._layouts
                 and _are_same(self._defined_forwards(), self._forwards)
             )
         except KeyError:
             # An attribute has gone.
             return False
+
+    def _all_layouts(self) -> list[tuple[Any, ...]]:
+        return [*map(_layout, self._tensors), *(_layout(each._local_tensor) for each in self._spread)]
 
     def _defined_forwards(self) -> tuple[Any, ...]:
         """The forward methods of the modules' classes, as the classes define them."""

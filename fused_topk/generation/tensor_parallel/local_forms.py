@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tensor-parallel model whose modules have their own part of the weights as plain tensors, and exchange what transformers' do.
+
+transformers puts a forward() of its own on each module that has a part of a weight. It makes DTensors of parameters and outputs, and
+changes the module while it runs. These do the same operations and collectives on plain tensors, so a CUDA graph can hold them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .sharded_logits import Columns
+
+_MODULE = "transformers.distributed."
+# Norms between two layers that are spread: what they compute is not spread. From transformers 5.20 on they have such a forward(), too.
+_PLAIN = "ReplicatedWithGradAllReduce."
+
+
+class RowwiseLinear(nn.Linear):
+    """Has the columns of the weight for this process's part of the input. Gives the sum over all processes."""
+
+    part: Part
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = nn.functional.linear(input, self.weight)
+        dist.all_reduce(output, group=self.part.group)
+        return output if self.bias is None else output + self.bias
+
+
+class GatheredLinear(nn.Linear):
+    """Has some rows of the weight. Gives what all processes have."""
+
+    part: Part
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.part.columns.gathered(nn.functional.linear(input, self.weight, self.bias))
+
+
+class RowwiseEmbedding(nn.Embedding):
+    """Has the vectors of some tokens. Gives those of all, each from the process that has it."""
+
+    part: Part
+
+    def forward(self, input: Tensor) -> Tensor:
+        own = input - self.part.columns.start
+        is_own = (own >= 0) & (own < self.part.columns.length)
+        found = nn.functional.embedding(own.where(is_own, 0), self.weight)
+        found = found.where(is_own.unsqueeze(-1), 0)
+        dist.all_reduce(found, group=self.part.group)
+        return found
+
+
+class Part(NamedTuple):
+    """What a process has of a module."""
+
+    kind: type[nn.Module]  # the class that computes with it
+    columns: Columns  # the rows of the weight; of a RowwiseLinear its columns
+
+    @property
+    def group(self) -> Any:
+        return self.columns.group
+
+
+class _Style(NamedTuple):
+    """What transformers' forward() of a module refers to."""
+
+    name: str
+    style: Any
+    mesh: Any
+
+
+def reason_against(model: nn.Module) -> str | None:
+    """Why there is no such form of a tensor-parallel model; None where there is one. The same on all processes."""
+    meshes = set()
+    for module in model.modules():
+        if not _is_spread(module):
+            continue
+        found = part_of(module)
+        if found is None:
+            return f"a tensor-parallel {type(module).__name__} of {_name_of(module)}"
+        meshes.add(found.group)
+    return "a tensor-parallel model over several groups" if len(meshes) > 1 else None
+
+
+def has_known_forward(module: nn.Module) -> bool:
+    """Whether a module's forward() is transformers' of a tensor-parallel model, for which there is another form."""
+    return part_of(module) is not None if _is_spread(module) else _is_plain(module)
+
+
+def take_parts(model: nn.Module, twin: Any) -> None:
+    """Gives the modules of a model's twin their parts, with the memory of the model's."""
+    for name, module in model.named_modules():
+        part = part_of(module) if _is_spread(module) else None
+        if part is None:
+            continue
+        own = twin.get_submodule(name)
+        own.__class__ = part.kind
+        state = vars(own)
+        state["part"] = part
+        state["_parameters"] = {
+            name: None if each is None else nn.Parameter(_local(each), requires_grad=False)
+            for name, each in module._parameters.items()
+        }
+
+
+def part_of(module: nn.Module) -> Part | None:
+    """What this process has of a module whose weight is spread; None where that is not one of the kinds that are known."""
+    found = _style_of(module)
+    weight: Any = module._parameters.get("weight")
+    bias: Any = module._parameters.get("bias")
+    if found is None or weight is None or not _is_of(weight, found.mesh):
+        return None
+    kind = _kind_of(module, found)
+    dim = 1 if kind is RowwiseLinear else 0
+    if kind is None or not weight.placements[0].is_shard(dim):
+        return None
+    if bias is not None:
+        is_whole = kind is RowwiseLinear
+        if not _is_of(bias, found.mesh) or not (
+            bias.placements[0].is_replicate() if is_whole else bias.placements[0].is_shard(0)
+        ):
+            return None
+    mesh, length = found.mesh, weight.shape[dim]
+    columns = Columns.of(mesh.get_group(), mesh.get_local_rank(), mesh.size(), length)
+    # So that every process has some.
+    is_cut = columns.block * (mesh.size() - 1) < length and _local(weight).shape[dim] == columns.length
+    return Part(kind, columns) if is_cut else None
+
+
+def _kind_of(module: nn.Module, found: _Style) -> type[nn.Module] | None:
+    of = found.style
+    if found.name == "EmbeddingParallel":
+        is_of_rows = type(module) is nn.Embedding and module.max_norm is None and of.shard_dim == 0
+        return RowwiseEmbedding if is_of_rows and of.use_local_output else None
+    if type(module) is not nn.Linear or not getattr(of, "use_local_output", False):
+        return None
+    if found.name == "ColwiseParallel" and of.input_layouts.is_replicate():
+        if of.output_layouts.is_replicate():
+            return GatheredLinear
+        return nn.Linear if of.output_layouts.is_shard(-1) else None
+    is_split = found.name == "RowwiseParallel" and of.input_layouts.is_shard(-1)
+    return RowwiseLinear if is_split and of.output_layouts.is_replicate() else None
+
+
+def _is_spread(module: nn.Module) -> bool:
+    return any(hasattr(each, "placements") for each in module._parameters.values())
+
+
+def _is_of(weight: Any, mesh: Any) -> bool:
+    return hasattr(weight, "placements") and mesh.ndim == 1 and weight.device_mesh == mesh
+
+
+def _local(weight: Any) -> Tensor:
+    local: Tensor = weight.to_local() if hasattr(weight, "placements") else weight
+    return local.detach()
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """The forward() that transformers has put on the module; None where there is none."""
+    forward = vars(module).get("forward")
+    # The LM head's has one of this package's before it.
+    forward = getattr(forward, "replaced", forward)
+    is_stock = str(getattr(forward, "__module__", None)).startswith(_MODULE) and hasattr(forward, "__code__")
+    return forward if is_stock else None
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return str(getattr(_forward_of(module), "__qualname__", "")).startswith(_PLAIN)
+
+
+def _style_of(module: nn.Module) -> _Style | None:
+    forward = _forward_of(module)
+    if forward is None:
+        return None
+    held = zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
+    found = {name: cell.cell_contents for name, cell in held}
+    style, mesh, original = (found.get(name) for name in ("self", "mesh", "original_forward"))
+    # One that somebody has put there before.
+    is_of_class = getattr(original, "__func__", None) is type(module).forward and original.__self__ is module  # type: ignore[union-attr]
+    if style is None or mesh is None or not is_of_class or found.get("module") is not module:
+        return None
+    return _Style(type(style).__name__, style, mesh)
+
+
+def _name_of(module: nn.Module) -> str:
+    found = _style_of(module)
+    return "an unknown plan" if found is None else found.name

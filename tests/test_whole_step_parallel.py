@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole steps of tensor-parallel models over 2 and 4 processes. whole_parallel_checks.py has what each process checks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import pytest
+import torch
+
+import processes
+
+if not torch.distributed.is_available():
+    pytest.skip("torch is built without torch.distributed", allow_module_level=True)
+pytest.importorskip("accelerate", reason="transformers loads tensor-parallel models with accelerate")
+
+import tensor_parallel_checks
+import whole_parallel_checks
+
+if not tensor_parallel_checks.IS_SERVED:
+    pytest.skip("this version of transformers does not spread LM heads", allow_module_level=True)
+
+CHECKS = [
+    name
+    for name, check in vars(whole_parallel_checks).items()
+    if inspect.isfunction(check)
+    and check.__module__ == "whole_parallel_checks"
+    and list(inspect.signature(check).parameters) == ["rank", "size"]
+]
+# The processes of the plain tier run these alone.
+QUICK = ["what_is_exchanged", "processes_that_differ"]
+
+
+@functools.cache
+def results(size: int, checks: tuple[str, ...]) -> list[dict[str, str | None]]:
+    return processes.run_once("whole_parallel_checks", checks, size)
+
+
+def passes(check: str, size: int, checks: list[str]) -> None:
+    for rank, of_rank in enumerate(results(size, tuple(checks))):
+        assert check in of_rank, f"rank {rank} of {size} has no result; it died or did not end"
+        assert of_rank[check] is None, of_rank[check]
+
+
+def test_two_processes():
+    for check in QUICK:
+        passes(check, 2, QUICK)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("check", CHECKS)
+def test_every_check(check, size):
+    passes(check, size, CHECKS)
