@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, StoppingCriteria
 
 import tensor_parallel_checks
-from fused_topk.generation import TokenTrie, TrieLogitsProcessor, fused_decoding, stats
-from fused_topk.generation.whole_step import drop, trial
+from fused_topk.generation import TokenTrie, TrieLogitsProcessor, disable, enable, fused_decoding, stats
+from fused_topk.generation.whole_step import drop, entry, graphs, trial
 from tensor_parallel_checks import (
     EOS,
     LLAMA,
@@ -22,6 +24,7 @@ from tensor_parallel_checks import (
     models,
     sequences,
 )
+from test_whole_step_graphs import StandIn, new_on_the_host, tensor_on_the_host
 
 FOLDER = ""  # that all processes can write
 ALONE = "a trial that has failed on another process"
@@ -206,6 +209,71 @@ def calls_after_each_other(rank: int, size: int) -> None:
     name = "cache" if "cache" in first else "past_key_values"
     for own, stock in zip(first[name].layers, of_stock[name].layers, strict=True):
         torch.testing.assert_close(own.keys, stock.keys, rtol=1e-5, atol=1e-5)
+
+
+class Failing(StandIn):
+    """A capture that fails, when all is said that other processes wait for."""
+
+    def __init__(self, run, device, beside):
+        super().__init__(run, device, beside)
+        raise RuntimeError("no memory for a graph")
+
+
+@contextlib.contextmanager
+def graphs_of(kind):
+    """Steps are kept as on a GPU, with a stand-in for the graph."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "is_cuda", lambda device: True)
+        patch.setattr(graphs, "Graph", kind)
+        patch.setattr(graphs, "_new", new_on_the_host)
+        patch.setattr(graphs, "_on_the_host", tensor_on_the_host)
+        patch.setattr(graphs, "_record", lambda event, device: None)
+        yield
+
+
+def captured_steps(rank: int, size: int) -> None:
+    """Kept on all processes or on none, and replayed by later calls of a block."""
+    model, _ = spread()
+    drop(model)
+    is_last = rank == size - 1
+    for options in ({}, {"num_beams": 3}, {"num_beams": 3, "max_new_tokens": 80, "eos_token_id": None}):
+        expected = sequences(model, **options)
+        with graphs_of(StandIn), fused_decoding(model, whole_step=True):
+            for is_first in (True, False):
+                before = StandIn.made
+                with Collectives() as collectives:
+                    assert torch.equal(sequences(model, **options), expected), options
+                steps = stats(reset=True)
+                assert steps.captured == steps.whole > 0 and steps.not_whole == steps.not_compiled == {}, steps
+                assert (StandIn.made > before) == is_first
+        # The question, the logits of the prompt, and as many steps as there are or some more in vain.
+        assert steps.whole <= len(collectives.given) - 1 <= steps.whole + graphs.LATENESS, collectives.given
+        # NCCL waits for graphs that nobody needs.
+        assert len(entry.ready_for(model).store) == 0
+    enable(model, whole_step=True, sampling=True)
+    with graphs_of(StandIn):
+        sequences(model)
+        # What one process has dropped.
+        if is_last:
+            entry.ready_for(model).store.release()
+        for reasons in ([], [UNLIKE], []):
+            assert list(stats(reset=True).not_whole) == reasons
+            sequences(model)
+        torch.manual_seed(rank)
+        stats(reset=True)
+        assert_equal_everywhere(sequences(model, do_sample=True, top_k=20))
+        assert stats(reset=True).captured > 0
+    disable(model)
+    drop(model)
+    expected = sequences(model)
+    with graphs_of(Failing if is_last else StandIn), fused_decoding(model, whole_step=True):
+        for _ in range(2):
+            assert torch.equal(sequences(model), expected)
+            steps = stats(reset=True)
+            error = "no memory for a graph" if is_last else "a capture on another process"
+            assert list(steps.not_compiled) == [f"what is to be captured raises RuntimeError: {error}"], steps
+            assert steps.captured == 0 and steps.whole == NEW_TOKENS
+    drop(model)
 
 
 def what_is_not_served(rank: int, size: int) -> None:

@@ -25,7 +25,7 @@ from .lm_head import sharded_head_of
 from .request import Request
 from .statistics import count_fallback
 from .ways import run_call
-from .whole_step import Asked, Loop, cache_of, decline_for, of_arguments, with_stop_strings
+from .whole_step import Asked, Loop, cache_of, decline_for, of_arguments, release, with_stop_strings
 
 # torch's private name of a module's forward hooks. If it changes, hooks that are added later get marked logits.
 _FORWARD_HOOKS = "_forward_hooks"
@@ -85,6 +85,7 @@ class Hooks:
             self._handle.remove()
             self._leave(self._module.__dict__)
             self._leave_head()
+            release(self._module)
 
     def _leave_head(self) -> None:
         if self._head is not None:

@@ -10,6 +10,7 @@ AttentionInterface and of AttentionMaskInterface (:mod:`attention`), and custom_
 generate() prepares a call as it prepares every other. `generation/__init__.py` lists the private names.
 
     entry                decides whether a call is served, and holds the loop
+    parallel             tensor-parallel models: all processes run a call in whole steps, or none
     reasons, criteria    what is served: everything else runs in transformers' loop, and stats() counts why
     trial                whether a model is: it is tried on a few tokens, once
     twin                 a copy of the model's modules, of the same weights, so that the model itself is not touched
@@ -28,7 +29,7 @@ Sequences are those of transformers, with ties to the smaller index, and so is t
 """
 
 from .criteria import with_stop_strings
-from .entry import Loop, drop, known_reason
+from .entry import Loop, drop, known_reason, release
 from .given_cache import cache_of
 from .reasons import Asked, Declined, decline_for, of_arguments, of_asked
 from .streaming import Once
@@ -44,5 +45,6 @@ __all__ = [
     "known_reason",
     "of_arguments",
     "of_asked",
+    "release",
     "with_stop_strings",
 ]

@@ -69,6 +69,14 @@ def drop(model: Any) -> None:
         _ready.pop(model)
 
 
+def release(model: Any) -> None:
+    """Drops what is kept of a tensor-parallel model's steps, as nobody asks for more of them."""
+    with _lock:
+        ready = _ready.get(model)
+        if ready is not None:
+            ready.store.release()
+
+
 def ready_for(model: Any) -> _Ready:
     """The model's twin and what is kept of it, with a trial where the model is not as it was.
 

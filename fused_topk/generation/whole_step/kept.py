@@ -15,9 +15,11 @@ the forward pass alone, for calls with other processors, with sampling or with s
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +47,10 @@ MAX_SHAPES = 8
 MAX_BYTES = 1 << 32
 # More beams than that are those of models that add few tokens.
 _WIDE = 32
+
+
+# Those of tensor-parallel models.
+_with_collectives: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
 class NotKept(Exception):
@@ -435,6 +441,7 @@ class Store:
     """The steps that are kept of one model."""
 
     def __init__(self) -> None:
+        self._has_collectives = False
         self._kept: OrderedDict[Shape, KeptStep] = OrderedDict()
         self._codes = Codes()
         self._used: set[Shape] = set()
@@ -457,6 +464,9 @@ class Store:
             if shape in self._used:
                 raise NotKept("another call of the same shape runs")
             self._used.add(shape)
+            if group is not None:
+                self._has_collectives = True
+                _with_collectives.add(self)
             step = self._kept.pop(shape, None)
         try:
             step = KeptStep(twin, head, shape, self._codes, group) if step is None else step
@@ -472,6 +482,12 @@ class Store:
             self._keep(shape, step)
         finally:
             self._used.discard(shape)
+
+    def release(self) -> None:
+        """Drops steps that hold collectives: NCCL destroys no communicator before the graphs that use it are gone."""
+        with self._lock:
+            if self._has_collectives:
+                self._kept.clear()
 
     def made(self, shape: Shape) -> tuple[Any, ...]:
         """What there is of a shape: see :attr:`KeptStep.made`."""
@@ -489,3 +505,9 @@ class Store:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+
+@atexit.register
+def _release_all() -> None:
+    for store in list(_with_collectives):
+        store.release()
