@@ -21,11 +21,14 @@ import whole_parallel_checks
 if not tensor_parallel_checks.IS_SERVED:
     pytest.skip("this version of transformers does not spread LM heads", allow_module_level=True)
 
+# In processes of its own.
+DIES = "a_process_dies"
 CHECKS = [
     name
     for name, check in vars(whole_parallel_checks).items()
     if inspect.isfunction(check)
     and check.__module__ == "whole_parallel_checks"
+    and name != DIES
     and list(inspect.signature(check).parameters) == ["rank", "size"]
 ]
 # The processes of the plain tier run these alone.
@@ -53,3 +56,9 @@ def test_two_processes():
 @pytest.mark.parametrize("check", CHECKS)
 def test_every_check(check, size):
     passes(check, size, CHECKS)
+
+
+@pytest.mark.exhaustive
+def test_a_process_that_dies():
+    survivor, dead = processes.run("whole_parallel_checks", [DIES], 2)
+    assert dead == {} and survivor == {DIES: None}, survivor

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 import tensor_parallel_checks
 from fused_topk.generation import TokenTrie, TrieLogitsProcessor, disable, enable, fused_decoding, stats
@@ -36,6 +38,21 @@ class Never(StoppingCriteria):
 
     def __call__(self, input_ids, scores, **kwargs):
         return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class Dying(BaseStreamer):
+    """Ends the process in the middle of a call."""
+
+    def __init__(self):
+        self.left = 12
+
+    def put(self, value):
+        self.left -= 1
+        if not self.left:
+            os._exit(1)
+
+    def end(self):
+        pass
 
 
 def spread(*args):
@@ -311,3 +328,12 @@ def what_is_not_served(rank: int, size: int) -> None:
         assert not torch.equal(changed, expected) and torch.equal(whole(model), changed)
         norm.mul_(-1)
         model.model.layers[0].mlp.up_proj.weight.to_local().div_(2)
+
+
+def a_process_dies(rank: int, size: int) -> None:
+    """The others get an error."""
+    model, _ = spread()
+    enable(model, whole_step="eager")
+    streamer = Dying() if rank == size - 1 else None
+    with pytest.raises(RuntimeError):
+        sequences(model, max_new_tokens=60, eos_token_id=None, streamer=streamer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -121,18 +122,27 @@ def _answers(own: Tensor, group: Any) -> Tensor:
     if own.device.type == "cpu":
         return all_gather(own, group)
     everywhere = torch.empty(dist.get_world_size(group), own.shape[1], dtype=own.dtype, device=own.device)
-    limit = _time_limit(group, own.device)
     work = all_gather_single(everywhere, own, group=group, async_op=True)
+    wait_for(work.is_completed, own.device, group)
+    work.wait()
+    return everywhere
+
+
+def wait_for(is_done: Callable[[], bool], device: torch.device, group: Any) -> None:
+    """Waits for what a GPU does together with those of the other processes, with an end.
+
+    Raises:
+        RuntimeError: it is not done within the group's time limit.
+    """
+    limit = _time_limit(group, device)
     end = time.monotonic() + limit
-    while not work.is_completed():
+    while not is_done():
         if time.monotonic() > end:
             raise RuntimeError(
                 f"every process of the group must make the same call, got no answer of some within {limit:.0f} s; abort the group "
                 "and make a new one of those that live"
             )
         time.sleep(_PAUSE)
-    work.wait()
-    return everywhere
 
 
 def _time_limit(group: Any, device: torch.device) -> float:

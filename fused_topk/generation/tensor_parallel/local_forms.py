@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .sharded_logits import Columns
 
 _MODULE = "transformers.distributed."
-# Norms between two layers that are spread: what they compute is not spread. From transformers 5.20 on they have such a forward(), too.
+# Norms of a process's own heads: their weights are whole. Some versions of transformers give them such a forward(), too.
 _PLAIN = "ReplicatedWithGradAllReduce."
 
 
@@ -132,10 +132,14 @@ def part_of(module: nn.Module) -> Part | None:
 
 def _kind_of(module: nn.Module, found: _Style) -> type[nn.Module] | None:
     of = found.style
-    if found.name == "EmbeddingParallel":
-        is_of_rows = type(module) is nn.Embedding and module.max_norm is None and of.shard_dim == 0
-        return RowwiseEmbedding if is_of_rows and of.use_local_output else None
-    if type(module) is not nn.Linear or not getattr(of, "use_local_output", False):
+    if not getattr(of, "use_local_output", False):
+        return None
+    if type(module) is nn.Embedding and module.max_norm is None:
+        # In earlier versions of transformers it has the style of a linear layer.
+        is_own = found.name == "EmbeddingParallel" and of.shard_dim == 0
+        is_of_rows = found.name == "RowwiseParallel" and of.input_layouts.is_replicate()
+        return RowwiseEmbedding if is_own or (is_of_rows and of.output_layouts.is_replicate()) else None
+    if type(module) is not nn.Linear:
         return None
     if found.name == "ColwiseParallel" and of.input_layouts.is_replicate():
         if of.output_layouts.is_replicate():

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...distributed.collective import wait_for
+
 # How many steps the host may be ahead of what it knows of the device. A guess: a replay takes far longer on the device than on
 # the host, so two would do. Each one more is a step that may run in vain at the end of a call.
 LATENESS = 4
@@ -58,7 +60,8 @@ class Graph:
     """
 
     def __init__(self, run: Callable[[], Any], device: torch.device, beside: Graph | None) -> None:
-        with torch.cuda.device(device):
+        # A capture that fails may leave its stream the current one.
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
             stream: Any = torch.cuda.Stream(device) if beside is None else beside.stream  # type: ignore[no-untyped-call]
             self.stream: Any = stream
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -91,11 +94,13 @@ class EndFlag:
     Args:
         is_late: whether on a GPU. Elsewhere the answer is that of this step, and the search has the tokens at hand.
         put: gets the tokens of each step, a tensor on the host, in their order, but not those of steps after the end.
+        group: of the processes of a tensor-parallel model. A graph waits without end for a process that has died. The host does not.
     """
 
-    def __init__(self, is_late: bool, put: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(self, is_late: bool, put: Callable[[Tensor], None] | None = None, group: Any = None) -> None:
         self._is_late = is_late
         self._put = put
+        self._group = group
         self._pending: deque[_Copy] = deque()
         self._spare: list[_Copy] = []
 
@@ -112,6 +117,14 @@ class EndFlag:
         self._pending.append(copy)
         return len(self._pending) <= LATENESS or self._oldest()
 
+    def now(self, flag: Tensor) -> bool:
+        """Whether the search goes on after all steps so far. This waits for the device."""
+        if self._group is not None and self._is_late:
+            copy = _Copy(None)
+            copy.begin(flag, None)
+            self._wait(copy)
+        return bool(flag)
+
     def finish(self) -> None:
         """After the last step: hands on the tokens that are left."""
         while self._pending and self._oldest():
@@ -120,24 +133,36 @@ class EndFlag:
     def _oldest(self) -> bool:
         copy = self._pending.popleft()
         # The device has LATENESS more steps to do: it does not wait for the host meanwhile.
-        copy.event.synchronize()
+        self._wait(copy)
         if self._put is not None and copy.tokens is not None:
             self._put(copy.tokens.clone())
         self._spare.append(copy)
         goes_on = bool(copy.flag)
         if not goes_on:
+            if self._group is not None and self._pending:
+                # The host asks for results next.
+                self._wait(self._pending[-1])
             self._pending.clear()
         return goes_on
 
+    def _wait(self, copy: _Copy) -> None:
+        if self._group is None:
+            copy.event.synchronize()
+        else:
+            wait_for(copy.event.query, copy.device, self._group)
+
 
 class _Copy:
-    """A flag, and perhaps tokens, on their way to the host."""
+    """A flag, and perhaps tokens, on their way to the host from the device."""
+
+    device: torch.device
 
     def __init__(self, tokens: Tensor | None) -> None:
         self.event, self.flag = _new()
         self.tokens = None if tokens is None else _on_the_host(tokens)
 
     def begin(self, flag: Tensor, tokens: Tensor | None) -> None:
+        self.device = flag.device
         self.flag.copy_(flag, non_blocking=True)
         if self.tokens is not None and tokens is not None:
             self.tokens.copy_(tokens, non_blocking=True)

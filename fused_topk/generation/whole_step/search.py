@@ -136,7 +136,7 @@ class Search(NamedTuple):
         return graphs.is_cuda(self.prompt.ids.device) and not self.plan.asks_host
 
     def _end_flag(self) -> graphs.EndFlag:
-        return graphs.EndFlag(self._is_late, None if self.streamer is None else self.streamer.put)
+        return graphs.EndFlag(self._is_late, None if self.streamer is None else self.streamer.put, self.group)
 
     def _streamed(self, state: Any, token: int) -> Tensor | None:
         """What a streamer gets late; None where there is none."""
@@ -179,7 +179,7 @@ class Search(NamedTuple):
         while is_going and token <= last:
             if token == size:
                 # This waits for the device, as a capture does, of which there would be no use after the end.
-                if not bool(step.goes_on):
+                if not flag.now(step.goes_on):
                     break
                 size = step.open(room.after(size, most, None))
             if self.criteria.have_clocks and self.criteria.end_all(ids, length + token + 1):
@@ -232,7 +232,7 @@ class Search(NamedTuple):
                 break
             if step + 1 == size:
                 # As in _run_at_once.
-                if not bool(state.goes_on):
+                if not flag.now(state.goes_on):
                     break
                 spare = reader.decoder.spare_room() if way is None else None
                 size = reader.open(room.after(size, most, spare))
