@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,3 +66,17 @@ def test_every_check(check, size):
 def test_a_process_that_dies():
     survivor, dead = processes.run("whole_parallel_checks", [DIES], 2)
     assert dead == {} and survivor == {DIES: None}, survivor
+
+
+@pytest.mark.exhaustive
+def test_the_demo():
+    demo = Path(__file__).parents[1] / "demos" / "tensor_parallel_cost.py"
+    if not demo.exists():
+        pytest.skip("the demos are only in a checkout")
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    options = ("--tiny", "--layers", "1", "--prompt", "8", "--new-tokens", "4", "--turns", "1")
+    result = subprocess.run([sys.executable, *launcher, demo, *options], capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    for case in json.loads(result.stdout)["cases"].values():
+        assert case["whole step"]["share_of_same_tokens"] == 1.0
+        assert "whole=" in case["whole step"]["stats"] and "not_whole" not in case["whole step"]["stats"]

@@ -17,7 +17,7 @@ A call goes down through these, and none of them calls one above it:
     ways                which way a call runs: in whole steps, or in transformers' loop
     whole_step/         loops of our own: beams share their prompt, and a step can be compiled and captured
     interception/       transformers' loop, of which each choice of tokens is fused that can be
-    tensor_parallel/    rows whose columns processes have between them, for the interception
+    tensor_parallel/    models that processes have between them: rows of their columns, and modules of their parts
     edits/              what the processors of a call do, as edits of few tokens
     trie/               a catalogue of items, and what may follow a text of it
     choice/             how tokens are chosen from logits, their edits and what warpers keep

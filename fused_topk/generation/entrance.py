@@ -57,7 +57,8 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str |
 
     Every process of a tensor-parallel model must enable it, and make the same calls. Where a call can be served, no logits are
     gathered: each process chooses from its own columns, and one small collective merges the candidates.
-    :func:`stats` counts such steps in `sharded`, and says in `gathered` why others gather.
+    :func:`stats` counts such steps of transformers' loop in `sharded`, and says in `gathered` why others gather. Leave the block, or
+    disable the model, before the process group is destroyed: NCCL waits for captured steps.
 
     Args:
         model: a transformers model, or one with such models as parts: each part that can generate is enabled.

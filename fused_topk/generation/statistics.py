@@ -31,7 +31,7 @@ class Stats(_Steps):
         compiled: those of the whole steps whose forward pass ran as compiled code.
         captured: those of the whole steps whose forward pass was the replay of a CUDA graph.
         not_compiled: for each reason why a call whose steps were to be compiled or captured ran without, the number of such calls.
-        sharded: those of the fused steps of tensor-parallel models in which no process gathered the logits.
+        sharded: the steps of transformers' loop with a tensor-parallel model in which no process gathered the logits.
         gathered: for each reason why the logits of a tensor-parallel model were gathered, the number of times.
 
     A tuple of the first three. It prints `fused`, `fallback` and whatever else was counted.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose LM head the processes of a group have between them, a part of the columns each."""
+"""Models that the processes of a group have between them: of the LM head each has some columns."""
