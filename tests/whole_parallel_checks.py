@@ -155,7 +155,7 @@ def processes_that_differ(rank: int, size: int) -> None:
         with fused_decoding(model, whole_step=way):
             got = sequences(model, **options)
         steps = stats(reset=True)
-        assert torch.equal(got, expected), options
+        assert torch.equal(getattr(got, "sequences", got), expected), options
         assert steps.whole == 0 and steps.fused + steps.fallback == NEW_TOKENS, steps
         # Who is not served for a reason of its own says that.
         assert list(steps.not_whole) == [UNLIKE] or is_last, steps
@@ -180,8 +180,9 @@ def processes_that_differ(rank: int, size: int) -> None:
     for options in (
         {"repetition_penalty": 1.0 + 1e-7},
         {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.0 + 1e-7)]},
+        {"output_scores": True},
     ):
-        call("eager", **(options if is_last else {}))
+        call("eager", return_dict_in_generate=True, **(options if is_last else {}))
         assert goes_on()
     # A process that has forgotten what it knew of the model, when the others have not.
     if is_last:
@@ -276,6 +277,15 @@ def captured_steps(rank: int, size: int) -> None:
         for reasons in ([], [UNLIKE], []):
             assert list(stats(reset=True).not_whole) == reasons
             sequences(model)
+        tokens = torch.tensor([31, 32, 104, 105, 106, 107, 210])
+        trie = TokenTrie(torch.cartesian_prod(tokens, tokens, tokens), end_token_id=EOS)
+        for options in ({}, {"num_beams": 3}):
+            stats(reset=True)
+            options["logits_processor"] = [TrieLogitsProcessor(trie, PROMPTS.shape[1])]
+            got = sequences(model, **options)
+            assert stats(reset=True).captured > 0
+            with fused_decoding(model, whole_step=False):
+                assert torch.equal(got, sequences(model, **options))
         torch.manual_seed(rank)
         stats(reset=True)
         assert_equal_everywhere(sequences(model, do_sample=True, top_k=20))

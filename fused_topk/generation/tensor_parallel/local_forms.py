@@ -184,7 +184,7 @@ def _style_of(module: nn.Module) -> _Style | None:
     style, mesh, original = (found.get(name) for name in ("self", "mesh", "original_forward"))
     # One that somebody has put there before.
     is_of_class = getattr(original, "__func__", None) is type(module).forward and original.__self__ is module  # type: ignore[union-attr]
-    if style is None or mesh is None or not is_of_class or found.get("module") is not module:
+    if style is None or mesh is None or not is_of_class:
         return None
     return _Style(type(style).__name__, style, mesh)
 
