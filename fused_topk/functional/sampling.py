@@ -272,7 +272,8 @@ def _planned(
 
 def _with_ranks(result: Sample, rows: LogitRows, backend: str | None) -> Sample:
     """Adds the ranks of the drawn tokens."""
-    return result._replace(ranks=calls.target_ranks(rows, result.tokens, True, backend))
+    # torch.compile of torch 2.11 does not trace _replace().
+    return Sample(*result[:-1], calls.target_ranks(rows, result.tokens, True, backend))
 
 
 def _is_zero(value: Any) -> bool:
