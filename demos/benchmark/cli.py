@@ -53,8 +53,8 @@ def bench(
     suite: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: decode, paper, routing, long, k, beams, softmax, sampling, routers, distributions, unaligned, cpu, or "
-            "all; or linear alone; or distributed alone, under torchrun."
+            help="Comma-separated: decode, paper, routing, long, k, beams, softmax, sampling, routers, distributions, ragged, unaligned, "
+            "cpu, or all; or linear alone; or distributed alone, under torchrun."
         ),
     ] = "",
     device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu; by default a GPU where there is one.")] = "",
@@ -64,7 +64,7 @@ def bench(
     k: _K = "",
     dtype: _Dtypes = "",
     peers: Annotated[
-        str, typer.Option(help="Comma-separated: torch, compiled, transformers, flashinfer, cupy.")
+        str, typer.Option(help="Comma-separated: torch, compiled, transformers, flashinfer, flashinfer-sorted, cupy.")
     ] = "torch",
     no_peers: Annotated[bool, typer.Option("--no-peers", help="Time only ours and the plain read.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Few samples and no hot cache: for a first look.")] = False,

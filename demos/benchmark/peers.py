@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .inputs import router_settings
+from .inputs import lengths_of, router_settings
 from .suites import SAMPLING, Case
 from .timing import Function
 
@@ -121,12 +121,25 @@ def _compiled(case: Case, device: torch.device) -> Function:
 
 
 def _flashinfer(case: Case, device: torch.device) -> Function | None:
+    if case.sampling:
+        return _flashinfer_sampling(importlib.import_module("flashinfer.sampling"), **SAMPLING[case.sampling])
+    return _flashinfer_topk(case, device, as_ours=False)
+
+
+def _flashinfer_as_ours(case: Case, device: torch.device) -> Function | None:
+    return None if case.sampling else _flashinfer_topk(case, device, as_ours=True)
+
+
+def _flashinfer_topk(case: Case, device: torch.device, as_ours: bool) -> Function | None:
     if case.beams or case.k == 0 or case.router:
         return None
     flashinfer, k = importlib.import_module("flashinfer"), case.k
-    if case.sampling:
-        return _flashinfer_sampling(importlib.import_module("flashinfer.sampling"), **SAMPLING[case.sampling])
-    return lambda logits: flashinfer.top_k(logits, k)
+    if case.is_ragged:
+        # Indices alone, in no order.
+        lengths = lengths_of(case, device)
+        begins = torch.zeros_like(lengths)
+        return lambda logits: flashinfer.top_k_ragged_transform(logits, begins, lengths, k, deterministic=as_ours)
+    return lambda logits: flashinfer.top_k(logits, k, sorted=as_ours, deterministic=as_ours)
 
 
 def _flashinfer_sampling(module: Any, top_k: float = 0, top_p: float = 1.0, min_p: float = 0.0) -> Function:
@@ -188,7 +201,12 @@ PEERS = {
         "its warpers, softmax and torch.multinomial, of sampling alone", _needs_transformers, _transformers
     ),
     "flashinfer": Peer(
-        "radix top-k alone: no softmax, unsorted; its sampling functions", _needs_gpu_package("flashinfer"), _flashinfer
+        "top-k alone: no softmax, in any order; its sampling functions", _needs_gpu_package("flashinfer"), _flashinfer
+    ),
+    "flashinfer-sorted": Peer(
+        "its top-k sorted and deterministic; of ragged rows deterministic alone",
+        _needs_gpu_package("flashinfer"),
+        _flashinfer_as_ours,
     ),
     # Its allocator and its sorts synchronise, which a capture forbids.
     "cupy": Peer("log_softmax and argpartition, unsorted; eager", _needs_gpu_package("cupy"), _cupy, capturable=False),

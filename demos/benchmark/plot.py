@@ -19,7 +19,8 @@ _MARKS = {
     "rows": ("D", "#ff9896", "fused_topk, rows one by one"),
     "torch": ("s", "#1f77b4", "torch (log_softmax, then topk)"),
     "compiled": ("^", "#17becf", "torch.compile of the same"),
-    "flashinfer": ("v", "#2ca02c", "FlashInfer: top-k alone, unsorted"),
+    "flashinfer": ("v", "#2ca02c", "FlashInfer: top-k alone, in any order"),
+    "flashinfer-sorted": ("<", "#98df8a", "FlashInfer: top-k alone, sorted and deterministic"),
     "cupy": ("P", "#9467bd", "CuPy: log_softmax, argpartition"),
 }
 _TARGET = ("4", "#999999", "target")

@@ -27,6 +27,8 @@ _END = "<!-- end of figures -->"
 # What a row means where it names no operation.
 _DEFAULT_OPERATION = "softmax"
 _WAITS_SHOWN = 3
+# Peers that have a column where a run has them.
+_OTHERS = ("compiled", "cupy", "flashinfer", "flashinfer-sorted")
 
 
 class Table(NamedTuple):
@@ -180,7 +182,7 @@ def summary(run: Document) -> str:
 def suites(run: Document) -> str:
     """Every result, a table for each suite."""
     results = run["results"]
-    others = [name for name in ("compiled", "cupy", "flashinfer") if any(name in entry["times"] for entry in results)]
+    others = [name for name in _OTHERS if any(name in entry["times"] for entry in results)]
     headings = ["rows x V", "cache", "µs", "p10 to p90", "GB/s", "floor", "µs / floor", "torch", "torch / µs", *others]
     tables = []
     for suite in dict.fromkeys(entry["suite"] for entry in results):
@@ -208,15 +210,15 @@ def _suite_row(entry: Mapping[str, Any], others: Iterable[str]) -> list[str]:
 
 
 def sampling(run: Document) -> str:
-    """The suite sampling: each draw beside the top-k of the same rows, torch's operations and transformers' warpers."""
-    headings = ("rows x V", "cache", "µs", "top-k alone", "µs / top-k", "torch", "transformers", "transformers / µs")
+    """The suite sampling: each draw beside the top-k of the same rows, and peers."""
+    known = ("torch", "transformers", "flashinfer")
+    peers = [name for name in known if any(name in entry["times"] for entry in run["results"])]
     lines = []
     for entry in run["results"]:
-        times = {name: timing["median"] for name, timing in entry["times"].items()}
-        of_rows = f"{times[FUSED] / times['rows']:.2f}", f"{times['transformers'] / times[FUSED]:.1f}"
-        cells = [three_digits(times[name]) for name in (FUSED, "rows", "torch", "transformers")]
-        lines.append([entry["shape"], entry["cache"], *cells[:2], of_rows[0], *cells[2:], of_rows[1]])
-    return Table(headings, lines, labels=2).markdown()
+        of_rows = f"{entry['times'][FUSED]['median'] / entry['times']['rows']['median']:.2f}"
+        cells = [_median(name)(entry) for name in (FUSED, "rows")]
+        lines.append([entry["shape"], entry["cache"], *cells, of_rows, *(_median(name)(entry) for name in peers)])
+    return Table(["rows x V", "cache", "µs", "top-k alone", "µs / top-k", *peers], lines, labels=2).markdown()
 
 
 VIEWS: dict[str, View] = {"about": about, "summary": summary, "suites": suites, "sampling": sampling}
