@@ -123,6 +123,16 @@ def test_neighbours_of_a_large_k(case):
     check_row(case, (torch.ones(()).view(torch.int32) + steps).view(torch.float32))
 
 
+@pytest.mark.parametrize("count", [257, 2048, 2049, 3000, 4096])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_candidates_that_crowd_the_buckets(dtype, count):
+    """All of a row, on both sides of zero, where keys of equal distance hold very different numbers of logits; with ties."""
+    case = Case(count, min(count, 2048), dtype, splits=1)
+    logits = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(DTYPES[dtype])
+    logits[::7] = logits[0]
+    check_row(case, logits)
+
+
 def check_row(case: Case, tiles: Tensor) -> Outcome:
     """Runs a row that is given by its tiles and compares the result with the reference's."""
     logits = case._placed(tiles.view(1, -1))

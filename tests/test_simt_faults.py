@@ -36,6 +36,8 @@ WINNING_TILES = Case(20_001, 8, rows="ascending_by_tiles", owner="some")
 LONG_ROW = Case(270_001, 5, "bf16", rows="2", splits=2, padding=15)
 # Blocks that hand over, and sort, by buckets.
 LARGE_K = Case(4097, 400, rows="1", splits=2)
+# Candidates on both sides of zero, more than a block sorts at a time: they crowd the buckets, and are merged.
+CROWDED = Case(3500, 2048, rows="1", splits=1)
 # More candidates than there is room for, told apart by their indices alone.
 EQUAL_ROW = Case(20_001, 1024, rows="all_equal", splits=1)
 
@@ -123,6 +125,12 @@ FAULTS = {
     ),
     "no barrier between counts and sums of buckets": Fault(
         r"GROUP::sync\(\);(\s*is_crowded_ =)", r"\1", LARGE_K, {"race"}, "all_shared"
+    ),
+    "no barrier between runs that are sorted and merged": Fault(
+        r"(sort_run\(slots[^;]*;\s*)GROUP::sync\(\);", r"\1", CROWDED, {"race"}, "all_shared"
+    ),
+    "merged candidates stored before all are read": Fault(
+        r"GROUP::sync\(\);(\s*store\(slots \+ place, own\);)", r"\1", CROWDED, {"race"}, "all_shared"
     ),
     "window whose sums are added up too soon": Fault(
         r"(rank = lane_id\(\) % Shared::kLanesOfTile;\s*(?://.*\s*)*)__syncwarp\(\);",
@@ -222,6 +230,10 @@ WRONG_RESULTS: dict[str, tuple[Callable[[str], str], Callable[..., object]]] = {
     "bound that left 64 bits": (
         replacing("widths > high_ >> shift_", "(widths << shift_) >= high_"),
         partial(check, Case(50_257, 600, "bf16", rows="infinities_of_both_signs")),
+    ),
+    "half of the sorted candidates left out": (
+        replacing("if (count > kHalf) merge(slots, kHalf);", ""),
+        partial(check, CROWDED),
     ),
     "top-p keeps the token at its border": (
         replacing("sums - mine < aim", "sums - mine <= aim"),

@@ -67,27 +67,36 @@ class KthBound {
     // One entry of the set for each thread: see add_earlier().
     static constexpr u32 kKept = GROUP::kForMany ? 8 : 1;
     u16 greatest[kKept][GROUP::kForMany ? GROUP::kThreads : 1];
+    // FOR_MANY: what each warp keeps here because it has no registers left.
+    u32 rank_of_warp[GROUP::kForMany ? GROUP::kWarps : 1], warps[GROUP::kForMany ? GROUP::kWarps : 1];
   };
 
   // rank_of_warp: j, so each warp publishes its j-th best. warps: the number of warps needed, at least k / j, and at most
   // the number of warps that read something. The other warps abstain.
   __device__ __forceinline__ KthBound(Shared& shared, u32 rank_of_warp, u32 warps)
-      : shared_(shared), rank_of_warp_(rank_of_warp), warps_(warps) {}
+      : shared_(shared), rank_of_warp_(rank_of_warp), warps_(warps) {
+    if constexpr (!GROUP::kForMany) return;
+    if (lane_id() == 0) {
+      shared.rank_of_warp[GROUP::warp()] = rank_of_warp;
+      shared.warps[GROUP::warp()] = warps;
+    }
+    __syncwarp();
+  }
 
   // Whether one key of each of 32 lanes proves too little.
   __device__ __forceinline__ bool needs_many() const {
     // KernelChoice.method() of fused_topk/layout/topk_choice.py has chosen the kernel by this.
     if constexpr (GROUP::kWarps > 8) return GROUP::kForMany;
-    return rank_of_warp_ > kWarpSize / 2;
+    return rank_of_warp() > kWarpSize / 2;
   }
   // A warp that has had hits in this many lanes updates the bound: so many hits show that the bound is loose.
-  __device__ __forceinline__ u32 worth() const { return needs_many() ? kWarpSize / 2 : max(2 * rank_of_warp_, 4u); }
+  __device__ __forceinline__ u32 worth() const { return needs_many() ? kWarpSize / 2 : max(2 * rank_of_warp(), 4u); }
 
   // The key that a warp publishes, given the best keys of each lane, all of different elements. All 32 lanes call it.
-  __device__ __forceinline__ u32 key_to_publish(u32 key) const { return nth_greatest(key, rank_of_warp_); }
+  __device__ __forceinline__ u32 key_to_publish(u32 key) const { return nth_greatest(key, rank_of_warp()); }
   template <u32 N>
   __device__ __forceinline__ u32 key_to_publish(const u32 (&keys)[N]) const {
-    return nth_greatest(keys, rank_of_warp_);
+    return nth_greatest(keys, rank_of_warp());
   }
 
   // FOR_MANY: raises each of the lane's keys to its maximum since the first call, rounded down to 16 bits.
@@ -132,6 +141,18 @@ class KthBound {
   }
 
  private:
+  __device__ __forceinline__ u32 rank_of_warp() const {
+    return GROUP::kForMany ? kept(shared_.rank_of_warp) : rank_of_warp_;
+  }
+  __device__ __forceinline__ u32 warps() const { return GROUP::kForMany ? kept(shared_.warps) : warps_; }
+  template <u32 N>
+  static __device__ __forceinline__ u32 kept(const u32 (&of_warp)[N]) {
+    // Read anew: a value kept since an earlier call costs a register.
+    u32 warp = GROUP::warp() % N;
+    keep_opaque(warp);
+    return of_warp[warp];
+  }
+
   // key: the key of warp lane % kWarps. key_of_warp(w): the key of any warp w.
   template <class KEY_OF_WARP>
   __device__ __forceinline__ u32 proven_by(u32 key, KEY_OF_WARP key_of_warp) const {
@@ -139,7 +160,7 @@ class KthBound {
     u32 greater = 0;
 #pragma unroll
     for (u32 warp = 0; warp < GROUP::kWarps; ++warp) greater += key_of_warp(warp) > key;
-    return warp_min(greater < warps_ ? key : kNanKey);
+    return warp_min(greater < warps() ? key : kNanKey);
   }
 
   Shared& shared_;

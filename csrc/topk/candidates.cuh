@@ -30,8 +30,10 @@ class Candidates {
   // Slots of each thread. They limit k: a cut must leave room.
   static constexpr u32 kOwn = GROUP::kIsWarp ? 4 : GROUP::kWarps <= 8 ? 2 : 8;
   static constexpr u32 kCapacity = kOwn * GROUP::kThreads;
+  // With room for the sorted best k behind some more than k that are needed to sort them.
+  static constexpr u32 kSlots = kCapacity + (GROUP::kForMany ? kCapacity / 8 : 0);
 
-  // slots: [kCapacity], shared memory, aligned to 16 bytes. k < kCapacity.
+  // slots: [kSlots], shared memory, aligned to 16 bytes. k <= kCapacity / 2.
   __device__ __forceinline__ Candidates(u64* slots, Shared& shared) : slots_(slots), shared_(shared) {}
 
   // Empties the buffer and sets k. All threads call it, after a barrier that follows the last use. Another barrier must
@@ -191,11 +193,11 @@ class Candidates {
   // Writes every candidate that may be among the best k to `list` [length >= k], padded with kNoCandidate. Returns a
   // key that m of them reach, m <= k, or kNoKey if unknown. All threads call it, after a barrier that follows the last
   // add. restart() must follow.
-  __device__ __forceinline__ u32 hand_over(u64* list, u32 length, u32 m) {
+  __device__ __forceinline__ u32 hand_over(u64* list, u32 length, u32 m, Spread spread) {
     while (true) {
       u64 own[kOwn];
       take(own);
-      const Buckets<GROUP, kOwn> buckets(own, stored(), k_, m, shared_.buckets);
+      const Buckets<GROUP, kOwn> buckets(own, stored(), k_, m, spread, shared_.buckets);
       const u32 needed = buckets.needed();
       if (needed <= length) {
 #pragma unroll
@@ -211,10 +213,10 @@ class Candidates {
     }
   }
 
-  // The best k, best first, in shared memory. All threads call it, after a barrier that follows the last add. Ends with
-  // a barrier. Nothing may be added until restart().
-  __device__ __forceinline__ const u64* sort() {
-    u64* const sorted = slots_ + kCapacity / 2;
+  // The best k, best first, in shared memory. spread: of the candidates, for a group that sorts by buckets. All threads call it,
+  // after a barrier that follows the last add. Ends with a barrier. Nothing may be added until restart().
+  __device__ __forceinline__ const u64* sort(Spread spread) {
+    u64* const sorted = slots_ + kSlots - kCapacity / 2;
     // The usual case comes first: its code is fetched as it runs, and a jump over other code costs time.
     if (stored() <= kCountingMax) {
       sort_by_counting<GROUP>(slots_, stored(), k_, sorted);
@@ -222,15 +224,17 @@ class Candidates {
       cut(kCountingMax);
       sort_by_counting<GROUP>(slots_, stored(), k_, sorted);
     } else {
-      while (!sort_by_buckets<GROUP, kOwn>(slots_, stored(), k_, sorted, kCapacity / 2, shared_.buckets))
-        cut(kCapacity / 2);
+      static_assert(kCapacity == 2 * MergeSort<GROUP>::kHalf, "sorts all, of which the best half may be wanted");
+      constexpr u32 kRoom = kSlots - kCapacity / 2 - 1;  // and one more
+      if (sort_by_buckets<GROUP, kOwn>(slots_, stored(), k_, sorted, kRoom, spread, shared_.buckets)) return sorted;
+      MergeSort<GROUP>::sort(slots_, stored());
+      return slots_;
     }
     return sorted;
   }
 
  private:
-  // Up to this many candidates, sorting by counting is the quickest. The sorted candidates take the other half of the
-  // slots, which limits k.
+  // Up to this many candidates, sorting by counting is the quickest. The sorted candidates take the last slots.
   static constexpr u32 kCountingMax = GROUP::kWarps <= 8 ? kCapacity / 2 : 256;
 
   __device__ __forceinline__ void set_threshold(u64 threshold) {

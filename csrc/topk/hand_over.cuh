@@ -64,6 +64,12 @@ struct Lists {
   u32 bounds_stride;
 };
 
+// How the candidates of a row spread.
+template <class FORMAT>
+__device__ __forceinline__ Spread spread_of_row(const Problem& problem) {
+  return {u32(__ffs(FORMAT::kLowestKeyBit)) - 1, u32(__clz(problem.V))};
+}
+
 // Leaves a split's list [length] of what may be among the row's best k, and its bound. All threads of the group call it.
 template <class GROUP, class SCAN>
 __device__ __forceinline__ void leave_list(const Problem& problem, u32 split, SCAN& scan, Candidates<GROUP>& candidates,
@@ -74,7 +80,8 @@ __device__ __forceinline__ void leave_list(const Problem& problem, u32 split, SC
   };
   if constexpr (GROUP::kForMany) {
     candidates.raise(bound.latest());
-    const u32 key = candidates.hand_over(list, length, problem.k_of_split);
+    const u32 key =
+        candidates.hand_over(list, length, problem.k_of_split, spread_of_row<typename SCAN::Reader::Format>(problem));
     if (leaves_bound) leave_bound(key);
   } else {
     // Early candidates passed a loose bound. Now the whole share is read, and its bound drops most of them.

@@ -56,7 +56,8 @@ __device__ __forceinline__ u32 parts_of(const Problem& problem, u32 length) {
 template <class GROUP, u32 LOG2_TILE, u32 MASK>
 struct Share {
   u32 first_part, last_part, k, lead;
-  u32 k_of_warp, warps_of_k;  // see Problem
+  u32 k_of_warp, warps_of_k;        // see Problem
+  static constexpr u32 kSpare = 8;  // with more readers one is spare
 
   __device__ __forceinline__ Share(const Problem& problem, u32 split, u32 splits, u32 length)
       : first_part(0),
@@ -90,10 +91,11 @@ struct Share {
     }
     const u32 parts = last_part - first_part;
     if (GROUP::kIsWarp || parts <= GROUP::kWarps) lead = 0;
-    // Fewer warps have something to read than a bound needs. With many candidates there are no registers left.
-    if (!GROUP::kIsWarp && !GROUP::kForMany && parts > 0 && parts < warps_of_k) {
-      k_of_warp = (k + parts - 1) / parts;
-      warps_of_k = parts;
+    // Fewer warps have something to read than a bound needs. Of enough of them one is spare, for the last tile may hold few logits.
+    const u32 readers = GROUP::kForMany && parts > kSpare ? parts - 1 : parts;
+    if (!GROUP::kIsWarp && parts > 0 && readers < warps_of_k) {
+      k_of_warp = (k + readers - 1) / readers;
+      warps_of_k = readers;
     }
   }
 };

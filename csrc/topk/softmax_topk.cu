@@ -90,7 +90,7 @@ struct GroupShared {
   static_assert(kEntries < GROUP::kThreads - (GROUP::kIsWarp ? 0 : kWarpSize), "gather() loads them all at once");
 
   typename KthBound<GROUP>::Shared bound;
-  alignas(16) u64 slots[Candidates<GROUP>::kCapacity];
+  alignas(16) u64 slots[Candidates<GROUP>::kSlots];
   CandidatesShared<GROUP> candidates;
   RowResult row;
   Beam beam;
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
       shared.row = RowResult(state.m, state.d, problem.inverse_temperature(row));
       if (problem.beams != 0) shared.beam = beam;
     }
-    chosen = candidates.sort();
+    chosen = candidates.sort(is_sequence ? Spread{0, 0} : spread_of_row<FORMAT>(problem));
     if (is_sequence) break;
     const RowResult result = shared.row;
     if (GROUP::thread() == GROUP::kThreads - 1) problem.logsumexp[row] = result.logsumexp();

@@ -90,11 +90,14 @@ class KernelChoice(NamedTuple):
         best (KthBound of csrc/topk/bound.cuh).
 
         For a small k, three quarters of the warps are enough: that lets the fewest logits pass. For a large k, all warps but
-        an eighth or a sixteenth are needed. Measured in csrc/TUNING.md.
+        an eighth or a sixteenth are needed. One is spare in any case: a row's last tile may hold few logits. Measured in
+        csrc/TUNING.md.
         """
         readers = self._readers
         of_most = -(-k // (readers - readers // 4))
-        return of_most if of_most <= _FEW_OF_WARP else -(-k // (readers - readers // (8 if k <= 256 else 16)))
+        if of_most <= _FEW_OF_WARP or readers == 1:
+            return of_most
+        return -(-k // (readers - max(readers // (8 if k <= 256 else 16), 1)))
 
     def k_of_split(self, k: int) -> int:
         """j of the blocks of a row: each block leaves its j-th best key (bound_of_lists() of csrc/topk/merge.cuh).
@@ -210,7 +213,7 @@ def list_length(k: int, splits: int) -> int:
     helpers = 32 * 15  # all of a block but the warp that merges the states; each loads seven at a time
     most = 7 * helpers // splits
     if k > 64:
-        return max(512, 5 * k // 4, min(2 * k, most))
+        return max(512, 9 * k // 8, min(2 * k, most))
     least = 40 + 5 * k // 2
     if splits * least <= helpers:
         return least
