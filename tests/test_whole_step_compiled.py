@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from decoding import also, assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding, stats
-from fused_topk.generation.whole_step import compiled, entry, kept
+from fused_topk.generation.whole_step import compiled, entry
 from fused_topk.generation.whole_step.room import rounded_up
 from whole_steps import OTHER_LAYERS, SERVED_WITH_SOURCE, TOLERANCE, encoder_decoder, family, source_for, swaps
 
@@ -121,12 +121,12 @@ def test_calls_that_compile_nothing(model, traced, caplog):
 
 @pytest.mark.exhaustive
 def test_what_is_kept_is_bounded_and_dropped(model, traced, monkeypatch):
-    monkeypatch.setattr(kept, "MAX_SHAPES", 2)
+    monkeypatch.setattr(f"{entry.__package__}.store.MAX_SHAPES", 2)
     for beams in (2, 3, 4):
         assert_compiled(model, inputs_for(model), num_beams=beams)
     store = entry._ready[model].store
     assert [shape.beams for shape in store._kept] == [3, 4]
-    monkeypatch.setattr(kept, "MAX_BYTES", 1)
+    monkeypatch.setattr(f"{entry.__package__}.store.MAX_BYTES", 1)
     assert_compiled(model, inputs_for(model), num_beams=3)
     assert [shape.beams for shape in store._kept] == [3]
     enable(model, whole_step="compiled")

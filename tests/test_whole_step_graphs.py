@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from decoding import Recorder, assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
 from fused_topk.generation import fused_decoding, stats
-from fused_topk.generation.whole_step import entry, graphs, kept, room
+from fused_topk.generation.whole_step import entry, graphs, room
 from multimodal import images_for, multimodal
 from test_generation_interface import letter, tokenizer
 from whole_steps import SERVED, TOLERANCE, family, swaps
@@ -195,7 +195,7 @@ def test_a_clock_ends_a_call(model, monkeypatch):
 
 
 def test_what_is_captured_is_kept_and_dropped(model, monkeypatch):
-    monkeypatch.setattr(kept, "MAX_SHAPES", 2)
+    monkeypatch.setattr(f"{entry.__package__}.store.MAX_SHAPES", 2)
     for beams in (2, 3, 4, 3):
         assert_captured(model, inputs_for(model), num_beams=beams)
     assert StandIn.made == 3

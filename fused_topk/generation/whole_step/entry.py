@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,46 +18,25 @@ from ..edits.plan import Plan, reason_against
 from ..lm_head import sharded_head_of
 from ..statistics import count_not_compiled
 from ..tensor_parallel import local_forms
-from . import attention, attribute, given_cache, parallel, reasons, trial
+from . import attention, attribute, given_cache, parallel, prompts, reasons, trial
 from .beams import Rules
 from .criteria import Criteria
-from .decoder import Decoder, Prompt, Source, has_table, num_positions, positions_of, vocab_size_of
-from .head import Head
-from .kept import Store, Way
-from .preparation import prepared
+from .decoder import Decoder, has_table, num_positions, vocab_size_of
+from .kept import Way
+from .prompts import Ready
 from .reasons import Asked, Declined, decline_for, said_by
 from .rows import RowDecoder, decoder_of
 from .search import Search
+from .store import Store
 from .streaming import Once
 from .twin import Snapshot, text_config, twin_of
-
-
-class _Ready(NamedTuple):
-    """What is known of a model: its twin, or why it has none."""
-
-    twin: Any
-    reason: str | None
-    of: Snapshot
-    store: Store
-    head: Head | None
-    # Whether steps may have places for more tokens than there are, as those that are kept have.
-    is_static: bool
-    # Whether the decoder looks at the mask of what its encoder has read. Where that is no text, the mask's shape is not known.
-    reads_mask: bool
-    # Tensors that steps of text do not look at, as far as it has been tried.
-    unread: set[str]
-    # Why no prompt of it can follow what a given cache has; None where one can.
-    reason_against_past: Callable[[], str | None] = lambda: None
-
 
 # Attributes of a model that say nothing about what it computes, or that this package puts there.
 _SKIPPED = OWN | {"generation_config"}
 # More are no length that anybody writes.
 _MOST_PLACES = 2**20
-# What an encoder gives of which a decoder reads the first at most.
-_OF_ENCODER = frozenset({"last_hidden_state", "pooler_output", "hidden_states", "attentions"})
 
-_ready: attribute.OfModels[_Ready] = attribute.OfModels()
+_ready: attribute.OfModels[Ready] = attribute.OfModels()
 _lock = threading.RLock()
 
 
@@ -77,7 +54,7 @@ def release(model: Any) -> None:
             ready.store.release()
 
 
-def ready_for(model: Any) -> _Ready:
+def ready_for(model: Any) -> Ready:
     """The model's twin and what is kept of it, with a trial where the model is not as it was.
 
     Raises:
@@ -106,7 +83,7 @@ def _is_ready(model: Any) -> bool:
         return ready is not None and ready.of.is_of(model)
 
 
-def _of_default(ready: _Ready) -> str | None:
+def _of_default(ready: Ready) -> str | None:
     """Why a model's steps are no quicker than transformers' loop by default; None where they are."""
     is_row = ready.twin is not None and decoder_of(ready.twin) is RowDecoder
     # On a CPU it copies as much as a reorder does: T5 of 4 layers, 2 x 4 beams took 1.07 times the stock time, Falcon 0.94 times.
@@ -121,7 +98,7 @@ def _state_of(module: Any) -> dict[str, Any]:
     return {**state, "_forward_hooks": hooks}
 
 
-def _made_ready(model: Any) -> _Ready:
+def _made_ready(model: Any) -> Ready:
     snapshot = Snapshot(model, _SKIPPED)
     is_spread = sharded_head_of(model) is not None
     try:
@@ -156,7 +133,7 @@ def _made_ready(model: Any) -> _Ready:
         is_static = bool(getattr(model, "_can_compile_fullgraph", False)) and not trial.reason_against(twin, stock)
     # Few calls are given a cache.
     of_past = functools.cache(functools.partial(trial.reason_against_past, twin, stock))
-    return _Ready(twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin), set(), of_past)
+    return Ready(twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin), set(), of_past)
 
 
 def _twin_of(model: Any, attention: str | None, is_steady: bool = True) -> Any:
@@ -166,8 +143,8 @@ def _twin_of(model: Any, attention: str | None, is_steady: bool = True) -> Any:
     return twin
 
 
-def _not_ready(reason: str, snapshot: Snapshot) -> _Ready:
-    return _Ready(None, reason, snapshot, Store(), None, False, True, set())
+def _not_ready(reason: str, snapshot: Snapshot) -> Ready:
+    return Ready(None, reason, snapshot, Store(), None, False, True, set())
 
 
 def _twin_raises(model: Any, error: Exception) -> str:
@@ -255,7 +232,7 @@ class Loop:
 
 
 def _search(
-    ready: _Ready,
+    ready: Ready,
     streamer: Once | None,
     way: Way | None,
     ids: Tensor,
@@ -288,11 +265,11 @@ def _search(
         raise Declined("more continuations than there are")
     with_source = "encoder_outputs" in inputs
     if with_source:
-        prompt = _prompt_with_source(ready, ids, beams, longest, inputs)
+        prompt = prompts.with_source(ready, ids, beams, longest, inputs)
     elif reasons.prepares_itself(twin) or reasons.unknown_inputs(inputs, False):
-        prompt = _prepared_prompt(ready, ids, beams, longest, inputs)
+        prompt = prompts.prepared_by_model(ready, ids, beams, longest, inputs)
     else:
-        prompt = _prompt(ready, ids, beams, longest, config, inputs)
+        prompt = prompts.of_text(ready, ids, beams, longest, config, inputs)
     # With what a given cache has.
     most = prompt.is_text.shape[1] + rules.room
     steady = reasons.steady_length(twin.config)
@@ -315,116 +292,6 @@ def _search(
         # In stock generate() the model reads it, and raises, once a text has ended before the others.
         raise Declined("a pad_token_id that is no token")
     return Search(twin, prompt, rules, plan, criteria, config, padding, ready.store, way, ready.head, streamer)
-
-
-def _prompt(
-    ready: _Ready, ids: Tensor, beams: int, longest: int, config: GenerationConfig, inputs: dict[str, Any]
-) -> Prompt:
-    """One row of a sequence, of those that generate() has made for its beams."""
-    rows, ids = len(ids), ids[::beams]
-    embeddings, mask = inputs.get("inputs_embeds"), inputs.get("attention_mask")
-    read = ids if embeddings is None else embeddings[::beams]
-    past = _past(ready, rows, beams, inputs)
-    before = 0 if past is None else past.length
-    # Without padding later versions drop the mask, and keep its length.
-    of_mask = getattr(config, "_mask_length", read.shape[1]) if mask is None else mask.shape[1]
-    unread = given_cache.num_unread(read.shape[1], of_mask, before, embeddings is None and reasons.TAKES_NEW_TOKENS)
-    read = read[:, -unread:]
-    shape = len(read), before + unread
-    is_text = _is_text(None if mask is None else mask[::beams], shape, ids.device)
-    positions = inputs.get("position_ids")
-    if positions is None:
-        # As versions of transformers count them that leave it to each step: a cache that is returned has keys of padding, too.
-        positions = positions_of(is_text).where(is_text, 1)
-    elif positions.shape != (rows, shape[1]):
-        raise Declined("position_ids of another shape")
-    else:
-        positions = positions[::beams]
-    kept = inputs.get("logits_to_keep")
-    extra = {} if kept is None else {"logits_to_keep": kept}
-    return Prompt(ids, read, is_text, positions[:, -unread:], extra, longest, past=past)
-
-
-def _past(ready: _Ready, rows: int, beams: int, inputs: dict[str, Any]) -> given_cache.Past | None:
-    cache = given_cache.cache_of(inputs)
-    if not _is_used(cache):
-        return None
-    decline_for(given_cache.reason_against(cache, ready.twin.config) or ready.reason_against_past())
-    return given_cache.past_of(cache, rows, beams, next(ready.twin.parameters()))
-
-
-def _is_used(cache: Any) -> bool:
-    return cache is not None and bool(cache.get_seq_length())
-
-
-def _is_text(mask: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor:
-    is_text = torch.ones(*shape, dtype=torch.bool, device=device) if mask is None else mask.bool()
-    if is_text.shape != torch.Size(shape) or not bool(is_text[:, -1].all()):
-        raise Declined("an attention mask that is not of left padding")
-    return is_text
-
-
-def _prepared_prompt(ready: _Ready, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
-    """The prompt of a model that prepares more than its tokens, as of images."""
-    original = reasons.original_length(ready.twin.config)
-    if original is not None and longest > original and reasons.prepares_itself(ready.twin):
-        # Phi-3 drops its cache there.
-        raise Declined(f"a preparation of its own for texts of more than {original} tokens")
-    if inputs.get("inputs_embeds") is not None:
-        raise Declined("inputs_embeds before a preparation of the model's own")
-    if _is_used(given_cache.cache_of(inputs)):
-        raise Declined("a cache that has been used, before a preparation of the model's own")
-    is_text = _is_text(inputs.get("attention_mask"), ids.shape, ids.device)
-    asked = prepared(ready.twin, ids, is_text, inputs)
-    for name in sorted(asked.further - ready.unread):
-        if trial.steps_read(ready.twin, name):
-            raise Declined(f"steps with {name}")
-        ready.unread.add(name)
-    positions = asked.last_positions
-    if positions is None:
-        positions = positions_of(is_text)
-        if "position_ids" in inspect.signature(ready.twin.forward).parameters:
-            raise Declined("steps without positions")
-    is_text, ids = is_text[::beams], ids[::beams]
-    return Prompt(ids, ids, is_text, positions[..., ::beams, -1:], {}, longest, inputs=asked.inputs)
-
-
-def _prompt_with_source(ready: _Ready, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
-    """The prompt of an encoder-decoder, whose encoder generate() has run."""
-    if _is_used(given_cache.cache_of(inputs)):
-        raise Declined("a cache of an encoder-decoder that has been used")
-    outputs, mask = inputs["encoder_outputs"], inputs.get("attention_mask")
-    # The trial has none of these, which some decoders ask for.
-    further = sorted(set(outputs) - _OF_ENCODER) if isinstance(outputs, Mapping) else []
-    if further:
-        raise Declined(f"encoder_outputs with {further[0]}")
-    hidden = outputs[0]
-    of_prompt = inputs.get("decoder_attention_mask")
-    if not isinstance(hidden, Tensor) or hidden.dim() != 3 or len(hidden) != len(ids):
-        raise Declined("encoder_outputs of other rows")
-    if of_prompt is not None and not bool(of_prompt.all()):
-        raise Declined("decoder_attention_mask with padding")
-    takes_mask = ready.twin.main_input_name == "input_ids"
-    if not takes_mask and ready.reads_mask and mask is not None and not bool(mask.all()):
-        raise Declined(f"padding of {ready.twin.main_input_name}")
-    # Some models view a source in another shape.
-    hidden = hidden[::beams].contiguous()
-    if takes_mask and mask is not None and mask.shape != (len(ids), hidden.shape[1]):
-        raise Declined("an attention mask of another shape")
-    is_source = None
-    if takes_mask:
-        is_source = hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask[::beams].bool()
-        # Attention to nothing is the mean over all places in some implementations, and the places of a step are rounded up.
-        if not bool(is_source.any(1).all()):
-            raise Declined("a source of padding alone")
-    ids = ids[::beams]
-    is_text = torch.ones_like(ids, dtype=torch.bool)
-    positions = inputs.get("decoder_position_ids")
-    positions = positions_of(is_text) if positions is None else positions[::beams]
-    if positions.shape != ids.shape:
-        raise Declined("decoder_position_ids of another shape")
-    is_exact = decoder_of(ready.twin) is RowDecoder
-    return Prompt(ids, ids, is_text, positions, {}, longest, Source(hidden, is_source), is_exact)
 
 
 def _tokens(value: Any) -> tuple[int, ...]:

@@ -15,14 +15,9 @@ the forward pass alone, for calls with other processors, with sampling or with s
 
 from __future__ import annotations
 
-import atexit
 import logging
-import threading
 import time
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -42,15 +37,8 @@ from .texts import Texts, choose_tokens
 
 logger = logging.getLogger("fused_topk.generation")
 
-# Of one model. Guesses: a service has few shapes, and the cache of one may be as large as the model.
-MAX_SHAPES = 8
-MAX_BYTES = 1 << 32
 # More beams than that are those of models that add few tokens.
 _WIDE = 32
-
-
-# Those of tensor-parallel models.
-_with_collectives: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
 class NotKept(Exception):
@@ -435,79 +423,3 @@ def _write(to: Any, of: Any) -> None:
         return
     for each, other in zip(to, of, strict=True):
         _write(each, other)
-
-
-class Store:
-    """The steps that are kept of one model."""
-
-    def __init__(self) -> None:
-        self._has_collectives = False
-        self._kept: OrderedDict[Shape, KeptStep] = OrderedDict()
-        self._codes = Codes()
-        self._used: set[Shape] = set()
-        self._failed: dict[Shape, str] = {}
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def step(self, twin: Any, head: Head | None, shape: Shape, group: Any = None) -> Iterator[KeptStep]:
-        """Lends one call the step of a shape.
-
-        Args:
-            group: of the processes of a tensor-parallel model.
-
-        Raises:
-            NotKept: another call uses it, or it could not be made before.
-        """
-        with self._lock:
-            if shape in self._failed:
-                raise NotKept(self._failed[shape])
-            if shape in self._used:
-                raise NotKept("another call of the same shape runs")
-            self._used.add(shape)
-            if group is not None:
-                self._has_collectives = True
-                _with_collectives.add(self)
-            step = self._kept.pop(shape, None)
-        try:
-            step = KeptStep(twin, head, shape, self._codes, group) if step is None else step
-            try:
-                yield step
-            except NotKept as error:
-                self._failed[shape] = str(error)
-                raise
-            # Of this call, its processors or its streamer: the next call begins anew all that a step holds.
-            except BaseException:
-                self._keep(shape, step)
-                raise
-            self._keep(shape, step)
-        finally:
-            self._used.discard(shape)
-
-    def release(self) -> None:
-        """Drops steps that hold collectives: NCCL destroys no communicator before the graphs that use it are gone."""
-        with self._lock:
-            if self._has_collectives:
-                self._kept.clear()
-
-    def made(self, shape: Shape) -> tuple[Any, ...]:
-        """What there is of a shape: see :attr:`KeptStep.made`."""
-        with self._lock:
-            step = self._kept.get(shape)
-            return shape in self._failed, shape in self._used, None if step is None else step.made
-
-    def _keep(self, shape: Shape, step: KeptStep) -> None:
-        with self._lock:
-            self._kept[shape] = step
-            while len(self._kept) > MAX_SHAPES or (
-                len(self._kept) > 1 and sum(each.num_bytes for each in self._kept.values()) > MAX_BYTES
-            ):
-                self._kept.popitem(last=False)
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-
-@atexit.register
-def _release_all() -> None:
-    for store in list(_with_collectives):
-        store.release()

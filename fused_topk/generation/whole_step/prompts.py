@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prompt of a call, from what a loop is given: one row of a sequence, of those that generate() has made for its beams."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from . import given_cache, reasons, trial
+from .decoder import Prompt, Source, positions_of
+from .head import Head
+from .preparation import prepared
+from .reasons import Declined, decline_for
+from .rows import RowDecoder, decoder_of
+from .store import Store
+from .twin import Snapshot
+
+# What an encoder gives of which a decoder reads the first at most.
+_OF_ENCODER = frozenset({"last_hidden_state", "pooler_output", "hidden_states", "attentions"})
+
+
+class Ready(NamedTuple):
+    """What is known of a model: its twin, or why it has none."""
+
+    twin: Any
+    reason: str | None
+    of: Snapshot
+    store: Store
+    head: Head | None
+    # Whether steps may have places for more tokens than there are, as those that are kept have.
+    is_static: bool
+    # Whether the decoder looks at the mask of what its encoder has read. Where that is no text, the mask's shape is not known.
+    reads_mask: bool
+    # Tensors that steps of text do not look at, as far as it has been tried.
+    unread: set[str]
+    # Why no prompt of it can follow what a given cache has; None where one can.
+    reason_against_past: Callable[[], str | None] = lambda: None
+
+
+def of_text(
+    ready: Ready, ids: Tensor, beams: int, longest: int, config: GenerationConfig, inputs: dict[str, Any]
+) -> Prompt:
+    """One row of a sequence, of those that generate() has made for its beams."""
+    rows, ids = len(ids), ids[::beams]
+    embeddings, mask = inputs.get("inputs_embeds"), inputs.get("attention_mask")
+    read = ids if embeddings is None else embeddings[::beams]
+    past = _past(ready, rows, beams, inputs)
+    before = 0 if past is None else past.length
+    # Without padding later versions drop the mask, and keep its length.
+    of_mask = getattr(config, "_mask_length", read.shape[1]) if mask is None else mask.shape[1]
+    unread = given_cache.num_unread(read.shape[1], of_mask, before, embeddings is None and reasons.TAKES_NEW_TOKENS)
+    read = read[:, -unread:]
+    shape = len(read), before + unread
+    is_text = _is_text(None if mask is None else mask[::beams], shape, ids.device)
+    positions = inputs.get("position_ids")
+    if positions is None:
+        # As versions of transformers count them that leave it to each step: a cache that is returned has keys of padding, too.
+        positions = positions_of(is_text).where(is_text, 1)
+    elif positions.shape != (rows, shape[1]):
+        raise Declined("position_ids of another shape")
+    else:
+        positions = positions[::beams]
+    kept = inputs.get("logits_to_keep")
+    extra = {} if kept is None else {"logits_to_keep": kept}
+    return Prompt(ids, read, is_text, positions[:, -unread:], extra, longest, past=past)
+
+
+def _past(ready: Ready, rows: int, beams: int, inputs: dict[str, Any]) -> given_cache.Past | None:
+    cache = given_cache.cache_of(inputs)
+    if not _is_used(cache):
+        return None
+    decline_for(given_cache.reason_against(cache, ready.twin.config) or ready.reason_against_past())
+    return given_cache.past_of(cache, rows, beams, next(ready.twin.parameters()))
+
+
+def _is_used(cache: Any) -> bool:
+    return cache is not None and bool(cache.get_seq_length())
+
+
+def _is_text(mask: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor:
+    is_text = torch.ones(*shape, dtype=torch.bool, device=device) if mask is None else mask.bool()
+    if is_text.shape != torch.Size(shape) or not bool(is_text[:, -1].all()):
+        raise Declined("an attention mask that is not of left padding")
+    return is_text
+
+
+def prepared_by_model(ready: Ready, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
+    """The prompt of a model that prepares more than its tokens, as of images."""
+    original = reasons.original_length(ready.twin.config)
+    if original is not None and longest > original and reasons.prepares_itself(ready.twin):
+        # Phi-3 drops its cache there.
+        raise Declined(f"a preparation of its own for texts of more than {original} tokens")
+    if inputs.get("inputs_embeds") is not None:
+        raise Declined("inputs_embeds before a preparation of the model's own")
+    if _is_used(given_cache.cache_of(inputs)):
+        raise Declined("a cache that has been used, before a preparation of the model's own")
+    is_text = _is_text(inputs.get("attention_mask"), ids.shape, ids.device)
+    asked = prepared(ready.twin, ids, is_text, inputs)
+    for name in sorted(asked.further - ready.unread):
+        if trial.steps_read(ready.twin, name):
+            raise Declined(f"steps with {name}")
+        ready.unread.add(name)
+    positions = asked.last_positions
+    if positions is None:
+        positions = positions_of(is_text)
+        if "position_ids" in inspect.signature(ready.twin.forward).parameters:
+            raise Declined("steps without positions")
+    is_text, ids = is_text[::beams], ids[::beams]
+    return Prompt(ids, ids, is_text, positions[..., ::beams, -1:], {}, longest, inputs=asked.inputs)
+
+
+def with_source(ready: Ready, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
+    """The prompt of an encoder-decoder, whose encoder generate() has run."""
+    if _is_used(given_cache.cache_of(inputs)):
+        raise Declined("a cache of an encoder-decoder that has been used")
+    outputs, mask = inputs["encoder_outputs"], inputs.get("attention_mask")
+    # The trial has none of these, which some decoders ask for.
+    further = sorted(set(outputs) - _OF_ENCODER) if isinstance(outputs, Mapping) else []
+    if further:
+        raise Declined(f"encoder_outputs with {further[0]}")
+    hidden = outputs[0]
+    of_prompt = inputs.get("decoder_attention_mask")
+    if not isinstance(hidden, Tensor) or hidden.dim() != 3 or len(hidden) != len(ids):
+        raise Declined("encoder_outputs of other rows")
+    if of_prompt is not None and not bool(of_prompt.all()):
+        raise Declined("decoder_attention_mask with padding")
+    takes_mask = ready.twin.main_input_name == "input_ids"
+    if not takes_mask and ready.reads_mask and mask is not None and not bool(mask.all()):
+        raise Declined(f"padding of {ready.twin.main_input_name}")
+    # Some models view a source in another shape.
+    hidden = hidden[::beams].contiguous()
+    if takes_mask and mask is not None and mask.shape != (len(ids), hidden.shape[1]):
+        raise Declined("an attention mask of another shape")
+    is_source = None
+    if takes_mask:
+        is_source = hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask[::beams].bool()
+        # Attention to nothing is the mean over all places in some implementations, and the places of a step are rounded up.
+        if not bool(is_source.any(1).all()):
+            raise Declined("a source of padding alone")
+    ids = ids[::beams]
+    is_text = torch.ones_like(ids, dtype=torch.bool)
+    positions = inputs.get("decoder_position_ids")
+    positions = positions_of(is_text) if positions is None else positions[::beams]
+    if positions.shape != ids.shape:
+        raise Declined("decoder_position_ids of another shape")
+    is_exact = decoder_of(ready.twin) is RowDecoder
+    return Prompt(ids, ids, is_text, positions, {}, longest, Source(hidden, is_source), is_exact)
