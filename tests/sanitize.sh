@@ -41,6 +41,8 @@ for tool in "${tools[@]}"; do
     options+=(--kernel-name kernel_substring=fused_topk)
   fi
   [[ $tool == memcheck ]] && options+=(--padding 64)
+  # racecheck crashes in cuBLAS's 16-bit products, also without a kernel of ours; test_pieces_on_a_gpu has the same pieces.
+  [[ $tool == racecheck ]] && selection+=" and not (takes_pieces_into_one_state and (fp16 or bf16))"
   echo "== $tool"
   log=$(mktemp)
   "$sanitizer" "${options[@]}" --log-file "$log" \

@@ -178,5 +178,5 @@ def a_process_dies(rank: int, size: int) -> None:
         patch.setattr(collective, "_time_limit", lambda *args: 5.0)
         with pytest.raises(RuntimeError, match="got no answer of some within 5 s"):
             sequences(model, prompts, **options, streamer=streamer)
+    # The process ends without an abort of the group, which would wait for the graphs.
     assert expected.shape[1] == prompts.shape[1] + 60
-    dist.distributed_c10d._abort_process_group()

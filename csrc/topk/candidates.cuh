@@ -224,11 +224,15 @@ class Candidates {
       cut(kCountingMax);
       sort_by_counting<GROUP>(slots_, stored(), k_, sorted);
     } else {
-      static_assert(kCapacity == 2 * MergeSort<GROUP>::kHalf, "sorts all, of which the best half may be wanted");
       constexpr u32 kRoom = kSlots - kCapacity / 2 - 1;  // and one more
-      if (sort_by_buckets<GROUP, kOwn>(slots_, stored(), k_, sorted, kRoom, spread, shared_.buckets)) return sorted;
-      MergeSort<GROUP>::sort(slots_, stored());
-      return slots_;
+      while (!sort_by_buckets<GROUP, kOwn>(slots_, stored(), k_, sorted, kRoom, spread, shared_.buckets)) {
+        if constexpr (GROUP::kForMany) {
+          static_assert(kCapacity == 2 * MergeSort<GROUP>::kHalf, "sorts all, of which the best half may be wanted");
+          MergeSort<GROUP>::sort(slots_, stored());
+          return slots_;
+        }
+        cut(kRoom);
+      }
     }
     return sorted;
   }

@@ -182,7 +182,7 @@ class Buckets {
 };
 
 // sort_by_counting() with buckets, for up to N candidates a thread. Reorders `slots`. Returns false and changes nothing
-// if it would have to compare more than `room` candidates, or too many with each other.
+// if it would have to compare more than `room` candidates or, FOR_MANY, too many with each other.
 template <class GROUP, u32 N>
 __device__ __forceinline__ bool sort_by_buckets(u64* slots, u32 count, u32 k, u64* sorted, u32 room, Spread spread,
                                                 BucketsShared<GROUP>& shared) {
@@ -194,7 +194,7 @@ __device__ __forceinline__ bool sort_by_buckets(u64* slots, u32 count, u32 k, u6
   }
   const Buckets<GROUP, N> buckets(own, count, k, k, spread, shared);
   const u32 needed = buckets.needed();
-  if (buckets.is_crowded() || needed > room) return false;
+  if ((GROUP::kForMany && buckets.is_crowded()) || needed > room) return false;
 #pragma unroll
   for (u32 c = 0; c < N; ++c) {
     if (own[c] == kNoCandidate) continue;

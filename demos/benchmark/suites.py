@@ -173,6 +173,19 @@ _K = (
     *(Case(64, 128256, k, "fp32") for k in (256, 512)),
     Case(64, 128256, 1024, "fp32", micros(35)),
     Case(64, 128256, 2048, "fp32"),
+    # As sparse attention chooses positions; the limits are of an H100.
+    *(
+        Case(rows, vocab, k, dtype, micros(limit))
+        for rows, vocab, dtype, k, limit in (
+            (1, 131072, "bf16", 2048, 22),
+            (16, 131072, "bf16", 2048, 28),
+            (64, 131072, "bf16", 2048, 42),
+            (64, 131072, "fp32", 2048, 52),
+            (64, 32768, "bf16", 2048, 26),
+            (256, 32768, "bf16", 2048, 60),
+            (1, 32768, "bf16", 1024, 14),
+        )
+    ),
 )
 
 # No distribution may be much slower than normal logits: each shape's first row is the normal one. Each way to own a row, and each
