@@ -22,7 +22,7 @@ DOCUMENTS = [
         "demos/README.md",
         "demos/results/cpu.md",
         "demos/results/h100x2.md",
-        "demos/results/h200.md",
+        "demos/results/h100.md",
         "docs/whole_steps.md",
     )
 ]
@@ -140,6 +140,24 @@ def distributed(run: Document) -> str:
     return Table(headings, lines).markdown()
 
 
+def tensor_parallel(run: Document) -> str:
+    """What demos/tensor_parallel_cost.py wrote: a line for each case and way."""
+    lines = [
+        [
+            case if way == "stock" else "",
+            way,
+            f"{cost['first_call_s']:.1f}",
+            f"{cost['first_token_ms']:.1f}",
+            f"{cost['step_ms']:.2f}",
+            f"{ways['stock']['step_ms'] / cost['step_ms']:.2f}",
+        ]
+        for case, ways in run["cases"].items()
+        for way, cost in ways.items()
+        if isinstance(cost, dict)
+    ]
+    return Table(("batch", "way", *_CALL_HEADINGS, "stock / this"), lines, labels=2).markdown()
+
+
 VIEWS = {
     **published.VIEWS,
     "ladder": ladder_report.ladder,
@@ -148,6 +166,7 @@ VIEWS = {
     "whole_calls": whole_calls,
     "linear": linear,
     "distributed": distributed,
+    "tensor_parallel": tensor_parallel,
 }
 
 
