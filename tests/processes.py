@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import pickle
@@ -60,6 +61,18 @@ def run_once(module: str, checks: Sequence[str], size: int) -> list[dict[str, st
         path.write_bytes(pickle.dumps(run(module, checks, size)))
 
     return pickle.loads(built(name, build).read_bytes())
+
+
+@functools.cache
+def _results(module: str, checks: tuple[str, ...], size: int) -> list[dict[str, str | None]]:
+    return run_once(module, checks, size)
+
+
+def assert_passes(module: str, check: str, size: int, checks: Sequence[str]) -> None:
+    """That a check passes in each of `size` processes, which run all of `checks` once."""
+    for rank, of_rank in enumerate(_results(module, tuple(checks), size)):
+        assert check in of_rank, f"rank {rank} of {size} has no result; it died or did not end"
+        assert of_rank[check] is None, of_rank[check]
 
 
 def work(module: str, checks: Sequence[str], rank: int, size: int, folder: str, backend: str) -> None:

@@ -39,15 +39,7 @@ CHECKS = [
 QUICK = ["what_is_exchanged", "processes_that_differ"]
 
 
-@functools.cache
-def results(size: int, checks: tuple[str, ...]) -> list[dict[str, str | None]]:
-    return processes.run_once("whole_parallel_checks", checks, size)
-
-
-def passes(check: str, size: int, checks: list[str]) -> None:
-    for rank, of_rank in enumerate(results(size, tuple(checks))):
-        assert check in of_rank, f"rank {rank} of {size} has no result; it died or did not end"
-        assert of_rank[check] is None, of_rank[check]
+passes = functools.partial(processes.assert_passes, "whole_parallel_checks")
 
 
 def test_two_processes():

@@ -37,6 +37,11 @@ def cache_of(inputs: Mapping[str, Any]) -> Any:
     return next((inputs[name] for name in NAMES if inputs.get(name) is not None), None)
 
 
+def is_used(cache: Any) -> bool:
+    """Whether a cache, None for none, has something already."""
+    return cache is not None and bool(cache.get_seq_length())
+
+
 def new_for(config: Any) -> Any:
     """An empty cache, as models make it."""
     of_decoder = config.get_text_config(decoder=True)

@@ -20,7 +20,7 @@ from ..lm_head import sharded_head_of
 from ..tensor_parallel.group import all_say
 from ..tensor_parallel.sharded_head import ShardedHead
 from .criteria import Criteria
-from .given_cache import cache_of
+from .given_cache import cache_of, is_used
 from .reasons import Declined, unknown_inputs
 
 
@@ -82,6 +82,4 @@ def reason_against(plan: Plan, criteria: Criteria, inputs: Mapping[str, Any]) ->
     unknown = unknown_inputs(inputs, False)
     if unknown:
         return f"model input {unknown[0]} of a tensor-parallel model"
-    cache = cache_of(inputs)
-    is_used = cache is not None and bool(cache.get_seq_length())
-    return "a cache that has been used, of a tensor-parallel model" if is_used else None
+    return "a cache that has been used, of a tensor-parallel model" if is_used(cache_of(inputs)) else None

@@ -72,14 +72,10 @@ def of_text(
 
 def _past(ready: Ready, rows: int, beams: int, inputs: dict[str, Any]) -> given_cache.Past | None:
     cache = given_cache.cache_of(inputs)
-    if not _is_used(cache):
+    if not given_cache.is_used(cache):
         return None
     decline_for(given_cache.reason_against(cache, ready.twin.config) or ready.reason_against_past())
     return given_cache.past_of(cache, rows, beams, next(ready.twin.parameters()))
-
-
-def _is_used(cache: Any) -> bool:
-    return cache is not None and bool(cache.get_seq_length())
 
 
 def _is_text(mask: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -97,7 +93,7 @@ def prepared_by_model(ready: Ready, ids: Tensor, beams: int, longest: int, input
         raise Declined(f"a preparation of its own for texts of more than {original} tokens")
     if inputs.get("inputs_embeds") is not None:
         raise Declined("inputs_embeds before a preparation of the model's own")
-    if _is_used(given_cache.cache_of(inputs)):
+    if given_cache.is_used(given_cache.cache_of(inputs)):
         raise Declined("a cache that has been used, before a preparation of the model's own")
     is_text = _is_text(inputs.get("attention_mask"), ids.shape, ids.device)
     asked = prepared(ready.twin, ids, is_text, inputs)
@@ -116,7 +112,7 @@ def prepared_by_model(ready: Ready, ids: Tensor, beams: int, longest: int, input
 
 def with_source(ready: Ready, ids: Tensor, beams: int, longest: int, inputs: dict[str, Any]) -> Prompt:
     """The prompt of an encoder-decoder, whose encoder generate() has run."""
-    if _is_used(given_cache.cache_of(inputs)):
+    if given_cache.is_used(given_cache.cache_of(inputs)):
         raise Declined("a cache of an encoder-decoder that has been used")
     outputs, mask = inputs["encoder_outputs"], inputs.get("attention_mask")
     # The trial has none of these, which some decoders ask for.
