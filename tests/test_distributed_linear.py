@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 
 import pytest
@@ -21,24 +20,13 @@ CHECKS = [
 ]
 
 
-@functools.cache
-def results(size: int) -> list[dict[str, str | None]]:
-    return processes.run_once("distributed_linear_checks", CHECKS, size)
-
-
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_processes(check):
-    passes(check, 2)
+    processes.assert_passes("distributed_linear_checks", check, 2, CHECKS)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("check", CHECKS)
 def test_other_numbers_of_processes(check, size):
-    passes(check, size)
-
-
-def passes(check: str, size: int) -> None:
-    for rank, of_rank in enumerate(results(size)):
-        assert check in of_rank, f"rank {rank} of {size} has no result; it died or did not end"
-        assert of_rank[check] is None, of_rank[check]
+    processes.assert_passes("distributed_linear_checks", check, size, CHECKS)
