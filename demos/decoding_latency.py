@@ -31,6 +31,7 @@ try:
 
     import ctranslate2_peer
     import whole_calls
+    from benchmark.devices import best_device
     from causal_models import RANDOM_SHAPES, CausalModel, encode, from_disk, random_prompts, tiny, with_random_weights
     from decoding_report import Measurement, print_calls, print_checks, print_table, print_texts, save_json, save_plot
     from fused_topk import backends
@@ -230,7 +231,7 @@ def measure_calls(
 
 def _device(name: str) -> torch.device:
     try:
-        device = torch.device(name) if name else backends.best_device()
+        device = torch.device(name) if name else best_device()
     except RuntimeError:
         _fail(f"`--device` must name a device of torch, got {name!r}; give cpu or cuda")
     if device.type not in ("cpu", "cuda"):

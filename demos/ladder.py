@@ -22,6 +22,7 @@ try:
     from rich.console import Console
     from tqdm import tqdm
 
+    from benchmark.devices import best_device
     from benchmark.report import origin
     from benchmark.timing import warm_up_gpu
     from fused_topk import backends
@@ -52,7 +53,7 @@ def main(
     if from_json:
         run = json.loads(from_json.read_text(encoding="utf-8"))
     else:
-        run = climb(torch.device(device) if device else backends.best_device(), most)
+        run = climb(torch.device(device) if device else best_device(), most)
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     print_ladder(run, console)
     print_rows(run, console)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import ladder_rungs as ladder
+from benchmark.devices import reader
 from benchmark.inputs import make_inputs, rotation_count
 from benchmark.suites import Case
 from benchmark.timing import Effort, time_graph, time_interleaved
-from fused_topk.backends import cuda
 from ladder_rungs import RUNGS, Rung
 
 # Float32 results of a few roundings an element; naive softmax sums what it has not scaled.
@@ -90,11 +90,6 @@ def with_torch(scratch: ladder.Scratch, k: int) -> Callable[[Tensor], object]:
         return torch.topk(softmax(logits), k, out=(scratch.values, scratch.indices))
 
     return softmax_topk if k else softmax
-
-
-def reader(device: torch.device) -> Callable[[Tensor], object]:
-    """Reads each logit once. On a CPU, torch's maximum of each row comes closest."""
-    return cuda.read_rows if device.type == "cuda" else lambda logits: logits.amax(-1)
 
 
 def check(rung: Rung, logits: Tensor, scratch: ladder.Scratch) -> float:

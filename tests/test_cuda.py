@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import fused_topk
+from benchmark.choices import of_topk as alternatives
 from fused_topk import TopK
 from fused_topk.backends import cuda as kernels
-from fused_topk.layout.topk_choice import MAX_K, alternatives, choose
+from fused_topk.layout.topk_choice import MAX_K, choose
 from oracle import DTYPES, assert_same, assert_topk, check, expected, problem_of, start
 from rows import adversarial_rows, random_logits, random_mask
 

@@ -10,9 +10,8 @@ from importlib import metadata
 
 import pytest
 
-from fused_topk.backends import cuda
+import kernel_names
 from fused_topk.cuda_runtime import driver, kernel_source
-from fused_topk.layout import full_row_launch, launch, rank_launch, router_launch
 from fused_topk.layout.topk_choice import Method
 from kept import built, key
 from nvrtc_library import of_cuda12
@@ -77,7 +76,7 @@ def most_static_bytes(warps: int, method: int) -> int:
 
 
 def kernels_of(dtype: str) -> list[str]:
-    return [name for name in cuda.kernel_names() if f"::{dtype}," in name]
+    return [name for name in kernel_names.of_topk() if f"::{dtype}," in name]
 
 
 def share(kernels: list[str], nvrtc: str, architecture: int) -> list[str]:
@@ -96,7 +95,7 @@ def test_shares_are_every_kernel_for_an_older_and_for_a_newer_architecture():
 
 def test_kernel_names_are_all_tested():
     tested = [name for dtype in DTYPES for name in kernels_of(dtype)]
-    assert len(tested) == len(set(tested)) == len(cuda.kernel_names()) - 1 == 208
+    assert len(tested) == len(set(tested)) == len(kernel_names.of_topk()) == 208
 
 
 @pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
@@ -114,7 +113,7 @@ def test_kernels_compile_without_spills(nvrtc, request, dtype, architecture):
 
 @pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
 def test_read_rows_compiles_without_spills(nvrtc, architecture):
-    _, _, log = driver.compile_kernel("fused_topk::read_rows_kernel", architecture)
+    _, _, log = driver.compile_kernel(kernel_names.READ_ROWS, architecture)
     assert_no_spills("read_rows_kernel", log)
 
 
@@ -123,7 +122,7 @@ def test_read_rows_compiles_without_spills(nvrtc, architecture):
     "name", ["merge_states_kernel", "logit_gradient_kernel", "accumulate_piece_kernel", "target_ranks_kernel"]
 )
 def test_few_kernels_compile_without_spills(nvrtc, name, architecture):
-    for kernel in [each for each in (*launch.small_kernel_names(), *rank_launch.kernel_names()) if name in each]:
+    for kernel in [each for each in kernel_names.small() if name in each]:
         _, entry, log = driver.compile_kernel(kernel, architecture)
         assert name in entry
         assert_no_spills(kernel, log)
@@ -132,7 +131,7 @@ def test_few_kernels_compile_without_spills(nvrtc, name, architecture):
 @pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_full_row_kernels_compile_without_spills(nvrtc, request, dtype, architecture):
-    kernels = [name for name in full_row_launch.kernel_names() if f"<fused_topk::{dtype}," in name]
+    kernels = [name for name in kernel_names.of_full_rows() if f"<fused_topk::{dtype}," in name]
     assert len(kernels) == 12 * (1 if dtype == "Float32" else 2)
     for kernel in share(kernels, request.node.callspec.params["nvrtc"], architecture):
         _, entry, log = driver.compile_kernel(kernel, architecture)
@@ -143,7 +142,7 @@ def test_full_row_kernels_compile_without_spills(nvrtc, request, dtype, architec
 @pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_router_kernels_compile_without_spills(nvrtc, request, dtype, architecture):
-    kernels = [name for name in router_launch.kernel_names() if f"<fused_topk::{dtype}," in name]
+    kernels = [name for name in kernel_names.of_routers() if f"<fused_topk::{dtype}," in name]
     assert len(kernels) == (12 if dtype == "Float32" else 9)
     for kernel in share(kernels, request.node.callspec.params["nvrtc"], architecture):
         _, entry, log = driver.compile_kernel(kernel, architecture)
@@ -153,7 +152,7 @@ def test_router_kernels_compile_without_spills(nvrtc, request, dtype, architectu
 
 @pytest.mark.parametrize("architecture", kernel_source.ARCHITECTURES)
 def test_sampling_kernels_compile_without_spills(nvrtc, architecture):
-    for kernel in [each for each in launch.small_kernel_names() if "::sampling::" in each]:
+    for kernel in [each for each in kernel_names.small() if "::sampling::" in each]:
         _, entry, log = driver.compile_kernel(kernel, architecture)
         assert kernel.split("::")[2].split("<")[0] in entry
         assert_no_spills(kernel, log)

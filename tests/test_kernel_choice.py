@@ -8,9 +8,10 @@ import re
 
 import pytest
 
-from fused_topk.backends import cuda
+import kernel_names
+from benchmark.choices import of_topk as alternatives
 from fused_topk.cuda_runtime.kernel_source import source_folder
-from fused_topk.layout.topk_choice import MAX_K, VARIANTS, KernelChoice, Method, alternatives, choose, list_length
+from fused_topk.layout.topk_choice import MAX_K, VARIANTS, KernelChoice, Method, choose, list_length
 from fused_topk.layout.topk_launch import kernel_name
 from test_cuda_compile import most_static_bytes
 
@@ -283,11 +284,11 @@ def test_choose_cuts_a_row_by_its_length_alone():
 
 def test_choose_asks_only_for_kernels_that_are_compiled():
     """test_cuda_compile.py compiles the list of names: a choice outside it would be untested."""
-    assert asked_kernels() <= set(cuda.kernel_names())
+    assert asked_kernels() <= set(kernel_names.of_topk())
 
 
 def test_every_compiled_kernel_is_asked_for():
-    assert asked_kernels() == {name for name in cuda.kernel_names() if "topk_kernel" in name}
+    assert asked_kernels() == set(kernel_names.of_topk())
 
 
 def asked_kernels():

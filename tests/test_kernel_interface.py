@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 import pytest
 
+import kernel_names
+from benchmark import choices
 from fused_topk.cuda_runtime import kernel_source
 from fused_topk.layout import kernel_arguments, launch, rank_launch, router_launch, topk_choice, topk_launch
 from fused_topk.layout.topk_choice import KernelChoice, Method
@@ -116,7 +118,7 @@ def mirrored(itemsize: int) -> list[str]:
     ]
     for warps, vectors in topk_choice.VARIANTS[itemsize]:
         group = f"Group<{warps}, {'true' if warps > 8 else 'false'}>"
-        claims.append(f"Candidates<{group}>::kCapacity == {2 * topk_choice._MOST_K[warps]}")
+        claims.append(f"Candidates<{group}>::kCapacity == {2 * choices.MOST_K[warps]}")
         claims.append(f"Tile<{FORMATS[itemsize]}, {vectors}>::kElements == {topk_choice._TILE}")
     return claims
 
@@ -127,7 +129,7 @@ def shared_bytes_of(itemsize: int) -> list[tuple[str, int]]:
     for warps, vectors in topk_choice.VARIANTS[itemsize]:
         choice = KernelChoice(warps, vectors, 2, 2, 1)  # two splits: no states
         for is_aligned, mask in ((True, 0), (True, 1), (False, 0), (False, 2)):
-            for method in topk_launch._methods(choice, itemsize, not mask):
+            for method in kernel_names.methods(choice, itemsize, not mask):
                 parameters = f"{warps}, {method:d}, {vectors}, {str(is_aligned).lower()}, {mask}"
                 scan = f"ScanOf<{FORMATS[itemsize]}, {parameters}>::Type"
                 window = f" + sizeof({scan}::Shared)" if method == Method.IN_WINDOWS else ""

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import kernel_names
 import ladder_rungs
+from benchmark.choices import of_topk as alternatives
+from benchmark.devices import read_rows
 from fused_topk.backends import cuda as kernels
 from fused_topk.cuda_runtime.kernel_source import source_folder
-from fused_topk.layout import full_row_launch, launch, rank_launch, router_launch
-from fused_topk.layout.topk_choice import KernelChoice, alternatives, choose
+from fused_topk.layout.topk_choice import KernelChoice, choose
 from fused_topk.problem import TopkProblem
 from fused_topk.rows import LogitRows
 from oracle import DTYPES, assert_same, assert_topk, expected, start
@@ -23,7 +25,7 @@ from simt import build, sanitized
 from simt.cases import Case, Laid, check, kernel_of
 from simt.emulate import emulated
 from simt.launch import SCHEDULES, Array
-from simt.row_topk import empty_result, read_rows, row_topk
+from simt.row_topk import empty_result, row_topk
 from test_beam import check_beams, infinite_beams, unequal_beams
 
 # (V, k, whose rows, blocks a row), on both sides of every number at which the kernels, or their choice, change course:
@@ -151,13 +153,12 @@ def test_every_kernel_is_tested():
     """Here, and by files of their own, test_simt_*.py and test_ladder.py."""
     # test_simt_lengths.py takes the same cases for the kernels of rows with lengths.
     of_lengths = {kernel.removesuffix(", 0>") + ", 3>" for kernel in CASES if kernel.endswith(", 0>")}
-    tested = {*CASES, *of_lengths, "fused_topk::read_rows_kernel"}
-    assert tested == set(kernels.kernel_names())
+    tested = {*CASES, *of_lengths, kernel_names.READ_ROWS}
+    assert tested == {kernel_names.READ_ROWS, *kernel_names.of_topk()}
     elsewhere = [
-        *full_row_launch.kernel_names(),
-        *launch.small_kernel_names(),
-        *router_launch.kernel_names(),
-        *rank_launch.kernel_names(),
+        *kernel_names.of_full_rows(),
+        *kernel_names.of_routers(),
+        *kernel_names.small(),
         *ladder_rungs.kernel_names(),
     ]
     named = {re.split("<", name)[0] for name in (*tested, *elsewhere)}
@@ -516,7 +517,10 @@ def test_blocks_take_turns():
 @pytest.mark.parametrize("count", [0, 1, 8, 8 * 256 * 8 - 1, 40_000])
 def test_read_rows(dtype, count):
     """Also where the last vector is not whole, and where there is none."""
-    read_rows(torch.zeros(count, dtype=DTYPES[dtype]), schedule="random").check()
+    logits = torch.zeros(count, dtype=DTYPES[dtype])
+    with emulated([Array("logits", logits, "input")], schedule="random") as outcomes:
+        read_rows(logits)
+    outcomes[0].check()
 
 
 SHARDS = 6

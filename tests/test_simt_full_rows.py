@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import kernel_names
 from fused_topk.backends import cuda
-from fused_topk.layout import full_row_launch
 from fused_topk.layout.full_row_choice import FullRowChoice
 from fused_topk.problem import FullRowProblem
 from fused_topk.rows import LogitRows
@@ -131,7 +131,7 @@ def laid(kernel, blocks, vocab_size, dtype, start, values, out_dtype) -> tuple[F
 
 def test_every_kernel_is_tested():
     """By test_kernels."""
-    assert set(a_case_of_each_kernel()) == set(full_row_launch.kernel_names())
+    assert set(a_case_of_each_kernel()) == set(kernel_names.of_full_rows())
 
 
 SHARDS = 4

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import fused_topk
+import kernel_names
+from benchmark.devices import best_device
 from command_line import invoke
 from fused_topk import backends
 from fused_topk.backends import cuda, reference
@@ -54,7 +56,7 @@ def test_a_gpu_that_no_kernel_is_compiled_for_gets_torch_operations(gpus, capabi
 def test_each_gpu_counts_for_itself(gpus):
     gpus.capability[0] = (7, 0)
     assert [backends.pick(gpu, torch.float32, 8, None) for gpu in (FIRST, SECOND)] == [reference, cuda]
-    assert backends.available()["cuda"] is None and backends.best_device().type == "cpu"
+    assert backends.available()["cuda"] is None and best_device().type == "cpu"
     gpus.capability[1] = (6, 0)
     driver._gpu_problem.cache_clear()
     assert "7.0" in backends.available()["cuda"]
@@ -77,7 +79,7 @@ def test_a_gpu_that_does_not_answer_is_a_cause(gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", broken)
     for device in (None, SECOND):
         assert "uncorrectable ECC error)" in backends.available(device)["cuda"]
-    assert backends.best_device().type == "cpu"
+    assert best_device().type == "cpu"
 
 
 def test_gpus_of_another_maker_get_torch_operations(gpus, monkeypatch):
@@ -99,7 +101,7 @@ def test_what_is_said_of_a_gpu_is_what_compiling_gives(monkeypatch, capability):
     cause = driver._gpu_problem(0)
     driver._gpu_problem.cache_clear()
     try:
-        driver.compile_kernel(cuda.kernel_names()[1], 10 * capability[0] + capability[1])
+        driver.compile_kernel(kernel_names.of_topk()[0], 10 * capability[0] + capability[1])
     except RuntimeError as error:
         assert cause is not None, error
     else:

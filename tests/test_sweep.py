@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmark import cli, inputs, suites, sweep
+from benchmark import cli, devices, inputs, suites, sweep
 from benchmark.runner import Settings
 from benchmark.timing import summarize
 from fused_topk.backends import cpu, cuda
@@ -43,7 +43,7 @@ def no_gpu(monkeypatch):
         return summarize([float(len(set(launched)))])
 
     monkeypatch.setattr(cuda, "prepare_topk", prepare_topk)
-    monkeypatch.setattr(cuda, "read_rows", lambda logits: None)
+    monkeypatch.setattr(devices, "read_rows", lambda logits: None)
     monkeypatch.setattr(driver, "max_shared_bytes_per_block", lambda device: 227 << 10)
     monkeypatch.setattr(cuda, "prepare_full_rows", prepare_full_rows)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)

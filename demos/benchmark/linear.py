@@ -13,10 +13,10 @@ from torch import Tensor
 
 import fused_topk
 from fused_topk import TopK
-from fused_topk.backends import cuda
 
 from . import report
 from .check import log_softmax_topk_error
+from .devices import read_rows
 from .inputs import DTYPES
 from .suites import Case
 from .timing import FULL, QUICK, Timing, time_graph, time_interleaved
@@ -134,7 +134,7 @@ def _measure(head: HeadCase, device: torch.device, quick: bool) -> Measured:
 def _read(weight: Tensor) -> None:
     """On the CPU torch's maximum comes closest: of pairs of bfloat16 as one float32, whichever they are."""
     if weight.is_cuda:
-        cuda.read_rows(weight)
+        read_rows(weight)
     else:
         weight.view(torch.float32).amax()
 

@@ -14,6 +14,7 @@ import fused_topk
 from fused_topk.problem import RouterTopK, Sample, TopK
 
 from .check import beam_topk_error, log_softmax_topk_error, router_error, sample_error, softmax_error
+from .devices import reader
 from .inputs import fits_in_cache, lengths_of, make_inputs, rotation_count, router_settings
 from .peers import PEERS, beam_scores
 from .suites import SAMPLING, Case
@@ -90,7 +91,7 @@ def run(
 
 def empty_kernel_time(settings: Settings) -> Timing:
     """What the smallest launch costs in the same replays: the read kernel on 16 bytes."""
-    return time_graph(_read(settings.device), [torch.zeros((1, 4), device=settings.device)], settings.effort)
+    return time_graph(reader(settings.device), [torch.zeros((1, 4), device=settings.device)], settings.effort)
 
 
 def host_times(settings: Settings) -> dict[str, Timing]:
@@ -149,7 +150,7 @@ def floor(case: Case, device: torch.device) -> dict[str, Function]:
     """What nobody beats who reads, and for full rows writes, the same bytes."""
     if case.k == 0:
         return {"copy": Tensor.clone}
-    read = _read(device)
+    read = reader(device)
     if not case.is_ragged:
         return {"read": read}
     # As many bytes as lie within the lengths, one after the other.
@@ -244,15 +245,6 @@ def _rows_function(case: Case, settings: Settings) -> dict[str, Function]:
         return {}
     rows = fused_function(case._replace(rows=case.num_rows, beams=0), settings)
     return {"rows": lambda logits: rows(logits.flatten(0, 1))}
-
-
-def _read(device: torch.device) -> Function:
-    """The floor: a kernel that reads the same bytes. On the CPU, torch's maximum of each row comes closest."""
-    if device.type != "cuda":
-        return lambda logits: logits.amax(-1)
-    from fused_topk.backends import cuda
-
-    return cuda.read_rows
 
 
 def _peers(case: Case, settings: Settings) -> tuple[dict[str, Function], dict[str, str]]:

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from fused_topk.backends import cuda
 from fused_topk.cuda_runtime import driver
-from fused_topk.layout import full_row_choice, topk_choice
 from fused_topk.layout.full_row_choice import FullRowChoice
 from fused_topk.layout.topk_choice import KernelChoice
 from fused_topk.plans import row_result
 from fused_topk.problem import FullRowProblem, TopkProblem
 from fused_topk.rows import LogitRows
 
+from .choices import of_full_rows, of_topk
 from .inputs import DTYPES
 from .report import origin, three_digits
 from .runner import Settings, answer_error, first_line, floor, inputs_from_memory
@@ -84,9 +84,9 @@ def alternatives(case: Case, device: torch.device) -> list[Choice]:
     itemsize = DTYPES[case.dtype].itemsize
     properties = torch.cuda.get_device_properties(device)
     if case.k:
-        return [*topk_choice.alternatives(case.rows, case.vocab, case.k, itemsize, properties.multi_processor_count)]
+        return [*of_topk(case.rows, case.vocab, case.k, itemsize, properties.multi_processor_count)]
     return [
-        *full_row_choice.alternatives(
+        *of_full_rows(
             case.vocab,
             itemsize,
             driver.max_shared_bytes_per_block(device.index or 0),

@@ -26,12 +26,6 @@ def available(device: torch.device | None = None) -> dict[str, str | None]:
     return {name: backend.unavailable(device) for name, backend in _BACKENDS.items()}
 
 
-def best_device() -> torch.device:
-    """The first GPU if its kernels work, else the CPU."""
-    gpu = torch.device("cuda", 0)
-    return gpu if available(gpu)["cuda"] is None else torch.device("cpu")
-
-
 def pick(device: torch.device, dtype: torch.dtype, k: int, requested: str | None) -> Backend:
     """The backend that serves logits of that dtype on that device, and that `k`.
 

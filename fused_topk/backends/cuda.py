@@ -386,26 +386,6 @@ def _with_rows(
     return _argument(buffer)
 
 
-def read_rows(logits: Tensor) -> None:
-    """Reads the tensor's bytes with 16-byte loads and writes nothing: the floor that a single pass is measured against.
-
-    Args:
-        logits: contiguous CUDA tensor whose data starts at a multiple of 16 bytes; a tail below 16 bytes is not read.
-    """
-    device = logits.get_device()
-    vectors = logits.numel() * logits.element_size() // 16
-    threads, per_thread = 256, 8
-    blocks = max(1, min(-(-vectors // (threads * per_thread)), 2**31 - 1))
-    function = driver.function(device, "fused_topk::read_rows_kernel")
-    arguments = (np.uint64(logits.data_ptr()), np.int64(vectors), np.uint64(0))
-    driver.call(function, (blocks,), threads, arguments, device)
-
-
-def kernel_names() -> list[str]:
-    """Every variant that a launch of top-k can ask for, and the floor's, as name expressions for NVRTC."""
-    return ["fused_topk::read_rows_kernel", *topk_launch.kernel_names()]
-
-
 def topk_kernel(problem: TopkProblem, device: int, beam_scores: Tensor | None = None) -> str:
     """The kernel that a launch asks for, on logits as torch allocates them: contiguous, from a multiple of 16 bytes on. The
     tensors may be meta tensors, and have at least one row."""

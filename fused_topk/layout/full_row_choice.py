@@ -25,8 +25,8 @@ from .tuning import resident_warps
 
 VECTOR_BYTES = 16
 _WARP = 32
-_WARP_ROWS = 4
-_GRID_THREADS = 512
+WARP_ROWS = 4
+GRID_THREADS = 512
 _LONG_THREADS = 768
 _REGISTERS = 4
 _VECTORS = 16
@@ -61,15 +61,13 @@ class FullRowChoice(NamedTuple):
     def blocks(self, rows: int) -> int:
         """The grid for that many rows."""
         if self.kernel == "warp":
-            return -(-rows // _WARP_ROWS)
+            return -(-rows // WARP_ROWS)
         return self.owners_of(rows) * self.blocks_per_row
 
 
-KERNEL_VARIANTS = (("warp", 4), ("block", 2), ("block", 4), ("shared", 4), ("grid", 4), ("long", 4))
-"""What a choice can name: a kernel and a thread's vectors in registers."""
+class Machine(NamedTuple):
+    """A GPU, by what bounds a choice."""
 
-
-class _Machine(NamedTuple):
     shared_per_block: int
     multiprocessors: int
     capability: int
@@ -91,13 +89,13 @@ class _Machine(NamedTuple):
     @property
     def grid_blocks(self) -> int:
         """How many blocks of "grid" a multiprocessor holds: as many as the kernel is compiled for."""
-        return resident_warps("kGridRows", self.capability) * _WARP // _GRID_THREADS
+        return resident_warps("kGridRows", self.capability) * _WARP // GRID_THREADS
 
     def grid(self, vectors: int) -> FullRowChoice | None:
         """A row of that many vectors cut into as few blocks as hold it."""
         most_shared = (self.shared_per_block + 1024) // self.grid_blocks - _STATIC_SHARED
-        in_shared = min(most_shared // VECTOR_BYTES // _GRID_THREADS // 2 * 2, _VECTORS - _REGISTERS)
-        return self.cut("grid", vectors, _GRID_THREADS, -(-vectors // ((in_shared + _REGISTERS) * _GRID_THREADS)))
+        in_shared = min(most_shared // VECTOR_BYTES // GRID_THREADS // 2 * 2, _VECTORS - _REGISTERS)
+        return self.cut("grid", vectors, GRID_THREADS, -(-vectors // ((in_shared + _REGISTERS) * GRID_THREADS)))
 
     def long(self, vectors: int) -> FullRowChoice:
         """A row of which every multiprocessor keeps what it can."""
@@ -117,10 +115,10 @@ def choose_full_row(
         multiprocessors: how many the GPU has.
         capability: its compute capability, times ten.
     """
-    machine = _Machine(shared_per_block, multiprocessors, capability)
+    machine = Machine(shared_per_block, multiprocessors, capability)
     vectors = -(-vocab_size * itemsize // VECTOR_BYTES)
     if vectors <= 4 * _WARP:
-        return FullRowChoice("warp", _WARP * _WARP_ROWS, 4)
+        return FullRowChoice("warp", _WARP * WARP_ROWS, 4)
     if vectors <= 2048:
         # The shorter the row, the more its latency counts, which more threads shorten.
         in_registers = 2 if vectors <= 512 else 4
@@ -129,37 +127,6 @@ def choose_full_row(
     threads = 512 if vectors <= 512 * _VECTORS else 1024
     cuts = (machine.cut("shared", vectors, threads), machine.grid(vectors))
     return next((choice for choice in cuts if choice), machine.long(vectors))
-
-
-def alternatives(
-    vocab_size: int, itemsize: int, shared_per_block: int, multiprocessors: int, capability: int
-) -> list[FullRowChoice]:
-    """Every choice worth timing, for demos/benchmark/sweep.py: the one of choose_full_row() first."""
-    machine = _Machine(shared_per_block, multiprocessors, capability)
-    vectors = -(-vocab_size * itemsize // VECTOR_BYTES)
-    found = [choose_full_row(vocab_size, itemsize, *machine)]
-    for kernel, in_registers in KERNEL_VARIANTS:
-        if kernel == "warp":
-            if vectors <= in_registers * _WARP:
-                found.append(FullRowChoice(kernel, _WARP * _WARP_ROWS, in_registers))
-        elif kernel == "block":
-            for threads in (64, 128, 256, 512, 1024):
-                # No thread without a vector.
-                if (threads - _WARP) * in_registers < vectors <= threads * in_registers:
-                    found.append(FullRowChoice(kernel, threads, in_registers))
-        elif kernel == "long":
-            if vectors > 16 * _WARP * multiprocessors:
-                found.append(machine.long(vectors))
-        else:
-            cuts = [(threads, 1) for threads in (256, 512, 1024)]
-            if kernel == "grid":
-                blocks = {-(-vectors // (count * _GRID_THREADS)) for count in (8, 12, 16)}
-                cuts = [(_GRID_THREADS, count) for count in sorted({*blocks, multiprocessors, 2 * multiprocessors})]
-            for threads, count in cuts:
-                choice = machine.cut(kernel, vectors, threads, count)
-                if choice and vectors > (choice.threads - _WARP) * count:
-                    found.append(choice)
-    return list(dict.fromkeys(found))
 
 
 def _round_up(count: int, multiple: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..problem import FullRowProblem
 from ..rows import LogitRows
-from .full_row_choice import KERNEL_VARIANTS, FullRowChoice
+from .full_row_choice import FullRowChoice
 from .kernel_arguments import FullRows, rows_writer, writer
 from .launch import FORMATS, check_rows, collapse, row_count
 
@@ -103,14 +103,3 @@ def kernel_name(choice: FullRowChoice, dtype: torch.dtype, out_dtype: torch.dtyp
     formats = f"fused_topk::{FORMATS[dtype]}, fused_topk::{FORMATS[out_dtype]}"
     kernel = f"fused_topk::full_rows::softmax_{choice.kernel}_rows_kernel"
     return f"{kernel}<{formats}, {choice.vectors}, {str(is_aligned).lower()}>"
-
-
-def kernel_names() -> list[str]:
-    """Every variant that a launch can ask for."""
-    return [
-        kernel_name(FullRowChoice(kernel, 0, vectors), dtype, out_dtype, is_aligned)
-        for dtype in FORMATS
-        for out_dtype in dict.fromkeys((dtype, torch.float32))
-        for kernel, vectors in KERNEL_VARIANTS
-        for is_aligned in (True, False)
-    ]

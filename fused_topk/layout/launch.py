@@ -284,17 +284,3 @@ def sample_kernel(dtype: torch.dtype, draws_from_vocabulary: bool) -> str:
     """The kernel for that dtype, as NVRTC wants it named."""
     name = "sample_vocabulary_kernel" if draws_from_vocabulary else "sample_rows_kernel"
     return f"fused_topk::sampling::{name}<fused_topk::{FORMATS[dtype]}>"
-
-
-def small_kernel_names() -> list[str]:
-    """Every variant of the kernels of this module that a launch can ask for."""
-    return [
-        name
-        for dtype in FORMATS
-        for name in (
-            *(merge_kernel(dtype, warps) for warps in MERGE_WARPS),
-            *(piece_kernel(dtype, counts_ranks) for counts_ranks in (False, True)),
-            gradient_kernel(dtype),
-            *(sample_kernel(dtype, is_whole) for is_whole in (True, False)),
-        )
-    ]

@@ -28,8 +28,3 @@ def blocks_per_target(targets: int, vocab_size: int, multiprocessors: int) -> in
 def kernel_name(dtype: torch.dtype) -> str:
     """The kernel for that dtype, as NVRTC wants it named."""
     return f"fused_topk::ranks::target_ranks_kernel<fused_topk::{FORMATS[dtype]}>"
-
-
-def kernel_names() -> list[str]:
-    """Every variant that a launch can ask for."""
-    return list(map(kernel_name, FORMATS))

@@ -69,14 +69,3 @@ def kernel_name(dtype: torch.dtype, experts: int, scoring: str) -> str:
     """The kernel, as NVRTC wants it named."""
     parameters = f"fused_topk::{FORMATS[dtype]}, {per_lane(experts, dtype.itemsize)}, {SCORINGS[scoring]}"
     return f"fused_topk::routers::route_experts_kernel<{parameters}>"
-
-
-def kernel_names() -> list[str]:
-    """Every variant that a launch can ask for."""
-    names = [
-        kernel_name(dtype, experts, scoring)
-        for dtype in FORMATS
-        for experts in (128, 256, 512, MOST_EXPERTS)
-        for scoring in SCORINGS
-    ]
-    return list(dict.fromkeys(names))

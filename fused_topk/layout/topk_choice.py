@@ -39,7 +39,6 @@ _SHORT_ROW, _SHORT_K, _ROUTER_K = 256, 32, 8
 _SHORT_LANE = 8  # logits of a lane in short_rows.cu, and the least in router_rows.cu
 _ROUTER_LANES = 8  # that have a row in router_rows.cu
 _WARP_BYTES = 512  # that a warp reads with one load of 16 bytes a lane
-_MOST_K = {1: 64, 8: 256, 16: MAX_K}  # by warps: half of what Candidates of csrc/topk/candidates.cuh has room for
 _FEW_SPLITS, _RANKED_SPLITS = (
     4,
     16,
@@ -186,22 +185,6 @@ def choose(
     # One block of 16 warps fits on a multiprocessor. Two parts a warp are read sooner than merged.
     splits = min(multiprocessors // max(rows, 1), -(-parts // 16)) if parts > 32 else 1
     return KernelChoice(16, vectors, max(splits, 1), parts, tiles_per_part)
-
-
-def alternatives(rows: int, vocab_size: int, k: int, itemsize: int, multiprocessors: int) -> list[KernelChoice]:
-    """Every choice worth timing, for demos/benchmark/sweep.py: the one of choose() first."""
-    parts, tiles_per_part = _cut(vocab_size)
-    found = [choose(rows, vocab_size, k, itemsize, multiprocessors)]
-    if found[0].lanes:
-        found.append(_short_rows(vocab_size, itemsize))
-    for warps, vectors in VARIANTS[itemsize]:
-        if k > _MOST_K[warps]:
-            continue
-        most = -(-parts // warps) if warps > 8 else 1
-        for splits in sorted({1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32, most}):
-            if splits <= most and (splits == 1 or rows * splits <= 16 * multiprocessors):
-                found.append(KernelChoice(warps, vectors, splits, parts, tiles_per_part))
-    return list(dict.fromkeys(found))
 
 
 def list_length(k: int, splits: int) -> int:

@@ -16,7 +16,7 @@ from ..problem import TopK, TopkProblem
 from ..rows import LogitRows
 from .kernel_arguments import LEADING_DIMS, Problem, rows_writer, writer
 from .launch import FORMATS, VALUE_KINDS, check_rows, collapse, row_count
-from .topk_choice import VARIANTS, KernelChoice, Method, choose, list_length
+from .topk_choice import KernelChoice, Method, list_length
 
 _MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
 _LENGTHS = 3  # without a mask
@@ -158,31 +158,6 @@ def kernel_name(element: str, choice: KernelChoice, method: Method, is_aligned: 
     group = "" if choice.lanes else f"{choice.warps}, {method:d}, "
     flags = f"{str(is_aligned).lower()}, {mask_use}"
     return f"fused_topk::{choice.kernel}_kernel<fused_topk::{element}, {group}{choice.vectors}, {flags}>"
-
-
-def kernel_names() -> list[str]:
-    """Every variant that a launch can ask for."""
-    return [
-        kernel_name(name, choice, method, is_aligned, mask_use)
-        for dtype, name in FORMATS.items()
-        for choice in (
-            *dict.fromkeys(
-                choose(1, vocab_size, k, dtype.itemsize, 1)._replace(lanes=32)
-                for vocab_size in (64, 128, 256)
-                for k in (8, 9)
-            ),
-            *(KernelChoice(*variant, 1, 1, 1) for variant in VARIANTS[dtype.itemsize]),
-        )
-        for is_aligned in (True, False)
-        for mask_use in (0, 1, 2, _LENGTHS)
-        for method in _methods(choice, dtype.itemsize, mask_use in (0, _LENGTHS))
-    ]
-
-
-def _methods(choice: KernelChoice, itemsize: int, is_unmasked: bool) -> list[Method]:
-    has_many = choice.warps > 8
-    has_windows = choice.warps > 1 and itemsize == 2 and is_unmasked
-    return [Method.TILE_BY_TILE, *[Method.FOR_MANY] * has_many, *[Method.IN_WINDOWS] * has_windows]
 
 
 def _innermost_first(numbers: list[int], filler: int) -> tuple[int, ...]:

@@ -45,10 +45,3 @@ def empty_result(problem: TopkProblem, beam_scores: Tensor | None = None) -> Top
         torch.empty(shape, dtype=torch.int64, device=logits.device),
         torch.empty((2, *rows) if problem.values == "state" else rows, dtype=torch.float32, device=logits.device),
     )
-
-
-def read_rows(logits: Tensor, **how: Any) -> Outcome:
-    """The kernel that reads all and writes nothing."""
-    with emulated([Array("logits", logits, "input")], **how) as outcomes:
-        cuda.read_rows(logits)
-    return outcomes[0]
