@@ -90,7 +90,7 @@ def test_every_difference_is_seen(structure):
 
 def test_fields_must_be_adjacent():
     with pytest.raises(ValueError, match="`parts` of Problem does not follow"):
-        kernel_arguments.fields(kernel_arguments.Problem, "row_temperature", "parts")
+        kernel_arguments.writer(kernel_arguments.Problem, "row_temperature", "parts")
     write, offset = kernel_arguments.writer(kernel_arguments.Problem, "beam_lists", "beam_indices")
     assert offset == kernel_arguments.Problem.beam_lists.offset
     buffer = bytearray(ctypes.sizeof(kernel_arguments.Problem))

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structs that the kernels take by value, with the names, the order and the types of their C++ fields.
+"""The structs that the kernels take by value, read from csrc/, where each field is explained.
 
-tests/test_kernel_interface.py compares each field with csrc/.
+tests/test_kernel_interface.py has a compiler compare them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -14,276 +15,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cuda_runtime.kernel_source import source_folder
 from ..rows import LogitRows
+
+LEADING_DIMS = 4
+"""kLeadingDims of csrc/rows/problem.cuh: the most leading dimensions that a launch walks."""
 
 _F32, _F64 = ctypes.c_float, ctypes.c_double
 _U8, _U16, _U32 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32
 _I64, _POINTER = ctypes.c_int64, ctypes.c_uint64
 _BOOL = ctypes.c_bool
-
-LEADING_DIMS = 4
-"""kLeadingDims of csrc/rows/problem.cuh: the most leading dimensions that a launch walks."""
-
-
-class Problem(ctypes.Structure):
-    """struct Problem of csrc/rows/problem.cuh, where each field is explained."""
-
-    _fields_ = (
-        ("logits", _POINTER),
-        ("row_stride", _I64),
-        ("rows", _U32),
-        ("V", _U32),
-        ("k", _U32),
-        ("parts_per_row", _U32),
-        ("tiles_per_part_log2", _U16),
-        ("lead", _U16),
-        ("parts_per_split", _U32),
-        ("splits_with_one_more", _U32),
-        ("leading_dims", _U32),
-        ("k_of_warp", _U16),
-        ("warps_of_k", _U16),
-        ("k_of_split", _U16),
-        ("list_length", _U16),
-        ("splits_of_k", _U32),
-        ("temperature", _F32),
-        ("row_temperature", _POINTER),
-        ("lists", _POINTER),
-        ("parts", _POINTER),
-        ("row_tickets", _POINTER),
-        ("logsumexp", _POINTER),
-        ("values", _POINTER),
-        ("indices", _POINTER),
-        ("value_kind", _U32),
-        ("normalize_topk", _U32),
-        ("beams", _U32),
-        ("k_of_beam", _U32),
-        ("sizes", _U32 * LEADING_DIMS),
-        ("mask_kind", _U32),
-        ("k_of_sequence", _U32),
-        ("logits_strides", _I64 * LEADING_DIMS),
-        ("mask_strides", _I64 * LEADING_DIMS),
-        ("temperature_strides", _I64 * LEADING_DIMS),
-        ("mask", _POINTER),
-        ("mask_element_stride", _I64),
-        ("beam_scores", _POINTER),
-        ("beam_scores_strides", _I64 * 2),
-        ("beam_lists", _POINTER),
-        ("beam_indices", _POINTER),
-        ("beam_tickets", _POINTER),
-        ("lengths", _POINTER),
-        ("lengths_are_long", _U32),
-        ("lengths_strides", _I64 * LEADING_DIMS),
-    )
-
-
-def _numbers_of_rows(temperature: type) -> tuple[tuple[str, Any], ...]:
-    """The fields of struct NumbersOfRows of csrc/rows/numbers.cuh, where each is explained."""
-    return (
-        ("row_temperature", _POINTER),
-        ("lengths", _POINTER),
-        ("temperature", temperature),
-        ("lengths_are_long", _U32),
-    )
-
-
-class RowNumbers(ctypes.Structure):
-    _fields_ = _numbers_of_rows(_F32)
-
-
-class DrawNumbers(ctypes.Structure):
-    _fields_ = _numbers_of_rows(_F64)
-
-
-class FullRows(ctypes.Structure):
-    """struct FullRows of csrc/full_rows/full_row.cuh, where each field is explained."""
-
-    _fields_ = (
-        ("logits", _POINTER),
-        ("out", _POINTER),
-        ("inner_stride", _I64),
-        ("inner_rows", _U32),
-        ("V", _U32),
-        ("numbers", RowNumbers),
-        ("kind", _U8),
-        ("result_stays", _BOOL),
-        ("shared_vectors", _U16),
-        ("rows", _U32),
-        ("outer_stride", _I64),
-        ("blocks_per_row", _U32),
-        ("parts", _POINTER),
-        ("counters", _POINTER),
-    )
-
-
-class States(ctypes.Structure):
-    """struct States of csrc/topk/merge_states.cu, where each field is explained."""
-
-    _fields_ = (
-        ("logits", _POINTER),
-        ("indices", _POINTER),
-        ("m", _POINTER),
-        ("d", _POINTER),
-        ("lengths", _POINTER),
-        ("row_temperature", _POINTER),
-        ("values", _POINTER),
-        ("result_indices", _POINTER),
-        ("logsumexp", _POINTER),
-        ("logits_part_stride", _I64),
-        ("logits_row_stride", _I64),
-        ("indices_part_stride", _I64),
-        ("indices_row_stride", _I64),
-        ("m_part_stride", _I64),
-        ("m_row_stride", _I64),
-        ("d_part_stride", _I64),
-        ("d_row_stride", _I64),
-        ("lengths_stride", _I64),
-        ("rows", _U32),
-        ("parts", _U32),
-        ("width", _U32),
-        ("k", _U32),
-        ("value_kind", _U32),
-        ("normalize_topk", _U32),
-        ("temperature", _F32),
-    )
-
-
-class Piece(ctypes.Structure):
-    """struct Piece of csrc/linear/accumulate_piece.cu, where each field is explained."""
-
-    _fields_ = (
-        ("logits", _POINTER),
-        ("row_stride", _I64),
-        ("numbers", RowNumbers),
-        ("values", _POINTER),
-        ("indices", _POINTER),
-        ("state", _POINTER),
-        ("targets", _POINTER),
-        ("target_logits", _POINTER),
-        ("target_ranks", _POINTER),
-        ("rows", _U32),
-        ("tokens", _U32),
-        ("k", _U32),
-        ("num_targets", _U32),
-        ("first_token", _U32),
-        ("is_first", _U32),
-    )
-
-
-class Routing(ctypes.Structure):
-    """struct Routing of csrc/routers/route_experts.cu, where each field is explained."""
-
-    _fields_ = (
-        ("bias", _POINTER),
-        ("groups", _U32),
-        ("topk_groups", _U32),
-        ("group_size", _U32),
-        ("log2_group_lanes", _U32),
-        ("group_turns", _U32),
-        ("sums_two", _U32),
-        ("normalizes", _U32),
-        ("scale", _F32),
-        ("are_short", _U32),
-    )
-
-
-class TargetRanks(ctypes.Structure):
-    """struct TargetRanks of csrc/ranks/target_ranks.cu, where each field is explained."""
-
-    _fields_ = (
-        ("targets", _POINTER),
-        ("ranks", _POINTER),
-        ("counts", _POINTER),
-        ("tickets", _POINTER),
-        ("num_targets", _U32),
-        ("blocks_per_target", _U32),
-        ("counts_ties", _U32),
-    )
-
-
-class LogitGradients(ctypes.Structure):
-    """struct LogitGradients of csrc/linear/logit_gradient.cu, where each field is explained."""
-
-    _fields_ = (
-        ("logits", _POINTER),
-        ("m", _POINTER),
-        ("coefficient", _POINTER),
-        ("numbers", RowNumbers),
-        ("listed", _POINTER),
-        ("mask", _POINTER),
-        ("row_stride", _I64),
-        ("mask_row_stride", _I64),
-        ("mask_element_stride", _I64),
-        ("tokens", _U32),
-        ("start", _U32),
-        ("length", _U32),
-        ("mask_kind", _U32),
-    )
-
-
-class SampleRows(ctypes.Structure):
-    """struct SampleRows of csrc/draws/sample_request.cuh, where each field is explained."""
-
-    _fields_ = (
-        ("logits", _POINTER),
-        ("row_stride", _I64),
-        ("V", _U32),
-        ("blocks_per_row", _U32),
-        ("num_samples", _U32),
-        ("part_length_log2", _U32),
-        ("scratch", _POINTER),
-        ("tickets", _POINTER),
-        ("tokens", _POINTER),
-        ("log_probs", _POINTER),
-        ("numbers", DrawNumbers),
-        ("seed", _I64),
-        ("row_seed", _POINTER),
-        ("counter", _I64),
-        ("row_counter", _POINTER),
-        ("one", _F32),
-        ("truncated", _U32),
-        ("mask_kind", _U32),
-        ("length", _U32),
-        ("first_row", _U32),
-        ("mask", _POINTER),
-        ("mask_row_stride", _I64),
-        ("mask_element_stride", _I64),
-        ("list_logits", _POINTER),
-        ("list_indices", _POINTER),
-        ("list_state", _POINTER),
-        ("top_k", _I64),
-        ("row_top_k", _POINTER),
-        ("top_p", _F64),
-        ("row_top_p", _POINTER),
-        ("min_p", _F64),
-        ("row_min_p", _POINTER),
-        ("best_values", _POINTER),
-        ("best_indices", _POINTER),
-        ("best_logsumexp", _POINTER),
-        ("logprobs", _U32),
-        ("rows", _U32),
-        ("kept_counts", _POINTER),
-        ("kept_logsumexp", _POINTER),
-    )
-
-
+_TYPES = {"float": _F32, "double": _F64, "bool": _BOOL, "unsigned char": _U8, "u16": _U16, "u32": _U32, "i64": _I64}
+_LENGTHS = {"2": 2, "kLeadingDims": LEADING_DIMS}  # of arrays
+# Of the module struct.
 _CODES = {_F32: "f", _F64: "d", _U8: "B", _U16: "H", _U32: "I", _I64: "q", _POINTER: "Q", _BOOL: "?"}
+_FIELDS = re.compile(r"(?:const )?(\w+(?: char)?)(\*?)\s+(\w+(?:, \w+)*)(?:\[(\w+)\])?")
 
 
-def fields(structure: type[ctypes.Structure], *names: str) -> tuple[struct.Struct, int]:
-    """The layout of the named fields, which follow each other in the struct without a gap, and the first one's offset.
+def _structure(name: str, file: str, struct_name: str = "", **types: Any) -> type[ctypes.Structure]:
+    """A struct of that file. struct_name: where it is another one. types: those that the struct has besides ``_TYPES``."""
+    text = re.sub("//.*", "", (source_folder() / file).read_text(encoding="utf-8"))
+    # Functions come after the fields.
+    found = re.search(rf"struct {struct_name or name} {{([^(){{}}]*);", text)
+    assert found, f"{file} has no struct {name}"
+    fields = []
+    for declaration in found[1].split(";"):
+        parsed = _FIELDS.fullmatch(declaration.strip())
+        assert parsed, f"`{declaration.strip()}` of {name} cannot be read"
+        of, pointer, names, length = parsed.groups()
+        type_ = _POINTER if pointer else (_TYPES | types)[of]
+        fields += [(field, type_ if length is None else type_ * _LENGTHS[length]) for field in names.split(", ")]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
-    A call of the layout writes them all; an assignment of ctypes for each takes longer.
 
-    Raises:
-        ValueError: they do not follow each other.
-    """
-    types = dict(item[:2] for item in structure._fields_)
-    first = end = getattr(structure, names[0]).offset
-    for name in names:
-        if getattr(structure, name).offset != end:
-            raise ValueError(f"`{name}` of {structure.__name__} does not follow the field before it")
-        end += getattr(structure, name).size
-    return struct.Struct("<" + "".join(_CODES[types[name]] for name in names)), first
+Problem = _structure("Problem", "rows/problem.cuh")
+RowNumbers = _structure("RowNumbers", "rows/numbers.cuh", "NumbersOfRows", FLOAT=_F32)
+DrawNumbers = _structure("DrawNumbers", "rows/numbers.cuh", "NumbersOfRows", FLOAT=_F64)
+FullRows = _structure("FullRows", "full_rows/full_row.cuh", RowNumbers=RowNumbers)
+States = _structure("States", "topk/merge_states.cu")
+Piece = _structure("Piece", "linear/accumulate_piece.cu", RowNumbers=RowNumbers)
+Routing = _structure("Routing", "routers/route_experts.cu")
+TargetRanks = _structure("TargetRanks", "ranks/target_ranks.cu")
+LogitGradients = _structure("LogitGradients", "linear/logit_gradient.cu", RowNumbers=RowNumbers)
+SampleRows = _structure("SampleRows", "draws/sample_request.cuh", DrawNumbers=DrawNumbers)
 
 
 def address(tensor: Tensor | None) -> int:
@@ -320,6 +94,12 @@ def rows_writer(structure: type[ctypes.Structure]) -> Callable[[bytearray, Logit
 
 
 def writer(structure: type[ctypes.Structure], *names: str) -> tuple[Callable[..., None], int]:
-    """``write, offset``: ``write(buffer, offset, *values)`` writes these fields of the struct in `buffer`."""
-    layout, offset = fields(structure, *names)
-    return layout.pack_into, offset
+    """``write, offset``: ``write(buffer, offset, *values)`` writes these fields of the struct in `buffer`, which follow each other
+    without a gap. An assignment of ctypes for each takes longer."""
+    types = dict(item[:2] for item in structure._fields_)
+    first = end = getattr(structure, names[0]).offset
+    for name in names:
+        if getattr(structure, name).offset != end:
+            raise ValueError(f"`{name}` of {structure.__name__} does not follow the field before it")
+        end += getattr(structure, name).size
+    return struct.Struct("<" + "".join(_CODES[types[name]] for name in names)).pack_into, first
