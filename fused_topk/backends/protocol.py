@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -29,28 +30,11 @@ class StartTopk(Protocol):
     def __call__(self, rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None: ...
 
 
-class StartMerge(Protocol):
-    """Runs a prepared merge on tensors of the layout that it was prepared for, and writes the contiguous `out`."""
-
-    def __call__(self, tensors: MergeTensors, out: TopK) -> None: ...
-
-
-class StartFullRows(Protocol):
-    """Runs a prepared request for full rows on tensors of its layout, and writes the contiguous `out`."""
-
-    def __call__(self, rows: LogitRows, out: Tensor) -> None: ...
-
-
-class StartRouter(Protocol):
-    """Runs a prepared router on tensors of the layout that it was prepared for, and writes the contiguous `out`."""
-
-    def __call__(self, rows: LogitRows, bias: Tensor | None, out: RouterTopK) -> None: ...
-
-
-class StartSample(Protocol):
-    """Draws as prepared, by the seeds and tensors of the request that it is given, and writes the contiguous `out`."""
-
-    def __call__(self, problem: SampleProblem, out: Sample) -> None: ...
+# Likewise. The last argument is the contiguous `out`. That of draws takes the seeds and tensors of the request that it is given.
+StartMerge = Callable[[MergeTensors, TopK], None]
+StartFullRows = Callable[[LogitRows, Tensor], None]
+StartRouter = Callable[[LogitRows, Tensor | None, RouterTopK], None]
+StartSample = Callable[[SampleProblem, Sample], None]
 
 
 class Backend(Protocol):
