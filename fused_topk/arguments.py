@@ -129,12 +129,8 @@ def check_rows(
     dtype_of_draws: torch.dtype | None = None,
     may_be_empty: bool = False,
 ) -> LogitRows:
-    """What a call reads, whatever is wanted of it. The vocabulary is last.
-
-    Args:
-        dtype_of_draws: of the temperatures of rows that are drawn from. They may be 0.
-        may_be_empty: without a token, as a process's share of a vocabulary may be.
-    """
+    """What a call reads, whatever is wanted of it. The vocabulary is last. dtype_of_draws: of the temperatures of rows that are
+    drawn from, which may be 0. may_be_empty: without a token, as a process's share of a vocabulary may be."""
     check_logits(logits)
     # A comparison: torch.compile of torch 2.6 makes a constant of a size whose truth is asked.
     if not may_be_empty or logits.shape[-1] > 0:
@@ -159,11 +155,8 @@ def plain_rows(
     logits: Any, temperature: Any = None, mask: Any = None, lengths: Any = None, out: Sequence[Any] = ()
 ) -> LogitRows | None:
     """The same as the user gives it, in a quick way: its layout can be the key of a plan, which has the other checks, and the
-    call can do without torch's dispatcher. None if an argument may need more than that; check_rows() then decides.
-
-    Args:
-        out: tensors that the call writes.
-    """
+    call can do without torch's dispatcher. None if an argument may need more than that; check_rows() then decides. out: tensors
+    that the call writes."""
     if type(logits) is not Tensor:
         return None
     if temperature is None and mask is None and lengths is None and not out:
@@ -252,11 +245,7 @@ def check_row_numbers(
     or_zero: bool = False,
 ) -> tuple[Any, Tensor | None]:
     """A parameter of sampling: (the number of all rows, None), or (0, that of each row, contiguous, flat and of `dtype`).
-
-    Args:
-        limits: the least and the greatest value.
-        or_zero: whether 0 is allowed besides.
-    """
+    limits: the least and the greatest value. or_zero: whether 0 is allowed besides."""
     least, greatest = limits
     kinds: tuple[Any, ...] = (int, float, np.number) if dtype.is_floating_point else (int, np.integer)
     if isinstance(value, bool) or not isinstance(value, (*kinds, Tensor)):
@@ -523,11 +512,7 @@ def check_head(weight: Any, bias: Any, hidden: Tensor, may_be_empty: bool = Fals
 
 
 def check_targets(targets: Any, logits: Tensor, is_part: bool = False) -> None:
-    """
-    Args:
-        targets: one a row, or several in a last dimension of their own.
-        is_part: whether `logits` are a part of the vocabulary.
-    """
+    """Of one a row, or several in a last dimension of their own. is_part: whether `logits` are a part of the vocabulary."""
     check_tensor("targets", targets)
     if targets.dtype != torch.int64:
         raise TypeError(f"`targets` must be int64, got {targets.dtype}; use .long()")

@@ -27,12 +27,7 @@ def available(device: torch.device | None = None) -> dict[str, str | None]:
 
 
 def pick(device: torch.device, dtype: torch.dtype, k: int, requested: str | None) -> Backend:
-    """The backend that serves logits of that dtype on that device, and that `k`.
-
-    Raises:
-        ValueError: the requested backend cannot take this device, dtype or k.
-        RuntimeError: the requested backend does not work in this environment.
-    """
+    """The backend that serves logits of that dtype on that device, and that `k`. An error where the requested one does not."""
     if requested is None:
         backend = _BACKENDS.get(device.type)
         works = backend is not None and backend.supports(dtype, k) and backend.unavailable(device) is None
@@ -58,11 +53,7 @@ def pick(device: torch.device, dtype: torch.dtype, k: int, requested: str | None
 
 
 def pick_router(device: torch.device, dtype: torch.dtype, experts: int, k: int, requested: str | None) -> Backend:
-    """The backend that routes rows of so many experts to k of them.
-
-    Raises:
-        ValueError, RuntimeError: as :func:`pick`.
-    """
+    """The backend that routes rows of so many experts to k of them. Errors as those of pick()."""
     backend = pick(device, dtype, 1, requested)
     if backend is reference or (experts <= MOST_EXPERTS and k <= MOST_CHOSEN):
         return backend

@@ -62,11 +62,7 @@ def supports(dtype: torch.dtype, k: int) -> bool:
 
 
 def instruction_set() -> str:
-    """The one that the kernel uses on this machine: "avx512", "avx2", or "baseline" for what every CPU of its kind has.
-
-    Raises:
-        RuntimeError: the extension cannot be used.
-    """
+    """The one that the kernel uses on this machine: "avx512", "avx2", or "baseline" for what every CPU of its kind has."""
     cause = unavailable()
     if cause is not None:
         raise RuntimeError(cause)

@@ -30,14 +30,11 @@ def words(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Ten
 
 
 def uniforms(seed: Tensor, counter: Tensor, stream: Tensor, samples: int, dtype: torch.dtype) -> Tensor:
-    """One uniform number for each sample of each row, (R, samples) of `dtype`.
+    """One uniform number for each of so many samples of each row, (R, samples) of `dtype`. The names of a row
+    are int64, and broadcast to (R, 1).
 
-    With the first two words as a number w of 64 bits it is (floor(w / 2^12) + 1/2) / 2^52. That is exact in float64, never
-    0 and never 1: the least is 2^-53, the greatest 1 - 2^-53.
-
-    Args:
-        seed, counter, stream: int64, broadcastable to (R, 1).
-        samples: how many a row.
+    With the first two words as a number w of 64 bits it is (floor(w / 2^12) + 1/2) / 2^52. That is exact in float64, never 0
+    and never 1: the least is 2^-53, the greatest 1 - 2^-53.
     """
     sample = torch.arange(samples, device=seed.device)
     name = torch.broadcast_tensors(seed, counter, stream, sample)  # type: ignore[no-untyped-call]

@@ -64,12 +64,7 @@ def draw(problem: SampleProblem, out: Sample) -> None:
 
 
 def _kept(p: SampleProblem, ranked: Tensor, weights: Tensor) -> Tensor:
-    """bool (R, V): whether top-k, top-p and min-p keep the token of each rank.
-
-    Args:
-        ranked: logits in the project's order.
-        weights: e^((x - m) / T) of them.
-    """
+    """bool (R, V): whether top-k, top-p and min-p keep the token of each rank, given the logits and weights of the ranks."""
     dtype, device, vocab_size = weights.dtype, weights.device, weights.shape[1]
     top_k = _column(p.top_k, p.row_top_k, torch.int64, device)
     last = (top_k.where((top_k > 0) & (top_k < vocab_size), vocab_size) - 1).expand(len(ranked), 1)

@@ -41,13 +41,9 @@ def unavailable(device: torch.device | None = None) -> str | None:
 
 
 def compile_kernel(kernel: str, architecture: int) -> tuple[bytes, str, str]:
-    """Compiles one variant. Needs NVRTC but no GPU.
+    """Compiles one variant: (binary, mangled name of its entry, the compiler's log with registers, stack and spills).
 
-    Returns:
-        (binary, mangled name of its entry, the compiler's log with registers, stack and spills).
-
-    Raises:
-        RuntimeError: the code does not compile; carries the compiler's log.
+    Needs NVRTC but no GPU. A RuntimeError carries the log.
     """
     nvrtc: Any = _nvrtc()
     program = nvrtc.createProgram(kernel_source.translation_unit(kernel), "fused_topk.cu", [], [])

@@ -103,11 +103,7 @@ def kept() -> list[KeptFile]:
 
 
 def clear() -> int:
-    """Removes all kernels, and says how many there were.
-
-    Raises:
-        OSError: one of them cannot be removed.
-    """
+    """Removes all kernels, and says how many there were. An OSError where one cannot be removed."""
     folder = env.kernel_cache_dir()
     finished = kept()
     for file in (*finished, *(_files(folder, _UNFINISHED) if folder else [])):

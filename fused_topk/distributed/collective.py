@@ -28,12 +28,7 @@ _PAUSE = 1e-4  # seconds between two looks at a collective
 
 
 def group_of(group: Any) -> Any:
-    """The process group, by default the one of all processes.
-
-    Raises:
-        RuntimeError: torch.distributed is not initialised.
-        ValueError: this process is not in the group.
-    """
+    """The process group, by default the one of all processes."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed must be initialised for a vocabulary over several processes; start the program with torchrun "
@@ -51,10 +46,6 @@ def agree(header: Header, device: torch.device, group: Any) -> None:
     Buffers of different sizes may hang NCCL. This exchange has one size, so a difference becomes an error on every rank. It is
     made once for each kind of call; with `FUSED_TOPK_CHECK_DISTRIBUTED` at every call. Not in traced or captured calls, which
     cannot raise.
-
-    Raises:
-        ValueError: the processes' calls differ.
-        RuntimeError: a process does not answer within the group's time limit.
     """
     if is_traced() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return
@@ -67,10 +58,7 @@ def agree(header: Header, device: torch.device, group: Any) -> None:
 
 
 def check(headers: list[Header]) -> None:
-    """
-    Raises:
-        ValueError: the processes' calls differ.
-    """
+    """Raises a ValueError where the processes' calls differ."""
     difference = describe_difference(headers)
     if difference is not None:
         raise ValueError(
@@ -80,14 +68,8 @@ def check(headers: list[Header]) -> None:
 
 
 def exchange(buffer: Tensor, header: Header, group: Any) -> Tensor:
-    """The buffers of all processes (processes, words), in the order of their ranks.
-
-    Args:
-        buffer: (words,), which begins with the header.
-
-    Raises:
-        ValueError: the processes' calls differ.
-    """
+    """The buffers of all processes (processes, words), in the order of their ranks. `buffer` begins with the header. A
+    ValueError where the processes' calls differ."""
     if buffer.device.type == "cpu" and not is_traced():
         return _exchange_in_frames(buffer, group)
     agree(header, buffer.device, group)
@@ -129,11 +111,7 @@ def _answers(own: Tensor, group: Any) -> Tensor:
 
 
 def wait_for(is_done: Callable[[], bool], device: torch.device, group: Any) -> None:
-    """Waits for what a GPU does together with those of the other processes, with an end.
-
-    Raises:
-        RuntimeError: it is not done within the group's time limit.
-    """
+    """Waits for what a GPU does together with those of the other processes, at most as long as the group's time limit."""
     limit = _time_limit(group, device)
     end = time.monotonic() + limit
     while not is_done():

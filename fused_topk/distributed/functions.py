@@ -201,13 +201,9 @@ def gather_states(
     tail: Tensor | None = None,
     others: tuple[Any, ...] = (),
 ) -> Call:
-    """Exchanges the states of this process's columns.
-
-    Args:
-        of_row: rows that share k; None where k may exceed what there is.
-        tail: a tensor to exchange along with them, of one shape and dtype on all processes.
-        others: plain values beside the tail that must be the same on all processes.
-    """
+    """Exchanges the states of this process's columns. of_row: rows that share k; None where k may exceed what there is. tail: a
+    tensor to exchange along with them, of one shape and dtype on all processes. others: plain values that must be the same on
+    all, too."""
     group = group_of(group)
     check_k(k, 2**31 - 1, "what an exchange takes")
     check_backend(backend)
@@ -239,13 +235,8 @@ def gather_states(
 def exchange_state(
     state: TopK, length: int, normalize: str, group: Any, tail: Tensor | None
 ) -> tuple[Parts, Tensor | None]:
-    """Exchanges a state that has been made, and what travels along.
-
-    Args:
-        state: the logits (..., k), the tokens from the process's first one on, and (m, d) (2, ...).
-        length: how many tokens the process has.
-        tail: see :func:`gather_states`.
-    """
+    """Exchanges a state that has been made, of so many tokens, and a tail as for gather_states(). state: the logits (..., k),
+    the tokens from the process's first one on, and (m, d) (2, ...)."""
     *leading, k = state.indices.shape
     dtype = state.values.dtype
     packing = Packing(tuple(leading), k, dtype, 0 if tail is None else tail.nbytes)

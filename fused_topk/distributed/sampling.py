@@ -227,11 +227,8 @@ class _Columns(NamedTuple):
     def exchanged(
         self, k: int, temperature: Tensor, names: _Names, settings: tuple[Any, ...], counted: bool
     ) -> _Exchanged:
-        """The states of all processes, the sums at the temperature, the first process's names, and the number of tokens.
-
-        settings: what all processes must ask for alike.
-        counted: whether the tokens are counted.
-        """
+        """The states of all processes, the sums at the temperature, the first process's names, and the number of tokens if they
+        are counted. settings: what all processes must ask for alike."""
         # A row of temperature 0 takes its best token, whatever its sums.
         t = temperature.where(temperature > 0, 1.0)
         blocks = _Blocks.of(self, t)
@@ -392,10 +389,8 @@ class _Exchanged:
         return philox.uniforms(*self.names, num_samples, torch.float64)
 
     def _finished(self, tokens: Tensor, logits: Tensor, total: Tensor, counts: Tensor, wanted: _Wanted) -> Sample:
-        """Rows of temperature 0 and without a distribution, log-probabilities, and what is kept.
-
-        total, counts: (rows, 1), the sum of exp((x - m) / temperature) over what is kept, and the number of its tokens.
-        """
+        """Rows of temperature 0 and without a distribution, log-probabilities, and what is kept. total, counts: (rows, 1), the
+        sum of exp((x - m) / temperature) over what is kept, and the number of its tokens."""
         is_drawn = self._has_distribution & (self._temperature > 0)
         is_greedy = self._has_distribution & (self._temperature == 0)
         tokens = tokens.where(is_drawn, self._ids[:, :1])

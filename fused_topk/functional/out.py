@@ -23,10 +23,8 @@ def check_out(
     fields: Sequence[str] = TopK._fields,
     bias: Tensor | None = None,
 ) -> None:
-    """Checks that the tensors of `out` have the `expected` shapes and dtypes and overlap no other tensor of the call.
-
-    `expected` is in the order of the fields. Indices of a :class:`TopK` may also be int32.
-    """
+    """Checks that the tensors of `out` have the `expected` shapes and dtypes, in the order of the fields, and overlap no other
+    tensor of the call. Indices of a :class:`TopK` may also be int32."""
     if not isinstance(out, (tuple, list)) or len(out) != len(fields):
         raise TypeError(
             f"`out` must be a tuple ({', '.join(fields)}), got {type(out).__name__}; pass {len(fields)} tensors"
@@ -83,12 +81,9 @@ def is_plain_out(
     rows: LogitRows,
     bias: Tensor | None = None,
 ) -> bool:
-    """A quick sufficient test: True if every tensor has the expected dtype, is contiguous and overlaps no other.
+    """A quick sufficient test: whether every tensor is as check_out() expects it, contiguous, and overlaps no other.
 
-    Indices may also be int32.
-
-    check_out() accepts such tensors. Where this returns False, check_out() decides. It is slower, which counts for a call
-    at every step of an inference engine.
+    Where this is False, check_out() decides. It is slower, which counts for a call at every step of an inference engine.
     """
     device = rows.logits.device
     ranges = [_bytes(tensor) for tensor in rows.tensors()]

@@ -313,10 +313,8 @@ def names_of(
 def random_names(
     rows: int, device: torch.device, generator: torch.Generator | None
 ) -> tuple[tuple[Any, Tensor | None], tuple[Any, Tensor | None]]:
-    """Seeds and counters of that many rows from a generator, or the device's default one, each as (of all, of each).
-
-    A name has 126 random bits: no two of all rows that are ever drawn have the same.
-    """
+    """Seeds and counters of that many rows from a generator, or the device's default one, each as (of all, of each). A name has
+    126 random bits: no two of all rows that are ever drawn have the same."""
     names = torch.randint(0, 2**63 - 1, (2, rows), dtype=torch.int64, device=device, generator=generator)
     return (0, names[0]), (0, names[1])
 

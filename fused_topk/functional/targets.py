@@ -27,11 +27,8 @@ def check_row_targets(targets: Any, target_ties: Any, logits: Tensor, out: Any) 
 def of_targets(
     rows: LogitRows, targets: Tensor, best: TopK, values: str, normalize: str, target_ties: str, backend: str | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-probabilities of targets (...), and their ranks; or those of (..., n), and None.
-
-    Args:
-        best: the k best of the rows, with such values.
-    """
+    """The log-probabilities of targets (...), and their ranks; or those of (..., n), and None. best: the k best of the rows,
+    with such values."""
     has_ranks = targets.dim() < rows.logits.dim()
     tokens = targets.unsqueeze(-1) if has_ranks else targets
     if values != "log_softmax" or normalize == "topk":
@@ -45,11 +42,7 @@ def of_targets(
 
 
 def _logprobs(rows: LogitRows, targets: Tensor, first: Tensor, index: Tensor) -> Tensor:
-    """
-    Args:
-        first: the log-probability of the best token, NaN in a row without probabilities.
-        index: that token.
-    """
+    """index, first: the best token, and its log-probability, NaN in a row without probabilities."""
     # As the difference to the best token: a common offset of the logits costs no digits.
     tokens = targets.clamp(0, rows.logits.shape[-1] - 1)
     best = rows.logits.gather(-1, index).to(first.dtype)

@@ -52,13 +52,8 @@ def plan(
 ) -> FullRowLaunch | None:
     """The launch for at least one row, or None if the rows have more unrelated strides than the kernel walks.
 
-    Args:
-        problem: its tensors may be meta tensors.
-        is_aligned: whether the logits, and the result unless it is a logsumexp, start at multiples of 16 bytes.
-        cache_bytes: of the GPU's L2 cache.
-
-    Raises:
-        ValueError: more rows than a launch can take.
+    Tensors may be meta tensors. is_aligned: whether the logits, and the result unless it is a logsumexp, start at multiples of
+    16 bytes. cache_bytes: of the GPU's L2 cache.
     """
     logits, values = problem.rows.logits, problem.values
     *leading, vocab_size = logits.shape

@@ -41,14 +41,10 @@ def check_rows(rows: int) -> None:
 
 
 def collapse(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
-    """Folds dimensions that every tensor crosses in one stride.
+    """Folds dimensions that every tensor crosses in one stride: (sizes, strides of each tensor), at least one dimension.
 
-    Args:
-        shape: the leading dimensions that the tensors share; none of them 0.
-        strides: for each tensor, its strides along them.
-
-    Returns:
-        (sizes, strides of each tensor), with at least one dimension; the row numbers are those of the original shape.
+    shape: the leading dimensions that the tensors share; none of them 0. strides: for each tensor, along them. The row numbers
+    stay those of the original shape.
     """
     sizes: list[int] = []
     folded: list[list[int]] = [[] for _ in strides]
@@ -99,14 +95,8 @@ class MergeLaunch(NamedTuple):
 
 
 def plan_merge(problem: MergeProblem) -> MergeLaunch | None:
-    """The launch for at least one row, or None if the rows do not lie at one stride, or a row's entries apart.
-
-    Args:
-        problem: its tensors may be meta tensors.
-
-    Raises:
-        ValueError: more rows or entries than a launch can take.
-    """
+    """The launch for at least one row, or None if the rows do not lie at one stride, or a row's entries apart. Tensors may be
+    meta tensors."""
     p = problem
     parts, *leading, width = p.logits.shape
     # All are (parts, ...), the first two (parts, ..., width).

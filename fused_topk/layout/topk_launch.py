@@ -64,15 +64,8 @@ class Launch(NamedTuple):
 def plan(
     problem: TopkProblem, is_aligned: bool, choice: KernelChoice, beam_scores: Tensor | None = None
 ) -> Launch | None:
-    """The launch for at least one row, or None if the rows have more unrelated strides than the kernel walks.
-
-    Args:
-        problem: its tensors may be meta tensors, as beam_scores.
-        is_aligned: whether the logits start at a multiple of 16 bytes.
-
-    Raises:
-        ValueError: more rows than a launch can take.
-    """
+    """The launch for at least one row, or None if the rows have more unrelated strides than the kernel walks. Tensors may be
+    meta tensors. is_aligned: whether the logits start at a multiple of 16 bytes."""
     logits, _, row_temperature, mask, lengths = problem.rows
     *leading, vocab_size = logits.shape
     rows = row_count(logits.shape)

@@ -38,13 +38,8 @@ _LISTS = 3
 
 
 def draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: str | None) -> Sample:
-    """Draws into new tensors, of (R, num_samples) and (R, logprobs).
-
-    Args:
-        request: with the hidden states (..., H) in the place of the logits, and a mask (..., V) or (..., words).
-        weight: (V, H).
-        bias: (V,).
-    """
+    """Draws into new tensors, of (R, num_samples) and (R, logprobs). The request has the hidden states (..., H) in the place of
+    the logits, and a mask of (..., V) or (..., words)."""
     hidden = request.rows.logits
     head = LinearProblem(request.rows, weight, bias, None, "allowed")
     rows, vocab_size = head.row_count, len(weight)

@@ -38,12 +38,9 @@ class Report(NamedTuple):
 
 
 def why_stock(sampler: Any, logits: Tensor, metadata: Any, is_plain: bool, vllm: Vllm) -> str | None:
-    """Why vLLM's own sampler must run. But for a step of speculative decoding, and for one that vLLM makes up to warm itself up, it is
-    the same for all steps of an engine: else a request with a seed would draw in two ways.
-
-    Args:
-        is_plain: whether the sampler is not called for speculative decoding.
-    """
+    """Why vLLM's own sampler must run. But for a step of speculative decoding, and for one that vLLM makes up to warm itself
+    up, it is the same for all steps of an engine: else a request with a seed would draw in two ways. is_plain: whether the
+    sampler is not called for speculative decoding."""
     if type(sampler) is not vllm.sampler or type(sampler.topk_topp_sampler) is not vllm.filtering:
         return f"the sampler is a {type(sampler).__name__} with a {type(sampler.topk_topp_sampler).__name__}"
     if not is_plain:
@@ -68,11 +65,7 @@ def is_only_argmax(metadata: Any) -> bool:
 
 
 def choose(sampler: Any, logits: Tensor, metadata: Any, vllm: Vllm) -> tuple[Tensor, Report | None]:
-    """The tokens int64 (R,) of a step, and their report if one is wanted.
-
-    Args:
-        logits: (R, V). As vLLM's own sampler, this may change them.
-    """
+    """The tokens int64 (R,) of a step, and their report if one is wanted. As vLLM's sampler, this may change the logits."""
     requests = requests_of(metadata, logits, vllm.processors)
     listed = metadata.logprob_token_ids
     # vLLM prefers the listed tokens where a step has both.
