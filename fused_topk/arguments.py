@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of every public argument but `out` (out.py). Each error names the argument, the rule, the wrong value and the
-remedy. The checks run before anything is allocated or launched. They never read the contents of a CUDA tensor, so they
+"""The checks of public arguments; those of `out`, targets and states are beside the functions that take them. Each error names
+the argument, the rule, the wrong value and the remedy. The checks run before anything is allocated or launched. They never read the contents of a CUDA tensor, so they
 never wait for a device.
 """
 
@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from . import backends
 from .operators.dispatch import need_dispatcher, transform_is_active
-from .problem import TopKState, result_dtype
+from .problem import result_dtype
 from .rows import DTYPES, LogitRows
 from .tracing import is_traced
 
@@ -215,12 +215,13 @@ def check_temperature(
     return 1.0, temperature.to(dtype).expand(logits.shape[:-1])
 
 
+def is_readable(tensor: Tensor) -> bool:
+    """Whether its values can be checked. Those of a CUDA tensor would be waited for, and under vmap a tensor stands for many."""
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and not is_traced() and not transform_is_active()
+
+
 def check_row_temperature(temperature: Tensor) -> None:
-    """Checks the values of a plain CPU tensor. Reading those of a CUDA tensor would wait for the device."""
-    if type(temperature) is not Tensor or temperature.device.type != "cpu" or is_traced():
-        return
-    if transform_is_active():
-        # Under vmap a tensor stands for many, so it has no single value to compare.
+    if not is_readable(temperature):
         return
     # Few numbers are compared sooner in Python than by a reduction. A NaN fails every comparison.
     if temperature.numel() <= _FEW_NUMBERS:
@@ -264,7 +265,7 @@ def check_row_numbers(
         raise TypeError(f"`{name}` must be {kind} tensor, got {value.dtype}; use .to({dtype})")
     _check_is_one_a_row(name, value, logits)
     numbers = value.detach().to(dtype)
-    if type(value) is Tensor and value.device.type == "cpu" and value.numel() and not is_traced():
+    if is_readable(value) and value.numel():
         ok = (numbers >= least) & (numbers <= greatest)
         if or_zero:
             ok |= numbers == 0
@@ -328,8 +329,7 @@ def check_lengths(lengths: Tensor | None, logits: Tensor) -> Tensor | None:
 
 
 def check_row_lengths(lengths: Tensor, vocab_size: int) -> None:
-    """Checks the values of a plain CPU tensor. Reading those of a CUDA tensor would wait for the device."""
-    if type(lengths) is not Tensor or lengths.device.type != "cpu" or is_traced() or transform_is_active():
+    if not is_readable(lengths):
         return
     if lengths.numel() <= _FEW_NUMBERS:
         numbers = lengths.flatten().tolist()
@@ -425,43 +425,6 @@ def check_start(start: Any) -> None:
         raise ValueError(f"`start` must be the token at which the part begins, 0 to 2^62, got {start}; pass 0 or more")
 
 
-def check_part(name: str, part: Any, first: TopKState) -> None:
-    """Checks a state by itself, and that it fits to the first one of the parts."""
-    if not isinstance(part, tuple) or len(part) != 4:
-        raise TypeError(f"`{name}` must be a TopKState, got {type(part).__name__}; make it with topk_state()")
-    logits, indices, *normalizer = part
-    check_logits(logits)
-    # Not a slice of the part: torch.compile of torch 2.6 cannot trace one of a named tuple.
-    for field, tensor in zip(("indices", "m", "d"), (indices, *normalizer), strict=True):
-        check_tensor(f"{name}.{field}", tensor)
-        check_same_device(f"{name}.{field}", tensor, first[0])
-    check_same_device(f"{name}.logits", logits, first[0])
-    if logits.dtype is not first[0].dtype:
-        raise TypeError(
-            f"`{name}.logits` must have the dtype {first[0].dtype} of the first part, got {logits.dtype}; convert the "
-            "logits before topk_state()"
-        )
-    if logits.shape[:-1] != first[0].shape[:-1]:
-        raise ValueError(
-            f"`{name}.logits` must have the leading shape {tuple(first[0].shape[:-1])} of the first part, got "
-            f"{tuple(logits.shape[:-1])}; the parts must be of the same rows"
-        )
-    if indices.dtype is not torch.int64 or indices.shape != logits.shape:
-        raise ValueError(
-            f"`{name}.indices` must be int64 of shape {tuple(logits.shape)}, got {indices.dtype} of shape "
-            f"{tuple(indices.shape)}; take them as topk_state() returns them"
-        )
-    if logits.shape[-1] == 0:
-        raise ValueError(f"`{name}.logits` must have at least one candidate a row, got none; leave an empty part out")
-    dtype = result_dtype(logits.dtype)
-    for field, tensor in zip(("m", "d"), normalizer, strict=True):
-        if tensor.dtype is not dtype or tensor.shape != logits.shape[:-1]:
-            raise ValueError(
-                f"`{name}.{field}` must be {dtype} of shape {tuple(logits.shape[:-1])}, got {tensor.dtype} of shape "
-                f"{tuple(tensor.shape)}; take it as topk_state() returns it"
-            )
-
-
 def check_hidden(hidden: Any) -> None:
     check_tensor("hidden", hidden)
     if hidden.dtype not in DTYPES:
@@ -508,33 +471,6 @@ def check_head(weight: Any, bias: Any, hidden: Tensor, may_be_empty: bool = Fals
         raise ValueError(
             f"`bias` must have the shape {tuple(weight.shape[:1])} of the vocabulary, got {tuple(bias.shape)}; it is that of "
             "torch.nn.Linear"
-        )
-
-
-def check_targets(targets: Any, logits: Tensor, is_part: bool = False) -> None:
-    """Of one a row, or several in a last dimension of their own. is_part: whether `logits` are a part of the vocabulary."""
-    check_tensor("targets", targets)
-    if targets.dtype != torch.int64:
-        raise TypeError(f"`targets` must be int64, got {targets.dtype}; use .long()")
-    is_several = targets.dim() == logits.dim()
-    if is_several and targets.shape[-1] == 0:
-        raise ValueError("`targets` must have at least one token a row, got none; leave targets=None")
-    if (targets.shape[:-1] if is_several else targets.shape) != logits.shape[:-1]:
-        raise ValueError(
-            f"`targets` must have the shape {tuple(logits.shape[:-1])} of the positions, got {tuple(targets.shape)}; "
-            "for a causal model drop the last position and the first target"
-        )
-    check_same_device("targets", targets, logits)
-    if type(targets) is not Tensor or targets.device.type != "cpu" or is_traced():
-        # Reading the values of a CUDA tensor would wait for the device.
-        return
-    if transform_is_active() or not targets.numel() or is_part:
-        return
-    greatest = int(targets.max())
-    if greatest >= logits.shape[-1]:
-        raise ValueError(
-            f"`targets` must be below the vocabulary size {logits.shape[-1]}, got {greatest}; negative ones mark positions "
-            "without a target"
         )
 
 

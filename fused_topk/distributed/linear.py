@@ -21,9 +21,9 @@ from ..arguments import (
     check_normalize,
     check_rows,
     check_start,
-    check_targets,
 )
 from ..functional import autocast
+from ..functional.targets import check_targets
 from ..operators import calls, linear
 from ..operators.dispatch import need_dispatcher
 from ..operators.gradients import save_rows, saved_rows

@@ -15,13 +15,13 @@ from ..arguments import (
     check_k,
     check_normalize,
     check_rows,
-    check_targets,
 )
 from ..operators import linear, transforms
 from ..operators.dispatch import transform_is_active, way_of_call
 from ..problem import TargetTopK, TopK
 from ..rows import LogitRows
 from . import autocast
+from .targets import check_targets
 
 _linear_topk = torch.ops.fused_topk.linear_topk.default
 

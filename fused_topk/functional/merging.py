@@ -13,11 +13,13 @@ from ..arguments import (
     check_backend,
     check_choice,
     check_k,
+    check_logits,
     check_normalize,
-    check_part,
     check_rows,
+    check_same_device,
     check_start,
     check_temperature,
+    check_tensor,
 )
 from ..operators import calls
 from ..problem import TopK, TopKState, result_dtype
@@ -169,7 +171,7 @@ def _merge(
     if not parts:
         raise ValueError("`parts` must have at least one state, got none; a row has at least one part")
     for i, part in enumerate(parts):
-        check_part(f"parts[{i}]", part, parts[0])
+        _check_part(f"parts[{i}]", part, parts[0])
     held = sum(part.indices.shape[-1] for part in parts)
     if values == "state":
         check_k(k, 2**63 - 1)
@@ -185,6 +187,43 @@ def _merge(
     indices = _stacked([part.indices for part in parts], width, _NO_TOKEN)
     m, d = torch.stack([part.m for part in parts]), torch.stack([part.d for part in parts])
     return calls.merge_parts(logits, indices, m, d, None, k, *temperatures, values, normalize, backend)
+
+
+def _check_part(name: str, part: Any, first: TopKState) -> None:
+    """Checks a state by itself, and that it fits to the first one of the parts."""
+    if not isinstance(part, tuple) or len(part) != 4:
+        raise TypeError(f"`{name}` must be a TopKState, got {type(part).__name__}; make it with topk_state()")
+    logits, indices, *normalizer = part
+    check_logits(logits)
+    # Not a slice of the part: torch.compile of torch 2.6 cannot trace one of a named tuple.
+    for field, tensor in zip(("indices", "m", "d"), (indices, *normalizer), strict=True):
+        check_tensor(f"{name}.{field}", tensor)
+        check_same_device(f"{name}.{field}", tensor, first[0])
+    check_same_device(f"{name}.logits", logits, first[0])
+    if logits.dtype is not first[0].dtype:
+        raise TypeError(
+            f"`{name}.logits` must have the dtype {first[0].dtype} of the first part, got {logits.dtype}; convert the "
+            "logits before topk_state()"
+        )
+    if logits.shape[:-1] != first[0].shape[:-1]:
+        raise ValueError(
+            f"`{name}.logits` must have the leading shape {tuple(first[0].shape[:-1])} of the first part, got "
+            f"{tuple(logits.shape[:-1])}; the parts must be of the same rows"
+        )
+    if indices.dtype is not torch.int64 or indices.shape != logits.shape:
+        raise ValueError(
+            f"`{name}.indices` must be int64 of shape {tuple(logits.shape)}, got {indices.dtype} of shape "
+            f"{tuple(indices.shape)}; take them as topk_state() returns them"
+        )
+    if logits.shape[-1] == 0:
+        raise ValueError(f"`{name}.logits` must have at least one candidate a row, got none; leave an empty part out")
+    dtype = result_dtype(logits.dtype)
+    for field, tensor in zip(("m", "d"), normalizer, strict=True):
+        if tensor.dtype is not dtype or tensor.shape != logits.shape[:-1]:
+            raise ValueError(
+                f"`{name}.{field}` must be {dtype} of shape {tuple(logits.shape[:-1])}, got {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)}; take it as topk_state() returns it"
+            )
 
 
 def _stacked(tensors: list[Tensor], width: int, filler: float) -> Tensor:

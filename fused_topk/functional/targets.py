@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_choice, check_targets
+from ..arguments import check_choice, check_same_device, check_tensor, is_readable
 from ..operators import calls
 from ..problem import TopK
 from ..rows import LogitRows
@@ -22,6 +22,30 @@ def check_row_targets(targets: Any, target_ties: Any, logits: Tensor, out: Any) 
     if out is not None:
         raise ValueError("`out` must be None where `targets` are given, got both; leave one out")
     check_targets(targets, logits)
+
+
+def check_targets(targets: Any, logits: Tensor, is_part: bool = False) -> None:
+    """Of one a row, or several in a last dimension of their own. is_part: whether `logits` are a part of the vocabulary."""
+    check_tensor("targets", targets)
+    if targets.dtype != torch.int64:
+        raise TypeError(f"`targets` must be int64, got {targets.dtype}; use .long()")
+    is_several = targets.dim() == logits.dim()
+    if is_several and targets.shape[-1] == 0:
+        raise ValueError("`targets` must have at least one token a row, got none; leave targets=None")
+    if (targets.shape[:-1] if is_several else targets.shape) != logits.shape[:-1]:
+        raise ValueError(
+            f"`targets` must have the shape {tuple(logits.shape[:-1])} of the positions, got {tuple(targets.shape)}; "
+            "for a causal model drop the last position and the first target"
+        )
+    check_same_device("targets", targets, logits)
+    if is_part or not targets.numel() or not is_readable(targets):
+        return
+    greatest = int(targets.max())
+    if greatest >= logits.shape[-1]:
+        raise ValueError(
+            f"`targets` must be below the vocabulary size {logits.shape[-1]}, got {greatest}; negative ones mark positions "
+            "without a target"
+        )
 
 
 def of_targets(
