@@ -474,6 +474,11 @@ def check_head(weight: Any, bias: Any, hidden: Tensor, may_be_empty: bool = Fals
         )
 
 
+def logits_of_head(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Of the logits' shape, on their device, without their memory."""
+    return hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
+
+
 def check_same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
     if tensor.device != logits.device:
         raise ValueError(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from . import __version__, backends, env
+from .backends import cpu
 from .cuda_runtime import kernel_cache
 
 _MIB = 1 << 20
@@ -26,7 +27,7 @@ def describe() -> dict[str, Any]:
         "versions": versions(),
         "cpu": {
             "model": _cpu_model(),
-            "instructions": _or_cause(_cpu_instructions),
+            "instructions": _or_cause(cpu.instruction_set),
             "threads": torch.get_num_threads(),
         },
         "gpus": _or_cause(_gpus),
@@ -128,13 +129,6 @@ def _gpus() -> list[dict[str, Any]]:
         }
         for index, gpu in enumerate(found)
     ]
-
-
-def _cpu_instructions() -> str | None:
-    """The instruction set that the native kernel uses, None if the kernel does not work."""
-    if backends.available().get("cpu") is not None:
-        return None
-    return str(importlib.import_module("fused_topk.backends.cpu").instruction_set())
 
 
 def _cpu_model() -> str:

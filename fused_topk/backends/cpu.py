@@ -61,12 +61,10 @@ def supports(dtype: torch.dtype, k: int) -> bool:
     return dtype in _DTYPES
 
 
-def instruction_set() -> str:
-    """The one that the kernel uses on this machine: "avx512", "avx2", or "baseline" for what every CPU of its kind has."""
-    cause = unavailable()
-    if cause is not None:
-        raise RuntimeError(cause)
-    return str(_cpu.instruction_sets()[0])
+def instruction_set() -> str | None:
+    """The one that the kernel uses on this machine: "avx512", "avx2", or "baseline" for what every CPU of its kind has. None: the
+    extension cannot be used."""
+    return None if _cpu is None else str(_cpu.instruction_sets()[0])
 
 
 def prepare_topk(

@@ -89,7 +89,9 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
 
     def run(tensors: MergeTensors, out: TopK) -> None:
         if planned is None or tensors.logits.data_ptr() % itemsize:
-            copied = _copied_merge(tensors)
+            # A copy starts at a multiple of its element's size.
+            given = (None if x is None else x.clone(memory_format=torch.contiguous_format) for x in tensors)
+            copied = MergeTensors(*given)  # type: ignore[arg-type]
             prepare_merge(problem.at(copied), device)(copied, out)
             return
         function = driver.function(index, planned.kernel)
@@ -474,19 +476,6 @@ def _launch_full_rows(planned: FullRowLaunch, device: int, rows: LogitRows, out:
 def _has_adjacent(logits: Tensor) -> bool:
     """Whether the kernels can read the rows where they lie."""
     return logits.stride(-1) == 1 or logits.shape[-1] == 1
-
-
-def _copied_merge(tensors: MergeTensors) -> MergeTensors:
-    """The same tensors, but for the lengths, as contiguous copies. A copy of the logits starts at a multiple of their size."""
-    logits, indices, m, d, lengths, row_temperature = tensors
-    return MergeTensors(
-        logits.clone(memory_format=torch.contiguous_format),
-        indices.contiguous(),
-        m.contiguous(),
-        d.contiguous(),
-        lengths,
-        None if row_temperature is None else row_temperature.contiguous(),
-    )
 
 
 def _copied(rows: LogitRows) -> LogitRows:

@@ -21,6 +21,7 @@ from ..arguments import (
     check_normalize,
     check_rows,
     check_start,
+    logits_of_head,
 )
 from ..functional import autocast
 from ..functional.targets import check_targets
@@ -174,8 +175,7 @@ def _linear(
     check_k(k, 2**31 - 1, "what an exchange takes")
     check_normalize(normalize)
     check_backend(backend)
-    # Of the logits' shape, on their device, without their memory.
-    logits = hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
+    logits = logits_of_head(hidden, weight)
     rows = check_rows(logits, temperature, mask, may_be_empty=True).with_logits(hidden)
     is_one_each = False
     if targets is not None:

@@ -15,6 +15,7 @@ from ..arguments import (
     check_k,
     check_normalize,
     check_rows,
+    logits_of_head,
 )
 from ..operators import linear, transforms
 from ..operators.dispatch import transform_is_active, way_of_call
@@ -277,8 +278,7 @@ def _linear(
     # A call that asks for no more skips what the checks need: it may be of one row, beside which they are not short.
     logits = hidden
     if temperature is not None or mask is not None or targets is not None:
-        # Of the logits' shape, on their device, without their memory.
-        logits = hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
+        logits = logits_of_head(hidden, weight)
         rows = check_rows(logits, temperature, mask).with_logits(hidden)
     has_ranks = False
     if targets is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_head, check_hidden, check_no_transform, is_distributed
+from ..arguments import check_head, check_hidden, check_no_transform, is_distributed, logits_of_head
 from ..operators import linear_sampling
 from ..operators.dispatch import need_dispatcher
 from ..problem import Sample, SampleProblem
@@ -88,8 +88,7 @@ def linear_sample(
     _check_not_sharded(weight)
     hidden, weight, bias = autocast.as_multiplied(hidden, weight, bias)
     check_head(weight, bias, hidden)
-    # Of the logits' shape, on their device, without their memory.
-    logits = hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
+    logits = logits_of_head(hidden, weight)
     numbers = (temperature, top_k, top_p, min_p)
     request = (num_samples, logprobs, truncated_log_probs, kept, backend)
     rows, filters = sampling.check_parameters(logits, hidden.device.type, numbers, mask, None, *request)
