@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -75,111 +75,94 @@ def warm_up(
         check_choice("functions", name, _FUNCTIONS)
     check_normalize(normalize)
     of_dtypes = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
-    ks = list(k) if isinstance(k, Sequence) else [k]
     gpu = _gpu(device)
+    calls = _Calls(list(k) if isinstance(k, Sequence) else [k], masked, ragged, normalize, gpu)
     asked = [
         kernel
         for name, shape, dtype in product(names, _shapes(shapes), of_dtypes)
-        for kernel in _kernels(name, shape, dtype, ks, masked, ragged, normalize, gpu)
+        for kernel in calls.kernels(name, shape, dtype)
     ]
     if targets:
-        asked += _kernels_of_targets(names, _shapes(shapes), of_dtypes, masked, ragged, normalize, gpu)
+        asked += calls.kernels_of_targets(names, _shapes(shapes), of_dtypes)
     kernels = dict.fromkeys(asked)
     for kernel in kernels:
         driver.function(gpu.index, kernel)
     return len(kernels)
 
 
-def _kernels(
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    ks: list[int],
-    masked: bool,
-    ragged: bool,
-    normalize: str,
-    gpu: torch.device,
-) -> Iterator[str]:
-    """The kernels that calls of one function need, for logits of one shape and dtype."""
-    rows = torch.Size(shape[:-1]).numel()
-    if name in _MERGES:
-        # One kernel for few candidates and one for many, whatever the shape.
-        if backends.pick(gpu, dtype, 1, None) is cuda:
+class _Calls(NamedTuple):
+    """What is known of all calls."""
+
+    ks: list[int]
+    masked: bool
+    ragged: bool
+    normalize: str
+    gpu: torch.device
+
+    def kernels(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
+        """The kernels that calls of one function need, for logits of one shape and dtype."""
+        rows, vocab_size = torch.Size(shape[:-1]).numel(), shape[-1]
+        if name in _TOPK_VALUES:
+            yield from self._of_topk(name, shape, dtype)
+        elif name == "router_topk":
+            # One kernel for each scoring, whatever k is.
+            if rows and backends.pick_router(self.gpu, dtype, vocab_size, 1, None) is cuda:
+                yield from (router_launch.kernel_name(dtype, vocab_size, scoring) for scoring in router_launch.SCORINGS)
+        elif (not rows and name not in _MERGES) or backends.pick(self.gpu, dtype, 1, None) is not cuda:
+            return
+        elif name in _MERGES:
+            # One kernel for few candidates and one for many, whatever the shape.
             yield from (launch.merge_kernel(dtype, warps) for warps in launch.MERGE_WARPS)
-        return
-    if name == "sample":
-        if rows and backends.pick(gpu, dtype, 1, None) is cuda:
-            yield from _sampling_kernels(rows, shape[-1], dtype, ks, masked, ragged, gpu)
-        return
-    if name == "router_topk":
-        # One kernel for each scoring, whatever k is.
-        if rows and backends.pick_router(gpu, dtype, shape[-1], 1, None) is cuda:
-            yield from (router_launch.kernel_name(dtype, shape[-1], scoring) for scoring in router_launch.SCORINGS)
-        return
-    if name not in _TOPK_VALUES:
-        if rows and backends.pick(gpu, dtype, 1, None) is cuda:
-            yield cuda.full_row_kernel(shape[-1], dtype, gpu.index)
-            if ragged:
-                choice = cuda.full_row_choice(gpu.index, shape[-1], dtype.itemsize)
+        elif name == "sample":
+            yield from self._of_draws((rows, vocab_size), dtype)
+        else:
+            yield cuda.full_row_kernel(vocab_size, dtype, self.gpu.index)
+            if self.ragged:
+                choice = cuda.full_row_choice(self.gpu.index, vocab_size, dtype.itemsize)
                 yield full_row_launch.kernel_name(choice, dtype, dtype, is_aligned=False)
-        return
-    has_beams = name == "beam_topk"
-    if has_beams and len(shape) != 3:
-        raise ValueError(f"`shapes` must be (batch, beams, V) for beam_topk, got {shape}; give its shapes apart")
-    if not ks:
-        raise ValueError(f"`k` must be given for {name}, got none; pass the k of the calls")
-    scores = torch.empty(shape[:-1], device="meta") if has_beams else None
-    for k, read in product(ks, _rows(shape, dtype, masked, ragged)):
-        # A state keeps what there is.
-        k = min(k, shape[-1]) if name == "topk_state" else k
-        check_k(k, shape[-1] * (shape[1] if has_beams else 1))
-        if rows and backends.pick(gpu, dtype, k, None) is cuda:
-            problem = TopkProblem(read, k, _TOPK_VALUES[name], normalize)
-            yield cuda.topk_kernel(problem, gpu.index, scores)
 
+    def _of_topk(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
+        has_beams = name == "beam_topk"
+        if has_beams and len(shape) != 3:
+            raise ValueError(f"`shapes` must be (batch, beams, V) for beam_topk, got {shape}; give its shapes apart")
+        if not self.ks:
+            raise ValueError(f"`k` must be given for {name}, got none; pass the k of the calls")
+        scores = torch.empty(shape[:-1], device="meta") if has_beams else None
+        for k, read in product(self.ks, self._rows(shape, dtype)):
+            # A state keeps what there is.
+            k = min(k, shape[-1]) if name == "topk_state" else k
+            check_k(k, shape[-1] * (shape[1] if has_beams else 1))
+            if 0 not in shape and backends.pick(self.gpu, dtype, k, None) is cuda:
+                problem = TopkProblem(read, k, _TOPK_VALUES[name], self.normalize)
+                yield cuda.topk_kernel(problem, self.gpu.index, scores)
 
-def _kernels_of_targets(
-    names: list[str],
-    shapes: list[tuple[int, ...]],
-    dtypes: list[torch.dtype],
-    masked: bool,
-    ragged: bool,
-    normalize: str,
-    gpu: torch.device,
-) -> Iterator[str]:
-    """The kernel that counts ranks, and what calls look for whose values are no log-probabilities of the row."""
-    yield from (rank_launch.kernel_name(dtype) for dtype in dtypes if backends.pick(gpu, dtype, 1, None) is cuda)
-    if normalize == "topk" or {"softmax_topk", "topk"}.intersection(names):
-        over = "all" if normalize == "all" else "allowed"
-        for shape, dtype in product(shapes, dtypes):
-            yield from _kernels("log_softmax_topk", shape, dtype, [1], masked, ragged, over, gpu)
+    def _of_draws(self, shape: tuple[int, int], dtype: torch.dtype) -> Iterator[str]:
+        """The kernels that draw, and those of the lists that they draw from."""
+        yield from (launch.sample_kernel(dtype, is_whole) for is_whole in (True, False))
+        for top_k, read in product([0, *self.ks], self._rows(shape, dtype)):
+            length = launch.sample_list_length(shape[-1], top_k)
+            yield cuda.topk_kernel(TopkProblem(read, length, "state", "allowed"), self.gpu.index)
 
+    def kernels_of_targets(
+        self, names: list[str], shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]
+    ) -> Iterator[str]:
+        """The kernel that counts ranks, and what calls look for whose values are no log-probabilities of the row."""
+        for dtype in dtypes:
+            if backends.pick(self.gpu, dtype, 1, None) is cuda:
+                yield rank_launch.kernel_name(dtype)
+        if self.normalize == "topk" or {"softmax_topk", "topk"}.intersection(names):
+            over = self._replace(ks=[1], normalize="all" if self.normalize == "all" else "allowed")
+            for shape, dtype in product(shapes, dtypes):
+                yield from over.kernels("log_softmax_topk", shape, dtype)
 
-def _sampling_kernels(
-    rows: int,
-    vocab_size: int,
-    dtype: torch.dtype,
-    top_ks: list[int],
-    masked: bool,
-    ragged: bool,
-    gpu: torch.device,
-) -> Iterator[str]:
-    """The kernels that draw, and those of the lists that they draw from."""
-    yield from (launch.sample_kernel(dtype, is_whole) for is_whole in (True, False))
-    for top_k, read in product([0, *top_ks], _rows((rows, vocab_size), dtype, masked, ragged)):
-        length = launch.sample_list_length(vocab_size, top_k)
-        problem = TopkProblem(read, length, "state", "allowed")
-        yield cuda.topk_kernel(problem, gpu.index)
-
-
-def _rows(shape: tuple[int, ...], dtype: torch.dtype, masked: bool, ragged: bool) -> list[LogitRows]:
-    """Rows of that shape, without memory: plain ones, and those that calls may give besides."""
-    rows = [LogitRows(torch.empty(shape, dtype=dtype, device="meta"))]
-    if masked:
-        rows.append(rows[0]._replace(mask=torch.empty(shape, dtype=torch.bool, device="meta")))
-    if ragged:
-        rows.append(rows[0]._replace(lengths=torch.empty(shape[:-1], dtype=torch.int32, device="meta")))
-    return rows
+    def _rows(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[LogitRows]:
+        """Rows of that shape, without memory: plain ones, and those that calls may give besides."""
+        rows = [LogitRows(torch.empty(shape, dtype=dtype, device="meta"))]
+        if self.masked:
+            rows.append(rows[0]._replace(mask=torch.empty(shape, dtype=torch.bool, device="meta")))
+        if self.ragged:
+            rows.append(rows[0]._replace(lengths=torch.empty(shape[:-1], dtype=torch.int32, device="meta")))
+        return rows
 
 
 def _shapes(shapes: Any) -> list[tuple[int, ...]]:
