@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from benchmark.choices import FULL_ROW_VARIANTS
-from fused_topk.layout import full_row_launch, launch, rank_launch, router_launch, topk_launch
+from fused_topk.layout import full_row_launch, launch, router_launch, topk_launch
 from fused_topk.layout.full_row_choice import FullRowChoice
 from fused_topk.layout.launch import FORMATS
 from fused_topk.layout.topk_choice import VARIANTS, KernelChoice, Method, choose
@@ -70,6 +70,6 @@ def small() -> list[str]:
             *(launch.piece_kernel(dtype, counts_ranks) for counts_ranks in (False, True)),
             launch.gradient_kernel(dtype),
             *(launch.sample_kernel(dtype, is_whole) for is_whole in (True, False)),
-            rank_launch.kernel_name(dtype),
+            launch.rank_kernel(dtype),
         )
     ]

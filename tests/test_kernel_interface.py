@@ -13,7 +13,7 @@ import pytest
 import kernel_names
 from benchmark import choices
 from fused_topk.cuda_runtime import kernel_source
-from fused_topk.layout import kernel_arguments, launch, rank_launch, router_launch, topk_choice, topk_launch
+from fused_topk.layout import kernel_arguments, launch, router_launch, topk_choice, topk_launch
 from fused_topk.layout.topk_choice import KernelChoice, Method
 from simt import build
 from simt.translate import translate
@@ -168,7 +168,7 @@ def test_numbers_of_routers():
 
 
 def test_blocks_of_ranks():
-    claims = [f"ranks::kThreads == {rank_launch.THREADS}"]
+    claims = [f"ranks::kThreads == {launch.RANK_THREADS}"]
     assert failures(KERNEL_OF[kernel_arguments.TargetRanks], claims) == ""
 
 

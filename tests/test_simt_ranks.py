@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_topk.backends import cuda, reference
-from fused_topk.layout import rank_launch
+from fused_topk.layout import launch
 from fused_topk.problem import RankProblem
 from fused_topk.rows import LogitRows
 from oracle import DTYPES
@@ -32,7 +32,7 @@ def run(problem: RankProblem, blocks: int = 0, **how) -> Tensor:
     with (
         emulated([*arrays, Array("ranks", out, "output")], **how) as outcomes,
         mock.patch.object(cuda, "multiprocessors", lambda device: 132),
-        mock.patch.object(rank_launch, "blocks_per_target", lambda *_: blocks) if blocks else mock.MagicMock(),
+        mock.patch.object(launch, "ranking_blocks", lambda *_: blocks) if blocks else mock.MagicMock(),
     ):
         cuda.target_ranks(problem, out)
     outcomes[0].check()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import env
 from ..cuda_runtime import driver, tickets
-from ..layout import full_row_launch, launch, rank_launch, router_launch, topk_launch
+from ..layout import full_row_launch, launch, router_launch, topk_launch
 from ..layout.full_row_choice import FullRowChoice, choose_full_row
 from ..layout.full_row_launch import FullRowLaunch
 from ..layout.kernel_arguments import LogitGradients, Piece, SampleRows, TargetRanks, address, rows_writer
@@ -236,7 +236,7 @@ def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
     p, index = problem, device.index
     logits, mask = p.rows.logits, p.rows.mask
     rows, vocab_size = logits.shape
-    launch.check_rows(rows)
+    launch.check_row_count(rows)
     top_k = p.top_k if p.row_top_k is None else None
     has_other_filter = p.row_top_p is not None or p.top_p < 1 or p.row_min_p is not None or p.min_p > 0
     is_whole = launch.draws_from_vocabulary(vocab_size, top_k, has_other_filter)
@@ -319,7 +319,7 @@ def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
 def _plan_of_ranks(layout: RowsLayout) -> Launch | None:
     """Of the struct that says what is read."""
     of_rows = TopkProblem(layout.meta(), 1, "logits", "allowed")
-    return topk_launch.plan(of_rows, is_aligned=False, choice=rank_launch.CHOICE)
+    return topk_launch.plan(of_rows, is_aligned=False, choice=launch.RANK_CHOICE)
 
 
 def target_ranks(problem: RankProblem, out: Tensor) -> None:
@@ -331,8 +331,8 @@ def target_ranks(problem: RankProblem, out: Tensor) -> None:
         target_ranks(problem._replace(rows=_copied(rows)), out)
         return
     count = targets.numel()
-    launch.check_rows(count)
-    blocks = rank_launch.blocks_per_target(count, logits.shape[-1], multiprocessors(index))
+    launch.check_row_count(count)
+    blocks = launch.ranking_blocks(count, logits.shape[-1], multiprocessors(index))
     is_shared = blocks > 1
     counts = torch.empty(count * blocks, dtype=torch.int32, device=logits.device) if is_shared else None
     wanted = TargetRanks(
@@ -347,8 +347,8 @@ def target_ranks(problem: RankProblem, out: Tensor) -> None:
     # The kernel writes ranks alone.
     filled = planned.fill(rows, None, 0, 0, TopK(out, out, out))
     arguments = (_argument(filled), _argument(bytes(wanted)))
-    function = driver.function(index, rank_launch.kernel_name(logits.dtype))
-    driver.call(function, (count, blocks), rank_launch.THREADS, arguments, index)
+    function = driver.function(index, launch.rank_kernel(logits.dtype))
+    driver.call(function, (count, blocks), launch.RANK_THREADS, arguments, index)
 
 
 def _prepare_list(rows: LogitRows, k: int, device: torch.device) -> Callable[[LogitRows], TopK]:

@@ -180,7 +180,7 @@ def row(
     return calls.merge_parts(*call.parts, k, *call.temperatures, values, normalize, backend)
 
 
-class Call(NamedTuple):
+class Gathered(NamedTuple):
     """The states of all processes, and what the merge of them takes besides."""
 
     parts: Parts
@@ -200,7 +200,7 @@ def gather_states(
     of_row: int | None = 1,
     tail: Tensor | None = None,
     others: tuple[Any, ...] = (),
-) -> Call:
+) -> Gathered:
     """Exchanges the states of this process's columns. of_row: rows that share k; None where k may exceed what there is. tail: a
     tensor to exchange along with them, of one shape and dtype on all processes. others: plain values that must be the same on
     all, too."""
@@ -229,7 +229,7 @@ def gather_states(
     if state is not None and has_gradient:
         parts = _with_own(parts, dist.get_rank(group), state)
 
-    return Call(parts, rows.temperatures, tails, _vocab_size(everywhere, k, length, of_row))
+    return Gathered(parts, rows.temperatures, tails, _vocab_size(everywhere, k, length, of_row))
 
 
 def exchange_state(
@@ -261,7 +261,7 @@ def _tails(everywhere: Tensor, packing: Packing, tail: Tensor) -> Tensor:
 
 
 def _vocab_size(everywhere: Tensor, k: int, length: int, of_row: int | None = 1) -> int | None:
-    """See :class:`Call`. Checks what the processes say where it looks at it."""
+    """See :class:`Gathered`. Checks what the processes say where it looks at it."""
     # A GPU is waited for only where k may exceed the vocabulary. torch.compile does not trace the question about a capture.
     if is_traced() or (everywhere.device.type != "cpu" and (k <= length or torch.cuda.is_current_stream_capturing())):
         return None

@@ -35,7 +35,7 @@ from ..operators import calls
 from ..problem import Kept, Sample, TopK, result_dtype
 from ..rows import LogitRows, unpacked
 from .collective import all_gather, group_of
-from .functions import Call, gather_states
+from .functions import Gathered, gather_states
 
 # Of a list that no top_k bounds.
 _WINDOW = 1024
@@ -300,7 +300,7 @@ class _Exchanged:
     """What the processes have exchanged, the same on each of them."""
 
     def __init__(
-        self, columns: _Columns, call: Call, blocks: _Blocks, temperature: Tensor, names: _Names, k: int
+        self, columns: _Columns, call: Gathered, blocks: _Blocks, temperature: Tensor, names: _Names, k: int
     ) -> None:
         self.call, self.names = call, names
         self.vocab_size = call.vocab_size

@@ -13,7 +13,7 @@ from .. import backends
 from ..arguments import check_choice, check_k, check_normalize, check_vocabulary
 from ..backends import cuda
 from ..cuda_runtime import driver
-from ..layout import full_row_launch, launch, rank_launch, router_launch
+from ..layout import full_row_launch, launch, router_launch
 from ..problem import TopkProblem
 from ..rows import LogitRows
 
@@ -149,7 +149,7 @@ class _Calls(NamedTuple):
         """The kernel that counts ranks, and what calls look for whose values are no log-probabilities of the row."""
         for dtype in dtypes:
             if backends.pick(self.gpu, dtype, 1, None) is cuda:
-                yield rank_launch.kernel_name(dtype)
+                yield launch.rank_kernel(dtype)
         if self.normalize == "topk" or {"softmax_topk", "topk"}.intersection(names):
             over = self._replace(ks=[1], normalize="all" if self.normalize == "all" else "allowed")
             for shape, dtype in product(shapes, dtypes):

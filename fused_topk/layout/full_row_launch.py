@@ -12,7 +12,7 @@ from ..problem import FullRowProblem
 from ..rows import LogitRows
 from .full_row_choice import FullRowChoice
 from .kernel_arguments import FullRows, rows_writer, writer
-from .launch import FORMATS, check_rows, collapse, row_count
+from .launch import FORMATS, check_row_count, collapse, row_count
 
 _KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
 _LEADING_DIMS = 2
@@ -58,7 +58,7 @@ def plan(
     logits, values = problem.rows.logits, problem.values
     *leading, vocab_size = logits.shape
     rows = row_count(logits.shape)
-    check_rows(rows)
+    check_row_count(rows)
     sizes, (strides,) = collapse(leading, [logits.stride()[:-1]])
     if len(sizes) > _LEADING_DIMS:
         return None

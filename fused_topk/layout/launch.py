@@ -32,7 +32,7 @@ def row_count(shape: Sequence[int]) -> int:
     return rows
 
 
-def check_rows(rows: int) -> None:
+def check_row_count(rows: int) -> None:
     """Raises a ValueError where a launch cannot take so many."""
     if rows > MAX_ROWS:
         raise ValueError(
@@ -109,7 +109,7 @@ def plan_merge(problem: MergeProblem) -> MergeLaunch | None:
     # The kernel knows no stride of temperatures.
     if others or not has_adjacent or (len(strides) > 4 and rows > 1 and strides[4] != [1]):
         return None
-    check_rows(rows)
+    check_row_count(rows)
     if parts * width > 2**31 - 1:
         raise ValueError(
             f"`parts` must hold less than 2^31 candidates a row, got {parts * width}; merge fewer at a time"
@@ -274,3 +274,24 @@ def sample_kernel(dtype: torch.dtype, draws_from_vocabulary: bool) -> str:
     """The kernel for that dtype, as NVRTC wants it named."""
     name = "sample_vocabulary_kernel" if draws_from_vocabulary else "sample_rows_kernel"
     return f"fused_topk::sampling::{name}<fused_topk::{FORMATS[dtype]}>"
+
+
+# csrc/ranks/target_ranks.cu, where what is read is laid out as for top-k (topk_launch.py)
+
+RANK_THREADS = 256
+"""kThreads of csrc/ranks/target_ranks.cu."""
+RANK_CHOICE = KernelChoice(1, 1, 1, 1, 1)
+"""For the layout of what is read, which it does not change."""
+
+# Of a row, for each block: 8 to 16 reads of a warp. A guess.
+_TOKENS_OF_RANKING = 8192
+
+
+def ranking_blocks(targets: int, vocab_size: int, multiprocessors: int) -> int:
+    """How many blocks share a target: four a multiprocessor. A guess."""
+    return max(1, min(-(-vocab_size // _TOKENS_OF_RANKING), 4 * multiprocessors // targets))
+
+
+def rank_kernel(dtype: torch.dtype) -> str:
+    """The kernel for that dtype, as NVRTC wants it named."""
+    return f"fused_topk::ranks::target_ranks_kernel<fused_topk::{FORMATS[dtype]}>"

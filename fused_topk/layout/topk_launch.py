@@ -15,7 +15,7 @@ from torch import Tensor
 from ..problem import TopK, TopkProblem
 from ..rows import LogitRows
 from .kernel_arguments import LEADING_DIMS, Problem, rows_writer, writer
-from .launch import FORMATS, VALUE_KINDS, check_rows, collapse, row_count
+from .launch import FORMATS, VALUE_KINDS, check_row_count, collapse, row_count
 from .topk_choice import KernelChoice, Method, list_length
 
 _MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
@@ -69,7 +69,7 @@ def plan(
     logits, _, row_temperature, mask, lengths = problem.rows
     *leading, vocab_size = logits.shape
     rows = row_count(logits.shape)
-    check_rows(rows)
+    check_row_count(rows)
     # One description of the rows for all tensors that have one entry a row.
     per_row = [logits.stride()[:-1]]
     others = [

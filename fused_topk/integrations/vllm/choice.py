@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import functional
-from .requests import Processors, Requests, change_logits, random_numbers, requests_of, unknown_outputs
+from .requests import KnownProcessors, Requests, change_logits, random_numbers, requests_of, unknown_outputs
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -25,7 +25,7 @@ class Vllm(NamedTuple):
 
     sampler: Any  # types
     filtering: Any  # the module of top-k and top-p within the sampler
-    processors: Processors
+    processors: KnownProcessors
     apply_top_k_top_p: Callable[..., Tensor]
 
 

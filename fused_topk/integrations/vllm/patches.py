@@ -22,7 +22,7 @@ from . import compatibility, statistics
 from .choice import LOGPROBS_MODES, Vllm, choose, is_only_argmax, why_stock
 from .compatibility import BATCH, FILTERING, PROCESSORS, RUNNER, SAMPLER, WORKER
 from .prompts import PromptScorer, RunnerView
-from .requests import OUTPUTS, Processors
+from .requests import OUTPUTS, KnownProcessors
 from .statistics import logger
 
 # (owner, name) of all that is replaced, with what stood there; None for nothing.
@@ -105,7 +105,7 @@ def _forward(stock: Any) -> Any:
     vllm = Vllm(
         compatibility.found_at(f"{SAMPLER}:Sampler"),
         compatibility.found_at(f"{FILTERING}:TopKTopPSampler"),
-        Processors(
+        KnownProcessors(
             compatibility.found_at(f"{PROCESSORS}:MinPLogitsProcessor"),
             compatibility.found_at(f"{PROCESSORS}:LogitBiasLogitsProcessor"),
             compatibility.found_at(f"{PROCESSORS}:MinTokensLogitsProcessor"),

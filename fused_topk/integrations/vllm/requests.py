@@ -16,7 +16,7 @@ OUTPUTS = "fused_topk_outputs"
 _MADE = "fused_topk_requests"
 
 
-class Processors(NamedTuple):
+class KnownProcessors(NamedTuple):
     """vLLM's own logits processors, of which it is known what they do."""
 
     min_p: Any  # types
@@ -48,7 +48,7 @@ class Requests(NamedTuple):
         }
 
 
-def requests_of(metadata: Any, logits: Tensor, processors: Processors) -> Requests:
+def requests_of(metadata: Any, logits: Tensor, processors: KnownProcessors) -> Requests:
     """Args: metadata: vLLM's SamplingMetadata, which it makes anew when a request comes, goes or moves."""
     made: Requests | None = vars(metadata).get(_MADE)
     if made is None:
@@ -57,7 +57,7 @@ def requests_of(metadata: Any, logits: Tensor, processors: Processors) -> Reques
     return made
 
 
-def _requests(metadata: Any, logits: Tensor, processors: Processors) -> Requests:
+def _requests(metadata: Any, logits: Tensor, processors: KnownProcessors) -> Requests:
     vocab_size = logits.shape[-1]
     temperature = 0.0 if metadata.all_greedy else _numbers(metadata.temperature.double())
     if isinstance(temperature, Tensor):
@@ -133,7 +133,7 @@ def random_numbers(requests: Requests, metadata: Any, logits: Tensor) -> dict[st
     return {"seed": names[0], "counter": names[1]}
 
 
-def change_logits(metadata: Any, processors: Processors) -> bool:
+def change_logits(metadata: Any, processors: KnownProcessors) -> bool:
     """Whether vLLM's operations before the choice may change the logits of this step."""
     holder = metadata.thinking_budget_state_holder
     return (
@@ -145,7 +145,7 @@ def change_logits(metadata: Any, processors: Processors) -> bool:
     )
 
 
-def _may_change(processor: Any, processors: Processors) -> bool:
+def _may_change(processor: Any, processors: KnownProcessors) -> bool:
     if type(processor) is processors.logit_bias:
         return bool(processor.biases)
     if type(processor) is processors.min_tokens:
