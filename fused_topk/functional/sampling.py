@@ -31,7 +31,9 @@ from ..problem import Kept, Sample, SampleProblem, TopK
 from ..rows import Like, LogitRows
 
 _sample = torch.ops.fused_topk.sample.default
-# Each filter as the number of all rows, and those of each row.
+# What all rows have, or what each has.
+_Of = tuple[Any, Tensor | None]
+# Each filter in this form.
 _Filters = tuple[Any, Tensor | None, Any, Tensor | None, Any, Tensor | None]
 _SEEDS = (-(2**63), 2**63 - 1)
 _MOST_SAMPLES = 2**31 - 1
@@ -176,10 +178,16 @@ def check_parameters(
     if not _is_zero(logprobs):
         check_k(logprobs, logits.shape[-1], name="logprobs")
     check_flags(truncated_log_probs=truncated_log_probs, kept=kept)
-    return rows, (
-        *check_row_numbers("top_k", top_k, logits, torch.int64, (-1, _SEEDS[1])),
-        *check_row_numbers("top_p", top_p, logits, floating, (0, 1)),
-        *check_row_numbers("min_p", min_p, logits, floating, (0, 1)),
+    of_top_k, of_top_p, of_min_p = check_filters(logits, floating, top_k, top_p, min_p)
+    return rows, (*of_top_k, *of_top_p, *of_min_p)
+
+
+def check_filters(logits: Tensor, floating: torch.dtype, top_k: Any, top_p: Any, min_p: Any) -> tuple[_Of, _Of, _Of]:
+    """Each as (of all rows, of each)."""
+    return (
+        check_row_numbers("top_k", top_k, logits, torch.int64, (-1, _SEEDS[1])),
+        check_row_numbers("top_p", top_p, logits, floating, (0, 1)),
+        check_row_numbers("min_p", min_p, logits, floating, (0, 1)),
     )
 
 
@@ -281,14 +289,14 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value == 0)
 
 
-def _flat_name(name: Any) -> tuple[Any, Tensor | None]:
+def _flat_name(name: Any) -> _Of:
     """A checked seed or counter as (of all, of each)."""
     return (0, name.view(-1)) if type(name) is Tensor else (name, None)
 
 
 def names_of(
     seed: int | Tensor | None, counter: int | Tensor, generator: torch.Generator | None, logits: Tensor
-) -> tuple[tuple[Any, Tensor | None], tuple[Any, Tensor | None]]:
+) -> tuple[_Of, _Of]:
     """The seeds and the counters of the rows, each as (of all, of each)."""
     if seed is not None:
         if generator is not None:
@@ -310,9 +318,7 @@ def names_of(
     return random_names(logits.shape[:-1].numel(), logits.device, generator)
 
 
-def random_names(
-    rows: int, device: torch.device, generator: torch.Generator | None
-) -> tuple[tuple[Any, Tensor | None], tuple[Any, Tensor | None]]:
+def random_names(rows: int, device: torch.device, generator: torch.Generator | None) -> tuple[_Of, _Of]:
     """Seeds and counters of that many rows from a generator, or the device's default one, each as (of all, of each). A name has
     126 random bits: no two of all rows that are ever drawn have the same."""
     names = torch.randint(0, 2**63 - 1, (2, rows), dtype=torch.int64, device=device, generator=generator)
