@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_topk.backends import cuda
+from fused_topk.backends import cuda, cuda_pieces
 from fused_topk.layout import linear_pieces as layout
 from fused_topk.operators import linear_backward, linear_pieces
 from fused_topk.problem import LinearProblem, LogitGradientProblem
@@ -52,14 +52,14 @@ def run(case: Case, logits: Tensor, first: int = 0, device: str = "emulated", **
         tensors = {name: x.to(device) for name, x in problem._asdict().items() if isinstance(x, Tensor)}
         view = there.as_strided(logits.shape, logits.stride(), logits.storage_offset())
         of_rows = LogitRows(*(x.to(device) if isinstance(x, Tensor) else x for x in rows))._replace(logits=view)
-        cuda.logit_gradients(problem._replace(**tensors), of_rows, first)
+        cuda_pieces.logit_gradients(problem._replace(**tensors), of_rows, first)
         return there.cpu().as_strided(logits.shape, logits.stride(), logits.storage_offset())
     copy = memory.as_strided(logits.shape, logits.stride(), logits.storage_offset())
     inputs = {name: x for name, x in problem._asdict().items() if isinstance(x, Tensor)}
     inputs |= {name: x for name, x in rows._asdict().items() if name != "logits" and isinstance(x, Tensor)}
     arrays = [Array("logits", copy, "inout"), *(Array(name, x, "input") for name, x in inputs.items())]
     with emulated(arrays, **how) as outcomes:
-        cuda.logit_gradients(problem, rows._replace(logits=copy), first)
+        cuda_pieces.logit_gradients(problem, rows._replace(logits=copy), first)
     outcomes[0].check()
     return copy
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fused_topk import TopK, TopKState
-from fused_topk.backends import cuda, reference
+from fused_topk.backends import cuda, cuda_pieces, reference
 from fused_topk.layout import launch
 from fused_topk.layout import linear_pieces as layout
 from fused_topk.operators import linear_pieces
@@ -61,7 +61,9 @@ def accumulated(
         arrays += [] if of_rows is None else [Array("row_temperature", of_rows, "input")]
         arrays += of_target_arrays(targets)
         with emulated(arrays, **how) as outcomes:
-            cuda.accumulate_piece(LogitRows(piece, temperature=number, row_temperature=of_rows), first, state, targets)
+            cuda_pieces.accumulate_piece(
+                LogitRows(piece, temperature=number, row_temperature=of_rows), first, state, targets
+            )
         outcomes[0].check()
     return TopKState(state.values, state.indices, *state.logsumexp)
 
@@ -79,7 +81,7 @@ def accumulated_on_a_gpu(logits: Tensor, k: int, cuts: list[int]) -> TopKState:
         # The last row ends with its memory.
         memory = torch.empty((rows - 1) * stride + tokens, dtype=logits.dtype, device="cuda")
         piece = memory.as_strided((rows, tokens), (stride, 1))
-        cuda.accumulate_piece(LogitRows(piece.copy_(logits[:, first:end])), first, state)
+        cuda_pieces.accumulate_piece(LogitRows(piece.copy_(logits[:, first:end])), first, state)
     torch.cuda.synchronize()
     return TopKState(state.values.cpu(), state.indices.cpu(), *state.logsumexp.cpu())
 
@@ -270,8 +272,8 @@ def test_heads(monkeypatch, entry, dtype, has_targets, has_bias):
         outcomes[0].check()
         launched.append(of_piece.logits.shape)
 
-    accumulate_piece = cuda.accumulate_piece
-    monkeypatch.setattr(cuda, "accumulate_piece", accumulate)
+    accumulate_piece = cuda_pieces.accumulate_piece
+    monkeypatch.setattr(cuda_pieces, "accumulate_piece", accumulate)
     head = linear_pieces.LinearProblem(LogitRows(hidden, temperature=0.7), weight, bias, targets, "allowed")
     values = {"softmax_topk": "softmax", "log_softmax_topk": "log_softmax", "topk": "logits"}[ENTRIES[entry]]
     found = linear_pieces.forward(head, 9, values, "cpu", has_targets, True)
@@ -296,7 +298,7 @@ def test_a_head_with_a_mask_has_its_states_merged(monkeypatch):
     monkeypatch.setattr(layout, "accumulated_pieces", lambda *sizes: layout.Pieces(4, 1024, 0))
     monkeypatch.setattr(cuda, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(linear_pieces, "backends", SimpleNamespace(pick=lambda *request: cuda))
-    monkeypatch.setattr(cuda, "accumulate_piece", lambda *launch: None)
+    monkeypatch.setattr(cuda_pieces, "accumulate_piece", lambda *launch: None)
     head = linear_pieces.LinearProblem(LogitRows(hidden, mask=mask), weight, None, None, "allowed")
     found = linear_pieces.forward(head, 9, "log_softmax", "cpu", False, True)
     logits = exact_logits(hidden, weight)

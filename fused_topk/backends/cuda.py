@@ -7,13 +7,10 @@ caching allocator, so it can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,13 +19,12 @@ from ..cuda_runtime import driver, tickets
 from ..layout import full_row_launch, launch, router_launch, topk_launch
 from ..layout.full_row_choice import FullRowChoice, choose_full_row
 from ..layout.full_row_launch import FullRowLaunch
-from ..layout.kernel_arguments import LogitGradients, Piece, SampleRows, TargetRanks, address, rows_writer
+from ..layout.kernel_arguments import SampleRows, TargetRanks, address, rows_writer, with_rows
 from ..layout.launch import FORMATS, row_count
 from ..layout.topk_choice import MAX_K, KernelChoice, choose
 from ..layout.topk_launch import Launch
 from ..problem import (
     FullRowProblem,
-    LogitGradientProblem,
     MergeProblem,
     MergeTensors,
     RankProblem,
@@ -42,7 +38,7 @@ from ..problem import (
 from ..rows import LogitRows, RowsLayout
 from .protocol import StartFullRows, StartMerge, StartRouter, StartSample, StartTopk
 
-_write_gradient_rows, _write_sample_rows, _write_piece_rows = map(rows_writer, (LogitGradients, SampleRows, Piece))
+_write_rows_of_draws = rows_writer(SampleRows)
 _SHARED_BYTES_UNASKED = 48 << 10  # what a kernel has without asking
 
 unavailable = driver.unavailable
@@ -96,56 +92,9 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
             return
         function = driver.function(index, planned.kernel)
         filled = planned.fill(*map(address, tensors), *map(address, out))
-        driver.call(function, planned.grid, planned.threads, (_argument(filled),), index)
+        driver.call(function, planned.grid, planned.threads, (driver.argument(filled),), index)
 
     return run
-
-
-def accumulate_piece(
-    rows: LogitRows,
-    first_token: int,
-    state: TopK,
-    targets: tuple[Tensor, Tensor, Tensor | None] | None = None,
-) -> None:
-    """Takes a piece of the vocabulary into the rows' states, by csrc/linear/accumulate_piece.cu.
-
-    Args:
-        rows: of (rows, tokens), at least one, without a mask; each row starts at a multiple of 16 bytes.
-        first_token: of the piece, in a vocabulary of less than 2^31 tokens; 0: no piece has come before, and the state is not
-            read.
-        state: values (rows, k) in the logits' dtype, indices (rows, k), -1 where there is no entry yet, and m and d (2, rows)
-            in place of the logsumexp, each contiguous, with k at most launch.MOST_K_OF_PIECES.
-        targets: tokens int64 (rows, n), their logits (rows, n), which are written where a token is in the piece, and for n = 1
-            the ranks int64 (rows, 1) or None, to which the tokens of the piece are added that rank before; each contiguous. A
-            token's logit is known before the ranks are.
-    """
-    rows, logits = rows.with_adjacent_numbers(), rows.logits
-    device = logits.get_device()
-    count, tokens = logits.shape
-    target_tokens, target_logits, ranks = targets or (None, None, None)
-    filled = Piece(
-        row_stride=logits.stride(0),
-        values=state.values.data_ptr(),
-        indices=state.indices.data_ptr(),
-        state=state.logsumexp.data_ptr(),
-        targets=address(target_tokens),
-        target_logits=address(target_logits),
-        target_ranks=address(ranks),
-        rows=count,
-        tokens=tokens,
-        k=state.values.shape[1],
-        num_targets=0 if target_tokens is None else target_tokens.shape[1],
-        first_token=first_token,
-        is_first=first_token == 0,
-    )
-    driver.call(
-        driver.function(device, launch.piece_kernel(logits.dtype, ranks is not None)),
-        (launch.piece_blocks(count),),
-        launch.PIECE_THREADS,
-        (_with_rows(filled, _write_piece_rows, rows),),
-        device,
-        launch.piece_shared_bytes(logits.dtype),
-    )
 
 
 def prepare_full_rows(
@@ -201,34 +150,10 @@ def prepare_router(problem: RouterProblem, device: torch.device) -> StartRouter:
         # The kernel writes no logsumexp.
         filled = planned.fill(rows, None, 0, 0, TopK(weights, chosen, weights))
         routing = router_launch.filled(wanted, address(bias), chosen.dtype is torch.int32)
-        arguments = (_argument(filled), _argument(routing))
+        arguments = (driver.argument(filled), driver.argument(routing))
         driver.call(driver.function(index, kernel), planned.grid, planned.threads, arguments, index, shared_bytes)
 
     return run
-
-
-def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int) -> None:
-    """Turns logits (rows, tokens), which begin at token `start` and are adjacent in a row, into their gradient. Hidden tokens have
-    none."""
-    rows, logits, mask = rows.with_adjacent_numbers(), rows.logits, rows.mask
-    p, index = problem, logits.get_device()
-    count, tokens = logits.shape
-    filled = LogitGradients(
-        m=p.m.data_ptr(),
-        coefficient=p.coefficient.data_ptr(),
-        listed=p.listed.data_ptr(),
-        row_stride=logits.stride(0),
-        mask_row_stride=0 if mask is None else mask.stride(0),
-        mask_element_stride=0 if mask is None else mask.stride(1),
-        tokens=tokens,
-        start=start,
-        length=p.listed.shape[1],
-        mask_kind=mask is not None and mask.dtype != torch.bool,
-    )
-    function = driver.function(index, launch.gradient_kernel(logits.dtype))
-    grid = launch.gradient_grid(count, tokens, logits.element_size())
-    argument = _with_rows(filled, _write_gradient_rows, rows)
-    driver.call(function, grid, launch.GRADIENT_THREADS, (argument,), index)
 
 
 def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
@@ -307,7 +232,7 @@ def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
             filled.best_values, filled.best_indices, filled.best_logsumexp = map(address, best)
         if out.kept is not None:
             filled.kept_counts, filled.kept_logsumexp = map(address, out.kept)
-        argument = _with_rows(filled, _write_sample_rows, given)
+        argument = driver.argument(with_rows(filled, _write_rows_of_draws, given))
         function = driver.function(index, kernel)
         threads = launch.SAMPLE_THREADS
         driver.call(function, (rows, blocks), threads, (argument,), index, is_cooperative=is_cooperative)
@@ -346,7 +271,7 @@ def target_ranks(problem: RankProblem, out: Tensor) -> None:
     )
     # The kernel writes ranks alone.
     filled = planned.fill(rows, None, 0, 0, TopK(out, out, out))
-    arguments = (_argument(filled), _argument(bytes(wanted)))
+    arguments = (driver.argument(filled), driver.argument(bytes(wanted)))
     function = driver.function(index, launch.rank_kernel(logits.dtype))
     driver.call(function, (count, blocks), launch.RANK_THREADS, arguments, index)
 
@@ -366,26 +291,6 @@ def _prepare_list(rows: LogitRows, k: int, device: torch.device) -> Callable[[Lo
         return out
 
     return run
-
-
-@cache
-def _by_value(size: int) -> np.dtype[Any]:
-    """One element of that many bytes, which CuPy passes by value."""
-    return np.dtype(f"V{size}")
-
-
-def _argument(filled: bytes | bytearray) -> np.ndarray[Any, Any]:
-    """A struct as a kernel's argument."""
-    return np.frombuffer(filled, _by_value(len(filled)))
-
-
-def _with_rows(
-    filled: ctypes.Structure, write_rows: Callable[[bytearray, LogitRows], None], rows: LogitRows
-) -> np.ndarray[Any, Any]:
-    """The same, once the rows are written into it."""
-    buffer = bytearray(filled)
-    write_rows(buffer, rows)
-    return _argument(buffer)
 
 
 def topk_kernel(problem: TopkProblem, device: int, beam_scores: Tensor | None = None) -> str:
@@ -445,7 +350,7 @@ def _launch_topk(planned: Launch, device: int, rows: LogitRows, beam_scores: Ten
         workspace = torch.empty(planned.scratch_words, dtype=torch.int64, device=out.values.device)
         scratch = workspace.data_ptr()
         first_ticket = tickets.zeroed(device, planned.row_tickets + planned.beam_tickets)
-    argument = _argument(planned.fill(rows, beam_scores, scratch, first_ticket, out))
+    argument = driver.argument(planned.fill(rows, beam_scores, scratch, first_ticket, out))
     shared_bytes = planned.shared_bytes
     if shared_bytes > _SHARED_BYTES_UNASKED:
         # A kernel for hardware that has less than this needs less.
@@ -461,7 +366,7 @@ def _launch_full_rows(planned: FullRowLaunch, device: int, rows: LogitRows, out:
         workspace = torch.empty(planned.scratch_words, dtype=torch.int64, device=out.device)
         scratch = workspace.data_ptr()
         counters = tickets.zeroed(device, planned.counters)
-    argument = _argument(planned.fill(rows, scratch, counters, out))
+    argument = driver.argument(planned.fill(rows, scratch, counters, out))
     driver.call(
         function,
         planned.grid,

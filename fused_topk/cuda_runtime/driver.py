@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from . import kernel_cache, kernel_source, tickets
@@ -89,6 +90,17 @@ def function(device: int, kernel: str) -> Any:
 def affordable_shared_bytes(device: int, kernel: str, wanted: int) -> int:
     """`wanted` bytes of shared memory for a launch of a loaded kernel, or as many as the GPU has."""
     return min(wanted, _most_dynamic_shared_bytes.get((device, kernel), wanted))
+
+
+def argument(filled: bytes | bytearray) -> np.ndarray[Any, Any]:
+    """A struct as a kernel's argument."""
+    return np.frombuffer(filled, _by_value(len(filled)))
+
+
+@cache
+def _by_value(size: int) -> np.dtype[Any]:
+    """One element of that many bytes, which CuPy passes by value."""
+    return np.dtype(f"V{size}")
 
 
 def call(

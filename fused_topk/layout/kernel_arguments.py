@@ -93,6 +93,15 @@ def rows_writer(structure: type[ctypes.Structure]) -> Callable[[bytearray, Logit
     return write
 
 
+def with_rows(
+    filled: ctypes.Structure, write_rows: Callable[[bytearray, LogitRows], None], rows: LogitRows
+) -> bytearray:
+    """The struct, once the rows are written into it."""
+    buffer = bytearray(filled)
+    write_rows(buffer, rows)
+    return buffer
+
+
 def writer(structure: type[ctypes.Structure], *names: str) -> tuple[Callable[..., None], int]:
     """``write, offset``: ``write(buffer, offset, *values)`` writes these fields of the struct in `buffer`, which follow each other
     without a gap. An assignment of ctypes for each takes longer."""

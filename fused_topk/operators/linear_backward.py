@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..backends import cuda
+from ..backends import cuda, cuda_pieces
 from ..layout import linear_pieces as layout
 from ..problem import LinearProblem, LogitGradientProblem, result_dtype
 from ..rows import some_rows
@@ -150,7 +150,7 @@ def _by_kernel(head: LinearProblem, block: Block, of_rows: _OfRows) -> _Gradient
 
     def gradient(logits: Tensor, start: int) -> tuple[Tensor, Tensor]:
         rows = block.of.of_tokens(logits, start, start + logits.shape[-1])
-        cuda.logit_gradients(problem, rows.unmasked() if head.normalize == "all" else rows, start)
+        cuda_pieces.logit_gradients(problem, rows.unmasked() if head.normalize == "all" else rows, start)
         return logits, logits
 
     return gradient

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import backends
 from ..backends import cpu as native
-from ..backends import cuda, reference
+from ..backends import cuda, cuda_pieces, reference
 from ..layout import linear_pieces
 from ..problem import LinearProblem, TopK, result_dtype
 from ..rows import LogitRows, RowsBlock, some_rows
@@ -152,7 +152,7 @@ def _forward_block(
             states[-1].indices.add_(start)
         else:
             of_targets = None if target is None else target.tensors
-            cuda.accumulate_piece(rows, start, states[0], of_targets)
+            cuda_pieces.accumulate_piece(rows, start, states[0], of_targets)
         if are_merged and target is not None:
             target.look_at(rows, start)
         if len(states) == pieces.states and end < vocab_size:

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What LM heads launch for a piece of their logits, beside what every backend has. Under the rules of cuda.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cuda_runtime import driver
+from ..layout import launch
+from ..layout.kernel_arguments import LogitGradients, Piece, address, rows_writer, with_rows
+from ..problem import LogitGradientProblem, TopK
+from ..rows import LogitRows
+
+_write_rows_of_piece, _write_rows_of_gradient = rows_writer(Piece), rows_writer(LogitGradients)
+
+
+def accumulate_piece(
+    rows: LogitRows,
+    first_token: int,
+    state: TopK,
+    targets: tuple[Tensor, Tensor, Tensor | None] | None = None,
+) -> None:
+    """Takes a piece of the vocabulary into the rows' states, by csrc/linear/accumulate_piece.cu.
+
+    Args:
+        rows: of (rows, tokens), at least one, without a mask; each row starts at a multiple of 16 bytes.
+        first_token: of the piece, in a vocabulary of less than 2^31 tokens; 0: no piece has come before, and the state is not
+            read.
+        state: values (rows, k) in the logits' dtype, indices (rows, k), -1 where there is no entry yet, and m and d (2, rows)
+            in place of the logsumexp, each contiguous, with k at most launch.MOST_K_OF_PIECES.
+        targets: tokens int64 (rows, n), their logits (rows, n), which are written where a token is in the piece, and for n = 1
+            the ranks int64 (rows, 1) or None, to which the tokens of the piece are added that rank before; each contiguous. A
+            token's logit is known before the ranks are.
+    """
+    rows, logits = rows.with_adjacent_numbers(), rows.logits
+    device = logits.get_device()
+    count, tokens = logits.shape
+    target_tokens, target_logits, ranks = targets or (None, None, None)
+    filled = Piece(
+        row_stride=logits.stride(0),
+        values=state.values.data_ptr(),
+        indices=state.indices.data_ptr(),
+        state=state.logsumexp.data_ptr(),
+        targets=address(target_tokens),
+        target_logits=address(target_logits),
+        target_ranks=address(ranks),
+        rows=count,
+        tokens=tokens,
+        k=state.values.shape[1],
+        num_targets=0 if target_tokens is None else target_tokens.shape[1],
+        first_token=first_token,
+        is_first=first_token == 0,
+    )
+    driver.call(
+        driver.function(device, launch.piece_kernel(logits.dtype, ranks is not None)),
+        (launch.piece_blocks(count),),
+        launch.PIECE_THREADS,
+        (driver.argument(with_rows(filled, _write_rows_of_piece, rows)),),
+        device,
+        launch.piece_shared_bytes(logits.dtype),
+    )
+
+
+def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int) -> None:
+    """Turns logits (rows, tokens), which begin at token `start` and are adjacent in a row, into their gradient. Hidden tokens have
+    none."""
+    rows, logits, mask = rows.with_adjacent_numbers(), rows.logits, rows.mask
+    p, index = problem, logits.get_device()
+    count, tokens = logits.shape
+    filled = LogitGradients(
+        m=p.m.data_ptr(),
+        coefficient=p.coefficient.data_ptr(),
+        listed=p.listed.data_ptr(),
+        row_stride=logits.stride(0),
+        mask_row_stride=0 if mask is None else mask.stride(0),
+        mask_element_stride=0 if mask is None else mask.stride(1),
+        tokens=tokens,
+        start=start,
+        length=p.listed.shape[1],
+        mask_kind=mask is not None and mask.dtype != torch.bool,
+    )
+    function = driver.function(index, launch.gradient_kernel(logits.dtype))
+    grid = launch.gradient_grid(count, tokens, logits.element_size())
+    argument = driver.argument(with_rows(filled, _write_rows_of_gradient, rows))
+    driver.call(function, grid, launch.GRADIENT_THREADS, (argument,), index)
