@@ -283,21 +283,15 @@ def router_plan(
     device: torch.device,
     layout: RowsLayout,
     bias: Like | None,
-    k: int,
-    scoring: str,
-    groups: int,
-    topk_groups: int,
-    group_score: str,
-    normalize: bool,
-    scale: float,
+    request: tuple[Any, ...],
     index_dtype: torch.dtype,
     backend: str | None,
 ) -> RouterPlan:
-    """As :func:`topk_plan`."""
+    """As :func:`topk_plan`. request: the fields of :class:`RouterProblem` after the bias."""
     rows = _checked(layout)
     logits = rows.logits
-    request = (k, scoring, groups, topk_groups, group_score, normalize, scale)
-    check_router(logits.shape[-1], *request, index_dtype)
+    k, *_ = request
+    check_router(logits.shape[-1], index_dtype, *request)
     chosen = backends.pick_router(device, logits.dtype, logits.shape[-1], k, backend)
     result = router_result(logits, k, index_dtype)
     if logits.numel() == 0:

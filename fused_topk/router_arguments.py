@@ -18,6 +18,7 @@ INDEX_DTYPES = (torch.int64, torch.int32)
 
 def check_router(
     experts: int,
+    index_dtype: Any,
     k: Any,
     scoring: Any,
     groups: Any,
@@ -25,7 +26,6 @@ def check_router(
     group_score: Any,
     normalize: Any,
     scale: Any,
-    index_dtype: Any,
 ) -> None:
     """Checks all but the tensors."""
     check_k(k, experts, "the number of experts")

@@ -119,8 +119,8 @@ def router_topk(
         if rows is not None and (bias is None or _is_plain(bias, logits)):
             if out is not None:
                 index_dtype = _index_dtype_of(out)
-            asked = (*request, float(scale), index_dtype, backend)
-            plan = router_plan(logits.device, rows.layout(), like_given(bias), *asked)
+            asked = (*request, float(scale))
+            plan = router_plan(logits.device, rows.layout(), like_given(bias), asked, index_dtype, backend)
             if out is None:
                 return plan.run(rows, bias)
             written = RouterTopK(*out)
@@ -139,7 +139,7 @@ def router_topk(
     bias = check_bias(bias, logits)
     if out is not None:
         index_dtype = _index_dtype_of(out)
-    check_router(logits.shape[-1], k, scoring, groups, topk_groups, group_score, normalize, scale, index_dtype)
+    check_router(logits.shape[-1], index_dtype, *request, scale)
     check_backend(backend)
     asked = (*request, float(scale))
     if out is None:

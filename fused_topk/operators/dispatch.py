@@ -16,6 +16,21 @@ from ..tracing import is_traced, is_traced_by_dynamo
 
 library = torch.library.Library("fused_topk", "DEF")
 
+
+def register(
+    name: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any] = lambda *arguments: None,
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> None:
+    """Implements an operator that is defined: how it is computed, on fake tensors too, and how its gradient."""
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fused_topk::{name}", fake, lib=library)
+    if backward is not None:
+        torch.library.register_autograd(f"fused_topk::{name}", backward, setup_context=setup_context, lib=library)
+
+
 # A private name of torch. Without it the Functions of transforms.py take every call except those that torch.compile traces.
 # They serve all.
 _are_transforms_active: Callable[[], bool] = getattr(

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import plans
 from ..rows import ROWS_SCHEMA, unflattened
 from . import gradients
-from .dispatch import library
+from .dispatch import library, register
 
 library.define(f"full_rows({ROWS_SCHEMA}, str values, ScalarType dtype, str? backend) -> Tensor")
 
@@ -26,14 +26,8 @@ def _fake_full_rows(*arguments: Any) -> Tensor:
     return torch.empty(plans.full_row_shape(rows.logits, values), dtype=dtype, device=rows.logits.device)
 
 
-library.impl("full_rows", full_rows, "CompositeExplicitAutograd")
-torch.library.register_fake("fused_topk::full_rows", _fake_full_rows, lib=library)
-
-
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return gradients.full_rows_backward(ctx, gradient, torch.ops.fused_topk.full_rows.default)
 
 
-torch.library.register_autograd(
-    "fused_topk::full_rows", _backward, setup_context=gradients.full_rows_setup_context, lib=library
-)
+register("full_rows", full_rows, _fake_full_rows, gradients.full_rows_setup_context, _backward)

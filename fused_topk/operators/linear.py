@@ -20,7 +20,7 @@ from torch import Tensor
 from ..problem import LinearProblem
 from ..rows import ROWS_FIELDS, ROWS_SCHEMA, unflattened
 from . import linear_backward, linear_pieces
-from .dispatch import library
+from .dispatch import library, register
 from .gradients import for_inputs, of_counted, save_rows, saved_rows
 
 # The fields of LinearProblem, with the hidden states in the place of the logits.
@@ -115,9 +115,5 @@ def no_second_gradient(ctx: Any, *gradients: Tensor) -> None:
     )
 
 
-library.impl("linear_topk", linear_topk, "CompositeExplicitAutograd")
-library.impl("linear_topk_backward", linear_topk_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("fused_topk::linear_topk", _fake_linear_topk, lib=library)
-torch.library.register_fake("fused_topk::linear_topk_backward", _fake_linear_topk_backward, lib=library)
-torch.library.register_autograd("fused_topk::linear_topk", backward, setup_context=setup_context, lib=library)
-torch.library.register_autograd("fused_topk::linear_topk_backward", no_second_gradient, lib=library)
+register("linear_topk", linear_topk, _fake_linear_topk, setup_context, backward)
+register("linear_topk_backward", linear_topk_backward, _fake_linear_topk_backward, backward=no_second_gradient)

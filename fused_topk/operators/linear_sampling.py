@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import backends, plans
@@ -21,7 +20,7 @@ from ..layout import linear_pieces as layout
 from ..problem import Kept, LinearProblem, Sample, SampleProblem, TopK
 from ..rows import ROWS_SCHEMA, LogitRows, unflattened
 from . import linear_pieces, sampling
-from .dispatch import library
+from .dispatch import library, register
 
 library.define(f"linear_sample({ROWS_SCHEMA}, Tensor weight, Tensor? bias, {sampling.SCHEMA}")
 
@@ -99,5 +98,4 @@ def _fake_linear_sample(*arguments: Any) -> tuple[Tensor, ...]:
     return sampling.flat(plans.sample_result(SampleProblem(rows, *parameters)))
 
 
-library.impl("linear_sample", linear_sample, "CompositeExplicitAutograd")
-torch.library.register_fake("fused_topk::linear_sample", _fake_linear_sample, lib=library)
+register("linear_sample", linear_sample, _fake_linear_sample)

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import plans
 from ..backends.reference import merge_candidates
 from ..problem import MergeProblem, TopK
-from .dispatch import library
+from .dispatch import library, register
 
 library.define(
     "merge_parts(Tensor logits, Tensor indices, Tensor m, Tensor d, Tensor? lengths, SymInt k, float temperature, "
@@ -90,6 +90,4 @@ def backward(
     return grad_logits, None, of_m, of_d, *(None,) * 7
 
 
-library.impl("merge_parts", merge_parts, "CompositeExplicitAutograd")
-torch.library.register_fake("fused_topk::merge_parts", _fake_merge_parts, lib=library)
-torch.library.register_autograd("fused_topk::merge_parts", backward, setup_context=setup_context, lib=library)
+register("merge_parts", merge_parts, _fake_merge_parts, setup_context, backward)

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import backends
 from ..problem import RankProblem
 from ..rows import ROWS_SCHEMA, unflattened
-from .dispatch import library
+from .dispatch import library, register
 
 library.define(f"target_ranks({ROWS_SCHEMA}, Tensor targets, bool counts_ties, str? backend) -> Tensor")
 
@@ -31,5 +31,4 @@ def _fake_target_ranks(*arguments: Any) -> Tensor:
     return torch.empty_like(targets, memory_format=torch.contiguous_format)
 
 
-library.impl("target_ranks", target_ranks, "CompositeExplicitAutograd")
-torch.library.register_fake("fused_topk::target_ranks", _fake_target_ranks, lib=library)
+register("target_ranks", target_ranks, _fake_target_ranks)

@@ -19,7 +19,7 @@ from torch.nn.functional import softplus
 from .. import plans
 from ..problem import RouterTopK, result_dtype
 from ..rows import ROWS_SCHEMA, LogitRows, like_given, unflattened
-from .dispatch import library
+from .dispatch import library, register
 from .gradients import for_inputs, save_rows, saved_rows
 
 _REQUEST = (
@@ -32,27 +32,23 @@ _INPUTS = 10  # of router_topk, behind the rows
 
 
 def router_topk(*arguments: Any) -> RouterTopK:
-    rows, (bias, *request) = unflattened(arguments)
-    return _plan(rows, bias, *request).run(rows, bias)
+    rows, (bias, *request, index_dtype, backend) = unflattened(arguments)
+    return _plan(rows, bias, request, index_dtype, backend).run(rows, bias)
 
 
 def router_topk_out(*arguments: Any) -> None:
     rows, (bias, *request, backend, weights, experts) = unflattened(arguments)
-    plan = _plan(rows, bias, *request, experts.dtype, backend)
+    plan = _plan(rows, bias, request, experts.dtype, backend)
     plan.run_into(RouterTopK(weights, experts), rows, bias)
 
 
-def _plan(rows: LogitRows, bias: Tensor | None, *request: Any) -> plans.RouterPlan:
-    return plans.router_plan(rows.logits.device, rows.layout(), like_given(bias), *request)
+def _plan(rows: LogitRows, bias: Tensor | None, request: list[Any], *others: Any) -> plans.RouterPlan:
+    return plans.router_plan(rows.logits.device, rows.layout(), like_given(bias), tuple(request), *others)
 
 
 def _fake_router_topk(*arguments: Any) -> RouterTopK:
     rows, (_, k, *_, index_dtype, _) = unflattened(arguments)
     return plans.router_result(rows.logits, k, index_dtype).empty(rows.logits.device)
-
-
-def _fake_router_topk_out(*arguments: Any) -> None:
-    return None
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: RouterTopK) -> None:
@@ -94,8 +90,5 @@ def _logit_gradient(ctx: Any, rows: LogitRows, experts: Tensor, g: Tensor) -> Te
     return (gradient if hidden is None else gradient.masked_fill(hidden, 0.0)).to(rows.logits.dtype)
 
 
-library.impl("router_topk", router_topk, "CompositeExplicitAutograd")
-library.impl("router_topk_out", router_topk_out, "CompositeExplicitAutograd")
-torch.library.register_fake("fused_topk::router_topk", _fake_router_topk, lib=library)
-torch.library.register_fake("fused_topk::router_topk_out", _fake_router_topk_out, lib=library)
-torch.library.register_autograd("fused_topk::router_topk", backward, setup_context=setup_context, lib=library)
+register("router_topk", router_topk, _fake_router_topk, setup_context, backward)
+register("router_topk_out", router_topk_out)

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from .. import plans
 from ..problem import TopK, result_dtype
 from ..rows import ROWS_SCHEMA, like, unflattened
 from . import gradients
-from .dispatch import library
+from .dispatch import library, register
 
 _REQUEST = f"{ROWS_SCHEMA}, SymInt k, str values, str normalize, str? backend"
 library.define(f"row_topk({_REQUEST}) -> (Tensor, Tensor, Tensor)")
@@ -55,24 +53,11 @@ def _fake_row_topk(*arguments: Any) -> TopK:
     return plans.row_result(rows.logits, k, values).empty(rows.logits.device)
 
 
-def _fake_row_topk_out(*arguments: Any) -> None:
-    return None
-
-
 def _fake_beam_topk(*arguments: Any) -> TopK:
     rows, (_, k, _, _) = unflattened(arguments)
     return plans.beam_result(rows.logits, k).empty(rows.logits.device)
 
 
-library.impl("row_topk", row_topk, "CompositeExplicitAutograd")
-library.impl("row_topk_out", row_topk_out, "CompositeExplicitAutograd")
-library.impl("beam_topk", beam_topk, "CompositeExplicitAutograd")
-torch.library.register_fake("fused_topk::row_topk", _fake_row_topk, lib=library)
-torch.library.register_fake("fused_topk::row_topk_out", _fake_row_topk_out, lib=library)
-torch.library.register_fake("fused_topk::beam_topk", _fake_beam_topk, lib=library)
-torch.library.register_autograd(
-    "fused_topk::row_topk", gradients.row_backward, setup_context=gradients.row_setup_context, lib=library
-)
-torch.library.register_autograd(
-    "fused_topk::beam_topk", gradients.beam_backward, setup_context=gradients.beam_setup_context, lib=library
-)
+register("row_topk", row_topk, _fake_row_topk, gradients.row_setup_context, gradients.row_backward)
+register("row_topk_out", row_topk_out)
+register("beam_topk", beam_topk, _fake_beam_topk, gradients.beam_setup_context, gradients.beam_backward)

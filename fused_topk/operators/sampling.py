@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import plans
 from ..problem import Kept, Sample, SampleProblem, TopK
 from ..rows import ROWS_SCHEMA, unflattened
-from .dispatch import library
+from .dispatch import library, register
 
 # The fields of SampleProblem after the rows, and what returns: of every operator that draws.
 SCHEMA = (
@@ -50,5 +49,4 @@ def flat(result: Sample) -> tuple[Tensor, ...]:
     return tokens, log_probs, *topk, *kept
 
 
-library.impl("sample", sample, "CompositeExplicitAutograd")
-torch.library.register_fake("fused_topk::sample", _fake_sample, lib=library)
+register("sample", sample, _fake_sample)
