@@ -139,7 +139,7 @@ def router_topk(
     bias = check_bias(bias, logits)
     if out is not None:
         index_dtype = _index_dtype_of(out)
-    check_router(logits.shape[-1], index_dtype, *request, scale)
+    check_router(logits.shape[-1], index_dtype, *(*request, scale))
     check_backend(backend)
     asked = (*request, float(scale))
     if out is None:
