@@ -318,11 +318,7 @@ def sample_result(problem: SampleProblem) -> Sample:
     rows, device, dtype = math.prod(logits.shape[:-1]), logits.device, result_dtype(logits.dtype)
     topk = None
     if logprobs:
-        topk = TopK(
-            _empty(size=(rows, logprobs), dtype=dtype, device=device),
-            _empty(size=(rows, logprobs), dtype=torch.int64, device=device),
-            _empty(size=(rows,), dtype=dtype, device=device),
-        )
+        topk = TopkResult.of((rows, logprobs), dtype, (rows,), dtype).empty(device)
     kept = None
     if problem.kept:
         kept = Kept(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -178,6 +179,14 @@ class Sample(NamedTuple):
     topk: TopK | None
     kept: Kept | None = None
     ranks: Tensor | None = None
+
+
+def changed(result: Sample, change: Callable[[Tensor], Tensor]) -> Sample:
+    """The result with `change` of each of its tensors."""
+    tokens, log_probs, topk, kept, ranks = result
+    topk = None if topk is None else TopK(*map(change, topk))
+    kept = None if kept is None else Kept(*map(change, kept))
+    return Sample(change(tokens), change(log_probs), topk, kept, None if ranks is None else change(ranks))
 
 
 class SampleProblem(NamedTuple):

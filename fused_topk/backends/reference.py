@@ -15,7 +15,6 @@ from ..problem import (
     MergeProblem,
     RankProblem,
     RouterProblem,
-    RouterTopK,
     Sample,
     SampleProblem,
     TopK,
@@ -62,11 +61,7 @@ def prepare_full_rows(problem: FullRowProblem, device: torch.device, dtype: torc
 
 def prepare_router(problem: RouterProblem, device: torch.device) -> StartRouter:
     """reference_routing.route()."""
-
-    def run(rows: LogitRows, bias: Tensor | None, out: RouterTopK) -> None:
-        reference_routing.route(problem._replace(rows=problem.rows.at(rows), bias=bias), out)
-
-    return run
+    return lambda rows, bias, out: reference_routing.route(problem._replace(rows=problem.rows.at(rows), bias=bias), out)
 
 
 def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:

@@ -27,7 +27,7 @@ from ..arguments import check_backend, check_k, check_logits, check_no_transform
 from ..operators import calls, sampling
 from ..operators.dispatch import need_dispatcher
 from ..plans import SamplePlan, sample_plan
-from ..problem import Kept, Sample, SampleProblem, TopK
+from ..problem import Kept, Sample, SampleProblem, TopK, changed
 from ..rows import Like, LogitRows
 
 _sample = torch.ops.fused_topk.sample.default
@@ -334,11 +334,4 @@ def from_operator(tensors: Sequence[Tensor], logprobs: int, kept: bool) -> Sampl
 
 def shaped(result: Sample, lead: Sequence[int]) -> Sample:
     """The result with the leading dimensions of the logits."""
-
-    def of_rows(x: Tensor) -> Tensor:
-        return x.reshape((*lead, *x.shape[1:]))
-
-    topk = None if result.topk is None else TopK(*map(of_rows, result.topk))
-    kept = None if result.kept is None else Kept(*map(of_rows, result.kept))
-    ranks = None if result.ranks is None else of_rows(result.ranks)
-    return Sample(of_rows(result.tokens), of_rows(result.log_probs), topk, kept, ranks)
+    return changed(result, lambda x: x.reshape((*lead, *x.shape[1:])))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import backends
+from .. import backends, plans
 from ..backends import cpu as native
 from ..backends import cuda, cuda_pieces, reference
 from ..layout import linear_pieces
@@ -142,7 +142,8 @@ def _forward_block(
     has_ranks = bool(out.target_ranks.numel())
     target = None if block.targets is None else _Targets(head, block, has_ranks, is_whole=pieces.tokens >= vocab_size)
     are_merged = pieces.states > 0
-    states = [] if are_merged else [_empty_state(block.hidden, k)]
+    # Of the hidden states in the place of the logits, the result has the same shapes and dtypes.
+    states = [] if are_merged else [plans.row_result(block.hidden, k, "state").empty(block.hidden.device)]
     for start in range(0, vocab_size, pieces.tokens):
         end = min(start + pieces.tokens, vocab_size)
         logits = product(block.hidden, head, start, end, buffer, 0 if are_merged else pieces.tokens)
@@ -172,16 +173,6 @@ def _forward_block(
     elif target is not None:
         ranks = out.target_ranks[part] if has_ranks else None
         target.write(state, rows.scale, out.target_logprobs[part], ranks)
-
-
-def _empty_state(hidden: Tensor, k: int) -> TopK:
-    """Uninitialised: the logits (rows, k), indices, and m and d (2, rows)."""
-    rows = len(hidden)
-    return TopK(
-        hidden.new_empty((rows, k)),
-        torch.empty((rows, k), dtype=torch.int64, device=hidden.device),
-        torch.empty((2, rows), dtype=result_dtype(hidden.dtype), device=hidden.device),
-    )
 
 
 def _merged(

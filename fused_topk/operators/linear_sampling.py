@@ -9,6 +9,7 @@ need the weight once for each 64 MB of logits, and a row is drawn from as :func:
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import Tensor
@@ -17,8 +18,8 @@ from .. import backends, plans
 from ..backends import reference
 from ..layout import launch
 from ..layout import linear_pieces as layout
-from ..problem import Kept, LinearProblem, Sample, SampleProblem, TopK
-from ..rows import ROWS_SCHEMA, LogitRows, unflattened
+from ..problem import LinearProblem, Sample, SampleProblem, changed
+from ..rows import ROWS_SCHEMA, unflattened
 from . import linear_pieces, sampling
 from .dispatch import library, register
 
@@ -34,6 +35,8 @@ _SEARCH_BYTES = 20 << 10
 _BLOCK_BYTES = 320 * 32784
 _INDEX_BYTES = 8
 _LISTS = 3
+# What a request has one a row of, beside its rows.
+_NUMBERS = ("row_top_k", "row_top_p", "row_min_p", "row_seed", "row_counter")
 
 
 def draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: str | None) -> Sample:
@@ -60,32 +63,11 @@ def draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: s
     for block in linear_pieces.blocks(head, size):
         part = block.part
         logits = linear_pieces.product(block.hidden, head, 0, vocab_size, buffer)
-        of_block = _of_rows(request, part, block.of.of_tokens(logits, 0, vocab_size))
-        plans.plan_of_sample(of_block, backend).start(of_block, _part(out, part))
+        numbers: Any = {name: x[part] for name in _NUMBERS if (x := getattr(request, name)) is not None}
+        rows_of_block = block.of.of_tokens(logits, 0, vocab_size)
+        of_block = request._replace(rows=rows_of_block, first_row=part.start, **numbers)
+        plans.plan_of_sample(of_block, backend).start(of_block, changed(out, operator.itemgetter(part)))
     return out
-
-
-def _of_rows(request: SampleProblem, part: slice, rows: LogitRows) -> SampleProblem:
-    """The request of some rows."""
-
-    def of_rows(numbers: Tensor | None) -> Tensor | None:
-        return None if numbers is None else numbers[part]
-
-    return request._replace(
-        rows=rows,
-        row_top_k=of_rows(request.row_top_k),
-        row_top_p=of_rows(request.row_top_p),
-        row_min_p=of_rows(request.row_min_p),
-        row_seed=of_rows(request.row_seed),
-        row_counter=of_rows(request.row_counter),
-        first_row=part.start,
-    )
-
-
-def _part(out: Sample, part: slice) -> Sample:
-    topk = None if out.topk is None else TopK(*(x[part] for x in out.topk))
-    kept = None if out.kept is None else Kept(*(x[part] for x in out.kept))
-    return Sample(out.tokens[part], out.log_probs[part], topk, kept)
 
 
 def linear_sample(*arguments: Any) -> tuple[Tensor, ...]:
