@@ -112,9 +112,6 @@ struct Solver {
     });
   }
 
-  // The first of a row's blocks that a part has.
-  static u32 begin_of(u32 part, u32 blocks, u32 parts) { return u32(u64(blocks) * part / parts); }
-
   template <class PART>
   void for_each_part(const PART& do_part) const {
     for_each_task(rows * parts, 1,
@@ -159,10 +156,7 @@ struct Solver {
 
   FinishedRow finish(u64 row, const BlockNormalizer* block_normalizers) const {
     const double inverse = temperature_at(row).inverse;
-    BlockNormalizer sum = block_normalizers[0];
-    const u32 summed = RowReader(problem, row).blocks();
-    for (u32 i = 1; i < summed; ++i) sum = merge(sum, block_normalizers[i], inverse);
-    const FinishedRow finished(sum, inverse);
+    const FinishedRow finished(merged(block_normalizers, RowReader(problem, row).blocks(), inverse), inverse);
     if (problem.kind == FullRowKind::kLogSumExp) reinterpret_cast<float*>(problem.out)[row] = finished.logsumexp();
     return finished;
   }

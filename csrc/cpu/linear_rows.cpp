@@ -106,10 +106,10 @@ struct LinearSolver {
 
   // logits: [rows, kLogitsStride] and bias_buffer: [kLinearBlock], scratch. selections: [rows]
   void do_part(u32 part, float* logits, float* bias_buffer, std::vector<Selection>& selections) {
-    const u32 first = u32(u64(blocks) * part / parts);
-    const u32 end = u32(u64(blocks) * (part + 1) / parts);
+    const u32 end = begin_of(part + 1, blocks, parts);
     for (Selection& selection : selections) selection.restart();
-    for (u32 block = first; block < end; ++block) do_block(block, logits, bias_buffer, selections);
+    for (u32 block = begin_of(part, blocks, parts); block < end; ++block)
+      do_block(block, logits, bias_buffer, selections);
     for (u32 row = 0; row < rows; ++row) {
       u32 count;
       const u64* const best = selections[row].trimmed(&count);
@@ -164,9 +164,7 @@ struct LinearSolver {
       selection.add_candidates(best.data(), u32(best.size()));
     }
     const BlockNormalizer* const of_blocks = normalizers.data() + size_t(row) * blocks;
-    BlockNormalizer sum = of_blocks[0];
-    for (u32 block = 1; block < blocks; ++block) sum = merge(sum, of_blocks[block], temperatures[row].inverse);
-    write(row, selection.sorted(), sum);
+    write(row, selection.sorted(), merged(of_blocks, blocks, temperatures[row].inverse));
   }
 
   void write(u32 row, const u64* best, const BlockNormalizer& sum) const {

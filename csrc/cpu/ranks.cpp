@@ -55,8 +55,8 @@ struct Ranking {
       targets[i] = {key_of_logit(reader.logit(token)), problem.counts_ties ? vocab_size : token + 1};
     }
     i64* const own = &counts[(row * parts + part) * n];
-    const u32 blocks = reader.blocks(), end = u32(u64(blocks) * (part + 1) / parts);
-    for (u32 block = u32(u64(blocks) * part / parts); block < end; ++block) {
+    const u32 blocks = reader.blocks(), end = begin_of(part + 1, blocks, parts);
+    for (u32 block = begin_of(part, blocks, parts); block < end; ++block) {
       const u32 begin = block * kBlock, size = reader.elements_of(block);
       const float* const x = reader.load(block, buffer);
       for (u32 i = 0; i < n; ++i) {

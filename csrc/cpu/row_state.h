@@ -29,6 +29,13 @@ inline BlockNormalizer merge(const BlockNormalizer& a, const BlockNormalizer& b,
   return {m, relative_to_m(a) + relative_to_m(b)};
 }
 
+// The normalizer of a row, given those of its blocks in their order.
+inline BlockNormalizer merged(const BlockNormalizer* of_blocks, u32 blocks, double inverse_temperature) {
+  BlockNormalizer sum = of_blocks[0];
+  for (u32 i = 1; i < blocks; ++i) sum = merge(sum, of_blocks[i], inverse_temperature);
+  return sum;
+}
+
 // The normalizer of a block x [n], given its maximum without NaNs and the sum of its exponentials. A NaN in x makes d NaN. So
 // does a maximum of +inf or a bad temperature: only then is x searched for a NaN.
 inline BlockNormalizer normalizer_of(const VectorKernels& kernels, const float* x, u32 n, float greatest, double d) {

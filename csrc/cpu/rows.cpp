@@ -167,8 +167,7 @@ struct Solver {
   void do_part(u64 number, u32 part, Workspace& workspace) {
     const Row row = row_at(number);
     workspace.selection.restart();
-    const u32 first = u32(u64(row.reader.blocks()) * part / parts);
-    const u32 end = u32(u64(row.reader.blocks()) * (part + 1) / parts);
+    const u32 first = begin_of(part, row.reader.blocks(), parts), end = begin_of(part + 1, row.reader.blocks(), parts);
     if (parts == 1) {
       scan(row, first, end, workspace.normalizers.data(), workspace);
       finish_row(row, workspace.normalizers.data(), workspace);
@@ -212,8 +211,7 @@ struct Solver {
 
   // The results of a row whose candidates are in the workspace's selection.
   void finish_row(const Row& row, const BlockNormalizer* block_normalizers, Workspace& workspace) {
-    BlockNormalizer sum = block_normalizers[0];
-    for (u32 i = 1; i < row.reader.blocks(); ++i) sum = merge(sum, block_normalizers[i], row.temperature.inverse);
+    const BlockNormalizer sum = merged(block_normalizers, row.reader.blocks(), row.temperature.inverse);
     const u64* best = workspace.selection.sorted();
     if (problem.value_kind == ValueKind::kState) {
       problem.logsumexp[row.number] = sum.m;

@@ -171,7 +171,7 @@ struct Solver {
       SharedRow& of_row = shared[row.number];
       Selection* const selection = selection_of(row, workspace);
       const u32 of_all = row.reader.blocks();
-      const u32 first = u32(u64(of_all) * part / parts), end = u32(u64(of_all) * (part + 1) / parts);
+      const u32 first = begin_of(part, of_all, parts), end = begin_of(part + 1, of_all, parts);
       read(row, first, end, selection, of_row.own.data(), of_row.tempered.data(), workspace);
       if (selection) {
         u32 count;
@@ -237,8 +237,7 @@ struct Solver {
 
   // Draws from a row. The workspace has its normalizers; the selection, if there is one, has its best tokens.
   void draw(const Row& row, Selection* selection, Workspace& workspace) const {
-    BlockNormalizer own = workspace.own[0];
-    for (u32 i = 1; i < row.reader.blocks(); ++i) own = merge(own, workspace.own[i], 1.0);
+    const BlockNormalizer own = merged(workspace.own.data(), row.reader.blocks(), 1.0);
     const float m = own.m;
     const double log_d = std::log(own.d);
     const u64* const best = selection ? selection->sorted() : nullptr;

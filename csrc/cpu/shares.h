@@ -34,6 +34,9 @@ inline u32 parts_of_a_row(u64 rows, u32 blocks, u32 threads) {
   return u32(std::clamp<u64>(blocks / kBlocksPerPart, 1, (tasks - 1) / rows + 1));
 }
 
+// The first of a row's blocks that a part has.
+inline u32 begin_of(u32 part, u32 blocks, u32 parts) { return u32(u64(blocks) * part / parts); }
+
 // How many tasks are handed out at once: as many as have `elements` elements, but no more than a thread's share.
 inline u64 tasks_at_once(u64 tasks, u64 elements, u32 vocab_size, u32 threads) {
   return std::clamp<u64>(elements / vocab_size, 1, std::max<u64>(1, (tasks + threads - 1) / threads));
