@@ -439,12 +439,19 @@ def check_hidden(hidden: Any) -> None:
     _check_no_tangent("hidden", hidden)
 
 
-def check_head(weight: Any, bias: Any, hidden: Tensor, may_be_empty: bool = False) -> None:
-    """Checks the weight and the bias of an LM head. `may_be_empty`: without a token, as a process's share of one may be."""
+def check_head(
+    weight: Any,
+    bias: Any,
+    hidden: Tensor,
+    may_be_empty: bool = False,
+    of_shards: str = "weight.to_local() to the function of this name in fused_topk.distributed",
+) -> None:
+    """Checks the weight and the bias of an LM head. `may_be_empty`: without a token, as a process's share of one may be.
+    of_shards: what to give where it is sharded."""
     if is_distributed(weight):
         raise TypeError(
             f"`weight` must not be a DTensor, got one placed {weight.placements}; for one that is sharded over its first "
-            "dimension give weight.to_local() to the function of this name in fused_topk.distributed"
+            f"dimension give {of_shards}"
         )
     check_tensor("weight", weight)
     size = hidden.shape[-1]

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ..arguments import check_head, check_hidden, check_no_transform, is_distributed, logits_of_head
+from ..arguments import check_head, check_hidden, check_no_transform, logits_of_head
 from ..operators import linear_sampling
 from ..operators.dispatch import need_dispatcher
 from ..problem import Sample, SampleProblem
@@ -85,9 +83,8 @@ def linear_sample(
         Deterministic as the library's product is. Not differentiable.
     """
     check_hidden(hidden)
-    _check_not_sharded(weight)
     hidden, weight, bias = autocast.as_multiplied(hidden, weight, bias)
-    check_head(weight, bias, hidden)
+    check_head(weight, bias, hidden, of_shards="hidden @ weight.to_local().T to fused_topk.distributed.sample")
     logits = logits_of_head(hidden, weight)
     numbers = (temperature, top_k, top_p, min_p)
     request = (num_samples, logprobs, truncated_log_probs, kept, backend)
@@ -104,11 +101,3 @@ def linear_sample(
     else:
         result = linear_sampling.draw(problem, weight, bias, backend)
     return result if hidden.dim() == 2 else sampling.shaped(result, hidden.shape[:-1])
-
-
-def _check_not_sharded(weight: Any) -> None:
-    if is_distributed(weight):
-        raise TypeError(
-            f"`weight` must not be a DTensor, got one placed {weight.placements}; for one that is sharded over its first "
-            "dimension give hidden @ weight.to_local().T to fused_topk.distributed.sample"
-        )
