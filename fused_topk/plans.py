@@ -20,7 +20,6 @@ from .problem import (
     FullRowProblem,
     Kept,
     MergeProblem,
-    MergeTensors,
     RouterProblem,
     RouterTopK,
     Sample,
@@ -171,10 +170,10 @@ class MergePlan(NamedTuple):
     result: TopkResult
     start: StartMerge
 
-    def run(self, tensors: MergeTensors) -> TopK:
+    def run(self, problem: MergeProblem) -> TopK:
         """Computes the result into new tensors and returns them."""
-        out = self.result.empty(tensors.logits.device)
-        self.start(tensors, out)
+        out = self.result.empty(problem.logits.device)
+        self.start(problem, out)
         return out
 
 
@@ -191,7 +190,7 @@ def merge_plan(device: torch.device, backend: str | None, *fields: Any) -> Merge
     result = merge_result(problem.logits, problem.k, problem.values)
     chosen = backends.pick(device, problem.logits.dtype, 1, backend)
     if problem.logits.numel() == 0:
-        return MergePlan(result, lambda tensors, out: None)
+        return MergePlan(result, lambda problem, out: None)
     return MergePlan(result, chosen.prepare_merge(problem, device))
 
 

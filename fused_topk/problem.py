@@ -79,17 +79,6 @@ class TopkProblem(NamedTuple):
         return self if self.values != "logits" else self._replace(rows=self.rows.unscaled(), normalize="allowed")
 
 
-class MergeTensors(NamedTuple):
-    """The tensors of a :class:`MergeProblem`, which describes them."""
-
-    logits: Tensor
-    indices: Tensor
-    m: Tensor
-    d: Tensor
-    lengths: Tensor | None
-    row_temperature: Tensor | None
-
-
 class MergeProblem(NamedTuple):
     """A checked request to merge the states of a row's parts. A backend writes its result into a :class:`TopK`.
 
@@ -108,12 +97,8 @@ class MergeProblem(NamedTuple):
     normalize: str  # "topk", or "all" for what the states are relative to
 
     @property
-    def tensors(self) -> MergeTensors:
-        return MergeTensors(self.logits, self.indices, self.m, self.d, self.lengths, self.row_temperature)
-
-    def at(self, tensors: MergeTensors) -> MergeProblem:
-        """This request with these tensors in place of its own."""
-        return self._replace(**tensors._asdict())
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.logits, self.indices, self.m, self.d, self.lengths, self.row_temperature
 
 
 class LinearProblem(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fused_topk import TopK, TopKState
 from fused_topk.backends import cuda, reference
-from fused_topk.problem import MergeProblem, MergeTensors
+from fused_topk.problem import MergeProblem
 from oracle import DTYPES, VALUES_OF, assert_topk, expected, problem_of, start
 from rows import INF, NAN, adversarial_rows, random_logits, random_mask
 from simt import build
@@ -37,7 +37,7 @@ def run(problem: MergeProblem, **how) -> TopK:
     arrays = [Array(name, x, "input") for name, x in inputs.items() if x is not None]
     arrays += [Array(name, x, "output") for name, x in out._asdict().items()]
     with emulated(arrays, **how) as outcomes:
-        cuda.prepare_merge(problem, torch.device("cuda", 0))(MergeTensors(**inputs), out)
+        cuda.prepare_merge(problem, torch.device("cuda", 0))(problem, out)
     outcomes[0].check()
     return out
 

@@ -14,7 +14,6 @@ from ..problem import (
     FullRowProblem,
     LinearProblem,
     MergeProblem,
-    MergeTensors,
     RankProblem,
     RouterProblem,
     RouterTopK,
@@ -115,8 +114,8 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
         problem.normalize == "topk",
     )
 
-    def run(tensors: MergeTensors, out: TopK) -> None:
-        merge(*map(_address, tensors), *map(_address, out), _num_threads())
+    def run(problem: MergeProblem, out: TopK) -> None:
+        merge(*map(_address, problem.tensors), *map(_address, out), _num_threads())
 
     return run
 

@@ -26,7 +26,6 @@ from ..layout.topk_launch import Launch
 from ..problem import (
     FullRowProblem,
     MergeProblem,
-    MergeTensors,
     RankProblem,
     RouterProblem,
     RouterTopK,
@@ -83,15 +82,15 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
     planned, index = launch.plan_merge(problem), device.index
     itemsize = problem.logits.element_size()
 
-    def run(tensors: MergeTensors, out: TopK) -> None:
-        if planned is None or tensors.logits.data_ptr() % itemsize:
+    def run(problem: MergeProblem, out: TopK) -> None:
+        if planned is None or problem.logits.data_ptr() % itemsize:
             # A copy starts at a multiple of its element's size.
-            given = (None if x is None else x.clone(memory_format=torch.contiguous_format) for x in tensors)
-            copied = MergeTensors(*given)  # type: ignore[arg-type]
-            prepare_merge(problem.at(copied), device)(copied, out)
+            given = (x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x for x in problem)
+            copied = MergeProblem(*given)  # type: ignore[arg-type]
+            prepare_merge(copied, device)(copied, out)
             return
         function = driver.function(index, planned.kernel)
-        filled = planned.fill(*map(address, tensors), *map(address, out))
+        filled = planned.fill(*map(address, problem.tensors), *map(address, out))
         driver.call(function, planned.grid, planned.threads, (driver.argument(filled),), index)
 
     return run

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..problem import (
     FullRowProblem,
     MergeProblem,
-    MergeTensors,
     RankProblem,
     RouterProblem,
     RouterTopK,
@@ -30,8 +29,9 @@ class StartTopk(Protocol):
     def __call__(self, rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None: ...
 
 
-# Likewise. The last argument is the contiguous `out`. That of draws takes the seeds and tensors of the request that it is given.
-StartMerge = Callable[[MergeTensors, TopK], None]
+# Likewise. The last argument is the contiguous `out`. A merge takes the tensors of the request that it is given, and draws its
+# seeds, too.
+StartMerge = Callable[[MergeProblem, TopK], None]
 StartFullRows = Callable[[LogitRows, Tensor], None]
 StartRouter = Callable[[LogitRows, Tensor | None, RouterTopK], None]
 StartSample = Callable[[SampleProblem, Sample], None]

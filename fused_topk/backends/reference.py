@@ -51,7 +51,7 @@ def prepare_topk(problem: TopkProblem, device: torch.device, beam_scores: Tensor
 
 def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
     """merge()."""
-    return lambda tensors, out: merge(problem.at(tensors), out)
+    return merge
 
 
 def prepare_full_rows(problem: FullRowProblem, device: torch.device, dtype: torch.dtype) -> StartFullRows:

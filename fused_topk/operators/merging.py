@@ -28,7 +28,7 @@ library.define(
 def merge_parts(*arguments: Any) -> TopK:
     *fields, backend = arguments
     problem = MergeProblem(*fields)
-    return plans.plan_of_merge(problem, backend).run(problem.tensors)
+    return plans.plan_of_merge(problem, backend).run(problem)
 
 
 def _fake_merge_parts(logits: Tensor, indices: Tensor, m: Tensor, d: Tensor, lengths: Any, k: int, *rest: Any) -> TopK:
