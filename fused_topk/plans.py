@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import backends
-from .arguments import check_k, check_normalize, check_result_dtype, check_rows
+from .arguments import check_k, check_normalize, check_result_dtype
 from .backends.protocol import StartFullRows, StartMerge, StartRouter, StartSample, StartTopk
 from .problem import (
     FullRowProblem,
@@ -29,6 +29,7 @@ from .problem import (
     result_dtype,
 )
 from .router_arguments import check_router
+from .row_arguments import check_rows
 from .rows import Like, LogitRows, RowsLayout, like
 
 # As they are at import: others put functions in their places that give meta tensors (accelerate's init_empty_weights).

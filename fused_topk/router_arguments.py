@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of what a router is asked for, in the manner of arguments.py, which checks what it reads."""
+"""The checks of what a router is asked for, in the manner of arguments.py; row_arguments.py checks what it reads."""
 
 from __future__ import annotations
 

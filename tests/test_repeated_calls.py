@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fused_topk
 from fused_topk import TopK
-from fused_topk.arguments import plain_rows
+from fused_topk.row_arguments import plain_rows
 from oracle import assert_same, check
 from rows import random_logits
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fused_topk.arguments import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
+from fused_topk.row_arguments import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
 from oracle import DTYPES, assert_same, check
 from rows import INF, NAN, random_logits, random_mask
 

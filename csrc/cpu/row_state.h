@@ -57,7 +57,7 @@ struct FinishedRow {
   float logsumexp() const { return float(std::isinf(m) ? m * inverse_temperature : m * inverse_temperature + log_d); }
 };
 
-// What float32 can multiply and divide by. arguments.py refuses other temperatures.
+// What float32 can multiply and divide by. row_arguments.py refuses other temperatures.
 constexpr double kLeastTemperature = 0x1p-120, kGreatestTemperature = 0x1p126;
 
 // A row's temperature, as the loops take it.

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..arguments import check_beams, check_k, check_result_dtype, check_rows
+from ..arguments import check_beams, check_k, check_result_dtype
 from ..operators import calls
 from ..problem import TopK, result_dtype
+from ..row_arguments import check_rows
 from ..rows import unpacked
 from . import full_rows as of_columns
 from . import functions

@@ -17,10 +17,10 @@ from ..arguments import (
     check_logits,
     check_normalize,
     check_normalize_of_beams,
-    check_rows,
 )
 from ..operators import calls
 from ..problem import TopK, result_dtype
+from ..row_arguments import check_rows
 from ..rows import LogitRows
 from ..tracing import is_traced
 from .collective import check, exchange, group_of, headers

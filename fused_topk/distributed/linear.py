@@ -13,22 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..arguments import (
-    check_backend,
-    check_head,
-    check_hidden,
-    check_k,
-    check_normalize,
-    check_rows,
-    check_start,
-    logits_of_head,
-)
+from ..arguments import check_backend, check_head, check_hidden, check_k, check_normalize, check_start, logits_of_head
 from ..functional import autocast
 from ..functional.targets import check_targets
 from ..operators import calls, linear
 from ..operators.dispatch import need_dispatcher
 from ..operators.gradients import save_rows, saved_rows
 from ..problem import LinearProblem, TargetTopK, TopK, result_dtype
+from ..row_arguments import check_rows
 from ..rows import ROWS_FIELDS, LogitRows
 from .collective import group_of
 from .functions import exchange_state, padded

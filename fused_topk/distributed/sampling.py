@@ -18,19 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import (
-    GREATEST_TEMPERATURE,
-    LEAST_TEMPERATURE,
-    check_backend,
-    check_k,
-    check_logits,
-    check_mask,
-    check_row_numbers,
-)
+from ..arguments import check_backend, check_k, check_logits
 from ..functional import sampling as of_rows
 from ..layout.topk_choice import MAX_K
 from ..operators import calls
 from ..problem import Sample, TopK
+from ..row_arguments import GREATEST_TEMPERATURE, LEAST_TEMPERATURE, check_mask, check_row_numbers
 from ..rows import LogitRows
 from .collective import group_of
 from .draws import Columns, Exchanged, Names, Parameters, Wanted, from_all

@@ -11,12 +11,12 @@ from ..arguments import (
     check_k,
     check_logits,
     check_normalize_of_beams,
-    check_rows,
     check_whole_rows,
     is_distributed,
 )
 from ..operators import calls
 from ..problem import TopK
+from ..row_arguments import check_rows
 
 
 def beam_topk(

@@ -6,19 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..arguments import (
-    check_backend,
-    check_dim,
-    check_logits,
-    check_result_dtype,
-    check_rows,
-    check_whole_rows,
-    is_distributed,
-    plain_rows,
-)
+from ..arguments import check_backend, check_dim, check_logits, check_result_dtype, check_whole_rows, is_distributed
 from ..operators import calls
 from ..plans import full_row_plan
 from ..problem import result_dtype
+from ..row_arguments import check_rows, plain_rows
 
 
 def softmax(

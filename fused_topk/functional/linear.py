@@ -8,18 +8,11 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from ..arguments import (
-    check_backend,
-    check_head,
-    check_hidden,
-    check_k,
-    check_normalize,
-    check_rows,
-    logits_of_head,
-)
+from ..arguments import check_backend, check_head, check_hidden, check_k, check_normalize, logits_of_head
 from ..operators import linear, transforms
 from ..operators.dispatch import transform_is_active, way_of_call
 from ..problem import TargetTopK, TopK
+from ..row_arguments import check_rows
 from ..rows import LogitRows
 from . import autocast
 from .targets import check_targets

@@ -15,14 +15,13 @@ from ..arguments import (
     check_k,
     check_logits,
     check_normalize,
-    check_rows,
     check_same_device,
     check_start,
-    check_temperature,
     check_tensor,
 )
 from ..operators import calls
 from ..problem import TopK, TopKState, result_dtype
+from ..row_arguments import check_rows, check_temperature
 
 _VALUES = ("softmax", "log_softmax", "logits")
 _NO_TOKEN = -1

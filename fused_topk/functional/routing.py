@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..arguments import check_backend, check_dim, check_logits, check_rows, plain_rows, vocabulary_last
+from ..arguments import check_backend, check_dim, check_logits
 from ..operators import calls
 from ..operators.dispatch import need_dispatcher
 from ..plans import router_plan, router_result
 from ..problem import RouterTopK, result_dtype
 from ..router_arguments import INDEX_DTYPES, check_bias, check_router
+from ..row_arguments import check_rows, plain_rows, vocabulary_last
 from ..rows import like_given
 from .out import check_out, have_changed, is_plain_out
 

@@ -17,15 +17,13 @@ from ..arguments import (
     check_k,
     check_logits,
     check_normalize,
-    check_rows,
     check_whole_rows,
     is_distributed,
-    plain_rows,
-    vocabulary_last,
 )
 from ..operators import calls
 from ..plans import TopkPlan, row_result, topk_plan
 from ..problem import TargetTopK, TopK
+from ..row_arguments import check_rows, plain_rows, vocabulary_last
 from ..rows import LogitRows
 from .out import check_out, have_changed, is_plain_out
 from .targets import check_row_targets, of_targets

@@ -23,11 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import check_backend, check_k, check_logits, check_no_transform, check_row_numbers, check_rows
+from ..arguments import check_backend, check_k, check_logits, check_no_transform
 from ..operators import calls, sampling
 from ..operators.dispatch import need_dispatcher
 from ..plans import SamplePlan, sample_plan
 from ..problem import Kept, Sample, SampleProblem, TopK, changed
+from ..row_arguments import check_row_numbers, check_rows
 from ..rows import Like, LogitRows
 
 _sample = torch.ops.fused_topk.sample.default

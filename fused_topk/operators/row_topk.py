@@ -5,7 +5,7 @@
     row_topk_out    the same into given tensors
     beam_topk       beam_topk
 
-Arguments are checked (arguments.py), and logits have the vocabulary last. Each operator takes the request's plan and runs it. Its
+Arguments are checked, and logits have the vocabulary last. Each operator takes the request's plan and runs it. Its
 first arguments are the fields of LogitRows, as ROWS_SCHEMA has them.
 """
 

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of what a call reads: rows of logits, how they are scaled, and which of them count; in the manner of arguments.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .arguments import check_logits, check_no_tangent, check_same_device, check_tensor, check_vocabulary, is_readable
+from .operators.dispatch import need_dispatcher
+from .problem import result_dtype
+from .rows import LogitRows
+
+# The kernels scale by 1 / T in float32. The CPU's limits, csrc/cpu/row_state.h, for all.
+LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 2.0**-120, 2.0**126
+# A guess: with one number, a reduction takes nine times as long as reading it; with 64, twice.
+_FEW_NUMBERS = 16
+_LENGTHS = (torch.int32, torch.int64)
+
+
+def check_rows(
+    logits: Any,
+    temperature: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    *,
+    dtype_of_draws: torch.dtype | None = None,
+    may_be_empty: bool = False,
+) -> LogitRows:
+    """What a call reads, whatever is wanted of it. The vocabulary is last. dtype_of_draws: of the temperatures of rows that are
+    drawn from, which may be 0. may_be_empty: without a token, as a process's share of a vocabulary may be."""
+    check_logits(logits)
+    # A comparison: torch.compile of torch 2.6 makes a constant of a size whose truth is asked.
+    if not may_be_empty or logits.shape[-1] > 0:
+        check_vocabulary(logits.shape[-1])
+    if dtype_of_draws is None:
+        number, row_temperature = check_temperature(temperature, logits, result_dtype(logits.dtype))
+    else:
+        limits = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
+        number, row_temperature = check_row_numbers(
+            "temperature", temperature, logits, dtype_of_draws, limits, or_zero=True
+        )
+    return LogitRows(
+        logits,
+        temperature=number,
+        row_temperature=row_temperature,
+        mask=check_mask(mask, logits),
+        lengths=check_lengths(lengths, logits),
+    )
+
+
+def plain_rows(
+    logits: Any, temperature: Any = None, mask: Any = None, lengths: Any = None, out: Sequence[Any] = ()
+) -> LogitRows | None:
+    """The same as the user gives it, in a quick way: its layout can be the key of a plan, which has the other checks, and the
+    call can do without torch's dispatcher. None if an argument may need more than that; check_rows() then decides. out: tensors
+    that the call writes."""
+    if type(logits) is not Tensor:
+        return None
+    if temperature is None and mask is None and lengths is None and not out:
+        # The plainest call has a path of its own: for a short row, looking at the optional arguments would show.
+        return None if need_dispatcher(logits) else tuple.__new__(LogitRows, (logits, 1.0, None, None, None))
+    number, row_temperature = 1.0, None
+    if type(temperature) is Tensor:
+        row_temperature = temperature
+        is_known = temperature.dtype is result_dtype(logits.dtype) and not temperature.requires_grad
+        if not is_known or temperature.device != logits.device:
+            return None
+    elif type(temperature) is float or type(temperature) is int:
+        if not LEAST_TEMPERATURE <= temperature <= GREATEST_TEMPERATURE:
+            return None
+        number = float(temperature)
+    elif temperature is not None:
+        return None
+    if mask is not None and (type(mask) is not Tensor or mask.device != logits.device):
+        return None
+    if lengths is not None and (
+        type(lengths) is not Tensor or lengths.device != logits.device or lengths.dtype not in _LENGTHS
+    ):
+        return None
+    if need_dispatcher(logits, row_temperature, mask, lengths, *out) or logits.dim() == 0:
+        return None
+    if row_temperature is not None:
+        check_row_temperature(row_temperature)
+    if lengths is not None:
+        check_row_lengths(lengths, logits.shape[-1])
+    return tuple.__new__(LogitRows, (logits, number, row_temperature, mask, lengths))
+
+
+def check_temperature(
+    temperature: float | Tensor | None, logits: Tensor, dtype: torch.dtype
+) -> tuple[float, Tensor | None]:
+    """(the temperature of all rows, None), or (1.0, the temperature of each row with shape logits.shape[:-1])."""
+    if temperature is None:
+        return 1.0, None
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float, Tensor)):
+        raise TypeError(f"`temperature` must be a number or a tensor, got {type(temperature).__name__}; use float(...)")
+    if not isinstance(temperature, Tensor):
+        if not LEAST_TEMPERATURE <= temperature <= GREATEST_TEMPERATURE:
+            raise ValueError(
+                f"`temperature` must be positive and finite in float32 ({LEAST_TEMPERATURE:.2g} to "
+                f"{GREATEST_TEMPERATURE:.2g}), got {temperature}; for the best token use k=1"
+            )
+        return float(temperature), None
+    check_tensor("temperature", temperature)
+    if not temperature.is_floating_point():
+        raise TypeError(f"`temperature` must be a floating-point tensor, got {temperature.dtype}; use .float()")
+    check_no_tangent("temperature", temperature)
+    _check_is_one_a_row("temperature", temperature, logits)
+    if temperature.requires_grad:
+        raise ValueError("`temperature` must not require a gradient, got requires_grad=True; use .detach()")
+    check_row_temperature(temperature)
+    return 1.0, temperature.to(dtype).expand(logits.shape[:-1])
+
+
+def check_row_temperature(temperature: Tensor) -> None:
+    if not is_readable(temperature):
+        return
+    # Few numbers are compared sooner in Python than by a reduction. A NaN fails every comparison.
+    if temperature.numel() <= _FEW_NUMBERS:
+        if all(LEAST_TEMPERATURE <= t <= GREATEST_TEMPERATURE for t in temperature.flatten().tolist()):
+            return
+    else:
+        # One reduction is quicker than two comparisons of whole tensors. aminmax() returns NaN if there is one.
+        least, greatest = temperature.aminmax()
+        if least.item() >= LEAST_TEMPERATURE and greatest.item() <= GREATEST_TEMPERATURE:
+            return
+    ok = (temperature >= LEAST_TEMPERATURE) & (temperature <= GREATEST_TEMPERATURE)
+    worst = temperature[~ok].reshape(-1)[0].item()
+    raise ValueError(f"`temperature` must be positive and finite in every row, got {worst}; clamp it")
+
+
+def check_row_numbers(
+    name: str,
+    value: Any,
+    logits: Tensor,
+    dtype: torch.dtype,
+    limits: tuple[float, float],
+    or_zero: bool = False,
+) -> tuple[Any, Tensor | None]:
+    """A parameter of sampling: (the number of all rows, None), or (0, that of each row, contiguous, flat and of `dtype`).
+    limits: the least and the greatest value. or_zero: whether 0 is allowed besides."""
+    least, greatest = limits
+    kinds: tuple[Any, ...] = (int, float, np.number) if dtype.is_floating_point else (int, np.integer)
+    if isinstance(value, bool) or not isinstance(value, (*kinds, Tensor)):
+        a_number = "a number" if dtype.is_floating_point else "an int"
+        raise TypeError(f"`{name}` must be {a_number} or a tensor, got {type(value).__name__}; convert it")
+    rule = f"satisfy {least:.3g} <= {name} <= {greatest:.3g}{' or be 0' if or_zero else ''}"
+    if not isinstance(value, Tensor):
+        given: Any = value
+        # Compared before it is converted: a float cannot hold every int.
+        if not (least <= given <= greatest or (or_zero and given == 0)):
+            raise ValueError(f"`{name}` must {rule}, got {value}; clamp it")
+        return float(given) if dtype.is_floating_point else int(given), None
+    check_tensor(name, value)
+    if value.is_floating_point() != dtype.is_floating_point or value.dtype == torch.bool or value.is_complex():
+        kind = "a floating-point" if dtype.is_floating_point else "an integer"
+        raise TypeError(f"`{name}` must be {kind} tensor, got {value.dtype}; use .to({dtype})")
+    _check_is_one_a_row(name, value, logits)
+    numbers = value.detach().to(dtype)
+    if is_readable(value) and value.numel():
+        ok = (numbers >= least) & (numbers <= greatest)
+        if or_zero:
+            ok |= numbers == 0
+        if not bool(ok.all()):
+            raise ValueError(f"`{name}` must {rule} in every row, got {numbers[~ok][0].item()}; clamp it")
+    return 0, numbers.expand(logits.shape[:-1]).reshape(-1).contiguous()
+
+
+def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:
+    """The mask broadcast to the logits' leading shape, without a copy."""
+    if mask is None:
+        return None
+    check_tensor("mask", mask)
+    if mask.dtype not in (torch.bool, torch.int32):
+        remedy = "mask.bool()"
+        if mask.is_floating_point():
+            remedy = (
+                "mask == 0 if it is added to logits (0 and -inf), mask.bool() if it has ones for the allowed tokens"
+            )
+        elif mask.dtype == torch.uint32:
+            remedy = "mask.view(torch.int32)"
+        raise TypeError(
+            f"`mask` must be bool (one a token) or int32 (32 tokens a word), got {mask.dtype}; use {remedy}"
+        )
+    check_same_device("mask", mask, logits)
+    *rows, vocab_size = logits.shape
+    if mask.dtype == torch.bool:
+        if not _broadcasts(mask.shape, logits.shape):
+            raise ValueError(
+                f"`mask` of bool must broadcast to the shape {tuple(logits.shape)} of `logits`, got {tuple(mask.shape)}; "
+                "use True for the tokens that are allowed"
+            )
+        return mask.expand(logits.shape)
+    words = (vocab_size + 31) // 32
+    if mask.dim() == 0 or mask.shape[-1] != words or not _broadcasts(mask.shape[:-1], rows):
+        raise ValueError(
+            f"`mask` of int32 must broadcast to {(*rows, words)}, 32 tokens a word, got {tuple(mask.shape)}; "
+            "bit j of word i stands for token 32 i + j"
+        )
+    return mask.expand(*rows, words)
+
+
+def vocabulary_last(mask: Any, dim: int, dims: int) -> Any:
+    """A bool mask has the logits' dimensions, so it moves with them, after leading dimensions of size 1 are added. A packed mask
+    already has its words last."""
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() <= dims:
+        return mask.reshape((1,) * (dims - mask.dim()) + mask.shape).movedim(dim, -1)
+    return mask
+
+
+def check_lengths(lengths: Tensor | None, logits: Tensor) -> Tensor | None:
+    """The lengths broadcast to the logits' leading shape, without a copy."""
+    if lengths is None:
+        return None
+    check_tensor("lengths", lengths)
+    if lengths.dtype not in _LENGTHS:
+        raise TypeError(f"`lengths` must be int32 or int64, got {lengths.dtype}; use .long()")
+    _check_is_one_a_row("lengths", lengths, logits)
+    check_row_lengths(lengths, logits.shape[-1])
+    return lengths.expand(logits.shape[:-1])
+
+
+def check_row_lengths(lengths: Tensor, vocab_size: int) -> None:
+    if not is_readable(lengths):
+        return
+    if lengths.numel() <= _FEW_NUMBERS:
+        numbers = lengths.flatten().tolist()
+        least, greatest = min(numbers, default=0), max(numbers, default=0)
+    else:
+        least, greatest = (int(x) for x in lengths.aminmax())
+    if least < 0 or greatest > vocab_size:
+        raise ValueError(
+            f"`lengths` must satisfy 0 <= length <= {vocab_size} (the vocabulary size) in every row, got "
+            f"{least if least < 0 else greatest}; use .clamp(0, {vocab_size})"
+        )
+
+
+def _check_is_one_a_row(name: str, tensor: Tensor, logits: Tensor) -> None:
+    check_same_device(name, tensor, logits)
+    rows = logits.shape[:-1]
+    if not _broadcasts(tensor.shape, rows):
+        raise ValueError(
+            f"`{name}` must be one number a row, broadcastable to {tuple(rows)}, got shape {tuple(tensor.shape)}; "
+            "drop its vocabulary dimension if it has one"
+        )
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    offset = len(to) - len(shape)
+    return offset >= 0 and all(s in (1, to[offset + i]) for i, s in enumerate(shape))
