@@ -65,19 +65,10 @@ class TopkResult(NamedTuple):
 
 def row_result(logits: Tensor, k: int, values: str) -> TopkResult:
     """The shapes and dtypes for the k best of each row."""
-    return _row_result(tuple(logits.shape[:-1]), k, values, logits.dtype)
-
-
-def _row_result(rows: tuple[int, ...], k: int, values: str, logits_dtype: torch.dtype) -> TopkResult:
-    dtype = result_dtype(logits_dtype)
+    rows, dtype = tuple(logits.shape[:-1]), result_dtype(logits.dtype)
     if values == "state":
-        return TopkResult.of((*rows, k), logits_dtype, (2, *rows), dtype)
-    return TopkResult.of((*rows, k), logits_dtype if values == "logits" else dtype, rows, dtype)
-
-
-def merge_result(logits: Tensor, k: int, values: str) -> TopkResult:
-    """The shapes and dtypes for the k best of the parts' candidates, of shape (parts, ..., k of a part)."""
-    return _row_result(tuple(logits.shape[1:-1]), k, values, logits.dtype)
+        return TopkResult.of((*rows, k), logits.dtype, (2, *rows), dtype)
+    return TopkResult.of((*rows, k), logits.dtype if values == "logits" else dtype, rows, dtype)
 
 
 def beam_result(logits: Tensor, k: int) -> TopkResult:
@@ -188,7 +179,7 @@ def merge_plan(device: torch.device, backend: str | None, *fields: Any) -> Merge
     """fields: those of :class:`MergeProblem`, with layouts for tensors."""
     of_parts: Any = (x.meta() if isinstance(x, Like) else x for x in fields)
     problem = MergeProblem(*of_parts)
-    result = merge_result(problem.logits, problem.k, problem.values)
+    result = row_result(problem.logits.select(0, 0), problem.k, problem.values)
     chosen = backends.pick(device, problem.logits.dtype, 1, backend)
     if problem.logits.numel() == 0:
         return MergePlan(result, lambda problem, out: None)

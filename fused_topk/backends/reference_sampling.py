@@ -27,7 +27,7 @@ def draw(problem: SampleProblem, out: Sample) -> None:
     order = ranking(x)
     ranked = gather(x, order).to(dtype)
     best = ranked[:, :1]
-    temperature = _column(*rows.temperatures, dtype, x.device)
+    temperature = column(*rows.temperatures, dtype, x.device)
     has_distribution = best.isfinite()
     is_drawn = has_distribution & (temperature > 0)
     shifted = ranked - best.where(has_distribution, 0.0)
@@ -66,17 +66,17 @@ def draw(problem: SampleProblem, out: Sample) -> None:
 def _kept(p: SampleProblem, ranked: Tensor, weights: Tensor) -> Tensor:
     """bool (R, V): whether top-k, top-p and min-p keep the token of each rank, given the logits and weights of the ranks."""
     dtype, device, vocab_size = weights.dtype, weights.device, weights.shape[1]
-    top_k = _column(p.top_k, p.row_top_k, torch.int64, device)
+    top_k = column(p.top_k, p.row_top_k, torch.int64, device)
     last = (top_k.where((top_k > 0) & (top_k < vocab_size), vocab_size) - 1).expand(len(ranked), 1)
     # All that tie with the k-th, as transformers keeps them.
     kept = ranked >= ranked.gather(1, last)
 
-    top_p = _column(p.top_p, p.row_top_p, dtype, device)
+    top_p = column(p.top_p, p.row_top_p, dtype, device)
     sums = (weights * kept).cumsum(1)
     before = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], 1)
     # The shortest prefix with at least that share. Not `< top_p`: NaN and 1 and more keep all.
     is_within = ~(before >= top_p * sums[:, -1:]) | ~(top_p < 1)
-    min_p = _column(p.min_p, p.row_min_p, dtype, device)
+    min_p = column(p.min_p, p.row_min_p, dtype, device)
     is_likely = ~(weights < min_p)
     kept = kept & is_within & is_likely
     kept[:, 0] = True
@@ -85,13 +85,13 @@ def _kept(p: SampleProblem, ranked: Tensor, weights: Tensor) -> Tensor:
 
 def _names(p: SampleProblem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The seed, the counter and the stream of each row (philox.uniforms)."""
-    seed = _column(p.seed, p.row_seed, torch.int64, device)
-    counter = _column(p.counter, p.row_counter, torch.int64, device)
+    seed = column(p.seed, p.row_seed, torch.int64, device)
+    counter = column(p.counter, p.row_counter, torch.int64, device)
     first, rows = (p.first_row, p.rows.logits.shape[0]) if p.row_seed is None else (0, 1)
     return seed, counter, torch.arange(first, first + rows, device=device).unsqueeze(1)
 
 
-def _column(number: float, of_rows: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+def column(number: float, of_rows: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A parameter in a form that broadcasts along rows."""
     if of_rows is None:
         return torch.full((1, 1), number, dtype=dtype, device=device)

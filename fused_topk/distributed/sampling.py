@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_backend, check_k, check_logits
+from ..backends.reference_sampling import column
 from ..functional import sampling as of_rows
 from ..layout.topk_choice import MAX_K
 from ..operators import calls
@@ -153,27 +154,18 @@ def _checked(logits: Tensor, temperature: Any, top_k: Any, top_p: Any, min_p: An
     )
     rows = logits.shape[:-1].numel()
     dtypes = (torch.float64, torch.int64, torch.float64, torch.float64)
-    return Parameters(*(_column(*each, rows, dtype, logits.device) for each, dtype in zip(of_all, dtypes, strict=True)))
-
-
-def _column(number: Any, of_row: Tensor | None, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if of_row is None:
-        return torch.full((rows, 1), number, dtype=dtype, device=device)
-    return of_row.unsqueeze(1)
+    columns = (column(*each, dtype, logits.device) for each, dtype in zip(of_all, dtypes, strict=True))
+    return Parameters(*(x.expand(rows, 1) for x in columns))
 
 
 def _as_names(names: tuple[tuple[Any, Tensor | None], tuple[Any, Tensor | None]], logits: Tensor) -> Names:
     (seed, row_seed), (counter, row_counter) = names
-    rows, device = len(logits), logits.device
+    device = logits.device
     # A row with a seed of its own draws the same wherever it stands.
-    stream = (
-        torch.arange(rows, device=device) if row_seed is None else torch.zeros(rows, dtype=torch.int64, device=device)
-    )
-    return Names(
-        _column(seed, row_seed, rows, torch.int64, device),
-        _column(counter, row_counter, rows, torch.int64, device),
-        stream.unsqueeze(1),
-    )
+    stream = torch.arange(len(logits), device=device) if row_seed is None else torch.zeros_like(row_seed)
+    of_all = ((seed, row_seed), (counter, row_counter), (0, stream))
+    columns = (column(number, of_row, torch.int64, device) for number, of_row in of_all)
+    return Names(*(x.expand(len(logits), 1) for x in columns))
 
 
 def _gathered(
