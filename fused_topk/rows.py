@@ -130,10 +130,6 @@ class LogitRows(NamedTuple):
         """The same rows without gaps between them."""
         return LogitRows(*(x.contiguous() if isinstance(x, Tensor) else x for x in self))  # type: ignore[arg-type]
 
-    def unmasked(self) -> LogitRows:
-        """The same rows with all of their tokens."""
-        return self._replace(mask=None)
-
     def hides(self) -> bool:
         """Whether some tokens may be hidden."""
         return self.mask is not None or self.lengths is not None

@@ -44,11 +44,9 @@ class Backend(Protocol):
 
     def unavailable(self, device: torch.device | None = None) -> str | None:
         """None if it works on that device, else the cause and the remedy in one sentence. Without a device: on any."""
-        ...
 
     def supports(self, dtype: torch.dtype, k: int) -> bool:
         """Whether it takes logits of that dtype, and that k; full rows ask with k = 1."""
-        ...
 
     def prepare_topk(self, problem: TopkProblem, device: torch.device, beam_scores: Tensor | None = None) -> StartTopk:
         """Plans a call once for its shapes and strides. The returned function takes only the tensors.
@@ -57,27 +55,21 @@ class Backend(Protocol):
         continuations of every batch entry over all of its beams. The tensors of `problem`, and beam_scores, may be meta
         tensors: only their layouts count.
         """
-        ...
 
     def prepare_merge(self, problem: MergeProblem, device: torch.device) -> StartMerge:
         """Plans a merge once: the k best of the candidates of a row's parts, and the normalizer of the whole row."""
-        ...
 
     def prepare_full_rows(self, problem: FullRowProblem, device: torch.device, dtype: torch.dtype) -> StartFullRows:
         """Plans once probabilities, log-probabilities or the logsumexp of every row, into an `out` of that dtype."""
-        ...
 
     def prepare_router(self, problem: RouterProblem, device: torch.device) -> StartRouter:
         """Plans once the choice of experts for every row, whose numbers are int64 or int32 as `out` has them.
 
         At most MOST_EXPERTS experts, and MOST_CHOSEN of them (:mod:`fused_topk.layout.router_launch`), but for the reference.
         """
-        ...
 
     def prepare_sample(self, problem: SampleProblem, device: torch.device) -> StartSample:
         """Plans the draw of tokens from each row once. The seeds and counters of `problem` do not count."""
-        ...
 
     def target_ranks(self, problem: RankProblem, out: Tensor) -> None:
         """Counts for each target the tokens of its row that do not rank behind it, and writes `out`."""
-        ...

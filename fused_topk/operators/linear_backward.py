@@ -150,7 +150,7 @@ def _by_kernel(head: LinearProblem, block: Block, of_rows: _OfRows) -> _Gradient
 
     def gradient(logits: Tensor, start: int) -> tuple[Tensor, Tensor]:
         rows = block.of.of_tokens(logits, start, start + logits.shape[-1])
-        cuda_pieces.logit_gradients(problem, rows.unmasked() if head.normalize == "all" else rows, start)
+        cuda_pieces.logit_gradients(problem, rows._replace(mask=None) if head.normalize == "all" else rows, start)
         return logits, logits
 
     return gradient

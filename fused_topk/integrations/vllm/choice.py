@@ -154,7 +154,7 @@ def _processed(
     def of_rows(number: Any) -> Tensor:
         return torch.as_tensor(number, device=logits.device).expand(rows)[:, None]
 
-    temperature, top_k, top_p, min_p = map(of_rows, _filters(drawing))
+    temperature, top_k, top_p, min_p = (of_rows(drawing[name]) for name in ("temperature", "top_k", "top_p", "min_p"))
     is_greedy = temperature == 0
     # A draw at temperature 0 has log-probability 0. What is reported of a greedy request is its row at temperature 1.
     own = own.where(~is_greedy, best.values[:, :1])
@@ -171,10 +171,6 @@ def _processed(
     if not count:
         return tokens[:, 0], Report(tokens.int(), own, ranks)
     return tokens[:, 0], of_best(tokens, own, best.indices, values, ranks)
-
-
-def _filters(drawing: dict[str, Any]) -> list[Any]:
-    return [drawing[name] for name in ("temperature", "top_k", "top_p", "min_p")]
 
 
 def _of_listed_after_filters(
