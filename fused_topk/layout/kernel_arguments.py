@@ -26,7 +26,6 @@ _U8, _U16, _U32 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32
 _I64, _POINTER = ctypes.c_int64, ctypes.c_uint64
 _BOOL = ctypes.c_bool
 _TYPES = {"float": _F32, "double": _F64, "bool": _BOOL, "unsigned char": _U8, "u16": _U16, "u32": _U32, "i64": _I64}
-_LENGTHS = {"2": 2, "kLeadingDims": LEADING_DIMS}  # of arrays
 # Of the module struct.
 _CODES = {_F32: "f", _F64: "d", _U8: "B", _U16: "H", _U32: "I", _I64: "q", _POINTER: "Q", _BOOL: "?"}
 _FIELDS = re.compile(r"(?:const )?(\w+(?: char)?)(\*?)\s+(\w+(?:, \w+)*)(?:\[(\w+)\])?")
@@ -44,7 +43,9 @@ def _structure(name: str, file: str, struct_name: str = "", **types: Any) -> typ
         assert parsed, f"`{declaration.strip()}` of {name} cannot be read"
         of, pointer, names, length = parsed.groups()
         type_ = _POINTER if pointer else (_TYPES | types)[of]
-        fields += [(field, type_ if length is None else type_ * _LENGTHS[length]) for field in names.split(", ")]
+        if length is not None:
+            type_ *= LEADING_DIMS if length == "kLeadingDims" else int(length)
+        fields += [(field, type_) for field in names.split(", ")]
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
