@@ -239,6 +239,14 @@ WRONG_RESULTS: dict[str, tuple[Callable[[str], str], Callable[..., object]]] = {
         replacing("sums - mine < aim", "sums - mine <= aim"),
         partial(check_case, "top_p_of_half", torch.float32, 777, None),
     ),
+    "what is above the border's bucket is forgotten": (
+        replacing("above = shared.above;", ""),
+        partial(check_case, "top_p_of_half", torch.float32, 777, 5),
+    ),
+    "a search goes on in the wrong half": (
+        replacing("if (is_upper)", "if (!is_upper)"),
+        partial(check_case, "usual", torch.float32, 777, 5),
+    ),
     "chosen added in another order": (
         replacing("(d[0] + d[2]) + (d[1] + d[3])", "(d[0] + d[1]) + (d[2] + d[3])"),
         partial(check_bits_of_short_rows, "fp32", 32),

@@ -447,8 +447,8 @@ def rows_with_ties_at_an_edge(bins_above: Tensor) -> tuple[Tensor, Tensor]:
         weights = (-fall).exp()
         total = weights.sum(1, keepdim=True)
         rest = weights[:, -50:].sum(1, keepdim=True) + weights[:, -51:-50] / 2
-        # As count_for_top_p() of sample_rows.cu makes the bins.
-        width = (2.0**8 * fall.shape[1] / rest).log() / 4096 + math.log(2) / 4096
+        # As first_bins() of sample_rows.cu makes them.
+        width = (2.0**8 * fall.shape[1] / rest).log() / 2048 + math.log(2) / 2048
     return (-fall).float(), (1 - rest / total).squeeze(1)
 
 

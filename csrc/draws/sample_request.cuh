@@ -64,9 +64,6 @@ static_assert(sizeof(SampleRows) == 296, "fused_topk/layout/launch.py packs 296 
 
 namespace fused_topk::sampling {
 
-constexpr u32 kThreads = 256;
-constexpr u32 kWarps = kThreads / kWarpSize;
-
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < FUSED_TOPK_INFINITY; }
 
 // The logits of a row.
@@ -128,7 +125,7 @@ __device__ __forceinline__ void write_best(const SampleRows& p, u32 row, u32 bes
     p.kept_logsumexp[row] = m;
   }
 #pragma unroll 1
-  for (u32 sample = threadIdx.x; sample < p.num_samples; sample += kThreads) {
+  for (u32 sample = threadIdx.x; sample < p.num_samples; sample += blockDim.x) {
     p.tokens[i64(row) * p.num_samples + sample] = best;
     p.log_probs[i64(row) * p.num_samples + sample] = log_prob;
   }
