@@ -209,7 +209,7 @@ def test_min_p_cuts_near_the_border_of_top_p(blocks):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_broad_rows_that_are_counted_again(schedule):
-    """More tokens than a block can sort are between the bounds: they are counted by finer bins, until all are equal."""
+    """More tokens than a block can list are between the bounds: they are counted by finer bins, until all are equal."""
     for turn, name in enumerate(("half", "all_but_the_least", "of_many", "many")):
         dtype = list(DTYPES.values())[(turn + SCHEDULES.index(schedule)) % 3]
         check_broad(name, dtype, 9001, blocks=1 + 2 * (turn % 2), schedule=schedule, seed=turn)

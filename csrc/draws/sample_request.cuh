@@ -23,7 +23,7 @@ struct SampleRows {
   u32 part_length_log2;  // sample_vocabulary_kernel: tokens of a part
   u64*
       scratch;  // sample_rows_kernel: [rows], Scratch and the blocks' BlockScratch; else [rows, parts] PartState. Null for one block a row
-  u32* tickets;      // [rows, 4], of the other kernel [rows]; zero before and after each launch
+  u32* tickets;      // [rows, 3], of the other kernel [rows]; zero before and after each launch
   i64* tokens;       // [rows, num_samples]
   float* log_probs;  // [rows, num_samples]
   DrawNumbers numbers;

@@ -3,16 +3,11 @@
 // result. Counts and sums are of integers, hence exact: they do not depend on how many blocks there are.
 #pragma once
 
-#include "sample_part.cuh"
+#include "sample_bins.cuh"
 
 namespace fused_topk::sampling {
 
 constexpr u32 kPieces = 512;  // of a row; a warp reads one at a time
-constexpr u32 kBins = 2048;
-constexpr u32 kBinsOfThread = kBins / kThreads;
-// Where a bin is: the threads that scan their bins do not wait for each other.
-__device__ __forceinline__ u32 place_of_bin(u32 bin) { return bin + bin / kBinsOfThread; }
-constexpr u32 kBinPlaces = kBins + kThreads + 1;
 // Candidates that a block searches for the border.
 constexpr u32 kMostListed = 1536;
 static_assert(kPieces == kThreads, "each thread fetches a piece");
@@ -24,14 +19,15 @@ constexpr u32 kBlocksAhead = __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 1000 ? 4 : 
 struct Scratch {
   u64 weights[kPieces];
   u64 counts[kPieces];
-  u64 listed[kMostListed];
 };
 // Of each block of a row, behind the row's, in two sets: a block may write one while others still read the other.
-struct BlockScratch {
+struct alignas(16) BlockScratch {
   u64 sums[2][2];
   u32 bins[2][kBins];
+  u64 listed[kMostListed];
+  u64 number_listed;
 };
-static_assert(sizeof(Scratch) == 20480 && sizeof(BlockScratch) == 16416, "fused_topk/layout/launch.py allocates them");
+static_assert(sizeof(Scratch) == 8192 && sizeof(BlockScratch) == 28720, "fused_topk/layout/launch.py allocates them");
 
 // A sum of weights, and their number, to which threads add: 64-bit additions to shared memory would be loops. A weight has up to 45 bits.
 struct Bucket {
@@ -64,100 +60,6 @@ struct SumsShared {
   u64 of_warp[kWarps];
   u32 number_listed;
   u32 is_last;
-};
-
-// What a token counts for: its weight, or 1.
-struct Measure {
-  Weights weight;
-  bool is_one;
-
-  __device__ __forceinline__ u64 operator()(float x) const { return is_one ? 1 : weight(x); }
-  // By how much a sum may be off. The weights of two near logits may be in the wrong order by the error of 2^x, and the sum
-  // that softmax_topk.cu has is of floats.
-  __device__ __forceinline__ u64 unsure(u64 sum) const { return is_one ? 0 : (sum >> 18) + 1; }
-};
-
-// Keys from `low` to `high`; none if low is above high. Keys are as the format has them (FormatKeys).
-struct KeyRange {
-  u32 low, high;
-
-  // Of the upper half the least. It is above `low`, if the range has two keys.
-  __device__ __forceinline__ u32 middle() const { return low + (high - low + 1) / 2; }
-};
-
-// The bits of keys (order.h) in which two logits of the format can differ.
-template <class FORMAT>
-struct FormatKeys {
-  static constexpr u32 kBit = FORMAT::kLowestKeyBit;
-  // Of -inf, and of what follows it.
-  static constexpr u32 kNegativeInfinity = kNegativeInfinityKey / kBit, kLeastFinite = kNegativeInfinity + 1;
-
-  static __device__ __forceinline__ u32 of(float x) { return order_key(x) / kBit; }
-  static __device__ __forceinline__ float logit_of(u32 key) { return __uint_as_float(bits_of_key(whole(key))); }
-  // The least logit above the range. Not the one before: the key below that of 0 would be -0, which has the same key as 0.
-  static __device__ __forceinline__ float end_of(KeyRange range) { return logit_of(range.high + 1); }
-  // The whole key of a logit of the format. Its other bits are those of a zero mantissa: ones if the logit is negative.
-  static __device__ __forceinline__ u32 whole(u32 key) {
-    return key * kBit < kZeroKey ? key * kBit + (kBit - 1) : key * kBit;
-  }
-  // The keys of the greatest logit of the format that is at most x, and of the least that is at least x.
-  static __device__ __forceinline__ u32 at_most(float x) {
-    const u32 key = order_key(x);
-    return key < kZeroKey ? (key + 1) / kBit - 1 : key / kBit;
-  }
-  static __device__ __forceinline__ u32 at_least(float x) {
-    const u32 key = order_key(x);
-    return key < kZeroKey ? key / kBit : key / kBit + (key % kBit ? 1 : 0);
-  }
-};
-
-// Bins of a range, from its end downwards. highest() and lowest(): no logit of a bin is above or below. top() and bottom(): the same of
-// their keys.
-template <class FORMAT>
-struct Bins {
-  using Keys = FormatKeys<FORMAT>;
-
-  KeyRange range;
-  float m, least;   // the logits at the range's ends
-  float per_logit;  // bins; 0: they have as many keys each
-  float width;      // in logits
-  u32 shift;        // of keys
-
-  // Of equal width in the logit, from the row's greatest, m, downwards. The last one also has all that is below. A bin's number is off
-  // by 2^-10 at most, as rounding allows, and the edges lie a hundredth of its width outside.
-  static __device__ __forceinline__ Bins of_logits(u32 low, float m, float per_logit) {
-    per_logit = min(per_logit, 0x1p100f);
-    return {{low, Keys::of(m)}, m, Keys::logit_of(low), per_logit, 1.0f / per_logit, 0};
-  }
-  static __device__ __forceinline__ Bins of_keys(KeyRange range) {
-    const u32 bits = 32 - __clz(range.high - range.low), of_bins = 32 - __clz(kBins - 1);
-    return {range, Keys::logit_of(range.high),         Keys::logit_of(range.low), 0.0f,
-            0.0f,  bits > of_bins ? bits - of_bins : 0};
-  }
-
-  __device__ __forceinline__ bool has_keys() const { return per_logit == 0.0f; }
-  // kBins, a place that no one reads, for a logit beyond the range. HAS_KEYS: has_keys().
-  template <bool HAS_KEYS>
-  __device__ __forceinline__ u32 of(float x) const {
-    if (!HAS_KEYS) return x >= least ? u32(fminf((m - x) * per_logit, float(kBins - 1))) : kBins;
-    const u32 below = range.high - Keys::of(x);
-    return below <= range.high - range.low ? below >> shift : kBins;
-  }
-  __device__ __forceinline__ float highest(u32 bin) const {
-    return has_keys() ? Keys::logit_of(key(bin, 0)) : fmaxf(least, fminf(m, m - (float(bin) - 0.01f) * width));
-  }
-  __device__ __forceinline__ float lowest(u32 bin) const {
-    if (has_keys()) return Keys::logit_of(key(bin, 1));
-    return bin == kBins - 1 ? least : fmaxf(least, m - (float(bin) + 1.01f) * width);
-  }
-  __device__ __forceinline__ u32 top(u32 bin) const { return max(range.low, Keys::at_most(highest(bin))); }
-  __device__ __forceinline__ u32 bottom(u32 bin) const { return min(range.high, Keys::at_least(lowest(bin))); }
-
- private:
-  // The first key of a bin of keys, or its last one.
-  __device__ __forceinline__ u32 key(u32 bin, u32 is_last) const {
-    return range.high - u32(min((u64(bin + is_last) << shift) - is_last, u64(range.high - range.low)));
-  }
 };
 
 // What a search is for: the greatest key from which on the tokens measure at least `aim` together.
@@ -282,7 +184,7 @@ class RowSums {
       result.sum += x >= summed_from ? own : 0;
       if (HAS_KEYS) result.of_half += x >= middle ? own : 0;
     };
-    for_each_piece<Reader>(take, [](u32) {});
+    for_each_piece<PartReader<FORMAT, SUMS ? 1 : 8 / FORMAT::kPerVector>>(take, [](u32) {});
     return result;
   }
 
@@ -387,24 +289,25 @@ class RowSums {
     __syncthreads();
     if (is_alone) return true;
 
-    u32* const listed = tickets() + 3;
-    const u32 own = shared_.number_listed;
-    if (threadIdx.x == 0) shared_.of_warp[0] = own ? atomicAdd(listed, own) : 0;
-    __syncthreads();
-    u64* const to = scratch().listed + u32(shared_.of_warp[0]);
+    BlockScratch& own = scratch_of(rank());
+    const u32 number = shared_.number_listed;
 #pragma unroll 1
-    for (u32 i = threadIdx.x; i < own; i += kThreads) to[i] = shared_.listed[i];
+    for (u32 i = threadIdx.x; i < number; i += kThreads) own.listed[i] = shared_.listed[i];
+    if (threadIdx.x == 0) own.number_listed = number;
     if (!is_last()) return false;
     shared_.weights[threadIdx.x] = load_from_other_block(to_weights + threadIdx.x);
     shared_.counts[threadIdx.x] = load_from_other_block(to_counts + threadIdx.x);
-    const u32 all = load_from_other_block(listed);
-#pragma unroll 4
-    for (u32 i = threadIdx.x; i < all; i += kThreads) shared_.listed[i] = load_from_other_block(scratch().listed + i);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      shared_.number_listed = all;
-      *listed = 0;
-    }
+    // A warp fetches the list of a block.
+    static_assert(kWarps <= kWarpSize);
+    const u32 warp = threadIdx.x / kWarpSize;
+    const u32 of_block = lane_id() < blocks() ? u32(load_from_other_block(&scratch_of(lane_id()).number_listed)) : 0;
+    const u32 up_to = warp_inclusive_sum(of_block);
+    const u32 end_of_list = __shfl_sync(kAllLanes, up_to, warp), all = __shfl_sync(kAllLanes, up_to, kWarpSize - 1);
+    const u32 begin = end_of_list - __shfl_sync(kAllLanes, of_block, warp);
+#pragma unroll 1
+    for (u32 i = begin + lane_id(); i < end_of_list; i += kWarpSize)
+      shared_.listed[i] = load_from_other_block(scratch_of(warp).listed + (i - begin));
+    if (threadIdx.x == 0) shared_.number_listed = all;
     __syncthreads();
     return true;
   }
@@ -436,7 +339,7 @@ class RowSums {
   __device__ __forceinline__ BlockScratch& scratch_of(u32 block) const {
     return reinterpret_cast<BlockScratch*>(&scratch() + 1)[block];
   }
-  __device__ __forceinline__ u32* tickets() const { return p_.tickets + 4 * i64(row_); }
+  __device__ __forceinline__ u32* tickets() const { return p_.tickets + 3 * i64(row_); }
 
   // Whole reads of a warp.
   __device__ __forceinline__ u32 piece_length() const {

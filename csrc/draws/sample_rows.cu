@@ -12,8 +12,7 @@
 //    finds the border among those, and draws: a piece, and from the piece a token.
 //
 // Where more tokens are between than a block can list, they are counted again by finer bins, until they are few enough or all
-// equal. One or two reads at least halve the range of their keys, so 32 times suffice. Min-p says by itself what is kept: only
-// the second read.
+// equal. Each read at least halves the range of their keys, so 32 suffice. Min-p says by itself what is kept: only the second read.
 //
 // Blocks of one row wait for each other. So a launch with several blocks a row is cooperative.
 #pragma once

@@ -203,8 +203,8 @@ _WARPS = SUMMING_THREADS // 32
 _MOST_PARTS, _LEAST_PART_LOG2 = 1024, 10
 _PART_WORDS = 2  # of PartState, in int64
 # Scratch and BlockScratch of csrc/draws/sample_row_sums.cuh, in int64, and the counters of a row.
-_ROW_WORDS, _BLOCK_WORDS = 20480 // 8, 16416 // 8
-_COUNTERS = 4
+_ROW_WORDS, _BLOCK_WORDS = 8192 // 8, 28720 // 8
+_COUNTERS = 3
 # Blocks of a row, and tokens of the row for each of them. Every block reads what the others have counted. A guess.
 _MOST_SEARCHING, _TOKENS_OF_SEARCHING = 16, 4096
 # On a multiprocessor: what __launch_bounds__ of the kernel promises.
