@@ -110,6 +110,16 @@ def test_a_cache_with_states_that_is_used_is_declined():
     assert stats(reset=True).not_whole == {"a cache with states that is used, or not of the model": 1}
 
 
+@pytest.mark.skipif(STATE_LAYER is not None, reason="caches of transformers have states")
+def test_a_result_with_a_cache_of_the_models_own_is_declined():
+    config = transformers.Lfm2Config(**_TOKENS, **_SHAPE, num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    model = with_biases(transformers.Lfm2ForCausalLM(config), 0).eval()
+    assert_declined(model, "a cache of the model's own", num_beams=3)
+    with whole(model):
+        model.generate(**inputs_for(model), max_new_tokens=4, do_sample=False)
+    assert stats(reset=True).whole > 0
+
+
 @needs_states
 def test_the_trial_sees_states_of_another_beam(monkeypatch):
     monkeypatch.setattr(Decoder, "_follow", lambda self, parents, step: None)
