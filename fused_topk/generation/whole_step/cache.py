@@ -22,8 +22,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from ...tracing import is_traced_by_dynamo
 
-# A layer that has a state in the place of keys. Before transformers 5.4 or so models make caches of their own for that.
+# A layer that has a state in the place of keys. In older versions models make caches of their own for that.
 STATE_LAYER = getattr(cache_utils, "LinearAttentionLayer", None)
+# What configurations call layers that have keys alone.
+WITH_KEYS = frozenset({"full_attention", "sliding_attention"})
 
 
 class Length:
@@ -282,7 +284,11 @@ class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 def state_layers(config: Any) -> dict[int, Any]:
     """Those layers of a new cache of transformers that have a state in the place of keys, by number."""
-    layers: list[Any] = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    config = config.get_text_config(decoder=True)
+    # It takes 10 us a layer to make a cache.
+    if set(getattr(config, "layer_types", None) or ()) <= WITH_KEYS:
+        return {}
+    layers: list[Any] = DynamicCache(config=config).layers
     return {number: layer for number, layer in enumerate(layers) if type(layer) is STATE_LAYER}
 
 

@@ -51,6 +51,14 @@ class Prompt(NamedTuple):
         return tuple(self.positions.shape[:-2])
 
 
+class _Bytes(NamedTuple):
+    """What a call holds."""
+
+    place: int  # of a place, in all layers
+    largest: int  # of a place, in the largest of the tensors of keys and of values
+    logits: int  # in float32
+
+
 class Decoder:
     """Reads prompts, then a token a beam. There is no room for these at first: see :meth:`open`.
 
@@ -87,11 +95,15 @@ class Decoder:
         self._places = self._made_places(self._is_text)
         self._states = state_layers(twin.config)
         self._cache = self._made_cache(source)
+        self._of_text: list[Any] = (self._cache if source is None else self._cache.self_attention_cache).layers
+        # What keeps the text, but for layers with a state.
+        self._layers = [layer for layer in self._of_text if isinstance(layer, SharedPromptLayer)]
         self._last_positions = torch.zeros(batch * beams, 1, dtype=torch.int64, device=device)
         self._source = None if source is None else torch.zeros(batch, source, dtype=torch.int64, device=device)
         # Of the encoder's output a step needs no more than the shape, and its mask.
         self._of_source: dict[str, Any] = {}
         self.gathers = False
+        self._bytes: _Bytes | None = None
         self._mask: Mask | None = None
         self.calls: list[AttentionCall] = []
 
@@ -105,12 +117,6 @@ class Decoder:
     def num_bytes(self) -> int:
         """The bytes of the cache."""
         return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in self._all_layers)
-
-    @property
-    def _layers(self) -> list[SharedPromptLayer]:
-        """What keeps the text, but for layers with a state."""
-        cache = self._cache if self._source is None else self._cache.self_attention_cache
-        return [layer for layer in cache.layers if isinstance(layer, SharedPromptLayer)]
 
     @property
     def _all_layers(self) -> list[Any]:
@@ -150,7 +156,8 @@ class Decoder:
             places.capacity = room
             for layer in self._layers:
                 layer.move(used)
-        for layer in self._layers:
+        # Where nothing is kept, attention looks at no place before it is written.
+        for layer in self._layers if self._is_kept else ():
             layer.clear(used, places.up_to(room))
         places.room = room
         self.gathers = gathers(places.prompt, self._beams, room)
@@ -163,13 +170,17 @@ class Decoder:
         while it reads the prompt, queries and hidden states, and keys and values of a layer a second time.
         """
         places, beams = self._places, self._beams
-        kept = [each for layer in self._layers if layer.is_initialized for each in (layer.keys, layer.values)]
-        # In bytes. What moves to larger tensors is there twice, in both loops.
-        moved = max(each.nbytes for each in kept)
-        place = sum(each.nbytes for each in kept) // places.up_to(places.capacity)
+        if self._bytes is None:
+            layers = [layer for layer in self._layers if layer.is_initialized]
+            of_place = [each.nbytes // each.shape[2] for layer in layers for each in (layer.keys, layer.values)]
+            of_logits = 4 * len(self._is_text) * beams * vocab_size_of(self._twin.config)
+            self._bytes = _Bytes(sum(of_place), max(of_place), of_logits)
+        place = self._bytes.place
+        # What moves to larger tensors is there twice, in both loops.
+        moved = self._bytes.largest * places.up_to(places.capacity)
         of_prompts = (beams - 1) * places.prompt * place
-        of_logits = 4 * len(self._is_text) * beams * vocab_size_of(self._twin.config) - moved
-        of_reading = 4 * beams * places.prompt * moved // places.up_to(places.capacity)
+        of_logits = self._bytes.logits - moved
+        of_reading = 4 * beams * places.prompt * self._bytes.largest
         of_reading -= moved + beams * (places.room + 1) * place
         return (of_prompts + max(0, of_logits, of_reading)) // (beams * place)
 
@@ -301,8 +312,7 @@ class Decoder:
             parents: see :class:`ancestry.Mask`.
         """
         past = None if parents is None else parents[:, :, 1 : new + 1]
-        cache = self._cache if self._source is None else self._cache.self_attention_cache
-        for number, layer in enumerate(cache.layers):
+        for number, layer in enumerate(self._of_text):
             if isinstance(layer, SharedPromptLayer) and layer.is_initialized:
                 yield number, layer.rows(self._places.prompt - length, new, past)
 

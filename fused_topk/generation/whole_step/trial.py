@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import MoEModelOutput
 
-from .cache import state_layers
+from .cache import WITH_KEYS, state_layers
 from .decoder import Decoder, Prompt, Source, cache_argument, num_layers, positions_of, vocab_size_of
 from .given_cache import past_of
 from .head import Head, head_of
@@ -255,7 +255,7 @@ def _reason_of_layers(config: Any, decoder: Decoder, name: str) -> str | None:
     windows = [call.window for call in calls if call.window is not None]
     if len(set(windows)) > 1:
         return f"{name} has windows of several sizes"
-    if not set(kinds) <= {"full_attention", "sliding_attention"}:
+    if not set(kinds) <= WITH_KEYS:
         return f"{name} has layers of other kinds than full and sliding attention"
     # Texts are shorter here than any window: that it is a window can only be asked. Where attention does not say it, the
     # cache of generate() may still forget what lies before one.
