@@ -16,7 +16,7 @@ from simt.cases import Case, Laid, check
 from simt.emulate import replacing
 from test_simt import check_bits_of_short_rows
 from test_simt_layouts import check_tokens_of_many_beams
-from test_simt_sampling import check_case
+from test_simt_sampling import check_broad, check_case
 
 pytestmark = pytest.mark.exhaustive  # each fault is a build of its own
 
@@ -238,6 +238,14 @@ WRONG_RESULTS: dict[str, tuple[Callable[[str], str], Callable[..., object]]] = {
     "top-p keeps the token at its border": (
         replacing("sums - mine < aim", "sums - mine <= aim"),
         partial(check_case, "top_p_of_half", torch.float32, 777, None),
+    ),
+    "what is above the border's bucket is forgotten": (
+        replacing("above = shared.above;", ""),
+        partial(check_case, "top_p_of_half", torch.float32, 777, 5),
+    ),
+    "a search goes on in the wrong half": (
+        replacing("if (is_upper)", "if (!is_upper)"),
+        partial(check_broad, "many", torch.float32, 9001),
     ),
     "chosen added in another order": (
         replacing("(d[0] + d[2]) + (d[1] + d[3])", "(d[0] + d[1]) + (d[2] + d[3])"),

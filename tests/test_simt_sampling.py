@@ -209,7 +209,7 @@ def test_min_p_cuts_near_the_border_of_top_p(blocks):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_broad_rows_that_are_counted_again(schedule):
-    """More tokens than a block can sort are between the bounds: they are counted by finer bins, until all are equal."""
+    """More tokens than a block can list are between the bounds: they are counted by finer bins, until all are equal."""
     for turn, name in enumerate(("half", "all_but_the_least", "of_many", "many")):
         dtype = list(DTYPES.values())[(turn + SCHEDULES.index(schedule)) % 3]
         check_broad(name, dtype, 9001, blocks=1 + 2 * (turn % 2), schedule=schedule, seed=turn)
@@ -447,8 +447,8 @@ def rows_with_ties_at_an_edge(bins_above: Tensor) -> tuple[Tensor, Tensor]:
         weights = (-fall).exp()
         total = weights.sum(1, keepdim=True)
         rest = weights[:, -50:].sum(1, keepdim=True) + weights[:, -51:-50] / 2
-        # As count_for_top_p() of sample_rows.cu makes the bins.
-        width = (2.0**8 * fall.shape[1] / rest).log() / 4096 + math.log(2) / 4096
+        # As first_bins() of sample_rows.cu makes them.
+        width = (2.0**8 * fall.shape[1] / rest).log() / 2048 + math.log(2) / 2048
     return (-fall).float(), (1 - rest / total).squeeze(1)
 
 

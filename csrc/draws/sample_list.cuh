@@ -6,6 +6,10 @@
 
 namespace fused_topk::sampling {
 
+// Of a block of sample_rows_kernel.
+constexpr u32 kThreads = 512;
+constexpr u32 kWarps = kThreads / kWarpSize;
+
 constexpr u32 kLongestList = 1024;
 
 // The filters of a row.
@@ -67,10 +71,10 @@ struct List {
     if (filters.has_top_p()) {
       const u64 of_list = sum_of(kept);
       const u64 aim = round_up(filters.top_p * double(filters.k ? of_list : sum));
-      u32 within = 0;
+      u32 within = of_list < aim ? kept : 0;
       u64 before = 0;
 #pragma unroll 1
-      for (u32 first = 0; first < kept; first += kWarpSize) {
+      for (u32 first = within; first < kept; first += kWarpSize) {
         const u32 i = first + lane_id();
         const u64 mine = i < kept ? shared.weight[i] : 0;
         const u64 sums = before + warp_inclusive_sum(mine);

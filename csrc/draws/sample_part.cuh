@@ -13,42 +13,41 @@ struct Part {
 
 // The first token of a part at which the running sum of measure(logit, token), which is 0 for a logit of -inf, exceeds `aim`;
 // the last token if it never does. The 32 lanes of a warp call it.
-template <class FORMAT, class MEASURE>
-__device__ __forceinline__ u32 find_in_part(const PartReader<FORMAT>& reader, Part part, u64 aim,
+template <class FORMAT, u32 VECTORS, class MEASURE>
+__device__ __forceinline__ u32 find_in_part(const PartReader<FORMAT, VECTORS>& reader, Part part, u64 aim,
                                             const MEASURE& measure) {
-  constexpr u32 kVectors = PartReader<FORMAT>::kVectors, kElements = PartReader<FORMAT>::kElements;
+  using Reader = PartReader<FORMAT, VECTORS>;
   u64 before = 0;
 #pragma unroll 1
-  for (u32 first = part.begin; first < part.end; first += kElements) {
-    Vector vectors[kVectors];
+  for (u32 first = part.begin; first < part.end; first += Reader::kElements) {
+    Vector vectors[VECTORS];
     reader.load(first, vectors);
-    // The vector in which the sum passes the aim, and what is before it.
-    u32 found = kVectors;
+    // The vector in which the sum passes the aim, its first token in this lane, and what is before that.
+    Vector passed = {{0, 0, 0, 0}};
+    u32 token = part.end;
     u64 sums = 0;
 #pragma unroll
-    for (u32 u = 0; u < kVectors; ++u) {
-      if (found != kVectors) continue;
+    for (u32 u = 0; u < VECTORS; ++u) {
+      if (before > aim) continue;
+      passed = vectors[u];
+      token = Reader::token(first, u);
       u64 mine = 0;
 #pragma unroll
-      for (u32 e = 0; e < FORMAT::kPerVector; ++e)
-        mine += measure(FORMAT::decode(vectors[u].words, e), PartReader<FORMAT>::token(first, u) + e);
+      for (u32 e = 0; e < FORMAT::kPerVector; ++e) mine += measure(FORMAT::decode(passed.words, e), token + e);
       sums = before + warp_inclusive_sum(mine);
       before = __shfl_sync(kAllLanes, sums, kWarpSize - 1);
       sums -= mine;
-      if (before <= aim) continue;
-      found = u;
     }
-    if (found == kVectors) continue;
+    if (before <= aim) continue;
     const u32 lane = __popc(__ballot_sync(kAllLanes, sums <= aim)) - 1;
-    u32 token = first + (found * kWarpSize + lane) * FORMAT::kPerVector;
-    sums = __shfl_sync(kAllLanes, sums, lane);
-    // Every lane walks the vector: it is read again, and takes no registers until then.
-#pragma unroll 1
-    for (const u32 last = token + FORMAT::kPerVector - 1; token < last; ++token) {
-      sums += measure(reader.row(token), token);
-      if (sums > aim) break;
+    // Every lane walks its vector.
+    u32 passes = 0;
+#pragma unroll
+    for (u32 e = 0; e + 1 < FORMAT::kPerVector; ++e) {
+      sums += measure(FORMAT::decode(passed.words, e), token + e);
+      passes += sums <= aim;
     }
-    return token;
+    return __shfl_sync(kAllLanes, token + passes, lane);
   }
   return part.end - 1;
 }

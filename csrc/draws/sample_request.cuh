@@ -23,7 +23,7 @@ struct SampleRows {
   u32 part_length_log2;  // sample_vocabulary_kernel: tokens of a part
   u64*
       scratch;  // sample_rows_kernel: [rows], Scratch and the blocks' BlockScratch; else [rows, parts] PartState. Null for one block a row
-  u32* tickets;      // [rows, 4], of the other kernel [rows]; zero before and after each launch
+  u32* tickets;      // [rows, 3], of the other kernel [rows]; zero before and after each launch
   i64* tokens;       // [rows, num_samples]
   float* log_probs;  // [rows, num_samples]
   DrawNumbers numbers;
@@ -63,9 +63,6 @@ static_assert(sizeof(SampleRows) == 296, "fused_topk/layout/launch.py packs 296 
 }  // namespace fused_topk
 
 namespace fused_topk::sampling {
-
-constexpr u32 kThreads = 256;
-constexpr u32 kWarps = kThreads / kWarpSize;
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < FUSED_TOPK_INFINITY; }
 
@@ -128,7 +125,7 @@ __device__ __forceinline__ void write_best(const SampleRows& p, u32 row, u32 bes
     p.kept_logsumexp[row] = m;
   }
 #pragma unroll 1
-  for (u32 sample = threadIdx.x; sample < p.num_samples; sample += kThreads) {
+  for (u32 sample = threadIdx.x; sample < p.num_samples; sample += blockDim.x) {
     p.tokens[i64(row) * p.num_samples + sample] = best;
     p.log_probs[i64(row) * p.num_samples + sample] = log_prob;
   }

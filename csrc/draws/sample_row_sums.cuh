@@ -3,37 +3,57 @@
 // result. Counts and sums are of integers, hence exact: they do not depend on how many blocks there are.
 #pragma once
 
-#include "sample_part.cuh"
+#include "sample_bins.cuh"
 
 namespace fused_topk::sampling {
 
-constexpr u32 kPieces = 256;  // of a row; a warp reads one at a time
-constexpr u32 kBins = 4096;
-constexpr u32 kBinsOfThread = kBins / kThreads;
-// Where a bin is: the threads that scan their bins do not wait for each other.
-__device__ __forceinline__ u32 place_of_bin(u32 bin) { return bin + bin / kBinsOfThread; }
-constexpr u32 kBinPlaces = kBins + kThreads;
-// Candidates that a block can sort.
-constexpr u32 kMostListed = 2048;
+constexpr u32 kPieces = 512;  // of a row; a warp reads one at a time
+// Candidates that a block searches for the border.
+constexpr u32 kMostListed = 1536;
 static_assert(kPieces == kThreads, "each thread fetches a piece");
+
+// Of how many blocks a thread asks for counts at a time. With four NVRTC spills for compute capabilities 7.5 and 10.0 on.
+constexpr u32 kBlocksAhead = __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 1000 ? 4 : 2;
 
 // What the blocks of a row leave for each other.
 struct Scratch {
   u64 weights[kPieces];
   u64 counts[kPieces];
-  u64 listed[kMostListed];
 };
 // Of each block of a row, behind the row's, in two sets: a block may write one while others still read the other.
-struct BlockScratch {
-  u64 sum[2];
+struct alignas(16) BlockScratch {
+  u64 sums[2][2];
   u32 bins[2][kBins];
+  u64 listed[kMostListed];
+  u64 number_listed;
 };
-static_assert(sizeof(Scratch) == 20480 && sizeof(BlockScratch) == 32784, "fused_topk/layout/launch.py allocates them");
+static_assert(sizeof(Scratch) == 8192 && sizeof(BlockScratch) == 28720, "fused_topk/layout/launch.py allocates them");
+
+// A sum of weights, and their number, to which threads add: 64-bit additions to shared memory would be loops. A weight has up to 45 bits.
+struct Bucket {
+  static constexpr u32 kBits = 21, kMask = (1u << kBits) - 1, kOne = 1 << 16;
+  static_assert(kMostListed <= 1u << (32 - kBits));
+
+  u32 low, middle, high_and_count;
+
+  __device__ __forceinline__ void add(u64 weight) {
+    atomicAdd(&low, u32(weight) & kMask);
+    atomicAdd(&middle, u32(weight >> kBits) & kMask);
+    atomicAdd(&high_and_count, u32(weight >> 2 * kBits) + kOne);
+  }
+  __device__ __forceinline__ u64 weight() const {
+    return low + (u64(middle) << kBits) + (u64(high_and_count % kOne) << 2 * kBits);
+  }
+  __device__ __forceinline__ u32 count() const { return high_and_count / kOne; }
+};
 
 struct SumsShared {
   union {
     u32 bins[kBinPlaces];
-    u64 listed[kMostListed];
+    struct {
+      u64 listed[kMostListed];
+      Bucket buckets[kThreads];
+    };
   };
   u64 weights[kPieces];
   u64 counts[kPieces];
@@ -42,101 +62,45 @@ struct SumsShared {
   u32 is_last;
 };
 
-// What a token counts for: its weight, or 1.
-struct Measure {
-  Weights weight;
-  bool is_one;
-
-  __device__ __forceinline__ u64 operator()(float x) const { return is_one ? 1 : weight(x); }
-  // By how much a sum may be off. The weights of two near logits may be in the wrong order by the error of 2^x, and the sum
-  // that softmax_topk.cu has is of floats.
-  __device__ __forceinline__ u64 unsure(u64 sum) const { return is_one ? 0 : (sum >> 18) + 1; }
+// What a search is for: the greatest key from which on the tokens measure at least `aim` together.
+struct Wanted {
+  u64 aim;        // 0: it is not known before the total is
+  u64 total;      // of all tokens that the first bins have; 0 if it is not known
+  bool is_float;  // total: it was summed in float32
+  bool is_one;    // each token measures 1
 };
 
-// Keys from `low` to `high`; none if low is above high. Keys are as the format has them (FormatKeys).
-struct KeyRange {
-  u32 low, high;
+// A sum over the block's threads: of those before this one, and of all.
+struct Sum {
+  u64 before, all;
 };
 
-// The bits of keys (order.h) in which two logits of the format can differ.
-template <class FORMAT>
-struct FormatKeys {
-  static constexpr u32 kBit = FORMAT::kLowestKeyBit;
-  // Of -inf, and of what follows it.
-  static constexpr u32 kNegativeInfinity = kNegativeInfinityKey / kBit, kLeastFinite = kNegativeInfinity + 1;
-
-  static __device__ __forceinline__ u32 of(float x) { return order_key(x) / kBit; }
-  static __device__ __forceinline__ float logit_of(u32 key) { return __uint_as_float(bits_of_key(whole(key))); }
-  // The least logit above the range. Not the one before: the key below that of 0 would be -0, which has the same key as 0.
-  static __device__ __forceinline__ float end_of(KeyRange range) { return logit_of(range.high + 1); }
-  // The whole key of a logit of the format. Its other bits are those of a zero mantissa: ones if the logit is negative.
-  static __device__ __forceinline__ u32 whole(u32 key) {
-    return key * kBit < kZeroKey ? key * kBit + (kBit - 1) : key * kBit;
-  }
-  // The keys of the greatest logit of the format that is at most x, and of the least that is at least x.
-  static __device__ __forceinline__ u32 at_most(float x) {
-    const u32 key = order_key(x);
-    return key < kZeroKey ? (key + 1) / kBit - 1 : key / kBit;
-  }
-  static __device__ __forceinline__ u32 at_least(float x) {
-    const u32 key = order_key(x);
-    return key < kZeroKey ? key / kBit : key / kBit + (key % kBit ? 1 : 0);
-  }
-};
-
-// Bins of equal width in the logit, from the row's greatest, m, downwards. The last one also has all that is below.
-// top() and bottom(): the greatest and the least key that a bin may have. A bin's number is off by 2^-10 at most, as
-// rounding allows, and the edges lie a hundredth of its width outside.
-template <class FORMAT>
-struct LogitBins {
-  using Keys = FormatKeys<FORMAT>;
-  static constexpr bool kHasAll = true;  // tokens from key `low` on
-
-  KeyRange range;
-  float m, per_logit, width;
-
-  __device__ __forceinline__ LogitBins(KeyRange range, float m, float per_logit)
-      : range(range), m(m), per_logit(min(per_logit, 0x1p100f)), width(1.0f / this->per_logit) {}
-
-  __device__ __forceinline__ u32 operator()(float x) const { return u32(fminf((m - x) * per_logit, float(kBins - 1))); }
-  __device__ __forceinline__ u32 top(u32 bin) const {
-    return bin == 0 ? range.high : within(Keys::at_most(m - (float(bin) - 0.01f) * width));
-  }
-  __device__ __forceinline__ u32 bottom(u32 bin) const {
-    return bin == kBins - 1 ? range.low : within(Keys::at_least(m - (float(bin) + 1.01f) * width));
-  }
-
- private:
-  __device__ __forceinline__ u32 within(u32 key) const { return max(range.low, min(range.high, key)); }
-};
-
-// Bins of as many keys each.
-template <class FORMAT>
-struct KeyBins {
-  using Keys = FormatKeys<FORMAT>;
-  static constexpr bool kHasAll = false;
-
-  KeyRange range;
-  u32 shift;
-
-  __device__ __forceinline__ explicit KeyBins(KeyRange range) : range(range) {
-    const u32 bits = 32 - __clz(range.high - range.low), of_bins = 32 - __clz(kBins - 1);
-    shift = bits > of_bins ? bits - of_bins : 0;
-  }
-  __device__ __forceinline__ u32 operator()(float x) const { return (range.high - Keys::of(x)) >> shift; }
-  __device__ __forceinline__ u32 top(u32 bin) const { return range.high - u32(min(u64(bin) << shift, span())); }
-  __device__ __forceinline__ u32 bottom(u32 bin) const {
-    return range.high - u32(min(((u64(bin) + 1) << shift) - 1, span()));
-  }
-
- private:
-  __device__ __forceinline__ u64 span() const { return range.high - range.low; }
-};
+// All threads of a block call these. of_warp: [kWarps], in shared memory. Not inlined: they are called in many places, and code
+// that runs once takes longer to arrive than to run.
+__device__ __noinline__ Sum sum_of_block(u64 own, u64* of_warp) {
+  const u32 warp = threadIdx.x / kWarpSize;
+  const u64 sums = warp_inclusive_sum(own);
+  __syncthreads();
+  if (lane_id() == kWarpSize - 1) of_warp[warp] = sums;
+  __syncthreads();
+  const u64 mine = lane_id() < kWarps ? of_warp[lane_id()] : 0, of_warps = warp_inclusive_sum(mine);
+  return {sums - own + __shfl_sync(kAllLanes, of_warps - mine, warp), __shfl_sync(kAllLanes, of_warps, kWarps - 1)};
+}
+__device__ __noinline__ u32 sum_of_block(u32 own, u64* of_warp) {
+  const u32 sum = warp_sum(own);
+  __syncthreads();
+  if (lane_id() == 0) of_warp[threadIdx.x / kWarpSize] = sum;
+  __syncthreads();
+  return warp_sum(lane_id() < kWarps ? u32(of_warp[lane_id()]) : 0u);
+}
 
 template <class FORMAT>
 class RowSums {
  public:
   using Keys = FormatKeys<FORMAT>;
+  // One vector, and two of float32 where they are but summed: more do not fit the registers of 32 warps on a multiprocessor.
+  using Reader = PartReader<FORMAT, 1>;
+  using SumReader = PartReader<FORMAT, 8 / FORMAT::kPerVector>;
 
   const RowLogits<FORMAT> logits;
 
@@ -146,54 +110,42 @@ class RowSums {
   __device__ __forceinline__ u32 rank() const { return blockIdx.y; }
   __device__ __forceinline__ u32 blocks() const { return p_.blocks_per_row; }
 
-  // A sum over the block's threads: of those before this one, and of all. All threads of a block call it.
-  struct Sum {
-    u64 before, all;
-  };
-  __device__ __forceinline__ Sum sum_of_block(u64 own) const {
-    const u32 warp = threadIdx.x / kWarpSize;
-    const u64 sums = warp_inclusive_sum(own);
-    __syncthreads();
-    if (lane_id() == kWarpSize - 1) shared_.of_warp[warp] = sums;
-    __syncthreads();
-    Sum result = {sums - own, 0};
-#pragma unroll
-    for (u32 i = 0; i < kWarps; ++i) {
-      const u64 of_warp = shared_.of_warp[i];
-      result.before += i < warp ? of_warp : 0;
-      result.all += of_warp;
-    }
-    return result;
-  }
+  __device__ __forceinline__ Sum sum_of_block(u64 own) const { return sampling::sum_of_block(own, shared_.of_warp); }
+  __device__ __forceinline__ u32 sum_of_block(u32 own) const { return sampling::sum_of_block(own, shared_.of_warp); }
 
-  // Reads the row. Counts the tokens with keys in the bins' range, bin by bin. Returns the sum of `measure` over
-  // the logits from `summed_from` on.
-  template <class BINS>
-  __device__ __forceinline__ u64 count(const BINS& bins, float summed_from, const Measure& measure) {
+  // What tokens measure. Of bins of logits: all that they have. Of bins of keys: those above them, and those from the range's middle on.
+  struct Sums {
+    u64 sum, of_half;
+  };
+
+  // Reads the row. Counts the tokens with keys in the bins' range, bin by bin. sums: the bins of logits want their sum, too.
+  __device__ __forceinline__ Sums count(const Bins<FORMAT>& bins, bool sums, const Measure& measure) {
     // Until all have read what is overwritten.
     __syncthreads();
 #pragma unroll 4
     for (u32 i = threadIdx.x; i < kBinPlaces; i += kThreads) shared_.bins[i] = 0;
     __syncthreads();
-    const float least = Keys::logit_of(bins.range.low), end = Keys::end_of(bins.range);
-    u64 sum = 0;
-    for_each_piece([&](float x, u32) {
-      if (x >= least && x < end) atomicAdd(&shared_.bins[place_of_bin(bins(x))], 1u);
-      if (x >= summed_from) sum += measure(x);
-    });
-    sum = sum_of_block(sum).all;
-    if (blocks() == 1) return sum;
+    Sums all = bins.has_keys() ? counted<true, true>(bins, measure)
+               : sums          ? counted<false, true>(bins, measure)
+                               : counted<false, false>(bins, measure);
+    sums |= bins.has_keys();
+    __syncthreads();
+    if (sums) all = sums_of_block(all);
+    if (blocks() == 1) return all;
 
     const u32 turn = turn_ % 2;
     BlockScratch& own = scratch_of(rank());
 #pragma unroll 1
     for (u32 bin = threadIdx.x; bin < kBins; bin += kThreads) own.bins[turn][bin] = shared_.bins[place_of_bin(bin)];
-    if (threadIdx.x == 0) own.sum[turn] = sum;
+    if (sums && threadIdx.x == 0) {
+      own.sums[turn][0] = all.sum;
+      own.sums[turn][1] = all.of_half;
+    }
     wait_for_all();
 #pragma unroll 1
     for (u32 bin = 4 * threadIdx.x; bin < kBins; bin += 4 * kThreads) {
       u32 counts[4] = {0, 0, 0, 0};
-#pragma unroll 8
+#pragma unroll kBlocksAhead
       for (u32 block = 0; block < blocks(); ++block) {
         const uint4 of_block =
             load_from_other_block(reinterpret_cast<const uint4*>(scratch_of(block).bins[turn] + bin));
@@ -205,78 +157,100 @@ class RowSums {
 #pragma unroll
       for (u32 i = 0; i < 4; ++i) shared_.bins[place_of_bin(bin + i)] = counts[i];
     }
-    sum = threadIdx.x < blocks() ? load_from_other_block(&scratch_of(threadIdx.x).sum[turn]) : 0;
+    __syncthreads();
     ++turn_;
-    return sum_of_block(sum).all;
+    if (!sums) return all;
+    all = {0, 0};
+    if (threadIdx.x < blocks()) {
+      const u64* const of_block = scratch_of(threadIdx.x).sums[turn];
+      all = {load_from_other_block(of_block), load_from_other_block(of_block + 1)};
+    }
+    return sums_of_block(all);
+  }
+  __device__ __forceinline__ Sums sums_of_block(Sums own) const {
+    return {sum_of_block(own.sum).all, sum_of_block(own.of_half).all};
   }
 
-  // What a search is for: the greatest key from which on the tokens measure at least `aim` together.
-  struct Wanted {
-    u64 aim;
-    u64 total;      // of all tokens that the first bins have; 0 if it is not known
-    bool is_float;  // total: it was summed in float32
-    Measure measure;
-  };
+  // The same of this block's pieces, thread by thread.
+  template <bool HAS_KEYS, bool SUMS>
+  __device__ __forceinline__ Sums counted(const Bins<FORMAT>& bins, const Measure& measure) const {
+    const float summed_from = HAS_KEYS ? Keys::end_of(bins.range) : bins.least,
+                middle = Keys::logit_of(bins.range.middle());
+    Sums result = {0, 0};
+    const auto take = [&](float x, u32) {
+      atomicAdd(&shared_.bins[place_of_bin(bins.template of<HAS_KEYS>(x))], 1u);
+      if (!SUMS) return;
+      const u64 own = measure(x);
+      result.sum += x >= summed_from ? own : 0;
+      if (HAS_KEYS) result.of_half += x >= middle ? own : 0;
+    };
+    for_each_piece<PartReader<FORMAT, SUMS ? 1 : 8 / FORMAT::kPerVector>>(take, [](u32) {});
+    return result;
+  }
+
   struct Narrowed {
     KeyRange
         range;  // where the key is; behind it there is no token, or it is the least key, if all together measure less
-    u32 most;   // tokens with such keys, at most
+    u32 most;   // tokens with such keys, at most; kUnknown before the search
   };
+  static constexpr u32 kUnknown = ~0u;
 
   // Where the key is, by the bins of the last count(). above: what the tokens above the bins measure. What those of a bin do is
   // bounded by its greatest and its least key.
-  template <class BINS>
-  __device__ __forceinline__ Narrowed narrowed(const BINS& bins, u64 above, const Wanted& wanted) const {
-    const auto most_of = [&](u32 bin) {
-      const u32 top = bins.top(bin);
-      const u64 greatest = wanted.measure(Keys::logit_of(top));
-      return greatest + (top == bins.bottom(bin) ? 0 : wanted.measure.unsure(greatest));
-    };
-    const auto least_of = [&](u32 bin) {
-      const u32 bottom = bins.bottom(bin);
-      const u64 least = wanted.measure(Keys::logit_of(bottom));
-      return least - (bottom == bins.top(bin) ? 0 : min(least, wanted.measure.unsure(least)));
-    };
-    const u32 first = threadIdx.x * kBinsOfThread;
+  __device__ __forceinline__ Narrowed narrowed(const Bins<FORMAT>& bins, u64 above, const Wanted& wanted,
+                                               const Measure& measure) const {
+    // Adds what the tokens of a bin measure, at least and at most.
     u64 least = 0, most = 0;
-#pragma unroll 1
-    for (u32 bin = first; bin < first + kBinsOfThread; ++bin) {
+    const auto add = [&](u32 bin) {
       const u64 count = shared_.bins[place_of_bin(bin)];
-      if (!count) continue;
-      least += count * least_of(bin);
-      most += count * most_of(bin);
-    }
+      const float highest = bins.highest(bin), lowest = bins.lowest(bin);
+      const u64 greatest = measure(highest), smallest = measure(lowest);
+      const bool is_exact = highest == lowest;
+      most += count * (greatest + (is_exact ? 0 : measure.unsure(greatest)));
+      least += count * (smallest - (is_exact ? 0 : min(smallest, measure.unsure(smallest))));
+    };
+    const u32 first = threadIdx.x * kBinsOfThread, end = first + kBinsOfThread;
+#pragma unroll 1
+    for (u32 bin = first; bin < end; ++bin) add(bin);
     const Sum all_least = sum_of_block(least), all_most = sum_of_block(most);
-    // What is behind the key is known, too, if the bins have all that is left.
-    const bool has_rest = BINS::kHasAll && wanted.total;
-    const u64 rest = wanted.total > wanted.aim ? wanted.total - wanted.aim : 0;
-    const u64 unsure = wanted.is_float ? wanted.measure.unsure(wanted.total) : 0;
-    // Bins behind which the key surely is, and those at which it may not have been reached.
-    u32 passed = 0, open = 0;
-    least = above + all_least.before;
-    most = above + all_most.before;
+    // The key surely is behind a bin if up to its end all measure less than the aim at most, or what is behind it does more at least
+    // than what is behind the key, where that is known: the bins have all that is left. It may be, if all measure less at least, and
+    // what is behind it more at most.
+    const bool has_rest = !bins.has_keys() && wanted.total;
+    const u64 unsure = wanted.is_float ? measure.unsure(wanted.total) : 0;
+    const u64 rest = has_rest && wanted.total > wanted.aim ? wanted.total - wanted.aim : 0;
+    const u64 aim = wanted.aim - min(wanted.aim, above);
+    const u64 passed_least = has_rest ? all_least.all - min(all_least.all, rest + unsure) : 0;
+    const u64 open_most = all_most.all - min(all_most.all, rest - min(rest, unsure));
+    const auto passes = [&] { return most < aim || least < passed_least; };
+    const auto is_open = [&] { return least < aim && most < open_most; };
+    // The first bins are so. A thread looks at each of its bins where the first and the last may differ.
+    least += all_least.before;
+    most += all_most.before;
+    u32 passed = passes() ? kBinsOfThread : 0, open = is_open() ? kBinsOfThread : 0;
+    least = all_least.before;
+    most = all_most.before;
+    if ((passes() && !passed) || (is_open() && !open)) {
+      passed = open = 0;
 #pragma unroll 1
-    for (u32 bin = first; bin < first + kBinsOfThread; ++bin) {
-      const u64 count = shared_.bins[place_of_bin(bin)];
-      if (count) {
-        least += count * least_of(bin);
-        most += count * most_of(bin);
+      for (u32 bin = first; bin < end; ++bin) {
+        add(bin);
+        passed += passes();
+        open += is_open();
       }
-      const u64 least_behind = above + all_least.all - least, most_behind = above + all_most.all - most;
-      passed += most < wanted.aim || (has_rest && least_behind > rest + unsure);
-      open += least < wanted.aim && most_behind > (has_rest && rest > unsure ? rest - unsure : 0);
     }
-    const u64 both = sum_of_block(u64(open) << 32 | passed).all;
-    passed = u32(both);
-    open = min(u32(both >> 32), kBins - 1);
+    static_assert(kBins < 1u << 16);
+    const u32 both = sum_of_block(open << 16 | passed);
+    passed = both & 0xFFFFu;
+    open = min(both >> 16, kBins - 1);
     if (passed >= kBins) return {{bins.range.low, bins.range.low}, 0};
     open = max(open, passed);
     // Keys at the range's ends may be of the next bins, too.
-    u64 within = 0;
+    u32 within = 0;
+    const u32 last = min(end, open + 2);
 #pragma unroll 1
-    for (u32 bin = first; bin < first + kBinsOfThread; ++bin)
-      if (bin + 1 >= passed && bin <= open + 1) within += shared_.bins[place_of_bin(bin)];
-    return {{bins.bottom(open), bins.top(passed)}, u32(sum_of_block(within).all)};
+    for (u32 bin = max(first + 1, passed) - 1; bin < last; ++bin) within += shared_.bins[place_of_bin(bin)];
+    return {{bins.bottom(open), bins.top(passed)}, sum_of_block(within)};
   }
 
   // Reads the row. Sums the weights of the tokens above the range, piece by piece, and counts them and those in the range.
@@ -291,57 +265,59 @@ class RowSums {
     u64 *const to_weights = is_alone ? shared_.weights : scratch().weights, *const to_counts = is_alone
                                                                                                    ? shared_.counts
                                                                                                    : scratch().counts;
-    u64 sum = 0, counts = 0;
-    for_each_piece(
+    u64 sum = 0;
+    u32 above = 0, within = 0;
+    for_each_piece<SumReader>(
         [&](float x, u32 token) {
-          if (x >= end) {
-            sum += weight(x);
-            counts += kOneAbove;
-          } else if (x >= least) {
-            counts += 1;
-            if (lists) shared_.listed[atomicAdd(&shared_.number_listed, 1u)] = make_candidate(order_key(x), token);
-          }
+          const bool is_above = x >= end, is_within = x >= least && !is_above;
+          sum += is_above ? weight(x) : 0;
+          above += is_above;
+          within += is_within;
+          if (lists && is_within)
+            shared_.listed[atomicAdd(&shared_.number_listed, 1u)] = make_candidate(order_key(x), token);
         },
         [&](u32 piece) {
           sum = warp_sum(sum);
-          counts = warp_sum(counts);
+          above = warp_sum(above);
+          within = warp_sum(within);
           if (lane_id() == 0) {
             to_weights[piece] = sum;
-            to_counts[piece] = counts;
+            to_counts[piece] = u64(above) << 32 | within;
           }
-          sum = counts = 0;
+          sum = above = within = 0;
         });
     __syncthreads();
     if (is_alone) return true;
 
-    u32* const listed = tickets() + 3;
-    const u32 own = shared_.number_listed;
-    if (threadIdx.x == 0) shared_.of_warp[0] = own ? atomicAdd(listed, own) : 0;
-    __syncthreads();
-    u64* const to = scratch().listed + u32(shared_.of_warp[0]);
+    BlockScratch& own = scratch_of(rank());
+    const u32 number = shared_.number_listed;
 #pragma unroll 1
-    for (u32 i = threadIdx.x; i < own; i += kThreads) to[i] = shared_.listed[i];
+    for (u32 i = threadIdx.x; i < number; i += kThreads) own.listed[i] = shared_.listed[i];
+    if (threadIdx.x == 0) own.number_listed = number;
     if (!is_last()) return false;
     shared_.weights[threadIdx.x] = load_from_other_block(to_weights + threadIdx.x);
     shared_.counts[threadIdx.x] = load_from_other_block(to_counts + threadIdx.x);
-    const u32 all = load_from_other_block(listed);
-#pragma unroll 4
-    for (u32 i = threadIdx.x; i < all; i += kThreads) shared_.listed[i] = load_from_other_block(scratch().listed + i);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      shared_.number_listed = all;
-      *listed = 0;
-    }
+    // A warp fetches the list of a block.
+    static_assert(kWarps <= kWarpSize);
+    const u32 warp = threadIdx.x / kWarpSize;
+    const u32 of_block = lane_id() < blocks() ? u32(load_from_other_block(&scratch_of(lane_id()).number_listed)) : 0;
+    const u32 up_to = warp_inclusive_sum(of_block);
+    const u32 end_of_list = __shfl_sync(kAllLanes, up_to, warp), all = __shfl_sync(kAllLanes, up_to, kWarpSize - 1);
+    const u32 begin = end_of_list - __shfl_sync(kAllLanes, of_block, warp);
+#pragma unroll 1
+    for (u32 i = begin + lane_id(); i < end_of_list; i += kWarpSize)
+      shared_.listed[i] = load_from_other_block(scratch_of(warp).listed + (i - begin));
+    if (threadIdx.x == 0) shared_.number_listed = all;
     __syncthreads();
     return true;
   }
-  static constexpr u64 kOneAbove = 1ull << 32;
 
   // What sum_pieces() leaves.
   __device__ __forceinline__ u64* weights() const { return shared_.weights; }
   __device__ __forceinline__ u32 within(u32 piece) const { return u32(shared_.counts[piece]); }
   __device__ __forceinline__ u32 above(u32 piece) const { return u32(shared_.counts[piece] >> 32); }
   __device__ __forceinline__ u64* listed() const { return shared_.listed; }
+  __device__ __forceinline__ Bucket* buckets() const { return shared_.buckets; }
   __device__ __forceinline__ u32 number_listed() const { return shared_.number_listed; }
   __device__ __forceinline__ u32 piece_of(u32 token) const { return token / piece_length(); }
   __device__ __forceinline__ Part part_of(u32 piece) const {
@@ -363,29 +339,25 @@ class RowSums {
   __device__ __forceinline__ BlockScratch& scratch_of(u32 block) const {
     return reinterpret_cast<BlockScratch*>(&scratch() + 1)[block];
   }
-  __device__ __forceinline__ u32* tickets() const { return p_.tickets + 4 * i64(row_); }
+  __device__ __forceinline__ u32* tickets() const { return p_.tickets + 3 * i64(row_); }
 
   // Whole reads of a warp.
   __device__ __forceinline__ u32 piece_length() const {
-    constexpr u32 kOfAll = kPieces * PartReader<FORMAT>::kElements;
-    return (p_.V + kOfAll - 1) / kOfAll * PartReader<FORMAT>::kElements;
+    constexpr u32 kOfAll = kPieces * SumReader::kElements;
+    return (p_.V + kOfAll - 1) / kOfAll * SumReader::kElements;
   }
 
   // Calls take(logit, token) for each token of this block's pieces, and done(piece) in each warp behind a piece. Every piece of
   // the row is some block's.
-  template <class TAKE, class DONE>
+  template <class READER, class TAKE, class DONE>
   __device__ __forceinline__ void for_each_piece(const TAKE& take, const DONE& done) const {
-    const PartReader<FORMAT> reader{logits};
+    const READER reader{logits};
 #pragma unroll 1
     for (u32 piece = rank() * kWarps + threadIdx.x / kWarpSize; piece < kPieces; piece += blocks() * kWarps) {
       const Part part = part_of(piece);
       reader.for_each(part.begin, part.end, take);
       done(piece);
     }
-  }
-  template <class TAKE>
-  __device__ __forceinline__ void for_each_piece(const TAKE& take) const {
-    for_each_piece(take, [](u32) {});
   }
 
   // All blocks have come here before the first goes on.

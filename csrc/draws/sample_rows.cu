@@ -9,11 +9,10 @@
 // 1. The row's blocks count its tokens by their logits, in thousands of bins. The bins bound what the tokens above each
 //    weigh, and so say between which logits the border of top-p is: mostly some hundred tokens.
 // 2. They sum the weights of the tokens above these exactly, piece by piece, and list the tokens between. The last block
-//    sorts those, finds the border, and draws: a piece, and from the piece a token.
+//    finds the border among those, and draws: a piece, and from the piece a token.
 //
-// Where more tokens are between than a block can sort, they are counted again by finer bins, until they are few enough or all
-// equal. One or two reads at least halve the range of their keys, so 32 times suffice. Min-p says by itself what is kept: only
-// the second read.
+// Where more tokens are between than a block can list, they are counted again by finer bins, until they are few enough or all
+// equal. Each read at least halves the range of their keys, so 32 suffice. Min-p says by itself what is kept: only the second read.
 //
 // Blocks of one row wait for each other. So a launch with several blocks a row is cooperative.
 #pragma once
@@ -23,28 +22,43 @@
 
 namespace fused_topk::sampling {
 
-// What is kept of the tokens that the pieces do not have, and the border: no candidate below it is kept.
+// The border: no candidate below it is kept. kept: by it, of the tokens that the pieces do not have; a thread's part of the number.
 struct Border {
   u64 least;
   u32 kept;
 };
 
+constexpr u32 kBucketBits = 9;
+static_assert(1u << kBucketBits == kThreads, "a bucket a thread");
+
 // The least candidate with that key.
 __device__ __forceinline__ u64 least_candidate(u32 key) { return u64(key) << 32; }
+
+// How a row's border is found. Steps that a row does not need are left out.
+enum Step : u32 {
+  kSum,     // a first search also sums the weights
+  kList,    // mostly the last one
+  kKth,     // the key of the k-th best token, if the list is shorter
+  kBorder,  // of top-p
+};
 
 struct RowsShared {
   union {
     ListShared list;
     SumsShared sums;
   };
+  Filters filters;
+  Wanted wanted;  // registers are few
   u32 answer;
+  u32 number;
+  u64 above;
 };
 
 // A block's view of its row. Unless said otherwise all threads of all blocks of the row call a function.
 template <class FORMAT>
 struct RowSampler {
   using Keys = FormatKeys<FORMAT>;
-  using Wanted = typename RowSums<FORMAT>::Wanted;
+  using Reader = typename RowSums<FORMAT>::Reader;
   using Narrowed = typename RowSums<FORMAT>::Narrowed;
 
   const SampleRows& p;
@@ -52,7 +66,7 @@ struct RowSampler {
   const u32 row;
   const RowTemperature temperature;
   RowSums<FORMAT> sums;
-  float m, log_d;
+  const float m;
 
   __device__ __forceinline__ RowSampler(const SampleRows& p, RowsShared& shared)
       : p(p),
@@ -60,13 +74,13 @@ struct RowSampler {
         row(blockIdx.x),
         temperature(p, blockIdx.x),
         sums(p, blockIdx.x, shared.sums),
-        m(__ldg(p.list_state + blockIdx.x)),
-        log_d(logf(__ldg(p.list_state + p.rows + blockIdx.x))) {}
+        m(__ldg(p.list_state + blockIdx.x)) {}
 
   __device__ __forceinline__ Weights weights() const { return {m, temperature.scale, p.one}; }
-  // Any thread.
+  // d of the row at temperature 1, as softmax_topk.cu has it. Any thread.
+  __device__ __forceinline__ float d() const { return __ldg(p.list_state + p.rows + row); }
   __device__ __forceinline__ float own_log_prob(float x) const {
-    return is_finite(m) ? (x - m) - log_d : not_a_number();
+    return is_finite(m) ? (x - m) - logf(d()) : not_a_number();
   }
 
   // One thread.
@@ -87,14 +101,15 @@ struct RowSampler {
       p.best_values[to] = own_log_prob(FORMAT::decode(__ldg(listed + from)));
       p.best_indices[to] = __ldg(p.list_indices + from);
     }
-    if (threadIdx.x == 0) p.best_logsumexp[row] = m + (is_finite(m) ? log_d : 0.0f);
+    if (threadIdx.x == 0) p.best_logsumexp[row] = m + (is_finite(m) ? logf(d()) : 0.0f);
   }
 
   // The filters of the row.
+  __device__ __forceinline__ double top_p() const { return p.row_top_p ? __ldg(p.row_top_p + row) : p.top_p; }
   __device__ __forceinline__ Filters filters() const {
     const i64 top_k = p.row_top_k ? __ldg(p.row_top_k + row) : p.top_k;
     const double min_p = p.row_min_p ? __ldg(p.row_min_p + row) : p.min_p;
-    return {top_k > 0 && top_k < p.V ? u32(top_k) : 0, p.row_top_p ? __ldg(p.row_top_p + row) : p.top_p,
+    return {top_k > 0 && top_k < p.V ? u32(top_k) : 0, top_p(),
             min_p > 0.0 ? round_up(min(min_p, 2.0) * double(p.one)) : 0};
   }
 
@@ -111,103 +126,95 @@ struct RowSampler {
     return low;
   }
 
-  // Bins of all tokens from key `low` on, of which those that matter weigh at least 1 / ratio of the best.
-  __device__ __forceinline__ LogitBins<FORMAT> bins_from(u32 low, float ratio) const {
-    // A weight below the unit is none.
-    const float exponents = min(log2f(ratio), log2f(p.one)) + 1.0f;
-    return {{low, Keys::of(m)}, m, temperature.scale * (float(kBins) / exponents)};
+  __device__ __forceinline__ void want(const Wanted& wanted) const {
+    __syncthreads();
+    if (threadIdx.x == 0) shared.wanted = wanted;
+    __syncthreads();
   }
+  __device__ __forceinline__ void want_top_p_of(u64 total, bool is_float) const {
+    want({max(round_up(top_p() * double(total)), u64(1)), total, is_float, false});
+  }
+  __device__ __forceinline__ Measure measure() const { return {weights(), shared.wanted.is_one}; }
 
-  // Counts the tokens from key `low` on, and says where the border of top-p is. Without the total sums it, too.
-  __device__ __forceinline__ Narrowed count_for_top_p(double top_p, u32 low, Wanted& wanted) {
-    // What the border leaves behind is known to 2^-8, or better, if lighter tokens share a bin.
-    const float total = wanted.total ? float(wanted.total) : p.one;
-    const auto bins = bins_from(low, 0x1p8f * float(p.V) * p.one / (float(1.0 - top_p) * total));
-    // Where nearly all is kept, the rest must be known better than a sum of floats.
-    if (top_p > 1.0 - 0x1p-8) wanted.total = 0;
-    const float summed_from = wanted.total ? FUSED_TOPK_INFINITY : Keys::logit_of(low);
-    const u64 sum = sums.count(bins, summed_from, wanted.measure);
-    if (!wanted.total) wanted = wanted_of(top_p, sum, false);
-    return sums.narrowed(bins, 0, wanted);
-  }
-  __device__ __forceinline__ Wanted wanted_of(double top_p, u64 total, bool is_float) const {
-    return {max(round_up(top_p * double(total)), u64(1)), total, is_float, {weights(), false}};
-  }
-
-  // The key of the k-th best token; the least finite one if fewer are finite.
-  __device__ __forceinline__ u32 kth_key(u32 k) {
-    const Wanted wanted = {k, 0, false, {weights(), true}};
-    const auto bins = bins_from(Keys::kLeastFinite, FUSED_TOPK_INFINITY);
-    sums.count(bins, FUSED_TOPK_INFINITY, wanted.measure);
-    return narrowed_to(sums.narrowed(bins, 0, wanted), wanted, 0).range.low;
-  }
-
-  // Narrows a range until at most `limit` tokens, or equal ones alone, have its keys.
-  __device__ __forceinline__ Narrowed narrowed_to(Narrowed found, const Wanted& wanted, u32 limit) {
+  // Narrows a range until at most `limit` tokens, or equal ones alone, have its keys. Before a search the range is that of all tokens
+  // from a key on, and what top-p wants may be unknown: an aim of 0. Every read but the first at least halves the range.
+  __device__ __forceinline__ Narrowed search(Narrowed found, u32 limit) {
+    const Wanted& wanted = shared.wanted;
 #pragma unroll 1
-    while (found.most > limit && found.range.low < found.range.high) {
-      const KeyRange range = found.range;
-      const KeyBins<FORMAT> bins(range);
-      const u64 above = sums.count(bins, Keys::end_of(range), wanted.measure);
-      found = sums.narrowed(bins, above, wanted);
-      const u32 middle = range.low + (range.high - range.low) / 2 + 1;
-      if (found.range.low < middle && middle <= found.range.high &&
-          found.range.high - found.range.low > (range.high - range.low) / 2) {
-        // The bounds are too far from each other: the exact sum says in which half it is.
-        const bool is_upper = sums.count(bins, Keys::logit_of(middle), wanted.measure) >= wanted.aim;
-        (is_upper ? found.range.low : found.range.high) = is_upper ? middle : middle - 1;
-      }
+    while (found.most > limit && (found.most == sums.kUnknown || found.range.low < found.range.high)) {
+      const bool is_first = found.most == sums.kUnknown;
+      const auto bins = is_first ? first_bins(found.range.low) : Bins<FORMAT>::of_keys(found.range);
+      const auto measured = sums.count(bins, !wanted.aim, measure());
+      if (!wanted.aim) want_top_p_of(measured.sum, false);
+      const bool is_upper = measured.of_half >= wanted.aim;
+      found = sums.narrowed(bins, is_first ? 0 : measured.sum, wanted, measure());
+      if (is_first) continue;
+      // Also where the bins' bounds are far from each other.
+      const u32 middle = bins.range.middle();
+      if (is_upper)
+        found.range.low = max(found.range.low, middle);
+      else
+        found.range.high = min(found.range.high, middle - 1);
     }
     return found;
   }
-
-  // Sorts what is listed, best first. One block calls it, as what follows.
-  __device__ __forceinline__ void sort_listed() const {
-    u64* const listed = sums.listed();
-    const u32 count = sums.number_listed();
-    const u32 length = count > 1 ? 2u << (31 - __clz(count - 1)) : 1;
-#pragma unroll 1
-    for (u32 i = count + threadIdx.x; i < length; i += kThreads) listed[i] = kNoCandidate;
-    __syncthreads();
-    // Bitonic: sorted runs of twice the length, step by step.
-#pragma unroll 1
-    for (u32 run = 2; run <= length; run *= 2) {
-#pragma unroll 1
-      for (u32 step = run / 2; step > 0; step /= 2) {
-#pragma unroll 1
-        for (u32 i = threadIdx.x; i < length / 2; i += kThreads) {
-          const u32 place = 2 * i - i % step;
-          const u64 a = listed[place], b = listed[place + step];
-          if ((a < b) != ((place & run) != 0)) {
-            listed[place] = b;
-            listed[place + step] = a;
-          }
-        }
-        __syncthreads();
-      }
-    }
+  // Bins of all tokens from key `low` on. Those that matter weigh at least 1 / ratio of the best: what the border of top-p leaves behind
+  // is known to 2^-8, or better, if lighter tokens share a bin.
+  __device__ __forceinline__ Bins<FORMAT> first_bins(u32 low) const {
+    const Wanted& wanted = shared.wanted;
+    const float total = wanted.total ? float(wanted.total) : p.one;
+    const float ratio =
+        wanted.is_one ? FUSED_TOPK_INFINITY : 0x1p8f * float(p.V) * p.one / (float(1.0 - top_p()) * total);
+    // A weight below the unit is none.
+    const float exponents = min(log2f(ratio), log2f(p.one)) + 1.0f;
+    return Bins<FORMAT>::of_logits(low, m, temperature.scale * (float(kBins) / exponents));
   }
 
-  // Of the tokens that are listed between the border's bounds: adds to the pieces what is kept.
+  // Of the tokens that are listed between the border's bounds: adds to the pieces what is kept. least: no token below it is kept.
+  // One block calls it, as what follows.
   __device__ __forceinline__ Border border_of_listed(u64 above, u64 aim, u64 least, u32 greatest_key) const {
-    sort_listed();
-    u64* const listed = sums.listed();
-    const u32 each = (sums.number_listed() + kThreads - 1) / kThreads, first = threadIdx.x * each;
-    const u32 end = min(sums.number_listed(), first + each);
+    Bucket* const buckets = sums.buckets();
     const auto weight_of = [&](u64 candidate) { return weights()(__uint_as_float(bits_of_key(key_of(candidate)))); };
-    u64 own = 0;
+    const auto for_each_own = [&](u64 low, const auto& take) {
 #pragma unroll 1
-    for (u32 i = first; i < end; ++i) own += weight_of(listed[i]);
-    above += sums.sum_of_block(own).before;
-    u32 kept = 0;
+      for (u32 i = threadIdx.x; i < sums.number_listed(); i += kThreads) {
+        const u64 candidate = sums.listed()[i];
+        if (candidate >= low) take(candidate, weight_of(candidate));
+      }
+    };
+    // Where the border is. Buckets of as many candidates each say in which of them the aim is reached, until it has one token.
+    const u64 end = least_candidate(greatest_key + 1);
+    u64 low = above < aim ? least : end, high = end - 1;
 #pragma unroll 1
-    for (u32 i = first; i < end && above < aim && listed[i] >= least; ++i, ++kept) {
-      const u64 weight = weight_of(listed[i]);
-      atomicAdd(&sums.weights()[sums.piece_of(index_of(listed[i]))], weight);
-      above += weight;
+    while (low < high) {
+      const u32 bits = 64 - __clzll(i64(high - low)), shift = bits > kBucketBits ? bits - kBucketBits : 0;
+      buckets[threadIdx.x] = {0, 0, 0};
+      __syncthreads();
+      for_each_own(low, [&](u64 candidate, u64 weight) {
+        if (candidate <= high) buckets[(high - candidate) >> shift].add(weight);
+      });
+      __syncthreads();
+      const u64 mine = buckets[threadIdx.x].weight();
+      const auto sum = sums.sum_of_block(mine);
+      if (above + sum.all < aim) break;
+      if (above + sum.before < aim && aim <= above + sum.before + mine) {
+        shared.answer = threadIdx.x;
+        shared.above = above + sum.before;
+        shared.number = buckets[threadIdx.x].count();
+      }
+      __syncthreads();
+      above = shared.above;
+      high -= u64(shared.answer) << shift;
+      low = max(low, high - ((1ull << shift) - 1));
+      if (shared.number == 1) break;
     }
-    kept = u32(sums.sum_of_block(kept).all);
-    return {kept ? listed[kept - 1] : least_candidate(greatest_key + 1), kept};
+    u32 kept = 0;
+    for_each_own(low, [&](u64 candidate, u64 weight) {
+      atomicAdd(&sums.weights()[sums.piece_of(index_of(candidate))], weight);
+      kept += 1;
+    });
+    __syncthreads();
+    return {low, kept};
   }
 
   // The same of tokens that are all equal. Of them the first ones are kept.
@@ -216,29 +223,41 @@ struct RowSampler {
     const u64 needed = aim > above ? (aim - above + divisor - 1) / divisor : 1;
     const u64 mine = sums.within(threadIdx.x);
     const auto ties = sums.sum_of_block(mine);
-    sums.weights()[threadIdx.x] += each * (min(ties.before + mine, needed) - min(ties.before, needed));
-    if (needed >= ties.all) return {least_candidate(key), u32(ties.all)};
+    const u32 kept = u32(min(ties.before + mine, needed) - min(ties.before, needed));
+    sums.weights()[threadIdx.x] += each * kept;
+    if (needed >= ties.all) return {least_candidate(key), kept};
     if (ties.before < needed && needed <= ties.before + mine) {
       shared.answer = threadIdx.x;
-      sums.listed()[0] = needed - ties.before - 1;
+      shared.above = needed - ties.before - 1;
     }
     __syncthreads();
-    const u32 last = find_in_part(PartReader<FORMAT>{sums.logits}, sums.part_of(shared.answer), sums.listed()[0],
+    const u32 last = find_in_part(Reader{sums.logits}, sums.part_of(shared.answer), shared.above,
                                   [&](float x, u32) { return u64(order_key(x) == key); });
-    return {make_candidate(key, last), u32(needed)};
+    return {make_candidate(key, last), kept};
   }
 
   // Draws from the pieces, given the border and of each piece the sum of what is kept.
   __device__ __forceinline__ void draw_from_pieces(Border border) const {
-    const u64 total = sums.sum_of_block(sums.weights()[threadIdx.x]).all;
-    const u64 above = sums.sum_of_block(sums.above(threadIdx.x)).all;
-    if (threadIdx.x == 0) write_kept(p, row, above + border.kept, total, m * temperature.inverse);
+    const auto sum = sums.sum_of_block(sums.weights()[threadIdx.x]);
+    const u64 total = sum.all;
+    u64* const before = sums.listed();  // [kPieces]
+    before[threadIdx.x] = sum.before;
+    if (p.kept_counts) {
+      const u32 kept = sums.sum_of_block(sums.above(threadIdx.x) + border.kept);
+      if (threadIdx.x == 0) write_kept(p, row, kept, total, m * temperature.inverse);
+    }
+    __syncthreads();
 #pragma unroll 1
     for (u32 sample = threadIdx.x / kWarpSize; sample < p.num_samples; sample += kWarps) {
       const u64 aim = aim_of(p, row, sample, total);
-      const Place place = find_in(sums.weights(), kPieces, aim);
+      // The last piece that begins at the aim or before it: first of every 16th, then of the 16 from there on.
+      constexpr u32 kStep = kPieces / kWarpSize;
+      static_assert(kStep <= kWarpSize);
+      const u32 first = (__popc(__ballot_sync(kAllLanes, before[lane_id() * kStep] <= aim)) - 1) * kStep;
+      const u32 piece =
+          first + __popc(__ballot_sync(kAllLanes, lane_id() < kStep && before[first + lane_id() % kStep] <= aim)) - 1;
       const u32 token = find_in_part(
-          PartReader<FORMAT>{sums.logits}, sums.part_of(place.index), aim - place.before,
+          Reader{sums.logits}, sums.part_of(piece), aim - before[piece],
           [&](float x, u32 i) { return make_candidate(order_key(x), i) >= border.least ? weights()(x) : 0; });
       if (lane_id() == 0) write(sample, token, total);
     }
@@ -267,51 +286,64 @@ struct RowSampler {
       write_best(p, row, u32(__ldg(p.list_indices + i64(row) * p.length)), of_best, m_of_zero);
       return;
     }
-    const Filters filters = this->filters();
+    if (threadIdx.x == 0) shared.filters = this->filters();
+    __syncthreads();
+    const Filters& filters = shared.filters;
     // What is kept is above the range, and perhaps a part of the range.
     u32 least_key = Keys::kLeastFinite;
-    Narrowed found = {{least_key, least_key - 1}, 0};
-    Wanted wanted = {0, 0, false, {weights(), false}};
-    if (!filters.keep_all()) {
-      const bool is_of_all = filters.has_top_p() && !filters.k;
-      if (is_of_all && temperature.scale == kLog2E) {
-        // softmax_topk has the sum.
-        wanted = wanted_of(filters.top_p, u64(__ldg(p.list_state + p.rows + row) * p.one), true);
-      } else if (is_of_all) {
-        found = count_for_top_p(filters.top_p, least_key, wanted);
+    Narrowed found = {{least_key, Keys::of(m)}, sums.kUnknown};
+    want({0, 0, false, false});
+    if (filters.keep_all()) {
+      found.range.high = least_key - 1;
+    } else {
+      const bool is_of_all = filters.has_top_p() && !filters.k, has_sum = temperature.scale == kLog2E;
+      if (is_of_all && has_sum) want_top_p_of(u64(d() * p.one), true);
+#pragma unroll 1
+      for (u32 step = is_of_all && !has_sum ? kSum : kList; step <= kBorder; ++step) {
+        if (step == kList) {
+          const List list{shared.list, p.length, p.V};
+          __syncthreads();
+          list.template load<FORMAT>(p, row, weights());
+          __syncthreads();
+          const u32 kept = in_first_warp([&] { return list.kept(filters, shared.wanted.total); });
+          if (kept) {
+            if (is_first)
+              list.draw(p, row, kept, m * temperature.inverse,
+                        [&](u32 sample, u32 token, u64 total) { write(sample, token, total); });
+            sums.leave();
+            return;
+          }
+          if (filters.k && filters.k <= p.length)
+            found.range.low = least_key = shared.list.key[filters.k - 1] / FORMAT::kLowestKeyBit;
+          // Where nearly all is kept, the rest must be known better than a sum of floats.
+          if (shared.wanted.is_float && filters.top_p > 1.0 - 0x1p-8) want({0, 0, false, false});
+          continue;
+        }
+        if (step == kKth) {
+          if (filters.k <= p.length) continue;
+          want({filters.k, 0, false, true});
+        }
+        if (step == kBorder && !filters.has_top_p()) continue;
+        found = search(found, step == kBorder ? kMostListed : step == kKth ? 0 : sums.kUnknown - 1);
+        if (step == kKth) {
+          least_key = found.range.low;
+          found = {{least_key, Keys::of(m)}, sums.kUnknown};
+          want({0, 0, false, false});
+        }
       }
-      const List list{shared.list, p.length, p.V};
-      __syncthreads();
-      list.template load<FORMAT>(p, row, weights());
-      __syncthreads();
-      const u32 kept = in_first_warp([&] { return list.kept(filters, wanted.total); });
-      if (kept) {
-        if (is_first)
-          list.draw(p, row, kept, m * temperature.inverse,
-                    [&](u32 sample, u32 token, u64 total) { write(sample, token, total); });
-        sums.leave();
-        return;
-      }
-      if (filters.k) {
-        least_key = filters.k <= p.length ? shared.list.key[filters.k - 1] / FORMAT::kLowestKeyBit : kth_key(filters.k);
-        found.range = {least_key, least_key - 1};
-      }
-      if (filters.has_top_p()) {
-        if (filters.k || temperature.scale == kLog2E) found = count_for_top_p(filters.top_p, least_key, wanted);
-        found = narrowed_to(found, wanted, kMostListed);
-      }
+      if (!filters.has_top_p()) found.range = {least_key, least_key - 1};
       if (filters.has_min_p()) least_key = max(least_key, key_of_min_p(filters.least_weight));
     }
-    KeyRange range = found.range;
-    if (least_key > range.high) range = {least_key, least_key - 1};
+    KeyRange range = {max(found.range.low, least_key), found.range.high};
+    if (range.low > range.high) range = {least_key, least_key - 1};
     const bool lists = range.low < range.high;
     if (!sums.sum_pieces(range, lists, weights())) return;
     const u64 above = sums.sum_of_block(sums.weights()[threadIdx.x]).all;
-    const u64 least = least_candidate(Keys::whole(least_key));
+    const u64 least = least_candidate(Keys::whole(range.low));
     const u32 greatest_key = Keys::whole(range.high);
     draw_from_pieces(range.low > range.high ? Border{least, 0}
-                     : lists                ? border_of_listed(above, wanted.aim, least, greatest_key)
-                                            : border_of_equal(above, wanted.aim, greatest_key));
+                     : lists                ? border_of_listed(above, shared.wanted.aim, least, greatest_key)
+                                            : border_of_equal(above, shared.wanted.aim, greatest_key));
   }
 };
 

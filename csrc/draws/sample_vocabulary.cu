@@ -11,6 +11,8 @@
 
 namespace fused_topk::sampling {
 
+constexpr u32 kSummingThreads = 256;  // of a block
+constexpr u32 kSummingWarps = kSummingThreads / kWarpSize;
 constexpr u32 kMostParts = 1024;  // of a row
 
 // m of a part, its d at temperature 1, and at the row's, and how many of its logits are not -inf, where that is asked for.
@@ -75,14 +77,14 @@ struct VocabularyShared {
   float tempered[kMostParts];
   float finite[kMostParts];
   u64 weights[kMostParts];
-  float maximum_of_warp[kWarps];
-  u64 own_of_warp[kWarps];
+  float maximum_of_warp[kSummingWarps];
+  u64 own_of_warp[kSummingWarps];
   u32 answer;
 };
 
 // Grid: (rows, blocks_per_row).
 template <class FORMAT>
-__global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kDraws, kThreads))
+__global__ void __launch_bounds__(kSummingThreads, tuned_blocks(tuning::kDraws, kSummingThreads))
     sample_vocabulary_kernel(const __grid_constant__ SampleRows p) {
   __shared__ VocabularyShared shared;
   const u32 row = blockIdx.x, warp = threadIdx.x / kWarpSize;
@@ -94,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kDraws, kThread
   const bool shares_row = p.blocks_per_row > 1;
 
 #pragma unroll 1
-  for (u32 part = warp * p.blocks_per_row + blockIdx.y; part < parts; part += p.blocks_per_row * kWarps) {
+  for (u32 part = warp * p.blocks_per_row + blockIdx.y; part < parts; part += p.blocks_per_row * kSummingWarps) {
     PartState state = sum_part(reader, part_of(p, logits.V, part), temperature.scale);
     if (p.kept_counts) state.finite = float(finite_of(reader, part_of(p, logits.V, part)));
     if (lane_id() == 0 && shares_row) {
@@ -115,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kDraws, kThread
 
   float m = -FUSED_TOPK_INFINITY;
 #pragma unroll 1
-  for (u32 part = threadIdx.x; part < parts; part += kThreads) {
+  for (u32 part = threadIdx.x; part < parts; part += kSummingThreads) {
     if (shares_row) {
       const float4 state = load_from_other_block(reinterpret_cast<const float4*>(left + part));
       shared.maxima[part] = state.x;
@@ -128,13 +130,13 @@ __global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kDraws, kThread
   m = warp_max(m);
   if (lane_id() == 0) shared.maximum_of_warp[warp] = m;
   __syncthreads();
-  m = warp_max(shared.maximum_of_warp[lane_id() % kWarps]);
+  m = warp_max(shared.maximum_of_warp[lane_id() % kSummingWarps]);
   const bool has_distribution = is_finite(m);
   const Weights weight{m, temperature.scale, p.one}, own_weight{m, kLog2E, p.one};
 
   u64 own = 0;
 #pragma unroll 1
-  for (u32 part = threadIdx.x; has_distribution && part < parts; part += kThreads) {
+  for (u32 part = threadIdx.x; has_distribution && part < parts; part += kSummingThreads) {
     const float x = shared.maxima[part];
     // A part of -inf alone has d = 0.
     shared.weights[part] = u64(shared.tempered[part] * exp2_approx((x - m) * weight.scale) * p.one);
@@ -143,7 +145,7 @@ __global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kDraws, kThread
   own = warp_sum(own);
   if (lane_id() == 0) shared.own_of_warp[warp] = own;
   __syncthreads();
-  const float log_d = log_of_sum(p, warp_sum(lane_id() < kWarps ? shared.own_of_warp[lane_id()] : 0ull));
+  const float log_d = log_of_sum(p, warp_sum(lane_id() < kSummingWarps ? shared.own_of_warp[lane_id()] : 0ull));
 
   if (!has_distribution || temperature.is_greedy) {
     if (warp == 0) {
@@ -178,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kDraws, kThread
   finite = warp_sum(finite);
   if (threadIdx.x == 0) write_kept(p, row, finite, total, m * temperature.inverse);
 #pragma unroll 1
-  for (u32 sample = warp; sample < p.num_samples; sample += kWarps) {
+  for (u32 sample = warp; sample < p.num_samples; sample += kSummingWarps) {
     const u64 aim = aim_of(p, row, sample, total);
     const Place place = find_in(shared.weights, parts, aim);
     const double rest = double(aim - place.before) / double(shared.weights[place.index]);

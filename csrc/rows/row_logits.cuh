@@ -28,10 +28,10 @@ struct RowLogits {
 
 // Reads a row with a warp, kElements tokens at a time, 16 bytes a lane, at any start address. Element e of a lane's vector u is token
 // first + (u * 32 + lane) * kPerVector + e.
-template <class FORMAT>
+template <class FORMAT, u32 VECTORS = 4>
 struct PartReader {
   static constexpr u32 kPerVector = FORMAT::kPerVector;
-  static constexpr u32 kVectors = 4;
+  static constexpr u32 kVectors = VECTORS;
   static constexpr u32 kElements = kVectors * kPerVector * kWarpSize;
 
   const RowLogits<FORMAT>& row;

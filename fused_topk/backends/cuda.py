@@ -307,7 +307,7 @@ def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
             filled.kept_counts, filled.kept_logsumexp = map(address, out.kept)
         argument = _with_rows(filled, _write_sample_rows, given)
         function = driver.function(index, kernel)
-        threads = launch.SAMPLE_THREADS
+        threads = launch.SUMMING_THREADS if is_whole else launch.SEARCHING_THREADS
         driver.call(function, (rows, blocks), threads, (argument,), index, is_cooperative=is_cooperative)
 
     return run

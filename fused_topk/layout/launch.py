@@ -198,7 +198,7 @@ def gradient_kernel(dtype: torch.dtype) -> str:
 
 # csrc/draws/sample_vocabulary.cu and csrc/draws/sample_rows.cu
 
-SAMPLE_THREADS = 256
+SUMMING_THREADS, SEARCHING_THREADS = 256, 512
 """kThreads of csrc/draws/sample_request.cuh."""
 LONGEST_LIST = 1024
 """kLongestList of csrc/draws/sample_list.cuh."""
@@ -208,13 +208,13 @@ _LISTED = 128
 # Besides an eighth of k, for tokens that tie with the k-th. A guess.
 _ROOM_FOR_TIES = 16
 _MOST_UNIT_BITS, _SUM_BITS = 44, 62
-_WARPS = SAMPLE_THREADS // 32
+_WARPS = SUMMING_THREADS // 32
 # kMostParts of csrc/draws/sample_vocabulary.cu, and the least tokens of a part: one read of a warp.
 _MOST_PARTS, _LEAST_PART_LOG2 = 1024, 10
 _PART_WORDS = 2  # of PartState, in int64
 # Scratch and BlockScratch of csrc/draws/sample_row_sums.cuh, in int64, and the counters of a row.
-_ROW_WORDS, _BLOCK_WORDS = 20480 // 8, 32784 // 8
-_COUNTERS = 4
+_ROW_WORDS, _BLOCK_WORDS = 8192 // 8, 28720 // 8
+_COUNTERS = 3
 # Blocks of a row, and tokens of the row for each of them. Every block reads what the others have counted. A guess.
 _MOST_SEARCHING, _TOKENS_OF_SEARCHING = 16, 4096
 # On a multiprocessor: what __launch_bounds__ of the kernel promises.
