@@ -288,7 +288,9 @@ def row_of(kind: type) -> Row:
         is_equal = all(torch.equal(one, other) for one, other in zip(stock, found, strict=True))
         if new:
             return Row(kind.__name__, reads, f"old path: {new[0]}", str(is_equal))
-        form = rows.decoder_of(entry.ready_for(model).twin).__name__
+        # Of a part, where it writes the text.
+        ready = next(each for part in model.modules() if (each := entry._ready.get(part)) is not None)
+        form = rows.decoder_of(ready.twin).__name__
         way = "a row for each beam" if form == "RowDecoder" else "shared prompt"
         return Row(kind.__name__, reads, way, str(is_equal))
     except _TooLong:

@@ -216,6 +216,9 @@ def assert_same_cache(stock, given, atol: float = 2e-5) -> None:
         for name in ("keys", "values"):
             if isinstance(getattr(one, name, None), Tensor):
                 torch.testing.assert_close(getattr(other, name), getattr(one, name), rtol=1e-4, atol=10 * atol)
+        for name in ("conv_states", "recurrent_states"):
+            # By the number of the state, which may be None.
+            torch.testing.assert_close(getattr(other, name, None), getattr(one, name, None), rtol=1e-4, atol=10 * atol)
 
 
 def assert_fused(model, inputs=None, **options) -> None:

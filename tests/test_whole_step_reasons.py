@@ -181,3 +181,42 @@ def test_another_default_dtype(num_beams, default_dtype):
         options = options if num_beams > 1 else {}
         inputs = inputs_for(family(name), batch=3, padding=2)
         assert_whole(family(name), inputs, num_beams=num_beams, max_new_tokens=10, **options)
+
+
+def of_a_class_of_transformers(model, generate):
+    """The model, of a class that is written as those of transformers are."""
+    generate.__module__ = "transformers.models.of_a_test"
+    return of_another_class(model, generate=generate)
+
+
+def test_a_generate_that_hands_on_to_the_one_above(model):
+    class Above(transformers.LlamaForCausalLM):
+        def generate(self, *args, **kwargs):
+            kwargs.pop("input_features", None)
+            return super().generate(*args, **kwargs)
+
+    Above.generate.__module__ = "transformers.models.of_a_test"
+    model.__class__ = Above
+    assert_whole(model, **BEAMS, input_features=None)
+
+
+def test_a_generate_that_hands_nothing_on_never_gets_a_loop(model):
+    def own(self, inputs=None, **kwargs):
+        if "custom_generate" in kwargs:
+            raise ValueError("custom_generate are not used by the model")
+        return transformers.LlamaForCausalLM.generate(self, inputs, **kwargs)
+
+    assert_declined(of_a_class_of_transformers(model, own), "generate() of Own", **BEAMS)
+
+
+def test_a_generate_that_calls_that_of_a_part(model):
+    # As models that read images do.
+    class OfParts(transformers.LlamaForCausalLM):
+        def generate(self, **kwargs):
+            return self.part.generate(**kwargs)
+
+    whole_model = OfParts(model.config).eval()
+    whole_model.part = model
+    # What the part's call says is all that is counted.
+    assert_whole(whole_model, **BEAMS)
+    assert_declined(whole_model, "output_attentions", **BEAMS, output_attentions=True)

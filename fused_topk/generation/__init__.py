@@ -47,6 +47,8 @@ Beside public API (forward hooks, generate, get_compiled_call) these private nam
     to know which attention a whole step stands for
 `_update_model_kwargs_for_generation`, `_unflatten_beam_dim`, `_get_top_k_continuations`
     methods that see the logits, the scores or the cache: to notice a model that has its own
+`_supports_default_dynamic_cache` of a model, before transformers has caches with states
+    to notice one whose result has a cache of the model's own
 `tp_forward` of a tensor-parallel model's modules, and `_local_tensor` of DTensor
     its closure says which part a process has of a module; without it, or with another one, there are no whole steps of the model
 

@@ -37,6 +37,7 @@ class Call:
 
     has_begun: whether its loop runs. A call that has not begun and is asked for again is the same: a method of ours stands in
         front of another one.
+    has_parts: whether parts of the model have run calls of their own in it.
     topk: the record of its steps, for the user.
     """
 
@@ -44,6 +45,7 @@ class Call:
         self.model = model
         self.has_begun = False
         self.is_open = True
+        self.has_parts = False
         self.topk: list[TopK] = []
 
     def begin(self, config: GenerationConfig, processors: LogitsProcessorList) -> LogitsProcessorList:

@@ -165,7 +165,7 @@ def _generate(module: Any, original: Callable[..., Any], *args: Any, **kwargs: A
         if streamer is not None:
             given["streamer"] = streamer
         if loop is not None:
-            decline_for(of_arguments(original, args, kwargs))
+            decline_for(of_arguments(module, original, args, kwargs))
             given = with_stop_strings(module, args, given)
             given["custom_generate"] = loop
             if "encoder_outputs" in given:

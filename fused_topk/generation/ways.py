@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..problem import TopK
-from .calls import Call, running
+from .calls import Call, running, running_call
 from .interception.session import Session
 from .request import Options
 from .statistics import count_not_whole
@@ -41,18 +41,27 @@ def run_call(
         is_cache_given: whether the user has a cache that is to hold what the call reads.
         reason: why no step of transformers' loop can be fused; None as far as is known.
     """
+    outer = running_call()
+    if outer is not None and outer.model is not model and any(each is model for each in outer.model.modules()):
+        outer.has_parts = True
+    not_whole = None
     if options.whole_step is not False:
         once = None if streamer is None else Once(streamer)
         try:
             return _in_whole_steps(model, options, run, once, asked, is_cache_given), []
         except Declined as declined:
-            count_not_whole(str(declined), options.whole_step)
+            not_whole = str(declined)
         if once is not None:
             once.restart()
             streamer = once
     session = Session(model, options, reason)
-    with running(session):
-        return run(session, None, streamer), session.topk
+    try:
+        with running(session):
+            return run(session, None, streamer), session.topk
+    finally:
+        # A model whose generate() calls that of a part of it writes no text by itself: the part's calls are counted.
+        if not_whole is not None and not session.has_parts:
+            count_not_whole(not_whole, options.whole_step)
 
 
 def _in_whole_steps(

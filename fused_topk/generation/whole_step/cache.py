@@ -6,6 +6,9 @@ A layer has one tensor of keys and one of values, [batch, heads, prompt + room *
 are a beam's past is told by the mask (:mod:`ancestry`). Where there is no place left, what is written moves to larger tensors.
 
 Keys of what an encoder has read belong to the sequence, too: [batch, heads, length of the source, dim].
+
+Some layers have a state in the place of keys, as of a convolution or a recurrence. It is replaced with each token. So these are layers
+of transformers, with a row for each beam, and are reordered at every step.
 """
 
 from __future__ import annotations
@@ -14,9 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from ...tracing import is_traced_by_dynamo
+
+# A layer that has a state in the place of keys. In older versions models make caches of their own for that.
+STATE_LAYER = getattr(cache_utils, "LinearAttentionLayer", None)
+# What configurations call layers that have keys alone.
+WITH_KEYS = frozenset({"full_attention", "sliding_attention"})
 
 
 class Length:
@@ -273,9 +282,22 @@ class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._length
 
 
-def shared_prompt_cache(num_layers: int, places: Places, source: int | None) -> Any:
-    """Args: source: places for what an encoder has read; None for a model without."""
-    cache = Cache(layers=[SharedPromptLayer(places) for _ in range(num_layers)])
+def state_layers(config: Any) -> dict[int, Any]:
+    """Those layers of a new cache of transformers that have a state in the place of keys, by number."""
+    config = config.get_text_config(decoder=True)
+    # It takes 10 us a layer to make a cache.
+    if set(getattr(config, "layer_types", None) or ()) <= WITH_KEYS:
+        return {}
+    layers: list[Any] = DynamicCache(config=config).layers
+    return {number: layer for number, layer in enumerate(layers) if type(layer) is STATE_LAYER}
+
+
+def shared_prompt_cache(num_layers: int, places: Places, source: int | None, states: dict[int, Any]) -> Any:
+    """Args:
+    source: places for what an encoder has read; None for a model without.
+    states: the layers that have a state.
+    """
+    cache = Cache(layers=[states.get(number, SharedPromptLayer(places)) for number in range(num_layers)])
     if source is None:
         return cache
     return EncoderDecoderCache(cache, Cache(layers=[SourceLayer(source) for _ in range(num_layers)]))

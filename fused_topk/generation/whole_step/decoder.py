@@ -14,7 +14,7 @@ from transformers.modeling_outputs import MoEModelOutput
 
 from .ancestry import Mask, gathers
 from .attention import AttentionCall, watched
-from .cache import Length, Places, SharedPromptLayer, shared_prompt_cache
+from .cache import Length, Places, SharedPromptLayer, shared_prompt_cache, state_layers
 
 # The names of methods' arguments, by function. inspect takes 0.1 ms for each, several times a call.
 _arguments: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
@@ -51,6 +51,14 @@ class Prompt(NamedTuple):
         return tuple(self.positions.shape[:-2])
 
 
+class _Bytes(NamedTuple):
+    """What a call holds."""
+
+    place: int  # of a place, in all layers
+    largest: int  # of a place, in the largest of the tensors of keys and of values
+    logits: int  # in float32
+
+
 class Decoder:
     """Reads prompts, then a token a beam. There is no room for these at first: see :meth:`open`.
 
@@ -85,12 +93,17 @@ class Decoder:
         self._is_kept = is_kept
         self._is_text = torch.zeros(batch, prompt, dtype=torch.bool, device=device)
         self._places = self._made_places(self._is_text)
+        self._states = state_layers(twin.config)
         self._cache = self._made_cache(source)
+        self._of_text: list[Any] = (self._cache if source is None else self._cache.self_attention_cache).layers
+        # What keeps the text, but for layers with a state.
+        self._layers = [layer for layer in self._of_text if isinstance(layer, SharedPromptLayer)]
         self._last_positions = torch.zeros(batch * beams, 1, dtype=torch.int64, device=device)
         self._source = None if source is None else torch.zeros(batch, source, dtype=torch.int64, device=device)
         # Of the encoder's output a step needs no more than the shape, and its mask.
         self._of_source: dict[str, Any] = {}
         self.gathers = False
+        self._bytes: _Bytes | None = None
         self._mask: Mask | None = None
         self.calls: list[AttentionCall] = []
 
@@ -98,19 +111,12 @@ class Decoder:
         return Places(is_text, self._beams)
 
     def _made_cache(self, source: int | None) -> Any:
-        return shared_prompt_cache(num_layers(self._twin.config), self._places, source)
+        return shared_prompt_cache(num_layers(self._twin.config), self._places, source, self._states)
 
     @property
     def num_bytes(self) -> int:
         """The bytes of the cache."""
         return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in self._all_layers)
-
-    @property
-    def _layers(self) -> list[SharedPromptLayer]:
-        """What keeps the text."""
-        cache = self._cache if self._source is None else self._cache.self_attention_cache
-        layers: list[SharedPromptLayer] = cache.layers
-        return layers
 
     @property
     def _all_layers(self) -> list[Any]:
@@ -150,7 +156,8 @@ class Decoder:
             places.capacity = room
             for layer in self._layers:
                 layer.move(used)
-        for layer in self._layers:
+        # Where nothing is kept, attention looks at no place before it is written.
+        for layer in self._layers if self._is_kept else ():
             layer.clear(used, places.up_to(room))
         places.room = room
         self.gathers = gathers(places.prompt, self._beams, room)
@@ -163,13 +170,17 @@ class Decoder:
         while it reads the prompt, queries and hidden states, and keys and values of a layer a second time.
         """
         places, beams = self._places, self._beams
-        kept = [each for layer in self._layers if layer.is_initialized for each in (layer.keys, layer.values)]
-        # In bytes. What moves to larger tensors is there twice, in both loops.
-        moved = max(each.nbytes for each in kept)
-        place = sum(each.nbytes for each in kept) // places.up_to(places.capacity)
+        if self._bytes is None:
+            layers = [layer for layer in self._layers if layer.is_initialized]
+            of_place = [each.nbytes // each.shape[2] for layer in layers for each in (layer.keys, layer.values)]
+            of_logits = 4 * len(self._is_text) * beams * vocab_size_of(self._twin.config)
+            self._bytes = _Bytes(sum(of_place), max(of_place), of_logits)
+        place = self._bytes.place
+        # What moves to larger tensors is there twice, in both loops.
+        moved = self._bytes.largest * places.up_to(places.capacity)
         of_prompts = (beams - 1) * places.prompt * place
-        of_logits = 4 * len(self._is_text) * beams * vocab_size_of(self._twin.config) - moved
-        of_reading = 4 * beams * places.prompt * moved // places.up_to(places.capacity)
+        of_logits = self._bytes.logits - moved
+        of_reading = 4 * beams * places.prompt * self._bytes.largest
         of_reading -= moved + beams * (places.room + 1) * place
         return (of_prompts + max(0, of_logits, of_reading)) // (beams * place)
 
@@ -205,6 +216,8 @@ class Decoder:
                     **prompt.extra,
                 )
         places.is_reading_prompt = False
+        if self._states and self._beams > 1 and prompt.inputs is None:
+            self._reorder_states(torch.arange(len(logits), device=logits.device).repeat_interleave(self._beams))
         self.calls = calls
         # A model of whose attention nothing is heard is not served: see :mod:`trial`.
         if self._mask is None and calls:
@@ -253,6 +266,8 @@ class Decoder:
     def read_by(self, twin: Any, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
         """The same of what stands for the twin."""
         assert self._mask is not None
+        if parents is not None:
+            self._follow(parents, step)
         gathered = self._mask.written(parents, step, shown) if self.gathers and parents is not None else None
         self._places.begin_step(step, shown, gathered)
         extra = dict(self._of_source)
@@ -267,6 +282,27 @@ class Decoder:
             mask = self._mask(parents, step, shown, gathered is not None)
         return self._forward(twin, tokens.reshape(-1, 1), mask, self._last_positions + (step + 1), **extra)
 
+    def states(self, new: int, parents: Tensor | None) -> Iterator[tuple[int, Any]]:
+        """The number of each layer that has a state, with the layer, a row for each beam that went on. No step may follow.
+
+        Args: see :meth:`rows`.
+        """
+        if parents is not None:
+            self._follow(parents, torch.full((1,), new, device=parents.device))
+        yield from self._states.items()
+
+    def _follow(self, parents: Tensor, step: Tensor) -> None:
+        """Gives each beam the states of the one that its token of this step goes on from."""
+        if self._states:
+            batch = torch.arange(len(parents), device=step.device)[:, None]
+            # After the end of a search there is no parent. Any does.
+            before = parents.index_select(2, step).squeeze(2).clamp(min=0)
+            self._reorder_states((batch * self._beams + before).flatten())
+
+    def _reorder_states(self, rows: Tensor) -> None:
+        for layer in self._states.values():
+            layer.reorder_cache(rows)
+
     def rows(self, length: int, new: int, parents: Tensor | None) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         """The number of each layer, with keys and values [batch * beams, heads, length + new, dim] of each beam's past.
 
@@ -276,8 +312,8 @@ class Decoder:
             parents: see :class:`ancestry.Mask`.
         """
         past = None if parents is None else parents[:, :, 1 : new + 1]
-        for number, layer in enumerate(self._layers):
-            if layer.is_initialized:
+        for number, layer in enumerate(self._of_text):
+            if isinstance(layer, SharedPromptLayer) and layer.is_initialized:
                 yield number, layer.rows(self._places.prompt - length, new, past)
 
     def rows_of_source(self, prompt: Prompt) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:

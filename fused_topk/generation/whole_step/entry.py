@@ -20,6 +20,7 @@ from ..statistics import count_not_compiled
 from ..tensor_parallel import local_forms
 from . import attention, attribute, given_cache, parallel, prompts, reasons, trial
 from .beams import Rules
+from .cache import state_layers
 from .criteria import Criteria
 from .decoder import Decoder, has_table, num_positions, vocab_size_of
 from .kept import Way
@@ -110,7 +111,7 @@ def _made_ready(model: Any) -> Ready:
         reason = parallel.agreed(trial.reason_against_parts(stock, model), stock)
         if reason is not None:
             return _not_ready(reason, snapshot)
-    is_static, is_taken = True, False
+    is_taken = False
     try:
         twin = _twin_of(model, attention.name_for(text_config(model.config)._attn_implementation))
         is_taken = decoder_of(twin) is Decoder
@@ -122,6 +123,8 @@ def _made_ready(model: Any) -> Ready:
         reason = parallel.agreed(reason, stock)
         if reason is not None:
             return _not_ready(reason, snapshot)
+    # A state moves with each step. One that runs again, as those that are kept may, would move it twice.
+    is_static = not state_layers(model.config)
     if reason is not None:
         # In the other form.
         twin = _twin_of(model, None)
@@ -217,9 +220,15 @@ class Loop:
         if self._is_cache_given or generation_config.return_dict_in_generate:
             cache = given_cache.cache_of(inputs)
             if cache is None and inputs.get("use_cache"):
-                # transformers 5.0 leaves it to the model to make one.
+                # transformers 5.0 leaves it to the model to make one, which may be of a type of its own.
+                is_common = getattr(model, "_supports_default_dynamic_cache", lambda: True)()
+                decline_for(None if is_common else "a cache of the model's own")
                 cache = given_cache.new_for(model.config)
             decline_for(None if cache is None else given_cache.reason_against(cache, model.config))
+            # On a GPU steps may run after the end, which change states.
+            decline_for(
+                "the cache of a model with states" if input_ids.is_cuda and state_layers(model.config) else None
+            )
             search = search._replace(cache=cache)
         if self._whole_step is None and way is not None:
             # On a GPU one operation after another takes longer than transformers' loop.

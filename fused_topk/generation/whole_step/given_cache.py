@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
+from .cache import STATE_LAYER
 from .decoder import Decoder, Prompt
 from .reasons import Declined, decline_for
 
@@ -65,7 +66,14 @@ def reason_against(cache: Any, config: Any) -> str | None:
     for part in parts:
         if type(part) is not DynamicCache or getattr(part, "offloading", False):
             return f"a {type(part).__name__}"
+        states = [number for number, layer in enumerate(expected) if type(layer) is STATE_LAYER]
+        if states and (len(part.layers) <= states[-1] or is_used(part)):
+            return "a cache with states that is used, or not of the model"
         for number, layer in enumerate(part.layers):
+            if (type(layer) is STATE_LAYER) != (number in states):
+                return f"a cache with a {type(layer).__name__}"
+            if number in states and not getattr(layer, "record_past", False):
+                continue
             if type(layer) in (DynamicLayer, _NO_LAYER):
                 continue
             if type(layer) is not DynamicSlidingWindowLayer or getattr(layer, "record_past", False):
@@ -148,3 +156,5 @@ def fill(cache: Any, decoder: Decoder, prompt: Prompt, parents: Tensor | None, n
             cache.is_updated[number] = True
     for number, (keys, values) in decoder.rows(prompt.read.shape[1], new, parents):
         own.update(keys, values, number)
+    for number, layer in decoder.states(new, parents):
+        own.layers[number] = layer

@@ -109,7 +109,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
-def of_arguments(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+def of_arguments(
+    model: Any, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> str | None:
     """Why these arguments of generate() are not served; None if they are.
 
     Args:
@@ -119,7 +121,10 @@ def of_arguments(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     if len(args) > 2:
         return "generate() with three positional arguments or more"
     found = next((name for name in _ARGUMENTS if kwargs.get(name) is not None), None)
-    return found or (None if _takes_a_loop(generate) else "a generate() that takes no custom_generate")
+    if found is None and not _takes_a_loop(generate):
+        return "a generate() that takes no custom_generate"
+    is_known = _is_known(type(model).generate, "generate")
+    return found or (None if is_known else f"generate() of {type(model).__name__}")
 
 
 def _takes_a_loop(generate: Callable[..., Any]) -> bool:
@@ -183,8 +188,19 @@ def _is_known(found: Any, method: str) -> bool:
     of = str(getattr(found, "__module__", "transformers."))
     if method == "generate":
         # Who wraps it for all models calls it, and it runs our loop.
-        return found is GenerationMixin.generate or of.startswith(_KNOWN_METHODS)
+        is_handed_on = of.startswith("transformers.models.") and _calls_stock_generate(found)
+        return found is GenerationMixin.generate or is_handed_on or of.startswith(_KNOWN_METHODS)
     return (found is _STOCK_METHODS[method] and of.startswith("transformers.")) or of.startswith(_KNOWN_METHODS)
+
+
+def _calls_stock_generate(found: Any) -> bool:
+    """Whether a class's generate() prepares a call for that of the class above, and hands on what it does not know."""
+    function = inspect.unwrap(found)
+    code = getattr(function, "__code__", None)
+    if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
+        return False
+    # Python gives a method that says super() its class.
+    return "__class__" in code.co_freevars and "generate" in code.co_names
 
 
 def _of_modules(model: nn.Module) -> str | None:

@@ -62,5 +62,6 @@ def choose_tokens(texts: Texts, constants: TextConstants, chosen: Tensor, step: 
     """
     chosen = torch.where(texts.has_ended & (constants.padding >= 0), constants.padding, chosen)
     # Not torch.isin, which for many end tokens waits for the device.
-    has_ended = texts.has_ended | (chosen.unsqueeze(-1) == constants.ends).any(-1) | are_last
+    is_end = chosen == constants.ends if len(constants.ends) == 1 else (chosen[:, None] == constants.ends).any(-1)
+    has_ended = texts.has_ended | is_end | are_last
     return Texts(texts.tokens.index_copy(1, step, chosen[:, None]), has_ended, ~has_ended.all())

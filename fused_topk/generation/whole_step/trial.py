@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import MoEModelOutput
 
+from .cache import WITH_KEYS, state_layers
 from .decoder import Decoder, Prompt, Source, cache_argument, num_layers, positions_of, vocab_size_of
 from .given_cache import past_of
 from .head import Head, head_of
@@ -239,21 +240,25 @@ def _reason_of_rows(config: Any, name: str) -> str | None:
 
 
 def _reason_of_layers(config: Any, decoder: Decoder, name: str) -> str | None:
-    calls = decoder.calls
+    calls, states = decoder.calls, state_layers(config)
     # A layer of an encoder-decoder attends to the text, and to the source.
     expected = num_layers(config) * (2 if config.is_encoder_decoder else 1)
     config = config.get_text_config(decoder=True)
+    layers: list[Any] = DynamicCache(config=config).layers
+    kinds = getattr(config, "layer_types", None) or []
+    if states:
+        # Beside layers with a state there may be some without either, whose layer of the cache is never written.
+        expected = sum(isinstance(layer, DynamicLayer) for layer in layers)
+        kinds = [kind for kind, layer in zip(kinds, layers, strict=True) if isinstance(layer, DynamicLayer)]
     if len(calls) != expected or len({call.groups for call in calls}) > 1:
         return f"{name} has attention of its own, in some layers"
     windows = [call.window for call in calls if call.window is not None]
     if len(set(windows)) > 1:
         return f"{name} has windows of several sizes"
-    kinds = getattr(config, "layer_types", None) or []
-    if not set(kinds) <= {"full_attention", "sliding_attention"}:
+    if not set(kinds) <= WITH_KEYS:
         return f"{name} has layers of other kinds than full and sliding attention"
     # Texts are shorter here than any window: that it is a window can only be asked. Where attention does not say it, the
     # cache of generate() may still forget what lies before one.
-    layers: list[Any] = DynamicCache(config=config).layers
     forgetting = [layer.sliding_window for layer in layers if getattr(layer, "is_sliding", False)]
     number = kinds.count("sliding_attention") if kinds else len(forgetting)
     if number != len(windows) or set(forgetting) != set(windows):
