@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The numbers that each row has: a part of the argument of every kernel whose rows lie at one stride. The argument of the top-k
-// kernels (problem.cuh) has the same fields, with a stride for each. kernel_arguments.py of fused_topk/layout lists them once.
+// kernels (problem.cuh) has the same fields, with a stride for each. kernel_arguments.py of fused_topk/layout reads them from here.
 #pragma once
 
 #include "row.cuh"
