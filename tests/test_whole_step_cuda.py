@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from decoding import Recorder, assert_same_cache, inputs_for
 from fused_topk.generation import disable, fused_decoding, stats
@@ -215,6 +215,27 @@ def test_other_threads_use_the_device_while_a_step_is_captured(cuda):
         thread.join()
     steps = stats(reset=True)
     assert steps.captured == steps.whole > 0, steps.not_compiled
+
+
+def test_a_step_works_in_memory_of_its_own(cuda):
+    """torch.compile frees what cuBLAS works in where it captures for itself. Of that nothing may be a captured step's."""
+    torch.manual_seed(1)
+    config = LlamaConfig(vocab_size=8192, hidden_size=2048, intermediate_size=5632, num_hidden_layers=1)
+    model = LlamaForCausalLM(config).eval().to("cuda", torch.bfloat16)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    ids = torch.randint(3, 8192, (8, 64), device="cuda")
+    for _ in range(2):
+        with WAYS["captured"](model):
+            expected = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        others = [torch.full((32 << 20,), 7, dtype=torch.uint8, device="cuda") for _ in range(8)]
+        stats(reset=True)
+        with WAYS["captured"](model):
+            found = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)
+        assert stats(reset=True).captured > 0
+        assert torch.equal(found, expected) and all(bool((other == 7).all()) for other in others)
+        disable(model)
 
 
 def test_sampling_is_repeatable_and_captured(cuda):

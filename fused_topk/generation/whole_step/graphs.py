@@ -72,17 +72,33 @@ class Graph:
             torch.cuda.current_stream(device).wait_stream(stream)
             # The capture empties the cache, too. So the memory that it adds to the reserved is the graph's.
             torch.cuda.synchronize(device)
+            _clear_workspaces()
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved(device)
             self._graph = torch.cuda.CUDAGraph()
             pool = None if beside is None else beside._graph.pool()
-            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                # Lies in the graph's own memory, and is written anew by each replay.
-                self.output = run()
+            try:
+                with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    # Lies in the graph's own memory, and is written anew by each replay.
+                    self.output = run()
+            finally:
+                _clear_workspaces()
             self.num_bytes = max(0, torch.cuda.memory_reserved(device) - before)
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+def _clear_workspaces() -> None:
+    """Gives back what cuBLAS works in, on every stream. torch keeps one for each stream, and products take another where there is none.
+
+    Before a capture: its products take one in the graph's memory. One that there is already would be freed by whoever clears them
+    next, as torch.compile does where it captures for itself, and replays would write to it. After a capture: no other graph takes it.
+    """
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is None:
+        raise NotImplementedError("this torch cannot give back cuBLAS's workspaces, so no graph has one of its own")
+    clear()
 
 
 class EndFlag:
