@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logits processors of a generate() call as edits (:mod:`selection`).
+"""The logits processors of a generate() call as edits (`choice/edit.py`).
 
 A processor is taken only if its class is exactly one of the table `ADAPTERS`, runs the code it was published with, and
 has exactly the attributes known there, with values of the documented types: a subclass, a patched class, or a later
