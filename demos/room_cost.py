@@ -50,10 +50,12 @@ def main(
         options: dict[str, Any] = {"num_beams": beams, "do_sample": False}
         if beams > 1:
             options["stopping_criteria"] = StoppingCriteriaList([MaxLengthCriteria(prompt + written)])
-        else:
-            text = model.generate(**inputs, **options, max_new_tokens=written)[:, prompt:]
-            options["eos_token_id"] = text[:, -1].unique().tolist()
         for each in way:
+            if beams == 1:
+                # In 16 bits each way rounds otherwise, and so writes texts of its own.
+                with fused_decoding(model, whole_step=whole[each]):
+                    text = model.generate(**inputs, **{**options, "eos_token_id": None}, max_new_tokens=written)
+                options["eos_token_id"] = text[:, -1].unique().tolist()
             for allowed in room:
                 _tell(model, inputs, {**options, "max_new_tokens": allowed}, name, each, whole[each], rounds)
             disable(model)
