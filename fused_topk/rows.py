@@ -3,8 +3,9 @@
 
 One value, :class:`LogitRows`, travels from the check of the arguments to the kernels. The other half of a call, what is
 wanted, is a small class a family (:mod:`fused_topk.problem`). A field that is added here has its check in
-``check_rows()`` of row_arguments.py, its layout in :class:`RowsLayout` and its type in ``ROWS_SCHEMA``. Rows that are made of others
-have all fields of those. So a new field travels by itself, whatever the family does to its rows.
+``check_rows()`` of row_arguments.py, its layout in :class:`RowsLayout`, its type in ``ROWS_SCHEMA``, and its place in ``flat()``, ``layout()``
+and ``given()``. Rows that are made of others have all fields of those. So a field travels by itself outside of this file, but for what
+takes rows apart (``topk_launch.py`` and ``cpu.py``), whatever the family does to its rows.
 """
 
 from __future__ import annotations

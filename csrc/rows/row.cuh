@@ -62,7 +62,7 @@ struct RowMask {
   i64 stride;
   u32 kind;
 
-  // Bit e: token `first + e` is allowed, for e < COUNT (4 or 8). Tokens past V are not.
+  // Bit e: token `first + e` is allowed, for e < COUNT (1, 4 or 8). Tokens past V are not.
   template <u32 COUNT>
   __device__ __forceinline__ u32 allowed(u32 first, u32 V) const {
     if (first >= V) return 0;
