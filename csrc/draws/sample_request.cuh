@@ -133,27 +133,4 @@ __device__ __forceinline__ void write_best(const SampleRows& p, u32 row, u32 bes
 
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7FC00000u); }
 
-// Where a running sum passes an aim: the place, and the sum before it.
-struct Place {
-  u32 index;
-  u64 before;
-};
-
-// The first of `values` [count] in shared memory at which their running sum exceeds `aim`, which is below the total. All
-// 32 lanes of a warp call it.
-__device__ __forceinline__ Place find_in(const u64* values, u32 count, u64 aim) {
-  u64 before = 0;
-#pragma unroll 1
-  for (u32 first = 0;; first += kWarpSize) {
-    const u64 own = first + lane_id() < count ? values[first + lane_id()] : 0;
-    const u64 sums = before + warp_inclusive_sum(own);
-    const u32 beyond = __ballot_sync(kAllLanes, sums > aim);
-    if (beyond) {
-      const u32 lane = __ffs(beyond) - 1;
-      return {first + lane, __shfl_sync(kAllLanes, sums - own, lane)};
-    }
-    before = __shfl_sync(kAllLanes, sums, kWarpSize - 1);
-  }
-}
-
 }  // namespace fused_topk::sampling

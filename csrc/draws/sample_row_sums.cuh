@@ -98,9 +98,10 @@ template <class FORMAT>
 class RowSums {
  public:
   using Keys = FormatKeys<FORMAT>;
-  // One vector, and two of float32 where they are but summed: more do not fit the registers of 32 warps on a multiprocessor.
+  // One vector: more do not fit the registers of 32 warps on a multiprocessor, but for the two reads that a row mostly has, which count
+  // without a sum and sum without a count. They take two vectors of float32.
   using Reader = PartReader<FORMAT, 1>;
-  using SumReader = PartReader<FORMAT, 8 / FORMAT::kPerVector>;
+  using WideReader = PartReader<FORMAT, 8 / FORMAT::kPerVector>;
 
   const RowLogits<FORMAT> logits;
 
@@ -184,7 +185,7 @@ class RowSums {
       result.sum += x >= summed_from ? own : 0;
       if (HAS_KEYS) result.of_half += x >= middle ? own : 0;
     };
-    for_each_piece<PartReader<FORMAT, SUMS ? 1 : 8 / FORMAT::kPerVector>>(take, [](u32) {});
+    for_each_piece<PartReader<FORMAT, (SUMS ? Reader::kVectors : WideReader::kVectors)>>(take, [](u32) {});
     return result;
   }
 
@@ -267,7 +268,7 @@ class RowSums {
                                                                                                    : scratch().counts;
     u64 sum = 0;
     u32 above = 0, within = 0;
-    for_each_piece<SumReader>(
+    for_each_piece<WideReader>(
         [&](float x, u32 token) {
           const bool is_above = x >= end, is_within = x >= least && !is_above;
           sum += is_above ? weight(x) : 0;
@@ -343,8 +344,8 @@ class RowSums {
 
   // Whole reads of a warp.
   __device__ __forceinline__ u32 piece_length() const {
-    constexpr u32 kOfAll = kPieces * SumReader::kElements;
-    return (p_.V + kOfAll - 1) / kOfAll * SumReader::kElements;
+    constexpr u32 kOfAll = kPieces * WideReader::kElements;
+    return (p_.V + kOfAll - 1) / kOfAll * WideReader::kElements;
   }
 
   // Calls take(logit, token) for each token of this block's pieces, and done(piece) in each warp behind a piece. Every piece of
