@@ -202,9 +202,9 @@ _WARPS = SUMMING_THREADS // 32
 # kMostParts of csrc/draws/sample_vocabulary.cu, and the least tokens of a part: one read of a warp.
 _MOST_PARTS, _LEAST_PART_LOG2 = 1024, 10
 _PART_WORDS = 2  # of PartState, in int64
-# Scratch and BlockScratch of csrc/draws/sample_row_sums.cuh, in int64, and the counters of a row.
-_ROW_WORDS, _BLOCK_WORDS = 8192 // 8, 28720 // 8
-_COUNTERS = 3
+SEARCHING_ROW_BYTES, SEARCHING_BLOCK_BYTES = 8192, 28720
+"""Scratch and BlockScratch of csrc/draws/sample_row_sums.cuh."""
+_COUNTERS = 3  # of a row
 # Blocks of a row, and tokens of the row for each of them. Every block reads what the others have counted. A guess.
 _MOST_SEARCHING, _TOKENS_OF_SEARCHING = 16, 4096
 # On a multiprocessor: what __launch_bounds__ of the kernel promises.
@@ -262,7 +262,8 @@ def summing_scratch(rows: int, vocab_size: int, blocks: int) -> tuple[int, int]:
 
 def searching_scratch(rows: int, blocks: int) -> tuple[int, int]:
     """Scratch words and tickets of csrc/draws/sample_rows.cu."""
-    return (rows * (_ROW_WORDS + blocks * _BLOCK_WORDS), rows * _COUNTERS) if blocks > 1 else (0, 0)
+    words = (SEARCHING_ROW_BYTES + blocks * SEARCHING_BLOCK_BYTES) // 8
+    return (rows * words, rows * _COUNTERS) if blocks > 1 else (0, 0)
 
 
 def sample_unit(vocab_size: int) -> float:

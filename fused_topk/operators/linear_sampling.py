@@ -29,10 +29,8 @@ library.define(f"linear_sample({ROWS_SCHEMA}, Tensor weight, Tensor? bias, {samp
 # 150 bytes are there at once.
 _REFERENCE_LOGIT_BYTES = 96
 _REFERENCE_DRAW_BYTES = 192
-# What the CUDA backend has of a row beside its lists (layout/launch.py), which are there with a copy and scratch.
-_SEARCH_BYTES = 20 << 10
-# And of the blocks that share the rows: two a multiprocessor, of a GPU of up to 160.
-_BLOCK_BYTES = 320 * 32784
+# What the CUDA backend has of the blocks that share the rows: two a multiprocessor, of a GPU of up to 160.
+_BLOCK_BYTES = 320 * launch.SEARCHING_BLOCK_BYTES
 _INDEX_BYTES = 8
 _LISTS = 3
 # What a request has one a row of, beside its rows.
@@ -52,8 +50,8 @@ def draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: s
     itemsize = hidden.element_size()
     logit_bytes = itemsize + request.rows.hides()
     listed = max(min(vocab_size, launch.LONGEST_LIST), request.logprobs)
-    # A block's hidden states may be a copy.
-    row_bytes = _SEARCH_BYTES + _LISTS * listed * (itemsize + _INDEX_BYTES) + hidden.shape[-1] * itemsize
+    # What a search has of a row, and its lists, which are there with a copy and scratch. A block's hidden states may be a copy.
+    row_bytes = launch.SEARCHING_ROW_BYTES + _LISTS * listed * (itemsize + _INDEX_BYTES) + hidden.shape[-1] * itemsize
     if chosen is reference:
         logit_bytes += _REFERENCE_LOGIT_BYTES
         row_bytes += _REFERENCE_DRAW_BYTES * request.num_samples
