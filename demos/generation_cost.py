@@ -25,7 +25,14 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import transformers
 import typer
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, M2M100Config, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaConfig,
+    M2M100Config,
+    PretrainedConfig,
+    T5Config,
+)
 
 import fused_topk
 import whole_calls
@@ -43,6 +50,7 @@ NLLB_600M = M2M100Config(
     decoder_ffn_dim=4096,
     decoder_start_token_id=2,
 )
+T5_BASE = T5Config(d_model=768, d_ff=3072, num_layers=12, num_heads=12, vocab_size=32128, decoder_start_token_id=0)
 SMALL = LlamaConfig(
     vocab_size=32000,
     hidden_size=256,
@@ -74,6 +82,7 @@ CASES = {
     "llama-1b-8x4-prompt-2048": Case(RANDOM_SHAPES["llama-1b"], 8, 4, 128, 2048),
     "llama-1b-1x4-prompt-512": Case(RANDOM_SHAPES["llama-1b"], 1, 4, 64, 512),
     "nllb-600m-16x5": Case(NLLB_600M, 16, 5),
+    "t5-base-8x4-source-512": Case(T5_BASE, 8, 4, 64, 512),
     "qwen-0.5b-1x512-prompt-1024": Case(RANDOM_SHAPES["qwen2.5-0.5b"], 1, 512, 4, 1024, returns_all=True),
     "qwen-0.5b-1x128-prompt-1024": Case(RANDOM_SHAPES["qwen2.5-0.5b"], 1, 128, 4, 1024, returns_all=True),
     "qwen-0.5b-1x512": Case(RANDOM_SHAPES["qwen2.5-0.5b"], 1, 512, 16),
