@@ -395,9 +395,9 @@ def test_the_cache_grows_with_the_prompt_once_and_the_new_tokens_of_the_beams(mo
     from fused_topk.generation.whole_step import cache
 
     sizes = []
-    made = cache.SharedPromptLayer._empty
+    grown = cache.SharedPromptLayer._with
     monkeypatch.setattr(
-        cache.SharedPromptLayer, "_empty", lambda self, like: sizes.append((found := made(self, like)).shape) or found
+        cache.SharedPromptLayer, "_with", lambda *args: sizes.append((found := grown(*args)).shape) or found
     )
     inputs = inputs_for(model, batch=2, length=11)
     with whole(model):

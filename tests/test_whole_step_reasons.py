@@ -102,10 +102,10 @@ def test_a_generate_that_takes_only_what_it_knows(of, model):
         )
 
     if of == "class":
-        model = of_another_class(model, generate=generate)
+        model, reason = of_another_class(model, generate=generate), "generate() of Own"
     else:
-        model.generate = generate.__get__(model)
-    assert_declined(model, "a generate() that takes no custom_generate", **BEAMS)
+        model.generate, reason = generate.__get__(model), "a generate() that takes no custom_generate"
+    assert_declined(model, reason, **BEAMS)
 
 
 def test_a_method_that_is_patched_for_all_models(model, monkeypatch):

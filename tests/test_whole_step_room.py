@@ -130,9 +130,9 @@ def test_what_is_held_follows_what_is_written(way, monkeypatch):
     monkeypatch.setattr(room, "FIRST", 16)
     monkeypatch.setattr(room, "MORE", 16)
     held = []
-    empty = cache.SharedPromptLayer._empty
+    grown = cache.SharedPromptLayer._with
     monkeypatch.setattr(
-        cache.SharedPromptLayer, "_empty", lambda self, like: held.append(found := empty(self, like)) or found
+        cache.SharedPromptLayer, "_with", lambda *args: held.append((found := grown(*args)).shape[2]) or found
     )
     model, inputs = copy.deepcopy(family("Llama")), inputs_for(family("Llama"), 2, 16)
     prompt = model.generate(**inputs, num_beams=3, do_sample=False, max_new_tokens=2, eos_token_id=None)
@@ -145,7 +145,7 @@ def test_what_is_held_follows_what_is_written(way, monkeypatch):
     for most, ends, places in cases:
         held.clear()
         assert_whole(model, inputs, way=way, num_beams=3, max_new_tokens=most, eos_token_id=ends)
-        assert max(each.shape[2] for each in held) == 16 + 3 * places, prompt.shape
+        assert max(held) == 16 + 3 * places, prompt.shape
 
 
 @pytest.mark.exhaustive

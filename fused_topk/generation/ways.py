@@ -17,7 +17,7 @@ from .calls import Call, running, running_call
 from .interception.session import Session
 from .request import Options
 from .statistics import count_not_whole
-from .whole_step import Asked, Declined, Loop, Once, decline_for, known_reason, of_asked
+from .whole_step import Asked, Checked, Declined, Loop, Once, decline_for, of_asked
 
 # Runs what generate() does. It gets the call, the loop to run, and the streamer, if there is one. No loop: that of transformers.
 Run = Callable[[Call, "Loop | None", Any], Any]
@@ -70,8 +70,8 @@ def _in_whole_steps(
     if options.topk_per_step:
         raise Declined("topk_per_step")
     # A call that is declined later has been prepared in vain: an encoder has run.
-    is_default = options.whole_step is None
-    decline_for(of_asked(asked, options.sampling) or (known_reason(model) if is_default else None))
+    decline_for(of_asked(asked, options.sampling))
+    checked = Checked.of(model, options.whole_step is None)
     call = Call(model)
     with running(call):
-        return run(call, Loop(options.whole_step, options.sampling, streamer, is_cache_given), streamer)
+        return run(call, Loop(checked, options.whole_step, options.sampling, streamer, is_cache_given), streamer)

@@ -30,20 +30,20 @@ Sequences are those of transformers, with ties to the smaller index, and so is t
 """
 
 from .criteria import with_stop_strings
-from .entry import Loop, drop, known_reason, release
+from .entry import Checked, Loop, drop, release
 from .given_cache import cache_of
 from .reasons import Asked, Declined, decline_for, of_arguments, of_asked
 from .streaming import Once
 
 __all__ = [
     "Asked",
+    "Checked",
     "Declined",
     "Loop",
     "Once",
     "cache_of",
     "decline_for",
     "drop",
-    "known_reason",
     "of_arguments",
     "of_asked",
     "release",

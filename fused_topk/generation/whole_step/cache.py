@@ -54,11 +54,13 @@ class Places:
     Args:
         is_text: [batch, prompt]. A prompt is written to the last of its places.
         beams: rows for each sequence.
+        is_kept: whether steps write where the ones before did. Else each step writes behind the one before.
     """
 
-    def __init__(self, is_text: Tensor, beams: int) -> None:
+    def __init__(self, is_text: Tensor, beams: int, is_kept: bool) -> None:
         self._is_text = is_text
         self.beams = beams
+        self.is_kept = is_kept
         # How many new tokens of each can be written, and how many layers have places for: the others may hold anything.
         self.room = 0
         self.capacity = 0
@@ -67,8 +69,9 @@ class Places:
         self.num_past = 0
         self._of_step = torch.arange(beams, device=is_text.device) + is_text.shape[1]
         self.written = self._of_step
-        # Of how many new tokens attention looks at the places.
+        # Of how many new tokens attention looks at the places, and where these end.
         self.shown = 0
+        self.end = is_text.shape[1]
         # int64 [batch, beams, shown]: where each new token of a beam's past is among the beams; None where masks say it.
         self.gathered: Tensor | None = None
         self._length: Length | Tensor | None = None
@@ -108,6 +111,7 @@ class Places:
         self.gathered = gathered
         self.written = self._of_step + step * self.beams
         self.shown = shown
+        self.end = self.up_to(shown)
         if self._text_length is not None:
             length = self._text_length + step.squeeze(0)
             # torch.compile knows tensors only, and would make other code for each bound.
@@ -164,6 +168,10 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             # Of the rows of a sequence's beams, which are the same, one.
             rows = len(key_states) // places.batch
             of_keys, of_values = key_states[::rows], value_states[::rows]
+            if not places.is_kept and key_states.shape[2] == places.prompt:
+                self.keys, self.values = (_copy(each) for each in (of_keys, of_values))
+                self.is_initialized = True
+                return key_states, value_states
             if not places.num_past:
                 self.lazy_initialization(of_keys, of_values)
             begin = places.prompt - key_states.shape[2]
@@ -173,15 +181,31 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 return key_states, value_states
             begin -= places.num_past
             return self.keys[:, :, begin : places.prompt], self.values[:, :, begin : places.prompt]
-        for kept, written in ((self.keys, key_states), (self.values, value_states)):
-            if places.beams > 1:
-                _, heads, _, dim = written.shape
-                written = written.view(-1, places.beams, heads, dim).transpose(1, 2)
-            kept.index_copy_(2, places.written, written)
+        # One after the other: what there was goes.
+        self.keys = self._with(self.keys, key_states)
+        self.values = self._with(self.values, value_states)
         if places.gathered is not None:
             return self._gathered(self.keys, places.gathered), self._gathered(self.values, places.gathered)
-        shown = places.up_to(places.shown)
-        return self.keys[:, :, :shown], self.values[:, :, :shown]
+        keys, values = self.keys, self.values
+        if places.is_kept or keys.shape[2] > places.end:
+            keys, values = keys[:, :, : places.end], values[:, :, : places.end]
+        return keys, values
+
+    def _with(self, kept: Tensor, written: Tensor) -> Tensor:
+        """What is kept with a new token of each beam. Args: written: [batch * beams, heads, 1, dim]."""
+        places = self._places
+        if places.beams > 1:
+            _, heads, _, dim = written.shape
+            written = written.view(-1, places.beams, heads, dim).transpose(1, 2)
+        if places.is_kept or kept.shape[2] >= places.end:
+            return kept.index_copy_(2, places.written, written)
+        # As transformers' caches do, and as quick: the token comes behind all others.
+        parts = [kept, written]
+        spare = places.up_to(places.capacity) - places.end
+        if spare:
+            batch, heads, _, dim = kept.shape
+            parts.append(kept.new_empty(batch, heads, spare, dim))
+        return torch.cat(parts, 2)
 
     def _gathered(self, kept: Tensor, written: Tensor) -> Tensor:
         """[batch, heads, prompt + beams * new tokens, dim]: the new tokens of a beam are beside each other."""
@@ -280,6 +304,10 @@ class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_max_cache_shape(self) -> int:
         """The same, as transformers 4 and 5.0 call it."""
         return self._length
+
+
+def _copy(of: Tensor) -> Tensor:
+    return of.clone(memory_format=torch.contiguous_format)
 
 
 def state_layers(config: Any) -> dict[int, Any]:

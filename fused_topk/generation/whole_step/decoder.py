@@ -108,7 +108,7 @@ class Decoder:
         self.calls: list[AttentionCall] = []
 
     def _made_places(self, is_text: Tensor) -> Places:
-        return Places(is_text, self._beams)
+        return Places(is_text, self._beams, self._is_kept)
 
     def _made_cache(self, source: int | None) -> Any:
         return shared_prompt_cache(num_layers(self._twin.config), self._places, source, self._states)
@@ -154,7 +154,7 @@ class Decoder:
         used = places.up_to(min(room, places.room))
         if room > places.capacity:
             places.capacity = room
-            for layer in self._layers:
+            for layer in self._layers if self._is_kept else ():
                 layer.move(used)
         # Where nothing is kept, attention looks at no place before it is written.
         for layer in self._layers if self._is_kept else ():

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,19 +69,26 @@ def ready_for(model: Any) -> Ready:
     return ready
 
 
-def known_reason(model: Any) -> str | None:
-    """Why no call of the model is served, as far as is known without a trial; None where some may be."""
-    with _lock:
-        ready = _ready.get(model)
-        known = None if ready is None or not ready.of.is_of(model) else ready.reason or _of_default(ready)
-    return known or reasons.of_model(model) or reasons.of_default(model)
+class Checked(NamedTuple):
+    """A model of which some call may be served, as far as is known without a trial."""
 
+    model: Any
+    ready: Ready | None  # None where a trial comes first
 
-def _is_ready(model: Any) -> bool:
-    """Whether it is known without a trial."""
-    with _lock:
-        ready = _ready.get(model)
-        return ready is not None and ready.of.is_of(model)
+    @staticmethod
+    def of(model: Any, is_default: bool) -> Checked:
+        """Args: is_default: whether only steps that are quicker than transformers' loop will do.
+
+        Raises:
+            Declined: no call is.
+        """
+        with _lock:
+            ready = _ready.get(model)
+            ready = ready if ready is not None and ready.of.is_of(model) else None
+        if ready is not None:
+            decline_for(ready.reason or (_of_default(ready) if is_default else None))
+        decline_for(reasons.of_model(model) or (reasons.of_default(model) if is_default else None))
+        return Checked(model, ready)
 
 
 def _of_default(ready: Ready) -> str | None:
@@ -158,6 +165,7 @@ class Loop:
     """What generate() runs, through `custom_generate=`.
 
     Args:
+        checked: of the model whose generate() has been called.
         whole_step: how steps are to run: True, "compiled" or "eager". None: as is quicker than transformers' loop from the
             first call on, else not at all.
         is_sampling: whether calls that sample are to be served, too.
@@ -170,11 +178,13 @@ class Loop:
 
     def __init__(
         self,
+        checked: Checked,
         whole_step: bool | str | None,
         is_sampling: bool,
         streamer: Once | None = None,
         is_cache_given: bool = False,
     ) -> None:
+        self._checked = checked
         self._whole_step = whole_step
         self._is_sampling = is_sampling
         self._streamer = streamer
@@ -189,9 +199,11 @@ class Loop:
         generation_config: GenerationConfig,
         **inputs: Any,
     ) -> Any:
+        # That generate() may have called the one of a part of its model.
+        is_part = model is not self._checked.model
+        ready = Checked.of(model, self._whole_step is None).ready if is_part else self._checked.ready
         decline_for(
-            reasons.of_model(model)
-            or reasons.of_config(generation_config, self._is_sampling)
+            reasons.of_config(generation_config, self._is_sampling)
             or reasons.of_inputs(inputs, model.config.is_encoder_decoder)
             or (None if self._streamer is None else reasons.of_streaming(generation_config))
             or reasons.of_asked(Asked.by(generation_config), self._is_sampling)
@@ -207,11 +219,11 @@ class Loop:
         together = parallel.Together.of(model, functools.partial(drop, model))
         if together is not None:
             decline_for(parallel.reason_against(plan, criteria, inputs))
-            decline_for(reasons.of_default(model) if self._whole_step is None else None)
-            if not _is_ready(model):
+            if ready is None:
                 together.ask("a trial")
-        ready = ready_for(model)
-        decline_for(_of_default(ready) if self._whole_step is None else None)
+        if ready is None:
+            ready = ready_for(model)
+            decline_for(_of_default(ready) if self._whole_step is None else None)
         way = Way.on(input_ids.device, self._whole_step)
         if together is not None and way is not None and way.is_compiled:
             count_not_compiled("a tensor-parallel model")

@@ -164,7 +164,7 @@ def of_model(model: Any) -> str | None:
     missing = sorted(needed - arguments_of(model.forward))
     if missing:
         return f"{name} takes no {missing[0]}"
-    return _of_modules(model) or _of_weights(model) or _of_config(model.config)
+    return _of_modules(model) or _of_config(model.config)
 
 
 def of_default(model: Any) -> str | None:
@@ -206,6 +206,8 @@ def _calls_stock_generate(found: Any) -> bool:
 def _of_modules(model: nn.Module) -> str | None:
     if any(getattr(nn.modules.module, name, None) for name in _HOOKS_OF_ALL):
         return "a forward hook of all modules"
+    devices = set()
+    is_spread = sharded_head_of(model) is not None
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             return "a ScriptModule"
@@ -219,7 +221,16 @@ def _of_modules(model: nn.Module) -> str | None:
                 is_stock = str(getattr(hook, "__module__", "")).startswith("transformers.")
                 if not is_stock and hook is not after_forward:
                     return f"a forward hook of a {type(module).__name__}"
-    return None
+        for weight in state["_parameters"].values():
+            if weight is None:
+                continue
+            if type(weight) is not nn.Parameter and not (is_spread and hasattr(weight, "placements")):
+                return f"weights that are a {type(weight).__name__}"
+            devices.add(weight.device)
+    if len(devices) != 1:
+        return "weights on several devices" if devices else "no weights"
+    kind = next(iter(devices)).type
+    return None if kind in ("cpu", "cuda") else f"weights on {kind}"
 
 
 def _is_own(module: nn.Module, method: str) -> bool:
@@ -227,19 +238,6 @@ def _is_own(module: nn.Module, method: str) -> bool:
     found = vars(module)[method]
     of = getattr(found, "__self__", None), getattr(found, "__func__", None)
     return of[0] is module and of[1] is getattr(type(module), method, None)
-
-
-def _of_weights(model: nn.Module) -> str | None:
-    devices = set()
-    is_spread = sharded_head_of(model) is not None
-    for weight in model.parameters():
-        if type(weight) is not nn.Parameter and not (is_spread and hasattr(weight, "placements")):
-            return f"weights that are a {type(weight).__name__}"
-        devices.add(weight.device)
-    if len(devices) > 1:
-        return "weights on several devices"
-    kind = next(iter(devices)).type
-    return None if kind in ("cpu", "cuda") else f"weights on {kind}"
 
 
 def _of_config(config: Any) -> str | None:

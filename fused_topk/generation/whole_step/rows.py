@@ -66,7 +66,7 @@ class RowDecoder(Decoder):
     _places: RowPlaces
 
     def _made_places(self, is_text: Tensor) -> Places:
-        return RowPlaces(is_text, self._beams)
+        return RowPlaces(is_text, self._beams, self._is_kept)
 
     def _made_cache(self, source: int | None) -> Any:
         number = num_layers(self._twin.config)

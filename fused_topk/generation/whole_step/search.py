@@ -170,8 +170,8 @@ class Search(NamedTuple):
         size = step.open(room.at_first(most, True))
         state, constants = self._first(size, last + 1)
         logits = step.read_prompt(self.prompt)
-        ends_now = self.criteria.end_all(ids, length + 1)
-        state = self._chosen(state, constants, logits, ids, 0, ends_now)
+        place = _Place.of(0, self.criteria.end_all(ids, length + 1), ids.device)
+        state = self._chosen(state, constants, logits, ids, 0, place)
         step.begin(state, constants, last)
         flag = self._end_flag()
         walk = None if constraint is None else Walk(constraint, ids, rules.beams, logits.shape[-1])
@@ -211,6 +211,7 @@ class Search(NamedTuple):
         kept = KeptOutputs.asked_for(self.config)
         size = reader.open(room.at_first(most, way is not None))
         state, constants = self._first(size, rules.room)
+        held = size
         is_late, flag = self._is_late, self._end_flag()
         steps = torch.zeros(1, dtype=torch.int64, device=ids.device)
         logits = reader.read_prompt(self.prompt)
@@ -219,10 +220,11 @@ class Search(NamedTuple):
             reader.read(torch.zeros_like(state.tokens[:, 0]), None, torch.zeros_like(steps), 1)
         for step in range(rules.room):
             ends_now = self.criteria.end_all(ids, length + step + 1)
+            place = _Place.of(step, ends_now, ids.device)
             if head is None:
-                after = self._chosen(state, constants, logits, ids, step, ends_now, kept)
+                after = self._chosen(state, constants, logits, ids, step, place, kept)
             else:
-                after = self._chosen_by(head, state, constants, logits, step, ends_now)
+                after = self._chosen_by(head, state, constants, logits, step, place)
             if is_late:
                 steps += state.goes_on
                 after = unless_over(state, after)
@@ -237,14 +239,15 @@ class Search(NamedTuple):
                     break
                 spare = reader.decoder.spare_room() if way is None else None
                 size = reader.open(room.after(size, most, spare))
-                state = state.with_room(size)
-            now = torch.full((1,), step, device=ids.device)
+                if size > held:
+                    held = size + room.MORE
+                    state = state.with_room(held)
             if rules.beams == 1:
                 tokens, parents = state.tokens[:, step], None
             else:
                 # After the end there is no token. Any does: what comes of it is dropped.
                 tokens, parents = state.running.tokens[:, :, step].clamp(min=0), state.running.parents
-            logits = reader.read(tokens, parents, now, step + 1)
+            logits = reader.read(tokens, parents, place.step, step + 1)
             if way is not None:
                 self._hand_on(state, step)
         if way is not None:
@@ -296,7 +299,7 @@ class Search(NamedTuple):
         logits: Tensor,
         ids: Tensor,
         step: int,
-        ends_now: bool,
+        place: _Place,
         kept: KeptOutputs | None = None,
     ) -> Any:
         """The state after the choice of one more token.
@@ -305,14 +308,14 @@ class Search(NamedTuple):
             logits: [rows, V] of the last tokens; of the prompt, a row for each sequence.
             ids: the prompts.
             step: which of the new tokens it is.
-            ends_now: whether every text ends with it.
+            place: the same, for the device.
             kept: gets what the user is to be given of the step.
         """
         rules = self.rules
         if step == 0 and rules.beams > 1:
             # All beams are one text at first.
             logits = logits.repeat_interleave(rules.beams, 0)
-        now, are_last = _place(step, ends_now, ids.device)
+        now, are_last = place
         is_greedy = rules.beams == 1
         written = state.tokens[:, :step] if is_greedy else state.running.tokens.flatten(0, 1)[:, :step]
         # Only processors and criteria look at it.
@@ -336,9 +339,9 @@ class Search(NamedTuple):
             are_last = are_last | self._end(text, indices, logits.shape[-1])
         return beams.choose(state, constants, scores, indices, logits.shape[-1], now, are_last)
 
-    def _chosen_by(self, head: Head, state: Any, constants: Any, hidden: Tensor, step: int, ends_now: bool) -> Any:
+    def _chosen_by(self, head: Head, state: Any, constants: Any, hidden: Tensor, step: int, place: _Place) -> Any:
         """The same from hidden states [rows, H], of a call for which nothing else reads logits."""
-        now, are_last = _place(step, ends_now, hidden.device)
+        now, are_last = place
         if step == 0 and self.rules.beams > 1:
             hidden = hidden.repeat_interleave(self.rules.beams, 0)
         if self.rules.beams == 1:
@@ -408,9 +411,15 @@ class Search(NamedTuple):
         return of_beams(ids, state.ended, padding, kept, self.config, has_source, cache)
 
 
-def _place(step: int, ends_now: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """int64 [1] and bool [1], as choices take them: which of the new tokens it is, and whether every text ends with it."""
-    return torch.full((1,), step, device=device), torch.full((1,), ends_now, dtype=torch.bool, device=device)
+class _Place(NamedTuple):
+    """Which of the new tokens is chosen, as choices take it."""
+
+    step: Tensor  # int64 [1]
+    are_last: Tensor  # bool [1]: whether every text ends with it
+
+    @staticmethod
+    def of(step: int, ends_now: bool, device: torch.device) -> _Place:
+        return _Place(*(torch.full((1,), each, device=device) for each in (step, ends_now)))
 
 
 def _refuse_nan(scores: Tensor) -> None:

@@ -33,14 +33,15 @@ class TextConstants(NamedTuple):
     """What the choices of a call need on its device."""
 
     ends: Tensor  # int64 [rules.num_ends]
-    padding: (
-        Tensor  # int64 [1], what stands after the end of a text; -1 where a text that has ended goes on with the others
-    )
+    padding: Tensor  # int64 [1], what stands after the end of a text
+    is_padded: Tensor  # bool [1]: False where a text that has ended goes on with the others
 
     @staticmethod
     def of(rules: Rules, padding: int | None, device: torch.device) -> TextConstants:
         return TextConstants(
-            rules.end_tokens(device), torch.tensor([-1 if padding is None else padding], device=device)
+            rules.end_tokens(device),
+            torch.full((1,), padding or 0, device=device),
+            torch.full((1,), padding is not None, device=device),
         )
 
 
@@ -60,7 +61,7 @@ def choose_tokens(texts: Texts, constants: TextConstants, chosen: Tensor, step: 
         step: int64 [1], which of the new tokens it is.
         are_last: bool [1] or [batch], which texts end with this token, whatever it is.
     """
-    chosen = torch.where(texts.has_ended & (constants.padding >= 0), constants.padding, chosen)
+    chosen = torch.where(texts.has_ended & constants.is_padded, constants.padding, chosen)
     # Not torch.isin, which for many end tokens waits for the device.
     is_end = chosen == constants.ends if len(constants.ends) == 1 else (chosen[:, None] == constants.ends).any(-1)
     has_ended = texts.has_ended | is_end | are_last

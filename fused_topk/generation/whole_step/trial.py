@@ -143,7 +143,7 @@ def _reason(twin: Any, stock: Any, name: str, form: str, is_static: bool) -> str
     # With a place more than is needed. Where there is no mask of the source it has none.
     places = None if source is None else source.hidden.shape[1] + (source.is_text is not None)
     is_exact = make is RowDecoder and (source is not None or not is_static)
-    decoder = make(twin, batch, length + (not is_exact), beams, device, places, make is RowDecoder and is_static)
+    decoder = make(twin, batch, length + (not is_exact), beams, device, places, is_static)
     decoder.open(room + 1)
     decoder.read_prompt(Prompt(ids, ids, is_text, positions_of(is_text), {}, length + room + 1, source))
     reason = _reason_of_rows(twin.config, name) if make is RowDecoder else _reason_of_layers(twin.config, decoder, name)
