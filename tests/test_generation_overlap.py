@@ -30,6 +30,8 @@ def left_as_it_was(model):
     def state():
         return dict(model.__dict__), dict(model._forward_hooks)
 
+    # What whole steps of other tests have left.
+    disable(model)
     before = state()
     yield
     after = state()
