@@ -12,6 +12,7 @@ calls, also with whole_step: first call, first token, step, and memory beyond th
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import sys
@@ -300,6 +301,8 @@ def main(
         if json_path:
             Path(json_path).parent.mkdir(parents=True, exist_ok=True)
             Path(json_path).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        # Its model refers to itself, and would count as memory of the next shape.
+        gc.collect()
         if place.type == "cuda":
             torch.cuda.empty_cache()
 

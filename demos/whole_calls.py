@@ -8,7 +8,6 @@ the same compiled; on a CPU the same uncompiled; and transformers' static cache,
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -79,9 +78,6 @@ def measure(
         found[way] = Calls(seconds)
         steps = stats(reset=True)
         found[way].not_as_asked = {**steps.reasons, **steps.not_whole, **steps.not_compiled}
-    # A compiler leaves many objects behind. To look through them takes as long as some steps.
-    gc.collect()
-    gc.freeze()
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in found}
     for turn in range(rounds):
         # Which goes first alternates.
