@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from decoding import SmallerIndexFirst, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding, generate, stats, ways
-from fused_topk.generation.whole_step import entry, graphs, head
+from fused_topk.generation.whole_step import entry, graphs, head, reasons
 from fused_topk.generation.whole_step.head import WholeHead
 from test_whole_step_graphs import Event, StandIn, new_on_the_host
 from test_whole_step_rows import row_model
@@ -147,6 +147,15 @@ def test_a_model_that_is_known_not_to_be_served_is_prepared_once(monkeypatch):
             model.generate(**source_for(model), **OPTIONS, num_beams=2)
             assert stats(reset=True).not_whole == {"a row for each beam on a CPU": 1}
     assert len(made) == 1
+
+
+def test_a_model_is_looked_at_once_a_call(monkeypatch):
+    """To look at every module of a large model takes as long as a step."""
+    model, looked_at, of_model = family("Llama"), [], reasons.of_model
+    monkeypatch.setattr(reasons, "of_model", lambda model: looked_at.append(model) or of_model(model))
+    for number in (1, 2, 3):
+        _, _, steps = both(model, inputs_for(model), num_beams=2)
+        assert steps.whole > 0 and looked_at == [model] * number
 
 
 def test_steps_that_cannot_be_kept_are_left_to_the_stock_loop_on_a_gpu(on_a_gpu, monkeypatch):

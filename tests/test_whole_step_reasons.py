@@ -15,6 +15,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 import transformers
 
 from decoding import inputs_for, one_thread  # noqa: F401
+from fused_topk.generation import fused_decoding, stats
 from fused_topk.generation.whole_step import reasons
 from whole_steps import assert_declined, assert_whole, encoder_decoder, family, source_for
 
@@ -220,3 +221,24 @@ def test_a_generate_that_calls_that_of_a_part(model):
     # What the part's call says is all that is counted.
     assert_whole(whole_model, **BEAMS)
     assert_declined(whole_model, "output_attentions", **BEAMS, output_attentions=True)
+
+
+def test_a_loop_that_is_handed_on_to_a_part_looks_at_the_part(model):
+    class Above(transformers.LlamaForCausalLM):
+        def generate(self, *args, **kwargs):
+            return self.part.generate(*args, **kwargs) if hasattr(self, "part") else super().generate(*args, **kwargs)
+
+    Above.generate.__module__ = "transformers.models.of_a_test"
+    whole_model = Above(model.config).eval()
+    whole_model.part = model
+    name = "prepare_inputs_for_generation"
+    reason = f"{name}() of a {type(model).__name__} that has been replaced"
+    for is_replaced in (False, True):
+        if is_replaced:
+            setattr(model, name, with_other_tokens(getattr(type(model), name)).__get__(model))
+        expected = model.generate(**inputs_for(model), **BEAMS)
+        stats(reset=True)
+        with fused_decoding(whole_model, whole_step="eager"):
+            assert torch.equal(whole_model.generate(**inputs_for(model), **BEAMS), expected)
+        steps = stats(reset=True)
+        assert (steps.whole == 0) == is_replaced == (reason in steps.not_whole)

@@ -61,7 +61,8 @@ class Places:
         self._is_text = is_text
         self.beams = beams
         self.is_kept = is_kept
-        # How many new tokens of each can be written, and how many layers have places for: the others may hold anything.
+        # How many new tokens of each can be written, and how many layers have places for, or are to grow to: the others may hold
+        # anything.
         self.room = 0
         self.capacity = 0
         self.is_reading_prompt = True

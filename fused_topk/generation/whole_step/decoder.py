@@ -152,12 +152,12 @@ class Decoder:
         """
         places, room = self._places, size - 1
         used = places.up_to(min(room, places.room))
-        if room > places.capacity:
-            places.capacity = room
-            for layer in self._layers if self._is_kept else ():
-                layer.move(used)
-        # Where nothing is kept, attention looks at no place before it is written.
+        is_larger = room > places.capacity
+        places.capacity = max(room, places.capacity)
+        # Others grow where they are written to, and attention looks at no place before that.
         for layer in self._layers if self._is_kept else ():
+            if is_larger:
+                layer.move(used)
             layer.clear(used, places.up_to(room))
         places.room = room
         self.gathers = gathers(places.prompt, self._beams, room)
