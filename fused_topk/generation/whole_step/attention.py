@@ -63,7 +63,8 @@ def plain(
     """Attention of models whose implementation is `sdpa`."""
     if options.get("s_aux") is not None:
         raise ValueError("attention with s_aux, which transformers' function for `sdpa` leaves out")
-    return _attend(module, query, key, value, attention_mask, **{**options, "softcap": None})
+    options["softcap"] = None
+    return _attend(module, query, key, value, attention_mask, **options)
 
 
 def capped(
@@ -102,8 +103,8 @@ def _attend(
         is_causal = mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
         sink = None if s_aux is None else s_aux.view(-1, 1, 1)
         return _weighted(query, key, value, mask, scale, softcap, sink, is_causal).transpose(1, 2).contiguous(), None
-    if mask is not None:
-        # A step's mask may have a second one for the layers with a window: see `ancestry.Mask`.
+    if mask is not None and mask.shape[1] > 1:
+        # The second one is for the layers with a window: see `ancestry.Mask`.
         mask = mask[:, -1:] if sliding_window is not None else mask[:, :1]
     if beams == 1:
         # In fewer operations.

@@ -211,7 +211,6 @@ class Search(NamedTuple):
         kept = KeptOutputs.asked_for(self.config)
         size = reader.open(room.at_first(most, way is not None))
         state, constants = self._first(size, rules.room)
-        held = size
         is_late, flag = self._is_late, self._end_flag()
         steps = torch.zeros(1, dtype=torch.int64, device=ids.device)
         logits = reader.read_prompt(self.prompt)
@@ -239,9 +238,7 @@ class Search(NamedTuple):
                     break
                 spare = reader.decoder.spare_room() if way is None else None
                 size = reader.open(room.after(size, most, spare))
-                if size > held:
-                    held = size + room.MORE
-                    state = state.with_room(held)
+                state = state.with_room(size)
             if rules.beams == 1:
                 tokens, parents = state.tokens[:, step], None
             else:
