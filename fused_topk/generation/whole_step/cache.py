@@ -54,7 +54,7 @@ class Places:
     Args:
         is_text: [batch, prompt]. A prompt is written to the last of its places.
         beams: rows for each sequence.
-        is_kept: whether steps write where the ones before did. Else each step writes behind the one before.
+        is_kept: whether later calls write to the same tensors, whose places are made before. Else tensors grow with each step.
     """
 
     def __init__(self, is_text: Tensor, beams: int, is_kept: bool) -> None:
@@ -170,7 +170,9 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             rows = len(key_states) // places.batch
             of_keys, of_values = key_states[::rows], value_states[::rows]
             if not places.is_kept and key_states.shape[2] == places.prompt:
-                self.keys, self.values = (_copy(each) for each in (of_keys, of_values))
+                # All of the prompt, without places for more.
+                dense = torch.contiguous_format
+                self.keys, self.values = (each.clone(memory_format=dense) for each in (of_keys, of_values))
                 self.is_initialized = True
                 return key_states, value_states
             if not places.num_past:
@@ -305,10 +307,6 @@ class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_max_cache_shape(self) -> int:
         """The same, as transformers 4 and 5.0 call it."""
         return self._length
-
-
-def _copy(of: Tensor) -> Tensor:
-    return of.clone(memory_format=torch.contiguous_format)
 
 
 def state_layers(config: Any) -> dict[int, Any]:

@@ -123,7 +123,7 @@ class _OneGraph:
 
     The arguments are the same objects in each call, and what they hold is written in place. So there is nothing that
     torch.compile would have to look at before each call, for which it takes 0.2 ms where a model's modules are among them.
-    The model is looked at once a call of generate() (entry.ready_for).
+    The model is looked at once a call of generate() (entry.Checked).
     """
 
     def __init__(self, code: Code, args: tuple[Any, ...]) -> None:
