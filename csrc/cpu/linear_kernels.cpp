@@ -15,6 +15,7 @@
 // most are nearer to their square root.
 #include "linear_kernels.h"
 
+#include <algorithm>
 #include <cstddef>
 
 #include "vectors.h"
@@ -32,9 +33,12 @@ constexpr u32 kRowsAtOnce = 2;
 // Elements of a hidden state that are multiplied at once. Those of a few rows and of four tokens fit into the first-level
 // cache together.
 constexpr u32 kDepth = 512;
-// While some weights are multiplied, those so many bytes ahead are fetched into the cache: weights of the next tokens if the
-// weights of four tokens are short, else of the same tokens. The hardware on its own fetches fewer bytes ahead. Without this 512 -> 50257 float32 took 1.9 times as long at 16 and 32 rows (Xeon model 207, 2026-11-25).
-constexpr i64 kFarAhead = 8192, kAhead = 2048;
+// While some weights are multiplied, those of later tokens are fetched into the cache: about so many bytes ahead, and as far into
+// a token's weights. The hardware on its own fetches fewer bytes ahead. Without this 512 -> 50257 float32 took 1.9 times as long at 16
+// and 32 rows (Xeon model 207, 2026-11-25). Times of torch's product over ours, float32, 768 -> 50257, 1024 and 2048 -> 32000: 1.0 to 1.1 at 1
+// row, 1.9 to 2.1 at 2, 1.9 to 2.7 at 4; with 2 KB of the same tokens 0.9 to 1.0, 1.6 to 2.0, 1.7 to 2.5 (EPYC of family 25,
+// 2026-11-27).
+constexpr i64 kAhead = 65536;
 
 // How weights become vectors of floats: kVectors of them from kStep elements.
 struct Float32 {
@@ -259,7 +263,8 @@ void multiply(const Products& p) {
   const MultiplyTile<WEIGHT>* const multiply_tiles = tiles.count == 1   ? kMultiplyTile<WEIGHT, 4>
                                                      : tiles.count == 2 ? kMultiplyTile<WEIGHT, 2>
                                                                         : kMultiplyTile<WEIGHT, 1>;
-  const i64 row_bytes = i64(p.depth) * WEIGHT::kBytes, of_tokens = kTokens * p.weight_stride * WEIGHT::kBytes;
+  const i64 of_tokens = std::max(kTokens * p.weight_stride * WEIGHT::kBytes, i64(1));
+  const i64 ahead = std::max(kAhead / of_tokens, i64(1)) * of_tokens;
   for (u32 token = 0; token < p.tokens; token += kTokens) {
     const u32 count = p.tokens - token < kTokens ? p.tokens - token : kTokens;
     for (u32 begin = 0; begin < p.depth; begin += kDepth) {
@@ -268,13 +273,6 @@ void multiply(const Products& p) {
       for (u32 t = 0; t < kTokens; ++t) {
         const i64 at = i64(token + (t < count ? t : count - 1)) * p.weight_stride + begin;
         weight[t] = p.weight + at * WEIGHT::kBytes;
-      }
-      // After the last weights of these tokens come those of the next tokens.
-      i64 ahead = kAhead;
-      if (of_tokens <= kFarAhead) {
-        ahead = kFarAhead / (of_tokens < 1 ? 1 : of_tokens) * of_tokens;
-      } else if (begin * WEIGHT::kBytes + kAhead >= row_bytes) {
-        ahead = kAhead + of_tokens - row_bytes;
       }
       for (u32 tile = 0; tile < tiles.count; ++tile) {
         const u32 row = tiles.first(tile), rows = tiles.first(tile + 1) - row;
