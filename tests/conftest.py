@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import sys
 
 import pytest
 
@@ -64,6 +65,14 @@ CUDA = Backend("cuda", "cuda")
 BACKENDS = [CPU, REFERENCE]
 if torch.cuda.is_available() or "cuda" in REQUIRED:
     BACKENDS += [CUDA, Backend("reference", "cuda")]
+
+
+@pytest.fixture(autouse=True)
+def _few_logits(monkeypatch):
+    """The tests' models are so small that greedy search on a CPU would run as stock: see test_generation_default.py."""
+    reasons = sys.modules.get("fused_topk.generation.whole_step.reasons")
+    if reasons is not None:
+        monkeypatch.setattr(reasons, "FEW_LOGITS", 0)
 
 
 # Each of their values has a cover of the other parameters to itself.

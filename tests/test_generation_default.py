@@ -64,11 +64,16 @@ def test_beams_on_a_cpu_run_in_whole_steps():
     assert steps.whole == steps.fused > 0 and steps.compiled == steps.captured == 0 and not steps.not_whole
 
 
+@pytest.fixture(params=["head", "logits"])
+def chooses_from(request, monkeypatch):
+    """What a step chooses from: hidden states or logits."""
+    monkeypatch.setattr(head, "_OPERATIONS", 0 if request.param == "head" else 1 << 62)
+    monkeypatch.setattr(head, "_LEAST_HIDDEN_SIZE", 0)
+    return request.param
+
+
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
-@pytest.mark.parametrize("operations", [0, 1 << 62], ids=["head", "logits"])
-def test_a_single_beam_on_a_cpu_runs_in_whole_steps(name, operations, monkeypatch):
-    # From that many operations on a step chooses from hidden states.
-    monkeypatch.setattr(head, "_OPERATIONS", operations)
+def test_a_single_beam_on_a_cpu_runs_in_whole_steps(name, chooses_from):
     model = family(name)
     for padding in (0, 2):
         stock, given, steps = both(model, inputs_for(model, padding=padding), max_new_tokens=20)
@@ -76,15 +81,81 @@ def test_a_single_beam_on_a_cpu_runs_in_whole_steps(name, operations, monkeypatc
         assert steps.whole == steps.fused > 0 and not steps.not_whole
 
 
-@pytest.mark.parametrize("operations", [0, 1 << 62], ids=["head", "logits"])
-def test_beams_from_hidden_states(operations, monkeypatch):
-    monkeypatch.setattr(head, "_OPERATIONS", operations)
+def test_beams_from_hidden_states(chooses_from, monkeypatch):
     model = family("Llama")
     asked = []
     monkeypatch.setattr(WholeHead, "continuations", counted(WholeHead.continuations, asked))
     stock, given, _ = both(model, inputs_for(model, padding=2), num_beams=3, max_new_tokens=20, eos_token_id=[5, 6])
     assert torch.equal(stock, given)
-    assert bool(asked) == (operations == 0)
+    assert bool(asked) == (chooses_from == "head")
+
+
+def test_long_hidden_states_alone_are_chosen_from(monkeypatch):
+    """To add up the lanes of a short sum takes as long as the sum."""
+    monkeypatch.setattr(head, "_OPERATIONS", 0)
+    for size, is_quicker in ((127, False), (128, True)):
+        assert WholeHead(None, torch.empty(50, size), None).is_quicker(1) == is_quicker
+
+
+class TestFewLogits:
+    """Greedy search of few logits on a CPU is left to stock generate(), with nothing fused."""
+
+    WHY = "few logits on a CPU"
+
+    @pytest.fixture(autouse=True)
+    def are_few(self, monkeypatch):
+        """Of the two prompts of inputs_for(), and not of three."""
+        self.model = copy.deepcopy(family("Llama"))
+        monkeypatch.setattr(reasons, "FEW_LOGITS", 2 * self.model.config.vocab_size + 1)
+
+    def test_they_are_left_to_stock(self, monkeypatch):
+        monkeypatch.setattr(entry, "ready_for", None)  # no trial
+        inputs = inputs_for(self.model)
+        stock, given, steps = both(self.model, inputs)
+        assert torch.equal(stock, given)
+        assert (steps.fused, steps.reasons, steps.not_whole) == (0, {self.WHY: 8}, {self.WHY: 1})
+        stats(reset=True)
+        given = self.model.generate(**inputs, **OPTIONS, custom_generate=generate)
+        assert torch.equal(stock, given) and stats(reset=True).reasons == {self.WHY: 8}
+
+    def test_more_run_in_whole_steps(self):
+        few = inputs_for(self.model)
+        more = {name: torch.cat([each, each[:1]]) for name, each in few.items()}
+        enable(self.model)
+        for given, whole in ((few, 0), (more, 8)):
+            ids, mask = given["input_ids"], given["attention_mask"]
+            embeds = self.model.get_input_embeddings()(ids)
+            of_call = {**OPTIONS, "attention_mask": mask}
+            for args, kwargs in (((ids,), {}), ((), {"inputs": ids}), ((), {"inputs_embeds": embeds})):
+                stats(reset=True)
+                self.model.generate(*args, **kwargs, **of_call)
+                assert stats(reset=True).whole == whole
+
+    def test_what_is_asked_for_is_done(self):
+        inputs = inputs_for(self.model)
+        assert both(self.model, inputs, num_beams=2)[2].whole > 0
+        assert both(self.model, inputs, generation_config=GenerationConfig(num_beams=2))[2].whole > 0
+        for options, asked in (
+            ({"whole_step": "eager"}, {}),
+            ({"whole_step": False}, {}),
+            ({"topk_per_step": 2}, {}),
+            ({"sampling": True}, {"do_sample": True}),
+        ):
+            stats(reset=True)
+            with fused_decoding(self.model, **options) as block:
+                self.model.generate(**inputs, **{**OPTIONS, **asked})
+            assert stats(reset=True).fused == 8
+            assert len(block.topk) == (8 if "topk_per_step" in options else 0)
+
+    def test_a_loop_that_is_not_served_says_why(self):
+        inputs = {name: each[:1] for name, each in inputs_for(self.model).items()}
+        stats(reset=True)
+        with fused_decoding(self.model):
+            self.model.generate(**inputs, **OPTIONS, assistant_model=family("Llama"))
+        assert set(stats(reset=True).reasons) == {"assistant_model"}
+
+    def test_on_a_gpu_they_are_captured(self, on_a_gpu):
+        assert both(self.model, inputs_for(self.model))[2].captured == 8
 
 
 def test_what_is_not_asked_for_is_prepared_once():

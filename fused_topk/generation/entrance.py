@@ -72,7 +72,7 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str |
             =========== =================================================================================================
             None        Whole steps where they are quicker from the first call on. On a GPU each token is one replay of a CUDA
                         graph, captured in the first call of a shape (batch, beams, lengths rounded up). On a CPU they run one
-                        operation after another.
+                        operation after another, and greedy search of fewer than 60,000 logits runs as stock generate() does.
             True        On a CPU a token is one call of code that torch.compile makes in the first call of a shape. That takes
                         seconds to tens of seconds, which are logged, and needs a C++ compiler. On a GPU as None.
             "compiled"  As True, and torch.compile makes what is captured on a GPU.
@@ -200,7 +200,9 @@ def generate(
 
     with held(model):
         has_cache = cache_of(given.get("kwargs") or {}) is not None
-        result, topk = run_call(model, options, run, given.get("streamer"), Asked.by(generation_config), has_cache)
+        result, topk = run_call(
+            model, options, run, given.get("streamer"), Asked.by(generation_config, len(input_ids)), has_cache
+        )
     if topk_per_step and generation_config.return_dict_in_generate:
         result["topk"] = topk
     return result

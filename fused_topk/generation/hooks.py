@@ -18,6 +18,8 @@ from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 
+from torch import Tensor
+
 from ..tracing import is_traced
 from .calls import COMPILED, HOOKS, KEPT, LOOKUP, METHODS, Call, after_forward, call_of, running_call
 from .frames import caller_of_module
@@ -187,11 +189,14 @@ def _asked_of(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ask
     # generate(inputs, generation_config)
     of_call = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
 
-    def given(name: str) -> bool:
+    def given(name: str, kind: type, default: Any) -> Any:
         of_configs = (getattr(each, name, None) for each in (of_call, module.generation_config))
-        return next((each for each in (kwargs.get(name), *of_configs) if isinstance(each, bool)), False)
+        return next((each for each in (kwargs.get(name), *of_configs) if isinstance(each, kind)), default)
 
-    return Asked(*map(given, Asked._fields))
+    names = ("inputs", module.main_input_name, "input_ids", "inputs_embeds")
+    found = next((each for each in (*args[:1], *map(kwargs.get, names)) if isinstance(each, Tensor)), None)
+    prompts = None if found is None or found.dim() == 0 else len(found)
+    return Asked(given("do_sample", bool, False), given("num_beams", int, 1), prompts)
 
 
 def _processors(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from .calls import Call, running, running_call
 from .interception.session import Session
 from .request import Options
 from .statistics import count_not_whole
-from .whole_step import Asked, Checked, Declined, Loop, Once, decline_for, of_asked
+from .whole_step import Asked, Checked, Declined, Loop, Once, Stock, decline_for, of_asked
 
 # Runs what generate() does. It gets the call, the loop to run, and the streamer, if there is one. No loop: that of transformers.
 Run = Callable[[Call, "Loop | None", Any], Any]
@@ -51,6 +51,8 @@ def run_call(
             return _in_whole_steps(model, options, run, once, asked, is_cache_given), []
         except Declined as declined:
             not_whole = str(declined)
+            if isinstance(declined, Stock) and reason is None:
+                reason = not_whole
         if once is not None:
             once.restart()
             streamer = once
@@ -71,7 +73,7 @@ def _in_whole_steps(
         raise Declined("topk_per_step")
     # A call that is declined later has been prepared in vain: an encoder has run.
     decline_for(of_asked(asked, options.sampling))
-    checked = Checked.of(model, options.whole_step is None)
+    checked = Checked.of(model, options.whole_step is None, asked)
     call = Call(model)
     with running(call):
         return run(call, Loop(checked, options.whole_step, options.sampling, streamer, is_cache_given), streamer)

@@ -32,7 +32,7 @@ Sequences are those of transformers, with ties to the smaller index, and so is t
 from .criteria import with_stop_strings
 from .entry import Checked, Loop, drop, release
 from .given_cache import cache_of
-from .reasons import Asked, Declined, decline_for, of_arguments, of_asked
+from .reasons import Asked, Declined, Stock, decline_for, of_arguments, of_asked
 from .streaming import Once
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "Declined",
     "Loop",
     "Once",
+    "Stock",
     "cache_of",
     "decline_for",
     "drop",
