@@ -21,7 +21,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from fused_topk.generation import fused_decoding, stats
-from fused_topk.generation.whole_step import entry, rows
+from fused_topk.generation.whole_step import entry, row_form
 from generate_comparison import SmallerIndexFirst
 
 # The token that stands where an image is.
@@ -290,7 +290,7 @@ def row_of(kind: type) -> Row:
             return Row(kind.__name__, reads, f"old path: {new[0]}", str(is_equal))
         # Of a part, where it writes the text.
         ready = next(each for part in model.modules() if (each := entry._ready.get(part)) is not None)
-        form = rows.decoder_of(ready.twin).__name__
+        form = row_form.decoder_of(ready.twin).__name__
         way = "a row for each beam" if form == "RowDecoder" else "shared prompt"
         return Row(kind.__name__, reads, way, str(is_equal))
     except _TooLong:

@@ -21,7 +21,7 @@ from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaLi
 from decoding import also, assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding, generate, stats
 from fused_topk.generation.whole_step import attribute, compiled, entry
-from fused_topk.generation.whole_step.decoder import num_positions
+from fused_topk.generation.whole_step.facts import num_positions
 from whole_steps import (
     SERVED,
     SERVED_WITH_SOURCE,

@@ -12,7 +12,7 @@ from decoding import BOS, EOS, PAD, generate_both, inputs_for, one_thread, with_
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import attention, entry
 from fused_topk.generation.whole_step.cache import SourceLayer
-from fused_topk.generation.whole_step.rows import RowDecoder, decoder_of
+from fused_topk.generation.whole_step.row_form import RowDecoder, decoder_of
 from whole_steps import assert_whole, source_for, swaps
 
 _TOKENS = {"vocab_size": 97, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}

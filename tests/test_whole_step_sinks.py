@@ -14,7 +14,7 @@ import transformers
 
 from decoding import BOS, EOS, PAD, inputs_for, with_biases
 from fused_topk.generation.whole_step import ancestry, attention, entry
-from fused_topk.generation.whole_step.rows import RowDecoder, decoder_of
+from fused_topk.generation.whole_step.row_form import RowDecoder, decoder_of
 from whole_steps import assert_whole, source_for, swaps
 
 _IS_5 = int(transformers.__version__.split(".")[0]) >= 5

@@ -18,7 +18,8 @@ from decoding import BOS, EOS, PAD, SmallerIndexFirst, assert_same_cache, inputs
 from fused_topk.generation import fused_decoding, stats
 from fused_topk.generation.whole_step import entry
 from fused_topk.generation.whole_step.cache import STATE_LAYER
-from fused_topk.generation.whole_step.decoder import Decoder, cache_argument
+from fused_topk.generation.whole_step.decoder import Decoder
+from fused_topk.generation.whole_step.facts import cache_argument
 from whole_steps import assert_declined, assert_whole, swaps, whole
 
 # Before, models make caches of their own for states.

@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from decoding import inputs_for, one_thread, stock_gap  # noqa: F401
-from fused_topk.generation.whole_step import ancestry, kept
+from fused_topk.generation.whole_step import ancestry, shape
 from fused_topk.generation.whole_step.beams import Rules
-from fused_topk.generation.whole_step.kept import most_room
 from fused_topk.generation.whole_step.room import rounded_up
+from fused_topk.generation.whole_step.shape import most_room
 from whole_steps import assert_whole, encoder_decoder, family, source_for, swaps
 
 
@@ -83,5 +83,5 @@ def test_the_choice_is_the_quicker_way_of_those_that_were_measured(beams, room, 
 
 def test_few_tokens_of_many_beams_get_few_places():
     assert [rounded_up(length, 4) for length in (1, 4, 5, 7, 9, 13, 17)] == [4, 4, 6, 8, 12, 16, 24]
-    for beams, room in ((kept._WIDE, 16), (kept._WIDE + 1, 4)):
+    for beams, room in ((shape._WIDE, 16), (shape._WIDE + 1, 4)):
         assert most_room(Rules(beams, 3, (), 1.0, False)) == room

@@ -21,14 +21,11 @@
 #include <atomic>
 #include <cmath>
 #include <cstddef>
-#include <limits>
 #include <memory>
 #include <vector>
 
 #include "../draws/philox.h"
-#include "full_row_kernels.h"
-#include "row_state.h"
-#include "selection.h"
+#include "sampling_kept.h"
 #include "shares.h"
 
 namespace fused_topk::cpu {
@@ -40,87 +37,6 @@ constexpr u32 kListed = 128;
 constexpr u32 kRoomForTies = 16;
 // A block is summed in stretches of so many elements until the one with the token is found.
 constexpr u32 kStretch = 256;
-// The border of top-p is searched by so many leading bits of the keys, where its estimate fails.
-constexpr u32 kBinBits = 16;
-// The estimate is from about so many tokens of a row, and at least so many of each block.
-constexpr u32 kSampled = 8192, kSampledOfBlock = 256;
-constexpr u32 kBins = 1024;
-// Standard deviations of the estimate on either side.
-constexpr double kDeviations = 3.0;
-// Tokens between the bounds of an estimate, and tokens that are drawn from as a list.
-constexpr u32 kMostBetween = 1 << 13, kMostListed = 2048;
-
-// No candidate ranks behind it.
-constexpr u64 kKeepAll = 0;
-
-float logit_of(u64 candidate) { return logit_of_key(key_of(candidate)); }
-
-// Ranks behind every token with that key.
-u64 last_of_key(u32 key) { return u64(key) << 32; }
-
-// At least so many elements.
-template <class T>
-T* room_for(std::vector<T>& list, size_t count) {
-  if (list.size() < count) list.resize(count);
-  return list.data();
-}
-
-// What is asked of a row.
-struct Row {
-  u64 number;
-  RowReader reader;
-  Temperature temperature;
-  bool is_greedy;
-  u32 k;  // 0: top-k keeps all
-  double top_p;
-  double min_p;
-
-  bool has_top_p() const { return top_p < 1.0; }
-  bool has_min_p() const { return min_p > 0.0; }
-  bool has_filter() const { return k || has_top_p() || has_min_p(); }
-  // Whether the sum of all weights at this temperature is needed.
-  bool needs_sum() const { return !is_greedy && !k && (has_top_p() || !has_min_p()); }
-};
-
-struct KeptToken {
-  u32 index;
-  bool is_finite;  // not -inf
-  double weight;
-};
-
-// Logits from `low` on, below `end`.
-struct Band {
-  float low, end;
-};
-
-struct Workspace {
-  alignas(64) float buffer[kBlock];
-  alignas(64) float terms[kBlock];
-  std::vector<BlockNormalizer> own;       // of the blocks, at temperature 1
-  std::vector<BlockNormalizer> tempered;  // at the row's temperature
-  std::vector<double> sums;               // [blocks]: running sums of the kept weights
-  std::unique_ptr<Selection> selection;
-  u32 listed = 0;
-  std::vector<KeptToken> kept;
-  std::vector<double> bins;
-  std::vector<u64> of_bin;
-  // These never get shorter.
-  std::vector<u64> candidates;
-  std::vector<float> values;  // of listed tokens, as the next two
-  std::vector<float> weights;
-  std::vector<u32> indices;
-  std::vector<int> bin_of;
-  std::vector<u32> begins;  // [blocks + 1]: where the tokens of each block begin
-
-  Selection& selection_of(const VectorKernels& kernels, u32 k, u32 vocab_size) {
-    if (listed != k) {
-      selection.reset(new Selection(kernels, k, vocab_size));
-      listed = k;
-    }
-    selection->restart();
-    return *selection;
-  }
-};
 
 // What the parts of a row leave for the last of them.
 struct SharedRow {
@@ -136,6 +52,7 @@ struct Solver {
   const Temperature one{1.0};
   const u64 rows = u64(problem.sizes[0]);
   const u32 vocab_size = problem.vocab_size;
+  const KeptOfRows kept_of{kernels, vocab_size};
   const u32 blocks = (vocab_size - 1) / kBlock + 1;
 
   u32 threads() const { return useful_threads(rows * vocab_size, problem.threads); }
@@ -147,9 +64,9 @@ struct Solver {
       return;
     }
     const u64 at_once = tasks_at_once(rows, kElementsAtOnce, vocab_size, threads());
-    for_each_task((rows + at_once - 1) / at_once, [&](u64 task, Workspace& workspace) {
+    for_each_task((rows + at_once - 1) / at_once, [&](u64 task, SampleWorkspace& workspace) {
       for (u64 number = task * at_once; number < std::min(rows, (task + 1) * at_once); ++number) {
-        const Row row = row_at(number);
+        const SampleRow row = row_at(number);
         Selection* const selection = selection_of(row, workspace);
         resize(row, workspace.own, workspace.tempered);
         read(row, 0, row.reader.blocks(), selection, workspace.own.data(), workspace.tempered.data(), workspace);
@@ -165,8 +82,8 @@ struct Solver {
       shared[number].lists.resize(parts);
       shared[number].parts_left.store(parts, std::memory_order_relaxed);
     }
-    for_each_task(rows * parts, [&](u64 task, Workspace& workspace) {
-      const Row row = row_at(task / parts);
+    for_each_task(rows * parts, [&](u64 task, SampleWorkspace& workspace) {
+      const SampleRow row = row_at(task / parts);
       const u32 part = u32(task % parts);
       SharedRow& of_row = shared[row.number];
       Selection* const selection = selection_of(row, workspace);
@@ -194,23 +111,23 @@ struct Solver {
   template <class TASK>
   void for_each_task(u64 tasks, const TASK& do_task) const {
     share_tasks(threads(), tasks, 1, [&](const auto& for_each) {
-      Workspace workspace;
+      SampleWorkspace workspace;
       for_each([&](u64 task) { do_task(task, workspace); });
     });
   }
 
   // Null where no list is needed.
-  Selection* selection_of(const Row& row, Workspace& workspace) const {
+  Selection* selection_of(const SampleRow& row, SampleWorkspace& workspace) const {
     const u32 length = list_length(row);
     return length ? &workspace.selection_of(kernels, length, vocab_size) : nullptr;
   }
 
-  void resize(const Row& row, std::vector<BlockNormalizer>& own, std::vector<BlockNormalizer>& tempered) const {
+  void resize(const SampleRow& row, std::vector<BlockNormalizer>& own, std::vector<BlockNormalizer>& tempered) const {
     own.resize(row.reader.blocks());
     if (row.needs_sum()) tempered.resize(row.reader.blocks());
   }
 
-  Row row_at(u64 number) const {
+  SampleRow row_at(u64 number) const {
     const SampleProblem& p = problem;
     const double temperature = p.temperatures(number);
     const i64 k = p.top_k(number);
@@ -223,7 +140,7 @@ struct Solver {
             p.min_p(number)};
   }
 
-  u32 list_length(const Row& row) const {
+  u32 list_length(const SampleRow& row) const {
     u64 length = problem.logprobs;
     if (row.is_greedy) {
       length = std::max<u64>(length, 1);
@@ -236,7 +153,7 @@ struct Solver {
   }
 
   // Draws from a row. The workspace has its normalizers; the selection, if there is one, has its best tokens.
-  void draw(const Row& row, Selection* selection, Workspace& workspace) const {
+  void draw(const SampleRow& row, Selection* selection, SampleWorkspace& workspace) const {
     const BlockNormalizer own = merged(workspace.own.data(), row.reader.blocks(), 1.0);
     const float m = own.m;
     const double log_d = std::log(own.d);
@@ -254,17 +171,17 @@ struct Solver {
         border = row.k ? last_of_key(key_of(best[row.k - 1])) : last_of_key(kNegativeInfinityKey);
         bool has_sums = false;
         if (row.has_top_p()) {
-          const u64 estimated = row.k ? kKeepAll : border_by_estimate(row, m, workspace);
+          const u64 estimated = row.k ? kKeepAll : kept_of.border_by_estimate(row, m, workspace);
           has_sums = estimated != kKeepAll;
-          border = has_sums ? estimated : std::max(border, border_of_top_p(row, border, m, workspace));
+          border = has_sums ? estimated : std::max(border, kept_of.border_of_top_p(row, border, m, workspace));
         }
         if (row.has_min_p()) {
-          const u64 likely = border_of_min_p(row, m);
+          const u64 likely = kept_of.border_of_min_p(row, m);
           has_sums &= likely <= border;
           border = std::max(border, likely);
         }
-        if (!has_sums) kept = list_kept(row, border, m, workspace);
-        if (!has_sums && !kept) sum_kept(row, border, m, workspace);
+        if (!has_sums) kept = kept_of.list_kept(row, border, m, workspace);
+        if (!has_sums && !kept) kept_of.sum_kept(row, border, m, workspace);
       }
       if (kept) {
         draw_from_list(row, kept, m, log_d, workspace);
@@ -279,8 +196,8 @@ struct Solver {
   }
 
   // Reads blocks first .. end. Writes their normalizers, and offers the elements to the selection, if there is one.
-  void read(const Row& row, u32 first, u32 end, Selection* selection, BlockNormalizer* own_normalizers,
-            BlockNormalizer* tempered_normalizers, Workspace& workspace) const {
+  void read(const SampleRow& row, u32 first, u32 end, Selection* selection, BlockNormalizer* own_normalizers,
+            BlockNormalizer* tempered_normalizers, SampleWorkspace& workspace) const {
     const bool is_tempered = row.needs_sum() && row.temperature.inverse != 1.0;
     Exponential own = one.exponential, tempered = row.temperature.exponential;
     const u32 item_size = row.reader.item_size();
@@ -301,7 +218,7 @@ struct Solver {
   }
 
   // The first in the order, of a row for which there is no list.
-  u64 best_of(const Row& row, Workspace& workspace) const {
+  u64 best_of(const SampleRow& row, SampleWorkspace& workspace) const {
     Selection selection(kernels, 1, vocab_size);
     for (u32 block = 0; block < row.reader.blocks(); ++block) {
       const u32 n = row.reader.elements_of(block);
@@ -311,7 +228,7 @@ struct Solver {
     return selection.sorted()[0];
   }
 
-  void list_best(const Row& row, const u64* best, float m, double log_d) const {
+  void list_best(const SampleRow& row, const u64* best, float m, double log_d) const {
     const u32 count = problem.logprobs;
     problem.logsumexp[row.number] = float(std::isinf(m) ? double(m) : m + log_d);
     for (u32 i = 0; i < count; ++i) {
@@ -324,7 +241,7 @@ struct Solver {
     return std::isfinite(m) && std::isfinite(log_d) ? float(double(x) - m - log_d) : kNaN;
   }
 
-  void take_best(const Row& row, u64 best, float m, double log_d) const {
+  void take_best(const SampleRow& row, u64 best, float m, double log_d) const {
     const bool has_distribution = std::isfinite(m) && problem.temperatures(row.number) == 0.0;
     const float log_prob = !problem.truncated ? own_log_prob(logit_of(best), m, log_d) : has_distribution ? 0.0f : kNaN;
     if (problem.kept_counts) {
@@ -335,18 +252,8 @@ struct Solver {
     std::fill_n(problem.log_probs + row.number * problem.num_samples, problem.num_samples, log_prob);
   }
 
-  static Exponential exponential_of(const Row& row, float m) {
-    Exponential exponential = row.temperature.exponential;
-    exponential.reference = m;
-    return exponential;
-  }
-
-  double weight_of(const Row& row, float x, float m) const {
-    return std::exp((double(x) - m) * row.temperature.inverse);
-  }
-
   // How many of the list are kept, with their weights in the workspace; 0 if what is kept is longer than the list.
-  u32 kept_of_list(const Row& row, const u64* best, u32 length, float m, Workspace& workspace) const {
+  u32 kept_of_list(const SampleRow& row, const u64* best, u32 length, float m, SampleWorkspace& workspace) const {
     bool has_border = length == vocab_size;
     u32 kept = length;
     if (row.k) {
@@ -379,18 +286,8 @@ struct Solver {
     return has_border ? kept : 0;
   }
 
-  double sum_of_all(const Row& row, float m, const Workspace& workspace) const {
-    double sum = 0.0;
-    for (u32 i = 0; i < row.reader.blocks(); ++i) sum += relative_to(m, workspace.tempered[i], row);
-    return sum;
-  }
-
-  static double relative_to(float m, const BlockNormalizer& of_block, const Row& row) {
-    return of_block.d == 0.0 ? 0.0 : of_block.d * std::exp((double(of_block.m) - m) * row.temperature.inverse);
-  }
-
   // u times the total, below the total.
-  double aim_of(const Row& row, u32 sample, double total) const {
+  double aim_of(const SampleRow& row, u32 sample, double total) const {
     const SampleProblem& p = problem;
     // Rows with a seed of their own are told apart by it.
     const u32 stream = p.seed.of_rows ? 0 : p.first_row + u32(row.number);
@@ -398,22 +295,12 @@ struct Solver {
     return std::min(u * total, std::nextafter(total, 0.0));
   }
 
-  void write_kept(const Row& row, u64 count, float m, double total) const {
+  void write_kept(const SampleRow& row, u64 count, float m, double total) const {
     problem.kept_counts[row.number] = i64(count);
     problem.kept_logsumexp[row.number] = float(m * row.temperature.inverse + std::log(total));
   }
 
-  // Tokens that do not rank behind the border, of a row that was not listed.
-  u64 count_kept(const Row& row, u64 border, Workspace& workspace) const {
-    u64 count = 0;
-    for (u32 block = 0; block < row.reader.blocks(); ++block) {
-      const float* const x = load_kept(row, block, border, workspace);
-      for (u32 i = 0; i < row.reader.elements_of(block); ++i) count += x[i] != -kInfinity;
-    }
-    return count;
-  }
-
-  void write(const Row& row, u32 sample, u32 token, float x, float m, double log_d, double total) const {
+  void write(const SampleRow& row, u32 sample, u32 token, float x, float m, double log_d, double total) const {
     const u64 place = row.number * problem.num_samples + sample;
     problem.tokens[place] = token;
     problem.log_probs[place] = problem.truncated ? float((double(x) - m) * row.temperature.inverse - std::log(total))
@@ -421,13 +308,13 @@ struct Solver {
   }
 
   // The logit of a token that may be drawn.
-  float logit_at(const Row& row, u32 token) const {
+  float logit_at(const SampleRow& row, u32 token) const {
     float x;
     kernels.load[problem.dtype](row.reader.at(token), 1, 1, &x);
     return x;
   }
 
-  void draw_from_list(const Row& row, u32 count, float m, double log_d, Workspace& workspace) const {
+  void draw_from_list(const SampleRow& row, u32 count, float m, double log_d, SampleWorkspace& workspace) const {
     KeptToken* const tokens = workspace.kept.data();
     std::sort(tokens, tokens + count, [](const KeptToken& a, const KeptToken& b) { return a.index < b.index; });
     std::vector<double>& sums = workspace.sums;
@@ -447,12 +334,12 @@ struct Solver {
   }
 
   // With the sum of what is kept of each block in the workspace.
-  void draw_from_blocks(const Row& row, u64 border, float m, double log_d, Workspace& workspace) const {
+  void draw_from_blocks(const SampleRow& row, u64 border, float m, double log_d, SampleWorkspace& workspace) const {
     std::vector<double>& sums = workspace.sums;
     const Exponential exponential = exponential_of(row, m);
     double total = 0.0;
     for (double& sum : sums) sum = total += sum;
-    if (problem.kept_counts) write_kept(row, count_kept(row, border, workspace), m, total);
+    if (problem.kept_counts) write_kept(row, kept_of.count_kept(row, border, workspace), m, total);
     for (u32 sample = 0; sample < problem.num_samples; ++sample) {
       const double aim = aim_of(row, sample, total);
       const u32 block = u32(std::upper_bound(sums.begin(), sums.end(), aim) - sums.begin());
@@ -461,26 +348,11 @@ struct Solver {
     }
   }
 
-  // The elements of a block, -inf where they rank behind the border.
-  const float* load_kept(const Row& row, u32 block, u64 border, Workspace& workspace) const {
-    const float* const x = row.reader.load(block, workspace.buffer);
-    if (border == kKeepAll) return x;
-    const u32 n = row.reader.elements_of(block), begin = block * kBlock;
-    const float least = logit_of(border);
-    // Of those that tie with the border the first ones.
-    const u32 cut = std::min(index_of(border), vocab_size - 1);
-    const u32 ties = cut < begin ? 0 : std::min(n, cut - begin + 1);
-    float* const y = workspace.buffer;
-    for (u32 i = 0; i < ties; ++i) y[i] = x[i] >= least ? x[i] : -kInfinity;
-    for (u32 i = ties; i < n; ++i) y[i] = x[i] > least ? x[i] : -kInfinity;
-    return y;
-  }
-
   // The first token of the block at which the running sum exceeds `rest`. If rounding keeps the sum below `rest`: the last
   // token with a weight above 0. If all weights round to 0: the greatest logit.
-  u32 draw_in_block(const Row& row, u32 block, double rest, u64 border, const Exponential& exponential,
-                    Workspace& workspace) const {
-    const float* const x = load_kept(row, block, border, workspace);
+  u32 draw_in_block(const SampleRow& row, u32 block, double rest, u64 border, const Exponential& exponential,
+                    SampleWorkspace& workspace) const {
+    const float* const x = kept_of.load_kept(row, block, border, workspace);
     const u32 n = row.reader.elements_of(block);
     u32 first = 0;
     double rest_of_first = rest;
@@ -503,207 +375,6 @@ struct Solver {
     }
     if (last == n) last = u32(std::max_element(x, x + n) - x);
     return block * kBlock + last;
-  }
-
-  // Weights fall with the keys: bisection.
-  u64 border_of_min_p(const Row& row, float m) const {
-    u32 high = key_of_logit(m), low = kNegativeInfinityKey;
-    while (low < high) {
-      const u32 middle = low + (high - low) / 2;
-      if (weight_of(row, logit_of_key(middle), m) < row.min_p) {
-        low = middle + 1;
-      } else {
-        high = middle;
-      }
-    }
-    return last_of_key(high);
-  }
-
-  // Sums what is kept of each block.
-  void sum_kept(const Row& row, u64 border, float m, Workspace& workspace) const {
-    const Exponential exponential = exponential_of(row, m);
-    workspace.sums.resize(row.reader.blocks());
-    for (u32 block = 0; block < row.reader.blocks(); ++block) {
-      const float* const x = load_kept(row, block, border, workspace);
-      workspace.sums[block] = kernels.sum_exp(x, row.reader.elements_of(block), exponential, x, 0);
-    }
-  }
-
-  // Lists the tokens that do not rank behind the border, with their weights, and returns how many they are; 0 if they are too
-  // many for that.
-  u32 list_kept(const Row& row, u64 border, float m, Workspace& workspace) const {
-    u64* const list = room_for(workspace.candidates, kMostListed);
-    u32 size = 0;
-    for (u32 block = 0; block < row.reader.blocks(); ++block) {
-      const u32 n = row.reader.elements_of(block);
-      const float* const x = row.reader.load(block, workspace.buffer);
-      if (kernels.append_candidates(x, 0, n, block * kBlock, logit_of(border), list, &size, kMostListed) < n) return 0;
-    }
-    size = u32(std::remove_if(list, list + size, [=](u64 each) { return each < border; }) - list);
-    float* const values = room_for(workspace.values, size);
-    for (u32 i = 0; i < size; ++i) values[i] = logit_of(list[i]);
-    const float* const weights = weigh(row, size, m, workspace);
-    workspace.kept.resize(size);
-    for (u32 i = 0; i < size; ++i)
-      workspace.kept[i] = {index_of(list[i]), key_of(list[i]) != kNegativeInfinityKey, weights[i]};
-    return size;
-  }
-
-  // The weights of the first of the workspace's values.
-  const float* weigh(const Row& row, u32 count, float m, Workspace& workspace) const {
-    const float* const values = workspace.values.data();
-    float* const weights = room_for(workspace.weights, count);
-    kernels.full_rows->exp_terms(values, count, exponential_of(row, m), weights, values, 0);
-    return weights;
-  }
-
-  // Sums weights [count] by bins of the values, from `top` down, into the workspace. Returns the bin of each.
-  static const int* fill_bins(const float* values, const float* weights, u32 count, float top, float per_logit,
-                              Workspace& workspace) {
-    std::vector<double>& bins = workspace.bins;
-    bins.assign(kBins, 0.0);
-    int* const bin_of = room_for(workspace.bin_of, count);
-    for (u32 i = 0; i < count; ++i) bin_of[i] = int(std::min(float(kBins - 1), (top - values[i]) * per_logit));
-    for (u32 i = 0; i < count; ++i) bins[bin_of[i]] += weights[i];
-    return bin_of;
-  }
-
-  // The border of top-p: the last token of the shortest prefix of the sorted row whose weights sum to top_p of all. Also leaves
-  // the sums of what is kept of each block in the workspace. kKeepAll, if the border is not where a sample of the row has it.
-  u64 border_by_estimate(const Row& row, float m, Workspace& workspace) const {
-    const double total = sum_of_all(row, m, workspace), aim = aim_of_top_p(row, total);
-    const Band band = estimated_band(row, total - aim, m, workspace);
-    const Exponential exponential = exponential_of(row, m);
-    float* const values = room_for(workspace.values, kMostBetween + kBlock);
-    u32* const indices = room_for(workspace.indices, kMostBetween + kBlock);
-    workspace.sums.resize(row.reader.blocks());
-    workspace.begins.resize(row.reader.blocks() + 1);
-    u32 size = 0, count = 0;
-    double above = 0.0;
-    for (u32 block = 0; block < row.reader.blocks() && size <= kMostBetween; ++block) {
-      const float* const x = row.reader.load(block, workspace.buffer);
-      workspace.sums[block] = kernels.sum_exp_above(x, row.reader.elements_of(block), block * kBlock, band.low,
-                                                    band.end, exponential, &count, values, indices, &size);
-      above += workspace.sums[block];
-      workspace.begins[block + 1] = size;
-    }
-    if (size > kMostBetween) return kKeepAll;
-    const float* const weights = weigh(row, size, m, workspace);
-    // By bins of the logit first, so that few tokens are sorted.
-    const float top = std::min(band.end, m), per_logit = float(kBins) / std::max(top - band.low, 1e-30f);
-    const int* const bin_of = fill_bins(values, weights, size, top, per_logit, workspace);
-    const std::vector<double>& bins = workspace.bins;
-    int bin = 0;
-    double before = above;
-    while (bin < int(kBins) && before + bins[bin] < aim) before += bins[bin++];
-    if (bin == int(kBins) || above >= aim) return kKeepAll;
-    std::vector<u64>& of_bin = workspace.of_bin;
-    of_bin.clear();
-    for (u32 i = 0; i < size; ++i)
-      if (bin_of[i] == bin) of_bin.push_back(make_candidate(key_of_logit(values[i]), indices[i]));
-    const u64 border = border_of_bin(row, before, aim, kKeepAll, m, workspace);
-    const float least = logit_of(border);
-    for (u32 block = 0; block < row.reader.blocks(); ++block) {
-      double sum = 0.0;
-      for (u32 i = workspace.begins[block]; i < workspace.begins[block + 1]; ++i) {
-        const bool is_kept = (values[i] > least) | ((values[i] == least) & (indices[i] <= index_of(border)));
-        sum += is_kept ? weights[i] : 0.0f;
-      }
-      workspace.sums[block] += sum;
-    }
-    return border;
-  }
-
-  // At least one token is kept, also by a top_p of 0.
-  static double aim_of_top_p(const Row& row, double total) {
-    return std::max(row.top_p * total, std::numeric_limits<double>::min());
-  }
-
-  // Where the border of top-p should be: the tokens behind it weigh `rest`. A sample bounds what the tokens below a logit weigh.
-  Band estimated_band(const Row& row, double rest, float m, Workspace& workspace) const {
-    const u32 of_block = std::max(kSampledOfBlock, std::min(kBlock, kSampled / row.reader.blocks()));
-    float* const values = room_for(workspace.values, u64(row.reader.blocks()) * of_block);
-    u32 count = 0;
-    for (u32 block = 0; block < row.reader.blocks(); ++block) {
-      const u32 n = std::min(row.reader.elements_of(block), of_block);
-      row.reader.load_first(block, n, values + count);
-      count += n;
-    }
-    const float* const weights = weigh(row, count, m, workspace);
-    // All tokens below the last bin weigh far less than the rest.
-    const double depth = std::log(1e3 * vocab_size / std::max(rest, 1e-300));
-    const float per_logit = float(std::min(kBins / depth * row.temperature.inverse, 1e30));
-    fill_bins(values, weights, count, m, per_logit, workspace);
-    const std::vector<double>& bins = workspace.bins;
-    Band band = {-std::numeric_limits<float>::max(), kInfinity};
-    // A token of the sample stands for so many. None of a bin weighs more than `greatest`.
-    const double each = std::min(double(vocab_size), double(row.reader.blocks()) * kBlock) / count,
-                 growth = std::exp(depth / kBins);
-    double sum = 0.0, variance = 0.0, greatest = std::exp(-depth);
-    for (u32 bin = kBins; bin-- > 0;) {
-      greatest *= growth;
-      sum += each * bins[bin];
-      variance += each * each * greatest * bins[bin];
-      const double far = (sum - rest) * (sum - rest);
-      const bool is_sure = far >= kDeviations * kDeviations * variance;
-      const float top = m - float(bin) / per_logit;
-      if (is_sure && sum <= rest) band.low = top;
-      if (is_sure && sum > rest && bin) {
-        band.end = top;
-        break;
-      }
-    }
-    return band;
-  }
-
-  // The border among the tokens of a bin, given what those above it weigh. least: the border if there are none.
-  u64 border_of_bin(const Row& row, double before, double aim, u64 least, float m, Workspace& workspace) const {
-    std::vector<u64>& of_bin = workspace.of_bin;
-    std::sort(of_bin.begin(), of_bin.end(), [](u64 a, u64 b) { return a > b; });
-    u64 border = least;
-    for (const u64 candidate : of_bin) {
-      if (before >= aim) break;
-      border = candidate;
-      before += weight_of(row, logit_of(candidate), m);
-    }
-    return border;
-  }
-
-  // The border of top-p of any row. Counts only tokens not behind `least`. Sums the weights by the leading bits of the keys, and
-  // sorts only the tokens of the bin that has the border.
-  u64 border_of_top_p(const Row& row, u64 least, float m, Workspace& workspace) const {
-    std::vector<double>& bins = workspace.bins;
-    bins.assign(size_t(1) << kBinBits, 0.0);
-    const Exponential exponential = exponential_of(row, m);
-    const u32 least_key = key_of(least);
-    for (u32 block = 0; block < row.reader.blocks(); ++block) {
-      const u32 n = row.reader.elements_of(block);
-      const float* const x = row.reader.load(block, workspace.buffer);
-      kernels.full_rows->exp_terms(x, n, exponential, workspace.terms, x, 0);
-      for (u32 i = 0; i < n; ++i) {
-        const u32 key = key_of_logit(x[i]);
-        if (key >= least_key) bins[key >> (32 - kBinBits)] += workspace.terms[i];
-      }
-    }
-    double total = 0.0;
-    for (size_t bin = bins.size(); bin-- > 0;) total += bins[bin];
-    const double aim = aim_of_top_p(row, total);
-    double before = 0.0;
-    u32 bin = u32(bins.size()) - 1;
-    while (bin > least_key >> (32 - kBinBits) && before + bins[bin] < aim) before += bins[bin--];
-
-    std::vector<u64>& of_bin = workspace.of_bin;
-    of_bin.clear();
-    for (u32 block = 0; block < row.reader.blocks(); ++block) {
-      const u32 n = row.reader.elements_of(block);
-      const float* const x = row.reader.load(block, workspace.buffer);
-      for (u32 i = 0; i < n; ++i) {
-        const u32 key = key_of_logit(x[i]);
-        if (key >> (32 - kBinBits) == bin && key >= least_key)
-          of_bin.push_back(make_candidate(key, block * kBlock + i));
-      }
-    }
-    return border_of_bin(row, before, aim, least, m, workspace);
   }
 };
 

@@ -18,11 +18,13 @@ generate() prepares a call as it prepares every other. `generation/__init__.py` 
     prompts              what a call reads, from what generate() hands to a loop
     preparation          what a model's own methods prepare for a prompt with images, and for the steps after it
     cache, ancestry, attention, decoder    the forward pass: of an encoder-decoder, whose encoder has run once, its decoder's
+    row_form             the second form of it, with a row for each beam
+    facts                what a model and its configuration say of themselves
     head                 the choice from hidden states on a CPU, for which no logits are computed
     scan                 the choice from logits to which the call's processors are applied
     given_cache          a cache of transformers that a call goes on with, or leaves for the next call
     room                 for how many new tokens there is room: it grows
-    kept, store, compiled, graphs    steps for later calls of the same shape: compiled, captured as CUDA graphs, or both
+    shape, kept, store, compiled, graphs    steps for later calls of the same shape: compiled, captured as CUDA graphs, or both
     beams, texts, search, results    what a search holds, the loops, what is returned
     streaming            a streamer of a call that may run twice
 

@@ -3,23 +3,17 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_outputs import MoEModelOutput
 
 from .ancestry import Mask, gathers
 from .attention import AttentionCall, watched
 from .cache import Length, Places, SharedPromptLayer, shared_prompt_cache, state_layers
-
-# The names of methods' arguments, by function. inspect takes 0.1 ms for each, several times a call.
-_arguments: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
-# Positions of padding and the like, which tables have besides.
-_MORE_POSITIONS = 8
+from .facts import arguments_of, cache_argument, num_layers, takes_positions, vocab_size_of
 
 
 class Source(NamedTuple):
@@ -87,7 +81,7 @@ class Decoder:
         self._headless = headless
         # Of a kind that every version of torch.compile traces.
         self._arguments = arguments_of(twin.forward)
-        self._takes_positions = _takes_positions(twin, self._arguments)
+        self._takes_positions = takes_positions(twin, self._arguments)
         self._cache_argument = cache_argument(twin)
         self._beams = beams
         self._is_kept = is_kept
@@ -346,61 +340,6 @@ def _source_inputs(hidden: Tensor, is_text: Tensor | None) -> dict[str, Any]:
     # Of the kind with most in it: models with experts look for what others do not have.
     inputs: dict[str, Any] = {"encoder_outputs": MoEModelOutput(last_hidden_state=hidden)}
     return inputs if is_text is None else {**inputs, "attention_mask": is_text}
-
-
-def arguments_of(method: Callable[..., Any]) -> frozenset[str]:
-    """The names of a method's arguments."""
-    function = getattr(method, "__func__", None)
-    if function is None:
-        return frozenset(inspect.signature(method).parameters)
-    if function not in _arguments:
-        _arguments[function] = frozenset(inspect.signature(method).parameters)
-    return _arguments[function]
-
-
-def cache_argument(model: Any) -> str:
-    """What the model's forward pass calls the cache: `cache` from transformers 5.2x on."""
-    return "cache" if "cache" in arguments_of(model.forward) else "past_key_values"
-
-
-def _takes_positions(model: Any, arguments: frozenset[str]) -> bool:
-    """Args: arguments: of the model's forward pass."""
-    if not model.config.is_encoder_decoder:
-        return "position_ids" in arguments
-    # A model that is made of two hands them on to its decoder.
-    is_of_two = hasattr(model.config, "decoder") and hasattr(model, "decoder")
-    return "decoder_position_ids" in arguments or (is_of_two and "position_ids" in arguments_of(model.decoder.forward))
-
-
-def num_layers(config: Any) -> int:
-    """How many layers the decoder has."""
-    if config.is_encoder_decoder:
-        # What get_text_config() gives for its decoder has, in some versions, the layers of another.
-        of_decoder = (getattr(config, name, None) for name in ("decoder_layers", "num_decoder_layers"))
-        found = next((number for number in of_decoder if number is not None), None)
-        if found is not None:
-            return int(found)
-    return int(config.get_text_config(decoder=True).num_hidden_layers)
-
-
-def vocab_size_of(config: Any) -> int:
-    """How many tokens can be chosen: some models have another number of those that can be read."""
-    own = getattr(config, "decoder_vocab_size", None)
-    return int(own or config.get_text_config(decoder=True).vocab_size)
-
-
-def num_positions(config: Any) -> int | None:
-    """How many positions a text may have; None where the model does not say."""
-    config = config if hasattr(config, "max_position_embeddings") else config.get_text_config(decoder=True)
-    # The second is that of sounds' decoders.
-    return getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
-
-
-def has_table(model: Any, positions: int) -> bool:
-    """Whether the model has learned its positions: an embedding for each, and perhaps for some more."""
-    tokens = model.get_input_embeddings().weight
-    tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each.weight is not tokens]
-    return any(0 <= each.num_embeddings - positions <= _MORE_POSITIONS for each in tables)
 
 
 def positions_of(is_text: Tensor) -> Tensor:

@@ -22,12 +22,13 @@ from . import attention, attribute, given_cache, parallel, prompts, reasons, tri
 from .beams import Rules
 from .cache import state_layers
 from .criteria import Criteria
-from .decoder import Decoder, has_table, num_positions, vocab_size_of
-from .kept import Way
+from .decoder import Decoder
+from .facts import has_table, num_positions, vocab_size_of
 from .prompts import Ready
 from .reasons import Asked, Declined, Stock, decline_for, said_by
-from .rows import RowDecoder, decoder_of
+from .row_form import RowDecoder, decoder_of
 from .search import Search
+from .shape import Way
 from .store import Store
 from .streaming import Once
 from .twin import Snapshot, text_config, twin_of

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationMixin
 from transformers.utils.generic import ModelOutput
 
-from .decoder import cache_argument
+from .facts import cache_argument
 from .reasons import Declined, said_by
 
 

@@ -16,7 +16,7 @@ from .decoder import Prompt, Source, positions_of
 from .head import Head
 from .preparation import prepared
 from .reasons import Declined, decline_for
-from .rows import RowDecoder, decoder_of
+from .row_form import RowDecoder, decoder_of
 from .store import Store
 from .twin import Snapshot
 

@@ -18,7 +18,7 @@ from ..lm_head import sharded_head_of
 from ..request import BEAMS, SAMPLING, SEARCH, mode_of
 from ..tensor_parallel import local_forms
 from . import graphs
-from .decoder import arguments_of, vocab_size_of
+from .facts import arguments_of, vocab_size_of
 
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 

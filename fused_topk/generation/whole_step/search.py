@@ -21,11 +21,12 @@ from .criteria import Criteria
 from .decoder import Decoder, Prompt
 from .given_cache import fill
 from .head import Head
-from .kept import KeptStep, NotKept, Shape, Way, most_room, unless_over
+from .kept import KeptStep, NotKept, unless_over
 from .reasons import Declined
 from .results import KeptOutputs, of_beams, of_texts
-from .rows import decoder_of
+from .row_form import decoder_of
 from .scan import Scan
+from .shape import Shape, Way, most_room
 from .store import Store
 from .streaming import Once
 from .texts import Texts

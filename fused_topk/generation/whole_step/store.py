@@ -13,7 +13,8 @@ from typing import Any
 
 from .compiled import Codes
 from .head import Head
-from .kept import KeptStep, NotKept, Shape
+from .kept import KeptStep, NotKept
+from .shape import Shape
 
 # Of one model. Guesses: a service has few shapes, and the cache of one may be as large as the model.
 MAX_SHAPES = 8

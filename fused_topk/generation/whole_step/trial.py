@@ -19,11 +19,12 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import MoEModelOutput
 
 from .cache import WITH_KEYS, state_layers
-from .decoder import Decoder, Prompt, Source, cache_argument, num_layers, positions_of, vocab_size_of
+from .decoder import Decoder, Prompt, Source, positions_of
+from .facts import cache_argument, num_layers, vocab_size_of
 from .given_cache import past_of
 from .head import Head, head_of
 from .reasons import said_by
-from .rows import RowDecoder, decoder_of
+from .row_form import RowDecoder, decoder_of
 
 # The first text begins with padding; beams cross in each step.
 _IS_TEXT = [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
@@ -36,7 +37,7 @@ def reason_against(twin: Any, stock: Any, is_static: bool = True) -> str | None:
     """Why the model cannot be served in the form of its twin; None where it can.
 
     Args:
-        twin: the model with our attention, or with its own: see :mod:`rows`.
+        twin: the model with our attention, or with its own: see :mod:`row_form`.
         stock: the same with its own.
         is_static: whether for steps that are kept, which have places for more tokens than there are.
     """

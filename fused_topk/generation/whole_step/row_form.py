@@ -17,7 +17,8 @@ from transformers.modeling_outputs import MoEModelOutput
 
 from . import attention
 from .cache import Places, SharedPromptLayer, SourceLayer
-from .decoder import Decoder, num_layers
+from .decoder import Decoder
+from .facts import num_layers
 from .twin import text_config
 
 

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// A row that is drawn from: what is asked of it, what a thread keeps of it, and the weights of its tokens.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "full_row_kernels.h"
+#include "row_state.h"
+#include "selection.h"
+
+namespace fused_topk::cpu {
+
+// No candidate ranks behind it.
+constexpr u64 kKeepAll = 0;
+
+inline float logit_of(u64 candidate) { return logit_of_key(key_of(candidate)); }
+
+// Ranks behind every token with that key.
+inline u64 last_of_key(u32 key) { return u64(key) << 32; }
+
+// At least so many elements.
+template <class T>
+T* room_for(std::vector<T>& list, size_t count) {
+  if (list.size() < count) list.resize(count);
+  return list.data();
+}
+
+// What is asked of a row.
+struct SampleRow {
+  u64 number;
+  RowReader reader;
+  Temperature temperature;
+  bool is_greedy;
+  u32 k;  // 0: top-k keeps all
+  double top_p;
+  double min_p;
+
+  bool has_top_p() const { return top_p < 1.0; }
+  bool has_min_p() const { return min_p > 0.0; }
+  bool has_filter() const { return k || has_top_p() || has_min_p(); }
+  // Whether the sum of all weights at this temperature is needed.
+  bool needs_sum() const { return !is_greedy && !k && (has_top_p() || !has_min_p()); }
+};
+
+struct KeptToken {
+  u32 index;
+  bool is_finite;  // not -inf
+  double weight;
+};
+
+// What a thread has while it draws from a row.
+struct SampleWorkspace {
+  alignas(64) float buffer[kBlock];
+  alignas(64) float terms[kBlock];
+  std::vector<BlockNormalizer> own;       // of the blocks, at temperature 1
+  std::vector<BlockNormalizer> tempered;  // at the row's temperature
+  std::vector<double> sums;               // [blocks]: running sums of the kept weights
+  std::unique_ptr<Selection> selection;
+  u32 listed = 0;
+  std::vector<KeptToken> kept;
+  std::vector<double> bins;
+  std::vector<u64> of_bin;
+  // These never get shorter.
+  std::vector<u64> candidates;
+  std::vector<float> values;  // of listed tokens, as the next two
+  std::vector<float> weights;
+  std::vector<u32> indices;
+  std::vector<int> bin_of;
+  std::vector<u32> begins;  // [blocks + 1]: where the tokens of each block begin
+
+  Selection& selection_of(const VectorKernels& kernels, u32 k, u32 vocab_size) {
+    if (listed != k) {
+      selection.reset(new Selection(kernels, k, vocab_size));
+      listed = k;
+    }
+    selection->restart();
+    return *selection;
+  }
+};
+
+inline Exponential exponential_of(const SampleRow& row, float m) {
+  Exponential exponential = row.temperature.exponential;
+  exponential.reference = m;
+  return exponential;
+}
+
+inline double weight_of(const SampleRow& row, float x, float m) {
+  return std::exp((double(x) - m) * row.temperature.inverse);
+}
+
+inline double relative_to(float m, const BlockNormalizer& of_block, const SampleRow& row) {
+  return of_block.d == 0.0 ? 0.0 : of_block.d * std::exp((double(of_block.m) - m) * row.temperature.inverse);
+}
+
+inline double sum_of_all(const SampleRow& row, float m, const SampleWorkspace& workspace) {
+  double sum = 0.0;
+  for (u32 i = 0; i < row.reader.blocks(); ++i) sum += relative_to(m, workspace.tempered[i], row);
+  return sum;
+}
+
+}  // namespace fused_topk::cpu
