@@ -147,6 +147,31 @@ class TestFewLogits:
             assert stats(reset=True).fused == 8
             assert len(block.topk) == (8 if "topk_per_step" in options else 0)
 
+    def test_a_choice_alone_is_left_to_stock_with_beams_too(self, monkeypatch):
+        """Of a model that is not served in whole steps."""
+        model = row_model("T5")
+        source = source_for(model)
+        rows = len(next(iter(source.values())))
+        few = rows * 2 * model.config.vocab_size + 1
+        for num_beams, limit, fused in ((1, few, False), (2, few, False), (3, few, True), (2, few - 1, True)):
+            monkeypatch.setattr(reasons, "FEW_LOGITS", limit)
+            stock, given, steps = both(model, source, num_beams=num_beams)
+            assert torch.equal(stock, given) and bool(steps.fused) == fused and steps.whole == 0
+            assert set(steps.reasons) == (set() if fused else {self.WHY})
+            assert steps.not_whole == {self.WHY if num_beams == 1 else "a row for each beam on a CPU": 1}
+
+    @pytest.mark.parametrize("error", [AttributeError, ValueError])
+    def test_a_model_that_does_not_say_how_many_they_are(self, error):
+        class Config:
+            is_encoder_decoder = False
+
+            def get_text_config(self, decoder):
+                raise error
+
+        model = torch.nn.Linear(1, 1)
+        model.config = Config()
+        assert not reasons.reads_few_logits(model, reasons.Asked(False, 1, 1))
+
     def test_a_loop_that_is_not_served_says_why(self):
         inputs = {name: each[:1] for name, each in inputs_for(self.model).items()}
         stats(reset=True)

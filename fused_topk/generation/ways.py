@@ -17,7 +17,7 @@ from .calls import Call, running, running_call
 from .interception.session import Session
 from .request import Options
 from .statistics import count_not_whole
-from .whole_step import Asked, Checked, Declined, Loop, Once, Stock, decline_for, of_asked
+from .whole_step import OF_FEW_LOGITS, Asked, Checked, Declined, Loop, Once, decline_for, of_asked, reads_few_logits
 
 # Runs what generate() does. It gets the call, the loop to run, and the streamer, if there is one. No loop: that of transformers.
 Run = Callable[[Call, "Loop | None", Any], Any]
@@ -44,19 +44,21 @@ def run_call(
     outer = running_call()
     if outer is not None and outer.model is not model and any(each is model for each in outer.model.modules()):
         outer.has_parts = True
+    # A choice that nobody has asked for is left to stock operations where they are as quick.
+    is_left = options.whole_step is None and not options.topk_per_step and reads_few_logits(model, asked)
     not_whole = None
-    if options.whole_step is not False:
+    if is_left and asked.num_beams == 1:
+        not_whole = OF_FEW_LOGITS
+    elif options.whole_step is not False:
         once = None if streamer is None else Once(streamer)
         try:
             return _in_whole_steps(model, options, run, once, asked, is_cache_given), []
         except Declined as declined:
             not_whole = str(declined)
-            if isinstance(declined, Stock) and reason is None:
-                reason = not_whole
         if once is not None:
             once.restart()
             streamer = once
-    session = Session(model, options, reason)
+    session = Session(model, options, reason or (OF_FEW_LOGITS if is_left else None))
     try:
         with running(session):
             return run(session, None, streamer), session.topk
@@ -73,7 +75,7 @@ def _in_whole_steps(
         raise Declined("topk_per_step")
     # A call that is declined later has been prepared in vain: an encoder has run.
     decline_for(of_asked(asked, options.sampling))
-    checked = Checked.of(model, options.whole_step is None, asked)
+    checked = Checked.of(model, options.whole_step is None)
     call = Call(model)
     with running(call):
         return run(call, Loop(checked, options.whole_step, options.sampling, streamer, is_cache_given), streamer)

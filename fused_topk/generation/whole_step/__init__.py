@@ -34,21 +34,22 @@ Sequences are those of transformers, with ties to the smaller index, and so is t
 from .criteria import with_stop_strings
 from .entry import Checked, Loop, drop, release
 from .given_cache import cache_of
-from .reasons import Asked, Declined, Stock, decline_for, of_arguments, of_asked
+from .reasons import OF_FEW_LOGITS, Asked, Declined, decline_for, of_arguments, of_asked, reads_few_logits
 from .streaming import Once
 
 __all__ = [
+    "OF_FEW_LOGITS",
     "Asked",
     "Checked",
     "Declined",
     "Loop",
     "Once",
-    "Stock",
     "cache_of",
     "decline_for",
     "drop",
     "of_arguments",
     "of_asked",
+    "reads_few_logits",
     "release",
     "with_stop_strings",
 ]

@@ -25,7 +25,7 @@ from .criteria import Criteria
 from .decoder import Decoder
 from .facts import has_table, num_positions, vocab_size_of
 from .prompts import Ready
-from .reasons import Asked, Declined, Stock, decline_for, said_by
+from .reasons import Asked, Declined, decline_for, said_by
 from .row_form import RowDecoder, decoder_of
 from .search import Search
 from .shape import Way
@@ -77,14 +77,11 @@ class Checked(NamedTuple):
     ready: Ready | None  # None where a trial comes first
 
     @staticmethod
-    def of(model: Any, is_default: bool, asked: Asked | None = None) -> Checked:
-        """Args:
-            is_default: whether only steps that are quicker than transformers' loop will do.
-            asked: what the call asks for; None for a part of a model, which is looked at in its call.
+    def of(model: Any, is_default: bool) -> Checked:
+        """Args: is_default: whether only steps that are quicker than transformers' loop will do.
 
         Raises:
             Declined: no call is.
-            Stock: this call is not.
         """
         with _lock:
             ready = _ready.get(model)
@@ -92,8 +89,6 @@ class Checked(NamedTuple):
         if ready is not None:
             decline_for(ready.reason or (_of_default(ready) if is_default else None))
         decline_for(reasons.of_model(model) or (reasons.of_default(model) if is_default else None))
-        if is_default and asked is not None and reasons.is_as_quick_as_stock(model, asked):
-            raise Stock("few logits on a CPU")
         return Checked(model, ready)
 
 

@@ -18,17 +18,14 @@ from ..lm_head import sharded_head_of
 from ..request import BEAMS, SAMPLING, SEARCH, mode_of
 from ..tensor_parallel import local_forms
 from . import graphs
-from .facts import arguments_of, vocab_size_of
+from .facts import arguments_of
+from .twin import text_config
 
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 
 
 class Declined(Exception):
     """The call is to run on the fused path, for the reason that this names."""
-
-
-class Stock(Declined):
-    """The call is to run in transformers' loop as it is, for the reason that this names: neither path is quicker."""
 
 
 def decline_for(reason: str | None) -> None:
@@ -110,12 +107,14 @@ TAKES_NEW_TOKENS = _VERSION >= (5, 17)
 _SECOND = "second_expert_policy"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _NOT_SAMPLED = "do_sample without sampling=True"
-# Prompts times tokens of the vocabulary. Times of whole steps over stock, Llama of 4 layers of 64, 256 and 768, float32, one thread of
+# Prompts times beams times tokens of the vocabulary. Times of whole steps over stock, greedy, Llama of 4 layers of 64, 256 and 768, float32, one thread of
 # a shared EPYC (family 25), 2026-11-27, medians of 11 calls of 32 tokens in turns:
 #     1 x 1,000: 1.05, 1.06, 0.99    4 x 8,000: 1.04, 0.90, 0.93    2 x 32,000: 1.01, 0.55, 0.74    8 x 32,000: 0.69, 0.70, 0.82
 #     1 x 32,000: 1.04, 0.90, 1.04   8 x 8,000: 0.99, 0.82, 0.94    4 x 32,000: 0.76, 0.72, 0.79
-# The choice alone took 1.02 to 1.09 times the stock time up to 1 x 32,000. Sampling took 0.18 to 0.99 times the stock time at all of them.
+# Sampling took 0.18 to 0.99 times the stock time at all of them, two beams 0.44 to 1.04 times. The choice alone took 1.02 to 1.09 times up
+# to 1 x 32,000, and with beams of T5 1.09 at 2 x 1,000, 1.04 at 16 x 1,000, 0.97 at 4 x 32,000.
 FEW_LOGITS = 60_000
+OF_FEW_LOGITS = "few logits on a CPU"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
@@ -322,8 +321,10 @@ class Asked(NamedTuple):
     prompts: int | None  # how many; None where that is not known
 
     @staticmethod
-    def by(config: GenerationConfig, prompts: int | None) -> Asked:
-        return Asked(bool(config.do_sample), config.num_beams or 1, prompts)
+    def by(config: GenerationConfig, rows: int | None) -> Asked:
+        """Args: rows: of a loop's texts, one for each beam; None where that does not matter."""
+        beams = config.num_beams or 1
+        return Asked(bool(config.do_sample), beams, None if rows is None else rows // beams)
 
 
 def of_asked(asked: Asked, is_sampling_asked_for: bool) -> str | None:
@@ -331,15 +332,19 @@ def of_asked(asked: Asked, is_sampling_asked_for: bool) -> str | None:
     return _NOT_SAMPLED if asked.do_sample and not is_sampling_asked_for else None
 
 
-def is_as_quick_as_stock(model: Any, asked: Asked) -> bool:
-    """Whether stock generate() is as quick as anything here, as far as the call says: greedy search of few logits on a CPU.
-
-    Args: model: one that may be served.
-    """
-    if asked.do_sample or asked.num_beams > 1 or asked.prompts is None or sharded_head_of(model) is not None:
+def reads_few_logits(model: Any, asked: Asked) -> bool:
+    """Whether stock operations choose from a step's logits as quickly as anything here: those of a search on a CPU, and few."""
+    if asked.do_sample or asked.prompts is None or sharded_head_of(model) is not None:
         return False
-    are_few = asked.prompts * vocab_size_of(model.config) < FEW_LOGITS
-    return are_few and not graphs.is_cuda(next(model.parameters()).device)
+    try:
+        vocab_size = text_config(model.config).vocab_size
+    # Of a model of any kind: it may have no configuration of text, or several.
+    except (AttributeError, ValueError):
+        return False
+    if not isinstance(vocab_size, int) or asked.prompts * asked.num_beams * vocab_size >= FEW_LOGITS:
+        return False
+    weight = next(model.parameters(), None)
+    return weight is not None and not graphs.is_cuda(weight.device)
 
 
 def of_streaming(config: GenerationConfig) -> str | None:
