@@ -159,18 +159,25 @@ class TestFewLogits:
             assert torch.equal(stock, given) and bool(steps.fused) == fused and steps.whole == 0
             assert set(steps.reasons) == (set() if fused else {self.WHY})
             assert steps.not_whole == {self.WHY if num_beams == 1 else "a row for each beam on a CPU": 1}
+            model.generate(**source, **OPTIONS, num_beams=num_beams, custom_generate=generate)
+            assert bool(stats(reset=True).fused) == fused
 
-    @pytest.mark.parametrize("error", [AttributeError, ValueError])
+    @pytest.mark.parametrize("error", [None, AttributeError, ValueError])
     def test_a_model_that_does_not_say_how_many_they_are(self, error):
         class Config:
             is_encoder_decoder = False
+            vocab_size = 2
 
             def get_text_config(self, decoder):
-                raise error
+                if error is not None:
+                    raise error
+                return self
 
-        model = torch.nn.Linear(1, 1)
-        model.config = Config()
-        assert not reasons.reads_few_logits(model, reasons.Asked(False, 1, 1))
+        for device in ("cpu", "meta"):
+            model = torch.nn.Linear(1, 1, device=device)
+            model.config = Config()
+            is_known = error is None and device == "cpu"
+            assert reasons.reads_few_logits(model, reasons.Asked(False, 1, 1)) == is_known
 
     def test_a_loop_that_is_not_served_says_why(self):
         inputs = {name: each[:1] for name, each in inputs_for(self.model).items()}
@@ -178,9 +185,6 @@ class TestFewLogits:
         with fused_decoding(self.model):
             self.model.generate(**inputs, **OPTIONS, assistant_model=family("Llama"))
         assert set(stats(reset=True).reasons) == {"assistant_model"}
-
-    def test_on_a_gpu_they_are_captured(self, on_a_gpu):
-        assert both(self.model, inputs_for(self.model))[2].captured == 8
 
 
 def test_what_is_not_asked_for_is_prepared_once():

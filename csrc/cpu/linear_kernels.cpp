@@ -34,10 +34,10 @@ constexpr u32 kRowsAtOnce = 2;
 // cache together.
 constexpr u32 kDepth = 512;
 // While some weights are multiplied, those of later tokens are fetched into the cache: about so many bytes ahead, and as far into
-// a token's weights. The hardware on its own fetches fewer bytes ahead. Without this 512 -> 50257 float32 took 1.9 times as long at 16
-// and 32 rows (Xeon model 207, 2026-11-25). Times of torch's product over ours, float32, 768 -> 50257, 1024 and 2048 -> 32000: 1.0 to 1.1 at 1
-// row, 1.9 to 2.1 at 2, 1.9 to 2.7 at 4; with 2 KB of the same tokens 0.9 to 1.0, 1.6 to 2.0, 1.7 to 2.5 (EPYC of family 25,
-// 2026-11-27).
+// a token's weights. The hardware on its own fetches fewer bytes ahead. Without this 512 -> 50257 float32 took 1.9 times as
+// long at 16 and 32 rows (Xeon model 207, 2026-11-25). Times of torch's product over ours, float32, 768 -> 50257, 1024 and
+// 2048 -> 32000: 1.0 to 1.1 at 1 row, 1.9 to 2.1 at 2, 1.9 to 2.7 at 4; with 2 KB of the same tokens 0.9 to 1.0, 1.6 to 2.0,
+// 1.7 to 2.5 (EPYC of family 25, 2026-11-27).
 constexpr i64 kAhead = 65536;
 
 // How weights become vectors of floats: kVectors of them from kStep elements.

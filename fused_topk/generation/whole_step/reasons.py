@@ -17,7 +17,6 @@ from ..calls import after_forward
 from ..lm_head import sharded_head_of
 from ..request import BEAMS, SAMPLING, SEARCH, mode_of
 from ..tensor_parallel import local_forms
-from . import graphs
 from .facts import arguments_of
 from .twin import text_config
 
@@ -107,8 +106,8 @@ TAKES_NEW_TOKENS = _VERSION >= (5, 17)
 _SECOND = "second_expert_policy"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _NOT_SAMPLED = "do_sample without sampling=True"
-# Prompts times beams times tokens of the vocabulary. Times of whole steps over stock, greedy, Llama of 4 layers of 64, 256 and 768, float32, one thread of
-# a shared EPYC (family 25), 2026-11-27, medians of 11 calls of 32 tokens in turns:
+# Prompts times beams times tokens of the vocabulary. Times of whole steps over stock, greedy, Llama of 4 layers of 64, 256 and 768,
+# float32, one thread of a shared EPYC (family 25), 2026-11-27, medians of 11 calls of 32 tokens in turns:
 #     1 x 1,000: 1.05, 1.06, 0.99    4 x 8,000: 1.04, 0.90, 0.93    2 x 32,000: 1.01, 0.55, 0.74    8 x 32,000: 0.69, 0.70, 0.82
 #     1 x 32,000: 1.04, 0.90, 1.04   8 x 8,000: 0.99, 0.82, 0.94    4 x 32,000: 0.76, 0.72, 0.79
 # Sampling took 0.18 to 0.99 times the stock time at all of them, two beams 0.44 to 1.04 times. The choice alone took 1.02 to 1.09 times up
@@ -344,7 +343,7 @@ def reads_few_logits(model: Any, asked: Asked) -> bool:
     if not isinstance(vocab_size, int) or asked.prompts * asked.num_beams * vocab_size >= FEW_LOGITS:
         return False
     weight = next(model.parameters(), None)
-    return weight is not None and not graphs.is_cuda(weight.device)
+    return weight is not None and weight.device.type == "cpu"
 
 
 def of_streaming(config: GenerationConfig) -> str | None:
