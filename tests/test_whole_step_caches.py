@@ -175,15 +175,15 @@ def test_caches_that_are_not_served():
 
 
 def test_a_call_that_is_declined_on_its_way_leaves_the_cache_to_stock(monkeypatch):
-    from fused_topk.generation.whole_step import search
+    from fused_topk.generation.whole_step.choosing import Choices
 
     def failing(self, state, constants, logits, ids, step, *args):
         if step == 3:
             raise reasons.Declined("a reason")
         return chosen(self, state, constants, logits, ids, step, *args)
 
-    chosen = search.Search._chosen
-    monkeypatch.setattr(search.Search, "_chosen", failing)
+    chosen = Choices.after
+    monkeypatch.setattr(Choices, "after", failing)
     model = family("Llama")
     inputs, stock, given = inputs_for(model), DynamicCache(), DynamicCache()
     expected = model.generate(**inputs, **OPTIONS, past_key_values=stock)

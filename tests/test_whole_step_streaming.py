@@ -13,7 +13,8 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from decoding import Recorder, inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import fused_decoding, generate, stats
-from fused_topk.generation.whole_step import Once, compiled, search
+from fused_topk.generation.whole_step import Once, compiled
+from fused_topk.generation.whole_step.choosing import Choices
 from fused_topk.generation.whole_step.reasons import Declined
 from whole_steps import family, whole
 
@@ -68,14 +69,14 @@ def test_a_piece_is_handed_on_once_where_a_call_declines_on_its_way(model, monke
     inputs = inputs_for(model, 1)
     free = functools.partial(streamed, model, inputs, eos_token_id=None)
     expected = free()
-    chosen = search.Search._chosen
+    chosen = Choices.after
 
     def failing(self, state, constants, logits, ids, step, *args):
         if step == 4:
             raise Declined("a reason")
         return chosen(self, state, constants, logits, ids, step, *args)
 
-    monkeypatch.setattr(search.Search, "_chosen", failing)
+    monkeypatch.setattr(Choices, "after", failing)
     stats(reset=True)
     with whole(model):
         assert free() == expected

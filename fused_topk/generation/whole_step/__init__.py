@@ -21,7 +21,7 @@ generate() prepares a call as it prepares every other. `generation/__init__.py` 
     row_form             the second form of it, with a row for each beam
     facts                what a model and its configuration say of themselves
     head                 the choice from hidden states on a CPU, for which no logits are computed
-    scan                 the choice from logits to which the call's processors are applied
+    choosing, scan       the choice from logits to which the call's processors are applied
     given_cache          a cache of transformers that a call goes on with, or leaves for the next call
     room                 for how many new tokens there is room: it grows
     shape, kept, store, compiled, graphs    steps for later calls of the same shape: compiled, captured as CUDA graphs, or both

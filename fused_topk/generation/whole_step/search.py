@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..choice import tokens
 from ..choice.edit import NotSparse
 from ..edits.plan import Plan
 from ..edits.tries import TrieLogitsProcessor
 from ..statistics import count_not_compiled, count_whole
-from ..tensor_parallel.group import of_first
 from . import beams, graphs, room, texts
 from .beams import Beams, Rules
+from .choosing import Choices, Place
 from .criteria import Criteria
 from .decoder import Decoder, Prompt
 from .given_cache import fill
@@ -25,7 +24,6 @@ from .kept import KeptStep, NotKept, unless_over
 from .reasons import Declined
 from .results import KeptOutputs, of_beams, of_texts
 from .row_form import decoder_of
-from .scan import Scan
 from .shape import Shape, Way, most_room
 from .store import Store
 from .streaming import Once
@@ -171,8 +169,8 @@ class Search(NamedTuple):
         size = step.open(room.at_first(most, True))
         state, constants = self._first(size, last + 1)
         logits = step.read_prompt(self.prompt)
-        place = _Place.of(0, self.criteria.end_all(ids, length + 1), ids.device)
-        state = self._chosen(state, constants, logits, ids, 0, place)
+        place = Place.of(0, self.criteria.end_all(ids, length + 1), ids.device)
+        state = self._choices.after(state, constants, logits, ids, 0, place)
         step.begin(state, constants, last)
         flag = self._end_flag()
         walk = None if constraint is None else Walk(constraint, ids, rules.beams, logits.shape[-1])
@@ -212,7 +210,7 @@ class Search(NamedTuple):
         kept = KeptOutputs.asked_for(self.config)
         size = reader.open(room.at_first(most, way is not None))
         state, constants = self._first(size, rules.room)
-        is_late, flag = self._is_late, self._end_flag()
+        is_late, flag, choices = self._is_late, self._end_flag(), self._choices
         steps = torch.zeros(1, dtype=torch.int64, device=ids.device)
         logits = reader.read_prompt(self.prompt)
         if self.plan.keeps_state and way is not None:
@@ -220,11 +218,11 @@ class Search(NamedTuple):
             reader.read(torch.zeros_like(state.tokens[:, 0]), None, torch.zeros_like(steps), 1)
         for step in range(rules.room):
             ends_now = self.criteria.end_all(ids, length + step + 1)
-            place = _Place.of(step, ends_now, ids.device)
+            place = Place.of(step, ends_now, ids.device)
             if head is None:
-                after = self._chosen(state, constants, logits, ids, step, place, kept)
+                after = choices.after(state, constants, logits, ids, step, place, kept)
             else:
-                after = self._chosen_by(head, state, constants, logits, step, place)
+                after = choices.by_head(head, state, constants, logits, step, place)
             if is_late:
                 steps += state.goes_on
                 after = unless_over(state, after)
@@ -254,6 +252,10 @@ class Search(NamedTuple):
         count = int(steps) if is_late else step + 1
         count_whole(count, way is not None and way.is_compiled, way is not None and way.is_captured)
         return self._result(reader, state, count, kept)
+
+    @property
+    def _choices(self) -> Choices:
+        return Choices(self.rules, self.plan, self.criteria, self.config, self.group)
 
     def _head_alone(self) -> Head | None:
         """The LM head, where a step that is not kept chooses from hidden states, without logits."""
@@ -290,112 +292,6 @@ class Search(NamedTuple):
             return texts.at_first(len(ids), size, ids.device), constants
         return beams.at_first(rules, len(ids), size, ids.device), beams.BeamConstants.of(rules, longest, ids.device)
 
-    def _chosen(
-        self,
-        state: Any,
-        constants: Any,
-        logits: Tensor,
-        ids: Tensor,
-        step: int,
-        place: _Place,
-        kept: KeptOutputs | None = None,
-    ) -> Any:
-        """The state after the choice of one more token.
-
-        Args:
-            logits: [rows, V] of the last tokens; of the prompt, a row for each sequence.
-            ids: the prompts.
-            step: which of the new tokens it is.
-            place: the same, for the device.
-            kept: gets what the user is to be given of the step.
-        """
-        rules = self.rules
-        if step == 0 and rules.beams > 1:
-            # All beams are one text at first.
-            logits = logits.repeat_interleave(rules.beams, 0)
-        now, are_last = place
-        is_greedy = rules.beams == 1
-        written = state.tokens[:, :step] if is_greedy else state.running.tokens.flatten(0, 1)[:, :step]
-        # Only processors and criteria look at it.
-        text = (
-            torch.cat([ids.repeat_interleave(rules.beams, 0), written.clamp(min=0)], 1)
-            if self.plan.processors or self.criteria.read_text
-            else ids
-        )
-        never_declines = bool(self.config.do_sample) or self.plan.keeps_state
-        scan = Scan(self.plan, logits, text, are_log_probs=not is_greedy, never_declines=never_declines)
-        if kept is not None:
-            kept.add(logits, scan.dense)
-        if is_greedy:
-            chosen = of_first(self._drawn(scan) if self.config.do_sample else self._greatest(scan), self.group)
-            if self.criteria.read_text:
-                are_last = are_last | self.criteria.end(torch.cat([text, chosen[:, None]], 1))
-            return texts.choose_tokens(state, constants, chosen, now, are_last)
-        scores, indices = (of_first(each, self.group) for each in self._continuations(scan, state))
-        _refuse_nan(scores)
-        if self.criteria.read_text:
-            are_last = are_last | self._end(text, indices, logits.shape[-1])
-        return beams.choose(state, constants, scores, indices, logits.shape[-1], now, are_last)
-
-    def _chosen_by(self, head: Head, state: Any, constants: Any, hidden: Tensor, step: int, place: _Place) -> Any:
-        """The same from hidden states [rows, H], of a call for which nothing else reads logits."""
-        now, are_last = place
-        if step == 0 and self.rules.beams > 1:
-            hidden = hidden.repeat_interleave(self.rules.beams, 0)
-        if self.rules.beams == 1:
-            return texts.choose_tokens(state, constants, head.greatest(hidden, None), now, are_last)
-        scores, indices = head.continuations(hidden, state.running.scores, self.rules.kept, None)
-        _refuse_nan(scores)
-        return beams.choose(state, constants, scores, indices, head.vocab_size, now, are_last)
-
-    def _end(self, text: Tensor, indices: Tensor, vocab_size: int) -> Tensor:
-        """bool [batch, kept]: which continuations [batch, kept] of the beams' texts end by what they say."""
-        parent, token = indices // vocab_size, indices % vocab_size
-        of_beams = text.view(len(indices), self.rules.beams, -1)
-        continued = of_beams.gather(1, parent[..., None].expand(-1, -1, text.shape[1]))
-        continued = torch.cat([continued, token[..., None]], 2)
-        return self.criteria.end(continued.flatten(0, 1)).view_as(indices)
-
-    def _greatest(self, scan: Scan) -> Tensor:
-        found = None
-        if not scan.is_dense:
-            try:
-                found = tokens.greatest(scan.rows, scan.edits, self.plan.filters)
-            except NotSparse:
-                if not self.plan.keeps_state:
-                    raise
-        return scan.dense().argmax(-1) if found is None else found
-
-    def _drawn(self, scan: Scan) -> Tensor:
-        sampled = None if scan.is_dense else tokens.sampled(scan.rows, scan.edits, self.plan.filters)
-        if sampled is not None and not tokens.has_no_distribution(sampled):
-            return sampled.tokens.squeeze(1)
-        left = None if sampled is not None else scan.left_over(1)
-        if left is None:
-            return torch.multinomial(scan.dense().softmax(-1), 1).squeeze(1)
-        return tokens.drawn(left).squeeze(1)
-
-    def _continuations(self, scan: Scan, state: Beams) -> tuple[Tensor, Tensor]:
-        number, beam_scores = self.rules.kept, state.running.scores
-        if self.config.do_sample:
-            return self._drawn_continuations(scan, beam_scores)
-        found = tokens.continuations(scan.rows, scan.edits, self.plan.filters, beam_scores, number)
-        if found is None:
-            raise Declined("more continuations than the kernels list")
-        return found
-
-    def _drawn_continuations(self, scan: Scan, beam_scores: Tensor) -> tuple[Tensor, Tensor]:
-        number = self.rules.kept
-        left = scan.left_over(-(-number // self.rules.beams))
-        if left is None:
-            total = (scan.dense().view(*beam_scores.shape, -1) + beam_scores.unsqueeze(-1)).flatten(1)
-            indices = tokens.drawn_from(total.softmax(-1), number)
-            scores = total.gather(1, indices)
-        else:
-            scores, indices = tokens.drawn_continuations(left, beam_scores, scan.rows.vocab_size, number)
-        scores, order = scores.sort(dim=-1, descending=True, stable=True)
-        return scores, indices.gather(1, order)
-
     def _result(self, reader: Reader, state: Texts | Beams, steps: int, kept: KeptOutputs) -> Any:
         """Args: steps: how many tokens the longest text has."""
         ids, has_source, cache = self.prompt.ids, self.prompt.source is not None, self.cache
@@ -407,21 +303,3 @@ class Search(NamedTuple):
             return of_texts(ids, state.tokens[:, :steps], kept, self.config, has_source, cache)
         padding = -1 if self.padding is None else self.padding
         return of_beams(ids, state.ended, padding, kept, self.config, has_source, cache)
-
-
-class _Place(NamedTuple):
-    """Which of the new tokens is chosen, as choices take it."""
-
-    step: Tensor  # int64 [1]
-    are_last: Tensor  # bool [1]: whether every text ends with it
-
-    @staticmethod
-    def of(step: int, ends_now: bool, device: torch.device) -> _Place:
-        return _Place(*(torch.full((1,), each, device=device) for each in (step, ends_now)))
-
-
-def _refuse_nan(scores: Tensor) -> None:
-    """Raises Declined where the continuations of a sequence have no order: their scores are NaN."""
-    if not scores.is_cuda and bool(scores[:, 0].isnan().any()):
-        # All of such a row are NaN, and their order is torch.topk's. On a GPU nothing waits for it.
-        raise Declined("NaN among the scores")

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of a step's tokens where its forward pass is apart: from logits and what processors make of them, or from hidden states."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ..choice import tokens
+from ..choice.edit import NotSparse
+from ..edits.plan import Plan
+from ..tensor_parallel.group import of_first
+from . import beams, texts
+from .beams import Beams, Rules
+from .criteria import Criteria
+from .head import Head
+from .reasons import Declined
+from .results import KeptOutputs
+from .scan import Scan
+
+
+class Place(NamedTuple):
+    """Which of the new tokens is chosen, as choices take it."""
+
+    step: Tensor  # int64 [1]
+    are_last: Tensor  # bool [1]: whether every text ends with it
+
+    @staticmethod
+    def of(step: int, ends_now: bool, device: torch.device) -> Place:
+        return Place(*(torch.full((1,), each, device=device) for each in (step, ends_now)))
+
+
+class Choices(NamedTuple):
+    """The choices of a call."""
+
+    rules: Rules
+    plan: Plan
+    criteria: Criteria
+    config: GenerationConfig
+    # Of the processes that have the model between them. All go on with the choices of the first.
+    group: Any
+
+    def after(
+        self,
+        state: Any,
+        constants: Any,
+        logits: Tensor,
+        ids: Tensor,
+        step: int,
+        place: Place,
+        kept: KeptOutputs | None = None,
+    ) -> Any:
+        """The state after the choice of one more token.
+
+        Args:
+            logits: [rows, V] of the last tokens; of the prompt, a row for each sequence.
+            ids: the prompts.
+            step: which of the new tokens it is.
+            place: the same, for the device.
+            kept: gets what the user is to be given of the step.
+        """
+        rules = self.rules
+        if step == 0 and rules.beams > 1:
+            # All beams are one text at first.
+            logits = logits.repeat_interleave(rules.beams, 0)
+        now, are_last = place
+        is_greedy = rules.beams == 1
+        written = state.tokens[:, :step] if is_greedy else state.running.tokens.flatten(0, 1)[:, :step]
+        # Only processors and criteria look at it.
+        text = (
+            torch.cat([ids.repeat_interleave(rules.beams, 0), written.clamp(min=0)], 1)
+            if self.plan.processors or self.criteria.read_text
+            else ids
+        )
+        never_declines = bool(self.config.do_sample) or self.plan.keeps_state
+        scan = Scan(self.plan, logits, text, are_log_probs=not is_greedy, never_declines=never_declines)
+        if kept is not None:
+            kept.add(logits, scan.dense)
+        if is_greedy:
+            chosen = of_first(self._drawn(scan) if self.config.do_sample else self._greatest(scan), self.group)
+            if self.criteria.read_text:
+                are_last = are_last | self.criteria.end(torch.cat([text, chosen[:, None]], 1))
+            return texts.choose_tokens(state, constants, chosen, now, are_last)
+        scores, indices = (of_first(each, self.group) for each in self._continuations(scan, state))
+        _refuse_nan(scores)
+        if self.criteria.read_text:
+            are_last = are_last | self._ends(text, indices, logits.shape[-1])
+        return beams.choose(state, constants, scores, indices, logits.shape[-1], now, are_last)
+
+    def by_head(self, head: Head, state: Any, constants: Any, hidden: Tensor, step: int, place: Place) -> Any:
+        """The same from hidden states [rows, H], of a call for which nothing else reads logits."""
+        now, are_last = place
+        if step == 0 and self.rules.beams > 1:
+            hidden = hidden.repeat_interleave(self.rules.beams, 0)
+        if self.rules.beams == 1:
+            return texts.choose_tokens(state, constants, head.greatest(hidden, None), now, are_last)
+        scores, indices = head.continuations(hidden, state.running.scores, self.rules.kept, None)
+        _refuse_nan(scores)
+        return beams.choose(state, constants, scores, indices, head.vocab_size, now, are_last)
+
+    def _ends(self, text: Tensor, indices: Tensor, vocab_size: int) -> Tensor:
+        """bool [batch, kept]: which continuations [batch, kept] of the beams' texts end by what they say."""
+        parent, token = indices // vocab_size, indices % vocab_size
+        of_beams = text.view(len(indices), self.rules.beams, -1)
+        continued = of_beams.gather(1, parent[..., None].expand(-1, -1, text.shape[1]))
+        continued = torch.cat([continued, token[..., None]], 2)
+        return self.criteria.end(continued.flatten(0, 1)).view_as(indices)
+
+    def _greatest(self, scan: Scan) -> Tensor:
+        found = None
+        if not scan.is_dense:
+            try:
+                found = tokens.greatest(scan.rows, scan.edits, self.plan.filters)
+            except NotSparse:
+                if not self.plan.keeps_state:
+                    raise
+        return scan.dense().argmax(-1) if found is None else found
+
+    def _drawn(self, scan: Scan) -> Tensor:
+        sampled = None if scan.is_dense else tokens.sampled(scan.rows, scan.edits, self.plan.filters)
+        if sampled is not None and not tokens.has_no_distribution(sampled):
+            return sampled.tokens.squeeze(1)
+        left = None if sampled is not None else scan.left_over(1)
+        if left is None:
+            return torch.multinomial(scan.dense().softmax(-1), 1).squeeze(1)
+        return tokens.drawn(left).squeeze(1)
+
+    def _continuations(self, scan: Scan, state: Beams) -> tuple[Tensor, Tensor]:
+        number, beam_scores = self.rules.kept, state.running.scores
+        if self.config.do_sample:
+            return self._drawn_continuations(scan, beam_scores)
+        found = tokens.continuations(scan.rows, scan.edits, self.plan.filters, beam_scores, number)
+        if found is None:
+            raise Declined("more continuations than the kernels list")
+        return found
+
+    def _drawn_continuations(self, scan: Scan, beam_scores: Tensor) -> tuple[Tensor, Tensor]:
+        number = self.rules.kept
+        left = scan.left_over(-(-number // self.rules.beams))
+        if left is None:
+            total = (scan.dense().view(*beam_scores.shape, -1) + beam_scores.unsqueeze(-1)).flatten(1)
+            indices = tokens.drawn_from(total.softmax(-1), number)
+            scores = total.gather(1, indices)
+        else:
+            scores, indices = tokens.drawn_continuations(left, beam_scores, scan.rows.vocab_size, number)
+        scores, order = scores.sort(dim=-1, descending=True, stable=True)
+        return scores, indices.gather(1, order)
+
+
+def _refuse_nan(scores: Tensor) -> None:
+    """Raises Declined where the continuations of a sequence have no order: their scores are NaN."""
+    if not scores.is_cuda and bool(scores[:, 0].isnan().any()):
+        # All of such a row are NaN, and their order is torch.topk's. On a GPU nothing waits for it.
+        raise Declined("NaN among the scores")
