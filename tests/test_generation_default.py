@@ -162,7 +162,7 @@ class TestFewLogits:
             model.generate(**source, **OPTIONS, num_beams=num_beams, custom_generate=generate)
             assert bool(stats(reset=True).fused) == fused
 
-    @pytest.mark.parametrize("error", [None, AttributeError, ValueError])
+    @pytest.mark.parametrize("error", [None, AttributeError, ValueError, TypeError])
     def test_a_model_that_does_not_say_how_many_they_are(self, error):
         class Config:
             is_encoder_decoder = False

@@ -17,8 +17,7 @@ from ..calls import after_forward
 from ..lm_head import sharded_head_of
 from ..request import BEAMS, SAMPLING, SEARCH, mode_of
 from ..tensor_parallel import local_forms
-from .facts import arguments_of
-from .twin import text_config
+from .facts import arguments_of, vocab_size_of
 
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 
@@ -336,11 +335,11 @@ def reads_few_logits(model: Any, asked: Asked) -> bool:
     if asked.do_sample or asked.prompts is None or sharded_head_of(model) is not None:
         return False
     try:
-        vocab_size = text_config(model.config).vocab_size
-    # Of a model of any kind: it may have no configuration of text, or several.
-    except (AttributeError, ValueError):
+        vocab_size = vocab_size_of(model.config)
+    # Of a model of any kind: it may have no configuration of text, several, or one that does not say.
+    except (AttributeError, ValueError, TypeError):
         return False
-    if not isinstance(vocab_size, int) or asked.prompts * asked.num_beams * vocab_size >= FEW_LOGITS:
+    if asked.prompts * asked.num_beams * vocab_size >= FEW_LOGITS:
         return False
     weight = next(model.parameters(), None)
     return weight is not None and weight.device.type == "cpu"
