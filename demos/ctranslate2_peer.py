@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CTranslate2 as a peer of the demo: the same model, converted, in float32 on the CPU.
 
-Optional: `pip install ctranslate2`. Its beam search stops and breaks ties otherwise, so only its time is comparable, for texts
-of a given length.
+Optional: `pip install ctranslate2`. Its beam search has other rules for ties and for when to stop, so only its time for texts of
+a given length is comparable.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from ladder_rungs import RUNGS
 
 Document = dict[str, Any]
 
-# name -> (colour, marker, label); Okabe and Ito's palette, which tells apart for every kind of colour vision.
+# name -> (colour, marker, label). Okabe and Ito's palette: its colours differ for every kind of colour vision.
 _STYLES = {
     "naive": ("#999999", "x", "naive"),
     "safe": ("#D55E00", "s", "safe"),

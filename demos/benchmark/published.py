@@ -24,10 +24,10 @@ View = Callable[[Document], str]
 
 _MARKER = re.compile(r"<!-- figures: (?P<path>\S+)(?: (?P<view>\w+))? -->")
 _END = "<!-- end of figures -->"
-# What a row means where it names no operation.
+# The operation of a row that names none.
 _DEFAULT_OPERATION = "softmax"
 _WAITS_SHOWN = 3
-# Peers that have a column where a run has them.
+# Peers that get a column if the run has timed them.
 _OTHERS = ("compiled", "cupy", "flashinfer", "flashinfer-sorted")
 
 
@@ -128,7 +128,7 @@ def _share(name: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def _waits(launch: Mapping[str, Any]) -> str:
-    """What a warp waits for the longest; for nothing means that it works."""
+    """What a warp waits for the longest. A warp that waits for "nothing" works, which is left out."""
     shares = sorted(launch["states"].items(), key=lambda state: -state[1])
     return "; ".join([f"{name} {share:.0%}" for name, share in shares if name != "nothing"][:_WAITS_SHOWN])
 
