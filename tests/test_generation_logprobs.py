@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -143,6 +145,22 @@ def test_next_token_topk_says_what_is_wrong():
         next_token_topk(model.model, inputs_for(model), 4)
     with pytest.raises(ValueError, match="`k` must"):
         next_token_topk(model, inputs_for(model), 10**6)
+
+
+def test_next_token_topk_of_an_encoder_decoder_needs_a_first_token():
+    model = copy.deepcopy(tiny("t5"))
+    texts = inputs_for(model)["input_ids"]
+    encoded = {"encoder_outputs": model.encoder(texts)}
+    with pytest.raises(ValueError, match=r"`inputs` must have `decoder_input_ids`.*pass decoder_input_ids"):
+        next_token_topk(model, encoded, 4)
+    begin = torch.full((len(texts), 1), model.generation_config.decoder_start_token_id)
+    found = next_token_topk(model, {**encoded, "decoder_input_ids": begin}, 4)
+    assert torch.equal(found.indices, next_token_topk(model, texts, 4).indices)
+    # A configuration need not say how texts begin.
+    model.generation_config.decoder_start_token_id = None
+    vars(model.config).pop("decoder_start_token_id", None)
+    with pytest.raises(ValueError, match="`inputs` must have `decoder_input_ids`"):
+        next_token_topk(model, texts, 4)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

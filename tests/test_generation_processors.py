@@ -21,6 +21,7 @@ from fused_topk.generation import fused_decoding
 from fused_topk.generation.choice.edit import NotSparse
 from fused_topk.generation.choice.rows import Rows
 from fused_topk.generation.choice.selection import best, best_continuations, logsumexp
+from fused_topk.generation.edits import adapter, biases, penalties
 from fused_topk.generation.edits.plan import Plan
 
 BATCH, BEAMS, VOCAB_SIZE, LENGTH = 3, 2, 101, 12
@@ -344,6 +345,26 @@ def test_a_processor_function_without_a_module():
         stock_result, given, steps = generate_both(tiny("llama"), num_beams=num_beams, logits_processor=processors)
         assert_same(stock_result, given)
         assert list(steps.reasons) == [f"logits processor {made_by_hand.__qualname__}"]
+
+
+PROBES = (
+    adapter._leaves_out_foreign,
+    biases._least_length,
+    penalties._keeps_infinite,
+    penalties._repeats_encoder_ids,
+    penalties._takes_tensors,
+)
+
+
+@pytest.mark.parametrize("name", [name for name in PROCESSORS if name not in ("sequence_bias", "no_bad_words")])
+def test_edits_are_made_where_the_logits_are_whatever_the_users_default_device(name):
+    logits = logits_of(torch.float32)
+    rows, text, plan = Rows(logits, cpu), history(), Plan([PROCESSORS[name]()], is_sampling=False)
+    for probe in PROBES:
+        probe.cache_clear()
+    with torch.device("meta"):
+        found = best(rows, plan.edits(text, rows, True), 5, True)
+    assert_best(found.scores, found.ids, stock_scores((name,), logits, True))
 
 
 def test_no_allowed_token_left_is_for_the_stock_processor():

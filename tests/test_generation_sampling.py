@@ -92,6 +92,14 @@ def test_lists_of_the_best_keep_what_the_stock_warpers_keep(chain, vocab_size, f
         torch.testing.assert_close(given, expected, rtol=0, atol=1e-6)
 
 
+def test_a_second_top_k_may_be_longer_than_the_list_of_the_first():
+    chain = [TopKLogitsWarper(10), TopKLogitsWarper(200), TopPLogitsWarper(0.9)]
+    logits = logits_of(3000)
+    given, was_enough = kept_by_lists([each for warper in chain for each in warpers.filters_of(warper)], logits)
+    assert was_enough.all()
+    torch.testing.assert_close(given, LogitsProcessorList(chain)(None, logits), rtol=0, atol=1e-6)
+
+
 def test_all_tokens_that_tie_with_the_kth_are_kept():
     logits = logits_of(3000, step=0.25)
     for k in (5, 30, 200):

@@ -347,7 +347,7 @@ def test_a_subclass_runs_as_any_processor():
     [
         (([[8]], 1), TypeError, "`trie` must be a TokenTrie, got list"),
         ((TokenTrie([[8]], END), -1), ValueError, "`begin_index` must not be negative, got -1"),
-        ((TokenTrie([[8]], END), 1.0), TypeError, "cannot be interpreted as an integer"),
+        ((TokenTrie([[8]], END), 1.0), TypeError, "`begin_index` must be an integer, got float"),
     ],
 )
 def test_arguments_of_another_kind(arguments, error, message):

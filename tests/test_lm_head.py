@@ -71,6 +71,26 @@ def test_a_model_that_writes_to_its_logits_or_its_hidden_states_is_refused(writt
         assert torch.equal(found, logits_of(model, ids)) and model in lm_head._refused
 
 
+@pytest.mark.parametrize("learned", ["all", "head", "trunk", "none"])
+def test_a_model_may_ask_whether_its_logits_require_a_gradient(learned):
+    model, ids = model_of("llama"), tokens()
+    model.model.requires_grad_(learned in ("all", "trunk"))
+    model.lm_head.requires_grad_(learned in ("all", "head"))
+    forward = model.forward
+
+    def asking(**arguments):
+        output = forward(**arguments)
+        if output.logits.requires_grad:
+            output.logits = output.logits * 2
+        return output
+
+    model.forward = asking
+    found = text_topk_logprobs(model, ids, 5)
+    assert torch.equal(found.indices, topk_logprobs(model(input_ids=ids).logits, 5).indices)
+    torch.testing.assert_close(found.values, topk_logprobs(model(input_ids=ids).logits, 5).values, rtol=0, atol=4e-6)
+    assert found.values.requires_grad == (learned != "none")
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_text_topk_logprobs(kind):
     model, ids = model_of(kind), tokens()

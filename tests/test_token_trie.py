@@ -152,6 +152,15 @@ def test_what_is_saved_is_loaded(tmp_path):
         assert path.exists() and equal(TokenTrie.load(path), trie)
 
 
+def test_a_trie_is_on_a_cpu_at_first_whatever_the_users_default_device(tmp_path):
+    with torch.device("meta"):
+        trie = TokenTrie(ITEMS, END)
+        trie.save(tmp_path / "trie")
+        loaded = TokenTrie.load(tmp_path / "trie")
+    for each in (trie, loaded):
+        assert {tensor.device.type for tensor in each._tensors().values()} == {"cpu"}
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -176,11 +185,14 @@ def test_a_file_of_something_else(tmp_path, change):
         TokenTrie.load(tmp_path / "trie")
 
 
-@pytest.mark.parametrize("kind", ["empty", "text", "array", "cut"])
+@pytest.mark.parametrize("kind", ["empty", "text", "array", "cut", "damaged"])
 def test_a_file_of_another_format(tmp_path, kind):
     path = tmp_path / "trie"
     TokenTrie(ITEMS, END).save(path)
     content = {"empty": b"", "text": b"no trie", "cut": path.read_bytes()[:-100]}
+    # A method of compression that zipfile does not know, in the directory at the end of the file.
+    entry = path.read_bytes().index(b"PK\x01\x02")
+    content["damaged"] = path.read_bytes()[: entry + 10] + b"\x63" + path.read_bytes()[entry + 11 :]
     if kind == "array":
         with open(path, "wb") as file:
             np.save(file, np.arange(3))

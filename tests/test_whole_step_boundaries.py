@@ -89,6 +89,12 @@ def test_a_length_of_the_users_own(length, way, model, monkeypatch):
             assert_whole(model, inputs, way=way, num_beams=3, **options)
 
 
+def test_a_criterion_of_length_that_somebody_has_patched(model, monkeypatch):
+    own = MaxLengthCriteria.__call__
+    monkeypatch.setattr(MaxLengthCriteria, "__call__", lambda self, *args, **kwargs: own(self, *args, **kwargs))
+    assert_declined(model, "stopping criterion MaxLengthCriteria", max_new_tokens=6)
+
+
 def test_a_longer_length_of_the_users_own_with_beams(model):
     # Stock beam search has no place for it, and serves it where all texts end before.
     options = {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(20)]), **BEAMS}

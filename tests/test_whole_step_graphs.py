@@ -323,6 +323,16 @@ class Operations(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+def test_what_the_host_reads_is_on_a_cpu_whatever_the_users_default_device(monkeypatch):
+    monkeypatch.undo()
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **options: empty(*args, **options))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: None)
+    with torch.device("meta"):
+        assert graphs._new()[1].device.type == "cpu"
+        assert graphs._on_the_host(torch.zeros(2)).device.type == "cpu"
+
+
 def test_a_number_is_filled_in_not_copied_from_the_host():
     """As in the masks and the slopes of models of transformers up to 5.18."""
 

@@ -126,8 +126,11 @@ class _Recognizer(TorchFunctionMode):
         except (TypeError, ValueError):
             return func(*args)
         self.found, self.version = HeadInput(hidden, weight, bias), _version(hidden)
-        # It must require a gradient as the product would: models look.
-        self.stand_in = hidden.detach().new_zeros(()).expand(*hidden.shape[:-1], weight.shape[0])
+        # The stand-in requires a gradient where the product would: a model may ask, and compute something else then.
+        factors = [hidden, weight] if bias is None else [hidden, weight, bias]
+        is_learned = torch.is_grad_enabled() and any(factor.requires_grad for factor in factors)
+        zero = hidden.detach().new_zeros(()).requires_grad_(is_learned)
+        self.stand_in = zero.expand(*hidden.shape[:-1], weight.shape[0])
         return self.stand_in
 
 

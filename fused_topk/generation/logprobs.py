@@ -115,8 +115,8 @@ def next_token_topk(model: nn.Module, inputs: Tensor | Mapping[str, Any], k: int
     Args:
         model: a transformers model with a language modelling head, in the mode (eval or train) that it is in.
         inputs: input ids int64 [batch, length], or what a tokenizer gives, on the model's device. Padded on the left, or
-            on the right with an `attention_mask`. For an encoder-decoder the text of the encoder, and
-            `decoder_input_ids` if the decoder is not to begin.
+            on the right with an `attention_mask`. For an encoder-decoder the text of the encoder. Its decoder begins with
+            the model's `decoder_start_token_id`, unless there are `decoder_input_ids`.
         k: 1 <= k <= V.
 
     Returns:
@@ -124,7 +124,7 @@ def next_token_topk(model: nn.Module, inputs: Tensor | Mapping[str, Any], k: int
 
     Raises:
         TypeError: `inputs` are neither a tensor nor a mapping, or the model has no logits.
-        ValueError: `k` is out of range.
+        ValueError: `k` is out of range, or nothing says which token an encoder-decoder's texts begin with.
     """
     arguments, mask = _model_arguments(model, inputs)
     # With padding on the right the last text is not the last place.
@@ -156,11 +156,22 @@ def _model_arguments(model: nn.Module, inputs: Any) -> tuple[dict[str, Any], Ten
     if getattr(config, "is_encoder_decoder", False):
         mask = arguments.get("decoder_attention_mask")
         if "decoder_input_ids" not in arguments:
-            first = next(value for value in arguments.values() if isinstance(value, Tensor))
-            start = getattr(getattr(model, "generation_config", None), "decoder_start_token_id", None)
-            start = config.decoder_start_token_id if start is None else start
-            arguments["decoder_input_ids"] = torch.full((len(first), 1), start, device=first.device)
+            arguments["decoder_input_ids"] = _first_tokens(model, arguments)
     if "use_cache" in inspect.signature(model.forward).parameters:
         arguments["use_cache"] = False
     arguments["return_dict"] = True
     return arguments, mask
+
+
+def _first_tokens(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+    """int64 [batch, 1]: the token that each text of an encoder-decoder begins with."""
+    configs = (getattr(model, name, None) for name in ("generation_config", "config"))
+    starts = (getattr(config, "decoder_start_token_id", None) for config in configs)
+    start = next((token for token in starts if token is not None), None)
+    first = next((value for value in arguments.values() if isinstance(value, Tensor)), None)
+    if start is None or first is None:
+        missing = (
+            "a decoder_start_token_id of the model" if start is None else "a tensor that gives the number of texts"
+        )
+        raise ValueError(f"`inputs` must have `decoder_input_ids` without {missing}; pass decoder_input_ids")
+    return torch.full((len(first), 1), start, device=first.device)

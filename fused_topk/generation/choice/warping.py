@@ -103,7 +103,8 @@ def apply(
             scores = scores.log_softmax(-1) if is_cut else (scores - scores[:, :1]) - log_total(temperature)
             continue
         if kind == "top_k":
-            kth = min(int(number), vocab_size) - 1
+            # Another top-k before this one may have made the list shorter than k.
+            kth = min(int(number), scores.shape[1]) - 1
             is_out = scores < scores[:, kth : kth + 1]
         elif kind == "min_p":
             is_out = (scores - scores[:, :1]).exp() < number

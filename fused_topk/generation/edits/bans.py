@@ -142,10 +142,10 @@ def _ngram_tables(
 ) -> tuple[Tensor, Tensor]:
     """The n-grams of each text: beginnings [batch, n, size - 1] and ends [batch, n], -1 where there are fewer."""
     listed = [[(*begin, end) for begin, ends in text.items() for end in ends] for text in ngrams]
-    table = torch.full((len(listed), max(1, *map(len, listed)), size), -1)
+    table = torch.full((len(listed), max(1, *map(len, listed)), size), -1, device="cpu")
     for row, text in zip(table, listed, strict=True):
         if text:
-            row[: len(text)] = torch.tensor(text)
+            row[: len(text)] = torch.tensor(text, device="cpu")
     return table[..., :-1].to(device), table[..., -1].to(device)
 
 

@@ -49,9 +49,10 @@ class _Prepared(NamedTuple):
 @functools.cache
 def _least_length() -> int:
     """How many tokens a text must have for a phrase of two: one in 5.23, two in 5.17."""
-    scores = torch.zeros(1, 2, dtype=torch.float32)
-    text: Any = torch.ones(1, 1, dtype=torch.int64)
-    return 2 - bool(stock.SequenceBiasLogitsProcessor([[[1, 1], 1.0]])(text, scores)[0, 1])
+    with torch.device("cpu"):
+        scores = torch.zeros(1, 2, dtype=torch.float32)
+        text: Any = torch.ones(1, 1, dtype=torch.int64)
+        return 2 - bool(stock.SequenceBiasLogitsProcessor([[[1, 1], 1.0]])(text, scores)[0, 1])
 
 
 def _phrases(p: Any, device: torch.device) -> list[_Phrases]:

@@ -49,7 +49,7 @@ def _prefix_constrained(p: Any) -> Adapter | None:
         rows = step.rows
         if len(step.input_ids) % beams:
             raise NotSparse("prefix_allowed_tokens_fn of other beams")
-        allowed = torch.zeros(rows.logits.shape, dtype=torch.bool)
+        allowed = torch.zeros(rows.logits.shape, dtype=torch.bool, device="cpu")
         answers: list[Any] = []
         step.answered[id(p)] = _Answered(p, answers)
         for row, ids in enumerate(step.input_ids):

@@ -31,7 +31,7 @@ def _xgrammar(p: Any) -> Adapter | None:
     def adapter(step: Step) -> Ban:
         logits = step.rows.logits
         # Its own scores: what it hides of them, it hides of any.
-        scores = torch.zeros(len(logits), step.rows.vocab_size)
+        scores = torch.zeros(len(logits), step.rows.vocab_size, dtype=torch.float32, device="cpu")
         # It reads the last token of each row by itself. So a device is waited for once.
         allowed = p(step.input_ids.cpu(), scores) == 0
         step.on_call(p)

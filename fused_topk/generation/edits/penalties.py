@@ -65,16 +65,18 @@ class Cleaning(Edit):
 @functools.cache
 def _keeps_infinite() -> bool:
     """Whether the decay of the length penalty leaves -inf as it is, as from 5.20 on, or makes it NaN."""
-    decay = stock.ExponentialDecayLengthPenalty((0, 2.0), 0, 0)
-    return bool(decay(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[-math.inf]])).isneginf())
+    with torch.device("cpu"):
+        decay = stock.ExponentialDecayLengthPenalty((0, 2.0), 0, 0)
+        return bool(decay(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[-math.inf]])).isneginf())
 
 
 @functools.cache
 def _repeats_encoder_ids() -> bool:
     """Whether the encoder's penalty is for all beams of a text, as from 5.20 on, or for as many rows as there are texts."""
-    text: Any = torch.zeros(1, 1, dtype=torch.int64)
-    scores = stock.EncoderRepetitionPenaltyLogitsProcessor(2.0, text)(text.expand(2, 1), torch.ones(2, 1))
-    return bool(scores[1] != 1)
+    with torch.device("cpu"):
+        text: Any = torch.zeros(1, 1, dtype=torch.int64)
+        scores = stock.EncoderRepetitionPenaltyLogitsProcessor(2.0, text)(text.expand(2, 1), torch.ones(2, 1))
+        return bool(scores[1] != 1)
 
 
 @functools.cache

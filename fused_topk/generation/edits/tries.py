@@ -46,7 +46,11 @@ class TrieLogitsProcessor(LogitsProcessor):
         if not isinstance(trie, TokenTrie):
             raise TypeError(f"`trie` must be a TokenTrie, got {type(trie).__name__}; build one of the items")
         self.trie = trie
-        self.begin_index = operator.index(begin_index)
+        try:
+            self.begin_index = operator.index(begin_index)
+        except TypeError:
+            got = type(begin_index).__name__
+            raise TypeError(f"`begin_index` must be an integer, got {got}; pass the length of the prompts") from None
         if self.begin_index < 0:
             raise ValueError(f"`begin_index` must not be negative, got {begin_index}; pass the length of the prompts")
 

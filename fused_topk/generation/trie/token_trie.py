@@ -7,7 +7,6 @@ import copy
 import operator
 from os import PathLike
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -80,7 +79,7 @@ class TokenTrie:
         self._wide_nodes = torch.from_numpy(np.append(wide, SENTINEL))
         self._wide_masks = torch.from_numpy(_masks(keys.keys, wide, words))
         # Places for the children of the others, at least one for the end token.
-        self._narrow = torch.arange(max(1, narrow))
+        self._narrow = torch.arange(max(1, narrow), device="cpu")
 
     @property
     def depth(self) -> int:
@@ -142,7 +141,8 @@ class TokenTrie:
                 found = np.load(file)
                 keys = Keys(found["keys"], found["levels"], int(found["items"])).checked()
                 end_token_id = int(found["end_token_id"])
-            except (KeyError, IndexError, TypeError, ValueError, EOFError, BadZipFile) as error:
+            # NumPy and zipfile raise errors of many kinds for a file that is damaged.
+            except Exception as error:
                 raise ValueError(
                     f"`path` must be a file that save() wrote, got {path} ({error}); save the trie"
                 ) from error
@@ -155,7 +155,7 @@ class TokenTrie:
 
         Args:
             nodes: int64 of any shape, on the trie's device: zeros, or what this method gave.
-            tokens: int64 or int32 of the same shape.
+            tokens: int64 or int32 of the same shape, less than 2^31.
 
         Returns:
             int64 of that shape. A token that is no child, also a negative one, leads to a node without children.

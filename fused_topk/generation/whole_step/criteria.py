@@ -71,7 +71,9 @@ class Criteria:
             if isinstance(each, EosTokenCriteria)
             for token in each.eos_token_id.flatten().tolist()
         )
-        self.max_length = min(each.max_length for each in known if isinstance(each, MaxLengthCriteria))
+        lengths = (each.max_length for each in known if isinstance(each, MaxLengthCriteria))
+        # Without a criterion of length there is a reason: somebody has patched it.
+        self.max_length = min(lengths, default=0)
         self._clocks = [each for each in known if isinstance(each, MaxTimeCriteria)]
         self._strings = [each for each in known if isinstance(each, StopStringCriteria)]
 

@@ -187,12 +187,12 @@ class _Copy:
 
 def _new() -> tuple[Any, Tensor]:
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    return event, torch.empty((), dtype=torch.bool, pin_memory=True)
+    return event, torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
 
 
 def _on_the_host(like: Tensor) -> Tensor:
     """An empty tensor that a GPU writes to while the host goes on."""
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
 
 def _record(event: Any, device: torch.device) -> None:
