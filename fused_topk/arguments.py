@@ -94,14 +94,14 @@ def check_dim(dim: Any, dims: int) -> int:
     return dim % dims
 
 
-def check_vocabulary(vocab_size: int) -> None:
+def check_vocabulary(vocab_size: int, name: str = "logits") -> None:
     if vocab_size == 0:
         raise ValueError(
-            "`logits` must have at least one logit along the vocabulary, got a dimension of size 0; skip empty rows"
+            f"`{name}` must have at least one entry along the vocabulary, got a dimension of size 0; leave the call out"
         )
     if vocab_size > 2**31 - 1:
         raise ValueError(
-            f"`logits` must have at most 2^31 - 1 logits along the vocabulary, got {vocab_size}; split the row"
+            f"`{name}` must have at most 2^31 - 1 entries along the vocabulary, got {vocab_size}; split the vocabulary"
         )
 
 
@@ -247,9 +247,7 @@ def check_head(
         check_same_device(name, tensor, hidden)
         check_no_tangent(name, tensor)
     if weight.shape[0] or not may_be_empty:
-        if weight.shape[0] == 0:
-            raise ValueError("`weight` must have at least one token, got a dimension of size 0; skip an empty head")
-        check_vocabulary(weight.shape[0])
+        check_vocabulary(weight.shape[0], "weight")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
             f"`bias` must have the shape {tuple(weight.shape[:1])} of the vocabulary, got {tuple(bias.shape)}; it is that of "
@@ -265,5 +263,5 @@ def logits_of_head(hidden: Tensor, weight: Tensor) -> Tensor:
 def check_same_device(name: str, tensor: Tensor, logits: Tensor) -> None:
     if tensor.device != logits.device:
         raise ValueError(
-            f"`{name}` must be on {logits.device}, the device of `logits`, got {tensor.device}; use .to(...)"
+            f"`{name}` must be on {logits.device}, where the logits are, got {tensor.device}; use .to(...)"
         )

@@ -192,8 +192,8 @@ def check_mask(mask: Tensor | None, logits: Tensor) -> Tensor | None:
     if mask.dtype == torch.bool:
         if not _broadcasts(mask.shape, logits.shape):
             raise ValueError(
-                f"`mask` of bool must broadcast to the shape {tuple(logits.shape)} of `logits`, got {tuple(mask.shape)}; "
-                "use True for the tokens that are allowed"
+                f"`mask` of bool must broadcast to {tuple(logits.shape)}, the shape of `logits` with the vocabulary last, got "
+                f"{tuple(mask.shape)} in that order; use True for the tokens that are allowed"
             )
         return mask.expand(logits.shape)
     words = (vocab_size + 31) // 32

@@ -10,6 +10,7 @@ import random
 from contextlib import contextmanager, suppress
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -244,6 +245,11 @@ def arguments(rank: int, size: int) -> None:
     raises(TypeError, "`logits` must be a torch.Tensor", lambda: distributed.topk([1.0], 2))
     raises(ValueError, "`normalize` must be one of", lambda: distributed.softmax_topk(logits, 2, normalize="none"))
     raises(ValueError, "`backend` must be one of", lambda: distributed.softmax_topk(logits, 2, backend="tpu"))
+    nothing = "the vocabulary must have at least one token"
+    raises(ValueError, nothing, lambda: distributed.softmax_topk(logits[..., :0], 1))
+    raises(ValueError, nothing, lambda: distributed.sample(logits[..., :0], seed=0))
+    raises(ValueError, nothing, lambda: distributed.sample(logits[..., :0], seed=0, top_k=2))
+    assert distributed.sample(logits, seed=0, logprobs=np.int64(0)).topk is None
     raises(ValueError, "got 'topk'", lambda: distributed.beam_topk(logits, torch.zeros(2, 3), 2, normalize="topk"))
     raises(ValueError, "`beam_scores` must have the shape", lambda: distributed.beam_topk(logits, torch.zeros(2), 2))
     raises(ValueError, "`temperature` must be positive", lambda: distributed.softmax_topk(logits, 2, temperature=0.0))

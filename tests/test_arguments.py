@@ -417,3 +417,67 @@ def test_distributed_tensors_are_refused_with_what_works(tmp_path):
             fused_topk.beam_topk(logits.unsqueeze(0), torch.zeros(1, 4), 3, lengths=lengths)
     finally:
         distributed.destroy_process_group()
+
+
+def test_wrong_arguments_beside_distributed_logits(tmp_path):
+    """They are errors as beside plain logits, wherever the logits are placed. An int64 mask is not taken for a packed one."""
+    distributed = pytest.importorskip("torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            logits = distribute_tensor(torch.randn(3, 10), mesh, [placement])
+            beams = distribute_tensor(torch.randn(1, 3, 10), mesh, [placement])
+            scores = torch.zeros(1, 3)
+            for error, argument, run, wrong in (
+                (ValueError, "backend", fused_topk.softmax_topk, {"backend": "tpu"}),
+                (ValueError, "normalize", fused_topk.softmax_topk, {"normalize": "none"}),
+                (TypeError, "dim", fused_topk.softmax_topk, {"dim": "last"}),
+                (ValueError, "dim", fused_topk.softmax_topk, {"dim": 2}),
+                (TypeError, "mask", fused_topk.softmax_topk, {"mask": torch.ones(3, 10, dtype=torch.int64)}),
+                (TypeError, "mask", fused_topk.softmax_topk, {"mask": torch.zeros(3, 10)}),
+                (TypeError, "mask", fused_topk.softmax_topk, {"mask": [True]}),
+                (ValueError, "mask", fused_topk.softmax_topk, {"mask": torch.ones(4, 10, dtype=torch.bool)}),
+                (ValueError, "mask", fused_topk.softmax_topk, {"mask": torch.ones(3, 2, dtype=torch.int32)}),
+                (ValueError, "temperature", fused_topk.softmax_topk, {"temperature": torch.ones(4)}),
+                (TypeError, "logits", fused_topk.softmax_topk, {"logits": logits.long()}),
+                (ValueError, "logits", fused_topk.softmax_topk, {"logits": logits.sum()}),
+                (ValueError, "logits", fused_topk.softmax_topk, {"logits": logits[:, :0]}),
+                (ValueError, "backend", fused_topk.softmax, {"backend": "tpu"}),
+                (ValueError, "backend", fused_topk.beam_topk, {"backend": "tpu"}),
+                (TypeError, "beam_scores", fused_topk.beam_topk, {"beam_scores": [[0.0] * 3]}),
+                (TypeError, "beam_scores", fused_topk.beam_topk, {"beam_scores": scores.long()}),
+                (ValueError, "beam_scores", fused_topk.beam_topk, {"beam_scores": scores[0]}),
+            ):
+                given = {
+                    fused_topk.softmax_topk: {"logits": logits, "k": 2},
+                    fused_topk.softmax: {"logits": logits},
+                    fused_topk.beam_topk: {"logits": beams, "beam_scores": scores, "k": 2},
+                }[run]
+                with pytest.raises(error, match=f"`{argument}` (of bool |of int32 )?must"):
+                    run(**{**given, **wrong})
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_errors_of_heads_name_their_own_arguments():
+    hidden = torch.zeros(2, 4)
+    with pytest.raises(ValueError, match=r"`weight` must be on cpu, where the logits are, got meta"):
+        fused_topk.linear_topk(hidden, torch.zeros(5, 4, device="meta"), 1)
+    with pytest.raises(ValueError, match=r"`weight` must have at most 2\^31 - 1 entries"):
+        fused_topk.linear_topk(hidden.to("meta"), torch.empty(2**31, 4, device="meta"), 1)
+    with pytest.raises(ValueError, match=r"`weight` must have at least one entry"):
+        fused_topk.linear_topk(hidden, torch.zeros(0, 4), 1)
+
+
+def test_mask_of_another_shape_with_the_vocabulary_elsewhere():
+    with pytest.raises(ValueError, match=r"broadcast to \(5, 3, 100\), the shape of `logits` with the vocabulary last"):
+        fused_topk.topk(torch.zeros(5, 100, 3), 2, dim=1, mask=torch.ones(7, 100, 3, dtype=torch.bool))
+
+
+def test_k_is_named_only_where_it_is_too_large():
+    with pytest.raises(ValueError, match=r"takes float32, float16 and bfloat16 logits, got torch.float64; leave"):
+        fused_topk.softmax(torch.zeros(2, 5, dtype=torch.float64), backend="cpu")

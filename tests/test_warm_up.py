@@ -189,7 +189,7 @@ def test_without_a_gpu_there_is_nothing_to_do():
         (((2, 10),), {}, r"`k` must be given for softmax_topk"),
         (((2, 10), 2), {"functions": "top_k"}, r"`functions` must be one of"),
         (((2, 10), 2), {"normalize": "none"}, r"`normalize` must be one of"),
-        (((2, 0), 2), {}, r"at least one logit"),
+        (((2, 0), 2), {}, r"at least one entry"),
         (([()], 2), {}, r"`shapes` must have the vocabulary"),
         (((2, 10), 2), {"functions": "beam_topk"}, r"`shapes` must be \(batch, beams, V\)"),
     ],

@@ -83,7 +83,7 @@ class MaybeWithoutGil {
 
 u64 elements_of(const LogitRows& rows) { return rows_of(rows.sizes) * rows.vocab_size; }
 
-// A request of which only the rows are known.
+// A request that has only its rows so far.
 template <class PROBLEM>
 PROBLEM problem_of(const LogitRows& rows) {
   PROBLEM problem{};
@@ -142,7 +142,7 @@ class FullRows {
   FullRowProblem request_;
 };
 
-// The experts of rows, in the same way.
+// The k experts of each row, in the same way.
 class Router {
  public:
   Router(const LogitRows& rows, u32 k, u32 scoring, u32 groups, u32 topk_groups, bool sums_two, bool normalizes,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // One instruction set's table of expert_kernels.h, built like vector_kernels.cpp, and without fused multiply-adds (scores.h).
 //
-// A row is one array of scores and one of keys: the keys of order.h as signed integers, which every instruction set compares.
-// The best key is taken k times. So that this is quick, the greatest key of every 16 is kept beside them.
+// A row has an array of scores and an array of keys. Keys are those of order.h as signed integers, which every instruction
+// set compares. The best key is taken k times. So that this is quick, the greatest key of every 16 keys is kept.
 #include "expert_kernels.h"
 
 #include "vectors.h"
@@ -38,14 +38,14 @@ struct VectorMath {
   static Floats zero_if_less(Floats result, Floats y, float limit) { return y < limit ? Floats{} : result; }
 };
 
-// 16 keys, whatever the instruction set: each has as many instructions as it needs for them.
+// Keys are compared in blocks of 16, on every instruction set.
 constexpr u32 kBlockKeys = 16;
 typedef int Keys __attribute__((vector_size(4 * kBlockKeys)));
 typedef int Keys8 __attribute__((vector_size(32)));
 typedef int Keys4 __attribute__((vector_size(16)));
 static_assert(kBlockKeys % kLanes == 0 && kMostExperts % kBlockKeys == 0);
 
-// Below the key of every logit: of what is taken, and of what fills a block.
+// Less than the key of every logit. Stands for keys that have been taken, and fills up the last block.
 constexpr int kNone = int(kNoKey ^ 0x80000000u);
 constexpr int kInfiniteBits = 0x7F800000;
 
@@ -64,7 +64,7 @@ inline int greatest(const Keys& x) {
 #endif
 }
 
-// The first lane that holds `key`, which one does.
+// The first lane that holds `key`. At least one lane holds it.
 inline u32 first_of(const Keys& x, int key) {
 #if defined(__AVX512F__)
   return u32(__builtin_ctz(_mm512_cmpeq_epi32_mask((__m512i)x, _mm512_set1_epi32(key))));
@@ -93,7 +93,7 @@ inline Keys with_lane(const Keys& x, u32 lane, int key) {
   return kLane == int(lane) ? key - Keys{} : x;
 }
 
-// The places of the k best keys, greatest first, equal ones by place. keys: [padded(n)]; takes the chosen out of them.
+// Writes the places of the k best keys, greatest first, equal ones by place. keys: [padded(n)]; the chosen become kNone.
 inline void take_best(int* keys, u32 n, u32 k, u32* chosen) {
   constexpr u32 kMostBlocks = kMostExperts / kBlockKeys;
   const u32 blocks = padded(n) / kBlockKeys;
@@ -125,8 +125,8 @@ inline void take_best(int* keys, u32 n, u32 k, u32* chosen) {
   }
 }
 
-// Sums of x, which is filled with zeros up to a power of two: of four neighbours, then of the two halves of what is left.
-// x: [width], which it overwrites.
+// The sum of x [width], which it overwrites. width is a power of two, at least 4. Adds four neighbours first, and then the
+// two halves of what is left.
 inline float sum(float* x, u32 width) {
   u32 quads = width / 4;
   for (u32 i = 0; i < quads; ++i) x[i] = (x[4 * i] + x[4 * i + 1]) + (x[4 * i + 2] + x[4 * i + 3]);
@@ -161,7 +161,7 @@ inline void softmax(const float* x, u32 n, float* scores) {
   for (u32 i = 0; i < n; i += kLanes) store_vector(scores + i, load(scores + i) * inverse);
 }
 
-// What the experts are chosen by. keys: [padded(n)]
+// The keys of score + bias, by which experts are chosen. keys: [padded(n)]
 inline void make_keys(const float* x, const float* scores, const float* bias, u32 n, int* keys) {
   for (u32 i = 0; i < n; i += kLanes) {
     Floats choice = load(scores + i);
@@ -180,7 +180,7 @@ inline void make_keys(const float* x, const float* scores, const float* bias, u3
 inline int key_of(float choice) { return int(key_of_logit(choice) ^ 0x80000000u); }
 inline float choice_of(int key) { return logit_of_key(u32(key) ^ 0x80000000u); }
 
-// What a group is kept by, given the keys [size] of its experts.
+// The key by which a group is chosen, given the keys [size] of its experts.
 inline int key_of_group(const int* keys, u32 size, bool sums_two) {
   Keys best = kNone - Keys{}, second = best;
   for (u32 i = 0; i < size; i += kBlockKeys) {
@@ -192,13 +192,13 @@ inline int key_of_group(const int* keys, u32 size, bool sums_two) {
   }
   const int greatest_key = greatest(best);
   if (!sums_two || size == 1) return greatest_key;
-  // The best in the other lanes, and the second best in its own.
+  // The second best key of the group is the best key of another lane, or the second best of the same lane.
   const u32 lane = first_of(best, greatest_key);
   const int other = greatest(with_lane(best, lane, second[lane]));
   return key_of(choice_of(greatest_key) + choice_of(other));
 }
 
-// The k best experts of the groups that are kept. keys: [padded(n)], overwritten.
+// The k best experts of the best groups. keys: [padded(n)], overwritten.
 inline void choose_in_groups(const ExpertRows& rows, int* keys, u32* chosen) {
   const u32 size = rows.n / rows.groups;
   alignas(64) int of_groups[kMostExperts];
@@ -206,7 +206,8 @@ inline void choose_in_groups(const ExpertRows& rows, int* keys, u32* chosen) {
   for (u32 g = rows.groups; g < padded(rows.groups); ++g) of_groups[g] = kNone;
   u32 best[kMostExperts];
   take_best(of_groups, rows.groups, rows.topk_groups, best);
-  // Those that are kept have been taken out. The others are left out, so that equal experts stay in order.
+  // take_best has set the keys of the chosen groups to kNone. The experts of these groups move to the front in their
+  // order, so that equal experts stay in order.
   u32 kept[kMostExperts];
   u32 count = 0;
   for (u32 g = 0; g < rows.groups; ++g) {

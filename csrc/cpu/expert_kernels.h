@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The experts of rows. Another table for each instruction set, under the rules of vector_kernels.h.
+// The k experts of each row. Another table for each instruction set, under the rules of vector_kernels.h.
 #pragma once
 
 #include "../routers/scores.h"
@@ -14,7 +14,7 @@ struct ExpertRows {
   u32 k;  // at most routers::kMostChosen
   routers::Scoring scoring;
   const float* bias;  // nullable; [n]
-  u32 groups;         // n is a multiple
+  u32 groups;         // n is a multiple of it
   u32 topk_groups;
   bool sums_two;  // a group's score is the sum of its two best
   bool normalizes;
@@ -22,7 +22,7 @@ struct ExpertRows {
 
   float* weights;  // [rows, k]
   void* experts;   // [rows, k], i64 or int
-  bool are_short;  // int
+  bool are_short;  // whether experts are int
 };
 
 struct ExpertKernels {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A request for experts. Router of binding.cpp fills it in, and expert_rows.cpp computes it.
+// A request for the k experts of each row. Router of binding.cpp fills it in, and expert_rows.cpp computes it.
 #pragma once
 
 #include "expert_kernels.h"
@@ -7,7 +7,7 @@
 
 namespace fused_topk::cpu {
 
-// What is wanted is an ExpertRows without its rows.
+// `wanted` has all fields of ExpertRows but x and rows.
 struct RouterProblem : LogitRows {
   ExpertRows wanted;  // experts and weights: [sizes..., k]
 };

@@ -29,7 +29,7 @@ constexpr u32 kMostKept = 1u << 17;
 
 struct Workspace {
   alignas(64) float buffer[kBlock];
-  std::vector<BlockNormalizer> normalizers;  // of a row's blocks, where nobody else needs them
+  std::vector<BlockNormalizer> normalizers;  // of a row's blocks, if one thread has the whole row
   std::vector<float> terms;
 };
 
@@ -124,10 +124,10 @@ struct Solver {
 
   char* out_of(u64 row) const { return problem.out + row * problem.vocab_size * kItemSize[problem.out_dtype]; }
 
-  // Follows from the length of a row alone, so that its bits depend on nothing else.
+  // Depends on vocab_size alone, so that a row's bits do not depend on the other rows.
   bool keeps_terms() const { return problem.kind == FullRowKind::kSoftmax && problem.vocab_size <= kMostKept; }
 
-  // Where a row's exponentials are kept, [vocab_size], or null where they are not.
+  // Where a row's exponentials are kept, [vocab_size]; null if they are not kept.
   float* terms_of(u64 row, Workspace& workspace) const {
     if (!keeps_terms()) return nullptr;
     if (problem.out_dtype == kFloat32) return reinterpret_cast<float*>(out_of(row));

@@ -33,11 +33,11 @@ constexpr u32 kRowsAtOnce = 2;
 // Elements of a hidden state that are multiplied at once. Those of a few rows and of four tokens fit into the first-level
 // cache together.
 constexpr u32 kDepth = 512;
-// While some weights are multiplied, those of later tokens are fetched into the cache: about so many bytes ahead, and as far into
-// a token's weights. The hardware on its own fetches fewer bytes ahead. Without this 512 -> 50257 float32 took 1.9 times as
-// long at 16 and 32 rows (Xeon model 207, 2026-11-25). Times of torch's product over ours, float32, 768 -> 50257, 1024 and
-// 2048 -> 32000: 1.0 to 1.1 at 1 row, 1.9 to 2.1 at 2, 1.9 to 2.7 at 4; with 2 KB of the same tokens 0.9 to 1.0, 1.6 to 2.0,
-// 1.7 to 2.5 (EPYC of family 25, 2026-11-27).
+// While some weights are multiplied, weights of later tokens are fetched into the cache: about so many bytes ahead, at the
+// same depth. The hardware on its own fetches fewer bytes ahead. Without this, 512 -> 50257 float32 took 1.9 times as long
+// at 16 and 32 rows (Xeon model 207, 2026-11-25). Times of torch's product over ours, float32, 768 -> 50257, 1024 and
+// 2048 -> 32000: 1.0 to 1.1 at 1 row, 1.9 to 2.1 at 2, 1.9 to 2.7 at 4. When we fetched 2 KB of the same tokens: 0.9 to
+// 1.0, 1.6 to 2.0, 1.7 to 2.5 (EPYC of family 25, 2026-11-27).
 constexpr i64 kAhead = 65536;
 
 // How weights become vectors of floats: kVectors of them from kStep elements.
@@ -204,7 +204,7 @@ void multiply_tile(const float* hidden, const char* const (&weight)[kTokens], u3
       }
       __builtin_memcpy(y, &sums[r], sizeof sums[r]);
     } else {
-      // The places beyond `count` are nobody's.
+      // There are no tokens beyond `count`.
       for (u32 t = 0; t < count; ++t) y[t] = is_first ? sums[r][t] : y[t] + sums[r][t];
     }
   }
@@ -258,7 +258,8 @@ void multiply(const Products& p) {
   static_assert(kDepth % WEIGHT::kStep == 0);
   const u32 depth = padded_depth<WEIGHT>(p.depth);
   const Tiles tiles(p.rows);
-  // The only tile fetches for all tokens, each of two for half of them, each of the first four for one.
+  // The tiles share the fetches for a step's four tokens. A single tile fetches for all four, each of two tiles for two
+  // tokens, and each of three or more tiles for one.
   const u32 fetches = tiles.count == 1 ? 4 : tiles.count == 2 ? 2 : 1;
   const MultiplyTile<WEIGHT>* const multiply_tiles = tiles.count == 1   ? kMultiplyTile<WEIGHT, 4>
                                                      : tiles.count == 2 ? kMultiplyTile<WEIGHT, 2>

@@ -5,7 +5,8 @@
 // a block of tokens are computed into a buffer of the nearest caches and then folded into the rows' states. When all parts
 // are done, the threads share the rows, merge the parts of each, and write its results. As in rows.cpp a row's results do
 // not depend on how the vocabulary is cut into parts: the k best are exact, and the normalizer is the merge of the blocks'
-// normalizers in their order. Nor do they depend on the other rows, as a logit's sum does not (linear_kernels.cpp).
+// normalizers in their order. They do not depend on the other rows either, because a logit's sum does not
+// (linear_kernels.cpp).
 //
 // The errors of logsumexp and log-probabilities beyond those of the logits are bounded as in rows.cpp.
 #include "linear_rows.h"
@@ -22,9 +23,9 @@
 namespace fused_topk::cpu {
 namespace {
 
-// A thread is woken for no fewer multiplications than this. A guess.
+// A thread is worth waking for at least so many multiplications. A guess.
 constexpr u64 kProductsPerThread = 1 << 16;
-// More threads than that wait for the same memory, and each needs lists of its own.
+// More threads than this would only wait for the same memory, and each needs lists of its own.
 constexpr u32 kMostThreads = 64;
 
 // Memory for floats, aligned to a line of the cache.
@@ -182,7 +183,7 @@ struct LinearSolver {
     }
   }
 
-  // In the dtype of the weight: of bfloat16, the upper half of a float.
+  // Writes the chosen logits in the dtype of the weight. A bfloat16 is the upper half of the float.
   void write_logits(u32 row, const u64* best) const {
     const u32 item_size = kItemSize[problem.dtype];
     char* value = static_cast<char*>(problem.values) + size_t(row) * k * item_size;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of logits of a request: what is read, the same for every family, and how.
+// The rows of logits of a request: which logits are read, and how they lie in memory. Every family of requests has them.
 #pragma once
 
 #include <algorithm>
@@ -59,7 +59,7 @@ inline i64 pop(std::vector<i64>& strides) {
   return last;
 }
 
-// How rows lie, as cpu.py says it: all but what changes from call to call.
+// The rows of a request as cpu.py describes them. What changes from call to call is missing: see point_to().
 // clang-format off: one argument group a line
 inline LogitRows logit_rows(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides,
                             double temperature, std::vector<i64> temperature_strides,
@@ -84,7 +84,7 @@ inline LogitRows logit_rows(u32 dtype, std::vector<i64> shape, std::vector<i64> 
   return rows;
 }
 
-// The addresses of a call, in the order of the fields above; 0 stands for a tensor that it does not have.
+// The addresses of logits, row_temperature, mask and lengths; 0 for a tensor that the call does not have.
 using RowAddresses = std::array<std::uintptr_t, 4>;
 
 inline void point_to(LogitRows& rows, const RowAddresses& addresses, u32 threads) {
@@ -119,7 +119,7 @@ inline const char* logits_of(const LogitRows& rows, u64 row) {
   return rows.logits + offset_of(row, rows.sizes, rows.logits_strides) * kItemSize[rows.dtype];
 }
 
-// How many of a row's tokens there are.
+// The length of a row: its tokens from there on count as -inf.
 inline u32 length_of(const LogitRows& rows, u64 row) {
   if (!rows.lengths) return rows.vocab_size;
   const i64 at = offset_of(row, rows.sizes, rows.lengths_strides);
@@ -140,7 +140,7 @@ inline const char* mask_of(const LogitRows& rows, u64 row) {
   return rows.mask ? rows.mask + offset_of(row, rows.sizes, rows.mask_strides) * item_size : nullptr;
 }
 
-// Writes -inf where the row's mask forbids one of the tokens begin .. begin + n. begin is a multiple of 32. x: [n]
+// Writes -inf to x [n] where the row's mask forbids one of the tokens begin .. begin + n. begin is a multiple of 32.
 inline void apply_mask(const LogitRows& rows, const char* mask, u32 begin, u32 n, float* x) {
   const i64 stride = rows.mask_element_stride;
   if (rows.mask_kind == MaskKind::kBools) {
@@ -150,7 +150,7 @@ inline void apply_mask(const LogitRows& rows, const char* mask, u32 begin, u32 n
   }
 }
 
-// Whether the logits are adjacent, aligned float32, which is read where it lies.
+// Whether the logits are adjacent, aligned float32. Such logits are read where they lie, without a copy.
 inline bool is_read_in_place(const LogitRows& rows, const char* logits) {
   return rows.dtype == kFloat32 && rows.logits_element_stride == 1 &&
          reinterpret_cast<std::uintptr_t>(logits) % alignof(float) == 0;
@@ -167,13 +167,13 @@ inline bool are_adjacent(const std::vector<i64>& sizes, i64 width, const std::ve
   return element_stride == 1;
 }
 
-// Whether all logits do.
+// Whether all logits lie one after the other.
 inline bool are_adjacent(const LogitRows& rows) {
   return are_adjacent(rows.sizes, rows.vocab_size, rows.logits_strides, rows.logits_element_stride);
 }
 
-// Rows first .. first + count as floats, [count, vocab_size], -inf from their lengths on: where they lie, or in the buffer,
-// which holds them all.
+// Rows first .. first + count as floats [count, vocab_size], with -inf from each row's length on. Returns the logits
+// themselves if they can be read where they lie, else the buffer, which has room for these rows.
 inline const float* read_rows(const LogitRows& rows, u64 first, u32 count, float* buffer) {
   const u32 n = rows.vocab_size;
   const auto load = rows.kernels->load[rows.dtype];
@@ -191,13 +191,13 @@ inline const float* read_rows(const LogitRows& rows, u64 first, u32 count, float
   return buffer;
 }
 
-// The same, -inf too where a token is not allowed.
+// Like read_rows, with -inf also where a token is not allowed.
 inline const float* read_allowed(const LogitRows& rows, u64 first, u32 count, float* buffer) {
   const u32 n = rows.vocab_size;
   const float* const x = read_rows(rows, first, count, buffer);
   if (!rows.mask) return x;
   if (x != buffer) std::memcpy(buffer, x, u64(count) * n * sizeof(float));
-  // A mask of adjacent rows, each of whole words, is one long row's.
+  // If the mask's rows are adjacent and have whole words, all of them are applied as the mask of one long row.
   const bool has_bits = rows.mask_kind == MaskKind::kBits;
   if (n % (has_bits ? 32 : 1) == 0 &&
       are_adjacent(rows.sizes, has_bits ? n / 32 : n, rows.mask_strides, rows.mask_element_stride)) {
@@ -219,13 +219,14 @@ class RowReader {
         length_(length_of(rows, row)),
         in_place_(!mask_ && is_read_in_place(rows, logits_)) {}
 
-  // The row's blocks up to its length, at least one. Behind them all is -inf.
+  // The number of blocks up to the row's length, at least one. All elements behind these blocks are -inf.
   u32 blocks() const { return length_ == 0 ? 1 : (length_ - 1) / kBlock + 1; }
   u32 elements_of(u32 block) const { return std::min(kBlock, rows_.vocab_size - block * kBlock); }
 
-  // A block's elements as floats, [elements_of(block)]: where they lie, or in the buffer. Those from the length on are -inf, in
-  // whole blocks, so that every loop sums in the same order whatever the length. So are those that a mask hides, unless
-  // hide() is to do that later.
+  // A block's elements as floats [elements_of(block)]. Returns the logits themselves if they can be read where they lie,
+  // else the buffer. Elements from the row's length on are -inf. The block still has all of its elements, so that loops
+  // sum in the same order whatever the length. Elements that the mask hides are -inf too, unless the caller sets `hides`
+  // to false and calls hide() later.
   const float* load(u32 block, float* buffer, bool hides = true) const {
     const u32 begin = block * kBlock, n = elements_of(block);
     if (in_place_ && n <= length_ - begin) return reinterpret_cast<const float*>(at(begin));
@@ -233,15 +234,15 @@ class RowReader {
     if (hides) hide(block, buffer);
     return buffer;
   }
-  // The same of a block's first n elements.
+  // Copies a block's first n elements to x, as floats. Hidden elements, and those from the length on, are -inf.
   void load_first(u32 block, u32 n, float* x) const {
     copy(block * kBlock, n, x);
     if (mask_) apply_mask(rows_, mask_, block * kBlock, n, x);
   }
-  // A token's logit; -inf where it is hidden.
+  // A token's logit; -inf if the token is hidden.
   float logit(u32 token) const {
     if (token >= length_) return -kInfinity;
-    // From the first token of a mask's word on.
+    // Packed masks are applied by words, so this begins with the first token of the token's word.
     float x[32];
     const u32 begin = token / 32 * 32, n = token - begin + 1;
     copy(begin, n, x);
@@ -254,7 +255,7 @@ class RowReader {
   }
   bool has_mask() const { return mask_; }
 
-  // Where a logit is, and what follows a block in memory.
+  // The address of a token's logit, and the address just behind a block.
   const char* at(u32 token) const { return logits_ + token * step_; }
   const char* behind(u32 block) const { return at(block * kBlock + elements_of(block)); }
   u32 item_size() const { return kItemSize[rows_.dtype]; }

@@ -16,7 +16,7 @@
 namespace fused_topk::cpu {
 namespace {
 
-// A thread is woken for no fewer entries than this, and takes so many rows at once. A guess.
+// A thread takes rows with so many entries together at once. No thread is woken for less. A guess.
 constexpr u64 kEntriesPerTask = 4096;
 
 constexpr i64 kNoToken = -1;
@@ -28,7 +28,7 @@ struct Head {
   i64 token;  // in the whole vocabulary
 };
 
-// Ranks a before b. Between parts with a token in common the earlier part decides, which the caller looks at first.
+// Whether a ranks before b. If two parts have the same token, neither does: the caller then keeps the earlier part's.
 bool ranks_before(const Head& a, const Head& b) { return a.key > b.key || (a.key == b.key && a.token < b.token); }
 
 struct Merger {

@@ -2,8 +2,6 @@
 // A request for top-k. Topk of binding.cpp fills it in, and rows.cpp computes it.
 #pragma once
 
-#include <vector>
-
 #include "logit_rows.h"
 #include "router_kernels.h"
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ranks of tokens in their rows, on several threads.
 //
-// A rank is the number of tokens whose key is greater than the target's, or equal to it before an end: behind the target, or
-// the end of the row if all ties count. A task counts those of a part of a row.
+// A rank is the number of tokens with a greater key than the target's, and of tokens with the same key up to an end. The
+// end is just behind the target, or the end of the row if all ties count. A task counts the tokens of a part of a row.
 #include "ranks.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 
 struct Target {
   u32 key;
-  u32 end;  // tokens before it with this key count
+  u32 end;  // tokens before `end` count if they have this key
 };
 
 struct Ranking {
@@ -65,7 +65,7 @@ struct Ranking {
         own[i] += problem.kernels->count_above(x + ties, size - ties, targets[i].key);
       }
     }
-    // Behind the blocks all is -inf.
+    // Tokens behind the blocks are -inf. They tie with a target of -inf.
     const u32 read = std::min(vocab_size, blocks * kBlock);
     for (u32 i = 0; i < n && part == 0; ++i) {
       if (targets[i].key == kNegativeInfinityKey && targets[i].end > read) own[i] += targets[i].end - read;

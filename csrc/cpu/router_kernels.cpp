@@ -1,186 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// One instruction set's table of router_kernels.h, built like vector_kernels.cpp.
-//
-// Rows lie in the lanes of vectors, so one operation compares elements of several rows. A candidate is a key of 32 bits
-// above 8 bits of index: an integer below 2^40. A float64 holds it exactly, and every instruction set has the maximum
-// and the minimum of float64. A sorting network over groups of elements finds the k best.
+// One instruction set's table of router_kernels.h, built like vector_kernels.cpp: the normalizers of a group of rows, and
+// the values of the tokens that router_choice.h chooses.
 #include "router_kernels.h"
 
+#include "router_choice.h"
 #include "side_by_side.h"
 
 namespace fused_topk::cpu {
 namespace {
 
-// Rows that are solved together.
-constexpr u32 kGroup = 8;
-static_assert(kGroup % kRows == 0);
-
-// ---- Keys, with rows in the lanes ----
-
-typedef u32 Keys __attribute__((vector_size(4 * kGroup)));
-typedef int SignedKeys __attribute__((vector_size(4 * kGroup)));
-
-// order_key of order.h, lane by lane. It uses signed integers, because every instruction set compares vectors of them.
-inline Keys order_keys(Keys bits) {
-  const SignedKeys magnitude = (SignedKeys)(bits & 0x7FFFFFFFu);
-  const Keys sign = (Keys)((SignedKeys)bits >> 31);
-  const Keys key = bits ^ (sign | 0x80000000u);
-  const Keys of_numbers = magnitude == 0 ? Keys{} + kZeroKey : key;
-  return of_numbers | (Keys)(magnitude > 0x7F800000);
-}
-
-// Elements [i, i + 8) of 8 rows, element j of row r in lane r of columns[j]. Elements beyond a row's end are undefined.
-inline void load_columns(const float* const (&x)[kGroup], u32 i, u32 n, Keys (&columns)[8]) {
-#if defined(__AVX2__)
-  __m256 a[8], b[8];
-  const __m256i lanes = first_lanes(n - i < 8 ? n - i : 8);
-  for (u32 r = 0; r < 8; ++r) a[r] = _mm256_maskload_ps(x[r] + i, lanes);
-  for (u32 r = 0; r < 8; r += 2) {
-    b[r] = _mm256_unpacklo_ps(a[r], a[r + 1]);
-    b[r + 1] = _mm256_unpackhi_ps(a[r], a[r + 1]);
-  }
-  for (u32 half = 0; half < 8; half += 4) {
-    a[half] = _mm256_shuffle_ps(b[half], b[half + 2], 0x44);
-    a[half + 1] = _mm256_shuffle_ps(b[half], b[half + 2], 0xEE);
-    a[half + 2] = _mm256_shuffle_ps(b[half + 1], b[half + 3], 0x44);
-    a[half + 3] = _mm256_shuffle_ps(b[half + 1], b[half + 3], 0xEE);
-  }
-  for (u32 j = 0; j < 4; ++j) {
-    columns[j] = (Keys)_mm256_permute2f128_ps(a[j], a[j + 4], 0x20);
-    columns[j + 4] = (Keys)_mm256_permute2f128_ps(a[j], a[j + 4], 0x31);
-  }
-#else
-  for (u32 j = 0; j < 8 && i + j < n; ++j) {
-    for (u32 r = 0; r < 8; ++r) columns[j][r] = bits_of(x[r][i + j]);
-  }
-#endif
-}
-
-// ---- The sorting network ----
-
-constexpr u32 kCandidates = kLanes / 2;
-typedef double Candidates __attribute__((vector_size(8 * kCandidates)));
-typedef u64 CandidateBits __attribute__((vector_size(8 * kCandidates)));
-typedef u32 CandidateKeys __attribute__((vector_size(4 * kCandidates)));
-static_assert(kGroup % kCandidates == 0);
-
-// The bits of 2^52. Adding the bits of an integer below 2^52 gives the sum of both as a float64.
-constexpr u64 kInteger = 0x4330000000000000ull;
-
-// GCC converts the halves of a vector of AVX-512 one by one unless it is told.
-inline CandidateBits widen(CandidateKeys keys) {
-#if defined(__AVX512F__)
-  return (CandidateBits)_mm512_maskz_cvtepu32_epi64(0xFF, (__m256i)keys);
-#else
-  return __builtin_convertvector(keys, CandidateBits);
-#endif
-}
-
-inline CandidateKeys narrow(CandidateBits bits) {
-#if defined(__AVX512F__)
-  return (CandidateKeys)_mm512_maskz_cvtepi64_epi32(0xFF, (__m512i)bits);
-#else
-  return __builtin_convertvector(bits, CandidateKeys);
-#endif
-}
-
-inline Candidates candidates_of(CandidateKeys keys, u32 index) {
-  const CandidateBits bits = widen(keys);
-  return (Candidates)((bits << 8) + (kInteger + (kMostExperts - 1 - index)));
-}
-
-inline void sort_two(Candidates& a, Candidates& b) {
-#if defined(__AVX512F__)
-  const auto less = (Candidates)_mm512_min_pd((__m512d)a, (__m512d)b);
-  a = (Candidates)_mm512_max_pd((__m512d)a, (__m512d)b);
-#elif defined(__AVX2__)
-  const auto less = (Candidates)_mm256_min_pd((__m256d)a, (__m256d)b);
-  a = (Candidates)_mm256_max_pd((__m256d)a, (__m256d)b);
-#else
-  const Candidates less = a > b ? b : a;
-  a = a > b ? a : b;
-#endif
-  b = less;
-}
-
-// x[0 .. WIDTH], greatest first: Batcher's odd-even merge sort.
-template <u32 WIDTH>
-inline void sort(Candidates* x) {
-  if constexpr (WIDTH > 1) {
-    constexpr u32 kHalf = WIDTH / 2;
-    sort<kHalf>(x);
-    sort<kHalf>(x + kHalf);
-#pragma GCC unroll 8
-    for (u32 i = 0; i < kHalf; ++i) sort_two(x[i], x[i + kHalf]);
-#pragma GCC unroll 8
-    for (u32 distance = kHalf / 2; distance > 0; distance /= 2) {
-#pragma GCC unroll 8
-      for (u32 i = distance; i + distance < WIDTH; ++i) {
-        if ((i - distance) / distance % 2 == 0) sort_two(x[i], x[i + distance]);
-      }
-    }
-  }
-}
-
-// Leaves the WIDTH best of the sorted `best` and `x` in `best`, sorted. The greater one of each place and its mirror
-// image is taken. These rise and then fall (a bitonic sequence), so comparing half with half sorts them.
-template <u32 WIDTH>
-inline void merge(Candidates* best, Candidates* x) {
-#pragma GCC unroll 8
-  for (u32 i = 0; i < WIDTH; ++i) sort_two(best[i], x[WIDTH - 1 - i]);
-#pragma GCC unroll 8
-  for (u32 distance = WIDTH / 2; distance > 0; distance /= 2) {
-#pragma GCC unroll 8
-    for (u32 pair = 0; pair < WIDTH / 2; ++pair) {
-      const u32 i = 2 * pair - pair % distance;
-      sort_two(best[i], best[i + distance]);
-    }
-  }
-}
-
-// keys: [n rounded up to a multiple of WIDTH]. The rows are kCandidates lanes from `lane` on.
-template <u32 WIDTH>
-inline void best_of(const Keys* keys, u32 n, u32 lane, Candidates (&best)[WIDTH]) {
-  const auto load_group = [=](u32 first, Candidates(&group)[WIDTH]) {
-    for (u32 i = 0; i < WIDTH; ++i) {
-      CandidateKeys of_rows;
-      __builtin_memcpy(&of_rows, reinterpret_cast<const u32*>(keys + first + i) + lane, sizeof of_rows);
-      group[i] = candidates_of(of_rows, first + i);
-    }
-    sort<WIDTH>(group);
-  };
-  load_group(0, best);
-  for (u32 first = WIDTH; first < n; first += WIDTH) {
-    Candidates group[WIDTH];
-    load_group(first, group);
-    merge<WIDTH>(best, group);
-  }
-}
-
-// ---- Results ----
-
-// The chosen of a group of rows, the greatest first. Lanes of missing rows have what the last row has.
-struct Chosen {
-  u32 keys[kMostChosen][kGroup];
-  u32 indices[kMostChosen][kGroup];
-};
-
-template <u32 WIDTH>
-inline void choose(const Keys* keys, u32 n, Chosen& chosen) {
-  for (u32 lane = 0; lane < kGroup; lane += kCandidates) {
-    Candidates best[WIDTH];
-    best_of<WIDTH>(keys, n, lane, best);
-    for (u32 i = 0; i < WIDTH; ++i) {
-      const CandidateBits bits = (CandidateBits)best[i] - kInteger;
-      const CandidateKeys of_rows = narrow(bits >> 8);
-      const CandidateKeys indices = (kMostExperts - 1) - narrow(bits & 0xFFu);
-      __builtin_memcpy(chosen.keys[i] + lane, &of_rows, sizeof of_rows);
-      __builtin_memcpy(chosen.indices[i] + lane, &indices, sizeof indices);
-    }
-  }
-}
-
 // ---- Arithmetic with rows in the lanes ----
+
+static_assert(kGroup % kRows == 0);
 
 typedef float RowFloats __attribute__((vector_size(4 * kGroup)));
 typedef double RowDoubles __attribute__((vector_size(8 * kGroup)));
@@ -216,7 +47,7 @@ inline bool is_any(RowMask lanes) {
   return (half[0] | half[1] | half[2] | half[3]) != 0;
 }
 
-// The normalizers of a group of rows. Lanes of missing rows have what the last row has.
+// The normalizers of a group of rows. A lane without a row repeats the last row.
 struct Group {
   RowFloats m;  // the greatest logit that is not a NaN
   RowDoubles d;
@@ -258,8 +89,8 @@ struct LaneExponentials {
   const Fields& operator[](u32) const { return fields; }
 };
 
-// The exponentials of x [count][kGroup], relative to each row's reference, in their place. Whole vectors: of an odd count,
-// the next kGroup elements are overwritten too.
+// Overwrites x [count][kGroup] with the exponentials, relative to each row's reference. Writes whole vectors: if the count
+// is odd, the next kGroup elements are overwritten too.
 inline void exp_of_columns(const RouterRows& rows, u32 first, RowFloats reference, u32 count, float* x) {
   constexpr u32 kStep = kLanes < kGroup ? kGroup : kLanes;
   for (u32 from = 0; from < kGroup; from += kLanes) {
@@ -284,7 +115,7 @@ inline RowFloats reference_points(RowFloats m) { return m == -kInfinity ? RowFlo
 // Rows of at most so many elements are summed with rows in the lanes. With elements in the lanes, a vector would hold few.
 constexpr u32 kFewColumns = 32;
 
-// The normalizers of the rows from `first` on. columns: [n][kGroup], their elements. Leaves the exponentials there.
+// The normalizers of the rows from `first` on. Overwrites the rows' elements, columns [n][kGroup], with the exponentials.
 inline Group normalize_columns(const RouterRows& rows, u32 first, float (&columns)[kFewColumns][kGroup]) {
   // Two chains of operations, each half as long.
   const auto load_column = [&](u32 j) {
@@ -310,7 +141,7 @@ inline Group normalize_columns(const RouterRows& rows, u32 first, float (&column
   return {m, d + other_d};
 }
 
-// The same of rows x of any length.
+// The normalizers of rows x of any length.
 inline Group normalize_rows(const RouterRows& rows, const float* const (&x)[kGroup], u32 first, u32 count) {
   const Temperatures& t = rows.temperatures;
   Group group = {};
@@ -345,7 +176,7 @@ inline void write_values(const RouterRows& rows, u32 count, const RowDoubles (&z
       const RowFloats lanes = narrow(of_term / d);
       __builtin_memcpy(of_rows[i], &lanes, sizeof lanes);
     }
-    // Below the range of the float32 exponential there are results still.
+    // The float32 exponential has underflowed to 0. The result may still be a float32 above 0.
     if (is_any(has_vanished)) {
       for (u32 i = 0; i < k; ++i) {
         for (u32 r = 0; r < count; ++r) {
@@ -359,7 +190,7 @@ inline void write_values(const RouterRows& rows, u32 count, const RowDoubles (&z
   }
 }
 
-// Rows first .. first + count. x: these, and the last one in place of those that are missing.
+// Solves rows first .. first + count. x: these rows; the last one stands in for missing rows.
 inline void route_group(const RouterRows& rows, const float* const (&x)[kGroup], u32 first, u32 count) {
   const u32 n = rows.n, k = rows.k;
   const Temperatures& t = rows.temperatures;
@@ -374,15 +205,7 @@ inline void route_group(const RouterRows& rows, const float* const (&x)[kGroup],
     if (n <= kFewColumns) __builtin_memcpy(few_columns[i], columns, sizeof columns);
   }
   Chosen chosen;
-  if (k == 1) {
-    choose<1>(keys, n, chosen);
-  } else if (k == 2) {
-    choose<2>(keys, n, chosen);
-  } else if (k <= 4) {
-    choose<4>(keys, n, chosen);
-  } else {
-    choose<8>(keys, n, chosen);
-  }
+  choose(keys, n, k, chosen);
   for (u32 r = 0; r < count; ++r) {
     for (u32 i = 0; i < k; ++i) indices[r * k + i] = chosen.indices[i][r];
   }
@@ -434,7 +257,6 @@ inline void route_group(const RouterRows& rows, const float* const (&x)[kGroup],
 void route(const RouterRows& rows) {
   for (u32 first = 0; first < rows.rows; first += kGroup) {
     const u32 count = rows.rows - first < kGroup ? rows.rows - first : kGroup;
-    // The last row stands in for those that are missing.
     const float* x[kGroup];
     for (u32 r = 0; r < kGroup; ++r) x[r] = rows.x + (first + (r < count ? r : count - 1)) * rows.n;
     route_group(rows, x, first, count);

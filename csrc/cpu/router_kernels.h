@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The k best of rows as short as an expert router's. A third table for each instruction set, under the rules of
+// The k best of rows as short as an expert router's. Another table for each instruction set, under the rules of
 // vector_kernels.h.
 #pragma once
 

@@ -13,7 +13,7 @@ namespace fused_topk::cpu {
 
 // The normalizer of a block. d is float64, so that merging the blocks of a row adds no error.
 struct BlockNormalizer {
-  float m;  // NaN if one of the block is
+  float m;  // NaN if the block has a NaN
   double d;
 
   bool has_nan() const { return m != m; }
@@ -65,7 +65,7 @@ struct Temperature {
   double inverse;
   Exponential exponential;  // all but its reference
 
-  // A temperature that is not positive makes NaN of all results but the indices. Others are clamped to what float32 can
+  // With a temperature that is not positive all results but the indices are NaN. Others are clamped to what float32 can
   // multiply and divide by.
   explicit Temperature(double t) {
     t = t > 0.0 ? std::clamp(t, kLeastTemperature, kGreatestTemperature) : double(kNaN);
@@ -85,7 +85,7 @@ inline double temperature_of(const LogitRows& rows, u64 row) {
   return rows.row_temperature[offset_of(row, rows.sizes, rows.temperature_strides)];
 }
 
-// Rows whose temperatures are prepared together: a multiple of those that lie side by side in vectors.
+// The temperatures of so many rows are prepared together. A multiple of the rows that lie side by side in vectors.
 constexpr u32 kTemperaturesAtOnce = 64;
 
 // The temperatures of some rows, as the loops over short rows take them.

@@ -106,10 +106,10 @@ struct Solver {
     });
   }
 
-  // Depends on the request of one row alone. So do the bits of the row's results.
+  // Depends only on what is asked of one row, so that the bits of a row's results do not depend on the other rows.
   bool is_routed() const {
     const bool is_short = problem.vocab_size <= kMostExperts && k <= kMostChosen;
-    // The router has one row for the normalizer and for the choice.
+    // The router takes the normalizer and the choice from the same logits. With kAll the mask is for the choice alone.
     const bool is_one_row = !problem.mask || problem.normalize_over != NormalizeOver::kAll;
     return is_short && is_one_row && problem.value_kind != ValueKind::kState;
   }
@@ -249,7 +249,7 @@ struct Solver {
     return std::unique_ptr<Selection>(beams ? new Selection(*problem.kernels, problem.k, 0) : nullptr);
   }
 
-  // A beam's list is written. The last one of its batch entry merges them.
+  // Called when the list of a beam is written. The call for the last beam of a batch entry merges the entry's lists.
   void finish_beam(u64 row, Selection& selection) {
     const u64 entry = row / beams;
     if (beams_left[entry].fetch_sub(1, std::memory_order_acq_rel) == 1) finish_beams(entry, selection);

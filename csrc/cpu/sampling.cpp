@@ -20,7 +20,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstddef>
 #include <memory>
 #include <vector>
 
@@ -31,7 +30,8 @@
 namespace fused_topk::cpu {
 namespace {
 
-// Listed where no top-k says how many are kept. What top-p keeps of a language model's rows is mostly less.
+// So many tokens are listed if top-k does not say how many are kept. Top-p mostly keeps fewer tokens of a language
+// model's rows.
 constexpr u32 kListed = 128;
 // Room for tokens that tie with the k-th, besides k / 8.
 constexpr u32 kRoomForTies = 16;
@@ -116,7 +116,7 @@ struct Solver {
     });
   }
 
-  // Null where no list is needed.
+  // Null if the row needs no list.
   Selection* selection_of(const SampleRow& row, SampleWorkspace& workspace) const {
     const u32 length = list_length(row);
     return length ? &workspace.selection_of(kernels, length, vocab_size) : nullptr;
@@ -217,7 +217,7 @@ struct Solver {
     }
   }
 
-  // The first in the order, of a row for which there is no list.
+  // The best token of a row that has no list.
   u64 best_of(const SampleRow& row, SampleWorkspace& workspace) const {
     Selection selection(kernels, 1, vocab_size);
     for (u32 block = 0; block < row.reader.blocks(); ++block) {
@@ -260,7 +260,7 @@ struct Solver {
       const u32 kth = key_of(best[row.k - 1]);
       while (kept > row.k && key_of(best[kept - 1]) < kth) --kept;
       has_border |= kept < length;
-      // Without the sum of all that tie with the k-th, top-p has nothing to be relative to.
+      // top-p needs the sum of all tokens that top-k keeps. Tokens that tie with the k-th may be missing in the list.
       if (!has_border && row.has_top_p()) return 0;
     }
     std::vector<KeptToken>& tokens = workspace.kept;
@@ -286,10 +286,10 @@ struct Solver {
     return has_border ? kept : 0;
   }
 
-  // u times the total, below the total.
+  // u times the total, and always less than the total.
   double aim_of(const SampleRow& row, u32 sample, double total) const {
     const SampleProblem& p = problem;
-    // Rows with a seed of their own are told apart by it.
+    // Rows with seeds of their own need no row number to draw different numbers.
     const u32 stream = p.seed.of_rows ? 0 : p.first_row + u32(row.number);
     const double u = uniform_number(u64(p.seed(row.number)), u64(p.counter(row.number)), sample, stream);
     return std::min(u * total, std::nextafter(total, 0.0));
@@ -333,7 +333,7 @@ struct Solver {
     }
   }
 
-  // With the sum of what is kept of each block in the workspace.
+  // workspace.sums has, for each block, the sum of what is kept of it.
   void draw_from_blocks(const SampleRow& row, u64 border, float m, double log_d, SampleWorkspace& workspace) const {
     std::vector<double>& sums = workspace.sums;
     const Exponential exponential = exponential_of(row, m);

@@ -6,7 +6,7 @@
 
 namespace fused_topk::cpu {
 
-// A parameter: one number, or one a row.
+// A parameter of draws: one number for all rows, or one for each row.
 template <class T>
 struct RowNumber {
   T number;
@@ -23,7 +23,7 @@ struct SampleProblem : LogitRows {
   RowNumber<double> min_p;
   RowNumber<i64> seed;
   RowNumber<i64> counter;
-  u32 first_row;  // its number among the rows of one seed
+  u32 first_row;  // the number of row 0 among all rows that are drawn with one seed
 
   u32 num_samples;
   u32 logprobs;    // how many of the best are listed

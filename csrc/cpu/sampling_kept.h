@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is kept of a row that is read again, as the list of its best is too short: the borders of top-p and min-p, and the tokens up
-// to a border.
+// What filters keep of a row whose list of best tokens is too short, so that the row is read again: the borders of top-p
+// and min-p, and the tokens up to a border.
 #pragma once
 
 #include <algorithm>
@@ -11,12 +11,12 @@
 
 namespace fused_topk::cpu {
 
-// The border of top-p is searched by so many leading bits of the keys, where its estimate fails.
+// If the estimate of the border of top-p fails, the border is searched by so many leading bits of the keys.
 constexpr u32 kBinBits = 16;
 // The estimate is from about so many tokens of a row, and at least so many of each block.
 constexpr u32 kSampled = 8192, kSampledOfBlock = 256;
 constexpr u32 kBins = 1024;
-// Standard deviations of the estimate on either side.
+// The bounds lie so many standard deviations below and above the estimate.
 constexpr double kDeviations = 3.0;
 // Tokens between the bounds of an estimate, and tokens that are drawn from as a list.
 constexpr u32 kMostBetween = 1 << 13, kMostListed = 2048;
@@ -30,7 +30,7 @@ struct KeptOfRows {
   const VectorKernels& kernels;
   const u32 vocab_size;
 
-  // Weights fall with the keys: bisection.
+  // The border of min-p, by bisection: a token with a smaller key has no greater weight.
   u64 border_of_min_p(const SampleRow& row, float m) const {
     u32 high = key_of_logit(m), low = kNegativeInfinityKey;
     while (low < high) {
@@ -44,8 +44,9 @@ struct KeptOfRows {
     return last_of_key(high);
   }
 
-  // The border of top-p: the last token of the shortest prefix of the sorted row whose weights sum to top_p of all. Also leaves
-  // the sums of what is kept of each block in the workspace. kKeepAll, if the border is not where a sample of the row has it.
+  // The border of top-p: the last token of the shortest prefix of the sorted row whose weights sum to top_p of all. A sample
+  // of the row says where the border should be; if it is not there, the result is kKeepAll. Also leaves the sum of what is
+  // kept of each block in workspace.sums.
   u64 border_by_estimate(const SampleRow& row, float m, SampleWorkspace& workspace) const {
     const double total = sum_of_all(row, m, workspace), aim = aim_of_top_p(row, total);
     const Band band = estimated_band(row, total - aim, m, workspace);
@@ -65,7 +66,7 @@ struct KeptOfRows {
     }
     if (size > kMostBetween) return kKeepAll;
     const float* const weights = weigh(row, size, m, workspace);
-    // By bins of the logit first, so that few tokens are sorted.
+    // Bins of the logit narrow the search, so that few tokens are sorted.
     const float top = std::min(band.end, m), per_logit = float(kBins) / std::max(top - band.low, 1e-30f);
     const int* const bin_of = fill_bins(values, weights, size, top, per_logit, workspace);
     const std::vector<double>& bins = workspace.bins;
@@ -90,8 +91,8 @@ struct KeptOfRows {
     return border;
   }
 
-  // The border of top-p of any row. Counts only tokens not behind `least`. Sums the weights by the leading bits of the keys, and
-  // sorts only the tokens of the bin that has the border.
+  // The border of top-p of any row. Counts only tokens that do not rank behind `least`. Sums the weights by the leading bits
+  // of the keys, and sorts only the tokens of the bin that has the border.
   u64 border_of_top_p(const SampleRow& row, u64 least, float m, SampleWorkspace& workspace) const {
     std::vector<double>& bins = workspace.bins;
     bins.assign(size_t(1) << kBinBits, 0.0);
@@ -133,7 +134,7 @@ struct KeptOfRows {
     if (border == kKeepAll) return x;
     const u32 n = row.reader.elements_of(block), begin = block * kBlock;
     const float least = logit_of(border);
-    // Of those that tie with the border the first ones.
+    // Of the tokens that tie with the border, those up to the border's own index are kept.
     const u32 cut = std::min(index_of(border), vocab_size - 1);
     const u32 ties = cut < begin ? 0 : std::min(n, cut - begin + 1);
     float* const y = workspace.buffer;
@@ -162,8 +163,8 @@ struct KeptOfRows {
     }
   }
 
-  // Lists the tokens that do not rank behind the border, with their weights, and returns how many they are; 0 if they are too
-  // many for that.
+  // Lists the tokens that do not rank behind the border, with their weights, in workspace.kept. Returns how many they are;
+  // 0 if they are too many for a list.
   u32 list_kept(const SampleRow& row, u64 border, float m, SampleWorkspace& workspace) const {
     u64* const list = room_for(workspace.candidates, kMostListed);
     u32 size = 0;
@@ -188,7 +189,8 @@ struct KeptOfRows {
     return std::max(row.top_p * total, std::numeric_limits<double>::min());
   }
 
-  // Where the border of top-p should be: the tokens behind it weigh `rest`. A sample bounds what the tokens below a logit weigh.
+  // Where the border of top-p should be: the tokens behind it weigh `rest`. A sample of the row says, within bounds, how
+  // much the tokens below a logit weigh.
   Band estimated_band(const SampleRow& row, double rest, float m, SampleWorkspace& workspace) const {
     const u32 of_block = std::max(kSampledOfBlock, std::min(kBlock, kSampled / row.reader.blocks()));
     float* const values = room_for(workspace.values, u64(row.reader.blocks()) * of_block);
@@ -205,7 +207,7 @@ struct KeptOfRows {
     fill_bins(values, weights, count, m, per_logit, workspace);
     const std::vector<double>& bins = workspace.bins;
     Band band = {-std::numeric_limits<float>::max(), kInfinity};
-    // A token of the sample stands for so many. None of a bin weighs more than `greatest`.
+    // A token of the sample stands for `each` tokens of the row. No token of a bin weighs more than `greatest`.
     const double each = std::min(double(vocab_size), double(row.reader.blocks()) * kBlock) / count,
                  growth = std::exp(depth / kBins);
     double sum = 0.0, variance = 0.0, greatest = std::exp(-depth);

@@ -21,7 +21,7 @@ inline float logit_of(u64 candidate) { return logit_of_key(key_of(candidate)); }
 // Ranks behind every token with that key.
 inline u64 last_of_key(u32 key) { return u64(key) << 32; }
 
-// At least so many elements.
+// Makes the list at least `count` elements long.
 template <class T>
 T* room_for(std::vector<T>& list, size_t count) {
   if (list.size() < count) list.resize(count);
@@ -51,7 +51,7 @@ struct KeptToken {
   double weight;
 };
 
-// What a thread has while it draws from a row.
+// The memory with which a thread draws from a row.
 struct SampleWorkspace {
   alignas(64) float buffer[kBlock];
   alignas(64) float terms[kBlock];
@@ -65,7 +65,7 @@ struct SampleWorkspace {
   std::vector<u64> of_bin;
   // These never get shorter.
   std::vector<u64> candidates;
-  std::vector<float> values;  // of listed tokens, as the next two
+  std::vector<float> values;  // [listed tokens], like weights and indices
   std::vector<float> weights;
   std::vector<u32> indices;
   std::vector<int> bin_of;

@@ -8,7 +8,7 @@
 namespace fused_topk::cpu {
 namespace {
 
-// The least logit that ranks before a logit of this key, whatever their indices are. +inf where only a NaN does.
+// The least logit that ranks before a logit of this key, whatever their indices are. +inf if only a NaN ranks before it.
 float least_above(u32 key) { return key >= kPositiveInfinityKey ? kInfinity : logit_of_key(key + 1); }
 
 // Sorts by key, greatest first, and keeps the order of equal keys: a radix sort from the least significant digit on.
@@ -24,7 +24,7 @@ u64* sort_by_key(u64* list, u32 size, u64* scratch) {
   for (u32 digit = 0; digit < DIGITS; ++digit) {
     u32* start = counts[digit];
     const u32 shift = digit * BITS;
-    // All digits are equal, as the low bits of a float that was a bfloat16 are.
+    // All candidates have the same digit. The low bits of floats that were bfloat16 are an example.
     if (start[~key_of(list[0]) >> shift & kMask] == size) continue;
     u32 sum = 0;
     for (u32 value = 0; value <= kMask; ++value) {

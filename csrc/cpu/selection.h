@@ -28,8 +28,8 @@ class Selection {
   // The k best in the order of their indices; fewer where fewer were seen. Valid until the next non-const call.
   const u64* trimmed(u32* count);
 
-  // The k best, best first. Where fewer than k elements were seen, which then were the row's first ones, those that follow are
-  // -inf.
+  // The k best, best first. If fewer than k elements were seen, they must be the row's first ones. The elements that
+  // follow them then count as -inf.
   const u64* sorted();
 
  private:

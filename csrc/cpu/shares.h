@@ -10,13 +10,14 @@
 
 namespace fused_topk::cpu {
 
-// Each thread gets at least so many elements. A team of threads wakes as a whole, which takes the longer the larger it is.
+// Each thread gets at least kFewestElements elements, and more in a larger team, up to kMostElements: a team wakes as a
+// whole, and a larger one takes longer.
 // Measured with two threads (Xeon model 207, 2026-11-25), 4096 elements beside 16384: 2048 x 8 k = 2 23.8 us and 35.7,
 // 128 x 128 k = 8 15.7 and 22.2, 1 x 32000 k = 8 12.3 and 14.7. With more threads a guess.
 constexpr u64 kFewestElements = 4096, kMostElements = 16384;
 // Enough tasks that the threads have about equal shares, even if one starts late. A guess, as the following ones.
 constexpr u32 kTasksPerThread = 4;
-// A part of a row has no fewer blocks.
+// A part of a row has at least so many blocks.
 constexpr u32 kBlocksPerPart = 4;
 // Rows of fewer elements than this are handed out several at a time.
 constexpr u64 kElementsAtOnce = 16384;
@@ -34,16 +35,17 @@ inline u32 parts_of_a_row(u64 rows, u32 blocks, u32 threads) {
   return u32(std::clamp<u64>(blocks / kBlocksPerPart, 1, (tasks - 1) / rows + 1));
 }
 
-// The first of a row's blocks that a part has.
+// The first block of a part, in a row of `blocks` blocks and `parts` parts.
 inline u32 begin_of(u32 part, u32 blocks, u32 parts) { return u32(u64(blocks) * part / parts); }
 
-// How many tasks are handed out at once: as many as have `elements` elements, but no more than a thread's share.
+// How many tasks are handed out at once: so many that they have `elements` elements together, but no more than a thread's
+// share of all tasks.
 inline u64 tasks_at_once(u64 tasks, u64 elements, u32 vocab_size, u32 threads) {
   return std::clamp<u64>(elements / vocab_size, 1, std::max<u64>(1, (tasks + threads - 1) / threads));
 }
 
-// Each thread that is worth waking runs thread(for_each), and for_each(do_task) there calls do_task(task) for its share of the
-// tasks, `at_once` in a row.
+// Runs thread(for_each) on at most `threads` threads. Within it, for_each(do_task) calls do_task(task) for this thread's
+// share of the tasks. A thread fetches `at_once` tasks at a time.
 template <class THREAD>
 inline void share_tasks(u32 threads, u64 tasks, u64 at_once, const THREAD& thread) {
   std::atomic<u64> next_task{0};

@@ -11,13 +11,15 @@
 
 namespace fused_topk::cpu {
 
-// Turns the logits of a row's k best into probabilities or log-probabilities. `of_chosen`: relative to the k alone. values: [k]
+// Turns the logits of a row's k best into probabilities or log-probabilities, in values [k]. `of_chosen`: relative to
+// the k best alone.
 inline void finish_values(ValueKind kind, bool of_chosen, const FinishedRow& row, u32 k, float* values) {
   if (!row.is_finite()) {
     std::fill(values, values + k, kNaN);
     return;
   }
-  // The k best of a merge may have another maximum than the states, which may be relative to more than the allowed tokens.
+  // After a merge the greatest of the k best may be less than row.m: a state's m may come from a token that is not
+  // allowed.
   const double m = of_chosen && std::isfinite(values[0]) ? values[0] : row.m, inverse = row.inverse_temperature;
   const auto shifted = [=](float logit) { return (logit - m) * inverse; };
   double log_total = row.log_d;
@@ -33,7 +35,7 @@ inline void finish_values(ValueKind kind, bool of_chosen, const FinishedRow& row
   }
 }
 
-// The same of the k best candidates.
+// Writes the values of the k best candidates.
 inline void write_values(const Problem& p, const FinishedRow& row, const u64* best, u32 k, float* values) {
   // The logits come first: a loop of conversions alone waits for no arithmetic and is several times as fast.
   for (u32 i = 0; i < k; ++i) values[i] = logit_of_key(key_of(best[i]));

@@ -295,8 +295,8 @@ u32 append_candidates(const float* x, u32 begin, u32 n, u32 first_index, float t
 }
 
 #if defined(__AVX512F__)
-// Writes the chosen lanes, one after the other and without a branch, which would be a guess. Returns the end. There is room for a
-// vector more.
+// Writes the chosen lanes one after the other, and returns the end. It has no branch, which the CPU would often mispredict.
+// `to` has room for a whole vector.
 template <class T>
 inline T* write_lanes(T* to, __m512i lanes, u32 chosen) {
   _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(__mmask16(chosen), lanes));
@@ -346,12 +346,13 @@ double sum_exp_above(const float* x, u32 n, u32 first_index, float low, float en
 
 u32 count_above(const float* x, u32 n, u32 key) {
   if (key == kNanKey) return 0;
-  // What ranks before lies in one range of bits, but for NaNs with a sign: to compare bits takes a third of the time of making
-  // keys. Above a key without a sign it is the greater ones without a sign; else all without a sign, and the smaller magnitudes.
+  // Compares bits instead of keys, which takes a third of the time. The bits of all logits with a greater key lie in one
+  // range, first .. end, except NaNs with a sign. If the key is that of zero or of a positive logit, the range has the
+  // greater positive logits. Otherwise it has zero, all positive logits, and the negative ones of smaller magnitude.
   constexpr u32 kSign = 0x80000000u, kInfinity = 0x7F800000u;
   const u32 positive = key - kZeroKey < kInfinity ? key - kZeroKey : kInfinity;
   const u32 first = key < kZeroKey ? 0 : positive + 1;
-  // -0 is no less than +0.
+  // -0 and +0 have the same key, so -0 is in the range whenever +0 is.
   const u32 end = key >= kZeroKey ? kSign : ~key > kSign ? ~key : kSign + 1;
   u32 count = 0;
   for (u32 i = 0; i < n; ++i)

@@ -74,18 +74,18 @@ struct VectorKernels {
   void (*mask_bools)(const u8* mask, i64 stride, u32 n, float* x);
   void (*mask_bits)(const void* words, i64 stride, u32 n, float* x);
 
-  // The greatest of x that is not a NaN; -inf if there is none.
+  // The greatest element of x that is not a NaN; -inf if all are NaNs.
   float (*maximum)(const float* x, u32 n);
 
-  // Whether one of x is NaN.
+  // Whether x has a NaN.
   bool (*has_nan)(const float* x, u32 n);
 
   // The sum of the exponentials of x, NaN if x has a NaN. `next` [n * bytes] is read next. It is fetched into the cache
   // meanwhile: the sum waits for arithmetic, reading waits for memory.
   double (*sum_exp)(const float* x, u32 n, const Exponential& exponential, const void* next, u32 bytes);
 
-  // A value that at least k elements of x reach, and not many more. NaNs do not count. -inf for k > n / 4, where it is
-  // hard to find.
+  // A value that at least k elements of x reach, and not many more. NaNs do not count. -inf for k > n / 4, where such a
+  // value is hard to find.
   float (*lower_bound_of_kth)(const float* x, u32 n, u32 k);
 
   // Appends a candidate with index first_index + i for each x[i], begin <= i < n, that is NaN or >= `threshold`, in
@@ -94,9 +94,9 @@ struct VectorKernels {
   u32 (*append_candidates)(const float* x, u32 begin, u32 n, u32 first_index, float threshold, u64* list, u32* size,
                            u32 capacity);
 
-  // The sum of the exponentials of those x, of which none is NaN, that are at least `end`. Adds their number to *count. Appends
-  // x[i] and first_index + i for each x[i] below `end` that is at least `low`, which is finite, in their order, to lists with room
-  // for kBlock more.
+  // The sum of the exponentials of all x[i] >= end. Adds the number of these elements to *count. For each x[i] with
+  // low <= x[i] < end it appends x[i] to `values` and first_index + i to `indices`, in their order. No x[i] is NaN, `low`
+  // is finite, and both lists have room for kBlock more.
   double (*sum_exp_above)(const float* x, u32 n, u32 first_index, float low, float end, const Exponential& exponential,
                           u32* count, float* values, u32* indices, u32* size);
 
@@ -107,7 +107,7 @@ struct VectorKernels {
   // Writes list[0 .. size] to `sorted`, best first. size <= kMostToSort, and the list is in the order of the indices.
   void (*sort_few)(const u64* list, u32 size, u64* sorted);
 
-  // How many of x rank before a logit with that key, if they all come later in the row.
+  // How many elements of x have a greater key than `key`.
   u32 (*count_above)(const float* x, u32 n, u32 key);
 
   const FullRowKernels* full_rows;

@@ -69,7 +69,7 @@ inline void store_some(float* y, u32 n, Floats lanes) {
 #endif
 }
 
-// The same of at most kLanes, mostly all.
+// load_some and store_some for n <= kLanes. n is mostly kLanes.
 inline Floats load_lanes(const float* x, u32 n, float fill = -kInfinity) {
   return n == kLanes ? load(x) : load_some(x, n, fill);
 }
@@ -213,9 +213,9 @@ inline void exp_in_place(Floats (&x)[COUNT], const Exponential& e) {
   exp_in_place(x, SameExponential{e});
 }
 
-// The sum of the exponentials of x [n], each vector of it as prepare(vector, i) returns it. keep(terms, i, lanes) gets each
-// vector of exponentials: its first `lanes` lanes belong to x[i] and the following. Fetches n elements of `bytes` each from
-// `next` on.
+// The sum of the exponentials of x [n]. prepare(vector, i) may replace each vector, which begins at x[i].
+// keep(terms, i, lanes) gets each vector of exponentials: its first `lanes` lanes belong to x[i] and the following. Fetches
+// n elements of `bytes` each into the cache, from `next` on.
 //
 // A float32 lane adds at most 4 exponentials and goes on in float64. With the two additions that join four vectors
 // these are 5 roundings, however long the row is.

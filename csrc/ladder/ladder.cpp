@@ -15,7 +15,7 @@
 namespace fused_topk::cpu {
 namespace {
 
-// e^x of a greater x is more than a float32 holds.
+// For a greater x, e^x overflows float32.
 constexpr float kLargestArgument = 88.72283f;
 
 struct Climber {
@@ -60,7 +60,7 @@ struct Climber {
     return kernels.sum_exp(x, n, relative_to(reference), x + n, sizeof(float));
   }
 
-  // Naive: nothing is subtracted. Of a logit above kLargestArgument the exponential is infinite.
+  // Naive: nothing is subtracted. The exponential of a logit above kLargestArgument is infinite.
   double naive_sum(const Span& span) const {
     double d = 0.0;
     pass(span, [&](u32 i, u32 n) {

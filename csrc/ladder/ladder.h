@@ -6,7 +6,7 @@
 
 namespace fused_topk::cpu {
 
-// In the order of demos/ladder_rungs.py.
+// The numbers are those of _ON_CPU in demos/ladder_rungs.py.
 enum class Rung : u32 {
   kNaive = 0,
   kSafe = 1,
@@ -27,8 +27,8 @@ struct LadderProblem {
   u32 V;
   u32 k;
   const float* x;  // [rows, V]
-  float* y;        // [rows, V]: of softmax, and of what is not fused
-  float* values;   // [rows, k] of top-k
+  float* y;        // [rows, V]: the probabilities of softmax, and of rungs that do top-k afterwards
+  float* values;   // [rows, k]
   i64* indices;    // [rows, k]
 };
 

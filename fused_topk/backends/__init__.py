@@ -44,9 +44,9 @@ def pick(device: torch.device, dtype: torch.dtype, k: int, requested: str | None
     if cause is not None:
         raise RuntimeError(f"`backend`={requested!r} does not work here: {cause}")
     if not backend.supports(dtype, k):
-        limit = f" and k <= {MAX_K}" if requested == "cuda" else ""
+        limit, given = (f" and k <= {MAX_K}", f" and k={k}") if requested == "cuda" and k > MAX_K else ("", "")
         raise ValueError(
-            f"`backend`={requested!r} takes float32, float16 and bfloat16 logits{limit}, got {dtype} and k={k}; "
+            f"`backend`={requested!r} takes float32, float16 and bfloat16 logits{limit}, got {dtype}{given}; "
             "leave backend=None to fall back to torch operations"
         )
     return backend

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..arguments import check_beams, check_k, check_result_dtype
+from ..arguments import check_beam_scores, check_dim, check_k, check_logits, check_result_dtype, check_vocabulary
 from ..operators import calls
 from ..problem import TopK, result_dtype
-from ..row_arguments import check_rows
+from ..row_arguments import check_mask, check_rows, check_temperature
 from ..rows import unpacked
 from . import full_rows as of_columns
 from . import functions
@@ -35,7 +35,7 @@ def row(
     """softmax_topk, log_softmax_topk or topk."""
     if out is not None:
         raise TypeError("`out` must be None where `logits` is a DTensor, got tensors; use the result")
-    _check_last(dim, logits)
+    _check(logits, dim)
     local = _Local(logits, mask, temperature)
     check_k(k, logits.shape[-1])
     if local.group is None:
@@ -57,7 +57,9 @@ def beams(
     backend: str | None,
 ) -> TopK:
     """beam_topk. The beams of a sequence must lie on one process."""
-    check_beams(logits)
+    _check(logits)
+    beam_scores = _plain(beam_scores)
+    check_beam_scores(beam_scores, logits)
     local = _Local(logits, mask, temperature, last_row_dim=1)
     scores = local.cut(beam_scores, logits.shape[:-1])
     check_k(k, logits.shape[1] * logits.shape[-1], "beams times the vocabulary size")
@@ -88,7 +90,7 @@ def full_rows(
     backend: str | None,
 ) -> Tensor:
     """softmax, log_softmax or logsumexp. Values stay where their logits are."""
-    _check_last(dim, logits)
+    _check(logits, dim)
     local = _Local(logits, None, temperature)
     out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
     if local.group is not None:
@@ -100,8 +102,11 @@ def full_rows(
     return local.whole(result, tuple(logits.shape), local.placements)
 
 
-def _check_last(dim: int, logits: Tensor) -> None:
-    if dim not in (-1, logits.dim() - 1):
+def _check(logits: Tensor, dim: int = -1) -> None:
+    assert isinstance(logits, DTensor)
+    check_logits(logits.to_local())
+    check_vocabulary(logits.shape[-1])
+    if check_dim(dim, logits.dim()) != logits.dim() - 1:
         raise ValueError(f"`dim` must be the last one where `logits` is a DTensor, got dim={dim}; use logits.movedim")
 
 
@@ -112,6 +117,9 @@ class _Local:
         self, logits: Tensor, mask: Tensor | None, temperature: float | Tensor | None, last_row_dim: int | None = None
     ) -> None:
         assert isinstance(logits, DTensor)
+        # Checked whole, before anything is sent: a share of a wrong tensor may have a right shape.
+        whole_mask = check_mask(_plain(mask), logits)
+        number, row_temperature = check_temperature(_plain(temperature), logits, result_dtype(logits.dtype))
         self.mesh = logits.device_mesh
         last = logits.dim() - 1
         # A partial sum is summed, and beams that lie apart are brought together.
@@ -129,20 +137,17 @@ class _Local:
         self.of_result = [Replicate() if i in of_vocabulary else p for i, p in enumerate(placements)]
         self.logits = logits.to_local()
         self.mask = None
-        if mask is not None:
-            whole = unpacked(_plain(mask), logits.shape[-1])
-            self.mask = self.cut(whole, logits.shape)
-        self.temperature = self.cut(temperature, logits.shape[:-1]) if isinstance(temperature, Tensor) else temperature
+        if whole_mask is not None:
+            self.mask = self.cut(unpacked(whole_mask, logits.shape[-1]), logits.shape)
+        self.temperature = number if row_temperature is None else self.cut(row_temperature, logits.shape[:-1])
 
     def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        """This process's share of a tensor that broadcasts to the logits, or to their rows, and that every process has."""
+        """This process's share of a tensor of that shape, the logits' or that of their rows, which every process has."""
         placements = [
             p if not isinstance(p, Shard) or p.dim % len(self.logits.shape) < len(shape) else Replicate()
             for p in self.placements
         ]
-        whole = DTensor.from_local(
-            _plain(tensor).expand(shape), self.mesh, [Replicate()] * self.mesh.ndim, run_check=False
-        )
+        whole = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         local: Tensor = whole.redistribute(placements=placements).to_local()
         return local
 
@@ -155,6 +160,6 @@ class _Local:
         return result
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every process."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _plain(argument: Any) -> Any:
+    """All of a DTensor, on every process. Another argument is as it is."""
+    return argument.full_tensor() if isinstance(argument, DTensor) else argument

@@ -268,6 +268,8 @@ def _vocab_size(everywhere: Tensor, k: int, length: int, of_row: int | None = 1)
     said = headers(everywhere)
     check(said)
     vocab_size = sum(of_rank.length for of_rank in said)
+    if vocab_size == 0:
+        raise ValueError("the vocabulary must have at least one token, got none on any process; leave the call out")
     if of_row is not None:
         check_k(k, of_row * vocab_size, "the whole vocabulary" if of_row == 1 else "beams times the whole vocabulary")
     return vocab_size

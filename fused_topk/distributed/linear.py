@@ -220,7 +220,7 @@ class _Head(torch.autograd.Function):
         logprobs = hidden.new_empty(0, dtype=result_dtype(hidden.dtype))
         if targets is not None and logits is not None:
             # The first process whose tokens end behind the target.
-            owner = torch.searchsorted(ends, targets, right=True)
+            owner = torch.searchsorted(ends, targets.contiguous(), right=True)
             has_target = (targets >= 0) & (owner < len(ends))
             of_owner = logits.gather(0, owner.clamp_(max=len(ends) - 1).unsqueeze(0)).squeeze(0)
             m, d = normalizer.unsqueeze(-1).unbind(0)

@@ -95,7 +95,7 @@ def sample(
     check_logits(local_logits)
     check_backend(backend)
     check_k(num_samples, 2**31 - 1, "samples of a row", "num_samples")
-    if type(logprobs) is not int or logprobs != 0:
+    if not of_rows.is_zero(logprobs):
         check_k(logprobs, 2**31 - 1, "what an exchange takes", "logprobs")
     *lead, length_here = local_logits.shape
     rows = local_logits.shape[:-1].numel()

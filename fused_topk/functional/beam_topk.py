@@ -60,6 +60,7 @@ def beam_topk(
         sums round to the same number. The rest of the contract is that of :func:`softmax_topk`.
     """
     check_normalize_of_beams(normalize)
+    check_backend(backend)
     if is_distributed(logits):
         from ..distributed import dtensors
 
@@ -69,5 +70,4 @@ def beam_topk(
     check_beam_scores(beam_scores, logits)
     rows = check_rows(logits, temperature, mask, lengths)
     check_k(k, logits.shape[1] * logits.shape[2], "beams times the vocabulary size")
-    check_backend(backend)
     return calls.beam_topk(rows, beam_scores, k, normalize, backend)

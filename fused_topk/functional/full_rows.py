@@ -146,6 +146,7 @@ def _values(
         if rows is not None:
             check_backend(backend)
             return full_row_plan(logits.device, rows.layout(), values, dtype, backend).run(rows)
+    check_backend(backend)
     if is_distributed(logits):
         # Imported here: plain tensors need no torch.distributed.
         from ..distributed import dtensors
@@ -156,7 +157,6 @@ def _values(
     dims = logits.dim()
     dim = check_dim(dim, dims)
     rows = check_rows(logits if dim == dims - 1 else logits.movedim(dim, -1), temperature, lengths=lengths)
-    check_backend(backend)
     out_dtype = result_dtype(logits.dtype) if values == "logsumexp" else check_result_dtype(dtype, logits)
     result = calls.full_rows(rows, values, out_dtype, backend)
     return result if rows.logits is logits or values == "logsumexp" else result.movedim(-1, dim)

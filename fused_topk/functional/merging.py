@@ -190,7 +190,7 @@ def _merge(
 
 def _check_part(name: str, part: Any, first: TopKState) -> None:
     """Checks a state by itself, and that it fits to the first one of the parts."""
-    if not isinstance(part, tuple) or len(part) != 4:
+    if not isinstance(part, TopKState):
         raise TypeError(f"`{name}` must be a TopKState, got {type(part).__name__}; make it with topk_state()")
     logits, indices, *normalizer = part
     check_logits(logits)

@@ -322,6 +322,8 @@ def _row(
         if rows is not None:
             plan = topk_plan(logits.device, rows.layout(), k, values, normalize, backend)
             return plan.run(rows) if out is None else _written(plan, rows, out)
+    check_normalize(normalize)
+    check_backend(backend)
     if is_distributed(logits):
         # Imported here: plain tensors need no torch.distributed.
         from ..distributed import dtensors
@@ -340,8 +342,6 @@ def _row(
             targets = targets.movedim(dim, -1)
     rows = check_rows(logits, temperature, mask, lengths)
     check_k(k, logits.shape[-1])
-    check_normalize(normalize)
-    check_backend(backend)
     if targets is not None:
         check_row_targets(targets, target_ties, logits, out)
     if out is None:

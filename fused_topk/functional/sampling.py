@@ -176,7 +176,7 @@ def check_parameters(
     rows = check_rows(logits, temperature, mask, lengths, dtype_of_draws=floating)
     check_backend(backend)
     check_k(num_samples, _MOST_SAMPLES, "samples of a row", "num_samples")
-    if not _is_zero(logprobs):
+    if not is_zero(logprobs):
         check_k(logprobs, logits.shape[-1], name="logprobs")
     check_flags(truncated_log_probs=truncated_log_probs, kept=kept)
     of_top_k, of_top_p, of_min_p = check_filters(logits, floating, top_k, top_p, min_p)
@@ -285,7 +285,7 @@ def _with_ranks(result: Sample, rows: LogitRows, backend: str | None) -> Sample:
     return Sample(*result[:-1], calls.target_ranks(rows, result.tokens, True, backend))
 
 
-def _is_zero(value: Any) -> bool:
+def is_zero(value: Any) -> bool:
     """Whether it is the int 0, of Python or of NumPy."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value == 0)
 
@@ -304,7 +304,7 @@ def names_of(
             raise ValueError("`generator` must be None where a `seed` is given, got both; leave one out")
         of_seed = check_row_numbers("seed", seed, logits, torch.int64, _SEEDS)
         return of_seed, check_row_numbers("counter", counter, logits, torch.int64, _SEEDS)
-    if not _is_zero(counter):
+    if not is_zero(counter):
         raise ValueError("`counter` must be left out without a `seed`, got one; a generator counts by itself")
     if generator is not None:
         if not isinstance(generator, torch.Generator):
