@@ -64,7 +64,7 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str |
         model: a transformers model, or one with such models as parts: each part that can generate is enabled.
         sampling: also fuse do_sample=True with top-k, top-p or min-p, and beam sampling. The distribution is that of
             the stock path, but a seed gives other draws.
-        whole_step: how calls run that can run in whole steps. A whole step reads the prompt once for all beams of a sequence, and
+        whole_step: how to run the calls that whole steps serve. A whole step reads the prompt once for all beams of a sequence, and
             never copies the cache (:mod:`whole_step`). It serves greedy decoding and beam search, also of encoder-decoders, and
             with sampling=True sampling. Other calls run in transformers' loop with a fused choice of each token, and
             :func:`stats` says why in `not_whole`. The first call of a model tries it on a few tokens.

@@ -41,7 +41,7 @@ def variables(frame: FrameType) -> dict[str, Any]:
 
 
 def caller_of_module() -> Any:
-    """The frame that has called a module, for a hook that torch has called, or a method of ours in the place of the module's own."""
+    """The frame that has called a module. For a hook of the module, or a method of ours in the place of the module's own."""
     frame: Any = sys._getframe(1)
     while frame.f_globals is nn.modules.module.__dict__ or frame.f_globals.get("__package__") == __package__:
         frame = frame.f_back

@@ -117,7 +117,7 @@ def count_not_compiled(reason: str) -> None:
 
 
 def _count_reason(name: str, reason: str, what: Any) -> None:
-    """Args: what: what the warning says before the reason; a value that is not true for no warning."""
+    """Args: what: what the warning says before the reason; a false value for no warning."""
     with _lock:
         _reasons[name][reason] += 1
     if what:

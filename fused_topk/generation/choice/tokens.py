@@ -160,7 +160,7 @@ def _must_be_checked(edits: Sequence[Edit]) -> bool:
 
 
 def _check(rows: Rows, edits: Sequence[Edit], chosen: Tensor, are_log_probs: bool) -> None:
-    """Raises NotSparse where an edit expects finite scores, and the choice, with the scores `chosen`, may be wrong without."""
+    """Raises NotSparse where an edit expects finite scores, and the choice, with the scores `chosen`, may be wrong because they are not."""
     if not _must_be_checked(edits):
         return
     # Log-probabilities of a row with NaN or +inf are all NaN, and then nothing of it may have been chosen.

@@ -25,7 +25,7 @@ class Step(NamedTuple):
     # By the id() of a processor, what the stock operations of this step run in its place. For processors that call a user's
     # function, which must be called only once in a step.
     answered: dict[int, Any]
-    # An adapter that has called a processor calls this with it: the processor may have changed its attributes.
+    # An adapter that has called a processor passes it to this function: the processor may have changed its attributes.
     on_call: Callable[[Any], None]
 
 

@@ -48,7 +48,7 @@ class _Prepared(NamedTuple):
 
 @functools.cache
 def _least_length() -> int:
-    """From how many tokens of a text on a phrase of two tokens counts: one in 5.23, two in 5.17."""
+    """The least number of tokens of a text at which a phrase of two tokens counts: one in 5.23, two in 5.17."""
     with torch.device("cpu"):
         scores = torch.zeros(1, 2, dtype=torch.float32)
         text: Any = torch.ones(1, 1, dtype=torch.int64)
@@ -67,7 +67,7 @@ def _phrases(p: Any, device: torch.device) -> list[_Phrases]:
         _Phrases(
             torch.tensor([tokens[:-1] for tokens, _ in group], device=device),
             torch.tensor([tokens[-1] for tokens, _ in group], device=device),
-            # These versions of transformers make them in torch's default dtype.
+            # These versions of transformers make the biases in torch's default dtype.
             torch.tensor([bias for _, bias in group], device=device).float(),
         )
         for group in groups.values()

@@ -15,7 +15,7 @@ from .bans import Ban
 
 
 class _Masked(LogitsProcessor):
-    """Stands for the processor in this step, with the answer that it has given: it must get each token only once."""
+    """Stands for the processor in this step, with its answer: the processor must get each token only once."""
 
     def __init__(self, allowed: Tensor) -> None:
         self._allowed = allowed
@@ -30,9 +30,9 @@ def _xgrammar(p: Any) -> Adapter | None:
 
     def adapter(step: Step) -> Ban:
         logits = step.rows.logits
-        # Any scores do: the tokens that it hides do not depend on them.
+        # Any scores will do: the tokens that the processor hides do not depend on them.
         scores = torch.zeros(len(logits), step.rows.vocab_size, dtype=torch.float32, device="cpu")
-        # It reads the last token of each row in turn. With a copy on the host that waits for the device only once.
+        # The processor reads the last token of each row in turn. From a copy on the host that waits for the device only once.
         allowed = p(step.input_ids.cpu(), scores) == 0
         step.on_call(p)
         step.answered[id(p)] = _Masked(allowed)

@@ -130,7 +130,7 @@ class Plan:
 
 
 def _name_of(processor: Any) -> str:
-    """A name that a user can look for: the class of a processor of transformers, with its module that of any other."""
+    """A name that a user can look for. For processors of transformers the class, for any other one also its module."""
     named = processor if isinstance(processor, FunctionType) else type(processor)
     # A function that is made by hand may have no module.
     module = named.__module__
@@ -162,7 +162,7 @@ class _State:
 
 
 def _contents(value: Any) -> Any:
-    """Something that differs once the value has been changed in place; None for a value that cannot be, or is not looked into."""
+    """Something that differs once the value has been changed in place; None if it cannot be, or is not looked into."""
     if isinstance(value, Tensor):
         if not value.is_inference():
             return value._version
