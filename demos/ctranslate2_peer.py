@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CTranslate2 as a peer of the demo: the same model, converted, in float32 on the CPU.
 
-Optional: `pip install ctranslate2`. Its beam search stops and breaks ties otherwise, so only its time is comparable, for texts
-of a given length.
+Optional: `pip install ctranslate2`. Its beam search has other rules for ties and for when to stop, so only its time for texts of
+a given length is comparable.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ def way_of(folder: str, tokenizer: Any, inputs: dict[str, Tensor], beams: int) -
     """
     import ctranslate2
 
-    target = tempfile.mkdtemp(prefix="ctranslate2-")
-    ctranslate2.converters.TransformersConverter(folder).convert(target, force=True)
-    generator = ctranslate2.Generator(
-        target, device="cpu", compute_type="float32", intra_threads=torch.get_num_threads(), inter_threads=1
-    )
+    # The generator holds the converted model in memory, and needs the folder no more.
+    with tempfile.TemporaryDirectory(prefix="ctranslate2-") as converted:
+        ctranslate2.converters.TransformersConverter(folder).convert(converted, force=True)
+        generator = ctranslate2.Generator(
+            converted, device="cpu", compute_type="float32", intra_threads=torch.get_num_threads(), inter_threads=1
+        )
     is_text = inputs["attention_mask"].bool()
     prompts = [
         tokenizer.convert_ids_to_tokens(ids[kept].tolist())

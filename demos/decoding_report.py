@@ -24,7 +24,7 @@ from fused_topk.machine import describe
 from generate_comparison import WAYS, Comparison
 from whole_calls import FUSED, STOCK, WHOLE, Calls
 
-# Okabe and Ito's palette: tells apart for every kind of colour vision.
+# Okabe and Ito's palette: its colours differ for every kind of colour vision.
 _COLORS = {STOCK: "#D55E00", FUSED: "#0072B2", WHOLE: "#009E73"}
 _OTHER_COLOR = "#999999"
 _TEXT_LINES = 8
@@ -167,7 +167,7 @@ def save_plot(path: Path, measured: Measurement) -> None:
             steps.plot(times, _MARKERS[way], markersize=2.5, alpha=0.5, color=_COLORS[way])
             steps.axhline(1e3 * mode.step(way), color=_COLORS[way], label=label)
         if WHOLE in calls:
-            # Its steps have no end that could be seen from outside.
+            # The ends of its steps cannot be seen from outside, so there is only their mean.
             step = 1e3 * calls[WHOLE].step
             steps.axhline(step, color=_COLORS[WHOLE], label=f"{WHOLE}: {step:,.2f} ms")
         # One step that the system interrupted should not flatten all others.

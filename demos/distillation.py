@@ -4,10 +4,10 @@
     python demos/distillation.py
 
 The first part shows what a step of such training costs with a large LM head: torch, which keeps all logits and their
-gradient, against `linear_log_softmax_topk`, which computes them in pieces, forwards and backwards. The same for
-cross-entropy alone, and there Liger-Kernel's fused linear cross-entropy takes part, where it is installed and there is a GPU
-(`pip install liger-kernel`). It has no loss over some of a teacher's tokens. Its pieces are some rows of the whole vocabulary,
-about rows x H logits in all, and it computes the gradients in the forward pass, so that it multiplies once less.
+gradient, against `linear_log_softmax_topk`, which computes them in pieces, forwards and backwards. It shows the same for
+cross-entropy alone. There Liger-Kernel's fused linear cross-entropy takes part, if it is installed and there is a GPU
+(`pip install liger-kernel`). It has no loss over some of a teacher's tokens. It works in pieces of a few rows by the whole
+vocabulary, about rows x H logits each. It computes the gradients in the forward pass, and so needs one product less.
 
 The teacher is the small language model of decoding_latency.py, trained there or here. Of each of its distributions over
 32,000 tokens the k best log-probabilities are kept. One student of half the width learns from those, one from all of the
@@ -69,7 +69,7 @@ def from_best(student: Any, inputs: Tensor, lesson: TokenLogprobs) -> Tensor:
 
 def divergence(ours: Tensor, theirs: Tensor) -> Tensor:
     """The same, of log-probabilities [..., k]."""
-    # What is left of each distribution; never quite nothing.
+    # The probability of all other tokens, at least 1e-6 so that its logarithm is finite.
     our_rest = torch.log1p(-ours.exp().sum(-1).clamp(max=1 - 1e-6))
     their_rest = torch.log1p(-theirs.exp().sum(-1).clamp(max=1 - 1e-6))
     of_best = (theirs.exp() * (theirs - ours)).sum(-1)
@@ -128,7 +128,7 @@ def why_no_liger() -> str:
 
 
 def step_cost(positions: int, depth: int, vocab_size: int, k: int, way: str) -> tuple[float, float, float]:
-    """(seconds, MB of memory at the peak beyond that before, the loss) of a forward and a backward pass of an LM head.
+    """(seconds, MB by which the memory rises at most, the loss) of a forward and a backward pass of an LM head.
 
     k: the teacher's tokens of each position; 0 for cross-entropy alone. way: one of the three above."""
     is_cuda = torch.cuda.is_available()
@@ -208,8 +208,8 @@ class Peak:
     def _now(self, is_peak: bool = False) -> int:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated() if is_peak else torch.cuda.memory_allocated()
-        # The highest so far, before the block too, for what is held then is not given back. Linux's own count is of this program
-        # alone; `ru_maxrss` begins with that of the process which started it.
+        # The most memory that the process has held so far, at the start of the block too: memory that it has freed since is not
+        # given back. Linux's own count is of this program alone. `ru_maxrss` begins with that of the process that started it.
         status = Path("/proc/self/status")
         if status.exists():
             return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024

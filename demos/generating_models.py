@@ -3,9 +3,9 @@
 
     python demos/generating_models.py > table.md
 
-Each class that writes text, with a small configuration and random weights in float32, generates greedily and with beams. It reads
-text, with an image in it where this script knows how. Among equal scores stock operations take the smaller index, too. A class of
-which this script makes no model that stock generate() runs is counted apart. Some minutes on two cores.
+Each class that writes text gets a small configuration and random weights in float32, and generates greedily and with beams. It
+reads text, and an image in it if this script knows how to make one. Among equal scores stock operations take the smaller index, too.
+A class is counted apart if this script can make no model of it that stock generate() runs. Takes some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from generate_comparison import SmallerIndexFirst
 
 # The token that stands where an image is.
 IMAGE = 95
-# Whatever of these a configuration takes.
+# Small values for the fields of configurations. Each configuration gets the fields that it has.
 SMALL = {
     "vocab_size": 97,
     "pad_token_id": 0,
@@ -55,7 +55,7 @@ SMALL = {
     **dict.fromkeys(("vision_start_token_id", "boi_token_index", "boi_token_id"), 93),
     **dict.fromkeys(("vision_end_token_id", "eoi_token_index", "eoi_token_id"), 92),
 }
-# And of the part that reads images.
+# The same for the part that reads images.
 SMALL_VISION = {
     **SMALL,
     "image_size": 16,
@@ -74,7 +74,7 @@ SMALL_VISION = {
     "projection_dim": 32,
     "vision_use_head": False,
 }
-# Of all parts together.
+# The same for a configuration that has parts.
 SMALL_WHOLE = {
     **SMALL,
     "projection_dim": 32,
@@ -85,7 +85,7 @@ SMALL_WHOLE = {
     "downsample_ratio": 0.5,
     "spatial_merge_size": 2,
 }
-# What some families need besides, or otherwise: the first with which stock generate() runs.
+# Values that some families need besides. VARIANTS are tried in turn until stock generate() runs.
 _LATENT = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "index_head_dim"), 16),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
@@ -129,9 +129,9 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {**_HYBRID, **_LATENT, "layer_types": ["linear_attention", "full_attention"] * 2},
     {**_HYBRID, "layer_types": ["conv", "full_attention"] * 2},
 )
-# Of a class, with all models that it may make.
+# The time limit of a class, with all its variants.
 _SECONDS = 100
-# A larger configuration than that is one whose sizes have other names.
+# With more weights than this, a configuration has sizes of other names.
 _MOST_WEIGHTS = 20_000_000
 
 
@@ -147,12 +147,12 @@ class _TooLong(BaseException):
 
 
 def config_of(kind: type, plain: Any, small: dict[str, Any], variant: dict[str, Any]) -> Any:
-    """A small configuration of the class of another one, and of its parts, for a class of models."""
+    """A small configuration of the same type as `plain`, its parts small too, for models of the class `kind`."""
     decoder = plain.get_text_config(decoder=True)
     taken = set(vars(plain)) | {*getattr(plain, "attribute_map", {})} | {*inspect.signature(type(plain)).parameters}
     options = {name: value for name, value in small.items() if name in taken}
     if "mlp_ratio" in options:
-        # Some take whole numbers only, others none.
+        # Some configurations take only whole numbers here, others only fractions.
         options["mlp_ratio"] = type(plain.mlp_ratio)(options["mlp_ratio"])
     if getattr(decoder, "num_key_value_heads", 1) is None:
         options.pop("num_key_value_heads", None)
@@ -180,13 +180,13 @@ def reads_images_alone(kind: type) -> bool:
 
 
 def has_axes(kind: type, part: Any) -> bool:
-    """Whether positions have axes, among which a head's numbers are divided."""
+    """Whether rotary positions have several axes, as places in an image do, which share a head's numbers."""
     modules = kind.__module__, type(part).__module__.replace("configuration", "modeling")
     return any("mrope_section" in inspect.getsource(sys.modules[name]) for name in modules if name in sys.modules)
 
 
 def model_of(kind: type, variant: dict[str, Any]) -> Any:
-    """A small model of the class, with that of VARIANTS."""
+    """A small model of the class, with one of VARIANTS."""
     plain = kind.config_class()  # type: ignore[attr-defined]
     small = SMALL if plain.get_text_config(decoder=True) is plain else SMALL_WHOLE
     config = config_of(kind, plain, small, variant)
@@ -196,10 +196,10 @@ def model_of(kind: type, variant: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     model = kind(config).eval()
     if config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
-        # Of T5 only a checkpoint says it.
+        # T5's configuration does not say it, only its checkpoints do.
         model.generation_config.decoder_start_token_id = SMALL["decoder_start_token_id"]
     for weight in model.parameters():
-        # Biases are zero at first, and logits of some heads are equal then. What is not written would be as it was in memory.
+        # Weights that the class does not initialise hold what was in memory. Where all biases are zero, some heads' logits are equal.
         if not bool(weight.isfinite().all()) or not bool(weight.any()):
             weight.data = torch.randn_like(weight) * 0.1
         if weight.dim() == 1:
@@ -222,7 +222,7 @@ def images_for(model: Any, ids: torch.Tensor) -> list[dict[str, Any]]:
     arguments = inspect.signature(model.forward).parameters
     for images in (square, grid, sizes, crops, crops_sizes):
         if set(images) <= set(arguments):
-            # How many places an image takes is the model's to say: these are common.
+            # How many tokens an image takes depends on the model. These numbers are common.
             for places in (4, 16, 1, 8, 17, 20, 12, 24, 64):
                 image = torch.tensor([93, *[IMAGE] * places, 92]).expand(batch, -1)
                 of_text = torch.cat([ids[:, :2], image, ids[:, 2:]], 1)
@@ -288,7 +288,7 @@ def row_of(kind: type) -> Row:
         is_equal = all(torch.equal(one, other) for one, other in zip(stock, found, strict=True))
         if new:
             return Row(kind.__name__, reads, f"old path: {new[0]}", str(is_equal))
-        # Of a part, where it writes the text.
+        # Whole steps are made for the part of the model that writes the text.
         ready = next(each for part in model.modules() if (each := entry._ready.get(part)) is not None)
         form = row_form.decoder_of(ready.twin).__name__
         way = "a row for each beam" if form == "RowDecoder" else "shared prompt"

@@ -2,9 +2,9 @@
 """What fused generate() costs and saves: stock against fused, in one run, on true shapes with random weights.
 
 Three measurements for each shape. The selection step by itself, from the model's logits to the chosen tokens: its time
-on the GPU (replays of a CUDA graph), beside `beam_topk` alone, its time on the host, and its scratch memory. A whole
-generate(): wall time, stock and fused in turns. All kernels of a few steps of generate(), from torch's profiler. And whole
-calls, also with whole_step: first call, first token, step, and memory beyond the weights, in turns.
+on the GPU (replays of a CUDA graph), beside `beam_topk` or `topk` alone, its time on the host, and its scratch memory. A
+whole generate(): wall time, stock and fused in turns. All kernels of a few steps of generate(), from torch's profiler. Then
+whole calls in all ways, whole steps too: first call, first token, step, and memory beyond the weights.
 
     python demos/generation_cost.py --json out/generation_cost.json       # a GPU: every shape, about three minutes
     python demos/generation_cost.py --case small-beam --device cpu
@@ -70,7 +70,7 @@ class Case(NamedTuple):
     beams: int
     new_tokens: int = 48
     prompt: int = 32
-    # As recommender models with semantic ids are asked.
+    # Whether all beams are returned, as for recommender models with semantic ids.
     returns_all: bool = False
 
 
@@ -94,7 +94,7 @@ CASES = {
 
 @dataclass
 class Cost:
-    """Of one way, stock or fused. Times in µs of one step unless said otherwise; None where a machine cannot tell."""
+    """The costs of one way, stock or fused. Times in µs of one step; None where a machine cannot tell."""
 
     selection_gpu: float | None = None
     selection_host: float | None = None
@@ -105,7 +105,7 @@ class Cost:
     profiled_gpu: float | None = None
 
 
-def measure_selection(case: Case, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Cost], float | None]:
+def measure_selection(case: Case, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Cost], float]:
     """The costs of both ways, and the time of the package's function alone on the same logits."""
     vocab_size = case.config.vocab_size
     options: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -128,7 +128,7 @@ def measure_selection(case: Case, dtype: torch.dtype, device: torch.device) -> t
         return costs, _gpu_time(alone, device)
 
 
-def _gpu_time(run: Callable[[], Any], device: torch.device, replays: int = 30) -> float | None:
+def _gpu_time(run: Callable[[], Any], device: torch.device, replays: int = 30) -> float:
     """Median µs of a replay of the captured step: the GPU's time alone. On a CPU the time of a call."""
     if device.type == "cpu":
         run()
@@ -239,7 +239,7 @@ def measure_generate(
     same = (found["stock"] == found["fused"]).all(-1).float().mean().item()
     ratios = [fused / stock for stock, fused in zip(times["stock"], times["fused"], strict=True)]
     return {
-        # Of neighbours in time: what else the machine does then weighs on both.
+        # Ratios of calls that follow each other: what else the machine does then slows both.
         "fused_to_stock": statistics.median(ratios),
         "fused_to_stock_quartiles": statistics.quantiles(ratios, n=4)[::2],
         "parameters": model.num_parameters(),
@@ -277,9 +277,7 @@ def main(
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     results: dict[str, Any] = {**origin(describe()), "device": str(place), "dtype": str(dtype), "cases": {}}
-    print(
-        "times in µs of one step; stock / fused" + ("; selection also beam_topk alone" if place.type == "cuda" else "")
-    )
+    print("times in µs of one step, stock / fused; alone: beam_topk or topk on the same logits")
     for name in case or CASES:
         started = time.perf_counter()
         try:
@@ -307,7 +305,7 @@ def main(
             torch.cuda.empty_cache()
 
 
-def _line(name: str, costs: dict[str, Cost], alone: float | None, facts: dict[str, Any], seconds: float) -> str:
+def _line(name: str, costs: dict[str, Cost], alone: float, facts: dict[str, Any], seconds: float) -> str:
     stock, fused = costs["stock"], costs["fused"]
 
     def pair(field: str, scale: float = 1.0) -> str:

@@ -16,7 +16,7 @@ from benchmark.suites import Case
 from benchmark.timing import Effort, time_graph, time_interleaved
 from ladder_rungs import RUNGS, Rung
 
-# Float32 results of a few roundings an element; naive softmax sums what it has not scaled.
+# Results are float32, with a few roundings an element. Naive softmax sums exponentials that nothing has scaled.
 TOLERANCE = 1e-4
 ON_GPU = Effort(replays=11, replay_us=1000.0, rounds=0, round_us=0.0)
 ON_CPU = Effort(replays=0, replay_us=0.0, rounds=9, round_us=200.0)
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 
 
 def shapes(on_gpu: bool, most_elements: int) -> list[Shape]:
-    """All that the demo measures, but for what has more elements than that."""
+    """All shapes that the demo measures, without those of more elements than `most_elements`."""
     lengths = (10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
     # On a CPU rows that its caches do not hold, so that a pass is a pass over memory.
     rows, vocab = (4000, 25_000) if on_gpu else (16, 1_000_000)

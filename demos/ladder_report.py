@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmark.published import Table as Figures
-from benchmark.report import three_digits
+from benchmark.report import machine_of, three_digits
 from ladder_rungs import RUNGS
 
 Document = dict[str, Any]
 
-# name -> (colour, marker, label); Okabe and Ito's palette, which tells apart for every kind of colour vision.
+# name -> (colour, marker, label). Okabe and Ito's palette: its colours differ for every kind of colour vision.
 _STYLES = {
     "naive": ("#999999", "x", "naive"),
     "safe": ("#D55E00", "s", "safe"),
@@ -100,13 +100,6 @@ def _print(title: str, figures: Figures, console: Console) -> None:
     for line in figures.rows:
         table.add_row(*line)
     console.print(table)
-
-
-def machine_of(run: Document) -> str:
-    machine = run["machine"]
-    if run["device"].startswith("cuda"):
-        return str(machine["gpus"][0]["name"])
-    return f"{machine['cpu']['model']}, {machine['cpu']['threads']} threads"
 
 
 def draw(run: Document, path: Path) -> None:

@@ -52,13 +52,13 @@ RUNGS = (
     Rung("7b", "online_then_topk", "online softmax, then top-k", 3, 1, "topk"),
     Rung("7c", "safe_topk", "safe softmax + top-k fused", 2, 0, "topk"),
     Rung("7d", "online_topk", "online softmax + top-k fused (Algorithm 4)", 1, 0, "topk"),
-    # Of a row that not even all blocks hold, or no CPU cache, it reads some twice.
+    # A part of a row is read twice if all blocks together, or the CPU's cache, cannot hold the row.
     Rung("8a", "package_softmax", "this package: softmax", 1, 1, "softmax"),
     Rung("8b", "package_topk", "this package: softmax_topk", 1, 0, "topk"),
 )
 BY_NAME = {rung.name: rung for rung in RUNGS}
 
-# enum Rung of csrc/ladder/ladder.h. Of a CPU's lanes and shuffles there is nothing to tell apart.
+# enum Rung of csrc/ladder/ladder.h. On a CPU the rung with warp shuffles would be the rung before it.
 _ON_CPU = {
     "naive": 0,
     "safe": 1,

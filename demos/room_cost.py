@@ -30,11 +30,11 @@ MODELS = {"llama-1b": RANDOM_SHAPES["llama-1b"], "small": SMALL}
 def main(
     model_name: Annotated[str, typer.Option("--model", metavar="|".join(MODELS))] = "llama-1b",
     shape: Annotated[list[str], typer.Option(help="Batch x beams.")] = ["8x4", "8x1", "1x4"],  # noqa: B006
-    room: Annotated[list[int], typer.Option(help="What is given as max_new_tokens.")] = [64, 2048, 4096],  # noqa: B006
+    room: Annotated[list[int], typer.Option(help="Values of max_new_tokens.")] = [64, 2048, 4096],  # noqa: B006
     prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
     written: Annotated[int, typer.Option(help="Tokens that are written.")] = 64,
     way: Annotated[list[str], typer.Option(help="stock, captured, compiled or eager.")] = ["stock", "captured"],  # noqa: B006
-    rounds: Annotated[int, typer.Option(help="Calls of which the median is told.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Timed calls, of which the median is printed.")] = 5,
 ) -> None:
     transformers.logging.set_verbosity_error()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -115,7 +115,7 @@ def median_ms(call: Any, repeats: int) -> tuple[Any, float]:
 
 def main(
     items: Annotated[int, typer.Option(min=CODES, help="In the catalogue.")] = 5000,
-    beams: Annotated[int, typer.Option(help="Items that are kept for each user.")] = 64,
+    beams: Annotated[int, typer.Option(min=BEST, help="Items that are kept for each user.")] = 64,
     steps: Annotated[int, typer.Option(help="Of training.")] = 300,
     repeats: Annotated[int, typer.Option(help="Timed calls of each way.")] = 5,
 ) -> None:

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 demos/tensor_parallel_cost.py > cost.json     # GPUs: 8 layers of Llama 8B's sizes, under two minutes
     torchrun --nproc-per-node 2 demos/tensor_parallel_cost.py --tiny          # CPUs: shows that it runs
 
-Random weights, which the first process writes to a folder and all read. Rank 0 prints one JSON object; what goes wrong stands in it, and
-the traceback on stderr. No call may take longer than a minute.
+Weights are random. The first process writes them to a folder, and all processes read them. Rank 0 prints one JSON object. If a case
+raises, the object has the error, and stderr the traceback. No call may take longer than a minute.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def english(number: int) -> list[str]:
 
 
 def german(number: int, is_last: bool = True) -> list[str]:
-    """The pieces of the one word that it is in German: ones before tens, and eins at the end."""
+    """The pieces of the number's German name, which is one word: ones before tens, and "eins" at the end."""
     if number >= 1000:
         return [*german(number // 1000, False), "tausend", *(german(number % 1000) if number % 1000 else [])]
     if number >= 100:

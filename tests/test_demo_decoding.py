@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import sys
+import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ generation_cost = importlib.import_module("generation_cost")
 translation = importlib.import_module("translation")
 semantic_ids = importlib.import_module("semantic_ids")
 tiny_language_model = importlib.import_module("tiny_language_model")
+whole_calls = importlib.import_module("whole_calls")
 compiled = importlib.import_module("fused_topk.generation.whole_step.compiled")
 
 transformers = importlib.import_module("transformers")
@@ -93,12 +95,17 @@ def test_demo_decodes_plots_and_writes_its_numbers(tiny_model, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_demo_with_a_peer(tiny_model, tmp_path):
+def test_demo_with_a_peer(tiny_model, tmp_path, monkeypatch):
     pytest.importorskip("ctranslate2", reason="needs CTranslate2: pip install ctranslate2")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     options = ("--new-tokens", 6, "--batch", 2, "--rounds", 1, "--output", tmp_path / "plot.png")
     result = run_demo("--model", tiny_model, "--device", "cpu", *options, "--peer", "ctranslate2")
     assert result.exit_code == 0, result.output
     assert result.output.count("CTranslate2") == 2
+    # The converted models are not left behind.
+    assert not list(temporary.glob("ctranslate2*"))
 
 
 @pytest.fixture
@@ -209,6 +216,23 @@ def test_translation_and_its_options(capsys, threads):
     assert "twenty one: " in shown and "nine hundred: " in shown and "with stock operations: none" in shown
     with pytest.raises(Exception, match="number words such as 'forty', got 'million'"):
         translation.main(["one million"], model="", target="", beams=3, steps=2)
+
+
+def test_semantic_ids_need_a_beam_for_each_result():
+    from typer.testing import CliRunner
+
+    app = semantic_ids.typer.Typer()
+    app.command()(semantic_ids.main)
+    result = CliRunner().invoke(app, ["--beams", "5", "--items", "64", "--steps", "1", "--repeats", "1"])
+    assert result.exit_code == 2 and "--beams" in result.output
+
+
+def test_whole_calls_end_with_the_cause_if_stock_generate_fails():
+    def fails(new_tokens):
+        raise ValueError("the model's own error")
+
+    with pytest.raises(ValueError, match="the model's own error"):
+        whole_calls.measure({whole_calls.STOCK: fails, whole_calls.FUSED: torch.ones}, 2, 1, model=None)
 
 
 @pytest.mark.exhaustive

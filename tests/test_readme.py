@@ -213,3 +213,9 @@ def test_about_says_what_a_run_did_not_record():
     assert published.about(run) == "*A CPU, 2 threads; torch 2.11; date and commit not recorded.*"
     run |= {"date": "2026-11-23T11:02:53+00:00", "git_commit": "8e6619c24a15"}
     assert published.about(run) == "*A CPU, 2 threads; torch 2.11; 2026-11-23, commit 8e6619c24a15.*"
+
+
+def test_about_names_the_gpu_that_was_measured():
+    versions = {"torch": "2.11", "cuda driver": "13.0", "nvrtc": "13.0"}
+    run = {"machine": {"versions": versions, "gpus": [{"name": "one"}, {"name": "other"}]}, "device": "cuda:1"}
+    assert published.about(run).startswith("*other; torch 2.11, driver for CUDA 13.0,")

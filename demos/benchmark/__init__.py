@@ -2,10 +2,10 @@
 """`python demos/benchmark`: what is timed, how, against what, and how it is told.
 
 cli.py       the commands; command_options.py: the text of their options
-devices.py   where, and what only reads the logits there: the floor
-suites.py    which shapes, and the targets they have: data
-inputs.py    logits of each distribution, and how many of them a cold cache takes
-check.py     no time without a right answer
+devices.py   the device, and the floor there: a function that only reads the logits
+suites.py    the shapes that are timed and their targets, as tables
+inputs.py    logits of each distribution, and how many inputs take turns so that each comes from memory
+check.py     whether an answer is right; only right answers are timed
 timing.py    CUDA-graph replays, interleaved CPU rounds, host time, their statistics
 peers.py     what else computes the same
 runner.py    all of it, shape by shape; linear.py: LM heads; distributed.py: several processes; calls.py: short calls on the CPU

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call costs on the CPU: of few short rows beside torch's, and with options beside the plain call.
+"""What a call costs on the CPU: calls of few short rows beside torch's calls, and calls with options beside the plain call.
 
     python demos/benchmark calls [WORD ...]     only rows that have all of the words
 
-Each row times two calls turn by turn. A limit is so many times the other call plus so many µs.
+Each row times two calls in turns. Our call may take `times` times as long as the other one, plus `plus` µs.
 """
 
 from __future__ import annotations

@@ -43,8 +43,9 @@ def log_softmax_topk_error(logits: Tensor, k: int, got: TopK) -> str | None:
 def sample_error(logits: Tensor, got: Sample, expected: Sample) -> str | None:
     """What is wrong with `got`, or None. `logits` is (rows, V), and `expected` what the reference draws by the same numbers.
 
-    A number within rounding of a border between two tokens draws either: in one of 100,000 rows of normal logits. Of peaked rows it
-    happens in a few of a thousand: their many other tokens are not much heavier than the rounding of the best one's weight.
+    A random number that lies within rounding of the border between two tokens may draw either of them. This happens in one of
+    100,000 rows of normal logits. In peaked rows it happens in a few of a thousand: there, most tokens weigh little more than the
+    rounding of the best token's weight.
     """
     rows = len(logits)
     if got.tokens.shape != (rows, 1) or got.tokens.dtype != torch.int64:
@@ -83,7 +84,7 @@ def softmax_error(logits: Tensor, got: Tensor) -> str | None:
         return (
             f"the result must be {logits.dtype} of shape {tuple(logits.shape)}, got {got.dtype} of {tuple(got.shape)}"
         )
-    # Relative to each probability: of 32-bit results the rounding of the exponent's argument counts, some tens of units.
+    # The tolerance is relative to each probability. In float32 the rounding of the exponential's argument adds some tens of units.
     info = torch.finfo(got.dtype)
     relative = 64 * info.eps if got.dtype == torch.float32 else info.eps
     smallest = info.smallest_normal * info.eps

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hardware counts while a shape's kernel runs once: what bounds it. Nsight Compute (`ncu`) counts; this module is
-both what calls it and, as `python -m`, the program that it watches."""
+"""What the hardware counts while a shape's kernel runs once: what bounds it. Nsight Compute (`ncu`) counts. This module
+calls it, and is also, as `python -m`, the program that it watches."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def count(cases: Sequence[Case], device: torch.device, hot: bool = False) -> lis
         watched = json.dumps([case._replace(target=None, hot=None) for case in cases])
         command = [
             *(ncu, "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)),
-            # Other kernels than ours make the inputs. The clocks stay as they are.
+            # The kernels that make the inputs are not counted. The clocks stay as they are.
             *("--profile-from-start", "off", "--clock-control", "none"),
             *("--cache-control", "none" if hot else "all"),
             *("--metrics", ",".join(METRICS)),

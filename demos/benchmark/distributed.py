@@ -115,7 +115,7 @@ def _measure(case: Case, device: torch.device, rounds: int) -> Measured:
         "gathered": gathered,
         "empty": lambda: collective.all_gather_single(one_word.new_empty(size), one_word),
     }
-    # Columns that the padding adds lie behind others only where the processes have equally many.
+    # If the processes have different numbers of columns, the gathered logits have padding in between, and other indices.
     if case.vocab % size == 0:
         want, got = pieces["gathered"](), pieces["whole"]()
         assert torch.equal(got.indices, want.indices), f"{case.label}: other tokens than those of the gathered logits"

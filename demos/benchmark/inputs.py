@@ -13,7 +13,7 @@ from .suites import ROUTERS, Case
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-# Each input of a rotation starts as far on a boundary as a tensor fresh from torch's allocator does.
+# Each input of a rotation is aligned as a new tensor of torch's allocator is.
 _ALIGNMENT_BYTES = 512
 # More inputs make graphs of tens of thousands of nodes, which take seconds to capture and no longer change the time.
 _MAX_ROTATION = 4096
@@ -46,7 +46,7 @@ def make_inputs(case: Case, device: torch.device, count: int, seed: int = 0) -> 
     for logits in inputs:
         fill(logits, case.distribution, generator)
         if case.is_ragged:
-            # So that who knows no lengths has the same answer.
+            # Peers that know no lengths then have the same answer.
             beyond = torch.arange(case.vocab, device=device) >= lengths_of(case, device).unsqueeze(-1)
             logits.masked_fill_(beyond, -math.inf)
     return inputs

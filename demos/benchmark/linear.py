@@ -28,8 +28,9 @@ _MIB = 1 << 20
 class HeadCase(NamedTuple):
     """`case.rows` hidden states of size `depth`, and a vocabulary of `case.vocab` tokens.
 
-    The targets: our time is at most these times that of the product alone, and of the product with log_softmax_topk. The last
-    is met, too, where ours is at most `of_read` times a read of the weight, which the product takes as well.
+    The targets: our time is at most `of_product` times that of the product alone, and at most `of_stock` times that of the
+    product with log_softmax_topk. Without `of_product`, at most `of_read` times a read of the weight will do as well: the
+    product cannot take less than that read.
     """
 
     case: Case
@@ -132,7 +133,7 @@ def _measure(head: HeadCase, device: torch.device, quick: bool) -> Measured:
 
 
 def _read(weight: Tensor) -> None:
-    """On the CPU torch's maximum comes closest: of pairs of bfloat16 as one float32, whichever they are."""
+    """Reads the weight once. On a CPU torch's maximum comes closest; pairs of bfloat16 are read as one float32."""
     if weight.is_cuda:
         read_rows(weight)
     else:

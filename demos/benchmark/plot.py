@@ -61,7 +61,7 @@ def plot(run: Document, path: Path) -> None:
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(1, len(columns))
     for c, column in enumerate(columns):
-        # What a shorter column lacks stays empty: a line is as high in each.
+        # A shorter column ends with empty space, so that lines have the same height in both columns.
         heights = [panel.inches for panel in column]
         if (rest := inches - sum(heights)) > _LINE_INCHES:
             heights.append(rest)

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .report import Document as Document  # of which views are made
-from .report import three_digits
+from .report import gpu_of, machine_of, three_digits
 from .runner import FUSED
 
 View = Callable[[Document], str]
 
 _MARKER = re.compile(r"<!-- figures: (?P<path>\S+)(?: (?P<view>\w+))? -->")
 _END = "<!-- end of figures -->"
-# What a row means where it names no operation.
+# The operation of a row that names none.
 _DEFAULT_OPERATION = "softmax"
 _WAITS_SHOWN = 3
-# Peers that have a column where a run has them.
+# Peers that get a column if the run has timed them.
 _OTHERS = ("compiled", "cupy", "flashinfer", "flashinfer-sorted")
 
 
@@ -128,7 +128,7 @@ def _share(name: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def _waits(launch: Mapping[str, Any]) -> str:
-    """What a warp waits for the longest; for nothing means that it works."""
+    """What a warp waits for the longest. A warp that waits for "nothing" works, which is left out."""
     shares = sorted(launch["states"].items(), key=lambda state: -state[1])
     return "; ".join([f"{name} {share:.0%}" for name, share in shares if name != "nothing"][:_WAITS_SHOWN])
 
@@ -150,17 +150,14 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 def about(run: Document) -> str:
     """Where, with what and from which commit the run was made, as one line."""
-    machine = run["machine"]
-    versions = machine["versions"]
-    on_gpu = run.get("device", "cuda").startswith("cuda") and machine["gpus"]
-    where = machine["gpus"][0]["name"] if on_gpu else f"{machine['cpu']['model']}, {machine['cpu']['threads']} threads"
+    versions = run["machine"]["versions"]
     names = ["torch", "transformers", "python"]
     parts = [f"{name} {versions[name]}" for name in names if versions.get(name)]
-    if on_gpu:
+    if gpu_of(run) is not None:
         parts += [f"driver for CUDA {versions['cuda driver']}", f"NVRTC {versions['nvrtc']}"]
     date, commit = run.get("date"), run.get("git_commit")
     when = f"{date[:10]}, commit {commit or 'unknown'}" if date else "date and commit not recorded"
-    return f"*{where}; {', '.join(parts)}; {when}.*"
+    return f"*{machine_of(run)}; {', '.join(parts)}; {when}.*"
 
 
 def summary(run: Document) -> str:

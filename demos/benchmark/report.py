@@ -169,11 +169,21 @@ def _cells(entry: Mapping[str, Any], others: Iterable[str], has_targets: bool) -
 
 
 def title(run: Document) -> str:
+    return f"fused softmax (+ top-k), backend {run['backend']}, {machine_of(run)}, µs per call"
+
+
+def machine_of(run: Document) -> str:
+    """The GPU, or the CPU, that a run was measured on."""
     machine = run["machine"]
-    where = machine["cpu"]["model"] + f", {machine['cpu']['threads']} threads"
-    if run["device"].startswith("cuda") and machine["gpus"]:
-        where = machine["gpus"][int(run["device"].partition(":")[2] or 0)]["name"]
-    return f"fused softmax (+ top-k), backend {run['backend']}, {where}, µs per call"
+    if (gpu := gpu_of(run)) is not None:
+        return str(machine["gpus"][gpu]["name"])
+    return f"{machine['cpu']['model']}, {machine['cpu']['threads']} threads"
+
+
+def gpu_of(run: Document) -> int | None:
+    """The number of the GPU that a run was measured on; None for a CPU. A run that names no device was measured on GPU 0."""
+    kind, _, number = run.get("device", "cuda").partition(":")
+    return int(number or 0) if kind == "cuda" and run["machine"]["gpus"] else None
 
 
 def _caption(others: Iterable[str]) -> str:

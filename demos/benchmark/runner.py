@@ -68,7 +68,7 @@ class Result:
 def run(
     cases: Iterable[tuple[str, Case]], settings: Settings, on_start: Callable[[Case], None] = lambda case: None
 ) -> Iterator[list[Result]]:
-    """The results of each case as it is done: one per state of the cache. `on_start` hears of it before."""
+    """The results of each case as it is done, one per state of the cache. Calls `on_start` before each case."""
     earlier: dict[tuple[Any, ...], float] = {}
     for suite, case in cases:
         on_start(case)
@@ -147,7 +147,7 @@ def answer_error(case: Case, fused: Function, inputs: Sequence[Tensor], device: 
 
 
 def floor(case: Case, device: torch.device) -> dict[str, Function]:
-    """What nobody beats who reads, and for full rows writes, the same bytes."""
+    """The least that is possible: a function that only reads the same bytes, and for full rows writes them again."""
     if case.k == 0:
         return {"copy": Tensor.clone}
     read = reader(device)
@@ -238,7 +238,7 @@ def _router_function(case: Case, device: torch.device, backend: str) -> Function
 
 
 def _rows_function(case: Case, settings: Settings) -> dict[str, Function]:
-    """For beams, what the same rows cost one by one; for draws, the top-k of the same rows."""
+    """For beams, log_softmax_topk of the same rows without beams; for draws, the top-k of the same rows."""
     if case.sampling:
         return {"rows": fused_function(case._replace(sampling=""), settings)}
     if not case.beams:

@@ -46,7 +46,7 @@ QUICK = Effort(replays=5, replay_us=500.0, rounds=5, round_us=200.0)
 
 
 def calls_per_sample(one_call_us: float, sample_us: float, rotation: int = 1, at_least: int = 1) -> int:
-    """How many calls make a sample of about `sample_us`: whole turns of the rotation, 200 calls at most but for that."""
+    """How many calls make a sample of about `sample_us`: at most 200, rounded up to whole turns of the rotation."""
     calls = min(max(math.ceil(sample_us / max(one_call_us, 0.1)), at_least), 200)
     return math.ceil(calls / rotation) * rotation
 

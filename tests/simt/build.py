@@ -28,7 +28,7 @@ _INSTRUMENT = (
     "--param=tsan-distinguish-volatile=1",
     "-fno-sanitize=null,alignment,object-size,vptr,pointer-overflow",
 )
-# The real sanitizers, in place of the harness's own checks. Checks compile faster as calls than inline.
+# The real sanitizers instead of the harness's own checks. Checks that are calls compile faster than inline ones.
 _ADDRESS_SANITIZER = (
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=all",
@@ -43,9 +43,8 @@ class Kernel(NamedTuple):
     source: str  # CUDA
     name: str  # in C++, with its template arguments
     architecture: int = 90
-    address_sanitizer: bool = (
-        False  # with AddressSanitizer and UndefinedBehaviorSanitizer, not with the harness's checks
-    )
+    # With AddressSanitizer and UndefinedBehaviorSanitizer instead of the harness's checks.
+    address_sanitizer: bool = False
     debug: bool = False  # with local variables, for a debugger
 
 
@@ -75,7 +74,7 @@ def library(kernel: Kernel) -> Path:
     options += (f"-D__CUDA_ARCH__={kernel.architecture}0", "-w")
     source = f'#include "ptx.h"\n#line 1 "kernel.cu"\n{translate(kernel.source)}\n'
     call = f'#line 1 "host.cpp"\nextern "C" void simt_kernel(void** arguments) {{ simt_call({kernel.name}, arguments); }}\n'
-    # The text of csrc/ is compiled for many kernels, an edited one for few.
+    # The text of csrc/ is compiled for many kernels, so it becomes a precompiled header. An edited text is compiled for few.
     has_header = kernel.source == kernel_source.translation_unit(kernel.name)
     machine = machine_library()
 

@@ -27,7 +27,8 @@ class Case(NamedTuple):
     vocab_size: int
     k: int
     dtype: str = "fp32"
-    rows: str = "adversarial"  # all of them in a batch; or "2/7": every 7th from the 2nd on; or the name of one; or a number of normal rows
+    # "adversarial": all of them in a batch; "2/7": every 7th of them from the 2nd on; the name of one; or a number of normal rows.
+    rows: str = "adversarial"
     entry: str = "log_softmax_topk"
     owner: str = "few"  # the layout that an H200 gives to one row; "some": to 200 rows; "many": to a million
     splits: int = 0  # blocks that share a row, of 16 warps if more than one; 0: as many as the layout says
@@ -50,7 +51,7 @@ class Case(NamedTuple):
         itemsize = DTYPES[self.dtype].itemsize
         chosen = choose(rows, self.vocab_size, self.k, itemsize, 132, has_beams=bool(self.beams))
         if self.tiles_per_part:
-            tile = 32 * chosen.vectors * 16 // DTYPES[self.dtype].itemsize
+            tile = 32 * chosen.vectors * 16 // itemsize
             parts = -(-self.vocab_size // (tile * self.tiles_per_part))
             chosen = chosen._replace(parts=parts, tiles_per_part=self.tiles_per_part, splits=min(chosen.splits, parts))
         if self.splits > 1:
@@ -95,7 +96,7 @@ class Case(NamedTuple):
 
 
 class Laid:
-    """Runs a public function's kernel laid over the machine as a case has it. A backend, to the tests (conftest.py)."""
+    """Runs a public function's kernel, laid over the machine as a case says. Tests use it as a backend (conftest.py)."""
 
     def __init__(self, case: Case, device: str = "cpu", **how: Any) -> None:
         self.case = case

@@ -2,8 +2,8 @@
 // Vector clocks: what a thread knows of the others' pasts. An access of thread j at its time t happened before whatever
 // thread i does now if i knows of j's time t.
 //
-// A barrier leaves all of its threads with the same knowledge but for their own times, so they share one clock, and a
-// thread's own time is kept apart from it.
+// After a barrier its threads know the same, except their own times. So they share one clock, and each thread keeps its own
+// time apart from it.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +14,11 @@
 
 namespace simt {
 
-// A reference to an array [threads] of times, counted: the last one to go gives the array back. A null one knows nothing.
+// A counted reference to an array [threads] of times. When the last reference goes, the array is kept for the next clock.
+// A clock without an array knows nothing.
 class Clock {
  public:
-  // Sets the length of every clock from now on; none of another length may be left.
+  // Sets the length of all clocks. No clock of another length may exist.
   static void set_threads(u32 threads) {
     if (threads == threads_) return;
     threads_ = threads;
@@ -38,13 +39,10 @@ class Clock {
     if (data_ && --data_->references == 0) spare_.push_back(data_);
   }
 
-  explicit operator bool() const { return data_ != nullptr; }
   bool is(const Clock& other) const { return data_ == other.data_; }
-  u32 references() const { return data_ ? data_->references : 0; }
   u32 operator[](u32 thread) const { return data_ ? data_->times[thread] : 0; }
-  const u32* times() const { return data_ ? data_->times.data() : nullptr; }
 
-  // Learns one time, or all that another knows. Others that share this clock do not.
+  // Learns one time, or all that another clock knows. Clocks that share this array learn nothing.
   void learn(u32 thread, u32 time) {
     make_own();
     data_->times[thread] = std::max(data_->times[thread], time);

@@ -21,8 +21,8 @@ std::string hex(u32 mask) {
   __builtin_unreachable();
 }
 
-// Every lane of `mask` comes here with the same name and mask; the last one calls complete(lanes), which sets `result` of
-// each lane from what all of them brought.
+// Every lane of `mask` calls this with the same name and mask. The last one calls complete(warp), which sets the `result` of
+// each of these lanes from what all of them brought.
 template <class COMPLETE>
 u64 meet(const char* name, u32 mask, u64 value, u32 source_lane, const void* code, COMPLETE complete) {
   machine.step(code);
@@ -37,7 +37,7 @@ u64 meet(const char* name, u32 mask, u64 value, u32 source_lane, const void* cod
   self.brought = value;
   self.source_lane = source_lane;
   const u32 own = 1u << self.lane;
-  // Lanes may wait at other collectives for the time being, of other masks.
+  // Some lanes of the mask may still wait at another collective, with another mask.
   bool is_last = (mask & ~warp.meeting) == own;
   for (u32 rest = mask & ~own; is_last && rest; rest &= rest - 1) {
     const Thread& other = warp.lanes[__builtin_ctz(rest)];
@@ -61,7 +61,7 @@ void for_each_lane(const Warp& warp, u32 mask, FUNCTION function) {
   for (u32 rest = mask; rest; rest &= rest - 1) function(warp.lanes[__builtin_ctz(rest)]);
 }
 
-// Orders what the lanes of `mask` did before against what they do after.
+// What each lane of `mask` did before happens before whatever these lanes do after.
 void order_lanes(const Warp& warp, u32 mask) {
   if (!machine.launch().tracks_memory) return;
   Gathering gathering;

@@ -30,10 +30,10 @@ def emulated(
     debug: bool = False,
     **how: Any,
 ) -> Iterator[list[Outcome]]:
-    """Within it, launches of CPU tensors run at once, and leave what came of them in the list that it gives.
+    """Within it, launches of CPU tensors run at once, and append their outcomes to the list that it yields.
 
     Args:
-        arrays: what the caller of cuda.py gives to the kernel; what cuda.py allocates itself is found out.
+        arrays: what the caller of cuda.py gives to the kernel. What cuda.py allocates itself need not be named.
         edit: makes the text to compile from that of csrc/.
         architecture, address_sanitizer, debug: see Kernel.
         how: see launch().
@@ -86,7 +86,7 @@ def replacing(old: str, new: str) -> Callable[[str], str]:
 
 @contextmanager
 def recorded() -> Iterator[list[str]]:
-    """Within it, launches do nothing but leave the names of their kernels in the list that it gives."""
+    """Within it, launches do nothing but append the names of their kernels to the list that it yields."""
     names: list[str] = []
 
     def record(_device: int, name: str) -> None:
@@ -104,7 +104,7 @@ def _in_place_of_the_driver(function: Callable, call: Callable, zeroed: Callable
 
 
 class _Allocations(TorchDispatchMode):
-    """The tensors that the launching code makes for itself: copies of inputs, scratch, and what torch has written into."""
+    """The tensors that the launching code makes for itself: copies of inputs, scratch, and tensors that torch writes into."""
 
     def __init__(self) -> None:
         super().__init__()

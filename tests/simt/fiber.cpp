@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fiber.h"
 
-// There only in a process that AddressSanitizer has been loaded into, which must be told of stacks and storage.
+// These functions exist only in a process with AddressSanitizer, which must be told of stacks and storage.
 extern "C" {
 __attribute__((weak)) void __asan_poison_memory_region(const void* address, size_t size);
 __attribute__((weak)) void __asan_unpoison_memory_region(const void* address, size_t size);
@@ -48,7 +48,7 @@ size_t host_stack_size;
 void restart(Fiber& fiber, void (*entry)()) {
   unpoison(fiber.stack + kStackGuard, kStackSize - kStackGuard);
   void** top = reinterpret_cast<void**>(fiber.stack + kStackSize);
-  // Six registers, the address to go on at, and, for debuggers, that nobody called it.
+  // Six registers, the address at which to go on, and null as the return address of `entry`, where debuggers stop.
   for (int word = 1; word <= 8; ++word) top[-word] = nullptr;
   top[-2] = reinterpret_cast<void*>(entry);
   fiber.stack_pointer = top - 8;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Call stacks of their own, between which the host's one thread is switched.
+// Fibers: call stacks between which one thread of the host switches.
 #pragma once
 
 #include "simt.h"
@@ -16,12 +16,12 @@ struct Fiber {
 
 // The next switch to it calls `entry`, which must not return.
 void restart(Fiber& fiber, void (*entry)());
-// Saves where the host's thread is in `from` and goes on in `to`.
+// Saves in `from` where the host's thread is, and goes on in `to`.
 void switch_fiber(Fiber& from, const Fiber& to);
 // The first thing that `entry` calls.
 void enter_fiber();
 
-// AddressSanitizer, if it is in the process: what lies there may not, or may, be touched.
+// Tell AddressSanitizer, if it is in the process, that these bytes may not, or may, be touched.
 void poison(const void* address, size_t size);
 void unpoison(const void* address, size_t size);
 

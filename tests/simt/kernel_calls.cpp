@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a kernel calls that needs nobody to wait for: who am I, memory, fences. And what the compiler has it call: with
-// -fsanitize=thread, one of the functions __tsan_* before every load and store. ThreadSanitizer's own library is not
-// linked; the names are all that is used of it.
+// The functions that a kernel calls and that wait for no other thread: indices, memory, fences. And those that the compiler
+// makes it call: with -fsanitize=thread, a function __tsan_* before every load and store. ThreadSanitizer's own library is
+// not linked; only its functions' names are used.
 #include <cstring>
 
 #include "machine.h"
@@ -64,7 +64,7 @@ void copy_later(void* to, const void* from, size_t size, size_t read) {
   if (reinterpret_cast<u64>(from) % size != 0) trap("copies from an address that is misaligned: no multiple of 16");
   if (read) check(from, read, Access::kRead, code);
   check(to, size, Access::kWrite, code);
-  // Until it has been waited for, nobody may count on what is there.
+  // Until the copy has been waited for, the bytes hold nothing that may be read.
   if (machine.launch().tracks_memory) memory.forget(to, size);
   if (current->copies.empty()) current->copies.emplace_back();
   current->copies.back().push_back({static_cast<u8*>(to), static_cast<const u8*>(from), read, size - read});

@@ -19,8 +19,8 @@ from torch import Tensor
 from .build import Kernel, library, machine_library
 
 SCHEDULES = ("forward", "reverse", "random", "starve", "rush")
-"""Whose turn it is: the first thread's that can run, the last one's, any one's; and any one's, but with one warp or one
-block, which the seed names, going last or first of all."""
+"""Whose turn it is: the first thread that can run, the last one, any one; or any one, except that one warp or block, which the
+seed names, goes last ("starve") or first ("rush")."""
 
 # ByteState of memory.h.
 _OUTSIDE, _UNINITIALISED, _INITIALISED = 0, 1, 2
@@ -28,14 +28,15 @@ _THREADS_AT_A_TIME = 4096
 
 
 class Array(NamedTuple):
-    """Memory that a kernel may touch."""
+    """Memory that a kernel may touch.
+
+    role: "input" is only read; "output" is written wholly, and not read before; "scratch" is not read before it is written;
+    "zeros" is zero before and after; "inout" serves several launches, one of which writes what another reads.
+    """
 
     name: str
     tensor: Tensor
-    role: (
-        str  # "input": only read; "output": written wholly, not read before; "scratch": not read before it is written;
-    )
-    # "zeros": zero before and after; "inout": of several launches, written by one and read by another
+    role: str
 
 
 class Fault(NamedTuple):
@@ -195,7 +196,7 @@ def _located(reports: str, path: Path) -> list[Fault]:
 
 
 def _source_lines(path: Path, addresses: tuple[str, ...]) -> list[str]:
-    """file:line of each address, with those that it is inlined into behind it."""
+    """file:line of each address. If it is inlined, the lines of its callers follow."""
     if not addresses:
         return []
     command = ["addr2line", "--addresses", "--inlines", "--basenames", "-e", str(path), *addresses]

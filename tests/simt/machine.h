@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The emulated machine: every CUDA thread is a fiber, all of them on one thread of the host, so that a seed decides
-// everything. A fiber runs until it waits for others, or, in the schedules that ask for it, until the machine takes the
-// turn away from it before a load, a store or an atomic.
+// The emulated machine. Every CUDA thread is a fiber, and all fibers run on one thread of the host, so that a seed decides
+// everything. A fiber runs until it waits for others. In some schedules the machine also takes the turn away from it before
+// a load, a store or an atomic.
 #pragma once
 
 #include <string>
@@ -47,7 +47,7 @@ struct Thread {
   u64 brought, result;
   u32 source_lane;
   u32 cluster_phase;  // the phase of the cluster's barrier that it has arrived in
-  // Batches of copies that have not been waited for. The last one is still open.
+  // Batches of cp.async copies that the thread has not waited for. The last batch is still open.
   std::vector<std::vector<Copy>> copies;
 };
 
@@ -109,7 +109,7 @@ struct Launch {
   u32 tracks_memory;  // 0: AddressSanitizer does it, and the kernel's accesses are not seen here
 };
 
-// What happened, for those who watch.
+// How often things happened in a launch.
 struct Counts {
   u64 accesses, atomics, fences, warp_collectives, block_barriers, switches;
 };
@@ -118,10 +118,10 @@ class Machine {
  public:
   void run(const Launch& launch);
   u32 blocks_in_cluster() const { return blocks_in_cluster_; }
-  // What the kernel is declared with. If it is not what the launch began with, the launch begins anew.
+  // The size of cluster that the kernel is declared with. If the launch has begun with another size, it begins anew.
   void declare_cluster(u32 blocks);
 
-  // Writes down a fault, once for every place in the code. `stops`: the launch cannot go on, and this does not return.
+  // Notes a fault, once for every place in the code. `stops`: the launch cannot go on, and this call does not return.
   void report(const std::string& kind, const std::string& text, const void* code, bool stops);
   // "kind<tab>text" lines; a place in the code reads "@hex".
   const std::string& reports() const { return reports_; }
@@ -130,7 +130,7 @@ class Machine {
   std::string name_of(u32 thread, u32 time) const;
   static std::string place(const void* code);
 
-  // The turn of `current` may end here, or must.
+  // step: the turn of `current` may end here, as the schedule says. rest: it ends here.
   void step(const void* code);
   void rest(const void* code);
   // `current` cannot go on until another wakes it.

@@ -28,7 +28,7 @@ struct Past {
 
 enum ByteState : u8 { kOutside = 0, kUninitialised = 1, kInitialised = 2 };
 
-// The accesses to a byte of which none is known to come after another, at most one of a thread.
+// Accesses to a byte, at most one of each thread. None of them is known to have happened after another.
 class AccessSet {
  public:
   AccessSet() = default;
@@ -59,7 +59,7 @@ class AccessSet {
   u64 word_ = 0;
 };
 
-// The accesses to a byte since its last plain write, that one included, and where the latest of each kind was.
+// The accesses to a byte from its last plain write on, and the place in the code of the latest access of each kind.
 enum EarlierKind { kWritten, kRead, kAtomicallyWritten, kAtomicallyRead, kEarlierKinds };
 struct Cell {
   AccessSet earlier[kEarlierKinds];
@@ -84,7 +84,7 @@ enum class Access { kRead, kReadOnlyCache, kWrite, kAtomicRead, kAtomicWrite, kA
 // What the threads of a barrier tell each other.
 class Gathering {
  public:
-  // All that the thread has done so far happens before what the threads do that listen.
+  // All that the thread has done so far happens before whatever a thread does after it has listened.
   void tell(Thread& thread);
   // Called by a thread that has told and waited. It then knows all that the others have told.
   void listen(Thread& thread) const;
@@ -106,7 +106,7 @@ class Memory {
   void access(Thread& thread, const void* address, size_t size, Access access, const void* code);
   // The bytes hold nothing that may be read.
   void forget(const void* address, size_t size);
-  // Called after the store that `current` was last about to make. Reports a doubt that the store has not settled.
+  // Called after the last store of `current`. Reports a race if the store has changed the bytes of the doubt.
   void settle();
   // The order that an atomic operation makes: what the thread learns from the word, and what the word passes on.
   void order_atomic(Thread& thread, const void* word, bool reads, bool writes, bool acquires, bool releases);
@@ -116,8 +116,8 @@ class Memory {
   struct Told {
     Clock by_scope[2];
   };
-  // Two lanes of a warp store to the same bytes in one instruction: CUDA lets one of them win, so it is no fault if both
-  // bring the same value. The instrumented store comes after its check, hence the doubt in between.
+  // Two lanes of a warp store to the same bytes in one instruction. CUDA lets one of them win, so this is no fault if both
+  // store the same value. The check runs before the store, so the value is compared later, by settle().
   struct Doubt {
     const u8* address = nullptr;
     size_t size;

@@ -16,13 +16,13 @@ inline void ex2_approx_ftz_f32(float& y, float x) { y = flushed(std::exp2(flushe
 inline void rcp_approx_ftz_f32(float& y, float x) { y = flushed(1.0f / flushed(x)); }
 inline void rsqrt_approx_ftz_f32(float& y, float x) { y = flushed(float(1.0 / std::sqrt(double(flushed(x))))); }
 
-// The hardware's arithmetic makes one NaN of all.
+// Every NaN that the hardware's arithmetic gives has the same bits.
 inline void add_rn_f32(float& y, float a, float b) {
   y = a + b;
   if (y != y) y = __uint_as_float(0x7FFFFFFFu);
 }
 
-// Subtractions of more than a word: each takes, and leaves, a borrow, which is no memory of the kernel's.
+// Subtractions of more than a word. The borrow is a register of the hardware, so accesses to it are not instrumented.
 #define SIMT_UNSEEN __attribute__((no_sanitize("thread"), noinline))
 inline bool borrow = false;
 SIMT_UNSEEN inline void sub_cc_u32(u32& y, u32 a, u32 b) {
@@ -107,7 +107,7 @@ inline void cvt_rn_f16x2_f32(u32& y, float high, float low) { y = rounded_to_hal
 inline void cvt_rn_bf16x2_f32(u32& y, float high, float low) {
   y = rounded_to_bfloat16(high) << 16 | rounded_to_bfloat16(low);
 }
-// Rounded to a float32 first, which is no more than the kernels' a * 1 + 0 can tell.
+// The sum is rounded to float32 first. The kernels only compute a * 1 + 0, whose result that does not change.
 inline void fma_rn_bf16x2(u32& y, u32 a, u32 b, u32 c) {
   auto half = [&](u32 shift) {
     auto of = [&](u32 word) { return __uint_as_float(word >> shift << 16); };

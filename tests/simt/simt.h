@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the emulated machine offers to the code it runs; cuda.h and ptx.h dress it up as CUDA. Nothing here is inlined
-// into a kernel: the kernel's loads and stores are instrumented (memory.cpp), the machine's own are not.
+// What the emulated machine offers to kernels; cuda.h and ptx.h give it the names of CUDA and PTX. Nothing here is inlined
+// into a kernel: the kernel's loads and stores are instrumented (kernel_calls.cpp), the machine's own are not.
 #pragma once
 
 #include <cstddef>
@@ -36,7 +36,7 @@ __attribute__((const)) void* dynamic_shared(size_t alignment);
 // The 32-bit address that PTX knows shared memory by, and back. A rank's own addresses name its own block.
 u32 shared_address(const void* pointer);
 void* shared_pointer(u32 address);
-// Where another block of the cluster has what lies at that address here.
+// The address of the same place in another block of the cluster.
 u32 shared_address_in_cluster(u32 address, u32 rank);
 
 // The warp's collectives: each of the lanes in `mask` calls the same one with the same mask. `name` is for reports.
@@ -58,11 +58,11 @@ void cluster_wait();
 enum class Scope { kBlock, kDevice };
 void fence(Scope scope);
 
-// A load or store that is not the compiler's own: through a cache operator.
+// A load or store with a cache operator. The compiler does not instrument it, so it is checked here.
 enum class Cache { kAny, kReadOnly };
 void load(void* to, const void* from, size_t size, Cache cache);
 void store(void* to, const void* from, size_t size);
-// Without a check.
+// A copy that nothing checks.
 void copy_unseen(void* to, const void* from, size_t size);
 
 // cp.async: copies to shared memory, in batches. The machine makes a copy as late as it may, when its batch is waited for.

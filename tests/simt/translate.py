@@ -52,13 +52,13 @@ def _shared(match: re.Match[str]) -> str:
 def _translate_asm(source: str) -> str:
     pieces, end = [], 0
     for match in _ASM.finditer(source):
+        # In a comment.
         if source.rfind("//", source.rfind("\n", 0, match.start()) + 1, match.start()) >= 0:
             continue
         stop = _closing(source, match.end()) + 1
-        body = source[match.end() + 1 : stop - 1]
-        pieces += [source[end : match.start()], _statement(body) or source[match.start() : stop]]
-        pieces.append("\n" * source.count("\n", match.start(), stop) if _statement(body) else "")
-        end = stop
+        if statement := _statement(source[match.end() + 1 : stop - 1]):
+            pieces += [source[end : match.start()], statement, "\n" * source.count("\n", match.start(), stop)]
+            end = stop
     return "".join(pieces) + source[end:]
 
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What -fsanitize=undefined has a kernel call where its behaviour is undefined. As for __tsan_* (kernel_calls.cpp), the
-// names are all that is used of the sanitizer, so that a report can say which thread it was.
+// The functions that -fsanitize=undefined makes a kernel call where its behaviour is undefined. As with __tsan_*
+// (kernel_calls.cpp), only the names are those of the sanitizer, so that a report can name the thread.
 #include "machine.h"
 
 namespace simt {
@@ -16,7 +16,7 @@ void report_undefined(const char* what, const void* code) {
 
 extern "C" {
 
-// Their arguments, which differ, would say what the operands were.
+// The sanitizer passes arguments that describe the operands. They differ by function, and are not read here.
 #define SIMT_UNDEFINED(name, what) \
   void __ubsan_handle_##name() { simt::report_undefined(what, __builtin_return_address(0)); }
 
