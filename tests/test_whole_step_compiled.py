@@ -114,7 +114,7 @@ def test_calls_that_compile_nothing(model, traced, caplog):
         for options in others:
             assert_compiled(model, inputs_for(model, 2, 6), num_beams=3, **options)
     assert sum("was compiled" in message for message in caplog.messages) == 1
-    store = entry._ready[model].store
+    store = entry._ready.get(model).store
     assert [(shape.batch, shape.prompt) for shape in store._kept] == [(2, 24), (4, 48), (3, 16), (2, 16)]
     assert len(store._codes) == 1
 
@@ -124,14 +124,14 @@ def test_what_is_kept_is_bounded_and_dropped(model, traced, monkeypatch):
     monkeypatch.setattr(f"{entry.__package__}.store.MAX_SHAPES", 2)
     for beams in (2, 3, 4):
         assert_compiled(model, inputs_for(model), num_beams=beams)
-    store = entry._ready[model].store
+    store = entry._ready.get(model).store
     assert [shape.beams for shape in store._kept] == [3, 4]
     monkeypatch.setattr(f"{entry.__package__}.store.MAX_BYTES", 1)
     assert_compiled(model, inputs_for(model), num_beams=3)
     assert [shape.beams for shape in store._kept] == [3]
     enable(model, whole_step="compiled")
     disable(model)
-    assert model not in entry._ready
+    assert entry._ready.get(model) is None
 
 
 @pytest.mark.exhaustive

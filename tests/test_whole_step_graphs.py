@@ -199,13 +199,13 @@ def test_what_is_captured_is_kept_and_dropped(model, monkeypatch):
     for beams in (2, 3, 4, 3):
         assert_captured(model, inputs_for(model), num_beams=beams)
     assert StandIn.made == 3
-    store = entry._ready[model].store
+    store = entry._ready.get(model).store
     assert [shape.beams for shape in store._kept] == [4, 3]
     # A graph's own memory counts.
     sizes = [step.num_bytes - step.decoder.num_bytes for step in store._kept.values()]
     assert sizes == [1000, 1000]
     entry.drop(model)
-    assert model not in entry._ready
+    assert entry._ready.get(model) is None
 
 
 def test_a_capture_that_fails(model, monkeypatch):

@@ -92,7 +92,7 @@ def _takes_tensors() -> bool:
 def _repetition_penalty(p: Any) -> Adapter | None:
     ignored = p.prompt_ignore_length
     is_of_rows = isinstance(ignored, Tensor) and _takes_tensors() and ignored.dim() == 1
-    # What is neither an int nor a tensor is ignored by some versions. The last two belong to continuous batching.
+    # Some versions ignore a length that is neither an int nor a tensor. The last two attributes belong to continuous batching.
     if not (
         (ignored is None or isinstance(ignored, int) or is_of_rows)
         and isinstance(p.penalty, (int, float))

@@ -27,7 +27,7 @@ def _may_follow(p: Any, text: list[int], vocab_size: int) -> np.ndarray:
     begin: int = p.timestamp_begin
     allowed = np.ones(vocab_size, dtype=bool)
     allowed[p.no_timestamps_token_id] = False
-    # Timestamps come in pairs, but for the one right before the end.
+    # Timestamps come in pairs, except for one right before the end.
     is_after_one = len(text) >= 1 and text[-1] >= begin
     is_after_two = is_after_one and (len(text) < 2 or text[-2] >= begin)
     if is_after_two:

@@ -57,7 +57,7 @@ def release(model: Any) -> None:
 
 
 def ready_for(model: Any) -> Ready:
-    """The model's twin and what is kept of it, with a trial where the model is not as it was.
+    """The model's twin and the steps that are kept. Tries the model first if it is new or has changed.
 
     Raises:
         Declined: the model cannot be served.

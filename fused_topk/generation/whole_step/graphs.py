@@ -56,7 +56,7 @@ class Graph:
 
     Args:
         beside: a graph whose memory this one may use, too; None for memory of its own. The two never run at the same time, and
-            neither needs what it has left in that memory.
+            neither needs that memory to be unchanged between its runs.
     """
 
     def __init__(self, run: Callable[[], Any], device: torch.device, beside: Graph | None) -> None:

@@ -96,7 +96,7 @@ class KeptStep:
 
     @property
     def made(self) -> tuple[Any, ...]:
-        """What decides whether a step must be made before it runs: the steps that exist, and the room that there has been."""
+        """Which steps have been made, and for how much room: whether a process must make a step before it runs."""
         return sorted(self._runs), self.decoder.capacity, self._state is None, self._mask is None
 
     @property

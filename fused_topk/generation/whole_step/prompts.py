@@ -32,7 +32,7 @@ class Ready(NamedTuple):
     of: Snapshot
     store: Store
     head: Head | None
-    # Whether steps may have places for more tokens than there are, as those that are kept have.
+    # Whether steps can be kept: these have places for more tokens than there are.
     is_static: bool
     # Whether the decoder reads the mask of the source. If the source is not text, the shape of that mask is not known.
     reads_mask: bool
