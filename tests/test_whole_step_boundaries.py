@@ -235,7 +235,7 @@ def test_rotary_embeddings_that_change_with_the_length(case, num_beams):
         return
     reason = "texts of more than 20 tokens, where rotary embeddings change"
     if case.startswith("Phi") and VERSION < (5, 24):
-        reason = "a preparation of its own for texts of more than 20 tokens"
+        reason = "a preparation of the model's own for texts of more than 20 tokens"
     assert_declined(model, reason, inputs, max_new_tokens=24, **options)
     # A long text leaves other numbers in the model, which stay there.
     long = model.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=0, **options)

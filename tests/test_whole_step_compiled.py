@@ -185,7 +185,7 @@ def test_a_compiler_that_fails(model, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", compile)
     for _ in range(2):
-        assert_not_compiled(model, "what is to be compiled raises OSError: no compiler")
+        assert_not_compiled(model, "a step that is to be compiled raises OSError: no compiler")
 
 
 @pytest.mark.exhaustive
@@ -194,7 +194,7 @@ def test_what_torch_says_of_a_compiler_that_fails(model, monkeypatch):
         raise OSError("no working C++ compiler\nand more")
 
     monkeypatch.setattr(compiled, "_inductor", fail)
-    assert_not_compiled(model, "what is to be compiled raises OSError: no working C++ compiler", num_beams=1)
+    assert_not_compiled(model, "a step that is to be compiled raises OSError: no working C++ compiler", num_beams=1)
 
 
 @pytest.mark.parametrize("num_beams", [1, *also(3)])
@@ -212,7 +212,7 @@ def test_a_compiler_that_is_switched_off(switch, output_scores, num_beams, model
         block = torch._dynamo.config.patch(**{switch: True})
     with block:
         (reason,) = assert_not_compiled(model, None, num_beams=num_beams, output_scores=output_scores)
-    assert reason.startswith("what is to be compiled raises NothingCompiled: torch.compile is switched off")
+    assert reason.startswith("a step that is to be compiled raises NothingCompiled: torch.compile is switched off")
     assert not any("was compiled" in message for message in caplog.messages)
 
 

@@ -298,7 +298,7 @@ def captured_steps(rank: int, size: int) -> None:
             assert torch.equal(sequences(model), expected)
             steps = stats(reset=True)
             error = "no memory for a graph" if is_last else "a capture on another process"
-            assert list(steps.not_compiled) == [f"what is to be captured raises RuntimeError: {error}"], steps
+            assert list(steps.not_compiled) == [f"a step that is to be captured raises RuntimeError: {error}"], steps
             assert steps.captured == 0 and steps.whole == NEW_TOKENS
     drop(model)
 

@@ -48,7 +48,7 @@ def _timestamps(p: Any) -> Adapter:
         numbers = (begin, p.no_timestamps_token_id, p.eos_token_id, p.begin_index, 0 if latest is None else latest)
         # A Whisper may have several end tokens, or none.
         if not all(type(number) is int and 0 <= number < vocab_size for number in numbers):
-            raise NotSparse("Whisper's timestamps are not of the vocabulary")
+            raise NotSparse("Whisper's timestamps are not in the vocabulary")
         allowed = np.stack([_may_follow(p, ids[p.begin_index :], vocab_size) for ids in step.input_ids.tolist()])
         if step.input_ids.shape[1] == p.begin_index:
             allowed[:, :begin] = False

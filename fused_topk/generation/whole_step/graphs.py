@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from ...distributed.collective import wait_for
 
-# How many steps after it a flag is read. A guess: a replay takes far longer on the device than on the host, so two would do. Each
-# step more may run in vain at the end of a call.
+# A flag is read this many steps after the step that has set it. A guess: a replay takes far longer on the device than on the host,
+# so two would do. Each step more may run in vain at the end of a call.
 LATENESS = 4
 
 
