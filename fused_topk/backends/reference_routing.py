@@ -25,7 +25,7 @@ _ROUND = 1.5 * 2**23 + 127
 _LOWEST = -87.0
 # What keeps a sum of weights from being zero, as in DeepSeek-V3.
 _LEAST_SUM = 1e-20
-# The weights are added as if there were so many.
+# Weights are added as a list of this length, filled up with zeros.
 _SUMMED_WEIGHTS = 32
 
 

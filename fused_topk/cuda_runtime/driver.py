@@ -214,7 +214,7 @@ def architecture_of(device: int) -> int:
 
 @cache
 def _compiler() -> str:
-    """What an empty program becomes: PTX that names its compiler, with the patch and the build. getVersion() has neither."""
+    """The PTX of an empty program. It names the compiler with its patch and build, which getVersion() does not."""
     nvrtc = _nvrtc()
     program = nvrtc.createProgram("", "empty.cu", [], [])
     try:

@@ -32,7 +32,8 @@ _FIELDS = re.compile(r"(?:const )?(\w+(?: char)?)(\*?)\s+(\w+(?:, \w+)*)(?:\[(\w
 
 
 def _structure(name: str, file: str, struct_name: str = "", **types: Any) -> type[ctypes.Structure]:
-    """A struct of that file. struct_name: where it is another one. types: those that the struct has besides ``_TYPES``."""
+    """A struct of that file. struct_name: its name there, if that differs from `name`. types: the types of its fields that
+    ``_TYPES`` lacks."""
     text = re.sub("//.*", "", (source_folder() / file).read_text(encoding="utf-8"))
     # Functions come after the fields.
     found = re.search(rf"struct {struct_name or name} {{([^(){{}}]*);", text)
@@ -80,7 +81,7 @@ def rows_writer(structure: type[ctypes.Structure]) -> Callable[[bytearray, Logit
         for i, name in enumerate(LogitRows._fields)
         if name in found
     ]
-    # How wide lengths are comes with them: of whole rows and draws, they alone say it.
+    # Whether lengths are int64 is written together with them: plans of whole rows and of draws do not have it.
     _, is_long = found["lengths_are_long"]
 
     def write(buffer: bytearray, rows: LogitRows) -> None:
@@ -105,7 +106,7 @@ def with_rows(
 
 def writer(structure: type[ctypes.Structure], *names: str) -> tuple[Callable[..., None], int]:
     """``write, offset``: ``write(buffer, offset, *values)`` writes these fields of the struct in `buffer`, which follow each other
-    without a gap. An assignment of ctypes for each takes longer."""
+    without a gap. An assignment to each field by ctypes would take longer."""
     types = dict(item[:2] for item in structure._fields_)
     first = end = getattr(structure, names[0]).offset
     for name in names:
