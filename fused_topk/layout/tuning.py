@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels are tuned to, by compute capability: the table of csrc/rows/tuning.cuh, read from that file."""
+"""How the kernels are tuned to each compute capability: the table of csrc/rows/tuning.cuh, read from that file."""
 
 from __future__ import annotations
 
