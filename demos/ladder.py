@@ -48,7 +48,9 @@ def main(
     most: Annotated[int, typer.Option(help="Leave out shapes of more elements than this.")] = 0,
     plot: Annotated[Path, typer.Option(help="Where the figure goes (PNG, SVG, PDF).")] = Path("out/ladder.png"),
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all numbers here.")] = None,
-    from_json: Annotated[Path | None, typer.Option(help="Measure nothing; show what an older run wrote.")] = None,
+    from_json: Annotated[
+        Path | None, typer.Option(exists=True, help="Measure nothing; show what an older run wrote.")
+    ] = None,
 ) -> None:
     if from_json:
         run = json.loads(from_json.read_text(encoding="utf-8"))

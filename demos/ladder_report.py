@@ -180,7 +180,8 @@ def _draw_growth(axes: Axes, run: Document) -> None:
     axes.set_xticks(sorted({point["k"] for point in points}))
     axes.set_xlabel("K")
     axes.set_ylabel("µs")
+    axes.grid(which="major", color="#dddddd")
+    # A small --most leaves out the shape.
     if points:
         axes.set_title(f"softmax + top-K, {points[0]['rows']} x {points[0]['vocab']}", fontsize=10)
-    axes.grid(which="major", color="#dddddd")
-    axes.legend(fontsize=7)
+        axes.legend(fontsize=7)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of public arguments but those that say what is read (row_arguments.py). Those of `out`, targets and states are
-beside the functions that take them. Each error names the argument, the rule, the wrong value and the remedy. The checks run
+"""The checks of public arguments. row_arguments.py has those of the rows that a call reads. The checks of `out`, of targets and
+of states are beside the functions that take them. Each error names the argument, the rule, the wrong value and the remedy. The checks run
 before anything is allocated or launched. They never read the contents of a CUDA tensor, so they never wait for a device.
 """
 
@@ -115,12 +115,13 @@ def check_k(k: Any, most: int, what: str = "the vocabulary size", name: str = "k
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether its values can be checked. Those of a CUDA tensor would be waited for, and under vmap a tensor stands for many."""
+    """Whether the values of a tensor can be checked. To read those of a CUDA tensor is to wait for the GPU. A traced tensor has no
+    values, and a tensor under vmap stands for many."""
     return type(tensor) is Tensor and tensor.device.type == "cpu" and not is_traced() and not transform_is_active()
 
 
 def check_whole_rows(name: str, value: Any, remedy: str) -> None:
-    """For an argument that functions of logits do not take where no process has whole rows."""
+    """Refuses an argument that is not taken beside DTensor logits, because no process may have whole rows."""
     if value is not None:
         raise TypeError(
             f"`{name}` must be None where `logits` is a DTensor, got {type(value).__name__}; {remedy}, or call the "
@@ -139,7 +140,7 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
 
 
 def check_result_dtype(dtype: torch.dtype | None, logits: Tensor) -> torch.dtype:
-    """The dtype of full rows."""
+    """The dtype of the result of full rows."""
     if dtype is None:
         return logits.dtype
     if not isinstance(dtype, torch.dtype):
@@ -222,8 +223,11 @@ def check_head(
     may_be_empty: bool = False,
     of_shards: str = "weight.to_local() to the function of this name in fused_topk.distributed",
 ) -> None:
-    """Checks the weight and the bias of an LM head. `may_be_empty`: without a token, as a process's share of one may be.
-    of_shards: what to give where it is sharded."""
+    """Checks the weight and the bias of an LM head.
+
+    may_be_empty: whether the weight may have no token, as a process's share of a weight may. of_shards: what the error says to pass
+    in place of a sharded weight.
+    """
     if is_distributed(weight):
         raise TypeError(
             f"`weight` must not be a DTensor, got one placed {weight.placements}; for one that is sharded over its first "
@@ -256,7 +260,7 @@ def check_head(
 
 
 def logits_of_head(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Of the logits' shape, on their device, without their memory."""
+    """A tensor with the shape, dtype and device of the logits that the head computes, but without their memory."""
     return hidden.detach()[..., :1].expand(*hidden.shape[:-1], weight.shape[0])
 
 

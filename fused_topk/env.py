@@ -31,7 +31,7 @@ def print_choice() -> bool:
 
 
 def check_distributed() -> bool:
-    """Whether every call of fused_topk.distributed on GPUs first compares those of all processes, by a second collective:
+    """Whether every call of fused_topk.distributed on GPUs first compares the calls of all processes, by a second collective:
     `FUSED_TOPK_CHECK_DISTRIBUTED` is neither unset, empty nor 0."""
     return os.environ.get("FUSED_TOPK_CHECK_DISTRIBUTED", "") not in ("", "0")
 

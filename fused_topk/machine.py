@@ -37,7 +37,7 @@ def describe() -> dict[str, Any]:
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """The result of describe() in lines: what, and what was found of it."""
+    """The result of describe() as text: in each line a name, and what was found."""
     lines = [(name, version or "not found") for name, version in found["versions"].items()]
     cpu = found["cpu"]
     kernel = f"native kernel: {cpu['instructions']}" if cpu["instructions"] else "no native kernel"

@@ -29,7 +29,8 @@ class TopK(NamedTuple):
 
 
 class TopKState(NamedTuple):
-    """What is known of a part of every row: the state (m, d, T) of the paper. States of a row's parts merge into the whole's.
+    """What is known of a part of every row: the state (m, d, T) of the paper. The states of a row's parts merge into the
+    state of the row.
 
     Attributes:
         logits: the raw logits of the part's k best, in the logits' dtype, shape (..., k), in the order of
@@ -74,8 +75,8 @@ class TopkProblem(NamedTuple):
     normalize: str  # "allowed", "all" or "topk"
 
     def settled(self) -> TopkProblem:
-        """The same request without what raw logits do not have: they have no temperature, and nothing is relative to a token
-        that may not be chosen."""
+        """The same request. For raw logits the temperature becomes 1 and `normalize` becomes "allowed": raw logits are not scaled,
+        and their logsumexp is that of the allowed tokens."""
         return self if self.values != "logits" else self._replace(rows=self.rows.unscaled(), normalize="allowed")
 
 
@@ -85,16 +86,17 @@ class MergeProblem(NamedTuple):
     Each list is in the order of candidates. An index of -1 marks an entry that is no candidate; such entries come last.
     """
 
-    logits: Tensor  # (parts, ..., k of a part), any strides, as all of these
+    logits: Tensor  # (parts, ..., k of a part); all tensors here may have any strides
     indices: Tensor  # logits.shape, int64
     m: Tensor  # logits.shape[:-1], float32, or float64 for float64 logits
     d: Tensor  # like m
-    lengths: Tensor | None  # (parts,) int32, tokens of each part: indices count from its start; None: of the whole row
+    # (parts,) int32, the number of tokens of each part: indices then count from the part's start. None: from the row's start.
+    lengths: Tensor | None
     k: int  # 1 <= k <= parts times k of a part
     temperature: float  # the one that d was summed with; positive and finite; ignored where row_temperature is given
     row_temperature: Tensor | None  # logits.shape[1:-1], float32, or float64 for float64 logits
     values: str  # as in TopkProblem
-    normalize: str  # "topk", or "all" for what the states are relative to
+    normalize: str  # "topk"; "allowed" and "all" both stand for the tokens that the states have summed up
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -141,7 +143,7 @@ class Kept(NamedTuple):
     Attributes:
         counts: int64 number of the tokens that may be drawn, shape (...).
         logsumexp: float32 log of the sum of exp(logit / temperature) over them, shape (...). A token's log-probability among
-            them is its logit / temperature less this.
+            them is its logit / temperature minus this.
     """
 
     counts: Tensor
@@ -167,7 +169,7 @@ class Sample(NamedTuple):
 
 
 def changed(result: Sample, change: Callable[[Tensor], Tensor]) -> Sample:
-    """The result with `change` of each of its tensors."""
+    """The result, with `change` applied to each of its tensors."""
     tokens, log_probs, topk, kept, ranks = result
     topk = None if topk is None else TopK(*map(change, topk))
     kept = None if kept is None else Kept(*map(change, kept))
@@ -177,7 +179,8 @@ def changed(result: Sample, change: Callable[[Tensor], Tensor]) -> Sample:
 class SampleProblem(NamedTuple):
     """A checked request for draws. A backend writes its result into a :class:`Sample` of the caller's contiguous tensors.
 
-    Each parameter is one number, or where its `row_...` is given one a row: contiguous (R,).
+    A parameter is one number for all rows. If its `row_...` is not None, that tensor has the number of each row instead. Such a
+    tensor is contiguous, of shape (R,).
     """
 
     rows: LogitRows  # of (R, V), R >= 1; the temperature 0 takes the best token, and row_temperature is float64 and contiguous
@@ -187,7 +190,7 @@ class SampleProblem(NamedTuple):
     row_top_p: Tensor | None  # float64
     min_p: float  # 0 keeps all
     row_min_p: Tensor | None  # float64
-    seed: int  # of all rows, which are told apart by their numbers
+    seed: int  # rows that share it draw different random numbers, named by the rows' numbers, too
     row_seed: Tensor | None  # int64
     counter: int
     row_counter: Tensor | None  # int64
@@ -195,15 +198,19 @@ class SampleProblem(NamedTuple):
     logprobs: int  # the length of Sample.topk; 0 for none
     truncated: bool  # whether log-probabilities are relative to what is kept
     kept: bool = False  # whether there is a Sample.kept
-    first_row: int = 0  # its number among the rows of one `seed`
+    first_row: int = 0  # the number of the first row among all rows that share `seed`
 
 
 class RankProblem(NamedTuple):
     """A checked request for the ranks of tokens. A backend writes them into a contiguous int64 tensor of the targets' shape."""
 
     rows: LogitRows  # at the temperature 1
-    targets: Tensor  # (..., n) int64, contiguous, n >= 1; negative: none, of rank 0; one of V or more counts as V - 1
-    counts_ties: bool  # whether a rank counts all tokens that tie with the target, or those up to it
+    targets: (
+        Tensor  # (..., n) int64, contiguous, n >= 1; a negative one is no target, of rank 0; V or more counts as V - 1
+    )
+    counts_ties: (
+        bool  # whether a rank counts all tokens that tie with the target, or only those up to the target's index
+    )
 
 
 class RouterTopK(NamedTuple):
@@ -225,8 +232,8 @@ class RouterProblem(NamedTuple):
     bias: Tensor | None  # (E,), contiguous, float32, or float64 for float64 logits
     k: int  # 1 <= k <= E
     scoring: str  # "softmax", "sigmoid" or "sqrtsoftplus"
-    groups: int  # of equal size, one after the other
-    topk_groups: int  # that are kept; together they have at least k experts
+    groups: int  # of adjacent experts, of equal size
+    topk_groups: int  # groups that are kept; together they have at least k experts
     group_score: str  # "top2" or "max"
     normalize: bool
     scale: float
@@ -236,7 +243,7 @@ class FullRowProblem(NamedTuple):
     """A checked request for full rows. A backend writes its result into a contiguous tensor from the caller."""
 
     rows: LogitRows
-    # "softmax" or "log_softmax": the result has the logits' shape; "logsumexp": that without the vocabulary
+    # "softmax" or "log_softmax": the result has the logits' shape; "logsumexp": that shape without the vocabulary
     values: str
 
 

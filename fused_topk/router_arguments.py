@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of what a router is asked for, in the manner of arguments.py; row_arguments.py checks what it reads."""
+"""The checks of what a router is asked for. row_arguments.py checks its logits and its mask."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_router(
     normalize: Any,
     scale: Any,
 ) -> None:
-    """Checks all but the tensors."""
+    """Checks all arguments that are no tensors."""
     check_k(k, experts, "the number of experts")
     check_choice("scoring", scoring, tuple(SCORINGS))
     check_choice("group_score", group_score, GROUP_SCORES)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call reads: rows of logits, how they are scaled, and which of them count. It is the same for every family.
+"""What a call reads: rows of logits, how they are scaled, and which of them count. It is the same for every family
+of functions.
 
 One value, :class:`LogitRows`, travels from the check of the arguments to the kernels. The other half of a call, what is
-wanted, is a small class a family (:mod:`fused_topk.problem`). A field that is added here has its check in
-``check_rows()`` of row_arguments.py, its layout in :class:`RowsLayout`, its type in ``ROWS_SCHEMA``, and its place in ``flat()``, ``layout()``
-and ``given()``. Rows that are made of others have all fields of those. So a field travels by itself outside of this file, but for what
-takes rows apart (``topk_launch.py`` and ``cpu.py``), whatever the family does to its rows.
+wanted, is a small class for each family (:mod:`fused_topk.problem`).
+
+A new field of LogitRows needs a check in ``check_rows()`` of row_arguments.py, a layout in :class:`RowsLayout`, a type in
+``ROWS_SCHEMA``, and a place in ``flat()``, ``layout()`` and ``given()``. Of the other files only ``topk_launch.py`` and ``cpu.py``
+name the fields one by one. All others make rows from other rows by the methods below, which keep every field.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # of logits
-_WORD = 32  # tokens of a packed mask's word
+_WORD = 32  # tokens in a word of a packed mask
 _NUMBERS = ("row_temperature", "lengths")  # the fields of LogitRows that are tensors with one number a row
 _new = tuple.__new__
 
@@ -35,25 +37,25 @@ class Like(NamedTuple):
 
 
 class LogitRows(NamedTuple):
-    """Rows of logits, checked. The tensors besides the logits are broadcast to their leading dimensions, without a copy.
+    """Checked rows of logits. The other tensors are broadcast to the leading dimensions of the logits, without a copy.
 
     All fields but the logits are given by name.
     """
 
-    logits: Tensor  # (..., V), any strides, as all of these; hidden states (..., H) where an LM head makes the logits
+    logits: Tensor  # (..., V), or for an LM head the hidden states (..., H); all tensors here may have any strides
     temperature: float = 1.0  # positive and finite (0 too for draws); ignored where row_temperature is given
     row_temperature: Tensor | None = None  # (...), float32, or float64 for float64 logits and for draws
     mask: Tensor | None = None  # bool (..., V), or int32 (..., ceil(V / 32))
-    # (...), int32 or int64: tokens from a row's length on count as -inf and are not read. Those beyond 0 to V are clamped.
+    # (...), int32 or int64: tokens from a row's length on count as -inf and are not read. Lengths outside of 0 to V are clamped.
     lengths: Tensor | None = None
 
     @property
     def scale(self) -> float | Tensor:
-        """What divides the logits, in a form that broadcasts along rows."""
+        """The temperature, in a form that broadcasts to the logits."""
         return self.temperature if self.row_temperature is None else self.row_temperature.unsqueeze(-1)
 
     def with_logits(self, logits: Tensor) -> LogitRows:
-        """The same rows with other logits, or with what stands in their place."""
+        """The same rows with another tensor in the place of the logits."""
         # Not by _replace(), which torch.compile of torch 2.6 cannot trace.
         _, *others = self
         return LogitRows(logits, *others)  # type: ignore[arg-type]
@@ -63,8 +65,8 @@ class LogitRows(NamedTuple):
         return self._replace(temperature=1.0, row_temperature=None)
 
     def hidden(self, normalize: str = "allowed") -> Tensor | None:
-        """bool (..., V): the tokens that count as -inf for m and d with that `normalize`. None: there are none. With "all" a mask
-        hides tokens from the choice alone."""
+        """bool (..., V): the tokens whose logits count as -inf in m and d. None if there are no such tokens. With normalize="all"
+        the mask says only which tokens may be chosen, and hides none from m and d."""
         vocab_size, hidden = self.logits.shape[-1], None
         if self.lengths is not None:
             hidden = torch.arange(vocab_size, device=self.lengths.device) >= self.lengths.unsqueeze(-1)
@@ -74,12 +76,13 @@ class LogitRows(NamedTuple):
         return by_mask if hidden is None else by_mask | hidden
 
     def counted(self, normalize: str = "allowed") -> Tensor:
-        """The logits, -inf where a token does not count: for the choice, or for m and d with that `normalize`."""
+        """The logits, with -inf for tokens that do not count. By default they are the logits to choose from. With `normalize` they
+        are those that m and d sum up."""
         hidden = self.hidden(normalize)
         return self.logits if hidden is None else self.logits.masked_fill(hidden, -torch.inf)
 
     def counted_at(self, tokens: Tensor) -> Tensor | None:
-        """bool (..., n): which of the tokens (..., n) count. None: all."""
+        """bool (..., n): which of the tokens (..., n) count. None if all do."""
         within = None if self.lengths is None else tokens < self.lengths.unsqueeze(-1)
         if self.mask is None:
             return within
@@ -90,20 +93,21 @@ class LogitRows(NamedTuple):
         return allowed if within is None else allowed & within
 
     def tensors(self) -> list[Tensor]:
-        """Those of the fields that are tensors, the logits first."""
+        """The fields that are tensors, the logits first."""
         return [x for x in self if isinstance(x, Tensor)]
 
     @property
     def temperatures(self) -> tuple[float, Tensor | None]:
-        """What a merge of these rows' states takes of them."""
+        """The fields that a merge of these rows' states needs."""
         return self.temperature, self.row_temperature
 
     def at(self, given: LogitRows) -> LogitRows:
-        """The tensors of `given` in the layout of these rows, which may be meta tensors: what was broadcast is so again."""
+        """The tensors of `given` with the shapes and strides of these rows, which may be meta tensors. So the tensors that
+        check_rows() has broadcast here are broadcast there, too."""
         return LogitRows(*map(_laid_out, self, given))
 
     def has_numbers(self) -> bool:
-        """Whether the rows have numbers of their own, one a row."""
+        """Whether there is a tensor with one number a row."""
         return any(getattr(self, name) is not None for name in _NUMBERS)
 
     def with_numbers(self, change: Callable[[Tensor], Tensor]) -> LogitRows:
@@ -112,12 +116,12 @@ class LogitRows(NamedTuple):
         return self._replace(**changed)
 
     def with_adjacent_numbers(self) -> LogitRows:
-        """The same rows, whose numbers lie without gaps."""
+        """The same rows, whose tensors with one number a row are contiguous."""
         return self.with_numbers(Tensor.contiguous)
 
     def flat(self) -> LogitRows:
-        """The same rows in one dimension, whose numbers lie without gaps."""
-        # Written out, which torch.compile of torch 2.6 can trace.
+        """The same rows with one leading dimension, whose tensors with one number a row are contiguous."""
+        # Written out, because torch.compile of torch 2.6 cannot trace _replace().
         logits, temperature, row_temperature, mask, lengths = self
         return LogitRows(
             logits.reshape(-1, logits.shape[-1]),
@@ -128,7 +132,7 @@ class LogitRows(NamedTuple):
         )
 
     def contiguous(self) -> LogitRows:
-        """The same rows without gaps between them."""
+        """The same rows, all of whose tensors are contiguous."""
         return LogitRows(*(x.contiguous() if isinstance(x, Tensor) else x for x in self))  # type: ignore[arg-type]
 
     def hides(self) -> bool:
@@ -147,27 +151,28 @@ class LogitRows(NamedTuple):
 
 
 class RowsBlock(NamedTuple):
-    """Some rows of all, one after the other, whose logits are made some tokens at a time. They have no lengths."""
+    """A range of an LM head's rows, whose logits are computed for some tokens at a time. They have no lengths."""
 
-    # The numbers are those of the part, the mask is that of all rows. The logits, or what stands in their place, are not looked at.
+    # Tensors with one number a row are those of the range. The mask is that of all rows. The field `logits` is not used.
     rows: LogitRows
-    part: slice  # which of all rows, without leading dimensions
+    part: slice  # the range, where rows are numbered as with one leading dimension
 
     @staticmethod
     def of(rows: LogitRows, part: slice) -> RowsBlock:
         return RowsBlock(rows.with_numbers(lambda numbers: some_rows(numbers, 0, part).contiguous()), part)
 
     def of_tokens(self, logits: Tensor, start: int, end: int) -> LogitRows:
-        """These rows of some of the tokens, given their logits (rows, tokens). `start` is a multiple of 32."""
+        """The rows of the range with the tokens `start` to `end` alone, given their logits (rows, tokens). `start` is a multiple
+        of 32."""
         mask = self.rows.mask
         if mask is not None:
             tokens = slice(start, end) if mask.dtype == torch.bool else slice(start // _WORD, -(-end // _WORD))
-            # Of rows that do not merge, a copy of all tokens may be too large.
+            # The tokens are cut first: some_rows() may copy, and a copy of all tokens may be too large.
             mask = some_rows(mask[..., tokens], 1, self.part)
         return self.rows._replace(logits=logits, mask=mask)
 
     def counted_at(self, tokens: Tensor) -> Tensor | None:
-        """bool (rows, n): which of the tokens (rows, n) count. None: all."""
+        """bool (rows, n): which of the tokens (rows, n) count. None if all do."""
         mask = self.rows.mask
         if mask is None:
             return None
@@ -178,7 +183,7 @@ class RowsBlock(NamedTuple):
 
 
 class RowsLayout(NamedTuple):
-    """:class:`LogitRows` without their addresses: the half of a plan's key that is the same for every family."""
+    """The layout of :class:`LogitRows`: the half of a plan's key that all families share."""
 
     logits: Like
     temperature: float
@@ -196,7 +201,7 @@ class RowsLayout(NamedTuple):
         return logits, temperature if row_temperature is None else row_temperature, mask, lengths
 
 
-# How torch.library sees rows: the fields of LogitRows, flattened.
+# The fields of LogitRows as the arguments of an operator of torch.library.
 ROWS_SCHEMA = "Tensor logits, float temperature, Tensor? row_temperature, Tensor? mask, Tensor? lengths"
 ROWS_FIELDS = len(LogitRows._fields)
 
@@ -223,12 +228,15 @@ def unpacked(mask: Tensor, vocab_size: int) -> Tensor:
 
 
 def bits_at(words: Tensor, tokens: Tensor) -> Tensor:
-    """The bits of tokens, given the word of each."""
+    """bool: the bit of each token in a packed mask, given the word that has the bit."""
     return (words >> (tokens % _WORD).to(words.dtype) & 1).bool()
 
 
 def some_rows(tensor: Tensor, trailing: int, rows: slice) -> Tensor:
-    """Rows of a tensor whose `trailing` last dimensions are no rows': a view where its strides allow, else a copy of those."""
+    """A range of the rows of a tensor: a view if its strides allow, else a copy of the range.
+
+    trailing: how many of the last dimensions belong to a row. All dimensions before them count the rows.
+    """
     lead = tensor.shape[: tensor.dim() - trailing]
     try:
         return tensor.view(math.prod(lead), *tensor.shape[tensor.dim() - trailing :])[rows]
@@ -237,7 +245,7 @@ def some_rows(tensor: Tensor, trailing: int, rows: slice) -> Tensor:
 
 
 def _places(lead: Sequence[int], rows: slice, device: torch.device) -> list[Tensor]:
-    """Where rows stand in each of the leading dimensions: as many numbers as rows."""
+    """The places of a range of rows along each of the leading dimensions: a tensor (rows,) for each dimension."""
     numbers = torch.arange(rows.start, rows.stop, device=device)
     places = []
     for size in reversed(lead):

@@ -63,6 +63,23 @@ def test_bench_writes_what_it_prints(tmp_path):
     assert "1 compared" in again.output
 
 
+@pytest.mark.parametrize("content", [None, "no JSON", '{"format": 1, "results": []}'])
+def test_bench_looks_at_an_older_run_before_it_measures(tmp_path, content):
+    older = tmp_path / "older.json"
+    if content is not None:
+        older.write_text(content)
+    result = invoke(*BENCH, *ONE_SHAPE, "--compare", older)
+    assert result.exit_code == 2 and "--compare" in result.output
+
+
+@pytest.mark.parametrize("option", ["--plot", "--compare"])
+def test_suites_of_their_own_say_which_options_they_do_not_have(tmp_path, option):
+    path = tmp_path / "run.json"
+    path.write_text("{}")
+    result = invoke("bench", "--suite", "linear", "--device", "cpu", "--rows", 10**6, option, path)
+    assert result.exit_code == 2 and option in result.output
+
+
 @pytest.mark.parametrize(
     ("suite", "arguments", "judged"),
     [

@@ -255,7 +255,7 @@ def test_linear_vmap_and_grad():
         ({"hidden": torch.ones(2, 0)}, ValueError, "H >= 1"),
         ({"weight": torch.ones(9, 5)}, ValueError, r"`weight` must have the shape \(V, 4\)"),
         ({"weight": torch.ones(9, 4).bfloat16()}, TypeError, "dtype torch.float32 of `hidden`"),
-        ({"weight": torch.ones(0, 4)}, ValueError, "at least one token"),
+        ({"weight": torch.ones(0, 4)}, ValueError, "at least one entry"),
         ({"weight": torch.ones(9, 4, device="meta")}, ValueError, "`weight` must be on cpu"),
         ({"bias": torch.ones(8)}, ValueError, r"`bias` must have the shape \(9,\)"),
         ({"k": 10}, ValueError, "`k` must satisfy 1 <= k <= 9"),

@@ -223,7 +223,7 @@ def test_a_graph_draws_anew_at_each_replay(cuda, monkeypatch):
         ({"hidden": torch.zeros(2, 4, dtype=torch.int64)}, TypeError, "`hidden` must be float32"),
         ({"weight": torch.zeros(10, 3)}, ValueError, r"`weight` must have the shape \(V, 4\)"),
         ({"weight": torch.zeros(10, 4).double()}, TypeError, "`weight` must have the dtype torch.float32"),
-        ({"weight": torch.zeros(0, 4)}, ValueError, "at least one token"),
+        ({"weight": torch.zeros(0, 4)}, ValueError, "at least one entry"),
         ({"bias": torch.zeros(9)}, ValueError, "`bias` must have the shape"),
         ({"temperature": -1.0}, ValueError, "`temperature` must satisfy"),
         ({"temperature": torch.tensor([1.0, -1.0])}, ValueError, "in every row, got -1.0"),

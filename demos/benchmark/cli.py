@@ -70,7 +70,9 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Few samples and no hot cache: for a first look.")] = False,
     json_path: _JsonPath = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw a figure here (PNG, SVG, PDF).")] = None,
-    compare: Annotated[Path | None, typer.Option(help="Show the change since this older JSON.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Show the change since this older JSON.")
+    ] = None,
     targets: Annotated[
         bool,
         typer.Option(
@@ -83,6 +85,10 @@ def bench(
 
     Exits with 1 if any answer was wrong or any shape failed.
     """
+    if suite in ("linear", "distributed"):
+        for option, given in (("--plot", plot_path), ("--compare", compare)):
+            if given:
+                raise typer.BadParameter(f"{option} does not work with --suite {suite}; leave it out")
     if suite == "linear":
         _bench_linear(device, rows, vocab, k, dtype, quick, json_path)
         return
@@ -105,7 +111,10 @@ def bench(
     chosen_peers = () if no_peers else tuple(words(peers, PEERS, "--peers"))
     settings = Settings(chosen_device, backend or chosen_device.type, chosen_peers, quick)
     cases = judged(cases_of(suite, on_gpu, rows, vocab, k, dtype), on_gpu, targets)
-    old = report.load(compare) if compare else None
+    try:
+        old = report.load(compare) if compare else None
+    except ValueError as error:
+        raise typer.BadParameter(f"--compare must be a JSON file that `bench` wrote, got {compare}: {error}") from error
 
     # An unavailable backend would fail every case with the same error, so it is reported once, before the first.
     available = backends.available(chosen_device)

@@ -64,6 +64,8 @@ def load(path: Path) -> Document:
     loaded: Document = json.loads(path.read_text(encoding="utf-8"))
     if loaded.get("format") != FORMAT:
         raise ValueError(f"{path} must be the JSON of a benchmark of format {FORMAT}, got {loaded.get('format')!r}")
+    if "backend" not in loaded:
+        raise ValueError(f"{path} must be of other suites than linear and distributed")
     return loaded
 
 

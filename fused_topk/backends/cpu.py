@@ -36,7 +36,7 @@ except ImportError as error:
 # The enumerations of csrc/cpu: vector_kernels.h, logit_rows.h (masks), router_kernels.h (values, normalization), full_row_kernels.h.
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _NO_MASK, _BOOL_MASK, _PACKED_MASK = 0, 1, 2
-# Those that linear_kernels.cpp multiplies.
+# The dtypes that linear_kernels.cpp multiplies.
 _MULTIPLIED = (torch.float32, torch.bfloat16)
 _VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2, "state": 3}
 _FULL_ROW_KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
@@ -61,8 +61,8 @@ def supports(dtype: torch.dtype, k: int) -> bool:
 
 
 def instruction_set() -> str | None:
-    """The one that the kernel uses on this machine: "avx512", "avx2", or "baseline" for what every CPU of its kind has. None: the
-    extension cannot be used."""
+    """The instruction set that the kernel uses on this machine: "avx512", "avx2", or "baseline" for what every CPU of its kind
+    has. None: the extension cannot be used."""
     return None if _cpu is None else str(_cpu.instruction_sets()[0])
 
 
@@ -140,7 +140,7 @@ def linear_topk(
         # The logits, with m and d at the temperature.
         values = "logits"
     hidden = rows.logits if rows.logits.stride(-1) == 1 else rows.logits.contiguous()
-    # What stands for the logits, which are never all there.
+    # A tensor of the logits' shape stands for them, because they are never all in memory.
     rows = rows.with_logits(hidden.new_empty((1, 1)).expand(len(hidden), len(weight)))
     _cpu.linear_topk(
         _layout_of(rows, instruction_set),

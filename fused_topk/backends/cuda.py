@@ -120,7 +120,7 @@ def prepare_full_rows(
             prepare_full_rows(problem._replace(rows=copied), device, dtype, choice)(copied, out)
             return
         if problem.rows.has_numbers():
-            # They seldom have other strides, and the kernel knows no others.
+            # The kernel reads contiguous numbers alone. Others are rare, so they are copied.
             rows = problem.rows.at(rows).with_adjacent_numbers()
         _launch_full_rows(planned, index, rows, out)
 
@@ -241,7 +241,7 @@ def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
 
 @lru_cache(maxsize=4096)
 def _plan_of_ranks(layout: RowsLayout) -> Launch | None:
-    """Of the struct that says what is read."""
+    """The launch for such rows. Only its struct is used, which says what is read."""
     of_rows = TopkProblem(layout.meta(), 1, "logits", "allowed")
     return topk_launch.plan(of_rows, is_aligned=False, choice=launch.RANK_CHOICE)
 
@@ -276,7 +276,7 @@ def target_ranks(problem: RankProblem, out: Tensor) -> None:
 
 
 def _prepare_list(rows: LogitRows, k: int, device: torch.device) -> Callable[[LogitRows], TopK]:
-    """What finds the best k logits of each row, and in place of the logsumexp (2, rows): its m, and its d."""
+    """A function that finds the best k logits of each row, with m and d (2, rows) in place of the logsumexp."""
     count, dtype = len(rows.logits), rows.logits.dtype
     start = prepare_topk(TopkProblem(rows, k, "state", "allowed"), device)
 
@@ -313,7 +313,7 @@ def full_row_kernel(vocab_size: int, dtype: torch.dtype, device: int) -> str:
 def topk_choice(
     rows: int, vocab_size: int, k: int, itemsize: int, device: int, has_beams: bool = False
 ) -> KernelChoice:
-    """The layout over that GPU of such rows."""
+    """How such rows are laid over that GPU."""
     choice = choose(rows, vocab_size, k, itemsize, multiprocessors(device), has_beams)
     if env.print_choice():
         print(
@@ -352,7 +352,7 @@ def _launch_topk(planned: Launch, device: int, rows: LogitRows, beam_scores: Ten
     argument = driver.argument(planned.fill(rows, beam_scores, scratch, first_ticket, out))
     shared_bytes = planned.shared_bytes
     if shared_bytes > _SHARED_BYTES_UNASKED:
-        # A kernel for hardware that has less than this needs less.
+        # On a GPU that has less shared memory than that, the kernel needs less.
         shared_bytes = driver.affordable_shared_bytes(device, planned.kernel, shared_bytes)
     driver.call(function, planned.grid, planned.threads, (argument,), device, shared_bytes)
 
@@ -383,8 +383,8 @@ def _has_adjacent(logits: Tensor) -> bool:
 
 
 def _copied(rows: LogitRows) -> LogitRows:
-    """The same rows as the kernels can read them: a copy of the logits, or where they can be read and the tensors have more
-    unrelated strides than a kernel walks, of all."""
+    """The same rows in a form that the kernels can read. The logits are copied if the kernels cannot read them in place. If they
+    can, the tensors have more unrelated strides than a kernel walks, and all are copied."""
     logits = rows.logits
     if not _has_adjacent(logits) or logits.data_ptr() % logits.element_size():
         return rows._replace(logits=logits.clone(memory_format=torch.contiguous_format))

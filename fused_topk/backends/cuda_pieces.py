@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What LM heads launch for a piece of their logits, beside what every backend has. Under the rules of cuda.py."""
+"""Launches for a piece of an LM head's logits, which only the CUDA backend has. The rules of cuda.py hold here, too."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def accumulate_piece(
 
     Args:
         rows: of (rows, tokens), at least one, without a mask; each row starts at a multiple of 16 bytes.
-        first_token: of the piece, in a vocabulary of less than 2^31 tokens; 0: no piece has come before, and the state is not
-            read.
+        first_token: the first token of the piece, in a vocabulary of less than 2^31 tokens. For 0, the first piece, the state is
+            not read.
         state: values (rows, k) in the logits' dtype, indices (rows, k), -1 where there is no entry yet, and m and d (2, rows)
             in place of the logsumexp, each contiguous, with k at most launch.MOST_K_OF_PIECES.
-        targets: tokens int64 (rows, n), their logits (rows, n), which are written where a token is in the piece, and for n = 1
-            the ranks int64 (rows, 1) or None, to which the tokens of the piece are added that rank before; each contiguous. A
-            token's logit is known before the ranks are.
+        targets: (tokens, logits, ranks), each contiguous. The tokens are int64 (rows, n). The logits (rows, n) are written for
+            the tokens that are in the piece. The ranks are None, or for n = 1 int64 (rows, 1): the number of the piece's tokens
+            that come before the target is added to them. For that, the target's logit must be there before the first piece.
     """
     rows, logits = rows.with_adjacent_numbers(), rows.logits
     device = logits.get_device()
@@ -63,8 +63,8 @@ def accumulate_piece(
 
 
 def logit_gradients(problem: LogitGradientProblem, rows: LogitRows, start: int) -> None:
-    """Turns logits (rows, tokens), which begin at token `start` and are adjacent in a row, into their gradient. Hidden tokens have
-    none."""
+    """Turns logits (rows, tokens), which begin at token `start` and are adjacent in a row, into their gradient. It is 0 at hidden
+    tokens."""
     rows, logits, mask = rows.with_adjacent_numbers(), rows.logits, rows.mask
     p, index = problem, logits.get_device()
     count, tokens = logits.shape

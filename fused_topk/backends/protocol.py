@@ -29,8 +29,8 @@ class StartTopk(Protocol):
     def __call__(self, rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None: ...
 
 
-# Likewise. The last argument is the contiguous `out`. A merge takes the tensors of the request that it is given, and draws its
-# seeds, too.
+# Likewise for the other families. The last argument is the contiguous `out`. A merge is given a whole request, and takes only its
+# tensors; a draw takes only its tensors and its seeds.
 StartMerge = Callable[[MergeProblem, TopK], None]
 StartFullRows = Callable[[LogitRows, Tensor], None]
 StartRouter = Callable[[LogitRows, Tensor | None, RouterTopK], None]
@@ -46,7 +46,7 @@ class Backend(Protocol):
         """None if it works on that device, else the cause and the remedy in one sentence. Without a device: on any."""
 
     def supports(self, dtype: torch.dtype, k: int) -> bool:
-        """Whether it takes logits of that dtype, and that k; full rows ask with k = 1."""
+        """Whether it takes logits of that dtype, and that k. Functions without a k ask for k = 1."""
 
     def prepare_topk(self, problem: TopkProblem, device: torch.device, beam_scores: Tensor | None = None) -> StartTopk:
         """Plans a call once for its shapes and strides. The returned function takes only the tensors.
@@ -63,9 +63,10 @@ class Backend(Protocol):
         """Plans once probabilities, log-probabilities or the logsumexp of every row, into an `out` of that dtype."""
 
     def prepare_router(self, problem: RouterProblem, device: torch.device) -> StartRouter:
-        """Plans once the choice of experts for every row, whose numbers are int64 or int32 as `out` has them.
+        """Plans once the choice of experts for every row. Their numbers are int64 or int32, as `out` has them.
 
-        At most MOST_EXPERTS experts, and MOST_CHOSEN of them (:mod:`fused_topk.layout.router_launch`), but for the reference.
+        Backends other than the reference take at most MOST_EXPERTS experts, and choose at most MOST_CHOSEN of them
+        (:mod:`fused_topk.layout.router_launch`).
         """
 
     def prepare_sample(self, problem: SampleProblem, device: torch.device) -> StartSample:

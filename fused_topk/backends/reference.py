@@ -78,7 +78,8 @@ def sample(problem: SampleProblem, out: Sample) -> None:
 
 
 def target_ranks(problem: RankProblem, out: Tensor) -> None:
-    """The number of tokens that are not behind a target. All targets take their turns, so that memory does not grow with them."""
+    """The number of tokens that are not behind a target. Targets are counted one after another, so
+    that memory does not grow with their number."""
     rows, targets, counts_ties = problem
     keys, places = order_keys(rows.counted()), torch.arange(rows.logits.shape[-1], device=targets.device)
     for i in range(targets.shape[-1]):

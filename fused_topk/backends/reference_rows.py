@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# By the bytes of an element.
+# The integers that have as many bytes as an element.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

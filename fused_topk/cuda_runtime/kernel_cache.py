@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled kernels on disk, a file each, which later processes load instead of compiling.
 
-They are code that runs on the GPU, so only what nobody else can have written is loaded: a file of this user's, in a folder
-that only this user can write. A header tells a whole file from a damaged one; a damaged one counts as missing, and is
-replaced once its kernel is compiled again.
+The files are code that runs on the GPU. So only a file that nobody else can have written is loaded: a file of this user, in a
+folder that only this user can write. A header tells a whole file from a damaged one. A damaged file counts as missing, and is
+replaced when its kernel is compiled again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class KeptFile(NamedTuple):
 
 
 def load(key: str) -> bytes | None:
-    """What was stored for that key. None where it is missing, damaged, or not surely written by this user."""
+    """The compiled kernel of that key. None if its file is missing, damaged, or perhaps not written by this user."""
     folder = env.kernel_cache_dir()
     if folder is None or _distrust(folder):
         return None
@@ -62,7 +62,7 @@ def load(key: str) -> bytes | None:
     if content[: _HEADER.size] != _header(key, compiled):
         return None
     with suppress(OSError):
-        os.utime(path)  # The time of its last use, by which the sweep goes.
+        os.utime(path)  # _sweep() takes this time for that of the last use.
     return compiled
 
 
@@ -112,7 +112,7 @@ def clear() -> int:
 
 
 def _header(key: str, compiled: bytes) -> bytes:
-    # With the key, a file under another's name is as good as a damaged one.
+    # With the key in it, a file under the name of another kernel counts as damaged.
     digest = hashlib.sha256(key.encode() + compiled).digest()
     return _HEADER.pack(_MAGIC, _FORMAT, len(compiled), digest)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Zeroed counters on the GPU. They tell the blocks of a launch which of them comes last."""
+"""Tickets: zeroed counters on the GPU, which tell the blocks of a launch which of them comes last."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def _is_capturing(device: int) -> bool:
 
 
 def prepare(device: int) -> None:
+    """Makes the device's reserve of counters for captured graphs, if there is none yet."""
     if device not in _reserves and not _is_capturing(device):
         tickets = torch.zeros(_RESERVED_TICKETS, dtype=torch.int32, device=f"cuda:{device}")
         # This waits, once for each device: a graph may be replayed on another stream than this one.

@@ -19,7 +19,7 @@ from .packing import Header, describe_difference, headers_of
 # Its name since torch 2.13.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
-# For each group the calls that all of its processes are known to make alike. A group that is gone takes its entry with it.
+# For each group the kinds of calls that all of its processes have made alike. The entry of a group disappears with the group.
 _agreed: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 # The size in words of each group's next frame on the CPU. 4 KB take Gloo no longer than a few bytes.
 _frames: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -37,6 +37,10 @@ def group_of(group: Any) -> Any:
     chosen = dist.group.WORLD if group is None else group
     if chosen is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("`group` must contain this process, got a group that does not; call it on the group's members")
+    if not is_traced() and not isinstance(chosen, dist.ProcessGroup):
+        raise TypeError(
+            f"`group` must be a ProcessGroup, got {type(chosen).__name__}; of a DeviceMesh pass .get_group()"
+        )
     return chosen
 
 
@@ -77,17 +81,17 @@ def exchange(buffer: Tensor, header: Header, group: Any) -> Tensor:
 
 
 def _exchange_in_frames(buffer: Tensor, group: Any) -> Tensor:
-    """exchange() where reading the headers waits for nothing.
+    """exchange() on a CPU, where reading the headers waits for nothing.
 
     Buffers of different sizes would abort Gloo. So each process first gives a frame: the beginning of its buffer, or all of it and
     padding. The frame's size is that of the last call that all processes made alike. They have all seen the same headers,
-    so they know the same size, whatever each of them asks for now. What is longer than its frame follows once the headers agree.
+    so they know the same size, whatever each of them asks for now. The rest of a longer buffer follows once the headers agree.
     """
     words, size = len(buffer), _frames.get(group, _SMALLEST_FRAME)
     frame = buffer[:size] if words >= size else torch.nn.functional.pad(buffer, (0, size - words))
     everywhere = all_gather(frame.unsqueeze(0), group)
     check(headers(everywhere))
-    # Of a power of two: the buffers of generate() may grow by some words a step.
+    # A power of two, because the buffers of generate() may grow by some words a step.
     _frames[group] = max(_SMALLEST_FRAME, 1 << (words - 1).bit_length())
     if words > size:
         return torch.cat((everywhere, all_gather(buffer[size:].unsqueeze(0), group)), 1)
@@ -100,7 +104,7 @@ def headers(buffers: Tensor) -> list[Header]:
 
 
 def _answers(own: Tensor, group: Any) -> Tensor:
-    """all_gather() that the host waits for, with an end: NCCL itself waits for a dead process as long as the GPU runs."""
+    """all_gather() that the host waits for, up to a time limit. NCCL itself would wait for a dead process without end."""
     if own.device.type == "cpu":
         return all_gather(own, group)
     everywhere = torch.empty(dist.get_world_size(group), own.shape[1], dtype=own.dtype, device=own.device)
@@ -111,7 +115,7 @@ def _answers(own: Tensor, group: Any) -> Tensor:
 
 
 def wait_for(is_done: Callable[[], bool], device: torch.device, group: Any) -> None:
-    """Waits for what a GPU does together with those of the other processes, at most as long as the group's time limit."""
+    """Waits for a collective of GPUs, at most as long as the group's time limit. is_done: says whether it has ended."""
     limit = _time_limit(group, device)
     end = time.monotonic() + limit
     while not is_done():
@@ -124,7 +128,7 @@ def wait_for(is_done: Callable[[], bool], device: torch.device, group: Any) -> N
 
 
 def _time_limit(group: Any, device: torch.device) -> float:
-    """Seconds. A little less than the group's own limit, after which torch ends the process."""
+    """The time limit in seconds: a little less than the group's own, after which torch ends the process."""
     try:
         limit = group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):

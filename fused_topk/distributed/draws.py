@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws from columns that processes have between them: what they exchange, and what each then finds in its own columns."""
+"""Draws from columns that are spread over processes: what the processes exchange, and what each finds in its own columns."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..rows import LogitRows, unpacked
 from .collective import all_gather
 from .functions import Gathered, gather_states
 
-# Columns whose sum is known from the read of all; those of the one that holds a draw are read again.
+# The columns of a block. The first read gives the sum of each block. The block that holds a draw is then read again.
 _BLOCK = 1024
 
 
 class Parameters(NamedTuple):
-    """What may be drawn, for each row as (rows, 1) float64 or int64."""
+    """The parameters that say what may be drawn: a number for each row, (rows, 1) float64 or int64."""
 
     temperature: Tensor
     top_k: Tensor
@@ -30,7 +30,7 @@ class Parameters(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What is wanted of each row."""
+    """What a call wants of each row."""
 
     num_samples: int
     truncated_log_probs: bool
@@ -55,8 +55,8 @@ class Columns(NamedTuple):
     def exchanged(
         self, k: int, temperature: Tensor, names: Names, settings: tuple[Any, ...], counted: bool
     ) -> Exchanged:
-        """The states of all processes, the sums at the temperature, the first process's names, and the number of tokens if they
-        are counted. settings: what all processes must ask for alike."""
+        """Exchanges the states of all processes, their sums at the temperature, the first process's names, and if `counted` the
+        numbers of tokens. settings: plain values that must be the same on all processes."""
         # A row of temperature 0 takes its best token, whatever its sums.
         t = temperature.where(temperature > 0, 1.0)
         blocks = _Blocks.of(self, t)
@@ -184,17 +184,17 @@ class Exchanged:
         _, top_k, top_p, min_p = parameters
         t = self._blocks.temperature
         weights = _relative(ranked, self._m, t)
-        # As reference_sampling.draw() does it with whole rows.
+        # The same rules as for whole rows in reference_sampling.py.
         has_k = (top_k > 0) & (top_k < (self.vocab_size or top_k + 1))
         last = (top_k.where(has_k, listed) - 1).clamp(max=listed - 1)
         is_kept = is_in_k = (ranked >= ranked.gather(1, last)) | ~has_k
         sums = (weights * is_kept).cumsum(1)
-        # What top_p is a share of: what top_k keeps, or the whole row.
+        # top_p is a share of this: of the tokens that top_k keeps, or of the whole row.
         total = sums[:, -1:].where(has_k, self._sums.sum(0))
         before = torch.nn.functional.pad(sums, (1, -1))
         is_kept = is_kept & (~(before >= top_p * total) | ~(top_p < 1)) & ~(weights < min_p)
         is_kept[:, 0] = True
-        # All that tie with the k-th must be listed, for the total.
+        # The total must have all tokens that tie with the k-th. They are all listed if the last listed token is not one of them.
         is_cut = torch.where(has_k, ~is_in_k[:, -1:], ~is_kept[:, -1:])
         is_enough = is_cut | (ranked[:, -1:] == -torch.inf) | (self._temperature == 0) | ~self._has_distribution
         if listed != self.vocab_size and not bool(is_enough.all()):
@@ -211,8 +211,8 @@ class Exchanged:
         return philox.uniforms(*self.names, num_samples, torch.float64)
 
     def _finished(self, tokens: Tensor, logits: Tensor, total: Tensor, counts: Tensor, wanted: Wanted) -> Sample:
-        """Rows of temperature 0 and without a distribution, log-probabilities, and what is kept. total, counts: (rows, 1), the
-        sum of exp((x - m) / temperature) over what is kept, and the number of its tokens."""
+        """The result, once rows of temperature 0 and rows without a distribution have their tokens. total, counts: (rows, 1), the
+        sum of exp((x - m) / temperature) over the tokens that are kept, and their number."""
         is_drawn = self._has_distribution & (self._temperature > 0)
         is_greedy = self._has_distribution & (self._temperature == 0)
         tokens = tokens.where(is_drawn, self._ids[:, :1])
@@ -235,7 +235,7 @@ class Exchanged:
 
 
 def from_all(own: Tensor, group: Any) -> Tensor:
-    """(processes, *shape): what each process has."""
+    """(processes, *shape): the tensor of each process."""
     return all_gather(own.contiguous().view(1, own.numel()), group).view(dist.get_world_size(group), *own.shape)
 
 

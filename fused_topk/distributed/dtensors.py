@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package's functions of DTensor logits. Sharded over the vocabulary, they are exchanged as states; sharded over rows or
-replicated, each process works on what it has. The result is a DTensor, replicated where the logits were sharded over the
-vocabulary, else placed as they are."""
+"""The package's functions of DTensor logits. If the logits are sharded over the vocabulary, the processes exchange states. If they
+are sharded over rows, or replicated, each process works on what it has. The result is a DTensor: replicated where the logits were
+sharded over the vocabulary, else placed as the logits are."""
 
 from __future__ import annotations
 
@@ -122,13 +122,13 @@ class _Local:
         number, row_temperature = check_temperature(_plain(temperature), logits, result_dtype(logits.dtype))
         self.mesh = logits.device_mesh
         last = logits.dim() - 1
-        # A partial sum is summed, and beams that lie apart are brought together.
+        # Partial sums are summed, and the beams of a sequence are brought to one process.
         placements = [
             p if p.is_replicate() or (type(p) is Shard and p.dim % (last + 1) != last_row_dim) else Replicate()
             for p in logits.placements
         ]
         of_vocabulary = [i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim % (last + 1) == last]
-        # Over several dimensions of the mesh, only the last one stays.
+        # If several dimensions of the mesh shard the vocabulary, only the last one goes on doing so.
         for i in of_vocabulary[:-1]:
             placements[i] = Replicate()
         logits = logits.redistribute(placements=placements)

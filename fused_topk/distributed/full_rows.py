@@ -25,7 +25,7 @@ def full_rows(
     backend: str | None,
 ) -> Tensor:
     """The result of the process's columns, or for "logsumexp" the one of whole rows, the same on every process."""
-    # The gradient of columns does not come by way of the states: another process's columns would be missing.
+    # The gradient does not go through the states, because those of other processes carry none to their columns.
     logits = local_logits if values == "logsumexp" else local_logits.detach()
     call = gather_states(logits, 1, group, temperature, None, "allowed", backend)
     if values == "logsumexp":

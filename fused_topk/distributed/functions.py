@@ -52,7 +52,7 @@ def softmax_topk(
         local_logits: shape (..., V_local), this process's columns, on the group's device. V_local may differ between
             processes, and may be 0.
         k: the number of results per row, at most the size of the whole vocabulary; the same on all processes. Compiled calls,
-            and those in a CUDA graph, cannot check it: they fill up with the value of -inf and the index -1.
+            and those in a CUDA graph, cannot check it: they fill the result up with the value of a logit of -inf and the index -1.
         group: the process group; by default the one of all processes.
         temperature: a positive number, or a tensor with one number per row; the same on all processes.
         mask: the tokens that may be chosen, of this process's columns: bool, or packed int32 with the process's first column
@@ -68,12 +68,12 @@ def softmax_topk(
         ValueError: on every process, if they pass another k, dtype, number of rows or normalize. On a CPU every call compares
             them. On a GPU the first call of a kind does so, by a second, small collective. Where a process changes its calls
             later, and buffers of another size meet, NCCL may hang; FUSED_TOPK_CHECK_DISTRIBUTED=1 compares at every call.
-        RuntimeError: torch.distributed's own, if a process dies or does not call in time. A new group then works.
+        RuntimeError: that of torch.distributed, if a process dies or does not call in time. A new group then works.
 
     Contract:
         Indices are exactly those of the unsharded call, ties included. The rest is the contract of
         :func:`fused_topk.merge_topk`. Gradients with respect to a process's columns are those of a loss that every process
-        computes alike from the result; there are no second ones. A call does not wait for the GPU, except the first of a kind,
+        computes alike from the result. Second derivatives are refused. A call does not wait for the GPU, except the first of a kind,
         and calls with k > V_local. It can be captured in a CUDA graph after such a first call, and compiled with
         fullgraph=True.
     """
@@ -159,7 +159,7 @@ def beam_topk(
         is_void = rows.indices < 0
         ranked = ranked.clamp(min=torch.finfo(ranked.dtype).min).masked_fill(is_void.flatten(1), -torch.inf)
         tokens = tokens.masked_fill(is_void, _NO_TOKEN)
-    # Of equal scores the earlier in the lists comes first: the smaller beam, and within a beam the row's order.
+    # Of equal scores the one that is earlier in the lists comes first: the smaller beam, and within a beam the row's order.
     best = calls.row_topk(LogitRows(ranked), k, "logits", "allowed", backend).indices
     return TopK(accumulated.gather(1, best), tokens.flatten(1).gather(1, best), rows.logsumexp)
 
@@ -181,11 +181,11 @@ def row(
 
 
 class Gathered(NamedTuple):
-    """The states of all processes, and what the merge of them takes besides."""
+    """The states of all processes, and what else their merge needs."""
 
     parts: Parts
     temperatures: tuple[float, Tensor | None]
-    tails: Tensor | None  # what each process had travel along (processes, *its shape)
+    tails: Tensor | None  # (processes, *shape), the tensor that each process sent along
     vocab_size: int | None  # of the whole vocabulary; None: not known on the host, but no less than k
 
 
@@ -201,9 +201,12 @@ def gather_states(
     tail: Tensor | None = None,
     others: tuple[Any, ...] = (),
 ) -> Gathered:
-    """Exchanges the states of this process's columns. of_row: rows that share k; None where k may exceed what there is. tail: a
-    tensor to exchange along with them, of one shape and dtype on all processes. others: plain values that must be the same on
-    all, too."""
+    """Exchanges the states of the processes' columns.
+
+    of_row: the number of rows that k is chosen from, one or the beams; None where k may exceed the vocabulary. tail: a tensor to
+    exchange along with the states, of one shape and dtype on all processes. others: plain values that must be the same on all
+    processes, too.
+    """
     group = group_of(group)
     check_k(k, 2**31 - 1, "what an exchange takes")
     check_backend(backend)
@@ -235,8 +238,8 @@ def gather_states(
 def exchange_state(
     state: TopK, length: int, normalize: str, group: Any, tail: Tensor | None
 ) -> tuple[Parts, Tensor | None]:
-    """Exchanges a state that has been made, of so many tokens, and a tail as for gather_states(). state: the logits (..., k),
-    the tokens from the process's first one on, and (m, d) (2, ...)."""
+    """Exchanges a given state of `length` tokens, and a tail as for gather_states(). state: the logits (..., k), their tokens,
+    counted from the process's first one, and (m, d) (2, ...)."""
     *leading, k = state.indices.shape
     dtype = state.values.dtype
     packing = Packing(tuple(leading), k, dtype, 0 if tail is None else tail.nbytes)
@@ -247,10 +250,10 @@ def exchange_state(
 
 
 def _beside(tail: Tensor | None, others: tuple[Any, ...] = ()) -> tuple[Any, ...] | None:
-    """What the header says of the tail, and of what goes with it."""
+    """The values that the header compares of a tail and of `others`. None: there is no tail."""
     if tail is None:
         return None
-    # Elsewhere nobody looks at it in each call, and a header that the device does not have yet would be copied to it.
+    # A GPU's header is not read in each call, and a header with new values would have to be copied to the GPU.
     is_read = tail.device.type == "cpu" and not is_traced()
     return (tuple(tail.shape), str(tail.dtype), *others) if is_read else ()
 
@@ -261,8 +264,9 @@ def _tails(everywhere: Tensor, packing: Packing, tail: Tensor) -> Tensor:
 
 
 def _vocab_size(everywhere: Tensor, k: int, length: int, of_row: int | None = 1) -> int | None:
-    """See :class:`Gathered`. Checks what the processes say where it looks at it."""
-    # A GPU is waited for only where k may exceed the vocabulary. torch.compile does not trace the question about a capture.
+    """The vocab_size of :class:`Gathered`. Where it reads the headers of the processes, it also compares them."""
+    # Reading headers waits for a GPU, so it is done only where k may exceed the vocabulary. is_traced() is asked first, because
+    # torch.compile does not trace the question about a capture.
     if is_traced() or (everywhere.device.type != "cpu" and (k <= length or torch.cuda.is_current_stream_capturing())):
         return None
     said = headers(everywhere)
@@ -290,7 +294,7 @@ def _state(rows: LogitRows, k: int, held: int, normalize: str, backend: str | No
 
 
 def padded(state: TopK, k: int) -> TopK:
-    """The state with k entries a row. What is missing has no token."""
+    """The state with k entries a row. Entries that are missing have the logit -inf and no token."""
     best, indices, normalizer = state
     pad = torch.nn.functional.pad
     missing = (0, k - best.shape[-1])

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """LM heads of which each process has some rows of the weight: pieces of the product within a process, then one collective.
 
-With p the softmax of a whole row, the gradient of a process's columns needs of the others only the row's m and d, which all have
-from the forward pass. That of the hidden states is a sum over all columns, so the backward pass sums it over the processes.
+With p the softmax of a whole row, the gradient of a process's columns needs only the m and d of the whole row, which every process
+has from the forward pass. The gradient of the hidden states is a sum over all columns, so the backward pass sums it over the
+processes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def linear_softmax_topk(
     start: int | None = None,
     backend: str | None = None,
 ) -> TopK | TargetTopK:
-    """The k largest probabilities of an LM head whose rows the processes of the group have between them, the same on every one.
+    """The k largest probabilities of an LM head whose rows are spread over the processes of a group, the same on every process.
 
     >>> linear_softmax_topk(hidden, local_weight, k=8).indices  # doctest: +SKIP
 
@@ -57,19 +58,19 @@ def linear_softmax_topk(
         local_weight: shape (V_local, H), this process's rows of the weight, such as `weight.to_local()` of a DTensor that is
             sharded over its first dimension. Processes may have different numbers of rows, also none.
         k: the number of results per row, 1 <= k <= V, the sum of all V_local.
-        local_bias: shape (V_local,), or None, on all processes alike.
+        local_bias: shape (V_local,), this process's part of the bias. None on all processes, or on none.
         group: the process group; None: all processes.
         temperature: a positive number, or a tensor with one number per row, the same on all processes.
         mask: the tokens of this process that may be chosen, as for logits of shape (..., V_local).
         normalize: "allowed", "all" or "topk".
-        targets: int64 (...) or (..., n), tokens of the whole vocabulary, the same on all processes. Negative ones stand for no
-            target. None for none.
+        targets: int64 (...) or (..., n), tokens of the whole vocabulary, the same on all processes. A negative number
+            stands for no target. None: no targets.
         start: the token of this process's first row; needed where there are targets.
         backend: None, "cuda", "cpu" or "reference".
 
     Returns:
         TopK, or with targets TargetTopK, as :func:`fused_topk.linear_softmax_topk` returns them for the whole weight. But
-        target_ranks is None: to count what comes before a target each process would have to know its logit ahead, which takes
+        target_ranks is None: to count the tokens before a target, each process would need the target's logit ahead, which takes
         a collective of its own.
 
     Raises:
@@ -103,7 +104,7 @@ def linear_log_softmax_topk(
     start: int | None = None,
     backend: str | None = None,
 ) -> TopK | TargetTopK:
-    """The k largest log-probabilities of an LM head whose rows the processes of the group have between them.
+    """The k largest log-probabilities of an LM head whose rows are spread over the processes of a group.
 
     >>> linear_log_softmax_topk(hidden, local_weight, k=8).indices  # doctest: +SKIP
 
@@ -126,7 +127,7 @@ def linear_topk(
     start: int | None = None,
     backend: str | None = None,
 ) -> TopK | TargetTopK:
-    """The k largest logits themselves of an LM head whose rows the processes of the group have between them.
+    """The k largest logits themselves of an LM head whose rows are spread over the processes of a group.
 
     >>> linear_topk(hidden, local_weight, k=8).indices  # doctest: +SKIP
 
@@ -258,7 +259,7 @@ class _Head(torch.autograd.Function):
             run: Any = _linear_topk_backward if need_dispatcher(hidden, weight, bias) else linear.linear_topk_backward
             found = run(*head, own, state, chosen, of_targets, grad_normalizer, backend, wanted)
         else:
-            # Contiguous, as the gradients of the other processes are: a sum over processes goes by places in memory.
+            # Contiguous, as the gradients of the other processes are: a sum over processes adds elements by their places in memory.
             found = tuple(
                 None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format)
                 for x in (hidden, weight, bias)

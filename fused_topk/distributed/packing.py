@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The buffer that each process sends: a header, then every row's m, every row's d, then every row's tokens, then their logits.
 
-A caller may have something of its own travel along, at the end. Each piece is contiguous, so the kernels write a process's state into its buffer, and read the others' where the collective
-leaves them.
+A caller may add bytes of its own at the end: the tail. Each piece is contiguous. So the kernels write a process's state directly into
+its buffer, and read the states of the other processes where the collective leaves them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Header(NamedTuple):
     def of(
         length: int, k: int, rows: int, dtype: torch.dtype, normalize: str, others: tuple[Any, ...] | None = None
     ) -> Header:
-        """others: plain values that must be the same everywhere, too; None where nothing travels along."""
+        """others: plain values that must be the same everywhere, too; None where there is no tail."""
         number = 0 if others is None else 1
         if others:
             number += zlib.crc32(repr(others).encode()) % _OTHERS
@@ -133,7 +133,7 @@ def headers_of(buffers: Tensor) -> Tensor:
 
 def header_words(header: Header, beside: Tensor) -> Tensor:
     """The header as the first words of a buffer. beside: a tensor of the call, on the same device."""
-    # What stands for a tensor in traced code, or in a mode of fake tensors, is not to be kept.
+    # A traced or fake tensor must not be kept for later calls.
     make = _kept_words if type(beside) is Tensor and not is_traced() else _words
     return make(header, beside.device)
 
@@ -144,7 +144,7 @@ def _words(header: Header, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _kept_words(header: Header, device: torch.device) -> Tensor:
-    # Kept, so that a call, which a CUDA graph may capture, copies nothing from the host.
+    # Kept for later calls: a CUDA graph may capture them, and then nothing may be copied from the host.
     with torch.inference_mode(False):
         return _words(header, device)
 

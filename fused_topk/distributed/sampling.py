@@ -29,9 +29,9 @@ from ..rows import LogitRows
 from .collective import group_of
 from .draws import Columns, Exchanged, Names, Parameters, Wanted, from_all
 
-# Of a list that no top_k bounds.
+# The length of a list that no top_k bounds.
 _WINDOW = 1024
-# Room for tokens that tie with the k-th.
+# The least room of a list for tokens that tie with the k-th.
 _ROOM_FOR_TIES = 64
 
 
@@ -61,7 +61,7 @@ def sample(
     Args:
         local_logits: shape (..., V_local), this process's columns, as for :func:`softmax_topk`.
         group: the process group; None: all processes.
-        temperature: this and all that follow are as for :func:`fused_topk.sample`.
+        temperature: this and all following arguments are those of :func:`fused_topk.sample`.
         top_k: how many of the best tokens may be drawn; 0 or -1 for all.
         top_p: the share of the probability that may be drawn.
         min_p: the least probability, relative to the best token's.
@@ -85,11 +85,11 @@ def sample(
     Contract:
         The tokens are those of the unsharded call, unless a draw's uniform number is within 2^-19 of a border between two
         tokens. On all processes of a group of like machines they are equal.
-        Without top_k, top_p and min_p there are two small collectives. With one of them there is one, of at most 1024 candidates
-        a row, or k + max(64, k / 4) with top_k as a number. More tokens than that may be kept, as top_p and min_p may keep the
-        whole vocabulary. Then the logits are gathered in two more collectives, as they are at once with top_k above 1638.
-        On a CPU a call of more bytes than the one before it has one more, as for :func:`softmax_topk`.
-        With top_k, top_p or min_p a call waits for the device. Not for torch.compile and CUDA graphs.
+        Without top_k, top_p and min_p there are two small collectives. With any of them there is one, which moves at most 1024
+        candidates a row, or k + max(64, k / 4) if top_k is a number. If more tokens than that are kept, as top_p and min_p may
+        do, one more collective gathers the logits. With top_k above 1638 it always does.
+        On a CPU a call of more bytes than the one before it has one more collective, as for :func:`softmax_topk`.
+        With top_k, top_p or min_p a call waits for the device. It does not serve torch.compile and CUDA graphs.
     """
     group = group_of(group)
     check_logits(local_logits)
@@ -102,7 +102,7 @@ def sample(
     of_rows.check_flags(truncated_log_probs=truncated_log_probs, kept=kept)
     parameters = _checked(local_logits, temperature, top_k, top_p, min_p)
     allowed = check_mask(mask, local_logits)
-    # Named alike on all processes, or to be told by the first.
+    # With a seed the names are the same on all processes. Without one, those of the first process are taken.
     names = of_rows.names_of(seed, counter, generator, local_logits)
     logits = local_logits.detach().reshape(rows, length_here)
     if allowed is not None:
@@ -122,7 +122,7 @@ def sample(
     elif length is not None:
         drawn = found.of_lists(parameters, wanted)
     if drawn is None:
-        # A seed of all rows is told apart by the rows' numbers, which the unsharded call has, too.
+        # Passed as the user gives it: with one seed for all rows, a row's number is part of its random numbers' names.
         seeds: dict[str, Any] = {"seed": found.names.seed.squeeze(1), "counter": found.names.counter.squeeze(1)}
         if seed is not None and not isinstance(seed, Tensor):
             seeds["seed"] = seed

@@ -76,12 +76,12 @@ def linear_softmax_topk(
         weight: shape (V, H), the dtype and the device of `hidden`, any strides: that of `torch.nn.Linear`.
         k: the number of results per row, 1 <= k <= V.
         bias: shape (V,), the dtype and the device of `hidden`, or None.
-        temperature: divides the logits. A positive number, or a tensor with one number per row. This and the next two are as
-            for :func:`softmax_topk`, of the logits with shape (..., V) that the head gives.
+        temperature: divides the logits. A positive number, or a tensor with one number per row. This and the next two
+            arguments are those of :func:`softmax_topk`, for the head's logits of shape (..., V).
         mask: the tokens that may be chosen, bool or packed int32.
         normalize: "allowed", "all" or "topk".
-        targets: int64 (...), a token for each row; or (..., n), n tokens for each, as a teacher's best ones. Negative ones
-            (such as -100) stand for no target. None for none.
+        targets: int64 (...), one token for each row; or (..., n), n tokens for each row, such as a teacher's best ones. A
+            negative number, such as -100, stands for no target. None: no targets.
         backend: None, "cuda", "cpu" or "reference".
 
     Returns:
@@ -103,8 +103,8 @@ def linear_softmax_topk(
         of rows, and logits that are nearly equal may change places.
         Order, ties, special values: those of :func:`softmax_topk`, for these logits.
         Memory: at most 64 MB beyond the result, whatever the rows and the vocabulary; in the backward pass, too.
-        Targets: their log-probabilities are relative to the allowed tokens, or with normalize="all" to all. One that is not
-        allowed has -inf. A rank is 1 + the number of allowed tokens that come before the target. Where the logits do not fit
+        Targets: their log-probabilities are relative to the allowed tokens, or with normalize="all" to all tokens. A target that
+        is not allowed has -inf. A rank is 1 + the number of allowed tokens that come before the target. Where the logits do not fit
         into one piece, a token whose logit differs from the target's by no more than the rounding of their sums may be
         counted either way. In a row with NaN ranks mean nothing. Targets of V or more raise on the CPU, and must not occur on
         a GPU.
@@ -268,7 +268,7 @@ def _linear(
     check_normalize(normalize)
     check_backend(backend)
     rows = LogitRows(hidden)
-    # A call that asks for no more skips what the checks need: it may be of one row, beside which they are not short.
+    # Without these arguments their checks are skipped, because they take a good part of the time of a call of one row.
     logits = hidden
     if temperature is not None or mask is not None or targets is not None:
         logits = logits_of_head(hidden, weight)

@@ -46,8 +46,8 @@ def linear_sample(
         hidden: shape (..., H), float32, float16, bfloat16 or float64, any strides, any device.
         weight: shape (V, H), the dtype and the device of `hidden`, any strides: that of `torch.nn.Linear`.
         bias: shape (V,), likewise, or None.
-        temperature: divides the logits; 0 takes the best token. This and the next three are one number, or a tensor with
-            one number a row.
+        temperature: divides the logits; 0 takes the best token. This and the next three arguments are one number, or a
+            tensor with one number a row.
         top_k: keeps the k most likely tokens, and all that tie with the k-th. 0 or -1 keeps all.
         top_p: keeps the fewest of the most likely tokens whose probabilities sum to at least `top_p`. 1 keeps all.
         min_p: keeps the tokens whose probability is at least `min_p` times that of the most likely one. 0 keeps all.
@@ -74,10 +74,10 @@ def linear_sample(
         Logits: summed in float32 (float64 for float64), with the bias, and rounded to the dtype of `hidden`, as a linear layer
         gives them. The order of the sums is the library's: they may differ in the last place with the number of rows.
         Random numbers, tokens, ties, special rows: those of :func:`sample` for these logits. The random numbers are the same bit
-        for bit. The token may be another one where a logit is rounded otherwise, and the number is that near to a border
-        between two tokens, or a token that near to the border of what is kept.
-        Memory: at most 64 MB beyond the result, or what one row takes where V is in the millions. Where all rows' logits need
-        more, blocks of rows follow each other, and each reads the weight.
+        for bit. The token may differ only where the rounding of a logit decides it: where the random number is that near to a
+        border between two tokens, or a token that near to the border of what is kept.
+        Memory: at most 64 MB beyond the result, or what one row takes where V is in the millions. If the logits of all rows need
+        more, the call takes the rows in blocks, one after another. Each block reads the weight.
         Does not wait for the device, whatever is kept. Can be captured in a CUDA graph and compiled with fullgraph=True.
         torch.autocast: as for :func:`linear_softmax_topk`.
         Deterministic as the library's product is. Not differentiable.

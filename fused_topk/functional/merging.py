@@ -68,7 +68,7 @@ def topk_state(
         bit for bit. The logits, m and d are differentiable.
     """
     rows = check_rows(logits, temperature, mask, lengths)
-    # Any k suits a part that is shorter.
+    # A part that is shorter than k keeps all its tokens.
     check_k(k, 2**63 - 1)
     k = min(k, logits.shape[-1])
     check_start(start)
@@ -108,7 +108,8 @@ def merge_states(
     Contract:
         Candidates and their order are exact: the greater logit first, equal ones by smaller index, whatever the order of the
         parts and however merges are nested. d is summed in the order of the parts; other orders differ by rounding.
-        A part in which nothing is allowed changes nothing but which -inf entries fill up missing candidates.
+        A part in which nothing is allowed changes no finite candidate, and neither m nor d. It may change which entries of
+        -inf fill up the list.
         Differentiable with respect to the parts' logits, m and d.
     """
     best, indices, normalizer = _merge(parts, k, temperature, "state", "allowed", backend)
@@ -136,8 +137,8 @@ def merge_topk(
             its tokens.
         values: "softmax", "log_softmax" or "logits", as :func:`softmax_topk`, :func:`log_softmax_topk` and :func:`topk`.
         temperature: the one that the states were made with: a positive number, or a tensor with one number per row.
-        normalize: the one that the states were made with. "allowed" and "all" differ in the states alone. "topk": the values
-            are relative to the k chosen.
+        normalize: the one that the states were made with. "topk": the values are relative to the k chosen. "allowed" and "all"
+            make no difference here: the states have it.
         backend: None, "cuda", "cpu" or "reference".
 
     Returns:
@@ -189,7 +190,7 @@ def _merge(
 
 
 def _check_part(name: str, part: Any, first: TopKState) -> None:
-    """Checks a state by itself, and that it fits to the first one of the parts."""
+    """Checks a state, and that it fits the state of the first part."""
     if not isinstance(part, TopKState):
         raise TypeError(f"`{name}` must be a TopKState, got {type(part).__name__}; make it with topk_state()")
     logits, indices, *normalizer = part

@@ -71,7 +71,7 @@ def router_topk(
         bias: shape (E,), added to the scores for the choice alone. float32 (float64 for float64 logits); others are converted.
         groups: the number of groups of adjacent experts, all of one size.
         topk_groups: how many groups are kept, before experts are chosen from these. They must have at least k experts.
-        group_score: what groups are kept by: "top2", the sum of their two best experts' score + bias, or "max", that of the best.
+        group_score: the score of a group: "top2", the sum of its two best experts' score + bias; or "max", its best expert's.
         normalize: whether the weights are divided by their sum + 1e-20.
         scale: multiplies the weights, at the end.
         mask: the experts that may be chosen, bool or packed int32 as for :func:`softmax_topk`: others count as logits of -inf.
@@ -160,7 +160,7 @@ def router_topk(
 
 
 def _is_plain(bias: Any, logits: Tensor) -> bool:
-    """Whether a plan can read it."""
+    """Whether a plan can read the bias in place."""
     return (
         type(bias) in _BIASES
         and bias.dtype is result_dtype(logits.dtype)
@@ -176,6 +176,6 @@ def _may_be_plain(out: Any) -> bool:
 
 
 def _index_dtype_of(out: Any) -> Any:
-    """That of the experts to write, int64 where check_out() refuses them anyway."""
+    """The dtype of the experts in `out`. int64 if they have none that check_out() takes."""
     dtype = getattr(out[-1], "dtype", None) if isinstance(out, (tuple, list)) and out else None
     return dtype if dtype in INDEX_DTYPES else torch.int64

@@ -103,10 +103,10 @@ def softmax_topk(
             is not read. The values of a CPU tensor are checked; those of a CUDA tensor are clamped.
         normalize: the tokens whose probabilities sum to 1. "allowed": the allowed tokens. "all": the whole row, up to its
             length, as if the mask came after softmax. "topk": the k chosen tokens.
-        targets: int64, a token for each row, of the shape of `logits` without `dim`; or n tokens for each, of the shape of
-            `logits` with n along `dim`. Negative ones (such as -100) stand for no target. None for none.
-        target_ties: which tokens of a target's logit its rank counts. "index": those up to the target, so that a rank is a
-            place in the order below. "last": all, as inference engines count.
+        targets: int64. One token for each row has the shape of `logits` without `dim`; n tokens for each row have the shape of
+            `logits` with n along `dim`. A negative number, such as -100, stands for no target. None: no targets.
+        target_ties: which of the tokens that tie with a target count in its rank. "index": those up to the target's own index.
+            The rank is then the target's place in the order below. "last": all of them, as inference engines count.
         backend: None picks the fastest backend that works, and falls back to torch operations. "cuda", "cpu" (native)
             and "reference" (torch operations) name one; if it does not work, the call raises.
         out: (values, indices, logsumexp) to write into instead of new tensors. They may have any strides, and may be
@@ -132,11 +132,12 @@ def softmax_topk(
         A row with NaN has NaN values and a NaN logsumexp. Another row with +inf has NaN values and the logsumexp +inf.
         A row of only -inf, or with no allowed token, has NaN values, the logsumexp -inf and the indices 0 ... k - 1.
         Deterministic: the same row gives the same bits in every call and in every batch.
-        Targets: their log-probabilities are relative to the allowed tokens, or with normalize="all" to all; they are formed as
-        the difference to the best token's. One that is not allowed has -inf, and its rank is that of a logit of -inf. A rank
-        is the number of tokens whose logit is greater than the target's, or equal and counted by `target_ties`; NaN is
-        greater than all. Ranks read the row once more, mostly from the cache; so do log-probabilities where the values are none,
-        or relative to the k chosen. Targets of V or more raise on the CPU, and must not occur on a GPU.
+        Targets: their log-probabilities are relative to the allowed tokens, or with normalize="all" to all tokens. Each is
+        computed as a difference to the best token's. A target that is not allowed has the log-probability -inf, and the rank of
+        a logit of -inf. A rank is the number of tokens whose logit is greater than the target's, and of the equal ones that
+        `target_ties` counts; NaN is greater than all. Ranks need one more read of the row, mostly from the cache. So do
+        log-probabilities of targets, except in :func:`log_softmax_topk` without normalize="topk". Targets of V or more raise on
+        the CPU, and must not occur on a GPU.
         A call does not wait for the device, except the first call of a kernel on a GPU, which compiles and loads it.
         :func:`warm_up` does that ahead. Can be captured in a CUDA graph and compiled with fullgraph=True.
         Values, logsumexp and target_logprobs are differentiable with respect to the logits.
@@ -338,7 +339,7 @@ def _row(
     if moved:
         logits, mask = logits.movedim(dim, -1), vocabulary_last(mask, dim, dims)
         if isinstance(targets, Tensor) and targets.dim() == dims:
-            # Several of a row lie along the same dimension.
+            # Several targets of a row lie along the vocabulary's dimension.
             targets = targets.movedim(dim, -1)
     rows = check_rows(logits, temperature, mask, lengths)
     check_k(k, logits.shape[-1])

@@ -32,13 +32,13 @@ from ..row_arguments import check_row_numbers, check_rows
 from ..rows import Like, LogitRows
 
 _sample = torch.ops.fused_topk.sample.default
-# What all rows have, or what each has.
+# A parameter as (the number of all rows, None), or (a number that is not used, the number of each row).
 _Of = tuple[Any, Tensor | None]
-# Each filter in this form.
+# top_k, top_p and min_p in this form.
 _Filters = tuple[Any, Tensor | None, Any, Tensor | None, Any, Tensor | None]
 _SEEDS = (-(2**63), 2**63 - 1)
 _MOST_SAMPLES = 2**31 - 1
-# Of num_samples, logprobs, truncated_log_probs, kept and backend: what can be the key of a plan.
+# The types of num_samples, logprobs, truncated_log_probs, kept and backend that can be in the key of a plan.
 _PLANNED_REQUESTS = (int, bool, str, type(None))
 
 
@@ -68,8 +68,8 @@ def sample(
 
     Args:
         logits: shape (..., V), float32, float16, bfloat16 or float64, any strides, any device.
-        temperature: divides the logits; 0 takes the best token. This and the next three are one number, or a tensor with
-            one number a row, broadcastable to the shape of `logits` without the vocabulary. The values of a CPU tensor
+        temperature: divides the logits; 0 takes the best token. This and the next three arguments are one number, or a
+            tensor with one number a row, broadcastable to the shape of `logits` without the vocabulary. The values of a CPU tensor
             are checked, those of a CUDA tensor are not.
         top_k: keeps the k most likely tokens, and all that tie with the k-th. 0, -1, or more than V, keeps all.
         top_p: keeps the fewest of the most likely tokens whose probabilities sum to at least `top_p`, and at least one.
@@ -78,13 +78,14 @@ def sample(
         mask: the tokens that may be drawn, as for :func:`softmax_topk`: a token that is not allowed counts as -inf.
         lengths: how many of a row's first tokens there are, as for :func:`softmax_topk`: the others count as -inf, and are
             not read.
-        seed: names the random numbers, instead of a generator. An int64 tensor, broadcastable as `temperature`, is the
-            seed of each row: a row then draws the same wherever it stands in whatever batch. One int is for all rows, and
-            a row's number in the batch tells its draws from those of the others.
-        counter: int, or an int64 tensor with one a row: which draw of its seed it is. A request that counts its tokens
-            gets new random numbers for each, and the same ones when it is repeated.
-        generator: names the random numbers where there is no `seed`: it is advanced on its device, as by torch's own
-            samplers, once a call. None: torch's default generator of the device. In a CUDA graph, register it.
+        seed: names the random numbers, instead of a generator. An int64 tensor, broadcastable as `temperature`, has a seed for
+            each row: a row then draws the same tokens in any batch, and at any place in it. An int is the seed of all rows:
+            each row draws random numbers of its own, named by its place in the batch, too.
+        counter: the number of the draw among those of the same seed: an int, or an int64 tensor with one number a row. A
+            request that passes the number of its tokens so far gets new random numbers for each token, and the same ones if
+            it is repeated.
+        generator: names the random numbers where there is no `seed`. A call advances it once, on its device, as torch's own
+            samplers do. None: torch's default generator of the device. A CUDA graph needs it registered.
         num_samples: independent draws from each row; a token may come more than once.
         logprobs: how many of the row's best tokens to return as well; 0 for none.
         truncated_log_probs: whether log_probs are those of the distribution that was drawn from (after temperature,
@@ -107,21 +108,22 @@ def sample(
     Contract:
         A draw takes one uniform number u, of 52 bits, never 0 and never 1. It is Philox4x32-10 of (seed; counter, sample,
         row's number or 0), bit for bit the same on every backend. The token is the first by index at which the sum of the
-        kept tokens' probabilities exceeds u. Backends sum in other orders: so they draw the same token unless u is within
-        2^-19 of a border between two tokens, and keep the same tokens unless one is as near to the border of top-p.
+        kept tokens' probabilities exceeds u. Backends sum in different orders. So they draw the same token unless u is within
+        2^-19 of a border between two tokens, and keep the same tokens unless a token is that near to the border of top-p.
         A token that is not kept, not allowed, or beyond the row's length is never drawn.
-        `kept` does not count logits of -inf, and counts equal tokens at the border of top-p as they are kept. Tokens of less than
-        2^-44 of the best one's probability (2^-30 in the longest rows) may be left out of it, and of the draw. For temperature
-        0 it has one token, with its logit as the logsumexp; for a row without a distribution none, with NaN.
-        A rank is the number of tokens whose logit is at least the drawn token's, of all that are allowed and within the length,
-        whatever top-k, top-p and min-p keep: 1 for the best, and all that tie with a token count, as inference engines count.
-        Ranks read the row once more.
-        A row is read once where a list of its best tokens has all that is kept. Otherwise it is read as a rule once more for
-        min-p, and once or twice more for top-p. Rows with many ties, and rows made for it, may take more: one or two
-        reads at least halve the range, of at most 2^32 logits, in which the border is searched.
-        A row without a distribution, with NaN, with +inf, of only -inf, or with nothing allowed, gives the first token in
-        the order of :func:`softmax_topk`, and NaN log-probabilities. So does a temperature on a GPU that is negative or
-        NaN, with truncated log-probabilities of NaN. Temperature 0 gives the same token, with 0 as its truncated
+        `kept` does not count logits of -inf. Of equal tokens at the border of top-p it counts those that are kept. Tokens with
+        less than 2^-44 of the best token's probability (2^-30 in the longest rows) may be missing from it, and from the draw.
+        For temperature 0 the count is 1, and the logsumexp is the best logit. For a row without a distribution the count is 0,
+        and the logsumexp NaN.
+        A rank is the number of tokens whose logit is at least the drawn token's. It counts all tokens that are allowed and within
+        the length, whatever top-k, top-p and min-p keep. So all tokens that tie count, as in inference engines. Ranks need one
+        more read of the row.
+        A row is read once if a list of its best tokens holds all that is kept. Otherwise it is mostly read once more for min-p,
+        and once or twice more for top-p. Rows with many ties, and rows made to be slow, may need more reads: the border is
+        searched in a range of at most 2^32 logits, which every one or two reads at least halve.
+        A row has no distribution if it has a NaN or a +inf, only -inf, or no allowed token. It gives the first token in the order
+        of :func:`softmax_topk`, and NaN log-probabilities. A row on a GPU whose temperature is negative or NaN gives that token,
+        too, and truncated log-probabilities of NaN. Temperature 0 gives the same token, with 0 as its truncated
         log-probability. Tokens are always in range.
         Deterministic. A call does not wait for the device, and can be captured in a CUDA graph. Not differentiable:
         for a gradient, gather the tokens from a log_softmax.
@@ -169,8 +171,8 @@ def check_parameters(
     kept: Any,
     backend: Any,
 ) -> tuple[LogitRows, _Filters]:
-    """The rows, and the fields top_k to row_min_p of :class:`SampleProblem`, of arguments that are checked. The logits may be a
-    meta tensor, in place of one on a device of that type."""
+    """Checks the arguments. Returns the rows, and the fields top_k to row_min_p of :class:`SampleProblem`. The logits may be a meta
+    tensor, in place of one on a device of that type."""
     temperature, top_k, top_p, min_p = numbers
     floating = torch.float32 if device_type in ("mps", "xpu") else torch.float64
     rows = check_rows(logits, temperature, mask, lengths, dtype_of_draws=floating)
@@ -199,14 +201,14 @@ def check_flags(**flags: Any) -> None:
 
 
 class _Plan(NamedTuple):
-    """What is known of a call whose parameters are numbers, before there are tensors."""
+    """All of a call whose parameters are numbers, except its seeds and tensors."""
 
     rows: LogitRows
     filters: _Filters
     prepared: SamplePlan
 
 
-# With the types: top_k=2.0 is an error, though 2.0 == 2.
+# Typed, because top_k=2.0 is an error, though 2.0 == 2.
 @functools.lru_cache(maxsize=4096, typed=True)
 def _plan(
     device: torch.device,
@@ -321,13 +323,13 @@ def names_of(
 
 def random_names(rows: int, device: torch.device, generator: torch.Generator | None) -> tuple[_Of, _Of]:
     """Seeds and counters of that many rows from a generator, or the device's default one, each as (of all, of each). A name has
-    126 random bits: no two of all rows that are ever drawn have the same."""
+    126 random bits, too many for two rows ever to get the same name by chance."""
     names = torch.randint(0, 2**63 - 1, (2, rows), dtype=torch.int64, device=device, generator=generator)
     return (0, names[0]), (0, names[1])
 
 
 def from_operator(tensors: Sequence[Tensor], logprobs: int, kept: bool) -> Sample:
-    """What an operator that draws has returned."""
+    """The result of an operator that draws, from the tensors that it returns."""
     tokens, log_probs, values, indices, logsumexp, *of_kept = tensors
     topk = TopK(values, indices, logsumexp) if logprobs else None
     return Sample(tokens, log_probs, topk, Kept(*of_kept) if kept else None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets: given tokens of a row, beside its k best. Their log-probabilities and ranks."""
+"""Log-probabilities and ranks of targets: tokens that the caller names, beside a row's k best."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIES = ("index", "last")
 
 
 def check_row_targets(targets: Any, target_ties: Any, logits: Tensor, out: Any) -> None:
-    """The vocabulary of the logits is last, and so are several targets of a row."""
+    """Checks targets, and the arguments that go with them. Several targets of a row lie along the last dimension."""
     check_choice("target_ties", target_ties, _TIES)
     if out is not None:
         raise ValueError("`out` must be None where `targets` are given, got both; leave one out")
@@ -25,7 +25,8 @@ def check_row_targets(targets: Any, target_ties: Any, logits: Tensor, out: Any) 
 
 
 def check_targets(targets: Any, logits: Tensor, is_part: bool = False) -> None:
-    """Of one a row, or several in a last dimension of their own. is_part: whether `logits` are a part of the vocabulary."""
+    """Checks one target a row, or several in a last dimension. is_part: whether `logits` have only a part of the vocabulary, which
+    targets may lie outside of."""
     check_tensor("targets", targets)
     if targets.dtype != torch.int64:
         raise TypeError(f"`targets` must be int64, got {targets.dtype}; use .long()")
@@ -51,12 +52,14 @@ def check_targets(targets: Any, logits: Tensor, is_part: bool = False) -> None:
 def of_targets(
     rows: LogitRows, targets: Tensor, best: TopK, values: str, normalize: str, target_ties: str, backend: str | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-probabilities of targets (...), and their ranks; or those of (..., n), and None. best: the k best of the rows,
-    with such values."""
+    """The log-probabilities and the ranks of targets (...). For targets (..., n) the ranks are None.
+
+    best: the k best of the rows, with these `values` and this `normalize`.
+    """
     has_ranks = targets.dim() < rows.logits.dim()
     tokens = targets.unsqueeze(-1) if has_ranks else targets
     if values != "log_softmax" or normalize == "topk":
-        # What the targets are compared with.
+        # The log-probability of the best token, from which those of the targets are computed.
         best = calls.row_topk(rows, 1, "log_softmax", "all" if normalize == "all" else "allowed", backend)
     logprobs = _logprobs(rows, tokens, best.values[..., :1], best.indices[..., :1])
     if not has_ranks:
@@ -67,10 +70,10 @@ def of_targets(
 
 def _logprobs(rows: LogitRows, targets: Tensor, first: Tensor, index: Tensor) -> Tensor:
     """index, first: the best token, and its log-probability, NaN in a row without probabilities."""
-    # As the difference to the best token: a common offset of the logits costs no digits.
+    # Computed as a difference to the best token, so a common offset of the logits costs no digits.
     tokens = targets.clamp(0, rows.logits.shape[-1] - 1)
     best = rows.logits.gather(-1, index).to(first.dtype)
-    # Of a row whose best is -inf, no token has more.
+    # -inf - -inf would be NaN. A row whose best logit is -inf has no greater one.
     best = best.where(best != -torch.inf, 0.0)
     logprobs = first + (rows.logits.gather(-1, tokens).to(first.dtype) - best) / rows.scale
     counted = rows.counted_at(tokens)

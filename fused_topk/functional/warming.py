@@ -51,10 +51,10 @@ def warm_up(
     Args:
         shapes: one or several shapes of logits, as the functions take them, such as (rows, V). The kernels serve logits
             of these shapes that are contiguous or whose rows begin at multiples of 16 bytes.
-        k: one or several k; not needed for full rows and routers. For sample() the `top_k` of the calls that have one number for it;
-            calls with a tensor, or without top-k, are served in any case.
-        functions: the names of one or several of the package's functions. Those of fused_topk.distributed need "topk_state"
-            of a process's columns, and "merge_topk".
+        k: one or several k; not needed for full rows and routers. For sample() it is the `top_k` of the calls whose
+            `top_k` is one number; calls with a tensor, or without top-k, are prepared in any case.
+        functions: the names of one or several of the package's functions. For those of fused_topk.distributed name "topk_state",
+            with the shapes of a process's columns, and "merge_topk". The functions of LM heads cannot be prepared.
         dtypes: one or several dtypes of the logits.
         masked: whether to prepare calls with a mask too.
         ragged: whether to prepare calls with lengths too. Those with a mask and lengths have the kernels of those with a mask.
@@ -91,7 +91,7 @@ def warm_up(
 
 
 class _Calls(NamedTuple):
-    """What is known of all calls."""
+    """The calls to prepare: all but their functions, shapes and dtypes."""
 
     ks: list[int]
     masked: bool
@@ -129,7 +129,7 @@ class _Calls(NamedTuple):
             raise ValueError(f"`k` must be given for {name}, got none; pass the k of the calls")
         scores = torch.empty(shape[:-1], device="meta") if has_beams else None
         for k, read in product(self.ks, self._rows(shape, dtype)):
-            # A state keeps what there is.
+            # The state of a row that is shorter than k keeps all its tokens.
             k = min(k, shape[-1]) if name == "topk_state" else k
             check_k(k, shape[-1] * (shape[1] if has_beams else 1))
             if 0 not in shape and backends.pick(self.gpu, dtype, k, None) is cuda:
@@ -146,7 +146,8 @@ class _Calls(NamedTuple):
     def kernels_of_targets(
         self, names: list[str], shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]
     ) -> Iterator[str]:
-        """The kernel that counts ranks, and what calls look for whose values are no log-probabilities of the row."""
+        """The kernel that counts ranks. For calls whose values are no log-probabilities of the row, the kernel that finds the best
+        token's, too."""
         for dtype in dtypes:
             if backends.pick(self.gpu, dtype, 1, None) is cuda:
                 yield launch.rank_kernel(dtype)
@@ -156,7 +157,7 @@ class _Calls(NamedTuple):
                 yield from over.kernels("log_softmax_topk", shape, dtype)
 
     def _rows(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[LogitRows]:
-        """Rows of that shape, without memory: plain ones, and those that calls may give besides."""
+        """Rows of that shape, without memory: plain rows, and those with a mask or with lengths that calls may have."""
         rows = [LogitRows(torch.empty(shape, dtype=dtype, device="meta"))]
         if self.masked:
             rows.append(rows[0]._replace(mask=torch.empty(shape, dtype=torch.bool, device="meta")))

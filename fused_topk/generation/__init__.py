@@ -16,26 +16,26 @@ A call goes down through these, and none of them calls one above it:
     entrance, hooks     how a user asks, and what a model carries so that its calls are seen
     ways                which way a call runs: in whole steps, or in transformers' loop
     whole_step/         loops of our own: beams share their prompt, and a step can be compiled and captured
-    interception/       transformers' loop, of which each choice of tokens is fused that can be
-    tensor_parallel/    models that processes have between them: rows of their columns, and modules of their parts
+    interception/       transformers' own loop, with a fused choice of tokens wherever that is possible
+    tensor_parallel/    models that are spread over processes: their logits, and their modules
     edits/              what the processors of a call do, as edits of few tokens
-    trie/               a catalogue of items, and what may follow a text of it
-    choice/             how tokens are chosen from logits, their edits and what warpers keep
+    trie/               a catalogue of items, and which tokens may follow a text
+    choice/             how tokens are chosen from logits, with edits and warpers
 
 How transformers' loops are served without a copy of any:
 
 1. Outside generate() nothing changes. Inside, a forward hook marks the logits that the model returns to the loop
    (`model_logits.ModelLogits`: real logits, usable for everything). Where the loop takes the last ones in float32, it
-   gets `lazy_scores.LazyScores`: a value that has not been computed. Only functions of transformers that run the loop do:
-   processors, criteria, streamers and hooks, which may ask the model too, get plain tensors.
+   gets `lazy_scores.LazyScores`: a value that has not been computed. Only transformers' own loop gets lazy values.
+   Processors, criteria, streamers and hooks may ask the model, too. They get plain tensors.
 2. A lazy value recognises what the loops do with it: log_softmax, the processors, adding the beams' scores, reshaping,
    and last topk, argmax or softmax + multinomial. Until then nothing is computed; the last one runs `beam_topk` or
    `topk` on the model's own logits (`choice.selection`).
 3. Any other operation, known or not, gets the values that the stock operations compute, and the step goes on with
    stock operations. So a change in transformers can cost speed, never a result.
 4. Processors that touch few tokens become edits: those tokens are left out of the one scan by a mask, a bit for a token,
-   and merged in with their new values. Only processors of exactly a known class with exactly the known attributes do.
-   One that is anything else makes the step run the stock ones.
+   and merged in with their new values. Only a processor of a known class with exactly the known attributes becomes an
+   edit. Any other processor makes the step run the stock processors.
 
 Beside public API (forward hooks, generate, get_compiled_call) these private names are used:
 
@@ -46,18 +46,19 @@ Beside public API (forward hooks, generate, get_compiled_call) these private nam
 `config._attn_implementation`
     to know which attention a whole step stands for
 `_update_model_kwargs_for_generation`, `_unflatten_beam_dim`, `_get_top_k_continuations`
-    methods that see the logits, the scores or the cache: to notice a model that has its own
+    methods that get the logits, the scores or the cache: to notice a model that overrides one of them
 `_supports_default_dynamic_cache` of a model, before transformers has caches with states
-    to notice one whose result has a cache of the model's own
+    to notice a model whose result has a cache of a type of its own
 `tp_forward` of a tensor-parallel model's modules, and `_local_tensor` of DTensor
-    its closure says which part a process has of a module; without it, or with another one, there are no whole steps of the model
+    the closure of `tp_forward` says which part of a module a process has; a model without it, or with another closure, has no
+    whole steps
 
 The loop of a tensor-parallel model gets the columns of its own process: the LM head's forward() gives them in place of
 gathered logits, in an object that stands for the whole (`sharded_logits`). Lazy values choose from them by small collectives
 (`sharded_rows`). Everyone else gets the whole logits, gathered on demand.
 
-A model carries hooks while it is enabled, in a block or in a call. They hold nothing of a call: what is asked for is kept
-by block, in a context variable, and what happens in a call is its `calls.Call`.
+A model carries hooks while it is enabled, while a block is open, and during a call. The hooks hold no state of a call. The
+options of a block are kept in a context variable, and the state of a call in its `calls.Call`.
 """
 
 from .edits.tries import TrieLogitsProcessor

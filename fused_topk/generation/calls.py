@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generate() calls that run, and what a model carries so that they are seen.
+"""The running generate() calls, and the attributes that a model carries so that its calls are noticed.
 
-A model carries methods and a forward hook (:mod:`hooks`). They hold nothing of a call: each asks here for the call that runs.
+A model carries methods and a forward hook (:mod:`hooks`). They hold no state of a call: each asks this module for the running call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .frames import caller_of_module, is_of_a_loop
 LOOKUP = "_get_logits_processor"
 # A private name of torch: model.compile() sets it. Before that it is None or missing.
 COMPILED = "_compiled_call_impl"
-# The methods in front of which those of :mod:`hooks` stand.
+# The methods of a model that :mod:`hooks` puts its own methods in front of.
 METHODS = ("generate", LOOKUP, "get_compiled_call", COMPILED, "__getstate__")
 HOOKS = "_fused_topk_hooks"
 # What whole steps keep of a model.
@@ -33,11 +33,11 @@ OWN = frozenset({*METHODS, HOOKS, KEPT})
 
 
 class Call:
-    """A generate() call of one model. As it is here, nothing in it is changed.
+    """A generate() call of one model. This base class changes nothing in the call.
 
-    has_begun: whether its loop runs. A call that has not begun and is asked for again is the same: a method of ours stands in
-        front of another one.
-    has_parts: whether parts of the model have run calls of their own in it.
+    has_begun: whether its loop has begun. If generate() is called again before that, it is still the same call: somebody has
+        wrapped our method, and another method of ours stands in front of the wrapper.
+    has_parts: whether parts of the model have run calls of their own during this one.
     topk: the record of its steps, for the user.
     """
 

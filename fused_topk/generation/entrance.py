@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a user asks for fused decoding: of a model until it is disabled, in a with block, or for one call.
 
-What a model carries sees its calls (:mod:`hooks`). Every call that is asked for then runs one of two ways (:mod:`ways`).
+Methods that a model carries notice its calls (:mod:`hooks`). A call that is to be fused runs in one of two ways (:mod:`ways`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .whole_step import Asked, Declined, Loop, cache_of, drop
 
 
 def _generators(model: Any) -> list[Any]:
-    """The model and the parts of it that can generate by themselves."""
+    """The model and its parts, as far as they can generate by themselves."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a transformers model, got {type(model).__name__}; pass the model itself")
     found = [module for module in model.modules() if isinstance(module, GenerationMixin)]
@@ -64,7 +64,7 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str |
         model: a transformers model, or one with such models as parts: each part that can generate is enabled.
         sampling: also fuse do_sample=True with top-k, top-p or min-p, and beam sampling. The distribution is that of
             the stock path, but a seed gives other draws.
-        whole_step: how calls run that whole steps serve. A whole step reads the prompt once for all beams of a sequence, and
+        whole_step: how to run the calls that whole steps serve. A whole step reads the prompt once for all beams of a sequence, and
             never copies the cache (:mod:`whole_step`). It serves greedy decoding and beam search, also of encoder-decoders, and
             with sampling=True sampling. Other calls run in transformers' loop with a fused choice of each token, and
             :func:`stats` says why in `not_whole`. The first call of a model tries it on a few tokens.
@@ -83,7 +83,7 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str |
             Sequences in float32 are those of the stock path. In 16 bits a whole step's forward pass rounds otherwise, as with
             another batch size or another implementation of attention, so that some texts differ. With sampling, returned scores,
             stop strings, or processors other than one :class:`TrieLogitsProcessor`, the forward pass alone is compiled and
-            captured. A call goes on from the cache that it is given, and leaves in it, or in its result, what stock does.
+            captured. A call that is given a cache goes on from it. What it leaves there, or in its result, is what stock leaves.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -219,7 +219,7 @@ def _stock_loop(model: nn.Module, mode: GenerationMode) -> Any:
 
 
 def _arguments_of_caller() -> dict[str, Any]:
-    """What generate() was called with but does not pass on: without a look they would be lost silently."""
+    """Arguments of generate() that it does not hand to custom_generate. Without this they would be lost silently."""
     caller = sys._getframe(2)
     if caller.f_code.co_name != "generate":
         return {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who calls a function of this package: transformers' loops are known by their frames."""
+"""Who has called a function of this package. transformers' loops are recognised by their frames."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-# The code of functions that is_of_a_loop() has found, by id. Codes are slow to compare: by all their bytes. A code is kept here,
-# so that no other object gets its id.
+# The code objects of the functions that is_of_a_loop() has found, by id: to compare two of them takes long. An object is kept
+# here, so that no other one gets its id.
 _codes: dict[int, CodeType] = {}
 
 
@@ -41,7 +41,7 @@ def variables(frame: FrameType) -> dict[str, Any]:
 
 
 def caller_of_module() -> Any:
-    """The frame that has called a module, of which torch has called the function that asks, or a method of ours."""
+    """The frame that has called a module. For a hook of the module, or a method of ours in the place of the module's own."""
     frame: Any = sys._getframe(1)
     while frame.f_globals is nn.modules.module.__dict__ or frame.f_globals.get("__package__") == __package__:
         frame = frame.f_back

@@ -2,8 +2,8 @@
 """The methods and the forward hook that a model carries while its generate() calls can be fused.
 
 Such a method does what the model's own method does, except within a call that is to be fused. So it may be wrapped again, or
-kept by somebody, without harm. A model carries the methods while it is enabled, a with block is open, or a call runs. Then
-they are removed without a trace. The state of a call is a `calls.Call`, never in the model.
+kept by somebody, without harm. A model carries the methods while it is enabled, a with block is open, or a call runs. After
+that they are removed without a trace. The state of a call is kept in a `calls.Call`, never in the model.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from .statistics import count_fallback
 from .ways import run_call
 from .whole_step import Asked, Loop, cache_of, decline_for, of_arguments, release, with_stop_strings
 
-# torch's private name of a module's forward hooks. If it changes, hooks that are added later get marked logits.
+# torch's private name of a module's forward hooks. If torch changes it, hooks that a user adds later get marked logits.
 _FORWARD_HOOKS = "_forward_hooks"
 
-# A method of the LM head of a tensor-parallel model.
+# The method of a tensor-parallel model's LM head that a method of ours stands in front of.
 _FORWARD = "forward"
 
 # One lock for all models. It is reentrant: the garbage collector may close a block at any line.
@@ -118,7 +118,7 @@ def _put(module: Any, name: str) -> None:
 
 
 def _remove(state: dict[str, Any], name: str) -> None:
-    # If somebody has wrapped the method, the wrapper and the method stay. The method then only calls the original.
+    # If somebody has wrapped our method, the wrapper and our method stay. Our method then only calls the original.
     while type(method := state.get(name)) is _Method:
         if method.replaced is None:
             del state[name]
@@ -157,7 +157,7 @@ def _generate(module: Any, original: Callable[..., Any], *args: Any, **kwargs: A
         count_fallback("torch.compile around generate()")
         return original(*args, **kwargs)
     outer = call_of(module)
-    # A call that has not begun is this same one: this method stands in front of another one of ours.
+    # A call that has not begun is this same call: this method stands in front of another method of ours.
     request = _asked_for(module) if outer is None or outer.has_begun else None
     if request is None:
         return original(*args, **kwargs)
@@ -185,7 +185,7 @@ def _generate(module: Any, original: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def _asked_of(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
-    """What the call asks for, as far as can be seen before generate() makes one configuration of all."""
+    """What the call asks for, as far as can be seen before generate() merges its arguments into one configuration."""
     # generate(inputs, generation_config)
     of_call = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
 

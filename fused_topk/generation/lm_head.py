@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's LM head: whether its logits are a product and nothing else, and whether processes have parts of it.
+"""A model's LM head: whether the logits are its product and nothing else, and whether it is spread over processes.
 
 The product is recognised where the model calls it: `torch.nn.functional.linear` with the weight of the output embeddings. A
 stand-in without memory takes its place. If the model then returns that very tensor as its logits, nothing lies behind the
-product: no soft cap, no scale, no conversion. If it does not, the model runs once more, as it is, and the next call knows.
-Only this thread is concerned.
+product: no soft cap, no scale, no conversion. If it does not, the model runs once more, as it is, and later calls do not try
+again. Other threads that run the model get its logits as ever.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HeadInput(NamedTuple):
 
     def log_softmax_topk(self, k: int, targets: Tensor | None = None) -> TopK | TargetTopK:
         """:func:`fused_topk.linear_log_softmax_topk` of the head."""
-        # What autocast does at the head is done. Where the model is called it may be another.
+        # Autocast as it is at the head has been applied. Where the model is called autocast may be set otherwise.
         with torch.autocast(self.hidden.device.type, enabled=False):
             run: Callable[..., TopK | TargetTopK] = functional.linear_log_softmax_topk
             return run(self.hidden, self.weight, k, self.bias, targets=targets)
@@ -57,7 +57,7 @@ def run_with_head(model: nn.Module, arguments: Mapping[str, Any]) -> HeadInput |
             with recognizer:
                 logits: Tensor = _logits(model(**arguments), model)
         except RuntimeError:
-            # A stand-in cannot be written to. What the model raises without one, it raises below.
+            # To write to the stand-in raises. If the error is one of the model itself, it comes again below.
             if recognizer.found is None:
                 raise
         else:
@@ -87,11 +87,11 @@ def _logits(output: Any, model: nn.Module) -> Tensor:
 
 
 def _weight_of_plain_head(model: nn.Module) -> Tensor | None:
-    """The weight of the model's LM head, if that is a linear layer that nobody else has a hand in."""
+    """The weight of the model's LM head, if that is a plain linear layer without hooks and without a replaced forward()."""
     get: Callable[[], Any] | None = getattr(model, "get_output_embeddings", None)
     head = None if get is None or model in _refused else get()
-    # A subclass may compute otherwise; so may a module with a forward or a hook of its own, or one that accelerate loads
-    # for its turn. A compiled model does not look at who calls.
+    # A subclass may compute something else. So may a module with a forward() or a hook of its own, as accelerate gives it to
+    # load weights when they are needed. In a compiled model nothing sees the product.
     if type(head) is not nn.Linear or "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks:
         return None
     if getattr(model, "_compiled_call_impl", None) is not None or is_traced():
@@ -109,7 +109,7 @@ class _Recognizer(TorchFunctionMode):
         self._weight = weight
         self.found: HeadInput | None = None
         self.stand_in: Tensor | None = None
-        # That of the hidden states, which a model may write to afterwards.
+        # The version of the hidden states, which a model may write to afterwards.
         self.version = 0
 
     def __torch_function__(
@@ -135,7 +135,7 @@ class _Recognizer(TorchFunctionMode):
 
 
 def sharded_head_of(model: Any) -> nn.Module | None:
-    """The model's LM head, if processes have some columns of it each."""
+    """The model's LM head, if it is spread over processes; else None."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     get = getattr(model, "get_output_embeddings", None)

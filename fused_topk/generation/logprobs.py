@@ -127,7 +127,7 @@ def next_token_topk(model: nn.Module, inputs: Tensor | Mapping[str, Any], k: int
         ValueError: `k` is out of range, or nothing says which token an encoder-decoder's texts begin with.
     """
     arguments, mask = _model_arguments(model, inputs)
-    # With padding on the right the last text is not the last place.
+    # With padding on the right the last token of a text is not at the last place.
     if mask is None and "logits_to_keep" in inspect.signature(model.forward).parameters:
         arguments["logits_to_keep"] = 1
     found = run_with_head(model, arguments)

@@ -2,9 +2,9 @@
 """Expert routers of transformers' models that choose by one launch in place of five to ten operations.
 
 A router is a module that multiplies the hidden states by its weight, chooses experts, and returns the logits, the weights and
-the experts. The table `_ROUTERS` has the classes that are known, by how they choose: what :func:`fused_topk.router_topk` is asked
-for. A class may be another in another version of transformers. So each router is tried on a few tokens, and one that returns
-anything else stays as it is.
+the experts. The table `_ROUTERS` has the known classes, each with a function that does the same by :func:`fused_topk.router_topk`.
+The code of a class may differ in another version of transformers. So each router is tried on a few tokens, and a router that
+returns something else stays as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .statistics import tell_once
 
 _TRIED_TOKENS = 4
 _Routed = tuple[Tensor, Tensor, Tensor]  # logits, weights and experts, as routers return them
-# Modules with such names are told apart where they are not known.
+# Modules of unknown classes with such names are reported as routers that stay as they are.
 _NAME = re.compile(r"(Router|Gate)$")
 
 
@@ -41,7 +41,7 @@ class FusedRouters(NamedTuple):
     stock: dict[str, str]
 
 
-# ---- What is in the place of forward() ----
+# ---- What replaces forward() ----
 
 
 def _mixtral(router: Any, hidden: Tensor) -> _Routed:
@@ -51,7 +51,7 @@ def _mixtral(router: Any, hidden: Tensor) -> _Routed:
 
 def _qwen(router: Any, hidden: Tensor) -> _Routed:
     logits = linear(_flat(hidden), router.weight)
-    # Where the configuration has no say, they normalize.
+    # Classes without this attribute normalize.
     weights, experts = router_topk(logits, router.top_k, normalize=bool(getattr(router, "norm_topk_prob", True)))
     return logits, weights.to(logits.dtype), experts
 
@@ -101,7 +101,7 @@ def _ernie(router: Any, hidden: Tensor) -> _Routed:
     with torch.autocast(hidden.device.type, enabled=False):
         logits = linear(hidden.float(), router.weight.float())
         weights, experts = router_topk(logits, router.top_k, bias=router.moe_statics.e_score_correction_bias.view(-1))
-        # The least sum is another one than router_topk()'s.
+        # The sum has another lower bound than in router_topk().
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=router.norm_min)
     return logits, weights.to(hidden.dtype), experts
 
@@ -208,7 +208,7 @@ def _reason_against(router: Any, forward: Callable[..., _Routed]) -> str | None:
     try:
         with torch.no_grad():
             return _difference(router, forward, weight)
-    # Whatever a router raises here, it may not raise by itself.
+    # An error on the trial need not be one of the router in its model.
     except Exception as error:
         return f"it raises {type(error).__name__} on a trial: {error}"
 

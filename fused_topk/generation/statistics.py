@@ -26,12 +26,12 @@ class Stats(_Steps):
         fused: steps whose tokens were chosen in one read of the logits.
         fallback: steps that ran stock operations, on the same values.
         reasons: for each reason of a fallback, the number of its steps.
-        whole: those of the fused steps that were whole steps.
+        whole: how many of the fused steps were whole steps.
         not_whole: for each reason why a call ran without whole steps, unless whole_step=False, the number of such calls.
-        compiled: those of the whole steps whose forward pass ran as compiled code.
-        captured: those of the whole steps whose forward pass was the replay of a CUDA graph.
+        compiled: how many of the whole steps ran their forward pass as compiled code.
+        captured: how many of the whole steps ran their forward pass as the replay of a CUDA graph.
         not_compiled: for each reason why a call whose steps were to be compiled or captured ran without, the number of such calls.
-        sharded: the steps of transformers' loop with a tensor-parallel model in which no process gathered the logits.
+        sharded: the number of steps of transformers' loop with a tensor-parallel model in which no process gathered the logits.
         gathered: for each reason why the logits of a tensor-parallel model were gathered, the number of times.
 
     A tuple of the first three. It prints `fused`, `fallback` and whatever else was counted.
@@ -97,7 +97,7 @@ def _count(**steps: int) -> None:
         _steps.update(steps)
 
 
-# A graph cannot count: its runs would not be seen, only its compilation.
+# Not traced into a compiled graph, which would count once, when it is compiled.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def count_fallback(reason: str) -> None:
     _count_reason("reasons", reason, "a decoding step runs stock operations")
@@ -108,7 +108,7 @@ def count_gathered(reason: str) -> None:
 
 
 def count_not_whole(reason: str, whole_step: bool | str | None) -> None:
-    """Args: whole_step: the option of the call. Of None nobody is told: the user has asked for nothing."""
+    """Args: whole_step: the option of the call. With None there is no warning: the user has not asked for whole steps."""
     _count_reason("not_whole", reason, whole_step and f"a call with whole_step={whole_step!r} runs without")
 
 
@@ -117,7 +117,7 @@ def count_not_compiled(reason: str) -> None:
 
 
 def _count_reason(name: str, reason: str, what: Any) -> None:
-    """Args: what: to tell with the reason; nothing that is true: to tell nothing."""
+    """Args: what: what the warning says before the reason; a false value for no warning."""
     with _lock:
         _reasons[name][reason] += 1
     if what:

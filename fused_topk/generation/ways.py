@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which way a generate() call runs: in whole steps, or in transformers' own loop with each choice of tokens fused that can be.
 
-A call that nobody has asked this for runs as stock, and does not get here (:mod:`hooks`). A step of transformers' loop that cannot
+A call that is not to be fused runs as stock, and does not come here (:mod:`hooks`). A step of transformers' loop that cannot
 be fused runs stock operations on the same values.
 """
 
@@ -19,7 +19,7 @@ from .request import Options
 from .statistics import count_not_whole
 from .whole_step import OF_FEW_LOGITS, Asked, Checked, Declined, Loop, Once, decline_for, of_asked, reads_few_logits
 
-# Runs what generate() does. It gets the call, the loop to run, and the streamer, if there is one. No loop: that of transformers.
+# Runs generate(), given the call, the loop to run (None for that of transformers) and the streamer (None for none).
 Run = Callable[[Call, "Loop | None", Any], Any]
 
 
@@ -35,7 +35,7 @@ def run_call(
     """Runs a generate() call. Returns its result and the record of its steps.
 
     Args:
-        run: see above. With a loop it may raise Declined. Then it runs again without.
+        run: see above. With a loop it may raise Declined. Then it runs again, without a loop.
         streamer: the user's; None for none.
         asked: what the call asks for, as far as is known before generate() prepares it.
         is_cache_given: whether the user has a cache that is to hold what the call reads.
@@ -44,7 +44,7 @@ def run_call(
     outer = running_call()
     if outer is not None and outer.model is not model and any(each is model for each in outer.model.modules()):
         outer.has_parts = True
-    # A choice that nobody has asked for is left to stock operations where they are as quick.
+    # By default the choice from few logits is left to stock operations, which are as quick.
     is_left = options.whole_step is None and not options.topk_per_step and reads_few_logits(model, asked)
     not_whole = None
     if is_left and asked.num_beams == 1:
@@ -63,7 +63,7 @@ def run_call(
         with running(session):
             return run(session, None, streamer), session.topk
     finally:
-        # A model whose generate() calls that of a part of it writes no text by itself: the part's calls are counted.
+        # A model whose generate() calls the generate() of a part writes no text by itself: the part's calls are counted.
         if not_whole is not None and not session.has_parts:
             count_not_whole(not_whole, options.whole_step)
 
@@ -73,7 +73,7 @@ def _in_whole_steps(
 ) -> Any:
     if options.topk_per_step:
         raise Declined("topk_per_step")
-    # A call that is declined later has been prepared in vain: an encoder has run.
+    # Before generate() prepares the call: to decline it later wastes that work, such as a run of the encoder.
     decline_for(of_asked(asked, options.sampling))
     checked = Checked.of(model, options.whole_step is None)
     call = Call(model)

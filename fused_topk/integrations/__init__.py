@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes other projects use this one. A package for each: it alone knows that project, and nothing imports it."""
+"""How other projects use this one. Each has a package here, which alone knows the project. Nothing else imports it."""

@@ -66,7 +66,7 @@ class FullRowChoice(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """A GPU, by what bounds a choice."""
+    """The limits of a GPU that a choice depends on."""
 
     shared_per_block: int
     multiprocessors: int
@@ -108,8 +108,8 @@ class Machine(NamedTuple):
 def choose_full_row(
     vocab_size: int, itemsize: int, shared_per_block: int, multiprocessors: int, capability: int
 ) -> FullRowChoice:
-    """The choice for rows of `vocab_size` logits of `itemsize` bytes. shared_per_block: bytes of shared memory that a block may
-    have at the most. capability: times ten."""
+    """The choice for rows of `vocab_size` logits of `itemsize` bytes. shared_per_block: the most bytes of shared memory that a
+    block may have. capability: the compute capability times ten."""
     machine = Machine(shared_per_block, multiprocessors, capability)
     vectors = -(-vocab_size * itemsize // VECTOR_BYTES)
     if vectors <= 4 * _WARP:

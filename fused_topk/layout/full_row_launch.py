@@ -16,10 +16,10 @@ from .launch import FORMATS, check_row_count, collapse, row_count
 
 _KINDS = {"softmax": 0, "log_softmax": 1, "logsumexp": 2}
 _LEADING_DIMS = 2
-# Results up to this part of the L2 cache stay in it, for whoever reads them next; the logits then leave it first.
+# Results up to this part of the L2 cache stay in it, for the kernel that reads them next. The logits then leave the cache first.
 _RESULT_OF_CACHE = 0.75
 
-# What changes from call to call; a plan has all else.
+# The fields that change from call to call. A plan has all others.
 _write_rows = rows_writer(FullRows)
 _write_out, _OUT = writer(FullRows, "out")
 _write_scratch, _SCRATCH = writer(FullRows, "parts", "counters")

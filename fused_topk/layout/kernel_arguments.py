@@ -26,13 +26,14 @@ _U8, _U16, _U32 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32
 _I64, _POINTER = ctypes.c_int64, ctypes.c_uint64
 _BOOL = ctypes.c_bool
 _TYPES = {"float": _F32, "double": _F64, "bool": _BOOL, "unsigned char": _U8, "u16": _U16, "u32": _U32, "i64": _I64}
-# Of the module struct.
+# The format characters of the module struct.
 _CODES = {_F32: "f", _F64: "d", _U8: "B", _U16: "H", _U32: "I", _I64: "q", _POINTER: "Q", _BOOL: "?"}
 _FIELDS = re.compile(r"(?:const )?(\w+(?: char)?)(\*?)\s+(\w+(?:, \w+)*)(?:\[(\w+)\])?")
 
 
 def _structure(name: str, file: str, struct_name: str = "", **types: Any) -> type[ctypes.Structure]:
-    """A struct of that file. struct_name: where it is another one. types: those that the struct has besides ``_TYPES``."""
+    """A struct of that file. struct_name: its name there, if that differs from `name`. types: the types of its fields that
+    ``_TYPES`` lacks."""
     text = re.sub("//.*", "", (source_folder() / file).read_text(encoding="utf-8"))
     # Functions come after the fields.
     found = re.search(rf"struct {struct_name or name} {{([^(){{}}]*);", text)
@@ -62,7 +63,7 @@ SampleRows = _structure("SampleRows", "draws/sample_request.cuh", DrawNumbers=Dr
 
 
 def address(tensor: Tensor | None) -> int:
-    """Where a tensor begins; 0 stands for one that a call does not have. A broadcast view begins where its tensor does."""
+    """The address of a tensor, or 0 for one that a call does not have. A broadcast view has the address of its tensor."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -80,7 +81,7 @@ def rows_writer(structure: type[ctypes.Structure]) -> Callable[[bytearray, Logit
         for i, name in enumerate(LogitRows._fields)
         if name in found
     ]
-    # How wide lengths are comes with them: of whole rows and draws, they alone say it.
+    # Whether lengths are int64 is written together with them: plans of whole rows and of draws do not have it.
     _, is_long = found["lengths_are_long"]
 
     def write(buffer: bytearray, rows: LogitRows) -> None:
@@ -105,7 +106,7 @@ def with_rows(
 
 def writer(structure: type[ctypes.Structure], *names: str) -> tuple[Callable[..., None], int]:
     """``write, offset``: ``write(buffer, offset, *values)`` writes these fields of the struct in `buffer`, which follow each other
-    without a gap. An assignment of ctypes for each takes longer."""
+    without a gap. An assignment to each field by ctypes would take longer."""
     types = dict(item[:2] for item in structure._fields_)
     first = end = getattr(structure, names[0]).offset
     for name in names:

@@ -4,6 +4,7 @@ Needs no GPU."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,10 +27,7 @@ VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2, "state": 4}
 
 
 def row_count(shape: Sequence[int]) -> int:
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows
+    return math.prod(shape[:-1])
 
 
 def check_row_count(rows: int) -> None:
@@ -73,7 +71,7 @@ MERGE_WARPS = (1, 8)
 # searches. Measured in csrc/TUNING.md.
 _MOST_ENTRIES_OF_WARP = 32
 
-# What changes from call to call; a plan has all else.
+# The fields that change from call to call. A plan has all others.
 _write_addresses, _ADDRESSES = writer(
     States, "logits", "indices", "m", "d", "lengths", "row_temperature", "values", "result_indices", "logsumexp"
 )
@@ -95,8 +93,8 @@ class MergeLaunch(NamedTuple):
 
 
 def plan_merge(problem: MergeProblem) -> MergeLaunch | None:
-    """The launch for at least one row, or None if the rows do not lie at one stride, or a row's entries apart. Tensors may be
-    meta tensors."""
+    """The launch for at least one row. None if the kernel cannot read the tensors: their rows must lie at one stride, and the
+    entries of a row side by side. Tensors may be meta tensors."""
     p = problem
     parts, *leading, width = p.logits.shape
     # All are (parts, ...), the first two (parts, ..., width).
@@ -193,9 +191,9 @@ SUMMING_THREADS, SEARCHING_THREADS = 256, 512
 LONGEST_LIST = 1024
 """kLongestList of csrc/draws/sample_list.cuh."""
 
-# Where no top-k says how many are kept: what top-p keeps of a language model's rows is mostly less. A guess.
+# The length of a list where no top-k says how many tokens are kept. Of a language model's row, top-p mostly keeps fewer. A guess.
 _LISTED = 128
-# Besides an eighth of k, for tokens that tie with the k-th. A guess.
+# Places of a list, besides k / 8, for tokens that tie with the k-th. A guess.
 _ROOM_FOR_TIES = 16
 _MOST_UNIT_BITS, _SUM_BITS = 44, 62
 _WARPS = SUMMING_THREADS // 32
@@ -205,9 +203,9 @@ _PART_WORDS = 2  # of PartState, in int64
 SEARCHING_ROW_BYTES, SEARCHING_BLOCK_BYTES = 8192, 28720
 """Scratch and BlockScratch of csrc/draws/sample_row_sums.cuh."""
 _COUNTERS = 3  # of a row
-# Blocks of a row, and tokens of the row for each of them. Every block reads what the others have counted. A guess.
+# The most blocks of a row, and the least tokens of the row for each block. Every block reads the counts of all others. A guess.
 _MOST_SEARCHING, _TOKENS_OF_SEARCHING = 16, 4096
-# On a multiprocessor: what __launch_bounds__ of the kernel promises.
+# The blocks that a multiprocessor holds, as __launch_bounds__ of the kernel promises.
 _RESIDENT = 2
 
 
@@ -245,9 +243,9 @@ def summing_blocks(rows: int, vocab_size: int, multiprocessors: int) -> int:
 
 
 def searching_blocks(rows: int, vocab_size: int, top_k: int | None, multiprocessors: int) -> int:
-    """How many blocks share a row of csrc/draws/sample_rows.cu. All of the launch run at the same time.
+    """How many blocks share a row of csrc/draws/sample_rows.cu. All blocks of the launch run at the same time.
 
-    One, where the row is not read again: where top-k keeps less than is listed, but for ties.
+    A row that is not read again has one block: its list holds all that top-k keeps, unless many tokens tie.
     """
     if top_k is not None and 0 < top_k < vocab_size and top_k < LONGEST_LIST:
         return 1
@@ -282,9 +280,9 @@ def sample_kernel(dtype: torch.dtype, draws_from_vocabulary: bool) -> str:
 RANK_THREADS = 256
 """kThreads of csrc/ranks/target_ranks.cu."""
 RANK_CHOICE = KernelChoice(1, 1, 1, 1, 1)
-"""For the layout of what is read, which it does not change."""
+"""Only for topk_launch.plan(), which lays out what is read. The layout does not depend on the choice."""
 
-# Of a row, for each block: 8 to 16 reads of a warp. A guess.
+# The tokens of a row for each block: 8 to 16 reads of a warp. A guess.
 _TOKENS_OF_RANKING = 8192
 
 

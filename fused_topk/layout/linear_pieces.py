@@ -7,38 +7,39 @@ from typing import NamedTuple
 
 from .launch import MOST_K_OF_PIECES
 
-# Beyond the result, whatever the rows and the vocabulary. The promise of functional/linear.py.
+# The most memory beyond the result, whatever the rows and the vocabulary: the promise of functional/linear.py.
 SCRATCH_BYTES = 64 << 20
-# Of a piece's logits where the states of several pieces are merged. On a GPU the largest: 2048 x 2048 -> 128256 bf16, H200, times of
-# the product, 24 MB 1.32, 32 MB 1.28, 48 MB 1.22. On a CPU 256 x 8192 float32: beside the weight's piece it
-# stays in a last-level cache.
+# A piece's logits where the states of several pieces are merged. On a GPU the largest pieces are the quickest: 2048 x 2048 ->
+# 128256 bf16 on an H200, as a multiple of the product's time, 24 MB 1.32, 32 MB 1.28, 48 MB 1.22. On a CPU a piece is 256 x 8192
+# float32, which stays in a last-level cache beside the weight's piece.
 _GPU_PIECE_BYTES = 48 << 20
 _CPU_PIECE_BYTES = 8 << 20
 # More rows read the weight fewer times, and leave fewer tokens to a piece.
 _GPU_ROWS = 2048
 _CPU_ROWS = 256
-# Of a piece that a GPU takes into the one state of its rows: at most, and at least. torch rounds what it allocates.
+# The most and the least bytes of a piece that a GPU takes into the one state of its rows, and how far torch rounds allocations up.
 _ACCUMULATED_BYTES = 60 << 20
 _LEAST_ACCUMULATED_BYTES = 24 << 20
 _ROUNDED_BYTES = 2 << 20
 _ACCUMULATED_TOKENS = 2**31 - 1  # the most tokens of such a vocabulary
-# A warp has a row. H200, 2048 x 14336 bf16, k = 8, µs: 25.1 for a first piece, 16.6 for a later one, a read 13.9, the states by
-# csrc/topk/softmax_topk.cu 27.6; 1024 x 14336: 18.5, 8.7, 4.7, 17.7. With still fewer rows, a row needs several warps.
+# A warp has a row, so a GPU needs this many rows for each multiprocessor: with fewer, a row needs several warps. H200, 2048 x 14336
+# bf16, k = 8, µs: 25.1 for a first piece, 16.6 for a later one, a read 13.9, the states by csrc/topk/softmax_topk.cu 27.6;
+# 1024 x 14336: 18.5, 8.7, 4.7, 17.7.
 _WARPS_OF_MULTIPROCESSOR = 7
 # A tile of the library's product, cuBLAS's most common one: tokens and rows.
 _PRODUCT_TOKENS, _PRODUCT_ROWS = 256, 128
-# Of the pieces' states: those that are merged at once, their stacked copy, and the result.
+# The pieces' states: those that are merged at once, their stacked copy, and the result.
 _STATES_BYTES = 12 << 20
 _INDEX_BYTES = 8
-# Of an entry of a row's list in the backward pass, and while the list is sorted. torch.sort() has its own ways with lists of more
-# than 4096, which take more memory.
+# An entry of a row's list in the backward pass: kept, and while the list is sorted. torch.sort() takes more memory for lists of
+# more than 4096 entries.
 _LISTED_BYTES = 8
 _SORTED_BYTES = 40
 _LONG_SORTED_BYTES = 64
 _LONG_LIST = 4096
 # A row's m, coefficient, temperature, and the gap behind its logits.
 _GRADIENT_ROW_BYTES = 64
-# The tokens of a piece, so that its rows are aligned and it has whole words of a packed mask.
+# A piece has a multiple of so many tokens. So its rows are aligned, and it has whole words of a packed mask.
 _TOKEN_MULTIPLE = 1024
 
 # The native CPU kernel reads the weight once for as many rows as this: kMostLinearRows of csrc/cpu/linear_kernels.h.
@@ -47,7 +48,7 @@ _NATIVE_ROWS = 32
 # Xeon (model 207, AVX-512), 2026-11-25: 128 -> 32000 float32, 8 rows 1.5, 16 rows 1.3, 25 rows 1.07, 28 rows 1.01, 32 rows 0.95,
 # where the library's product in pieces has 0.91; bfloat16 1.2 at 16 to 32 rows; 512 -> 50257 float32 2.7 at 8 rows, 2.5 at 16,
 # 1.9 at 24, 1.5 at 32; bfloat16 1.7 at 16 to 32.
-# Times rows: its threads have a list for every row.
+# The most candidates of all rows, rows times k: each of its threads has a list for every row.
 _NATIVE_CANDIDATES = 4096
 
 
@@ -60,7 +61,7 @@ class Pieces(NamedTuple):
 
 
 def is_for_the_native_kernel(rows: int, k: int) -> bool:
-    """Whether the CPU's own product is worth it, whose scratch memory stays small."""
+    """Whether the CPU's own kernel is to multiply: it is quicker for so few rows, and its scratch memory stays small."""
     return rows <= _NATIVE_ROWS and rows * k <= _NATIVE_CANDIDATES
 
 
@@ -91,8 +92,8 @@ def forward_pieces(
 def accumulated_pieces(
     rows: int, vocab_size: int, k: int, itemsize: int, row_bytes: int, other_bytes: int, multiprocessors: int
 ) -> Pieces | None:
-    """The pieces of the forward pass where a GPU takes each into the one state of its rows; None where merging their states is
-    quicker, or serves more.
+    """The pieces of the forward pass where a GPU takes each piece into the one state of its rows. None where that is not possible,
+    or where merging the pieces' states is quicker.
 
     row_bytes: as for :func:`forward_pieces`. other_bytes: what is in memory besides, whatever the rows.
     """
@@ -113,9 +114,9 @@ def accumulated_pieces(
 
 
 def whole_rows(rows: int, vocab_size: int, logit_bytes: int, row_bytes: int, other_bytes: int = 0) -> int:
-    """How many rows of whole logits to have at once: at least one, else what the scratch memory holds in equal shares.
+    """How many rows of whole logits to have at once: equal shares of all rows that fit into the scratch memory, at least one row.
 
-    The arguments are those of :func:`forward_pieces`; other_bytes: of all rows together.
+    The arguments are those of :func:`forward_pieces`. other_bytes: the memory that all rows take together, whatever their number.
     """
     most = max(1, (SCRATCH_BYTES - other_bytes) // (vocab_size * logit_bytes + row_bytes))
     return -(-rows // -(-rows // most))
@@ -138,8 +139,8 @@ def in_place_pieces(
 ) -> Pieces:
     """The pieces of the backward pass on a GPU, where the logits' gradient takes their own place (csrc/linear/logit_gradient.cu).
 
-    listed: the tokens of a row at which something is added. has_bias: whether the bias has a gradient. has_mask: whether the mask
-    of a piece may be a copy.
+    listed: the number of a row's tokens at which something is added. has_bias: whether the bias has a gradient. has_mask: whether
+    there is a mask, of which a piece may need a copy.
     """
     logit_bytes = itemsize + has_mask
     # First a row's list is sorted. Then the hidden states' gradient is summed. The states may be copied.

@@ -29,9 +29,9 @@ _write_are_short, _ARE_SHORT = writer(Routing, "are_short")
 
 
 def argument(experts: int, groups: int, topk_groups: int, group_score: str, normalize: bool, scale: float) -> bytes:
-    """struct Routing with the address left zero, of a checked request."""
+    """struct Routing for a checked request, with the address left zero."""
     size = experts // groups
-    # As many lanes look at a group as there are, a power of two.
+    # The groups share the lanes of a warp evenly. Each has a power of two of them.
     log2_lanes = (32 // groups).bit_length() - 1 if groups <= 32 else 0
     return bytes(
         Routing(

@@ -39,10 +39,8 @@ _SHORT_ROW, _SHORT_K, _ROUTER_K = 256, 32, 8
 _SHORT_LANE = 8  # logits of a lane in short_rows.cu, and the least in router_rows.cu
 _ROUTER_LANES = 8  # that have a row in router_rows.cu
 _WARP_BYTES = 512  # that a warp reads with one load of 16 bytes a lane
-_FEW_SPLITS, _RANKED_SPLITS = (
-    4,
-    16,
-)  # blocks of a row; bound_of_lists() of csrc/topk/merge.cuh ranks half a warp of them
+# Blocks of a row: bound_of_lists() of csrc/topk/merge.cuh ranks half a warp of them.
+_FEW_SPLITS, _RANKED_SPLITS = 4, 16
 # The longest row of one warp, in parts. With k <= 8, 8 warps read longer rows of aligned float32 as fast as memory gives them.
 _MOST_PARTS_OF_WARP, _MOST_FLOAT_PARTS_OF_WARP, _FLOAT_K = 60, 24, 8
 _WARPS_PER_BLOCK = 4  # where a warp owns a row, or several

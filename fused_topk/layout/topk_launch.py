@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a launch of csrc/topk/softmax_topk.cu, short_rows.cu or router_rows.cu looks like: a pure function of shapes and strides.
 
-Whoever asks for it keeps it for the next such call, which then only fills in the addresses. An eager call of a small problem takes
-as long as its Python does, so nothing is computed twice. Needs no GPU.
+The caller keeps a launch for later calls, which then only fill in the addresses. Python takes most of the time of a small eager
+call, so nothing is computed twice. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .topk_choice import KernelChoice, Method, list_length
 _MASK_USES = {"allowed": 1, "topk": 1, "all": 2}
 _LENGTHS = 3  # without a mask
 
-# What changes from call to call; a plan has all else.
+# The fields that change from call to call. A plan has all others.
 _write_rows = rows_writer(Problem)
 _write_call, _CALL = writer(Problem, "lists", "parts", "row_tickets", "logsumexp", "values", "indices")
 _write_beam_scores, _BEAM_SCORES = writer(Problem, "beam_scores")
@@ -70,19 +70,17 @@ def plan(
     *leading, vocab_size = logits.shape
     rows = row_count(logits.shape)
     check_row_count(rows)
-    # One description of the rows for all tensors that have one entry a row.
-    per_row = [logits.stride()[:-1]]
-    others = [
-        None if mask is None else mask.stride()[:-1],
-        None if row_temperature is None else row_temperature.stride(),
-        None if lengths is None else lengths.stride(),
+    # The kernel walks the rows of all tensors by the same sizes, so dimensions are folded for all together.
+    missing = (0,) * len(leading)
+    per_row = [
+        logits.stride()[:-1],
+        missing if mask is None else mask.stride()[:-1],
+        missing if row_temperature is None else row_temperature.stride(),
+        missing if lengths is None else lengths.stride(),
     ]
-    if any(each is not None for each in others):
-        per_row += [(0,) * len(leading) if each is None else each for each in others]
     sizes, strides = collapse(leading, per_row)
     if len(sizes) > LEADING_DIMS:
         return None
-    strides += [[0] * len(sizes)] * (4 - len(strides))
 
     itemsize = logits.dtype.itemsize
     is_aligned = is_aligned and all(stride * itemsize % 16 == 0 for stride in strides[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels are tuned to, by compute capability: the table of csrc/rows/tuning.cuh, read from that file."""
+"""How the kernels are tuned to each compute capability: the table of csrc/rows/tuning.cuh, read from that file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def resident_warps(kernel: str, capability: int) -> int:
 
 
 def _tuned(kernel: str, capability: int, warps: int, values: tuple[int, ...]) -> Tuning | None:
-    """The first row that fits. values: whether a mask is there, whether rows are aligned, whether logits have 32 bits, and the
+    """The first row that fits. values: whether there is a mask, whether rows are aligned, whether logits have 32 bits, and the
     method."""
     for first, last, of_kernel, least_warps, most_warps, *rest in _table():
         if of_kernel != _names()[kernel] or not (first <= capability <= last and least_warps <= warps <= most_warps):
@@ -56,7 +56,7 @@ def _tuned(kernel: str, capability: int, warps: int, values: tuple[int, ...]) ->
 
 @cache
 def most_slots(warps: int, method: int, itemsize: int, is_masked: bool, is_aligned: bool) -> int:
-    """The slots of the GPU that has the most."""
+    """The slots of a warp on the GPU that has the most."""
     found = (
         tuned_topk(capability, warps, method, itemsize, is_masked, is_aligned)
         for capability in ARCHITECTURES

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators as functions: with checked arguments, each takes the shortest way that serves its tensors.
 
-The public functions end here, and so do those of a vocabulary over processes.
+The public functions call them, and so does fused_topk.distributed.
 """
 
 from __future__ import annotations

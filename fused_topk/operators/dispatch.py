@@ -24,15 +24,15 @@ def register(
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> None:
-    """Implements an operator that is defined: how it is computed, on fake tensors too, and how its gradient."""
+    """Implements a defined operator: how it is computed, what it returns for fake tensors, and its gradient."""
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fused_topk::{name}", fake, lib=library)
     if backward is not None:
         torch.library.register_autograd(f"fused_topk::{name}", backward, setup_context=setup_context, lib=library)
 
 
-# A private name of torch. Without it the Functions of transforms.py take every call except those that torch.compile traces.
-# They serve all.
+# A private function of torch. Without it the Functions of transforms.py take every call except those that torch.compile traces.
+# They are right for every call, only slower.
 _are_transforms_active: Callable[[], bool] = getattr(
     torch._C, "_are_functorch_transforms_active", lambda: not is_traced()
 )
@@ -49,8 +49,8 @@ def _keys(*names: str) -> int:
 
 
 try:
-    # All of the dispatcher's keys but those that every dense CPU or CUDA tensor has, and every thread. Each stands for something
-    # that must see the call: a transform, a mode, a tracer, a subclass, a negation that is still to be done.
+    # All of the dispatcher's keys but those that every dense CPU or CUDA tensor, or every thread, has. Each of them stands for
+    # something that must see the call: a transform, a mode, a tracer, a subclass, a pending negation.
     _OTHER_TENSOR_KEYS = ~_keys(
         "CPU", "AutogradCPU", "AutocastCPU", "CUDA", "AutogradCUDA", "AutocastCUDA", "ADInplaceOrView"
     )

@@ -35,7 +35,8 @@ def saved_rows(ctx: Any) -> tuple[LogitRows, tuple[Any, ...]]:
 
 
 def for_inputs(of_logits: Tensor | None, *others: Tensor | None, count: int) -> tuple[Tensor | None, ...]:
-    """The gradients of an operator's inputs: of the logits, of `others` behind the rows, and None for the rest of `count`."""
+    """The gradients of all inputs of an operator, in their order. Behind the rows there are `count` inputs: those of `others` come
+    first, and the rest has None."""
     return of_logits, *(None,) * (ROWS_FIELDS - 1), *others, *(None,) * (count - len(others))
 
 
@@ -52,7 +53,7 @@ def _row_gradient(
 
 
 def of_counted(rows: LogitRows, tokens: Tensor, gradient: Tensor) -> Tensor:
-    """The gradients at tokens (..., n), without those of hidden ones: their value is the constant -inf or 0."""
+    """The gradients at tokens (..., n), with 0 for hidden tokens: their value is the constant -inf or 0."""
     counted = rows.counted_at(tokens)
     return gradient if counted is None else gradient.where(counted, 0.0)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of an LM head in pieces: logits that are computed again become their own gradient, and are multiplied.
 
-With p the softmax of a row's scaled logits and T its temperature, the gradient of the logits is (c p + a) / T. c is what the
-caller gives for the row's normalizer, and a what it gives at some tokens: the chosen ones and the targets. A kernel computes it
-in place on a GPU (csrc/linear/logit_gradient.cu), else torch operations do. Nothing waits for the device.
+With p the softmax of a row's scaled logits and T its temperature, the gradient of the logits is (c p + a) / T. c is the
+incoming gradient of the row's normalizer. a is that of some tokens: the chosen ones and the targets. On a GPU a kernel computes
+the gradient in place (csrc/linear/logit_gradient.cu), elsewhere torch operations do. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ..problem import LinearProblem, LogitGradientProblem, result_dtype
 from ..rows import some_rows
 from .linear_pieces import Block, blocks, product
 
-# Rows of logits begin at multiples of so many elements, of 16 bytes at least: the kernel then reads vectors of them.
+# Rows of logits begin at multiples of so many elements, which are 16 bytes or more, so that the kernel can read vectors.
 _STRIDE_MULTIPLE = 8
 
 
 class _OfRows(NamedTuple):
-    """What the gradient of some rows' logits is made of."""
+    """The terms of the gradient of some rows' logits."""
 
     m: Tensor  # (rows,)
     coefficient: Tensor  # (rows,): c / d
-    # Tokens (rows, n), and what is added at each. A token that is out of range stands for none.
+    # Tokens (rows, n), and the amount that is added at each. A token that is out of range stands for none.
     added: list[tuple[Tensor, Tensor]]
 
 
 class _Incoming(NamedTuple):
-    """What linear_topk_backward is given of all rows."""
+    """The tensors of all rows that linear_topk_backward is given."""
 
     indices: Tensor  # (..., k)
     state: Tensor  # (..., 2)
@@ -59,8 +59,8 @@ class _Sums(NamedTuple):
     bias: Tensor | None  # (V,) float32, or float64
 
 
-# Turns a piece of logits, which begins at a token, into its gradient: in float32 (float64), and rounded to the logits' dtype.
-# These may be one tensor.
+# Given a piece of logits and its first token, computes the gradient of the piece: in float32 (float64), and rounded to the logits'
+# dtype. Both may be one tensor.
 _Gradient = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
@@ -74,14 +74,14 @@ def backward(
     backend: str | None,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of hidden, weight and bias, those that are wanted; else an empty tensor.
+    """The gradients of hidden, weight and bias. An empty tensor stands for one that is not wanted.
 
-    With p the softmax of a row, that of its scaled logits is grad_normalizer p, and what grad_chosen and grad_target add
-    at the chosen tokens (..., k) and at the targets.
+    With p the softmax of a row, the gradient of its scaled logits is grad_normalizer p, plus grad_chosen at the chosen tokens
+    (..., k), plus grad_target at the targets.
     """
     hidden, (vocab_size, depth), rows = head.hidden, head.weight.shape, head.row_count
     shapes = (hidden.shape, head.weight.shape, (vocab_size,))
-    # Without rows nothing is written to them.
+    # Without rows nothing is added to the gradients, and nothing else would write them.
     make = hidden.new_empty if rows else hidden.new_zeros
     of_hidden, of_weight, of_bias = (make(shape if is_wanted else 0) for shape, is_wanted in zip(shapes, wanted))
     if rows == 0:
@@ -105,7 +105,7 @@ def backward(
         of_rows = incoming.of(block)
         gradient = _by_kernel(head, block, of_rows) if has_kernel else _in_torch(head, block, of_rows, wide)
         _add_block(head, block, pieces.tokens, gradient, buffer, sums)
-        # Else the lists of two blocks are in memory.
+        # Freed before the next block makes its lists, so that those of two blocks are never in memory together.
         del of_rows, gradient
     if sums.bias is not None and sums.bias is not of_bias:
         of_bias.copy_(sums.bias)
@@ -143,7 +143,7 @@ def _add_block(head: LinearProblem, block: Block, size: int, gradient: _Gradient
 
 
 def _by_kernel(head: LinearProblem, block: Block, of_rows: _OfRows) -> _Gradient:
-    """In the logits' place. Only the rounded gradient is ever in memory."""
+    """Computes the gradient in the place of the logits. Only the rounded gradient is ever in memory."""
     problem = LogitGradientProblem(
         of_rows.m.contiguous(), of_rows.coefficient, _listed(of_rows.added, len(head.weight))
     )
@@ -171,7 +171,7 @@ def _listed(added: list[tuple[Tensor, Tensor]], vocab_size: int) -> Tensor:
 
 
 def _in_torch(head: LinearProblem, block: Block, of_rows: _OfRows, wide: Tensor | None) -> _Gradient:
-    """wide: float32 memory for a piece; None where the logits are of such numbers, and their place is taken."""
+    """wide: float32 memory for a piece. None if the logits have the gradient's dtype: it then takes their place."""
     base = of_rows.m.where(of_rows.m != -torch.inf, 0.0).unsqueeze(-1)
     coefficient = of_rows.coefficient.unsqueeze(-1)
 
@@ -192,7 +192,7 @@ def _in_torch(head: LinearProblem, block: Block, of_rows: _OfRows, wide: Tensor 
 
 
 def _add_at(x: Tensor, tokens: Tensor, what: Tensor, start: int) -> None:
-    """Adds to those of the tokens (rows, k) that lie in the piece x, which begins at `start`."""
+    """Adds `what` at the tokens (rows, k) that lie in the piece x, whose first token is `start`."""
     place = tokens - start
     is_here = (place >= 0) & (place < x.shape[-1])
     x.scatter_add_(-1, place.clamp(0, x.shape[-1] - 1), what.to(x.dtype).where(is_here, 0.0))

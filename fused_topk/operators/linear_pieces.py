@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An LM head in pieces: products by the library, of some rows and some of the vocabulary, none of which is kept.
+"""An LM head in pieces: the library multiplies some rows by some of the vocabulary at a time, and no piece is kept.
 
 A piece of the logits goes into the rows' states (m, d, T), and the states of a row's pieces are merged. The backward pass
 (linear_backward.py) has pieces of its own. Scratch memory is bounded by `SCRATCH_BYTES` of layout/linear_pieces.py. Nothing
@@ -22,19 +22,19 @@ from ..problem import LinearProblem, TopK, result_dtype
 from ..rows import LogitRows, RowsBlock, some_rows
 from . import merging, row_topk
 
-# What the reference computes of a logit: float64 copies, integers to sort by, and their order.
+# The memory that the reference takes for a logit: float64 copies, integers to sort by, and their order.
 _REFERENCE_LOGIT_BYTES = 64
-# The comparisons that count a target's rank.
+# For a logit: the comparisons that count a target's rank.
 _RANK_BYTES = 3
-# Where a target lies in a piece, and its logit.
+# For a target: its place in a piece, and its logit.
 _TARGET_BYTES = 48
-# Of the weights of targets: 4 MB of float32.
+# The weights of so many targets are copied at a time that they have this many elements: 4 MB of float32.
 _COPIED_ELEMENTS = 1 << 20
 _COPIED_BYTES = 8 * _COPIED_ELEMENTS  # with their copies in their own dtype
 
 
 class LinearResult(NamedTuple):
-    """What the operator returns. The last three are empty tensors where nobody asked for them."""
+    """The results of the operator. Of the last three, those that nobody asked for are empty tensors."""
 
     values: Tensor  # (..., k)
     indices: Tensor  # (..., k)
@@ -77,10 +77,10 @@ def empty_result(
 def forward(
     head: LinearProblem, k: int, values: str, backend: str | None, has_ranks: bool, keeps_state: bool
 ) -> LinearResult:
-    """The k best of every row, and what else is asked for.
+    """The k best of every row, and the other results that are asked for.
 
-    values: "state" is for a part of a vocabulary: the logits, those of the targets in place of their log-probabilities, and m and
-    d at the temperature.
+    values: "state" is for a part of a vocabulary. It gives the logits of the k best, the logits of the targets in place of their
+    log-probabilities, and m and d at the temperature.
     """
     head = head.settled(values)
     out = empty_result(head.hidden, k, values, head.targets, has_ranks, keeps_state)
@@ -142,7 +142,7 @@ def _forward_block(
     has_ranks = bool(out.target_ranks.numel())
     target = None if block.targets is None else _Targets(head, block, has_ranks, is_whole=pieces.tokens >= vocab_size)
     are_merged = pieces.states > 0
-    # Of the hidden states in the place of the logits, the result has the same shapes and dtypes.
+    # row_result() uses the leading dimensions and the dtype alone, which the hidden states share with the logits.
     states = [] if are_merged else [plans.row_result(block.hidden, k, "state").empty(block.hidden.device)]
     for start in range(0, vocab_size, pieces.tokens):
         end = min(start + pieces.tokens, vocab_size)
@@ -221,8 +221,8 @@ class _Targets:
             self._multiply(head, block)
 
     def _multiply(self, head: LinearProblem, block: Block) -> None:
-        """The pieces before a target's own need its logit, so it is computed ahead. It may differ from the piece's in the last
-        place."""
+        """Computes the targets' logits ahead, because pieces before a target's own compare their logits with its. They may differ
+        in the last place from those in the pieces."""
         wide = result_dtype(block.hidden.dtype)
         tokens = self._tokens.squeeze(-1)
         # A part of the rows at a time, because the weights of their targets are copied.
@@ -239,11 +239,12 @@ class _Targets:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Their tokens, logits and ranks, for who finds the last two otherwise."""
+        """The targets' tokens, logits and ranks, for a kernel that computes the last two."""
         return self._tokens, self.logits, self._ranks
 
     def look_at(self, rows: LogitRows, start: int) -> None:
-        """Looks for them in a piece of the logits, which it may change."""
+        """Finds the targets in a piece of the logits, and counts the piece's tokens that come before them. It may change the
+        piece."""
         logits, hidden = rows.logits, rows.hidden()
         tokens = logits.shape[-1]
         if hidden is not None:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator of draws from an LM head's logits, `linear_sample`.
 
-The logits of some rows, as many as the scratch memory holds, are computed and drawn from before those of the next rows take
-their place. Pieces of the vocabulary would need the product twice: only their merged states say which piece holds a draw, and
-every row must then have that piece again. They would need a third product where top_p or min_p keep more than a list has. Rows
-need the weight once for each 64 MB of logits, and a row is drawn from as :func:`fused_topk.sample` does it, whatever it keeps.
+The rows are taken in blocks, as many at a time as the scratch memory holds logits for. Tokens are drawn from a block before the
+logits of the next one take its place. So the weight is read once for each 64 MB of logits, and each row is drawn from as
+:func:`fused_topk.sample` does it, whatever it keeps.
+
+Pieces of the vocabulary, as linear_topk has them, would need the product twice: only the merged states of all pieces say which
+piece holds a draw, and that piece must then be computed again. Where top_p or min_p keep more than a list has, they would need
+it three times.
 """
 
 from __future__ import annotations
@@ -25,15 +28,15 @@ from .dispatch import library, register
 
 library.define(f"linear_sample({ROWS_SCHEMA}, Tensor weight, Tensor? bias, {sampling.SCHEMA}")
 
-# What the reference computes of a logit, and of a draw's random number: most of it float64 and int64 tensors, of which 80 and
-# 150 bytes are there at once.
+# The memory that the reference takes for a logit, and for a random number: float64 and int64 tensors, of which up to 80 and 150
+# bytes are there at once.
 _REFERENCE_LOGIT_BYTES = 96
 _REFERENCE_DRAW_BYTES = 192
-# What the CUDA backend has of the blocks that share the rows: two a multiprocessor, of a GPU of up to 160.
+# The scratch memory of the CUDA backend for the blocks that share rows: two a multiprocessor, on a GPU that has up to 160.
 _BLOCK_BYTES = 320 * launch.SEARCHING_BLOCK_BYTES
 _INDEX_BYTES = 8
 _LISTS = 3
-# What a request has one a row of, beside its rows.
+# The fields of a request, beside its rows, that may have one number a row.
 _NUMBERS = ("row_top_k", "row_top_p", "row_min_p", "row_seed", "row_counter")
 
 
@@ -50,7 +53,7 @@ def draw(request: SampleProblem, weight: Tensor, bias: Tensor | None, backend: s
     itemsize = hidden.element_size()
     logit_bytes = itemsize + request.rows.hides()
     listed = max(min(vocab_size, launch.LONGEST_LIST), request.logprobs)
-    # What a search has of a row, and its lists, which are there with a copy and scratch. A block's hidden states may be a copy.
+    # Of a row: the scratch of a search; its list, a copy of it and scratch; and its hidden states, which may be a copy.
     row_bytes = launch.SEARCHING_ROW_BYTES + _LISTS * listed * (itemsize + _INDEX_BYTES) + hidden.shape[-1] * itemsize
     if chosen is reference:
         logit_bytes += _REFERENCE_LOGIT_BYTES

@@ -49,8 +49,8 @@ def backward(
     logits, indices, m, d, lengths, row_temperature, values, chosen = ctx.saved_tensors
     temperature = ctx.temperature if row_temperature is None else row_temperature.unsqueeze(-1)
     candidates, tokens = merge_candidates(logits, indices, lengths)
-    # The chosen by their tokens, of which each is there once. The order of the logits takes a view of their bits, for which
-    # older versions of torch have no rule under vmap.
+    # The places of the chosen candidates, found by their tokens: each token is there once. Sorting by logits, as the reference
+    # does, needs a view of their bits, for which older versions of torch have no rule under vmap.
     ascending, by_token = tokens.sort(dim=-1)
     best = by_token.gather(-1, torch.searchsorted(ascending.contiguous(), chosen))
     of_parts, sums = m.movedim(0, -1), d.movedim(0, -1)

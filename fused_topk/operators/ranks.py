@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator of ranks, `target_ranks`: the ranks of given tokens in their rows. Nothing of it is differentiable."""
+"""The operator of ranks, `target_ranks`: the ranks of given tokens in their rows. It has no gradient."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator of sampling, `sample`: what torch.compile, fake tensors and CUDA graphs see of it.
 
-Its random numbers are named by its arguments, so it is a function of them. Nothing of it is differentiable.
+Its arguments name its random numbers, so equal arguments give equal results. It has no gradient.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..problem import Kept, Sample, SampleProblem, TopK
 from ..rows import ROWS_SCHEMA, unflattened
 from .dispatch import library, register
 
-# The fields of SampleProblem after the rows, and what returns: of every operator that draws.
+# The arguments behind the rows, which are fields of SampleProblem, and the results: the same for every operator that draws.
 SCHEMA = (
-    "SymInt top_k, Tensor? row_top_k, float top_p, Tensor? row_top_p, float min_p, Tensor? row_min_p, int seed, Tensor? row_seed, int counter, Tensor? row_counter, "
-    "SymInt num_samples, SymInt logprobs, bool truncated, bool kept, str? backend) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "SymInt top_k, Tensor? row_top_k, float top_p, Tensor? row_top_p, float min_p, Tensor? row_min_p, "
+    "int seed, Tensor? row_seed, int counter, Tensor? row_counter, SymInt num_samples, SymInt logprobs, "
+    "bool truncated, bool kept, str? backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 library.define(f"sample({ROWS_SCHEMA}, {SCHEMA}")
 
@@ -40,7 +40,7 @@ def _fake_sample(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def flat(result: Sample) -> tuple[Tensor, ...]:
-    """The tensors that the operator returns: an operator has a fixed number of results, so empty tensors stand for no TopK and no Kept."""
+    """The tensors that the operator returns. Their number is fixed, so empty tensors stand for no TopK and no Kept."""
     tokens, log_probs, topk, kept, _ = result
     if topk is None:
         topk = TopK(log_probs.new_empty((0,)), tokens.new_empty((0,)), log_probs.new_empty((0,)))

@@ -36,8 +36,8 @@ def _mapped(info: Any, in_dims: Sequence[int | None], arguments: Sequence[Any]) 
 
 
 def _take_turns(run: Callable[..., Any], info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
-    """One call after the other, where vmap maps over what all rows of a call have in common."""
-    # A list has a dimension for each of its elements.
+    """One call after the other. It serves vmap over an argument that all rows of a call share, such as a weight."""
+    # For an argument that is a list, `dim` is a list, too.
     turns = [
         run(
             *(
@@ -57,7 +57,7 @@ def _map_rows(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None],
 
 
 def _dims_of_results(values: str) -> tuple[int, int, int]:
-    """What vmap has mapped over, in the results. Of a state, m and d come first."""
+    """The mapped dimension of each result: the first, or in a state the one behind the dimension of m and d."""
     return 0, 0, int(values == "state")
 
 
@@ -78,16 +78,16 @@ def _map_heads(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None]
         return _take_turns(run, info, in_dims, *arguments)
     mapped = _mapped(info, in_dims, arguments)
     mapped[weight], mapped[bias] = arguments[weight], arguments[bias]
-    # Empty tensors that stand for nothing are not mapped.
+    # An empty tensor in the place of a result that nobody asked for is not mapped.
     has_targets, (has_ranks, keeps_state) = arguments[targets] is not None, arguments[-2:]
     is_mapped = (True, True, True, has_targets, has_ranks, keeps_state)
     return run(*mapped), tuple(0 if x else None for x in is_mapped)
 
 
 def _map_parts(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-    """What vmap maps over becomes the first dimension of the rows, which follows the one of the parts."""
+    """The mapped dimension becomes the first dimension of the rows, behind the dimension of the parts."""
     mapped = _mapped(info, in_dims, arguments)
-    # The parts have lengths in common to all rows.
+    # All rows have parts of the same lengths.
     if in_dims[4] is not None:
         raise ValueError("`lengths` must not be mapped over; the parts of all rows begin at the same tokens")
     mapped[:4] = [x.movedim(0, 1) for x in mapped[:4]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits in which some tokens have other scores: what a draw reads where processors change scores.
+"""A copy of logits in which some tokens have other scores. A draw reads such a copy where processors change scores.
 
 Nothing here waits for the device or has a shape that depends on what a tensor holds.
 """
@@ -19,7 +19,7 @@ def edited(logits: Tensor, ids: Tensor, change: Change, replaces_row: bool, star
     """float32 [R, n]: a copy of the logits [R, n] in which some tokens have the scores that `change` gives them.
 
     Args:
-        ids: int64 [R, S], possibly repeated. Those that are not among the columns stand for the nearest column.
+        ids: int64 [R, S], possibly repeated. A token outside the columns counts as the nearest column.
         replaces_row: whether all scores are -inf before the change.
         start: the token of the first column.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a processor does to the scores of one step, told by the few tokens that it touches."""
+"""What a processor does to the scores of one step, as a change of the few tokens that it touches."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Edit:
     ids: Tensor | None = None
     # Whether the scores before the edit do not matter, and all tokens but `ids` have -inf after it.
     replaces_row = False
-    # Whether it also changes scanned tokens whose scores are NaN or infinite. Then it tells all that counts only where those
-    # that are chosen have finite scores.
+    # Whether the processor also changes NaN and infinite scores of scanned tokens, which the edit leaves as they are. Then the
+    # choice is right only where the chosen tokens have finite scores.
     expects_finite_scores = False
 
     def apply(self, ids: Tensor, scores: Tensor) -> Tensor:
@@ -25,4 +25,4 @@ class Edit:
 
 
 class NotSparse(Exception):
-    """In this step a processor does more than an edit can tell. The stock operations must run."""
+    """In this step a processor does more than an edit can express. The stock operations must run."""

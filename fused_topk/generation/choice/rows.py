@@ -23,8 +23,8 @@ _ARGMAX_VOCAB_SIZE = 1 << 16
 class Rows:
     """The last logits of a forward pass, and the backend whose kernels read them.
 
-    Its methods are the package's functions without checks and operators, which cost more than the launch at every step. A decoding
-    step's arguments are right by construction, and nothing needs a gradient.
+    Its methods are the package's functions without their checks and operators, which would cost more than the launch in each step.
+    A decoding step's arguments are right by construction, and nothing needs a gradient.
     """
 
     __slots__ = ("backend", "generator", "logits")
@@ -34,7 +34,7 @@ class Rows:
     ) -> None:
         self.logits = logits  # [R, V], in the model's dtype
         self.backend = backend
-        # Gives the random numbers to draw with; None for the caller's.
+        # Gives the generator to draw with. None: a draw takes the generator that its caller passes.
         self.generator = generator
 
     def maker(self) -> Callable[[Tensor], Rows]:
@@ -44,11 +44,11 @@ class Rows:
         return lambda logits: Rows(logits.select(1, -1).to(device), backend, generator)
 
     def gather(self, reason: str) -> None:
-        """Has all columns on this process."""
+        """Gathers all columns on this process. Plain rows have them already."""
 
     @property
     def is_sharded(self) -> bool:
-        """Whether no process has all columns."""
+        """Whether each process has only some of the columns."""
         return False
 
     @property

@@ -98,7 +98,7 @@ def sample(
         return None
     if _must_merge(edits):
         rows = rows.edited(_touched(rows, edits), partial(_applied, edits), edits[0].replaces_row)
-    # The others have left a score in the place of each token that they touch.
+    # The other edits are applied already: the logits that are read have the new scores.
     return rows.sample(parameters, _scanned_by([edit for edit in edits if edit.ids is None]), generator)
 
 
@@ -191,7 +191,7 @@ def _merged(rows: Rows, edits: Sequence[Edit], k: int, are_log_probs: bool) -> _
             scores = _log_probs(scores, state)
             fill = _log_probs(fill, state)
             if mask is not None:
-                # In a row without a distribution too, where all others are NaN.
+                # Also in a row without a distribution, where all other log-probabilities are NaN.
                 fill = fill.where(masks.holds(mask, scanned), -torch.inf)
     scores = _applied(edits, within, scores)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of a step's tokens from its logits, its processors' edits and its warpers: greedy, of beams, and by chance.
 
-Where that takes scores of the whole vocabulary, each function says so before anything is drawn: it gives None, or raises
-NotSparse where processors turn out to do more than their edits say.
+A choice may need the scores of the whole vocabulary. Then the function says so before anything is drawn: it returns None, or
+raises NotSparse where processors turn out to do more than their edits express.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .warping import Filter
 
 # The most categories that torch.multinomial takes.
 _CATEGORIES = 1 << 24
-# As many at a time are drawn from beyond that.
+# Beyond that, this many places at a time take part in a race.
 _RACERS = 1 << 22
 
 
@@ -64,10 +64,10 @@ def continuations(
 
 
 def sampled(rows: Rows, edits: Sequence[Edit], filters: Sequence[Filter], generator: Any = None) -> Sample | None:
-    """A token [R, 1] of each row, drawn from the vocabulary itself by the kernel of :func:`fused_topk.sample`. It waits for nothing.
+    """A token [R, 1] of each row, drawn from the whole vocabulary by the kernel of :func:`fused_topk.sample`. It waits for nothing.
 
-    None where that may differ from what the processors do, where the rows draw otherwise, and where there is no such kernel: then
-    stock operations are quicker.
+    None where the distribution may differ from that of the processors, where the rows do not draw with these parameters, and where
+    there is no such kernel, so that stock operations are quicker.
     """
     parameters = warping.parameters(filters)
     if parameters is None or rows.backend is backends.reference or _must_be_checked(edits):
@@ -76,7 +76,7 @@ def sampled(rows: Rows, edits: Sequence[Edit], filters: Sequence[Filter], genera
 
 
 def has_no_distribution(drawn: Sample) -> bool:
-    """Whether a row has none, as with NaN. On a GPU nothing waits to know."""
+    """Whether a row has no distribution, as with NaN. Always False on a GPU, where a look would wait for the device."""
     return not drawn.log_probs.is_cuda and bool(drawn.log_probs.isnan().any())
 
 
@@ -132,7 +132,8 @@ def drawn_continuations(
 def drawn_from(probs: Tensor, num_samples: int, generator: Any = None) -> Tensor:
     """int64 [R, num_samples]: places of `probs` [R, n], drawn without replacement, as torch.multinomial does for any n.
 
-    It divides by exponential random numbers, and takes the greatest. Float32 has too few of them for that many places.
+    Beyond the limit of torch.multinomial each probability is divided by an exponential random number, and the greatest quotients
+    win. That is done in float64: float32 has too few different numbers for so many places.
     """
     if probs.shape[-1] <= _CATEGORIES:
         return torch.multinomial(probs, num_samples, generator=generator)
@@ -159,7 +160,7 @@ def _must_be_checked(edits: Sequence[Edit]) -> bool:
 
 
 def _check(rows: Rows, edits: Sequence[Edit], chosen: Tensor, are_log_probs: bool) -> None:
-    """Raises NotSparse where what is chosen, with these scores, may not be right for an edit that expects finite ones."""
+    """Raises NotSparse where an edit expects finite scores, and the choice, with the scores `chosen`, may be wrong because they are not."""
     if not _must_be_checked(edits):
         return
     # Log-probabilities of a row with NaN or +inf are all NaN, and then nothing of it may have been chosen.

@@ -37,8 +37,8 @@ _TEMPERATURES = (1e-3, 1e3)
 _PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
 # Beyond them scores overflow in float32, or have no digits left.
 _SAMPLED_TEMPERATURES = (1e-30, 1e30)
-# Of tokens that become equal to the best by rounding, the smallest index among these is taken. More than these become equal only in
-# a row that has hardly a digit of difference.
+# How many of the best tokens greedy decoding looks at. A warper may round some of them to the score of the best, and then the
+# smallest index is taken. More become equal only in a row whose scores differ by hardly a digit.
 GREEDY_LENGTH = 8
 
 
@@ -47,7 +47,7 @@ def list_length(filters: Sequence[Filter], vocab_size: int) -> int | None:
     for kind, number, _ in filters:
         if kind == "top_k":
             k = int(number)
-            # The kernels' limit is taken as it is if k itself is within it.
+            # A length beyond the kernels' limit is cut to that limit, if k itself is within it.
             length = k + max(_ROOM_FOR_TIES, k // 4)
             return min(vocab_size, length if length <= MAX_K else max(k, MAX_K))
     if any(kind not in ("temperature", "normalize") for kind, *_ in filters):
@@ -56,8 +56,8 @@ def list_length(filters: Sequence[Filter], vocab_size: int) -> int | None:
 
 
 def parameters(filters: Sequence[Filter]) -> dict[str, float] | None:
-    """The filters as the parameters of fused_topk.sample(), by name; None where they are others, or in another order."""
-    # What renormalises a row leaves its distribution as it is.
+    """The filters as the parameters of fused_topk.sample(), by name; None where sample() has no such parameter, or another order."""
+    # To renormalise a row does not change its distribution.
     steps = [each for each in filters if each != NORMALIZE]
     kinds = [each.kind for each in steps]
     # sample() keeps one token at least.
@@ -90,7 +90,7 @@ def apply(
         New scores [R, n], -inf where removed; and bool [R], whether the list was long enough, None where it surely was.
     """
     is_whole = scores.shape[1] == vocab_size
-    # Whether everything beyond the list is out, if the list was long enough.
+    # Whether all tokens beyond the list are removed, if the list was long enough.
     is_cut = is_whole
     temperature = 1.0
     was_enough: Tensor | None = None
@@ -129,7 +129,7 @@ def keep_the_best(filters: Sequence[Filter]) -> bool:
     """Whether greedy decoding is known to take one of the best tokens of a row, whatever the filters do."""
     kinds = [kind for kind, *_ in filters]
     low, high = _TEMPERATURES
-    # What the others keep would have to be known to renormalise it.
+    # To renormalise after another filter would need to know all tokens that the filter keeps.
     return all(low <= number <= high for kind, number, _ in filters if kind == "temperature") and (
         "normalize" not in kinds or set(kinds) <= {"temperature", "normalize"}
     )
@@ -153,11 +153,11 @@ def greatest(filters: Sequence[Filter], scores: Tensor, ids: Tensor, log_total: 
         elif kind == "normalize":
             total = log_total(temperature)
             scores = (scores - scores[:, :1]) - total
-    # By rounding, others may have become equal to the best: of them the smallest index.
+    # By rounding, others may have become equal to the best. Of these the smallest index is taken.
     is_best = scores == scores[:, :1]
     is_best[:, 0] = True
     chosen = ids.masked_fill(~is_best, torch.iinfo(torch.int64).max).amin(-1)
-    # A temperature may leave -inf alone, of which the first token is taken.
+    # A temperature may make all scores -inf. Then the first token is taken.
     chosen = chosen.masked_fill(scores[:, 0].isneginf(), 0)
-    # Of a row with NaN or +inf, or with nothing else than -inf, renormalising leaves NaN everywhere.
+    # To renormalise a row with NaN, with +inf or of -inf alone leaves NaN everywhere. Then, too, the first token is taken.
     return chosen if total is None else chosen.where(total.squeeze(-1).isfinite(), 0)

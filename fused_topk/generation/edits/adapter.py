@@ -22,17 +22,17 @@ class Step(NamedTuple):
     rows: Rows  # the model's logits
     edits: Sequence[Edit]  # of the processors before
     are_log_probs: bool
-    # Some processors call a user's function, which must be called once. By the processor's id(): what the stock operations of
-    # this step run in its place.
+    # By the id() of a processor, what the stock operations of this step run in its place. For processors that call a user's
+    # function, which must be called only once in a step.
     answered: dict[int, Any]
-    # To be called with a processor that an adapter has called: the processor may have changed its attributes.
+    # An adapter that has called a processor passes it to this function: the processor may have changed its attributes.
     on_call: Callable[[Any], None]
 
 
 # Returns a processor's edit in a step; None if it changes nothing.
 Adapter = Callable[[Step], "Edit | None"]
-# By class of processor: what makes its adapter, None for a processor that cannot be told as edits; and the attributes that
-# the class has in any version. A processor with any other attribute is unknown.
+# For each class of processor a function that makes its adapter, or None for a processor that cannot be expressed as edits; and
+# the attributes that the class has in any version. A processor with any other attribute is unknown.
 Adapters = dict[type, tuple[Callable[[Any], "Adapter | None"], frozenset[str]]]
 
 
@@ -55,14 +55,14 @@ def _leaves_out_foreign(kind: Any, argument: Any) -> bool:
 
 
 def text_check(kind: type, argument: Any) -> Callable[[Step], None]:
-    """Raises NotSparse where a text has tokens that such a processor may raise for."""
+    """A check of each step. It raises NotSparse where a text has tokens for which the processor may raise."""
     is_lenient = _leaves_out_foreign(kind, argument)
     is_first = True
 
     def check(step: Step) -> None:
         nonlocal is_first
         ids = step.input_ids
-        # Tokens that were chosen have a place. So on a device only the first step of a call waits for it.
+        # Chosen tokens are in the vocabulary. So on a GPU only the first step of a call looks, which waits for the device.
         if is_first or not ids.is_cuda:
             is_first = False
             is_foreign = ids < 0 if is_lenient else (ids < 0) | (ids >= step.rows.vocab_size)

@@ -90,7 +90,7 @@ def _suppress_tokens_at_begin(p: Any) -> Adapter | None:
 
 
 def _ban_rows(tokens: Tensor, vocab_size: int) -> Ban:
-    """`tokens` [R, n]: what each row may not choose, vocab_size where there is nothing."""
+    """`tokens` [R, n]: the tokens that each row may not choose, vocab_size for none."""
     return Ban(masks.all_but_rows(tokens.sort(-1).values, vocab_size))
 
 
@@ -105,7 +105,7 @@ def _no_repeat_ngram(p: Any) -> Adapter | None:
             return None
         check(step)
         ngrams = ids.unfold(1, size, 1)
-        # The last tokens begin an n-gram; what has completed it before is banned.
+        # The last tokens are the beginning of an n-gram. Tokens that have completed it before are banned.
         begun = ids[:, ids.shape[1] + 1 - size :].unsqueeze(1)
         is_match = (ngrams[..., :-1] == begun).all(-1)
         return _ban_rows(ngrams[..., -1].where(is_match, vocab_size), vocab_size)

@@ -43,12 +43,12 @@ class _Prepared(NamedTuple):
     scanned: Tensor  # words [1, W] of all others
     always: Tensor  # float32 [1, n], what is added in every row
     phrases: list[_Phrases]  # `last` are places among `ids`
-    of: dict[Any, Any]  # the attribute that they were made of
+    of: dict[Any, Any]  # the `sequence_bias` that all of this was made from
 
 
 @functools.cache
 def _least_length() -> int:
-    """How many tokens a text must have for a phrase of two: one in 5.23, two in 5.17."""
+    """The least number of tokens of a text at which a phrase of two tokens counts: one in 5.23, two in 5.17."""
     with torch.device("cpu"):
         scores = torch.zeros(1, 2, dtype=torch.float32)
         text: Any = torch.ones(1, 1, dtype=torch.int64)
@@ -67,7 +67,7 @@ def _phrases(p: Any, device: torch.device) -> list[_Phrases]:
         _Phrases(
             torch.tensor([tokens[:-1] for tokens, _ in group], device=device),
             torch.tensor([tokens[-1] for tokens, _ in group], device=device),
-            # In the default dtype first, as these versions add it.
+            # These versions of transformers make the biases in torch's default dtype.
             torch.tensor([bias for _, bias in group], device=device).float(),
         )
         for group in groups.values()
@@ -75,7 +75,7 @@ def _phrases(p: Any, device: torch.device) -> list[_Phrases]:
 
 
 def _prepare(p: Any, vocab_size: int, device: torch.device) -> _Prepared:
-    # What the processor itself does to a text without tokens is what it adds in every row. It also raises what it raises.
+    # Called with an empty text, the processor itself gives what it adds in every row. If it raises, this call shows its error.
     text = torch.zeros(1, 0, dtype=torch.int64, device=device)
     row: Tensor = p(text, torch.zeros(1, vocab_size, dtype=torch.float32, device=device))
     phrases = _phrases(p, device)

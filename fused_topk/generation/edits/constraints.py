@@ -56,18 +56,18 @@ def _prefix_constrained(p: Any) -> Adapter | None:
             answer = p._prefix_allowed_tokens_fn(row // beams, ids)
             answers.append(answer)
             try:
-                # Whatever an index may be: tokens in a list, a tensor or an array, of any shape, or a mask.
+                # The answer may be any index: tokens in a list, a tensor or an array, of any shape, or a mask.
                 allowed[row, answer.cpu() if isinstance(answer, Tensor) else answer] = True
                 is_empty = len(answer) == 0
             except Exception:
                 raise NotSparse("prefix_allowed_tokens_fn gives what is no index of the vocabulary") from None
             if is_empty:
                 raise NotSparse("prefix_allowed_tokens_fn gives no token")
-            # The same tokens, should the function go on to change what it has given.
+            # A copy of the answer, which the function may change later.
             answers[row] = allowed[row]
         ban = Ban(masks.of(allowed.numpy(), rows.logits.device))
-        # -inf is added to the others, which leaves NaN and makes it of +inf. Where no beam of a prompt has a token left,
-        # later versions force the allowed ones.
+        # The stock processor adds -inf to the other scores: NaN stays, and +inf becomes NaN. Where no beam of a prompt has a
+        # token left, later versions force the allowed ones. An edit does neither.
         before = best(rows, step.edits, 1, step.are_log_probs).scores
         after = best(rows, [*step.edits, ban], 1, step.are_log_probs).scores
         is_dead = after.isneginf().view(-1, beams).all(-1).any()

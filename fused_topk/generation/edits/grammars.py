@@ -15,7 +15,7 @@ from .bans import Ban
 
 
 class _Masked(LogitsProcessor):
-    """The processor with the answer that it has given in this step: it takes each token once."""
+    """Stands for the processor in this step, with its answer: the processor must get each token only once."""
 
     def __init__(self, allowed: Tensor) -> None:
         self._allowed = allowed
@@ -30,9 +30,9 @@ def _xgrammar(p: Any) -> Adapter | None:
 
     def adapter(step: Step) -> Ban:
         logits = step.rows.logits
-        # Its own scores: what it hides of them, it hides of any.
+        # Any scores will do: the tokens that the processor hides do not depend on them.
         scores = torch.zeros(len(logits), step.rows.vocab_size, dtype=torch.float32, device="cpu")
-        # It reads the last token of each row by itself. So a device is waited for once.
+        # The processor reads the last token of each row in turn. From a copy on the host that waits for the device only once.
         allowed = p(step.input_ids.cpu(), scores) == 0
         step.on_call(p)
         step.answered[id(p)] = _Masked(allowed)
@@ -56,5 +56,5 @@ def name_of(processor: Any) -> str:
 
 
 def is_grammar(processor: Any) -> bool:
-    """Whether the processor goes on by a token in each call, so that none may be called twice in a step, or for beams."""
+    """Whether the processor advances by one token in each call. It must be called once in a step, and cannot follow beams."""
     return name_of(processor) in ADAPTERS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Penalties as edits. Versions of transformers differ in them, and are asked how."""
+"""Penalties as edits. Versions of transformers differ in them: small calls find out what the installed version does."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Growth(Edit):
 class Cleaning(Edit):
     """NaN becomes 0, infinite scores the greatest and the lowest finite ones.
 
-    Of the scanned tokens that says nothing. So it holds where the tokens that are chosen have scores in between: then no
-    other has one to be changed that would be chosen.
+    The edit leaves scanned tokens as they are. That is right where all chosen tokens have finite scores: NaN and +inf would
+    have been chosen first, and the new score of -inf still ranks last.
     """
 
     expects_finite_scores = True
@@ -122,7 +122,7 @@ def _inf_nan_remove(p: Any) -> Adapter:
 
     def adapter(step: Step) -> Edit | None:
         if step.rows.logits.device.type != "cpu":
-            # Where nothing else waits for the device.
+            # To look for infinite scores would wait for the device.
             raise NotSparse("remove_invalid_values on a device")
         return edit
 

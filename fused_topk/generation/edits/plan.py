@@ -36,7 +36,7 @@ ADAPTERS: Adapters = {
 
 
 def reason_against(processors: Any) -> str | None:
-    """Why a loop's list of processors is none that a plan stands for; None if it is one."""
+    """Why a plan cannot stand for a loop's list of processors; None if it can."""
     if type(processors) is LogitsProcessorList and is_as_published(LogitsProcessorList):
         return None
     return f"logits processors in a {type(processors).__name__}"
@@ -45,12 +45,13 @@ def reason_against(processors: Any) -> str | None:
 class Plan:
     """How the processors of one generate() call are carried out.
 
-    reason: why they cannot be fused; None if they can.
+    reason: why the processors cannot be fused; None if they can.
     filters: what the warpers at the end do to the best tokens of each row.
     reason_of_beams: why they cannot be fused in beam search; None if they can.
-    asks_host: whether one of them looks at texts on the host. Of a GPU it waits for each token, and it must see no other ones.
-    keeps_state: whether one of them must be called once a step.
-    has_run: whether they have been called.
+    asks_host: whether one of them looks at texts on the host. It waits for the GPU at each token, and must not see the tokens of
+        steps that run after the end.
+    keeps_state: whether one of them must be called exactly once in a step.
+    has_run: whether the processors have been called.
     """
 
     def __init__(self, processors: Iterable[Any], is_sampling: bool) -> None:
@@ -129,23 +130,23 @@ class Plan:
 
 
 def _name_of(processor: Any) -> str:
-    """What a user can look for: of transformers the class, of others the module too."""
+    """A name that a user can look for. For processors of transformers the class, for any other one also its module."""
     named = processor if isinstance(processor, FunctionType) else type(processor)
-    # A function that is made by hand may have none.
+    # A function that is made by hand may have no module.
     module = named.__module__
     is_stock = not module or module.startswith("transformers.")
     return named.__qualname__ if is_stock else f"{module}.{named.__qualname__}"
 
 
 class _State:
-    """What a processor does, as far as it shows: loops, streamers and criteria may change it between two steps."""
+    """What can be seen of a processor's state. Loops, streamers and criteria may change it between two steps."""
 
     def __init__(self, processor: Any) -> None:
         self._kind = type(processor)
         self._call: Any = self._kind.__call__
         self._names = list(vars(processor))
         self._values = list(vars(processor).values())
-        # Those that can be changed in place, and what would show it.
+        # The values that can be changed in place, with what a change would show in.
         found = [(value, _contents(value)) for value in self._values]
         self._contents = [(value, contents) for value, contents in found if contents is not None]
 
@@ -161,7 +162,7 @@ class _State:
 
 
 def _contents(value: Any) -> Any:
-    """What differs after a value has been changed in place; None for what cannot be, or is not looked into."""
+    """Something that differs once the value has been changed in place; None if it cannot be, or is not looked into."""
     if isinstance(value, Tensor):
         if not value.is_inference():
             return value._version
@@ -171,7 +172,7 @@ def _contents(value: Any) -> Any:
     if not isinstance(value, (list, tuple, dict, set)):
         return None
     try:
-        # Of Python's own numbers, at the speed of C. This format is the last one without references, so that equal ones are.
+        # Fast for Python's own numbers. Format 2 is the last one without references, so equal values give equal bytes.
         return marshal.dumps(value, 2)
     except ValueError:
         parts = [*value, *value.values()] if isinstance(value, dict) else list(value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whisper's rules for timestamps as an edit: those of each row come from its text, so a step waits for the tokens, as stock.
+"""Whisper's rules for timestamps as an edit. The rules of a row depend on its text, so a step waits for the tokens, as in stock.
 
 The last rule looks at the scores: where the timestamps together are more probable than the best token of the text, there must
 be one. Two more scans of the logits answer that, one of the text and one of the timestamps.
@@ -46,7 +46,7 @@ def _timestamps(p: Any) -> Adapter:
         rows, begin, latest = step.rows, p.timestamp_begin, p.max_initial_timestamp_index
         vocab_size, device = rows.vocab_size, rows.logits.device
         numbers = (begin, p.no_timestamps_token_id, p.eos_token_id, p.begin_index, 0 if latest is None else latest)
-        # A Whisper without a single end token, for one.
+        # A Whisper may have several end tokens, or none.
         if not all(type(number) is int and 0 <= number < vocab_size for number in numbers):
             raise NotSparse("Whisper's timestamps are not of the vocabulary")
         allowed = np.stack([_may_follow(p, ids[p.begin_index :], vocab_size) for ids in step.input_ids.tolist()])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' own decoding loops, whose choice of tokens is fused: the way of calls that whole steps do not serve.
+"""transformers' own decoding loops with a fused choice of tokens: the way of calls that whole steps do not serve.
 
-The docstring of `fused_topk.generation` has the idea. It is kept as it is: what is new goes to :mod:`whole_step`.
+The docstring of `fused_topk.generation` has the idea. Nothing is added to this package: new features go to :mod:`whole_step`.
 """

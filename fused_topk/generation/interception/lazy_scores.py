@@ -54,7 +54,7 @@ class ScoredStep:
         return self._rows_of(logits)
 
     def gather(self, reason: str) -> None:
-        """Has the logits whole on every process, because of an operation that needs them all."""
+        """Gathers the logits on every process, because of an operation that needs them all."""
         if self._rows is not None:
             self._rows.gather(reason)
 
@@ -268,7 +268,7 @@ class LazyScores(StandIn):
         return ids
 
     def _asked(self, choose: Callable[..., Any], *args: Any) -> Any:
-        """What a function of :mod:`tokens` gives; None where this is to be a tensor, which it may be afterwards."""
+        """What a function of :mod:`tokens` gives; None where stock operations must choose. Then these may have become a tensor."""
         try:
             return choose(self._step.rows, self._edits, self._filters or (), *args)
         except NotSparse as cause:

@@ -84,7 +84,7 @@ class Session(Call):
         return self._processors
 
     def _begin_sharded(self, config: GenerationConfig, processors: LogitsProcessorList) -> None:
-        """Asks, of a tensor-parallel model, whether its logits must be gathered in this call."""
+        """Finds out whether the logits of a tensor-parallel model must be gathered in this call."""
         module = sharded_head_of(self.model)
         self._head = None if module is None else ShardedHead(self.model, module)
         if self._head is None:
@@ -109,7 +109,7 @@ class Session(Call):
         own = self._head
         if own is None or head is not own.module or self._reason_to_gather is not None or not self.is_open:
             return None
-        # Only the forward() of the model that is generating gets them.
+        # Only the forward() of the model that is generating gets the columns.
         columns = own.columns(args, kwargs) if variables(caller).get("self") is self.model else None
         self._has_given_columns = columns is not None
         return columns
@@ -126,7 +126,7 @@ class Session(Call):
             count_gathered(
                 self._reason_to_gather or "a forward pass whose LM head gives no columns, such as a compiled one"
             )
-        # Else an operation of the model has gathered them, which is counted.
+        # Otherwise an operation of the model has gathered the logits, and that has been counted.
         self._has_given_columns = False
         if is_asked_by_loop and self._reason is not None:
             self._num_steps += 1
@@ -142,7 +142,7 @@ class Session(Call):
         if is_asked_by_loop and reason is None and not logits.is_gathered:
             logits.loop = self
             return output
-        # They are gathered in the model's forward() already, or now.
+        # The model's forward() may have gathered the logits already. Otherwise that happens here.
         whole = logits.whole(reason or "a call of the model in the middle of generate()")
         self._reason_of_step = _replace_logits(output, whole)
         if is_asked_by_loop and self._reason_of_step is None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that the processes of a group have between them: of the LM head each has some columns."""
+"""Models that are spread over the processes of a group: each process has some columns of the LM head."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a tensor-parallel model tell each other beside numbers. Each function is a collective."""
+"""Small questions that the processes of a tensor-parallel model settle together. Each function is a collective."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...distributed.collective import all_gather
 
 
 def all_say(is_so: bool, device: torch.device, group: Any) -> bool:
-    """Whether it is so on all processes. Waits for the device."""
+    """Whether `is_so` is true on all processes. Waits for the device."""
     return bool(all_gather(torch.tensor([[int(is_so)]], device=device), group).all())
 
 
 def of_first(tensor: Tensor, group: Any) -> Tensor:
-    """The first process's tensor, of the same shape on all; without a group the tensor itself."""
+    """The first process's tensor, whose shape is the same on all processes; without a group the tensor itself."""
     if group is None:
         return tensor
     tensor = tensor.contiguous()

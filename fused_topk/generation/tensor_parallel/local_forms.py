@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor-parallel model whose modules have their own part of the weights as plain tensors, and exchange what transformers' do.
+"""Modules of a tensor-parallel model that compute with plain tensors what transformers' modules compute with DTensors.
 
-transformers puts a forward() of its own on each module that has a part of a weight. It makes DTensors of parameters and outputs, and
-changes the module while it runs. These do the same operations and collectives on plain tensors, so a CUDA graph can hold them.
+transformers puts a forward() of its own on each module that has a part of a weight. That function makes DTensors of parameters and
+outputs, and changes the module while it runs. The modules here do the same operations and collectives on plain tensors, so a CUDA
+graph can hold them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 from .sharded_logits import Columns
 
 _MODULE = "transformers.distributed."
-# Norms of a process's own heads: their weights are whole. Some versions of transformers give them such a forward(), too.
+# The style of norms of a process's own heads, whose weights are whole. Some versions of transformers replace their forward(), too.
 _PLAIN = "ReplicatedWithGradAllReduce."
 
 
 class RowwiseLinear(nn.Linear):
-    """Has the columns of the weight for this process's part of the input. Gives the sum over all processes."""
+    """A linear layer with the columns of the weight for this process's part of the input. Gives the sum over all processes."""
 
     part: Part
 
@@ -31,7 +32,7 @@ class RowwiseLinear(nn.Linear):
 
 
 class GatheredLinear(nn.Linear):
-    """Has some rows of the weight. Gives what all processes have."""
+    """A linear layer with some rows of the weight. Gives the outputs of all processes, beside each other."""
 
     part: Part
 
@@ -40,7 +41,7 @@ class GatheredLinear(nn.Linear):
 
 
 class RowwiseEmbedding(nn.Embedding):
-    """Has the vectors of some tokens. Gives those of all, each from the process that has it."""
+    """An embedding with the vectors of some tokens. Gives the vector of any token, from the process that has it."""
 
     part: Part
 
@@ -65,7 +66,7 @@ class Part(NamedTuple):
 
 
 class _Style(NamedTuple):
-    """What transformers' forward() of a module refers to."""
+    """What the forward() that transformers has put on a module refers to."""
 
     name: str
     style: Any
@@ -73,7 +74,7 @@ class _Style(NamedTuple):
 
 
 def reason_against(model: nn.Module) -> str | None:
-    """Why there is no such form of a tensor-parallel model; None where there is one. The same on all processes."""
+    """Why there are no such modules for a tensor-parallel model; None where there are. The same on all processes."""
     meshes = set()
     for module in model.modules():
         if not _is_spread(module):
@@ -86,12 +87,12 @@ def reason_against(model: nn.Module) -> str | None:
 
 
 def has_known_forward(module: nn.Module) -> bool:
-    """Whether a module's forward() is transformers' of a tensor-parallel model, for which there is another form."""
+    """Whether a module's forward() is one that transformers has put on it, and that has a form here."""
     return part_of(module) is not None if _is_spread(module) else _is_plain(module)
 
 
 def take_parts(model: nn.Module, twin: Any) -> None:
-    """Gives the modules of a model's twin their parts, with the memory of the model's."""
+    """Gives the modules of a model's twin this process's parts of the weights, in the memory of the model itself."""
     for name, module in model.named_modules():
         part = part_of(module) if _is_spread(module) else None
         if part is None:
@@ -107,7 +108,7 @@ def take_parts(model: nn.Module, twin: Any) -> None:
 
 
 def part_of(module: nn.Module) -> Part | None:
-    """What this process has of a module whose weight is spread; None where that is not one of the kinds that are known."""
+    """What this process has of a module whose weight is spread; None for a module of an unknown kind."""
     found = _style_of(module)
     weight: Any = module._parameters.get("weight")
     bias: Any = module._parameters.get("bias")
@@ -125,7 +126,7 @@ def part_of(module: nn.Module) -> Part | None:
             return None
     mesh, length = found.mesh, weight.shape[dim]
     columns = Columns.of(mesh.get_group(), mesh.get_local_rank(), mesh.size(), length)
-    # So that every process has some.
+    # Every process must have some of the rows or columns.
     is_cut = columns.block * (mesh.size() - 1) < length and _local(weight).shape[dim] == columns.length
     return Part(kind, columns) if is_cut else None
 
@@ -135,7 +136,7 @@ def _kind_of(module: nn.Module, found: _Style) -> type[nn.Module] | None:
     if not getattr(of, "use_local_output", False):
         return None
     if type(module) is nn.Embedding and module.max_norm is None:
-        # In earlier versions of transformers it has the style of a linear layer.
+        # In earlier versions of transformers an embedding has the style of a linear layer.
         is_own = found.name == "EmbeddingParallel" and of.shard_dim == 0
         is_of_rows = found.name == "RowwiseParallel" and of.input_layouts.is_replicate()
         return RowwiseEmbedding if is_own or (is_of_rows and of.output_layouts.is_replicate()) else None
@@ -165,7 +166,7 @@ def _local(weight: Any) -> Tensor:
 def _forward_of(module: nn.Module) -> Any:
     """The forward() that transformers has put on the module; None where there is none."""
     forward = vars(module).get("forward")
-    # The LM head's has one of this package's before it.
+    # In front of the LM head's forward() stands one of this package.
     forward = getattr(forward, "replaced", forward)
     is_stock = str(getattr(forward, "__module__", None)).startswith(_MODULE) and hasattr(forward, "__code__")
     return forward if is_stock else None
@@ -182,7 +183,7 @@ def _style_of(module: nn.Module) -> _Style | None:
     held = zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
     found = {name: cell.cell_contents for name, cell in held}
     style, mesh, original = (found.get(name) for name in ("self", "mesh", "original_forward"))
-    # One that somebody has put there before.
+    # transformers' function must call the forward() of the class, not one that somebody has put there before.
     is_of_class = getattr(original, "__func__", None) is type(module).forward and original.__self__ is module  # type: ignore[union-attr]
     if style is None or mesh is None or not is_of_class:
         return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel models: each process has some columns of the LM head, which gathers the logits of all of them at every step.
 
-Within a call that is fused, the head's forward() gives :class:`ShardedLogits` in their place: the product with the process's own
-columns, before the gather. Only the forward() of the model that is generating gets them, and only for the decoding loop.
+Within a fused call the head's forward() gives :class:`ShardedLogits` in the place of gathered logits: the product with the process's
+own columns. Only the forward() of the model that is generating gets them, and only for the decoding loop.
 
 From then on every process must take part in the same collectives. Equal tokens and equal choices ensure that, if all processes
 made the same call with the same options. So they compare a hash of the call once, in one small collective, and gather the logits
@@ -22,40 +22,40 @@ from ...distributed.collective import all_gather
 from ..calls import after_forward
 from .sharded_logits import Columns, ShardedLogits
 
-# The styles of transformers' plans that gather what a linear layer gives, and leave it as it is otherwise.
+# The styles of transformers' plans that gather the output of a linear layer, and change nothing else.
 _GATHERING = ("colwise_gather_output", "colwise_rep")
-# In the place of a seed: the process asks whether the call is to run in whole steps.
+# A process sends this in the place of a seed to ask whether the call runs in whole steps.
 _PROPOSES = -1
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # A method that is given the model's output before the loop takes the logits. A user's model may override it.
 _OF_OUTPUT = "_update_model_kwargs_for_generation"
-# Of torch: hooks of all modules.
+# torch's private names of the hooks of all modules.
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
 class Agreement(NamedTuple):
-    """What the processes of a call have said to each other."""
+    """What the processes of a call have agreed on."""
 
-    is_alike: bool
-    seed: int | None  # for all of them
+    is_alike: bool  # whether all make the same call
+    seed: int | None  # the same for all
 
     def generator(self, device: torch.device) -> SharedGenerator | None:
-        """Random numbers that all of them have."""
+        """Random numbers that are the same on all processes."""
         return None if self.seed is None else SharedGenerator(self.seed, device)
 
 
 class Answers(NamedTuple):
-    """Of all processes."""
+    """What the processes answer to a question whether a call runs in whole steps."""
 
-    all_ask: bool
-    are_alike: bool
+    all_ask: bool  # whether every process asks
+    are_alike: bool  # whether all ask the same
 
 
 class SharedGenerator:
     """Gives a generator that is in the same state on every process.
 
-    A call in which nothing is drawn by it must leave the process's own random numbers as they are. So the one that has become
-    the seed is taken from them at the first use.
+    A call that draws nothing must leave the process's own random numbers as they are. So the number that became the seed is
+    taken from them only when the generator is first used.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -75,7 +75,7 @@ def _random_seed(device: torch.device) -> Tensor:
 
 
 def _next_seed(device: torch.device) -> Tensor:
-    """What _random_seed() will give."""
+    """What _random_seed() will give, without taking it from the random numbers."""
     is_cpu = device.type == "cpu"
     with torch.random.fork_rng([] if is_cpu else [device], device_type="cuda" if is_cpu else device.type):
         return _random_seed(device)
@@ -110,13 +110,13 @@ class ShardedHead:
         return self._columns.group
 
     def reason(self) -> str | None:
-        """Why its logits are gathered; None if they need not be. Processes may have different ones."""
+        """Why the logits are gathered; None if they need not be. Processes may have different reasons."""
         module, model = self.module, self._model
         if self._columns is None:
             return "an LM head that is not cut into columns, or over several dimensions of a mesh"
         if type(module) is not nn.Linear:
             return f"an LM head that is a {type(module).__name__}"
-        # Hooks, and what wraps a forward(), are given plain tensors. Some versions of transformers gather in hooks.
+        # Hooks and wrappers of a forward() must get plain tensors. Some versions of transformers gather in hooks.
         if any(getattr(module, hooks, None) for hooks in _HOOKS):
             return "a forward hook of the LM head"
         if any(hook is not after_forward for hook in getattr(model, _HOOKS[0], {}).values()):
@@ -151,14 +151,14 @@ class ShardedHead:
         said, seed = _hash(call), int(_next_seed(self._device)) if draws else 0
         everyone = self._told(said, seed)
         while any(each[1] == _PROPOSES for each in everyone):
-            # Those who ask for whole steps have their answer now, and come here, too.
+            # The processes that ask for whole steps have their answer now, and then come here, too.
             everyone = self._told(said, seed)
         return Agreement(all(each[0] == said for each in everyone), everyone[0][1] if draws else None)
 
     def propose(self, call: str) -> Answers:
         """Asks the other processes whether the call is to run in whole steps. A collective.
 
-        A process that does not ask, for whatever reason of its own, comes to agree(). Then all come there.
+        A process that does not ask, for whatever reason of its own, calls agree(). Then all processes call agree().
 
         Args:
             call: a text of all that decides which collectives run.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits of which each process of a group has some columns, in one tensor object that stands for all of them.
 
-The decoding loop chooses tokens from the columns (:mod:`sharded_rows`). Whoever else uses the object gets the whole logits,
-which are gathered then. A gather is a collective, so all processes of the group must come to it. They do: all run the same
-Python on the same tokens, and what is decided from values is decided from values that all have (:mod:`tensor_parallel`).
+The decoding loop chooses tokens from the columns (:mod:`sharded_rows`). For any other use the whole logits are gathered. A
+gather is a collective, so all processes of the group must take part. They do: all run the same Python on the same tokens, and
+decide from values that are the same on all of them (:mod:`sharded_head`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Columns(NamedTuple):
         return Columns(group, processes, start, min(block, vocab_size - start), block, vocab_size)
 
     def gathered(self, local: Tensor) -> Tensor:
-        """The whole tensor (..., V) of which each process has (..., length). A collective."""
+        """The whole tensor (..., V), of which each process has the columns (..., length). A collective."""
         padded = torch.nn.functional.pad(local, (0, self.block - self.length)).contiguous()
         everywhere = all_gather(padded.view(1, -1), self.group).view(self.processes, *padded.shape)
         return everywhere.movedim(0, -2).flatten(-2)[..., : self.vocab_size]
@@ -67,7 +67,7 @@ class ShardedLogits(Tensor):
 
     @staticmethod
     def of(local: Tensor, columns: Columns) -> ShardedLogits:
-        # Should anything read the memory, it finds NaN.
+        # An operation that reads the memory by mistake finds NaN.
         nothing = torch.full((), torch.nan, dtype=local.dtype, device=local.device)
         logits = nothing.expand(*local.shape[:-1], columns.vocab_size).as_subclass(ShardedLogits)
         logits.local, logits.columns = local, columns
@@ -79,10 +79,10 @@ class ShardedLogits(Tensor):
         return self._whole is not None
 
     def whole(self, reason: str) -> Tensor:
-        """The whole logits, the same tensor each time, so that whoever changes it changes the logits. The first time a collective.
+        """The whole logits. The same tensor each time, so that a change in place is a change of the logits. The first time a collective.
 
         Args:
-            reason: for :func:`stats`.
+            reason: why they are gathered, for :func:`stats`.
         """
         if self._whole is None:
             count_gathered(reason)
@@ -137,7 +137,7 @@ def _whole(value: Any, reason: str) -> Any:
 
 def _named(owners: Sequence[Any], names: str) -> frozenset[Any]:
     found = (getattr(owner, name, None) for owner in owners for name in names.split())
-    # torch.float is a dtype.
+    # Of the two owners torch.float is a dtype, and Tensor.float a method.
     return frozenset(each for each in found if callable(each))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of tokens from logits of which each process has some columns. Each method is one small collective.
 
-So all processes of the group must call the same methods in the same order (:mod:`tensor_parallel`). What they return is the
-same on all of them, bit for bit: it is computed alike from the same bytes.
+So all processes of the group must call the same methods in the same order (:mod:`sharded_head`). The results are the same on all
+processes, bit for bit: each computes them in the same way from the same bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .sharded_logits import ShardedLogits
 
 
 class ShardedRows(Rows):
-    """Rows whose columns the processes of a group have between them."""
+    """Rows whose columns are spread over the processes of a group."""
 
     __slots__ = ("_columns", "_local")
 
@@ -74,7 +74,7 @@ class ShardedRows(Rows):
         return self._gathered(k, mask, normalize, temperature, None)[0]
 
     def state_and_logits(self, k: int, mask: Tensor | None, ids: Tensor) -> tuple[TopKState, Tensor]:
-        # Every process sends a number for every token. That of the token's owner is taken.
+        # Every process sends a number for every token. The number from the process that has the token is taken.
         columns = self._columns
         within = (ids - columns.start).clamp_(0, max(columns.length - 1, 0))
         own = self._local.gather(1, within) if columns.length else self._local.new_zeros(ids.shape)
@@ -85,7 +85,7 @@ class ShardedRows(Rows):
     def _gathered(
         self, k: int, mask: Tensor | None, normalize: str, temperature: float, tail: Tensor | None
     ) -> tuple[TopKState, Tensor | None]:
-        """The state of whole rows, and what each process had travel along."""
+        """The state of whole rows, and the `tail` of each process, which travels along."""
         group = self._columns.group
         call = gather_states(self._local, k, group, temperature, self._own(mask), normalize, None, tail=tail)
         logits, ids, (m, d) = calls.merge_parts(*call.parts, k, *call.temperatures, "state", normalize, None)
@@ -96,7 +96,7 @@ class ShardedRows(Rows):
         return ShardedRows(ShardedLogits.of(local, self._columns), self.backend, self.generator)
 
     def draws(self, parameters: Mapping[str, float]) -> bool:
-        # Otherwise lists of the best tokens take one collective, and say where they are too short.
+        # With other parameters a list of the best tokens takes one collective, and shows whether it is too short.
         return parameters.keys() <= {"temperature"}
 
     def sample(self, parameters: Mapping[str, float], mask: Tensor | None, generator: torch.Generator | None) -> Sample:

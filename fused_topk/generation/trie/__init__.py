@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A catalogue of items that texts may be, on a device."""
+"""A catalogue of the items that may be written, on a device."""

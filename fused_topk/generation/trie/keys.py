@@ -19,7 +19,7 @@ import torch
 TOKEN_BITS = 31
 # Behind the last key: its node does not exist, and its token is 0.
 SENTINEL = (2**32 - 1) << TOKEN_BITS
-# The sentinel's node, and one that stands for all that is outside.
+# Two numbers are left for the node of the sentinel, and for the node of texts outside of the catalogue.
 _MOST_NODES = 2**32 - 3
 
 
@@ -28,10 +28,10 @@ class Keys(NamedTuple):
 
     keys: np.ndarray  # int64 [n + 1], ascending, the last one SENTINEL
     levels: np.ndarray  # int64 [depth + 1]: where the keys of each level begin, and where the last one ends
-    items: int  # that differ
+    items: int  # the number of items that differ
 
     def checked(self) -> Keys:
-        """These, if they can be a catalogue's."""
+        """These keys. Raises ValueError if they cannot be those of a catalogue."""
         keys, levels = self.keys, self.levels
         if keys.dtype != np.int64 or keys.ndim != 1 or levels.dtype != np.int64 or levels.ndim != 1:
             raise ValueError("arrays of another kind")
@@ -42,14 +42,14 @@ class Keys(NamedTuple):
 
 
 def of(sequences: Any, end_token_id: int) -> Keys:
-    """The keys of the items `sequences`. Where an item ends at a node with children, the end token is one of them.
+    """The keys of the items `sequences`. Where an item ends at a node with children, the end token is one more child.
 
     Raises:
         TypeError, ValueError: see :class:`TokenTrie`.
     """
     catalogue = _catalogue(sequences)
     keys = np.empty(catalogue.most_keys + 1, dtype=np.int64)
-    # Of each item that goes on, where it is.
+    # The node of each item that has further tokens.
     nodes = np.zeros(len(catalogue), dtype=np.int64)
     levels, items = [0], 0
     for goes_on, tokens in catalogue.levels():
@@ -61,7 +61,7 @@ def of(sequences: Any, end_token_id: int) -> Keys:
             nodes = nodes[goes_on]
             inner = ended[np.isin(ended, nodes)]
         start, ended_inside = levels[-1], len(inner)
-        # Large arrays: each is made in place of another, or goes before the next one comes.
+        # The arrays are large: each is made in the place of another one, or dropped before the next one is made.
         nodes <<= TOKEN_BITS
         np.bitwise_or(nodes, tokens, out=nodes, dtype=np.int64, casting="unsafe")
         if ended_inside:
@@ -79,12 +79,12 @@ def of(sequences: Any, end_token_id: int) -> Keys:
         nodes += start
         places, nodes = nodes, np.empty_like(nodes)
         nodes[order] = places
-        # Without those of the end tokens, behind which nothing comes.
+        # Without the nodes of the end tokens, which nothing follows.
         nodes = nodes[: len(nodes) - ended_inside]
         del places, order
-    # All others end with the last level.
+    # All other items end with the last level.
     items += levels[-1] - levels[-2] - ended_inside
-    # In place: what lies beyond has never been memory.
+    # In place: the rest of the array has never been written, and so takes no memory.
     keys.resize(levels[-1] + 1, refcheck=False)
     keys[-1] = SENTINEL
     return Keys(keys, np.array(levels), items)
@@ -120,7 +120,7 @@ class _Table:
         return len(self._table)
 
     def levels(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Of each level which items of the level before go on, and with which tokens."""
+        """For each level, which items of the level before have a further token, and these tokens."""
         all_of_them = np.ones(len(self), dtype=bool)
         for tokens in self._table.T:
             yield all_of_them, tokens

@@ -16,9 +16,9 @@ from . import keys as sorted_keys
 from .keys import SENTINEL, TOKEN_BITS, Keys
 
 _TOKEN = (1 << TOKEN_BITS) - 1
-# Nodes with more children than this have a mask that is made once. Of the others each step sets bit by bit.
+# For a node with more children than this a mask is made once. For any other node each step sets the bits one by one.
 _NARROW = 256
-# What these masks may take. The widest nodes have them.
+# The most bytes of these masks. Where there are more nodes, the widest ones get masks.
 _MASK_BYTES = 64 << 20
 
 
@@ -34,8 +34,8 @@ class TokenTrie:
         scores, indices, _ = fused_topk.beam_topk(logits, scores, beams, mask=mask, normalize="all")
         nodes = trie.step(nodes.gather(1, indices // vocab_size), indices % vocab_size)
 
-    The tokens of a text lead from node to node; node 0 is the root, where all begin. The tokens that go on to an item may come next,
-    and the end token where an item ends. After a text that has ended or left the catalogue only the end token may come.
+    The tokens of a text lead from node to node; node 0 is the root, where all texts begin. A token may come next if it leads on to an
+    item, and the end token where an item ends. After a text that has ended or left the catalogue only the end token may come.
 
     Args:
         sequences: the items: an integer tensor or array (items, tokens) on any device, lists of lists, or an iterable of items. In any
@@ -46,7 +46,7 @@ class TokenTrie:
         TypeError: items that are not of integers.
         ValueError: no items, an empty one, a token outside 0 ... 2^31 - 1, or `end_token_id` in an item.
 
-    It does not change. Its memory is on one device, at first the CPU: 8 bytes for each different beginning of an item, and at most
+    A trie does not change. Its memory is on one device, at first the CPU: 8 bytes for each different beginning of an item, and at most
     64 MB for masks of the widest nodes. 10 million items of 4 random tokens of 32000 take 307 MB, and 10 s of CPU time to build.
     """
 
@@ -64,7 +64,7 @@ class TokenTrie:
         self._end_token_id = end_token_id
         self._levels = keys.levels
         self._items = keys.items
-        # The node of texts that are no beginning of an item. It has no children.
+        # The node of texts that no item begins with. It has no children.
         self._outside = len(keys.keys)
         self._keys = torch.from_numpy(keys.keys)
         self._most_token = max(end_token_id, int((keys.keys & _TOKEN).max()))
@@ -75,10 +75,10 @@ class TokenTrie:
         if len(nodes) > most:
             narrow = int(counts[by_width[most]])
         wide = np.sort(nodes[by_width[:most]])
-        # The last one stands for all other nodes: its mask is empty.
+        # The last mask stands for all other nodes, and is empty.
         self._wide_nodes = torch.from_numpy(np.append(wide, SENTINEL))
         self._wide_masks = torch.from_numpy(_masks(keys.keys, wide, words))
-        # Places for the children of the others, at least one for the end token.
+        # Places for the children of the nodes without a mask; at least one place, for the end token.
         self._narrow = torch.arange(max(1, narrow), device="cpu")
 
     @property
@@ -110,7 +110,7 @@ class TokenTrie:
         )
 
     def to(self, device: torch.device | str) -> TokenTrie:
-        """The trie on a device: itself if it is there."""
+        """The trie on a device; the same object if it is there already."""
         moved = {name: tensor.to(device) for name, tensor in self._tensors().items()}
         if moved["_keys"] is self._keys:
             return self
@@ -119,7 +119,7 @@ class TokenTrie:
         return trie
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes it to a file of NumPy's format npz, under exactly this name."""
+        """Writes the trie to a file of NumPy's format npz, under exactly this name."""
         with open(path, "wb") as file:
             np.savez(
                 file,
@@ -168,7 +168,7 @@ class TokenTrie:
         """The nodes of whole texts: int64 (...) of int64 or int32 (..., length)."""
         lead, length = texts.shape[:-1], texts.shape[-1]
         if length >= self.depth:
-            # All have left it, or are items that nothing goes on from.
+            # Such a text has left the catalogue, or is an item that no other item begins with.
             return torch.full(lead, self._outside, dtype=torch.int64, device=texts.device)
         nodes = torch.zeros(lead, dtype=torch.int64, device=texts.device)
         for tokens in texts.unbind(-1):

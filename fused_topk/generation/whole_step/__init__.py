@@ -6,29 +6,30 @@ the beams that go on. Here a call runs on one row a sequence for the prompt, and
 were written. A table of ancestors tells which of them are a beam's past.
 
 The public API of transformers serves for that: a Cache with layers of its own (:mod:`cache`), a function of
-AttentionInterface and of AttentionMaskInterface (:mod:`attention`), and custom_generate (:mod:`entry`), through which
-generate() prepares a call as it prepares every other. `generation/__init__.py` lists the private names.
+AttentionInterface and of AttentionMaskInterface (:mod:`attention`), and custom_generate (:mod:`entry`), with which
+generate() prepares a call as ever. `generation/__init__.py` lists the private names.
 
     entry                decides whether a call is served, and holds the loop
     parallel             tensor-parallel models: all processes run a call in whole steps, or none
-    reasons, criteria    what is served: everything else runs in transformers' loop, and stats() counts why
-    trial                whether a model is: it is tried on a few tokens, once
-    twin                 a copy of the model's modules, of the same weights, so that the model itself is not touched
-    attribute            what is kept of a model, as an attribute of it
+    reasons, criteria    which calls are served: all others run in transformers' loop, and stats() counts why
+    trial                whether a model is served: it is tried once, on a few tokens
+    twin                 a copy of the model's modules with the same weights, so that the model itself is not touched
+    attribute            what is kept for a model, as an attribute of the model
     prompts              what a call reads, from what generate() hands to a loop
     preparation          what a model's own methods prepare for a prompt with images, and for the steps after it
-    cache, ancestry, attention, decoder    the forward pass: of an encoder-decoder, whose encoder has run once, its decoder's
-    row_form             the second form of it, with a row for each beam
-    facts                what a model and its configuration say of themselves
+    cache, ancestry, attention, decoder    the forward pass of a decoder; the encoder of an encoder-decoder has run before
+    row_form             the second form of the forward pass, with a row for each beam
+    facts                what a model and its configuration say about the model
     head                 the choice from hidden states on a CPU, for which no logits are computed
     choosing, scan       the choice from logits to which the call's processors are applied
     given_cache          a cache of transformers that a call goes on with, or leaves for the next call
-    room                 for how many new tokens there is room: it grows
+    room                 for how many new tokens there is room, which grows
     shape, kept, store, compiled, graphs    steps for later calls of the same shape: compiled, captured as CUDA graphs, or both
-    beams, texts, search, results    what a search holds, the loops, what is returned
-    streaming            a streamer of a call that may run twice
+    beams, texts, search, results    the state of a search, the loops, and what is returned
+    streaming            the streamer of a call that may run twice
 
-Sequences are those of transformers, with ties to the smaller index, and so is the cache that a call returns or adds to.
+Sequences are those of transformers, with ties to the smaller index. The cache that a call returns or adds to is that of
+transformers, too.
 """
 
 from .criteria import with_stop_strings

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which places of the cache are a beam's past, told by the table of its ancestors.
+"""Which places of the cache are a beam's past, as a table of its ancestors says.
 
-Either all beams of a sequence look at the places of all, and a mask says which are theirs: nothing is copied, and the mask
-grows with beams * beams * new tokens. Or each step gathers the new tokens of each beam: they are copied at every step, and
-masks are small.
+There are two ways. Each beam looks at the places of all beams of its sequence, and a mask says which of them are its own: nothing
+is copied, and the mask grows with beams * beams * new tokens. Or each step gathers the new tokens of each beam: they are copied
+at every step, and masks are small.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# In units of what attention through torch's fused function takes for one query and one place that it may look at. Gathered,
-# it takes more: five operations, each of which writes its result. And each place is copied, key and value, in every layer.
+# Costs of the second way. The unit is what torch's fused function of attention takes for one query and one place that it may
+# look at. Gathered attention takes more a pair: five operations, each of which writes its result. And each place is copied, key
+# and value, in every layer.
 #
 # Fitted to the times of a step on a CPU: one sequence, 2 layers, 4 heads of 64 on 2 key heads, float32, CPU time of one thread
 # of a shared Xeon (model 207, AVX-512), 2026-11-25. Masked / gathered, of beams x new tokens after a prompt:
@@ -50,21 +51,21 @@ class Mask:
         self._window = window
         self._beams = torch.arange(beams, device=device)
         self._zero = torch.zeros((), dtype=dtype, device=device)
-        # [batch, 1 or 2, 1, places], of one beam.
+        # [batch, 1 or 2, 1, places], the mask of one beam.
         self._of_one = torch.empty(len(prompt), 1, 1, 0, dtype=dtype, device=device)
 
     def written(self, parents: Tensor, step: Tensor, shown: int) -> Tensor:
-        """int64 [batch, beams, shown]: at which place among the beams each new token of a beam's past was written.
+        """int64 [batch, beams, shown]: the place among the beams where each new token of a beam's past was written.
 
-        Args: see below.
+        Args: see :meth:`__call__`.
         """
         return torch.where(self._steps(shown) < step, parents[:, :, 1 : shown + 1], self._beams[:, None])
 
     def of_one_beam(self, shown: int) -> Tensor:
-        """[batch, 1 or 2, 1, prompt + shown], of the step after `shown` - 1 new tokens: a part of what many steps share.
+        """[batch, 1 or 2, 1, prompt + shown]: the mask of the step after `shown` - 1 new tokens. It is a part of one that all steps share.
 
         Args:
-            shown: not less than at the call before.
+            shown: not less than in the call before.
         """
         (batch, prompt), end = self.prompt.shape, self.prompt.shape[1] + shown
         if end > self._of_one.shape[3]:
@@ -79,15 +80,15 @@ class Mask:
         return torch.arange(shown, device=self.prompt.device)
 
     def __call__(self, parents: Tensor | None, step: Tensor, shown: int, is_gathered: bool) -> Tensor:
-        """[batch, 1 or 2, groups * beams, places]: 0 where a beam may look, else -inf; the second with the window.
+        """[batch, 1 or 2, groups * beams, places]: 0 where a beam may look, else -inf. The second mask is for layers with a window.
 
         Gathered, it is [batch, 1 or 2, beams, prompt + shown].
 
         Args:
-            parents: int64 [batch, beams, shown + 1 or more]; parents[:, j, s + 1] is the place among the beams that
-                token s of the beam that is now at j was written at, for all s < step. None for one beam.
+            parents: int64 [batch, beams, shown + 1 or more]; parents[:, j, s + 1] is the place among the beams where
+                token s of the beam that is now at j was written, for all s < step. None for one beam.
             step: int64 [1], which of the new tokens is read.
-            shown: of how many new tokens there are places, more than `step`.
+            shown: how many new tokens have places that attention looks at; more than `step`.
             is_gathered: whether attention gets each beam's own new tokens.
         """
         (batch, prompt), beams = self.prompt.shape, len(self._beams)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of all beams of a sequence to keys that they share, through transformers' attention interface.
 
-In a step, queries have batch * beams rows and keys have `batch` rows (:mod:`cache`), those of texts and of sources. The queries of
+In a step, queries have batch * beams rows, and keys have `batch` rows (:mod:`cache`), both of texts and of sources. The queries of
 all beams and of all heads that share a key head are read as one block, so that each key is read once for all of them, and nothing
 is copied for grouped heads. A prompt has as many rows of queries as of keys, and is read as transformers' own functions do.
 """
@@ -34,7 +34,7 @@ class AttentionCall(NamedTuple):
     window: int | None  # how many of the last places may be looked at
 
 
-# Tensors that models hand to any attention function, which reads them only where texts are packed in a row, or never.
+# Tensors that models hand to every attention function. A function reads them only where several texts share a row, or never.
 _NOT_READ = frozenset({"position_ids", "cache_position"})
 
 # The calls of attention in a block of watched(); None outside of one.
@@ -87,7 +87,7 @@ def _attend(
     s_aux: Tensor | None = None,  # [heads], the scores of sinks
     **options: Any,
 ) -> tuple[Tensor, None]:
-    # Such as a bias of positions: a trial need not show that it is left out.
+    # Such as a bias of positions. A trial might not show that it is left out.
     unknown = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _NOT_READ]
     if unknown:
         raise ValueError(f"attention with {unknown[0]}")
@@ -99,15 +99,15 @@ def _attend(
     scale = dim**-0.5 if scaling is None else scaling
     if length > 1:
         key, value = (_repeated(each, groups) for each in (key, value))
-        # Attention to a source is not.
+        # Attention to a source is not causal.
         is_causal = mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
         sink = None if s_aux is None else s_aux.view(-1, 1, 1)
         return _weighted(query, key, value, mask, scale, softcap, sink, is_causal).transpose(1, 2).contiguous(), None
     if mask is not None and mask.shape[1] > 1:
-        # The second one is for the layers with a window: see `ancestry.Mask`.
+        # The second mask is for layers with a window: see `ancestry.Mask`.
         mask = mask[:, -1:] if sliding_window is not None else mask[:, :1]
     if beams == 1:
-        # In fewer operations.
+        # The same in fewer operations.
         query = query.reshape(batch, key_heads, groups, dim)
         sink = None if s_aux is None else s_aux.view(key_heads, groups, 1)
         return _weighted(query, key, value, mask, scale, softcap, sink, False).reshape(rows, 1, heads, -1), None
@@ -156,7 +156,7 @@ def _repeated(heads: Tensor, times: int) -> Tensor:
 
 
 def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
-    """float32 weights. A sink is one more score, whose weight is of nothing."""
+    """float32 weights. A sink is one more score, whose weight goes to no value."""
     if sink is None:
         return scores.softmax(-1, dtype=torch.float32)
     scores = torch.cat([scores, sink.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
@@ -181,12 +181,12 @@ def _weighted(
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
-        # Finite, so that a row of padding, which may look at nothing, has no NaN.
+        # A finite number: a row of padding may look at nothing, and -inf everywhere would make NaN of it.
         scores = scores.masked_fill(~mask if mask.dtype == torch.bool else mask < 0, torch.finfo(scores.dtype).min)
     return _softmax(scores, sink).to(value.dtype) @ value
 
 
 for _name, _function in ((PLAIN, plain), (CAPPED, capped)):
     AttentionInterface.register(_name, _function)
-    # The prompt's mask. That of a step has four dimensions, and models hand it on as it is.
+    # This makes the prompt's mask. The mask of a step has four dimensions, and models hand it on as it is.
     AttentionMaskInterface.register(_name, sdpa_mask)

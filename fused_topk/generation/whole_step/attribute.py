@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of a model, as an attribute of the model.
+"""What is kept for a model, as an attribute of the model.
 
-It refers to what the model refers to. That may be the model itself: users keep its methods as attributes of it. A table with
-weak keys would hold such a model for ever; an attribute makes a cycle, which Python collects.
+What is kept refers to all that the model refers to. That may be the model itself: users keep methods of a model as its attributes. A
+table with weak keys would hold such a model for ever. An attribute makes a cycle, which Python collects.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Kept = TypeVar("Kept")
 
 
 class OfModels(Generic[Kept]):
-    """What is kept of each model, by model."""
+    """A mapping from models to what is kept for each."""
 
     def get(self, model: Any) -> Kept | None:
         attribute = vars(model).get(KEPT)
-        # A shallow copy has the attribute of the first, any other copy has None.
+        # A shallow copy of the model has the attribute of the model itself. Any other copy has None.
         return attribute.kept if isinstance(attribute, _Attribute) and attribute.model() is model else None
 
     def __contains__(self, model: Any) -> bool:
@@ -33,7 +33,7 @@ class OfModels(Generic[Kept]):
         return kept
 
     def __setitem__(self, model: Any, kept: Kept) -> None:
-        # Not with setattr(), which makes parts of a model of some values.
+        # setattr() of a module registers some values as parts of the model.
         vars(model)[KEPT] = _Attribute(model, kept)
 
     def pop(self, model: Any) -> None:
@@ -46,5 +46,5 @@ class _Attribute:
         self.kept = kept
 
     def __reduce__(self) -> Any:
-        """A copy is None, also one that is read where this package is not."""
+        """A copy is None. So a pickled model can be read where this package is not installed."""
         return type(None), ()

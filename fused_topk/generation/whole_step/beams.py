@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beam search as a function of tensors whose shapes do not change: what beams hold, and what a choice makes of it.
+"""Beam search on tensors whose shapes do not change: the state of the beams, and what a choice of tokens makes of it.
 
-Scores, and their order where they are equal, are those of transformers' beam search; equal ones by smaller index.
+Scores are those of transformers' beam search. Of equal scores the smaller index comes first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# The score of what does not count. It is added, as transformers does, so that what is left compares equal.
+# The score of what does not count. As in transformers it is added to other scores, so that sums compare as they do there.
 VOID = -1.0e9
 
 
@@ -28,12 +28,12 @@ class Rules(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Continuations that are looked at: were each beam to end with each end token, enough go on."""
+        """How many continuations are looked at: if each beam ends with each end token, enough others go on."""
         return (1 + self.num_ends) * self.beams
 
     @property
     def num_ends(self) -> int:
-        """As many tokens are compared with a new one. One that there is not stands for none."""
+        """How many tokens a new token is compared with. Without end tokens it is compared with -1, which no token is."""
         return max(1, len(self.ends))
 
     def end_tokens(self, device: torch.device) -> Tensor:
@@ -79,16 +79,14 @@ class Beams(NamedTuple):
 
 
 class BeamConstants(NamedTuple):
-    """What the choices of a call need on its device. In tensors: compiled and captured steps serve calls that differ in it."""
+    """What the choices of a call need on its device. In tensors, so that compiled and captured steps serve calls with other values."""
 
     ends: Tensor  # int64 [rules.num_ends]
     is_best: Tensor  # bool [rules.kept]
     length_penalty: Tensor  # float64 [1]
     longest: Tensor  # float32 [1]: what the score of the longest text that there can be is divided by
     stops_early: Tensor  # bool []: whether a sequence is done once all its beams have ended
-    expects_longest: (
-        Tensor  # bool []: whether a text that goes on is hoped to get the score that it would have at its longest
-    )
+    expects_longest: Tensor  # bool []: whether a text that goes on is scored as if it were as long as it can be
 
     @staticmethod
     def of(rules: Rules, longest: int, device: torch.device) -> BeamConstants:
@@ -111,7 +109,7 @@ def _divisor(length: Tensor, penalty: Tensor) -> Tensor:
 
 
 def at_first(rules: Rules, batch: int, room: int, device: torch.device) -> Beams:
-    """Before the first token: beams are one text, of which only the first of them counts.
+    """Before the first token: all beams are the same text, and only the first beam counts.
 
     Args:
         room: for how many tokens there is room.
@@ -157,7 +155,7 @@ def choose(
     has_ended = (token.unsqueeze(-1) == constants.ends).any(-1) | are_last
     running = _best(continued._replace(scores=scores + _void(has_ended)), count)
 
-    # Of the texts that had ended and of those that end now, if those are among the best continuations, the best.
+    # The best of the texts that had ended, and of those that end now and are among the best continuations.
     length = _divisor(step + 1, constants.length_penalty)
     ends_now = has_ended & constants.is_best
     is_full = beams.is_ended.all(1, keepdim=True) & constants.stops_early
@@ -179,7 +177,7 @@ def choose(
 
 
 def _void(does_not_count: Tensor) -> Tensor:
-    """float32: what is added to a score. Of a bool and a number it would be the user's default dtype."""
+    """float32: what is added to a score. bool times number would have the user's default dtype."""
     return does_not_count.float() * VOID
 
 

@@ -3,11 +3,11 @@
 
 A layer has one tensor of keys and one of values, [batch, heads, prompt + room * beams, dim]: places for the prompt, then
 `beams` places for each new token. Beam j of step t writes to place prompt + t * beams + j, for good. Which of the places
-are a beam's past is told by the mask (:mod:`ancestry`). Where there is no place left, what is written moves to larger tensors.
+are a beam's past is said by a mask (:mod:`ancestry`). Where no place is left, keys and values move to larger tensors.
 
-Keys of what an encoder has read belong to the sequence, too: [batch, heads, length of the source, dim].
+Keys of an encoder's output, the source, are shared by the beams of a sequence, too: [batch, heads, length of the source, dim].
 
-Some layers have a state in the place of keys, as of a convolution or a recurrence. It is replaced with each token. So these are layers
+Some layers have a state in the place of keys, as of a convolution or a recurrence. Each token replaces the state. So these are layers
 of transformers, with a row for each beam, and are reordered at every step.
 """
 
@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from ...tracing import is_traced_by_dynamo
 
-# A layer that has a state in the place of keys. In older versions models make caches of their own for that.
+# A layer that has a state in the place of keys. In older versions models with states make caches of their own.
 STATE_LAYER = getattr(cache_utils, "LinearAttentionLayer", None)
 # What configurations call layers that have keys alone.
 WITH_KEYS = frozenset({"full_attention", "sliding_attention"})
@@ -54,15 +54,15 @@ class Places:
     Args:
         is_text: [batch, prompt]. A prompt is written to the last of its places.
         beams: rows for each sequence.
-        is_kept: whether later calls write to the same tensors, whose places are made before. Else tensors grow with each step.
+        is_kept: whether the tensors are kept for later calls. Then their places are made in advance. Else tensors grow with each step.
     """
 
     def __init__(self, is_text: Tensor, beams: int, is_kept: bool) -> None:
         self._is_text = is_text
         self.beams = beams
         self.is_kept = is_kept
-        # How many new tokens of each can be written, and how many layers have places for, or are to grow to: the others may hold
-        # anything.
+        # How many new tokens of each beam can be written now; and how many the layers have places for, or are to grow to. Places
+        # beyond the first number may hold anything.
         self.room = 0
         self.capacity = 0
         self.is_reading_prompt = True
@@ -70,7 +70,7 @@ class Places:
         self.num_past = 0
         self._of_step = torch.arange(beams, device=is_text.device) + is_text.shape[1]
         self.written = self._of_step
-        # Of how many new tokens attention looks at the places, and where these end.
+        # How many new tokens have places that attention looks at, and where these places end.
         self.shown = 0
         self.end = is_text.shape[1]
         # int64 [batch, beams, shown]: where each new token of a beam's past is among the beams; None where masks say it.
@@ -85,22 +85,22 @@ class Places:
 
     @property
     def prompt(self) -> int:
-        """Places for the prompt. A size of a tensor: compiled code serves all sizes, but one value of an attribute."""
+        """Places for the prompt. The size of a tensor, because compiled code serves all sizes, but only one value of an attribute."""
         return self._is_text.shape[1]
 
     @property
     def length(self) -> Length | Tensor | int:
-        """What a model that counts its positions by the cache is told that was read before a step: see `count_from`."""
+        """How many tokens were read before a step, for a model that counts its positions by the cache: see `count_from`."""
         return self.prompt if self._length is None else self._length
 
     def up_to(self, new: int) -> int:
-        """How many places a prompt and so many new tokens of each beam take."""
+        """How many places the prompt and `new` new tokens of each beam take."""
         return self.prompt + new * self.beams
 
     def count_from(self, length: int, most: int) -> None:
-        """From here on the cache says how many tokens a text has: the prompt's `length` and those since, at most `most`.
+        """From here on the cache says how many tokens a text has: the prompt's `length` and the tokens since, at most `most`.
 
-        In a tensor: compiled and captured steps are the same for every length.
+        The number is a tensor, so that compiled and captured steps are the same for every length.
         """
         if self._text_length is None:
             self._text_length = torch.zeros((), dtype=torch.int64, device=self._of_step.device)
@@ -115,7 +115,7 @@ class Places:
         self.end = self.up_to(shown)
         if self._text_length is not None:
             length = self._text_length + step.squeeze(0)
-            # torch.compile knows tensors only, and would make other code for each bound.
+            # torch.compile would make other code for each bound of a Length.
             self._length = length if is_traced_by_dynamo() else Length(length, self._most)
 
 
@@ -135,7 +135,7 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             values = key_states if value_states is None else value_states
             self.keys, self.values = (self._empty(each) for each in (key_states, values))
             self.is_initialized = True
-        # They may hold the call before.
+        # The tensors may hold keys of the call before.
         self.clear(0, self._places.up_to(self._places.room))
 
     def _empty(self, like: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 kept[:, :, begin:end].zero_()
 
     def move(self, places: int) -> None:
-        """Into tensors of the capacity. Args: places: how many of the first are in use."""
+        """Moves keys and values to tensors of the capacity. Args: places: how many places, the first ones, are in use."""
         for name in ("keys", "values") if self.is_initialized else ():
             kept = getattr(self, name)
             larger = self._empty(kept)
@@ -157,7 +157,7 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             setattr(self, name, larger)
 
     def begin_with(self, keys: Tensor, values: Tensor, end: int) -> None:
-        """Writes what was read before a prompt, up to that place."""
+        """Writes the keys and values of what was read before a prompt, up to the place `end`."""
         self.lazy_initialization(keys, values)
         begin = end - keys.shape[2]
         self.keys[:, :, begin:end] = keys
@@ -166,11 +166,11 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         places = self._places
         if places.is_reading_prompt:
-            # Of the rows of a sequence's beams, which are the same, one.
+            # The rows of a sequence's beams are the same: one of them is written.
             rows = len(key_states) // places.batch
             of_keys, of_values = key_states[::rows], value_states[::rows]
             if not places.is_kept and key_states.shape[2] == places.prompt:
-                # All of the prompt, without places for more.
+                # The whole prompt, without places for more.
                 dense = torch.contiguous_format
                 self.keys, self.values = (each.clone(memory_format=dense) for each in (of_keys, of_values))
                 self.is_initialized = True
@@ -184,7 +184,7 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 return key_states, value_states
             begin -= places.num_past
             return self.keys[:, :, begin : places.prompt], self.values[:, :, begin : places.prompt]
-        # One after the other: what there was goes.
+        # One after the other, so that the old keys are gone before there are new values.
         self.keys = self._with(self.keys, key_states)
         self.values = self._with(self.values, value_states)
         if places.gathered is not None:
@@ -202,7 +202,7 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             written = written.view(-1, places.beams, heads, dim).transpose(1, 2)
         if places.is_kept or kept.shape[2] >= places.end:
             return kept.index_copy_(2, places.written, written)
-        # As transformers' caches do, and as quick: the token comes behind all others.
+        # As transformers' caches do, and as quick: the new token is put behind all others.
         parts = [kept, written]
         spare = places.up_to(places.capacity) - places.end
         if spare:
@@ -225,7 +225,7 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Args:
             begin: the first place of the prompt that is to be in it.
             new: how many new tokens.
-            past: int64 [batch, beams, new], the place among the beams that each of them was written at; None without beams.
+            past: int64 [batch, beams, new], the place among the beams where each new token was written; None without beams.
         """
         keys, values = (self._rows(each, begin, new, past) for each in (self.keys, self.values))
         return keys, values
@@ -246,7 +246,7 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._places.num_past if self._places.is_reading_prompt else self._places.length
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        # Before transformers 5.5 it is the positions of the queries.
+        # Before transformers 5.5 the argument holds the positions of the queries.
         length = query_length if isinstance(query_length, int) else len(query_length)
         return (self._places.num_past if self._places.is_reading_prompt else self._places.prompt) + length, 0
 
@@ -259,11 +259,11 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer's keys and values of what an encoder has read.
+    """One layer's keys and values of an encoder's output, the source.
 
     Args:
         length: places, of which a shorter source takes the first.
-        copies: how many rows each sequence has. Beams that share their prompt look at one where it is.
+        copies: how many rows each sequence has: 1 where its beams share them.
     """
 
     is_sliding = False
@@ -291,7 +291,7 @@ class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             # Rows of a sequence are beside each other.
             rows = kept[:, :, :length].unflatten(0, (-1, self._copies))  # type: ignore[no-untyped-call]
             rows.copy_(written.unsqueeze(1))
-            # A longer source of the call before reached further.
+            # The source of the call before may have been longer.
             kept[:, :, length:] = 0
         return key_states, value_states
 
@@ -310,9 +310,9 @@ class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 def state_layers(config: Any) -> dict[int, Any]:
-    """Those layers of a new cache of transformers that have a state in the place of keys, by number."""
+    """The layers of a new cache of transformers that have a state in the place of keys, by number."""
     config = config.get_text_config(decoder=True)
-    # It takes 10 us a layer to make a cache.
+    # Most models have none. To make a cache takes 10 us a layer.
     if set(getattr(config, "layer_types", None) or ()) <= WITH_KEYS:
         return {}
     layers: list[Any] = DynamicCache(config=config).layers
@@ -321,7 +321,7 @@ def state_layers(config: Any) -> dict[int, Any]:
 
 def shared_prompt_cache(num_layers: int, places: Places, source: int | None, states: dict[int, Any]) -> Any:
     """Args:
-    source: places for what an encoder has read; None for a model without.
+    source: places for an encoder's output; None for a model without an encoder.
     states: the layers that have a state.
     """
     cache = Cache(layers=[states.get(number, SharedPromptLayer(places)) for number in range(num_layers)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a step's tokens where its forward pass is apart: from logits and what processors make of them, or from hidden states."""
+"""The choice of a step's tokens after a forward pass of its own: from logits and the call's processors, or from hidden states."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Choices(NamedTuple):
     plan: Plan
     criteria: Criteria
     config: GenerationConfig
-    # Of the processes that have the model between them. All go on with the choices of the first.
+    # The processes of a tensor-parallel model, which all go on with the choices of the first; None for any other model.
     group: Any
 
     def after(
@@ -56,20 +56,20 @@ class Choices(NamedTuple):
         """The state after the choice of one more token.
 
         Args:
-            logits: [rows, V] of the last tokens; of the prompt, a row for each sequence.
+            logits: [rows, V] of the last tokens. After the prompt there is a row for each sequence, later for each beam.
             ids: the prompts.
             step: which of the new tokens it is.
-            place: the same, for the device.
-            kept: gets what the user is to be given of the step.
+            place: the same number on the device.
+            kept: gets what the user is to be given of the step, if anything.
         """
         rules = self.rules
         if step == 0 and rules.beams > 1:
-            # All beams are one text at first.
+            # All beams are the same text at first.
             logits = logits.repeat_interleave(rules.beams, 0)
         now, are_last = place
         is_greedy = rules.beams == 1
         written = state.tokens[:, :step] if is_greedy else state.running.tokens.flatten(0, 1)[:, :step]
-        # Only processors and criteria look at it.
+        # Only processors and criteria look at the text.
         text = (
             torch.cat([ids.repeat_interleave(rules.beams, 0), written.clamp(min=0)], 1)
             if self.plan.processors or self.criteria.read_text
@@ -91,7 +91,7 @@ class Choices(NamedTuple):
         return beams.choose(state, constants, scores, indices, logits.shape[-1], now, are_last)
 
     def by_head(self, head: Head, state: Any, constants: Any, hidden: Tensor, step: int, place: Place) -> Any:
-        """The same from hidden states [rows, H], of a call for which nothing else reads logits."""
+        """The same from hidden states [rows, H], in a call in which nothing else reads logits."""
         now, are_last = place
         if step == 0 and self.rules.beams > 1:
             hidden = hidden.repeat_interleave(self.rules.beams, 0)
@@ -102,7 +102,7 @@ class Choices(NamedTuple):
         return beams.choose(state, constants, scores, indices, head.vocab_size, now, are_last)
 
     def _ends(self, text: Tensor, indices: Tensor, vocab_size: int) -> Tensor:
-        """bool [batch, kept]: which continuations [batch, kept] of the beams' texts end by what they say."""
+        """bool [batch, kept]: which continuations [batch, kept] of the beams' texts end because of their text."""
         parent, token = indices // vocab_size, indices % vocab_size
         of_beams = text.view(len(indices), self.rules.beams, -1)
         continued = of_beams.gather(1, parent[..., None].expand(-1, -1, text.shape[1]))
@@ -153,5 +153,5 @@ class Choices(NamedTuple):
 def _refuse_nan(scores: Tensor) -> None:
     """Raises Declined where the continuations of a sequence have no order: their scores are NaN."""
     if not scores.is_cuda and bool(scores[:, 0].isnan().any()):
-        # All of such a row are NaN, and their order is torch.topk's. On a GPU nothing waits for it.
+        # All scores of such a row are NaN, and torch.topk decides their order. On a GPU a look would wait for the device.
         raise Declined("NaN among the scores")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function on arguments that stay where they are, as compiled code: one piece that is called and nothing else.
+"""Compiled code of a function whose arguments stay where they are: one piece, which is called without any check before it.
 
-Code is made once for all that differ in sizes that vary, and kept where what it runs on is not: a process never gives back what it
-has taken to compile.
+Code is made once for all steps that differ only in sizes that vary. It is kept when the steps are dropped: a process never gives
+back the memory that it has taken to compile.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from torch import Tensor
 
 
 class NothingCompiled(Exception):
-    """Raised by the first run of what is to be compiled, where torch.compile has made nothing of it."""
+    """Raised by the first run of a function that is to be compiled, if torch.compile has compiled nothing."""
 
     def __init__(self) -> None:
         super().__init__("torch.compile is switched off (TORCH_COMPILE_DISABLE, set_stance), or has given up")
 
 
 class Code:
-    """The compiled code of a function. It serves arguments that are not those that it was made with, but for sizes that vary.
+    """The compiled code of a function. It also serves other arguments, which may differ in the sizes that vary.
 
     Args:
-        is_whole: whether it is to be one piece.
+        is_whole: whether the code is to be one piece.
 
     Attributes:
-        number: of the pieces that have been made.
+        number: how many pieces have been made.
     """
 
     def __init__(self, function: Any, is_whole: bool) -> None:
         self.number = 0
-        # What has run last, on what, and what that gave.
+        # The piece that has run last, its inputs and its outputs.
         self._ran: tuple[Callable[..., Any], tuple[Any, ...], Any] | None = None
         self._lock = threading.RLock()
-        # dynamo keeps a backend, and what that returns, as long as the process runs. They may not hold the model's weights.
+        # dynamo keeps a backend, and what the backend returns, as long as the process runs. They must not hold the model's weights.
         ref = weakref.ref(self)
 
         def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
@@ -55,14 +55,14 @@ class Code:
 
             return run if is_whole else piece
 
-        # Compiled code is kept by the code of the function, at most eight of one. This is a function of its own.
+        # dynamo compiles one code object at most eight times. So each Code has a function of its own.
         own = types.FunctionType(
             function.__code__.replace(co_name=f"{function.__name__}_{id(self)}"), function.__globals__
         )
         self.call: Any = torch.compile(own, backend=backend, dynamic=False, fullgraph=is_whole)
 
     def run(self, args: tuple[Any, ...]) -> tuple[Any, Callable[..., Any], tuple[Any, ...], Any]:
-        """What the function gives; the piece that gave it, what that ran on, and all that it gave."""
+        """What the function returns, and the piece that computed it, with its inputs and all its outputs."""
         with self._lock:
             result = self.call(*args)
             if self._ran is None:
@@ -72,20 +72,20 @@ class Code:
 
 
 class Codes:
-    """The compiled code of functions, for the steps that are made of them."""
+    """The compiled code of functions, shared by the steps that run them."""
 
     def __init__(self) -> None:
         self._of: dict[Hashable, list[Code]] = {}
 
     def __len__(self) -> int:
-        # Of a list: other threads may add to it.
+        # A copy: other threads may add to the dict.
         return sum(code.number for codes in [*self._of.values()] for code in codes)
 
     def ways(self, function: Any, args: tuple[Any, ...], key: Hashable) -> list[Callable[[], Any]]:
-        """Ways to run it on the arguments as compiled code, of which the first that works is to be taken.
+        """Ways to run the function on the arguments as compiled code. The first that works is to be taken.
 
         Args:
-            key: the function, and whatever else makes other code of it.
+            key: what decides which code is made: the function, and more.
         """
         codes = self._of.get(key)
         if codes is None:
@@ -121,9 +121,9 @@ class _Pieces:
 class _OneGraph:
     """A function on its arguments, compiled in one piece: from the second call on that piece alone, on the tensors of the first.
 
-    The arguments are the same objects in each call, and what they hold is written in place. So there is nothing that
-    torch.compile would have to look at before each call, for which it takes 0.2 ms where a model's modules are among them.
-    The model is looked at once a call of generate() (entry.Checked).
+    The arguments are the same objects in each call, and their contents are written in place. So torch.compile need not check them
+    before each call, which takes 0.2 ms where a model's modules are among them. The model is checked once in each call of
+    generate() (entry.Checked).
     """
 
     def __init__(self, code: Code, args: tuple[Any, ...]) -> None:

@@ -25,10 +25,10 @@ _KNOWN = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria, StopStringCriter
 def with_stop_strings(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """These keyword arguments of generate() with `stop_strings` as the criterion that generate() makes of it.
 
-    With a loop of the user's generate() drops `tokenizer`, which it needs for that.
+    Together with custom_generate, generate() drops `tokenizer`, which that criterion needs.
 
     Raises:
-        Declined: it is not known what generate() makes of it.
+        Declined: it is not known what generate() makes of these arguments.
     """
     given = dict(kwargs)
     tokenizer, strings = given.pop("tokenizer", None), given.pop("stop_strings", None)
@@ -38,12 +38,12 @@ def with_stop_strings(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     if any(getattr(config, "stop_strings", None) is not None for config in configs):
         raise Declined("stop_strings of a configuration")
     own = given.get("stopping_criteria") or ()
-    # Of two such criteria generate() takes one.
+    # If there were two such criteria, generate() would take only one.
     if tokenizer is None or strings is None or any(isinstance(each, StopStringCriteria) for each in own):
         raise Declined("tokenizer" if strings is None else "stop_strings")
     try:
         criterion = StopStringCriteria(tokenizer, strings)
-    # Of strings that no token makes: generate() raises it, too.
+    # As for strings that no token can make. Then generate() itself raises the error.
     except Exception:
         raise Declined("stop_strings") from None
     return {**given, "stopping_criteria": StoppingCriteriaList([*own, criterion])}
@@ -54,7 +54,7 @@ class Criteria:
 
     reason: why they cannot be served; None where they can.
     ends: the tokens that end a text.
-    max_length: of a text with its prompt.
+    max_length: the greatest length of a text, with its prompt.
     """
 
     def __init__(self, criteria: Any) -> None:
@@ -86,13 +86,13 @@ class Criteria:
         return bool(self._strings)
 
     def end(self, text: Tensor) -> Tensor:
-        """bool [R]: which of the texts [R, length] end by what they say. It waits for nothing."""
+        """bool [R]: which of the texts [R, length] end because of a string in them. It waits for nothing."""
         return torch.stack([each(text, None) for each in self._strings]).any(0)
 
     def end_all(self, ids: Tensor, length: int) -> bool:
         """Whether every text of that length ends.
 
         Args:
-            ids: any tokens on the device of the call: a criterion answers there.
+            ids: any tokens on the call's device, where criteria give their answers.
         """
         return length >= self.max_length or any(bool(each(ids, None).any()) for each in self._clocks)

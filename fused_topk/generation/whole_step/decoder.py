@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's forward pass over beams that share their prompt, and what an encoder has read."""
+"""A model's forward pass over beams that share their prompt, and an encoder's output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .facts import arguments_of, cache_argument, num_layers, takes_positions, vo
 
 
 class Source(NamedTuple):
-    """What an encoder has read, a row for each sequence."""
+    """An encoder's output, a row for each sequence."""
 
     hidden: Tensor  # [batch, length, dim]
     is_text: Tensor | None  # bool [batch, length], False where it is padding; None where the model takes no mask
@@ -29,32 +29,32 @@ class Prompt(NamedTuple):
     ids: Tensor  # int64 [batch, n], the tokens that results begin with
     read: Tensor  # int64 [batch, length], the tokens that are to be read, or [batch, length, dim], their embeddings
     is_text: Tensor  # bool [batch, past + length], False where it is padding
-    # int64 [batch, length]; [..., batch, 1] of the last token alone where the model has prepared its inputs
+    # int64 [batch, length]. Where the model has prepared its inputs, those of the last token alone: [..., batch, 1]
     positions: Tensor
     extra: dict[str, Any]  # further arguments of the model
-    longest: int  # how many tokens its texts may have with it
+    longest: int  # how many tokens the texts may have, with the prompt
     source: Source | None = None
-    is_exact: bool = False  # whether steps take no padding before it
+    is_exact: bool = False  # whether steps take no padding before the prompt
     past: Any = None  # what has been read before: see :class:`given_cache.Past`
-    # What the model has prepared of it, a row for each beam: see :mod:`preparation`. None where it has not been asked.
+    # What the model has prepared for the prompt, a row for each beam: see :mod:`preparation`. None where it has not been asked.
     inputs: dict[str, Any] | None = None
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Of positions that have several, as those in images do."""
+        """The further dimensions of positions, as models with images have them."""
         return tuple(self.positions.shape[:-2])
 
 
 class _Bytes(NamedTuple):
-    """What a call holds."""
+    """The bytes that a call holds."""
 
-    place: int  # of a place, in all layers
-    largest: int  # of a place, in the largest of the tensors of keys and of values
-    logits: int  # in float32
+    place: int  # of one place, in all layers
+    largest: int  # of one place, in the largest tensor of keys or of values
+    logits: int  # of the logits of a step, in float32
 
 
 class Decoder:
-    """Reads prompts, then a token a beam. There is no room for these at first: see :meth:`open`.
+    """Reads a prompt, then one token of each beam at a time. At first there is no room for these tokens: see :meth:`open`.
 
     Args:
         twin: see :mod:`twin`.
@@ -63,7 +63,7 @@ class Decoder:
         beams: rows for each sequence.
         source: the length of an encoder's output; a shorter one has padding after it. None for a model without an encoder.
         is_kept: whether later calls read other prompts with it, by the same compiled code.
-        headless: the twin without its LM head, where :meth:`read_states` is to be asked.
+        headless: the twin without its LM head, for :meth:`read_states`; None where that is not called.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Decoder:
     ) -> None:
         self._twin = twin
         self._headless = headless
-        # Of a kind that every version of torch.compile traces.
+        # A frozenset: every version of torch.compile traces it.
         self._arguments = arguments_of(twin.forward)
         self._takes_positions = takes_positions(twin, self._arguments)
         self._cache_argument = cache_argument(twin)
@@ -90,11 +90,11 @@ class Decoder:
         self._states = state_layers(twin.config)
         self._cache = self._made_cache(source)
         self._of_text: list[Any] = (self._cache if source is None else self._cache.self_attention_cache).layers
-        # What keeps the text, but for layers with a state.
+        # The layers that keep the text, without those that have a state.
         self._layers = [layer for layer in self._of_text if isinstance(layer, SharedPromptLayer)]
         self._last_positions = torch.zeros(batch * beams, 1, dtype=torch.int64, device=device)
         self._source = None if source is None else torch.zeros(batch, source, dtype=torch.int64, device=device)
-        # Of the encoder's output a step needs no more than the shape, and its mask.
+        # A step needs only the shape of the encoder's output, and its mask.
         self._of_source: dict[str, Any] = {}
         self.gathers = False
         self._bytes: _Bytes | None = None
@@ -114,17 +114,17 @@ class Decoder:
 
     @property
     def _all_layers(self) -> list[Any]:
-        """And what an encoder has read. A layer that reads the keys of another one is not among them."""
+        """The layers that hold keys: of the text, and of the source. A layer that reads the keys of another layer holds none."""
         layers = [*self._layers, *([] if self._source is None else self._cache.cross_attention_cache.layers)]
         return [layer for layer in layers if layer.is_initialized]
 
     @property
     def capacity(self) -> int:
-        """For how many new tokens there has been room."""
+        """The largest number of new tokens that there has been room for."""
         return self._places.capacity + 1
 
     def sizes_that_vary(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """The tensors that a step reads, each with the dimensions whose size is no matter of its code: rows, and places."""
+        """The tensors that a step reads, each with the dimensions whose sizes compiled code does not depend on: rows, and places."""
         yield self._is_text, (0, 1)
         yield self._last_positions, (self._last_positions.dim() - 2,)
         for layer in self._all_layers:
@@ -140,15 +140,15 @@ class Decoder:
         return self
 
     def open(self, size: int) -> int:
-        """Makes room for so many new tokens of each beam, of which the last is not read. Gives their number.
+        """Makes room for `size` new tokens of each beam. The last of them is never read. Returns `size`.
 
-        What has been read stays, unless there is less room than before: then a prompt is to be read next.
+        What has been read stays, unless there is less room than before. Then a prompt must be read next.
         """
         places, room = self._places, size - 1
         used = places.up_to(min(room, places.room))
         is_larger = room > places.capacity
         places.capacity = max(room, places.capacity)
-        # Others grow where they are written to, and attention looks at no place before that.
+        # Layers that are not kept grow when they are written to, and attention looks at no place before that.
         for layer in self._layers if self._is_kept else ():
             if is_larger:
                 layer.move(used)
@@ -158,10 +158,10 @@ class Decoder:
         return size
 
     def spare_room(self) -> int:
-        """For how many new tokens there may be room that are not written, so that a call holds no more than in transformers' loop.
+        """For how many further new tokens there may be room, so that a call holds no more memory than in transformers' loop.
 
-        That loop has no room. But it holds more of other things: a prompt for each beam; logits a second time, in float32; and
-        while it reads the prompt, queries and hidden states, and keys and values of a layer a second time.
+        That loop has no room in advance. But it holds other things: a prompt for each beam; logits a second time, in float32; and
+        while it reads the prompt, queries and hidden states, and the keys and values of a layer a second time.
         """
         places, beams = self._places, self._beams
         if self._bytes is None:
@@ -170,7 +170,7 @@ class Decoder:
             of_logits = 4 * len(self._is_text) * beams * vocab_size_of(self._twin.config)
             self._bytes = _Bytes(sum(of_place), max(of_place), of_logits)
         place = self._bytes.place
-        # What moves to larger tensors is there twice, in both loops.
+        # While keys move to larger tensors, they are there twice. So they are in transformers' loop.
         moved = self._bytes.largest * places.up_to(places.capacity)
         of_prompts = (beams - 1) * places.prompt * place
         of_logits = self._bytes.logits - moved
@@ -203,7 +203,7 @@ class Decoder:
                 logits = self._forward(
                     self._twin,
                     prompt.read,
-                    # transformers' functions are quicker where they know that there is none.
+                    # Without padding transformers' functions are quicker if there is no mask.
                     None if bool(prompt.is_text.all()) else prompt.is_text.long(),
                     prompt.positions,
                     **of_source,
@@ -213,7 +213,7 @@ class Decoder:
         if self._states and self._beams > 1 and prompt.inputs is None:
             self._reorder_states(torch.arange(len(logits), device=logits.device).repeat_interleave(self._beams))
         self.calls = calls
-        # A model of whose attention nothing is heard is not served: see :mod:`trial`.
+        # A model that never calls our attention is not served: see :mod:`trial`.
         if self._mask is None and calls:
             windows = [call.window for call in calls if call.window is not None]
             self._mask = Mask(
@@ -226,13 +226,13 @@ class Decoder:
         return logits
 
     def _begin_source(self, prompt: Prompt) -> dict[str, Any]:
-        """What the model is told of its source while it reads the prompt."""
+        """The arguments for the encoder's output while the model reads the prompt."""
         source = prompt.source
         if source is None or self._source is None:
             return {}
         # The last token is not read.
         self._places.count_from(prompt.ids.shape[1], prompt.longest - 2)
-        # The next pass computes its keys.
+        # So the next forward pass computes the keys of the source.
         self._cache.is_updated = dict.fromkeys(self._cache.is_updated, False)
         length, dim = source.hidden.shape[1:]
         is_masked = source.is_text is not None and not bool(source.is_text.all())
@@ -254,11 +254,11 @@ class Decoder:
         return self.read_by(self._twin, tokens, parents, step, shown)
 
     def read_states(self, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
-        """The same, but what the LM head gets, [batch * beams, H]."""
+        """What the LM head would get, [batch * beams, H]. Arguments as of :meth:`read`."""
         return self.read_by(self._headless, tokens, parents, step, shown)
 
     def read_by(self, twin: Any, tokens: Tensor, parents: Tensor | None, step: Tensor, shown: int) -> Tensor:
-        """The same of what stands for the twin."""
+        """The same by `twin`, a callable in the place of the twin."""
         assert self._mask is not None
         if parents is not None:
             self._follow(parents, step)
@@ -266,7 +266,7 @@ class Decoder:
         self._places.begin_step(step, shown, gathered)
         extra = dict(self._of_source)
         if self._source is not None and "cache_position" in self._arguments:
-            # Versions that count positions by it make it of the cache's length else, for which they wait.
+            # Some versions count positions by it. Without it they compute it from the cache's length, and wait for the device.
             length = self._places.length
             extra["cache_position"] = (length.tensor if isinstance(length, Length) else length).view(1)  # type: ignore[union-attr]
         if parents is None and not self._is_kept:
@@ -277,7 +277,7 @@ class Decoder:
         return self._forward(twin, tokens.reshape(-1, 1), mask, self._last_positions + (step + 1), **extra)
 
     def states(self, new: int, parents: Tensor | None) -> Iterator[tuple[int, Any]]:
-        """The number of each layer that has a state, with the layer, a row for each beam that went on. No step may follow.
+        """The number of each layer that has a state, and the layer, with a row for each beam that went on. No step may follow.
 
         Args: see :meth:`rows`.
         """
@@ -289,7 +289,7 @@ class Decoder:
         """Gives each beam the states of the one that its token of this step goes on from."""
         if self._states:
             batch = torch.arange(len(parents), device=step.device)[:, None]
-            # After the end of a search there is no parent. Any does.
+            # After the end of a search there is no parent. Any beam will do.
             before = parents.index_select(2, step).squeeze(2).clamp(min=0)
             self._reorder_states((batch * self._beams + before).flatten())
 
@@ -311,7 +311,7 @@ class Decoder:
                 yield number, layer.rows(self._places.prompt - length, new, past)
 
     def rows_of_source(self, prompt: Prompt) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-        """The same of what the encoder has read."""
+        """The same for the encoder's output."""
         assert prompt.source is not None
         batch, length = prompt.source.hidden.shape[:2]
         for number, layer in enumerate(self._cache.cross_attention_cache.layers):
@@ -337,7 +337,7 @@ class Decoder:
 
 
 def _source_inputs(hidden: Tensor, is_text: Tensor | None) -> dict[str, Any]:
-    # Of the kind with most in it: models with experts look for what others do not have.
+    # The class with the most attributes: models with experts read some that other classes do not have.
     inputs: dict[str, Any] = {"encoder_outputs": MoEModelOutput(last_hidden_state=hidden)}
     return inputs if is_text is None else {**inputs, "attention_mask": is_text}
 

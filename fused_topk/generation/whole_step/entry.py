@@ -25,7 +25,7 @@ from .criteria import Criteria
 from .decoder import Decoder
 from .facts import has_table, num_positions, vocab_size_of
 from .prompts import Ready
-from .reasons import Asked, Declined, decline_for, said_by
+from .reasons import Declined, decline_for, said_by
 from .row_form import RowDecoder, decoder_of
 from .search import Search
 from .shape import Way
@@ -33,9 +33,9 @@ from .store import Store
 from .streaming import Once
 from .twin import Snapshot, text_config, twin_of
 
-# Attributes of a model that say nothing about what it computes, or that this package puts there.
+# Attributes of a model that do not change what it computes, or that this package puts there.
 _SKIPPED = OWN | {"generation_config"}
-# More are no length that anybody writes.
+# No text is longer than this. A greater limit stands for no limit.
 _MOST_PLACES = 2**20
 
 _ready: attribute.OfModels[Ready] = attribute.OfModels()
@@ -49,7 +49,7 @@ def drop(model: Any) -> None:
 
 
 def release(model: Any) -> None:
-    """Drops what is kept of a tensor-parallel model's steps, as nobody asks for more of them."""
+    """Drops the steps that are kept of a tensor-parallel model, once it is no longer enabled."""
     with _lock:
         ready = _ready.get(model)
         if ready is not None:
@@ -71,17 +71,17 @@ def ready_for(model: Any) -> Ready:
 
 
 class Checked(NamedTuple):
-    """A model of which some call may be served, as far as is known without a trial."""
+    """A model whose calls may be served, as far as is known without a trial."""
 
     model: Any
     ready: Ready | None  # None where a trial comes first
 
     @staticmethod
     def of(model: Any, is_default: bool) -> Checked:
-        """Args: is_default: whether only steps that are quicker than transformers' loop will do.
+        """Args: is_default: whether only steps that are quicker than transformers' loop are wanted.
 
         Raises:
-            Declined: no call is.
+            Declined: no call of the model is served.
         """
         with _lock:
             ready = _ready.get(model)
@@ -93,9 +93,9 @@ class Checked(NamedTuple):
 
 
 def _of_default(ready: Ready) -> str | None:
-    """Why a model's steps are no quicker than transformers' loop by default; None where they are."""
+    """Why a model's steps are not quicker than transformers' loop by default; None where they are."""
     is_row = ready.twin is not None and decoder_of(ready.twin) is RowDecoder
-    # On a CPU it copies as much as a reorder does: T5 of 4 layers, 2 x 4 beams took 1.07 times the stock time, Falcon 0.94 times.
+    # On a CPU this form copies as much as a reorder does: T5 of 4 layers, 2 x 4 beams took 1.07 times the stock time, Falcon 0.94 times.
     on_cpu = is_row and next(ready.twin.parameters()).device.type == "cpu"
     return "a row for each beam on a CPU" if on_cpu else None
 
@@ -112,7 +112,7 @@ def _made_ready(model: Any) -> Ready:
     is_spread = sharded_head_of(model) is not None
     try:
         stock = _twin_of(model, None, is_steady=False)
-    # Of a configuration that cannot be copied.
+    # Such as that of a configuration that cannot be copied.
     except Exception as error:
         return _not_ready(_twin_raises(model, error), snapshot)
     if is_spread:
@@ -124,31 +124,31 @@ def _made_ready(model: Any) -> Ready:
         twin = _twin_of(model, attention.name_for(text_config(model.config)._attn_implementation))
         is_taken = decoder_of(twin) is Decoder
         reason = trial.reason_against(twin, stock) if is_taken else f"{type(model).__name__} takes no other attention"
-    # Of a model that takes no other attention.
+    # Such as that of a model that takes no other attention.
     except Exception as error:
         reason = _twin_raises(model, error)
     if is_spread:
         reason = parallel.agreed(reason, stock)
         if reason is not None:
             return _not_ready(reason, snapshot)
-    # A state moves with each step. One that runs again, as those that are kept may, would move it twice.
+    # Each step changes the states. A step that is kept may run twice, and would change them twice.
     is_static = not state_layers(model.config)
     if reason is not None:
-        # In the other form.
+        # Then the model is tried in the other form.
         twin = _twin_of(model, None)
         of_rows = trial.reason_against(twin, stock, is_static=False)
         if of_rows is not None:
-            # The first says what a model has of its own.
+            # If the model takes our attention, the first reason says more about the model.
             return _not_ready(reason if is_taken else of_rows, snapshot)
-        # Of a model that cannot have a static cache, transformers says so.
+        # transformers says which models cannot have a static cache.
         is_static = bool(getattr(model, "_can_compile_fullgraph", False)) and not trial.reason_against(twin, stock)
-    # Few calls are given a cache.
+    # Tried only when it is asked for: few calls are given a cache.
     of_past = functools.cache(functools.partial(trial.reason_against_past, twin, stock))
     return Ready(twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin), set(), of_past)
 
 
 def _twin_of(model: Any, attention: str | None, is_steady: bool = True) -> Any:
-    """See twin.twin_of. Of a tensor-parallel model the twin has this process's parts."""
+    """See twin.twin_of. The twin of a tensor-parallel model has this process's parts of the weights."""
     twin = twin_of(model, attention, _state_of, is_steady)
     local_forms.take_parts(model, twin)
     return twin
@@ -167,14 +167,13 @@ class Loop:
 
     Args:
         checked: of the model whose generate() has been called.
-        whole_step: how steps are to run: True, "compiled" or "eager". None: as is quicker than transformers' loop from the
-            first call on, else not at all.
+        whole_step: how steps are to run: True, "compiled" or "eager". None: only in a way that is quicker than transformers' loop
+            from the first call on.
         is_sampling: whether calls that sample are to be served, too.
         streamer: gets the new tokens; None for none.
-        is_cache_given: whether the user has a cache that is to hold what is read.
+        is_cache_given: whether the user has given a cache, which is to hold what the call reads.
 
-    Raises:
-        Declined: the call is to run on the fused path.
+    A call raises Declined if it is to run in transformers' loop.
     """
 
     def __init__(
@@ -200,14 +199,13 @@ class Loop:
         generation_config: GenerationConfig,
         **inputs: Any,
     ) -> Any:
-        # That generate() may have called the one of a part of its model.
+        # The model's generate() may have called that of a part.
         is_part = model is not self._checked.model
         ready = Checked.of(model, self._whole_step is None).ready if is_part else self._checked.ready
         decline_for(
             reasons.of_config(generation_config, self._is_sampling)
             or reasons.of_inputs(inputs, model.config.is_encoder_decoder)
             or (None if self._streamer is None else reasons.of_streaming(generation_config))
-            or reasons.of_asked(Asked.by(generation_config, None), self._is_sampling)
         )
         criteria = Criteria(stopping_criteria)
         plan = Plan(list(logits_processor), bool(generation_config.do_sample))
@@ -233,12 +231,12 @@ class Loop:
         if self._is_cache_given or generation_config.return_dict_in_generate:
             cache = given_cache.cache_of(inputs)
             if cache is None and inputs.get("use_cache"):
-                # transformers 5.0 leaves it to the model to make one, which may be of a type of its own.
+                # In transformers 5.0 the model makes a cache, which may be of a type of its own.
                 is_common = getattr(model, "_supports_default_dynamic_cache", lambda: True)()
                 decline_for(None if is_common else "a cache of the model's own")
                 cache = given_cache.new_for(model.config)
             decline_for(None if cache is None else given_cache.reason_against(cache, model.config))
-            # On a GPU steps may run after the end, which change states.
+            # On a GPU steps may run after the end, and change the states.
             decline_for(
                 "the cache of a model with states" if input_ids.is_cuda and state_layers(model.config) else None
             )
@@ -273,11 +271,11 @@ def _search(
     if beams > 1 and config.eos_token_id is not None and not ends:
         # transformers' beam search raises.
         raise Declined("an empty eos_token_id, with beams")
-    # The criterion decides when texts end. With beams max_length decides of their scores.
+    # The criterion decides when texts end. With beams max_length decides about their scores.
     longest = config.max_length if beams > 1 else criteria.max_length
     rules = Rules(beams, longest - ids.shape[1], ends, config.length_penalty, config.early_stopping)
     if longest > _MOST_PLACES:
-        # A criterion or a limit that stands for none. A step has room for all that may be written.
+        # A step that is kept may need room for all of them.
         raise Declined(f"texts of up to {longest} tokens")
     if rules.room < 1 or len(ids) % beams:
         raise Declined("no room for a new token")
@@ -292,7 +290,7 @@ def _search(
         prompt = prompts.prepared_by_model(ready, ids, beams, longest, inputs)
     else:
         prompt = prompts.of_text(ready, ids, beams, longest, config, inputs)
-    # With what a given cache has.
+    # The prompt includes the tokens of a given cache.
     most = prompt.is_text.shape[1] + rules.room
     steady = reasons.steady_length(twin.config)
     if steady is not None and most > steady:
@@ -300,10 +298,10 @@ def _search(
     positions = num_positions(twin.config)
     if positions is not None and most > positions:
         if has_table(twin, positions):
-            # A compiled or captured step reads behind its end in another way than single operations do.
+            # Beyond the end of the table a compiled or captured step reads something else than single operations do.
             raise Declined(f"texts of more than the {positions} positions of a {type(twin).__name__}")
         if with_source:
-            # Some models let their positions grow, which only single operations can.
+            # Some models let their table of positions grow, which only single operations can.
             way = None
     is_listed = not config.do_sample or warping.list_length(plan.filters, vocab_size_of(twin.config)) is not None
     # The kernel that draws from the vocabulary itself knows no beams.
@@ -311,7 +309,7 @@ def _search(
         raise Declined("sampling from the whole vocabulary")
     padding = _padding(config, ends)
     if padding is not None and not 0 <= padding < vocab_size_of(twin.config) and beams == 1 < len(ids):
-        # In stock generate() the model reads it, and raises, once a text has ended before the others.
+        # In stock generate() the model reads it once a text has ended before the others, and raises.
         raise Declined("a pad_token_id that is no token")
     return Search(twin, prompt, rules, plan, criteria, config, padding, ready.store, way, ready.head, streamer)
 
@@ -321,9 +319,9 @@ def _tokens(value: Any) -> tuple[int, ...]:
 
 
 def _padding(config: GenerationConfig, ends: tuple[int, ...]) -> int | None:
-    """What stands after the end of a text, as transformers has it.
+    """The token after the end of a text, as transformers has it; None where texts go on until all have ended.
 
-    With beams that is the first end token where padding is token 0, which reads as none there.
+    With beams, transformers takes a padding token 0 for none. Then it is the first end token.
     """
     if not ends:
         return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of transformers that a call is given, and what it holds when the call is over: for the user's next call.
+"""A cache of transformers that a call is given, and that the user hands to the next call.
 
-A call reads the keys of an earlier one from it, and adds those of its own to it, as transformers' loops do: of every token but
-the last one, a row for each beam that went on.
+A call reads the keys of earlier tokens from the cache. At its end it adds the keys of its own tokens, as transformers' loops do: of
+every token but the last one, with a row for each beam that went on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .reasons import Declined, decline_for
 
 # A layer without keys, or one that reads those of another layer. Older versions leave it out.
 _NO_LAYER = getattr(cache_utils, "DummyLayer", None)
-# What the arguments of generate() call it, from one version of transformers to the next.
+# The names of the cache among the arguments of generate(), in different versions of transformers.
 NAMES = ("cache", "past_key_values")
 
 
@@ -29,7 +29,7 @@ class Past(NamedTuple):
     """What has been read before a prompt, a row for each sequence."""
 
     length: int  # in tokens
-    # Keys and values [batch, heads, length, dim] of each layer, the last of them where it has a window; None of a layer without.
+    # Keys and values [batch, heads, length, dim] of each layer, in a layer with a window only the last ones; None for a layer without.
     layers: list[tuple[Tensor, Tensor] | None]
 
 
@@ -39,12 +39,12 @@ def cache_of(inputs: Mapping[str, Any]) -> Any:
 
 
 def is_used(cache: Any) -> bool:
-    """Whether a cache, None for none, has something already."""
+    """Whether there is a cache, and it holds tokens already."""
     return cache is not None and bool(cache.get_seq_length())
 
 
 def new_for(config: Any) -> Any:
-    """An empty cache, as models make it."""
+    """An empty cache, as the model itself makes it."""
     of_decoder = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         return EncoderDecoderCache(DynamicCache(config=of_decoder), DynamicCache(config=of_decoder))
@@ -52,7 +52,7 @@ def new_for(config: Any) -> Any:
 
 
 def reason_against(cache: Any, config: Any) -> str | None:
-    """Why a cache is none that a call could add to; None where it can.
+    """Why a call cannot add to a cache; None where it can.
 
     Args:
         config: of the model.
@@ -85,14 +85,14 @@ def reason_against(cache: Any, config: Any) -> str | None:
 
 
 def past_of(cache: Any, rows: int, beams: int, like: Tensor) -> Past | None:
-    """What a cache of a decoder alone has; None where it is empty.
+    """What the cache of a model without an encoder holds; None where it is empty.
 
     Args:
         rows: of the call, `beams` for each sequence.
         like: a weight of the model.
 
     Raises:
-        Declined: it is none that this call can go on with.
+        Declined: this call cannot go on with the cache.
     """
     length = int(cache.get_seq_length())
     if not length:
@@ -122,19 +122,19 @@ def past_of(cache: Any, rows: int, beams: int, like: Tensor) -> Past | None:
 
 
 def num_unread(given: int, of_mask: int | None, past: int, may_be_new: bool) -> int:
-    """How many of the given tokens, the last of them, are still to be read.
+    """How many of the given tokens are still to be read: the last ones.
 
     Args:
-        given: how many there are.
-        of_mask: how many the attention mask has; None where it is not known.
-        past: how many the cache has.
-        may_be_new: whether this version of transformers takes the new tokens alone.
+        given: how many tokens are given.
+        of_mask: how many tokens the attention mask has; None where that is not known.
+        past: how many tokens the cache has.
+        may_be_new: whether this version of transformers may be given the new tokens alone.
 
     Raises:
-        Declined: it is not known what transformers makes of it.
+        Declined: it is not known what transformers does with such a mask.
     """
     if of_mask == given > past:
-        # All tokens, those of the cache among them.
+        # The given tokens include those of the cache.
         return given - past
     decline_for(None if may_be_new and past and of_mask == given + past else "an attention mask of another length")
     return given
@@ -144,7 +144,7 @@ def fill(cache: Any, decoder: Decoder, prompt: Prompt, parents: Tensor | None, n
     """Adds to a cache what a call has read.
 
     Args:
-        cache: has no reason against it.
+        cache: one that :func:`reason_against` has no reason against.
         parents: int64 [batch, beams, new + 1 or more], of the beams that went on: see `beams.Hypotheses`; None without beams.
         new: how many new tokens have been read.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of a step, and its end flag, which is read late so that nothing waits for the device."""
+"""CUDA graphs of a step, and the flag that says that a search has ended. The host reads it late, so that nothing waits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from ...distributed.collective import wait_for
 
-# How many steps the host may be ahead of what it knows of the device. A guess: a replay takes far longer on the device than on
-# the host, so two would do. Each one more is a step that may run in vain at the end of a call.
+# How many steps after it a flag is read. A guess: a replay takes far longer on the device than on the host, so two would do. Each
+# step more may run in vain at the end of a call.
 LATENESS = 4
 
 
@@ -24,7 +24,7 @@ def is_cuda(device: torch.device) -> bool:
 
 
 class Bound:
-    """A function on its arguments, one operation after another, as a capture takes them."""
+    """A function with its arguments, whose operations run one after another and can be captured."""
 
     def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
         self._function, self._args = function, args
@@ -35,9 +35,9 @@ class Bound:
 
 
 class _FilledNumbers(TorchFunctionMode):
-    """torch.tensor() of a number is a fill: a copy from the host cannot be captured.
+    """Makes torch.tensor() of a number a fill, because a copy from the host cannot be captured.
 
-    Models make such tensors in each step, in their masks and their slopes, up to transformers 5.18.
+    Up to transformers 5.18 models make such tensors in each step, for masks and slopes.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,12 +51,12 @@ class _FilledNumbers(TorchFunctionMode):
 class Graph:
     """The launches of a function, captured: one call launches them all again.
 
-    The function has run before, so that all is compiled. It takes nothing: it reads and writes tensors that stay where
-    they are. Other threads may use the device meanwhile.
+    The function has run before, so that all is compiled. It has no arguments: it reads and writes tensors that stay where
+    they are. Other threads may use the device during the capture.
 
     Args:
-        beside: a graph whose memory this one may use, too: neither runs while the other does, and what one has in that memory
-            another does not need.
+        beside: a graph whose memory this one may use, too; None for memory of its own. The two never run at the same time, and
+            neither needs what it has left in that memory.
     """
 
     def __init__(self, run: Callable[[], Any], device: torch.device, beside: Graph | None) -> None:
@@ -79,7 +79,7 @@ class Graph:
             pool = None if beside is None else beside._graph.pool()
             try:
                 with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    # Lies in the graph's own memory, and is written anew by each replay.
+                    # The output lies in the graph's own memory, and each replay writes it anew.
                     self.output = run()
             finally:
                 _clear_workspaces()
@@ -90,10 +90,11 @@ class Graph:
 
 
 def _clear_workspaces() -> None:
-    """Gives back what cuBLAS works in, on every stream. torch keeps one for each stream, and products take another where there is none.
+    """Gives back the workspaces of cuBLAS on every stream. torch keeps one for each stream, and a product allocates a missing one.
 
-    Before a capture: its products take one in the graph's memory. One that there is already would be freed by whoever clears them
-    next, as torch.compile does where it captures for itself, and replays would write to it. After a capture: no other graph takes it.
+    Called before a capture, so that its products allocate a workspace in the graph's memory. Any other workspace may be freed while
+    replays still write to it, as by torch.compile when it captures a graph of its own. Called after a capture, so that no other
+    graph uses the workspace of this one.
     """
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is None:
@@ -102,15 +103,15 @@ def _clear_workspaces() -> None:
 
 
 class EndFlag:
-    """Whether a search goes on, and its new tokens on the host. On a GPU both are those of LATENESS steps ago.
+    """Whether a search goes on, and its new tokens, as the host knows them. On a GPU both are those of LATENESS steps ago.
 
     The lateness is always the same, whatever the device has done by then. Steps in vain draw random numbers, too, so their
     number must not depend on time.
 
     Args:
-        is_late: whether on a GPU. Elsewhere the answer is that of this step, and the search has the tokens at hand.
-        put: gets the tokens of each step, a tensor on the host, in their order, but not those of steps after the end.
-        group: of the processes of a tensor-parallel model. A graph waits without end for a process that has died. The host does not.
+        is_late: whether flags are read late, as on a GPU. If not, the answer is that of the last step, and `put` is not called.
+        put: gets the tokens of each step in order, as a tensor on the host, but not those of steps after the end.
+        group: of the processes of a tensor-parallel model. If one of them dies, a graph waits without end. The host does not.
     """
 
     def __init__(self, is_late: bool, put: Callable[[Tensor], None] | None = None, group: Any = None) -> None:
@@ -142,13 +143,13 @@ class EndFlag:
         return bool(flag)
 
     def finish(self) -> None:
-        """After the last step: hands on the tokens that are left."""
+        """Called after the last step. Hands the remaining tokens to `put`."""
         while self._pending and self._oldest():
             pass
 
     def _oldest(self) -> bool:
         copy = self._pending.popleft()
-        # The device has LATENESS more steps to do: it does not wait for the host meanwhile.
+        # The device has LATENESS more steps to do. So it does not run out of work while the host waits.
         self._wait(copy)
         if self._put is not None and copy.tokens is not None:
             self._put(copy.tokens.clone())
@@ -156,7 +157,7 @@ class EndFlag:
         goes_on = bool(copy.flag)
         if not goes_on:
             if self._group is not None and self._pending:
-                # The host asks for results next.
+                # Next the host reads results, which would wait without end for a process that has died.
                 self._wait(self._pending[-1])
             self._pending.clear()
         return goes_on

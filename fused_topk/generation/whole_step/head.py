@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LM head of a step, where it is a product and nothing else: the choice is made from hidden states, and no logits exist.
+"""The LM head of a step, where logits are its product and nothing else. Tokens are chosen from hidden states, without logits.
 
-:mod:`lm_head` knows whether it is. A second twin has a head that gives back what it gets.
+:mod:`lm_head` finds out whether that is so. A second twin has a head that returns its input: the hidden states.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..tensor_parallel.local_forms import GatheredLinear
 from ..tensor_parallel.sharded_logits import Columns
 from .twin import twin_of
 
-# From how many multiplications on the LM head's own kernel is quicker than a product and a choice. Measured for 1 to 32 rows of
+# With this many multiplications or more the LM head's own kernel is quicker than a product and a choice. Measured for 1 to 32 rows of
 # 128 to 2048 numbers and 1,000 to 128,256 tokens, float32, one thread of a shared EPYC (family 25, AVX-512), 2026-11-26: at
 # 4 x 128 x 4,000 both take the same, at 4 x 128 x 32,000 it takes 0.6 times as long. With hidden states of 64 it takes up to 1.9 times as
 # long: to add up the lanes of a sum takes as long as the sum.
@@ -29,7 +29,7 @@ _LEAST_HIDDEN_SIZE = 128
 
 
 class Head(Protocol):
-    """An LM head, of a model of which `headless` is the rest."""
+    """An LM head. `headless` is the rest of its model."""
 
     @property
     def headless(self) -> Any: ...
@@ -38,7 +38,7 @@ class Head(Protocol):
     def vocab_size(self) -> int: ...
 
     def serves(self, rows: int, k: int) -> bool:
-        """Whether it finds the k best of so many rows."""
+        """Whether the head can find the k best tokens of so many rows."""
 
     def is_quicker(self, rows: int) -> bool:
         """Whether that is quicker than a choice from logits, where the steps are not kept."""
@@ -48,7 +48,7 @@ class Head(Protocol):
 
         Args:
             hidden: [R, H].
-            mask: int32 [R, W], which tokens it may be; None for any.
+            mask: int32 [R, W], which tokens may be chosen; None for all.
         """
 
     def continuations(self, hidden: Tensor, beam_scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ class Head(Protocol):
 
 
 class WholeHead(NamedTuple):
-    """All of it, for the CPU's kernel, which keeps no logits. Elsewhere they are kept anyway."""
+    """A whole LM head on a CPU, whose kernel keeps no logits. Other kernels keep them, so nothing is gained there."""
 
     headless: Any
     weight: Tensor  # [V, H]
@@ -97,13 +97,14 @@ class WholeHead(NamedTuple):
         scores = (best.values.view(batch, beams, -1) + beam_scores.unsqueeze(-1)).flatten(1)
         beam = torch.arange(beams, device=hidden.device).unsqueeze(-1)
         indices = (best.indices.view(batch, beams, -1) + beam * vocab_size).flatten(1)
-        # They lie in the order of beams, and within a beam of its logits: so of equal scores the smaller beam is first.
+        # The candidates lie in the order of beams, and those of a beam in the order of its logits. So of equal scores the smaller
+        # beam is first.
         scores, order = scores.sort(dim=1, descending=True, stable=True)
         return scores[:, :k], indices.gather(1, order[:, :k])
 
 
 class HeadOfColumns(NamedTuple):
-    """The columns of this process. A choice is one all-gather of the processes' candidates, and the same on all of them."""
+    """This process's columns of an LM head. A choice is one all-gather of all candidates, and the same on all processes."""
 
     headless: Any
     weight: Tensor  # [columns, H]
@@ -115,7 +116,7 @@ class HeadOfColumns(NamedTuple):
         return self.columns.vocab_size
 
     def serves(self, rows: int, k: int) -> bool:
-        # With more than a process has, a choice would wait for the device.
+        # If a process has fewer than k columns, a choice waits for the device.
         columns = self.columns
         return k <= columns.vocab_size - columns.block * (columns.processes - 1)
 
@@ -146,17 +147,17 @@ class HeadOfColumns(NamedTuple):
 
 
 class _Through(nn.Module):
-    """Stands in the place of a head, and gives what it gets."""
+    """Stands in the place of a head, and returns its input."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden
 
 
 def head_of(twin: Any, inputs: dict[str, Any]) -> Head | None:
-    """The twin's LM head; None where it is more than a product.
+    """The twin's LM head; None where logits are more than its product.
 
     Args:
-        inputs: some of the model's, to try it on.
+        inputs: inputs of the model to try it on.
     """
     head = twin.get_output_embeddings()
     if isinstance(head, GatheredLinear):
@@ -165,7 +166,7 @@ def head_of(twin: Any, inputs: dict[str, Any]) -> Head | None:
     if not isinstance(found, HeadInput):
         return None
     headless = _without(head, twin)
-    # Where the model does not call the head as a module, it still has logits.
+    # A model that does not call the head as a module gives logits here, too.
     is_without = torch.equal(headless(**inputs, use_cache=False).logits, found.hidden)
     return WholeHead(headless, found.weight, found.bias) if is_without else None
 
@@ -178,7 +179,7 @@ def _head_of_columns(twin: Any, head: GatheredLinear, inputs: dict[str, Any]) ->
 
 
 def _without(head: nn.Module, twin: Any) -> Any:
-    """The twin with something that gives what it gets in the place of its head."""
+    """The twin with a module in the place of its head that returns its input."""
     headless = twin_of(twin, None, vars)
     for path, module in twin.named_modules(remove_duplicate=False):
         if module is head:

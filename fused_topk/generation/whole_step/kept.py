@@ -5,12 +5,13 @@ Such a step reads and writes tensors that stay where they are, the cache and the
 Shapes are few: prompts and sources are rounded up, prompts with padding before them, sources with padding behind them.
 
 The room for new tokens is no part of the shape. It grows in a call as its texts do (:mod:`room`), and the tensors with it. Where an
-earlier call had more room, a step looks at the first places of the tensors. On a GPU each size is captured.
+earlier call had more room, a step looks only at the first places of the tensors. On a GPU a step is captured for each size of room.
 
-Compiled code serves all batches, lengths and room. So it is made for few of the shapes, and kept when what a shape holds is dropped.
+Compiled code serves all batches, lengths and sizes of room. So few shapes need code of their own, and the code is kept when the
+tensors and graphs of a shape are dropped.
 
-A shape has kinds of step. One does the forward pass and the choice of tokens, one more chooses among those of a mask. Another one does
-the forward pass alone, for calls with other processors, with sampling or with scores to be returned.
+A shape has three kinds of step. One does the forward pass and the choice of tokens. The second does the same, and chooses among the
+tokens of a mask. The third does the forward pass alone, for calls with other processors, with sampling or with scores to be returned.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class NotKept(Exception):
 
 
 class KeptStep:
-    """The steps of one shape. Serve one call at a time.
+    """The steps of one shape. They serve one call at a time.
 
-    goes_on: bool [], whether the search does.
+    goes_on: bool [], whether the search goes on.
     """
 
     def __init__(self, twin: Any, head: Head | None, shape: Shape, codes: Codes, group: Any = None) -> None:
@@ -65,25 +66,26 @@ class KeptStep:
             headless=None if head is None else head.headless,
         )
         self.shape = shape
-        # How many tokens there are; where the last of them is.
+        # How many new tokens there are, and the number of the one that ends every text, from 0 on.
         self.count = torch.ones(1, dtype=torch.int64, device=device)
         self._last = torch.zeros(1, dtype=torch.int64, device=device)
         self._state: Any = None
         self._constants: Any = None
         self._tokens = torch.zeros(shape.batch, shape.beams, dtype=torch.int64, device=device)
-        # The only beam of a text has no other's past.
+        # Without beams there are no parents.
         self._parents = (
             None if is_greedy else torch.zeros(shape.batch, shape.beams, 1, dtype=torch.int64, device=device)
         )
-        # int32 [batch, beams, W], or [batch, W] without beams: which tokens may come next, for steps that ask.
+        # int32 [batch, beams, W], or [batch, W] without beams: which tokens may come next, for steps with a mask.
         self._mask: Tensor | None = None
         # For how many new tokens there is room.
         self._size = 0
-        # As long as there are new tokens to look at: compiled code is the same for all sizes of tensors, not for all numbers.
+        # Its length is the number of new tokens to look at. A tensor, because compiled code is the same for all sizes of tensors, but
+        # not for all numbers.
         self._shown = torch.empty(0, device=device)
         self._is_late = graphs.is_cuda(device)
         self._codes = codes
-        # What runs a kind of step, by its name and by the room.
+        # A function that runs a kind of step, by the name of the kind and by the room.
         self._runs: dict[tuple[str, int], Callable[[], Any]] = {}
         self._graphs: list[graphs.Graph] = []
 
@@ -94,7 +96,7 @@ class KeptStep:
 
     @property
     def made(self) -> tuple[Any, ...]:
-        """What decides which steps run before others: those that are there, and for how many tokens there has been room."""
+        """What decides whether a step must be made before it runs: the steps that exist, and the room that there has been."""
         return sorted(self._runs), self.decoder.capacity, self._state is None, self._mask is None
 
     @property
@@ -113,14 +115,14 @@ class KeptStep:
         return flag
 
     def open(self, size: int) -> int:
-        """Makes room for so many new tokens, or more where a step with more has been captured. Gives for how many.
+        """Makes room for `size` new tokens, or for more where a step with more has been captured. Returns for how many.
 
-        What has been read and chosen stays, unless there is less room than before: then a call begins.
+        What has been read and chosen stays, unless there is less room than before. Then a call must begin.
         """
         if self.shape.way.is_captured:
             size = min((made for _, made in self._runs if size <= made <= 4 * size), default=size)
         if size > self.decoder.capacity:
-            # These read and write the tensors that there were.
+            # These read and write the tensors of the old size.
             self._runs.clear()
             self._graphs.clear()
             if self._state is not None:
@@ -179,10 +181,10 @@ class KeptStep:
             self._is_late,
         )
         if not self.shape.way.is_captured:
-            # Made by running it.
+            # To make a compiled step is to run it.
             self._make(kind, _advance, args)
             return
-        # Steps that are tried before one is captured change nothing, as steps after the end.
+        # Before a capture the step runs for trial. Like a step after the end it must change nothing.
         goes_on = self.goes_on.clone()
         self.goes_on.fill_(False)
         run = self._make(kind, _advance, args)
@@ -196,7 +198,7 @@ class KeptStep:
         """The logits of these tokens, as :meth:`Decoder.read` gives them; the next call writes over them."""
         self._tokens.copy_(tokens.view_as(self._tokens))
         if self._parents is not None and parents is not None:
-            # What lies behind is of no token yet.
+            # The parents beyond belong to no token yet.
             self._parents[:, :, :shown] = parents[:, :, :shown]
         self.count.copy_(step)
         run = self._runs.get(("read", self._size))
@@ -206,7 +208,7 @@ class KeptStep:
         return logits
 
     def _make(self, kind: str, function: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
-        """Keeps what runs the function on the arguments, on which it has run at least once."""
+        """Makes and keeps what runs the function on the arguments. The function has then run at least once."""
         started = time.perf_counter()
         number = len(self._codes)
         run = self._made(kind, function, args)
@@ -230,14 +232,14 @@ class KeptStep:
                 graph = self._captured(run)
                 self._graphs.append(graph)
                 return _Replay(graph)
-            # Of the compiler, of the C++ compiler that it runs, or of the capture: whatever it is, the call runs without.
+            # An error of torch.compile, of the C++ compiler, or of the capture. Whatever it is, the call runs without.
             except Exception as error:
                 if number == len(ways):
                     raise NotKept(f"what is to be {self.shape.way} raises {said_by(error)}") from error
         raise AssertionError("there is a way")
 
     def _captured(self, run: Callable[[], Any]) -> graphs.Graph:
-        """Of a tensor-parallel model on all processes, or on none."""
+        """A graph of the run. For a tensor-parallel model all processes have one, or all raise."""
         graph, error = None, None
         try:
             graph = graphs.Graph(run, self.shape.device, self._graphs[0] if self._graphs else None)
@@ -261,7 +263,7 @@ class KeptStep:
 
     def _tell(self, seconds: float) -> None:
         shape = self.shape
-        # A capture takes no time that anybody waits for. To compile does.
+        # To compile takes long, and the user waits for it. A capture does not.
         logger.log(
             logging.WARNING if shape.way.is_compiled else logging.INFO,
             "fused_topk: a step of %d x %d beams, with up to %d + %d tokens, was %s in %.1f s, for later calls, too",
@@ -330,12 +332,12 @@ def _read(decoder: Decoder, tokens: Tensor, parents: Tensor | None, step: Tensor
 
 
 def unless_over(before: Any, after: Any) -> Any:
-    """`after`, but for a search that does not go on: then it stays as it was."""
+    """`after` while the search goes on; else `before`."""
     return _mapped(lambda one, other: torch.where(before.goes_on, other, one), before, after)
 
 
 def _mapped(function: Callable[..., Tensor], *of: Any) -> Any:
-    """A named tuple of what the function makes of the tensors in such named tuples, which may be in each other."""
+    """Applies a function to the tensors at the same places of named tuples, which may be nested. Gives such a named tuple."""
     if isinstance(of[0], Tensor):
         return function(*of)
     return type(of[0])(*(_mapped(function, *each) for each in zip(*of, strict=True)))

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of tensor-parallel models: every process must run them in whole steps, or none.
 
-What a call does is decided by each process from its own options, memory and clock. Were they to decide otherwise, some would wait
-for collectives that others never come to. So a process that could serve a call asks the others first, with a text of all that its
-collectives depend on (:meth:`search.Search.told`). A process that serves it not, for whatever reason, comes to the question of
-transformers' loop instead, and all get its answer (:class:`ShardedHead`).
+Each process decides from its own options, memory and clock how a call runs. If they decided differently, some would wait for
+collectives that others never call. So a process that could serve a call asks the others first, with a text of all that its
+collectives depend on (:meth:`search.Search.told`). A process that does not serve the call, for whatever reason, asks the question of
+transformers' loop instead. Then all processes learn that, and run transformers' loop (:class:`ShardedHead`).
 
-After that nothing is decided from what may differ. Tokens are chosen by collectives, whose results all have bit for bit, or by the
-first process; how many steps, how much room and when texts end follow from tokens and from options that were told.
+After that nothing is decided from what may differ. Tokens are chosen by collectives, whose results are the same bit for bit on all
+processes, or by the first process. The number of steps, the room and the end of texts follow from tokens, and from options that the
+processes have compared.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Together:
 
     @staticmethod
     def of(model: Any, forget: Callable[[], None]) -> Together | None:
-        """None of any other model."""
+        """None for a model that is not tensor-parallel."""
         head = sharded_head_of(model)
         return None if head is None else Together(ShardedHead(model, head), forget)
 
@@ -47,24 +48,24 @@ class Together:
         return self._head.group
 
     def ask(self, what: str) -> None:
-        """Asks the others whether they go on the same way. A collective.
+        """Asks the other processes whether they go on in the same way. A collective.
 
         Args:
             what: a text of all that the collectives to come depend on.
 
         Raises:
-            Declined: on all of them, if one does not.
+            Declined: on all processes, if one does not.
         """
         all_ask, are_alike = self._head.propose(what)
         if all_ask and not are_alike:
-            # Should it be what they keep that differs, all begin anew.
+            # The steps that they keep may differ. So all drop them.
             self._forget()
         if not all_ask or not are_alike:
             raise Declined("a call that is not the same on all processes")
 
 
 def agreed(reason: str | None, twin: Any) -> str | None:
-    """Of a trial of a tensor-parallel model: why it has failed, here or on another process. A collective."""
+    """Why the trial of a tensor-parallel model has failed, here or on another process; None if it has not. A collective."""
     part = twin.get_output_embeddings().part
     if all_say(reason is None, next(twin.parameters()).device, part.group):
         return None
@@ -72,7 +73,7 @@ def agreed(reason: str | None, twin: Any) -> str | None:
 
 
 def reason_against(plan: Plan, criteria: Criteria, inputs: Mapping[str, Any]) -> str | None:
-    """Why a tensor-parallel model's call is not served; None if it is. Processes may have different ones."""
+    """Why a tensor-parallel model's call is not served; None if it is. Processes may have different reasons."""
     if plan.asks_host:
         # It could raise in one process.
         return "a function of the user's, or a grammar, in a tensor-parallel model"

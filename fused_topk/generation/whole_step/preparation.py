@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model's own methods prepare for a prompt, and for the steps after it.
 
-A prompt may have images or sounds. It is read with what the model prepares for it in transformers' loop, a row for each beam as there.
-The model is asked, too, what it would prepare for the first two steps. They are served where that is what a step of text gets: a
+A prompt may have images or sounds. It is read with what the model prepares for it in transformers' loop, with a row for each beam, too.
+The model is also asked what it would prepare for the first two steps. The call is served if that is what a step of text gets: a
 token, its position, which goes up by one, a mask of what is text, and the cache.
 """
 
@@ -25,12 +25,14 @@ from .reasons import Declined, said_by
 class Prepared(NamedTuple):
     """What a prompt and the steps after it get."""
 
-    inputs: dict[str, Any]  # of the prompt, for the forward pass
-    last_positions: Tensor | None  # [..., rows, 1], one before those of the first step; None where steps get none
-    further: frozenset[str]  # tensors that steps get besides
+    inputs: dict[str, Any]  # the arguments of the forward pass for the prompt
+    last_positions: (
+        Tensor | None
+    )  # [..., rows, 1], one less than those of the first step; None where steps get no positions
+    further: frozenset[str]  # the names of further tensors that steps get
 
 
-# What a step gets that it is not asked about. The last is of no matter for one token.
+# Inputs of a step that need no trial. For one token `logits_to_keep` changes nothing.
 _OF_A_STEP = frozenset({"input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep"})
 _ARGUMENTS = frozenset(inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters)
 
@@ -39,13 +41,13 @@ _lock = threading.Lock()
 
 
 def prepared(model: Any, ids: Tensor, is_text: Tensor, inputs: Mapping[str, Any]) -> Prepared:
-    """Asks a model.
+    """Asks a model what it prepares for a prompt, and for the first two steps after it.
 
     Args:
-        model: its twin, which may keep something of it.
+        model: the twin of the model, because a preparation may change attributes.
         ids: int64 [rows, length], the prompt.
         is_text: bool [rows, length], False where it is padding.
-        inputs: what transformers' loop would hand to its preparation.
+        inputs: what transformers' loop would hand to the model's preparation.
 
     Raises:
         Declined: steps get something else.
@@ -53,7 +55,7 @@ def prepared(model: Any, ids: Tensor, is_text: Tensor, inputs: Mapping[str, Any]
     try:
         with _lock:
             of_prompt, *of_steps = _asked(model, ids, dict(inputs))
-    # Whatever a model raises here, transformers' loop shows it.
+    # Whatever a model raises here: transformers' loop raises it again, for the user to see.
     except Exception as error:
         raise Declined(f"a preparation that raises {said_by(error)}") from error
     first, second = (_of_step(model, each, is_text, number) for number, each in enumerate(of_steps, 1))
@@ -68,10 +70,10 @@ def prepared(model: Any, ids: Tensor, is_text: Tensor, inputs: Mapping[str, Any]
 
 
 def _asked(model: Any, ids: Tensor, inputs: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the model prepares for a prompt, and for each of two steps."""
+    """The arguments that the model prepares for a prompt, and for each of two steps."""
     is_first = {"is_first_iteration": True} if "is_first_iteration" in _ARGUMENTS else {}
     one_token = {"next_sequence_length": 1} if "next_sequence_length" in _ARGUMENTS else {}
-    # transformers before 5.4 hands on the places of tokens in the text.
+    # transformers before 5.4 hands the places of the tokens in the text to the preparation.
     if "cache_position" in _ARGUMENTS:
         inputs["cache_position"] = torch.arange(ids.shape[1], device=ids.device)
     found = [dict(model.prepare_inputs_for_generation(ids, **is_first, **inputs))]
@@ -85,7 +87,7 @@ def _asked(model: Any, ids: Tensor, inputs: dict[str, Any]) -> list[dict[str, An
 
 
 def _cache_of(ids: Tensor) -> Any:
-    """A cache of as many tokens."""
+    """A cache that holds as many tokens as the texts `ids`."""
     cache = DynamicCache()
     states = torch.zeros(1, 1, ids.shape[1], 1, device=ids.device)
     cache.update(states, states, 0)
@@ -93,7 +95,7 @@ def _cache_of(ids: Tensor) -> Any:
 
 
 def _of_step(model: Any, inputs: dict[str, Any], is_text: Tensor, number: int) -> Tensor | None:
-    """The positions [..., rows, 1] of a step, whose inputs are those of text; None where it gets none."""
+    """The positions [..., rows, 1] of a step; None where it gets none. Declines a step with other inputs than those of text."""
     rows, length = is_text.shape
     tokens, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if tokens is None or tokens.shape != (rows, 1):

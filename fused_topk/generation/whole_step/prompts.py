@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompt of a call, from what a loop is given: one row of a sequence, of those that generate() has made for its beams."""
+"""The prompt of a call, from the arguments of a loop. generate() has made a row for each beam; one row a sequence is taken."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .row_form import RowDecoder, decoder_of
 from .store import Store
 from .twin import Snapshot
 
-# What an encoder gives of which a decoder reads the first at most.
+# Fields of an encoder's output. A decoder reads the first one only, or none.
 _OF_ENCODER = frozenset({"last_hidden_state", "pooler_output", "hidden_states", "attentions"})
 
 
 class Ready(NamedTuple):
-    """What is known of a model: its twin, or why it has none."""
+    """What is known of a model: its twin, or the reason why there is none."""
 
     twin: Any
     reason: str | None
@@ -34,24 +34,24 @@ class Ready(NamedTuple):
     head: Head | None
     # Whether steps may have places for more tokens than there are, as those that are kept have.
     is_static: bool
-    # Whether the decoder looks at the mask of what its encoder has read. Where that is no text, the mask's shape is not known.
+    # Whether the decoder reads the mask of the source. If the source is not text, the shape of that mask is not known.
     reads_mask: bool
-    # Tensors that steps of text do not look at, as far as it has been tried.
+    # The names of tensors that steps of text do not read, as far as it has been tried.
     unread: set[str]
-    # Why no prompt of it can follow what a given cache has; None where one can.
+    # Gives the reason why no prompt of the model can follow a given cache; None where one can.
     reason_against_past: Callable[[], str | None] = lambda: None
 
 
 def of_text(
     ready: Ready, ids: Tensor, beams: int, longest: int, config: GenerationConfig, inputs: dict[str, Any]
 ) -> Prompt:
-    """One row of a sequence, of those that generate() has made for its beams."""
+    """The prompt of a model that reads text or embeddings, and prepares nothing more."""
     rows, ids = len(ids), ids[::beams]
     embeddings, mask = inputs.get("inputs_embeds"), inputs.get("attention_mask")
     read = ids if embeddings is None else embeddings[::beams]
     past = _past(ready, rows, beams, inputs)
     before = 0 if past is None else past.length
-    # Without padding later versions drop the mask, and keep its length.
+    # Without padding later versions of transformers drop the mask, and keep its length.
     of_mask = getattr(config, "_mask_length", read.shape[1]) if mask is None else mask.shape[1]
     unread = given_cache.num_unread(read.shape[1], of_mask, before, embeddings is None and reasons.TAKES_NEW_TOKENS)
     read = read[:, -unread:]
@@ -59,7 +59,7 @@ def of_text(
     is_text = _is_text(None if mask is None else mask[::beams], shape, ids.device)
     positions = inputs.get("position_ids")
     if positions is None:
-        # As versions of transformers count them that leave it to each step: a cache that is returned has keys of padding, too.
+        # 1 for padding, as in versions of transformers that make positions in each step: a returned cache has keys of padding, too.
         positions = positions_of(is_text).where(is_text, 1)
     elif positions.shape != (rows, shape[1]):
         raise Declined("position_ids of another shape")
@@ -89,7 +89,7 @@ def prepared_by_model(ready: Ready, ids: Tensor, beams: int, longest: int, input
     """The prompt of a model that prepares more than its tokens, as of images."""
     original = reasons.original_length(ready.twin.config)
     if original is not None and longest > original and reasons.prepares_itself(ready.twin):
-        # Phi-3 drops its cache there.
+        # There Phi-3 drops its cache.
         raise Declined(f"a preparation of its own for texts of more than {original} tokens")
     if inputs.get("inputs_embeds") is not None:
         raise Declined("inputs_embeds before a preparation of the model's own")
@@ -115,7 +115,7 @@ def with_source(ready: Ready, ids: Tensor, beams: int, longest: int, inputs: dic
     if given_cache.is_used(given_cache.cache_of(inputs)):
         raise Declined("a cache of an encoder-decoder that has been used")
     outputs, mask = inputs["encoder_outputs"], inputs.get("attention_mask")
-    # The trial has none of these, which some decoders ask for.
+    # Some decoders read further fields, which the trial does not have.
     further = sorted(set(outputs) - _OF_ENCODER) if isinstance(outputs, Mapping) else []
     if further:
         raise Declined(f"encoder_outputs with {further[0]}")
@@ -128,14 +128,14 @@ def with_source(ready: Ready, ids: Tensor, beams: int, longest: int, inputs: dic
     takes_mask = ready.twin.main_input_name == "input_ids"
     if not takes_mask and ready.reads_mask and mask is not None and not bool(mask.all()):
         raise Declined(f"padding of {ready.twin.main_input_name}")
-    # Some models view a source in another shape.
+    # Contiguous, because some models take a view of the source in another shape.
     hidden = hidden[::beams].contiguous()
     if takes_mask and mask is not None and mask.shape != (len(ids), hidden.shape[1]):
         raise Declined("an attention mask of another shape")
     is_source = None
     if takes_mask:
         is_source = hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask[::beams].bool()
-        # Attention to nothing is the mean over all places in some implementations, and the places of a step are rounded up.
+        # Some implementations make attention to nothing a mean over all places, whose number is rounded up in a step.
         if not bool(is_source.any(1).all()):
             raise Declined("a source of padding alone")
     ids = ids[::beams]

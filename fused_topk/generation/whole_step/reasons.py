@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a call cannot be served as a whole step. Each function gives a reason, or None where it knows none."""
+"""Why a call cannot run in whole steps. Each function gives a reason, or None if it knows none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 
 
 class Declined(Exception):
-    """The call is to run on the fused path, for the reason that this names."""
+    """The call is to run in transformers' loop, for the reason in the message."""
 
 
 def decline_for(reason: str | None) -> None:
@@ -33,20 +33,15 @@ def decline_for(reason: str | None) -> None:
 
 
 def said_by(error: BaseException) -> str:
-    """What an exception says, in a line: that of the cause, where torch.compile has wrapped it."""
+    """What an exception says, in one line. If torch.compile has wrapped an exception, what that one says."""
     while isinstance(cause := getattr(error, "inner_exception", None), BaseException):
         error = cause
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
 
 
-# What generate() takes beside its inputs that changes how a call runs.
-_ARGUMENTS = (
-    "custom_generate",
-    "assistant_model",
-    "synced_gpus",
-    "cache_params",
-)
-# What a loop may hand to a model, and what to an encoder-decoder.
+# Arguments of generate(), beside its inputs, that change how a call runs.
+_ARGUMENTS = ("custom_generate", "assistant_model", "synced_gpus", "cache_params")
+# The inputs that a loop may hand to a decoder alone, and to an encoder-decoder.
 _INPUTS = {
     "attention_mask",
     "inputs_embeds",
@@ -62,12 +57,13 @@ _INPUTS_WITH_SOURCE = (_INPUTS - {"inputs_embeds", "position_ids"}) | {
     "decoder_attention_mask",
     "decoder_position_ids",
 }
+# The arguments that forward() must have.
 _TAKEN = {"input_ids", "attention_mask"}
 _TAKEN_WITH_SOURCE = {"decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "attention_mask"}
-# Rotary embeddings that are the same whatever the length of the text, and those that are up to some length.
+# Kinds of rotary embeddings that do not depend on the length of the text, and kinds that do not up to some length.
 _ROTARY = {"default", "linear", "llama3", "yarn", "proportional"}
 _STEADY_ROTARY = {"dynamic", "longrope"}
-# generate() itself, its loops, and the methods of a model that they call, in one version of transformers or another.
+# generate(), its loops, and the methods of a model that they call, in any version of transformers.
 _METHODS = (
     "generate",
     "prepare_inputs_for_generation",
@@ -89,18 +85,18 @@ _METHODS = (
     "_beam_search_has_unfinished_sequences",
     "_reorder_cache",
 )
-# Methods that a model without an encoder may have of its own: it is asked what they give. See :mod:`preparation`.
+# A model without an encoder may have these methods of its own: they are called to see what they give (:mod:`preparation`).
 _PREPARING = frozenset({"prepare_inputs_for_generation", "_update_model_kwargs_for_generation"})
 # As they are when this package is imported: the class may be patched later.
 _STOCK_METHODS = {name: getattr(GenerationMixin, name, None) for name in _METHODS}
-# Models with methods of their own that come to the same. Whisper's generate() calls transformers' for each piece of sound;
-# the inputs that it prepares of its own are positions after padding, which is declined. Phi-3's, without rotary embeddings of kind
-# longrope, which are declined, computes the same keys again.
+# Models with methods of their own that do the same as those of transformers. Whisper's generate() calls transformers' for each
+# piece of sound. It prepares inputs of its own only after padding, which is declined. Phi-3's preparation drops the cache at some
+# length, after which the same keys are computed again, except with rotary embeddings of kind longrope: these are declined.
 _KNOWN_METHODS: tuple[str, ...] = ("transformers.models.whisper.",)
 if _VERSION >= (5, 24):
     # Before, Phi-3 goes on with another text where it drops its cache.
     _KNOWN_METHODS += ("transformers.models.phi3.", "transformers.models.phimoe.")
-# Whether the tokens after those of a given cache may be given alone. Before, this is not so in each version.
+# Whether a call with a cache may be given the new tokens alone. Earlier versions do not all allow it.
 TAKES_NEW_TOKENS = _VERSION >= (5, 17)
 _SECOND = "second_expert_policy"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
@@ -123,9 +119,9 @@ def of_arguments(
     """Why these arguments of generate() are not served; None if they are.
 
     Args:
-        generate: the model's, or one that the user has put in its place.
+        generate: the model's method, or the function that the user has put in its place.
     """
-    # After the inputs and the configuration all are known by name.
+    # After the inputs and the configuration, arguments are known by name only.
     if len(args) > 2:
         return "generate() with three positional arguments or more"
     found = next((name for name in _ARGUMENTS if kwargs.get(name) is not None), None)
@@ -137,7 +133,7 @@ def of_arguments(
 
 def _takes_a_loop(generate: Callable[..., Any]) -> bool:
     try:
-        # Of a wrapper itself: it may take less than what it wraps.
+        # The parameters of a wrapper itself, which may take less than what it wraps.
         takes = inspect.signature(generate, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):
         return False
@@ -152,7 +148,7 @@ def of_model(model: Any) -> str | None:
         is_asked = method in _PREPARING and not model.config.is_encoder_decoder and _is_of_a_model(found)
         if not is_asked and not _is_known(found, method):
             return f"{method}() of {name}"
-        # As generate() the model has one of this package, behind which one of the user's has run already.
+        # The generate() of the model is a method of this package. A function of the user's in its place runs before this.
         if method != "generate" and method in vars(model) and not _is_own(model, method):
             return f"{method}() of a {name} that has been replaced"
     if model.training:
@@ -167,7 +163,7 @@ def of_model(model: Any) -> str | None:
         return "a quantized model"
     needed = _TAKEN_WITH_SOURCE if model.config.is_encoder_decoder else _TAKEN
     if model.main_input_name != "input_ids":
-        # What reads no text may know of no padding.
+        # A model that does not read text need not know of padding.
         needed = needed - {"attention_mask"}
     missing = sorted(needed - arguments_of(model.forward))
     if missing:
@@ -176,7 +172,7 @@ def of_model(model: Any) -> str | None:
 
 
 def of_default(model: Any) -> str | None:
-    """Why whole steps of the model are not the default, as far as the model says; None where they are."""
+    """Why whole steps are not the default for the model, as far as it is known without a trial; None where they are."""
     is_on_cpu = sharded_head_of(model) is not None and next(model.parameters()).device.type == "cpu"
     return "a tensor-parallel model on a CPU" if is_on_cpu else None
 
@@ -192,7 +188,7 @@ def _is_of_a_model(found: Any) -> bool:
 
 
 def _is_known(found: Any, method: str) -> bool:
-    """Whether a class's method is that of transformers, or one that comes to the same."""
+    """Whether a class's method is that of transformers, or one that does the same."""
     of = str(getattr(found, "__module__", "transformers."))
     if method == "generate":
         # Who wraps it for all models calls it, and it runs our loop.
@@ -202,12 +198,12 @@ def _is_known(found: Any, method: str) -> bool:
 
 
 def _calls_stock_generate(found: Any) -> bool:
-    """Whether a class's generate() prepares a call for that of the class above, and hands on what it does not know."""
+    """Whether a class's generate() calls that of its base class, and hands on the arguments that it does not know."""
     function = inspect.unwrap(found)
     code = getattr(function, "__code__", None)
     if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
         return False
-    # Python gives a method that says super() its class.
+    # A method that uses super() has `__class__` among its free variables.
     return "__class__" in code.co_freevars and "generate" in code.co_names
 
 
@@ -242,7 +238,7 @@ def _of_modules(model: nn.Module) -> str | None:
 
 
 def _is_own(module: nn.Module, method: str) -> bool:
-    """Whether such an attribute is the method of the class, as some versions of transformers, and others, leave it behind."""
+    """Whether the module's attribute is just the method of its class. Some versions of transformers leave such attributes behind."""
     found = vars(module)[method]
     of = getattr(found, "__self__", None), getattr(found, "__func__", None)
     return of[0] is module and of[1] is getattr(type(module), method, None)
@@ -257,7 +253,7 @@ def _of_config(config: Any) -> str | None:
         return "experts that leave out tokens"
     for name in ("rope_scaling", "rope_parameters"):
         parameters = getattr(config, name, None)
-        # Those that differ among layers are not known to be steady.
+        # Where kinds differ among layers it is not known up to which length they are steady.
         kinds = _rotary_kinds(parameters) - _ROTARY - ({_own_kind(parameters)} & _STEADY_ROTARY)
         if kinds:
             return f"rotary embeddings of kind {sorted(kinds)[0]}"
@@ -265,7 +261,7 @@ def _of_config(config: Any) -> str | None:
 
 
 def steady_length(config: Any) -> int | None:
-    """Up to how many tokens of a text rotary embeddings stay as they are; None where they always do."""
+    """Up to how many tokens of a text rotary embeddings do not change; None where they never change."""
     config = config.get_text_config(decoder=True)
     of_rotary = [getattr(config, name, None) for name in ("rope_scaling", "rope_parameters")]
     if not {_own_kind(each) for each in of_rotary} & _STEADY_ROTARY:
@@ -276,7 +272,7 @@ def steady_length(config: Any) -> int | None:
 
 
 def original_length(config: Any) -> int | None:
-    """At how many tokens a preparation of its own may begin the text again; None where it says nothing."""
+    """At how many tokens a model's own preparation may read the text anew; None where the configuration does not say."""
     found = getattr(config.get_text_config(decoder=True), _ORIGINAL_LENGTH, None)
     return None if found is None else int(found)
 
@@ -294,7 +290,7 @@ def _rotary_kinds(parameters: Any) -> set[str]:
 
 
 def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | None:
-    """Why a call's configuration, complete as a loop gets it, is not served; None if it is."""
+    """Why a call with this configuration, as a loop gets it, is not served; None if it is."""
     mode = mode_of(config)
     if mode not in SEARCH + SAMPLING:
         return f"generation mode {mode.value}"
@@ -312,17 +308,17 @@ def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | No
 
 
 class Asked(NamedTuple):
-    """What decides, before a call is prepared, how it runs."""
+    """What is known of a call before generate() prepares it, and decides how it runs."""
 
     do_sample: bool
     num_beams: int
     prompts: int | None  # how many; None where that is not known
 
     @staticmethod
-    def by(config: GenerationConfig, rows: int | None) -> Asked:
-        """Args: rows: of a loop's texts, one for each beam; None where that does not matter."""
+    def by(config: GenerationConfig, rows: int) -> Asked:
+        """Args: rows: of a loop's texts, one for each beam."""
         beams = config.num_beams or 1
-        return Asked(bool(config.do_sample), beams, None if rows is None else rows // beams)
+        return Asked(bool(config.do_sample), beams, rows // beams)
 
 
 def of_asked(asked: Asked, is_sampling_asked_for: bool) -> str | None:
@@ -331,12 +327,12 @@ def of_asked(asked: Asked, is_sampling_asked_for: bool) -> str | None:
 
 
 def reads_few_logits(model: Any, asked: Asked) -> bool:
-    """Whether stock operations choose from a step's logits as quickly as anything here: those of a search on a CPU, and few."""
+    """Whether stock operations choose as quickly as fused ones: in a search on a CPU, from few logits in each step."""
     if asked.do_sample or asked.prompts is None or sharded_head_of(model) is not None:
         return False
     try:
         vocab_size = vocab_size_of(model.config)
-    # Of a model of any kind: it may have no configuration of text, several, or one that does not say.
+    # Any model may come here: its configuration may have no part for text, several parts, or no vocabulary size.
     except (AttributeError, ValueError, TypeError):
         return False
     if asked.prompts * asked.num_beams * vocab_size >= FEW_LOGITS:
@@ -346,18 +342,18 @@ def reads_few_logits(model: Any, asked: Asked) -> bool:
 
 
 def of_streaming(config: GenerationConfig) -> str | None:
-    """Why a call whose tokens are handed on while it runs is not served; None if it is."""
+    """Why a call with a streamer is not served; None if it is."""
     return "streamer with beams" if config.num_beams > 1 else None
 
 
 @functools.cache
 def _sorts_drawn_beams() -> bool:
-    """Whether beam sampling goes on with the best of what it has drawn, as from 5.24 on, or with what it has drawn first."""
+    """Whether beam sampling goes on with the best of the tokens drawn, as from 5.24 on, or with those drawn first."""
     return _VERSION >= (5, 24)
 
 
 def unknown_inputs(inputs: Mapping[str, Any], has_source: bool) -> list[str]:
-    """The names of what a loop hands to the model that is not known."""
+    """The names of the unknown inputs that a loop hands to the model."""
     known = _INPUTS_WITH_SOURCE if has_source else _INPUTS
     return [name for name, value in inputs.items() if name not in known and value is not None]
 
@@ -366,7 +362,7 @@ def of_inputs(inputs: Mapping[str, Any], has_source: bool) -> str | None:
     """Why what a loop hands to the model is not served; None if it is.
 
     Args:
-        has_source: whether it is an encoder-decoder. Another model is asked what it makes of other inputs.
+        has_source: whether it is an encoder-decoder. Any other model may get more inputs: it is asked what it makes of them.
     """
     unknown = unknown_inputs(inputs, has_source)
     if has_source and unknown:
@@ -375,7 +371,7 @@ def of_inputs(inputs: Mapping[str, Any], has_source: bool) -> str | None:
         for name in ("cache", "past_key_values"):
             if inputs.get(name) is not None:
                 inputs[name].get_seq_length()
-    # Of a cache of states alone, which has no length.
+    # A cache of states alone has no length, and raises.
     except ValueError:
         return "a cache without keys"
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What generate() returns, from what a search has found."""
+"""Makes the result of generate() from the end of a search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .given_cache import NAMES
 
 
 class KeptOutputs(NamedTuple):
-    """What is kept of each step for the user; None for what is not."""
+    """Tensors of each step that are kept for the user; None where the user has not asked for them."""
 
     scores: list[Tensor] | None
     logits: list[Tensor] | None
@@ -32,7 +32,7 @@ class KeptOutputs(NamedTuple):
         return KeptOutputs(*([] if is_kept and each else None for each in (config.output_scores, config.output_logits)))
 
     def add(self, logits: Tensor, scores: Callable[[], Tensor]) -> None:
-        """One step's logits [rows, V], and what gives the scores that the processors make of them."""
+        """Keeps one step's logits [rows, V]. `scores` gives the scores that the processors make of them."""
         if self.logits is not None:
             self.logits.append(logits.to(torch.float32, copy=True))
         if self.scores is not None:
@@ -42,7 +42,7 @@ class KeptOutputs(NamedTuple):
         return KeptOutputs(*(None if each is None else each[:steps] for each in self))
 
     def fields(self, cache: Any, of: Any) -> dict[str, Any]:
-        """Arguments of the result's class, with the cache to go on with."""
+        """Arguments for the class `of` of the result, with the cache."""
         kept = {name: None if each is None else tuple(each) for name, each in zip(self._fields, self, strict=True)}
         return {**kept, next(name for name in NAMES if name in of.__dataclass_fields__): cache}
 
@@ -62,8 +62,8 @@ def of_beams(
         prompt: int64 [batch, length].
         has_source: whether the model is an encoder-decoder.
         ended: the best of each sequence, best first.
-        fill: what stands after the end of a text.
-        cache: of transformers, to go on with.
+        fill: the token after the end of a text.
+        cache: of transformers, for the user's next call.
     """
     batch, beams = ended.scores.shape
     count = config.num_return_sequences

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Room for new tokens, which grows as a text does: a step costs what its text is long, whatever length a call allows.
+"""Room for new tokens, which grows with the texts: the cost of a step depends on the length of its texts, not on what a call allows.
 
-Sizes of steps that are kept double, so that few are made: on a GPU each is captured, for which it takes 0.1 to 0.2 s. Other steps
-take little more than they need: transformers' loop has no room at all, and copies the cache at every token. They hold no more than it
-does (:meth:`Decoder.spare_room`), and have no room while they read the prompt, when most is held.
+The room of a step that is kept doubles, so that there are few sizes: on a GPU a step is captured for each, which takes 0.1 to 0.2 s.
+Other steps have little more room than they need. transformers' loop has no room at all, and copies the cache at every token. These
+steps hold no more memory than it does (:meth:`Decoder.spare_room`). While they read the prompt, when a call holds most, they have no
+room.
 """
 
 from __future__ import annotations
 
-# New tokens that there is room for at first. A guess: attention to the places of 64 tokens of few beams is a small part of a
-# step, and most texts that end soon end within them.
+# The number of new tokens that there is room for at first. A guess: attention to the places of 64 tokens of few beams is a small
+# part of a step, and most texts that end soon have no more tokens.
 FIRST = 64
-# By how much it grows where nothing is kept, at most. By 1 takes 1 to 5 % more of a step.
+# By how much the room grows at most, where steps are not kept. If it grew by 1 each time, a step would take 1 to 5 % longer.
 MORE = 16
 
 
@@ -28,14 +29,14 @@ def rounded_up(length: int, least: int = 16) -> int:
 
 
 def at_first(most: int, is_kept: bool) -> int:
-    """Room for how many tokens a call of at most `most` begins with: the first one is not read before there is a second."""
+    """The room that a call of at most `most` tokens begins with. Of steps that are not kept 1: that token is not read."""
     return min(FIRST, most) if is_kept else 1
 
 
 def after(size: int, most: int, spare: int | None) -> int:
-    """What follows the room for `size` tokens, where that is full.
+    """The next room, where that for `size` tokens is full.
 
     Args:
-        spare: how many tokens there may be room for besides the next one; None in a step that is kept.
+        spare: how many tokens there may be room for beside the next one; None for a step that is kept.
     """
     return min(2 * size if spare is None else size + min(1 + spare, MORE), most)

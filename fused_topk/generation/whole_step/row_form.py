@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second form of whole step: a row for each beam, for models whose attention is their own.
+"""The second form of whole steps: a row for each beam, for models with attention of their own.
 
-The cache is the one that beams share (:mod:`cache`). In a step each layer gives the model the keys of every beam's own past, in
-their order, as transformers' caches hold them after a reorder. So nothing is reordered, and a step that runs again
-changes nothing. The model computes with attention and masks of its own.
+The beams share a cache, as in the first form (:mod:`cache`). In a step each layer gives the model the keys of every beam's own past in
+the order of the text, as transformers' caches hold them after a reorder. So nothing is reordered, and a step that runs twice changes
+nothing. The model computes with its own attention and masks.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .twin import text_config
 
 
 def decoder_of(twin: Any) -> type[Decoder]:
-    """The form of the steps of a twin: that of its attention."""
+    """The form of a twin's steps: the first one if the twin has our attention."""
     return (
         Decoder if text_config(twin.config)._attn_implementation in (attention.PLAIN, attention.CAPPED) else RowDecoder
     )
 
 
 class RowPlaces(Places):
-    """Where all layers write, and which of it is the past of each row."""
+    """Where all layers write, and which places are the past of each row."""
 
-    # int64 [batch, beams, shown], the place among the beams that each new token of a beam's past was written at.
+    # int64 [batch, beams, shown], the place among the beams where each new token of a beam's past was written.
     past: Tensor | None = None
-    # How many tokens the cache has: a number, or of a step that is kept a tensor.
+    # How many tokens the cache has: a number, or a tensor in a step that is kept.
     num_read: Any = 0
 
     @property
@@ -55,7 +55,7 @@ class RowLayer(SharedPromptLayer):  # type: ignore[no-untyped-call]
         return self.rows(0, places.shown, places.past)
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        # Before transformers 5.5 it is the positions of the queries.
+        # Before transformers 5.5 the argument holds the positions of the queries.
         length = query_length if isinstance(query_length, int) else len(query_length)
         places = self._places
         return places.num_past + length if places.is_reading_prompt else places.prompt + places.shown, 0
@@ -81,10 +81,10 @@ class RowDecoder(Decoder):
         places.begin_step(step, shown, None)
         steps = torch.arange(shown, device=step.device)
         if parents is not None:
-            # A token is written at the place of its own beam, and so what follows it tells where it was.
+            # A token is written at the place of its beam at that time, which is the parent of the token after it.
             own = torch.arange(beams, device=step.device)[:, None]
             places.past = torch.where(steps < step, parents[:, :, 1 : shown + 1], own)
-        # Where each size is known to the host, the model gets what transformers' loop would give it.
+        # Unless the step is kept, the host knows the number, and the model gets an int as in transformers' loop.
         places.num_read = places.prompt + (step.squeeze(0) if self._is_kept else shown - 1)
         extra: dict[str, Any] = {}
         if self._of_source:

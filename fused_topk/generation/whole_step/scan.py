@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step's logits with what the processors of the call do to them."""
+"""One step's logits, and what the processors of the call do to them."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Scan:
         self._text = text
         self._are_log_probs = are_log_probs
         self._dense: Tensor | None = None
-        # By processor, what stands for it where a user's function has been called for it: see `edits.Step`.
+        # See `Step.answered`.
         self._answered: dict[int, Any] = {}
         try:
             self.edits = plan.edits(text, self.rows, are_log_probs, self._answered)
         except NotSparse:
-            # What has been drawn cannot be drawn again: that would prefer the draws that end well.
+            # A call that samples must not begin anew: that would prefer draws after which no step declines.
             if not never_declines:
                 raise
             self.is_dense = True
 
     def left_over(self, at_least: int) -> Candidates | None:
-        """What the warpers leave, in a list of a row's best; None where it is not known to be long enough."""
+        """The tokens that the warpers leave, from a list of each row's best; None where the list may be too short."""
         if self.is_dense:
             return None
         try:

@@ -45,7 +45,7 @@ class Reader(Protocol):
 
 
 class Search(NamedTuple):
-    """One call, which is served as far as can be known before it runs."""
+    """One call that is served, as far as that is known before it runs."""
 
     twin: Any
     prompt: Prompt
@@ -53,22 +53,23 @@ class Search(NamedTuple):
     plan: Plan
     criteria: Criteria
     config: GenerationConfig
-    # What stands after the end of a text; None where texts go on until all have ended.
+    # The token after the end of a text; None where texts go on until all have ended.
     padding: int | None
-    # Of steps that are kept, and how they are made; None where none is.
+    # The steps that are kept.
     store: Store
+    # How the steps of this call are made; None where none is kept.
     way: Way | None
     head: Head | None
     streamer: Once | None
-    # The cache of transformers that gets what is read; None where nobody asks for it.
+    # The cache of transformers that gets the keys of the tokens that are read; None where the user does not ask for one.
     cache: Any = None
-    # Whether the call is served by steps that are kept only.
+    # Whether the call is served only if its steps can be kept.
     only_kept: bool = False
-    # Of the processes that have the model between them. All go on with the choices of the first.
+    # The processes of a tensor-parallel model, which all go on with the choices of the first; None for any other model.
     group: Any = None
 
     def told(self) -> str:
-        """All that decides, in a tensor-parallel model, which collectives run, and when texts end."""
+        """A text of all that decides which collectives of a tensor-parallel model run, and when texts end."""
         prompt, way = self.prompt, self.way
         shape = None if way is None else Shape.of(prompt, self.rules, way)
         config = {name: value for name, value in self.config.to_dict().items() if not name.startswith("_")}
@@ -85,7 +86,7 @@ class Search(NamedTuple):
             self.only_kept,
             sorted(config.items()),
         ]
-        # Each has a device of its own.
+        # Each process has a device of its own, so the device is left out.
         of_kept = None if shape is None else (shape._replace(device=torch.device("cpu")), self.store.made(shape))
         return repr((of_call, of_kept))
 
@@ -110,7 +111,7 @@ class Search(NamedTuple):
                     return self._run_kept(way)
                 except NotKept as error:
                     are_seen = self.streamer is not None and self.streamer.rewind(number)
-                    # Other tokens would be drawn than those that the user has seen, or a processor go on where it is.
+                    # To begin anew would draw other tokens than the user has seen, or give a processor its tokens twice.
                     if (are_seen and self.config.do_sample) or (self.plan.keeps_state and self.plan.has_run):
                         raise error.__cause__ or error from None
                     if self.only_kept:
@@ -122,24 +123,24 @@ class Search(NamedTuple):
             raise Declined(str(error)) from error
 
     def _hand_on(self, state: Any, token: int) -> None:
-        """One of the new tokens of each text, from 0 on, to the user's streamer.
+        """Hands a new token of each text, counted from 0 on, to the user's streamer.
 
-        Of steps that are kept only after the next one: what they cannot do, as to be compiled, shows the first time, and the call
-        begins anew.
+        A loop of steps that are kept calls this after the next step. So the user has seen nothing if the first of them cannot be
+        compiled, and the call begins anew.
         """
         if self.streamer is not None and not self._is_late:
             self.streamer.put(state.tokens[:, token].to("cpu", copy=True))
 
     @property
     def _is_late(self) -> bool:
-        """Whether the host knows of a step some steps later only."""
+        """Whether the host knows the result of a step only some steps later."""
         return graphs.is_cuda(self.prompt.ids.device) and not self.plan.asks_host
 
     def _end_flag(self) -> graphs.EndFlag:
         return graphs.EndFlag(self._is_late, None if self.streamer is None else self.streamer.put, self.group)
 
     def _streamed(self, state: Any, token: int) -> Tensor | None:
-        """What a streamer gets late; None where there is none."""
+        """The token that a streamer gets late; None where there is no streamer."""
         return None if self.streamer is None else state.tokens[:, token]
 
     # All of a step at once.
@@ -150,14 +151,14 @@ class Search(NamedTuple):
             constraint = self._constraint()
             has_others = len(self.plan.processors) > (constraint is not None)
             takes_more = has_others or self.config.do_sample or self.criteria.read_text
-            # A step without chooses by itself on each process.
+            # A step without the LM head chooses on each process by itself.
             takes_more = takes_more or (self.group is not None and not step.has_head)
             if takes_more or any(each is not None for each in kept):
                 return self._run(step, way, most_room(self.rules))
             return self._run_at_once(step, way, constraint)
 
     def _constraint(self) -> TrieLogitsProcessor | None:
-        """The processor whose mask a step can take; None where there is none."""
+        """The processor whose mask a step can use; None where there is none."""
         first = next(iter(self.plan.processors), None)
         is_one = type(first) is TrieLogitsProcessor and first.begin_index <= self.prompt.ids.shape[1]
         return first if is_one else None
@@ -178,7 +179,7 @@ class Search(NamedTuple):
         is_going = flag.goes_on(step.goes_on, self._streamed(step.state, 0))
         while is_going and token <= last:
             if token == size:
-                # This waits for the device, as a capture does, of which there would be no use after the end.
+                # This waits for the device, as the capture of a larger step does. After the end that capture would be in vain.
                 if not flag.now(step.goes_on):
                     break
                 size = step.open(room.after(size, most, None))
@@ -191,7 +192,7 @@ class Search(NamedTuple):
         flag.finish()
         self._hand_on(step.state, token - 1)
         if rules.beams > 1 and not ids.is_cuda and bool(step.state.running.scores.isnan().any()):
-            # From the step on in which there was one, all are: see _continuations.
+            # After a step with NaN the scores of all steps are NaN: see `choosing`.
             raise Declined("NaN among the scores")
         steps = int(step.count)
         count_whole(steps, way.is_compiled, way.is_captured)
@@ -203,7 +204,7 @@ class Search(NamedTuple):
         """Args:
         way: how the forward pass runs.
         most: for how many new tokens there may be room.
-        head: chooses from hidden states, which the reader gives in the place of logits; None for a choice from logits.
+        head: the LM head that chooses, from hidden states that the reader gives in place of logits; None for a choice from logits.
         """
         ids, rules = self.prompt.ids, self.rules
         length = ids.shape[1]
@@ -214,7 +215,7 @@ class Search(NamedTuple):
         steps = torch.zeros(1, dtype=torch.int64, device=ids.device)
         logits = reader.read_prompt(self.prompt)
         if self.plan.keeps_state and way is not None:
-            # What cannot be captured shows before a processor is called. The place that this writes to is written again.
+            # An error of the capture comes before a processor is called. The place that this writes to is written again.
             reader.read(torch.zeros_like(state.tokens[:, 0]), None, torch.zeros_like(steps), 1)
         for step in range(rules.room):
             ends_now = self.criteria.end_all(ids, length + step + 1)
@@ -241,7 +242,7 @@ class Search(NamedTuple):
             if rules.beams == 1:
                 tokens, parents = state.tokens[:, step], None
             else:
-                # After the end there is no token. Any does: what comes of it is dropped.
+                # After the end there is no token. Any token will do, because its results are dropped.
                 tokens, parents = state.running.tokens[:, :, step].clamp(min=0), state.running.parents
             logits = reader.read(tokens, parents, place.step, step + 1)
             if way is not None:
@@ -258,7 +259,7 @@ class Search(NamedTuple):
         return Choices(self.rules, self.plan, self.criteria, self.config, self.group)
 
     def _head_alone(self) -> Head | None:
-        """The LM head, where a step that is not kept chooses from hidden states, without logits."""
+        """The LM head, if steps that are not kept are to choose from hidden states; None where they need logits."""
         rules, head = self.rules, self.head
         needs_logits = (
             self.plan.processors
@@ -266,7 +267,7 @@ class Search(NamedTuple):
             or self.config.do_sample
             or any(each is not None for each in KeptOutputs.asked_for(self.config))
         )
-        # What a model has prepared may stand in the model, which the one without its head does not see.
+        # A model may keep what it has prepared as attributes of the twin, which the twin without a head does not have.
         needs_logits = needs_logits or self.prompt.inputs is not None
         if head is None or needs_logits:
             return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step that is kept is made for: its shape, and how it runs."""
+"""The shape that a kept step is made for, and the way in which steps run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .beams import Rules
 from .decoder import Prompt
 from .room import rounded_up
 
-# More beams than that are those of models that add few tokens.
+# Calls with more beams than this usually write few tokens, as of semantic ids.
 _WIDE = 32
 
 
@@ -24,11 +24,11 @@ class Way(NamedTuple):
 
     @staticmethod
     def on(device: torch.device, whole_step: bool | str | None) -> Way | None:
-        """None where nothing is kept.
+        """The way for an option `whole_step`; None where no step is kept.
 
         Args:
-            whole_step: None for a step that is captured, where that can be. True for one that is compiled elsewhere.
-                "compiled" for both. "eager" for neither.
+            whole_step: None captures steps on a GPU. True also compiles them on other devices. "compiled" also compiles them on a
+                GPU. "eager" does neither.
         """
         is_captured = graphs.is_cuda(device)
         if whole_step == "eager" or (whole_step is None and not is_captured):
@@ -36,7 +36,7 @@ class Way(NamedTuple):
         return Way(whole_step == "compiled" or not is_captured, is_captured)
 
     def and_simpler(self) -> list[Way]:
-        """This one, and what is tried where it fails: some models are captured that are not compiled in one piece."""
+        """This way, and the ways to try if it fails: some models can be captured, but not compiled."""
         return [self, Way(False, True)] if all(self) else [self]
 
     def __str__(self) -> str:
@@ -48,13 +48,13 @@ class Shape(NamedTuple):
 
     batch: int
     prompt: int
-    source: int | None  # of what an encoder has read
+    source: int | None  # the length of an encoder's output
     beams: int
     num_ends: int  # tokens that end a text
     axes: tuple[int, ...]  # of positions
     device: torch.device
     way: Way
-    # Tensors of that mode cannot be written outside of it.
+    # Tensors that are made in inference mode cannot be written to outside of it.
     is_inference: bool
 
     @staticmethod
@@ -69,7 +69,7 @@ class Shape(NamedTuple):
         return Shape(batch, length, source, rules.beams, rules.num_ends, prompt.axes, prompt.ids.device, way, mode)
 
     def of_code(self) -> Shape:
-        """The same for all shapes that compiled code is the same for: but for one row, how many there are is no matter of it."""
+        """The same for all shapes that share compiled code. A size of 1 needs other code; all greater sizes share it."""
         source = None if self.source is None else min(self.source, 2)
         return self._replace(batch=min(self.batch, 2), prompt=min(self.prompt, 2), source=source)
 
@@ -80,6 +80,6 @@ class Shape(NamedTuple):
 
 
 def most_room(rules: Rules) -> int:
-    """For how many tokens there may be room in a step that is kept: rounded up, so that there are few sizes."""
-    # A place for a new token is one for each beam.
+    """The most tokens that a kept step has room for. Rounded up, so that there are few sizes."""
+    # Room for one more token takes a place for each beam. So with many beams less is rounded up.
     return rounded_up(rules.room, 4 if rules.beams > _WIDE else 16)

@@ -16,10 +16,10 @@ from .head import Head
 from .kept import KeptStep, NotKept
 from .shape import Shape
 
-# Of one model. Guesses: a service has few shapes, and the cache of one may be as large as the model.
+# Limits for one model. Guesses: a service has few shapes, and the cache of one shape may be as large as the model.
 MAX_SHAPES = 8
 MAX_BYTES = 1 << 32
-# Those of tensor-parallel models.
+# The stores of tensor-parallel models.
 _with_collectives: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
@@ -42,7 +42,7 @@ class Store:
             group: of the processes of a tensor-parallel model.
 
         Raises:
-            NotKept: another call uses it, or it could not be made before.
+            NotKept: another call uses the step, or an earlier call could not make it.
         """
         with self._lock:
             if shape in self._failed:
@@ -61,7 +61,7 @@ class Store:
             except NotKept as error:
                 self._failed[shape] = str(error)
                 raise
-            # Of this call, its processors or its streamer: the next call begins anew all that a step holds.
+            # An error of this call, its processors or its streamer. The step can be kept: the next call writes all its tensors anew.
             except BaseException:
                 self._keep(shape, step)
                 raise
@@ -76,7 +76,7 @@ class Store:
                 self._kept.clear()
 
     def made(self, shape: Shape) -> tuple[Any, ...]:
-        """What there is of a shape: see :attr:`KeptStep.made`."""
+        """What is kept for a shape: see :attr:`KeptStep.made`."""
         with self._lock:
             step = self._kept.get(shape)
             return shape in self._failed, shape in self._used, None if step is None else step.made

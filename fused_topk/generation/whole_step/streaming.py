@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's streamer of a call that may run twice: as whole steps, and if those decline, as it would have without."""
+"""The user's streamer in a call that may run twice: in whole steps, and if these decline, in transformers' loop."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class Once(BaseStreamer):
-    """Hands on to the user's streamer what it has not handed on before, from :meth:`open` on.
+    """Hands each piece to the user's streamer once, though a call that runs twice puts its pieces twice, from the first one on.
 
-    A call that runs again gives the same pieces again, from its first one on.
+    Until :meth:`open` it only keeps the pieces.
     """
 
     def __init__(self, streamer: Any) -> None:
@@ -25,12 +25,12 @@ class Once(BaseStreamer):
         return len(self._pieces)
 
     def rewind(self, number: int) -> bool:
-        """The pieces after so many come again. Whether the user has seen one of them."""
+        """Drops all pieces after the first `number`, which will be put again. Returns whether the user has seen one of them."""
         del self._pieces[number:]
         return self._num_given > number
 
     def open(self) -> None:
-        """The call is served: what has been put may be seen."""
+        """From now on the user gets the pieces, those that have been put before first."""
         self._is_open = True
         for piece in self._pieces[self._num_given :]:
             self._streamer.put(piece)
@@ -42,7 +42,7 @@ class Once(BaseStreamer):
             self.open()
 
     def restart(self) -> None:
-        """The call runs again, and is served."""
+        """The call runs again from its beginning. The user gets the pieces that are new."""
         self._pieces.clear()
         self._is_open = True
 

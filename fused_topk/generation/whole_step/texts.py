@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search without beams: what texts hold, a row for each sequence, and what a token makes of it."""
+"""Search without beams: the state of the texts, a row for each sequence, and what a new token makes of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TextConstants(NamedTuple):
     """What the choices of a call need on its device."""
 
     ends: Tensor  # int64 [rules.num_ends]
-    padding: Tensor  # int64 [1], what stands after the end of a text
+    padding: Tensor  # int64 [1], the token after the end of a text
     is_padded: Tensor  # bool [1]: False where a text that has ended goes on with the others
 
     @staticmethod

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a model computes with a shared prompt what it computes by itself: it is tried, once, on a few tokens.
+"""Whether a model computes the same with a shared prompt as by itself. Each model is tried once, on a few tokens.
 
-So models need not be listed. One with attention or state of its own, with inputs that depend on the place in the text in
-ways that are not known here, or with arguments of attention that are not, shows it.
+So there is no list of models. The trial finds models with attention or state of their own, with inputs that depend in an unknown
+way on the place in the text, and with unknown arguments of attention.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .row_form import RowDecoder, decoder_of
 # The first text begins with padding; beams cross in each step.
 _IS_TEXT = [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
 _CHOSEN = [[0, 0, 0], [2, 0, 1], [1, 1, 2]]
-# And with padding behind it what the second text's encoder has read.
+# The second source has padding behind it.
 _IS_SOURCE = [[1, 1, 1, 1], [1, 1, 0, 0]]
 
 
@@ -37,21 +37,21 @@ def reason_against(twin: Any, stock: Any, is_static: bool = True) -> str | None:
     """Why the model cannot be served in the form of its twin; None where it can.
 
     Args:
-        twin: the model with our attention, or with its own: see :mod:`row_form`.
-        stock: the same with its own.
-        is_static: whether for steps that are kept, which have places for more tokens than there are.
+        twin: the model's twin, with our attention or with the model's own: see :mod:`row_form`.
+        stock: another twin, with the model's own attention.
+        is_static: whether to try steps that are kept, which have places for more tokens than there are.
     """
     name, form = type(stock).__name__, "a shared prompt" if decoder_of(twin) is Decoder else "a row for each beam"
     try:
         with torch.no_grad():
             return _reason(twin, stock, name, form, is_static)
-    # Whatever a model raises here, it does not raise by itself: generate() goes on without this.
+    # Whatever a model raises here, it need not raise in transformers' loop, where the call then runs.
     except Exception as error:
         return f"{name} with {form} raises {said_by(error)}"
 
 
 def reason_against_parts(local: Any, model: Any) -> str | None:
-    """Why a tensor-parallel model's modules compute something else with plain tensors; None where they do not. Collectives.
+    """Why a tensor-parallel model's modules cannot compute with plain tensors; None where they can. Runs collectives.
 
     Args:
         local: the model's twin with the forms of :mod:`local_forms`, and the model's own attention.
@@ -71,7 +71,7 @@ def head(twin: Any) -> Head | None:
     try:
         with torch.no_grad():
             return head_of(twin, _few_inputs(twin))
-    # Whatever a model raises that looks at its head: it keeps it.
+    # A model that raises without its head keeps the head.
     except Exception:
         return None
 
@@ -85,7 +85,7 @@ def _few_inputs(twin: Any) -> dict[str, Any]:
 
 
 class _Unread(Tensor):
-    """Raises where it is looked at."""
+    """A tensor that raises if any operation reads it."""
 
     @classmethod
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ class _Unread(Tensor):
 
 
 def reads_mask(twin: Any) -> bool:
-    """Whether the model looks at `attention_mask` where its encoder has run. False for a model without an encoder.
+    """Whether the model reads `attention_mask` after its encoder has run. False for a model without an encoder.
 
     Args:
         twin: see above.
@@ -104,14 +104,14 @@ def reads_mask(twin: Any) -> bool:
     try:
         with torch.no_grad():
             twin(**_few_inputs(twin), attention_mask=mask, use_cache=False)
-    # It was looked at, whatever a model makes of the exception.
+    # The model has read the mask, whatever it makes of the exception.
     except Exception:
         return True
     return False
 
 
 def steps_read(twin: Any, name: str) -> bool:
-    """Whether a step of text looks at a further tensor.
+    """Whether a step of text reads a further tensor.
 
     Args:
         twin: see above. It has no encoder.
@@ -126,7 +126,7 @@ def steps_read(twin: Any, name: str) -> bool:
     try:
         with torch.no_grad():
             decoder.read_by(functools.partial(twin, **{name: unread}), ids[:, :1], None, step, 1)
-    # It was looked at, whatever a model makes of the exception.
+    # The model has read the tensor, whatever it makes of the exception.
     except Exception:
         return True
     return False
@@ -136,12 +136,12 @@ def _reason(twin: Any, stock: Any, name: str, form: str, is_static: bool) -> str
     make = decoder_of(twin)
     device = next(stock.parameters()).device
     source = _source(stock) if stock.config.is_encoder_decoder else None
-    # Models with an encoder know of no padding before a text.
+    # Models with an encoder take no padding before a text.
     is_text = torch.tensor(_IS_TEXT, device=device).bool() | (source is not None)
     batch, length = is_text.shape
     beams, room = len(_CHOSEN[0]), len(_CHOSEN)
     ids = _some_tokens(stock.config, torch.arange(batch * length, device=device) * 7 + 3).view(batch, length)
-    # With a place more than is needed. Where there is no mask of the source it has none.
+    # One place more than is needed, unless the source has no mask.
     places = None if source is None else source.hidden.shape[1] + (source.is_text is not None)
     is_exact = make is RowDecoder and (source is not None or not is_static)
     decoder = make(twin, batch, length + (not is_exact), beams, device, places, is_static)
@@ -176,10 +176,10 @@ def _reason(twin: Any, stock: Any, name: str, form: str, is_static: bool) -> str
 
 
 def reason_against_past(twin: Any, stock: Any) -> str | None:
-    """Why no prompt can follow what a cache of transformers has of an earlier one; None where it can.
+    """Why no prompt can follow a cache that transformers has filled; None where one can.
 
     Args:
-        twin, stock: of a decoder alone, see :func:`reason_against`. The twin has no reason against it.
+        twin, stock: see :func:`reason_against`, which has no reason against them. Without an encoder.
     """
     name = type(stock).__name__
     try:
@@ -192,7 +192,7 @@ def reason_against_past(twin: Any, stock: Any) -> str | None:
 
 
 def _goes_on(twin: Any, stock: Any, past: int) -> bool:
-    """Whether the twin computes the same after so many tokens that the model has read."""
+    """Whether the twin computes the same as the model after the model has read the first `past` tokens."""
     is_text = torch.tensor(_IS_TEXT, device=next(stock.parameters()).device).bool()
     batch, length = is_text.shape
     ids = _some_tokens(stock.config, torch.arange(batch * length, device=is_text.device) * 7 + 3).view(batch, length)
@@ -203,7 +203,7 @@ def _goes_on(twin: Any, stock: Any, past: int) -> bool:
     expected = stock(**inputs, use_cache=False).logits[:, -1]
     cache = DynamicCache(config=stock.config.get_text_config(decoder=True))
     stock(**{name: each[:, :past] for name, each in inputs.items()}, **{cache_argument(stock): cache}, use_cache=True)
-    # With a place more than is needed.
+    # One place more than is needed.
     decoder = decoder_of(twin)(twin, batch, length + 1, 1, is_text.device)
     decoder.open(1)
     read = past_of(cache, batch, 1, next(stock.parameters()))
@@ -212,19 +212,19 @@ def _goes_on(twin: Any, stock: Any, past: int) -> bool:
 
 
 def _some_tokens(config: Any, numbers: Tensor) -> Tensor:
-    """Tokens of those numbers, none of which is padding: some models count positions without it."""
+    """Tokens made of the numbers. None of them is padding, because some models count positions without padding."""
     ids = numbers % vocab_size_of(config)
     padding = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
     return ids if padding is None else ids.where(ids != padding, (ids + 1) % vocab_size_of(config))
 
 
 def _source(stock: Any) -> Source:
-    """A source such as an encoder gives: any numbers do."""
+    """A source in the shape of an encoder's output. Any numbers will do."""
     weight = next(stock.parameters())
     is_text = torch.tensor(_IS_SOURCE, device=weight.device).bool()
-    # Of a model that is made of two.
+    # A model that is made of two has a configuration for its encoder.
     encoder = getattr(stock.config, "encoder", None) or stock.config.get_text_config(decoder=True)
-    # One that reads images, too, says it of its text.
+    # The configuration of a model with images has the hidden size in its part for text.
     size = encoder.hidden_size if hasattr(encoder, "hidden_size") else encoder.get_text_config().hidden_size
     shape = (*is_text.shape, size)
     hidden = torch.arange(math.prod(shape), dtype=torch.float32, device=weight.device).view(shape).sin()
@@ -235,20 +235,20 @@ def _reason_of_rows(config: Any, name: str) -> str | None:
     config = config.get_text_config(decoder=True)
     layers: list[Any] = DynamicCache(config=config).layers
     kinds = {*(getattr(config, "layer_types", None) or [])}
-    # The cache of generate() forgets what lies before a window, or has a state.
+    # With other kinds of layers the cache of generate() forgets what lies before a window, or has a state.
     is_full = kinds <= {"full_attention"} and all(type(layer) is DynamicLayer for layer in layers)
     return None if is_full else f"{name} has layers of other kinds than full attention"
 
 
 def _reason_of_layers(config: Any, decoder: Decoder, name: str) -> str | None:
     calls, states = decoder.calls, state_layers(config)
-    # A layer of an encoder-decoder attends to the text, and to the source.
+    # A layer of an encoder-decoder calls attention twice: to the text, and to the source.
     expected = num_layers(config) * (2 if config.is_encoder_decoder else 1)
     config = config.get_text_config(decoder=True)
     layers: list[Any] = DynamicCache(config=config).layers
     kinds = getattr(config, "layer_types", None) or []
     if states:
-        # Beside layers with a state there may be some without either, whose layer of the cache is never written.
+        # Some layers may have neither a state nor keys. Their layers of the cache are never written to.
         expected = sum(isinstance(layer, DynamicLayer) for layer in layers)
         kinds = [kind for kind, layer in zip(kinds, layers, strict=True) if isinstance(layer, DynamicLayer)]
     if len(calls) != expected or len({call.groups for call in calls}) > 1:
@@ -258,8 +258,8 @@ def _reason_of_layers(config: Any, decoder: Decoder, name: str) -> str | None:
         return f"{name} has windows of several sizes"
     if not set(kinds) <= WITH_KEYS:
         return f"{name} has layers of other kinds than full and sliding attention"
-    # Texts are shorter here than any window: that it is a window can only be asked. Where attention does not say it, the
-    # cache of generate() may still forget what lies before one.
+    # The texts of a trial are shorter than any window, so results do not show a window. Attention is told of it. If it is not, the
+    # cache of generate() may still forget what lies before a window.
     forgetting = [layer.sliding_window for layer in layers if getattr(layer, "is_sliding", False)]
     number = kinds.count("sliding_attention") if kinds else len(forgetting)
     if number != len(windows) or set(forgetting) != set(windows):
@@ -268,9 +268,9 @@ def _reason_of_layers(config: Any, decoder: Decoder, name: str) -> str | None:
 
 
 def _are_close(found: Tensor, expected: Tensor) -> bool:
-    """Compares to half of the digits. Another order of sums changes less than that, a wrong mask far more.
+    """Whether half of the digits are equal. Another order of sums changes less than that, and a wrong mask far more.
 
-    NaN and infinite values are no matter of attention.
+    NaN and infinite values do not count: they do not come from attention.
     """
     bound = torch.finfo(expected.dtype).eps ** 0.5
     found, expected = found.float().nan_to_num(0, 0, 0), expected.float().nan_to_num(0, 0, 0)

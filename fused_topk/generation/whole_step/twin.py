@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The twin of a model: a second one with the same weights and our attention. The user's model stays as it is.
+"""The twin of a model: a second model with the same weights and our attention. The user's model stays as it is.
 
-The twin's modules are copies. The copies share all parameters and buffers. Only the configuration and the submodule tables are
-their own. So other threads that run the first meanwhile do not see our attention, and neither does anybody after an exception.
+The twin's modules are copies that share all parameters and buffers with the model. Only configurations and tables of submodules are
+their own. So other threads that run the model at the same time do not see our attention, and it is not left behind after an
+exception.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def twin_of(
     """The twin of a model.
 
     Args:
-        attention: the name of its attention implementation; None for that of the model.
-        state_of: gives the attributes of a module, without what is not to be copied.
-        is_steady: whether rotary embeddings stay as they are for short texts.
+        attention: the name of the twin's attention implementation; None for that of the model.
+        state_of: gives the attributes of a module that are to be copied.
+        is_steady: whether rotary embeddings stay as they are for short texts: see :func:`_part_rotary`.
     """
     # One copy of a configuration, and of each that is a part of it, for all modules that share it.
     configs: dict[int, Any] = {}
@@ -41,7 +42,7 @@ def twin_of(
             return twin
         modules[id(module)] = twin
         twin.__dict__.update(state_of(module))
-        # A forward method among a module's attributes would be bound to the first module: see reasons.of_model.
+        # A forward method among a module's attributes would be bound to the model's module: see reasons.of_model.
         twin.__dict__.pop("forward", None)
         config = twin.__dict__.get("config")
         if config is not None:
@@ -60,9 +61,9 @@ def twin_of(
 
 
 def _part_rotary(module: nn.Module, is_steady: bool) -> None:
-    """Gives rotary embeddings that change with the length of texts numbers of their own, since they write to them.
+    """Gives rotary embeddings that change with the length of texts a copy of their numbers, because they write to them.
 
-    Steady ones stay as they are for short texts. Else they ask the device, at each step, how long texts are.
+    If `is_steady`, they stay as they are for short texts. Else they ask the device at each step how long texts are.
     :func:`reasons.steady_length` says which texts are short.
     """
     state = vars(module)
@@ -70,7 +71,7 @@ def _part_rotary(module: nn.Module, is_steady: bool) -> None:
         return
     of_short: Any = module.inv_freq
     if is_steady:
-        # As transformers has it: the first kind keeps what it has until it has been changed for a long text.
+        # As in transformers, numbers of the kind `dynamic` are restored only after they have been changed for a long text.
         if state["rope_type"] == "longrope" or module.max_seq_len_cached != module.original_max_seq_len:
             of_short = module.original_inv_freq
         state["rope_type"] = "default"
@@ -82,31 +83,31 @@ def _set_attention(twin: Any, attention: str) -> None:
     if text is twin.config:
         twin.set_attn_implementation(attention)
         return
-    # Of the text alone: what reads images keeps its own. A part may have a configuration of its own that is equal.
+    # Only the part for text gets our attention. A module may have a copy of that part's configuration.
     configs = [getattr(module, "config", None) for module in twin.modules()]
     for config in [text, *(each for each in configs if type(each) is type(text))]:
         config._attn_implementation = attention
 
 
 def text_config(config: Any) -> Any:
-    """The configuration of what reads and writes text: of a multimodal model a part."""
+    """The configuration of the part that reads and writes text. Only a multimodal model has other parts."""
     return config if config.is_encoder_decoder else config.get_text_config(decoder=True)
 
 
 class Snapshot:
-    """What a model was made of when its twin was: classes, attributes, parts, and weights but for their numbers.
+    """What a model consisted of when its twin was made: classes, attributes, parts, and weights without their values.
 
-    Containers and configurations are looked into, as deep as they go: they may be changed in place.
+    The contents of containers and configurations are looked at, too, at any depth, because they may be changed in place.
     """
 
     def __init__(self, model: nn.Module, skipped: frozenset[str]) -> None:
         """Args: skipped: attributes that do not count, of the model and of parts of it that can generate by themselves."""
-        # The model itself is not held here: it goes without a collection of garbage where nothing else refers to it.
+        # The model itself is not held here: so it is freed without the garbage collector where nothing else refers to it.
         self._look = _look_at(model, skipped)
         self._parts = self._look(model)
         self._held: list[tuple[_Look, Any, tuple[Any, ...]]] = []
         self._tensors: list[Tensor] = []
-        # Those of which the processes of a group have a part each.
+        # The tensors that are spread over processes.
         self._spread: list[Any] = []
         kinds, known = {type(model)}, {id(model)}
         pending = [*_looks(model, self._parts, skipped)]
@@ -148,17 +149,17 @@ class Snapshot:
         return tuple(vars(base).get("forward") for kind in self._kinds for base in kind.__mro__)
 
 
-# Gives the parts of something: what it holds, in its order.
+# Gives the parts of an object: all that it holds, in order.
 _Look = Callable[[Any], tuple[Any, ...]]
 
 _EVAL_CAPACITY = "moe_eval_capacity_token_fraction"
-# Attributes of any module that are no part of it. reasons.of_model asks for hooks, and about a forward method.
-# Nor is what models of Qwen-VL's kind keep of the last prompt.
+# Attributes of a module that are not looked at. reasons.of_model looks for hooks and replaced forward methods. `rope_deltas` is what
+# models such as Qwen-VL keep of the last prompt.
 _NO_PARTS = frozenset({*vars(nn.Module()), "forward", "rope_deltas"}) - {"training"}
 
 
 def _looks(holder: Any, parts: tuple[Any, ...], skipped: frozenset[str]) -> Iterator[tuple[_Look | None, Any]]:
-    """The parts, each with what gives the parts of it; None for what has none, or is not looked into."""
+    """The parts, each with a function that gives its own parts; None for one that has none, or is not looked into."""
     for part in parts:
         look: _Look | None = None
         if isinstance(part, nn.Module):
@@ -172,7 +173,7 @@ def _looks(holder: Any, parts: tuple[Any, ...], skipped: frozenset[str]) -> Iter
         elif hasattr(part, "__dict__") and (isinstance(part, PretrainedConfig) or is_dataclass(type(part))):
             look = _of_config
         yield look, part
-    # The twin has a copy of it, whatever it is.
+    # The twin has a copy of the configuration, whatever its class.
     config = vars(holder).get("config") if isinstance(holder, nn.Module) else None
     if hasattr(config, "__dict__"):
         yield _of_config, config
@@ -180,17 +181,17 @@ def _looks(holder: Any, parts: tuple[Any, ...], skipped: frozenset[str]) -> Iter
 
 def _look_at(module: nn.Module, skipped: frozenset[str]) -> _Look:
     state = vars(module)
-    # NLLB-MoE's routers count it anew in each pass.
+    # NLLB-MoE's routers set this attribute anew in each pass.
     counted = {"expert_capacity"} if _EVAL_CAPACITY in state else set()
     names = [name for name in state if name not in _NO_PARTS and name not in skipped and name not in counted]
-    # Of one name it would give no tuple.
+    # itemgetter() of a single name gives no tuple. So `training`, which is among the names, is there once more.
     return functools.partial(_of_module, operator.itemgetter("training", *names), skipped)
 
 
 def _of_module(attributes: _Look, skipped: frozenset[str], module: nn.Module) -> tuple[Any, ...]:
     # This runs for each module in each call of generate(): 0.7 us.
     state = module.__dict__
-    # All of the attributes that there were, and their number: no other one has come.
+    # The number of attributes shows whether there is a new one.
     number = len(state) - ("forward" in state) - ("rope_deltas" in state)
     for name in skipped:
         number -= name in state
@@ -210,7 +211,7 @@ def _of_config(config: Any) -> tuple[Any, ...]:
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    # A captured graph reads weights at their addresses; all else asks for these at each call.
+    # A captured graph reads weights at their old addresses. All other code looks the addresses up in each call.
     address = tensor.data_ptr() if tensor.is_cuda else None
     return tensor.dtype, tensor.device, tensor.shape, tensor.stride(), address
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the texts of a search are in a trie: they take a step with each token, and go where beams go."""
+"""Where the texts of a search are in a trie. Each token leads to a next node, and nodes follow the beams."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Walk:
         self._nodes = nodes if beams == 1 else nodes.unsqueeze(1).repeat(1, beams)
 
     def mask_after(self, state: Any, token: int) -> Tensor:
-        """The packed mask of what may come after one of the new tokens, which follows the one of the last call.
+        """The packed mask of what may come after a new token. Each call takes the token after that of the call before.
 
         Args:
             state: of the search, with that token.
-            token: from 0 on. Beyond the end of the search there is none: what comes of it is dropped.
+            token: the number of the token, from 0 on. After the end of a search there is none, and the mask is not used.
         """
         if isinstance(state, Texts):
             self._nodes = self._trie.step(self._nodes, state.tokens[:, token])

@@ -3,14 +3,14 @@
 
     FUSED_TOPK_VLLM=1 vllm serve MODEL           # every process of vLLM loads the plugin
     fused_topk.integrations.vllm.enable()        # or this, in a script of one's own, before it makes the engine
-    stats()                                      # how many steps were chosen so, and why others were not
+    stats()                                      # how many steps were fused, and why others were not
 
 The modules, of which none imports one above it:
 
     entrance       how a user asks, and the plugin that vLLM calls in each of its processes
     patches        the functions of vLLM that are replaced
-    compatibility  whether they are those that were tested
-    choice         what replaces the sampler: draws, and reports log-probabilities
+    compatibility  whether these functions are those that were tested
+    choice         draws tokens and reports log-probabilities, in the place of the sampler
     prompts        log-probabilities of prompts
     requests       what the requests of a batch ask for, as arguments of `fused_topk.sample`
     statistics     what was counted

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a step's tokens, with what is reported of them. It needs no vLLM: what it calls of it is passed in.
+"""The choice of a step's tokens, and their log-probabilities. It imports no vLLM: what it calls of vLLM is passed in.
 
 vLLM's own operations change the logits first (masks, bad words, penalties, biases). Then one read of the logits draws, and reports
-the best tokens; ranks are counted in another. Where what is reported are the logits before those changes, they are read once more.
+the best tokens; a second read counts ranks. Where log-probabilities of the logits before those changes are wanted, these logits are
+read once more.
 """
 
 from __future__ import annotations
@@ -38,9 +39,14 @@ class Report(NamedTuple):
 
 
 def why_stock(sampler: Any, logits: Tensor, metadata: Any, is_plain: bool, vllm: Vllm) -> str | None:
-    """Why vLLM's own sampler must run. But for a step of speculative decoding, and for one that vLLM makes up to warm itself
-    up, it is the same for all steps of an engine: else a request with a seed would draw in two ways. is_plain: whether the
-    sampler is not called for speculative decoding."""
+    """Why vLLM's own sampler must run; None if it need not.
+
+    The reason is the same for all steps of an engine: else a request with a seed would draw in two ways. Only steps of speculative
+    decoding, and steps that vLLM makes up to warm itself up, may have another reason.
+
+    Args:
+        is_plain: whether the sampler is not called for speculative decoding.
+    """
     if type(sampler) is not vllm.sampler or type(sampler.topk_topp_sampler) is not vllm.filtering:
         return f"the sampler is a {type(sampler).__name__} with a {type(sampler.topk_topp_sampler).__name__}"
     if not is_plain:
@@ -65,10 +71,10 @@ def is_only_argmax(metadata: Any) -> bool:
 
 
 def choose(sampler: Any, logits: Tensor, metadata: Any, vllm: Vllm) -> tuple[Tensor, Report | None]:
-    """The tokens int64 (R,) of a step, and their report if one is wanted. As vLLM's sampler, this may change the logits."""
+    """The tokens int64 (R,) of a step, and their report if one is wanted. Like vLLM's sampler, this may change the logits."""
     requests = requests_of(metadata, logits, vllm.processors)
     listed = metadata.logprob_token_ids
-    # vLLM prefers the listed tokens where a step has both.
+    # Where a step wants both the best tokens and listed ones, vLLM reports the listed ones.
     count = 0 if listed else metadata.max_num_logprobs
     is_raw = sampler.logprobs_mode == "raw_logprobs"
     is_min_p_first = requests.is_min_p_first and not metadata.all_greedy
@@ -113,7 +119,7 @@ def of_best(tokens: Tensor, own: Tensor, indices: Tensor, values: Tensor, ranks:
 def _of_listed(logits: Tensor, tokens: Tensor, own: Tensor, ranks: Tensor, listed: dict[int, list[int]]) -> Report:
     """The report of tokens that requests name. Shorter lists are filled with token 0 at -inf, as vLLM does.
 
-    A log-probability is that of the chosen token and the difference of their logits: a common offset costs no digits.
+    A log-probability is that of the chosen token plus the difference of the two logits. So a common offset costs no digits.
     """
     longest = max(map(len, listed.values()))
     named = [listed.get(row, []) for row in range(len(logits))]
@@ -127,7 +133,7 @@ def _of_listed(logits: Tensor, tokens: Tensor, own: Tensor, ranks: Tensor, liste
 
 
 def _after_min_p(sampler: Any, logits: Tensor, metadata: Any) -> Tensor:
-    """The scaled logits with what min-p removes at -inf, by vLLM's own operations, in place."""
+    """The scaled logits, in which min-p has set tokens to -inf, by vLLM's own operations, in place."""
     logits = sampler.apply_temperature(logits, metadata.temperature, metadata.all_random)
     for processor in metadata.logitsprocs.argmax_invariant:
         logits = processor.apply(logits)
@@ -135,7 +141,7 @@ def _after_min_p(sampler: Any, logits: Tensor, metadata: Any) -> Tensor:
 
 
 def _zero_or_one(temperature: Any) -> Any:
-    """The temperatures of logits that are scaled."""
+    """What is left of the temperatures once the logits are scaled: 0 for greedy requests, 1 for others."""
     return temperature.sign() if isinstance(temperature, Tensor) else float(temperature > 0)
 
 
@@ -156,12 +162,12 @@ def _processed(
 
     temperature, top_k, top_p, min_p = (of_rows(drawing[name]) for name in ("temperature", "top_k", "top_p", "min_p"))
     is_greedy = temperature == 0
-    # A draw at temperature 0 has log-probability 0. What is reported of a greedy request is its row at temperature 1.
+    # A draw at temperature 0 has log-probability 0. For a greedy request vLLM reports the row at temperature 1.
     own = own.where(~is_greedy, best.values[:, :1])
     scale = temperature.where(~is_greedy, 1).float()
     logits_of_best = logits.gather(1, best.indices).float()
     values = own + (logits_of_best - logits.gather(1, tokens).float()) / scale
-    # `kept` may leave out what is next to impossible. Top-k alone keeps that as well.
+    # `kept` may leave out tokens that are next to impossible. Top-k alone keeps these as well.
     vocab_size = logits.shape[-1]
     least = top_k.where((top_k > 0) & (top_p >= 1) & (min_p <= 0), 0)
     least = least.masked_fill(is_greedy | ((top_k == 0) & (top_p >= 1) & (min_p <= 0)), vocab_size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the installed vLLM is one that was tested. What is not exactly known runs as it is."""
+"""Whether the installed vLLM is one that was tested. Any other version runs as it is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ BATCH = "vllm.v1.worker.gpu_input_batch"
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 WORKER = "vllm.v1.worker.worker_base"
 
-# The parameters of what is replaced or called, and the fields of what is read or made, in the tested versions.
+# The parameters of the functions that are replaced or called, and the fields of the objects that are read or made, as they are in
+# the tested versions.
 _PARAMETERS = {
     f"{SAMPLER}:Sampler.__init__": "self logprobs_mode use_fp64_gumbel",
     f"{SAMPLER}:Sampler.forward": "self logits sampling_metadata predict_bonus_token logprobs_mode_override",
@@ -48,7 +49,7 @@ def unknown_version(version: str) -> str | None:
 
 
 def difference() -> str | None:
-    """The first way in which the sampler is not the tested one. It imports vLLM's modules."""
+    """The first difference between the sampler and the tested one; None if there is none. It imports vLLM's modules."""
     for name, expected in _PARAMETERS.items():
         found = found_at(name)
         if found is None:

@@ -8,16 +8,16 @@ from . import patches
 
 
 def enable() -> bool:
-    """vLLM chooses its tokens with this package, in this process and in those that it starts from now on.
+    """vLLM chooses its tokens with this package from now on, in this process and in the processes that this one starts.
 
         fused_topk.integrations.vllm.enable()
         llm = vllm.LLM(model)
 
-    It sets `FUSED_TOPK_VLLM=1`, which says the same to the plugin that vLLM loads in each of its processes. Call it before the
-    engine is made; in a process that runs its model itself it also serves an engine that there is.
+    It sets `FUSED_TOPK_VLLM=1`, which the plugin that vLLM loads in each of its processes reads. Call it before the engine is made.
+    In a process that runs its model itself it also serves an engine that was made before.
 
     Returns:
-        bool: False, with one warning, if the installed vLLM is not one that was tested. It then runs as it is.
+        bool: False, with one warning, if the installed vLLM is not one that was tested. vLLM then runs as it is.
 
     Raises:
         ModuleNotFoundError: vLLM is not installed.
@@ -28,7 +28,7 @@ def enable() -> bool:
 
 
 def disable() -> None:
-    """vLLM chooses its tokens as it does by itself, in this process and in those that it starts from now on."""
+    """vLLM chooses its tokens by itself from now on, in this process and in the processes that this one starts."""
     env.set_choose_in_vllm(False)
     patches.uninstall()
 

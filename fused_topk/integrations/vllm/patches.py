@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions of vLLM that are replaced, and by what.
 
-`Sampler.__init__` is replaced first. Where vLLM makes a sampler, a model runner makes it: only there is the rest looked at and
-replaced. A front end, which has no runner, need not import one for it.
+`Sampler.__init__` is replaced first. A process that makes a sampler has a model runner: the rest is checked and replaced when the
+first sampler is made. So a front end, which has no runner, need not import one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .prompts import PromptScorer, RunnerView
 from .requests import OUTPUTS, KnownProcessors
 from .statistics import logger
 
-# (owner, name) of all that is replaced, with what stood there; None for nothing.
+# (owner, name) of all that has been replaced, with what stood there before; None where nothing stood there.
 _replaced: dict[tuple[Any, str], Any] = {}
 _lock = threading.RLock()
 
@@ -36,7 +36,7 @@ def install() -> bool:
     wrong = compatibility.unknown_version(vllm.__version__)
     sampler = None if wrong else compatibility.found_at(f"{SAMPLER}:Sampler")
     if sampler is None:
-        # Once: vLLM's further processes are started by one that has said it.
+        # One warning only: the process that starts vLLM's further processes has given it.
         if multiprocessing.parent_process() is None:
             _warn(vllm.__version__, wrong or f"{SAMPLER}:Sampler is missing")
         return False
@@ -60,7 +60,7 @@ def uninstall() -> None:
 
 
 def _install_rest() -> bool:
-    """Replaces the rest, where a model runner is. False, with one warning and with vLLM as it was, if it is not the tested one."""
+    """Replaces the rest, in a process with a model runner. If vLLM is not as tested: False, with one warning, and vLLM as it was."""
     with _lock:
         sampler = compatibility.found_at(f"{SAMPLER}:Sampler")
         if (sampler, "forward") in _replaced:
@@ -82,7 +82,7 @@ def _install_rest() -> bool:
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Args: make: makes the replacement of what stands there, which is None if there is nothing."""
+    """Args: make: makes the replacement, given what stands there; None if nothing does."""
     stock = vars(owner).get(name)
     _replaced[owner, name] = stock
     made = make(stock)

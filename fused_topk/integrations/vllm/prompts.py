@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of prompts, from one read of their logits. It needs no vLLM."""
+"""Log-probabilities of prompts, from one read of their logits. It imports no vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .choice import of_best
 
 
 class PromptScorer:
-    """The part of a sampler that vLLM scores prompts with: log-probabilities, of which the best and the given tokens are gathered."""
+    """The part of a sampler that vLLM scores prompts with: it gives the log-probabilities of the best tokens and of the given ones."""
 
     def __init__(self, to_tensors: Callable[..., Any]) -> None:
         """Args: to_tensors: vLLM's LogprobsTensors."""

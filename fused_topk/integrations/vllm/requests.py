@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the requests of a batch ask for, as arguments of :func:`fused_topk.sample`. It needs no vLLM: its types are passed in."""
+"""What the requests of a batch ask for, as arguments of :func:`fused_topk.sample`. It imports no vLLM: types are passed in."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor
 
 # vLLM takes the best token below this temperature.
 _LEAST_TEMPERATURE = 1e-5
-# Of metadata: the output tokens of each request, where vLLM leaves `output_token_ids` empty; and what was made of the metadata.
+# Attributes that are added to vLLM's metadata: the output tokens of each request, for where vLLM leaves `output_token_ids` empty; and
+# the `Requests` that were made from the metadata.
 OUTPUTS = "fused_topk_outputs"
 _MADE = "fused_topk_requests"
 
 
 class KnownProcessors(NamedTuple):
-    """vLLM's own logits processors, of which it is known what they do."""
+    """The types of those logits processors of vLLM that are known."""
 
     min_p: Any  # types
     logit_bias: Any
@@ -25,7 +26,7 @@ class KnownProcessors(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """The requests of a batch, which changes only together with its metadata.
+    """The requests of a batch. vLLM makes new metadata whenever they change.
 
     Each parameter is one number, or a tensor with one a row.
     """
@@ -87,8 +88,10 @@ def _requests(metadata: Any, logits: Tensor, processors: KnownProcessors) -> Req
 
 
 def _numbers(rows: Tensor) -> Any:
-    """The number that all rows have, which spares the checks of a tensor's values at each step; else the tensor. That of a GPU
-    stays a tensor: its values are not waited for."""
+    """The number that all rows share, if they do; else the tensor.
+
+    A number spares the checks of a tensor's values at each step. A tensor of a GPU stays one: to read it would wait for the GPU.
+    """
     if rows.device.type != "cpu":
         return rows
     first, *others = rows.tolist()
@@ -101,7 +104,7 @@ def _as_int64(seed: int) -> int:
 
 
 def outputs_of(metadata: Any) -> Sequence[Sequence[int] | None] | None:
-    """The output tokens of each request; None if they are not known. While vLLM schedules ahead the last may be -1."""
+    """The output tokens of each request; None if they are not known. While vLLM schedules ahead, the last token may be -1."""
     found: Sequence[Sequence[int] | None] | None = metadata.output_token_ids or vars(metadata).get(OUTPUTS)
     return found
 
@@ -118,8 +121,8 @@ def unknown_outputs(metadata: Any) -> bool:
 def random_numbers(requests: Requests, metadata: Any, logits: Tensor) -> dict[str, Tensor]:
     """The arguments `seed` and `counter` of a step, none if no request has a seed.
 
-    A request with a seed has it, and the number of its output tokens. Each other has both at random, from the generator that
-    vLLM seeds alike in all its workers.
+    A request with a seed gets that seed, and the number of its output tokens as the counter. Any other request gets both at random,
+    from the generator that vLLM seeds alike in all its workers.
     """
     count = len(requests.seeded)
     if not count:

@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from typing import NamedTuple
 
-# Below vLLM's own logger: its handlers and its format serve it, in each of its processes.
+# A child of vLLM's logger, so that it has vLLM's handlers and format in each process.
 logger = logging.getLogger("vllm.fused_topk")
 
 
@@ -20,7 +20,7 @@ class Stats(NamedTuple):
         argmax: steps of requests that are greedy and want no log-probabilities. vLLM's own argmax reads the logits once.
         prompts: calls for prompts' log-probabilities that were served.
         stock: steps, and calls for prompts' log-probabilities, that ran vLLM's own operations.
-        reasons: for each reason of these, their number.
+        reasons: for each reason, the number of these steps and calls.
     """
 
     fused: int
