@@ -245,6 +245,7 @@ def arguments(rank: int, size: int) -> None:
     raises(TypeError, "`logits` must be a torch.Tensor", lambda: distributed.topk([1.0], 2))
     raises(ValueError, "`normalize` must be one of", lambda: distributed.softmax_topk(logits, 2, normalize="none"))
     raises(ValueError, "`backend` must be one of", lambda: distributed.softmax_topk(logits, 2, backend="tpu"))
+    raises(TypeError, "`group` must be a ProcessGroup, got str", lambda: distributed.topk(logits, 2, group="tp"))
     nothing = "the vocabulary must have at least one token"
     raises(ValueError, nothing, lambda: distributed.softmax_topk(logits[..., :0], 1))
     raises(ValueError, nothing, lambda: distributed.sample(logits[..., :0], seed=0))

@@ -39,7 +39,8 @@ def uniforms(seed: Tensor, counter: Tensor, stream: Tensor, samples: int, dtype:
     sample = torch.arange(samples, device=seed.device)
     name = torch.broadcast_tensors(seed, counter, stream, sample)  # type: ignore[no-untyped-call]
     seed, counter, stream, sample = name
-    # A word of each: torch.compile multiplies the numbers of an arange in 32 bits on a GPU, where a product does not fit.
+    # `& _WORD` even where the numbers are small: without it torch.compile multiplies those of an arange in 32 bits on a GPU, and a
+    # product does not fit.
     names = counter & _WORD, _high(counter), sample & _WORD, stream & _WORD
     w0, w1, _, _ = words((seed & _WORD, _high(seed)), names)
     return ((w0 >> 12 | w1 << 20).to(dtype) + 0.5) * 2.0**-52

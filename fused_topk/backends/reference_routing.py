@@ -23,7 +23,7 @@ _LOGARITHM = tuple(map(float.fromhex, ("0x1.1ef87ap-11", "0x1.1eb610p-9", "0x1.9
 # Adding it leaves the nearest integer in the low bits, with a float's exponent bias added to it.
 _ROUND = 1.5 * 2**23 + 127
 _LOWEST = -87.0
-# What keeps a sum of weights from being zero, as in DeepSeek-V3.
+# Added to a sum of weights, so that it is never zero, as in DeepSeek-V3.
 _LEAST_SUM = 1e-20
 # Weights are added as a list of this length, filled up with zeros.
 _SUMMED_WEIGHTS = 32
@@ -73,7 +73,7 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 def _sqrtsoftplus(x: Tensor) -> Tensor:
     softplus = x.clamp(min=0.0) + _log1p(_exponential(-x.abs()))
-    # By float64: torch's square roots of float32 are not all rounded to nearest on CPUs.
+    # In float64, because torch's square roots of float32 are not all rounded to nearest on CPUs.
     return softplus.to(working_dtype(x)).sqrt().to(x.dtype)
 
 

@@ -21,7 +21,7 @@ def draw(problem: SampleProblem, out: Sample) -> None:
     p = problem
     rows = p.rows
     vocab_size = rows.logits.shape[-1]
-    # What is drawn from, and what a token's log-probability is relative to: the model's own distribution.
+    # The logits of the model's own distribution, from which top-k, top-p and min-p keep a part.
     x = rows.counted()
     dtype = working_dtype(rows.logits)
     order = ranking(x)

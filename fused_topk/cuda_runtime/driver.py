@@ -50,22 +50,14 @@ def compile_kernel(kernel: str, architecture: int) -> tuple[bytes, str, str]:
     program = nvrtc.createProgram(kernel_source.translation_unit(kernel), "fused_topk.cu", [], [])
     try:
         nvrtc.addNameExpression(program, kernel)
-        options = (
-            *kernel_source.OPTIONS,
-            f"-arch=sm_{architecture}",
-            "--ptxas-options=-v",
-        )
+        options = [*kernel_source.OPTIONS, f"-arch=sm_{architecture}", "--ptxas-options=-v"]
         try:
-            nvrtc.compileProgram(program, list(options))
+            nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program)
             message = f"NVRTC could not compile {kernel} for sm_{architecture} with {' '.join(options)}:\n{log}"
             raise RuntimeError(message) from error
-        return (
-            nvrtc.getCUBIN(program),
-            nvrtc.getLoweredName(program, kernel),
-            nvrtc.getProgramLog(program),
-        )
+        return nvrtc.getCUBIN(program), nvrtc.getLoweredName(program, kernel), nvrtc.getProgramLog(program)
     finally:
         nvrtc.destroyProgram(program)
 

@@ -37,6 +37,10 @@ def group_of(group: Any) -> Any:
     chosen = dist.group.WORLD if group is None else group
     if chosen is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("`group` must contain this process, got a group that does not; call it on the group's members")
+    if not is_traced() and not isinstance(chosen, dist.ProcessGroup):
+        raise TypeError(
+            f"`group` must be a ProcessGroup, got {type(chosen).__name__}; of a DeviceMesh pass .get_group()"
+        )
     return chosen
 
 

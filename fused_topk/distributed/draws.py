@@ -21,7 +21,7 @@ _BLOCK = 1024
 
 
 class Parameters(NamedTuple):
-    """What may be drawn, for each row as (rows, 1) float64 or int64."""
+    """The parameters that say what may be drawn: a number for each row, (rows, 1) float64 or int64."""
 
     temperature: Tensor
     top_k: Tensor
@@ -30,7 +30,7 @@ class Parameters(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What is wanted of each row."""
+    """What a call wants of each row."""
 
     num_samples: int
     truncated_log_probs: bool

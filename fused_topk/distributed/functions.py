@@ -159,7 +159,7 @@ def beam_topk(
         is_void = rows.indices < 0
         ranked = ranked.clamp(min=torch.finfo(ranked.dtype).min).masked_fill(is_void.flatten(1), -torch.inf)
         tokens = tokens.masked_fill(is_void, _NO_TOKEN)
-    # Of equal scores the earlier in the lists comes first: the smaller beam, and within a beam the row's order.
+    # Of equal scores the one that is earlier in the lists comes first: the smaller beam, and within a beam the row's order.
     best = calls.row_topk(LogitRows(ranked), k, "logits", "allowed", backend).indices
     return TopK(accumulated.gather(1, best), tokens.flatten(1).gather(1, best), rows.logsumexp)
 

@@ -208,7 +208,7 @@ class _Plan(NamedTuple):
     prepared: SamplePlan
 
 
-# With the types: top_k=2.0 is an error, though 2.0 == 2.
+# Typed, because top_k=2.0 is an error, though 2.0 == 2.
 @functools.lru_cache(maxsize=4096, typed=True)
 def _plan(
     device: torch.device,

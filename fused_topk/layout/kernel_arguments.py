@@ -26,7 +26,7 @@ _U8, _U16, _U32 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32
 _I64, _POINTER = ctypes.c_int64, ctypes.c_uint64
 _BOOL = ctypes.c_bool
 _TYPES = {"float": _F32, "double": _F64, "bool": _BOOL, "unsigned char": _U8, "u16": _U16, "u32": _U32, "i64": _I64}
-# Of the module struct.
+# The format characters of the module struct.
 _CODES = {_F32: "f", _F64: "d", _U8: "B", _U16: "H", _U32: "I", _I64: "q", _POINTER: "Q", _BOOL: "?"}
 _FIELDS = re.compile(r"(?:const )?(\w+(?: char)?)(\*?)\s+(\w+(?:, \w+)*)(?:\[(\w+)\])?")
 
@@ -63,7 +63,7 @@ SampleRows = _structure("SampleRows", "draws/sample_request.cuh", DrawNumbers=Dr
 
 
 def address(tensor: Tensor | None) -> int:
-    """Where a tensor begins; 0 stands for one that a call does not have. A broadcast view begins where its tensor does."""
+    """The address of a tensor, or 0 for one that a call does not have. A broadcast view has the address of its tensor."""
     return 0 if tensor is None else tensor.data_ptr()
 
 

@@ -4,6 +4,7 @@ Needs no GPU."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,10 +27,7 @@ VALUE_KINDS = {"logits": 0, "softmax": 1, "log_softmax": 2, "state": 4}
 
 
 def row_count(shape: Sequence[int]) -> int:
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows
+    return math.prod(shape[:-1])
 
 
 def check_row_count(rows: int) -> None:

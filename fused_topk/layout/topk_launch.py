@@ -71,18 +71,16 @@ def plan(
     rows = row_count(logits.shape)
     check_row_count(rows)
     # The kernel walks the rows of all tensors by the same sizes, so dimensions are folded for all together.
-    per_row = [logits.stride()[:-1]]
-    others = [
-        None if mask is None else mask.stride()[:-1],
-        None if row_temperature is None else row_temperature.stride(),
-        None if lengths is None else lengths.stride(),
+    missing = (0,) * len(leading)
+    per_row = [
+        logits.stride()[:-1],
+        missing if mask is None else mask.stride()[:-1],
+        missing if row_temperature is None else row_temperature.stride(),
+        missing if lengths is None else lengths.stride(),
     ]
-    if any(each is not None for each in others):
-        per_row += [(0,) * len(leading) if each is None else each for each in others]
     sizes, strides = collapse(leading, per_row)
     if len(sizes) > LEADING_DIMS:
         return None
-    strides += [[0] * len(sizes)] * (4 - len(strides))
 
     itemsize = logits.dtype.itemsize
     is_aligned = is_aligned and all(stride * itemsize % 16 == 0 for stride in strides[0])

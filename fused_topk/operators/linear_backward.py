@@ -143,7 +143,7 @@ def _add_block(head: LinearProblem, block: Block, size: int, gradient: _Gradient
 
 
 def _by_kernel(head: LinearProblem, block: Block, of_rows: _OfRows) -> _Gradient:
-    """In the logits' place. Only the rounded gradient is ever in memory."""
+    """Computes the gradient in the place of the logits. Only the rounded gradient is ever in memory."""
     problem = LogitGradientProblem(
         of_rows.m.contiguous(), of_rows.coefficient, _listed(of_rows.added, len(head.weight))
     )
