@@ -38,7 +38,7 @@ def made_items(count: int) -> Tensor:
 
 
 class Taste:
-    """What users look at next: an item of the category that follows the last one, and of those the first ones most often."""
+    """What users look at next: an item of the category that follows the last one. A category's first items are the most frequent."""
 
     def __init__(self, items: Tensor) -> None:
         self.items = items

@@ -252,7 +252,7 @@ FAULTS = {
     "m of another row": ("row * states.m_row_stride", "row * states.d_row_stride * 0"),
     "lengths without their stride": ("states_.lengths + part * states_.lengths_stride", "states_.lengths + part"),
     "normalizer of 32 parts": ("part < states.parts; part += kWarpSize", "part < min(states.parts, 32u); part += kWarpSize"),
-    "temperature left out": ("kLog2E * inverse_temperature", "kLog2E"),
+    "temperature left out": ("temperature.scale())", "Scale())"),
 }  # fmt: skip
 
 

@@ -204,7 +204,7 @@ FAULTS = {
     "the logit that was known ahead": ("is_here ? reader.raw_logit(u32(target)) : ", "false ? Bits(0) : "),
     "a rank of the last piece": ("target_ranks[row] += before", "target_ranks[row] = before"),
     "logits of 32 targets": ("i < piece.num_targets; i += kWarpSize", "i < min(piece.num_targets, 32u); i += kWarpSize"),
-    "temperature left out": ("kLog2E * inverse_of(piece.numbers.temperature_of(row))", "kLog2E"),
+    "temperature left out": ("piece.numbers.temperature_of(row).scale()", "Scale()"),
 }  # fmt: skip
 
 

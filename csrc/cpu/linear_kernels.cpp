@@ -97,7 +97,7 @@ struct BFloat16 {
 
 // add_lanes: sums[r][t] is the sum of the lanes of x[r][t]. The lanes of every vector are added in the same order.
 #if defined(__AVX512F__)
-// Reduces two vectors to one. Adds half of a's lanes to the other half, likewise b's. `of_b` marks the lanes that hold b's
+// Reduces two vectors to one. Adds half of a's lanes to its other half, and does the same with b. `of_b` marks the lanes that hold b's
 // sums. `moved` has the other half of each in the place of the half that stays.
 inline Floats halved(Floats a, Floats b, __mmask16 of_b, Floats moved) {
   return (Floats)_mm512_mask_blend_ps(of_b, (__m512)a, (__m512)b) + moved;
@@ -118,7 +118,7 @@ template <u32 ROWS>
 __attribute__((always_inline)) inline void add_lanes(const Floats (&x)[ROWS][kTokens], Floats4 (&sums)[ROWS]) {
 #pragma GCC unroll 2
   for (u32 r = 0; r < ROWS; r += 4) {
-    // Four rows at once, the last in place of those that are missing.
+    // Four rows at once. The last row stands in for missing rows.
     Floats quarters[4], pair[2];
 #pragma GCC unroll 4
     for (u32 i = 0; i < 4; ++i) quarters[i] = r + i < ROWS ? quartered(x[r + i < ROWS ? r + i : 0]) : quarters[i - 1];

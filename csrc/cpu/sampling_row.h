@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row that is drawn from: what is asked of it, what a thread keeps of it, and the weights of its tokens.
+// A row from which tokens are drawn: its parameters, the memory of a thread that draws, and the weights of the tokens.
 #pragma once
 
 #include <cmath>
@@ -28,7 +28,7 @@ T* room_for(std::vector<T>& list, size_t count) {
   return list.data();
 }
 
-// What is asked of a row.
+// A row and its parameters.
 struct SampleRow {
   u64 number;
   RowReader reader;

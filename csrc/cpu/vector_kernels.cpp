@@ -191,7 +191,7 @@ u32 keep_best(u64* list, u32 size, u32 k, int* keys) {
   const int kth = kth_greatest(keys, size, k, 0);
   u32 above = 0;
   for (u32 i = 0; i < size; ++i) above += keys[i] > kth;
-  // Of those that tie with the last, the first ones are kept.
+  // Of the candidates with the key `kth`, the first ones are kept.
   u32 kept = 0;
   u32 i = 0;
   for (u32 ties = k - above; ties != 0; ++i) {

@@ -58,7 +58,6 @@ struct SampleRows {
   i64* kept_counts;       // nullable; [rows]: tokens that may be drawn
   float* kept_logsumexp;  // nullable; [rows]: of their logits / temperature
 };
-static_assert(sizeof(SampleRows) == 296, "fused_topk/layout/launch.py packs 296 bytes");
 
 }  // namespace fused_topk
 
@@ -76,26 +75,25 @@ __device__ __forceinline__ RowLogits<FORMAT> logits_of(const SampleRows& p, u32 
 }
 
 // A row's temperature. It is 1 for a greedy row, where the best token is taken.
-struct RowTemperature {
-  float inverse;
-  float scale;
+struct RowTemperature : Temperature {
   bool is_greedy;
   bool is_zero;
 
   __device__ __forceinline__ RowTemperature(const SampleRows& p, u32 row) {
-    const double t = p.numbers.temperature_of(row);
+    const double t = p.numbers.given_temperature(row);
     is_greedy = !(t > 0.0);
     is_zero = t == 0.0;
     inverse = is_greedy ? 1.0f : max(min(float(1.0 / t), kLargestInverse), kLeastInverse);
-    scale = inverse * kLog2E;
   }
 };
 
 // The weights of tokens relative to a logit m.
 struct Weights {
-  float m, scale, one;
+  float m;
+  Scale scale;
+  float one;
 
-  __device__ __forceinline__ u64 operator()(float x) const { return u64(exp2_approx((x - m) * scale) * one); }
+  __device__ __forceinline__ u64 operator()(float x) const { return u64(scale.weight(x, m) * one); }
 };
 
 // The drawn position in [0, total): the uniform number times the total.
@@ -130,7 +128,5 @@ __device__ __forceinline__ void write_best(const SampleRows& p, u32 row, u32 bes
     p.log_probs[i64(row) * p.num_samples + sample] = log_prob;
   }
 }
-
-__device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7FC00000u); }
 
 }  // namespace fused_topk::sampling

@@ -12,8 +12,8 @@ constexpr u32 kPieces = 512;  // of a row; a warp reads one at a time
 constexpr u32 kMostListed = 1536;
 static_assert(kPieces == kThreads, "each thread fetches a piece");
 
-// Of how many blocks a thread asks for counts at a time. With four NVRTC spills for compute capabilities 7.5 and 10.0 on.
-constexpr u32 kBlocksAhead = __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 1000 ? 4 : 2;
+// Of how many blocks a thread asks for counts at a time.
+constexpr u32 kBlocksAhead = tuned(tuning::kFilteredDraws, 0, kTileByTile, 32, false, true).ahead;
 
 // What the blocks of a row leave for each other.
 struct Scratch {

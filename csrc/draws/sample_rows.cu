@@ -76,7 +76,7 @@ struct RowSampler {
         sums(p, blockIdx.x, shared.sums),
         m(__ldg(p.list_state + blockIdx.x)) {}
 
-  __device__ __forceinline__ Weights weights() const { return {m, temperature.scale, p.one}; }
+  __device__ __forceinline__ Weights weights() const { return {m, temperature.scale(), p.one}; }
   // d of the row at temperature 1, as softmax_topk.cu has it. Any thread.
   __device__ __forceinline__ float d() const { return __ldg(p.list_state + p.rows + row); }
   __device__ __forceinline__ float own_log_prob(float x) const {
@@ -88,7 +88,7 @@ struct RowSampler {
     const float x = sums.logits(token);
     const i64 place = i64(row) * p.num_samples + sample;
     p.tokens[place] = token;
-    p.log_probs[place] = p.truncated ? (x - m) * temperature.inverse - log_of_sum(p, total) : own_log_prob(x);
+    p.log_probs[place] = p.truncated ? temperature.log_weight(x, m) - log_of_sum(p, total) : own_log_prob(x);
   }
 
   // What the caller wants to see of the list. One block calls it.
@@ -167,7 +167,7 @@ struct RowSampler {
         wanted.is_one ? FUSED_TOPK_INFINITY : 0x1p8f * float(p.V) * p.one / (float(1.0 - top_p()) * total);
     // A weight below the unit is none.
     const float exponents = min(log2f(ratio), log2f(p.one)) + 1.0f;
-    return Bins<FORMAT>::of_logits(low, m, temperature.scale * (float(kBins) / exponents));
+    return Bins<FORMAT>::of_logits(low, m, temperature.scale().factor * (float(kBins) / exponents));
   }
 
   // Of the tokens that are listed between the border's bounds: adds to the pieces what is kept. least: no token below it is kept.
@@ -244,7 +244,7 @@ struct RowSampler {
     before[threadIdx.x] = sum.before;
     if (p.kept_counts) {
       const u32 kept = sums.sum_of_block(sums.above(threadIdx.x) + border.kept);
-      if (threadIdx.x == 0) write_kept(p, row, kept, total, m * temperature.inverse);
+      if (threadIdx.x == 0) write_kept(p, row, kept, total, temperature.scaled(m));
     }
     __syncthreads();
 #pragma unroll 1
@@ -296,7 +296,7 @@ struct RowSampler {
     if (filters.keep_all()) {
       found.range.high = least_key - 1;
     } else {
-      const bool is_of_all = filters.has_top_p() && !filters.k, has_sum = temperature.scale == kLog2E;
+      const bool is_of_all = filters.has_top_p() && !filters.k, has_sum = temperature.scale().is_one();
       if (is_of_all && has_sum) want_top_p_of(u64(d() * p.one), true);
 #pragma unroll 1
       for (u32 step = is_of_all && !has_sum ? kSum : kList; step <= kBorder; ++step) {
@@ -308,7 +308,7 @@ struct RowSampler {
           const u32 kept = in_first_warp([&] { return list.kept(filters, shared.wanted.total); });
           if (kept) {
             if (is_first)
-              list.draw(p, row, kept, m * temperature.inverse,
+              list.draw(p, row, kept, temperature.scaled(m),
                         [&](u32 sample, u32 token, u64 total) { write(sample, token, total); });
             sums.leave();
             return;
@@ -349,7 +349,8 @@ struct RowSampler {
 
 // Grid: (rows, blocks_per_row).
 template <class FORMAT>
-__global__ void __launch_bounds__(kThreads, 2) sample_rows_kernel(const __grid_constant__ SampleRows p) {
+__global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kFilteredDraws, kThreads))
+    sample_rows_kernel(const __grid_constant__ SampleRows p) {
   __shared__ RowsShared shared;
   RowSampler<FORMAT>(p, shared).run();
 }

@@ -27,17 +27,17 @@ __device__ __forceinline__ Part part_of(const SampleRows& p, u32 V, u32 part) {
 
 // (m, d) of a part, in every lane. The 32 lanes of a warp call it.
 template <class FORMAT>
-__device__ __forceinline__ PartState sum_part(const PartReader<FORMAT>& reader, Part part, float scale) {
+__device__ __forceinline__ PartState sum_part(const PartReader<FORMAT>& reader, Part part, Scale scale) {
   Normalizer own, tempered;
 #pragma unroll 1
   for (u32 first = part.begin; first < part.end; first += PartReader<FORMAT>::kElements) {
     Vector vectors[PartReader<FORMAT>::kVectors];
     reader.load(first, vectors);
-    fold<FORMAT>(own, vectors, kLog2E);
-    if (scale != kLog2E) fold<FORMAT>(tempered, vectors, scale);
+    fold<FORMAT>(own, vectors, Scale());
+    if (!scale.is_one()) fold<FORMAT>(tempered, vectors, scale);
   }
-  own = warp_merge(own, kLog2E);
-  return {own.m, own.d, scale != kLog2E ? warp_merge(tempered, scale).d : own.d, 0.0f};
+  own = warp_merge(own, Scale());
+  return {own.m, own.d, scale.is_one() ? own.d : warp_merge(tempered, scale).d, 0.0f};
 }
 
 // The number of a part's logits that are not -inf. The 32 lanes of a warp call it, right after the part has been read.
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kSummingThreads, tuned_blocks(tuning::kDraws, 
 
 #pragma unroll 1
   for (u32 part = warp * p.blocks_per_row + blockIdx.y; part < parts; part += p.blocks_per_row * kSummingWarps) {
-    PartState state = sum_part(reader, part_of(p, logits.V, part), temperature.scale);
+    PartState state = sum_part(reader, part_of(p, logits.V, part), temperature.scale());
     if (p.kept_counts) state.finite = float(finite_of(reader, part_of(p, logits.V, part)));
     if (lane_id() == 0 && shares_row) {
       *reinterpret_cast<float4*>(left + part) = {state.m, state.own, state.tempered, state.finite};
@@ -155,15 +155,15 @@ __global__ void __launch_bounds__(kSummingThreads, tuned_blocks(tuning::kDraws, 
   __syncthreads();
   m = warp_max(shared.maximum_of_warp[lane_id() % kSummingWarps]);
   const bool has_distribution = is_finite(m);
-  const Weights weight{m, temperature.scale, p.one}, own_weight{m, kLog2E, p.one};
+  const Weights weight{m, temperature.scale(), p.one}, own_weight{m, Scale(), p.one};
 
   u64 own = 0;
 #pragma unroll 1
   for (u32 part = threadIdx.x; has_distribution && part < parts; part += kSummingThreads) {
     const float x = shared.maxima[part];
     // A part of -inf alone has d = 0.
-    shared.weights[part] = u64(shared.tempered[part] * exp2_approx((x - m) * weight.scale) * p.one);
-    own += u64(shared.own[part] * exp2_approx((x - m) * own_weight.scale) * p.one);
+    shared.weights[part] = u64(shared.tempered[part] * weight.scale.weight(x, m) * p.one);
+    own += u64(shared.own[part] * own_weight.scale.weight(x, m) * p.one);
   }
   own = warp_sum(own);
   if (lane_id() == 0) shared.own_of_warp[warp] = own;
@@ -201,19 +201,19 @@ __global__ void __launch_bounds__(kSummingThreads, tuned_blocks(tuning::kDraws, 
   }
   total = warp_sum(total);
   finite = warp_sum(finite);
-  if (threadIdx.x == 0) write_kept(p, row, finite, total, m * temperature.inverse);
+  if (threadIdx.x == 0) write_kept(p, row, finite, total, temperature.scaled(m));
 #pragma unroll 1
   for (u32 sample = warp; sample < p.num_samples; sample += kSummingWarps) {
     const u64 aim = aim_of(p, row, sample, total);
     const Place place = find_in(shared.weights, parts, aim);
     const double rest = double(aim - place.before) / double(shared.weights[place.index]);
-    const Weights within{shared.maxima[place.index], temperature.scale, p.one};
+    const Weights within{shared.maxima[place.index], temperature.scale(), p.one};
     const u32 token = draw_from_part(reader, part_of(p, logits.V, place.index), within, rest);
     if (lane_id() == 0) {
       const float x = logits(token) - m;
       const i64 at = i64(row) * p.num_samples + sample;
       p.tokens[at] = token;
-      p.log_probs[at] = p.truncated ? x * temperature.inverse - log_of_sum(p, total) : x - log_d;
+      p.log_probs[at] = p.truncated ? temperature.scaled(x) - log_of_sum(p, total) : x - log_d;
     }
   }
 }

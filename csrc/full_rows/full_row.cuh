@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../rows/numbers.cuh"
+#include "../rows/row.cuh"
 
 namespace fused_topk {
 
@@ -30,76 +31,32 @@ struct FullRows {
   Normalizer* parts;  // [owners, 2, blocks_per_row]; null, like counters, where a block or a warp owns a row
   u32* counters;      // [owners], zero before and after each launch
 };
-static_assert(sizeof(FullRows) == 96, "fused_topk/layout/full_row_launch.py packs 96 bytes");
-
-// Two floats as a pair of 16-bit floats, rounded to nearest even.
-__device__ __forceinline__ u32 half_pair(float low, float high) {
-  u32 word;
-#if __CUDA_ARCH__ >= 800
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-#else
-  u16 bits[2];
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits[0]) : "f"(low));
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits[1]) : "f"(high));
-  word = bits[0] | u32(bits[1]) << 16;
-#endif
-  return word;
-}
-
-#if __CUDA_ARCH__ < 800
-__device__ __forceinline__ u32 bfloat16_bits(float x) {
-  const u32 bits = __float_as_uint(x);
-  return x != x ? 0x7FFFu : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
-}
-#endif
-
-__device__ __forceinline__ u32 bfloat16_pair(float low, float high) {
-#if __CUDA_ARCH__ >= 800
-  u32 word;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-  return word;
-#else
-  return bfloat16_bits(low) | bfloat16_bits(high) << 16;
-#endif
-}
-
-// 16 bytes of a format from floats. y: [FORMAT::kPerVector].
-__device__ __forceinline__ Vector encode(Float32, const float* y) {
-  return {{__float_as_uint(y[0]), __float_as_uint(y[1]), __float_as_uint(y[2]), __float_as_uint(y[3])}};
-}
-__device__ __forceinline__ Vector encode(Float16, const float* y) {
-  return {{half_pair(y[0], y[1]), half_pair(y[2], y[3]), half_pair(y[4], y[5]), half_pair(y[6], y[7])}};
-}
-__device__ __forceinline__ Vector encode(BFloat16, const float* y) {
-  return {{bfloat16_pair(y[0], y[1]), bfloat16_pair(y[2], y[3]), bfloat16_pair(y[4], y[5]), bfloat16_pair(y[6], y[7])}};
-}
 
 // Turns a row's logits into results, once its normalizer is known.
 struct RowValues {
   float m;
-  float inverse_temperature;
-  float scale;  // log2(e) / T
-  float last;   // 1 / d for kSoftmax, else log d
+  Temperature temperature;
+  float last;  // 1 / d for kSoftmax, else log d
   u32 kind;
 
-  __device__ __forceinline__ RowValues(Normalizer row, float inverse_temperature, u32 kind)
-      : m(row.m), inverse_temperature(inverse_temperature), scale(inverse_temperature * kLog2E), kind(kind) {
+  __device__ __forceinline__ RowValues(Normalizer row, Temperature temperature, u32 kind)
+      : m(row.m), temperature(temperature), kind(kind) {
     // As in torch, a row has no probabilities if it has a NaN or a +inf, or if all of it is -inf.
-    const float d = fabsf(m) < FUSED_TOPK_INFINITY ? row.d : __uint_as_float(0x7FC00000u);
+    const float d = fabsf(m) < FUSED_TOPK_INFINITY ? row.d : not_a_number();
     last = kind == kSoftmax ? __frcp_rn(d) : logf(d);
   }
   __device__ __forceinline__ float logsumexp() const {
-    return m * inverse_temperature + (fabsf(m) == FUSED_TOPK_INFINITY ? 0.0f : last);
+    return temperature.scaled(m) + (fabsf(m) == FUSED_TOPK_INFINITY ? 0.0f : last);
   }
   // x: [COUNT] logits; become results.
   template <u32 COUNT>
   __device__ __forceinline__ void apply(float (&x)[COUNT]) const {
     if (kind == kLogSoftmax) {
 #pragma unroll
-      for (u32 e = 0; e < COUNT; ++e) x[e] = (x[e] - m) * inverse_temperature - last;
+      for (u32 e = 0; e < COUNT; ++e) x[e] = temperature.log_weight(x[e], m) - last;
     } else {
 #pragma unroll
-      for (u32 e = 0; e < COUNT; ++e) x[e] = exp2_approx((x[e] - m) * scale) * last;
+      for (u32 e = 0; e < COUNT; ++e) x[e] = temperature.scale().weight(x[e], m) * last;
     }
   }
 };
@@ -115,8 +72,7 @@ struct FullRow {
   char* out;
   u32 length;
   u32 end;
-  float inverse_temperature;
-  float scale;
+  Temperature temperature;
   CachePolicy policy;  // of aligned loads; the others have no registers left for one
 
   __device__ __forceinline__ FullRow(const FullRows& problem, u32 row) : FullRow(problem, row, problem.result_stays) {}
@@ -131,16 +87,12 @@ struct FullRow {
     }
     in = static_cast<const char*>(problem.logits) + offset * i64(sizeof(typename IN::Bits));
     out = static_cast<char*>(problem.out) + i64(row) * problem.V * i64(sizeof(typename OUT::Bits));
-    // A T that is not positive makes NaNs. A T so small that 1 / T overflows acts like the smallest T whose inverse is
-    // finite, so that (m - m) / T stays 0.
-    const float t = problem.numbers.temperature_of(row);
-    inverse_temperature = t > 0.0f ? fminf(__frcp_rn(t), kLargestInverse) : __uint_as_float(0x7FC00000u);
-    scale = inverse_temperature * kLog2E;
+    temperature = problem.numbers.temperature_of(row);
   }
 
   // The vector that starts at element `token`, a multiple of kPerVector. From the length on it is -inf.
   __device__ __forceinline__ Vector load(u32 token) const {
-    if (token >= length) return all_negative_infinity();
+    if (token >= length) return all_negative_infinity<IN>();
     const char* address = in + u64(token) * sizeof(typename IN::Bits);
     if constexpr (ALIGNED) {
       const uint4 v = load_with_policy(address, policy);
@@ -174,7 +126,7 @@ struct FullRow {
     values.apply(y);
     Vector results[kOutVectors];
 #pragma unroll
-    for (u32 o = 0; o < kOutVectors; ++o) results[o] = encode(OUT(), y + o * OUT::kPerVector);
+    for (u32 o = 0; o < kOutVectors; ++o) results[o] = OUT::encode(y + o * OUT::kPerVector);
     if constexpr (ALIGNED) {
       if (token >= end) return;
 #pragma unroll
@@ -191,21 +143,9 @@ struct FullRow {
     return out + u64(token) * sizeof(typename OUT::Bits);
   }
 
-  static __device__ __forceinline__ Vector all_negative_infinity() {
-    constexpr u32 kElement = IN::kNegativeInfinity;
-    constexpr u32 kWord = sizeof(typename IN::Bits) == 2 ? kElement << 16 | kElement : kElement;
-    return {{kWord, kWord, kWord, kWord}};
-  }
-
   __device__ __forceinline__ Vector load_elements(const char* address, u32 token) const {
     const auto* elements = reinterpret_cast<const typename IN::Bits*>(address);
-    Vector result = {{0, 0, 0, 0}};
-#pragma unroll
-    for (u32 e = 0; e < kPerVector; ++e) {
-      const u32 bits = token + e < length ? __ldg(elements + e) : IN::kNegativeInfinity;
-      result.words[e * 4 / kPerVector] |= bits << (kPerVector == 8 ? e % 2 * 16 : 0);
-    }
-    return result;
+    return vector_of<IN>([&](u32 e) { return token + e < length ? __ldg(elements + e) : IN::kNegativeInfinity; });
   }
 
   template <bool LEAVES_FIRST>
@@ -245,7 +185,7 @@ struct FullRow {
 #pragma unroll
         for (u32 e = 0; e < n; ++e) {
           if (e >= first_alone && e < end_alone) {
-            elements[e] = typename OUT::Bits(results[o].words[e * 4 / n] >> (n == 8 ? e % 2 * 16 : 0));
+            elements[e] = element<OUT>(results[o], e);
           }
         }
       }
@@ -287,7 +227,7 @@ struct FullRow {
 
 // Folds COUNT vectors into the state: the paper's online step, a few vectors at a time.
 template <class IN, u32 COUNT>
-__device__ __forceinline__ void fold(Normalizer& state, const Vector (&vectors)[COUNT], float scale) {
+__device__ __forceinline__ void fold(Normalizer& state, const Vector (&vectors)[COUNT], Scale scale) {
   float m = state.m;
 #pragma unroll
   for (u32 u = 0; u < COUNT; ++u) {
@@ -301,7 +241,7 @@ __device__ __forceinline__ void fold(Normalizer& state, const Vector (&vectors)[
     }
   }
   const float base = reference_point(m);
-  float d = state.d * exp2_approx((state.m - base) * scale);
+  float d = state.d * scale.weight(state.m, base);
 #pragma unroll
   for (u32 u = 0; u < COUNT; ++u) {
     // A copy that the compiler takes for another vector, so it decodes the vector again. Keeping the decoded floats
@@ -313,7 +253,7 @@ __device__ __forceinline__ void fold(Normalizer& state, const Vector (&vectors)[
     }
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll
-    for (u32 e = 0; e < IN::kPerVector; ++e) sum[e % 2] += exp2_approx((IN::decode(v.words, e) - base) * scale);
+    for (u32 e = 0; e < IN::kPerVector; ++e) sum[e % 2] += scale.weight(IN::decode(v.words, e), base);
     d += sum[0] + sum[1];
   }
   state = {m, d};

@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(128) softmax_warp_rows_kernel(const __grid_con
 #pragma unroll
   for (u32 u = 0; u < VECTORS; ++u) vectors[u] = x.load(u * kStep + lane_id() * IN::kPerVector);
   Normalizer state;
-  fold<IN>(state, vectors, x.scale);
-  const RowValues values(warp_merge(state, x.scale), x.inverse_temperature, problem.kind);
+  fold<IN>(state, vectors, x.temperature.scale());
+  const RowValues values(warp_merge(state, x.temperature.scale()), x.temperature, problem.kind);
   if (write_logsumexp(problem, row, values, lane_id() == 0)) return;
 #pragma unroll
   for (u32 u = 0; u < VECTORS; ++u) {
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(128) softmax_warp_rows_kernel(const __grid_con
 
 // Warps into a block: merges the threads' states, in every thread. All threads call it. It has one barrier; another
 // must precede the next use of `warps`.
-__device__ __forceinline__ Normalizer block_merge(Normalizer state, float scale, Normalizer (&warps)[kMostWarps]) {
+__device__ __forceinline__ Normalizer block_merge(Normalizer state, Scale scale, Normalizer (&warps)[kMostWarps]) {
   state = warp_merge(state, scale);
   if (lane_id() == 0) warps[threadIdx.x / kWarpSize] = state;
   __syncthreads();
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(1024, tuned_blocks(tuning::kBlockRows, 1024))
 #pragma unroll
   for (u32 u = 0; u < VECTORS; ++u) vectors[u] = x.load(token + u * step);
   Normalizer state;
-  fold<IN>(state, vectors, x.scale);
-  const RowValues values(block_merge(state, x.scale, warps), x.inverse_temperature, problem.kind);
+  fold<IN>(state, vectors, x.temperature.scale());
+  const RowValues values(block_merge(state, x.temperature.scale(), warps), x.temperature, problem.kind);
   if (write_logsumexp(problem, row, values, threadIdx.x == 0)) return;
   // The condition is uniform in the block: a warp writes together.
 #pragma unroll
@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(1024) softmax_shared_rows_kernel(const __grid_
   WaitingVectors<IN, OUT, VECTORS, ALIGNED> waiting(slots, problem.shared_vectors, 0, blockDim.x * IN::kPerVector);
   waiting.ask(x);
   Normalizer state;
-  waiting.add_to(state, x.scale);
-  const RowValues values(block_merge(state, x.scale, warps), x.inverse_temperature, problem.kind);
+  waiting.add_to(state, x.temperature.scale());
+  const RowValues values(block_merge(state, x.temperature.scale(), warps), x.temperature, problem.kind);
   if (write_logsumexp(problem, row, values, threadIdx.x == 0)) return;
   waiting.write(x, values);
 }
@@ -114,7 +114,7 @@ class Owner {
 
   // Blocks into a row: merges the states of all blocks, in every thread of each. turn: the number of rows before this
   // one.
-  __device__ __forceinline__ Normalizer merge_blocks(Normalizer state, float scale, u32 turn, WarpStates& warps) const {
+  __device__ __forceinline__ Normalizer merge_blocks(Normalizer state, Scale scale, u32 turn, WarpStates& warps) const {
     const u32 blocks = problem_.blocks_per_row;
     state = block_merge(state, scale, warps[0]);
     // Two sets of parts: a block may begin the next row while another still reads this one's.
@@ -135,7 +135,7 @@ class Owner {
     state = Normalizer();
     for (u32 i = threadIdx.x; i < blocks; i += blockDim.x) {
       const float2 part = load_from_other_block(reinterpret_cast<const float2*>(parts) + i);
-      state = merge(state, {part.x, part.y}, scale, exp2_approx);
+      state = merge(state, {part.x, part.y}, scale);
     }
     return block_merge(state, scale, warps[1]);
   }
@@ -165,9 +165,9 @@ __global__ void __launch_bounds__(512, tuned_blocks(tuning::kGridRows, 512))
 #pragma unroll 1
   for (u32 turn = 0;; ++turn) {
     Normalizer state;
-    waiting.add_to(state, x.scale);
-    state = owner.merge_blocks(state, x.scale, turn, warps);
-    const RowValues values(state, x.inverse_temperature, problem.kind);
+    waiting.add_to(state, x.temperature.scale());
+    state = owner.merge_blocks(state, x.temperature.scale(), turn, warps);
+    const RowValues values(state, x.temperature, problem.kind);
     if (write_logsumexp(problem, row, values, owner.is_writer())) x.end = 0;
     row = owner.row_after(row);
     if (row >= problem.rows) {
@@ -218,12 +218,12 @@ __global__ void __launch_bounds__(768) softmax_long_rows_kernel(const __grid_con
     for (u32 turn = 0; turn < turns; ++turn) {
 #pragma unroll
       for (u32 u = 0; u < VECTORS; ++u) vectors[u] = x.load(mine + turn * stride + u * step + token);
-      fold<IN>(state, vectors, x.scale);
+      fold<IN>(state, vectors, x.temperature.scale());
     }
     waiting.ask_registers(last_time);
-    waiting.add_to(state, x.scale);
-    state = owner.merge_blocks(state, x.scale, number, warps);
-    const RowValues values(state, x.inverse_temperature, problem.kind);
+    waiting.add_to(state, x.temperature.scale());
+    state = owner.merge_blocks(state, x.temperature.scale(), number, warps);
+    const RowValues values(state, x.temperature, problem.kind);
     if (!write_logsumexp(problem, row, values, owner.is_writer())) {
 #pragma unroll 1
       for (u32 turn = turns; turn-- > 0;) {

@@ -33,7 +33,7 @@ class WaitingVectors {
   }
 
   // Folds the requested vectors into `state`, as they arrive.
-  __device__ __forceinline__ void add_to(Normalizer& state, float scale) const {
+  __device__ __forceinline__ void add_to(Normalizer& state, Scale scale) const {
     fold<IN>(state, vectors_, scale);
 #pragma unroll 1
     for (u32 u = 0; u < shared_vectors_; u += 2) {

@@ -163,7 +163,7 @@ struct PieceReader {
   static constexpr Tuning kTuning =
       tuned(tuning::kTopk, 1, kTileByTile, 8 * sizeof(typename FORMAT::Bits), false, true);
   static constexpr u32 kVectors = kWarpSize / FORMAT::kPerVector;
-  using Type = TileReader<FORMAT, kVectors, true, kNoMask, kTuning.tiles_ahead, kTuning.in_place>;
+  using Type = TileReader<FORMAT, kVectors, true, kNoMask, kTuning.ahead, kTuning.in_place>;
 };
 
 // Grid: (rows / 4). Dynamic shared memory: each warp's kWarpVectors.
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize, PieceReader<FORMAT>:
     state = {piece.state[row], lane_id() == 0 ? piece.state[piece.rows + row] : 0.0f};
   }
   PartFolder<Reader> folder;
-  folder.set_scale(kLog2E * inverse_of(piece.numbers.temperature_of(row)));
+  folder.set_scale(piece.numbers.temperature_of(row).scale());
   folder.begin_part(state);
   // Where the piece has the target, its logit there counts.
   const i64* const targets = piece.targets + i64(row) * piece.num_targets;

@@ -6,8 +6,8 @@
 //
 // c, m and T are the row's. a is the sum of the entries that the row's list has for the token; most have none. g is summed in float32
 // and rounded once, so that p - 1 keeps its digits where p is near 1.
-#include "../full_rows/full_row.cuh"
-#include "../rows/problem.cuh"
+#include "../rows/numbers.cuh"
+#include "../rows/row.cuh"
 
 namespace fused_topk {
 
@@ -55,7 +55,7 @@ class Span {
         has_mask_(problem.mask),
         m_(reference_point(__ldg(problem.m + row))),
         coefficient_(__ldg(problem.coefficient + row)),
-        inverse_(inverse_of(problem.numbers.temperature_of(row))) {
+        temperature_(problem.numbers.temperature_of(row)) {
     const i64 offset = row * problem.mask_row_stride * (problem.mask_kind == kMaskBits ? 4 : 1);
     mask_ = {static_cast<const char*>(problem.mask) + offset, problem.mask_element_stride, problem.mask_kind};
   }
@@ -81,21 +81,21 @@ class Span {
     float y[n];
 #pragma unroll
     for (u32 e = 0; e < n; ++e) y[e] = allowed >> e & 1 ? gradient(FORMAT::decode(logits.words, e), 0.0f) : 0.0f;
-    const Vector v = encode(FORMAT(), y);
+    const Vector v = FORMAT::encode(y);
     if (is_whole(token)) {
       *reinterpret_cast<uint4*>(x_ + token) = {v.words[0], v.words[1], v.words[2], v.words[3]};
       return;
     }
 #pragma unroll
     for (u32 e = 0; e < n; ++e)
-      if (token + e < tokens_) x_[token + e] = Bits(v.words[e * 4 / n] >> shift(e));
+      if (token + e < tokens_) x_[token + e] = element<FORMAT>(v, e);
   }
 
   // Writes the gradient of one logit, with an amount.
   __device__ __forceinline__ void write(u32 token, Bits logit, float amount) const {
     if (has_mask_ && !mask_.template allowed<1>(token, tokens_)) return;
     const float y[n] = {gradient(FORMAT::decode(logit), amount)};
-    x_[token] = Bits(encode(FORMAT(), y).words[0]);
+    x_[token] = element<FORMAT>(FORMAT::encode(y), 0);
   }
 
  private:
@@ -106,22 +106,18 @@ class Span {
   }
   // Zeros behind the row.
   __device__ __forceinline__ Vector load_rest(u32 token) const {
-    Vector v = {{0, 0, 0, 0}};
-#pragma unroll
-    for (u32 e = 0; e < n; ++e)
-      if (token + e < tokens_) v.words[e * 4 / n] |= u32(x_[token + e]) << shift(e);
-    return v;
+    return vector_of<FORMAT>([&](u32 e) { return token + e < tokens_ ? x_[token + e] : Bits(0); });
   }
-  static __device__ __forceinline__ u32 shift(u32 e) { return n == 8 ? e % 2 * 16 : 0; }
   __device__ __forceinline__ bool is_whole(u32 token) const { return is_aligned_ && token + n <= tokens_; }
   __device__ __forceinline__ float gradient(float x, float amount) const {
-    return (coefficient_ * exp2_approx((x - m_) * (inverse_ * kLog2E)) + amount) * inverse_;
+    return temperature_.scaled(coefficient_ * temperature_.scale().weight(x, m_) + amount);
   }
 
   Bits* x_;  // [tokens]
   u32 begin_, tokens_;
   bool is_aligned_, has_mask_;
-  float m_, coefficient_, inverse_;
+  float m_, coefficient_;
+  Temperature temperature_;
   RowMask mask_;
 };
 

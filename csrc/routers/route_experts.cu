@@ -29,7 +29,6 @@ struct Routing {
   float scale;
   u32 are_short;  // 1: experts are int, 0: i64
 };
-static_assert(sizeof(Routing) == 48, "fused_topk/layout/router_launch.py packs 48 bytes");
 
 namespace routers {
 

@@ -167,9 +167,9 @@ __global__ void __launch_bounds__(128, tuned_blocks(tuning::kRouters, 128, has_m
   using Row = ShortRow<FORMAT, VECTORS, ALIGNED, MASK>;
   const Row x(problem, row, kRouterLanes);
 
-  const float inverse_temperature = problem.inverse_temperature(row);
-  const Normalizer state = x.normalizer(kLog2E * inverse_temperature);
-  const RowResult result(state.m, state.d, inverse_temperature);
+  const Temperature temperature = problem.temperature_of(row);
+  const Normalizer state = x.normalizer(temperature.scale());
+  const RowResult result(state.m, state.d, temperature);
 
   bool is_right = true;
   u32 word = best_token<ByWord>(x, k, is_right);
@@ -186,8 +186,8 @@ __global__ void __launch_bounds__(128, tuned_blocks(tuning::kRouters, 128, has_m
     // In the order of among_chosen().
     const float greatest = __shfl_sync(kAllLanes, logit, lane_id() - x.sub);
     const float m = result.is_finite() ? greatest : result.m;
-    const float d = x.sub < k ? expf((logit - m) * inverse_temperature) : 0.0f;
-    relative_to = {m, combine_lanes(d, kRouterLanes, [](float a, float b) { return a + b; }), inverse_temperature};
+    const float d = x.sub < k ? temperature.weight(logit, m) : 0.0f;
+    relative_to = {m, combine_lanes(d, kRouterLanes, [](float a, float b) { return a + b; }), temperature};
   }
   if (!is_writer) return;
   const auto raw_logit = [&](u32 index) { return x.stream.raw_logit(index); };

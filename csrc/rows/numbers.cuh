@@ -3,7 +3,8 @@
 // kernels (problem.cuh) has the same fields, with a stride for each. kernel_arguments.py of fused_topk/layout reads them from here.
 #pragma once
 
-#include "row.cuh"
+#include "mask.cuh"
+#include "scale.cuh"
 
 namespace fused_topk {
 
@@ -16,8 +17,12 @@ struct NumbersOfRows {
   FLOAT temperature;  // where row_temperature is null
   u32 lengths_are_long;
 
-  __device__ __forceinline__ FLOAT temperature_of(u32 row) const {
+  __device__ __forceinline__ FLOAT given_temperature(u32 row) const {
     return row_temperature ? __ldg(row_temperature + row) : temperature;
+  }
+  // Draws have a rule of their own (sample_request.cuh).
+  __device__ __forceinline__ Temperature temperature_of(u32 row) const {
+    return Temperature::of(given_temperature(row));
   }
   __device__ __forceinline__ u32 length_of(u32 row, u32 V) const {
     return lengths ? length_at(lengths, lengths_are_long, row, V) : V;

@@ -24,6 +24,8 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+__device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7FC00000u); }
+
 // max_or_nan (normalizer.h). One instruction, where the hardware has it.
 __device__ __forceinline__ float max_nan(float a, float b) {
 #if __CUDA_ARCH__ >= 800
@@ -177,13 +179,6 @@ __device__ __forceinline__ float warp_max(float value) {
   for (u32 step = kWarpSize / 2; step > 0; step /= 2) value = max_nan(value, __shfl_xor_sync(kAllLanes, value, step));
   return value;
 #endif
-}
-
-// Threads into a warp: merges the lanes' states (normalizer.h), with the same bits in every lane. All 32 lanes call it.
-__device__ __forceinline__ Normalizer warp_merge(Normalizer a, float scale) {
-  const float m = warp_max(a.m);
-  // The product is rounded before it is added. A fused multiply-add would let two lanes add the same pair differently.
-  return {m, warp_sum(__fmul_rn(a.d, exp2_approx((a.m - reference_point(m)) * scale)))};
 }
 
 // Adds to a counter in shared memory. Returns its value before.

@@ -2,27 +2,14 @@
 // The argument of a launch: one struct, passed by value. fused_topk/layout/topk_launch.py fills it by field names.
 #pragma once
 
+#include "mask.cuh"
 #include "row.cuh"
+#include "scale.cuh"
 
 namespace fused_topk {
 
 // The most leading dimensions that rows may be spread over, where no single stride describes them.
 constexpr u32 kLeadingDims = 4;
-
-// The greatest |m log2(e) / T|. Beyond it the rounding error of this offset would exceed 1/4.
-constexpr float kLargestOffset = 4194304.0f;
-
-// 1 / T. A T that is not positive makes NaN of all results but the indices. A T so small that 1 / T overflows acts like
-// the smallest T whose inverse is finite, so that (m - m) / T stays 0.
-__device__ __forceinline__ float inverse_of(float t) {
-  const float inverse = __frcp_rn(t);
-  return t > 0.0f ? (inverse < kLargestInverse ? inverse : kLargestInverse) : __uint_as_float(0x7FC00000u);
-}
-
-// What a mask hides a token from. kMaskBoth: from the choice and from (m, d). kMaskChoice ("all"): from the choice
-// only. kLengths: there is no mask, and each row has a length. With a mask rows may have lengths, with kNoMask they have none.
-enum MaskUse : u32 { kNoMask = 0, kMaskBoth = 1, kMaskChoice = 2, kLengths = 3 };
-constexpr bool has_mask(u32 use) { return use == kMaskBoth || use == kMaskChoice; }
 
 // What `values` holds. kState: `values` holds logits, and `logsumexp` holds m and d. A kind whose two lowest bits are 0 holds
 // logits. The CPU numbers the kinds otherwise (router_kernels.h).
@@ -100,8 +87,8 @@ struct Problem {
     return {static_cast<const char*>(mask) + start, mask_element_stride, mask_kind};
   }
 
-  __device__ __forceinline__ float inverse_temperature(u32 row) const {
-    return inverse_of(row_temperature ? __ldg(row_temperature + offset(row, temperature_strides)) : temperature);
+  __device__ __forceinline__ Temperature temperature_of(u32 row) const {
+    return Temperature::of(row_temperature ? __ldg(row_temperature + offset(row, temperature_strides)) : temperature);
   }
 
  private:
@@ -116,6 +103,5 @@ struct Problem {
     return result + row * strides[leading_dims - 1];
   }
 };
-static_assert(sizeof(Problem) == 368, "fused_topk/layout/topk_launch.py packs 368 bytes");
 
 }  // namespace fused_topk

@@ -10,10 +10,6 @@
 
 namespace fused_topk {
 
-struct alignas(16) Vector {
-  u32 words[4];
-};
-
 __device__ __forceinline__ Vector load_16_bytes(const void* address) {
   const uint4 v = __ldg(static_cast<const uint4*>(address));
   return {{v.x, v.y, v.z, v.w}};
@@ -33,52 +29,20 @@ __device__ __forceinline__ Vector straddle(const Vector& low, const Vector& high
   return out;
 }
 
-// Bytes [SHIFT, SHIFT + 16) of two adjacent vectors in shared memory, for a shift that the compiler knows: a multiple of 2.
+// The same of two vectors in shared memory, for a shift that the compiler knows.
 template <u32 SHIFT>
 __device__ __forceinline__ Vector straddle(const Vector* low) {
-  static_assert(SHIFT % 2 == 0 && SHIFT < 16);
+  static_assert(SHIFT < 16);
   if constexpr (SHIFT == 0) return *low;
   const Vector a = low[0], b = low[1];
   const u32 w[8] = {a.words[0], a.words[1], a.words[2], a.words[3], b.words[0], b.words[1], b.words[2], b.words[3]};
   Vector out;
 #pragma unroll
   for (u32 i = 0; i < 4; ++i)
-    out.words[i] = SHIFT % 4 == 0 ? w[i + SHIFT / 4] : __funnelshift_r(w[i + SHIFT / 4], w[i + SHIFT / 4 + 1], 16);
+    out.words[i] =
+        SHIFT % 4 == 0 ? w[i + SHIFT / 4] : __funnelshift_r(w[i + SHIFT / 4], w[i + SHIFT / 4 + 1], SHIFT % 4 * 8);
   return out;
 }
-
-// Entry `at` of an array of int64 or, unless `are_long`, int32: a row's length, clamped to 0 .. V.
-__device__ __forceinline__ u32 length_at(const void* lengths, bool are_long, i64 at, u32 V) {
-  const i64 length =
-      are_long ? __ldg(static_cast<const i64*>(lengths) + at) : __ldg(static_cast<const int*>(lengths) + at);
-  return length < 0 ? 0 : length < i64(V) ? u32(length) : V;
-}
-
-// How a mask stores which tokens are allowed.
-enum MaskKind : u32 { kMaskBytes = 0, kMaskBits = 1 };
-
-struct RowMask {
-  const void* data;  // bytes [V] at distance `stride`, or words [ceil(V / 32)] at distance `stride`
-  i64 stride;
-  u32 kind;
-
-  // Bit e: token `first + e` is allowed, for e < COUNT (1, 4 or 8). Tokens past V are not.
-  template <u32 COUNT>
-  __device__ __forceinline__ u32 allowed(u32 first, u32 V) const {
-    if (first >= V) return 0;
-    u32 bits = 0;
-    if (kind == kMaskBits) {
-      // COUNT divides 32 and `first`, so all bits lie in one int32 of the mask.
-      bits = __ldg(static_cast<const u32*>(data) + i64(first / 32) * stride) >> (first % 32);
-    } else {
-      const unsigned char* bytes = static_cast<const unsigned char*>(data);
-#pragma unroll
-      for (u32 e = 0; e < COUNT; ++e)
-        if (first + e < V && __ldg(bytes + i64(first + e) * stride)) bits |= 1u << e;
-    }
-    return bits & ((V - first < COUNT ? 1u << (V - first) : 1u << COUNT) - 1);
-  }
-};
 
 // One tile of a row. Each lane has VECTORS vectors: element e of vector u is token first + (u * 32 + lane) * n + e,
 // for n elements in 16 bytes. The vectors are in registers. IN_PLACE: they stay in shared memory and are read from there at each use.
@@ -211,7 +175,7 @@ class TileStream {
           if (is_whole(first + u * kWarpSize * FORMAT::kPerVector)) {
             copy_async(slot + u * kWarpSize, source + u * kWarpSize * 16);
           } else {
-            slot[u * kWarpSize] = nothing();
+            slot[u * kWarpSize] = all_negative_infinity<FORMAT>();
           }
         }
         load_rest(first, [&](u32 u, const Vector& end) { slot[u * kWarpSize] = end; });
@@ -222,7 +186,7 @@ class TileStream {
           if (is_whole(first)) {
             copy_async(slots_ + slot_ + i, address(first));
           } else if (is_outside(first)) {
-            slots_[slot_ + i] = nothing();
+            slots_[slot_ + i] = all_negative_infinity<FORMAT>();
           }
         }
         // After the copies, which need not wait for these loads.
@@ -339,7 +303,7 @@ class TileStream {
     } else if constexpr (ALIGNED) {
 #pragma unroll
       for (u32 u = 0; u < VECTORS; ++u) {
-        vectors[u] = nothing();
+        vectors[u] = all_negative_infinity<FORMAT>();
         if (is_whole(own + u * kWarpSize * FORMAT::kPerVector)) vectors[u] = load_16_bytes(source + u * kWarpSize * 16);
       }
       load_rest(own, [&](u32 u, const Vector& end) { vectors[u] = end; });
@@ -349,11 +313,6 @@ class TileStream {
     }
   }
 
-  // A vector outside the row: all -inf.
-  static __device__ __forceinline__ Vector nothing() {
-    constexpr u32 kNothing = FORMAT::kNegativeInfinity * (sizeof(Bits) == 2 ? 0x10001u : 1u);
-    return {{kNothing, kNothing, kNothing, kNothing}};
-  }
   // An aligned row may end within a vector. Calls store(u, vector) in the lane that has this vector. `own`: the first
   // token of the lane's first vector.
   template <class STORE>
@@ -376,19 +335,10 @@ class TileStream {
   }
   // Loads a vector element by element, with -inf outside the row. `first` may be negative, modulo 2^32.
   __device__ __forceinline__ Vector load_edge(u32 first) const {
-    constexpr u32 kPerWord = FORMAT::kPerVector / 4;
-    Vector out;
-#pragma unroll
-    for (u32 w = 0; w < 4; ++w) {
-      out.words[w] = 0;
-#pragma unroll
-      for (u32 h = 0; h < kPerWord; ++h) {
-        const u32 token = first + w * kPerWord + h;
-        const u32 bits = token < V_ ? __ldg(row_ + token) : FORMAT::kNegativeInfinity;
-        out.words[w] |= bits << (16 * h);
-      }
-    }
-    return out;
+    return vector_of<FORMAT>([&](u32 e) {
+      const u32 token = first + e;
+      return token < V_ ? __ldg(row_ + token) : FORMAT::kNegativeInfinity;
+    });
   }
 
   const Bits* row_;  // [V]

@@ -3,6 +3,7 @@
 // part of a row again, while it is in the L2 cache.
 #pragma once
 
+#include "mask.cuh"
 #include "row.cuh"
 
 namespace fused_topk {
@@ -47,7 +48,8 @@ struct PartReader {
     for (u32 u = 0; u < kVectors; ++u) vectors[u] = vector(token(first, u));
     if (!row.mask.data) return;
 #pragma unroll
-    for (u32 u = 0; u < kVectors; ++u) hide(vectors[u], row.mask.template allowed<kPerVector>(token(first, u), row.V));
+    for (u32 u = 0; u < kVectors; ++u)
+      hide<FORMAT>(vectors[u], row.mask.template allowed<kPerVector>(token(first, u), row.V));
   }
 
   // Calls take(logit, token) for each token from `begin` on, until a read begins at `end` or behind it. step: from one read to the
@@ -75,23 +77,7 @@ struct PartReader {
       const char* const aligned = reinterpret_cast<const char*>(address) - shift;
       return straddle(load_16_bytes(aligned), load_16_bytes(aligned + 16), shift);
     }
-    Vector result = {{0, 0, 0, 0}};
-#pragma unroll
-    for (u32 e = 0; e < kPerVector; ++e) {
-      const u32 bits = token + e < row.V ? __ldg(address + e) : FORMAT::kNegativeInfinity;
-      result.words[e * 4 / kPerVector] |= bits << (kPerVector == 8 ? e % 2 * 16 : 0);
-    }
-    return result;
-  }
-
-  static __device__ __forceinline__ void hide(Vector& vector, u32 allowed) {
-#pragma unroll
-    for (u32 e = 0; e < kPerVector; ++e) {
-      const u32 shift = kPerVector == 8 ? e % 2 * 16 : 0;
-      const u32 of_element = kPerVector == 8 ? 0xFFFFu << shift : ~0u;
-      u32& word = vector.words[e * 4 / kPerVector];
-      if (!(allowed >> e & 1u)) word = (word & ~of_element) | u32(FORMAT::kNegativeInfinity) << shift;
-    }
+    return vector_of<FORMAT>([&](u32 e) { return token + e < row.V ? __ldg(address + e) : FORMAT::kNegativeInfinity; });
   }
 };
 

@@ -17,14 +17,16 @@ enum Method : u32 {
 // What a kernel is compiled for.
 struct Tuning {
   u32 resident_warps;  // must fit on a multiprocessor: 32 leave a thread 64 registers, 24 80, 16 128; 0: no limit
-  u32 tiles_ahead;     // are requested by a warp before it takes the first (TileStream)
-  bool in_place;       // a tile stays in shared memory while a warp works on it (TileStream)
-  u32 window;          // tiles of a window: as many as fit beside the candidates
+  // A warp requests that many tiles before it takes the first (TileStream). In kFilteredDraws a thread requests the counts of that
+  // many blocks at once.
+  u32 ahead;
+  bool in_place;  // a tile stays in shared memory while a warp works on it (TileStream)
+  u32 window;     // tiles of a window: as many as fit beside the candidates
 };
 
 namespace tuning {
 
-enum Kernel { kTopk = 0, kRouters = 1, kShort = 2, kBlockRows = 3, kGridRows = 4, kDraws = 5 };
+enum Kernel { kTopk = 0, kRouters = 1, kShort = 2, kBlockRows = 3, kGridRows = 4, kDraws = 5, kFilteredDraws = 6 };
 // Sets: bit i stands for value i of a column.
 enum Is { kNo = 1, kYes = 2, kAny = 7 };
 enum Bits { k16 = 1, k32 = 2 };
@@ -80,6 +82,9 @@ constexpr Row kTable[] = {
     // With 32 NVRTC spills for most GPUs, and with 24 for compute capabilities 10.3 (of CUDA 12) and 12.0.
     {103, kLast, kDraws,     0,  0,  kAny, kAny,  kAny, kAny,       {16,  0,  false, 0}},
     {0,   kLast, kDraws,     0,  0,  kAny, kAny,  kAny, kAny,       {24,  0,  false, 0}},
+    // With 4 ahead NVRTC spills for compute capabilities 7.5 and 10.0 on.
+    {80,  99,    kFilteredDraws, 0, 0, kAny, kAny, kAny, kAny,      {32,  4,  false, 0}},
+    {0,   kLast, kFilteredDraws, 0, 0, kAny, kAny, kAny, kAny,      {32,  2,  false, 0}},
 };
 // clang-format on
 

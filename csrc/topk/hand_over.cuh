@@ -26,10 +26,10 @@ struct RowStates {
     states[part] = {state.m, state.d};
   }
   // Merges step i of the row's parts: merge_step(). The 32 lanes of a warp call it.
-  __device__ __forceinline__ Normalizer step_of_own(u32 i, u32 parts, float scale) const {
+  __device__ __forceinline__ Normalizer step_of_own(u32 i, u32 parts, Scale scale) const {
     return merge_step(i, parts, scale, [&](u32 part) { return own[part]; });
   }
-  __device__ __forceinline__ Normalizer step_of_left(u32 i, u32 parts, float scale) const {
+  __device__ __forceinline__ Normalizer step_of_left(u32 i, u32 parts, Scale scale) const {
     u32 same_row = row;
     if constexpr (MASK != kNoMask) keep_opaque(same_row);
     const float2* const states = MASK == kNoMask ? left : left_of(same_row);

@@ -3,6 +3,7 @@
 // the same two steps: each group takes a ticket, and the last to arrive gathers what the others left in global memory.
 #pragma once
 
+#include "../rows/scale.cuh"
 #include "bound.cuh"
 #include "candidates.cuh"
 
@@ -32,7 +33,7 @@ constexpr u32 kPartsOfStep = 4 * kWarpSize;
 // Merges step `i` of a row's parts. state(part) returns a part's state. The result is the same in every lane. All 32
 // lanes of a warp call it.
 template <class STATE>
-__device__ __forceinline__ Normalizer merge_step(u32 i, u32 parts, float scale, STATE state) {
+__device__ __forceinline__ Normalizer merge_step(u32 i, u32 parts, Scale scale, STATE state) {
   constexpr u32 kOfLane = kPartsOfStep / kWarpSize;
   float2 own[kOfLane];
   float m = -FUSED_TOPK_INFINITY;
@@ -47,17 +48,17 @@ __device__ __forceinline__ Normalizer merge_step(u32 i, u32 parts, float scale, 
   const float base = reference_point(m);
   float d = 0.0f;
 #pragma unroll
-  for (u32 c = 0; c < kOfLane; ++c) d = fmaf(own[c].y, exp2_approx((own[c].x - base) * scale), d);
+  for (u32 c = 0; c < kOfLane; ++c) d = fmaf(own[c].y, scale.weight(own[c].x, base), d);
   return {m, warp_sum(d)};
 }
 
 // Parts into a row: merges step(0), step(1), and so on in this order, whoever has read the parts and made the steps. So
 // a row has the same bits in every regime.
 template <class STEP>
-__device__ __forceinline__ Normalizer merge_parts(u32 parts, float scale, STEP step) {
+__device__ __forceinline__ Normalizer merge_parts(u32 parts, Scale scale, STEP step) {
   Normalizer row;
 #pragma unroll 1
-  for (u32 i = 0; i * kPartsOfStep < parts; ++i) row = merge(row, step(i), scale, exp2_approx);
+  for (u32 i = 0; i * kPartsOfStep < parts; ++i) row = merge(row, step(i), scale);
   return row;
 }
 

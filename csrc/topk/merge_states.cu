@@ -35,8 +35,8 @@ struct States {
   u32 normalize_topk;  // 1: values are relative to the k chosen
   float temperature;
 
-  __device__ __forceinline__ float inverse_temperature(u32 row) const {
-    return inverse_of(row_temperature ? __ldg(row_temperature + row) : temperature);
+  __device__ __forceinline__ Temperature temperature_of(u32 row) const {
+    return Temperature::of(row_temperature ? __ldg(row_temperature + row) : temperature);
   }
 };
 
@@ -126,15 +126,15 @@ class Lists {
 
 // (m, d) of a row, the same in every lane. The order of the sum depends on the number of parts alone. All 32 lanes of a warp
 // call it.
-__device__ __forceinline__ Normalizer merge_normalizers(const States& states, u32 row, float scale) {
+__device__ __forceinline__ Normalizer merge_normalizers(const States& states, u32 row, Scale scale) {
   Normalizer sum;
 #pragma unroll 1
   for (u32 part = lane_id(); part < states.parts; part += kWarpSize) {
     const float m = __ldg(states.m + part * states.m_part_stride + row * states.m_row_stride);
     const float d = __ldg(states.d + part * states.d_part_stride + row * states.d_row_stride);
     // warp_merge() needs a positive NaN.
-    const Normalizer state = {m == m ? m : __uint_as_float(0x7FC00000u), d};
-    sum = merge(sum, state, scale, exp2_approx);
+    const Normalizer state = {m == m ? m : not_a_number(), d};
+    sum = merge(sum, state, scale);
   }
   return warp_merge(sum, scale);
 }
@@ -145,8 +145,8 @@ __device__ __forceinline__ RowResult among_logits(const RowResult& row, const fl
   const float first = logits[0];
   const float m = row.is_finite() && fabsf(first) < FUSED_TOPK_INFINITY ? first : row.m;
   float d = 0.0f;
-  for (u32 i = lane_id(); i < k; i += kWarpSize) d += expf((logits[i] - m) * row.inverse_temperature);
-  return {m, warp_sum(d), row.inverse_temperature};
+  for (u32 i = lane_id(); i < k; i += kWarpSize) d += row.temperature.weight(logits[i], m);
+  return {m, warp_sum(d), row.temperature};
 }
 
 // All threads that have a row call it.
@@ -178,9 +178,9 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, WARPS ==
   Lists<FORMAT> lists(states, row, are_kept ? all_kept[WARPS == 1 ? threadIdx.x / kWarpSize : 0] : nullptr);
   if (are_kept) lists.keep(thread, kThreads);
   const u32 k = states.k;
-  const float inverse_temperature = states.inverse_temperature(row);
-  const Normalizer sum = merge_normalizers(states, row, kLog2E * inverse_temperature);
-  const RowResult result(sum.m, sum.d, inverse_temperature);
+  const Temperature temperature = states.temperature_of(row);
+  const Normalizer sum = merge_normalizers(states, row, temperature.scale());
+  const RowResult result(sum.m, sum.d, temperature);
   if (thread == 0) {
     states.logsumexp[row] = result.logsumexp();
     if (states.value_kind == kState) write_state(states.logsumexp, states.rows, row, result);

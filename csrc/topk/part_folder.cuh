@@ -17,9 +17,8 @@ class PartFolder {
   static constexpr u32 kPerVector = READER::kPerVector;
 
  public:
-  // scale: log2(e) / T of the row
-  __device__ __forceinline__ void set_scale(float scale) { scale_ = scale; }
-  __device__ __forceinline__ float scale() const { return scale_; }
+  __device__ __forceinline__ void set_scale(Scale of_row) { scale_ = of_row; }
+  __device__ __forceinline__ Scale scale() const { return scale_; }
 
   // lane_state: what the part begins with; m is the same in every lane, and d the lane's share
   __device__ __forceinline__ void begin_part(Normalizer lane_state = {}) { part_ = lane_state; }
@@ -35,32 +34,29 @@ class PartFolder {
     }
     const float m = max_nan(part_.m, warp_max(tile_max));
     const float base = reference_point(m);
-    // (x - base) * scale as one multiply-add, x * scale - offset. The rounding error of the offset is the same for all
-    // elements and known exactly. It is put back into the sum.
-    const float offset = base * scale_;
-    const float lost = fmaf(base, scale_, -offset);
+    const OffsetScale relative(scale_, base);
     x.forget_decoded();
     if constexpr (FORGETS_MASK) x.forget_allowed();
     // Four independent chains of additions.
     float d[4];
-    if (fabsf(offset) < kLargestOffset) {
+    if (relative.is_correctable()) {
 #pragma unroll
       for (u32 u = 0; u < VECTORS; ++u)
 #pragma unroll
         for (u32 e = 0; e < kPerVector; ++e) {
-          const float summand = exp2_approx(fmaf(x.normalized(u, e), scale_, -offset));
+          const float summand = relative.weight(x.normalized(u, e));
           d[e % 4] = u == 0 && e < 4 ? summand : d[e % 4] + summand;
         }
-      d[0] = ((d[0] + d[1]) + (d[2] + d[3])) * exp2_approx(-lost);
+      d[0] = ((d[0] + d[1]) + (d[2] + d[3])) * relative.regained();
     } else {
-      // The offset is infinite, NaN, or too large to correct. This is rare: the code is short rather than quick.
+      // This is rare: the code is short rather than quick.
       d[0] = 0.0f;
 #pragma unroll 1
       for (u32 bit = 0; bit < READER::RowTile::kPerLane; ++bit)
         if (const u32 index = x.tile().index(bit / kPerVector, bit % kPerVector); index < x.V())
-          d[0] += exp2_approx((x.normalized_again(index, bit) - base) * scale_);
+          d[0] += scale_.weight(x.normalized_again(index, bit), base);
     }
-    part_ = {m, part_.d * exp2_approx((part_.m - base) * scale_) + d[0]};
+    part_ = {m, part_.d * scale_.weight(part_.m, base) + d[0]};
     x.forget_decoded();
   }
 
@@ -70,7 +66,7 @@ class PartFolder {
   __device__ __forceinline__ Normalizer end_part() const { return {part_.m, warp_sum(part_.d)}; }
 
  private:
-  float scale_;
+  Scale scale_;
   Normalizer part_;
 };
 

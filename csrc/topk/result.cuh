@@ -9,22 +9,22 @@ namespace fused_topk {
 // m and d of a row, and the values that follow from them.
 struct RowResult {
   float m, d;
-  float inverse_temperature;
+  Temperature temperature;
   float log_d;  // computed once, since a logarithm costs more than the rest of a value
 
   RowResult() = default;
-  __device__ __forceinline__ RowResult(float m, float d, float inverse_temperature)
-      : m(m), d(d), inverse_temperature(inverse_temperature), log_d(logf(d)) {}
+  __device__ __forceinline__ RowResult(float m, float d, Temperature temperature)
+      : m(m), d(d), temperature(temperature), log_d(logf(d)) {}
 
   __device__ __forceinline__ bool is_finite() const { return fabsf(m) < FUSED_TOPK_INFINITY; }
   // As in torch, a row has no probabilities if it has a NaN or a +inf, or if all of it is -inf.
   __device__ __forceinline__ float log_probability(float x) const {
-    return is_finite() ? (x - m) * inverse_temperature - log_d : __uint_as_float(0x7FC00000u);
+    return is_finite() ? temperature.log_weight(x, m) - log_d : not_a_number();
   }
   __device__ __forceinline__ float probability(float x) const {
-    return is_finite() ? expf((x - m) * inverse_temperature) / d : __uint_as_float(0x7FC00000u);
+    return is_finite() ? temperature.weight(x, m) / d : not_a_number();
   }
-  __device__ __forceinline__ float logsumexp() const { return m * inverse_temperature + (is_finite() ? log_d : 0.0f); }
+  __device__ __forceinline__ float logsumexp() const { return temperature.scaled(m) + (is_finite() ? log_d : 0.0f); }
 };
 
 // Writes m and d of a row for kState. The thread that wrote the row's logsumexp calls it, and m takes its place. So every

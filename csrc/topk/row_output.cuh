@@ -26,8 +26,8 @@ __device__ __forceinline__ float logit_of(u64 candidate) { return __uint_as_floa
 __device__ __forceinline__ RowResult among_chosen(const RowResult& row, const u64* chosen, u32 k) {
   const float m = row.is_finite() ? logit_of(chosen[0]) : row.m;
   float d = 0.0f;
-  for (u32 i = lane_id(); i < k; i += kWarpSize) d += expf((logit_of(chosen[i]) - m) * row.inverse_temperature);
-  return {m, warp_sum(d), row.inverse_temperature};
+  for (u32 i = lane_id(); i < k; i += kWarpSize) d += row.temperature.weight(logit_of(chosen[i]), m);
+  return {m, warp_sum(d), row.temperature};
 }
 
 // Writes a row's sorted `chosen` [k]. All threads of the group call it.

@@ -31,7 +31,7 @@ struct RowScan {
 
   // What can wait until the first tiles are in flight.
   __device__ __forceinline__ void prepare(const Problem& problem, u32 row) {
-    folder.set_scale(kLog2E * problem.inverse_temperature(row));
+    folder.set_scale(problem.temperature_of(row).scale());
     reader.find_mask(problem, row);
   }
   __device__ __forceinline__ void read(u32 tile, u32 next, bool has_next) {

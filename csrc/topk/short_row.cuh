@@ -156,7 +156,7 @@ struct ShortRow {
   __device__ __forceinline__ u32 key_of(u32 word) const { return order_key(logit_of(word)); }
 
   // (m, d) of the row, in each of its lanes. Adds in RowScan's order, so the bits are the same.
-  __device__ __forceinline__ Normalizer normalizer(float scale) const {
+  __device__ __forceinline__ Normalizer normalizer(Scale scale) const {
     float m = normalized_maximum(0);
 #pragma unroll
     for (u32 u = 1; u < VECTORS; ++u) m = max_nan(m, normalized_maximum(u));
@@ -171,13 +171,12 @@ struct ShortRow {
  private:
   // What the lane adds to d. It keeps SUMMANDS sums, one for each lane of RowScan: vector u goes to sum u % SUMMANDS.
   template <u32 SUMMANDS>
-  __device__ __forceinline__ float sum_of_lane(float m, float scale) const {
+  __device__ __forceinline__ float sum_of_lane(float m, Scale scale) const {
     const float base = reference_point(m);
-    const float offset = base * scale;
-    const float lost = fmaf(base, scale, -offset);
+    const OffsetScale relative(scale, base);
     float sums[SUMMANDS];
-    if (fabsf(offset) < kLargestOffset) {
-      const float regained = exp2_approx(-lost);
+    if (relative.is_correctable()) {
+      const float regained = relative.regained();
 #pragma unroll
       for (u32 s = 0; s < SUMMANDS; ++s) {
         float d[4];
@@ -185,7 +184,7 @@ struct ShortRow {
         for (u32 u = s; u < VECTORS; u += SUMMANDS)
 #pragma unroll
           for (u32 e = 0; e < kPerVector; ++e) {
-            const float summand = exp2_approx(fmaf(normalized(u * kPerVector + e), scale, -offset));
+            const float summand = relative.weight(normalized(u * kPerVector + e));
             d[e % 4] = u == s && e < 4 ? summand : d[e % 4] + summand;
           }
         // Rounded as in RowScan, not fused with the addition that follows.
@@ -199,7 +198,7 @@ struct ShortRow {
         for (u32 u = s; u < VECTORS; u += SUMMANDS)
 #pragma unroll
           for (u32 e = 0; e < kPerVector; ++e)
-            if (const u32 i = u * kPerVector + e; index(i) < V) sums[s] += exp2_approx((normalized(i) - base) * scale);
+            if (const u32 i = u * kPerVector + e; index(i) < V) sums[s] += scale.weight(normalized(i), base);
       }
     }
 #pragma unroll

@@ -89,10 +89,10 @@ __device__ __forceinline__ RowResult among_words(const RowResult& row, u32 k, u3
 #pragma unroll
   for (u32 j = 0; j < kWarpSize / 8; ++j) {
     const u32 i = j * lanes + sub;
-    d[j] = i < k ? expf((logit(i) - m) * row.inverse_temperature) : 0.0f;
+    d[j] = i < k ? row.temperature.weight(logit(i), m) : 0.0f;
   }
   const float sum = lanes == 8 ? (d[0] + d[2]) + (d[1] + d[3]) : lanes == 16 ? d[0] + d[1] : d[0];
-  return {m, combine_lanes(sum, lanes, [](float a, float b) { return a + b; }), row.inverse_temperature};
+  return {m, combine_lanes(sum, lanes, [](float a, float b) { return a + b; }), row.temperature};
 }
 
 // Grid: (rows / rows of a block).
@@ -115,9 +115,9 @@ __global__ void __launch_bounds__(128, tuned_blocks(tuning::kShort, 128, has_mas
   const Row x(problem, row, lanes);
   u32* const chosen = words[threadIdx.x / kWarpSize][of_warp];
 
-  const float inverse_temperature = problem.inverse_temperature(row);
-  const Normalizer state = x.normalizer(kLog2E * inverse_temperature);
-  const RowResult result(state.m, state.d, inverse_temperature);
+  const Temperature temperature = problem.temperature_of(row);
+  const Normalizer state = x.normalizer(temperature.scale());
+  const RowResult result(state.m, state.d, temperature);
 
   u32 own[kPerShortLane];
 #pragma unroll

@@ -112,14 +112,14 @@ struct ScanOf {
   static constexpr Tuning kTuning = tuned(tuning::kTopk, WARPS, METHOD, kBits, has_mask(MASK), ALIGNED);
   static constexpr u32 kResidentBlocks =
       resident_warps(kTuning, MASK, METHOD, kBits, ALIGNED) / (WARPS == 1 ? 4 : WARPS);
-  using Type = RowScan<FORMAT, VECTORS, ALIGNED, MASK, kTuning.tiles_ahead, kTuning.in_place, METHOD == kForMany>;
+  using Type = RowScan<FORMAT, VECTORS, ALIGNED, MASK, kTuning.ahead, kTuning.in_place, METHOD == kForMany>;
 };
 template <class FORMAT, u32 WARPS, u32 VECTORS, bool ALIGNED, u32 MASK>
 struct ScanOf<FORMAT, WARPS, kInWindows, VECTORS, ALIGNED, MASK> {
   static constexpr u32 kBits = 8 * sizeof(typename FORMAT::Bits);
   static constexpr Tuning kTuning = tuned(tuning::kTopk, WARPS, kInWindows, kBits, false, ALIGNED);
   static constexpr u32 kResidentBlocks = resident_warps(kTuning, MASK, kInWindows, kBits, ALIGNED) / WARPS;
-  using Type = WindowScan<FORMAT, WARPS, VECTORS, ALIGNED, MASK, kTuning.tiles_ahead, kTuning.window>;
+  using Type = WindowScan<FORMAT, WARPS, VECTORS, ALIGNED, MASK, kTuning.ahead, kTuning.window>;
 };
 
 // Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors, each
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
       });
     }
     if (finishes_row && lane_id() == 0 && !is_sequence) {
-      shared.row = RowResult(state.m, state.d, problem.inverse_temperature(row));
+      shared.row = RowResult(state.m, state.d, problem.temperature_of(row));
       if (problem.beams != 0) shared.beam = beam;
     }
     chosen = candidates.sort(is_sequence ? Spread{0, 0} : spread_of_row<FORMAT>(problem));

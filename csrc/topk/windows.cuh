@@ -41,7 +41,7 @@ class WindowScan {
 
   // What can wait until the first tiles are in flight.
   __device__ __forceinline__ void prepare(const Problem& problem, u32 row) {
-    folder.set_scale(kLog2E * problem.inverse_temperature(row));
+    folder.set_scale(problem.temperature_of(row).scale());
   }
 
   // Requests the warp's first tiles. `end`: the end of the group's tiles.

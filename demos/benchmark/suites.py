@@ -263,7 +263,7 @@ _SOFTMAX_SHAPES = (
 
 # Relative to the top-k of the same rows: k = 8 for the whole vocabulary, else 50.
 _SAMPLING_SHAPES = ((1, 128256), (8, 32000), (8, 128256), (64, 128256), (256, 128256), (512, 128256))
-# What is kept of normal logits is longer than any list: one read more for min-p, two for top-p.
+# Of normal logits more tokens are kept than any list holds. That takes one more read for min-p, and two for top-p.
 _BROAD = {"top-p": 3.8, "min-p": 2.8}
 
 

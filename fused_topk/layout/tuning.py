@@ -17,14 +17,14 @@ class Tuning(NamedTuple):
     """struct Tuning of csrc/rows/tuning.cuh."""
 
     resident_warps: int
-    tiles_ahead: int
+    ahead: int
     in_place: bool
     window: int
 
     @property
     def slots(self) -> int:
         """The tiles of a warp that have a place in shared memory: TileStream of csrc/rows/row.cuh."""
-        return self.tiles_ahead if self.in_place or self.tiles_ahead == 2 else 0
+        return self.ahead if self.in_place or self.ahead == 2 else 0
 
 
 def tuned_topk(

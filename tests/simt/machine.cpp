@@ -246,7 +246,7 @@ void Machine::switch_away() {
   Thread* next = pick();
   if (next == current) return;
   ++counts.switches;
-  // With nobody to run, Machine::run finds out why.
+  // If no thread can run, Machine::run finds out why.
   switch_context(next);
 }
 
