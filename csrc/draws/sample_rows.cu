@@ -65,6 +65,7 @@ struct RowSampler {
   RowsShared& shared;
   const u32 row;
   const RowTemperature temperature;
+  const Scale scale;  // kept: worked out at each use, it makes NVRTC 12.9 spill for compute capability 7.5
   RowSums<FORMAT> sums;
   const float m;
 
@@ -73,10 +74,11 @@ struct RowSampler {
         shared(shared),
         row(blockIdx.x),
         temperature(p, blockIdx.x),
+        scale(temperature.scale()),
         sums(p, blockIdx.x, shared.sums),
         m(__ldg(p.list_state + blockIdx.x)) {}
 
-  __device__ __forceinline__ Weights weights() const { return {m, temperature.scale(), p.one}; }
+  __device__ __forceinline__ Weights weights() const { return {m, scale, p.one}; }
   // d of the row at temperature 1, as softmax_topk.cu has it. Any thread.
   __device__ __forceinline__ float d() const { return __ldg(p.list_state + p.rows + row); }
   __device__ __forceinline__ float own_log_prob(float x) const {
@@ -167,7 +169,7 @@ struct RowSampler {
         wanted.is_one ? FUSED_TOPK_INFINITY : 0x1p8f * float(p.V) * p.one / (float(1.0 - top_p()) * total);
     // A weight below the unit is none.
     const float exponents = min(log2f(ratio), log2f(p.one)) + 1.0f;
-    return Bins<FORMAT>::of_logits(low, m, temperature.scale().factor * (float(kBins) / exponents));
+    return Bins<FORMAT>::of_logits(low, m, scale.factor * (float(kBins) / exponents));
   }
 
   // Of the tokens that are listed between the border's bounds: adds to the pieces what is kept. least: no token below it is kept.
@@ -296,7 +298,7 @@ struct RowSampler {
     if (filters.keep_all()) {
       found.range.high = least_key - 1;
     } else {
-      const bool is_of_all = filters.has_top_p() && !filters.k, has_sum = temperature.scale().is_one();
+      const bool is_of_all = filters.has_top_p() && !filters.k, has_sum = scale.is_one();
       if (is_of_all && has_sum) want_top_p_of(u64(d() * p.one), true);
 #pragma unroll 1
       for (u32 step = is_of_all && !has_sum ? kSum : kList; step <= kBorder; ++step) {
