@@ -54,15 +54,17 @@ def is_distributed(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def check_logits(logits: Any) -> None:
-    check_tensor("logits", logits)
+def check_logits(logits: Any, name: str = "logits") -> None:
+    check_tensor(name, logits)
     if logits.dtype not in DTYPES:
         raise TypeError(
-            f"`logits` must be float32, float16, bfloat16 or float64, got {logits.dtype}; convert them with .float()"
+            f"`{name}` must be float32, float16, bfloat16 or float64, got {logits.dtype}; convert them with .float()"
         )
     if logits.dim() == 0:
-        raise ValueError("`logits` must have at least one dimension, the vocabulary, got a 0-d tensor; use .reshape(1)")
-    check_no_tangent("logits", logits)
+        raise ValueError(
+            f"`{name}` must have at least one dimension, the vocabulary, got a 0-d tensor; use .reshape(1)"
+        )
+    check_no_tangent(name, logits)
 
 
 def check_no_tangent(name: str, tensor: Tensor) -> None:
@@ -220,27 +222,29 @@ def check_head(
     weight: Any,
     bias: Any,
     hidden: Tensor,
-    may_be_empty: bool = False,
+    is_part: bool = False,
     of_shards: str = "weight.to_local() to the function of this name in fused_topk.distributed",
 ) -> None:
     """Checks the weight and the bias of an LM head.
 
-    may_be_empty: whether the weight may have no token, as a process's share of a weight may. of_shards: what the error says to pass
-    in place of a sharded weight.
+    is_part: whether they are a process's part of a head, `local_weight` and `local_bias`, which may have no token. of_shards: what
+    the error says to pass in place of a sharded weight.
     """
+    prefix = "local_" if is_part else ""
+    weight_name, bias_name = f"{prefix}weight", f"{prefix}bias"
     if is_distributed(weight):
         raise TypeError(
-            f"`weight` must not be a DTensor, got one placed {weight.placements}; for one that is sharded over its first "
+            f"`{weight_name}` must not be a DTensor, got one placed {weight.placements}; for one that is sharded over its first "
             f"dimension give {of_shards}"
         )
-    check_tensor("weight", weight)
+    check_tensor(weight_name, weight)
     size = hidden.shape[-1]
     if weight.dim() != 2 or weight.shape[1] != size:
         raise ValueError(
-            f"`weight` must have the shape (V, {size}), got {tuple(weight.shape)}; it is that of torch.nn.Linear, one row a "
-            "token"
+            f"`{weight_name}` must have the shape (V, {size}), got {tuple(weight.shape)}; it is that of torch.nn.Linear, one "
+            "row a token"
         )
-    for name, tensor in (("weight", weight), ("bias", bias)):
+    for name, tensor in ((weight_name, weight), (bias_name, bias)):
         if tensor is None:
             continue
         check_tensor(name, tensor)
@@ -250,12 +254,12 @@ def check_head(
             )
         check_same_device(name, tensor, hidden)
         check_no_tangent(name, tensor)
-    if weight.shape[0] or not may_be_empty:
-        check_vocabulary(weight.shape[0], "weight")
+    if weight.shape[0] or not is_part:
+        check_vocabulary(weight.shape[0], weight_name)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"`bias` must have the shape {tuple(weight.shape[:1])} of the vocabulary, got {tuple(bias.shape)}; it is that of "
-            "torch.nn.Linear"
+            f"`{bias_name}` must have the shape {tuple(weight.shape[:1])} of the vocabulary, got {tuple(bias.shape)}; it is that "
+            "of torch.nn.Linear"
         )
 
 

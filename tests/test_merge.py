@@ -264,6 +264,11 @@ class TestArguments:
             (lambda p: [], ValueError, "`parts` must have at least one state"),
             (lambda p: [p[0], 3], TypeError, r"`parts\[1\]` must be a TopKState, got int"),
             (lambda p: [p[0], tuple(p[1])], TypeError, r"`parts\[1\]` must be a TopKState, got tuple"),
+            (
+                lambda p: [p[0], p[1]._replace(logits=p[1].logits.int())],
+                TypeError,
+                r"`parts\[1\].logits` must be float32",
+            ),
             (lambda p: [p[0], p[1]._replace(m=None)], TypeError, r"`parts\[1\].m` must be a torch.Tensor"),
             (lambda p: [p[0], p[1]._replace(d=p[1].d.double())], ValueError, r"`parts\[1\].d` must be torch.float32"),
             (lambda p: [p[0], p[1]._replace(m=p[1].m[:1])], ValueError, r"`parts\[1\].m` must be .* of shape \(2,\)"),

@@ -235,7 +235,7 @@ def test_rotary_embeddings_that_change_with_the_length(case, num_beams):
         return
     reason = "texts of more than 20 tokens, where rotary embeddings change"
     if case.startswith("Phi") and VERSION < (5, 24):
-        reason = "a preparation of its own for texts of more than 20 tokens"
+        reason = "a preparation of the model's own for texts of more than 20 tokens"
     assert_declined(model, reason, inputs, max_new_tokens=24, **options)
     # A long text leaves other numbers in the model, which stay there.
     long = model.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=0, **options)
@@ -366,9 +366,9 @@ def test_other_threads_run_the_model_with_its_own_attention(model):
 def test_disable_forgets_and_so_does_the_end_of_the_model(model):
     enable(model, whole_step="eager")
     model.generate(**inputs_for(model), **BEAMS)
-    assert model in entry._ready
+    assert entry._ready.get(model) is not None
     disable(model)
-    assert model not in entry._ready
+    assert entry._ready.get(model) is None
 
 
 def test_what_is_kept_does_not_outlive_the_model():

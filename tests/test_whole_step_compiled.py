@@ -114,7 +114,7 @@ def test_calls_that_compile_nothing(model, traced, caplog):
         for options in others:
             assert_compiled(model, inputs_for(model, 2, 6), num_beams=3, **options)
     assert sum("was compiled" in message for message in caplog.messages) == 1
-    store = entry._ready[model].store
+    store = entry._ready.get(model).store
     assert [(shape.batch, shape.prompt) for shape in store._kept] == [(2, 24), (4, 48), (3, 16), (2, 16)]
     assert len(store._codes) == 1
 
@@ -124,14 +124,14 @@ def test_what_is_kept_is_bounded_and_dropped(model, traced, monkeypatch):
     monkeypatch.setattr(f"{entry.__package__}.store.MAX_SHAPES", 2)
     for beams in (2, 3, 4):
         assert_compiled(model, inputs_for(model), num_beams=beams)
-    store = entry._ready[model].store
+    store = entry._ready.get(model).store
     assert [shape.beams for shape in store._kept] == [3, 4]
     monkeypatch.setattr(f"{entry.__package__}.store.MAX_BYTES", 1)
     assert_compiled(model, inputs_for(model), num_beams=3)
     assert [shape.beams for shape in store._kept] == [3]
     enable(model, whole_step="compiled")
     disable(model)
-    assert model not in entry._ready
+    assert entry._ready.get(model) is None
 
 
 @pytest.mark.exhaustive
@@ -185,7 +185,7 @@ def test_a_compiler_that_fails(model, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", compile)
     for _ in range(2):
-        assert_not_compiled(model, "what is to be compiled raises OSError: no compiler")
+        assert_not_compiled(model, "a step that is to be compiled raises OSError: no compiler")
 
 
 @pytest.mark.exhaustive
@@ -194,7 +194,7 @@ def test_what_torch_says_of_a_compiler_that_fails(model, monkeypatch):
         raise OSError("no working C++ compiler\nand more")
 
     monkeypatch.setattr(compiled, "_inductor", fail)
-    assert_not_compiled(model, "what is to be compiled raises OSError: no working C++ compiler", num_beams=1)
+    assert_not_compiled(model, "a step that is to be compiled raises OSError: no working C++ compiler", num_beams=1)
 
 
 @pytest.mark.parametrize("num_beams", [1, *also(3)])
@@ -212,7 +212,7 @@ def test_a_compiler_that_is_switched_off(switch, output_scores, num_beams, model
         block = torch._dynamo.config.patch(**{switch: True})
     with block:
         (reason,) = assert_not_compiled(model, None, num_beams=num_beams, output_scores=output_scores)
-    assert reason.startswith("what is to be compiled raises NothingCompiled: torch.compile is switched off")
+    assert reason.startswith("a step that is to be compiled raises NothingCompiled: torch.compile is switched off")
     assert not any("was compiled" in message for message in caplog.messages)
 
 

@@ -158,7 +158,7 @@ def test_memory_beyond_the_weights_grows_with_the_prompt_once(cuda):
         ids = torch.randint(8, 97, (4, length), device="cuda")
         with WAYS["captured"](model):
             model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
-        step = list(entry._ready[model].store._kept.values())[-1]
+        step = list(entry._ready.get(model).store._kept.values())[-1]
         store_bytes.append(step.decoder.num_bytes)
     heads, dim, layers = 2, 8, 2
     per_place = 4 * heads * dim * layers * 2 * 4
@@ -171,9 +171,9 @@ def test_graphs_are_dropped(cuda):
 
     enable(model, whole_step=True)
     model.generate(**inputs, num_beams=4, max_new_tokens=8, do_sample=False)
-    assert len(entry._ready[model].store) == 1
+    assert len(entry._ready.get(model).store._kept) == 1
     disable(model)
-    assert model not in entry._ready
+    assert entry._ready.get(model) is None
 
 
 def test_weights_that_lie_elsewhere_are_captured_anew(cuda):

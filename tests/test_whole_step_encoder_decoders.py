@@ -164,7 +164,7 @@ def test_a_decoder_that_could_generate_by_itself_is_kept():
         # Each block puts its hooks on the decoder, too.
         with whole(model):
             model.generate(**inputs, num_beams=3, max_new_tokens=4)
-            twins.append(entry._ready[model].twin)
+            twins.append(entry._ready.get(model).twin)
     assert twins[0] is twins[1]
     assert not twins[0].decoder._forward_hooks and "generate" not in vars(twins[0].decoder)
     model.decoder.register_forward_hook(lambda module, args, output: None)

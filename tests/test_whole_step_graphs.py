@@ -199,13 +199,13 @@ def test_what_is_captured_is_kept_and_dropped(model, monkeypatch):
     for beams in (2, 3, 4, 3):
         assert_captured(model, inputs_for(model), num_beams=beams)
     assert StandIn.made == 3
-    store = entry._ready[model].store
+    store = entry._ready.get(model).store
     assert [shape.beams for shape in store._kept] == [4, 3]
     # A graph's own memory counts.
     sizes = [step.num_bytes - step.decoder.num_bytes for step in store._kept.values()]
     assert sizes == [1000, 1000]
     entry.drop(model)
-    assert model not in entry._ready
+    assert entry._ready.get(model) is None
 
 
 def test_a_capture_that_fails(model, monkeypatch):
@@ -218,7 +218,7 @@ def test_a_capture_that_fails(model, monkeypatch):
         assert_same(stock, given, TOLERANCE)
         assert steps.whole > 0 and steps.captured == 0
         assert steps.not_compiled == {
-            "what is to be captured raises RuntimeError: operation not permitted when stream is capturing": 1
+            "a step that is to be captured raises RuntimeError: operation not permitted when stream is capturing": 1
         }
 
 
@@ -234,7 +234,7 @@ def test_what_cannot_be_compiled_is_captured_all_the_same(model, monkeypatch):
     stock, given, steps = generate_both(model, fused=compiling, num_beams=3, **OPTIONS)
     assert_same(stock, given, TOLERANCE)
     assert steps.captured == steps.whole > 0 and steps.compiled == 0
-    assert steps.not_compiled == {"what is to be compiled and captured raises OSError: no compiler": 1}
+    assert steps.not_compiled == {"a step that is to be compiled and captured raises OSError: no compiler": 1}
 
 
 def test_a_step_for_longer_texts_serves_shorter_ones(model):

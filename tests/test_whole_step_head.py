@@ -53,7 +53,7 @@ def assert_steps(model, inputs, has_head, **options):
     stock, given, steps = generate_both(model, inputs, fused=compiling, **options)
     assert_same(stock, given, TOLERANCE)
     assert steps.compiled == steps.whole == steps.fused > 0, (steps.not_whole, steps.not_compiled)
-    step = next(reversed(entry._ready[model].store._kept.values()))
+    step = next(reversed(entry._ready.get(model).store._kept.values()))
     assert (step._head is not None) == has_head
     step.begin(copy.deepcopy(step._state), copy.deepcopy(step._constants), 9)
     with torch.no_grad(), Wide() as wide:

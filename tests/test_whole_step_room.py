@@ -159,7 +159,7 @@ def test_an_exception_leaves_a_step_as_it_was(monkeypatch):
     model, inputs = copy.deepcopy(family("Llama")), inputs_for(family("Llama"), 2)
     options = {**OPTIONS, "num_beams": 1}
     assert_whole(model, inputs, way=True, **options)
-    (step,) = entry._ready[model].store._kept.values()
+    (step,) = entry._ready.get(model).store._kept.values()
 
     def prefixes(batch, text):
         if len(text) == 12:
@@ -169,7 +169,7 @@ def test_an_exception_leaves_a_step_as_it_was(monkeypatch):
     for failing in ({"streamer": Failing()}, {"prefix_allowed_tokens_fn": prefixes}):
         with keeping(model), pytest.raises(OSError, match="gone"):
             model.generate(**inputs, **options, do_sample=False, **failing)
-        assert [*entry._ready[model].store._kept.values()] == [step]
+        assert [*entry._ready.get(model).store._kept.values()] == [step]
         with torch.compiler.set_stance("fail_on_recompile"):
             assert_whole(model, inputs, way=True, **options)
 
@@ -200,11 +200,11 @@ def test_300_calls_of_48_shapes_take_bounded_memory():
         if number % 48 == 47:
             gc.collect()
             taken.append(resident_bytes())
-            codes.append(len(entry._ready[model].store._codes))
+            codes.append(len(entry._ready.get(model).store._codes))
     # One row, and several, with beams and without.
     assert codes == [4] * 6
-    assert len(entry._ready[model].store) == 8
+    assert len(entry._ready.get(model).store._kept) == 8
     # The bytes of a step of the largest shape are 0.2 MB. Allocators do not give back all.
     assert taken[-1] - taken[1] < 8e6, [each / 1e6 for each in taken]
     disable(model)
-    assert model not in entry._ready
+    assert entry._ready.get(model) is None

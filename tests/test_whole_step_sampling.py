@@ -19,7 +19,7 @@ from whole_steps import encoder_decoder, family, source_for
 sampled = functools.partial(fused_decoding, sampling=True, whole_step="eager")
 DRAWS = 4000
 needs_sorted_draws = pytest.mark.skipif(
-    not reasons._sorts_drawn_beams(), reason="this version's beam sampling goes on with other beams"
+    not reasons.SORTS_DRAWN_BEAMS, reason="this version's beam sampling goes on with other beams"
 )
 
 
@@ -161,7 +161,7 @@ def test_what_is_not_served_draws_the_stock_tokens():
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_scores_of_samples(num_beams):
-    if num_beams > 1 and not reasons._sorts_drawn_beams():
+    if num_beams > 1 and not reasons.SORTS_DRAWN_BEAMS:
         pytest.skip("this version's beam sampling goes on with other beams")
     # With one token left of each row there is nothing random.
     options = {"do_sample": True, "top_k": 1, "num_beams": num_beams, "output_scores": True}

@@ -85,9 +85,9 @@ def test_compiled_steps_follow_a_container_that_is_changed_in_place(model):
     after = assert_as_stock(model)
     assert not torch.equal(before, after)
     # One call after the other is served by what has been made for the first.
-    ready = entry._ready[model]
+    ready = entry._ready.get(model)
     assert torch.equal(assert_as_stock(model), after)
-    assert entry._ready[model] is ready
+    assert entry._ready.get(model) is ready
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_compiled_steps_of_a_model_that_gets_another_dtype():
         model.to(dtype)
         with compiling(model):
             model.generate(**inputs_for(model), max_new_tokens=6)
-        assert entry._ready[model].twin.dtype == dtype
+        assert entry._ready.get(model).twin.dtype == dtype
     assert stats().whole == stats().compiled > 0
 
 
@@ -236,10 +236,10 @@ def test_copies_have_nothing_that_is_kept(copied, is_enabled, model):
         model.generate(**inputs_for(model), **BEAMS)
         other = copied(model) if is_enabled else None
     other = copied(model) if other is None else other
-    assert model in entry._ready and other not in entry._ready
+    assert entry._ready.get(model) is not None and entry._ready.get(other) is None
     assert is_enabled <= (attribute.KEPT not in vars(other))
     assert_whole(other, inputs_for(other), **BEAMS)
-    assert other in entry._ready
+    assert entry._ready.get(other) is not None
     disable(model)
     assert attribute.KEPT not in vars(model)
 
@@ -271,7 +271,7 @@ def test_compiled_steps_do_not_outlive_the_model(is_one_piece, monkeypatch):
     with fused_decoding(model, whole_step=True):
         model.generate(**inputs_for(model), **BEAMS)
     assert stats().compiled > 0
-    (step,) = entry._ready[model].store._kept.values()
+    (step,) = entry._ready.get(model).store._kept.values()
     kept = [weakref.ref(each) for each in (model.lm_head.weight, step.decoder._cache.layers[0].keys)]
     del model, step
     gc.collect()

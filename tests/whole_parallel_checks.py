@@ -267,7 +267,7 @@ def captured_steps(rank: int, size: int) -> None:
         # The question, the logits of the prompt, and as many steps as there are or some more in vain.
         assert steps.whole <= len(collectives.given) - 1 <= steps.whole + graphs.LATENESS, collectives.given
         # NCCL waits for graphs that nobody needs.
-        assert len(entry.ready_for(model).store) == 0
+        assert len(entry.ready_for(model).store._kept) == 0
     enable(model, whole_step=True, sampling=True)
     with graphs_of(StandIn):
         sequences(model)
@@ -298,7 +298,7 @@ def captured_steps(rank: int, size: int) -> None:
             assert torch.equal(sequences(model), expected)
             steps = stats(reset=True)
             error = "no memory for a graph" if is_last else "a capture on another process"
-            assert list(steps.not_compiled) == [f"what is to be captured raises RuntimeError: {error}"], steps
+            assert list(steps.not_compiled) == [f"a step that is to be captured raises RuntimeError: {error}"], steps
             assert steps.captured == 0 and steps.whole == NEW_TOKENS
     drop(model)
 

@@ -95,7 +95,7 @@ def room_grows_and_lengths_differ(rank: int, size: int) -> None:
             assert_equal_everywhere(got)
     assert stats(reset=True).not_whole == {}
     disable(model)
-    assert len(entry.ready_for(model).store) == 0
+    assert len(entry.ready_for(model).store._kept) == 0
 
 
 def the_default_is_captured(rank: int, size: int) -> None:

@@ -140,7 +140,7 @@ def beam_topk(
         those of the unsharded call. Compiled and captured calls cannot check that k is at most beams times the vocabulary:
         what is too much has the index -1.
     """
-    check_logits(local_logits)
+    check_logits(local_logits, "local_logits")
     check_beam_scores(beam_scores, local_logits)
     check_normalize_of_beams(normalize)
     beams = local_logits.shape[1]
@@ -174,7 +174,7 @@ def row(
     normalize: str,
     backend: str | None,
 ) -> TopK:
-    check_logits(local_logits)
+    check_logits(local_logits, "local_logits")
     check_normalize(normalize)
     call = gather_states(local_logits, k, group, temperature, mask, normalize, backend)
     return calls.merge_parts(*call.parts, k, *call.temperatures, values, normalize, backend)

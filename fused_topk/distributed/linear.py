@@ -164,7 +164,7 @@ def _linear(
     group = group_of(group)
     check_hidden(hidden)
     hidden, weight, bias = autocast.as_multiplied(hidden, weight, bias)
-    check_head(weight, bias, hidden, may_be_empty=True)
+    check_head(weight, bias, hidden, is_part=True)
     check_k(k, 2**31 - 1, "what an exchange takes")
     check_normalize(normalize)
     check_backend(backend)

@@ -92,7 +92,7 @@ def sample(
         With top_k, top_p or min_p a call waits for the device. It does not serve torch.compile and CUDA graphs.
     """
     group = group_of(group)
-    check_logits(local_logits)
+    check_logits(local_logits, "local_logits")
     check_backend(backend)
     check_k(num_samples, 2**31 - 1, "samples of a row", "num_samples")
     if not of_rows.is_zero(logprobs):

@@ -194,7 +194,7 @@ def _check_part(name: str, part: Any, first: TopKState) -> None:
     if not isinstance(part, TopKState):
         raise TypeError(f"`{name}` must be a TopKState, got {type(part).__name__}; make it with topk_state()")
     logits, indices, *normalizer = part
-    check_logits(logits)
+    check_logits(logits, f"{name}.logits")
     # Not a slice of the part: torch.compile of torch 2.6 cannot trace one of a named tuple.
     for field, tensor in zip(("indices", "m", "d"), (indices, *normalizer), strict=True):
         check_tensor(f"{name}.{field}", tensor)

@@ -13,7 +13,7 @@
 
 A call goes down through these, and none of them calls one above it:
 
-    entrance, hooks     how a user asks, and what a model carries so that its calls are seen
+    entrance, hooks     how a user asks for fused calls, and the methods of a model that notice its calls
     ways                which way a call runs: in whole steps, or in transformers' loop
     whole_step/         loops of our own: beams share their prompt, and a step can be compiled and captured
     interception/       transformers' own loop, with a fused choice of tokens wherever that is possible

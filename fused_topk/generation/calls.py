@@ -26,7 +26,7 @@ COMPILED = "_compiled_call_impl"
 # The methods of a model that :mod:`hooks` puts its own methods in front of.
 METHODS = ("generate", LOOKUP, "get_compiled_call", COMPILED, "__getstate__")
 HOOKS = "_fused_topk_hooks"
-# What whole steps keep of a model.
+# The attribute in which whole steps keep what they need for a model.
 KEPT = "_fused_topk_whole_step"
 # Attributes of a model that are this package's.
 OWN = frozenset({*METHODS, HOOKS, KEPT})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities in compact form: the next token's best, and those of whole sequences for scoring and distillation."""
+"""Log-probabilities in compact form: of the best next tokens, and of whole sequences, for scoring and distillation."""
 
 from __future__ import annotations
 
@@ -87,8 +87,7 @@ def text_topk_logprobs(
 
     Returns:
         TokenLogprobs: values and indices [batch, length, k], logsumexp [batch, length], and with targets their
-        log-probabilities, and their ranks if there is one a position. Differentiable with respect to what the model has
-        learned.
+        log-probabilities, and with one target a position its rank. Differentiable with respect to the model's parameters.
 
     Raises:
         TypeError, ValueError: an argument of a wrong kind, dtype, shape or device.

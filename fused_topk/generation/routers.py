@@ -151,7 +151,7 @@ def fuse_routers(model: nn.Module) -> Iterator[FusedRouters]:
     OLMoE, FlexOlmo, GPT-OSS, Hunyuan, ERNIE-4.5-MoE, DeepSeek-V2, V3 and V3.2, GLM-4-MoE and its kin, dots.llm1, Kimi-Linear,
     Bailing, EXAONE-MoE, Nemotron-H, MiMo-V2 and Solar, as transformers 5 has them. Each is tried on a few tokens first.
 
-    Weights equal those of the model's own operations to float32 rounding. Experts are the same but for ties, where the smaller
+    Weights equal those of the model's own operations to float32 rounding. Experts are the same except for ties, where the smaller
     index is chosen. They come best first, as from :func:`fused_topk.router_topk`. Under torch.autocast scores are float32, where
     some models' own are bfloat16.
 

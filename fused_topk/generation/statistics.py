@@ -34,7 +34,7 @@ class Stats(_Steps):
         sharded: the number of steps of transformers' loop with a tensor-parallel model in which no process gathered the logits.
         gathered: for each reason why the logits of a tensor-parallel model were gathered, the number of times.
 
-    A tuple of the first three. It prints `fused`, `fallback` and whatever else was counted.
+    A tuple of the first three. Printed, it shows `fused`, `fallback` and all other counts that are not zero.
     """
 
     whole: int
@@ -84,7 +84,7 @@ def stats(reset: bool = False) -> Stats:
     return result
 
 
-def count_fused(is_sharded: bool = False) -> None:
+def count_fused(is_sharded: bool) -> None:
     _count(fused=1, sharded=int(is_sharded))
 
 

@@ -115,7 +115,7 @@ class Rows:
         """A token [R, 1] of each row, drawn from the tokens in `mask` [1 or R, W]. See :func:`fused_topk.sample`.
 
         Args:
-            parameters: of temperature, top_k, top_p and min_p those that are set.
+            parameters: temperature, top_k, top_p and min_p, as far as they are set.
         """
         logits = self.logits
         if mask is not None:

@@ -62,7 +62,7 @@ def best_continuations(
         edits: what the processors do to log-probabilities, in order.
         beam_scores: float32 [batch, beams].
         k: 1 <= k <= beams * V.
-        renormalizes: whether what the edits leave of a row becomes a distribution again.
+        renormalizes: whether each row is made a distribution again after the edits.
 
     Returns:
         Accumulated log-probabilities float32 [batch, k], best first, and int64 [batch, k], beam * V + token.
@@ -135,7 +135,7 @@ def _must_merge(edits: Sequence[Edit]) -> bool:
 
 
 def _touched(rows: Rows, edits: Sequence[Edit]) -> Tensor:
-    """int64 [R, S]: the tokens whose scores the edits change, those that are only banned left out."""
+    """int64 [R, S]: the tokens whose scores the edits change, without tokens that are only banned."""
     touched = [edit.ids.expand(len(rows.logits), -1) for edit in edits if edit.ids is not None]
     if not touched:
         return torch.empty((len(rows.logits), 0), dtype=torch.int64, device=rows.logits.device)

@@ -112,7 +112,7 @@ def left_over(
 
 
 def drawn(left: Candidates, num_samples: int = 1, generator: Any = None) -> Tensor:
-    """int64 [R, num_samples]: tokens by their probabilities among those that are left."""
+    """int64 [R, num_samples]: tokens that are drawn by their probabilities among the tokens that are left."""
     chosen = drawn_from(left.scores.softmax(-1), num_samples, generator)
     return left.ids.gather(1, chosen)
 
@@ -151,7 +151,7 @@ def drawn_from(probs: Tensor, num_samples: int, generator: Any = None) -> Tensor
 def _log_total(
     rows: Rows, edits: Sequence[Edit], best_scores: Tensor, are_log_probs: bool
 ) -> Callable[[float], Tensor]:
-    """What warpers ask for: see :func:`warping.apply`."""
+    """The argument `log_total` of :func:`warping.apply`."""
     return lambda temperature: selection.logsumexp(rows, edits, temperature, are_log_probs, best_scores[:, :1])
 
 

@@ -110,7 +110,7 @@ def apply(
             is_out = (scores - scores[:, :1]).exp() < number
         else:
             probs = scores.softmax(-1) if is_cut else ((scores - scores[:, :1]) - log_total(temperature)).exp()
-            # Ascending, and what is beyond the list first, as transformers adds them up.
+            # Added up as transformers does: in ascending order, beginning with the tokens beyond the list.
             shares = probs.flip(-1).cumsum(-1).flip(-1)
             if not is_cut:
                 shares += 1 - shares[:, :1]

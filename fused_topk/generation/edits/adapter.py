@@ -46,7 +46,7 @@ def is_as_published(kind: type) -> bool:
 def _leaves_out_foreign(kind: Any, argument: Any) -> bool:
     """Whether a processor leaves out tokens of the text that the logits have no place for, as later versions do."""
     try:
-        # On a CPU, whatever the user's default device: a process cannot use a GPU any more that has read out of bounds.
+        # On a CPU, whatever the user's default device: after a read out of bounds a process cannot use its GPU any more.
         with torch.device("cpu"):
             kind(argument)(torch.tensor([[2]]), torch.zeros(1, 1))
     except (IndexError, RuntimeError):

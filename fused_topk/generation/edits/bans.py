@@ -122,7 +122,7 @@ def _encoder_no_repeat_ngram(p: Any) -> Adapter | None:
     def adapter(step: Step) -> Edit | None:
         ids, size, vocab_size = step.input_ids, p.ngram_size, step.rows.vocab_size
         if len(ids) % p.batch_size:
-            raise NotSparse("an encoder's texts of other rows")
+            raise NotSparse("an encoder's texts for another number of rows")
         if ids.shape[1] + 1 < size or not ends:
             return None
         if not 0 <= min(ends) <= max(ends) < vocab_size:

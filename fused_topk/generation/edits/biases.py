@@ -35,7 +35,7 @@ class _Phrases(NamedTuple):
 
     prefixes: Tensor  # int64 [n, length - 1]
     last: Tensor  # int64 [n], what comes after them
-    biases: Tensor  # float32 [n], what is added to it
+    biases: Tensor  # float32 [n], what is added to the score of `last`
 
 
 class _Prepared(NamedTuple):

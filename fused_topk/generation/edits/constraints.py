@@ -48,7 +48,7 @@ def _prefix_constrained(p: Any) -> Adapter | None:
     def adapter(step: Step) -> Edit | None:
         rows = step.rows
         if len(step.input_ids) % beams:
-            raise NotSparse("prefix_allowed_tokens_fn of other beams")
+            raise NotSparse("prefix_allowed_tokens_fn for another number of beams")
         allowed = torch.zeros(rows.logits.shape, dtype=torch.bool, device="cpu")
         answers: list[Any] = []
         step.answered[id(p)] = _Answered(p, answers)
@@ -60,7 +60,7 @@ def _prefix_constrained(p: Any) -> Adapter | None:
                 allowed[row, answer.cpu() if isinstance(answer, Tensor) else answer] = True
                 is_empty = len(answer) == 0
             except Exception:
-                raise NotSparse("prefix_allowed_tokens_fn gives what is no index of the vocabulary") from None
+                raise NotSparse("prefix_allowed_tokens_fn gives something that is no index of the vocabulary") from None
             if is_empty:
                 raise NotSparse("prefix_allowed_tokens_fn gives no token")
             # A copy of the answer, which the function may change later.

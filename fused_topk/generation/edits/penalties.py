@@ -92,7 +92,7 @@ def _takes_tensors() -> bool:
 def _repetition_penalty(p: Any) -> Adapter | None:
     ignored = p.prompt_ignore_length
     is_of_rows = isinstance(ignored, Tensor) and _takes_tensors() and ignored.dim() == 1
-    # What is neither an int nor a tensor is ignored by some versions. The last two belong to continuous batching.
+    # Some versions ignore a length that is neither an int nor a tensor. The last two attributes belong to continuous batching.
     if not (
         (ignored is None or isinstance(ignored, int) or is_of_rows)
         and isinstance(p.penalty, (int, float))
@@ -107,7 +107,7 @@ def _repetition_penalty(p: Any) -> Adapter | None:
         check(step)
         if is_of_rows:
             if len(ignored) != len(ids):
-                raise NotSparse("prompt_ignore_length of other rows")
+                raise NotSparse("prompt_ignore_length for another number of rows")
             positions = torch.arange(ids.shape[1], device=ids.device)
             ids = ids.masked_fill(positions < ignored.to(ids.device).unsqueeze(-1), vocab_size)
         elif ignored is not None:
@@ -157,7 +157,7 @@ def _encoder_repetition_penalty(p: Any) -> Adapter:
     def prepare(rows: int, vocab_size: int) -> Tensor:
         ids = p.encoder_input_ids
         if ids.dim() != 2 or len(ids) > rows or not bool(((ids >= 0) & (ids < vocab_size)).all()):
-            raise NotSparse("the encoder's tokens are not of the decoder's vocabulary")
+            raise NotSparse("the encoder's tokens are not in the decoder's vocabulary")
         if _repeats_encoder_ids():
             ids = ids.repeat_interleave(rows // len(ids), 0)
         # The rows after these are not touched.

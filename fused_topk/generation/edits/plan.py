@@ -117,7 +117,7 @@ class Plan:
         """The processors themselves on all scores [R, V], with what `answered` has in the place of some of them.
 
         Args:
-            kwargs: what a loop hands to its processors besides.
+            kwargs: further arguments that a loop hands to its processors.
         """
         processors = LogitsProcessorList(answered.get(id(each), each) for each in self.processors)
         return processors(input_ids, scores, **kwargs)
@@ -146,7 +146,7 @@ class _State:
         self._call: Any = self._kind.__call__
         self._names = list(vars(processor))
         self._values = list(vars(processor).values())
-        # The values that can be changed in place, with what a change would show in.
+        # The values that can be changed in place, with their contents now.
         found = [(value, _contents(value)) for value in self._values]
         self._contents = [(value, contents) for value, contents in found if contents is not None]
 

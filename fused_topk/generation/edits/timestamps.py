@@ -27,7 +27,7 @@ def _may_follow(p: Any, text: list[int], vocab_size: int) -> np.ndarray:
     begin: int = p.timestamp_begin
     allowed = np.ones(vocab_size, dtype=bool)
     allowed[p.no_timestamps_token_id] = False
-    # Timestamps come in pairs, but for the one right before the end.
+    # Timestamps come in pairs, except for one right before the end.
     is_after_one = len(text) >= 1 and text[-1] >= begin
     is_after_two = is_after_one and (len(text) < 2 or text[-2] >= begin)
     if is_after_two:
@@ -48,7 +48,7 @@ def _timestamps(p: Any) -> Adapter:
         numbers = (begin, p.no_timestamps_token_id, p.eos_token_id, p.begin_index, 0 if latest is None else latest)
         # A Whisper may have several end tokens, or none.
         if not all(type(number) is int and 0 <= number < vocab_size for number in numbers):
-            raise NotSparse("Whisper's timestamps are not of the vocabulary")
+            raise NotSparse("Whisper's timestamps are not in the vocabulary")
         allowed = np.stack([_may_follow(p, ids[p.begin_index :], vocab_size) for ids in step.input_ids.tolist()])
         if step.input_ids.shape[1] == p.begin_index:
             allowed[:, :begin] = False

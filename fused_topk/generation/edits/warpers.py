@@ -29,7 +29,7 @@ def filters_of(processor: Any) -> list[Filter] | None:
 
 
 def _is_within_range(each: Filter) -> bool:
-    """Whether the numbers are what the constructors accept: attributes may have been set later."""
+    """Whether a constructor would accept the numbers. A user may have set the attributes later."""
     kind, number, at_least = each
     if (
         not isinstance(at_least, int)

@@ -184,7 +184,7 @@ class LazyScores(StandIn):
         Args:
             plan: what the processors do.
             input_ids: the tokens so far.
-            kwargs: what the loop hands to its processors besides.
+            kwargs: further arguments that the loop hands to its processors.
         """
         answered: dict[int, Any] = {}
 
@@ -285,8 +285,7 @@ class LazyScores(StandIn):
             return F.softmax(self._tensor(), dim=-1)
 
         result = self._next(Stage.PROBS, self.shape, compute)
-        # The loop of beams draws from the probabilities and then asks the scores for what it has drawn (_gather), when the
-        # step may have ended.
+        # Beam sampling draws from the probabilities. Then it gathers from the scores (_gather), when the step may have ended.
         result._chosen = self._chosen
         return result
 
@@ -306,7 +305,7 @@ class LazyScores(StandIn):
             return drawn.tokens
         if warping.list_length(filters, rows.vocab_size) is None:
             return self._stock_multinomial("sampling from the whole vocabulary", num_samples, generator)
-        # As many as are drawn must be there, if need be with probability 0.
+        # The list must have as many tokens as are drawn, if need be with probability 0.
         at_least = 1 if beams is None else -(-num_samples // beams.shape[1])
         if not tokens.can_list(rows, filters, at_least):
             return self._stock_multinomial("operation multinomial", num_samples, generator)

@@ -34,7 +34,7 @@ class Session(Call):
 
     Args:
         reason: why no step of the call can be fused; None if steps may be fused.
-        loop: the code of a loop that computes as those of transformers, as demos have one; None for a loop of transformers.
+        loop: the code of a loop that computes as transformers' loops do, such as that of a demo; None for a loop of transformers.
     """
 
     def __init__(

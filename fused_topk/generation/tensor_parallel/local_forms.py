@@ -166,7 +166,7 @@ def _local(weight: Any) -> Tensor:
 def _forward_of(module: nn.Module) -> Any:
     """The forward() that transformers has put on the module; None where there is none."""
     forward = vars(module).get("forward")
-    # In front of the LM head's forward() stands one of this package.
+    # In front of the LM head's forward() stands a method of this package.
     forward = getattr(forward, "replaced", forward)
     is_stock = str(getattr(forward, "__module__", None)).startswith(_MODULE) and hasattr(forward, "__code__")
     return forward if is_stock else None

@@ -143,7 +143,7 @@ def _named(owners: Sequence[Any], names: str) -> frozenset[Any]:
 
 _ATTRIBUTES = frozenset({"device", "dtype", "is_cpu", "is_cuda", "is_meta", "layout", "ndim", "requires_grad", "shape"})
 _OF_THE_SHAPE = _named((torch, Tensor), "size dim numel __len__ is_floating_point")
-# With numbers as further arguments.
+# Operations that act on each element by itself, if their further arguments are numbers.
 _ELEMENTWISE = _named(
     (torch, Tensor), "tanh mul div true_divide add sub clamp float half bfloat16 to __rmul__ __truediv__ __div__"
 )

@@ -109,7 +109,7 @@ class ShardedRows(Rows):
         )
 
     def _own(self, mask: Tensor | None) -> Tensor | None:
-        """The words of this process's columns [R, words], cut from those of all tokens [1 or R, W]."""
+        """The mask of this process's columns [R, words], cut from the mask of all tokens [1 or R, W]."""
         if mask is None:
             return None
         return masks.cut(mask, self._columns.start, self._columns.length).expand(len(self._local), -1)

@@ -19,7 +19,7 @@ generate() prepares a call as ever. `generation/__init__.py` lists the private n
     preparation          what a model's own methods prepare for a prompt with images, and for the steps after it
     cache, ancestry, attention, decoder    the forward pass of a decoder; the encoder of an encoder-decoder has run before
     row_form             the second form of the forward pass, with a row for each beam
-    facts                what a model and its configuration say about the model
+    facts                what can be read from a model and its configuration
     head                 the choice from hidden states on a CPU, for which no logits are computed
     choosing, scan       the choice from logits to which the call's processors are applied
     given_cache          a cache of transformers that a call goes on with, or leaves for the next call

@@ -28,7 +28,7 @@ CAPPED = "fused_topk_shared_prompt_capped"
 
 
 class AttentionCall(NamedTuple):
-    """What a layer's attention was asked for."""
+    """What a layer has asked of our attention."""
 
     groups: int  # query heads to a key head
     window: int | None  # how many of the last places may be looked at

@@ -23,15 +23,6 @@ class OfModels(Generic[Kept]):
         # A shallow copy of the model has the attribute of the model itself. Any other copy has None.
         return attribute.kept if isinstance(attribute, _Attribute) and attribute.model() is model else None
 
-    def __contains__(self, model: Any) -> bool:
-        return self.get(model) is not None
-
-    def __getitem__(self, model: Any) -> Kept:
-        kept = self.get(model)
-        if kept is None:
-            raise KeyError(type(model).__name__)
-        return kept
-
     def __setitem__(self, model: Any, kept: Kept) -> None:
         # setattr() of a module registers some values as parts of the model.
         vars(model)[KEPT] = _Attribute(model, kept)

@@ -24,7 +24,7 @@ from ...tracing import is_traced_by_dynamo
 
 # A layer that has a state in the place of keys. In older versions models with states make caches of their own.
 STATE_LAYER = getattr(cache_utils, "LinearAttentionLayer", None)
-# What configurations call layers that have keys alone.
+# The names in configurations of layers with keys and without a state.
 WITH_KEYS = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -49,7 +49,7 @@ class Length:
 
 
 class Places:
-    """Where all layers of a cache write, and what of it is shown.
+    """Where all layers of a cache write, and which places attention looks at.
 
     Args:
         is_text: [batch, prompt]. A prompt is written to the last of its places.
@@ -195,7 +195,7 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return keys, values
 
     def _with(self, kept: Tensor, written: Tensor) -> Tensor:
-        """What is kept with a new token of each beam. Args: written: [batch * beams, heads, 1, dim]."""
+        """The tensor `kept` with a new token of each beam. Args: written: [batch * beams, heads, 1, dim]."""
         places = self._places
         if places.beams > 1:
             _, heads, _, dim = written.shape
@@ -262,7 +262,7 @@ class SourceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer's keys and values of an encoder's output, the source.
 
     Args:
-        length: places, of which a shorter source takes the first.
+        length: the number of places. A shorter source takes the first ones.
         copies: how many rows each sequence has: 1 where its beams share them.
     """
 

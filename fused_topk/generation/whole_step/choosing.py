@@ -60,7 +60,7 @@ class Choices(NamedTuple):
             ids: the prompts.
             step: which of the new tokens it is.
             place: the same number on the device.
-            kept: gets what the user is to be given of the step, if anything.
+            kept: gets the scores and logits of the step that the user has asked for.
         """
         rules = self.rules
         if step == 0 and rules.beams > 1:

@@ -35,7 +35,7 @@ class Prompt(NamedTuple):
     longest: int  # how many tokens the texts may have, with the prompt
     source: Source | None = None
     is_exact: bool = False  # whether steps take no padding before the prompt
-    past: Any = None  # what has been read before: see :class:`given_cache.Past`
+    past: Any = None  # keys of the tokens before the prompt: see :class:`given_cache.Past`
     # What the model has prepared for the prompt, a row for each beam: see :mod:`preparation`. None where it has not been asked.
     inputs: dict[str, Any] | None = None
 
@@ -270,7 +270,7 @@ class Decoder:
             length = self._places.length
             extra["cache_position"] = (length.tensor if isinstance(length, Length) else length).view(1)  # type: ignore[union-attr]
         if parents is None and not self._is_kept:
-            # As many as are shown have been written.
+            # All tokens that are shown have been written.
             mask = self._mask.of_one_beam(shown)
         else:
             mask = self._mask(parents, step, shown, gathered is not None)

@@ -57,7 +57,7 @@ def release(model: Any) -> None:
 
 
 def ready_for(model: Any) -> Ready:
-    """The model's twin and what is kept of it, with a trial where the model is not as it was.
+    """The model's twin and the steps that are kept. Tries the model first if it is new or has changed.
 
     Raises:
         Declined: the model cannot be served.
@@ -112,7 +112,7 @@ def _made_ready(model: Any) -> Ready:
     is_spread = sharded_head_of(model) is not None
     try:
         stock = _twin_of(model, None, is_steady=False)
-    # Such as that of a configuration that cannot be copied.
+    # Whatever it is: for example, a configuration cannot be copied.
     except Exception as error:
         return _not_ready(_twin_raises(model, error), snapshot)
     if is_spread:
@@ -124,7 +124,7 @@ def _made_ready(model: Any) -> Ready:
         twin = _twin_of(model, attention.name_for(text_config(model.config)._attn_implementation))
         is_taken = decoder_of(twin) is Decoder
         reason = trial.reason_against(twin, stock) if is_taken else f"{type(model).__name__} takes no other attention"
-    # Such as that of a model that takes no other attention.
+    # Whatever it is: for example, the model takes no other attention.
     except Exception as error:
         reason = _twin_raises(model, error)
     if is_spread:
@@ -282,7 +282,7 @@ def _search(
     if set(criteria.ends) != set(ends):
         raise Declined("end tokens of the stopping criteria and of the configuration differ")
     if rules.kept > beams * vocab_size_of(twin.config):
-        raise Declined("more continuations than there are")
+        raise Declined("more continuations to keep than there are")
     with_source = "encoder_outputs" in inputs
     if with_source:
         prompt = prompts.with_source(ready, ids, beams, longest, inputs)

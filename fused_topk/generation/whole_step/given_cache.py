@@ -26,7 +26,7 @@ NAMES = ("cache", "past_key_values")
 
 
 class Past(NamedTuple):
-    """What has been read before a prompt, a row for each sequence."""
+    """The keys of the tokens before a prompt, a row for each sequence."""
 
     length: int  # in tokens
     # Keys and values [batch, heads, length, dim] of each layer, in a layer with a window only the last ones; None for a layer without.
@@ -141,7 +141,7 @@ def num_unread(given: int, of_mask: int | None, past: int, may_be_new: bool) -> 
 
 
 def fill(cache: Any, decoder: Decoder, prompt: Prompt, parents: Tensor | None, new: int) -> None:
-    """Adds to a cache what a call has read.
+    """Adds the keys of the tokens that a call has read to a cache.
 
     Args:
         cache: one that :func:`reason_against` has no reason against.

@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from ...distributed.collective import wait_for
 
-# How many steps after it a flag is read. A guess: a replay takes far longer on the device than on the host, so two would do. Each
-# step more may run in vain at the end of a call.
+# A flag is read this many steps after the step that has set it. A guess: a replay takes far longer on the device than on the host,
+# so two would do. Each step more may run in vain at the end of a call.
 LATENESS = 4
 
 
@@ -56,7 +56,7 @@ class Graph:
 
     Args:
         beside: a graph whose memory this one may use, too; None for memory of its own. The two never run at the same time, and
-            neither needs what it has left in that memory.
+            neither needs that memory to be unchanged between its runs.
     """
 
     def __init__(self, run: Callable[[], Any], device: torch.device, beside: Graph | None) -> None:

@@ -96,7 +96,7 @@ class KeptStep:
 
     @property
     def made(self) -> tuple[Any, ...]:
-        """What decides whether a step must be made before it runs: the steps that exist, and the room that there has been."""
+        """Which steps have been made, and for how much room: whether a process must make a step before it runs."""
         return sorted(self._runs), self.decoder.capacity, self._state is None, self._mask is None
 
     @property
@@ -235,7 +235,7 @@ class KeptStep:
             # An error of torch.compile, of the C++ compiler, or of the capture. Whatever it is, the call runs without.
             except Exception as error:
                 if number == len(ways):
-                    raise NotKept(f"what is to be {self.shape.way} raises {said_by(error)}") from error
+                    raise NotKept(f"a step that is to be {self.shape.way} raises {said_by(error)}") from error
         raise AssertionError("there is a way")
 
     def _captured(self, run: Callable[[], Any]) -> graphs.Graph:
@@ -263,7 +263,7 @@ class KeptStep:
 
     def _tell(self, seconds: float) -> None:
         shape = self.shape
-        # To compile takes long, and the user waits for it. A capture does not.
+        # To compile takes long, so the user should know why. A capture is quick.
         logger.log(
             logging.WARNING if shape.way.is_compiled else logging.INFO,
             "fused_topk: a step of %d x %d beams, with up to %d + %d tokens, was %s in %.1f s, for later calls, too",

@@ -26,9 +26,7 @@ class Prepared(NamedTuple):
     """What a prompt and the steps after it get."""
 
     inputs: dict[str, Any]  # the arguments of the forward pass for the prompt
-    last_positions: (
-        Tensor | None
-    )  # [..., rows, 1], one less than those of the first step; None where steps get no positions
+    last_positions: Tensor | None  # [..., rows, 1], the first step's positions less one; None where it gets none
     further: frozenset[str]  # the names of further tensors that steps get
 
 

@@ -32,7 +32,7 @@ class Ready(NamedTuple):
     of: Snapshot
     store: Store
     head: Head | None
-    # Whether steps may have places for more tokens than there are, as those that are kept have.
+    # Whether steps can be kept: these have places for more tokens than there are.
     is_static: bool
     # Whether the decoder reads the mask of the source. If the source is not text, the shape of that mask is not known.
     reads_mask: bool
@@ -90,7 +90,7 @@ def prepared_by_model(ready: Ready, ids: Tensor, beams: int, longest: int, input
     original = reasons.original_length(ready.twin.config)
     if original is not None and longest > original and reasons.prepares_itself(ready.twin):
         # There Phi-3 drops its cache.
-        raise Declined(f"a preparation of its own for texts of more than {original} tokens")
+        raise Declined(f"a preparation of the model's own for texts of more than {original} tokens")
     if inputs.get("inputs_embeds") is not None:
         raise Declined("inputs_embeds before a preparation of the model's own")
     if given_cache.is_used(given_cache.cache_of(inputs)):
@@ -122,7 +122,7 @@ def with_source(ready: Ready, ids: Tensor, beams: int, longest: int, inputs: dic
     hidden = outputs[0]
     of_prompt = inputs.get("decoder_attention_mask")
     if not isinstance(hidden, Tensor) or hidden.dim() != 3 or len(hidden) != len(ids):
-        raise Declined("encoder_outputs of other rows")
+        raise Declined("encoder_outputs for another number of rows")
     if of_prompt is not None and not bool(of_prompt.all()):
         raise Declined("decoder_attention_mask with padding")
     takes_mask = ready.twin.main_input_name == "input_ids"

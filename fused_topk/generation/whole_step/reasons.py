@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -98,6 +97,8 @@ if _VERSION >= (5, 24):
     _KNOWN_METHODS += ("transformers.models.phi3.", "transformers.models.phimoe.")
 # Whether a call with a cache may be given the new tokens alone. Earlier versions do not all allow it.
 TAKES_NEW_TOKENS = _VERSION >= (5, 17)
+# Whether beam sampling goes on with the best of the tokens drawn, or, in earlier versions, with those drawn first.
+SORTS_DRAWN_BEAMS = _VERSION >= (5, 24)
 _SECOND = "second_expert_policy"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _NOT_SAMPLED = "do_sample without sampling=True"
@@ -191,7 +192,7 @@ def _is_known(found: Any, method: str) -> bool:
     """Whether a class's method is that of transformers, or one that does the same."""
     of = str(getattr(found, "__module__", "transformers."))
     if method == "generate":
-        # Who wraps it for all models calls it, and it runs our loop.
+        # A wrapper around the generate() of all models is no harm: it calls the original one, which runs our loop.
         is_handed_on = of.startswith("transformers.models.") and _calls_stock_generate(found)
         return found is GenerationMixin.generate or is_handed_on or of.startswith(_KNOWN_METHODS)
     return (found is _STOCK_METHODS[method] and of.startswith("transformers.")) or of.startswith(_KNOWN_METHODS)
@@ -296,7 +297,7 @@ def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | No
         return f"generation mode {mode.value}"
     if mode in SAMPLING and not is_sampling_asked_for:
         return _NOT_SAMPLED
-    if mode in SAMPLING and mode in BEAMS and not _sorts_drawn_beams():
+    if mode in SAMPLING and mode in BEAMS and not SORTS_DRAWN_BEAMS:
         return "beam sampling of this version of transformers"
     for name in ("cache_implementation", "prefill_chunk_size", "stop_strings"):
         if getattr(config, name, None) is not None:
@@ -346,12 +347,6 @@ def of_streaming(config: GenerationConfig) -> str | None:
     return "streamer with beams" if config.num_beams > 1 else None
 
 
-@functools.cache
-def _sorts_drawn_beams() -> bool:
-    """Whether beam sampling goes on with the best of the tokens drawn, as from 5.24 on, or with those drawn first."""
-    return _VERSION >= (5, 24)
-
-
 def unknown_inputs(inputs: Mapping[str, Any], has_source: bool) -> list[str]:
     """The names of the unknown inputs that a loop hands to the model."""
     known = _INPUTS_WITH_SOURCE if has_source else _INPUTS
@@ -359,7 +354,7 @@ def unknown_inputs(inputs: Mapping[str, Any], has_source: bool) -> list[str]:
 
 
 def of_inputs(inputs: Mapping[str, Any], has_source: bool) -> str | None:
-    """Why what a loop hands to the model is not served; None if it is.
+    """Why the inputs that a loop hands to the model are not served; None if they are.
 
     Args:
         has_source: whether it is an encoder-decoder. Any other model may get more inputs: it is asked what it makes of them.

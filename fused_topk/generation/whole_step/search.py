@@ -233,7 +233,7 @@ class Search(NamedTuple):
             if not flag.goes_on(state.goes_on, self._streamed(state, step)) or ends_now:
                 break
             if step + 1 == size:
-                # As in _run_at_once.
+                # This waits for the device: see _run_at_once().
                 if not flag.now(state.goes_on):
                     break
                 spare = reader.decoder.spare_room() if way is None else None

@@ -44,7 +44,7 @@ class Way(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a step is made for."""
+    """The shape of the calls that a kept step serves."""
 
     batch: int
     prompt: int

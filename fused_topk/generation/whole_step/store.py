@@ -89,9 +89,6 @@ class Store:
             ):
                 self._kept.popitem(last=False)
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
 
 @atexit.register
 def _release_all() -> None:

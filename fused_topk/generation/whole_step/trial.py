@@ -185,7 +185,7 @@ def reason_against_past(twin: Any, stock: Any) -> str | None:
     try:
         with torch.no_grad():
             are_close = all(_goes_on(twin, stock, past) for past in (3, 4))
-    # As in reason_against.
+    # Whatever a model raises: see reason_against().
     except Exception as error:
         return f"{name} after a given cache raises {said_by(error)}"
     return None if are_close else f"{name} computes something else after a given cache"

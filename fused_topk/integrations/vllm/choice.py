@@ -22,7 +22,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Vllm(NamedTuple):
-    """What the choice needs of vLLM."""
+    """The parts of vLLM that the choice needs."""
 
     sampler: Any  # types
     filtering: Any  # the module of top-k and top-p within the sampler
@@ -182,7 +182,7 @@ def _processed(
 def _of_listed_after_filters(
     sampler: Any, logits: Tensor, metadata: Any, requests: Requests, tokens: Tensor, vllm: Vllm
 ) -> Report:
-    """The report of named tokens after top-k and top-p, of which any may be removed: by vLLM's own operations."""
+    """The report of named tokens after top-k and top-p, which may remove any of them. By vLLM's own operations."""
     if not requests.is_min_p_first:
         logits = _after_min_p(sampler, logits.to(torch.float32), metadata)
     logits = vllm.apply_top_k_top_p(logits, metadata.top_k, metadata.top_p)
