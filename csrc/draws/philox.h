@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random numbers that depend on nothing but their name: Philox4x32-10 (Salmon, Moraes, Dror & Shaw, "Parallel random
-// numbers: as easy as 1, 2, 3", 2011). Shared by GPU and CPU; fused_topk/backends/philox.py has the same in torch
-// operations, bit for bit.
+// Counter-based random numbers, each a function of its key and its counters alone: Philox4x32-10 (Salmon, Moraes, Dror &
+// Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011). Shared by GPU and CPU; fused_topk/backends/philox.py
+// computes the same bits with torch operations.
 #pragma once
 
 #include "../algebra/order.h"
@@ -27,7 +27,8 @@ FUSED_TOPK_FN RandomWords philox(u64 key, u64 counter, u32 sample, u32 stream) {
   return {{c0, c1, c2, c3}};
 }
 
-// (floor(w / 2^12) + 1/2) / 2^52 of the first two words w: from 2^-53 to 1 - 2^-53, never 0 and never 1.
+// (floor(w / 2^12) + 1/2) / 2^52, where w is the first two words as one 64-bit number. The result is from 2^-53 to
+// 1 - 2^-53, never 0 and never 1.
 FUSED_TOPK_FN double uniform_number(u64 seed, u64 counter, u32 sample, u32 stream) {
   const RandomWords words = philox(seed, counter, sample, stream);
   const u64 bits = (u64(words.w[1]) << 32 | words.w[0]) >> 12;

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Draws from a list of a row's best tokens. Top-k, top-p and min-p keep the best, so mostly the list has all that is kept.
+// Draws from a list of a row's best tokens. Top-k, top-p and min-p keep the best tokens of a row. So mostly the list has every
+// token that they keep.
 #pragma once
 
 #include "sample_request.cuh"
 
 namespace fused_topk::sampling {
 
-// Of a block of sample_rows_kernel.
+// The threads and warps of a block of sample_rows_kernel.
 constexpr u32 kThreads = 512;
 constexpr u32 kWarps = kThreads / kWarpSize;
 
@@ -16,7 +17,7 @@ constexpr u32 kLongestList = 1024;
 struct Filters {
   u32 k;             // 0: top-k keeps all
   double top_p;      // 1 keeps all
-  u64 least_weight;  // of min-p; 0 keeps all
+  u64 least_weight;  // the least weight that min-p keeps; 0 keeps all
 
   __device__ __forceinline__ bool has_top_p() const { return top_p < 1.0; }
   __device__ __forceinline__ bool has_min_p() const { return least_weight > 0; }
@@ -54,18 +55,20 @@ struct List {
     }
   }
 
-  // How many tokens of the list the filters keep. 0 if they may keep tokens beyond the list. sum: of all weights, for top-p
-  // without k. All 32 lanes of a warp call it.
+  // The number of tokens of the list that the filters keep; 0 if they may also keep tokens beyond the list. sum: the
+  // sum of all weights of the row, which top-p without top-k needs. All 32 lanes of a warp call it.
   __device__ __forceinline__ u32 kept(const Filters& filters, u64 sum) const {
     u32 kept = length;
-    // Behind a token with -inf there are only such, which weigh nothing.
+    // has_border: no token beyond the list is kept. If the list's last token is -inf, so are all tokens beyond the
+    // list, and they weigh nothing.
     bool has_border = kept == V || shared.key[length - 1] == kNegativeInfinityKey;
     if (filters.k) {
       if (filters.k > length) return 0;
       const u32 kth = shared.key[filters.k - 1];
       kept = count(kept, [&](u32 i) { return shared.key[i] >= kth; });
       has_border |= kept < length;
-      // Without the sum of all that tie with the k-th, top-p has nothing to be relative to.
+      // Tokens beyond the list may tie with the k-th token. Then the sum of all tokens that top-k keeps is not known,
+      // and top-p keeps a share of that sum.
       if (!has_border && filters.has_top_p()) return 0;
     }
     if (filters.has_top_p()) {
@@ -98,14 +101,16 @@ struct List {
     return count(kept, [&](u32 i) { return shared.key[i] != kNegativeInfinityKey; });
   }
 
-  // greatest: the greatest logit / T. Calls write(sample, token, total) in one thread for each sample. All threads of the block call it.
+  // Draws the samples from the first `kept` tokens. Calls write(sample, token, total) in one thread for each sample.
+  // greatest: the row's greatest logit / T. All threads of the block call it.
   template <class WRITE>
   __device__ __forceinline__ void draw(const SampleRows& p, u32 row, u32 kept, float greatest,
                                        const WRITE& write) const {
     const u64 total = sum_of(kept);
     const u32 finite = this->finite(kept);
     if (threadIdx.x == 0) write_kept(p, row, finite, total, greatest);
-    // The running sums are by index: where a token's begins, and where it ends.
+    // The running sum goes in the order of the tokens' indices, as it does where the row is read (draw_from_pieces).
+    // `before` is the sum of the weights of the tokens with smaller indices.
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < kept; i += kThreads) {
       const u32 index = shared.index[i];

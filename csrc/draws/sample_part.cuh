@@ -6,13 +6,13 @@
 
 namespace fused_topk::sampling {
 
-// A part of a row: its tokens.
+// The tokens begin .. end - 1 of a row.
 struct Part {
   u32 begin, end;
 };
 
-// The first token of a part at which the running sum of measure(logit, token), which is 0 for a logit of -inf, exceeds `aim`;
-// the last token if it never does. The 32 lanes of a warp call it.
+// The first token of a part at which the running sum of measure(logit, token) exceeds `aim`; the last token of the part
+// if the sum never does. measure must be 0 for a logit of -inf. The 32 lanes of a warp call it.
 template <class FORMAT, u32 VECTORS, class MEASURE>
 __device__ __forceinline__ u32 find_in_part(const PartReader<FORMAT, VECTORS>& reader, Part part, u64 aim,
                                             const MEASURE& measure) {
@@ -22,7 +22,8 @@ __device__ __forceinline__ u32 find_in_part(const PartReader<FORMAT, VECTORS>& r
   for (u32 first = part.begin; first < part.end; first += Reader::kElements) {
     Vector vectors[VECTORS];
     reader.load(first, vectors);
-    // The vector in which the sum passes the aim, its first token in this lane, and what is before that.
+    // This lane's vector of those in which the sum passes the aim; the vector's first token; and the sum before that
+    // token.
     Vector passed = {{0, 0, 0, 0}};
     u32 token = part.end;
     u64 sums = 0;
@@ -40,7 +41,7 @@ __device__ __forceinline__ u32 find_in_part(const PartReader<FORMAT, VECTORS>& r
     }
     if (before <= aim) continue;
     const u32 lane = __popc(__ballot_sync(kAllLanes, sums <= aim)) - 1;
-    // Every lane walks its vector.
+    // Every lane walks its own vector. The result of one lane is used: the sum passes the aim in its vector.
     u32 passes = 0;
 #pragma unroll
     for (u32 e = 0; e + 1 < FORMAT::kPerVector; ++e) {

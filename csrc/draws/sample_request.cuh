@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is asked of the kernels that draw tokens, and what both need of a row: its logits, its weights, its numbers.
+// The argument of the two kernels that draw tokens, and what both need of a row: its logits, its temperature, the weights of
+// its tokens and its random numbers.
 //
-// The weight of a token is e^((x - m) / T) as an integer, in units of 1 / `one`. So all sums are exact, in whatever
+// The weight of a token is e^((x - m) / T) as an integer, in units of 1 / `one`. So sums of weights are exact in any
 // order, and a row's draws do not depend on the launch. With 2^44 units (fewer beyond 2^18 tokens) and exp2_approx a
 // draw is exact to 2^-20 of the total.
 #pragma once
@@ -12,8 +13,9 @@
 
 namespace fused_topk {
 
-// The argument, passed by value. fused_topk/layout/launch.py fills it by field names. Of each parameter, the
-// pointer is null or has one number a row. What both kernels read comes first.
+// The argument, passed by value. fused_topk/layout/launch.py fills it by field names. seed, counter, top_k, top_p and
+// min_p each come with a pointer, row_seed and so on. It is null, or has one number for each row, which is used in
+// place of the other. The fields of both kernels come first and last.
 struct SampleRows {
   const void* logits;  // [rows, V]
   i64 row_stride;      // in elements
@@ -22,8 +24,8 @@ struct SampleRows {
   u32 num_samples;
   u32 part_length_log2;  // sample_vocabulary_kernel: tokens of a part
   u64*
-      scratch;  // sample_rows_kernel: [rows], Scratch and the blocks' BlockScratch; else [rows, parts] PartState. Null for one block a row
-  u32* tickets;      // [rows, 3], of the other kernel [rows]; zero before and after each launch
+      scratch;  // sample_rows_kernel: [rows] of a Scratch and a BlockScratch for each block; else [rows, parts] of PartState. Null: one block a row
+  u32* tickets;      // sample_rows_kernel: [rows, 3]; else [rows]. Zero before and after each launch
   i64* tokens;       // [rows, num_samples]
   float* log_probs;  // [rows, num_samples]
   DrawNumbers numbers;
@@ -32,15 +34,15 @@ struct SampleRows {
   i64 counter;
   const i64* row_counter;
   float one;            // the weight 1: a power of two
-  u32 truncated;        // 1: log_probs are relative to what is kept
+  u32 truncated;        // 1: log_probs are relative to the tokens that are kept
   u32 mask_kind;        // MaskKind
   u32 length;           // of the list
-  u32 first_row;        // its number among the rows of one seed
+  u32 first_row;        // the number of row 0 among the rows that share a seed
   const void* mask;     // nullable; see RowMask
   i64 mask_row_stride;  // in bytes or words
   i64 mask_element_stride;
   // sample_rows_kernel alone:
-  const void* list_logits;  // [rows, length], the best, best first
+  const void* list_logits;  // [rows, length]: the list's logits, best first
   const i64* list_indices;  // [rows, length]
   const float* list_state;  // [2, rows]: m, and d at temperature 1
   i64 top_k;
@@ -49,14 +51,14 @@ struct SampleRows {
   const double* row_top_p;
   double min_p;
   const double* row_min_p;
-  float* best_values;     // nullable; [rows, logprobs]: log-probabilities of the first of the list
+  float* best_values;     // nullable; [rows, logprobs]: log-probabilities of the list's first tokens
   i64* best_indices;      // nullable; [rows, logprobs]
   float* best_logsumexp;  // nullable; [rows]
   u32 logprobs;
   u32 rows;
-  // Both kernels':
+  // Both kernels:
   i64* kept_counts;       // nullable; [rows]: tokens that may be drawn
-  float* kept_logsumexp;  // nullable; [rows]: of their logits / temperature
+  float* kept_logsumexp;  // nullable; [rows]: logsumexp of their logits / temperature
 };
 
 }  // namespace fused_topk
@@ -100,7 +102,7 @@ struct Weights {
 __device__ __forceinline__ u64 aim_of(const SampleRows& p, u32 row, u32 sample, u64 total) {
   const i64 seed = p.row_seed ? __ldg(p.row_seed + row) : p.seed;
   const i64 counter = p.row_counter ? __ldg(p.row_counter + row) : p.counter;
-  // Rows with a seed of their own are told apart by it.
+  // Rows that share a seed are told apart by their numbers. A row with its own seed needs no number.
   const double u = uniform_number(u64(seed), u64(counter), sample, p.row_seed ? 0 : p.first_row + row);
   return min(u64(u * double(total)), total - 1);
 }
@@ -108,15 +110,16 @@ __device__ __forceinline__ u64 aim_of(const SampleRows& p, u32 row, u32 sample, 
 // log of a sum of weights.
 __device__ __forceinline__ float log_of_sum(const SampleRows& p, u64 sum) { return logf(float(sum) / p.one); }
 
-// One thread: what a row was drawn from, the sum of its weights, and the greatest logit / T.
+// Writes how many tokens a row was drawn from, and the logsumexp of their logits / T. sum: the sum of their weights.
+// greatest: the greatest logit / T. One thread calls it.
 __device__ __forceinline__ void write_kept(const SampleRows& p, u32 row, u64 count, u64 sum, float greatest) {
   if (!p.kept_counts) return;
   p.kept_counts[row] = i64(count);
   p.kept_logsumexp[row] = greatest + log_of_sum(p, sum);
 }
 
-// Writes the best token of a row of which no other may be drawn. m: the greatest logit if that is because of temperature 0, else
-// NaN. All threads of a block call it.
+// Writes the best token as every sample, for a greedy row or a row without a distribution. m: the greatest logit if the
+// temperature is 0, else NaN. All threads of a block call it.
 __device__ __forceinline__ void write_best(const SampleRows& p, u32 row, u32 best, float log_prob, float m) {
   if (p.kept_counts && threadIdx.x == 0) {
     p.kept_counts[row] = is_finite(m);

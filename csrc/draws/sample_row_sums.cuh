@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all blocks of a row find out about it together, one read of the row at a time. Every thread of every block gets each
-// result. Counts and sums are of integers, hence exact: they do not depend on how many blocks there are.
+// Counts and sums that all blocks of a row compute together, one read of the row at a time. Every thread of every block gets
+// each result; that of sum_pieces() goes to one block. Counts and sums are integers, hence exact: they do not depend on the
+// number of blocks.
 #pragma once
 
 #include "sample_bins.cuh"
@@ -8,19 +9,20 @@
 namespace fused_topk::sampling {
 
 constexpr u32 kPieces = 512;  // of a row; a warp reads one at a time
-// Candidates that a block searches for the border.
+// The most candidates that are listed for the search for the border.
 constexpr u32 kMostListed = 1536;
 static_assert(kPieces == kThreads, "each thread fetches a piece");
 
-// Of how many blocks a thread asks for counts at a time.
+// A thread requests the counts of this many blocks at a time.
 constexpr u32 kBlocksAhead = tuned(tuning::kFilteredDraws, 0, kTileByTile, 32, false, true).ahead;
 
-// What the blocks of a row leave for each other.
+// What sum_pieces() leaves of each piece for the row's last block.
 struct Scratch {
   u64 weights[kPieces];
   u64 counts[kPieces];
 };
-// Of each block of a row, behind the row's, in two sets: a block may write one while others still read the other.
+// What each block of a row leaves for the others. In memory these follow the row's Scratch. Sums and bins have two
+// sets: a block may write one set while others still read the other.
 struct alignas(16) BlockScratch {
   u64 sums[2][2];
   u32 bins[2][kBins];
@@ -29,7 +31,8 @@ struct alignas(16) BlockScratch {
 };
 static_assert(sizeof(Scratch) == 8192 && sizeof(BlockScratch) == 28720, "fused_topk/layout/launch.py allocates them");
 
-// A sum of weights, and their number, to which threads add: 64-bit additions to shared memory would be loops. A weight has up to 45 bits.
+// A sum of weights and their number, to which threads add. The sum is in three 32-bit numbers, because atomic 64-bit
+// additions to shared memory would be loops. A weight has up to 45 bits.
 struct Bucket {
   static constexpr u32 kBits = 21, kMask = (1u << kBits) - 1, kOne = 1 << 16;
   static_assert(kMostListed <= 1u << (32 - kBits));
@@ -62,21 +65,22 @@ struct SumsShared {
   u32 is_last;
 };
 
-// What a search is for: the greatest key from which on the tokens measure at least `aim` together.
+// What a search looks for: the greatest key such that the tokens with this key or greater keys together measure at
+// least `aim`.
 struct Wanted {
-  u64 aim;        // 0: it is not known before the total is
-  u64 total;      // of all tokens that the first bins have; 0 if it is not known
-  bool is_float;  // total: it was summed in float32
+  u64 aim;        // 0: not known before the total is known
+  u64 total;      // what all tokens of the first bins measure; 0: not known
+  bool is_float;  // the total was summed in float32
   bool is_one;    // each token measures 1
 };
 
-// A sum over the block's threads: of those before this one, and of all.
+// A sum over the block's threads: over the threads before this one, and over all threads.
 struct Sum {
   u64 before, all;
 };
 
-// All threads of a block call these. of_warp: [kWarps], in shared memory. Not inlined: they are called in many places, and code
-// that runs once takes longer to arrive than to run.
+// All threads of a block call these. of_warp: [kWarps], in shared memory. Not inlined: they are called in many places,
+// and to fetch code that runs once takes longer than to run it.
 __device__ __noinline__ Sum sum_of_block(u64 own, u64* of_warp) {
   const u32 warp = threadIdx.x / kWarpSize;
   const u64 sums = warp_inclusive_sum(own);
@@ -98,8 +102,9 @@ template <class FORMAT>
 class RowSums {
  public:
   using Keys = FormatKeys<FORMAT>;
-  // One vector: more do not fit the registers of 32 warps on a multiprocessor, but for the two reads that a row mostly has, which count
-  // without a sum and sum without a count. They take two vectors of float32.
+  // A lane takes one vector at a time: more do not fit the registers of 32 warps on a multiprocessor. The two reads
+  // that a row mostly has need fewer registers: count() without sums, and sum_pieces(). These take two vectors of
+  // float32.
   using Reader = PartReader<FORMAT, 1>;
   using WideReader = PartReader<FORMAT, 8 / FORMAT::kPerVector>;
 
@@ -114,14 +119,15 @@ class RowSums {
   __device__ __forceinline__ Sum sum_of_block(u64 own) const { return sampling::sum_of_block(own, shared_.of_warp); }
   __device__ __forceinline__ u32 sum_of_block(u32 own) const { return sampling::sum_of_block(own, shared_.of_warp); }
 
-  // What tokens measure. Of bins of logits: all that they have. Of bins of keys: those above them, and those from the range's middle on.
+  // What tokens measure together. With bins of logits, sum: all tokens of the bins. With bins of keys, sum: the tokens
+  // above the bins; of_half: the tokens from the middle of the range upwards.
   struct Sums {
     u64 sum, of_half;
   };
 
-  // Reads the row. Counts the tokens with keys in the bins' range, bin by bin. sums: the bins of logits want their sum, too.
+  // Reads the row, and counts the tokens of each bin. sums: bins of logits are summed, too. Bins of keys always are.
   __device__ __forceinline__ Sums count(const Bins<FORMAT>& bins, bool sums, const Measure& measure) {
-    // Until all have read what is overwritten.
+    // All threads have read the shared memory that is now overwritten.
     __syncthreads();
 #pragma unroll 4
     for (u32 i = threadIdx.x; i < kBinPlaces; i += kThreads) shared_.bins[i] = 0;
@@ -172,7 +178,7 @@ class RowSums {
     return {sum_of_block(own.sum).all, sum_of_block(own.of_half).all};
   }
 
-  // The same of this block's pieces, thread by thread.
+  // Does this for this block's pieces. Each thread returns its own sums.
   template <bool HAS_KEYS, bool SUMS>
   __device__ __forceinline__ Sums counted(const Bins<FORMAT>& bins, const Measure& measure) const {
     const float summed_from = HAS_KEYS ? Keys::end_of(bins.range) : bins.least,
@@ -191,13 +197,13 @@ class RowSums {
 
   struct Narrowed {
     KeyRange
-        range;  // where the key is; behind it there is no token, or it is the least key, if all together measure less
-    u32 most;   // tokens with such keys, at most; kUnknown before the search
+        range;  // where the wanted key is. If all tokens measure less than the aim: the least key, or a range that no token is below
+    u32 most;  // at most this many tokens have keys of the range; kUnknown before the search
   };
   static constexpr u32 kUnknown = ~0u;
 
-  // Where the key is, by the bins of the last count(). above: what the tokens above the bins measure. What those of a bin do is
-  // bounded by its greatest and its least key.
+  // Finds where the wanted key is from the bins of the last count(). above: what the tokens above the bins measure. The
+  // highest and the lowest logit of a bin bound what its tokens measure.
   __device__ __forceinline__ Narrowed narrowed(const Bins<FORMAT>& bins, u64 above, const Wanted& wanted,
                                                const Measure& measure) const {
     // Adds what the tokens of a bin measure, at least and at most.
@@ -214,9 +220,11 @@ class RowSums {
 #pragma unroll 1
     for (u32 bin = first; bin < end; ++bin) add(bin);
     const Sum all_least = sum_of_block(least), all_most = sum_of_block(most);
-    // The key surely is behind a bin if up to its end all measure less than the aim at most, or what is behind it does more at least
-    // than what is behind the key, where that is known: the bins have all that is left. It may be, if all measure less at least, and
-    // what is behind it more at most.
+    // least and most bound what the tokens of all bins from the first to a given one measure. The wanted key surely is
+    // below the given bin if these tokens measure less than the aim. It also is if the tokens below the bin measure
+    // more than `rest`, the total less the aim, because the tokens below the wanted key measure no more. This second
+    // test needs bins that have all tokens of the total (has_rest). passes(): the key surely is below the bin.
+    // is_open(): it may be.
     const bool has_rest = !bins.has_keys() && wanted.total;
     const u64 unsure = wanted.is_float ? measure.unsure(wanted.total) : 0;
     const u64 rest = has_rest && wanted.total > wanted.aim ? wanted.total - wanted.aim : 0;
@@ -225,7 +233,8 @@ class RowSums {
     const u64 open_most = all_most.all - min(all_most.all, rest - min(rest, unsure));
     const auto passes = [&] { return most < aim || least < passed_least; };
     const auto is_open = [&] { return least < aim && most < open_most; };
-    // The first bins are so. A thread looks at each of its bins where the first and the last may differ.
+    // If passes() or is_open() holds for a bin, it holds for all bins before it. So a thread tests each of its bins
+    // only where the test before its first bin and the test after its last one differ.
     least += all_least.before;
     most += all_most.before;
     u32 passed = passes() ? kBinsOfThread : 0, open = is_open() ? kBinsOfThread : 0;
@@ -246,7 +255,7 @@ class RowSums {
     open = min(both >> 16, kBins - 1);
     if (passed >= kBins) return {{bins.range.low, bins.range.low}, 0};
     open = max(open, passed);
-    // Keys at the range's ends may be of the next bins, too.
+    // The bins next to these may also have tokens with keys at the ends of the range.
     u32 within = 0;
     const u32 last = min(end, open + 2);
 #pragma unroll 1
@@ -254,9 +263,10 @@ class RowSums {
     return {{bins.bottom(open), bins.top(passed)}, sum_of_block(within)};
   }
 
-  // Reads the row. Sums the weights of the tokens above the range, piece by piece, and counts them and those in the range.
-  // lists: lists the latter, which are at most kMostListed. Returns in the last block to arrive, which has all of it in shared
-  // memory; false in the others, which are done.
+  // Reads the row. For each piece, sums the weights of the tokens above the range, and counts these tokens and the
+  // tokens in the range. lists: also lists the tokens in the range, of which there are at most kMostListed. Returns
+  // true in the last block to arrive, which has all results in shared memory, and false in the other blocks, which are
+  // done.
   __device__ __forceinline__ bool sum_pieces(KeyRange range, bool lists, const Weights& weight) {
     __syncthreads();
     if (threadIdx.x == 0) shared_.number_listed = 0;
@@ -298,7 +308,7 @@ class RowSums {
     if (!is_last()) return false;
     shared_.weights[threadIdx.x] = load_from_other_block(to_weights + threadIdx.x);
     shared_.counts[threadIdx.x] = load_from_other_block(to_counts + threadIdx.x);
-    // A warp fetches the list of a block.
+    // Each warp fetches the list of one block.
     static_assert(kWarps <= kWarpSize);
     const u32 warp = threadIdx.x / kWarpSize;
     const u32 of_block = lane_id() < blocks() ? u32(load_from_other_block(&scratch_of(lane_id()).number_listed)) : 0;
@@ -313,7 +323,7 @@ class RowSums {
     return true;
   }
 
-  // What sum_pieces() leaves.
+  // The results of sum_pieces(), in the last block.
   __device__ __forceinline__ u64* weights() const { return shared_.weights; }
   __device__ __forceinline__ u32 within(u32 piece) const { return u32(shared_.counts[piece]); }
   __device__ __forceinline__ u32 above(u32 piece) const { return u32(shared_.counts[piece] >> 32); }
@@ -326,7 +336,7 @@ class RowSums {
     return {u32(min(u64(logits.V), begin)), u32(min(u64(logits.V), begin + piece_length()))};
   }
 
-  // Leaves the counters zero. All threads of all blocks call it at last, if they have not come to sum_pieces().
+  // Leaves the counters zero. All threads of all blocks call it at the end, unless they have called sum_pieces().
   __device__ __forceinline__ void leave() {
     if (turn_ > 0) is_last();
   }
@@ -342,14 +352,14 @@ class RowSums {
   }
   __device__ __forceinline__ u32* tickets() const { return p_.tickets + 3 * i64(row_); }
 
-  // Whole reads of a warp.
+  // The tokens of a piece: a multiple of what a warp reads at once.
   __device__ __forceinline__ u32 piece_length() const {
     constexpr u32 kOfAll = kPieces * WideReader::kElements;
     return (p_.V + kOfAll - 1) / kOfAll * WideReader::kElements;
   }
 
-  // Calls take(logit, token) for each token of this block's pieces, and done(piece) in each warp behind a piece. Every piece of
-  // the row is some block's.
+  // Calls take(logit, token) for each token of this block's pieces, and done(piece) in the warp that has read the
+  // piece. Each piece of the row belongs to one block.
   template <class READER, class TAKE, class DONE>
   __device__ __forceinline__ void for_each_piece(const TAKE& take, const DONE& done) const {
     const READER reader{logits};
@@ -361,11 +371,11 @@ class RowSums {
     }
   }
 
-  // All blocks have come here before the first goes on.
+  // Waits until all blocks of the row have come here.
   __device__ __forceinline__ void wait_for_all() {
     __syncthreads();
     if (threadIdx.x == 0) {
-      // The last to arrive counts the turn.
+      // The last block to arrive counts the turn, which lets the others go on.
       if (take_ticket(tickets(), blocks()) == blocks() - 1) take_ticket(tickets() + 1, ~0u);
       while (tickets_taken(tickets() + 1) <= turn_) __nanosleep(20);
     }

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Draws tokens from rows whose best are listed, with filters: a block a row or several, and nothing that the host must
-// wait for.
+// Draws tokens after top-k, top-p and min-p from rows whose best tokens are listed. One block or several have a row. The
+// host waits for nothing.
 //
 // The list comes from softmax_topk.cu: the row's best tokens, and its (m, d). Top-k, top-p and min-p keep the best of a
-// row, so a border says what is kept. Mostly the list has it, and a token is drawn from the list. If more is kept than is
-// listed, the row is read twice more, as a rule:
+// row, so a border says which tokens are kept. Mostly the border lies in the list, and tokens are drawn from the list.
+// If more tokens are kept than are listed, the row is usually read twice more:
 //
-// 1. The row's blocks count its tokens by their logits, in thousands of bins. The bins bound what the tokens above each
-//    weigh, and so say between which logits the border of top-p is: mostly some hundred tokens.
-// 2. They sum the weights of the tokens above these exactly, piece by piece, and list the tokens between. The last block
-//    finds the border among those, and draws: a piece, and from the piece a token.
+// 1. The row's blocks count its tokens by their logits, in 2048 bins. The bins bound what the tokens above each bin weigh,
+//    and so say between which two logits the border of top-p is. Mostly some hundred tokens are between the two.
+// 2. The blocks sum the weights of the tokens above these two logits exactly, piece by piece, and list the tokens between
+//    them. The last block finds the border among the listed tokens. It draws a piece, and then a token of the piece.
 //
-// Where more tokens are between than a block can list, they are counted again by finer bins, until they are few enough or all
-// equal. Each read at least halves the range of their keys, so 32 suffice. Min-p says by itself what is kept: only the second read.
+// If more tokens are between the two logits than a block can list, they are counted again in finer bins, until they are
+// few enough or all equal. Each such read at least halves the range of their keys, so 32 reads suffice. Min-p needs
+// only the second read, because the weight of the best token says which weights it keeps.
 //
 // Blocks of one row wait for each other. So a launch with several blocks a row is cooperative.
 #pragma once
@@ -22,7 +23,8 @@
 
 namespace fused_topk::sampling {
 
-// The border: no candidate below it is kept. kept: by it, of the tokens that the pieces do not have; a thread's part of the number.
+// The border. least: no candidate below it is kept. kept: the number of tokens that this thread has added to the sums
+// of the pieces, because the border keeps them.
 struct Border {
   u64 least;
   u32 kept;
@@ -31,13 +33,13 @@ struct Border {
 constexpr u32 kBucketBits = 9;
 static_assert(1u << kBucketBits == kThreads, "a bucket a thread");
 
-// The least candidate with that key.
+// No candidate with this key is less.
 __device__ __forceinline__ u64 least_candidate(u32 key) { return u64(key) << 32; }
 
 // How a row's border is found. Steps that a row does not need are left out.
 enum Step : u32 {
-  kSum,     // a first search also sums the weights
-  kList,    // mostly the last one
+  kSum,     // a first read, which also sums the weights
+  kList,    // mostly the last step
   kKth,     // the key of the k-th best token, if the list is shorter
   kBorder,  // of top-p
 };
@@ -48,13 +50,13 @@ struct RowsShared {
     SumsShared sums;
   };
   Filters filters;
-  Wanted wanted;  // registers are few
+  Wanted wanted;  // not in registers, which are few
   u32 answer;
   u32 number;
   u64 above;
 };
 
-// A block's view of its row. Unless said otherwise all threads of all blocks of the row call a function.
+// A block's view of its row. Unless a comment says otherwise, all threads of all blocks of the row call each function.
 template <class FORMAT>
 struct RowSampler {
   using Keys = FormatKeys<FORMAT>;
@@ -65,7 +67,7 @@ struct RowSampler {
   RowsShared& shared;
   const u32 row;
   const RowTemperature temperature;
-  const Scale scale;  // kept: worked out at each use, it makes NVRTC 12.9 spill for compute capability 7.5
+  const Scale scale;  // a member: computed at each use, it makes NVRTC 12.9 spill for compute capability 7.5
   RowSums<FORMAT> sums;
   const float m;
 
@@ -79,13 +81,13 @@ struct RowSampler {
         m(__ldg(p.list_state + blockIdx.x)) {}
 
   __device__ __forceinline__ Weights weights() const { return {m, scale, p.one}; }
-  // d of the row at temperature 1, as softmax_topk.cu has it. Any thread.
+  // d of the row at temperature 1, from softmax_topk.cu. Any thread may call it.
   __device__ __forceinline__ float d() const { return __ldg(p.list_state + p.rows + row); }
   __device__ __forceinline__ float own_log_prob(float x) const {
     return is_finite(m) ? (x - m) - logf(d()) : not_a_number();
   }
 
-  // One thread.
+  // Writes a sample. One thread calls it.
   __device__ __forceinline__ void write(u32 sample, u32 token, u64 total) const {
     const float x = sums.logits(token);
     const i64 place = i64(row) * p.num_samples + sample;
@@ -93,7 +95,7 @@ struct RowSampler {
     p.log_probs[place] = p.truncated ? temperature.log_weight(x, m) - log_of_sum(p, total) : own_log_prob(x);
   }
 
-  // What the caller wants to see of the list. One block calls it.
+  // Writes the log-probabilities of the list's first tokens, if they are wanted. One block calls it.
   __device__ __forceinline__ void write_list() const {
     if (!p.best_values) return;
 #pragma unroll 1
@@ -115,7 +117,7 @@ struct RowSampler {
             min_p > 0.0 ? round_up(min(min_p, 2.0) * double(p.one)) : 0};
   }
 
-  // The least finite key whose tokens min-p keeps. Weights fall with the keys.
+  // The least finite key whose tokens min-p keeps. Bisects, because lower keys have lower weights.
   __device__ __forceinline__ u32 key_of_min_p(u64 least_weight) const {
     u32 low = Keys::kLeastFinite, high = Keys::of(m);
 #pragma unroll 1
@@ -138,8 +140,9 @@ struct RowSampler {
   }
   __device__ __forceinline__ Measure measure() const { return {weights(), shared.wanted.is_one}; }
 
-  // Narrows a range until at most `limit` tokens, or equal ones alone, have its keys. Before a search the range is that of all tokens
-  // from a key on, and what top-p wants may be unknown: an aim of 0. Every read but the first at least halves the range.
+  // Narrows a range until at most `limit` tokens have its keys, or it has one key. A search that begins has found.most
+  // = kUnknown, and a range of all keys from one key on. Its first read sets the aim of top-p, if this is still 0.
+  // Every later read at least halves the range.
   __device__ __forceinline__ Narrowed search(Narrowed found, u32 limit) {
     const Wanted& wanted = shared.wanted;
 #pragma unroll 1
@@ -151,7 +154,7 @@ struct RowSampler {
       const bool is_upper = measured.of_half >= wanted.aim;
       found = sums.narrowed(bins, is_first ? 0 : measured.sum, wanted, measure());
       if (is_first) continue;
-      // Also where the bins' bounds are far from each other.
+      // This halves the range even where the bounds of the bins are far from each other.
       const u32 middle = bins.range.middle();
       if (is_upper)
         found.range.low = max(found.range.low, middle);
@@ -160,20 +163,21 @@ struct RowSampler {
     }
     return found;
   }
-  // Bins of all tokens from key `low` on. Those that matter weigh at least 1 / ratio of the best: what the border of top-p leaves behind
-  // is known to 2^-8, or better, if lighter tokens share a bin.
+  // Bins of all tokens from key `low` on. Tokens that weigh less than 1 / ratio of the best share the last bin. All of
+  // them together weigh at most 2^-8 of what top-p leaves out, so the search need not tell them apart.
   __device__ __forceinline__ Bins<FORMAT> first_bins(u32 low) const {
     const Wanted& wanted = shared.wanted;
     const float total = wanted.total ? float(wanted.total) : p.one;
     const float ratio =
         wanted.is_one ? FUSED_TOPK_INFINITY : 0x1p8f * float(p.V) * p.one / (float(1.0 - top_p()) * total);
-    // A weight below the unit is none.
+    // Tokens lighter than the unit weigh 0. They need no bins.
     const float exponents = min(log2f(ratio), log2f(p.one)) + 1.0f;
     return Bins<FORMAT>::of_logits(low, m, scale.factor * (float(kBins) / exponents));
   }
 
-  // Of the tokens that are listed between the border's bounds: adds to the pieces what is kept. least: no token below it is kept.
-  // One block calls it, as what follows.
+  // Finds the border among the listed tokens, and adds the weights of the kept ones to the sums of their pieces. above:
+  // the weight of all tokens above the listed ones. aim: the weight that top-p wants. least: no candidate below it is
+  // kept. One block calls this function, border_of_equal() and draw_from_pieces().
   __device__ __forceinline__ Border border_of_listed(u64 above, u64 aim, u64 least, u32 greatest_key) const {
     Bucket* const buckets = sums.buckets();
     const auto weight_of = [&](u64 candidate) { return weights()(__uint_as_float(bits_of_key(key_of(candidate)))); };
@@ -184,7 +188,8 @@ struct RowSampler {
         if (candidate >= low) take(candidate, weight_of(candidate));
       }
     };
-    // Where the border is. Buckets of as many candidates each say in which of them the aim is reached, until it has one token.
+    // The border is a candidate from low to high. Each turn divides this range into buckets of equal width. The next
+    // range is the bucket in which the running sum reaches the aim. The search ends when that bucket has one token.
     const u64 end = least_candidate(greatest_key + 1);
     u64 low = above < aim ? least : end, high = end - 1;
 #pragma unroll 1
@@ -219,7 +224,7 @@ struct RowSampler {
     return {low, kept};
   }
 
-  // The same of tokens that are all equal. Of them the first ones are kept.
+  // The same where all tokens of the range have the same key. The first ones of the row are kept.
   __device__ __forceinline__ Border border_of_equal(u64 above, u64 aim, u32 key) const {
     const u64 each = weights()(__uint_as_float(bits_of_key(key))), divisor = max(each, u64(1));
     const u64 needed = aim > above ? (aim - above + divisor - 1) / divisor : 1;
@@ -238,7 +243,7 @@ struct RowSampler {
     return {make_candidate(key, last), kept};
   }
 
-  // Draws from the pieces, given the border and of each piece the sum of what is kept.
+  // Draws each sample: a piece, by the sums of the kept weights of all pieces, and then a kept token of that piece.
   __device__ __forceinline__ void draw_from_pieces(Border border) const {
     const auto sum = sums.sum_of_block(sums.weights()[threadIdx.x]);
     const u64 total = sum.all;
@@ -252,7 +257,8 @@ struct RowSampler {
 #pragma unroll 1
     for (u32 sample = threadIdx.x / kWarpSize; sample < p.num_samples; sample += kWarps) {
       const u64 aim = aim_of(p, row, sample, total);
-      // The last piece that begins at the aim or before it: first of every 16th, then of the 16 from there on.
+      // Finds the last piece that begins at the aim or before it: first among every 16th piece, then among the 16
+      // pieces from there on.
       constexpr u32 kStep = kPieces / kWarpSize;
       static_assert(kStep <= kWarpSize);
       const u32 first = (__popc(__ballot_sync(kAllLanes, before[lane_id() * kStep] <= aim)) - 1) * kStep;
@@ -265,7 +271,7 @@ struct RowSampler {
     }
   }
 
-  // What find() returns to the lanes of the first warp, in every thread of the block.
+  // Calls find() in the first warp, and returns its result in every thread of the block.
   template <class FIND>
   __device__ __forceinline__ u32 in_first_warp(const FIND& find) const {
     if (threadIdx.x < kWarpSize) {
@@ -291,7 +297,7 @@ struct RowSampler {
     if (threadIdx.x == 0) shared.filters = this->filters();
     __syncthreads();
     const Filters& filters = shared.filters;
-    // What is kept is above the range, and perhaps a part of the range.
+    // All tokens above found.range are kept, and perhaps some of its own tokens.
     u32 least_key = Keys::kLeastFinite;
     Narrowed found = {{least_key, Keys::of(m)}, sums.kUnknown};
     want({0, 0, false, false});
@@ -317,7 +323,8 @@ struct RowSampler {
           }
           if (filters.k && filters.k <= p.length)
             found.range.low = least_key = shared.list.key[filters.k - 1] / FORMAT::kLowestKeyBit;
-          // Where nearly all is kept, the rest must be known better than a sum of floats.
+          // If top-p keeps nearly all, a sum of floats is too coarse for what it leaves out. The search then sums the
+          // weights.
           if (shared.wanted.is_float && filters.top_p > 1.0 - 0x1p-8) want({0, 0, false, false});
           continue;
         }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Draws tokens from whole rows, without filters: one launch, and one read of the logits.
 //
-// A row is cut into parts, by V alone. Warps sum the parts, of one block or of several, and leave each part's (m, d). The
-// last block to arrive weighs the parts. A uniform number says which part has the token. Then a warp reads that part
-// again, a few KB, and draws from it.
+// A row is cut into parts, whose length depends on V alone. The warps of one block or of several sum the parts, and
+// leave (m, d) of each part. The last block to arrive weighs the parts. A uniform number says which part has the token.
+// Then a warp reads that part again, a few kB, and draws the token.
 #pragma once
 
 #include "../full_rows/full_row.cuh"
@@ -15,7 +15,8 @@ constexpr u32 kSummingThreads = 256;  // of a block
 constexpr u32 kSummingWarps = kSummingThreads / kWarpSize;
 constexpr u32 kMostParts = 1024;  // of a row
 
-// m of a part, its d at temperature 1, and at the row's, and how many of its logits are not -inf, where that is asked for.
+// m of a part; d at temperature 1 (own) and at the row's temperature (tempered); the number of logits that are not -inf
+// (finite), counted only where the caller wants it.
 struct alignas(16) PartState {
   float m, own, tempered, finite;
 };
@@ -48,18 +49,19 @@ __device__ __forceinline__ u32 finite_of(const PartReader<FORMAT>& reader, Part 
   return warp_sum(count);
 }
 
-// The token of a part at which the running sum passes the share `rest` of the part. The 32 lanes of a warp call it.
+// The token of a part at which the running sum passes `rest`, a fraction of the part's sum. The 32 lanes of a warp call
+// it.
 template <class FORMAT>
 __device__ __forceinline__ u32 draw_from_part(const PartReader<FORMAT>& reader, Part part, const Weights& weight,
                                               double rest) {
-  // The sum of the part, which (m, d) has but to rounding.
+  // The exact sum of the part: d is a rounded sum.
   u64 total = 0;
   reader.for_each(part.begin, part.end, [&](float x, u32) { total += weight(x); });
   total = warp_sum(total);
   return find_in_part(reader, part, min(u64(rest * double(total)), total - 1), [&](float x, u32) { return weight(x); });
 }
 
-// The first token of a part with that key. The 32 lanes of a warp call it.
+// The first token of a part with this key. The 32 lanes of a warp call it.
 template <class FORMAT>
 __device__ __forceinline__ u32 find_key(const RowLogits<FORMAT>& row, Part part, u32 key) {
 #pragma unroll 1
@@ -77,8 +79,8 @@ struct Place {
   u64 before;
 };
 
-// The first of `values` [count] in shared memory at which their running sum exceeds `aim`, which is below the total. All
-// 32 lanes of a warp call it.
+// The first of `values` [count] in shared memory at which their running sum exceeds `aim`, which is below the total.
+// All 32 lanes of a warp call it.
 __device__ __forceinline__ Place find_in(const u64* values, u32 count, u64 aim) {
   u64 before = 0;
 #pragma unroll 1

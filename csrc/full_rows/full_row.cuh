@@ -10,7 +10,7 @@
 
 namespace fused_topk {
 
-// What is written.
+// What a launch writes.
 enum FullRowKind : u32 { kSoftmax = 0, kLogSoftmax = 1, kLogSumExp = 2 };
 
 // The argument, passed by value. Each 64 bytes of it cost a launch a fetch from memory: the fields that every launch
@@ -61,8 +61,8 @@ struct RowValues {
   }
 };
 
-// A row: its elements [0, length) are read and [0, end) written, a vector at a time. Rows with lengths are not ALIGNED: they may end
-// within a vector.
+// A row: its elements [0, length) are read and [0, end) written, a vector at a time. Rows with lengths are not ALIGNED:
+// they may end within a vector.
 template <class IN, class OUT, bool ALIGNED>
 struct FullRow {
   static constexpr u32 kPerVector = IN::kPerVector;
@@ -80,7 +80,7 @@ struct FullRow {
   __device__ __forceinline__ FullRow(const FullRows& problem, u32 row, bool leaves_first)
       : length(ALIGNED ? problem.V : problem.numbers.length_of(row, problem.V)), end(problem.V), policy(leaves_first) {
     i64 offset = row * problem.inner_stride;
-    // Rare, and a division takes as long as a barrier.
+    // Few rows need this division, which takes as long as a barrier. The branch spares the others from it.
     if (row >= problem.inner_rows) {
       const u32 outer = row / problem.inner_rows;
       offset += outer * (problem.outer_stride - problem.inner_rows * problem.inner_stride);

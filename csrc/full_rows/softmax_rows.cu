@@ -94,7 +94,8 @@ __global__ void __launch_bounds__(1024) softmax_shared_rows_kernel(const __grid_
   waiting.write(x, values);
 }
 
-// The states of a block's warps, for two merges. Kernels declare floats for them: no constructor can run in shared memory.
+// The states of a block's warps, for two merges. Kernels declare floats for them: no constructor can run in shared
+// memory.
 using WarpStates = Normalizer[2][kMostWarps];
 
 // The blocks that own a row together, then every `owners_`-th row after it. They wait for each other through global
@@ -202,13 +203,13 @@ __global__ void __launch_bounds__(768) softmax_long_rows_kernel(const __grid_con
 #pragma unroll 1
   for (u32 number = 0; row < problem.rows; ++number) {
     const Row x(problem, row);
-    // Some logits are read twice. The last of them should still be in the L2 cache for the second read. So the waiting logits
-    // and the results leave the cache first.
+    // Some logits are read twice. The last of them should still be in the L2 cache for the second read. So the waiting
+    // logits and the results leave the cache first.
 #if __CUDA_ARCH__ == 900
     const Row last_time(problem, row, true);
 #else
-    // An unaligned row has no cache policy, so both are the same row. Made twice, it takes registers that NVRTC 12.9 spills
-    // for some targets, but not for 9.0.
+    // An unaligned row has no cache policy, so it serves both reads. For 9.0 a second Row costs no spills. For some
+    // other targets NVRTC 12.9 spills the registers of a second Row.
     const Row last_time = ALIGNED ? Row(problem, row, true) : x;
 #endif
     waiting.ask_shared(last_time);

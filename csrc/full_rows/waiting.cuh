@@ -12,9 +12,9 @@ class WaitingVectors {
  public:
   using Row = FullRow<IN, OUT, ALIGNED>;
 
-  // slots: [shared_vectors, blockDim.x]. The block takes blockDim.x vectors from element `first` on, as many from first
-  // + step on, and so on. These are whole warps' vectors, so no two blocks write to one line of memory. Blocks that
-  // share a row read it side by side.
+  // slots: [shared_vectors, blockDim.x]. The block takes blockDim.x vectors from element `first` on, another blockDim.x
+  // vectors from first + step on, and so on. Whole warps take adjacent vectors, so no two blocks write to one line of
+  // memory. Blocks that share a row read it side by side.
   __device__ __forceinline__ WaitingVectors(Vector* slots, u32 shared_vectors, u32 first, u32 step)
       : slots_(slots + threadIdx.x), shared_vectors_(shared_vectors), first_(first), step_(step) {}
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Takes a piece of the vocabulary into the states (m, d, T) that the pieces before it have left of the same rows: the loop of
-// Algorithm 4, over several launches. It serves LM heads, whose logits exist a piece at a time.
+// Adds a piece of the vocabulary to the states (m, d, T) that earlier pieces have left for the same rows: the loop of Algorithm
+// 4, over several launches. It serves LM heads, whose logits exist one piece at a time.
 //
 //     (m, d, T) = what the pieces before have left; at first (-inf, 0, {})
 //     for each tile x of the piece:
@@ -8,10 +8,10 @@
 //         (m, d) = (m, d) + x                       PartFolder
 //     leave (m, d, T)
 //
-// On the way it notes the logits of given tokens, and counts the tokens that rank before one of them.
+// The kernel also stores the logits of given target tokens, and counts the tokens that rank before the first target.
 //
-// A warp has a row, and lane i the i-th entry of T. So k is at most 32. From the second piece on T is full from the start, and few
-// tiles hold an element that it lets pass.
+// A warp has a row, and lane i has the i-th entry of T. So k is at most 32. From the second piece on T is full from the
+// start, and few tiles hold an element that enters T.
 #include "../rows/numbers.cuh"
 #include "../topk/bound.cuh"
 #include "../topk/part_folder.cuh"
@@ -38,7 +38,8 @@ namespace pieces {
 
 constexpr u32 kRowsPerBlock = 4;
 
-// T of a row: lane i has its i-th entry, with the bits of its logit. A key has lost the sign of a zero and the payload of a NaN.
+// T of a row. Lane i has the i-th entry and the bits of its logit: a key has lost the sign of a zero and the payload of
+// a NaN.
 template <class FORMAT>
 class RunningBest {
  public:
@@ -62,16 +63,17 @@ class RunningBest {
     indices[lane_id()] = entry_ == kNoCandidate ? -1 : i64(index_of(entry_));
   }
 
-  // Takes in the reader's tile, which no tile of later tokens has preceded. All 32 lanes call it.
+  // Adds the reader's tile to T. Tiles come in the order of their tokens. All 32 lanes call it.
   template <class READER>
   __device__ __forceinline__ void take(const READER& x, u32 first_token) {
-    // The greatest key of the lane's elements. One that equals the least key of T ranks behind it: its token comes later.
+    // The greatest key of the lane's elements. An element whose key equals the least key of T ranks behind T's entry,
+    // because its token comes later.
     u32 lane_key = order_key(x.lane_max());
     const u32 lanes = __ballot_sync(kAllLanes, lane_key > key_of(threshold_));
     if (lanes == 0) return;
-    // k lanes have an element that reaches it.
+    // k lanes have an element whose key is at least `bound`.
     const u32 bound = __popc(lanes) > k_ ? nth_greatest(lane_key, k_) : kNoKey;
-    // The greatest first: then the others' elements seldom pass.
+    // The lane with the greatest element comes first. After it, the elements of other lanes seldom pass.
 #pragma unroll 1
     while (true) {
       const u32 greatest = warp_max(lane_key);
@@ -83,7 +85,7 @@ class RunningBest {
   }
 
  private:
-  // Takes in a lane's elements. Each lane looks at one.
+  // Adds one lane's elements to T. Each lane looks at one of them.
   template <class READER>
   __device__ __forceinline__ void take_lane(const READER& x, u32 lane, u32 bound, u32 first_token) {
     static_assert(READER::RowTile::kPerLane == kWarpSize, "one for each lane");
@@ -125,7 +127,8 @@ class RunningBest {
 template <class READER>
 class RankCount {
  public:
-  // target: counted from the first token of the piece, which it may not be in; logit: its own
+  // target: a token counted from the first token of the piece; it may lie outside of the piece. logit: the target's
+  // logit.
   __device__ __forceinline__ RankCount(i64 target, u32 tokens, float logit)
       : target_(target < 0        ? -1
                 : target < tokens ? int(target)
@@ -136,7 +139,8 @@ class RankCount {
   __device__ __forceinline__ void take(const READER& x) {
     constexpr u32 n = READER::kPerVector;
     const int first = int(x.tile().first);
-    // Of equal logits the token that comes first ranks before. What lies behind the row is -inf, and greater than nothing.
+    // Of tokens with equal logits the first one ranks first. Elements past the end of the row are -inf, which is
+    // greater than no logit.
     const bool wins_ties = first + int(READER::RowTile::kElements) <= target_;
     const bool is_mixed = !wins_ties && first < target_;
 #pragma unroll
@@ -157,7 +161,7 @@ class RankCount {
   u32 count_;
 };
 
-// How a warp reads its row: as a warp of softmax_topk.cu that has a row alone.
+// How a warp reads its row: like a warp of softmax_topk.cu that owns a row.
 template <class FORMAT>
 struct PieceReader {
   static constexpr Tuning kTuning =
@@ -190,7 +194,7 @@ __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize, PieceReader<FORMAT>:
   Normalizer state;
   if (!piece.is_first) {
     best.load(values, indices);
-    // One lane has the sum so far, and m is every lane's.
+    // Lane 0 has the sum so far; every lane has m.
     state = {piece.state[row], lane_id() == 0 ? piece.state[piece.rows + row] : 0.0f};
   }
   PartFolder<Reader> folder;
@@ -221,7 +225,7 @@ __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize, PieceReader<FORMAT>:
 
   const Normalizer sum = folder.end_part();
   best.store(values, indices);
-  // Every lane has read the m, and the target's logit, that are overwritten.
+  // Wait until every lane has read m and the target's logit, which are now overwritten.
   __syncwarp();
   for (u32 i = lane_id(); i < piece.num_targets; i += kWarpSize) {
     const i64 place = __ldg(targets + i) - piece.first_token;

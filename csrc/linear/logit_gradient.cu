@@ -4,8 +4,8 @@
 //
 //     g = (c e^((x - m) / T) + a) / T,   0 where the mask hides the token
 //
-// c, m and T are the row's. a is the sum of the entries that the row's list has for the token; most have none. g is summed in float32
-// and rounded once, so that p - 1 keeps its digits where p is near 1.
+// Each row has its c, m and T. a is the sum of the list entries of the row for this token; most tokens have none. g is
+// summed in float32 and rounded once, so that p - 1 keeps its digits where p is near 1.
 #include "../rows/numbers.cuh"
 #include "../rows/row.cuh"
 
@@ -29,7 +29,8 @@ struct LogitGradients {
 
 namespace gradients {
 
-// What is added at a token. A row's list is sorted by token; tokens may be equal, and may lie outside of these logits.
+// An amount that is added at a token. A row's list is sorted by token. Several entries may have the same token, and
+// tokens may lie outside of these logits.
 struct alignas(8) Listed {
   float amount;
   int token;  // negative: none
@@ -46,7 +47,7 @@ class Span {
   using Bits = typename FORMAT::Bits;
   static constexpr u32 n = FORMAT::kPerVector;
 
-  // begin: the first of its tokens, counted from the first of these logits, as all tokens here.
+  // begin: the first token of the span. All tokens of this file are counted from the first token of these logits.
   __device__ __forceinline__ Span(const LogitGradients& problem, u32 row, u32 begin)
       : x_(static_cast<Bits*>(problem.logits) + row * problem.row_stride),
         begin_(begin),
@@ -65,7 +66,8 @@ class Span {
 
   // Loads this thread's vectors.
   __device__ __forceinline__ void load(Vector (&vectors)[kVectors]) const {
-    // The same for all threads: almost always they load without a branch between, all at once.
+    // The condition is the same for all threads and almost always true. Then all loads are issued without a branch
+    // between them.
     if (is_aligned_ && begin_ + kSpanVectors * n <= tokens_) {
 #pragma unroll
       for (u32 u = 0; u < kVectors; ++u) vectors[u] = load_vector(token(u));
@@ -75,7 +77,7 @@ class Span {
     }
   }
 
-  // Writes the gradient of a vector of logits, without what is listed.
+  // Writes the gradient of a vector of logits, without the listed amounts.
   __device__ __forceinline__ void write(u32 token, const Vector& logits) const {
     const u32 allowed = has_mask_ ? mask_.template allowed<n>(token, tokens_) : ~0u;
     float y[n];
@@ -91,7 +93,7 @@ class Span {
       if (token + e < tokens_) x_[token + e] = element<FORMAT>(v, e);
   }
 
-  // Writes the gradient of one logit, with an amount.
+  // Writes the gradient of one logit, with a listed amount.
   __device__ __forceinline__ void write(u32 token, Bits logit, float amount) const {
     if (has_mask_ && !mask_.template allowed<1>(token, tokens_)) return;
     const float y[n] = {gradient(FORMAT::decode(logit), amount)};
@@ -100,7 +102,7 @@ class Span {
 
  private:
   __device__ __forceinline__ Vector load_vector(u32 token) const {
-    // Not __ldg: this memory is written, too.
+    // Not __ldg: the kernel also writes this memory.
     const uint4 v = *reinterpret_cast<const uint4*>(x_ + token);
     return {{v.x, v.y, v.z, v.w}};
   }
@@ -126,8 +128,8 @@ __device__ __forceinline__ Listed load(const Listed* address) {
   return {__uint_as_float(v.x), int(v.y)};
 }
 
-// The start of a range of at most kThreads entries. The list's first entry whose token is at least `token` lies in it or right
-// behind it.
+// The start of a range of at most kThreads entries of the list. The first entry whose token is at least `token` lies in
+// this range or right behind it.
 __device__ __forceinline__ u32 place_before(const Listed* list, u32 length, int token) {
   u32 low = 0;
   u32 high = length;
@@ -148,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, 4) logit_gradient_kernel(const __gri
   const Span<FORMAT> span(problem, blockIdx.x, begin);
   Vector vectors[kVectors];
   span.load(vectors);
-  // Loads of the list travel beside those of the logits.
+  // Starts the loads of the list here, so that they are in flight together with the loads of the logits.
   const Listed* const list = static_cast<const Listed*>(problem.listed) + i64(blockIdx.x) * problem.length;
   const u32 end = min(begin + kSpanVectors * FORMAT::kPerVector, problem.tokens);
   const int first = int(problem.start + begin), last = int(problem.start + (end - 1));
@@ -158,7 +160,8 @@ __global__ void __launch_bounds__(kThreads, 4) logit_gradient_kernel(const __gri
     logits[u * kThreads + threadIdx.x] = vectors[u];
     span.write(span.token(u), vectors[u]);
   }
-  // An entry's thread needs a logit that another has read, and writes where that one has written.
+  // An entry's thread reads a logit that another thread has stored, and overwrites the gradient that this thread has
+  // written.
   __syncthreads();
   const auto* const elements = reinterpret_cast<const typename FORMAT::Bits*>(logits);
 #pragma unroll 1

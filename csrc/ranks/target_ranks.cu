@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ranks of tokens in their rows: of every target the number of tokens whose logit is greater than its own, or equal and
-// before an end. That is behind the target, so that ranks are places in the order (order.h), or the end of the row.
+// The ranks of target tokens in their rows. A rank is the number of tokens whose logit is greater than that of the target, or
+// equal to it and before an end. The end is the target itself, so that ranks are places in the order (order.h), or the end of
+// the row, so that all ties count.
 //
-// A block has a target, or several share it where there are few; the last to arrive adds what they have counted. Counts are
-// integers, so the launch does not change them. The row is read for each of its targets, mostly from the L2 cache, where the
-// choice of its best has left it.
+// A block has a target. Where targets are few, several blocks share one, and the last block to arrive adds their
+// counts. Counts are integers, so they do not depend on the launch. The row is read once for each of its targets,
+// mostly from the L2 cache, where softmax + top-k of the row has left it.
 #include "../rows/problem.cuh"
 #include "../rows/row_logits.cuh"
 
 namespace fused_topk {
 
-// What is wanted. fused_topk/layout/rank_launch.py fills it by field names.
+// What a launch computes. fused_topk/backends/cuda.py fills it by field names.
 struct TargetRanks {
   const i64* targets;  // [rows, num_targets]; negative: none
   i64* ranks;          // [rows, num_targets]; 0 where there is no target
@@ -28,20 +29,20 @@ constexpr u32 kWarps = kThreads / kWarpSize;
 
 template <class FORMAT>
 __device__ __forceinline__ RowLogits<FORMAT> logits_of(const Problem& problem, u32 row) {
-  // The strides of what a call has not are 0.
+  // The strides of tensors that a call does not have are 0.
   return {static_cast<const typename FORMAT::Bits*>(problem.logits) + problem.logits_offset(row),
           problem.mask ? problem.row_mask(row) : RowMask{nullptr, 0, kMaskBytes}, problem.length<kMaskBoth>(row)};
 }
 
-// The number of this thread's tokens with a key above `key`, or with it and before `end`. All threads of the blocks of a target
-// call it.
+// The number of this thread's tokens whose key is above `key`, or equal to `key` for tokens before `end`. All threads
+// of the blocks of a target call it.
 template <class FORMAT>
 __device__ __forceinline__ u32 count(const RowLogits<FORMAT>& logits, u32 key, u32 end, u32 blocks) {
   using Reader = PartReader<FORMAT>;
   const Reader reader{logits};
   u32 result = 0;
   const u32 warp = blockIdx.y * kWarps + threadIdx.x / kWarpSize;
-  // What lies behind the row is -inf, and not before the end.
+  // Elements past the end of the row read as -inf. They do not count, because they are not before `end`.
   const auto take = [&](float x, u32 token) { result += order_key(x) > key - (token < end); };
   reader.for_each(warp * Reader::kElements, logits.V, take, blocks * kWarps * Reader::kElements);
   if (key == kNegativeInfinityKey && blockIdx.y == 0 && threadIdx.x == 0) {

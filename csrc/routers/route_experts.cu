@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// The k experts of each token and their weights, as mixtures of experts route: a warp has a token.
+// The k experts of each token and their weights, for mixture-of-experts layers: a warp has a token.
 //
-// A lane holds up to 32 of the experts' keys. With groups, the keys go through shared memory: some lanes find the two best of a
-// group, and those of groups that are not kept are erased. Then the best key of the warp is taken k times. Lane i gets the i-th
-// expert, and computes its score again: keeping all scores would cost as many registers as the keys. Comes after problem.cuh and
-// scores.h.
+// A lane holds up to 32 of the experts' keys. With groups, the keys go through shared memory: some lanes find the two
+// best keys of each group, and the keys of groups that are not kept are erased. Then the best key of the warp is taken
+// k times. Lane i gets the i-th expert and computes that expert's score again, because keeping all scores would cost as
+// many registers as the keys. Comes after problem.cuh and scores.h.
 //
-// What it should take on an H100 (computed, not measured): the bytes of the logits at 3 TB/s, or about
-// 150 + experts / 32 * (40 + 5 k) + 14 k instructions a token, of which a multiprocessor issues 4 a cycle, whichever is more: 1.7 us
-// for 4096 x 128 with k = 8, and 20 us for 16384 x 512 with k = 10 (read in 11). Few tokens wait for one load, and for k times two
-// reductions of a warp: 1 us. A launch adds about 1.5 us.
+// What it should take on an H100 (computed, not measured): the bytes of the logits at 3 TB/s, or about 150 + experts /
+// 32 * (40 + 5 k) + 14 k instructions a token, of which a multiprocessor issues 4 a cycle, whichever is more: 1.7 us
+// for 4096 x 128 with k = 8, and 20 us for 16384 x 512 with k = 10 (read in 11). Few tokens wait for one load, and for
+// k times two reductions of a warp: 1 us. A launch adds about 1.5 us.
 #include "../rows/problem.cuh"
 #include "scores.h"
 
 namespace fused_topk {
 
-// What is wanted. fused_topk/layout/router_launch.py fills it by field names. What is read, and where results go, is a Problem:
-// its values are the weights, and its indices the experts.
+// How tokens are routed. fused_topk/layout/router_launch.py fills it by field names. A Problem says what is read and
+// where results go: its values are the weights, and its indices are the experts.
 struct Routing {
   const float* bias;  // nullable; [experts], from a multiple of 16 bytes on
   u32 groups;
@@ -36,8 +36,8 @@ constexpr u32 kTokensOfBlock = 4;
 
 // The operations of scores.h on one expert. The compiler fuses none of these.
 //
-// reciprocal() and sqrt() are the instructions that __frcp_rn and __fsqrt_rn have for all but extreme numbers, rounded to nearest.
-// For those numbers the compiler calls functions, and it keeps registers in memory across so many calls.
+// reciprocal() and sqrt() are the instructions that __frcp_rn and __fsqrt_rn have for all but extreme numbers, rounded
+// to nearest. For those numbers the compiler calls functions, and it keeps registers in memory across so many calls.
 struct LaneMath {
   using Float = float;
   static __device__ __forceinline__ float of(float x) { return x; }
@@ -93,7 +93,7 @@ struct Token {
   static __device__ __forceinline__ u32 expert(u32 i) {
     return (i / kPerVector * kWarpSize + lane_id()) * kPerVector + i % kPerVector;
   }
-  // -inf for an expert that is not allowed, and past the end.
+  // The logit of an expert; -inf if the mask hides the expert or it lies past the end.
   __device__ __forceinline__ float logit(u32 expert) const {
     const bool counts = expert < length && (!mask.data || mask.allowed<1>(expert, experts));
     return counts ? FORMAT::decode(__ldg(logits + expert)) : -FUSED_TOPK_INFINITY;
@@ -133,7 +133,8 @@ struct Token {
   }
 };
 
-// A sum over the warp, in the order of the index's bits: `first`, then from the highest to the lowest. All lanes call it.
+// A sum over the warp, in the order of the index's bits: `first`, then from the highest to the lowest. All lanes call
+// it.
 __device__ __forceinline__ float sum_of_lanes(float x, u32 lowest) {
 #pragma unroll
   for (u32 step = kWarpSize / 2; step >= lowest; step /= 2) x = __fadd_rn(x, __shfl_xor_sync(kAllLanes, x, step));
@@ -180,8 +181,8 @@ struct ScoresOf {
   __device__ __forceinline__ float term(float x) const { return exponential<LaneMath>(LaneMath::sub(x, m)); }
 };
 
-// Erases the keys of experts whose groups are not kept. keys: [experts], those of the token; scores: [groups], scratch. Both are
-// shared memory of the warp, all of whose lanes call it.
+// Erases the keys of experts whose groups are not kept. keys: [experts], those of the token; scores: [groups], scratch.
+// Both are shared memory of the warp, all of whose lanes call it.
 __device__ __forceinline__ void erase_groups(const Routing& routing, u32* keys, u32* scores) {
   const u32 lanes = 1u << routing.log2_group_lanes;
   const u32 sub = lane_id() % lanes;
@@ -192,7 +193,7 @@ __device__ __forceinline__ void erase_groups(const Routing& routing, u32* keys, 
   for (u32 first = 0; first < groups; first += at_once) {
     const u32 g = first + (lane_id() >> routing.log2_group_lanes);
     u32 best = kNoKey, second = kNoKey;
-    // Each group begins with another turn, so that the lanes read from different banks.
+    // Groups begin at different turns, so that the lanes read from different banks.
     u32 turn = g % routing.group_turns;
 #pragma unroll 1
     for (u32 i = 0; i < routing.group_turns; ++i) {
@@ -230,7 +231,7 @@ __device__ __forceinline__ void erase_groups(const Routing& routing, u32* keys, 
   __syncwarp();
 }
 
-// Which of a lane's keys is the greatest, and the first of equal ones.
+// The place of the greatest of a lane's keys; of equal keys, the place of the first.
 template <u32 N>
 struct BestOfLane {
   u32 key, place;
@@ -256,8 +257,8 @@ struct BestOfLane {
   }
 };
 
-// How many blocks must fit on a multiprocessor: 4 let a thread have 128 registers, 6 80. Without that some compiler keeps fewer,
-// and spills. 0 sets no limit.
+// How many blocks must fit on a multiprocessor: 4 blocks leave a thread 128 registers, and 6 leave it 80. Without this
+// bound some compiler uses fewer registers, and spills. 0 sets no bound.
 constexpr u32 resident_blocks(u32 per_lane) { return per_lane == 32 ? 4 : per_lane == 16 ? 6 : 0; }
 
 // Grid: (tokens / 4). Dynamic shared memory: with groups, 8 bytes for each of the 4 x 32 x PER_LANE experts.

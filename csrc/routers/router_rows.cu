@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // softmax + top-k of rows of at most 256 logits, k <= 8, as an expert router has them: four rows a warp.
 //
-// 8 lanes have a row, 8, 16 or 32 logits each, as vectors of 16 bytes. A token of the 8 best lies in one of the 8
-// vectors with the greatest maxima. So there are two steps. Each leaves one of 8 best in each lane:
+// 8 lanes have a row, 8, 16 or 32 logits each, as vectors of 16 bytes. The 8 best tokens lie in the 8 vectors with the
+// greatest maxima. So there are two steps. Each step leaves one of 8 best vectors or tokens in each lane:
 //
 //     1. the 8 best vectors, by their maxima; needed if a lane has several vectors
 //     2. the 8 best tokens of the vectors that are left, one vector in each lane
@@ -15,8 +15,8 @@ namespace fused_topk {
 
 constexpr u32 kRouterLanes = 8;
 
-// Tokens are ranked by words, or by candidates where words do not suffice. make_all() makes a word, or a candidate, of each
-// logit of a vector, as ShortRow::make_words() does.
+// Tokens are ranked by words, or by candidates where words do not suffice. make_all() makes a word, or a candidate, of
+// each logit of a vector, as ShortRow::make_words() does.
 struct ByWord {
   using Type = u32;
   static __device__ __forceinline__ u32 make(u32 key, u32 index) { return make_word(key, index); }
@@ -40,8 +40,8 @@ struct ByCandidate {
   }
 };
 
-// A sorted list of 8 lies in two lanes, the better half in the even one. Sorts what the two lanes have. The eight inputs
-// must be a bitonic sequence. REVERSED: with the odd lane's four read backwards.
+// Sorts the eight words of two lanes, the better half into the even lane. The eight words must be a bitonic sequence.
+// REVERSED: they are one if the odd lane's four words are read backwards.
 template <bool REVERSED, class WORD>
 __device__ __forceinline__ void order_pair(WORD (&x)[4]) {
   const bool is_even = lane_id() % 2 == 0;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The numbers that each row has: a part of the argument of every kernel whose rows lie at one stride. The argument of the top-k
-// kernels (problem.cuh) has the same fields, with a stride for each. kernel_arguments.py of fused_topk/layout reads them from here.
+// The numbers of each row, its temperature and its length: a part of the argument of every kernel whose rows lie at one stride.
+// The top-k kernels have such fields in their own argument (problem.cuh). fused_topk/layout/kernel_arguments.py reads the fields
+// from here.
 #pragma once
 
 #include "mask.cuh"
@@ -8,11 +9,12 @@
 
 namespace fused_topk {
 
-// FLOAT: of a temperature
+// FLOAT: the type of a temperature
 template <class FLOAT>
 struct NumbersOfRows {
   const FLOAT* row_temperature;  // nullable; [rows]
-  // nullable; [rows] of int32 or int64: tokens from a row's length on are -inf, and are not read. The rows of LM heads have none.
+  // nullable; [rows] of int32 or int64: tokens from a row's length on are -inf, and are not read. The rows of LM heads
+  // have none.
   const void* lengths;
   FLOAT temperature;  // where row_temperature is null
   u32 lengths_are_long;

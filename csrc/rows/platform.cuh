@@ -203,7 +203,8 @@ __device__ __forceinline__ void store_unordered(u32* word, u32 value) {
 }
 __device__ __forceinline__ u32 load_unordered(u32* word) { return add_to_shared(word, 0); }
 
-// A 64-bit number of shared memory that only grows, without a barrier. Raises it to `value` and returns its value before.
+// A 64-bit number of shared memory that only grows, without a barrier. Raises it to `value` and returns its value
+// before.
 __device__ __forceinline__ u64 raise_in_shared(u64* number, u64 value) {
   u64 before;
   asm volatile("atom.shared.max.u64 %0, [%1], %2;"
@@ -225,15 +226,15 @@ __device__ __forceinline__ u32 take_ticket(u32* counter, u32 count) {
   return ticket;
 }
 
-// The counter's value. Whoever sees a block counted also sees what that block wrote.
+// The counter's value. A block that sees another block counted also sees what that block wrote.
 __device__ __forceinline__ u32 tickets_taken(const u32* counter) {
   u32 count;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
   return count;
 }
 
-// For loads: leaves_first says that the lines they read are the first to leave the L2 cache when room is needed. Else the cache
-// decides.
+// The cache policy of loads. leaves_first: the lines that they read are the first to leave the L2 cache when it needs
+// room. Otherwise the cache decides.
 struct CachePolicy {
   u64 bits;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row's logits one by one or some at a time, without registers or shared memory for a tile to wait in: for kernels that read a
-// part of a row again, while it is in the L2 cache.
+// A row's logits, one by one or some at a time, for kernels that read a part of a row again while it is in the L2 cache. No tile
+// waits in registers or shared memory.
 #pragma once
 
 #include "mask.cuh"
@@ -17,7 +17,7 @@ struct RowLogits {
   const RowMask mask;      // its data is null where there is none
   const u32 V;             // the row's length
 
-  // -inf where the mask hides it. index: below V.
+  // The logit of token `index` < V; -inf if the mask hides the token.
   __device__ __forceinline__ float operator()(u32 index) const {
     if (mask.data) {
       const u32 bit = index % 4;
@@ -27,8 +27,8 @@ struct RowLogits {
   }
 };
 
-// Reads a row with a warp, kElements tokens at a time, 16 bytes a lane, at any start address. Element e of a lane's vector u is token
-// first + (u * 32 + lane) * kPerVector + e.
+// Reads a row with a warp, kElements tokens at a time, 16 bytes a lane, at any start address. Element e of a lane's
+// vector u is token first + (u * 32 + lane) * kPerVector + e.
 template <class FORMAT, u32 VECTORS = 4>
 struct PartReader {
   static constexpr u32 kPerVector = FORMAT::kPerVector;
@@ -52,8 +52,8 @@ struct PartReader {
       hide<FORMAT>(vectors[u], row.mask.template allowed<kPerVector>(token(first, u), row.V));
   }
 
-  // Calls take(logit, token) for each token from `begin` on, until a read begins at `end` or behind it. step: from one read to the
-  // next.
+  // Calls take(logit, token) for each token from `begin` on, until a read would begin at `end` or behind it. step: the
+  // distance between the starts of two reads.
   template <class TAKE>
   __device__ __forceinline__ void for_each(u32 begin, u32 end, const TAKE& take, u32 step = kElements) const {
 #pragma unroll 1

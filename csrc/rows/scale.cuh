@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the logits of a row are scaled: every exponential of the kernels that is taken of logits is here. Those of sums use the
-// hardware's 2^x, those of results the exact e^x.
+// How the logits of a row are scaled. Every exponential of logits is computed here: exponentials for sums with the hardware's
+// 2^x, and exponentials for results with the exact e^x.
 #pragma once
 
 #include "platform.cuh"
@@ -19,8 +19,9 @@ struct Scale {
   __device__ __forceinline__ float weight(float x, float base) const { return exp2_approx((x - base) * factor); }
 };
 
-// The same weights relative to one base, with one multiply-add each: (x - base) * factor = x * factor - offset. The rounding error of
-// the offset is the same for all x and known exactly. regained() puts it back into a sum of such weights.
+// The same weights relative to one base, with one multiply-add each: (x - base) * factor = x * factor - offset. The
+// rounding error of the offset is the same for all x and known exactly. regained() puts it back into a sum of such
+// weights.
 struct OffsetScale {
   float factor, offset, lost;
 
@@ -37,8 +38,8 @@ struct OffsetScale {
 struct Temperature {
   float inverse;  // 1 / T
 
-  // A T that is not positive makes NaN of all results but the indices. A T so small that 1 / T overflows acts like the smallest T
-  // whose inverse is finite, so that (m - m) / T stays 0.
+  // A T that is not positive makes all results NaN except the indices. A T so small that 1 / T overflows acts like the
+  // smallest T whose inverse is finite, so that (m - m) / T stays 0.
   static __device__ __forceinline__ Temperature of(float t) {
     const float inverse = __frcp_rn(t);
     return {t > 0.0f ? (inverse < kLargestInverse ? inverse : kLargestInverse) : not_a_number()};

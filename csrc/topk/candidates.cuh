@@ -30,7 +30,7 @@ class Candidates {
   // Slots of each thread. They limit k: a cut must leave room.
   static constexpr u32 kOwn = GROUP::kIsWarp ? 4 : GROUP::kWarps <= 8 ? 2 : 8;
   static constexpr u32 kCapacity = kOwn * GROUP::kThreads;
-  // With room for the sorted best k behind some more than k that are needed to sort them.
+  // Has room for the sorted best k behind the candidates that they are sorted from, which are a few more than k.
   static constexpr u32 kSlots = kCapacity + (GROUP::kForMany ? kCapacity / 8 : 0);
 
   // slots: [kSlots], shared memory, aligned to 16 bytes. k <= kCapacity / 2.
@@ -47,7 +47,7 @@ class Candidates {
     }
   }
 
-  // Only a greater candidate can be among the best k. May differ between warps.
+  // Only candidates greater than the threshold can be among the best k. It may differ between warps.
   __device__ __forceinline__ u64 threshold() const { return threshold_; }
   // No smaller logit can be among the best k. NaN if there is no threshold, or if the threshold is a NaN: no logit is
   // less than NaN.
@@ -77,8 +77,8 @@ class Candidates {
     if (is_closer) set_threshold(least - 1);
     return is_closer;
   }
-  // Shares this warp's threshold with the other warps, and takes theirs if it is higher. Each holds for all. All 32
-  // lanes of a warp call it, at any time.
+  // Shares this warp's threshold with the other warps, and takes theirs if it is higher: each threshold holds for all
+  // warps. All 32 lanes of a warp call it, at any time.
   __device__ __forceinline__ void exchange_with_other_warps() {
     if constexpr (GROUP::kIsWarp) return;
     u64 others = kNoCandidate;
@@ -213,8 +213,8 @@ class Candidates {
     }
   }
 
-  // The best k, best first, in shared memory. spread: of the candidates, for a group that sorts by buckets. All threads call it,
-  // after a barrier that follows the last add. Ends with a barrier. Nothing may be added until restart().
+  // The best k, best first, in shared memory. spread: of the candidates, for a group that sorts by buckets. All threads
+  // call it, after a barrier that follows the last add. Ends with a barrier. Nothing may be added until restart().
   __device__ __forceinline__ const u64* sort(Spread spread) {
     u64* const sorted = slots_ + kSlots - kCapacity / 2;
     // The usual case comes first: its code is fetched as it runs, and a jump over other code costs time.

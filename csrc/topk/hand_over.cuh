@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a group leaves to the last to arrive, of its row or of its sequence, which merges it (merge.cuh).
+// What a group leaves for the last group to arrive of its row or of its sequence. That group merges it (merge.cuh).
 #pragma once
 
 #include "merge.cuh"
@@ -8,8 +8,8 @@
 
 namespace fused_topk {
 
-// The states of a row's parts, [parts]: in shared memory if one group reads them all, else in global memory, where the last
-// block finds them.
+// The states of a row's parts, [parts]: in shared memory if one group reads them all, else in global memory, where the
+// last block finds them.
 template <u32 MASK>
 struct RowStates {
   const Problem& problem;
@@ -35,7 +35,8 @@ struct RowStates {
     const float2* const states = MASK == kNoMask ? left : left_of(same_row);
     return merge_step(i, parts, scale, [&](u32 part) { return load_from_other_block(states + part); });
   }
-  // A long row has many steps. One warp would wait for memory at each. So each warp makes one, and all wait together.
+  // A long row has many steps. One warp would wait for memory at each step. So each warp takes one step, and all wait
+  // together.
   __device__ __forceinline__ bool has_many_steps(u32 parts) const { return splits > 1 && parts > 2 * kPartsOfStep; }
 
  private:
@@ -44,8 +45,8 @@ struct RowStates {
   }
 };
 
-// Offers the tokens from a row's length on that may be among its best k, all -inf: as many as are missing. All threads of the
-// group call it, after a barrier. Ends with one.
+// Offers tokens past the row's length, which are all -inf: as many as the best k lack. All threads of the group call
+// it, after a barrier. Ends with a barrier.
 template <class GROUP>
 __device__ __forceinline__ void offer_missing(u32 length, u32 k, Candidates<GROUP>& candidates) {
 #pragma unroll 1
@@ -70,7 +71,8 @@ __device__ __forceinline__ Spread spread_of_row(const Problem& problem) {
   return {u32(__ffs(FORMAT::kLowestKeyBit)) - 1, u32(__clz(problem.V))};
 }
 
-// Leaves a split's list [length] of what may be among the row's best k, and its bound. All threads of the group call it.
+// Leaves a split's list [length] of the candidates that may be among the row's best k, and its bound. All threads of
+// the group call it.
 template <class GROUP, class SCAN>
 __device__ __forceinline__ void leave_list(const Problem& problem, u32 split, SCAN& scan, Candidates<GROUP>& candidates,
                                            KthBound<GROUP>& bound, u64* list, u32 length, u64* all_bounds) {
@@ -99,8 +101,8 @@ __device__ __forceinline__ void leave_list(const Problem& problem, u32 split, SC
   }
 }
 
-// Blocks into a row: leaves a list of what may be among the row's best k, and a bound. True in the last block to arrive, which
-// has `lists` to gather. All threads of the group call it.
+// Blocks into a row: leaves a list of the candidates that may be among the row's best k, and a bound. True in the last
+// block to arrive, which has `lists` to gather. All threads of the group call it.
 template <class GROUP, class SCAN>
 __device__ __forceinline__ bool hand_over_share(const Problem& problem, u32 row, u32 k, u32 splits, u32 split,
                                                 SCAN& scan, Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
@@ -116,8 +118,8 @@ __device__ __forceinline__ bool hand_over_share(const Problem& problem, u32 row,
   return arrives_last<GROUP>(problem.row_tickets + row, splits, is_last);
 }
 
-// Rows into a sequence: leaves the row's sorted list. True in the last row to arrive, which has `lists` to gather. All threads
-// of the group call it.
+// Rows into a sequence: leaves the row's sorted list. True in the last row to arrive, which has `lists` to gather. All
+// threads of the group call it.
 template <class GROUP>
 __device__ __forceinline__ bool hand_over_beam(const Problem& problem, u32 row, u32 k, const Beam& beam,
                                                const u64* chosen, const RowResult& result,

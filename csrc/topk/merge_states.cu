@@ -5,10 +5,10 @@
 //     T        of the whole: the place of an entry is the number of entries that rank before it. The lists of T are sorted, so
 //              a binary search in each of the other lists finds that number
 //
-// So no entry waits for another, and any k and any number of parts are served. Equal logits of different parts are ordered by
-// their tokens in the whole vocabulary, of 64 bits. The lists are read where they lie, as a collective leaves them: parts
-// and rows at any stride. Lists that fit are read once, into shared memory, where the searches then wait less.
-// WARPS = 1: a warp has a row, and a block four.
+// So no entry waits for another, and k and the number of parts may have any value. Equal logits of different parts are
+// ordered by their tokens in the whole vocabulary, which have 64 bits. The lists are read where a collective has left
+// them, with any strides of parts and rows. Lists that fit into shared memory are read once, and the searches wait less
+// there. WARPS = 1: a warp has a row, and a block four.
 #include "result.cuh"
 
 namespace fused_topk {
@@ -92,7 +92,7 @@ class Lists {
     const i64* const indices = states_.indices + row_ * states_.indices_row_stride;
     const i64 index = __ldg(indices + part * states_.indices_part_stride + place);
     const Bits logit = bits(part, place);
-    // One may be added to it: rank_in().
+    // rank_in() may add one to it without overflow.
     constexpr i64 kBehindAll = 0x7FFFFFFFFFFFFFFE;
     return index < 0 ? Entry{kNoKey, kBehindAll} : Entry{order_key(FORMAT::decode(logit)), start + index};
   }
@@ -104,8 +104,8 @@ class Lists {
     for (u32 p = 0; states_.lengths && p < part; ++p) sum += length(p);
     return sum;
   }
-  // wins_ties: whether the list's part comes before the part of `own`. This decides between entries of the same token. So no two
-  // entries get the same place, whatever the input.
+  // wins_ties: whether the list's part comes before the part of `own`. This decides between entries of the same token.
+  // So no two entries get the same place, whatever the input.
   __device__ __forceinline__ u32 rank_in(u32 part, i64 begin, const Entry& own, bool wins_ties) const {
     u32 low = 0;
     u32 high = min(states_.width, states_.k);
@@ -124,8 +124,8 @@ class Lists {
   Entry* kept_;
 };
 
-// (m, d) of a row, the same in every lane. The order of the sum depends on the number of parts alone. All 32 lanes of a warp
-// call it.
+// (m, d) of a row, the same in every lane. The order of the sum depends on the number of parts alone. All 32 lanes of a
+// warp call it.
 __device__ __forceinline__ Normalizer merge_normalizers(const States& states, u32 row, Scale scale) {
   Normalizer sum;
 #pragma unroll 1
@@ -139,8 +139,8 @@ __device__ __forceinline__ Normalizer merge_normalizers(const States& states, u3
   return warp_merge(sum, scale);
 }
 
-// What the values are relative to if normalize_topk: the k chosen, `logits` [k]. As among_chosen() of row_output.cuh. All 32
-// lanes of a warp call it.
+// The normalizer of the k chosen alone, for normalize_topk: like among_chosen() of row_output.cuh. logits: [k], the
+// chosen logits. All 32 lanes of a warp call it.
 __device__ __forceinline__ RowResult among_logits(const RowResult& row, const float* logits, u32 k) {
   const float first = logits[0];
   const float m = row.is_finite() && fabsf(first) < FUSED_TOPK_INFINITY ? first : row.m;
@@ -163,8 +163,8 @@ __device__ __forceinline__ void sync_row() {
 template <u32 WARPS>
 constexpr u32 kMostKept = WARPS == 1 ? kWarpSize : 1024;
 
-// Grid: (rows), or (rows / 4) for WARPS = 1. The limit of 32 resident warps leaves a thread 64 registers. Without a limit the
-// compiler takes 32 on compute capability 9.0, and spills one.
+// Grid: (rows), or (rows / 4) for WARPS = 1. The limit of 32 resident warps leaves a thread 64 registers. Without a
+// limit the compiler takes 32 on compute capability 9.0, and spills one.
 template <class FORMAT, u32 WARPS>
 __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, WARPS == 1 ? 8 : 4)
     merge_states_kernel(const __grid_constant__ States states) {
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize, WARPS ==
     }
   }
   if (are_logits || !states.normalize_topk) return;
-  // The chosen logits are in place of their values.
+  // The chosen logits are now where the values will be written.
   sync_row<WARPS>();
   const RowResult relative_to = among_logits(result, values, k);
   sync_row<WARPS>();

@@ -51,8 +51,8 @@ __device__ __forceinline__ u32 parts_of(const Problem& problem, u32 length) {
   return (length + (1u << log2_length) - 1) >> log2_length;
 }
 
-// A split's share of a row: parts [first_part, last_part), how many of the k best it may have, and how many of its last tiles
-// are read first. It ends at the row's length.
+// A split's share of a row: parts [first_part, last_part), how many of the k best it may have, and how many of its last
+// tiles are read first. It ends at the row's length.
 template <class GROUP, u32 LOG2_TILE, u32 MASK>
 struct Share {
   u32 first_part, last_part, k, lead;
@@ -74,14 +74,14 @@ struct Share {
       // V < 2^31 and a part has at most 2^21 tokens, so nothing overflows.
       const u32 log2_length = problem.tiles_per_part_log2 + LOG2_TILE;
       k = min(k, min(last_part << log2_length, problem.V) - (first_part << log2_length));
-      // One register for k, not two for the numbers that it is the minimum of.
+      // Keeps k in one register. The compiler would otherwise keep the two numbers whose minimum k is.
       keep_opaque(k);
     }
   }
 
  private:
-  // The splits share the parts up to the row's length. How a row is cut into parts, and in which order their (m, d) are merged,
-  // does not depend on it. A warp alone has no registers left for a lead.
+  // The splits share the parts up to the row's length. The length changes neither how a row is cut into parts nor the
+  // order in which the parts' (m, d) are merged. A warp alone has no registers left for a lead.
   __device__ __forceinline__ void cut(const Problem& problem, u32 split, u32 splits, u32 length) {
     last_part = parts_of<LOG2_TILE>(problem, length);
     if constexpr (GROUP::kSharesRow) {
@@ -91,7 +91,8 @@ struct Share {
     }
     const u32 parts = last_part - first_part;
     if (GROUP::kIsWarp || parts <= GROUP::kWarps) lead = 0;
-    // Fewer warps have something to read than a bound needs. Of enough of them one is spare, for the last tile may hold few logits.
+    // A bound needs warps that have something to read. If there are enough of them, one is left out of the count: the
+    // last tile may hold few logits.
     const u32 readers = GROUP::kForMany && parts > kSpare ? parts - 1 : parts;
     if (!GROUP::kIsWarp && parts > 0 && readers < warps_of_k) {
       k_of_warp = (k + readers - 1) / readers;
@@ -100,12 +101,12 @@ struct Share {
   }
 };
 
-// The order in which a group reads its tiles: first the lead, which are the last tiles, then the others. The warps take one
-// part each. A warp counts in turns. A turn from `first` on reads the tile of the same number. An earlier turn reads tile
-// turn + parts: the lead.
+// The order in which a group reads its tiles: first the lead, which are the last tiles, then the others. The warps take
+// one part each. A warp counts in turns. A turn from `first` on reads the tile of the same number. An earlier turn
+// reads tile turn + parts: the lead.
 //
-// The lead (KernelChoice.lead of fused_topk/layout/topk_choice.py) serves rows of ascending logits: the best of a sorted row are
-// then among the first tiles read, so that not every tile beats all tiles before it.
+// The lead (KernelChoice.lead of fused_topk/layout/topk_choice.py) serves rows of ascending logits: the best of a
+// sorted row are then among the first tiles read, so that not every tile beats all tiles before it.
 struct TileOrder {
   u32 first, parts;  // the group's first tile, and how many parts it has
   u32 begin, end;    // the group's turns

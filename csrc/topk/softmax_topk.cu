@@ -12,19 +12,20 @@
 //     with beams: leave T to the last row of the sequence,           hand_over_beam()
 //         which merges all and sorts; values = scores; indices       gather(), sort(), write_sequence()
 //
-// WARPS = 1: a warp is a group and owns a row; a block has four. WARPS > 1: a block is a group. It owns a row. A block of 16
-// warps may own a split of a row: blocks with the same blockIdx.x share that row. README.md has the reading order.
+// WARPS = 1: a warp is a group and owns a row; a block has four. WARPS > 1: a block is a group. It owns a row. A block
+// of 16 warps may own a split of a row: blocks with the same blockIdx.x share that row. README.md has the reading
+// order.
 #include "hand_over.cuh"
 #include "windows.cuh"
 
 namespace fused_topk {
 
-// The loop: reads a share of a row, parts [first_part, last_part), with all threads of a group. Leaves T, their best k and a few more,
-// unsorted, in `candidates`. A barrier has followed the last add. The whole warp that has read a part calls
-// finish_part(part, (m, d)).
+// The loop: reads a share of a row, parts [first_part, last_part), with all threads of a group. Leaves T, the best k of
+// the share and a few more candidates, unsorted, in `candidates`. A barrier has followed the last add. The warp that
+// has read a part calls finish_part(part, (m, d)) with all its lanes.
 //
-// For every tile a warp updates its part's (m, d): scan.folder.fold() of part_folder.cuh. It offers the tile's hits to T:
-// scan.selector.offer() of tile_selector.cuh. The warps wait for each other only for the first bound and for cuts.
+// For every tile a warp updates its part's (m, d): scan.folder.fold() of part_folder.cuh. It offers the tile's hits to
+// T: scan.selector.offer() of tile_selector.cuh. The warps wait for each other only for the first bound and for cuts.
 template <class GROUP, class SCAN, class SHARE, class FINISH_PART>
 __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN& scan, const SHARE& share,
                                            Candidates<GROUP>& candidates, KthBound<GROUP>& bound,
@@ -34,8 +35,8 @@ __device__ __forceinline__ void scan_parts(const Problem& problem, u32 row, SCAN
   u32 turn = order.begin + (GROUP::warp() << log2);
   const auto request = [&](u32 ahead) { scan.reader.request(order.tile(ahead), order.has(ahead)); };
   const auto read = [&](u32 next) { scan.read(order.tile(turn), order.tile(next), order.has(next)); };
-  // A tile in shared memory is folded after its hits are offered. Few warps have hits, and their offers then do not wait for
-  // the others' exponentials.
+  // A tile in shared memory is folded after its hits are offered. Few warps have hits, and their offers then do not
+  // wait for the others' exponentials.
   constexpr bool kOffersFirst = SCAN::Stream::kInPlace && !GROUP::kIsWarp;
   const u32 second = order.after(turn);
   scan.reader.start(order.tile(turn), order.has(turn), order.tile(second), order.has(second));
@@ -122,8 +123,8 @@ struct ScanOf<FORMAT, WARPS, kInWindows, VECTORS, ALIGNED, MASK> {
   using Type = WindowScan<FORMAT, WARPS, VECTORS, ALIGNED, MASK, kTuning.ahead, kTuning.window>;
 };
 
-// Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors, each
-// warp's window, then, if splits is 1, the states of each group's parts.
+// Grid: (rows, splits), or four rows a block where a warp owns a row. Dynamic shared memory: each warp's kWarpVectors,
+// each warp's window, then, if splits is 1, the states of each group's parts.
 template <class FORMAT, u32 WARPS, u32 METHOD, u32 VECTORS, bool ALIGNED, u32 MASK>
 __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
                                   ScanOf<FORMAT, WARPS, METHOD, VECTORS, ALIGNED, MASK>::kResidentBlocks)
@@ -178,7 +179,8 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * kWarpSize,
     if (same_length < k && split == 0) offer_missing(same_length, k, candidates);
   }
 
-  // One warp merges the states while the others work on the candidates. The sort's barrier tells every thread the result.
+  // One warp merges the states while the others work on the candidates. The sort's barrier tells every thread the
+  // result.
   const bool finishes_row = GROUP::warp() == GROUP::kWarps - 1;
   Normalizer state;
   Beam beam;

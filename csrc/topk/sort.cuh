@@ -2,8 +2,9 @@
 // Sorts candidates in shared memory. A candidate's place is the number of candidates that rank before it.
 //
 // Up to a few hundred candidates are all compared with each other. More are first put into small buckets; a candidate
-// is then compared with those of its bucket only. All candidates differ, so no two get the same place. Where many fall into
-// one bucket, as of logits on both sides of zero, they are sorted by merging, which takes the same time whatever they are.
+// is then compared only with the candidates of its bucket. All candidates differ, so no two get the same place. If many
+// candidates fall into one bucket, as they may where logits lie on both sides of zero, all are sorted by merging.
+// Merging takes the same time whatever the candidates are.
 #pragma once
 
 #include "group.cuh"
@@ -47,10 +48,11 @@ struct BucketsShared {
   u32 needed, bucket_of_m;
 };
 
-// How candidates spread over the numbers, so that buckets of one width divide them, equal keys too. Key bits that no logit of
-// the row's format sets say nothing, nor do the upper bits of an index below V.
+// Spreads candidates evenly over the 64-bit numbers, so that buckets of one width divide them, and divide equal keys by
+// index. It leaves out the bits that say nothing: key bits that the format of the logits does not use, and index bits
+// above those of V.
 struct Spread {
-  u32 key_bits, index_bits;  // of those
+  u32 key_bits, index_bits;  // numbers of bits that are left out
 
   __device__ __forceinline__ u64 of(u64 candidate) const {
     return u64(key_of(candidate) >> key_bits) << 32 | u32(u32(candidate) << index_bits);
@@ -94,7 +96,8 @@ class Buckets {
     const u32 bucket = shared_.bucket_of_m;
     if (bucket <= kAbove) return spread_.key(high_);
     const u64 widths = bucket - kAbove;
-    // Compared before they are shifted: where candidates span nearly all keys, they may leave 64 bits.
+    // The widths are compared before they are shifted: where candidates span nearly all keys, the shifted ones may
+    // exceed 64 bits.
     if (bucket == Shared::kBuckets - 1 || widths > high_ >> shift_) return kNoKey;
     return spread_.key(high_ - (widths << shift_));
   }
@@ -154,8 +157,8 @@ class Buckets {
     return is_above ? kAbove - away : kAbove + 1 + away;
   }
 
-  // Turns the count of each bucket into its begin. Returns the count of the thread's own bucket, if it is needed. All threads
-  // call it.
+  // Turns the count of each bucket into its begin. Returns the count of the thread's own bucket, if it is needed. All
+  // threads call it.
   __device__ __forceinline__ u32 add_up(u32 k, u32 m) {
     const u32 bucket = GROUP::thread();
     const u32 count = shared_.begins[bucket];
@@ -230,8 +233,8 @@ class MergeSort {
   static constexpr u32 kOwn = 4;
   static constexpr u32 kHalf = kOwn * GROUP::kThreads;
 
-  // Sorts `slots` [2 * kHalf], of which the first `count` are in use. All threads call it, after a barrier that follows the last
-  // write to the slots. Then the best kHalf are at their places. Ends with a barrier.
+  // Sorts `slots` [2 * kHalf], of which the first `count` are in use. All threads call it, after a barrier that follows
+  // the last write to the slots. Then the best kHalf are at their places. Ends with a barrier.
   static __device__ __forceinline__ void sort(u64* slots, u32 count) {
 #pragma unroll 1
     for (u32 first = 0; first < count; first += kHalf) {
@@ -247,22 +250,22 @@ class MergeSort {
  private:
   static constexpr u32 kRun = kOwn * kWarpSize;  // candidates that a warp sorts in registers
 
-  // Recomputed: what is kept since the start of the kernel costs a register.
+  // Recomputed: a value kept since the start of the kernel costs a register.
   static __device__ __forceinline__ u32 thread() {
     u32 thread = GROUP::thread();
     keep_opaque(thread);
     return thread;
   }
 
-  // Merges each two neighbouring sorted runs of `run` candidates: a thread finds kOwn of the merged ones. Of whole halves it
-  // merges the better half. All threads call it. Ends with a barrier.
+  // Merges each two neighbouring sorted runs of `run` candidates: a thread finds kOwn of the merged ones. Of whole
+  // halves it merges the better half. All threads call it. Ends with a barrier.
   static __device__ __forceinline__ void merge(u64* slots, u32 run) {
     const u32 place = kOwn * thread();
     const u32 begin = place & ~(2 * run - 1);  // of both runs
     const u32 before = place - begin;          // merged ones that precede the thread's
     const u64* const left = slots + begin;
     const u64* const right = left + run;
-    // How many of those are of the left run, by bisection.
+    // Finds by bisection how many of these come from the left run.
     u32 i = before > run ? before - run : 0;
     u32 end = min(before, run);
 #pragma unroll 1
@@ -293,8 +296,8 @@ class MergeSort {
     GROUP::sync();
   }
 
-  // Sorts a run in shared memory, of which `count` candidates are in use, and fills it up with kNoCandidate: a bitonic sort of
-  // the 32 lanes of a warp. Candidate c of a lane has place lane * kOwn + c.
+  // Sorts a run in shared memory, of which `count` candidates are in use, and fills it up with kNoCandidate: a bitonic
+  // sort of the 32 lanes of a warp. Candidate c of a lane has place lane * kOwn + c.
   static __device__ __forceinline__ void sort_run(u64* run, u32 count) {
     u64 own[kOwn];
 #pragma unroll
