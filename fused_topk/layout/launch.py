@@ -203,7 +203,8 @@ _PART_WORDS = 2  # of PartState, in int64
 SEARCHING_ROW_BYTES, SEARCHING_BLOCK_BYTES = 8192, 28720
 """Scratch and BlockScratch of csrc/draws/sample_row_sums.cuh."""
 _COUNTERS = 3  # of a row
-# The most blocks of a row, and the least tokens of the row for each block. Every block reads the counts of all others. A guess.
+# The most blocks of a row, and the least tokens of the row for each block. Every block reads the counts of all others: both numbers
+# are guesses. A row has at most as many blocks as a block has warps, each of which fetches one block's list (sum_pieces()).
 _MOST_SEARCHING, _TOKENS_OF_SEARCHING = 16, 4096
 # The blocks that a multiprocessor holds, as __launch_bounds__ of the kernel promises.
 _RESIDENT = 2
