@@ -5,9 +5,9 @@ of functions.
 One value, :class:`LogitRows`, travels from the check of the arguments to the kernels. The other half of a call, what is
 wanted, is a small class for each family (:mod:`fused_topk.problem`).
 
-A new field of LogitRows needs a check in ``check_rows()`` of row_arguments.py, a layout in :class:`RowsLayout`, a type in
-``ROWS_SCHEMA``, and a place in ``flat()``, ``layout()`` and ``given()``. Of the other files only ``topk_launch.py`` and ``cpu.py``
-name the fields one by one. All others make rows from other rows by the methods below, which keep every field.
+A new field of LogitRows needs a check in ``check_rows()`` and in ``plain_rows()`` of row_arguments.py, a layout in
+:class:`RowsLayout`, a type in ``ROWS_SCHEMA``, and a place in ``flat()``, ``layout()`` and ``given()``. Besides these two files only
+``topk_launch.py`` and ``cpu.py`` name the fields one by one. All others make rows from other rows by the methods below, which keep every field.
 """
 
 from __future__ import annotations

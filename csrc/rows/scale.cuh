@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the logits of a row are scaled. Every exponential of logits is computed here: exponentials for sums with the hardware's
-// 2^x, and exponentials for results with the exact e^x.
+// How the logits of a row are scaled. Every exponential of a softmax is computed here: exponentials for sums with the hardware's
+// 2^x, and exponentials for results with the exact e^x. The scores of experts (scores.h) have operations of their own.
 #pragma once
 
 #include "platform.cuh"
