@@ -268,8 +268,8 @@ FAULTS = {
         partial(check_reads, "splits", 5000),
     ),
     "whole rows with lengths that are read as if aligned": (
-        "const u32 bits = token + e < length ? __ldg(elements + e)",
-        "const u32 bits = token + e < end ? __ldg(elements + e)",
+        "token + e < length ? __ldg(elements + e)",
+        "token + e < end ? __ldg(elements + e)",
         check_full_rows,
     ),
     "draws of whole rows": ("return lengths ?", "return false ?", check_draws),

@@ -356,7 +356,7 @@ FAULTS = [
             ('stable")[::-1]', 'stable")'),
             ("np.sort(nodes[by_width[:most]])", "nodes[by_width[:most]]"),
             ("np.append(wide, SENTINEL)", "np.append(wide, 1)"),
-            ("torch.arange(max(1, narrow))", "torch.arange(narrow)"),
+            ("torch.arange(max(1, narrow)", "torch.arange(narrow"),
             ("np.stack([nodes, nodes + 1])", "np.stack([nodes, nodes + 2])"),
             ("zip(masks, *bounds, strict=False)", "zip(masks[1:], *bounds, strict=False)"),
             ("= keys[first:end] & _TOKEN", "= keys[first:end] & 31"),
