@@ -13,6 +13,7 @@ import torch
 from ..problem import MergeProblem
 from .kernel_arguments import States, writer
 from .topk_choice import VARIANTS, KernelChoice, Method
+from .tuning import least_resident_warps
 
 FORMATS = {
     torch.float32: "Float32",
@@ -206,8 +207,7 @@ _COUNTERS = 3  # of a row
 # The most blocks of a row, and the least tokens of the row for each block. Every block reads the counts of all others: both numbers
 # are guesses. A row has at most as many blocks as a block has warps, each of which fetches one block's list (sum_pieces()).
 _MOST_SEARCHING, _TOKENS_OF_SEARCHING = 16, 4096
-# The blocks that a multiprocessor holds, as __launch_bounds__ of the kernel promises.
-_RESIDENT = 2
+_SEARCHING_WARPS = 16  # of a block: kWarps of csrc/draws/sample_list.cuh
 
 
 def draws_from_vocabulary(vocab_size: int, top_k: int | None, has_other_filter: bool) -> bool:
@@ -250,7 +250,8 @@ def searching_blocks(rows: int, vocab_size: int, top_k: int | None, multiprocess
     """
     if top_k is not None and 0 < top_k < vocab_size and top_k < LONGEST_LIST:
         return 1
-    return max(1, min(_MOST_SEARCHING, _RESIDENT * multiprocessors // rows, vocab_size // _TOKENS_OF_SEARCHING))
+    resident = least_resident_warps("kFilteredDraws") // _SEARCHING_WARPS
+    return max(1, min(_MOST_SEARCHING, resident * multiprocessors // rows, vocab_size // _TOKENS_OF_SEARCHING))
 
 
 def summing_scratch(rows: int, vocab_size: int, blocks: int) -> tuple[int, int]:

@@ -43,6 +43,12 @@ def resident_warps(kernel: str, capability: int) -> int:
     return found.resident_warps
 
 
+@cache
+def least_resident_warps(kernel: str) -> int:
+    """The same for the GPU that holds the fewest."""
+    return min(resident_warps(kernel, capability) for capability in ARCHITECTURES)
+
+
 def _tuned(kernel: str, capability: int, warps: int, values: tuple[int, ...]) -> Tuning | None:
     """The first row that fits. values: whether there is a mask, whether rows are aligned, whether logits have 32 bits, and the
     method."""
