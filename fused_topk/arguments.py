@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from . import backends
 from .operators.dispatch import transform_is_active
-from .rows import DTYPES
+from .rows import DTYPES, named
 from .tracing import is_traced
 
 _NORMALIZE = ("allowed", "all", "topk")
@@ -57,9 +57,7 @@ def is_distributed(value: Any) -> bool:
 def check_logits(logits: Any, name: str = "logits") -> None:
     check_tensor(name, logits)
     if logits.dtype not in DTYPES:
-        raise TypeError(
-            f"`{name}` must be float32, float16, bfloat16 or float64, got {logits.dtype}; convert them with .float()"
-        )
+        raise TypeError(f"`{name}` must be {named(DTYPES, 'or')}, got {logits.dtype}; convert them with .float()")
     if logits.dim() == 0:
         raise ValueError(
             f"`{name}` must have at least one dimension, the vocabulary, got a 0-d tensor; use .reshape(1)"
@@ -207,9 +205,7 @@ def check_start(start: Any) -> None:
 def check_hidden(hidden: Any) -> None:
     check_tensor("hidden", hidden)
     if hidden.dtype not in DTYPES:
-        raise TypeError(
-            f"`hidden` must be float32, float16, bfloat16 or float64, got {hidden.dtype}; convert it with .float()"
-        )
+        raise TypeError(f"`hidden` must be {named(DTYPES, 'or')}, got {hidden.dtype}; convert it with .float()")
     if hidden.dim() == 0 or hidden.shape[-1] == 0:
         raise ValueError(
             f"`hidden` must have the shape (..., H) with H >= 1, got {tuple(hidden.shape)}; the last dimension is the "

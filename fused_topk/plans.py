@@ -172,14 +172,15 @@ class MergePlan(NamedTuple):
 
 def plan_of_merge(problem: MergeProblem, backend: str | None) -> MergePlan:
     """The plan of a checked request. It serves all requests that differ in their tensors alone, not in the tensors' layouts."""
-    return merge_plan(problem.logits.device, backend, *(like(x) if isinstance(x, Tensor) else x for x in problem))
+    return merge_plan(
+        problem.logits.device, backend, *(like(x) if isinstance(x, Tensor) else x for x in problem.flat())
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def merge_plan(device: torch.device, backend: str | None, *fields: Any) -> MergePlan:
-    """fields: those of :class:`MergeProblem`, with layouts in place of tensors."""
-    of_parts: Any = (x.meta() if isinstance(x, Like) else x for x in fields)
-    problem = MergeProblem(*of_parts)
+    """fields: those of MergeProblem.flat(), with layouts in place of tensors."""
+    problem = MergeProblem.of(*(x.meta() if isinstance(x, Like) else x for x in fields))
     result = row_result(problem.logits.select(0, 0), problem.k, problem.values)
     chosen = backends.pick(device, problem.logits.dtype, 1, backend)
     if problem.logits.numel() == 0:

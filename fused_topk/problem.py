@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .rows import LogitRows
+from .scale import Scale
 
 
 class TopK(NamedTuple):
@@ -91,16 +92,26 @@ class MergeProblem(NamedTuple):
     m: Tensor  # logits.shape[:-1], float32, or float64 for float64 logits
     d: Tensor  # like m
     # (parts,) int32, the number of tokens of each part: indices then count from the part's start. None: from the row's start.
-    lengths: Tensor | None
+    part_lengths: Tensor | None
     k: int  # 1 <= k <= parts times k of a part
-    temperature: float  # the one that d was summed with; positive and finite; ignored where row_temperature is given
-    row_temperature: Tensor | None  # logits.shape[1:-1], float32, or float64 for float64 logits
+    scale: Scale  # the one that d was summed with, for rows of logits.shape[1:-1]
     values: str  # as in TopkProblem
     normalize: str  # "topk"; "allowed" and "all" both stand for the tokens that the states have summed up
 
+    def flat(self) -> tuple[Any, ...]:
+        """The fields as the arguments of an operator, those of `scale` one by one."""
+        *others, scale, values, normalize = self
+        return *others, *scale, values, normalize
+
+    @staticmethod
+    def of(logits: Any, indices: Any, m: Any, d: Any, part_lengths: Any, k: Any, *others: Any) -> MergeProblem:
+        """The request that has the fields that :meth:`flat` returns."""
+        *scale, values, normalize = others
+        return MergeProblem(logits, indices, m, d, part_lengths, k, Scale(*scale), values, normalize)
+
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.logits, self.indices, self.m, self.d, self.lengths, self.row_temperature
+        return self.logits, self.indices, self.m, self.d, self.part_lengths, self.scale.row_temperature
 
 
 class LinearProblem(NamedTuple):

@@ -14,6 +14,7 @@ from .arguments import check_logits, check_no_tangent, check_same_device, check_
 from .operators.dispatch import need_dispatcher
 from .problem import result_dtype
 from .rows import LogitRows
+from .scale import Scale
 
 # The kernels scale by 1 / T in float32. All backends have the limits of the CPU's kernel (csrc/cpu/row_state.h).
 LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 2.0**-120, 2.0**126
@@ -41,19 +42,11 @@ def check_rows(
     if not may_be_empty or logits.shape[-1] > 0:
         check_vocabulary(logits.shape[-1])
     if dtype_of_draws is None:
-        number, row_temperature = check_temperature(temperature, logits, result_dtype(logits.dtype))
+        scale = check_temperature(temperature, logits, result_dtype(logits.dtype))
     else:
         limits = (LEAST_TEMPERATURE, GREATEST_TEMPERATURE)
-        number, row_temperature = check_row_numbers(
-            "temperature", temperature, logits, dtype_of_draws, limits, or_zero=True
-        )
-    return LogitRows(
-        logits,
-        temperature=number,
-        row_temperature=row_temperature,
-        mask=check_mask(mask, logits),
-        lengths=check_lengths(lengths, logits),
-    )
+        scale = Scale(*check_row_numbers("temperature", temperature, logits, dtype_of_draws, limits, or_zero=True))
+    return LogitRows(logits, *scale, mask=check_mask(mask, logits), lengths=check_lengths(lengths, logits))
 
 
 def plain_rows(
@@ -94,12 +87,10 @@ def plain_rows(
     return tuple.__new__(LogitRows, (logits, number, row_temperature, mask, lengths))
 
 
-def check_temperature(
-    temperature: float | Tensor | None, logits: Tensor, dtype: torch.dtype
-) -> tuple[float, Tensor | None]:
-    """(the temperature of all rows, None), or (1.0, the temperature of each row with shape logits.shape[:-1])."""
+def check_temperature(temperature: float | Tensor | None, logits: Tensor, dtype: torch.dtype) -> Scale:
+    """The temperature of all rows, or that of each row with shape logits.shape[:-1]."""
     if temperature is None:
-        return 1.0, None
+        return Scale()
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float, Tensor)):
         raise TypeError(f"`temperature` must be a number or a tensor, got {type(temperature).__name__}; use float(...)")
     if not isinstance(temperature, Tensor):
@@ -108,7 +99,7 @@ def check_temperature(
                 f"`temperature` must be positive and finite in float32 ({LEAST_TEMPERATURE:.2g} to "
                 f"{GREATEST_TEMPERATURE:.2g}), got {temperature}; for the best token use k=1"
             )
-        return float(temperature), None
+        return Scale(float(temperature))
     check_tensor("temperature", temperature)
     if not temperature.is_floating_point():
         raise TypeError(f"`temperature` must be a floating-point tensor, got {temperature.dtype}; use .float()")
@@ -117,7 +108,7 @@ def check_temperature(
     if temperature.requires_grad:
         raise ValueError("`temperature` must not require a gradient, got requires_grad=True; use .detach()")
     check_row_temperature(temperature)
-    return 1.0, temperature.to(dtype).expand(logits.shape[:-1])
+    return Scale(row_temperature=temperature.to(dtype).expand(logits.shape[:-1]))
 
 
 def check_row_temperature(temperature: Tensor) -> None:

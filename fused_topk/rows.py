@@ -6,20 +6,23 @@ One value, :class:`LogitRows`, travels from the check of the arguments to the ke
 wanted, is a small class for each family (:mod:`fused_topk.problem`).
 
 A new field of LogitRows needs a check in ``check_rows()`` and in ``plain_rows()`` of row_arguments.py, a layout in
-:class:`RowsLayout`, a type in ``ROWS_SCHEMA``, and a place in ``flat()``, ``layout()`` and ``given()``. Besides these two files only
-``topk_launch.py`` and ``cpu.py`` name the fields one by one. All others make rows from other rows by the methods below, which keep every field.
+:class:`RowsLayout`, a type in ``ROWS_SCHEMA``, and a place in ``flat()``, ``layout()`` and ``given()``. A field that says how logits are
+scaled belongs to :class:`fused_topk.scale.Scale`, too. Besides these files only ``topk_launch.py`` and ``cpu.py`` name the fields one
+by one. All others make rows from other rows by the methods below, which keep every field.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # of logits
+from .scale import SCALE_SCHEMA, Scale
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # of logits, and of hidden states
 _WORD = 32  # tokens in a word of a packed mask
 _NUMBERS = ("row_temperature", "lengths")  # the fields of LogitRows that are tensors with one number a row
 _new = tuple.__new__
@@ -50,9 +53,9 @@ class LogitRows(NamedTuple):
     lengths: Tensor | None = None
 
     @property
-    def scale(self) -> float | Tensor:
-        """The temperature, in a form that broadcasts to the logits."""
-        return self.temperature if self.row_temperature is None else self.row_temperature.unsqueeze(-1)
+    def scale(self) -> Scale:
+        """The fields that say how the logits are scaled."""
+        return Scale(self.temperature, self.row_temperature)
 
     def with_logits(self, logits: Tensor) -> LogitRows:
         """The same rows with another tensor in the place of the logits."""
@@ -95,11 +98,6 @@ class LogitRows(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """The fields that are tensors, the logits first."""
         return [x for x in self if isinstance(x, Tensor)]
-
-    @property
-    def temperatures(self) -> tuple[float, Tensor | None]:
-        """The fields that a merge of these rows' states needs."""
-        return self.temperature, self.row_temperature
 
     def at(self, given: LogitRows) -> LogitRows:
         """The tensors of `given` with the shapes and strides of these rows, which may be meta tensors. So the tensors that
@@ -202,8 +200,14 @@ class RowsLayout(NamedTuple):
 
 
 # The fields of LogitRows as the arguments of an operator of torch.library.
-ROWS_SCHEMA = "Tensor logits, float temperature, Tensor? row_temperature, Tensor? mask, Tensor? lengths"
+ROWS_SCHEMA = f"Tensor logits, {SCALE_SCHEMA}, Tensor? mask, Tensor? lengths"
 ROWS_FIELDS = len(LogitRows._fields)
+
+
+def named(dtypes: Iterable[torch.dtype], conjunction: str) -> str:
+    """The names of several dtypes, for a message."""
+    *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{', '.join(names)} {conjunction} {last}"
 
 
 def like(tensor: Tensor) -> Like:

@@ -10,6 +10,7 @@ from torch import Tensor
 from fused_topk import TopK, TopKState
 from fused_topk.backends import cuda, reference
 from fused_topk.problem import MergeProblem
+from fused_topk.scale import Scale
 from oracle import DTYPES, VALUES_OF, assert_topk, expected, problem_of, start
 from rows import INF, NAN, adversarial_rows, random_logits, random_mask
 from simt import build
@@ -31,8 +32,8 @@ def run(problem: MergeProblem, **how) -> TopK:
         torch.empty(*rows, k, dtype=torch.int64),
         torch.empty((2, *rows) if problem.values == "state" else rows),
     )
-    inputs = problem._asdict()
-    for name in ("k", "temperature", "values", "normalize"):
+    inputs = {**problem._asdict(), **problem.scale._asdict()}
+    for name in ("k", "scale", "temperature", "values", "normalize"):
         del inputs[name]
     arrays = [Array(name, x, "input") for name, x in inputs.items() if x is not None]
     arrays += [Array(name, x, "output") for name, x in out._asdict().items()]
@@ -85,7 +86,7 @@ def test_merge_on_adversarial_rows(size, dtype, entry, normalize):
     rows = adversarial_rows(vocab_size, k, DTYPES[dtype])
     names = list(rows)[len(size) % 3 :: 3]
     logits = torch.stack([rows[name] for name in names])
-    problem = MergeProblem(*parts_of(logits, cuts, width), k, 1.0, None, VALUES_OF[entry], normalize)
+    problem = MergeProblem(*parts_of(logits, cuts, width), k, Scale(), VALUES_OF[entry], normalize)
     settings = {} if entry == "topk" else {"normalize": normalize}
     assert_topk(run(problem), expected(entry, logits, k, **settings), logits, entry, row_names=names)
 
@@ -95,7 +96,7 @@ def test_merge_on_adversarial_rows(size, dtype, entry, normalize):
 def test_state(size, dtype):
     vocab_size, width, k, cuts = SIZES[size]
     logits = torch.stack(list(adversarial_rows(vocab_size, k, DTYPES[dtype]).values())[::2])
-    got = run(MergeProblem(*parts_of(logits, cuts, width), k, 1.0, None, "state", "allowed"))
+    got = run(MergeProblem(*parts_of(logits, cuts, width), k, Scale(), "state", "allowed"))
     best, tokens, m, d, _ = parts_of(logits, [], k)
     want = TopKState(best[0], tokens[0], m[0], d[0])
     assert_same_state(TopKState(got.values, got.indices, *got.logsumexp.unbind(0)), want, D_TOLERANCE)
@@ -147,11 +148,11 @@ def test_temperatures(temperature, size):
     logits = random_logits(6, vocab_size)
     t = torch.linspace(0.3, 2.0, 6) if temperature == "rows" else temperature
     number, of_rows = (1.0, t) if temperature == "rows" else (t, None)
-    problem = MergeProblem(*parts_of(logits, cuts, width, t), k, number, of_rows, "log_softmax", "allowed")
+    problem = MergeProblem(*parts_of(logits, cuts, width, t), k, Scale(number, of_rows), "log_softmax", "allowed")
     want = expected("log_softmax_topk", logits, k, temperature=t)
     assert_topk(run(problem), want, logits, "log_softmax_topk", temperature=t)
     if temperature == "rows":
-        got = run(problem._replace(row_temperature=torch.tensor([1.0, 0.0, -1.0, NAN, 1.0, 1.0])))
+        got = run(problem._replace(scale=Scale(row_temperature=torch.tensor([1.0, 0.0, -1.0, NAN, 1.0, 1.0]))))
         is_nan = [False, True, True, True, False, False]
         assert got.logsumexp.isnan().tolist() == is_nan and got.values.isnan().all(-1).tolist() == is_nan
 
@@ -163,7 +164,7 @@ def test_schedules(schedule, size, architecture):
     """The chosen are read by threads that others wrote."""
     vocab_size, width, k, cuts = SIZES[size]
     logits = (random_logits(6, vocab_size) / 2).round()
-    problem = MergeProblem(*parts_of(logits, cuts, width), k, 1.0, None, "softmax", "topk")
+    problem = MergeProblem(*parts_of(logits, cuts, width), k, Scale(), "softmax", "topk")
     want = expected("softmax_topk", logits, k, normalize="topk")
     for seed in range(3):
         got = run(problem, schedule=schedule, seed=seed, architecture=architecture)
@@ -175,7 +176,7 @@ def test_leading_dimensions(leading):
     logits = random_logits(6, 300)
     rows = torch.Size(leading).numel()
     parts = [x[:, :rows].unflatten(1, leading) if leading else x[:, 0] for x in parts_of(logits, [100, 150], 9)[:4]]
-    got = run(MergeProblem(*parts, torch.tensor([100, 50, 150], dtype=torch.int32), 9, 1.0, None, "softmax", "allowed"))
+    got = run(MergeProblem(*parts, torch.tensor([100, 50, 150], dtype=torch.int32), 9, Scale(), "softmax", "allowed"))
     like = logits[:rows].unflatten(0, leading) if leading else logits[0]
     assert_topk(got, expected("softmax_topk", like, 9), like, "softmax_topk")
 
@@ -188,12 +189,12 @@ def test_layouts_that_are_copied():
     apart = torch.full((*wide.shape, 2), NAN)[..., 0].copy_(wide)
     t = torch.ones(6, 2)[:, 0]
     for problem in (
-        MergeProblem(apart, tokens, m, d, lengths, 9, 1.0, None, "softmax", "allowed"),
-        MergeProblem(wide, tokens, m, d, lengths, 9, 1.0, t, "softmax", "allowed"),
+        MergeProblem(apart, tokens, m, d, lengths, 9, Scale(), "softmax", "allowed"),
+        MergeProblem(wide, tokens, m, d, lengths, 9, Scale(row_temperature=t), "softmax", "allowed"),
     ):
         assert_topk(run(problem), want, logits, "softmax_topk")
     crossed = [x.unflatten(1, (2, 3)).transpose(1, 2) for x in (wide, tokens, m, d)]
-    got = run(MergeProblem(*crossed, lengths, 9, 1.0, None, "softmax", "allowed"))
+    got = run(MergeProblem(*crossed, lengths, 9, Scale(), "softmax", "allowed"))
     like = logits.unflatten(0, (2, 3)).transpose(0, 1)
     assert_topk(got, expected("softmax_topk", like, 9), like, "softmax_topk")
 
@@ -204,7 +205,7 @@ def test_tokens_beyond_32_bits(begin):
     logits = torch.full((2, 300), 1.0)
     wide, tokens, m, d, _ = parts_of(logits, [100, 150], 20)
     tokens = (tokens + torch.tensor([begin, begin + 100, begin + 150]).view(3, 1, 1))[[2, 0, 1]]
-    got = run(MergeProblem(wide[[2, 0, 1]], tokens, m, d, None, 40, 1.0, None, "logits", "allowed"))
+    got = run(MergeProblem(wide[[2, 0, 1]], tokens, m, d, None, 40, Scale(), "logits", "allowed"))
     assert torch.equal(got.indices, (begin + torch.arange(40)).expand(2, 40).where(torch.arange(40) < 20, got.indices))
     assert got.indices[:, 20:].tolist() == [[begin + 100 + i for i in range(20)]] * 2
 
@@ -214,7 +215,7 @@ def test_whatever_the_input():
     logits = torch.tensor([[[1.0, 1.0]], [[1.0, NAN]]])
     indices = torch.tensor([[[7, 8]], [[7, -1]]])
     m, d = torch.ones(2, 1), torch.ones(2, 1)
-    got = run(MergeProblem(logits, indices, m, d, None, 4, 1.0, None, "logits", "allowed"))
+    got = run(MergeProblem(logits, indices, m, d, None, 4, Scale(), "logits", "allowed"))
     assert got.indices.tolist() == [[7, 7, 8, -1]] and got.values.tolist() == [[1.0, 1.0, 1.0, -INF]]
 
 
@@ -229,7 +230,7 @@ def test_whatever_the_input():
 @pytest.mark.parametrize("size", ["warp", "block"])
 def test_a_missing_barrier_is_seen(line, kind, size):
     vocab_size, width, k, cuts = SIZES[size]
-    problem = MergeProblem(*parts_of(random_logits(2, vocab_size), cuts, width), k, 1.0, None, "softmax", "topk")
+    problem = MergeProblem(*parts_of(random_logits(2, vocab_size), cuts, width), k, Scale(), "softmax", "topk")
 
     def edit(source: str) -> str:
         assert line in source
@@ -250,7 +251,7 @@ FAULTS = {
     "logit of an entry that is no candidate": ("is_candidate ? lists.bits(part, place) : ", "true ? lists.bits(part, place) : "),
     "lists that end at k": ("min(states_.width, states_.k)", "states_.k"),
     "m of another row": ("row * states.m_row_stride", "row * states.d_row_stride * 0"),
-    "lengths without their stride": ("states_.lengths + part * states_.lengths_stride", "states_.lengths + part"),
+    "lengths without their stride": ("states_.part_lengths + part * states_.part_lengths_stride", "states_.part_lengths + part"),
     "normalizer of 32 parts": ("part < states.parts; part += kWarpSize", "part < min(states.parts, 32u); part += kWarpSize"),
     "temperature left out": ("temperature.scale())", "Scale())"),
 }  # fmt: skip
@@ -267,10 +268,12 @@ def test_a_wrong_line_is_seen(fault):
         logits[3, 200] = NAN
         t = torch.linspace(0.3, 2.0, 6)
         want = expected("log_softmax_topk", logits, 17, temperature=t)
-        problem = MergeProblem(*parts_of(logits, [7, 8, 150], 17, t), 17, 1.0, t, "log_softmax", "allowed")
+        problem = MergeProblem(
+            *parts_of(logits, [7, 8, 150], 17, t), 17, Scale(row_temperature=t), "log_softmax", "allowed"
+        )
         assert_topk(run(problem, **how), want, logits, "log_softmax_topk", temperature=t)
         logits = random_logits(2, 45)
-        problem = MergeProblem(*parts_of(logits, list(range(1, 45)), 1), 40, 1.0, None, "log_softmax", "allowed")
+        problem = MergeProblem(*parts_of(logits, list(range(1, 45)), 1), 40, Scale(), "log_softmax", "allowed")
         assert_topk(run(problem, **how), expected("log_softmax_topk", logits, 40), logits, "log_softmax_topk")
 
     def merged_states(**how) -> None:
@@ -278,7 +281,7 @@ def test_a_wrong_line_is_seen(fault):
         logits = torch.tensor([[[1.0, 1.0]], [[1.0, NAN]]])
         indices = torch.tensor([[[7, 8]], [[7, -1]]])
         ones = torch.ones(2, 1)
-        got = run(MergeProblem(logits, indices, ones, ones, None, 4, 1.0, None, "logits", "allowed"), **how)
+        got = run(MergeProblem(logits, indices, ones, ones, None, 4, Scale(), "logits", "allowed"), **how)
         assert got.indices.tolist() == [[7, 7, 8, -1]] and got.values.tolist() == [[1.0, 1.0, 1.0, -INF]]
 
     merged_logits()

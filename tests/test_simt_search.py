@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fused_topk.problem import FullRowProblem, MergeProblem
 from fused_topk.rows import LogitRows
+from fused_topk.scale import Scale
 from oracle import DTYPES, assert_topk, check, expected
 from rows import extreme_row, packed, random_mask
 from simt import build
@@ -119,7 +120,7 @@ def search_merges(seed: int) -> None:
         seed % 4
     ]
     logits = extreme_rows(vocab_size, k, len(cuts) + 1, list(DTYPES.values())[seed % 3], seed)
-    problem = MergeProblem(*parts_of(logits, cuts, k), k, 1.0, None, "log_softmax", "allowed")
+    problem = MergeProblem(*parts_of(logits, cuts, k), k, Scale(), "log_softmax", "allowed")
     assert_topk(merged(problem), expected("log_softmax_topk", logits, k), logits, "log_softmax_topk")
 
 

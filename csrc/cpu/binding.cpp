@@ -210,7 +210,7 @@ class Merge {
  public:
   // clang-format off: one argument group a line, as cpu.py passes them
   Merge(u32 dtype, std::vector<i64> shape, std::vector<i64> logits_strides, std::vector<i64> indices_strides,
-        std::vector<i64> m_strides, std::vector<i64> d_strides, i64 lengths_stride,
+        std::vector<i64> m_strides, std::vector<i64> d_strides, i64 part_lengths_stride,
         double temperature, std::vector<i64> temperature_strides,
         u32 k, u32 value_kind, bool normalize_topk)
       // clang-format on
@@ -224,16 +224,15 @@ class Merge {
     request_.indices = of_parts(std::move(indices_strides), true);
     request_.m = of_parts(std::move(m_strides), false);
     request_.d = of_parts(std::move(d_strides), false);
-    request_.lengths_stride = lengths_stride;
-    request_.temperature = temperature;
-    request_.temperature_strides = std::move(temperature_strides);
+    request_.part_lengths_stride = part_lengths_stride;
+    request_.scale = {temperature, nullptr, std::move(temperature_strides)};
     request_.k = k;
     request_.value_kind = ValueKind(value_kind);
     request_.normalize_topk = normalize_topk;
   }
 
   void operator()(std::uintptr_t logits, std::uintptr_t indices, std::uintptr_t m, std::uintptr_t d,
-                  std::uintptr_t lengths, std::uintptr_t row_temperature, std::uintptr_t values,
+                  std::uintptr_t part_lengths, std::uintptr_t row_temperature, std::uintptr_t values,
                   std::uintptr_t result_indices, std::uintptr_t logsumexp, u32 threads) const {
     const MaybeWithoutGil without_gil(u64(request_.parts) * request_.width * rows_of(request_.sizes));
     MergeProblem p = request_;
@@ -242,8 +241,8 @@ class Merge {
     p.indices.base = pointer<const char>(indices);
     p.m.base = pointer<const char>(m);
     p.d.base = pointer<const char>(d);
-    p.lengths = pointer<const int>(lengths);
-    p.row_temperature = pointer<const float>(row_temperature);
+    p.part_lengths = pointer<const int>(part_lengths);
+    p.scale.row_temperature = pointer<const float>(row_temperature);
     p.values = pointer<char>(values);
     p.result_indices = pointer<i64>(result_indices);
     p.logsumexp = pointer<float>(logsumexp);
@@ -277,8 +276,8 @@ void sample(const LogitRows& rows, const RowAddresses& addresses,
   auto p = problem_of<SampleProblem>(rows);
   point_to(p, addresses, threads);
   // Draws take their temperatures as float64.
-  p.temperatures = {p.temperature, reinterpret_cast<const double*>(p.row_temperature)};
-  p.row_temperature = nullptr;
+  p.temperatures = {p.scale.temperature, reinterpret_cast<const double*>(p.scale.row_temperature)};
+  p.scale.row_temperature = nullptr;
   p.top_k = {top_k, pointer<const i64>(row_top_k)};
   p.top_p = {top_p, pointer<const double>(row_top_p)};
   p.min_p = {min_p, pointer<const double>(row_min_p)};

@@ -45,7 +45,7 @@ struct Solver {
   std::unique_ptr<float[]> kept;             // nullable; [rows, vocab_size]
   std::vector<FinishedRow> results;          // [rows]
 
-  explicit Solver(const FullRowProblem& p) : problem(p), rows(rows_of(p.sizes)), temperature(p.temperature) {
+  explicit Solver(const FullRowProblem& p) : problem(p), rows(rows_of(p.sizes)), temperature(p.scale.temperature) {
     blocks = (p.vocab_size - 1) / kBlock + 1;
     parts = parts_of_a_row(rows, blocks, threads());
   }
@@ -119,7 +119,7 @@ struct Solver {
   }
 
   Temperature temperature_at(u64 row) const {
-    return problem.row_temperature ? Temperature(temperature_of(problem, row)) : temperature;
+    return problem.scale.row_temperature ? Temperature(temperature_of(problem, row)) : temperature;
   }
 
   char* out_of(u64 row) const { return problem.out + row * problem.vocab_size * kItemSize[problem.out_dtype]; }

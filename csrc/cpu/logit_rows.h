@@ -15,6 +15,13 @@
 
 namespace fused_topk::cpu {
 
+// How rows are scaled. Strides count elements, one a leading dimension.
+struct Scale {
+  double temperature;            // where row_temperature is null
+  const float* row_temperature;  // nullable; [sizes...]
+  std::vector<i64> strides;
+};
+
 enum class MaskKind : u32 { kNone = 0, kBools = 1, kBits = 2 };
 
 // Strides count elements; the strides of a mask of kBits count words. A stride of a leading dimension may be any number.
@@ -30,9 +37,7 @@ struct LogitRows {
   std::vector<i64> logits_strides;
   i64 logits_element_stride;
 
-  double temperature;
-  const float* row_temperature;  // nullable; [sizes...]
-  std::vector<i64> temperature_strides;
+  Scale scale;
 
   const char* mask;  // null for kNone; [sizes..., vocab_size] bytes, or [sizes..., ceil(vocab_size / 32)] words
   MaskKind mask_kind;
@@ -74,8 +79,7 @@ inline LogitRows logit_rows(u32 dtype, std::vector<i64> shape, std::vector<i64> 
   rows.dtype = DType(dtype);
   rows.logits_element_stride = pop(logits_strides);
   rows.logits_strides = std::move(logits_strides);
-  rows.temperature = temperature;
-  rows.temperature_strides = std::move(temperature_strides);
+  rows.scale = {temperature, nullptr, std::move(temperature_strides)};
   rows.mask_kind = MaskKind(mask_kind);
   if (!mask_strides.empty()) rows.mask_element_stride = pop(mask_strides);
   rows.mask_strides = std::move(mask_strides);
@@ -91,7 +95,7 @@ inline void point_to(LogitRows& rows, const RowAddresses& addresses, u32 threads
   rows.threads = threads;
   const auto [logits, row_temperature, mask, lengths] = addresses;
   rows.logits = pointer<const char>(logits);
-  rows.row_temperature = pointer<const float>(row_temperature);
+  rows.scale.row_temperature = pointer<const float>(row_temperature);
   rows.mask = pointer<const char>(mask);
   rows.lengths = pointer<const char>(lengths);
 }

@@ -37,8 +37,8 @@ struct Merger {
   const u64 rows;
 
   explicit Merger(const MergeProblem& p) : problem(p), starts(p.parts, 0), rows(rows_of(p.sizes)) {
-    for (u32 part = 1; p.lengths && part < p.parts; ++part) {
-      starts[part] = starts[part - 1] + p.lengths[(part - 1) * p.lengths_stride];
+    for (u32 part = 1; p.part_lengths && part < p.parts; ++part) {
+      starts[part] = starts[part - 1] + p.part_lengths[(part - 1) * p.part_lengths_stride];
     }
   }
 
@@ -80,14 +80,8 @@ struct Merger {
     return {m, d};
   }
 
-  double inverse_temperature(u64 row) const {
-    const MergeProblem& p = problem;
-    const float* const of_rows = p.row_temperature;
-    return Temperature(of_rows ? of_rows[offset_of(row, p.sizes, p.temperature_strides)] : p.temperature).inverse;
-  }
-
   void merge_row(u64 row, std::vector<Head>& heads) const {
-    const double inverse = inverse_temperature(row);
+    const double inverse = Temperature(temperature_of(problem.scale, problem.sizes, row)).inverse;
     BlockNormalizer sum = state_of(0, row);
     for (u32 part = 1; part < problem.parts; ++part) sum = merge(sum, state_of(part, row), inverse);
 

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "logit_rows.h"
 #include "router_kernels.h"
 
 namespace fused_topk::cpu {
@@ -32,12 +33,10 @@ struct MergeProblem {
   OfParts indices;  // [parts, sizes..., width] i64
   OfParts m, d;     // [parts, sizes...] float
 
-  const int* lengths;  // nullable; [parts]: the number of tokens of each; indices count from the part's first
-  i64 lengths_stride;
+  const int* part_lengths;  // nullable; [parts]: the number of tokens of each; indices count from the part's first
+  i64 part_lengths_stride;
 
-  double temperature;
-  const float* row_temperature;  // nullable; [sizes...]
-  std::vector<i64> temperature_strides;
+  Scale scale;
 
   char* values;         // [sizes..., k] float, or dtype for kLogits and kState
   i64* result_indices;  // [sizes..., k]

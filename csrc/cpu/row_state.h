@@ -79,11 +79,12 @@ struct Temperature {
   }
 };
 
-// The temperature of a row.
-inline double temperature_of(const LogitRows& rows, u64 row) {
-  if (!rows.row_temperature) return rows.temperature;
-  return rows.row_temperature[offset_of(row, rows.sizes, rows.temperature_strides)];
+// The temperature of a row of [sizes...].
+inline double temperature_of(const Scale& scale, const std::vector<i64>& sizes, u64 row) {
+  if (!scale.row_temperature) return scale.temperature;
+  return scale.row_temperature[offset_of(row, sizes, scale.strides)];
 }
+inline double temperature_of(const LogitRows& rows, u64 row) { return temperature_of(rows.scale, rows.sizes, row); }
 
 // The temperatures of so many rows are prepared together. A multiple of the rows that lie side by side in vectors.
 constexpr u32 kTemperaturesAtOnce = 64;
@@ -119,7 +120,7 @@ class PreparedTemperatures {
 template <class ROWS>
 inline void for_each_temperature(const LogitRows& rows, const Temperature& temperature, u64 first, u32 count,
                                  const ROWS& do_rows) {
-  if (!rows.row_temperature) {
+  if (!rows.scale.row_temperature) {
     do_rows(0, count, Temperatures{&temperature.exponential, &temperature.inverse, false});
     return;
   }

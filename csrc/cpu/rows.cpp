@@ -67,7 +67,7 @@ struct Solver {
   std::vector<i64> beam_tokens;                    // [rows, k]
   std::unique_ptr<std::atomic<u32>[]> beams_left;  // [rows / beams]
 
-  explicit Solver(const Problem& p) : problem(p), rows(rows_of(p.sizes)), temperature(p.temperature) {
+  explicit Solver(const Problem& p) : problem(p), rows(rows_of(p.sizes)), temperature(p.scale.temperature) {
     blocks = (p.vocab_size - 1) / kBlock + 1;
     k = std::min(p.k, p.vocab_size);
     parts = parts_of_a_row(rows, blocks, threads());

@@ -19,7 +19,7 @@ struct States {
   const i64* indices;            // [parts, rows, width]; -1: no candidate; ranks behind every candidate
   const float* m;                // [parts, rows]
   const float* d;                // [parts, rows]
-  const int* lengths;            // nullable; [parts]: the number of tokens of each; indices count from the part's first
+  const int* part_lengths;       // nullable; [parts]: the number of tokens of each; indices count from the part's first
   const float* row_temperature;  // nullable; [rows]
   void* values;                  // [rows, k] float, or the logits' format for kLogits and kState
   i64* result_indices;           // [rows, k]
@@ -29,7 +29,7 @@ struct States {
   i64 indices_part_stride, indices_row_stride;
   i64 m_part_stride, m_row_stride;
   i64 d_part_stride, d_row_stride;
-  i64 lengths_stride;
+  i64 part_lengths_stride;
   u32 rows, parts, width, k;  // k <= parts * width < 2^32
   u32 value_kind;
   u32 normalize_topk;  // 1: values are relative to the k chosen
@@ -97,11 +97,11 @@ class Lists {
     return index < 0 ? Entry{kNoKey, kBehindAll} : Entry{order_key(FORMAT::decode(logit)), start + index};
   }
   __device__ __forceinline__ i64 length(u32 part) const {
-    return states_.lengths ? __ldg(states_.lengths + part * states_.lengths_stride) : 0;
+    return states_.part_lengths ? __ldg(states_.part_lengths + part * states_.part_lengths_stride) : 0;
   }
   __device__ __forceinline__ i64 start(u32 part) const {
     i64 sum = 0;
-    for (u32 p = 0; states_.lengths && p < part; ++p) sum += length(p);
+    for (u32 p = 0; states_.part_lengths && p < part; ++p) sum += length(p);
     return sum;
   }
   // wins_ties: whether the list's part comes before the part of `own`. This decides between entries of the same token.

@@ -7,6 +7,7 @@ import torch
 
 from ..layout.router_launch import MOST_CHOSEN, MOST_EXPERTS
 from ..layout.topk_choice import MAX_K
+from ..rows import DTYPES, named
 from . import cpu, cuda, reference
 from .protocol import Backend as Backend
 
@@ -45,8 +46,9 @@ def pick(device: torch.device, dtype: torch.dtype, k: int, requested: str | None
         raise RuntimeError(f"`backend`={requested!r} does not work here: {cause}")
     if not backend.supports(dtype, k):
         limit, given = (f" and k <= {MAX_K}", f" and k={k}") if requested == "cuda" and k > MAX_K else ("", "")
+        dtypes = [x for x in DTYPES if backend.supports(x, 1)]
         raise ValueError(
-            f"`backend`={requested!r} takes float32, float16 and bfloat16 logits{limit}, got {dtype}{given}; "
+            f"`backend`={requested!r} takes {named(dtypes, 'and')} logits{limit}, got {dtype}{given}; "
             "leave backend=None to fall back to torch operations"
         )
     return backend

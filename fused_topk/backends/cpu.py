@@ -23,6 +23,7 @@ from ..problem import (
     TopkProblem,
 )
 from ..rows import LogitRows
+from ..scale import Scale
 from .protocol import StartFullRows, StartMerge, StartRouter, StartSample, StartTopk
 
 _cpu: Any
@@ -98,7 +99,6 @@ def prepare_topk(
 
 def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
     """See :class:`protocol.Backend`."""
-    temperatures, lengths = problem.row_temperature, problem.lengths
     merge = _cpu.Merge(
         _DTYPES[problem.logits.dtype],
         problem.logits.shape,
@@ -106,9 +106,8 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
         problem.indices.stride(),
         problem.m.stride(),
         problem.d.stride(),
-        0 if lengths is None else lengths.stride(0),
-        problem.temperature,
-        () if temperatures is None else temperatures.stride(),
+        0 if problem.part_lengths is None else problem.part_lengths.stride(0),
+        *_layout_of_scale(problem.scale),
         problem.k,
         _VALUE_KINDS[problem.values],
         problem.normalize == "topk",
@@ -250,19 +249,22 @@ def _address(tensor: Tensor | None) -> int:
 
 def _layout_of(rows: LogitRows, instruction_set: str) -> Any:
     """How the rows lie: struct LogitRows of csrc/cpu/logit_rows.h, without its addresses."""
-    logits, row_temperature, mask, lengths = rows.logits, rows.row_temperature, rows.mask, rows.lengths
+    logits, mask, lengths = rows.logits, rows.mask, rows.lengths
     return _cpu.logit_rows(
         _DTYPES[logits.dtype],
         logits.shape,
         logits.stride(),
-        rows.temperature,
-        () if row_temperature is None else row_temperature.stride(),
+        *_layout_of_scale(rows.scale),
         _NO_MASK if mask is None else _BOOL_MASK if mask.dtype is torch.bool else _PACKED_MASK,
         () if mask is None else mask.stride(),
         lengths is not None and lengths.dtype is torch.int64,
         () if lengths is None else lengths.stride(),
         instruction_set,
     )
+
+
+def _layout_of_scale(scale: Scale) -> tuple[float, tuple[int, ...]]:
+    return scale.temperature, () if scale.row_temperature is None else scale.row_temperature.stride()
 
 
 def _addresses_of(rows: LogitRows) -> tuple[int, ...]:

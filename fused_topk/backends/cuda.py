@@ -85,8 +85,10 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
     def run(problem: MergeProblem, out: TopK) -> None:
         if planned is None or problem.logits.data_ptr() % itemsize:
             # A copy starts at a multiple of its element's size.
-            given = (x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x for x in problem)
-            copied = MergeProblem(*given)  # type: ignore[arg-type]
+            given = problem.flat()
+            copied = MergeProblem.of(
+                *(x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x for x in given)
+            )
             prepare_merge(copied, device)(copied, out)
             return
         function = driver.function(index, planned.kernel)

@@ -21,6 +21,7 @@ from ..problem import (
     TopkProblem,
 )
 from ..rows import LogitRows
+from ..scale import Scale
 from . import reference_routing, reference_sampling
 from .protocol import StartFullRows, StartMerge, StartRouter, StartSample, StartTopk
 from .reference_rows import gather, order_keys, ranking, working_dtype
@@ -100,19 +101,19 @@ def row_topk(problem: TopkProblem, out: TopK) -> None:
     out.indices.copy_(indices)
 
     dtype = working_dtype(rows.logits)
-    temperature = _temperature(rows.scale, dtype)
+    scale = rows.scale.checked(dtype)
     x = rows.counted(problem.normalize).to(dtype)
-    m, d = _normalizer(x, temperature)
+    m, d = _normalizer(x, scale)
     if problem.values == "state":
         out.values.copy_(chosen)
         _write_state(x.amax(-1), d.squeeze(-1), out)
         return
-    out.logsumexp.copy_((m / temperature + d.log()).squeeze(-1))
+    out.logsumexp.copy_(scale.logsumexp(m, d).squeeze(-1))
     if problem.values == "logits":
         out.values.copy_(chosen)
         return
 
-    values = _values(chosen.to(dtype), m, d, temperature, problem)
+    values = _values(chosen.to(dtype), m, d, scale, problem)
     # A row without a finite normalizer has no probabilities at all, as in torch.softmax.
     out.values.copy_(values.where(d.log().isfinite(), torch.nan))
 
@@ -141,23 +142,22 @@ def beam_topk(problem: TopkProblem, beam_scores: Tensor, out: TopK) -> None:
 
 def merge(problem: MergeProblem, out: TopK) -> None:
     """The k best of the parts' candidates, their values, and the normalizer of the whole."""
-    candidates, indices = merge_candidates(problem.logits, problem.indices, problem.lengths)
+    candidates, indices = merge_candidates(problem.logits, problem.indices, problem.part_lengths)
     best = _merge_order(candidates, indices)[..., : problem.k]
     out.indices.copy_(indices.gather(-1, best))
     chosen = gather(candidates, best)
 
     dtype = working_dtype(problem.logits)
-    of_rows = problem.row_temperature
-    temperature = _temperature(problem.temperature if of_rows is None else of_rows.unsqueeze(-1), dtype)
+    scale = problem.scale.checked(dtype)
     of_parts = problem.m.to(dtype).movedim(0, -1)
     greatest = of_parts.amax(-1, keepdim=True)
     m = greatest.where(greatest.isfinite(), 0.0)
-    d = (problem.d.to(dtype).movedim(0, -1) * ((of_parts - m) / temperature).exp()).sum(-1, keepdim=True)
+    d = (problem.d.to(dtype).movedim(0, -1) * scale.weight(of_parts, m)).sum(-1, keepdim=True)
     if problem.values == "state":
         out.values.copy_(chosen)
         _write_state(greatest.squeeze(-1), d.squeeze(-1), out)
         return
-    logsumexp = (m / temperature + d.log()).where(greatest.isfinite(), greatest / temperature)
+    logsumexp = scale.logsumexp(m, d).where(greatest.isfinite(), scale.scaled(greatest))
     out.logsumexp.copy_(logsumexp.squeeze(-1))
     if problem.values == "logits":
         out.values.copy_(chosen)
@@ -166,16 +166,16 @@ def merge(problem: MergeProblem, out: TopK) -> None:
         # The states may be relative to more than the allowed tokens, so the chosen have a maximum of their own.
         first = chosen[..., :1].to(dtype)
         m = m.where(~first.isfinite(), first)
-    values = _values(chosen.to(dtype), m, d, temperature, problem)
+    values = _values(chosen.to(dtype), m, d, scale, problem)
     out.values.copy_(values.where(greatest.isfinite() & d.log().isfinite(), torch.nan))
 
 
-def merge_candidates(logits: Tensor, indices: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+def merge_candidates(logits: Tensor, indices: Tensor, part_lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     """The candidates of all parts side by side, (..., parts * k of a part): their logits, and their tokens in the whole
     vocabulary, -1 where there is no candidate."""
     is_none = indices < 0
-    if lengths is not None:
-        lengths = lengths.to(torch.int64)
+    if part_lengths is not None:
+        lengths = part_lengths.to(torch.int64)
         starts = lengths.cumsum(0) - lengths
         indices = (indices + starts.view(-1, *[1] * (indices.dim() - 1))).masked_fill(is_none, -1)
     return logits.masked_fill(is_none, -torch.inf).movedim(0, -2).flatten(-2), indices.movedim(0, -2).flatten(-2)
@@ -191,30 +191,23 @@ def _merge_order(candidates: Tensor, indices: Tensor) -> Tensor:
 def full_rows(problem: FullRowProblem, out: Tensor) -> None:
     """Probabilities, log-probabilities or the logsumexp of every row."""
     x = problem.rows.counted().to(working_dtype(problem.rows.logits))
-    temperature = _temperature(problem.rows.scale, x.dtype)
-    m, d = _normalizer(x, temperature)
-    log_d = d.log()
+    scale = problem.rows.scale.checked(x.dtype)
+    m, d = _normalizer(x, scale)
     if problem.values == "logsumexp":
-        out.copy_((m / temperature + log_d).squeeze(-1))
+        out.copy_(scale.logsumexp(m, d).squeeze(-1))
         return
-    shifted = (x - m) / temperature
+    log_d = d.log()
+    shifted = scale.log_weight(x, m)
     values = shifted.exp() / d if problem.values == "softmax" else shifted - log_d
     out.copy_(values.where(log_d.isfinite(), torch.nan))
 
 
-def _values(
-    chosen: Tensor, m: Tensor, d: Tensor, temperature: float | Tensor, problem: TopkProblem | MergeProblem
-) -> Tensor:
+def _values(chosen: Tensor, m: Tensor, d: Tensor, scale: Scale, problem: TopkProblem | MergeProblem) -> Tensor:
     """Probabilities or log-probabilities of the chosen logits."""
     # (x - m) - log d rather than x - logsumexp: a large common offset of the logits then costs no accuracy.
-    shifted = (chosen - m) / temperature
+    shifted = scale.log_weight(chosen, m)
     total = shifted.exp().sum(-1, keepdim=True) if problem.normalize == "topk" else d
     return shifted.exp() / total if problem.values == "softmax" else shifted - total.log()
-
-
-def _temperature(scale: float | Tensor, dtype: torch.dtype) -> float | Tensor:
-    """NaN where a row's is not positive, so that the row becomes NaN."""
-    return scale if not isinstance(scale, Tensor) else scale.to(dtype).where(scale > 0, torch.nan)
 
 
 def _write_state(m: Tensor, d: Tensor, out: TopK) -> None:
@@ -222,9 +215,9 @@ def _write_state(m: Tensor, d: Tensor, out: TopK) -> None:
     out.logsumexp.copy_(torch.stack((m, d.where(m < torch.inf, torch.nan))))
 
 
-def _normalizer(x: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
-    """(m, d) of every row, so that its logsumexp is m / temperature + log d."""
+def _normalizer(x: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
+    """(m, d) of every row."""
     m = x.amax(-1, keepdim=True)
     # Against an infinite maximum every difference would be NaN; against 0, d becomes 0 or inf, and log d -inf or inf.
     m = m.where(m.isfinite(), 0.0)
-    return m, ((x - m) / temperature).exp().sum(-1, keepdim=True)
+    return m, scale.weight(x, m).sum(-1, keepdim=True)

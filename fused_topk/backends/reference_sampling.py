@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Sample, SampleProblem
+from ..scale import Scale
 from . import philox
 from .reference_rows import gather, ranking, working_dtype
 
@@ -27,14 +28,14 @@ def draw(problem: SampleProblem, out: Sample) -> None:
     order = ranking(x)
     ranked = gather(x, order).to(dtype)
     best = ranked[:, :1]
-    temperature = column(*rows.temperatures, dtype, x.device)
+    temperature = column(*rows.scale, dtype, x.device)
     has_distribution = best.isfinite()
     is_drawn = has_distribution & (temperature > 0)
-    shifted = ranked - best.where(has_distribution, 0.0)
-    # The greatest that float32 can divide by: -inf stays -inf.
-    scaled = shifted / temperature.where(temperature > 0, 1.0).clamp(max=2.0**126)
+    m = best.where(has_distribution, 0.0)
+    # At most the greatest that float32 can divide by: -inf stays -inf.
+    scale = Scale(row_temperature=temperature.where(temperature > 0, 1.0).clamp(max=2.0**126).squeeze(1))
 
-    weights = scaled.exp()
+    weights = scale.weight(ranked, m)
     is_kept = _kept(p, ranked, weights)
     weights = weights * is_kept
     of_token = torch.zeros_like(weights).scatter(1, order, weights)
@@ -47,18 +48,18 @@ def draw(problem: SampleProblem, out: Sample) -> None:
     tokens = drawn.where(is_drawn, order[:, :1])
     out.tokens.copy_(tokens)
 
-    of_drawn = x.to(dtype).gather(1, tokens) - best.where(has_distribution, 0.0)
+    of_drawn = x.to(dtype).gather(1, tokens)
     if p.truncated:
-        log_probs = of_drawn / temperature.where(temperature > 0, 1.0) - total.log()
+        log_probs = scale.log_weight(of_drawn, m) - total.log()
         log_probs = log_probs.where(temperature != 0, 0.0)
         has_distribution = has_distribution & (temperature >= 0)
     else:
-        log_probs = of_drawn - shifted.exp().sum(1, keepdim=True).log()
+        log_probs = of_drawn - m - (ranked - m).exp().sum(1, keepdim=True).log()
     out.log_probs.copy_(log_probs.where(has_distribution, torch.nan))
     if out.kept is not None:
         is_greedy = best.isfinite() & (temperature == 0)
         counts = (is_kept & (ranked != -torch.inf)).sum(1, keepdim=True).where(is_drawn, is_greedy.long())
-        mass = best / temperature.where(is_drawn, 1.0) + total.where(is_drawn, 1.0).log()
+        mass = scale.logsumexp(best, total.where(is_drawn, 1.0))
         out.kept.counts.copy_(counts.squeeze(1))
         out.kept.logsumexp.copy_(mass.where(is_drawn | is_greedy, torch.nan).squeeze(1))
 

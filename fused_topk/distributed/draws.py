@@ -13,6 +13,7 @@ from ..backends import philox
 from ..operators import calls
 from ..problem import Kept, Sample, result_dtype
 from ..rows import LogitRows, unpacked
+from ..scale import Scale
 from .collective import all_gather
 from .functions import Gathered, gather_states
 
@@ -114,7 +115,12 @@ class _Blocks(NamedTuple):
 
 def _relative(x: Tensor, m: Tensor, temperature: Tensor) -> Tensor:
     """exp((x - m) / temperature), 0 where x is -inf, also if m is."""
-    return ((x - m) / temperature).exp().where(x != -torch.inf, 0.0)
+    return _scale(temperature).weight(x, m).where(x != -torch.inf, 0.0)
+
+
+def _scale(temperature: Tensor) -> Scale:
+    """temperature: (rows, 1), or for logits with one more dimension (rows, 1, 1)."""
+    return Scale(row_temperature=temperature.squeeze(-1))
 
 
 class Exchanged:
@@ -217,8 +223,9 @@ class Exchanged:
         is_greedy = self._has_distribution & (self._temperature == 0)
         tokens = tokens.where(is_drawn, self._ids[:, :1])
         shifted = logits.where(is_drawn, self._ranked[:, :1]) - self._m
+        scale = _scale(self._blocks.temperature)
         if wanted.truncated_log_probs:
-            log_probs = (shifted / self._blocks.temperature - total.log()).where(is_drawn, 0.0)
+            log_probs = (scale.scaled(shifted) - total.log()).where(is_drawn, 0.0)
             known = is_drawn | is_greedy
         else:
             log_probs = shifted - self._d.log()
@@ -226,7 +233,7 @@ class Exchanged:
         dtype = result_dtype(self._columns.rows.logits.dtype)
         kept = None
         if wanted.kept:
-            mass = self._m / self._blocks.temperature + total.where(is_drawn, 1.0).log()
+            mass = scale.logsumexp(self._m, total.where(is_drawn, 1.0))
             kept = Kept(
                 counts.where(is_drawn, is_greedy.long()).squeeze(1),
                 mass.where(is_drawn | is_greedy, torch.nan).to(dtype).squeeze(1),

@@ -119,7 +119,7 @@ class _Local:
         assert isinstance(logits, DTensor)
         # Checked whole, before anything is sent: a share of a wrong tensor may have a right shape.
         whole_mask = check_mask(_plain(mask), logits)
-        number, row_temperature = check_temperature(_plain(temperature), logits, result_dtype(logits.dtype))
+        scale = check_temperature(_plain(temperature), logits, result_dtype(logits.dtype))
         self.mesh = logits.device_mesh
         last = logits.dim() - 1
         # Partial sums are summed, and the beams of a sequence are brought to one process.
@@ -139,7 +139,8 @@ class _Local:
         self.mask = None
         if whole_mask is not None:
             self.mask = self.cut(unpacked(whole_mask, logits.shape[-1]), logits.shape)
-        self.temperature = number if row_temperature is None else self.cut(row_temperature, logits.shape[:-1])
+        of_rows = scale.row_temperature
+        self.temperature = scale.temperature if of_rows is None else self.cut(of_rows, logits.shape[:-1])
 
     def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         """This process's share of a tensor of that shape, the logits' or that of their rows, which every process has."""

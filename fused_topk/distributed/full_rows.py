@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..operators import calls
 from ..problem import result_dtype
-from ..rows import LogitRows
+from ..scale import Scale
 from .functions import gather_states
 
 
@@ -29,13 +29,11 @@ def full_rows(
     logits = local_logits if values == "logsumexp" else local_logits.detach()
     call = gather_states(logits, 1, group, temperature, None, "allowed", backend)
     if values == "logsumexp":
-        whole: Tensor = calls.merge_parts(*call.parts, 1, *call.temperatures, "softmax", "allowed", backend)[2]
+        whole: Tensor = calls.merge_parts(*call.parts, 1, *call.scale, "softmax", "allowed", backend)[2]
         return whole
-    _, _, normalizer = calls.merge_parts(*call.parts, 1, *call.temperatures, "state", "allowed", backend)
-    number, row_temperature = call.temperatures
-    scale = LogitRows(local_logits, temperature=number, row_temperature=row_temperature).scale
+    _, _, normalizer = calls.merge_parts(*call.parts, 1, *call.scale, "state", "allowed", backend)
     result: Tensor = _OfColumns.apply(  # type: ignore[no-untyped-call]
-        local_logits, normalizer, scale, values, dtype, group
+        local_logits, normalizer, call.scale, values, dtype, group
     )
     return result
 
@@ -48,17 +46,17 @@ class _OfColumns(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         normalizer: Tensor,
-        temperature: float | Tensor,
+        scale: Scale,
         values: str,
         dtype: torch.dtype,
         group: Any,
     ) -> Tensor:
         m, d = normalizer.unsqueeze(-1).unbind(0)
-        shifted = (logits.to(normalizer.dtype) - m) / temperature
+        shifted = scale.log_weight(logits.to(normalizer.dtype), m)
         result = shifted.exp() / d if values == "softmax" else shifted - d.log()
         # A row without a finite normalizer has no probabilities, as in torch.softmax.
         result = result.where(m.isfinite() & d.log().isfinite(), torch.nan).to(dtype)
-        ctx.temperature, ctx.values, ctx.group, ctx.dtype = temperature, values, group, logits.dtype
+        ctx.scale, ctx.values, ctx.group, ctx.dtype = scale, values, group, logits.dtype
         ctx.save_for_backward(result)
         return result
 
@@ -73,4 +71,4 @@ class _OfColumns(torch.autograd.Function):
         p = of_result if ctx.values == "softmax" else of_result.exp()
         total = g.sum(-1, keepdim=True)
         dist.all_reduce(total, group=ctx.group)
-        return ((g - p * total) / ctx.temperature).to(ctx.dtype), *(None,) * 5
+        return ctx.scale.back(g - p * total).to(ctx.dtype), *(None,) * 5

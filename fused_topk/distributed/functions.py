@@ -22,6 +22,7 @@ from ..operators import calls
 from ..problem import TopK, result_dtype
 from ..row_arguments import check_rows
 from ..rows import LogitRows
+from ..scale import Scale
 from ..tracing import is_traced
 from .collective import check, exchange, group_of, headers
 from .packing import Header, Packing, Parts, header_words
@@ -147,7 +148,7 @@ def beam_topk(
     call = gather_states(local_logits, k, group, temperature, mask, normalize, backend, of_row=beams)
     parts, vocab_size = call.parts, call.vocab_size
     k_of_beam = k if vocab_size is None else min(k, vocab_size)
-    rows = calls.merge_parts(*parts, k_of_beam, *call.temperatures, "log_softmax", normalize, backend)
+    rows = calls.merge_parts(*parts, k_of_beam, *call.scale, "log_softmax", normalize, backend)
     scores = beam_scores.to(rows.values.dtype).unsqueeze(-1)
     accumulated = (rows.values + scores).flatten(1)
     ranked = accumulated.detach()
@@ -177,14 +178,14 @@ def row(
     check_logits(local_logits, "local_logits")
     check_normalize(normalize)
     call = gather_states(local_logits, k, group, temperature, mask, normalize, backend)
-    return calls.merge_parts(*call.parts, k, *call.temperatures, values, normalize, backend)
+    return calls.merge_parts(*call.parts, k, *call.scale, values, normalize, backend)
 
 
 class Gathered(NamedTuple):
     """The states of all processes, and what else their merge needs."""
 
     parts: Parts
-    temperatures: tuple[float, Tensor | None]
+    scale: Scale
     tails: Tensor | None  # (processes, *shape), the tensor that each process sent along
     vocab_size: int | None  # of the whole vocabulary; None: not known on the host, but no less than k
 
@@ -232,7 +233,7 @@ def gather_states(
     if state is not None and has_gradient:
         parts = _with_own(parts, dist.get_rank(group), state)
 
-    return Gathered(parts, rows.temperatures, tails, _vocab_size(everywhere, k, length, of_row))
+    return Gathered(parts, rows.scale, tails, _vocab_size(everywhere, k, length, of_row))
 
 
 def exchange_state(

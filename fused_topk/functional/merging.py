@@ -181,12 +181,12 @@ def _merge(
     check_normalize(normalize)
     check_backend(backend)
     first = parts[0]
-    temperatures = check_temperature(temperature, first.logits, result_dtype(first.logits.dtype))
+    scale = check_temperature(temperature, first.logits, result_dtype(first.logits.dtype))
     width = max(part.indices.shape[-1] for part in parts)
     logits = _stacked([part.logits for part in parts], width, -torch.inf)
     indices = _stacked([part.indices for part in parts], width, _NO_TOKEN)
     m, d = torch.stack([part.m for part in parts]), torch.stack([part.d for part in parts])
-    return calls.merge_parts(logits, indices, m, d, None, k, *temperatures, values, normalize, backend)
+    return calls.merge_parts(logits, indices, m, d, None, k, *scale, values, normalize, backend)
 
 
 def _check_part(name: str, part: Any, first: TopKState) -> None:

@@ -75,7 +75,7 @@ def _logprobs(rows: LogitRows, targets: Tensor, first: Tensor, index: Tensor) ->
     best = rows.logits.gather(-1, index).to(first.dtype)
     # -inf - -inf would be NaN. A row whose best logit is -inf has no greater one.
     best = best.where(best != -torch.inf, 0.0)
-    logprobs = first + (rows.logits.gather(-1, tokens).to(first.dtype) - best) / rows.scale
+    logprobs = first + rows.scale.log_weight(rows.logits.gather(-1, tokens).to(first.dtype), best)
     counted = rows.counted_at(tokens)
     if counted is not None:
         logprobs = logprobs.where(counted | first.isnan(), -torch.inf)

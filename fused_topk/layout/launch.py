@@ -74,7 +74,7 @@ _MOST_ENTRIES_OF_WARP = 32
 
 # The fields that change from call to call. A plan has all others.
 _write_addresses, _ADDRESSES = writer(
-    States, "logits", "indices", "m", "d", "lengths", "row_temperature", "values", "result_indices", "logsumexp"
+    States, "logits", "indices", "m", "d", "part_lengths", "row_temperature", "values", "result_indices", "logsumexp"
 )
 
 
@@ -101,8 +101,8 @@ def plan_merge(problem: MergeProblem) -> MergeLaunch | None:
     # All are (parts, ...), the first two (parts, ..., width).
     logits, indices, m, d = (tensor.stride() for tensor in (p.logits, p.indices, p.m, p.d))
     per_row: list[Sequence[int]] = [logits[1:-1], indices[1:-1], m[1:], d[1:]]
-    if p.row_temperature is not None:
-        per_row.append(p.row_temperature.stride())
+    if p.scale.row_temperature is not None:
+        per_row.append(p.scale.row_temperature.stride())
     (rows, *others), strides = collapse(leading, per_row)
     has_adjacent = width == 1 or logits[-1] == indices[-1] == 1
     # The kernel knows no stride of temperatures.
@@ -122,14 +122,14 @@ def plan_merge(problem: MergeProblem) -> MergeLaunch | None:
         m_row_stride=strides[2][0],
         d_part_stride=d[0],
         d_row_stride=strides[3][0],
-        lengths_stride=0 if p.lengths is None else p.lengths.stride(0),
+        part_lengths_stride=0 if p.part_lengths is None else p.part_lengths.stride(0),
         rows=rows,
         parts=parts,
         width=width,
         k=p.k,
         value_kind=VALUE_KINDS[p.values],
         normalize_topk=p.normalize == "topk" and p.values != "state",
-        temperature=p.temperature,
+        temperature=p.scale.temperature,
     )
     warps = MERGE_WARPS[parts * width > _MOST_ENTRIES_OF_WARP]
     blocks = -(-rows // 4) if warps == 1 else rows

@@ -20,6 +20,7 @@ from ..backends import cuda, cuda_pieces, reference
 from ..layout import linear_pieces
 from ..problem import LinearProblem, TopK, result_dtype
 from ..rows import LogitRows, RowsBlock, some_rows
+from ..scale import Scale
 from . import merging, row_topk
 
 # The memory that the reference takes for a logit: float64 copies, integers to sort by, and their order.
@@ -157,14 +158,14 @@ def _forward_block(
         if are_merged and target is not None:
             target.look_at(rows, start)
         if len(states) == pieces.states and end < vocab_size:
-            states = [_merged(states, k, rows.temperatures, "state", normalize, backend)]
+            states = [_merged(states, k, rows.scale, "state", normalize, backend)]
     kind = "logits" if values == "state" else values
-    best = _merged(states, k, rows.temperatures, kind, normalize, backend)
+    best = _merged(states, k, rows.scale, kind, normalize, backend)
     for given, computed in zip(out, best):
         given[part].copy_(computed)
     if target is None and not out.state.numel():
         return
-    merged = states[0] if len(states) == 1 else _merged(states, 1, rows.temperatures, "state", normalize, backend)
+    merged = states[0] if len(states) == 1 else _merged(states, 1, rows.scale, "state", normalize, backend)
     state = merged.logsumexp.t()
     if out.state.numel():
         out.state[part].copy_(state)
@@ -178,7 +179,7 @@ def _forward_block(
 def _merged(
     states: Sequence[TopK],
     k: int,
-    temperatures: tuple[float, Tensor | None],
+    scale: Scale,
     values: str,
     normalize: str,
     backend: str | None,
@@ -188,7 +189,7 @@ def _merged(
     m, d = normalizer.unbind(1)
     k = min(k, len(states) * indices.shape[-1])
     over = "topk" if normalize == "topk" else "all"
-    return merging.merge_parts(logits, indices, m, d, None, k, *temperatures, values, over, backend)
+    return merging.merge_parts(logits, indices, m, d, None, k, *scale, values, over, backend)
 
 
 def _stacked(states: Sequence[TopK]) -> tuple[Tensor, Tensor, Tensor]:
@@ -260,13 +261,13 @@ class _Targets:
         is_before |= logits > self.logits
         self._ranks += is_before.sum(-1, keepdim=True)
 
-    def write(self, state: Tensor, scale: float | Tensor, logprobs: Tensor, ranks: Tensor | None) -> None:
+    def write(self, state: Tensor, scale: Scale, logprobs: Tensor, ranks: Tensor | None) -> None:
         """state: (rows, 2), of the whole rows."""
         m, d = state.unsqueeze(-2).unbind(-1)
         log_d = d.log()
         # As for the k best, a row without a finite normalizer has no probabilities.
         is_known = self._has_target & m.isfinite() & log_d.isfinite()
-        logprobs.copy_(((self.logits.to(m.dtype) - m) / scale - log_d).where(is_known, torch.nan))
+        logprobs.copy_((scale.log_weight(self.logits.to(m.dtype), m) - log_d).where(is_known, torch.nan))
         if ranks is not None and self._ranks is not None:
             ranks.copy_(self._ranks.where(self._has_target, 0))
 

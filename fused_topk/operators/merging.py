@@ -17,38 +17,41 @@ from torch import Tensor
 from .. import plans
 from ..backends.reference import merge_candidates
 from ..problem import MergeProblem, TopK
+from ..scale import SCALE_SCHEMA, Scale
 from .dispatch import library, register
 
 library.define(
-    "merge_parts(Tensor logits, Tensor indices, Tensor m, Tensor d, Tensor? lengths, SymInt k, float temperature, "
-    "Tensor? row_temperature, str values, str normalize, str? backend) -> (Tensor, Tensor, Tensor)"
+    f"merge_parts(Tensor logits, Tensor indices, Tensor m, Tensor d, Tensor? part_lengths, SymInt k, {SCALE_SCHEMA}, str values, "
+    "str normalize, str? backend) -> (Tensor, Tensor, Tensor)"
 )
 
 
 def merge_parts(*arguments: Any) -> TopK:
     *fields, backend = arguments
-    problem = MergeProblem(*fields)
+    problem = MergeProblem.of(*fields)
     return plans.plan_of_merge(problem, backend).run(problem)
 
 
-def _fake_merge_parts(logits: Tensor, indices: Tensor, m: Tensor, d: Tensor, lengths: Any, k: int, *rest: Any) -> TopK:
+def _fake_merge_parts(
+    logits: Tensor, indices: Tensor, m: Tensor, d: Tensor, part_lengths: Any, k: int, *rest: Any
+) -> TopK:
     values = rest[2]
     return plans.row_result(logits.select(0, 0), k, values).empty(logits.device)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: TopK) -> None:
-    logits, indices, m, d, lengths, _, ctx.temperature, row_temperature, ctx.values, ctx.normalize, _ = inputs
+    logits, indices, m, d, part_lengths, _, ctx.temperature, row_temperature, ctx.values, ctx.normalize, _ = inputs
     values, chosen, _ = output
     ctx.mark_non_differentiable(chosen)
-    ctx.save_for_backward(logits, indices, m, d, lengths, row_temperature, values, chosen)
+    ctx.save_for_backward(logits, indices, m, d, part_lengths, row_temperature, values, chosen)
 
 
 def backward(
     ctx: Any, grad_values: Tensor, grad_indices: Tensor | None, grad_normalizer: Tensor
 ) -> tuple[Tensor | None, ...]:
-    logits, indices, m, d, lengths, row_temperature, values, chosen = ctx.saved_tensors
-    temperature = ctx.temperature if row_temperature is None else row_temperature.unsqueeze(-1)
-    candidates, tokens = merge_candidates(logits, indices, lengths)
+    logits, indices, m, d, part_lengths, row_temperature, values, chosen = ctx.saved_tensors
+    scale = Scale(ctx.temperature, row_temperature)
+    candidates, tokens = merge_candidates(logits, indices, part_lengths)
     # The places of the chosen candidates, found by their tokens: each token is there once. Sorting by logits, as the reference
     # does, needs a view of their bits, for which older versions of torch have no rule under vmap.
     ascending, by_token = tokens.sort(dim=-1)
@@ -56,7 +59,7 @@ def backward(
     of_parts, sums = m.movedim(0, -1), d.movedim(0, -1)
     greatest = of_parts.amax(-1, keepdim=True)
     base = greatest.where(greatest != -torch.inf, 0.0)
-    e = ((of_parts - base) / temperature).exp()
+    e = scale.weight(of_parts, base)
     terms = sums * e
     total = terms.sum(-1, keepdim=True)
 
@@ -65,7 +68,7 @@ def backward(
         grad_m, grad_d = grad_normalizer.unsqueeze(-1).unbind(0)
         is_greatest = torch.zeros_like(of_parts).scatter(-1, of_parts.argmax(-1, keepdim=True), 1.0)
         grad_of_d = grad_d * e
-        grad_of_m = is_greatest * (grad_m - grad_d * total / temperature) + grad_d * terms / temperature
+        grad_of_m = is_greatest * (grad_m - scale.back(grad_d * total)) + scale.back(grad_d * terms)
     else:
         grad_logsumexp = grad_normalizer.unsqueeze(-1)
         grad_chosen = grad_values
@@ -79,9 +82,9 @@ def backward(
                 grad_log = grad_log - p * grad_log.sum(-1, keepdim=True)
             else:
                 grad_logsumexp = grad_logsumexp - grad_log.sum(-1, keepdim=True)
-            grad_chosen = grad_log / temperature
+            grad_chosen = scale.back(grad_log)
         grad_of_d = grad_logsumexp * e / total
-        grad_of_m = grad_logsumexp * terms / (total * temperature)
+        grad_of_m = scale.back(grad_of_d * sums)
     # An entry that is no candidate is a constant.
     grad_chosen = grad_chosen.where(chosen >= 0, 0.0)
     scattered = torch.zeros_like(candidates).scatter(-1, best, grad_chosen.to(candidates.dtype))

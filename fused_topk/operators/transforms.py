@@ -89,7 +89,7 @@ def _map_parts(run: Callable[..., Any], info: Any, in_dims: Sequence[int | None]
     mapped = _mapped(info, in_dims, arguments)
     # All rows have parts of the same lengths.
     if in_dims[4] is not None:
-        raise ValueError("`lengths` must not be mapped over; the parts of all rows begin at the same tokens")
+        raise ValueError("`part_lengths` must not be mapped over; the parts of all rows begin at the same tokens")
     mapped[:4] = [x.movedim(0, 1) for x in mapped[:4]]
     mapped[4] = arguments[4]
     return run(*mapped), _dims_of_results(arguments[8])

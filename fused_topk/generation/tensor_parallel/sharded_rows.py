@@ -88,7 +88,7 @@ class ShardedRows(Rows):
         """The state of whole rows, and the `tail` of each process, which travels along."""
         group = self._columns.group
         call = gather_states(self._local, k, group, temperature, self._own(mask), normalize, None, tail=tail)
-        logits, ids, (m, d) = calls.merge_parts(*call.parts, k, *call.temperatures, "state", normalize, None)
+        logits, ids, (m, d) = calls.merge_parts(*call.parts, k, *call.scale, "state", normalize, None)
         return TopKState(logits, ids, m, d), call.tails
 
     def edited(self, ids: Tensor, change: Change, replaces_row: bool) -> Rows:
