@@ -23,6 +23,8 @@ KERNEL_OF = {
     kernel_arguments.SampleRows: "fused_topk::sampling::sample_rows_kernel",
     kernel_arguments.RowNumbers: "fused_topk::full_rows::softmax_warp_rows_kernel",
     kernel_arguments.DrawNumbers: "fused_topk::sampling::sample_rows_kernel",
+    kernel_arguments.RowScale: "fused_topk::full_rows::softmax_warp_rows_kernel",
+    kernel_arguments.DrawScale: "fused_topk::sampling::sample_rows_kernel",
     kernel_arguments.FullRows: "fused_topk::full_rows::softmax_warp_rows_kernel",
     kernel_arguments.Piece: "fused_topk::pieces::accumulate_piece_kernel",
     kernel_arguments.States: "fused_topk::merging::merge_states_kernel",
@@ -48,7 +50,7 @@ def _compiler():
         pytest.skip(cause)
 
 
-SWAPPED = {ctypes.c_float: ctypes.c_int32, ctypes.c_uint32: ctypes.c_float}
+SWAPPED = {ctypes.c_float: ctypes.c_int32, ctypes.c_double: ctypes.c_int64, ctypes.c_uint32: ctypes.c_float}
 
 
 def claims_of(structure: type[ctypes.Structure]) -> list[str]:
@@ -64,8 +66,10 @@ def claims_of(structure: type[ctypes.Structure]) -> list[str]:
         element = getattr(type_, "_type_", None)
         kind = {ctypes.c_bool: "std::is_integral_v"}.get(type_)
         kind = "std::is_floating_point_v" if type_ in (ctypes.c_float, ctypes.c_double) else kind
-        kind = kind or ("std::is_signed_v" if ctypes.c_int64 in (type_, element) else "!std::is_signed_v")
-        claims.append(f"{kind}<std::remove_extent_t<decltype({name}::{field})>>")
+        kinds = [kind or ("std::is_signed_v" if ctypes.c_int64 in (type_, element) else "!std::is_signed_v")]
+        # A floating-point type is signed, too.
+        kinds += [] if kind else ["!std::is_floating_point_v"]
+        claims += [f"{kind}<std::remove_extent_t<decltype({name}::{field})>>" for kind in kinds]
     return claims
 
 

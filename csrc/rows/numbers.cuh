@@ -9,18 +9,17 @@
 
 namespace fused_topk {
 
-// FLOAT: the type of a temperature
-template <class FLOAT>
+// SCALE: RowScale or DrawScale
+template <class SCALE>
 struct NumbersOfRows {
-  const FLOAT* row_temperature;  // nullable; [rows]
+  SCALE scale;
   // nullable; [rows] of int32 or int64: tokens from a row's length on are -inf, and are not read. The rows of LM heads
   // have none.
   const void* lengths;
-  FLOAT temperature;  // where row_temperature is null
   u32 lengths_are_long;
 
-  __device__ __forceinline__ FLOAT given_temperature(u32 row) const {
-    return row_temperature ? __ldg(row_temperature + row) : temperature;
+  __device__ __forceinline__ auto given_temperature(u32 row) const {
+    return scale.given([&] { return row; });
   }
   // Draws have a rule of their own (sample_request.cuh).
   __device__ __forceinline__ Temperature temperature_of(u32 row) const {
@@ -31,7 +30,7 @@ struct NumbersOfRows {
   }
 };
 
-using RowNumbers = NumbersOfRows<float>;
-using DrawNumbers = NumbersOfRows<double>;
+using RowNumbers = NumbersOfRows<RowScale>;
+using DrawNumbers = NumbersOfRows<DrawScale>;
 
 }  // namespace fused_topk

@@ -35,14 +35,13 @@ struct Problem {
   u16 k_of_warp, warps_of_k;
   u16 k_of_split, list_length;
   u32 splits_of_k;
-  float temperature;
-  const float* row_temperature;  // nullable; [rows]
-  u64* lists;                    // nullable; [rows, splits * (list_length + 1)]: the splits' lists and bounds
-  Normalizer* parts;             // nullable; [rows, parts]: their states
-  u32* row_tickets;              // nullable; [rows], zero before and after each launch
-  float* logsumexp;              // [rows]; for kState [2, rows]: m, d
-  void* values;  // [rows, k] float, or the logits' format for kLogits and kState; [rows / beams, k] with beams
-  i64* indices;  // like values
+  RowScale scale;     // its temperatures have strides, below
+  u64* lists;         // nullable; [rows, splits * (list_length + 1)]: the splits' lists and bounds
+  Normalizer* parts;  // nullable; [rows, parts]: their states
+  u32* row_tickets;   // nullable; [rows], zero before and after each launch
+  float* logsumexp;   // [rows]; for kState [2, rows]: m, d
+  void* values;       // [rows, k] float, or the logits' format for kLogits and kState; [rows / beams, k] with beams
+  i64* indices;       // like values
   u32 value_kind;
   u32 normalize_topk;  // 1: values are relative to the k chosen
   u32 beams;           // 0: no beam search; else the number of rows of a sequence
@@ -88,7 +87,7 @@ struct Problem {
   }
 
   __device__ __forceinline__ Temperature temperature_of(u32 row) const {
-    return Temperature::of(row_temperature ? __ldg(row_temperature + offset(row, temperature_strides)) : temperature);
+    return Temperature::of(scale.given([&] { return offset(row, temperature_strides); }));
   }
 
  private:

@@ -10,6 +10,23 @@ namespace fused_topk {
 // The greatest |m log2(e) / T|. Beyond it the rounding error of this offset would exceed 1/4.
 constexpr float kLargestOffset = 4194304.0f;
 
+// What a call gives: a temperature for each row, or one for all rows. It is a part of every kernel's argument. FLOAT: the type of
+// a temperature. fused_topk/layout/kernel_arguments.py reads the fields from here.
+template <class FLOAT>
+struct ScaleOfRows {
+  const FLOAT* row_temperature;  // nullable; [rows]
+  FLOAT temperature;             // where row_temperature is null
+
+  // offset(): where the temperature of a row lies. It is only called where rows have temperatures.
+  template <class OFFSET>
+  __device__ __forceinline__ FLOAT given(OFFSET offset) const {
+    return row_temperature ? __ldg(row_temperature + offset()) : temperature;
+  }
+};
+
+using RowScale = ScaleOfRows<float>;
+using DrawScale = ScaleOfRows<double>;
+
 // For sums.
 struct Scale {
   float factor = kLog2E;  // log2(e) / T

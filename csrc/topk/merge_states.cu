@@ -15,15 +15,15 @@ namespace fused_topk {
 
 // The argument of a launch. fused_topk/layout/launch.py fills it by field names.
 struct States {
-  const void* logits;            // [parts, rows, width]
-  const i64* indices;            // [parts, rows, width]; -1: no candidate; ranks behind every candidate
-  const float* m;                // [parts, rows]
-  const float* d;                // [parts, rows]
-  const int* part_lengths;       // nullable; [parts]: the number of tokens of each; indices count from the part's first
-  const float* row_temperature;  // nullable; [rows]
-  void* values;                  // [rows, k] float, or the logits' format for kLogits and kState
-  i64* result_indices;           // [rows, k]
-  float* logsumexp;              // [rows]; for kState [2, rows]: m, d
+  const void* logits;       // [parts, rows, width]
+  const i64* indices;       // [parts, rows, width]; -1: no candidate; ranks behind every candidate
+  const float* m;           // [parts, rows]
+  const float* d;           // [parts, rows]
+  const int* part_lengths;  // nullable; [parts]: the number of tokens of each; indices count from the part's first
+  void* values;             // [rows, k] float, or the logits' format for kLogits and kState
+  i64* result_indices;      // [rows, k]
+  float* logsumexp;         // [rows]; for kState [2, rows]: m, d
+  RowScale scale;
   // In elements. Entries of a list are adjacent.
   i64 logits_part_stride, logits_row_stride;
   i64 indices_part_stride, indices_row_stride;
@@ -33,10 +33,9 @@ struct States {
   u32 rows, parts, width, k;  // k <= parts * width < 2^32
   u32 value_kind;
   u32 normalize_topk;  // 1: values are relative to the k chosen
-  float temperature;
 
   __device__ __forceinline__ Temperature temperature_of(u32 row) const {
-    return Temperature::of(row_temperature ? __ldg(row_temperature + row) : temperature);
+    return Temperature::of(scale.given([&] { return row; }));
   }
 };
 

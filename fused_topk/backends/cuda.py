@@ -92,7 +92,8 @@ def prepare_merge(problem: MergeProblem, device: torch.device) -> StartMerge:
             prepare_merge(copied, device)(copied, out)
             return
         function = driver.function(index, planned.kernel)
-        filled = planned.fill(*map(address, problem.tensors), *map(address, out))
+        *of_parts, row_temperature = map(address, problem.tensors)
+        filled = planned.fill(*of_parts, *map(address, out), row_temperature)
         driver.call(function, planned.grid, planned.threads, (driver.argument(filled),), index)
 
     return run

@@ -50,11 +50,13 @@ def _structure(name: str, file: str, struct_name: str = "", **types: Any) -> typ
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
-Problem = _structure("Problem", "rows/problem.cuh")
-RowNumbers = _structure("RowNumbers", "rows/numbers.cuh", "NumbersOfRows", FLOAT=_F32)
-DrawNumbers = _structure("DrawNumbers", "rows/numbers.cuh", "NumbersOfRows", FLOAT=_F64)
+RowScale = _structure("RowScale", "rows/scale.cuh", "ScaleOfRows", FLOAT=_F32)
+DrawScale = _structure("DrawScale", "rows/scale.cuh", "ScaleOfRows", FLOAT=_F64)
+Problem = _structure("Problem", "rows/problem.cuh", RowScale=RowScale)
+RowNumbers = _structure("RowNumbers", "rows/numbers.cuh", "NumbersOfRows", SCALE=RowScale)
+DrawNumbers = _structure("DrawNumbers", "rows/numbers.cuh", "NumbersOfRows", SCALE=DrawScale)
 FullRows = _structure("FullRows", "full_rows/full_row.cuh", RowNumbers=RowNumbers)
-States = _structure("States", "topk/merge_states.cu")
+States = _structure("States", "topk/merge_states.cu", RowScale=RowScale)
 Piece = _structure("Piece", "linear/accumulate_piece.cu", RowNumbers=RowNumbers)
 Routing = _structure("Routing", "routers/route_experts.cu")
 TargetRanks = _structure("TargetRanks", "ranks/target_ranks.cu")
@@ -69,13 +71,8 @@ def address(tensor: Tensor | None) -> int:
 
 def rows_writer(structure: type[ctypes.Structure]) -> Callable[[bytearray, LogitRows], None]:
     """``write(buffer, rows)``: writes what a call reads into those fields of the struct in `buffer` that are named as those of
-    :class:`LogitRows`, in the struct itself or in its numbers of rows."""
-    found: dict[str, tuple[Any, int]] = {}
-    numbers = getattr(structure, "numbers", None)
-    if numbers is not None:
-        of_rows: Any = dict(item[:2] for item in structure._fields_)["numbers"]
-        found |= {name: (type_, numbers.offset + getattr(of_rows, name).offset) for name, type_ in of_rows._fields_}
-    found |= {item[0]: (item[1], getattr(structure, item[0]).offset) for item in structure._fields_}
+    :class:`LogitRows`, in the struct itself or in a struct within it."""
+    found = _places(structure)
     places = [
         (i, struct.Struct("<" + _CODES[found[name][0]]).pack_into, found[name][1])
         for i, name in enumerate(LogitRows._fields)
@@ -95,6 +92,18 @@ def rows_writer(structure: type[ctypes.Structure]) -> Callable[[bytearray, Logit
     return write
 
 
+def _places(structure: type[ctypes.Structure]) -> dict[str, tuple[Any, int]]:
+    """The type and the offset of each field, with those of the structs within."""
+    found: dict[str, tuple[Any, int]] = {}
+    for name, type_, *_ in structure._fields_:
+        offset = getattr(structure, name).offset
+        if issubclass(type_, ctypes.Structure):
+            found |= {inner: (of, offset + at) for inner, (of, at) in _places(type_).items()}
+        else:
+            found[name] = (type_, offset)
+    return found
+
+
 def with_rows(
     filled: ctypes.Structure, write_rows: Callable[[bytearray, LogitRows], None], rows: LogitRows
 ) -> bytearray:
@@ -107,10 +116,11 @@ def with_rows(
 def writer(structure: type[ctypes.Structure], *names: str) -> tuple[Callable[..., None], int]:
     """``write, offset``: ``write(buffer, offset, *values)`` writes these fields of the struct in `buffer`, which follow each other
     without a gap. An assignment to each field by ctypes would take longer."""
-    types = dict(item[:2] for item in structure._fields_)
-    first = end = getattr(structure, names[0]).offset
+    places = _places(structure)
+    first = end = places[names[0]][1]
     for name in names:
-        if getattr(structure, name).offset != end:
+        type_, offset = places[name]
+        if offset != end:
             raise ValueError(f"`{name}` of {structure.__name__} does not follow the field before it")
-        end += getattr(structure, name).size
-    return struct.Struct("<" + "".join(_CODES[types[name]] for name in names)).pack_into, first
+        end += ctypes.sizeof(type_)
+    return struct.Struct("<" + "".join(_CODES[places[name][0]] for name in names)).pack_into, first

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..problem import MergeProblem
-from .kernel_arguments import States, writer
+from .kernel_arguments import RowScale, States, writer
 from .topk_choice import VARIANTS, KernelChoice, Method
 from .tuning import least_resident_warps
 
@@ -74,7 +74,7 @@ _MOST_ENTRIES_OF_WARP = 32
 
 # The fields that change from call to call. A plan has all others.
 _write_addresses, _ADDRESSES = writer(
-    States, "logits", "indices", "m", "d", "part_lengths", "row_temperature", "values", "result_indices", "logsumexp"
+    States, "logits", "indices", "m", "d", "part_lengths", "values", "result_indices", "logsumexp", "row_temperature"
 )
 
 
@@ -87,7 +87,8 @@ class MergeLaunch(NamedTuple):
     argument: bytes  # struct States with the addresses left zero
 
     def fill(self, *addresses: int) -> bytearray:
-        """The struct with the addresses of a call, in the order of its fields; 0 stands for a tensor that the call does not have."""
+        """The struct with the addresses of a call, in the order of _write_addresses; 0 stands for a tensor that the call does not
+        have."""
         filled = bytearray(self.argument)
         _write_addresses(filled, _ADDRESSES, *addresses)
         return filled
@@ -129,7 +130,7 @@ def plan_merge(problem: MergeProblem) -> MergeLaunch | None:
         k=p.k,
         value_kind=VALUE_KINDS[p.values],
         normalize_topk=p.normalize == "topk" and p.values != "state",
-        temperature=p.scale.temperature,
+        scale=RowScale(temperature=p.scale.temperature),
     )
     warps = MERGE_WARPS[parts * width > _MOST_ENTRIES_OF_WARP]
     blocks = -(-rows // 4) if warps == 1 else rows
