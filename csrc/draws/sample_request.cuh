@@ -23,8 +23,9 @@ struct SampleRows {
   u32 blocks_per_row;
   u32 num_samples;
   u32 part_length_log2;  // sample_vocabulary_kernel: tokens of a part
-  u64*
-      scratch;  // sample_rows_kernel: [rows] of a Scratch and a BlockScratch for each block; else [rows, parts] of PartState. Null: one block a row
+  // sample_rows_kernel: [rows] of a Scratch and a BlockScratch for each block; else [rows, parts] of PartState. Null: one
+  // block a row
+  u64* scratch;
   u32* tickets;      // sample_rows_kernel: [rows, 3]; else [rows]. Zero before and after each launch
   i64* tokens;       // [rows, num_samples]
   float* log_probs;  // [rows, num_samples]
