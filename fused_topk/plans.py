@@ -30,7 +30,7 @@ from .problem import (
 )
 from .router_arguments import check_router
 from .row_arguments import check_rows
-from .rows import Like, LogitRows, RowsLayout, like
+from .rows import DTYPES, Like, LogitRows, RowsLayout, like
 
 # The functions of torch at import. accelerate's init_empty_weights() puts others in their places, which make meta tensors.
 _empty, _empty_like = torch.empty, torch.empty_like
@@ -38,8 +38,7 @@ _new = tuple.__new__
 # A result on the CPU of at most this many elements is made by torch.empty_like, in three quarters of the time of torch.empty. The
 # tensors that it is made like are views of these, one for each dtype.
 _FEW_ELEMENTS = 1024
-_DTYPES_OF_RESULTS = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64)
-_memory = {dtype: _empty(size=(_FEW_ELEMENTS,), dtype=dtype, device="cpu") for dtype in _DTYPES_OF_RESULTS}
+_memory = {dtype: _empty(size=(_FEW_ELEMENTS,), dtype=dtype, device="cpu") for dtype in (*DTYPES, torch.int64)}
 
 
 class TopkResult(NamedTuple):

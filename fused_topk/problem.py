@@ -71,14 +71,10 @@ class TopkProblem(NamedTuple):
 
     rows: LogitRows
     k: int  # 1 <= k <= V
-    # "softmax", "log_softmax", "logits" or "state": logits, and m and d in a first dimension of 2 in place of the logsumexp
+    # "softmax", "log_softmax", "logits" or "state": logits, and m and d in a first dimension of 2 in place of the logsumexp.
+    # For "logits" the temperature is 1 and `normalize` is "allowed": topk() has no such arguments.
     values: str
     normalize: str  # "allowed", "all" or "topk"
-
-    def settled(self) -> TopkProblem:
-        """The same request. For raw logits the temperature becomes 1 and `normalize` becomes "allowed": raw logits are not scaled,
-        and their logsumexp is that of the allowed tokens."""
-        return self if self.values != "logits" else self._replace(rows=self.rows.unscaled(), normalize="allowed")
 
 
 class MergeProblem(NamedTuple):
@@ -130,11 +126,6 @@ class LinearProblem(NamedTuple):
     @property
     def row_count(self) -> int:
         return math.prod(self.hidden.shape[:-1])
-
-    def settled(self, values: str) -> LinearProblem:
-        """As :meth:`TopkProblem.settled`."""
-        rows, _, _, normalize = TopkProblem(self.rows, 1, values, self.normalize).settled()
-        return self._replace(rows=rows, normalize=normalize)
 
 
 class LogitGradientProblem(NamedTuple):

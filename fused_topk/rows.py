@@ -7,8 +7,8 @@ wanted, is a small class for each family (:mod:`fused_topk.problem`).
 
 A new field of LogitRows needs a check in ``check_rows()`` and in ``plain_rows()`` of row_arguments.py, a layout in
 :class:`RowsLayout`, a type in ``ROWS_SCHEMA``, and a place in ``flat()``, ``layout()`` and ``given()``. A field that says how logits are
-scaled belongs to :class:`fused_topk.scale.Scale`, too. Besides these files only ``topk_launch.py`` and ``cpu.py`` name the fields one
-by one. All others make rows from other rows by the methods below, which keep every field.
+scaled belongs to :class:`fused_topk.scale.Scale`, too. Besides these files those that plan a launch name the fields:
+``topk_launch.py``, ``launch.py`` and ``cpu.py``. All others make rows from other rows by the methods below, which keep every field.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LogitRows(NamedTuple):
         """The same rows at temperature 1."""
         return self._replace(temperature=1.0, row_temperature=None)
 
-    def hidden(self, normalize: str = "allowed") -> Tensor | None:
+    def uncounted(self, normalize: str = "allowed") -> Tensor | None:
         """bool (..., V): the tokens whose logits count as -inf in m and d. None if there are no such tokens. With normalize="all"
         the mask says only which tokens may be chosen, and hides none from m and d."""
         vocab_size, hidden = self.logits.shape[-1], None
@@ -81,7 +81,7 @@ class LogitRows(NamedTuple):
     def counted(self, normalize: str = "allowed") -> Tensor:
         """The logits, with -inf for tokens that do not count. By default they are the logits to choose from. With `normalize` they
         are those that m and d sum up."""
-        hidden = self.hidden(normalize)
+        hidden = self.uncounted(normalize)
         return self.logits if hidden is None else self.logits.masked_fill(hidden, -torch.inf)
 
     def counted_at(self, tokens: Tensor) -> Tensor | None:

@@ -105,7 +105,7 @@ def choice_of(p: RouterProblem, scores: Tensor) -> Tensor:
 
 def counted(p: RouterProblem) -> Tensor:
     """The logits in float64, -inf where an expert is not allowed."""
-    hidden = p.rows.hidden()
+    hidden = p.rows.uncounted()
     x = p.rows.logits.double()
     return x if hidden is None else x.masked_fill(hidden, -INF)
 

@@ -332,5 +332,5 @@ def test_the_key_covers_every_source(monkeypatch):
         first_lines = (kernel_source.source_folder() / name).read_text().splitlines()[:2]
         assert f'#line 1 "{name}"' in unit
         assert first_lines[1] in unit
-    monkeypatch.setattr(kernel_source, "translation_unit", lambda kernel: unit.replace("kLn2", "kLnTwo"))
+    monkeypatch.setattr(kernel_source, "translation_unit", lambda kernel: unit.replace("kLog2E", "kLogTwoE"))
     assert key != kernel_source.cache_key("kernel", 90, "13.0")

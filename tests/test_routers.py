@@ -85,7 +85,7 @@ def router(backend, p: RouterProblem, index_dtype=torch.int64) -> RouterTopK:
         name: getattr(p, name) for name in ("scoring", "groups", "topk_groups", "group_score", "normalize", "scale")
     }
     # The function takes no lengths.
-    hidden = rows.hidden()
+    hidden = rows.uncounted()
     mask = rows.mask if rows.lengths is None or hidden is None else ~hidden
     return fused_topk.router_topk(
         rows.logits, k, bias=bias, mask=mask, **settings, index_dtype=index_dtype, backend=backend.name

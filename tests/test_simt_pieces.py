@@ -274,12 +274,12 @@ def test_heads(monkeypatch, entry, dtype, has_targets, has_bias):
 
     accumulate_piece = cuda_pieces.accumulate_piece
     monkeypatch.setattr(cuda_pieces, "accumulate_piece", accumulate)
-    head = linear_pieces.LinearProblem(LogitRows(hidden, temperature=0.7), weight, bias, targets, "allowed")
+    settings = {} if entry == "linear_topk" else {"temperature": 0.7}
+    head = linear_pieces.LinearProblem(LogitRows(hidden, **settings), weight, bias, targets, "allowed")
     values = {"softmax_topk": "softmax", "log_softmax_topk": "log_softmax", "topk": "logits"}[ENTRIES[entry]]
     found = linear_pieces.forward(head, 9, values, "cpu", has_targets, True)
     assert launched == [(4, 1024), (4, 1024), (4, 953), (3, 1024), (3, 1024), (3, 953)]
     logits = exact_logits(hidden, weight, bias)
-    settings = {} if entry == "linear_topk" else {"temperature": 0.7}
     got = TopK(*found[:3])
     assert_topk(got, expected(ENTRIES[entry], logits, 9, **settings), logits, ENTRIES[entry], **settings)
     if has_targets and entry != "linear_topk":

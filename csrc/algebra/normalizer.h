@@ -4,9 +4,9 @@
 //     identity = (-inf, 0)        of(x) = (x, 1)
 //     a + b    = (m, a.d e^((a.m - m)/T) + b.d e^((b.m - m)/T)),   m = max(a.m, b.m)
 //
-// d is kept relative to m, so a common offset of the logits costs no accuracy. Every exponential of the project is
-// 2^((x - m) * scale) with scale = log2(e) / T: the temperature costs nothing. `EXP2` is the caller's 2^x (a hardware
-// instruction on the GPU, a polynomial on the CPU), so that this file needs no maths library.
+// d is kept relative to m, so a common offset of the logits costs no accuracy. The exponentials are 2^((x - m) * scale) with
+// scale = log2(e) / T: the temperature costs nothing. `EXP2` is the caller's 2^x, so that this file needs no maths library: on a
+// GPU the hardware's instruction. The CPU merges blocks in float64 by a rule of its own (row_state.h).
 #pragma once
 
 #include "order.h"
@@ -15,11 +15,6 @@ namespace fused_topk {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// The greatest 1 / T of a GPU's kernels. Times log2(e) it is still finite.
-constexpr float kLargestInverse = 2e38f;
-// The least normal float. A sampling row's is no less, so that -inf has no weight at any temperature.
-constexpr float kLeastInverse = 1.17549435e-38f;
-constexpr float kLn2 = 0.6931471805599453f;
 // NVRTC has no maths header and g++ no __int_as_float.
 #if defined(__CUDACC_RTC__)
 #define FUSED_TOPK_INFINITY (__int_as_float(0x7F800000))

@@ -63,7 +63,6 @@ struct Float32 {
   static __device__ __forceinline__ Vector encode(const float* y) {
     return {{__float_as_uint(y[0]), __float_as_uint(y[1]), __float_as_uint(y[2]), __float_as_uint(y[3])}};
   }
-  static __device__ __forceinline__ u32 max_pairs(u32 a, u32) { return a; }
 };
 
 struct BFloat16 {

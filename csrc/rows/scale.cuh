@@ -7,6 +7,11 @@
 
 namespace fused_topk {
 
+// The greatest 1 / T. Times log2(e) it is still finite.
+constexpr float kLargestInverse = 2e38f;
+// The least normal float. A row of draws has no smaller 1 / T, so that -inf has no weight at any temperature.
+constexpr float kLeastInverse = 1.17549435e-38f;
+
 // The greatest |m log2(e) / T|. Beyond it the rounding error of this offset would exceed 1/4.
 constexpr float kLargestOffset = 4194304.0f;
 

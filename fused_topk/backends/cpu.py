@@ -71,7 +71,7 @@ def prepare_topk(
     problem: TopkProblem, device: torch.device, beam_scores: Tensor | None = None, instruction_set: str = ""
 ) -> StartTopk:
     """See :class:`protocol.Backend`. `instruction_set`: one of `_cpu.instruction_sets()` instead of the best, for tests."""
-    rows, k, values, normalize = problem.settled()
+    rows, k, values, normalize = problem
     topk = _cpu.Topk(
         _layout_of(rows, instruction_set),
         k,
@@ -79,11 +79,8 @@ def prepare_topk(
         _NORMALIZE_OVER[normalize],
         () if beam_scores is None else beam_scores.stride(),
     )
-    is_unscaled = values == "logits"
 
     def run(rows: LogitRows, out: TopK, beam_scores: Tensor | None = None) -> None:
-        if is_unscaled and rows.row_temperature is not None:
-            rows = rows.unscaled()
         values, indices, logsumexp = out
         topk(
             _addresses_of(rows),
@@ -134,7 +131,7 @@ def linear_topk(
     best: contiguous tensors for the result. state: (rows, 2), for m and d; None if nobody wants them. `instruction_set`: as
     for :func:`prepare_topk`.
     """
-    rows, weight, bias, _, normalize = problem.settled(values)
+    rows, weight, bias, _, normalize = problem
     if values == "state":
         # The logits, with m and d at the temperature.
         values = "logits"

@@ -93,7 +93,6 @@ def target_ranks(problem: RankProblem, out: Tensor) -> None:
 
 def row_topk(problem: TopkProblem, out: TopK) -> None:
     """The k best of every row, their values, and the row's logsumexp."""
-    problem = problem.settled()
     rows = problem.rows
     candidates = rows.counted()
     indices = ranking(candidates)[..., : problem.k]

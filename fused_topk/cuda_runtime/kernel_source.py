@@ -23,7 +23,8 @@ UNITS = {
 compiles quickly."""
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 120)
-"""Compute capabilities (times ten) that every kernel is compiled for in the tests."""
+"""Compute capabilities (times ten) that every kernel is compiled for in the tests, and whose needs of shared memory a launch
+meets."""
 
 OLDEST_ARCHITECTURE = 70
 """Kernels take their parameters in place (__grid_constant__), which older GPUs cannot."""

@@ -241,7 +241,6 @@ class _Head(torch.autograd.Function):
         # A token that is not allowed has the constant value -inf or 0.
         chosen = grad_values * best if values == "softmax" else grad_values.where(best != -torch.inf, 0.0)
         chosen = chosen.to(normalizer.dtype)
-        rows, _, _, _, normalize = LinearProblem(rows, weight, bias, targets, normalize).settled(values)
         if normalize == "topk":
             p = best if values == "softmax" else best.exp()
             chosen = chosen - p * chosen.sum(-1, keepdim=True)

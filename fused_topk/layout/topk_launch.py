@@ -87,7 +87,7 @@ def plan(
     is_unmasked = mask is None
     mask_use = 0 if lengths is None else _LENGTHS
     if not is_unmasked:
-        mask_use = 1 if problem.values == "logits" else _MASK_USES[problem.normalize]
+        mask_use = _MASK_USES[problem.normalize]
 
     k_row = min(problem.k, vocab_size)
     method = choice.method(k_row, itemsize, is_unmasked)

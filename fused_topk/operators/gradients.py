@@ -44,7 +44,7 @@ def _row_gradient(
     rows: LogitRows, normalize: str, indices: Tensor, grad_log_probabilities: Tensor, grad_logsumexp: Tensor
 ) -> Tensor:
     """Gradient with respect to the logits, given those with respect to log-probabilities (..., k) and logsumexp (...)."""
-    hidden = rows.hidden(normalize)
+    hidden = rows.uncounted(normalize)
     p = rows.scale.scaled(rows.counted(normalize).to(grad_log_probabilities.dtype)).softmax(-1)
     gradient = p * (grad_logsumexp - grad_log_probabilities.sum(-1)).unsqueeze(-1)
     gradient = rows.scale.back(gradient.scatter_add(-1, indices, grad_log_probabilities))
@@ -83,14 +83,14 @@ def _of_topk(
         # The values are logits, so each gradient goes back to the logit that was chosen.
         from_values = torch.zeros_like(rows.logits).scatter_add(-1, indices, grad_log)
         zero = torch.zeros_like(indices, dtype=grad_logsumexp.dtype)
-        return from_values + _row_gradient(rows.unscaled(), "allowed", indices, zero, grad_logsumexp)
+        return from_values + _row_gradient(rows, "allowed", indices, zero, grad_logsumexp)
     if ctx.normalize == "topk":
         # Relative to the k chosen: (1[i = j] - p_i) over those k only.
         p = values if ctx.values == "softmax" else values.exp()
         grad_log = grad_log - p * grad_log.sum(-1, keepdim=True)
         gradient = _row_gradient(rows, "topk", indices, torch.zeros_like(grad_log), grad_logsumexp)
         chosen = torch.zeros_like(gradient).scatter_add(-1, indices, rows.scale.back(grad_log).to(gradient.dtype))
-        hidden = rows.hidden()
+        hidden = rows.uncounted()
         return gradient + (chosen if hidden is None else chosen.masked_fill(hidden, 0.0))
     return _row_gradient(rows, ctx.normalize, indices, grad_log, grad_logsumexp)
 
@@ -103,7 +103,7 @@ def _state_gradient(
     d m / d x_i is 1 for the first greatest logit j, and d d / d x_i = (e_i - d [i = j]) / T with e_i = exp((x_i - m) / T).
     """
     grad_m, grad_d = grad_normalizer.unsqueeze(-1).unbind(0)
-    hidden = rows.hidden(normalize)
+    hidden = rows.uncounted(normalize)
     counted = rows.counted(normalize).to(grad_normalizer.dtype)
     m, j = counted.max(-1, keepdim=True)
     scale = rows.scale
@@ -149,7 +149,7 @@ def full_rows_backward(ctx: Any, gradient: Tensor, run: Callable[..., Tensor]) -
     """Gradient with respect to the logits; `run` is the operator as the caller of the gradient calls it."""
     rows, _ = saved_rows(ctx)
     dtype = result_dtype(ctx.logits_dtype)
-    g, hidden = gradient.to(dtype), rows.hidden()
+    g, hidden = gradient.to(dtype), rows.uncounted()
     # The value of a hidden token is the constant 0 or -inf.
     if hidden is not None and ctx.values != "logsumexp":
         g = g.masked_fill(hidden, 0.0)

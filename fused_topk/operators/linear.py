@@ -85,13 +85,12 @@ def backward_by(run: Callable[..., Any], ctx: Any, *gradients: Any) -> tuple[Ten
     rows, (weight, bias, targets, values, indices, state) = saved_rows(ctx)
     if not state.numel() and rows.logits.numel():
         raise RuntimeError("`keeps_state` must be True where a gradient is wanted, got False; pass True")
-    rows, _, _, _, normalize = LinearProblem(rows, weight, bias, targets, ctx.normalize).settled(ctx.values)
     # d p = p d(log p)
     grad_chosen = grad_values * values if ctx.values == "softmax" else grad_values
     grad_chosen = of_counted(rows, indices, grad_chosen.to(state.dtype))
     grad_normalizer = grad_logsumexp
     if ctx.values != "logits":
-        if normalize == "topk":
+        if ctx.normalize == "topk":
             p = values if ctx.values == "softmax" else values.exp()
             grad_chosen = grad_chosen - p * grad_chosen.sum(-1, keepdim=True)
         else:
@@ -102,7 +101,7 @@ def backward_by(run: Callable[..., Any], ctx: Any, *gradients: Any) -> tuple[Ten
         grad_normalizer = grad_normalizer - grad_target.sum(-1)
     weight_place = ROWS_FIELDS
     wanted = [bool(ctx.needs_input_grad[i]) for i in (0, weight_place, weight_place + 1)]
-    head = (*rows, weight, bias, targets, normalize)
+    head = (*rows, weight, bias, targets, ctx.normalize)
     found = run(*head, indices, state, grad_chosen, grad_target, grad_normalizer, ctx.backend, wanted)
     of_hidden, of_weight, of_bias = (x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True))
     return for_inputs(of_hidden, of_weight, of_bias, count=9)

@@ -182,7 +182,7 @@ def _in_torch(head: LinearProblem, block: Block, of_rows: _OfRows, wide: Tensor 
         for tokens, amounts in of_rows.added:
             _add_at(g, tokens, amounts, start)
         rows.scale.back(g, out=g)
-        hidden = rows.hidden(head.normalize)
+        hidden = rows.uncounted(head.normalize)
         if hidden is not None:
             g.masked_fill_(hidden, 0.0)
         return g, logits if wide is None else logits.copy_(g)

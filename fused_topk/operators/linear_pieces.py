@@ -83,7 +83,6 @@ def forward(
     values: "state" is for a part of a vocabulary. It gives the logits of the k best, the logits of the targets in place of their
     log-probabilities, and m and d at the temperature.
     """
-    head = head.settled(values)
     out = empty_result(head.hidden, k, values, head.targets, has_ranks, keeps_state)
     rows = head.row_count
     chosen = backends.pick(head.hidden.device, head.hidden.dtype, k, backend)
@@ -246,7 +245,7 @@ class _Targets:
     def look_at(self, rows: LogitRows, start: int) -> None:
         """Finds the targets in a piece of the logits, and counts the piece's tokens that come before them. It may change the
         piece."""
-        logits, hidden = rows.logits, rows.hidden()
+        logits, hidden = rows.logits, rows.uncounted()
         tokens = logits.shape[-1]
         if hidden is not None:
             logits.masked_fill_(hidden, -torch.inf)

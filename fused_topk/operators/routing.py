@@ -67,7 +67,7 @@ def backward(ctx: Any, grad_weights: Tensor, grad_experts: Tensor | None) -> tup
 
 def _logit_gradient(ctx: Any, rows: LogitRows, experts: Tensor, g: Tensor) -> Tensor:
     x = rows.counted().to(result_dtype(rows.logits.dtype))
-    hidden = rows.hidden()
+    hidden = rows.uncounted()
     chosen = x.gather(-1, experts)
     if ctx.scoring == "softmax":
         p = x.softmax(-1)
