@@ -248,6 +248,10 @@ def check_head(
             f"`{weight_name}` must not be a DTensor, got one placed {weight.placements}; for one that is sharded over its first "
             f"dimension give {of_shards}"
         )
+    if isinstance(weight, torch.nn.Module):
+        raise TypeError(
+            f"`{weight_name}` must be a torch.Tensor, got {type(weight).__name__}; pass its parts .weight and .bias"
+        )
     check_tensor(weight_name, weight)
     size = hidden.shape[-1]
     if weight.dim() != 2 or weight.shape[1] != size:
