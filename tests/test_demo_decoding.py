@@ -262,6 +262,30 @@ def test_distillation_stores_little_and_teaches(tiny_model, capsys, monkeypatch,
     assert divergence["student, from the best 20"] < divergence["student, untrained"]
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_texts": 10**7}, r"--num-texts must be at most [0-9]+, the texts that there are, got 10000000"),
+        ({"k": 601}, r"--k must be at most 600, the tokens of the teacher, got 601"),
+    ],
+)
+def test_distillation_says_what_is_too_much(tiny_model, monkeypatch, options, text):
+    monkeypatch.setattr(distillation, "tiny", lambda *_: causal_models.from_disk(str(tiny_model), CPU, torch.float32))
+    monkeypatch.setattr(distillation, "lessons_of", lambda *_: pytest.fail("the work has begun"))
+    with pytest.raises(distillation.typer.BadParameter, match=text):
+        distillation.main(**{"k": 20, "steps": 1, "num_texts": 2, "training_steps": 1, "positions": 0, **options})
+
+
+def test_distillation_refuses_no_texts():
+    from typer.testing import CliRunner
+
+    app = distillation.typer.Typer()
+    app.command()(distillation.main)
+    for option in ("--k", "--num-texts"):
+        result = CliRunner().invoke(app, [option, "0"])
+        assert result.exit_code == 2 and option in result.output, result.output
+
+
 @pytest.mark.exhaustive
 def test_distillation_step_costs_less_memory(capsys):
     # The logits of 200 positions are 51 MB, and torch's step holds them several times.
