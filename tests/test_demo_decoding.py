@@ -343,6 +343,13 @@ def test_distillation_losses_are_those_of_the_definition():
     )
 
 
+def test_cost_of_generation_on_a_device_that_there_is_not():
+    with pytest.raises(
+        generation_cost.typer.BadParameter, match="--device must be cuda, cuda:N or cpu, got 'nonsense'"
+    ):
+        generation_cost.main(case=[], device="nonsense")
+
+
 @pytest.mark.exhaustive
 def test_cost_of_generation_on_a_cpu(monkeypatch, tmp_path, capsys, threads):
     threads(1)
