@@ -220,14 +220,14 @@ class Peak:
 
 def main(
     k: Annotated[int, typer.Option(min=1, help="Log-probabilities kept at each position.")] = 256,
-    steps: Annotated[int, typer.Option(help="Of each student's training.")] = 60,
+    steps: Annotated[int, typer.Option(min=0, help="Of each student's training.")] = 60,
     num_texts: Annotated[int, typer.Option(min=1, help=f"Texts of {LENGTH} tokens to learn from.")] = 128,
-    training_steps: Annotated[int, typer.Option(help="Of the teacher.")] = Recipe.steps,
+    training_steps: Annotated[int, typer.Option(min=1, help="Of the teacher.")] = Recipe.steps,
     positions: Annotated[
         int, typer.Option(min=0, help="Of the step whose memory is compared; 0 leaves it out.")
     ] = 1024,
-    depth: Annotated[int, typer.Option(help="Of its hidden states.")] = 256,
-    vocab_size: Annotated[int, typer.Option(help="Of its LM head.")] = 128256,
+    depth: Annotated[int, typer.Option(min=1, help="Of its hidden states.")] = 256,
+    vocab_size: Annotated[int, typer.Option(min=1, help="Of its LM head.")] = 128256,
 ) -> None:
     transformers.logging.set_verbosity_error()
     teacher = tiny(torch.device("cpu"), torch.float32, Recipe(steps=training_steps))

@@ -276,14 +276,31 @@ def test_distillation_says_what_is_too_much(tiny_model, monkeypatch, options, te
         distillation.main(**{"k": 20, "steps": 1, "num_texts": 2, "training_steps": 1, "positions": 0, **options})
 
 
-def test_distillation_refuses_no_texts():
+@pytest.mark.parametrize(
+    ("demo", "option", "value"),
+    [
+        (distillation, "--k", 0),
+        (distillation, "--num-texts", 0),
+        (distillation, "--steps", -1),
+        (distillation, "--training-steps", 0),
+        (distillation, "--positions", -1),
+        (distillation, "--depth", 0),
+        (distillation, "--vocab-size", 0),
+        (translation, "--beams", 0),
+        (translation, "--steps", -1),
+        (translation, "--model", "nowhere"),
+        (semantic_ids, "--steps", -1),
+        (semantic_ids, "--repeats", 0),
+    ],
+)
+def test_short_demos_refuse_numbers_that_are_too_small(demo, option, value):
+    """And a model that is not on this disk."""
     from typer.testing import CliRunner
 
-    app = distillation.typer.Typer()
-    app.command()(distillation.main)
-    for option in ("--k", "--num-texts"):
-        result = CliRunner().invoke(app, [option, "0"])
-        assert result.exit_code == 2 and option in result.output, result.output
+    app = demo.typer.Typer()
+    app.command()(demo.main)
+    result = CliRunner().invoke(app, [option, str(value)])
+    assert result.exit_code == 2 and option in result.output, result.output
 
 
 @pytest.mark.exhaustive
