@@ -39,10 +39,11 @@ from fused_topk.generation import TokenLogprobs, text_topk_logprobs, topk_logpro
 from tiny_language_model import Recipe
 
 LENGTH, BATCH = 64, 8
+HELD_OUT = 32
 
 
 def texts(teacher: CausalModel, count: int) -> Tensor:
-    """Token ids [count, LENGTH + 1] of the standard library's source."""
+    """Token ids [count, LENGTH + 1] of the standard library's source, or [the most that there are, LENGTH + 1]."""
     root = Path(sysconfig.get_path("stdlib"))
     ids: list[int] = []
     for path in sorted(root.glob("*.py")):
@@ -50,6 +51,7 @@ def texts(teacher: CausalModel, count: int) -> Tensor:
             break
         assert teacher.tokenizer is not None
         ids += teacher.tokenizer(path.read_text(encoding="utf-8", errors="replace"))["input_ids"]
+    count = min(count, len(ids) // (LENGTH + 1))
     return torch.tensor(ids[: count * (LENGTH + 1)]).view(count, LENGTH + 1)
 
 
@@ -217,21 +219,28 @@ class Peak:
 
 
 def main(
-    k: Annotated[int, typer.Option(help="Log-probabilities kept at each position.")] = 256,
-    steps: Annotated[int, typer.Option(help="Of each student's training.")] = 60,
-    num_texts: Annotated[int, typer.Option(help=f"Texts of {LENGTH} tokens to learn from.")] = 128,
-    training_steps: Annotated[int, typer.Option(help="Of the teacher.")] = Recipe.steps,
-    positions: Annotated[int, typer.Option(help="Of the step whose memory is compared; 0 leaves it out.")] = 1024,
-    depth: Annotated[int, typer.Option(help="Of its hidden states.")] = 256,
-    vocab_size: Annotated[int, typer.Option(help="Of its LM head.")] = 128256,
+    k: Annotated[int, typer.Option(min=1, help="Log-probabilities kept at each position.")] = 256,
+    steps: Annotated[int, typer.Option(min=0, help="Of each student's training.")] = 60,
+    num_texts: Annotated[int, typer.Option(min=1, help=f"Texts of {LENGTH} tokens to learn from.")] = 128,
+    training_steps: Annotated[int, typer.Option(min=1, help="Of the teacher.")] = Recipe.steps,
+    positions: Annotated[
+        int, typer.Option(min=0, help="Of the step whose memory is compared; 0 leaves it out.")
+    ] = 1024,
+    depth: Annotated[int, typer.Option(min=1, help="Of its hidden states.")] = 256,
+    vocab_size: Annotated[int, typer.Option(min=1, help="Of its LM head.")] = 128256,
 ) -> None:
+    transformers.logging.set_verbosity_error()
+    teacher = tiny(torch.device("cpu"), torch.float32, Recipe(steps=training_steps))
+    if k > teacher.vocab_size:
+        raise typer.BadParameter(f"--k must be at most {teacher.vocab_size}, the tokens of the teacher, got {k}")
+    everything = texts(teacher, num_texts + HELD_OUT)
+    if len(everything) < num_texts + HELD_OUT:
+        most = len(everything) - HELD_OUT
+        raise typer.BadParameter(f"--num-texts must be at most {most}, the texts that there are, got {num_texts}")
+    tokens, held_out = everything[:-HELD_OUT], everything[-HELD_OUT:]
     if positions:
         compare_steps(positions, depth, vocab_size, k)
         compare_steps(positions, depth, vocab_size, 0)
-    transformers.logging.set_verbosity_error()
-    teacher = tiny(torch.device("cpu"), torch.float32, Recipe(steps=training_steps))
-    everything = texts(teacher, num_texts + 32)
-    tokens, held_out = everything[:-32], everything[-32:]
     lessons = lessons_of(teacher.model, tokens, k)
     stored = sum(each.values.numel() * (4 + 4) + each.logsumexp.numel() * 4 for each in lessons)
     full = tokens[:, 1:].numel() * teacher.vocab_size * 4

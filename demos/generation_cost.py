@@ -37,6 +37,7 @@ from transformers import (
 
 import fused_topk
 import whole_calls
+from benchmark.command_options import device_of
 from benchmark.report import origin
 from causal_models import RANDOM_SHAPES
 from fused_topk.generation import fused_decoding, stats
@@ -274,7 +275,7 @@ def main(
     if unknown:
         raise typer.BadParameter(f"`--case` must be of {', '.join(CASES)}, got {unknown[0]!r}")
     transformers.logging.set_verbosity_error()
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = device_of(device)
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     results: dict[str, Any] = {**origin(describe()), "device": str(place), "dtype": str(dtype), "cases": {}}
     print("times in µs of one step, stock / fused; alone: beam_topk or topk on the same logits")

@@ -22,6 +22,7 @@ try:
     from rich.console import Console
     from tqdm import tqdm
 
+    from benchmark.command_options import device_of
     from benchmark.devices import best_device
     from benchmark.report import origin
     from benchmark.timing import warm_up_gpu
@@ -37,6 +38,8 @@ except ModuleNotFoundError as error:
 
 # Elements of a tensor: logits and probabilities together take 8 bytes each, and float64 some more of a part of them.
 MOST_ON_CPU = 1 << 24
+# The shortest row that is measured.
+LEAST_MOST = 10
 PIPE_WIDTH = 130
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
@@ -45,17 +48,19 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 @app.command(help=(__doc__ or "").partition("\n\n    ")[0])
 def main(
     device: Annotated[str, typer.Option(help="cuda or cpu; by default a GPU where its kernels work.")] = "",
-    most: Annotated[int, typer.Option(help="Leave out shapes of more elements than this.")] = 0,
+    most: Annotated[int, typer.Option(help="Leave out shapes of more elements than this; 0 for none.")] = 0,
     plot: Annotated[Path, typer.Option(help="Where the figure goes (PNG, SVG, PDF).")] = Path("out/ladder.png"),
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all numbers here.")] = None,
     from_json: Annotated[
         Path | None, typer.Option(exists=True, help="Measure nothing; show what an older run wrote.")
     ] = None,
 ) -> None:
+    if most and most < LEAST_MOST:
+        raise typer.BadParameter(f"--most must be at least {LEAST_MOST}, or 0 for no limit, got {most}")
     if from_json:
-        run = json.loads(from_json.read_text(encoding="utf-8"))
+        run = older_run(from_json)
     else:
-        run = climb(torch.device(device) if device else best_device(), most)
+        run = climb(device_of(device) if device else best_device(), most)
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     print_ladder(run, console)
     print_rows(run, console)
@@ -66,6 +71,19 @@ def main(
     plot.parent.mkdir(parents=True, exist_ok=True)
     draw(run, plot)
     console.print(f"Wrote {plot}")
+
+
+def older_run(path: Path) -> Document:
+    """What --json wrote."""
+    try:
+        run: Document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"--from-json must be a JSON file that --json wrote, got {path}: {error}") from error
+    if not isinstance(run, dict) or not {"points", "overflow"} <= run.keys():
+        raise typer.BadParameter(
+            f"--from-json must be a JSON file that --json wrote, got {path}, which is of another command"
+        )
+    return run
 
 
 def climb(device: torch.device, most: int) -> Document:

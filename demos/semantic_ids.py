@@ -116,8 +116,8 @@ def median_ms(call: Any, repeats: int) -> tuple[Any, float]:
 def main(
     items: Annotated[int, typer.Option(min=CODES, help="In the catalogue.")] = 5000,
     beams: Annotated[int, typer.Option(min=BEST, help="Items that are kept for each user.")] = 64,
-    steps: Annotated[int, typer.Option(help="Of training.")] = 300,
-    repeats: Annotated[int, typer.Option(help="Timed calls of each way.")] = 5,
+    steps: Annotated[int, typer.Option(min=0, help="Of training.")] = 300,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each way.")] = 5,
 ) -> None:
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)

@@ -101,8 +101,15 @@ def translate_numbers(model: Any, texts: list[list[str]], beams: int) -> list[st
 
 def translate_with(name_or_path: str, texts: list[str], beams: int, target: str) -> list[str]:
     """The same with a model and a tokenizer from disk."""
-    tokenizer = AutoTokenizer.from_pretrained(name_or_path, local_files_only=True)
-    model = AutoModelForSeq2SeqLM.from_pretrained(name_or_path, local_files_only=True).eval()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, local_files_only=True)
+        model = AutoModelForSeq2SeqLM.from_pretrained(name_or_path, local_files_only=True).eval()
+    # The loaders raise errors of many kinds, and all of them mean the same here.
+    except Exception as error:
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise typer.BadParameter(
+            f"--model must be an encoder-decoder on this disk, got {name_or_path!r} ({cause})"
+        ) from error
     first = {"forced_bos_token_id": tokenizer.convert_tokens_to_ids(target)} if target else {}
     inputs = tokenizer(texts, return_tensors="pt", padding=True)
     with fused_decoding(model):
@@ -119,8 +126,8 @@ def main(
     ],
     model: Annotated[str, typer.Option(metavar="PATH", help="An encoder-decoder on this disk.")] = "",
     target: Annotated[str, typer.Option(help="The token that its translations begin with.")] = "",
-    beams: Annotated[int, typer.Option(help="Hypotheses kept for each text.")] = 4,
-    steps: Annotated[int, typer.Option(help="Of training.")] = 600,
+    beams: Annotated[int, typer.Option(min=1, help="Hypotheses kept for each text.")] = 4,
+    steps: Annotated[int, typer.Option(min=0, help="Of training.")] = 600,
 ) -> None:
     transformers.logging.set_verbosity_error()
     if model:

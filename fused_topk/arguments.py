@@ -105,10 +105,22 @@ def check_vocabulary(vocab_size: int, name: str = "logits") -> None:
         )
 
 
+def check_int(name: str, value: Any) -> None:
+    # torch.compile may pass a symbolic int. NumPy's integers are no subclass of int.
+    if isinstance(value, (bool, Tensor)) or not isinstance(value, (int, torch.SymInt, np.integer)):
+        raise TypeError(f"`{name}` must be an int, got {type(value).__name__}; use int({name})")
+
+
+def check_flags(**flags: Any) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            # NumPy's bool is called bool, too.
+            got = "a bool of NumPy" if isinstance(flag, np.bool_) else type(flag).__name__
+            raise TypeError(f"`{name}` must be a bool, got {got}; pass True or False")
+
+
 def check_k(k: Any, most: int, what: str = "the vocabulary size", name: str = "k") -> None:
-    # torch.compile may pass a symbolic k. NumPy's integers are no subclass of int.
-    if isinstance(k, (bool, Tensor)) or not isinstance(k, (int, torch.SymInt, np.integer)):
-        raise TypeError(f"`{name}` must be an int, got {type(k).__name__}; use int({name})")
+    check_int(name, k)
     if not 1 <= k <= most:
         remedy = "1 or more" if k < 1 else f"min({name}, {most})"
         raise ValueError(f"`{name}` must satisfy 1 <= {name} <= {most} ({what}), got {name}={k}; pass {remedy}")
@@ -196,8 +208,7 @@ def check_beam_scores(beam_scores: Any, logits: Tensor) -> None:
 
 
 def check_start(start: Any) -> None:
-    if isinstance(start, (bool, Tensor)) or not isinstance(start, (int, torch.SymInt, np.integer)):
-        raise TypeError(f"`start` must be an int, got {type(start).__name__}; use int(start)")
+    check_int("start", start)
     if not 0 <= start <= 2**62:
         raise ValueError(f"`start` must be the token at which the part begins, 0 to 2^62, got {start}; pass 0 or more")
 
@@ -232,6 +243,10 @@ def check_head(
         raise TypeError(
             f"`{weight_name}` must not be a DTensor, got one placed {weight.placements}; for one that is sharded over its first "
             f"dimension give {of_shards}"
+        )
+    if isinstance(weight, torch.nn.Module):
+        raise TypeError(
+            f"`{weight_name}` must be a torch.Tensor, got {type(weight).__name__}; pass its parts .weight and .bias"
         )
     check_tensor(weight_name, weight)
     size = hidden.shape[-1]

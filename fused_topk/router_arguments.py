@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import check_choice, check_k, check_same_device, check_tensor
+from .arguments import check_choice, check_flags, check_k, check_same_device, check_tensor
 from .layout.router_launch import SCORINGS
 from .problem import result_dtype
 
@@ -42,8 +42,7 @@ def check_router(
             f"`topk_groups` groups must have at least k={k} experts, got topk_groups={topk_groups} with {experts // groups} "
             "experts each; keep more groups"
         )
-    if not isinstance(normalize, bool):
-        raise TypeError(f"`normalize` must be a bool, got {type(normalize).__name__}; pass True or False")
+    check_flags(normalize=normalize)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"`scale` must be a number, got {type(scale).__name__}; use float(scale)")
     if index_dtype not in INDEX_DTYPES:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import torch
@@ -138,6 +139,10 @@ def targets_of_a_head(rank: int, size: int) -> None:
             distributed.linear_softmax_topk(hidden, *own, targets=targets, start=start)
         assert len(given) == 1
     raises(ValueError, "`start` must be the token", lambda: distributed.linear_topk(hidden, *own, targets=targets))
+    for given in (None, targets):
+        call = functools.partial(distributed.linear_topk, hidden, *own, targets=given)
+        raises(TypeError, "`start` must be an int, got str", functools.partial(call, start="a"))
+        raises(ValueError, "0 to 2^62, got -1", functools.partial(call, start=-1))
     if size > 1:
         one_only = {"targets": targets, "start": start} if rank == 0 else {}
         told = "rank 0 has k=3, 40 rows of torch.float32 and normalize='allowed', targets or settings of draws number "

@@ -471,6 +471,18 @@ def test_errors_of_heads_name_their_own_arguments():
         fused_topk.linear_topk(hidden.to("meta"), torch.empty(2**31, 4, device="meta"), 1)
     with pytest.raises(ValueError, match=r"`weight` must have at least one entry"):
         fused_topk.linear_topk(hidden, torch.zeros(0, 4), 1)
+    head = torch.nn.Linear(4, 5)
+    with pytest.raises(TypeError, match=r"`weight` must be a torch.Tensor, got Linear; pass its parts \.weight"):
+        fused_topk.linear_topk(hidden, head, 1)
+
+
+def test_flags_of_numpy_are_told_from_bools():
+    for call in (
+        lambda flag: fused_topk.sample(torch.zeros(2, 4), kept=flag),
+        lambda flag: fused_topk.router_topk(torch.zeros(2, 4), 1, normalize=flag),
+    ):
+        with pytest.raises(TypeError, match="must be a bool, got a bool of NumPy; pass True or False"):
+            call(np.bool_(True))
 
 
 def test_mask_of_another_shape_with_the_vocabulary_elsewhere():

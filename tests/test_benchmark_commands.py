@@ -148,6 +148,17 @@ def test_bench_on_cuda_without_a_gpu():
     assert "GPU" in result.output
 
 
+@pytest.mark.parametrize("command", ["bench", "sweep", "counters"])
+def test_a_gpu_that_there_is_not(monkeypatch, command):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    result = invoke(command, "--device", "cuda:9")
+    assert result.exit_code == 2, result.output
+    assert "--device must be a GPU that torch sees (it sees 2), got 'cuda:9'" in " ".join(
+        result.output.replace("│", " ").split()
+    )
+
+
 @pytest.mark.parametrize("command", ["sweep", "counters"])
 def test_what_only_a_gpu_does_is_refused_for_a_cpu(command):
     result = invoke(command, "--device", "cpu")

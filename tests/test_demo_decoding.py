@@ -262,6 +262,47 @@ def test_distillation_stores_little_and_teaches(tiny_model, capsys, monkeypatch,
     assert divergence["student, from the best 20"] < divergence["student, untrained"]
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_texts": 10**7}, r"--num-texts must be at most [0-9]+, the texts that there are, got 10000000"),
+        ({"k": 601}, r"--k must be at most 600, the tokens of the teacher, got 601"),
+    ],
+)
+def test_distillation_says_what_is_too_much(tiny_model, monkeypatch, options, text):
+    monkeypatch.setattr(distillation, "tiny", lambda *_: causal_models.from_disk(str(tiny_model), CPU, torch.float32))
+    monkeypatch.setattr(distillation, "lessons_of", lambda *_: pytest.fail("the work has begun"))
+    with pytest.raises(distillation.typer.BadParameter, match=text):
+        distillation.main(**{"k": 20, "steps": 1, "num_texts": 2, "training_steps": 1, "positions": 0, **options})
+
+
+@pytest.mark.parametrize(
+    ("demo", "option", "value"),
+    [
+        (distillation, "--k", 0),
+        (distillation, "--num-texts", 0),
+        (distillation, "--steps", -1),
+        (distillation, "--training-steps", 0),
+        (distillation, "--positions", -1),
+        (distillation, "--depth", 0),
+        (distillation, "--vocab-size", 0),
+        (translation, "--beams", 0),
+        (translation, "--steps", -1),
+        (translation, "--model", "nowhere"),
+        (semantic_ids, "--steps", -1),
+        (semantic_ids, "--repeats", 0),
+    ],
+)
+def test_short_demos_refuse_numbers_that_are_too_small(demo, option, value):
+    """And a model that is not on this disk."""
+    from typer.testing import CliRunner
+
+    app = demo.typer.Typer()
+    app.command()(demo.main)
+    result = CliRunner().invoke(app, [option, str(value)])
+    assert result.exit_code == 2 and option in result.output, result.output
+
+
 @pytest.mark.exhaustive
 def test_distillation_step_costs_less_memory(capsys):
     # The logits of 200 positions are 51 MB, and torch's step holds them several times.
@@ -317,6 +358,13 @@ def test_distillation_losses_are_those_of_the_definition():
     torch.testing.assert_close(
         distillation.divergence(at_best, lesson.values), expected.sum(-1).mean(), rtol=1e-6, atol=1e-6
     )
+
+
+def test_cost_of_generation_on_a_device_that_there_is_not():
+    with pytest.raises(
+        generation_cost.typer.BadParameter, match="--device must be cuda, cuda:N or cpu, got 'nonsense'"
+    ):
+        generation_cost.main(case=[], device="nonsense")
 
 
 @pytest.mark.exhaustive

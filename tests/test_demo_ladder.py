@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from fused_topk.backends import cpu
 
@@ -17,6 +18,7 @@ DEMOS = Path(__file__).parent.parent / "demos"
 sys.path.insert(0, str(DEMOS))
 pytest.importorskip("matplotlib")
 
+import ladder  # noqa: E402
 import ladder_measure  # noqa: E402
 import ladder_rungs  # noqa: E402
 
@@ -51,6 +53,30 @@ def test_shows_an_older_run(run):
     command = [sys.executable, str(DEMOS / "ladder.py"), "--from-json", str(folder / "a.json")]
     done = subprocess.run([*command, "--plot", str(folder / "b.png")], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[:10] == text.splitlines()[:10]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--device", "nonsense"], "--device must be cuda, cuda:N or cpu, got 'nonsense'"),
+        (["--device", "meta"], "--device must be cuda, cuda:N or cpu, got 'meta'"),
+        (["--device", "cpu", "--most", "-1"], "--most must be at least 10, or 0 for no limit, got -1"),
+        (["--device", "cpu", "--most", "4"], "--most must be at least 10, or 0 for no limit, got 4"),
+        (["--from-json", str(Path(__file__))], "--from-json must be a JSON file that --json wrote"),
+        (["--from-json", str(DEMOS / "results" / "cpu.json")], "--from-json must be a JSON file that --json wrote"),
+    ],
+)
+def test_says_what_is_wrong_with_an_option(options, text, tmp_path):
+    result = CliRunner().invoke(ladder.app, [*options, "--plot", str(tmp_path / "a.png")])
+    assert result.exit_code == 2, result.output
+    assert text in " ".join(result.output.replace("│", " ").split())
+
+
+def test_on_a_gpu_that_there_is_not(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    result = CliRunner().invoke(ladder.app, ["--device", "cuda:9"])
+    assert result.exit_code == 2 and "it sees 2" in result.output
 
 
 @pytest.mark.parametrize("name", ("online", "online_topk"))

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 from decoding import DTYPES, PAD, inputs_for, one_thread, tiny  # noqa: F401
-from fused_topk.generation import fused_decoding, generate, next_token_topk, topk_logprobs
+from fused_topk.generation import fused_decoding, generate, next_token_topk, text_topk_logprobs, topk_logprobs
 
 
 def random_logits(*shape, dtype=torch.float32, offset=0.0):
@@ -145,6 +145,39 @@ def test_next_token_topk_says_what_is_wrong():
         next_token_topk(model.model, inputs_for(model), 4)
     with pytest.raises(ValueError, match="`k` must"):
         next_token_topk(model, inputs_for(model), 10**6)
+
+
+@pytest.mark.parametrize("function", [next_token_topk, text_topk_logprobs])
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            torch.tensor([5, 9]),
+            ValueError,
+            r"`inputs` must have ids of shape \(batch, length\) .* got \(2,\); .*\.unsqueeze\(0\)",
+        ),
+        (
+            torch.zeros(2, 0).long(),
+            ValueError,
+            r"`inputs` must have ids of shape .* at least one token .* got \(2, 0\)",
+        ),
+        (torch.zeros(2, 2), TypeError, "`inputs` must have ids of integers, got torch.float32"),
+        (torch.zeros(2, 2, device="meta").long(), ValueError, "`inputs` must have ids on the model's device, got meta"),
+        ({"input_ids": [[5, 9]]}, TypeError, "`inputs` must have ids as a tensor, got list; .*return_tensors='pt'"),
+    ],
+)
+def test_ids_that_are_none_of_a_batch_are_refused(function, given, error, message):
+    with pytest.raises(error, match=message):
+        function(tiny("llama"), given, 2)
+
+
+@pytest.mark.parametrize("function", [next_token_topk, text_topk_logprobs])
+@pytest.mark.parametrize("model", [None, torch.nn.Linear(2, 2)], ids=str)
+def test_what_is_no_model_is_refused(function, model):
+    with pytest.raises(
+        TypeError, match=f"`model` must be a transformers model, got {type(model).__name__}; pass the model"
+    ):
+        function(model, torch.ones(1, 2, dtype=torch.int64), 2)
 
 
 def test_next_token_topk_of_an_encoder_decoder_needs_a_first_token():

@@ -274,6 +274,15 @@ def test_errors(settings, error, text):
             getattr(fused_topk, entry)(random_logits(2, 9), 2, **settings)
 
 
+@pytest.mark.parametrize(("ties", "error"), [("first", ValueError), (None, TypeError), (1, TypeError)])
+def test_ties_are_checked_without_targets_too(ties, error):
+    for entry in VALUES_OF:
+        with pytest.raises(error, match="`target_ties` must be"):
+            getattr(fused_topk, entry)(random_logits(2, 9), 2, target_ties=ties)
+        got = getattr(fused_topk, entry)(random_logits(2, 9, seed=3), 2, target_ties="last")
+        assert_same(got, getattr(fused_topk, entry)(random_logits(2, 9, seed=3), 2))
+
+
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 @pytest.mark.parametrize("hides", ["nothing", "mask", "lengths"])
 def test_ranks_of_draws(backend, dtype, hides):

@@ -170,7 +170,11 @@ def test_a_trie_is_on_a_cpu_at_first_whatever_the_users_default_device(tmp_path)
         {"levels": np.array([0, 3])},
         {"levels": np.array([0, 3, 2, 4, 10])},
         {"keys": np.array([3, 1, keys.SENTINEL]), "levels": np.array([0, 2])},
+        {"keys": np.array([keys.SENTINEL]), "levels": np.array([0])},
         {"items": np.array([1, 2])},
+        {"items": np.array(-1)},
+        {"end_token_id": np.array(-5)},
+        {"end_token_id": np.array(2**40)},
         {"end_token_id": None},
     ],
     ids=str,
@@ -222,6 +226,7 @@ def test_a_file_of_another_format(tmp_path, kind):
         (torch.zeros(2, 2), END, TypeError, "must be integers of shape"),
         (torch.zeros(2, dtype=torch.int64), END, TypeError, "must be integers of shape"),
         (torch.ones(2, 2, dtype=torch.bool), END, TypeError, "must be integers of shape"),
+        (torch.ones(2, 2, device="meta").long(), END, ValueError, "`sequences` must have values, got a meta tensor"),
         ([[5]], -1, ValueError, "`end_token_id` must be from 0 to 2.31 - 1, got -1"),
         ([[5]], 2**31, ValueError, "`end_token_id` must be from 0 to 2.31 - 1"),
         ([[5]], None, TypeError, "`end_token_id` must be an integer, got NoneType"),
@@ -231,6 +236,11 @@ def test_a_file_of_another_format(tmp_path, kind):
 def test_what_is_no_catalogue(items, end, error, message):
     with pytest.raises(error, match=message):
         TokenTrie(items, end)
+
+
+def test_sparse_items():
+    with pytest.raises(TypeError, match=r"`sequences` must be a dense tensor, got layout torch.sparse_coo; .*to_dense"):
+        TokenTrie(torch.ones(2, 2).long().to_sparse(), END)
 
 
 def test_the_greatest_token():
@@ -251,6 +261,49 @@ def test_a_vocabulary_without_some_of_the_tokens():
         TokenTrie(ITEMS, END).allowed_mask(nodes, 96)
     with pytest.raises(ValueError, match="got 100 and a token 100"):
         TokenTrie(ITEMS, 100).allowed_mask(nodes, 100)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda trie, at, of: trie.step(at.int(), of), TypeError, "`nodes` must be int64, got torch.int32; use .long"),
+        (
+            lambda trie, at, of: trie.step(at, of.float()),
+            TypeError,
+            "`tokens` must be int64 or int32, got torch.float32",
+        ),
+        (lambda trie, at, of: trie.step(at, of > 0), TypeError, "`tokens` must be int64 or int32, got torch.bool"),
+        (lambda trie, at, of: trie.step(at, [5, 8]), TypeError, "`tokens` must be a torch.Tensor, got list"),
+        (lambda trie, at, of: trie.step(0, of), TypeError, "`nodes` must be a torch.Tensor, got int"),
+        (
+            lambda trie, at, of: trie.step(at[:1], of),
+            ValueError,
+            r"`tokens` must have the shape \(1,\) of the nodes, got \(2,\)",
+        ),
+        (
+            lambda trie, at, of: trie.step(at, of.to("meta")),
+            ValueError,
+            "`tokens` must be on cpu, .* got meta; .* `trie.to",
+        ),
+        (lambda trie, at, of: trie.to("meta").step(at, of), ValueError, "`nodes` must be on meta, .* got cpu"),
+        (lambda trie, at, of: trie.nodes(of.view(1, 2).double()), TypeError, "`texts` must be int64 or int32"),
+        (lambda trie, at, of: trie.nodes(torch.zeros(1, 9)), TypeError, "`texts` must be int64 or int32"),
+        (
+            lambda trie, at, of: trie.nodes(of[0]),
+            ValueError,
+            r"`texts` must have the shape \(\.\.\., length\), got \(\)",
+        ),
+        (lambda trie, at, of: trie.nodes([[5, 9]]), TypeError, "`texts` must be a torch.Tensor, got list"),
+        (lambda trie, at, of: trie.allowed_mask(at.int(), 97), TypeError, "`nodes` must be int64, got torch.int32"),
+        (lambda trie, at, of: trie.allowed_mask([0], 97), TypeError, "`nodes` must be a torch.Tensor, got list"),
+        (lambda trie, at, of: trie.allowed_mask(at, 97.0), TypeError, "`vocab_size` must be an int, got float"),
+        (lambda trie, at, of: trie.allowed_mask(at.to("meta"), 97), ValueError, "`nodes` must be on cpu"),
+    ],
+)
+def test_wrong_nodes_and_tokens(call, error, message):
+    nodes, tokens = torch.zeros(2, dtype=torch.int64), torch.tensor([5, 8])
+    with pytest.raises(error, match=message):
+        call(TokenTrie(ITEMS, END), nodes, tokens)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 1, 3), (0,), (2, 0)], ids=str)

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -187,16 +188,70 @@ def test_without_a_gpu_there_is_nothing_to_do():
     [
         (((2, 10), 11), {}, r"`k` must satisfy 1 <= k <= 10"),
         (((2, 10),), {}, r"`k` must be given for softmax_topk"),
+        (((2, 10), 0), {"functions": "topk_state"}, r"`k` must satisfy 1 <= k"),
+        (((2, 10), -2), {"functions": "sample"}, r"`k` must satisfy -1 <= k for sample, got k=-2"),
         (((2, 10), 2), {"functions": "top_k"}, r"`functions` must be one of"),
+        (
+            ((2, 10), 2),
+            {"functions": "linear_topk"},
+            r"of 'softmax_topk', .*'linear_topk', .* make one such call ahead",
+        ),
+        (((2, 10), 2), {"functions": ["topk", "linear_sample"]}, r"'linear_sample', .* make one such call ahead"),
         (((2, 10), 2), {"normalize": "none"}, r"`normalize` must be one of"),
-        (((2, 0), 2), {}, r"at least one entry"),
+        (((2, 3, 10), 2), {"functions": "beam_topk", "normalize": "topk"}, r"`normalize` must be 'allowed' or 'all'"),
+        (((2, 0), 2), {}, r"`shapes` must have at least one entry"),
+        (((-2, 10), 2), {}, r"`shapes` must have sizes of 0 or more, got \(-2, 10\)"),
         (([()], 2), {}, r"`shapes` must have the vocabulary"),
         (((2, 10), 2), {"functions": "beam_topk"}, r"`shapes` must be \(batch, beams, V\)"),
+        (((2, 10), 2), {"device": "nonsense"}, r"`device` must name a device of torch, got 'nonsense'; .*\"cuda:0\""),
+        (((2, 10), 2), {"device": -1}, r"`device` must name a device of torch, got -1"),
     ],
 )
 def test_what_the_functions_would_refuse_is_refused(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         fused_topk.warm_up(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((10, 2), {}, r"`shapes` must be one or several shapes .* got int; pass \(rows, V\)"),
+        (("10", 2), {}, r"`shapes` must be one or several shapes .* got str"),
+        ((torch.zeros(2, 10), 2), {}, r"`shapes` must be one or several shapes .* got Tensor"),
+        (((2, (3, 10)), 2), {}, r"`shapes` must be one or several shapes .* got int"),
+        (((2.0, 10), 2), {}, r"`shapes` must be one or several shapes .* got float"),
+        (([(2, 10), ("3", 10)], 2), {}, r"`shapes` must have ints as sizes, got str"),
+        (((True, 10), 2), {}, r"`shapes` must have ints as sizes, got bool"),
+        (((2, 10), "8"), {"functions": "sample"}, r"`k` must be an int, got str"),
+        (((2, 10), None), {}, r"`k` must be an int, got NoneType"),
+        (((2, 10), 2), {"functions": None}, r"`functions` must be the names .* got NoneType"),
+        (((2, 10), 2), {"functions": fused_topk.topk}, r"`functions` must be the names .* got function"),
+        (((2, 10), 2), {"functions": [fused_topk.topk]}, r"`functions` must be a str, got function"),
+        (((2, 10), 2), {"dtypes": "bfloat16"}, r"`dtypes` must be one or several of torch.float32, .* got 'bfloat16'"),
+        (
+            ((2, 10), 2),
+            {"dtypes": [torch.int64]},
+            r"`dtypes` must be one or several of torch.float32, .* got torch.int64",
+        ),
+        (((2, 10), 2), {"dtypes": None}, r"`dtypes` must be one or several of .* got None"),
+        (((2, 10), 2), {"masked": torch.ones(2, 10)}, r"`masked` must be a bool, got Tensor"),
+        (((2, 10), 2), {"targets": "no"}, r"`targets` must be a bool, got str"),
+        (((2, 10), 2), {"device": 0.5}, r"`device` must name a device of torch, got 0.5"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_refused(arguments, options, message):
+    with pytest.raises(TypeError, match=message):
+        fused_topk.warm_up(*arguments, **options)
+
+
+def test_a_gpu_that_there_is_not_is_refused(gpus):
+    with pytest.raises(ValueError, match=r"`device` must be a GPU that torch sees, which are 2, got cuda:9"):
+        fused_topk.warm_up((2, 10), 2, device="cuda:9")
+
+
+def test_numpy_integers_and_iterables_are_taken(gpus):
+    shapes = ((rows, 1000) for rows in np.array([1, 8]))
+    assert fused_topk.warm_up(shapes, np.int64(8)) == fused_topk.warm_up(np.array([[1, 1000], [8, 1000]]), [8]) > 0
 
 
 def test_a_gpu_does_not_wait_for_the_compiler_of_another(monkeypatch):

@@ -62,8 +62,13 @@ def device_of(name: str) -> Any:
         raise typer.BadParameter(
             "--device cuda needs a GPU that torch sees; `python -m fused_topk info` says what is missing"
         )
+    if chosen.type == "cpu":
+        return torch.device("cpu")
     # torch.cuda.set_device needs an index.
-    return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
+    index, count = chosen.index or 0, torch.cuda.device_count()
+    if index >= count:
+        raise typer.BadParameter(f"--device must be a GPU that torch sees (it sees {count}), got {name!r}")
+    return torch.device("cuda", index)
 
 
 def gpu_of(name: str) -> Any:

@@ -65,7 +65,8 @@ def linear_softmax_topk(
         normalize: "allowed", "all" or "topk".
         targets: int64 (...) or (..., n), tokens of the whole vocabulary, the same on all processes. A negative number
             stands for no target. None: no targets.
-        start: the token of this process's first row; needed where there are targets.
+        start: the token of this process's first row, which is the number of rows that the processes before it have; needed where
+            there are targets. Nothing compares it with their numbers of rows.
         backend: None, "cuda", "cpu" or "reference".
 
     Returns:
@@ -170,6 +171,8 @@ def _linear(
     check_backend(backend)
     logits = logits_of_head(hidden, weight)
     rows = check_rows(logits, temperature, mask, may_be_empty=True).with_logits(hidden)
+    if start is not None:
+        check_start(start)
     is_one_each = False
     if targets is not None:
         check_targets(targets, logits, is_part=True)
@@ -178,7 +181,6 @@ def _linear(
                 "`start` must be the token of this process's first row where `targets` are given, got None; without it no "
                 "process knows which targets are its own"
             )
-        check_start(start)
         is_one_each = targets.dim() == hidden.dim() - 1
         if is_one_each:
             targets = targets.unsqueeze(-1)

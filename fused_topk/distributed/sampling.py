@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_backend, check_k, check_logits
+from ..arguments import check_backend, check_flags, check_k, check_logits
 from ..backends.reference_sampling import column
 from ..functional import sampling as of_rows
 from ..layout.topk_choice import MAX_K
@@ -99,7 +99,7 @@ def sample(
         check_k(logprobs, 2**31 - 1, "what an exchange takes", "logprobs")
     *lead, length_here = local_logits.shape
     rows = local_logits.shape[:-1].numel()
-    of_rows.check_flags(truncated_log_probs=truncated_log_probs, kept=kept)
+    check_flags(truncated_log_probs=truncated_log_probs, kept=kept)
     parameters = _checked(local_logits, temperature, top_k, top_p, min_p)
     allowed = check_mask(mask, local_logits)
     # With a seed the names are the same on all processes. Without one, those of the first process are taken.

@@ -26,7 +26,7 @@ from ..problem import TargetTopK, TopK
 from ..row_arguments import check_rows, plain_rows, vocabulary_last
 from ..rows import LogitRows
 from .out import check_out, have_changed, is_plain_out
-from .targets import check_row_targets, of_targets
+from .targets import check_row_targets, check_target_ties, of_targets
 
 _BACKENDS = (None, *backends.NAMES)
 _OUT_TYPES = (TopK, tuple)
@@ -317,6 +317,7 @@ def _row(
         and type(normalize) is str
         and backend in _BACKENDS
         and targets is None
+        and target_ties == "index"
         and (out is None or _may_be_plain(out))
     ):
         rows = plain_rows(logits, temperature, mask, lengths, out or ())
@@ -324,6 +325,7 @@ def _row(
             plan = topk_plan(logits.device, rows.layout(), k, values, normalize, backend)
             return plan.run(rows) if out is None else _written(plan, rows, out)
     check_normalize(normalize)
+    check_target_ties(target_ties)
     check_backend(backend)
     if is_distributed(logits):
         # Imported here: plain tensors need no torch.distributed.
@@ -344,7 +346,7 @@ def _row(
     rows = check_rows(logits, temperature, mask, lengths)
     check_k(k, logits.shape[-1])
     if targets is not None:
-        check_row_targets(targets, target_ties, logits, out)
+        check_row_targets(targets, logits, out)
     if out is None:
         best = calls.row_topk(rows, k, values, normalize, backend)
         result = TopK(best.values.movedim(-1, dim), best.indices.movedim(-1, dim), best.logsumexp) if moved else best

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import check_backend, check_k, check_logits, check_no_transform
+from ..arguments import check_backend, check_flags, check_k, check_logits, check_no_transform
 from ..operators import calls, sampling
 from ..operators.dispatch import need_dispatcher
 from ..plans import SamplePlan, sample_plan
@@ -192,12 +192,6 @@ def check_filters(logits: Tensor, floating: torch.dtype, top_k: Any, top_p: Any,
         check_row_numbers("top_p", top_p, logits, floating, (0, 1)),
         check_row_numbers("min_p", min_p, logits, floating, (0, 1)),
     )
-
-
-def check_flags(**flags: Any) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"`{name}` must be a bool, got {type(flag).__name__}; pass True or False")
 
 
 class _Plan(NamedTuple):

@@ -16,9 +16,12 @@ from ..rows import LogitRows
 _TIES = ("index", "last")
 
 
-def check_row_targets(targets: Any, target_ties: Any, logits: Tensor, out: Any) -> None:
-    """Checks targets, and the arguments that go with them. Several targets of a row lie along the last dimension."""
+def check_target_ties(target_ties: Any) -> None:
     check_choice("target_ties", target_ties, _TIES)
+
+
+def check_row_targets(targets: Any, logits: Tensor, out: Any) -> None:
+    """Checks targets beside `out`. Several targets of a row lie along the last dimension."""
     if out is not None:
         raise ValueError("`out` must be None where `targets` are given, got both; leave one out")
     check_targets(targets, logits)

@@ -3,19 +3,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from .. import backends
-from ..arguments import check_choice, check_k, check_normalize, check_vocabulary
+from ..arguments import (
+    check_choice,
+    check_flags,
+    check_int,
+    check_k,
+    check_normalize,
+    check_normalize_of_beams,
+    check_vocabulary,
+)
 from ..backends import cuda
 from ..cuda_runtime import driver
 from ..layout import full_row_launch, launch, router_launch
 from ..problem import TopkProblem
-from ..rows import LogitRows
+from ..rows import DTYPES, LogitRows
 
 _TOPK_VALUES = {
     "softmax_topk": "softmax",
@@ -26,6 +36,7 @@ _TOPK_VALUES = {
 }
 _MERGES = ("merge_states", "merge_topk")
 _FUNCTIONS = (*_TOPK_VALUES, *_MERGES, "softmax", "log_softmax", "logsumexp", "sample", "router_topk")
+_OF_LM_HEADS = ("linear_softmax_topk", "linear_log_softmax_topk", "linear_topk", "linear_sample")
 
 
 def warm_up(
@@ -54,7 +65,8 @@ def warm_up(
         k: one or several k; not needed for full rows and routers. For sample() it is the `top_k` of the calls whose
             `top_k` is one number; calls with a tensor, or without top-k, are prepared in any case.
         functions: the names of one or several of the package's functions. For those of fused_topk.distributed name "topk_state",
-            with the shapes of a process's columns, and "merge_topk". The functions of LM heads cannot be prepared.
+            with the shapes of a process's columns, and "merge_topk". The functions of LM heads cannot be prepared: make one such
+            call ahead.
         dtypes: one or several dtypes of the logits.
         masked: whether to prepare calls with a mask too.
         ragged: whether to prepare calls with lengths too. Those with a mask and lengths have the kernels of those with a mask.
@@ -70,20 +82,23 @@ def warm_up(
         TypeError, ValueError: an argument that the functions would refuse.
         RuntimeError: a kernel does not compile.
     """
-    names = [functions] if isinstance(functions, str) else list(functions)
-    for name in names:
-        check_choice("functions", name, _FUNCTIONS)
+    names = _names(functions)
     check_normalize(normalize)
-    of_dtypes = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
-    gpu = _gpu(device)
-    calls = _Calls(list(k) if isinstance(k, Sequence) else [k], masked, ragged, normalize, gpu)
+    if "beam_topk" in names:
+        check_normalize_of_beams(normalize)
+    check_flags(masked=masked, ragged=ragged, targets=targets)
+    of_dtypes, of_shapes = _dtypes(dtypes), _shapes(shapes)
+    ks, gpu = _ks(k), _gpu(device)
+    if "sample" in names and min(ks, default=0) < -1:
+        raise ValueError(f"`k` must satisfy -1 <= k for sample, got k={min(ks)}; 0 or -1 is a call without top-k")
+    calls = _Calls(ks, masked, ragged, normalize, gpu)
     asked = [
         kernel
-        for name, shape, dtype in product(names, _shapes(shapes), of_dtypes)
+        for name, shape, dtype in product(names, of_shapes, of_dtypes)
         for kernel in calls.kernels(name, shape, dtype)
     ]
     if targets:
-        asked += calls.kernels_of_targets(names, _shapes(shapes), of_dtypes)
+        asked += calls.kernels_of_targets(names, of_shapes, of_dtypes)
     kernels = dict.fromkeys(asked)
     for kernel in kernels:
         driver.function(gpu.index, kernel)
@@ -166,22 +181,88 @@ class _Calls(NamedTuple):
         return rows
 
 
-def _shapes(shapes: Any) -> list[tuple[int, ...]]:
-    several = [shapes] if all(isinstance(size, int) for size in shapes) else shapes
-    for shape in several:
-        if not shape:
+def _names(functions: Any) -> list[str]:
+    names = [functions] if isinstance(functions, str) else _listed(functions)
+    if names is None:
+        raise TypeError(
+            f"`functions` must be the names of one or several functions, got {type(functions).__name__}; pass a str or "
+            "a list of them"
+        )
+    for name in names:
+        if name in _OF_LM_HEADS:
             raise ValueError(
-                "`shapes` must have the vocabulary as their last dimension, got an empty one; leave it out"
+                f"`functions` must be of {', '.join(map(repr, _FUNCTIONS))}, got {name!r}, which is of LM heads and "
+                "cannot be prepared; make one such call ahead"
             )
-        check_vocabulary(shape[-1])
-    return [tuple(shape) for shape in several]
+        check_choice("functions", name, _FUNCTIONS)
+    return names
+
+
+def _dtypes(dtypes: Any) -> list[torch.dtype]:
+    of_dtypes = None if isinstance(dtypes, str) else _listed(dtypes)
+    for dtype in [dtypes] if of_dtypes is None else of_dtypes:
+        if dtype not in DTYPES:
+            raise TypeError(
+                f"`dtypes` must be one or several of {', '.join(map(str, DTYPES))}, got {dtype!r}; pass those of the logits"
+            )
+    return [dtypes] if of_dtypes is None else of_dtypes
+
+
+def _ks(k: Any) -> list[int]:
+    ks = None if isinstance(k, str) else _listed(k)
+    for each in [k] if ks is None else ks:
+        check_int("k", each)
+    return [k] if ks is None else ks
+
+
+def _shapes(shapes: Any) -> list[tuple[int, ...]]:
+    listed = _listed(shapes)
+    is_one = listed is not None and all(isinstance(size, (int, np.integer)) for size in listed)
+    several = [listed] if is_one else [shapes] if listed is None else listed
+    return [_shape(shape) for shape in several]
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    sizes = _listed(shape)
+    if sizes is None:
+        raise TypeError(
+            f"`shapes` must be one or several shapes of logits, got {type(shape).__name__}; pass (rows, V) or a list of such shapes"
+        )
+    if not sizes:
+        raise ValueError("`shapes` must have the vocabulary as their last dimension, got an empty one; leave it out")
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+            raise TypeError(f"`shapes` must have ints as sizes, got {type(size).__name__}; use int(...)")
+    if min(sizes) < 0:
+        raise ValueError(
+            f"`shapes` must have sizes of 0 or more, got {tuple(map(int, sizes))}; pass shapes that logits have"
+        )
+    check_vocabulary(sizes[-1], "shapes")
+    return tuple(map(int, sizes))
+
+
+def _listed(value: Any) -> list[Any] | None:
+    """The elements of an iterable. None for anything else; a str and a tensor of logits count as one value."""
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, (str, Tensor)) else None
 
 
 def _gpu(device: torch.device | str | int | None) -> torch.device:
     """The device, with an index if it is a GPU. By default the current GPU, or the CPU if there is no GPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    try:
+        chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f'`device` must name a device of torch, got {device!r}; pass a GPU, such as "cuda:0", or leave it out'
+        ) from error
+    if chosen.type != "cuda" or not torch.cuda.is_available():
+        return chosen
+    if chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if chosen.index >= torch.cuda.device_count():
+        raise ValueError(
+            f"`device` must be a GPU that torch sees, which are {torch.cuda.device_count()}, got {chosen}; pass a smaller number"
+        )
     return chosen

@@ -122,8 +122,8 @@ def next_token_topk(model: nn.Module, inputs: Tensor | Mapping[str, Any], k: int
         TopK: log-probabilities float32 [batch, k], tokens int64 [batch, k], logsumexp float32 [batch].
 
     Raises:
-        TypeError: `inputs` are neither a tensor nor a mapping, or the model has no logits.
-        ValueError: `k` is out of range, or nothing says which token an encoder-decoder's texts begin with.
+        TypeError: `inputs` are neither a tensor nor a mapping, or hold no ids of integers, or the model has no logits.
+        ValueError: `k` is out of range, the ids have another shape, or nothing says which token an encoder-decoder's texts begin with.
     """
     arguments, mask = _model_arguments(model, inputs)
     # With padding on the right the last token of a text is not at the last place.
@@ -149,7 +149,12 @@ def _model_arguments(model: nn.Module, inputs: Any) -> tuple[dict[str, Any], Ten
             f"`inputs` must be a tensor of input ids or a mapping of the model's arguments, got {type(inputs).__name__}; "
             "call the tokenizer with return_tensors='pt'"
         )
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise TypeError(
+            f"`model` must be a transformers model, got {type(model).__name__}; pass the model itself, such as .module of a wrapper"
+        )
     arguments: dict[str, Any] = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+    _check_ids(model, arguments.get("input_ids"))
     config: Any = model.config
     mask = arguments.get("attention_mask")
     if getattr(config, "is_encoder_decoder", False):
@@ -160,6 +165,26 @@ def _model_arguments(model: nn.Module, inputs: Any) -> tuple[dict[str, Any], Ten
         arguments["use_cache"] = False
     arguments["return_dict"] = True
     return arguments, mask
+
+
+def _check_ids(model: nn.Module, ids: Any) -> None:
+    if ids is None:
+        return
+    if not isinstance(ids, Tensor):
+        raise TypeError(
+            f"`inputs` must have ids as a tensor, got {type(ids).__name__}; call the tokenizer with return_tensors='pt'"
+        )
+    if ids.is_floating_point():
+        raise TypeError(f"`inputs` must have ids of integers, got {ids.dtype}; pass what the tokenizer gives")
+    # For these torch's embedding gives memory that nobody has written. Models may be on several other devices.
+    if ids.is_meta and not all(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("`inputs` must have ids on the model's device, got meta; use .to(model.device)")
+    # Some models have several ids for a token, in further dimensions.
+    if ids.dim() < 2 or ids.shape[1] == 0:
+        raise ValueError(
+            f"`inputs` must have ids of shape (batch, length) with at least one token a text, got {tuple(ids.shape)}; use "
+            ".unsqueeze(0) for a single text"
+        )
 
 
 def _first_tokens(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
+from ..arguments import check_flags
 from ..problem import TopK
 
 # The modes that are served.
@@ -30,8 +31,7 @@ class Options(NamedTuple):
 
     @staticmethod
     def checked(sampling: Any, topk_per_step: Any, whole_step: Any) -> Options:
-        if not isinstance(sampling, bool):
-            raise TypeError(f"`sampling` must be a bool, got {type(sampling).__name__}; pass True or False")
+        check_flags(sampling=sampling)
         if whole_step is not None and not isinstance(whole_step, (bool, str)):
             kind = type(whole_step).__name__
             raise TypeError(f'`whole_step` must be None, a bool, "compiled" or "eager", got {kind}; pass None')

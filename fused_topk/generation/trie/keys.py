@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ...arguments import check_tensor
+
 TOKEN_BITS = 31
 # Behind the last key: its node does not exist, and its token is 0.
 SENTINEL = (2**32 - 1) << TOKEN_BITS
@@ -35,6 +37,8 @@ class Keys(NamedTuple):
         keys, levels = self.keys, self.levels
         if keys.dtype != np.int64 or keys.ndim != 1 or levels.dtype != np.int64 or levels.ndim != 1:
             raise ValueError("arrays of another kind")
+        if len(levels) < 2 or self.items < 1:
+            raise ValueError("no items")
         are_levels = levels[0] == 0 and levels[-1] == len(keys) - 1 and (levels[1:] > levels[:-1]).all()
         if not are_levels or keys[0] < 0 or keys[-1] != SENTINEL or not (keys[1:] > keys[:-1]).all():
             raise ValueError("keys out of order")
@@ -160,6 +164,9 @@ def _nothing(items: int) -> ValueError:
 
 def _catalogue(sequences: Any) -> _Table | _Ragged:
     if isinstance(sequences, torch.Tensor):
+        check_tensor("sequences", sequences)
+        if sequences.is_meta:
+            raise ValueError("`sequences` must have values, got a meta tensor; make it on another device")
         sequences = sequences.detach().cpu().numpy()
     if isinstance(sequences, np.ndarray) and sequences.dtype != object:
         if sequences.ndim != 2 or sequences.dtype.kind not in "iu":

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...arguments import check_int, check_tensor
 from . import keys as sorted_keys
 from .keys import SENTINEL, TOKEN_BITS, Keys
 
 _TOKEN = (1 << TOKEN_BITS) - 1
+_TOKENS = (torch.int64, torch.int32)
 # For a node with more children than this a mask is made once. For any other node each step sets the bits one by one.
 _NARROW = 256
 # The most bytes of these masks. Where there are more nodes, the widest ones get masks.
@@ -141,6 +143,8 @@ class TokenTrie:
                 found = np.load(file)
                 keys = Keys(found["keys"], found["levels"], int(found["items"])).checked()
                 end_token_id = int(found["end_token_id"])
+                if not 0 <= end_token_id <= _TOKEN:
+                    raise ValueError("an end token out of range")
             # NumPy and zipfile raise errors of many kinds for a file that is damaged.
             except Exception as error:
                 raise ValueError(
@@ -159,13 +163,27 @@ class TokenTrie:
 
         Returns:
             int64 of that shape. A token that is no child, also a negative one, leads to a node without children.
+
+        Raises:
+            TypeError, ValueError: a tensor of another kind, dtype, shape or device.
         """
+        self._check_nodes(nodes)
+        self._check("tokens", tokens, _TOKENS)
+        if nodes.shape != tokens.shape:
+            raise ValueError(
+                f"`tokens` must have the shape {tuple(nodes.shape)} of the nodes, got {tuple(tokens.shape)}; pass one a node"
+            )
         wanted = ((nodes << TOKEN_BITS) | tokens).contiguous()
         places = torch.searchsorted(self._keys, wanted)
         return (places + 1).where(self._keys[places] == wanted, self._outside)
 
     def nodes(self, texts: Tensor) -> Tensor:
         """The nodes of whole texts: int64 (...) of int64 or int32 (..., length)."""
+        self._check("texts", texts, _TOKENS)
+        if texts.dim() == 0:
+            raise ValueError(
+                "`texts` must have the shape (..., length), got (); use .reshape(1) for a text of one token"
+            )
         lead, length = texts.shape[:-1], texts.shape[-1]
         if length >= self.depth:
             # Such a text has left the catalogue, or is an item that no other item begins with.
@@ -186,8 +204,10 @@ class TokenTrie:
             A mask of int32 words, shape (..., ceil(V / 32)), with bit j of word i set where token 32 i + j is allowed.
 
         Raises:
-            ValueError: a vocabulary without some of the tokens.
+            TypeError, ValueError: nodes as for :meth:`step`, or a vocabulary without some of the tokens.
         """
+        self._check_nodes(nodes)
+        check_int("vocab_size", vocab_size)
         if vocab_size <= self._most_token:
             raise ValueError(
                 f"`vocab_size` must be greater than the trie's tokens, got {vocab_size} and a token {self._most_token}; "
@@ -214,6 +234,20 @@ class TokenTrie:
         # Children differ, so to add their bits is to set them.
         masks.scatter_add_(1, tokens >> 5, bits)
         return masks.view(*nodes.shape, words)
+
+    def _check_nodes(self, nodes: Any) -> None:
+        self._check("nodes", nodes, (torch.int64,))
+
+    def _check(self, name: str, tensor: Any, dtypes: tuple[torch.dtype, ...]) -> None:
+        check_tensor(name, tensor)
+        if tensor.dtype not in dtypes:
+            allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise TypeError(f"`{name}` must be {allowed}, got {tensor.dtype}; use .long()")
+        if tensor.device != self.device:
+            raise ValueError(
+                f"`{name}` must be on {self.device}, where the trie is, got {tensor.device}; move the trie with "
+                "`trie.to(device)`"
+            )
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
