@@ -25,7 +25,6 @@ __attribute__((const)) Index block_index();
 __attribute__((const)) Index block_size();
 __attribute__((const)) Index grid_size();
 __attribute__((const)) u32 block_rank_in_cluster();
-__attribute__((const)) u32 blocks_in_cluster();
 
 // The first thing that a kernel with __cluster_dims__ calls.
 void declare_cluster(u32 blocks, u32 along_y = 1, u32 along_z = 1);
@@ -40,13 +39,12 @@ void* shared_pointer(u32 address);
 u32 shared_address_in_cluster(u32 address, u32 rank);
 
 // The warp's collectives: each of the lanes in `mask` calls the same one with the same mask. `name` is for reports.
-enum class Reduction { kAdd, kMin, kMax, kSignedMin, kSignedMax, kAnd, kOr, kXor };
+enum class Reduction { kAdd, kMin, kMax, kSignedMax };
 void sync_warp(u32 mask);
 u64 shuffle(const char* name, u32 mask, u64 value, u32 source_lane);
 u32 ballot(const char* name, u32 mask, bool claim);
 u32 reduce(const char* name, u32 mask, u32 value, Reduction reduction);
 u32 match_any(u32 mask, u64 value);
-u32 match_all(u32 mask, u64 value);
 
 // A block's barriers. `threads` arrive at barrier `id` (0: all of the block); the result is how many claim, and it is for
 // those that wait.
