@@ -167,8 +167,6 @@ __forceinline__ int __reduce_max_sync(unsigned mask, int value) {
 #endif
 
 // Memory.
-__forceinline__ void __threadfence_block() { simt::fence(simt::Scope::kBlock); }
-__forceinline__ void __threadfence() { simt::fence(simt::Scope::kDevice); }
 __forceinline__ void __nanosleep(unsigned) { simt::rest(); }
 __forceinline__ void __trap() { simt::trap("traps"); }
 

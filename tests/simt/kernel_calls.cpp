@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functions that a kernel calls and that wait for no other thread: indices, memory, fences. And those that the compiler
+// The functions that a kernel calls and that wait for no other thread: indices, memory. And those that the compiler
 // makes it call: with -fsanitize=thread, a function __tsan_* before every load and store. ThreadSanitizer's own library is
 // not linked; only its functions' names are used.
 #include <cstring>
@@ -95,16 +95,13 @@ void wait_for_copies(u32 batches_under_way) {
 void before_atomic(const void* word, size_t size, Atomic operation, bool acquires, bool releases) {
   const void* code = __builtin_return_address(0);
   ++machine.counts.atomics;
-  const bool reads = operation != Atomic::kStore;
-  const bool writes = operation != Atomic::kLoad;
-  check(word, size, !writes ? Access::kAtomicRead : reads ? Access::kAtomic : Access::kAtomicWrite, code);
-  if (machine.launch().tracks_memory) memory.order_atomic(*current, word, reads, writes, acquires, releases);
-}
-
-void fence(Scope scope) {
-  ++machine.counts.fences;
-  machine.step(__builtin_return_address(0));
-  if (machine.launch().tracks_memory) memory.fence(*current, scope);
+  const bool is_store = operation == Atomic::kStore;
+  check(word, size,
+        is_store                     ? Access::kAtomicWrite
+        : operation == Atomic::kLoad ? Access::kAtomicRead
+                                     : Access::kAtomic,
+        code);
+  if (machine.launch().tracks_memory) memory.order_atomic(*current, word, is_store, acquires, releases);
 }
 
 void rest() { machine.rest(__builtin_return_address(0)); }

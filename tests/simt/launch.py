@@ -83,7 +83,7 @@ class _Array(ctypes.Structure):
     ]
 
 
-_COUNTS = ("accesses", "atomics", "fences", "warp_collectives", "block_barriers", "switches")
+_COUNTS = ("accesses", "atomics", "warp_collectives", "block_barriers", "switches")
 
 
 def launch(

@@ -314,7 +314,7 @@ void* Machine::shared_variable(const void* tag, size_t size, size_t alignment, c
     block.has_variable[known] = true;
     unpoison(address, size);
     const u32 in_cluster = blocks_in_cluster_ * launch_.threads;
-    memory.add(name, address, size, false, true, nullptr, current->id / in_cluster * in_cluster, in_cluster);
+    memory.add(name, address, size, false, nullptr, current->id / in_cluster * in_cluster, in_cluster);
   }
   return address;
 }

@@ -112,7 +112,7 @@ struct Launch {
 
 // How often things happened in a launch.
 struct Counts {
-  u64 accesses, atomics, fences, warp_collectives, block_barriers, switches;
+  u64 accesses, atomics, warp_collectives, block_barriers, switches;
 };
 
 class Machine {

@@ -53,9 +53,6 @@ u32 block_barrier(const char* name, u32 id, u32 threads, bool claim, bool waits)
 void cluster_arrive();
 void cluster_wait();
 
-enum class Scope { kBlock, kDevice };
-void fence(Scope scope);
-
 // A load or store with a cache operator. The compiler does not instrument it, so it is checked here.
 enum class Cache { kAny, kReadOnly };
 void load(void* to, const void* from, size_t size, Cache cache);
@@ -69,7 +66,7 @@ void commit_copies();
 void wait_for_copies(u32 batches_under_way);
 
 // Called by an atomic operation on the word before it reads and writes it: the check, the turn of another thread, and
-// what the memory model makes of it. `acquires` and `releases`: of atomics that are fences too.
+// what the memory model makes of it. `acquires` and `releases`: as its instruction says.
 enum class Atomic { kLoad, kStore, kExchange };
 void before_atomic(const void* word, size_t size, Atomic operation, bool acquires = false, bool releases = false);
 
