@@ -80,13 +80,15 @@ class Graph:
             try:
                 with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     # The output lies in the graph's own memory, and each replay writes it anew.
-                    self.output = run()
+                    self._output = run()
             finally:
                 _clear_workspaces()
             self.num_bytes = max(0, torch.cuda.memory_reserved(device) - before)
 
-    def replay(self) -> None:
+    def replay(self) -> Any:
+        """Launches all again. Returns the output."""
         self._graph.replay()
+        return self._output
 
 
 def _clear_workspaces() -> None:
