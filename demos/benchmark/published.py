@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .report import Document as Document  # of which views are made
-from .report import gpu_of, machine_of, three_digits
+from .report import cells_of_ours, gpu_of, machine_of, median_of, three_digits
 from .runner import FUSED
 
 View = Callable[[Document], str]
@@ -112,11 +112,7 @@ def _words(label: str) -> frozenset[str]:
 
 
 def _median(name: str) -> Callable[[Mapping[str, Any]], str]:
-    def cell(entry: Mapping[str, Any]) -> str:
-        times = entry["times"]
-        return three_digits(times[name]["median"]) if name in times else "-"
-
-    return cell
+    return lambda entry: median_of(entry, name)
 
 
 def _torch_over_fused(entry: Mapping[str, Any]) -> str:
@@ -189,20 +185,13 @@ def suites(run: Document) -> str:
 
 
 def _suite_row(entry: Mapping[str, Any], others: Iterable[str]) -> list[str]:
-    fused = entry["times"][FUSED]
-    floor = "read" if "read" in entry["times"] else "copy"
-    to_floor = entry[f"ratio_to_{floor}"]
     return [
         entry["shape"],
         entry["cache"],
-        three_digits(fused["median"]),
-        f"{three_digits(fused['p10'])} to {three_digits(fused['p90'])}",
-        three_digits(entry["gigabytes_per_second"]),
-        _median(floor)(entry),
-        f"{to_floor:.2f}" if to_floor else "-",
-        _median("torch")(entry),
+        *cells_of_ours(entry),
+        median_of(entry, "torch"),
         _torch_over_fused(entry),
-        *(_median(name)(entry) for name in others),
+        *(median_of(entry, name) for name in others),
     ]
 
 
@@ -213,8 +202,8 @@ def sampling(run: Document) -> str:
     lines = []
     for entry in run["results"]:
         of_rows = f"{entry['times'][FUSED]['median'] / entry['times']['rows']['median']:.2f}"
-        cells = [_median(name)(entry) for name in (FUSED, "rows")]
-        lines.append([entry["shape"], entry["cache"], *cells, of_rows, *(_median(name)(entry) for name in peers)])
+        cells = [median_of(entry, name) for name in (FUSED, "rows")]
+        lines.append([entry["shape"], entry["cache"], *cells, of_rows, *(median_of(entry, name) for name in peers)])
     return Table(["rows x V", "cache", "µs", "top-k alone", "µs / top-k", *peers], lines, labels=2).markdown()
 
 
