@@ -24,8 +24,6 @@ View = Callable[[Document], str]
 
 _MARKER = re.compile(r"<!-- figures: (?P<path>\S+)(?: (?P<view>\w+))? -->")
 _END = "<!-- end of figures -->"
-# The operation of a row that names none.
-_DEFAULT_OPERATION = "softmax"
 _WAITS_SHOWN = 3
 # Peers that get a column if the run has timed them.
 _OTHERS = ("compiled", "cupy", "flashinfer", "flashinfer-sorted")
@@ -106,9 +104,9 @@ def _entry(run: Document, row: str) -> Mapping[str, Any]:
 
 def _words(label: str) -> frozenset[str]:
     """What a label says, however it is punctuated."""
-    joined = label.replace(",", " ").replace(" = ", "=").replace("all logits equal", "equal")
+    joined = label.replace(",", " ").replace(" = ", "=")
     shape, _, rest = joined.partition(" x ")
-    return frozenset([f"{shape.strip()} x", *rest.split()]) - {_DEFAULT_OPERATION, "x"}
+    return frozenset([f"{shape.strip()} x", *rest.split()]) - {"x"}
 
 
 def _median(name: str) -> Callable[[Mapping[str, Any]], str]:
@@ -131,11 +129,8 @@ def _waits(launch: Mapping[str, Any]) -> str:
 
 COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "read": _median("read"),
-    "copy": _median("copy"),
     "fused_topk": _median(FUSED),
     "torch": _median("torch"),
-    "torch.softmax": _median("torch"),
-    "torch.compile": _median("compiled"),
     "torch / fused_topk": _torch_over_fused,
     "issue slots": _share("issue slots"),
     "memory": _share("memory"),
