@@ -117,10 +117,10 @@ def masking(model, first: int, fill: float):
     return copied
 
 
-def prompt_of_all(model, first: int, batch: int = 2):
-    """Prompts of all tokens before `first`, each once."""
-    generator = torch.Generator().manual_seed(batch)
-    ids = torch.stack([torch.randperm(first, generator=generator) for _ in range(batch)])
+def prompt_of_all(model, first: int):
+    """Two prompts of all tokens before `first`, each once."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.stack([torch.randperm(first, generator=generator) for _ in range(2)])
     return {"input_ids": ids.to(model.device), "attention_mask": torch.ones_like(ids).to(model.device)}
 
 
