@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cmath>
-#include <cstring>
 #include <type_traits>
 #include <utility>
 

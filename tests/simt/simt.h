@@ -10,7 +10,6 @@ namespace simt {
 using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
-using i64 = long long;
 using u64 = unsigned long long;
 
 constexpr u32 kWarpSize = 32;
