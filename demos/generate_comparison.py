@@ -208,15 +208,20 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
     return start.elapsed_time(end) / 1e3
 
 
+def peak_on_gpu(run: Callable[[], Any]) -> int:
+    """The most bytes that a call takes at a time on the current GPU, its results included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def _memory(run: Callable[[], Any], device: torch.device) -> int:
     """Bytes: on a GPU the most that a call takes at a time, on a CPU all that it allocates."""
     if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return peak_on_gpu(run)
     with (
         _without_lines_of_libraries(),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled,

@@ -42,6 +42,7 @@ from benchmark.report import origin
 from causal_models import RANDOM_SHAPES
 from fused_topk.generation import fused_decoding, stats
 from fused_topk.machine import describe
+from generate_comparison import peak_on_gpu
 from selection_step import BeamStep, GreedyStep
 
 NLLB_600M = M2M100Config(
@@ -125,7 +126,8 @@ def measure_selection(case: Case, dtype: torch.dtype, device: torch.device) -> t
     costs = {}
     with torch.no_grad():
         for name, run in (("stock", step.stock), ("fused", step.fused)):
-            costs[name] = Cost(_gpu_time(run, device), _host_time(run, device), _scratch(run, device))
+            times = _gpu_time(run, device), _host_time(run, device)
+            costs[name] = Cost(*times, peak_on_gpu(run) if device.type == "cuda" else None)
         return costs, _gpu_time(alone, device)
 
 
@@ -163,19 +165,6 @@ def _host_time(run: Callable[[], Any], device: torch.device, calls: int = 20) ->
         times.append(_timed(lambda: [run() for _ in range(calls)]) / calls)
     torch.cuda.synchronize()
     return statistics.median(times)
-
-
-def _scratch(run: Callable[[], Any], device: torch.device) -> int | None:
-    """The most memory that the step takes at a time, its results included."""
-    if device.type == "cpu":
-        return None
-    run()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def _timed(run: Callable[[], Any]) -> float:

@@ -92,8 +92,8 @@ def with_torch(scratch: ladder.Scratch, k: int) -> Callable[[Tensor], object]:
     return softmax_topk if k else softmax
 
 
-def check(rung: Rung, logits: Tensor, scratch: ladder.Scratch) -> float:
-    """The largest error of a probability, relative to the row's greatest."""
+def check(rung: Rung, logits: Tensor, scratch: ladder.Scratch) -> None:
+    """Raises RuntimeError where the rung's answer is wrong. Errors of probabilities are relative to the row's greatest."""
     # Some rows are enough, and float64 of all would not fit beside the largest inputs.
     some = slice(0, max(1, min(logits.shape[0], (1 << 24) // logits.shape[1])))
     exact = logits[some].double().softmax(-1)
@@ -107,7 +107,6 @@ def check(rung: Rung, logits: Tensor, scratch: ladder.Scratch) -> float:
     error = float(((got - exact).abs() / exact.amax(-1, keepdim=True)).max())
     if not error <= TOLERANCE:
         raise RuntimeError(f"rung {rung.number}, {rung.title}: off by {error:.1e}")
-    return error
 
 
 def naive_overflow(device: torch.device) -> tuple[float, float]:

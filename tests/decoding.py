@@ -23,13 +23,15 @@ NAMES = ("gpt2", "llama", "t5", "bart", "whisper", "mixtral", "mamba")
 ENCODER_DECODERS = ("t5", "bart", "whisper")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
-_TOKENS = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+# Fields of configurations: of small models with few tokens, and of encoder-decoders.
+TOKENS = {"vocab_size": 97, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 _DECODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 96}
-_BOTH = {
+SHAPE_OF_BOTH = {
     "d_model": 32,
     **{f"{side}_{part}": n for side in ("encoder", "decoder") for part, n in (("layers", 2), ("attention_heads", 4))},
     **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
 }
+SOUND = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 96}
 # Weights large enough that the next token is neither certain nor uniform, and that some hypotheses end early.
 _CONFIGS = {
     "gpt2": ("GPT2", "LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96}),
@@ -45,11 +47,15 @@ _CONFIGS = {
         "ForConditionalGeneration",
         {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "initializer_factor": 3.0},
     ),
-    "bart": ("Bart", "ForConditionalGeneration", {**_BOTH, "max_position_embeddings": 96, "forced_eos_token_id": None}),
+    "bart": (
+        "Bart",
+        "ForConditionalGeneration",
+        {**SHAPE_OF_BOTH, "max_position_embeddings": 96, "forced_eos_token_id": None},
+    ),
     "whisper": (
         "Whisper",
         "ForConditionalGeneration",
-        {**_BOTH, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 96},
+        {**SHAPE_OF_BOTH, **SOUND},
     ),
 }
 
@@ -71,7 +77,7 @@ def one_thread(threads):
 def tiny(name: str, dtype: torch.dtype = torch.float32, vocab_size: int = 211, seed: int = 0):
     """A model with random weights, the same for the same arguments. Not to be changed: it is kept."""
     family, head, options = _CONFIGS[name]
-    options = {**_TOKENS, "vocab_size": vocab_size, **options}
+    options = {**TOKENS, "vocab_size": vocab_size, **options}
     if name in ENCODER_DECODERS:
         options["decoder_start_token_id"] = 2
     if "initializer_factor" not in options:
@@ -111,10 +117,10 @@ def masking(model, first: int, fill: float):
     return copied
 
 
-def prompt_of_all(model, first: int, batch: int = 2):
-    """Prompts of all tokens before `first`, each once."""
-    generator = torch.Generator().manual_seed(batch)
-    ids = torch.stack([torch.randperm(first, generator=generator) for _ in range(batch)])
+def prompt_of_all(model, first: int):
+    """Two prompts of all tokens before `first`, each once."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.stack([torch.randperm(first, generator=generator) for _ in range(2)])
     return {"input_ids": ids.to(model.device), "attention_mask": torch.ones_like(ids).to(model.device)}
 
 

@@ -25,8 +25,8 @@ def own_rows(x, rank, size, cuts=None):
     return columns(x.movedim(0, -1), rank, size, cuts).movedim(-1, 0)
 
 
-def first_row(length: int, rank: int, size: int, cuts=None) -> int:
-    return int(columns(torch.arange(length), rank, size, cuts)[:1].sum()) if rank else 0
+def first_row(length: int, rank: int, size: int) -> int:
+    return int(columns(torch.arange(length), rank, size)[:1].sum()) if rank else 0
 
 
 def heads_of_every_dtype(rank: int, size: int) -> None:

@@ -9,13 +9,12 @@ import inspect
 import torch
 import transformers
 
-from decoding import BOS, EOS, PAD, with_biases
+from decoding import BOS, PAD, TOKENS, with_biases
 
 # Before the places of an image, each of them, and after it.
 BEGIN, IMAGE, VIDEO, END = 94, 95, 96, 93
-_TOKENS = {"vocab_size": 97, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 _TEXT = {
-    **_TOKENS,
+    **TOKENS,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -144,7 +143,7 @@ def encoder_of_images(decoder: str):
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, own)
     torch.manual_seed(0)
     model = transformers.VisionEncoderDecoderModel(config)
-    for name, value in {**_TOKENS, "decoder_start_token_id": BOS}.items():
+    for name, value in {**TOKENS, "decoder_start_token_id": BOS}.items():
         setattr(config, name, value)
         setattr(model.generation_config, name, value)
     head = torch.nn.Linear(32, 97, bias=False)

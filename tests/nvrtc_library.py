@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 from pathlib import Path
 
@@ -79,14 +78,11 @@ class Nvrtc:
 
 
 def of_cuda12() -> Nvrtc:
-    """That of the package nvidia-cuda-nvrtc-cu12, from the folder FUSED_TOPK_CUDA12_PACKAGES, else from the environment.
+    """That of the package nvidia-cuda-nvrtc-cu12, from the folder FUSED_TOPK_CUDA12_PACKAGES.
 
-    A folder of its own is better: CuPy for CUDA 13 may take this library for its own where it is in the environment.
+    Not from the environment, where CuPy for CUDA 13 may take it for its own.
     """
     folder = os.environ.get("FUSED_TOPK_CUDA12_PACKAGES")
-    if folder:
-        return Nvrtc(Path(folder) / "nvidia" / "cuda_nvrtc" / "lib")
-    spec = importlib.util.find_spec("nvidia.cuda_nvrtc")
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError("nvidia-cuda-nvrtc-cu12 is not installed")
-    return Nvrtc(Path(spec.submodule_search_locations[0]) / "lib")
+    if not folder:
+        raise ImportError("FUSED_TOPK_CUDA12_PACKAGES names no folder with nvidia-cuda-nvrtc-cu12")
+    return Nvrtc(Path(folder) / "nvidia" / "cuda_nvrtc" / "lib")

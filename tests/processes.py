@@ -98,8 +98,7 @@ def work(module: str, checks: Sequence[str], rank: int, size: int, folder: str, 
     os._exit(0)
 
 
-def join(folder: str, store: str, rank: int, size: int, seconds: int = 60, backend: str = "gloo") -> None:
+def join(folder: str, store: str, rank: int, size: int, backend: str = "gloo") -> None:
     """Initialises torch.distributed."""
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/{store}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
-    )
+    minute = timedelta(seconds=60)
+    dist.init_process_group(backend, init_method=f"file://{folder}/{store}", rank=rank, world_size=size, timeout=minute)

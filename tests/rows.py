@@ -20,7 +20,7 @@ def random_logits(*shape: int, dtype: torch.dtype = torch.float32, device="cpu",
     return (torch.randn(*shape, generator=generator) * 4).to(dtype).to(device)
 
 
-def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def random_bits(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     """Every bit pattern is as likely as any other: NaNs with payloads, infinities, denormals."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 2**32, shape, generator=generator).to(bits(torch.empty(0, dtype=dtype)).dtype).view(dtype)

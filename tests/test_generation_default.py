@@ -14,11 +14,11 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from transformers import GenerationConfig
 
+from captured import as_on_a_gpu
 from decoding import SmallerIndexFirst, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding, generate, stats, ways
 from fused_topk.generation.whole_step import entry, graphs, head, reasons
 from fused_topk.generation.whole_step.head import WholeHead
-from test_whole_step_graphs import Event, StandIn, new_on_the_host
 from test_whole_step_rows import row_model
 from whole_steps import encoder_decoder, family, source_for
 
@@ -50,11 +50,7 @@ def counted(function, calls):
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Graphs are captured, by a stand-in."""
-    monkeypatch.setattr(graphs, "is_cuda", lambda device: True)
-    monkeypatch.setattr(graphs, "Graph", StandIn)
-    monkeypatch.setattr(graphs, "_new", new_on_the_host)
-    monkeypatch.setattr(graphs, "_record", lambda event, device: None)
-    monkeypatch.setattr(Event, "synchronize", lambda event: None)
+    as_on_a_gpu(monkeypatch)
 
 
 def test_beams_on_a_cpu_run_in_whole_steps():

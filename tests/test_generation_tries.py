@@ -15,11 +15,11 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from transformers.generation import logits_process as stock
 
+from captured import Waits, graphs_of
 from decoding import SmallerIndexFirst, also, inputs_for, one_thread, stock_gap, tiny  # noqa: F401
 from fused_topk.generation import TokenTrie, TrieLogitsProcessor, fused_decoding, stats
 from fused_topk.generation.edits import tries
 from fused_topk.generation.whole_step import compiled, graphs, search, walk
-from test_whole_step_graphs import StandIn, Waits, new_on_the_host
 from tries import TOKENS, Items, catalogue, with_fault
 from whole_steps import TOLERANCE, encoder_decoder, family, source_for
 
@@ -37,11 +37,7 @@ def kept():
 
 @contextlib.contextmanager
 def captured():
-    """A stand-in for the GPU's graphs. What the device does late is late here too."""
-    with (
-        mock.patch.multiple(graphs, is_cuda=lambda device: True, Graph=StandIn, _new=new_on_the_host),
-        mock.patch.object(graphs, "_record", lambda event, device: None),
-    ):
+    with graphs_of():
         yield True
 
 

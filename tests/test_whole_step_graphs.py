@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
+from captured import StandIn, Waits, as_on_a_gpu
 from decoding import Recorder, assert_same, generate_both, inputs_for, one_thread, stock_gap  # noqa: F401
 from fused_topk.generation import fused_decoding, stats
 from fused_topk.generation.whole_step import entry, graphs, room
@@ -26,57 +27,9 @@ capturing = functools.partial(fused_decoding, whole_step=True)
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 6, 7, 8], "output_scores": False}
 
 
-class StandIn:
-    """Does again what a graph would replay, and writes to the same output."""
-
-    made = 0
-    replays = 0
-
-    def __init__(self, run, device, beside):
-        for _ in range(3):
-            self.output = run()
-        self._run = run
-        self.num_bytes = 1000
-        StandIn.made += 1
-
-    def replay(self):
-        output = self._run()
-        if self.output is not None:
-            self.output.copy_(output)
-        StandIn.replays += 1
-
-
-class Event:
-    def synchronize(self):
-        pass
-
-    def query(self):
-        return True
-
-
-# Tensors that the host reads without waiting for anybody, by address. Kept, so that no other gets it.
-ON_THE_HOST: dict[int, torch.Tensor] = {}
-
-
-def new_on_the_host():
-    copied = torch.empty((), dtype=torch.bool)
-    ON_THE_HOST[copied.data_ptr()] = copied
-    return Event(), copied
-
-
-def tensor_on_the_host(like):
-    copied = torch.empty_like(like)
-    ON_THE_HOST[copied.data_ptr()] = copied
-    return copied
-
-
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch):
-    monkeypatch.setattr(graphs, "is_cuda", lambda device: True)
-    monkeypatch.setattr(graphs, "Graph", StandIn)
-    monkeypatch.setattr(graphs, "_new", new_on_the_host)
-    monkeypatch.setattr(graphs, "_on_the_host", tensor_on_the_host)
-    monkeypatch.setattr(graphs, "_record", lambda event, device: None)
+    as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(StandIn, "made", 0)
     monkeypatch.setattr(StandIn, "replays", 0)
 
@@ -278,19 +231,6 @@ def test_nothing_is_captured_after_the_end(num_beams, model, monkeypatch):
         assert StandIn.made == 1
 
 
-class Waits(TorchDispatchMode):
-    """Counts what a device would be waited for."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.count += args[0].data_ptr() not in ON_THE_HOST
-        return func(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize("num_beams", [1, 3, "streamed"])
 def test_the_loop_waits_for_nothing_but_the_late_flag(num_beams, model):
     waits = []
@@ -329,8 +269,8 @@ def test_what_the_host_reads_is_on_a_cpu_whatever_the_users_default_device(monke
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **options: empty(*args, **options))
     monkeypatch.setattr(torch.cuda, "Event", lambda: None)
     with torch.device("meta"):
-        assert graphs._new()[1].device.type == "cpu"
-        assert graphs._on_the_host(torch.zeros(2)).device.type == "cpu"
+        copy = graphs._Copy(torch.zeros(2))
+        assert copy.flag.device.type == copy.tokens.device.type == "cpu"
 
 
 def test_a_number_is_filled_in_not_copied_from_the_host():

@@ -8,14 +8,13 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decoding import BOS, EOS, PAD, generate_both, inputs_for, one_thread, with_biases  # noqa: F401
+from decoding import PAD, TOKENS, generate_both, inputs_for, one_thread, with_biases  # noqa: F401
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import attention, entry
 from fused_topk.generation.whole_step.cache import SourceLayer
 from fused_topk.generation.whole_step.row_form import RowDecoder, decoder_of
 from whole_steps import assert_whole, source_for, swaps
 
-_TOKENS = {"vocab_size": 97, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": PAD}
 _MODELS = {
     "T5": ("ForConditionalGeneration", _T5),
@@ -62,7 +61,7 @@ def row_model(name: str):
     """A model with random weights. Not to be changed: it is kept."""
     head, options = _MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**_TOKENS, **options)
+    config = getattr(transformers, f"{name}Config")(**TOKENS, **options)
     model = with_biases(getattr(transformers, f"{name}{head}")(config), 0).eval()
     if config.is_encoder_decoder:
         # Random embeddings of tokens that are read would choose themselves.

@@ -12,20 +12,19 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 import transformers
 
-from decoding import BOS, EOS, PAD, inputs_for, with_biases
+from decoding import PAD, TOKENS, inputs_for, with_biases
 from fused_topk.generation.whole_step import ancestry, attention, entry
 from fused_topk.generation.whole_step.row_form import RowDecoder, decoder_of
 from whole_steps import assert_whole, source_for, swaps
 
 _IS_5 = int(transformers.__version__.split(".")[0]) >= 5
-_TOKENS = {"vocab_size": 97, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 
 
 @functools.cache
 def _gpt_oss():
     torch.manual_seed(0)
     config = transformers.GptOssConfig(
-        **_TOKENS,
+        **TOKENS,
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=2,
@@ -130,7 +129,7 @@ def test_experts_of_encoder_decoders(name, num_beams, monkeypatch):
     made = entry._made_ready
     monkeypatch.setattr(entry, "_made_ready", lambda model: tried.append(1) or made(model))
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**_TOKENS, **_EXPERTS[name])
+    config = getattr(transformers, f"{name}Config")(**TOKENS, **_EXPERTS[name])
     model = with_biases(getattr(transformers, f"{name}ForConditionalGeneration")(config), 0).eval()
     # Random embeddings of tokens that are read would choose themselves.
     head = torch.nn.Linear(32, 97, bias=False)

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 import transformers
 from transformers import DynamicCache
 
-from decoding import BOS, EOS, PAD, SmallerIndexFirst, assert_same_cache, inputs_for, with_biases
+from decoding import PAD, TOKENS, SmallerIndexFirst, assert_same_cache, inputs_for, with_biases
 from fused_topk.generation import fused_decoding, stats
 from fused_topk.generation.whole_step import entry
 from fused_topk.generation.whole_step.cache import STATE_LAYER
@@ -25,7 +25,7 @@ from whole_steps import assert_declined, assert_whole, swaps, whole
 # Before, models make caches of their own for states.
 needs_states = pytest.mark.skipif(STATE_LAYER is None, reason="needs transformers with layers of caches for states")
 exhaustive = pytest.mark.exhaustive
-_TOKENS = {"vocab_size": 97, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS, "initializer_range": 0.3}
+_TOKENS = {**TOKENS, "initializer_range": 0.3}
 _SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _MODELS = {

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 import pytest
@@ -12,6 +11,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import tensor_parallel_checks
+from captured import StandIn, graphs_of
 from fused_topk.generation import TokenTrie, TrieLogitsProcessor, disable, enable, fused_decoding, stats
 from fused_topk.generation.whole_step import drop, entry, graphs, trial
 from tensor_parallel_checks import (
@@ -26,7 +26,6 @@ from tensor_parallel_checks import (
     models,
     sequences,
 )
-from test_whole_step_graphs import StandIn, new_on_the_host, tensor_on_the_host
 
 FOLDER = ""  # that all processes can write
 ALONE = "a trial that has failed on another process"
@@ -237,18 +236,6 @@ class Failing(StandIn):
         raise RuntimeError("no memory for a graph")
 
 
-@contextlib.contextmanager
-def graphs_of(kind):
-    """Steps are kept as on a GPU, with a stand-in for the graph."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "is_cuda", lambda device: True)
-        patch.setattr(graphs, "Graph", kind)
-        patch.setattr(graphs, "_new", new_on_the_host)
-        patch.setattr(graphs, "_on_the_host", tensor_on_the_host)
-        patch.setattr(graphs, "_record", lambda event, device: None)
-        yield
-
-
 def captured_steps(rank: int, size: int) -> None:
     """Kept on all processes or on none, and replayed by later calls of a block."""
     model, _ = spread()
@@ -256,7 +243,7 @@ def captured_steps(rank: int, size: int) -> None:
     is_last = rank == size - 1
     for options in ({}, {"num_beams": 3}, {"num_beams": 3, "max_new_tokens": 80, "eos_token_id": None}):
         expected = sequences(model, **options)
-        with graphs_of(StandIn), fused_decoding(model, whole_step=True):
+        with graphs_of(), fused_decoding(model, whole_step=True):
             for is_first in (True, False):
                 before = StandIn.made
                 with Collectives() as collectives:
@@ -269,7 +256,7 @@ def captured_steps(rank: int, size: int) -> None:
         # NCCL waits for graphs that nobody needs.
         assert len(entry.ready_for(model).store._kept) == 0
     enable(model, whole_step=True, sampling=True)
-    with graphs_of(StandIn):
+    with graphs_of():
         sequences(model)
         # What one process has dropped.
         if is_last:

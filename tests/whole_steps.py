@@ -11,7 +11,7 @@ import weakref
 import torch
 import transformers
 
-from decoding import BOS, EOS, PAD, assert_same, generate_both, inputs_for, with_biases
+from decoding import PAD, SHAPE_OF_BOTH, SOUND, TOKENS, assert_same, generate_both, inputs_for, with_biases
 from fused_topk.generation import fused_decoding
 from fused_topk.generation.whole_step import entry
 
@@ -102,27 +102,20 @@ def family(name: str, seed: int = 0, attention: str | None = None, dtype: torch.
     options = {} if name == "GPT2" else _SHAPE
     torch.manual_seed(seed)
     made = config(
-        vocab_size=97,
-        pad_token_id=PAD,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
         initializer_range=0.3,
         attn_implementation=attention,
-        **{**options, **(FAMILIES | OTHER_LAYERS)[name]},
+        **{**TOKENS, **options, **(FAMILIES | OTHER_LAYERS)[name]},
     )
     return with_biases(_head(name)(made), seed).to(dtype).eval()
 
 
-_SHAPE_OF_BOTH = {
-    "d_model": 32,
-    **{f"{side}_{part}": n for side in ("encoder", "decoder") for part, n in (("layers", 2), ("attention_heads", 4))},
-    **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
+_OF_BOTH = {
+    **SHAPE_OF_BOTH,
     "max_position_embeddings": 96,
     "init_std": 0.5,
     "decoder_start_token_id": 2,
     "forced_eos_token_id": None,
 }
-_SOUND = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 96}
 # An embedding that is not scaled leaves random weights with the same token again and again.
 ENCODER_DECODERS = {
     "Bart": ("ForConditionalGeneration", {"scale_embedding": True}),
@@ -130,10 +123,10 @@ ENCODER_DECODERS = {
     "Marian": ("MTModel", {"decoder_start_token_id": PAD, "scale_embedding": True}),
     "M2M100": ("ForConditionalGeneration", {}),
     "Pegasus": ("ForConditionalGeneration", {"scale_embedding": True}),
-    "Whisper": ("ForConditionalGeneration", _SOUND),
+    "Whisper": ("ForConditionalGeneration", SOUND),
     # An encoder and a decoder that could generate by itself, of other sizes.
     "EncoderDecoder": ("Model", {}),
-    "Speech2Text": ("ForConditionalGeneration", {**_SOUND, "input_feat_per_channel": 8, "conv_channels": 32}),
+    "Speech2Text": ("ForConditionalGeneration", {**SOUND, "input_feat_per_channel": 8, "conv_channels": 32}),
 }
 # Before transformers 5 these have attention, or masks, of their own.
 _SERVED_LATER = ("EncoderDecoder", "Speech2Text")
@@ -146,9 +139,8 @@ SERVED_WITH_SOURCE = [
 def encoder_decoder(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **options):
     """A model with random weights. Not to be changed: it is kept."""
     head, own = ENCODER_DECODERS[name]
-    tokens = {"vocab_size": 97, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
     torch.manual_seed(seed)
-    options = {**tokens, **_SHAPE_OF_BOTH, **own, **options}
+    options = {**TOKENS, **_OF_BOTH, **own, **options}
     config = getattr(transformers, f"{name}Config")
     config = _of_two_berts(options) if name == "EncoderDecoder" else config(**options)
     model = with_biases(getattr(transformers, f"{name}{head}")(config), seed).to(dtype).eval()
@@ -165,7 +157,7 @@ def _of_two_berts(options):
     shape |= {"vocab_size": 97, "max_position_embeddings": 96}
     encoder, decoder = (transformers.BertConfig(hidden_size=size, **shape) for size in (48, 32))
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
-    for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
+    for name in (*TOKENS, "decoder_start_token_id"):
         setattr(config, name, options[name])
     return config
 

@@ -15,10 +15,9 @@ import torch
 
 import fused_topk
 
-from .suites import ITEM_BYTES
+from .inputs import DTYPES
 from .timing import FULL, time_interleaved
 
-_DTYPES = dict(zip(ITEM_BYTES, (torch.float32, torch.float16, torch.bfloat16), strict=True))
 _WHOLE_ROWS = (
     *((1, vocab) for vocab in (8, 30, 64, 128, 1000)),
     *((16, 64), (64, 128), (256, 8), (4000, 8), (4000, 30), (4000, 64), (4000, 100), (4096, 128), (4096, 200)),
@@ -44,7 +43,7 @@ def comparisons() -> Iterator[Comparison]:
     # Arguments are bound by default values: a lambda in a loop would see the last ones.
     for dtype in ("fp32", "bf16"):
         for rows, vocab in _WHOLE_ROWS:
-            x = torch.randn(rows, vocab).to(_DTYPES[dtype])
+            x = torch.randn(rows, vocab).to(DTYPES[dtype])
             yield Comparison(
                 f"softmax {rows} x {vocab} {dtype} / torch",
                 lambda x=x: fused_topk.softmax(x),  # type: ignore[misc]
@@ -54,7 +53,7 @@ def comparisons() -> Iterator[Comparison]:
             )
     for rows, vocab, k in (*((1, *shape) for shape in _ONE_ROW), *_ROUTERS):
         for dtype in ("fp32", "bf16"):
-            x = torch.randn(rows, vocab).to(_DTYPES[dtype])
+            x = torch.randn(rows, vocab).to(DTYPES[dtype])
             yield Comparison(
                 f"softmax_topk {rows} x {vocab} {dtype} k={k} / torch",
                 lambda x=x, k=k: fused_topk.softmax_topk(x, k),  # type: ignore[misc]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .command_options import cases_of, device_of, gpu_of, judged, numbers, words
+from .command_options import cases_of, device_of, filters_of, gpu_of, judged, words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -253,12 +253,11 @@ def _bench_linear(device: str, rows: str, vocab: str, k: str, dtype: str, quick:
     from fused_topk.machine import describe
 
     from . import linear
-    from .suites import ITEM_BYTES, filtered
+    from .suites import filtered
 
     chosen = device_of(device)
-    filters = (numbers(rows, "--rows"), numbers(vocab, "--vocab"), numbers(k, "--k"))
     of_device = linear.GPU_CASES if chosen.type == "cuda" else linear.CPU_CASES
-    passing = set(filtered([head.case for head in of_device], *filters, words(dtype, ITEM_BYTES, "--dtype")))
+    passing = set(filtered([head.case for head in of_device], *filters_of(rows, vocab, k, dtype)))
     cases = [head for head in of_device if head.case in passing]
     if not cases:
         raise typer.BadParameter("no shape of the suite passes the filters")
@@ -286,10 +285,9 @@ def _bench_distributed(
     from fused_topk.machine import describe
 
     from . import distributed
-    from .suites import ITEM_BYTES, filtered
+    from .suites import filtered
 
-    filters = (numbers(rows, "--rows"), numbers(vocab, "--vocab"), numbers(k, "--k"))
-    cases = filtered(distributed.CASES, *filters, words(dtype, ITEM_BYTES, "--dtype"))
+    cases = filtered(distributed.CASES, *filters_of(rows, vocab, k, dtype))
     if not cases:
         raise typer.BadParameter("no shape of the suite passes the filters")
     try:

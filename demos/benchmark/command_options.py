@@ -16,14 +16,13 @@ _MOST_CPU_BYTES = 256 << 20
 
 def cases_of(suite: str, on_gpu: bool, rows: str, vocab: str, k: str, dtype: str) -> list[tuple[str, Case]]:
     """The shapes of the suites that pass the filters, each with its suite's name."""
-    from .suites import ITEM_BYTES, SUITES, select
+    from .suites import SUITES, select
 
     # The cpu suite's targets are about the CPU kernel.
     names = [name for name in SUITES if name != "cpu" or not on_gpu]
     if suite != "all":
         names = words(suite or ("decode,paper" if on_gpu else "cpu"), SUITES, "--suite")
-    filters = (numbers(rows, "--rows"), numbers(vocab, "--vocab"), numbers(k, "--k"))
-    cases = select(names, *filters, words(dtype, ITEM_BYTES, "--dtype"))
+    cases = select(names, *filters_of(rows, vocab, k, dtype))
     if not on_gpu:
         small = [(name, case) for name, case in cases if case.input_bytes <= _MOST_CPU_BYTES]
         if len(small) < len(cases):
@@ -77,6 +76,14 @@ def gpu_of(name: str) -> Any:
     if chosen.type != "cuda":
         raise typer.BadParameter(f"--device must be cuda or cuda:N, got {name!r}")
     return chosen
+
+
+def filters_of(rows: str, vocab: str, k: str, dtype: str) -> tuple[list[int], list[int], list[int], list[str]]:
+    """The arguments of suites.filtered() behind the cases."""
+    from .suites import ITEM_BYTES
+
+    sizes = numbers(rows, "--rows"), numbers(vocab, "--vocab"), numbers(k, "--k")
+    return *sizes, words(dtype, ITEM_BYTES, "--dtype")
 
 
 def words(text: str, known: Any, option: str) -> list[str]:

@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .report import Document as Document  # of which views are made
-from .report import gpu_of, machine_of, three_digits
+from .report import cells_of_ours, gpu_of, machine_of, median_of, three_digits
 from .runner import FUSED
 
 View = Callable[[Document], str]
 
 _MARKER = re.compile(r"<!-- figures: (?P<path>\S+)(?: (?P<view>\w+))? -->")
 _END = "<!-- end of figures -->"
-# The operation of a row that names none.
-_DEFAULT_OPERATION = "softmax"
 _WAITS_SHOWN = 3
 # Peers that get a column if the run has timed them.
 _OTHERS = ("compiled", "cupy", "flashinfer", "flashinfer-sorted")
@@ -106,17 +104,13 @@ def _entry(run: Document, row: str) -> Mapping[str, Any]:
 
 def _words(label: str) -> frozenset[str]:
     """What a label says, however it is punctuated."""
-    joined = label.replace(",", " ").replace(" = ", "=").replace("all logits equal", "equal")
+    joined = label.replace(",", " ").replace(" = ", "=")
     shape, _, rest = joined.partition(" x ")
-    return frozenset([f"{shape.strip()} x", *rest.split()]) - {_DEFAULT_OPERATION, "x"}
+    return frozenset([f"{shape.strip()} x", *rest.split()]) - {"x"}
 
 
 def _median(name: str) -> Callable[[Mapping[str, Any]], str]:
-    def cell(entry: Mapping[str, Any]) -> str:
-        times = entry["times"]
-        return three_digits(times[name]["median"]) if name in times else "-"
-
-    return cell
+    return lambda entry: median_of(entry, name)
 
 
 def _torch_over_fused(entry: Mapping[str, Any]) -> str:
@@ -135,11 +129,8 @@ def _waits(launch: Mapping[str, Any]) -> str:
 
 COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "read": _median("read"),
-    "copy": _median("copy"),
     "fused_topk": _median(FUSED),
     "torch": _median("torch"),
-    "torch.softmax": _median("torch"),
-    "torch.compile": _median("compiled"),
     "torch / fused_topk": _torch_over_fused,
     "issue slots": _share("issue slots"),
     "memory": _share("memory"),
@@ -189,20 +180,13 @@ def suites(run: Document) -> str:
 
 
 def _suite_row(entry: Mapping[str, Any], others: Iterable[str]) -> list[str]:
-    fused = entry["times"][FUSED]
-    floor = "read" if "read" in entry["times"] else "copy"
-    to_floor = entry[f"ratio_to_{floor}"]
     return [
         entry["shape"],
         entry["cache"],
-        three_digits(fused["median"]),
-        f"{three_digits(fused['p10'])} to {three_digits(fused['p90'])}",
-        three_digits(entry["gigabytes_per_second"]),
-        _median(floor)(entry),
-        f"{to_floor:.2f}" if to_floor else "-",
-        _median("torch")(entry),
+        *cells_of_ours(entry),
+        median_of(entry, "torch"),
         _torch_over_fused(entry),
-        *(_median(name)(entry) for name in others),
+        *(median_of(entry, name) for name in others),
     ]
 
 
@@ -213,8 +197,8 @@ def sampling(run: Document) -> str:
     lines = []
     for entry in run["results"]:
         of_rows = f"{entry['times'][FUSED]['median'] / entry['times']['rows']['median']:.2f}"
-        cells = [_median(name)(entry) for name in (FUSED, "rows")]
-        lines.append([entry["shape"], entry["cache"], *cells, of_rows, *(_median(name)(entry) for name in peers)])
+        cells = [median_of(entry, name) for name in (FUSED, "rows")]
+        lines.append([entry["shape"], entry["cache"], *cells, of_rows, *(median_of(entry, name) for name in peers)])
     return Table(["rows x V", "cache", "µs", "top-k alone", "µs / top-k", *peers], lines, labels=2).markdown()
 
 

@@ -146,27 +146,37 @@ def _has_targets(results: Iterable[Mapping[str, Any]]) -> bool:
     return any(entry["target"] is not None for entry in results)
 
 
-def _cells(entry: Mapping[str, Any], others: Iterable[str], has_targets: bool) -> list[str]:
+def median_of(entry: Mapping[str, Any], name: str) -> str:
     times = entry["times"]
-    if FUSED not in times:
-        return ["[bold red]FAILED[/]"]
+    return three_digits(times[name]["median"]) if name in times else "-"
 
-    def median(name: str) -> str:
-        return three_digits(times[name]["median"]) if name in times else "-"
 
-    floor = "read" if "read" in times else "copy"
-    fused, to_floor, to_torch = times[FUSED], entry[f"ratio_to_{floor}"], entry["ratio_to_torch"]
-    verdict = {None: "", True: " [green]pass[/]", False: " [red]miss[/]"}[entry["meets_target"]]
+def cells_of_ours(entry: Mapping[str, Any]) -> list[str]:
+    """Our time and its spread, the speed, the floor, and our time over the floor's."""
+    fused, floor = entry["times"][FUSED], "read" if "read" in entry["times"] else "copy"
+    to_floor = entry[f"ratio_to_{floor}"]
     return [
-        f"[bold]{median(FUSED)}[/]",
+        three_digits(fused["median"]),
         f"{three_digits(fused['p10'])} to {three_digits(fused['p90'])}",
         three_digits(entry["gigabytes_per_second"]),
-        median(floor),
+        median_of(entry, floor),
         f"{to_floor:.2f}" if to_floor else "-",
+    ]
+
+
+def _cells(entry: Mapping[str, Any], others: Iterable[str], has_targets: bool) -> list[str]:
+    if FUSED not in entry["times"]:
+        return ["[bold red]FAILED[/]"]
+    verdict = {None: "", True: " [green]pass[/]", False: " [red]miss[/]"}[entry["meets_target"]]
+    time, *ours = cells_of_ours(entry)
+    to_torch = entry["ratio_to_torch"]
+    return [
+        f"[bold]{time}[/]",
+        *ours,
         *[three_digits(entry["target"]) + verdict] * has_targets,
-        median("torch"),
+        median_of(entry, "torch"),
         f"{1 / to_torch:.2f}x" if to_torch else "-",
-        *(median(name) for name in others),
+        *(median_of(entry, name) for name in others),
     ]
 
 

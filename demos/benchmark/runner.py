@@ -115,35 +115,28 @@ def inputs_from_memory(case: Case, device: torch.device) -> list[Tensor]:
 def answer_error(case: Case, fused: Function, inputs: Sequence[Tensor], device: torch.device) -> str | None:
     """What is wrong with our answers on the first and the last input, or None."""
     for logits in {id(x): x for x in (inputs[0], inputs[-1])}.values():
-        got = fused(logits)
-        if case.k == 0 and isinstance(got, Tensor):
-            error = softmax_error(logits, got)
-            if error:
-                return f"wrong answer: {error}"
-            continue
-        if case.sampling and isinstance(got, Sample):
-            expected = _sample_function(case, "reference")(logits)
-            assert isinstance(expected, Sample)
-            error = sample_error(logits, got, expected)
-            if error:
-                return f"wrong answer: {error}"
-            continue
-        if case.router and isinstance(got, RouterTopK):
-            routed = _router_function(case, device, "reference")(logits)
-            assert isinstance(routed, RouterTopK)
-            error = router_error(got, routed)
-            if error:
-                return f"wrong answer: {error}"
-            continue
-        if not isinstance(got, TopK):
-            return f"expected a TopK, got {type(got).__name__}"
-        if case.beams:
-            error = beam_topk_error(logits, beam_scores(case, device), case.k, got)
-        else:
-            error = log_softmax_topk_error(logits, case.k, got)
+        error = _error_of(case, logits, fused(logits), device)
         if error:
             return f"wrong answer: {error}"
     return None
+
+
+def _error_of(case: Case, logits: Tensor, got: object, device: torch.device) -> str | None:
+    if case.k == 0 and isinstance(got, Tensor):
+        return softmax_error(logits, got)
+    if case.sampling and isinstance(got, Sample):
+        expected = _sample_function(case, "reference")(logits)
+        assert isinstance(expected, Sample)
+        return sample_error(logits, got, expected)
+    if case.router and isinstance(got, RouterTopK):
+        routed = _router_function(case, device, "reference")(logits)
+        assert isinstance(routed, RouterTopK)
+        return router_error(got, routed)
+    if not isinstance(got, TopK):
+        return f"a {type(got).__name__}, which is no TopK"
+    if case.beams:
+        return beam_topk_error(logits, beam_scores(case, device), case.k, got)
+    return log_softmax_topk_error(logits, case.k, got)
 
 
 def floor(case: Case, device: torch.device) -> dict[str, Function]:

@@ -135,8 +135,8 @@ def document(sweeps: Iterable[Sweep], machine: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def print_sweeps(sweeps: Iterable[Sweep], console: Console, runners_up: int = 3) -> None:
-    """A row a shape: what is chosen, and the best."""
+def print_sweeps(sweeps: Iterable[Sweep], console: Console) -> None:
+    """A row a shape: what is chosen, and the three best."""
     table = Table(
         title="Each shape with every choice of kernel, µs",
         caption="floor: a plain read of the same bytes, for softmax a copy. loss: what is chosen / the best.",
@@ -149,7 +149,7 @@ def print_sweeps(sweeps: Iterable[Sweep], console: Console, runners_up: int = 3)
     table.add_column("loss", justify="right")
     table.add_column("best")
     for swept in sweeps:
-        ranked = sorted(swept.times, key=lambda choice: swept.times[choice].median)[:runners_up]
+        ranked = sorted(swept.times, key=lambda choice: swept.times[choice].median)[:3]
         chosen, loss = swept.times.get(swept.chosen), swept.loss
         table.add_row(
             swept.case.label,

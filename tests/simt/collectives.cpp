@@ -106,16 +106,8 @@ u32 reduce(const char* name, u32 mask, u32 value, Reduction reduction) {
           return a < b ? a : b;
         case Reduction::kMax:
           return a < b ? b : a;
-        case Reduction::kSignedMin:
-          return int(a) < int(b) ? a : b;
         case Reduction::kSignedMax:
           return int(a) < int(b) ? b : a;
-        case Reduction::kAnd:
-          return a & b;
-        case Reduction::kOr:
-          return a | b;
-        case Reduction::kXor:
-          return a ^ b;
       }
       return 0u;
     };
@@ -136,21 +128,11 @@ u32 match_any(u32 mask, u64 value) {
   }));
 }
 
-u32 match_all(u32 mask, u64 value) {
-  return u32(meet("__match_all_sync", mask, value, 0, __builtin_return_address(0), [mask](Warp& warp) {
-    bool is_equal = true;
-    for_each_lane(warp, mask,
-                  [&](Thread& lane) { is_equal &= lane.brought == warp.lanes[__builtin_ctz(mask)].brought; });
-    for_each_lane(warp, mask, [&](Thread& lane) { lane.result = is_equal ? mask : 0; });
-  }));
-}
-
 u32 block_barrier(const char* name, u32 id, u32 threads, bool claim, bool waits) {
   const void* code = __builtin_return_address(0);
   machine.step(code);
   Thread& self = *current;
-  const Index size = machine.launch().block;
-  const u32 all = size.x * size.y * size.z;
+  const u32 all = machine.launch().threads;
   const u32 expected = threads ? threads : all;
   if (id >= kMaxBarriers || expected > all || (threads && threads % kWarpSize))
     fail(" calls " + std::string(name) + " with barrier " + std::to_string(id) + " and " + std::to_string(threads) +

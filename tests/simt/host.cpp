@@ -23,8 +23,7 @@ extern "C" {
 const char* simt_launch(const simt::Launch* launch, const simt::Array* arrays, simt::u32 num_arrays,
                         simt::Counts* counts) {
   for (simt::u32 i = 0; i < num_arrays; ++i)
-    simt::memory.add(arrays[i].name, arrays[i].begin, arrays[i].size, arrays[i].is_read_only, false, arrays[i].state, 0,
-                     0);
+    simt::memory.add(arrays[i].name, arrays[i].begin, arrays[i].size, arrays[i].is_read_only, arrays[i].state, 0, 0);
   simt::machine.run(*launch);
   simt::memory.clear();
   *counts = simt::machine.counts;

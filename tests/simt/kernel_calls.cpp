@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functions that a kernel calls and that wait for no other thread: indices, memory, fences. And those that the compiler
+// The functions that a kernel calls and that wait for no other thread: indices, memory. And those that the compiler
 // makes it call: with -fsanitize=thread, a function __tsan_* before every load and store. ThreadSanitizer's own library is
 // not linked; only its functions' names are used.
 #include <cstring>
@@ -18,14 +18,17 @@ void check(const void* address, size_t size, Access access, const void* code) {
   if (machine.launch().tracks_memory) memory.access(*current, address, size, access, code);
 }
 
+void check_bytes(const void* address, size_t size, Access access, const void* code) {
+  for (size_t i = 0; i < size; ++i) check(static_cast<const u8*>(address) + i, 1, access, code);
+}
+
 }  // namespace
 
 Index thread_index() { return current->index; }
 Index block_index() { return current->block->index; }
-Index block_size() { return machine.launch().block; }
+Index block_size() { return {machine.launch().threads, 1, 1}; }
 Index grid_size() { return machine.launch().grid; }
 u32 block_rank_in_cluster() { return current->block->rank; }
-u32 blocks_in_cluster() { return machine.blocks_in_cluster(); }
 
 void declare_cluster(u32 blocks, u32 along_y, u32 along_z) {
   if (along_y * along_z != 1) trap("is declared with a cluster that is not one along x: the machine has no other");
@@ -92,16 +95,13 @@ void wait_for_copies(u32 batches_under_way) {
 void before_atomic(const void* word, size_t size, Atomic operation, bool acquires, bool releases) {
   const void* code = __builtin_return_address(0);
   ++machine.counts.atomics;
-  const bool reads = operation != Atomic::kStore;
-  const bool writes = operation != Atomic::kLoad;
-  check(word, size, !writes ? Access::kAtomicRead : reads ? Access::kAtomic : Access::kAtomicWrite, code);
-  if (machine.launch().tracks_memory) memory.order_atomic(*current, word, reads, writes, acquires, releases);
-}
-
-void fence(Scope scope) {
-  ++machine.counts.fences;
-  machine.step(__builtin_return_address(0));
-  if (machine.launch().tracks_memory) memory.fence(*current, scope);
+  const bool is_store = operation == Atomic::kStore;
+  check(word, size,
+        is_store                     ? Access::kAtomicWrite
+        : operation == Atomic::kLoad ? Access::kAtomicRead
+                                     : Access::kAtomic,
+        code);
+  if (machine.launch().tracks_memory) memory.order_atomic(*current, word, is_store, acquires, releases);
 }
 
 void rest() { machine.rest(__builtin_return_address(0)); }
@@ -119,15 +119,13 @@ extern "C" {
 
 #define SIMT_CHECK(name, size, access) \
   void __tsan_##name(void* address) { simt::check(address, size, simt::Access::access, __builtin_return_address(0)); }
-#define SIMT_CHECK_RANGE(name, access)                                                                    \
-  void __tsan_##name(void* address, size_t size) {                                                        \
-    for (size_t i = 0; i < size; ++i)                                                                     \
-      simt::check(static_cast<char*>(address) + i, 1, simt::Access::access, __builtin_return_address(0)); \
+#define SIMT_CHECK_RANGE(name, access)                                                   \
+  void __tsan_##name(void* address, size_t size) {                                       \
+    simt::check_bytes(address, size, simt::Access::access, __builtin_return_address(0)); \
   }
-#define SIMT_CHECK_UNALIGNED(name, size, access)                                                          \
-  void __tsan_##name(void* address) {                                                                     \
-    for (size_t i = 0; i < size; ++i)                                                                     \
-      simt::check(static_cast<char*>(address) + i, 1, simt::Access::access, __builtin_return_address(0)); \
+#define SIMT_CHECK_UNALIGNED(name, size, access)                                         \
+  void __tsan_##name(void* address) {                                                    \
+    simt::check_bytes(address, size, simt::Access::access, __builtin_return_address(0)); \
   }
 
 void __tsan_init() {}

@@ -63,7 +63,7 @@ class _Launch(ctypes.Structure):
         ("kernel", ctypes.c_void_p),
         ("arguments", ctypes.POINTER(ctypes.c_void_p)),
         ("grid", ctypes.c_uint32 * 3),
-        ("block", ctypes.c_uint32 * 3),
+        ("threads", ctypes.c_uint32),
         ("dynamic_shared", ctypes.c_uint32),
         ("max_blocks", ctypes.c_uint32),
         ("schedule", ctypes.c_uint32),
@@ -83,7 +83,7 @@ class _Array(ctypes.Structure):
     ]
 
 
-_COUNTS = ("accesses", "atomics", "fences", "warp_collectives", "block_barriers", "switches")
+_COUNTS = ("accesses", "atomics", "warp_collectives", "block_barriers", "switches")
 
 
 def launch(
@@ -123,7 +123,7 @@ def launch(
         ctypes.cast(_load(path).simt_kernel, ctypes.c_void_p),
         (ctypes.c_void_p * len(kept))(*(argument.ctypes.data for argument in kept)),
         grid,
-        (threads, 1, 1),
+        threads,
         shared_bytes,
         min(max_blocks, math.prod(grid)),
         SCHEDULES.index(schedule),

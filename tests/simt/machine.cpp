@@ -77,7 +77,6 @@ void Machine::declare_cluster(u32 blocks) {
 void Machine::run_once() {
   const Launch& launch = launch_;
   begins_anew_ = false;
-  threads_in_block_ = launch.block.x * launch.block.y * launch.block.z;
   const u32 num_blocks = launch.grid.x * launch.grid.y * launch.grid.z;
   // Whole clusters.
   const u32 slots = (launch.max_blocks + blocks_in_cluster_ - 1) / blocks_in_cluster_ * blocks_in_cluster_;
@@ -93,7 +92,7 @@ void Machine::run_once() {
 
   static u8* stacks;
   static size_t stacks_size, shared_size;
-  const u32 num_threads = slots * threads_in_block_;
+  const u32 num_threads = slots * launch_.threads;
   reserve(stacks, stacks_size, num_threads, kStackSize, kStackGuard);
   reserve(shared_windows, shared_size, slots, kSharedWindow, 0);
   threads = std::vector<Thread>(num_threads);
@@ -113,7 +112,7 @@ void Machine::run_once() {
   if (launch.schedule >= Schedule::kRandom)
     for (size_t i = order_.size(); i > 1; --i) std::swap(order_[i - 1], order_[random() % i]);
   is_favourite_a_block_ = slots > 1 && random() % 2 == 0;
-  favourite_ = u32(random() % (is_favourite_a_block_ ? slots : (threads_in_block_ + kWarpSize - 1) / kWarpSize));
+  favourite_ = u32(random() % (is_favourite_a_block_ ? slots : (launch_.threads + kWarpSize - 1) / kWarpSize));
 
   while (!is_stopped_) {
     for (u32 c = 0; c < clusters_.size(); ++c) {
@@ -122,7 +121,7 @@ void Machine::run_once() {
       for (u32 rank = 0; rank < blocks_in_cluster_; ++rank) is_free &= blocks_[first + rank].alive == 0;
       if (!is_free || order_.empty()) continue;
       clusters_[c] = Cluster();
-      clusters_[c].alive = blocks_in_cluster_ * threads_in_block_;
+      clusters_[c].alive = blocks_in_cluster_ * launch_.threads;
       for (u32 rank = 0; rank < blocks_in_cluster_; ++rank)
         start_block(first + rank, order_.back() * blocks_in_cluster_ + rank);
       order_.pop_back();
@@ -147,24 +146,23 @@ void Machine::start_block(u32 slot, u32 number) {
   block.index = {number % grid.x, number / grid.x % grid.y, number / grid.x / grid.y};
   block.rank = number % blocks_in_cluster_;
   block.cluster = &clusters_[slot / blocks_in_cluster_];
-  block.alive = threads_in_block_;
+  block.alive = launch_.threads;
   block.runnable_warps = 0;
   block.has_variable.clear();
   for (Barrier& barrier : block.barriers) barrier = Barrier();
   poison(block.shared, kSharedWindow);
 
-  Thread* first = &threads[slot * threads_in_block_];
+  Thread* first = &threads[slot * launch_.threads];
   u32 born = 0;
-  for (u32 i = 0; i < threads_in_block_; ++i) born = std::max(born, first[i].past.time);
+  for (u32 i = 0; i < launch_.threads; ++i) born = std::max(born, first[i].past.time);
   ++born;
   lives_[slot].push_back({born, block.index});
-  for (u32 i = 0; i < threads_in_block_; ++i) {
+  for (u32 i = 0; i < launch_.threads; ++i) {
     Thread& thread = first[i];
     Warp& warp = block.warps[i / kWarpSize];
     if (i % kWarpSize == 0) warp = {&thread, 0, 0, 0, 0};
     thread.lane = i % kWarpSize;
-    const Index size = launch_.block;
-    thread.index = {i % size.x, i / size.x % size.y, i / size.x / size.y};
+    thread.index = {i, 0, 0};
     thread.block = &block;
     thread.warp = &warp;
     thread.past = Past();
@@ -315,8 +313,8 @@ void* Machine::shared_variable(const void* tag, size_t size, size_t alignment, c
   if (!block.has_variable[known]) {
     block.has_variable[known] = true;
     unpoison(address, size);
-    const u32 in_cluster = blocks_in_cluster_ * threads_in_block_;
-    memory.add(name, address, size, false, true, nullptr, current->id / in_cluster * in_cluster, in_cluster);
+    const u32 in_cluster = blocks_in_cluster_ * launch_.threads;
+    memory.add(name, address, size, false, nullptr, current->id / in_cluster * in_cluster, in_cluster);
   }
   return address;
 }
@@ -339,8 +337,8 @@ void Machine::report_deadlock() {
   for (const Block& block : blocks_) {
     if (block.alive == 0) continue;
     std::map<std::string, u32> groups;
-    for (u32 i = 0; i < threads_in_block_; ++i) {
-      const Thread& thread = threads[block.slot * threads_in_block_ + i];
+    for (u32 i = 0; i < launch_.threads; ++i) {
+      const Thread& thread = threads[block.slot * launch_.threads + i];
       if (thread.warp->exited >> thread.lane & 1) {
         ++groups["have exited"];
       } else if (!thread.waits_at) {
@@ -352,7 +350,7 @@ void Machine::report_deadlock() {
       }
     }
     text += text.empty() ? "" : "; ";
-    text += name_of_block(block.index, launch_.grid) + ": of " + std::to_string(threads_in_block_) + " threads";
+    text += name_of_block(block.index, launch_.grid) + ": of " + std::to_string(launch_.threads) + " threads";
     const char* separator = " ";
     for (const auto& [what, count] : groups) {
       text += separator + std::to_string(count) + " " + what;
@@ -363,8 +361,8 @@ void Machine::report_deadlock() {
 }
 
 std::string Machine::name_of(u32 thread, u32 time) const {
-  const u32 slot = thread / threads_in_block_;
-  const u32 i = thread % threads_in_block_;
+  const u32 slot = thread / launch_.threads;
+  const u32 i = thread % launch_.threads;
   Index block = {};
   for (const Life& life : lives_[slot])
     if (life.born <= time) block = life.block;

@@ -100,7 +100,8 @@ enum class Schedule : u32 {
 struct Launch {
   void (*kernel)(void** arguments);
   void** arguments;
-  Index grid, block;
+  Index grid;
+  u32 threads;  // of a block
   u32 dynamic_shared;
   u32 max_blocks;  // at a time
   Schedule schedule;
@@ -111,13 +112,12 @@ struct Launch {
 
 // How often things happened in a launch.
 struct Counts {
-  u64 accesses, atomics, fences, warp_collectives, block_barriers, switches;
+  u64 accesses, atomics, warp_collectives, block_barriers, switches;
 };
 
 class Machine {
  public:
   void run(const Launch& launch);
-  u32 blocks_in_cluster() const { return blocks_in_cluster_; }
   // The size of cluster that the kernel is declared with. If the launch has begun with another size, it begins anew.
   void declare_cluster(u32 blocks);
 
@@ -167,7 +167,6 @@ class Machine {
   Launch launch_ = {};
   u32 blocks_in_cluster_ = 1;
   bool begins_anew_ = false;
-  u32 threads_in_block_ = 0;
   std::vector<Block> blocks_;
   std::vector<Cluster> clusters_;
   std::vector<u32> order_;  // of the clusters that have not started, last one first

@@ -76,14 +76,13 @@ void Memory::clear() {
   last_ = nullptr;
 }
 
-void Memory::add(std::string name, void* begin, size_t size, bool is_read_only, bool is_shared, u8* state,
-                 u32 first_thread, u32 threads) {
+void Memory::add(std::string name, void* begin, size_t size, bool is_read_only, u8* state, u32 first_thread,
+                 u32 threads) {
   Region region;
   region.name = std::move(name);
   region.begin = static_cast<u8*>(begin);
   region.size = size;
   region.is_read_only = is_read_only;
-  region.is_shared = is_shared;
   region.first_thread = first_thread;
   region.threads = threads;
   if (!is_read_only) {
@@ -111,11 +110,6 @@ Region* Memory::find(const u8* address) {
   // One past the end still belongs to it, so that a report can name what was overrun.
   if (size_t(address - region.begin) >= region.size + 64) return nullptr;
   return last_ = &region;
-}
-
-bool Memory::is_shared(const void* address) {
-  const Region* region = find(static_cast<const u8*>(address));
-  return region && region->is_shared;
 }
 
 void Memory::access(Thread& thread, const void* address, size_t size, Access access, const void* code) {
@@ -191,7 +185,7 @@ void Memory::check_order(Thread& thread, const Region& region, Cell& cell, size_
     const std::string text = machine.name_of(thread.id, thread.past.time) + verb(access) +
                              bytes_of(region, offset, size) + machine.place(code) + ", which " +
                              machine.name_of(other, cell.earlier[kind].time_of(other)) + kEarlierVerb[kind] +
-                             machine.place(cell.code[kind]) + "; no barrier or fence orders the two";
+                             machine.place(cell.code[kind]) + "; no barrier or atomic orders the two";
     const bool is_same_instruction = access == Access::kWrite && kind == kWritten && code == cell.code[kind] &&
                                      machine.threads[other].warp == thread.warp && size <= sizeof doubt_.before;
     if (!is_same_instruction) {
@@ -227,41 +221,18 @@ void Memory::settle() {
   if (!is_same_value) machine.report("race", doubt_.text, doubt_.code, false);
 }
 
-void Memory::order_atomic(Thread& thread, const void* word, bool reads, bool writes, bool acquires, bool releases) {
+void Memory::order_atomic(Thread& thread, const void* word, bool is_store, bool acquires, bool releases) {
   Past& past = thread.past;
-  if (releases) release(thread, Scope::kDevice);
-  Told& told = told_[static_cast<const u8*>(word)];
-  const bool is_in_shared = is_shared(word);
-  for (u32 scope = 0; scope < 2; ++scope) {
-    // A fence of the block's scope says nothing to other blocks, and global memory is theirs too.
-    if (scope == u32(Scope::kBlock) && !is_in_shared) continue;
-    if (reads) past.read[scope].learn(told.by_scope[scope]);
-    // A plain store ends what the word had to tell; an atomic update passes it on.
-    if (writes && !reads) told.by_scope[scope] = Clock();
-    if (writes) told.by_scope[scope].learn(past.released[scope]);
+  Clock& told = told_[static_cast<const u8*>(word)];
+  const Clock before = told;
+  // A plain store ends what the word had to tell; an atomic update passes it on.
+  if (is_store) told = Clock();
+  if (releases) {
+    told.learn(past.known);
+    told.learn(thread.id, past.time);
+    ++past.time;
   }
-  if (acquires) acquire(thread, Scope::kDevice);
-}
-
-void Memory::fence(Thread& thread, Scope scope) {
-  acquire(thread, scope);
-  release(thread, scope);
-}
-
-void Memory::acquire(Thread& thread, Scope scope) {
-  Past& past = thread.past;
-  for (u32 s = 0; s <= u32(scope); ++s) {
-    past.known.learn(past.read[s]);
-    past.read[s] = Clock();
-  }
-}
-
-void Memory::release(Thread& thread, Scope scope) {
-  Past& past = thread.past;
-  Clock all = past.known;
-  all.learn(thread.id, past.time);
-  for (u32 s = 0; s <= u32(scope); ++s) past.released[s] = all;
-  ++past.time;
+  if (acquires) past.known.learn(before);
 }
 
 void Gathering::tell(Thread& thread) {

@@ -2,8 +2,8 @@
 // What a launch may touch, and who touched it when: bounds, alignment, uninitialised bytes, and races.
 //
 // Two accesses to a byte, one of them a write, not both atomic, race unless one happened before the other: by the order
-// of one thread, by a barrier that both threads' paths go through, or by a fence, an atomic that writes, an atomic that
-// reads what it wrote, and a fence. Vector clocks (clock.h) decide that for any schedule, whichever came first in this one.
+// of one thread, by a barrier that both threads' paths go through, or by an atomic that writes and releases, and one that
+// reads what it wrote and acquires. Vector clocks (clock.h) decide that for any schedule, whichever came first in this one.
 #pragma once
 
 #include <map>
@@ -19,11 +19,9 @@ struct Thread;
 
 // What memory knows of a thread.
 struct Past {
-  Clock known;        // what it knows of the other threads' times, and of its own up to its last barrier
-  u32 time = 1;       // its own time
-  u32 born = 1;       // earlier times are those of a thread that this one has replaced
-  Clock released[2];  // by Scope: what it knew at its last fence, which its next atomic write passes on
-  Clock read[2];      // by Scope: what its atomics have read, which its next fence lets it know
+  Clock known;   // what it knows of the other threads' times, and of its own up to its last barrier
+  u32 time = 1;  // its own time
+  u32 born = 1;  // earlier times are those of a thread that this one has replaced
 };
 
 enum ByteState : u8 { kOutside = 0, kUninitialised = 1, kInitialised = 2 };
@@ -70,7 +68,7 @@ struct Region {
   std::string name;
   u8* begin;
   size_t size;
-  bool is_read_only, is_shared;
+  bool is_read_only;
   u8* state;                  // [size], ByteState
   u32 first_thread, threads;  // that may touch it; no `threads`: all
   // One cell for each byte; the first of a word speaks for all four until an access smaller than a word splits it.
@@ -99,8 +97,7 @@ class Memory {
   void clear();
 
   // `state` null: uninitialised, and kept here.
-  void add(std::string name, void* begin, size_t size, bool is_read_only, bool is_shared, u8* state, u32 first_thread,
-           u32 threads);
+  void add(std::string name, void* begin, size_t size, bool is_read_only, u8* state, u32 first_thread, u32 threads);
   void remove_within(const u8* begin, size_t size);
 
   void access(Thread& thread, const void* address, size_t size, Access access, const void* code);
@@ -109,13 +106,9 @@ class Memory {
   // Called after the last store of `current`. Reports a race if the store has changed the bytes of the doubt.
   void settle();
   // The order that an atomic operation makes: what the thread learns from the word, and what the word passes on.
-  void order_atomic(Thread& thread, const void* word, bool reads, bool writes, bool acquires, bool releases);
-  void fence(Thread& thread, Scope scope);
+  void order_atomic(Thread& thread, const void* word, bool is_store, bool acquires, bool releases);
 
  private:
-  struct Told {
-    Clock by_scope[2];
-  };
   // Two lanes of a warp store to the same bytes in one instruction. CUDA lets one of them win, so this is no fault if both
   // store the same value. The check runs before the store, so the value is compared later, by settle().
   struct Doubt {
@@ -127,15 +120,12 @@ class Memory {
   };
 
   Region* find(const u8* address);
-  bool is_shared(const void* address);
   void check_order(Thread& thread, const Region& region, Cell& cell, size_t offset, size_t size, Access access,
                    const void* code);
-  void acquire(Thread& thread, Scope scope);
-  void release(Thread& thread, Scope scope);
 
   std::map<const u8*, Region> regions_;
   Region* last_ = nullptr;
-  std::unordered_map<const u8*, Told> told_;
+  std::unordered_map<const u8*, Clock> told_;  // by atomics, of each word
   Doubt doubt_;
 };
 

@@ -127,73 +127,47 @@ inline void fma_rn_f16x2(u32& y, u32 a, u32 b, u32 c) {
   y = half(16) << 16 | half(0);
 }
 
-// Atomics of every order; relaxed is the default.
-#define SIMT_ATOM_ORDERED(order, acquires, releases, suffix, T, update)                \
-  inline void atom_##order##suffix(T& old, T* word, T value) {                         \
-    simt::before_atomic(word, sizeof(T), simt::Atomic::kExchange, acquires, releases); \
-    old = simt_##update(word, value);                                                  \
+// Atomics. Those without an order are relaxed, as CUDA's functions are.
+#define SIMT_ATOM(order, acquires, releases)                                             \
+  inline void atom_##order##_gpu_global_inc_u32(u32& old, u32* word, u32 value) {        \
+    simt::before_atomic(word, sizeof(u32), simt::Atomic::kExchange, acquires, releases); \
+    old = simt_atomicInc(word, value);                                                   \
   }
-#define SIMT_ATOM(suffix, T, update)                               \
-  SIMT_ATOM_ORDERED(, false, false, suffix, T, update)             \
-  SIMT_ATOM_ORDERED(relaxed_gpu_, false, false, suffix, T, update) \
-  SIMT_ATOM_ORDERED(acquire_gpu_, true, false, suffix, T, update)  \
-  SIMT_ATOM_ORDERED(release_gpu_, false, true, suffix, T, update)  \
-  SIMT_ATOM_ORDERED(acq_rel_gpu_, true, true, suffix, T, update)
-SIMT_ATOM(global_inc_u32, u32, atomicInc)
-SIMT_ATOM(global_add_u32, u32, atomicAdd)
-SIMT_ATOM(global_exch_b32, u32, atomicExch)
-SIMT_ATOM(global_max_u64, u64, atomicMax)
+SIMT_ATOM(acquire, true, false)
+SIMT_ATOM(release, false, true)
+SIMT_ATOM(acq_rel, true, true)
 #undef SIMT_ATOM
-#undef SIMT_ATOM_ORDERED
 
 inline void atom_shared_add_u32(u32& old, u32 address, u32 value) {
-  atom_global_add_u32(old, static_cast<u32*>(simt::shared_pointer(address)), value);
+  old = atomicAdd(static_cast<u32*>(simt::shared_pointer(address)), value);
 }
 
 inline void atom_shared_exch_b32(u32& old, u32 address, u32 value) {
-  atom_global_exch_b32(old, static_cast<u32*>(simt::shared_pointer(address)), value);
+  old = atomicExch(static_cast<u32*>(simt::shared_pointer(address)), value);
 }
 
 inline void atom_shared_max_u64(u64& old, u32 address, u64 value) {
-  atom_global_max_u64(old, static_cast<u64*>(simt::shared_pointer(address)), value);
+  old = atomicMax(static_cast<u64*>(simt::shared_pointer(address)), value);
 }
 
 // Loads and stores between blocks.
-template <class T>
-T unseen(const T* word) {
-  T value;
-  simt::copy_unseen(&value, word, sizeof(T));
+inline u32 load_between_blocks(const u32* word, bool acquires) {
+  simt::before_atomic(word, sizeof(u32), simt::Atomic::kLoad, acquires, false);
+  u32 value;
+  simt::copy_unseen(&value, word, sizeof(u32));
   return value;
 }
-#define SIMT_LD_ST(type, T)                                                  \
-  inline void ld_relaxed_gpu_global_##type(T& value, const T* word) {        \
-    simt::before_atomic(word, sizeof(T), simt::Atomic::kLoad);               \
-    value = unseen(word);                                                    \
-  }                                                                          \
-  inline void ld_acquire_gpu_global_##type(T& value, const T* word) {        \
-    simt::before_atomic(word, sizeof(T), simt::Atomic::kLoad, true, false);  \
-    value = unseen(word);                                                    \
-  }                                                                          \
-  inline void st_relaxed_gpu_global_##type(T* word, T value) {               \
-    simt::before_atomic(word, sizeof(T), simt::Atomic::kStore);              \
-    simt::copy_unseen(word, &value, sizeof(T));                              \
-  }                                                                          \
-  inline void st_release_gpu_global_##type(T* word, T value) {               \
-    simt::before_atomic(word, sizeof(T), simt::Atomic::kStore, false, true); \
-    simt::copy_unseen(word, &value, sizeof(T));                              \
-  }                                                                          \
-  inline void ld_shared__cluster_##type(T& value, u32 address) {             \
-    value = __ldcg(static_cast<T*>(simt::shared_pointer(address)));          \
-  }                                                                          \
-  inline void st_shared__cluster_##type(u32 address, T value) {              \
-    __stcg(static_cast<T*>(simt::shared_pointer(address)), value);           \
-  }
-SIMT_LD_ST(u32, u32)
-SIMT_LD_ST(b32, u32)
-SIMT_LD_ST(f32, float)
-SIMT_LD_ST(u64, u64)
-SIMT_LD_ST(b64, u64)
-#undef SIMT_LD_ST
+inline void ld_relaxed_gpu_global_u32(u32& value, const u32* word) { value = load_between_blocks(word, false); }
+inline void ld_acquire_gpu_global_u32(u32& value, const u32* word) { value = load_between_blocks(word, true); }
+inline void store_between_blocks(u32* word, u32 value, bool releases) {
+  simt::before_atomic(word, sizeof(u32), simt::Atomic::kStore, false, releases);
+  simt::copy_unseen(word, &value, sizeof(u32));
+}
+inline void st_relaxed_gpu_global_u32(u32* word, u32 value) { store_between_blocks(word, value, false); }
+inline void st_release_gpu_global_u32(u32* word, u32 value) { store_between_blocks(word, value, true); }
+inline void st_shared__cluster_u32(u32 address, u32 value) {
+  __stcg(static_cast<u32*>(simt::shared_pointer(address)), value);
+}
 inline void mapa_shared__cluster_u32(u32& mapped, u32 address, u32 rank) {
   mapped = simt::shared_address_in_cluster(address, rank);
 }
@@ -204,9 +178,7 @@ inline void bar_arrive(u32 id, u32 threads) { simt::block_barrier("bar.sync", id
 inline void barrier_cluster_arrive_release_aligned() { simt::cluster_arrive(); }
 inline void barrier_cluster_wait_acquire_aligned() { simt::cluster_wait(); }
 inline void mov_u32(u32& to, u32 from) { to = from; }
-inline u32 special_laneid() { return simt_lane(); }
 inline u32 special_cluster_ctarank() { return simt::block_rank_in_cluster(); }
-inline u32 special_cluster_nctarank() { return simt::blocks_in_cluster(); }
 
 // What stays in which cache changes no result.
 inline void createpolicy_fractional_L2__evict_first_b64(u64& policy) { policy = 1; }

@@ -10,7 +10,6 @@ namespace simt {
 using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
-using i64 = long long;
 using u64 = unsigned long long;
 
 constexpr u32 kWarpSize = 32;
@@ -25,7 +24,6 @@ __attribute__((const)) Index block_index();
 __attribute__((const)) Index block_size();
 __attribute__((const)) Index grid_size();
 __attribute__((const)) u32 block_rank_in_cluster();
-__attribute__((const)) u32 blocks_in_cluster();
 
 // The first thing that a kernel with __cluster_dims__ calls.
 void declare_cluster(u32 blocks, u32 along_y = 1, u32 along_z = 1);
@@ -40,13 +38,12 @@ void* shared_pointer(u32 address);
 u32 shared_address_in_cluster(u32 address, u32 rank);
 
 // The warp's collectives: each of the lanes in `mask` calls the same one with the same mask. `name` is for reports.
-enum class Reduction { kAdd, kMin, kMax, kSignedMin, kSignedMax, kAnd, kOr, kXor };
+enum class Reduction { kAdd, kMin, kMax, kSignedMax };
 void sync_warp(u32 mask);
 u64 shuffle(const char* name, u32 mask, u64 value, u32 source_lane);
 u32 ballot(const char* name, u32 mask, bool claim);
 u32 reduce(const char* name, u32 mask, u32 value, Reduction reduction);
 u32 match_any(u32 mask, u64 value);
-u32 match_all(u32 mask, u64 value);
 
 // A block's barriers. `threads` arrive at barrier `id` (0: all of the block); the result is how many claim, and it is for
 // those that wait.
@@ -54,9 +51,6 @@ u32 block_barrier(const char* name, u32 id, u32 threads, bool claim, bool waits)
 // The cluster's barrier: every thread of it that has not exited arrives, then waits.
 void cluster_arrive();
 void cluster_wait();
-
-enum class Scope { kBlock, kDevice };
-void fence(Scope scope);
 
 // A load or store with a cache operator. The compiler does not instrument it, so it is checked here.
 enum class Cache { kAny, kReadOnly };
@@ -71,7 +65,7 @@ void commit_copies();
 void wait_for_copies(u32 batches_under_way);
 
 // Called by an atomic operation on the word before it reads and writes it: the check, the turn of another thread, and
-// what the memory model makes of it. `acquires` and `releases`: of atomics that are fences too.
+// what the memory model makes of it. `acquires` and `releases`: as its instruction says.
 enum class Atomic { kLoad, kStore, kExchange };
 void before_atomic(const void* word, size_t size, Atomic operation, bool acquires = false, bool releases = false);
 

@@ -18,19 +18,8 @@ _CLUSTER = re.compile(r"__cluster_dims__\((?P<blocks>[^()]*)\)(?P<rest>[^{;]*)\{
 _ASM = re.compile(r"\basm\b\s*(?:volatile\b\s*)?(?=\()")
 _OPERAND = re.compile(r'"[^"]*"\s*(?=\()')
 _DECLARATION = re.compile(r"\.reg\s+\.(\w+)\s+(.+)")
-_INSTRUCTION = re.compile(
-    r"(?:@(?P<negated>!?)(?P<predicate>\w+)\s+)?(?P<opcode>[\w.:]+)\s*(?P<operands>.*)", re.DOTALL
-)
-_LABEL = re.compile(r"(\w+):(?!:)\s*")
-_REGISTERS = {
-    "pred": "bool",
-    "b32": "unsigned",
-    "u32": "unsigned",
-    "s32": "int",
-    "f32": "float",
-    "b16": "unsigned short",
-}
-_REGISTERS |= {"b64": "unsigned long long", "u64": "unsigned long long", "s64": "long long"}
+_INSTRUCTION = re.compile(r"(?P<opcode>[\w.:]+)\s*(?P<operands>.*)", re.DOTALL)
+_REGISTERS = {"u32": "unsigned"}
 
 
 def translate(source: str) -> str:
@@ -87,9 +76,6 @@ def _statement(body: str) -> str:
     statements = []
     for line in re.split(r"[;\n]|(?<=\{)(?!\s*%)|(?=\}\s*$)", code):
         line = line.strip()
-        if label := _LABEL.match(line):
-            statements.append(f"{label[1]}:")
-            line = line[label.end() :]
         if line in ("", "{", "}"):
             statements.append(line)
         elif declared := _DECLARATION.fullmatch(line):
@@ -99,14 +85,8 @@ def _statement(body: str) -> str:
             if instruction is None:
                 raise ValueError(f"cannot read the PTX instruction {line!r}")
             name = instruction["opcode"].replace("::", "__").replace(".", "_")
-            if name == "bra":
-                call = f"goto {instruction['operands'].strip()};"
-            else:
-                arguments = [operand(part) for part in _split(instruction["operands"], ",") if part.strip()]
-                call = f"simt::ptx::{name}({', '.join(arguments)});"
-            if instruction["predicate"]:
-                call = f"if ({instruction['negated']}{instruction['predicate']}) {call}"
-            statements.append(call)
+            arguments = [operand(part) for part in _split(instruction["operands"], ",") if part.strip()]
+            statements.append(f"simt::ptx::{name}({', '.join(arguments)});")
     return "do { " + " ".join(statements) + " } while (false)"
 
 

@@ -14,10 +14,11 @@ from ...functional.sampling import random_names
 from ...plans import plan_of_sample, topk_plan
 from ...problem import Sample, SampleProblem, TopK, TopKState
 from ...rows import LogitRows, like
-from .changed_scores import Change, edited
 
 # Up to this V, torch's argmax is as quick on a GPU as our kernel, and the host launches it in a third of the time.
 _ARGMAX_VOCAB_SIZE = 1 << 16
+# The new scores [R, S] of the tokens [R, S], given their scores [R, S] before. A token's new score does not depend on its place.
+Change = Callable[[Tensor, Tensor], Tensor]
 
 
 class Rows:
@@ -104,7 +105,7 @@ class Rows:
         return self._run(rows, k, "log_softmax", "all", beam_scores)
 
     def edited(self, ids: Tensor, change: Change, replaces_row: bool) -> Rows:
-        """Rows of float32 logits in which the tokens `ids` [R, S] have other scores. See :func:`changed_scores.edited`."""
+        """Rows of float32 logits in which the tokens `ids` [R, S] have other scores. See :func:`edited`."""
         return Rows(edited(self.logits, ids, change, replaces_row), self.backend, self.generator)
 
     def draws(self, parameters: Mapping[str, float]) -> bool:
@@ -148,3 +149,26 @@ class Rows:
         scores = None if beam_scores is None else like(beam_scores)
         name = backends.name_of(self.backend)
         return topk_plan(rows.logits.device, rows.layout(), k, values, normalize, name, scores).run(rows, beam_scores)
+
+
+def edited(logits: Tensor, ids: Tensor, change: Change, replaces_row: bool, start: int = 0) -> Tensor:
+    """float32 [R, n]: a copy of the logits [R, n] in which some tokens have the scores that `change` gives them.
+
+    A draw reads such a copy where processors change scores. Nothing here waits for the device.
+
+    Args:
+        ids: int64 [R, S], possibly repeated. A token outside the columns counts as the nearest column.
+        replaces_row: whether all scores are -inf before the change.
+        start: the token of the first column.
+    """
+    columns = logits.shape[1]
+    if replaces_row:
+        scores = torch.full_like(logits, -torch.inf, dtype=torch.float32)
+    else:
+        scores = logits.to(torch.float32, copy=True)
+    if not columns:
+        return scores
+    ids = ids.clamp(start, start + columns - 1)
+    places = ids - start if start else ids
+    # A repeated token gets the same score each time.
+    return scores.scatter_(1, places, change(ids, scores.gather(1, places)))

@@ -19,8 +19,7 @@ from ...distributed.functions import gather_states
 from ...operators import calls
 from ...problem import Sample, TopK, TopKState
 from ..choice import masks
-from ..choice.changed_scores import Change, edited
-from ..choice.rows import Rows
+from ..choice.rows import Change, Rows, edited
 from .sharded_logits import ShardedLogits
 
 

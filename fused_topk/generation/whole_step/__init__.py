@@ -21,7 +21,7 @@ generate() prepares a call as ever. `generation/__init__.py` lists the private n
     row_form             the second form of the forward pass, with a row for each beam
     facts                what can be read from a model and its configuration
     head                 the choice from hidden states on a CPU, for which no logits are computed
-    choosing, scan       the choice from logits to which the call's processors are applied
+    choosing             the choice from logits to which the call's processors are applied
     given_cache          a cache of transformers that a call goes on with, or leaves for the next call
     room                 for how many new tokens there is room, which grows
     shape, kept, store, compiled, graphs    steps for later calls of the same shape: compiled, captured as CUDA graphs, or both

@@ -64,22 +64,15 @@ def plain(
     if options.get("s_aux") is not None:
         raise ValueError("attention with s_aux, which transformers' function for `sdpa` leaves out")
     options["softcap"] = None
-    return _attend(module, query, key, value, attention_mask, **options)
+    return capped(module, query, key, value, attention_mask, **options)
 
 
 def capped(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    """Attention of models of any other implementation."""
-    return _attend(module, query, key, value, attention_mask, **options)
-
-
-def _attend(
     module: Any,
     query: Tensor,  # [rows, heads, length, dim]
     key: Tensor,  # [batch, key heads, places, dim]
     value: Tensor,
-    mask: Tensor | None,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
@@ -87,10 +80,12 @@ def _attend(
     s_aux: Tensor | None = None,  # [heads], the scores of sinks
     **options: Any,
 ) -> tuple[Tensor, None]:
+    """Attention of models of any other implementation."""
     # Such as a bias of positions. A trial might not show that it is left out.
     unknown = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _NOT_READ]
     if unknown:
         raise ValueError(f"attention with {unknown[0]}")
+    mask = attention_mask
     rows, heads, length, dim = query.shape
     batch, key_heads = key.shape[:2]
     groups, beams = heads // key_heads, rows // batch

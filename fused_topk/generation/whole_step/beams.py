@@ -153,7 +153,8 @@ def choose(
     )
     # Not torch.isin, which for many end tokens waits for the device.
     has_ended = (token.unsqueeze(-1) == constants.ends).any(-1) | are_last
-    running = _best(continued._replace(scores=scores + _void(has_ended)), count)
+    going_on = continued._replace(scores=scores + _void(has_ended))
+    running = going_on.pick(_order(going_on.scores)[:, :count])
 
     # The best of the texts that had ended, and of those that end now and are among the best continuations.
     length = _divisor(step + 1, constants.length_penalty)
@@ -179,10 +180,6 @@ def choose(
 def _void(does_not_count: Tensor) -> Tensor:
     """float32: what is added to a score. bool times number would have the user's default dtype."""
     return does_not_count.float() * VOID
-
-
-def _best(of: Hypotheses, count: int) -> Hypotheses:
-    return of.pick(_order(of.scores)[:, :count])
 
 
 def _order(scores: Tensor) -> Tensor:

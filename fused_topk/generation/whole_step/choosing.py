@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ... import backends
+from ...backends import reference
 from ..choice import tokens
-from ..choice.edit import NotSparse
+from ..choice.edit import Edit, NotSparse
+from ..choice.rows import Rows
+from ..choice.selection import Candidates
 from ..edits.plan import Plan
 from ..tensor_parallel.group import of_first
 from . import beams, texts
@@ -19,7 +23,6 @@ from .criteria import Criteria
 from .head import Head
 from .reasons import Declined
 from .results import KeptOutputs
-from .scan import Scan
 
 
 class Place(NamedTuple):
@@ -76,7 +79,7 @@ class Choices(NamedTuple):
             else ids
         )
         never_declines = bool(self.config.do_sample) or self.plan.keeps_state
-        scan = Scan(self.plan, logits, text, are_log_probs=not is_greedy, never_declines=never_declines)
+        scan = _Scan(self.plan, logits, text, are_log_probs=not is_greedy, never_declines=never_declines)
         if kept is not None:
             kept.add(logits, scan.dense)
         if is_greedy:
@@ -109,7 +112,7 @@ class Choices(NamedTuple):
         continued = torch.cat([continued, token[..., None]], 2)
         return self.criteria.end(continued.flatten(0, 1)).view_as(indices)
 
-    def _greatest(self, scan: Scan) -> Tensor:
+    def _greatest(self, scan: _Scan) -> Tensor:
         found = None
         if not scan.is_dense:
             try:
@@ -119,7 +122,7 @@ class Choices(NamedTuple):
                     raise
         return scan.dense().argmax(-1) if found is None else found
 
-    def _drawn(self, scan: Scan) -> Tensor:
+    def _drawn(self, scan: _Scan) -> Tensor:
         sampled = None if scan.is_dense else tokens.sampled(scan.rows, scan.edits, self.plan.filters)
         if sampled is not None and not tokens.has_no_distribution(sampled):
             return sampled.tokens.squeeze(1)
@@ -128,7 +131,7 @@ class Choices(NamedTuple):
             return torch.multinomial(scan.dense().softmax(-1), 1).squeeze(1)
         return tokens.drawn(left).squeeze(1)
 
-    def _continuations(self, scan: Scan, state: Beams) -> tuple[Tensor, Tensor]:
+    def _continuations(self, scan: _Scan, state: Beams) -> tuple[Tensor, Tensor]:
         number, beam_scores = self.rules.kept, state.running.scores
         if self.config.do_sample:
             return self._drawn_continuations(scan, beam_scores)
@@ -137,7 +140,7 @@ class Choices(NamedTuple):
             raise Declined("more continuations than the kernels list")
         return found
 
-    def _drawn_continuations(self, scan: Scan, beam_scores: Tensor) -> tuple[Tensor, Tensor]:
+    def _drawn_continuations(self, scan: _Scan, beam_scores: Tensor) -> tuple[Tensor, Tensor]:
         number = self.rules.kept
         left = scan.left_over(-(-number // self.rules.beams))
         if left is None:
@@ -148,6 +151,51 @@ class Choices(NamedTuple):
             scores, indices = tokens.drawn_continuations(left, beam_scores, scan.rows.vocab_size, number)
         scores, order = scores.sort(dim=-1, descending=True, stable=True)
         return scores, indices.gather(1, order)
+
+
+class _Scan:
+    """One step's logits, and what its processors do to them.
+
+    is_dense: whether the processors change too many tokens for a list of edits.
+    """
+
+    def __init__(self, plan: Plan, logits: Tensor, text: Tensor, are_log_probs: bool, never_declines: bool) -> None:
+        backend = backends.pick(logits.device, logits.dtype, 1, None)
+        if backend is reference:
+            raise Declined(f"no kernels for {logits.dtype} on {logits.device.type}")
+        self.rows = Rows(logits, backend)
+        self.is_dense = False
+        self.edits: list[Edit] = []
+        self._plan = plan
+        self._text = text
+        self._are_log_probs = are_log_probs
+        self._dense: Tensor | None = None
+        # See `Step.answered`.
+        self._answered: dict[int, Any] = {}
+        try:
+            self.edits = plan.edits(text, self.rows, are_log_probs, self._answered)
+        except NotSparse:
+            # A call that samples must not begin anew: that would prefer draws after which no step declines.
+            if not never_declines:
+                raise
+            self.is_dense = True
+
+    def left_over(self, at_least: int) -> Candidates | None:
+        """The tokens that the warpers leave, from a list of each row's best; None where the list may be too short."""
+        if self.is_dense:
+            return None
+        try:
+            return tokens.left_over(self.rows, self.edits, self._plan.filters, at_least, self._are_log_probs)
+        except NotSparse:
+            return None
+
+    def dense(self) -> Tensor:
+        """float32 [R, V]: the scores as the stock processors give them."""
+        if self._dense is None:
+            scores = self.rows.logits.to(torch.float32, copy=True)
+            scores = scores.log_softmax(-1) if self._are_log_probs else scores
+            self._dense = self._plan.run_stock(self._text, scores, self._answered)
+        return self._dense
 
 
 def _refuse_nan(scores: Tensor) -> None:

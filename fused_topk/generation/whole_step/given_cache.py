@@ -84,10 +84,11 @@ def reason_against(cache: Any, config: Any) -> str | None:
     return None
 
 
-def past_of(cache: Any, rows: int, beams: int, like: Tensor) -> Past | None:
-    """What the cache of a model without an encoder holds; None where it is empty.
+def past_of(cache: Any, rows: int, beams: int, like: Tensor) -> Past:
+    """What the cache of a model without an encoder holds.
 
     Args:
+        cache: one that is used.
         rows: of the call, `beams` for each sequence.
         like: a weight of the model.
 
@@ -95,8 +96,6 @@ def past_of(cache: Any, rows: int, beams: int, like: Tensor) -> Past | None:
         Declined: this call cannot go on with the cache.
     """
     length = int(cache.get_seq_length())
-    if not length:
-        return None
     layers: list[tuple[Tensor, Tensor] | None] = []
     are_same = torch.ones((), dtype=torch.bool, device=like.device)
     for layer in cache.layers:

@@ -80,13 +80,15 @@ class Graph:
             try:
                 with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     # The output lies in the graph's own memory, and each replay writes it anew.
-                    self.output = run()
+                    self._output = run()
             finally:
                 _clear_workspaces()
             self.num_bytes = max(0, torch.cuda.memory_reserved(device) - before)
 
-    def replay(self) -> None:
+    def replay(self) -> Any:
+        """Launches all again. Returns the output."""
         self._graph.replay()
+        return self._output
 
 
 def _clear_workspaces() -> None:
@@ -175,26 +177,15 @@ class _Copy:
     device: torch.device
 
     def __init__(self, tokens: Tensor | None) -> None:
-        self.event, self.flag = _new()
-        self.tokens = None if tokens is None else _on_the_host(tokens)
+        # Tensors that a GPU writes to while the host goes on.
+        on_host: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+        self.event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.flag = torch.empty((), dtype=torch.bool, **on_host)
+        self.tokens = None if tokens is None else torch.empty(tokens.shape, dtype=tokens.dtype, **on_host)
 
     def begin(self, flag: Tensor, tokens: Tensor | None) -> None:
         self.device = flag.device
         self.flag.copy_(flag, non_blocking=True)
         if self.tokens is not None and tokens is not None:
             self.tokens.copy_(tokens, non_blocking=True)
-        _record(self.event, flag.device)
-
-
-def _new() -> tuple[Any, Tensor]:
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    return event, torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-
-
-def _on_the_host(like: Tensor) -> Tensor:
-    """An empty tensor that a GPU writes to while the host goes on."""
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
-
-
-def _record(event: Any, device: torch.device) -> None:
-    event.record(torch.cuda.current_stream(device))
+        self.event.record(torch.cuda.current_stream(flag.device))

@@ -145,7 +145,7 @@ class KeptStep:
         """
         state = state.with_room(self.decoder.capacity)
         if self._state is None:
-            self._state, self._constants = _copies(state), _copies(constants)
+            self._state, self._constants = (_mapped(torch.clone, each) for each in (state, constants))
         _write((self._state, self._constants), (state, constants))
         self.count.fill_(1)
         self._last.fill_(last)
@@ -231,7 +231,7 @@ class KeptStep:
                     return run
                 graph = self._captured(run)
                 self._graphs.append(graph)
-                return _Replay(graph)
+                return graph.replay
             # An error of torch.compile, of the C++ compiler, or of the capture. Whatever it is, the call runs without.
             except Exception as error:
                 if number == len(ways):
@@ -274,15 +274,6 @@ class KeptStep:
             shape.way,
             seconds,
         )
-
-
-class _Replay:
-    def __init__(self, graph: graphs.Graph) -> None:
-        self._graph = graph
-
-    def __call__(self) -> Any:
-        self._graph.replay()
-        return self._graph.output
 
 
 def _advance(
@@ -341,10 +332,6 @@ def _mapped(function: Callable[..., Tensor], *of: Any) -> Any:
     if isinstance(of[0], Tensor):
         return function(*of)
     return type(of[0])(*(_mapped(function, *each) for each in zip(*of, strict=True)))
-
-
-def _copies(value: Any) -> Any:
-    return _mapped(torch.clone, value)
 
 
 def _write(to: Any, of: Any) -> None:

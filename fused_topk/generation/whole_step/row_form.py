@@ -55,10 +55,8 @@ class RowLayer(SharedPromptLayer):  # type: ignore[no-untyped-call]
         return self.rows(0, places.shown, places.past)
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        # Before transformers 5.5 the argument holds the positions of the queries.
-        length = query_length if isinstance(query_length, int) else len(query_length)
         places = self._places
-        return places.num_past + length if places.is_reading_prompt else places.prompt + places.shown, 0
+        return super().get_mask_sizes(query_length) if places.is_reading_prompt else (places.prompt + places.shown, 0)
 
 
 class RowDecoder(Decoder):

@@ -50,7 +50,7 @@ class Shape(NamedTuple):
     prompt: int
     source: int | None  # the length of an encoder's output
     beams: int
-    num_ends: int  # tokens that end a text
+    kept: int  # continuations that are looked at: see Rules
     axes: tuple[int, ...]  # of positions
     device: torch.device
     way: Way
@@ -66,17 +66,12 @@ class Shape(NamedTuple):
             source = source if prompt.source.is_text is None else rounded_up(source)
         mode = torch.is_inference_mode_enabled()
         length = length if prompt.is_exact else rounded_up(length)
-        return Shape(batch, length, source, rules.beams, rules.num_ends, prompt.axes, prompt.ids.device, way, mode)
+        return Shape(batch, length, source, rules.beams, rules.kept, prompt.axes, prompt.ids.device, way, mode)
 
     def of_code(self) -> Shape:
         """The same for all shapes that share compiled code. A size of 1 needs other code; all greater sizes share it."""
         source = None if self.source is None else min(self.source, 2)
         return self._replace(batch=min(self.batch, 2), prompt=min(self.prompt, 2), source=source)
-
-    @property
-    def kept(self) -> int:
-        """See :attr:`Rules.kept`."""
-        return (1 + self.num_ends) * self.beams
 
 
 def most_room(rules: Rules) -> int:

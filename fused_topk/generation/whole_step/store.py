@@ -27,7 +27,6 @@ class Store:
     """The steps that are kept of one model."""
 
     def __init__(self) -> None:
-        self._has_collectives = False
         self._kept: OrderedDict[Shape, KeptStep] = OrderedDict()
         self._codes = Codes()
         self._used: set[Shape] = set()
@@ -51,7 +50,6 @@ class Store:
                 raise NotKept("another call of the same shape runs")
             self._used.add(shape)
             if group is not None:
-                self._has_collectives = True
                 _with_collectives.add(self)
             step = self._kept.pop(shape, None)
         try:
@@ -72,7 +70,7 @@ class Store:
     def release(self) -> None:
         """Drops steps that hold collectives: NCCL destroys no communicator before the graphs that use it are gone."""
         with self._lock:
-            if self._has_collectives:
+            if self in _with_collectives:
                 self._kept.clear()
 
     def made(self, shape: Shape) -> tuple[Any, ...]:
