@@ -286,7 +286,9 @@ def _search(
     with_source = "encoder_outputs" in inputs
     if with_source:
         prompt = prompts.with_source(ready, ids, beams, longest, inputs)
-    elif reasons.prepares_itself(twin) or reasons.unknown_inputs(inputs, False):
+    elif (
+        reasons.prepares_itself(twin) or reasons.unknown_inputs(inputs, False) or _has_axes(inputs.get("position_ids"))
+    ):
         prompt = prompts.prepared_by_model(ready, ids, beams, longest, inputs)
     else:
         prompt = prompts.of_text(ready, ids, beams, longest, config, inputs)
@@ -312,6 +314,11 @@ def _search(
         # In stock generate() the model reads it once a text has ended before the others, and raises.
         raise Declined("a pad_token_id that is no token")
     return Search(twin, prompt, rules, plan, criteria, config, padding, ready.store, way, ready.head, streamer)
+
+
+def _has_axes(positions: Any) -> bool:
+    """Whether a position has several numbers, as in versions of transformers that make those of images for text alone, too."""
+    return isinstance(positions, Tensor) and positions.dim() > 2
 
 
 def _tokens(value: Any) -> tuple[int, ...]:
