@@ -25,7 +25,7 @@ from ..backends import cuda
 from ..cuda_runtime import driver
 from ..layout import full_row_launch, launch, router_launch
 from ..problem import TopkProblem
-from ..rows import DTYPES, LogitRows
+from ..rows import DTYPES, LogitRows, named
 
 _TOPK_VALUES = {
     "softmax_topk": "softmax",
@@ -182,12 +182,7 @@ class _Calls(NamedTuple):
 
 
 def _names(functions: Any) -> list[str]:
-    names = [functions] if isinstance(functions, str) else _listed(functions)
-    if names is None:
-        raise TypeError(
-            f"`functions` must be the names of one or several functions, got {type(functions).__name__}; pass a str or "
-            "a list of them"
-        )
+    names = _several(functions)
     for name in names:
         if name in _OF_LM_HEADS:
             raise ValueError(
@@ -199,51 +194,44 @@ def _names(functions: Any) -> list[str]:
 
 
 def _dtypes(dtypes: Any) -> list[torch.dtype]:
-    of_dtypes = None if isinstance(dtypes, str) else _listed(dtypes)
-    for dtype in [dtypes] if of_dtypes is None else of_dtypes:
+    of_dtypes = _several(dtypes)
+    for dtype in of_dtypes:
         if dtype not in DTYPES:
-            raise TypeError(
-                f"`dtypes` must be one or several of {', '.join(map(str, DTYPES))}, got {dtype!r}; pass those of the logits"
-            )
-    return [dtypes] if of_dtypes is None else of_dtypes
+            raise TypeError(f"`dtypes` must be of {named(DTYPES, 'and')}, got {dtype!r}; pass those of the logits")
+    return of_dtypes
 
 
 def _ks(k: Any) -> list[int]:
-    ks = None if isinstance(k, str) else _listed(k)
-    for each in [k] if ks is None else ks:
+    ks = _several(k)
+    for each in ks:
         check_int("k", each)
-    return [k] if ks is None else ks
+    return ks
 
 
 def _shapes(shapes: Any) -> list[tuple[int, ...]]:
-    listed = _listed(shapes)
-    is_one = listed is not None and all(isinstance(size, (int, np.integer)) for size in listed)
-    several = [listed] if is_one else [shapes] if listed is None else listed
-    return [_shape(shape) for shape in several]
+    several = _several(shapes)
+    is_one = isinstance(shapes, Iterable) and all(isinstance(size, (int, np.integer)) for size in several)
+    return [_shape(shape) for shape in ([tuple(several)] if is_one else several)]
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
-    sizes = _listed(shape)
-    if sizes is None:
+    is_of_sizes = isinstance(shape, Iterable) and not isinstance(shape, (str, Tensor))
+    sizes: list[Any] = list(shape) if is_of_sizes else [None]
+    if any(isinstance(size, bool) or not isinstance(size, (int, np.integer)) for size in sizes):
         raise TypeError(
-            f"`shapes` must be one or several shapes of logits, got {type(shape).__name__}; pass (rows, V) or a list of such shapes"
+            f"`shapes` must be one or several shapes of logits, got {shape!r}; pass (rows, V) or a list of such shapes"
         )
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"`shapes` must have sizes of 0 or more, got {shape}; pass shapes that logits have")
     if not sizes:
         raise ValueError("`shapes` must have the vocabulary as their last dimension, got an empty one; leave it out")
-    for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
-            raise TypeError(f"`shapes` must have ints as sizes, got {type(size).__name__}; use int(...)")
-    if min(sizes) < 0:
-        raise ValueError(
-            f"`shapes` must have sizes of 0 or more, got {tuple(map(int, sizes))}; pass shapes that logits have"
-        )
     check_vocabulary(sizes[-1], "shapes")
     return tuple(map(int, sizes))
 
 
-def _listed(value: Any) -> list[Any] | None:
-    """The elements of an iterable. None for anything else; a str and a tensor of logits count as one value."""
-    return list(value) if isinstance(value, Iterable) and not isinstance(value, (str, Tensor)) else None
+def _several(value: Any) -> list[Any]:
+    """The elements of an iterable. Anything else, and a str or a tensor, is the only element."""
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, (str, Tensor)) else [value]
 
 
 def _gpu(device: torch.device | str | int | None) -> torch.device:
