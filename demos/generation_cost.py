@@ -265,6 +265,9 @@ def main(
         raise typer.BadParameter(f"`--case` must be of {', '.join(CASES)}, got {unknown[0]!r}")
     transformers.logging.set_verbosity_error()
     place = device_of(device)
+    if place.type == "cuda":
+        # What counts memory looks at the current GPU.
+        torch.cuda.set_device(place)
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     results: dict[str, Any] = {**origin(describe()), "device": str(place), "dtype": str(dtype), "cases": {}}
     print("times in µs of one step, stock / fused; alone: beam_topk or topk on the same logits")

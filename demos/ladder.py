@@ -60,7 +60,10 @@ def main(
     if from_json:
         run = older_run(from_json)
     else:
-        run = climb(device_of(device) if device else best_device(), most)
+        chosen = device_of(device) if device else best_device()
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        run = climb(chosen, most)
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     print_ladder(run, console)
     print_rows(run, console)

@@ -104,8 +104,8 @@ def translate_with(name_or_path: str, texts: list[str], beams: int, target: str)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, local_files_only=True)
         model = AutoModelForSeq2SeqLM.from_pretrained(name_or_path, local_files_only=True).eval()
-    # The loaders raise errors of many kinds, and all of them mean the same here.
-    except Exception as error:
+    # No such folder, no such files in it, or a model of another kind.
+    except (OSError, ValueError) as error:
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise typer.BadParameter(
             f"--model must be an encoder-decoder on this disk, got {name_or_path!r} ({cause})"

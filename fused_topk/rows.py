@@ -7,8 +7,9 @@ wanted, is a small class for each family (:mod:`fused_topk.problem`).
 
 A new field of LogitRows needs a check in ``check_rows()`` and in ``plain_rows()`` of row_arguments.py, a layout in
 :class:`RowsLayout`, a type in ``ROWS_SCHEMA``, and a place in ``flat()``, ``layout()`` and ``given()``. A field that says how logits are
-scaled belongs to :class:`fused_topk.scale.Scale`, too. Besides these files those that plan a launch name the fields:
-``topk_launch.py``, ``launch.py`` and ``cpu.py``. All others make rows from other rows by the methods below, which keep every field.
+scaled belongs to :class:`fused_topk.scale.Scale`, too. Besides these files those that plan a launch name the fields
+(``topk_launch.py``, ``launch.py``, ``cuda.py``, ``cpu.py``), and those that take a scale apart: ``grep -rn row_temperature fused_topk``.
+All others make rows from other rows by the methods below, which keep every field.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class LogitRows(NamedTuple):
     # (...), int32 or int64: tokens from a row's length on count as -inf and are not read. Lengths outside of 0 to V are clamped.
     lengths: Tensor | None = None
 
-    @property
+    # Not a property, which torch.compile of torch 2.6 cannot read from a named tuple.
     def scale(self) -> Scale:
         """The fields that say how the logits are scaled."""
         return Scale(self.temperature, self.row_temperature)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How logits are scaled: a logit x counts as x / T, with the temperature T, in every exponential and in every result but raw
-logits. All formulas of Python that have a temperature are here. The kernels have theirs in csrc/rows/scale.cuh and
-csrc/cpu/row_state.h.
+logits. The formulas of the package's functions are here. CONTRIBUTING.md ("Find your way") says where the kernels have theirs.
 """
 
 from __future__ import annotations
@@ -18,36 +17,37 @@ class Scale(NamedTuple):
     temperature: float = 1.0  # positive and finite (0 too for draws); ignored where row_temperature is given
     row_temperature: Tensor | None = None  # (...), float32, or float64 for float64 logits and for draws
 
-    @property
+    # Not a property, which torch.compile of torch 2.6 cannot read from a named tuple.
     def _divisor(self) -> float | Tensor:
         """T in a form that broadcasts to the logits."""
         return self.temperature if self.row_temperature is None else self.row_temperature.unsqueeze(-1)
 
     def scaled(self, x: Tensor) -> Tensor:
         """x / T"""
-        return x / self._divisor
+        return x / self._divisor()
 
     def log_weight(self, x: Tensor, m: Tensor) -> Tensor:
         """(x - m) / T"""
-        return (x - m) / self._divisor
+        return (x - m) / self._divisor()
 
     def weight(self, x: Tensor, m: Tensor, out: Tensor | None = None) -> Tensor:
         """exp((x - m) / T). out: a tensor to compute it in, which may be x."""
-        return torch.exp(torch.div(torch.sub(x, m, out=out), self._divisor, out=out), out=out)
+        return torch.exp(torch.div(torch.sub(x, m, out=out), self._divisor(), out=out), out=out)
 
     def logsumexp(self, m: Tensor, d: Tensor) -> Tensor:
         """m / T + log d"""
-        return m / self._divisor + d.log()
+        return m / self._divisor() + d.log()
 
     def back(self, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """The gradient of the logits, given that of the scaled logits. out: as for weight()."""
-        return torch.div(gradient, self._divisor, out=out)
+        return torch.div(gradient, self._divisor(), out=out)
 
-    def checked(self, dtype: torch.dtype) -> Scale:
+    def with_nan(self, dtype: torch.dtype) -> Scale:
         """The same in a dtype to compute in. A row whose temperature is not positive has NaN, so that its results are NaN."""
-        if self.row_temperature is None:
-            return self
-        return Scale(row_temperature=self.row_temperature.to(dtype).where(self.row_temperature > 0, torch.nan))
+        of_rows = self.row_temperature
+        return (
+            self if of_rows is None else self._replace(row_temperature=of_rows.to(dtype).where(of_rows > 0, torch.nan))
+        )
 
 
 # The fields of Scale as the arguments of an operator of torch.library.

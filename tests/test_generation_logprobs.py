@@ -161,7 +161,7 @@ def test_next_token_topk_says_what_is_wrong():
             ValueError,
             r"`inputs` must have ids of shape .* at least one token .* got \(2, 0\)",
         ),
-        (torch.zeros(2, 2), TypeError, "`inputs` must have ids of integers, got torch.float32"),
+        (torch.zeros(2, 2), TypeError, "`inputs` must have ids of int64 or int32, got torch.float32"),
         (torch.zeros(2, 2, device="meta").long(), ValueError, "`inputs` must have ids on the model's device, got meta"),
         ({"input_ids": [[5, 9]]}, TypeError, "`inputs` must have ids as a tensor, got list; .*return_tensors='pt'"),
     ],

@@ -5,8 +5,8 @@
 //     a + b    = (m, a.d e^((a.m - m)/T) + b.d e^((b.m - m)/T)),   m = max(a.m, b.m)
 //
 // d is kept relative to m, so a common offset of the logits costs no accuracy. The exponentials are 2^((x - m) * scale) with
-// scale = log2(e) / T: the temperature costs nothing. `EXP2` is the caller's 2^x, so that this file needs no maths library: on a
-// GPU the hardware's instruction. The CPU merges blocks in float64 by a rule of its own (row_state.h).
+// scale = log2(e) / T: the temperature costs nothing. `EXP2` is the caller's 2^x, the hardware's instruction on a GPU, so that
+// this file needs no maths library. The CPU merges blocks in float64 (`merge` of row_state.h).
 #pragma once
 
 #include "order.h"

@@ -32,7 +32,7 @@ struct ScaleOfRows {
 using RowScale = ScaleOfRows<float>;
 using DrawScale = ScaleOfRows<double>;
 
-// For sums.
+// For sums. What Python calls a Scale is ScaleOfRows here.
 struct Scale {
   float factor = kLog2E;  // log2(e) / T
 

@@ -251,7 +251,7 @@ def _layout_of(rows: LogitRows, instruction_set: str) -> Any:
         _DTYPES[logits.dtype],
         logits.shape,
         logits.stride(),
-        *_layout_of_scale(rows.scale),
+        *_layout_of_scale(rows.scale()),
         _NO_MASK if mask is None else _BOOL_MASK if mask.dtype is torch.bool else _PACKED_MASK,
         () if mask is None else mask.stride(),
         lengths is not None and lengths.dtype is torch.int64,

@@ -100,7 +100,7 @@ def row_topk(problem: TopkProblem, out: TopK) -> None:
     out.indices.copy_(indices)
 
     dtype = working_dtype(rows.logits)
-    scale = rows.scale.checked(dtype)
+    scale = rows.scale().with_nan(dtype)
     x = rows.counted(problem.normalize).to(dtype)
     m, d = _normalizer(x, scale)
     if problem.values == "state":
@@ -147,7 +147,7 @@ def merge(problem: MergeProblem, out: TopK) -> None:
     chosen = gather(candidates, best)
 
     dtype = working_dtype(problem.logits)
-    scale = problem.scale.checked(dtype)
+    scale = problem.scale.with_nan(dtype)
     of_parts = problem.m.to(dtype).movedim(0, -1)
     greatest = of_parts.amax(-1, keepdim=True)
     m = greatest.where(greatest.isfinite(), 0.0)
@@ -190,7 +190,7 @@ def _merge_order(candidates: Tensor, indices: Tensor) -> Tensor:
 def full_rows(problem: FullRowProblem, out: Tensor) -> None:
     """Probabilities, log-probabilities or the logsumexp of every row."""
     x = problem.rows.counted().to(working_dtype(problem.rows.logits))
-    scale = problem.rows.scale.checked(x.dtype)
+    scale = problem.rows.scale().with_nan(x.dtype)
     m, d = _normalizer(x, scale)
     if problem.values == "logsumexp":
         out.copy_(scale.logsumexp(m, d).squeeze(-1))

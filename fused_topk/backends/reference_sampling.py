@@ -28,7 +28,7 @@ def draw(problem: SampleProblem, out: Sample) -> None:
     order = ranking(x)
     ranked = gather(x, order).to(dtype)
     best = ranked[:, :1]
-    temperature = column(*rows.scale, dtype, x.device)
+    temperature = column(*rows.scale(), dtype, x.device)
     has_distribution = best.isfinite()
     is_drawn = has_distribution & (temperature > 0)
     m = best.where(has_distribution, 0.0)

@@ -233,7 +233,7 @@ def gather_states(
     if state is not None and has_gradient:
         parts = _with_own(parts, dist.get_rank(group), state)
 
-    return Gathered(parts, rows.scale, tails, _vocab_size(everywhere, k, length, of_row))
+    return Gathered(parts, rows.scale(), tails, _vocab_size(everywhere, k, length, of_row))
 
 
 def exchange_state(
@@ -320,10 +320,12 @@ def _with_own(parts: Parts, rank: int, own: TopK) -> Parts:
     """The parts with this process's state in place of its copy, so that gradients reach the logits."""
     values, normalizer = _OnceDifferentiable.apply(own.values, own.logsumexp)  # type: ignore[no-untyped-call]
     live = (values, own.indices, *normalizer.unbind(0))
+    # Not a slice: torch.compile of torch 2.6 cannot trace one of a named tuple.
+    *of_parts, lengths = parts
     logits, indices, m, d = (
-        torch.cat((of_all[:rank], of_own.unsqueeze(0), of_all[rank + 1 :])) for of_all, of_own in zip(parts[:4], live)
+        torch.cat((of_all[:rank], of_own.unsqueeze(0), of_all[rank + 1 :])) for of_all, of_own in zip(of_parts, live)
     )
-    return Parts(logits, indices, m, d, parts.lengths)
+    return Parts(logits, indices, m, d, lengths)
 
 
 class _OnceDifferentiable(torch.autograd.Function):

@@ -217,8 +217,8 @@ class _Head(torch.autograd.Function):
         head = LinearProblem(rows, weight, bias, own_targets, normalize)
         state, own_logits = _state(head, k, backend)
         parts, logits = exchange_state(state, length, normalize, group, own_logits)
-        best, indices, logsumexp = calls.merge_parts(*parts, k, *rows.scale, values, normalize, backend)
-        normalizer = calls.merge_parts(*parts, 1, *rows.scale, "state", normalize, backend)[2]
+        best, indices, logsumexp = calls.merge_parts(*parts, k, *rows.scale(), values, normalize, backend)
+        normalizer = calls.merge_parts(*parts, 1, *rows.scale(), "state", normalize, backend)[2]
         ends = parts.lengths.cumsum(0)
         logprobs = hidden.new_empty(0, dtype=result_dtype(hidden.dtype))
         if targets is not None and logits is not None:
@@ -228,7 +228,7 @@ class _Head(torch.autograd.Function):
             of_owner = logits.gather(0, owner.clamp_(max=len(ends) - 1).unsqueeze(0)).squeeze(0)
             m, d = normalizer.unsqueeze(-1).unbind(0)
             is_known = has_target & m.isfinite() & d.log().isfinite()
-            logprobs = (rows.scale.log_weight(of_owner.to(m.dtype), m) - d.log()).where(is_known, torch.nan)
+            logprobs = (rows.scale().log_weight(of_owner.to(m.dtype), m) - d.log()).where(is_known, torch.nan)
         ctx.mark_non_differentiable(indices)
         ctx.settings = settings
         own = indices - (ends[dist.get_rank(group)] - length)

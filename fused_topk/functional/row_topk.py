@@ -317,6 +317,7 @@ def _row(
         and type(normalize) is str
         and backend in _BACKENDS
         and targets is None
+        and type(target_ties) is str
         and target_ties == "index"
         and (out is None or _may_be_plain(out))
     ):

@@ -278,7 +278,9 @@ def _planned(
 def _with_ranks(result: Sample, rows: LogitRows, backend: str | None) -> Sample:
     """Adds the ranks of the drawn tokens."""
     # torch.compile of torch 2.11 does not trace _replace().
-    return Sample(*result[:-1], calls.target_ranks(rows, result.tokens, True, backend))
+    # Not a slice: torch.compile of torch 2.6 cannot trace one of a named tuple.
+    tokens, log_probs, topk, kept, _ = result
+    return Sample(tokens, log_probs, topk, kept, calls.target_ranks(rows, tokens, True, backend))
 
 
 def is_zero(value: Any) -> bool:

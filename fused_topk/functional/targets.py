@@ -21,7 +21,7 @@ def check_target_ties(target_ties: Any) -> None:
 
 
 def check_row_targets(targets: Any, logits: Tensor, out: Any) -> None:
-    """Checks targets beside `out`. Several targets of a row lie along the last dimension."""
+    """Checks targets, and that there is no `out`. Several targets of a row lie along the last dimension."""
     if out is not None:
         raise ValueError("`out` must be None where `targets` are given, got both; leave one out")
     check_targets(targets, logits)
@@ -78,7 +78,7 @@ def _logprobs(rows: LogitRows, targets: Tensor, first: Tensor, index: Tensor) ->
     best = rows.logits.gather(-1, index).to(first.dtype)
     # -inf - -inf would be NaN. A row whose best logit is -inf has no greater one.
     best = best.where(best != -torch.inf, 0.0)
-    logprobs = first + rows.scale.log_weight(rows.logits.gather(-1, tokens).to(first.dtype), best)
+    logprobs = first + rows.scale().log_weight(rows.logits.gather(-1, tokens).to(first.dtype), best)
     counted = rows.counted_at(tokens)
     if counted is not None:
         logprobs = logprobs.where(counted | first.isnan(), -torch.inf)

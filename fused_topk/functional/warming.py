@@ -148,7 +148,9 @@ class _Calls(NamedTuple):
             k = min(k, shape[-1]) if name == "topk_state" else k
             check_k(k, shape[-1] * (shape[1] if has_beams else 1))
             if 0 not in shape and backends.pick(self.gpu, dtype, k, None) is cuda:
-                problem = TopkProblem(read, k, _TOPK_VALUES[name], self.normalize)
+                # Calls of topk() have no `normalize`.
+                normalize = "allowed" if name == "topk" else self.normalize
+                problem = TopkProblem(read, k, _TOPK_VALUES[name], normalize)
                 yield cuda.topk_kernel(problem, self.gpu.index, scores)
 
     def _of_draws(self, shape: tuple[int, int], dtype: torch.dtype) -> Iterator[str]:

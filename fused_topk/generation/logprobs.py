@@ -122,7 +122,7 @@ def next_token_topk(model: nn.Module, inputs: Tensor | Mapping[str, Any], k: int
         TopK: log-probabilities float32 [batch, k], tokens int64 [batch, k], logsumexp float32 [batch].
 
     Raises:
-        TypeError: `inputs` are neither a tensor nor a mapping, or hold no ids of integers, or the model has no logits.
+        TypeError: `inputs` are neither a tensor nor a mapping, or hold no ids of integers; or `model` is no model, or has no logits.
         ValueError: `k` is out of range, the ids have another shape, or nothing says which token an encoder-decoder's texts begin with.
     """
     arguments, mask = _model_arguments(model, inputs)
@@ -174,9 +174,9 @@ def _check_ids(model: nn.Module, ids: Any) -> None:
         raise TypeError(
             f"`inputs` must have ids as a tensor, got {type(ids).__name__}; call the tokenizer with return_tensors='pt'"
         )
-    if ids.is_floating_point():
-        raise TypeError(f"`inputs` must have ids of integers, got {ids.dtype}; pass what the tokenizer gives")
-    # For these torch's embedding gives memory that nobody has written. Models may be on several other devices.
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"`inputs` must have ids of int64 or int32, got {ids.dtype}; pass what the tokenizer gives")
+    # For these torch's embedding gives memory that nobody has written. A model that is partly on disk has meta parameters, too.
     if ids.is_meta and not all(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("`inputs` must have ids on the model's device, got meta; use .to(model.device)")
     # Some models have several ids for a token, in further dimensions.

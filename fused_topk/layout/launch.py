@@ -189,7 +189,7 @@ def gradient_kernel(dtype: torch.dtype) -> str:
 # csrc/draws/sample_vocabulary.cu and csrc/draws/sample_rows.cu
 
 SUMMING_THREADS, SEARCHING_THREADS = 256, 512
-"""kThreads of csrc/draws/sample_vocabulary.cu and of sample_list.cuh there."""
+"""kSummingThreads of csrc/draws/sample_vocabulary.cu, and kThreads of sample_list.cuh there."""
 LONGEST_LIST = 1024
 """kLongestList of csrc/draws/sample_list.cuh."""
 

@@ -45,9 +45,9 @@ def _row_gradient(
 ) -> Tensor:
     """Gradient with respect to the logits, given those with respect to log-probabilities (..., k) and logsumexp (...)."""
     hidden = rows.uncounted(normalize)
-    p = rows.scale.scaled(rows.counted(normalize).to(grad_log_probabilities.dtype)).softmax(-1)
+    p = rows.scale().scaled(rows.counted(normalize).to(grad_log_probabilities.dtype)).softmax(-1)
     gradient = p * (grad_logsumexp - grad_log_probabilities.sum(-1)).unsqueeze(-1)
-    gradient = rows.scale.back(gradient.scatter_add(-1, indices, grad_log_probabilities))
+    gradient = rows.scale().back(gradient.scatter_add(-1, indices, grad_log_probabilities))
     # A hidden token counts as the constant -inf, even where it is among the k.
     return (gradient if hidden is None else gradient.masked_fill(hidden, 0.0)).to(rows.logits.dtype)
 
@@ -89,7 +89,7 @@ def _of_topk(
         p = values if ctx.values == "softmax" else values.exp()
         grad_log = grad_log - p * grad_log.sum(-1, keepdim=True)
         gradient = _row_gradient(rows, "topk", indices, torch.zeros_like(grad_log), grad_logsumexp)
-        chosen = torch.zeros_like(gradient).scatter_add(-1, indices, rows.scale.back(grad_log).to(gradient.dtype))
+        chosen = torch.zeros_like(gradient).scatter_add(-1, indices, rows.scale().back(grad_log).to(gradient.dtype))
         hidden = rows.uncounted()
         return gradient + (chosen if hidden is None else chosen.masked_fill(hidden, 0.0))
     return _row_gradient(rows, ctx.normalize, indices, grad_log, grad_logsumexp)
@@ -106,7 +106,7 @@ def _state_gradient(
     hidden = rows.uncounted(normalize)
     counted = rows.counted(normalize).to(grad_normalizer.dtype)
     m, j = counted.max(-1, keepdim=True)
-    scale = rows.scale
+    scale = rows.scale()
     e = scale.weight(counted, m.where(m != -torch.inf, 0.0))
     d = e.sum(-1, keepdim=True)
     gradient = scale.back(grad_d * e).scatter_add(-1, j, grad_m - scale.back(grad_d * d))
@@ -163,4 +163,4 @@ def full_rows_backward(ctx: Any, gradient: Tensor, run: Callable[..., Tensor]) -
         of_scaled = g - rows.logits.to(dtype).exp() * g.sum(-1, keepdim=True)
     if hidden is not None:
         of_scaled = of_scaled.masked_fill(hidden, 0.0)
-    return for_inputs(rows.scale.back(of_scaled).to(ctx.logits_dtype), count=3)
+    return for_inputs(rows.scale().back(of_scaled).to(ctx.logits_dtype), count=3)

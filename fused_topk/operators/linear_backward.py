@@ -178,10 +178,10 @@ def _in_torch(head: LinearProblem, block: Block, of_rows: _OfRows, wide: Tensor 
     def gradient(logits: Tensor, start: int) -> tuple[Tensor, Tensor]:
         rows = block.of.of_tokens(logits, start, start + logits.shape[-1])
         g = logits if wide is None else wide[: logits.numel()].view(logits.shape)
-        rows.scale.weight(logits, base, out=g).mul_(coefficient)
+        rows.scale().weight(logits, base, out=g).mul_(coefficient)
         for tokens, amounts in of_rows.added:
             _add_at(g, tokens, amounts, start)
-        rows.scale.back(g, out=g)
+        rows.scale().back(g, out=g)
         hidden = rows.uncounted(head.normalize)
         if hidden is not None:
             g.masked_fill_(hidden, 0.0)

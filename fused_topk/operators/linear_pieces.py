@@ -157,14 +157,14 @@ def _forward_block(
         if are_merged and target is not None:
             target.look_at(rows, start)
         if len(states) == pieces.states and end < vocab_size:
-            states = [_merged(states, k, rows.scale, "state", normalize, backend)]
+            states = [_merged(states, k, rows.scale(), "state", normalize, backend)]
     kind = "logits" if values == "state" else values
-    best = _merged(states, k, rows.scale, kind, normalize, backend)
+    best = _merged(states, k, rows.scale(), kind, normalize, backend)
     for given, computed in zip(out, best):
         given[part].copy_(computed)
     if target is None and not out.state.numel():
         return
-    merged = states[0] if len(states) == 1 else _merged(states, 1, rows.scale, "state", normalize, backend)
+    merged = states[0] if len(states) == 1 else _merged(states, 1, rows.scale(), "state", normalize, backend)
     state = merged.logsumexp.t()
     if out.state.numel():
         out.state[part].copy_(state)
@@ -172,7 +172,7 @@ def _forward_block(
         out.target_logprobs[part].copy_(target.logits)
     elif target is not None:
         ranks = out.target_ranks[part] if has_ranks else None
-        target.write(state, rows.scale, out.target_logprobs[part], ranks)
+        target.write(state, rows.scale(), out.target_logprobs[part], ranks)
 
 
 def _merged(

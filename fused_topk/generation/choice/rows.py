@@ -105,7 +105,7 @@ class Rows:
         return self._run(rows, k, "log_softmax", "all", beam_scores)
 
     def edited(self, ids: Tensor, change: Change, replaces_row: bool) -> Rows:
-        """Rows of float32 logits in which the tokens `ids` [R, S] have other scores. See :func:`edited`."""
+        """Rows of float32 logits in which the tokens `ids` [R, S] have other scores. See the function of this name below."""
         return Rows(edited(self.logits, ids, change, replaces_row), self.backend, self.generator)
 
     def draws(self, parameters: Mapping[str, float]) -> bool:

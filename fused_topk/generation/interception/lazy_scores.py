@@ -130,6 +130,12 @@ class LazyScores(StandIn):
     def ndim(self) -> int:
         return len(self.shape)
 
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
     def __len__(self) -> int:
         return self.shape[0]
 

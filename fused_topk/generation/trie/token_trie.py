@@ -169,10 +169,6 @@ class TokenTrie:
         """
         self._check_nodes(nodes)
         self._check("tokens", tokens, _TOKENS)
-        if nodes.shape != tokens.shape:
-            raise ValueError(
-                f"`tokens` must have the shape {tuple(nodes.shape)} of the nodes, got {tuple(tokens.shape)}; pass one a node"
-            )
         wanted = ((nodes << TOKEN_BITS) | tokens).contiguous()
         places = torch.searchsorted(self._keys, wanted)
         return (places + 1).where(self._keys[places] == wanted, self._outside)
