@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -38,8 +40,10 @@ def test_reference_adversarial_rows(entry, dtype, vocab_size, k):
             )
 
 
-@pytest.mark.parametrize("entry", ["softmax_topk", "log_softmax_topk", "topk"])
-@pytest.mark.parametrize("normalize", NORMALIZE)
+# topk() has no `normalize`.
+@pytest.mark.parametrize(
+    ("normalize", "entry"), [*itertools.product(NORMALIZE, ["softmax_topk", "log_softmax_topk"]), ("allowed", "topk")]
+)
 @pytest.mark.parametrize("form", ["bool", "packed"])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
 def test_reference_mask(entry, normalize, form, share):
