@@ -114,7 +114,7 @@ bool check() {
   p.logits = memory.data() + start;
   p.logits_strides = {row_stride};
   p.logits_element_stride = element_stride;
-  p.temperature = temperature;
+  p.scale.temperature = temperature;
   p.mask_kind = mask_kind;
   if (mask_kind == MaskKind::kBools) p.mask = reinterpret_cast<const char*>(bools.data());
   if (mask_kind == MaskKind::kBits) p.mask = reinterpret_cast<const char*>(bits.data());
@@ -189,7 +189,7 @@ bool check_beams() {
   p.logits = reinterpret_cast<const char*>(logits.data());
   p.logits_strides = {i64(beams) * V, i64(V)};
   p.logits_element_stride = 1;
-  p.temperature = 1.0;
+  p.scale.temperature = 1.0;
   p.mask_strides = {0, 0};
   p.values = row_values.data();
   p.indices = row_indices.data();
