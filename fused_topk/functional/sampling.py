@@ -277,8 +277,7 @@ def _planned(
 
 def _with_ranks(result: Sample, rows: LogitRows, backend: str | None) -> Sample:
     """Adds the ranks of the drawn tokens."""
-    # torch.compile of torch 2.11 does not trace _replace().
-    # Not a slice: torch.compile of torch 2.6 cannot trace one of a named tuple.
+    # torch.compile traces no _replace() of a named tuple in torch 2.11, and no slice of one in torch 2.6.
     tokens, log_probs, topk, kept, _ = result
     return Sample(tokens, log_probs, topk, kept, calls.target_ranks(rows, tokens, True, backend))
 

@@ -165,7 +165,7 @@ class TokenTrie:
             int64 of that shape. A token that is no child, also a negative one, leads to a node without children.
 
         Raises:
-            TypeError, ValueError: a tensor of another kind, dtype, shape or device.
+            TypeError, ValueError: a tensor of another kind, dtype or device.
         """
         self._check_nodes(nodes)
         self._check("tokens", tokens, _TOKENS)
