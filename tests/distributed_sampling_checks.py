@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_topk
-from distributed_checks import columns, counted, frame, raises
+from distributed_checks import columns, counted, frame
 from fused_topk import distributed
 from rows import packed, random_mask
 from test_sampling import SETTINGS, check_draws, check_is_kept, check_kept, kept_weights, rows_of, uniforms
@@ -185,14 +185,3 @@ def one_or_two_collectives(rank: int, size: int) -> None:
     assert given_by(min_p=0.9) == [of_state(1024)]
     *first, last = given_by(top_p=0.999, temperature=5.0)
     assert first == [of_state(1024)] and last >= rows * 9000 * 4 // size
-
-
-def arguments_of_draws(rank: int, size: int) -> None:
-    own = columns(torch.zeros(2, 40), rank, size)
-    raises(ValueError, "`temperature` must satisfy", lambda: distributed.sample(own, temperature=-1.0))
-    raises(ValueError, "`num_samples` must satisfy", lambda: distributed.sample(own, num_samples=0))
-    raises(ValueError, "`top_p` must satisfy", lambda: distributed.sample(own, top_p=1.5))
-    raises(TypeError, "`truncated_log_probs` must be a bool", lambda: distributed.sample(own, truncated_log_probs=1))
-    raises(TypeError, "`kept` must be a bool", lambda: distributed.sample(own, kept=None))
-    raises(ValueError, "`generator` must be None", lambda: distributed.sample(own, seed=1, generator=torch.Generator()))
-    raises(ValueError, "`logprobs` must satisfy 1 <= logprobs <= 40", lambda: distributed.sample(own, logprobs=41))

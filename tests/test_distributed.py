@@ -14,23 +14,32 @@ import pytest
 import torch
 
 import distributed_checks
+import distributed_contract_checks
 import fused_topk.distributed
 import processes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 
-CHECKS = [
-    name
-    for name, check in vars(distributed_checks).items()
-    if inspect.isfunction(check)
-    and list(inspect.signature(check).parameters) == ["rank", "size"]
-    and name != "a_process_dies"
-]
+CHECKS, CHECKS_OF_FOUR = (
+    [
+        name
+        for name, check in vars(module).items()
+        if inspect.isfunction(check)
+        and list(inspect.signature(check).parameters) == ["rank", "size"]
+        and name != "a_process_dies"
+    ]
+    for module in (distributed_checks, distributed_contract_checks)
+)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_processes(check):
     processes.assert_passes("distributed_checks", check, 2, CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS_OF_FOUR)
+def test_four_processes(check):
+    processes.assert_passes("distributed_contract_checks", check, 4, CHECKS_OF_FOUR)
 
 
 @pytest.mark.exhaustive

@@ -94,20 +94,6 @@ def test_draws(backend, filters, temperature, vocab_size, masked):
     assert (got.tokens < lengths.clamp(min=1).unsqueeze(-1)).all() or masked
 
 
-def test_beams_and_broadcast(backend):
-    """One length a beam, one a sequence, or one for all."""
-    for lengths in (torch.tensor([[0, 7, 300], [41, 1, 40]]), torch.tensor([[9], [300]]), torch.tensor(12)):
-        whole = lengths.to(backend.device).expand(2, 3)
-        with_nan, hidden = ragged(whole, 300)
-        scores = random_logits(2, 3, seed=1, device=backend.device)
-        got = backend("beam_topk", with_nan, scores, 40, lengths=lengths.to(backend.device))
-        assert_same(got, backend("beam_topk", hidden, scores, 40))
-        got = backend("softmax_topk", with_nan, 40, lengths=lengths.to(backend.device))
-        assert_same(got, backend("softmax_topk", hidden, 40))
-        run = functools.partial(fused_topk.softmax, backend=backend.name)
-        same(run(with_nan, lengths=lengths.to(backend.device)), run(hidden))
-
-
 def test_layouts(backend):
     """Rows at any stride, lengths at any stride, the vocabulary anywhere, and results into `out`."""
     lengths = torch.tensor([[3, 500], [0, 77], [500, 1]], device=backend.device)
@@ -148,47 +134,6 @@ def test_empty_and_single_rows(backend):
     )
     assert got.indices.tolist() == [0, 1] and got.values.tolist() == [-torch.inf, -torch.inf]
     assert got.logsumexp.item() == -torch.inf
-
-
-@pytest.mark.parametrize(
-    ("lengths", "error", "text"),
-    [
-        (torch.tensor([1, -2]), ValueError, "`lengths` must satisfy 0 <= length <= 9 .* got -2; use .clamp"),
-        (torch.tensor([10, 2]), ValueError, "`lengths` must satisfy 0 <= length <= 9 .* got 10; use .clamp"),
-        (torch.tensor([1.0, 2.0]), TypeError, "`lengths` must be int32 or int64, got torch.float32"),
-        (
-            torch.tensor([[1], [2]]),
-            ValueError,
-            "`lengths` must be one number a row, broadcastable to .2,., got shape .2, 1.",
-        ),
-        (torch.tensor([1, 2, 3]), ValueError, "`lengths` must be one number a row"),
-        ([1, 2], TypeError, "`lengths` must be a torch.Tensor, got list"),
-        (torch.tensor([1, 2], device="meta"), ValueError, "`lengths` must be on cpu"),
-    ],
-    ids=str,
-)
-def test_errors(lengths, error, text):
-    logits = random_logits(2, 9)
-    for run in (
-        lambda: fused_topk.softmax_topk(logits, 2, lengths=lengths),
-        lambda: fused_topk.softmax_topk(logits, 2, dim=1, lengths=lengths),
-        lambda: fused_topk.topk_state(logits, 2, lengths=lengths),
-        lambda: fused_topk.logsumexp(logits, lengths=lengths),
-        lambda: fused_topk.sample(logits, lengths=lengths),
-        lambda: fused_topk.beam_topk(logits.unsqueeze(0), torch.zeros(1, 2), 2, lengths=lengths),
-    ):
-        with pytest.raises(
-            error, match=text if "row, broadcastable" not in text else "`lengths` must be one number a row"
-        ):
-            run()
-
-
-def test_many_lengths_are_checked():
-    lengths = torch.full((100,), 9)
-    fused_topk.logsumexp(random_logits(100, 9), lengths=lengths)
-    lengths[70] = 11
-    with pytest.raises(ValueError, match="got 11"):
-        fused_topk.logsumexp(random_logits(100, 9), lengths=lengths)
 
 
 def hidden_by_torch(logits: Tensor, lengths: Tensor) -> Tensor:

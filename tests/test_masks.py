@@ -71,29 +71,6 @@ def test_row_topk_special_value_that_is_not_allowed(backend, form, special, voca
     assert_same(backend("softmax_topk", logits, 5, mask=mask), without)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize(
-    "shape", [(1,), (90,), (4, 1), (4, 90), (1, 90), (3, 1, 90), (3, 1, 1), (3, 4, 1), (1, 1, 1)], ids=str
-)
-def test_row_topk_bool_mask_broadcasts(backend, entry, shape):
-    logits = random_logits(3, 4, 90, device=backend.device)
-    mask = random_mask(*shape, device=backend.device, seed=1)
-    assert_same(
-        backend(entry, logits, 6, mask=mask), backend(entry, logits, 6, mask=mask.expand(3, 4, 90).contiguous())
-    )
-    check(backend, entry, logits, 6, mask=mask)
-
-
-@pytest.mark.parametrize("shape", [(3,), (1, 3), (4, 3), (3, 1, 3), (1, 4, 3)], ids=str)
-def test_row_topk_packed_mask_broadcasts(backend, shape):
-    logits = random_logits(3, 4, 90, device=backend.device)
-    mask = packed(random_mask(*shape[:-1], 90, device=backend.device))
-    assert mask.shape == shape
-    expanded = mask.expand(3, 4, 3).contiguous()
-    assert_same(backend("topk", logits, 6, mask=mask), backend("topk", logits, 6, mask=expanded))
-    check(backend, "topk", logits, 6, mask=mask)
-
-
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 1000, 4099])
 def test_row_topk_packed_mask_ignores_bits_beyond_the_vocabulary(backend, vocab_size):
     logits = random_logits(3, vocab_size, device=backend.device)
@@ -150,16 +127,6 @@ def test_row_topk_fewer_allowed_than_k(backend):
         got = check(backend, "softmax_topk", logits, 5, mask=mask, normalize=normalize)
         assert got.indices.tolist() == [[2, 4, 0, 1, 3]]
         assert got.values[0, 2:].tolist() == [0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("dim", [0, 1, -2])
-def test_row_topk_mask_with_dim(backend, dim):
-    logits = random_logits(5, 6, 7, device=backend.device)
-    mask = random_mask(5, 6, 7, device=backend.device)
-    got = backend("softmax_topk", logits, 4, dim=dim, mask=mask)
-    want = backend("softmax_topk", logits.movedim(dim, -1).contiguous(), 4, mask=mask.movedim(dim, -1).contiguous())
-    assert torch.equal(got.indices, want.indices.movedim(-1, dim))
-    assert torch.equal(got.logsumexp.isnan(), want.logsumexp.isnan())
 
 
 @pytest.mark.parametrize("entry", ["softmax_topk", "log_softmax_topk"])

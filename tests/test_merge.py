@@ -295,19 +295,3 @@ class TestArguments:
         for call in (fused_topk.merge_states, fused_topk.merge_topk):
             with pytest.raises(error, match=message):
                 call(change(self.parts), 2)
-
-    def test_others(self):
-        for settings, error, message in (
-            ({"values": "state"}, ValueError, "`values` must be one of 'softmax', 'log_softmax', 'logits'"),
-            ({"normalize": "none"}, ValueError, "`normalize` must be one of"),
-            ({"temperature": 0.0}, ValueError, "`temperature` must be positive"),
-            ({"backend": "tpu"}, ValueError, "`backend` must be one of"),
-        ):
-            with pytest.raises(error, match=message):
-                fused_topk.merge_topk(self.parts, 2, **settings)
-        for k in (0, True, 2.0):
-            with pytest.raises((TypeError, ValueError), match="`k` must"):
-                fused_topk.merge_states(self.parts, k)
-        for start, error in ((-1, ValueError), (2**62 + 1, ValueError), (1.0, TypeError), (True, TypeError)):
-            with pytest.raises(error, match="`start` must be"):
-                fused_topk.topk_state(torch.zeros(3), 1, start=start)

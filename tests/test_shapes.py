@@ -12,7 +12,6 @@ import itertools
 from typing import NamedTuple
 
 import pytest
-import torch
 from torch import Tensor
 
 from fused_topk import TopK
@@ -157,16 +156,3 @@ def test_row_topk_leading_dimensions(backend, entry, lead):
     got = backend(entry, logits, 6)
     assert isinstance(got, TopK)
     assert_topk(got, expected(entry, logits, 6), logits, entry)
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
-def test_row_topk_dim(backend, entry, dim):
-    """As torch.topk: k takes the place of the dimension; logsumexp loses it."""
-    logits = random_logits(5, 6, 7, device=backend.device)
-    got = backend(entry, logits, 4, dim=dim)
-    assert got.values.shape == got.indices.shape == torch.topk(logits, 4, dim).values.shape
-    moved = logits.movedim(dim, -1).contiguous()
-    in_rows = TopK(*(x.movedim(dim, -1).contiguous() for x in got[:2]), got.logsumexp.contiguous())
-    assert_topk(in_rows, expected(entry, moved, 4), moved, entry)
-    torch.testing.assert_close(got.logsumexp, logits.logsumexp(dim))

@@ -173,17 +173,6 @@ def test_temperature(backend, temperature):
         check(backend, entry, logits, temperature=temperature)
 
 
-def test_row_temperature(backend):
-    logits = random_logits(2, 3, 700, device=backend.device)
-    temperature = torch.tensor([[0.3, 1.0, 4.0]], device=backend.device)
-    for entry in ENTRIES:
-        check(backend, entry, logits, temperature=temperature.expand(2, 3))
-        assert torch.equal(
-            backend(entry, logits, temperature=temperature),
-            backend(entry, logits, temperature=temperature.expand(2, 3)),
-        )
-
-
 def test_temperature_that_is_not_positive(cuda):
     logits = random_logits(3, 700, device="cuda")
     for entry in ENTRIES:
@@ -224,14 +213,6 @@ def test_leading_dimensions(backend):
     ):
         for entry in ENTRIES:
             check(backend, entry, logits)
-
-
-@pytest.mark.parametrize("dim", (0, 1, -3))
-def test_other_dimension(backend, dim):
-    logits = random_logits(20, 30, 40, device=backend.device)
-    for entry in ENTRIES:
-        got = backend(entry, logits, dim)
-        torch.testing.assert_close(got.double(), TORCH[entry](logits.double(), dim), rtol=1e-5, atol=1e-6)
 
 
 def test_empty(backend):
@@ -426,28 +407,6 @@ def test_offsets_beyond_32_bits(cuda):
 
 
 # ---- Arguments ----
-
-
-def test_argument_errors():
-    logits = random_logits(2, 5)
-    with pytest.raises(TypeError, match="`logits` must be float32"):
-        fused_topk.softmax(logits.int())
-    with pytest.raises(ValueError, match="`dim` must satisfy"):
-        fused_topk.log_softmax(logits, 2)
-    with pytest.raises(ValueError, match="at least one entry"):
-        fused_topk.logsumexp(torch.empty(2, 0))
-    with pytest.raises(ValueError, match="`temperature` must be positive"):
-        fused_topk.softmax(logits, temperature=0.0)
-    with pytest.raises(TypeError, match=r"`dtype` must be a torch.dtype, got str"):
-        fused_topk.softmax(logits, dtype="float32")
-    with pytest.raises(
-        ValueError, match=r"`dtype` must be torch.float32 or that of `logits`, torch.float32, got torch.float16"
-    ):
-        fused_topk.softmax(logits, dtype=torch.float16)
-    with pytest.raises(ValueError, match="`backend` must be one of"):
-        fused_topk.softmax(logits, backend="gpu")
-    with pytest.raises(ValueError, match="`backend` must fit the device"):
-        fused_topk.softmax(logits, backend="cuda")
 
 
 def test_specials_on_cpu_by_torch_itself():

@@ -35,17 +35,6 @@ def test_row_topk_temperature_per_row(backend, entry, normalize, vocab_size, k):
     check(backend, entry, logits, k, temperature=temperature, mask=mask, normalize=normalize)
 
 
-def test_row_topk_temperature_broadcasts_and_strides(backend):
-    """A tensor of temperatures broadcasts to the rows, in any layout."""
-    logits = random_logits(2, 3, 200, device=backend.device)
-    rows = torch.rand(2, 3, device=backend.device) + 0.5
-    want = backend("softmax_topk", logits, 4, temperature=rows)
-    assert_same(backend("softmax_topk", logits, 4, temperature=rows.t().contiguous().t()), want)
-    for narrow in (rows[0], rows[:, :1], rows[0, 0]):
-        want = backend("softmax_topk", logits, 4, temperature=narrow.expand(2, 3).contiguous())
-        assert_same(backend("softmax_topk", logits, 4, temperature=narrow), want)
-
-
 def test_row_topk_temperature_of_one_is_none(backend):
     logits = random_logits(3, 3001, device=backend.device)
     want = backend("log_softmax_topk", logits, 9)

@@ -28,6 +28,7 @@ def emulated(
     architecture: int = 90,
     address_sanitizer: bool = False,
     debug: bool = False,
+    is_public: bool = False,
     **how: Any,
 ) -> Iterator[list[Outcome]]:
     """Within it, launches of CPU tensors run at once, and append their outcomes to the list that it yields.
@@ -36,10 +37,11 @@ def emulated(
         arrays: what the caller of cuda.py gives to the kernel. What cuda.py allocates itself need not be named.
         edit: makes the text to compile from that of csrc/.
         architecture, address_sanitizer, debug: see Kernel.
+        is_public: whether the caller is a public function, which allocates results, and may give those of one launch to the next.
         how: see launch().
     """
     outcomes: list[Outcome] = []
-    allocations = _Allocations()
+    allocations = _Allocations(is_public)
     tickets: list[Array] = []
     call = inspect.signature(driver.call)
 
@@ -106,8 +108,9 @@ def _in_place_of_the_driver(function: Callable, call: Callable, zeroed: Callable
 class _Allocations(TorchDispatchMode):
     """The tensors that the launching code makes for itself: copies of inputs, scratch, and tensors that torch writes into."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_public: bool) -> None:
         super().__init__()
+        self._is_public = is_public
         self.arrays: list[Array] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -123,6 +126,8 @@ class _Allocations(TorchDispatchMode):
             if isinstance(made, Tensor) and made.numel() and _memory(made) not in known:
                 name = function.overloadpacket.__name__
                 role = "scratch" if name in ("empty", "new_empty") else "input"
+                if self._is_public and name.startswith(("empty", "new_empty")):
+                    role = "inout"
                 self.arrays.append(Array(f"{name} #{len(self.arrays)}", made, role))
         return result
 

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of contract.py on the emulated machine: public functions of CPU tensors, whose kernels run there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import Backend
+from contract import Case, calls, functions
+from contract_results import assert_close, call, exact
+from fused_topk import backends, plans
+from fused_topk.backends import cuda
+from fused_topk.cuda_runtime import driver, tickets
+from fused_topk.functional import sampling
+from fused_topk.layout import launch
+from fused_topk.operators import dispatch
+from simt import build
+from simt.emulate import emulated
+from simt.launch import Array
+from test_contract import FEW, MANY, check_strides, check_what_broadcasts
+
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+GPU = Backend("cuda", "cpu")
+
+
+class OfCpuTensors:
+    """The CUDA backend, which takes CPU tensors for those of a GPU."""
+
+    def __init__(self, index: int) -> None:
+        self._device = torch.device("cuda", index)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(cuda, name)
+        if not name.startswith("prepare_"):
+            return found
+        return lambda problem, device, *others: found(problem, self._device, *others)
+
+
+@contextmanager
+def as_on_a_gpu(index: int) -> Iterator[None]:
+    """Calls of public functions with CPU tensors and backend="cuda" are planned and launched as for that GPU."""
+    gpu = OfCpuTensors(index)
+
+    def about(value: int) -> Callable[[int], int]:
+        def of_device(device: int) -> int:
+            assert device == index
+            return value
+
+        return of_device
+
+    with ExitStack() as stack:
+        for cached in (*vars(plans).values(), sampling._plan):
+            if hasattr(cached, "cache_clear"):
+                stack.callback(cached.cache_clear)
+        for module, replaced in (
+            (backends, {"pick": lambda *_: gpu}),
+            (plans, {"_few_like": lambda result: None}),
+            (cuda, {"multiprocessors": about(132), "cache_bytes": about(50 << 20)}),
+            (driver, {"max_shared_bytes_per_block": about(227 << 10), "architecture_of": about(90)}),
+            (torch.Tensor, {"get_device": lambda tensor: index}),
+            # The modes that watch the allocations would send the call to torch's dispatcher, which hides them.
+            (dispatch, {"_OTHER_THREAD_KEYS": 0}),
+        ):
+            stack.enter_context(mock.patch.multiple(module, **replaced))
+        yield
+
+
+@contextmanager
+def on_the_emulated_gpu(tensors: Sequence[Tensor]) -> Iterator[None]:
+    arrays = [Array(f"argument {i}", x, "input") for i, x in enumerate(tensors)]
+    # A row has one block, where its kernel allows it: the machine then takes a tenth of the time.
+    blocks = dict.fromkeys(("summing_blocks", "searching_blocks"), lambda *_: 1)
+    with as_on_a_gpu(0), mock.patch.multiple(launch, **blocks), emulated(arrays, is_public=True) as outcomes:
+        yield
+        assert outcomes
+        for outcome in outcomes:
+            outcome.check()
+
+
+def call_there(name: str, given: dict[str, Any]) -> list[Tensor]:
+    # No kernel computes gradients here.
+    given = {x: y.detach() if isinstance(y, Tensor) else y for x, y in given.items()}
+    with on_the_emulated_gpu([x for x in given.values() if isinstance(x, Tensor)]):
+        return call(name, given, GPU)
+
+
+@pytest.mark.parametrize("name", functions("gradients"))
+def test_every_argument(name):
+    for told, given in calls(name, "gradients", Case()):
+        assert_close(call_there(name, given), exact(name, given), f"{name} {told}")
+
+
+@pytest.mark.parametrize("name", [name for name in functions("broadcast") if name != "linear_sample"])
+def test_what_broadcasts(name):
+    """Of many rows by one function of each family. Of draws the mask, which alone reaches their kernels as it is given."""
+    families = ("softmax_topk", "topk_state", "softmax", "merge_topk", "router_topk")
+    check_what_broadcasts(
+        call_there, name, (FEW, MANY) if name in families else (FEW,), only="mask" if name == "sample" else ""
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in functions("strides") if name.endswith("topk") and "." not in name])
+def test_strides_of_what_is_multiplied(name):
+    check_strides(call_there, name)
+
+
+@pytest.mark.parametrize("name", [name for name in functions("devices") if "." not in name])
+def test_launches_for_a_gpu_that_is_not_current(name):
+    """On its stream, in its context, with its counters."""
+    current, launched = [0], []
+
+    @contextmanager
+    def device(number: int) -> Iterator[None]:
+        current[0] = number
+        yield
+        current[0] = 0
+
+    def kernel_of(number: int, kernel: str) -> Callable[..., None]:
+        def run(grid: Any, threads: Any, arguments: Any, shared_bytes: int, stream: Any, is_cooperative: bool) -> None:
+            launched.append((number, current[0], stream))
+
+        return run
+
+    def zeroed(number: int, count: int) -> int:
+        assert number == 1
+        return 0
+
+    of_driver = {
+        "function": kernel_of,
+        "raw_stream": lambda number: f"stream of {number}",
+        "_stream": lambda handle: handle,
+        "_current_device": lambda: current[0],
+    }
+    with (
+        as_on_a_gpu(1),
+        # Nothing is computed, but what is read of a result must be in range.
+        mock.patch.object(plans, "_empty", torch.zeros),
+        mock.patch.multiple(driver, **of_driver),
+        mock.patch.object(torch.cuda, "device", device),
+        mock.patch.object(tickets, "zeroed", zeroed),
+        # Blocks that share a row have counters.
+        mock.patch.multiple(launch, **dict.fromkeys(("summing_blocks", "searching_blocks"), lambda *_: 2)),
+    ):
+        for _, given in calls(name, "gradients", Case()):
+            call(name, given, GPU)
+    assert launched and set(launched) == {(1, 1, "stream of 1")}
