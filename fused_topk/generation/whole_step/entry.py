@@ -18,7 +18,7 @@ from ..edits.plan import Plan, reason_against
 from ..lm_head import sharded_head_of
 from ..statistics import count_not_compiled
 from ..tensor_parallel import local_forms
-from . import attention, attribute, given_cache, parallel, prompts, reasons, trial
+from . import attention, attribute, given_cache, graphs, parallel, prompts, reasons, trial
 from .beams import Rules
 from .cache import state_layers
 from .criteria import Criteria
@@ -142,9 +142,17 @@ def _made_ready(model: Any) -> Ready:
             return _not_ready(reason if is_taken else of_rows, snapshot)
         # transformers says which models cannot have a static cache.
         is_static = bool(getattr(model, "_can_compile_fullgraph", False)) and not trial.reason_against(twin, stock)
+    of_capture = None
+    if is_static and graphs.is_cuda(next(twin.parameters()).device):
+        of_capture = trial.reason_against_capture(twin)
+        # It may differ between the processes of a tensor-parallel model, which must make the same steps.
+        of_capture = parallel.agreed(of_capture, stock) if is_spread else of_capture
+    is_static = is_static and of_capture is None
     # Tried only when it is asked for: few calls are given a cache.
     of_past = functools.cache(functools.partial(trial.reason_against_past, twin, stock))
-    return Ready(twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin), set(), of_past)
+    return Ready(
+        twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin), set(), of_past, of_capture
+    )
 
 
 def _twin_of(model: Any, attention: str | None, is_steady: bool = True) -> Any:
@@ -243,7 +251,7 @@ class Loop:
             search = search._replace(cache=cache)
         if self._whole_step is None and way is not None:
             # On a GPU one operation after another takes longer than transformers' loop.
-            decline_for("steps that cannot be kept" if search.way is None else None)
+            decline_for((ready.of_capture or "steps that cannot be kept") if search.way is None else None)
             search = search._replace(only_kept=True)
         if together is not None:
             together.ask(search.told())
