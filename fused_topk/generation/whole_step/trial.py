@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import MoEModelOutput
@@ -134,28 +133,8 @@ def steps_read(twin: Any, name: str) -> bool:
     return False
 
 
-class _HostReads(TorchDispatchMode):
-    """Notes the operations whose result the host must have before it goes on: a number, a shape, a copy between devices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs or {})
-        devices = {each.device for each in (*args, result) if isinstance(each, Tensor) and each.dim()}
-        is_copy = func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten._to_copy) and len(devices) > 1
-        asks = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*func.tags})
-        if func.overloadpacket is torch.ops.aten.index:
-            # Only the shape of what a mask picks depends on values.
-            asks = any(each.dtype in (torch.bool, torch.uint8) for each in args[1] if each is not None)
-        if is_copy or asks:
-            self.found.add(str(func.overloadpacket))
-        return result
-
-
 def reason_against_capture(twin: Any) -> str | None:
-    """Why a step of the model cannot be captured, because it asks the host; None where that is not known.
+    """Why a step of the model cannot be captured, as where it asks the device for a number; None where it can.
 
     Args:
         twin: see :func:`reason_against`, which has no reason against steps that are kept.
@@ -170,14 +149,15 @@ def reason_against_capture(twin: Any) -> str | None:
     with torch.no_grad():
         decoder.read_prompt(Prompt(ids, ids, is_text, positions_of(is_text), {}, ids.shape[1] + 2, source))
         read = graphs.Bound(decoder.read, (ids[:, :1], None, ids.new_zeros(1), 1))
-        with _HostReads() as reads:
-            read()
-    found = ", ".join(sorted(reads.found))
-    return (
-        f"the forward pass of {type(twin).__name__} asks the host ({found}), which a CUDA graph cannot"
-        if found
-        else None
-    )
+        # Twice, because another thread may have broken the first capture.
+        for _ in range(2):
+            try:
+                graphs.Graph(read, device, None)
+                return None
+            # Whatever it is: most often an operation that a capture does not permit.
+            except Exception as error:
+                reason = f"a step of a {type(twin).__name__} cannot be captured: {said_by(error)}"
+    return reason
 
 
 def _reason(twin: Any, stock: Any, name: str, form: str, is_static: bool) -> str | None:
