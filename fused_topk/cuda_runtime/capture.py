@@ -42,7 +42,9 @@ class Graph:
         self._execution = 0
         # An index, which `device` may lack.
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._stream: Any = torch.cuda.Stream(device) if beside is None else beside._stream  # type: ignore[no-untyped-call]
+        # Streams of torch come from a small pool. Other threads may have the same one, and would be captured with it.
+        self._own: Any = _new_stream(device) if beside is None else beside._own
+        self._stream: Any = torch.cuda.ExternalStream(self._own.ptr, device)  # type: ignore[no-untyped-call]
         self._pool: Any = torch.cuda.MemPool() if beside is None else beside._pool
         # What fails leaves the device, the stream and the pool of the thread as they were.
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
@@ -91,6 +93,13 @@ class Graph:
         if getattr(self, "_execution", 0):
             with contextlib.suppress(Exception):
                 self._runtime.graphExecDestroy(self._execution)
+
+
+def _new_stream(device: torch.device) -> Any:
+    import cupy
+
+    with torch.cuda.device(device):
+        return cupy.cuda.Stream(non_blocking=True)
 
 
 def clear_workspaces() -> None:

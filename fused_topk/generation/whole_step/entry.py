@@ -249,6 +249,8 @@ class Loop:
                 "the cache of a model with states" if input_ids.is_cuda and state_layers(model.config) else None
             )
             search = search._replace(cache=cache)
+        if way is not None and search.way is None and ready.of_capture is not None:
+            count_not_compiled(ready.of_capture)
         if self._whole_step is None and way is not None:
             # On a GPU one operation after another takes longer than transformers' loop.
             decline_for((ready.of_capture or "steps that cannot be kept") if search.way is None else None)
