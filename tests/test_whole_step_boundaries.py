@@ -271,8 +271,9 @@ def test_phi_3_reads_its_text_again_and_is_served():
 
 
 def test_a_model_in_training_mode(model):
+    """Without dropout it computes the same. test_whole_step_traces.py has dropout."""
     model.train()
-    assert_declined(model, "a model in training mode", **BEAMS)
+    assert_whole(model, **BEAMS)
 
 
 def test_hooks_and_replaced_functions(model):

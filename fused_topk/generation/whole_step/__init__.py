@@ -13,6 +13,7 @@ generate() prepares a call as ever. `generation/__init__.py` lists the private n
     parallel             tensor-parallel models: all processes run a call in whole steps, or none
     reasons, criteria    which calls are served: all others run in transformers' loop, and stats() counts why
     trial                whether a model is served: it is tried once, on a few tokens
+    traces               whether a forward pass leaves a trace; a trial leaves none
     twin                 a copy of the model's modules with the same weights, so that the model itself is not touched
     attribute            what is kept for a model, as an attribute of the model
     prompts              what a call reads, from what generate() hands to a loop

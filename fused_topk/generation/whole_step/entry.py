@@ -18,14 +18,14 @@ from ..edits.plan import Plan, reason_against
 from ..lm_head import sharded_head_of
 from ..statistics import count_not_compiled
 from ..tensor_parallel import local_forms
-from . import attention, attribute, given_cache, graphs, parallel, prompts, reasons, trial
+from . import attention, attribute, given_cache, graphs, parallel, prompts, reasons, traces, trial
 from .beams import Rules
 from .cache import state_layers
 from .criteria import Criteria
 from .decoder import Decoder
 from .facts import has_table, num_positions, vocab_size_of
 from .prompts import Ready
-from .reasons import Declined, decline_for, said_by
+from .reasons import Declined, decline_for, raise_if_from_a_signal, said_by
 from .row_form import RowDecoder, decoder_of
 from .search import Search
 from .shape import Way
@@ -109,12 +109,23 @@ def _state_of(module: Any) -> dict[str, Any]:
 
 def _made_ready(model: Any) -> Ready:
     snapshot = Snapshot(model, _SKIPPED)
+    try:
+        with traces.no_traces(model) as watching:
+            return _tried(model, snapshot, watching)
+    except traces.LeavesTraces as found:
+        # What a pass has kept changes with each pass, so it does not say whether the model has changed.
+        return _not_ready(f"{found}, in a {type(model).__name__}", traces.SameModules(model))
+
+
+def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
     is_spread = sharded_head_of(model) is not None
     try:
         stock = _twin_of(model, None, is_steady=False)
     # Whatever it is: for example, a configuration cannot be copied.
     except Exception as error:
+        raise_if_from_a_signal(error)
         return _not_ready(_twin_raises(model, error), snapshot)
+    watching.watch(stock)
     if is_spread:
         reason = parallel.agreed(trial.reason_against_parts(stock, model), stock)
         if reason is not None:
@@ -122,10 +133,12 @@ def _made_ready(model: Any) -> Ready:
     is_taken = False
     try:
         twin = _twin_of(model, attention.name_for(text_config(model.config)._attn_implementation))
+        watching.watch(twin)
         is_taken = decoder_of(twin) is Decoder
         reason = trial.reason_against(twin, stock) if is_taken else f"{type(model).__name__} takes no other attention"
     # Whatever it is: for example, the model takes no other attention.
     except Exception as error:
+        raise_if_from_a_signal(error)
         reason = _twin_raises(model, error)
     if is_spread:
         reason = parallel.agreed(reason, stock)
@@ -136,6 +149,7 @@ def _made_ready(model: Any) -> Ready:
     if reason is not None:
         # Then the model is tried in the other form.
         twin = _twin_of(model, None)
+        watching.watch(twin)
         of_rows = trial.reason_against(twin, stock, is_static=False)
         if of_rows is not None:
             # If the model takes our attention, the first reason says more about the model.
@@ -162,7 +176,7 @@ def _twin_of(model: Any, attention: str | None, is_steady: bool = True) -> Any:
     return twin
 
 
-def _not_ready(reason: str, snapshot: Snapshot) -> Ready:
+def _not_ready(reason: str, snapshot: Snapshot | traces.SameModules) -> Ready:
     return Ready(None, reason, snapshot, Store(), None, False, True, set())
 
 

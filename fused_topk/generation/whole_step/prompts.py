@@ -18,6 +18,7 @@ from .preparation import prepared
 from .reasons import Declined, decline_for
 from .row_form import RowDecoder, decoder_of
 from .store import Store
+from .traces import SameModules
 from .twin import Snapshot
 
 # Fields of an encoder's output. A decoder reads the first one only, or none.
@@ -29,7 +30,7 @@ class Ready(NamedTuple):
 
     twin: Any
     reason: str | None
-    of: Snapshot
+    of: Snapshot | SameModules
     store: Store
     head: Head | None
     # Whether steps can be kept: these have places for more tokens than there are.

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import nn
-from transformers import GenerationConfig, GenerationMixin
+from transformers import DynamicCache, GenerationConfig, GenerationMixin
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..calls import after_forward
 from ..lm_head import sharded_head_of
@@ -36,6 +40,23 @@ def said_by(error: BaseException) -> str:
     while isinstance(cause := getattr(error, "inner_exception", None), BaseException):
         error = cause
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+
+
+def raise_if_from_a_signal(error: BaseException) -> None:
+    """Raises the exception again if a signal handler of the user's has raised it, in the middle of whatever ran then."""
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()} - {None}
+    causes: list[BaseException | None] = [error]
+    while causes:
+        cause = causes.pop()
+        if cause is None:
+            continue
+        # torch.compile wraps what is raised while it compiles.
+        causes += [cause.__cause__, getattr(cause, "inner_exception", None)]
+        traceback = cause.__traceback__
+        while traceback is not None:
+            if traceback.tb_frame.f_code in handlers:
+                raise cause
+            traceback = traceback.tb_next
 
 
 # Arguments of generate(), beside its inputs, that change how a call runs.
@@ -99,6 +120,14 @@ if _VERSION >= (5, 24):
 TAKES_NEW_TOKENS = _VERSION >= (5, 17)
 # Whether beam sampling goes on with the best of the tokens drawn, or, in earlier versions, with those drawn first.
 SORTS_DRAWN_BEAMS = _VERSION >= (5, 24)
+# The methods by which models write to transformers' caches, as they are when this package is imported.
+_UPDATES = [
+    (kind, method, getattr(kind, method))
+    for kind in (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
+    for method in ("update", "lazy_initialization")
+    if hasattr(kind, method)
+]
+_FOLDER = Path(transformers.__file__).parent
 _SECOND = "second_expert_policy"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _NOT_SAMPLED = "do_sample without sampling=True"
@@ -152,8 +181,6 @@ def of_model(model: Any) -> str | None:
         # The generate() of the model is a method of this package. A function of the user's in its place runs before this.
         if method != "generate" and method in vars(model) and not _is_own(model, method):
             return f"{method}() of a {name} that has been replaced"
-    if model.training:
-        return "a model in training mode"
     if sharded_head_of(model) is not None:
         if model.config.is_encoder_decoder or prepares_itself(model):
             return "a tensor-parallel model that is more than a decoder of text"
@@ -169,7 +196,31 @@ def of_model(model: Any) -> str | None:
     missing = sorted(needed - arguments_of(model.forward))
     if missing:
         return f"{name} takes no {missing[0]}"
-    return _of_modules(model) or _of_config(model.config)
+    return _of_modules(model) or _of_config(model.config) or _of_attention(model.config) or _of_caches()
+
+
+def _is_of_transformers(function: Any) -> bool:
+    """Whether a function is code of transformers itself, whatever name it has been given."""
+    code = getattr(function, "__code__", None)
+    return code is not None and Path(code.co_filename).is_relative_to(_FOLDER)
+
+
+def _of_attention(config: Any) -> str | None:
+    # Our attention stands for that of transformers. A function of the user's may do anything, and may count its calls.
+    for each in (config, config.get_text_config(decoder=True)):
+        name = getattr(each, "_attn_implementation", None)
+        function = ALL_ATTENTION_FUNCTIONS.get(name) if isinstance(name, str) else None
+        if function is not None and not _is_of_transformers(function):
+            return f"attention of your own, {name}"
+    return None
+
+
+def _of_caches() -> str | None:
+    # Users put functions of their own in the place of these, to see keys and values or to change them.
+    for kind, method, stock in _UPDATES:
+        if getattr(kind, method, None) is not stock:
+            return f"{kind.__name__}.{method}() that has been replaced"
+    return None
 
 
 def of_default(model: Any) -> str | None:

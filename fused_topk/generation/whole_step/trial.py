@@ -24,7 +24,7 @@ from .decoder import Decoder, Prompt, Source, positions_of
 from .facts import cache_argument, num_layers, vocab_size_of
 from .given_cache import past_of
 from .head import Head, head_of
-from .reasons import said_by
+from .reasons import raise_if_from_a_signal, said_by
 from .row_form import RowDecoder, decoder_of
 
 # The first text begins with padding; beams cross in each step.
@@ -48,6 +48,7 @@ def reason_against(twin: Any, stock: Any, is_static: bool = True) -> str | None:
             return _reason(twin, stock, name, form, is_static)
     # Whatever a model raises here, it need not raise in transformers' loop, where the call then runs.
     except Exception as error:
+        raise_if_from_a_signal(error)
         return f"{name} with {form} raises {said_by(error)}"
 
 
@@ -73,7 +74,8 @@ def head(twin: Any) -> Head | None:
         with torch.no_grad():
             return head_of(twin, _few_inputs(twin))
     # A model that raises without its head keeps the head.
-    except Exception:
+    except Exception as error:
+        raise_if_from_a_signal(error)
         return None
 
 
@@ -106,7 +108,8 @@ def reads_mask(twin: Any) -> bool:
         with torch.no_grad():
             twin(**_few_inputs(twin), attention_mask=mask, use_cache=False)
     # The model has read the mask, whatever it makes of the exception.
-    except Exception:
+    except Exception as error:
+        raise_if_from_a_signal(error)
         return True
     return False
 
@@ -128,7 +131,8 @@ def steps_read(twin: Any, name: str) -> bool:
         with torch.no_grad():
             decoder.read_by(functools.partial(twin, **{name: unread}), ids[:, :1], None, step, 1)
     # The model has read the tensor, whatever it makes of the exception.
-    except Exception:
+    except Exception as error:
+        raise_if_from_a_signal(error)
         return True
     return False
 
@@ -156,6 +160,7 @@ def reason_against_capture(twin: Any) -> str | None:
                 return None
             # Whatever it is: most often an operation that a capture does not permit.
             except Exception as error:
+                raise_if_from_a_signal(error)
                 reason = f"a step of a {type(twin).__name__} cannot be captured: {said_by(error)}"
     return reason
 
@@ -215,6 +220,7 @@ def reason_against_past(twin: Any, stock: Any) -> str | None:
             are_close = all(_goes_on(twin, stock, past) for past in (3, 4))
     # Whatever a model raises: see reason_against().
     except Exception as error:
+        raise_if_from_a_signal(error)
         return f"{name} after a given cache raises {said_by(error)}"
     return None if are_close else f"{name} computes something else after a given cache"
 
