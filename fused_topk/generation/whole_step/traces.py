@@ -137,9 +137,7 @@ class _ReadOnly(TorchDispatchMode):
             for number, argument in enumerate(func._schema.arguments):
                 given = args[number] if number < len(args) else kwargs.get(argument.name)
                 is_written = argument.alias_info is not None and argument.alias_info.is_write
-                if is_written and type(given) in (Tensor, nn.Parameter):
-                    if given.untyped_storage().data_ptr() in self._storages:
-                        raise LeavesTraces(
-                            f"a forward pass that writes to a weight or a buffer ({func.overloadpacket})"
-                        )
+                is_tensor = is_written and type(given) in (Tensor, nn.Parameter)
+                if is_tensor and given.untyped_storage().data_ptr() in self._storages:
+                    raise LeavesTraces(f"a forward pass that writes to a weight or a buffer ({func.overloadpacket})")
         return func(*args, **kwargs)
