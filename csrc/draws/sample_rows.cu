@@ -60,18 +60,18 @@ struct RowsShared {
 };
 
 // A block's view of its row. Unless a comment says otherwise, all threads of all blocks of the row call each function.
-template <class FORMAT, bool NOISE>
+template <class FORMAT>
 struct RowSampler {
   using Keys = FormatKeys<FORMAT>;
-  using Reader = typename RowSums<FORMAT, NOISE>::Reader;
-  using Narrowed = typename RowSums<FORMAT, NOISE>::Narrowed;
+  using Reader = typename RowSums<FORMAT>::Reader;
+  using Narrowed = typename RowSums<FORMAT>::Narrowed;
 
   const SampleRows& p;
   RowsShared& shared;
   const u32 row;
   const RowTemperature temperature;
   const Scale scale;  // a member: computed at each use, it makes NVRTC 12.9 spill for compute capability 7.5
-  RowSums<FORMAT, NOISE> sums;
+  RowSums<FORMAT> sums;
   const float m;
 
   __device__ __forceinline__ RowSampler(const SampleRows& p, RowsShared& shared)
@@ -224,10 +224,10 @@ struct RowSampler {
     for_each_own(low, [&](u64 candidate, u64 weight) {
       atomicAdd(&sums.weights()[sums.piece_of(index_of(candidate))], weight);
       kept += 1;
-      if constexpr (NOISE)
+      if (p.noise)
         racer = max(racer, race().racer(__uint_as_float(bits_of_key(key_of(candidate))), index_of(candidate)));
     });
-    if constexpr (NOISE) sums.enter(warp_max(racer));
+    if (p.noise) sums.enter(warp_max(racer));
     __syncthreads();
     return {low, kept};
   }
@@ -235,7 +235,7 @@ struct RowSampler {
   // The same where all tokens of the range have the same key. The first ones of the row are kept.
   __device__ __forceinline__ Border border_of_equal(u64 above, u64 aim, u32 key) const {
     const Border border = last_of_equal(above, aim, key);
-    if constexpr (NOISE) {
+    if (p.noise) {
       // More ties than are listed are rare. One by one, because vectors of them make NVRTC spill.
       u64 racer = 0;
 #pragma unroll 4
@@ -275,27 +275,27 @@ struct RowSampler {
       const u32 kept = sums.sum_of_block(sums.above(threadIdx.x) + border.kept);
       if (threadIdx.x == 0) write_kept(p, row, kept, total, temperature.scaled(m));
     }
-    if constexpr (NOISE) {
-      const u64 winner = sums.winner();
-      if (threadIdx.x == 0) write(0, index_of(winner), total);
-      return;
-    }
     u64* const before = sums.listed();  // [kPieces]
     before[threadIdx.x] = sum.before;
     __syncthreads();
 #pragma unroll 1
     for (u32 sample = threadIdx.x / kWarpSize; sample < p.num_samples; sample += kWarps) {
-      const u64 aim = aim_of(p, row, sample, total);
-      // Finds the last piece that begins at the aim or before it: first among every 16th piece, then among the 16
-      // pieces from there on.
-      constexpr u32 kStep = kPieces / kWarpSize;
-      static_assert(kStep <= kWarpSize);
-      const u32 first = (__popc(__ballot_sync(kAllLanes, before[lane_id() * kStep] <= aim)) - 1) * kStep;
-      const u32 piece =
-          first + __popc(__ballot_sync(kAllLanes, lane_id() < kStep && before[first + lane_id() % kStep] <= aim)) - 1;
-      const u32 token = find_in_part(
-          Reader{sums.logits}, sums.part_of(piece), aim - before[piece],
-          [&](float x, u32 i) { return make_candidate(order_key(x), i) >= border.least ? weights()(x) : 0; });
+      u32 token;
+      if (p.noise) {
+        token = index_of(sums.winner());
+      } else {
+        const u64 aim = aim_of(p, row, sample, total);
+        // Finds the last piece that begins at the aim or before it: first among every 16th piece, then among the 16
+        // pieces from there on.
+        constexpr u32 kStep = kPieces / kWarpSize;
+        static_assert(kStep <= kWarpSize);
+        const u32 first = (__popc(__ballot_sync(kAllLanes, before[lane_id() * kStep] <= aim)) - 1) * kStep;
+        const u32 piece =
+            first + __popc(__ballot_sync(kAllLanes, lane_id() < kStep && before[first + lane_id() % kStep] <= aim)) - 1;
+        token = find_in_part(Reader{sums.logits}, sums.part_of(piece), aim - before[piece], [&](float x, u32 i) {
+          return make_candidate(order_key(x), i) >= border.least ? weights()(x) : 0;
+        });
+      }
       if (lane_id() == 0) write(sample, token, total);
     }
   }
@@ -358,10 +358,9 @@ struct RowSampler {
           __syncthreads();
           const u32 kept = in_first_warp([&] { return list.kept(filters, shared.wanted.total); });
           if (kept) {
-            if (!is_first) {
-            } else if constexpr (NOISE) {
+            if (is_first && p.noise) {
               race_in_list(list, kept);
-            } else {
+            } else if (is_first) {
               list.draw(p, row, kept, temperature.scaled(m),
                         [&](u32 sample, u32 token, u64 total) { write(sample, token, total); });
             }
@@ -390,10 +389,11 @@ struct RowSampler {
       if (!filters.has_top_p()) found.range = {least_key, least_key - 1};
       if (filters.has_min_p()) least_key = max(least_key, key_of_min_p(filters.least_weight));
     }
+    // Tokens of one key are not listed, unless they race.
+    const bool lists_equal = p.noise && found.most <= kMostListed;
     KeyRange range = {max(found.range.low, least_key), found.range.high};
     if (range.low > range.high) range = {least_key, least_key - 1};
-    // Tokens of one key are not listed, unless they race.
-    const bool lists = range.low < range.high || (NOISE && range.low == range.high && found.most <= kMostListed);
+    const bool lists = range.low < range.high || (lists_equal && range.low == range.high);
     if (!sums.sum_pieces(range, lists, weights(), temperature)) return;
     const u64 above = sums.sum_of_block(sums.weights()[threadIdx.x]).all;
     const u64 least = least_candidate(Keys::whole(range.low));
@@ -406,11 +406,11 @@ struct RowSampler {
 };
 
 // Grid: (rows, blocks_per_row).
-template <class FORMAT, bool NOISE>
+template <class FORMAT>
 __global__ void __launch_bounds__(kThreads, tuned_blocks(tuning::kFilteredDraws, kThreads))
     sample_rows_kernel(const __grid_constant__ SampleRows p) {
   __shared__ RowsShared shared;
-  RowSampler<FORMAT, NOISE>(p, shared).run();
+  RowSampler<FORMAT>(p, shared).run();
 }
 
 }  // namespace fused_topk::sampling

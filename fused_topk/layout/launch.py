@@ -273,9 +273,11 @@ def sample_unit(vocab_size: int) -> float:
 
 
 def sample_kernel(dtype: torch.dtype, draws_from_vocabulary: bool, has_noise: bool) -> str:
-    """The kernel for that dtype, as NVRTC wants it named."""
-    name = "sample_vocabulary_kernel" if draws_from_vocabulary else "sample_rows_kernel"
-    return f"fused_topk::sampling::{name}<fused_topk::{FORMATS[dtype]}, {str(has_noise).lower()}>"
+    """The kernel for that dtype, as NVRTC wants it named. Where a list is drawn from, one serves draws with noise and without."""
+    name, which = "sample_rows_kernel", ""
+    if draws_from_vocabulary:
+        name, which = "sample_vocabulary_kernel", f", {str(has_noise).lower()}"
+    return f"fused_topk::sampling::{name}<fused_topk::{FORMATS[dtype]}{which}>"
 
 
 # csrc/ranks/target_ranks.cu, where what is read is laid out as for top-k (topk_launch.py)
