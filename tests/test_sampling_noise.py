@@ -9,6 +9,8 @@ from torch import Tensor
 
 import fused_topk
 from fused_topk.functional import sampling
+from fused_topk.plans import plan_of_sample
+from fused_topk.problem import SampleProblem
 from fused_topk.rows import LogitRows
 from rows import INF, NAN, packed, random_logits, random_mask
 from test_sampling import BROAD, NEAR, SETTINGS, broad_rows, kept_weights, rows_of
@@ -278,6 +280,22 @@ def test_calls_by_a_plan_and_without_one_draw_the_same(backend, monkeypatch):
     strided = noise.mT.contiguous().mT
     assert torch.equal(backend("sample", logits, noise=strided, top_k=20, top_p=0.9).tokens, got.tokens)
     assert len(planned) == 1
+
+
+def test_the_plan_of_a_checked_request(backend):
+    """As a decoding loop calls it: no check, no operator, and one plan for all noise."""
+    logits = random_logits(4, 900).to(backend.device)
+    plans = set()
+    for seed in range(3):
+        noise = exponential(4, 900, seed=seed).to(backend.device)
+        problem = SampleProblem(
+            LogitRows(logits), 50, None, 0.9, None, 0.0, None, 0, None, 0, None, 1, 0, False, noise=noise
+        )
+        plan = plan_of_sample(problem, backend.name)
+        plans.add(id(plan))
+        expected = backend("sample", logits, noise=noise, top_k=50, top_p=0.9)
+        assert torch.equal(plan.run(problem).tokens, expected.tokens)
+    assert len(plans) == 1
 
 
 @pytest.mark.parametrize(

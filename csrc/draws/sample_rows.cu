@@ -306,7 +306,7 @@ struct RowSampler {
     const u32 finite = list.finite(kept);
     if (threadIdx.x == 0) write_kept(p, row, finite, total, temperature.scaled(m));
     const u64 racer = warp_max(list.best_racer(race(), kept));
-    // The list and the racers share memory.
+    // The list and the racers are in a union.
     __syncthreads();
     sums.start(racer);
     __syncthreads();

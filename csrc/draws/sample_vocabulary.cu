@@ -109,7 +109,7 @@ struct VocabularyShared {
   u32 answer;
 };
 
-// Grid: (rows, blocks_per_row).
+// Grid: (rows, blocks_per_row). NOISE is no check at run time, because a race takes registers, which are warps.
 template <class FORMAT, bool NOISE>
 __global__ void __launch_bounds__(kSummingThreads, tuned_blocks(tuning::kDraws, kSummingThreads))
     sample_vocabulary_kernel(const __grid_constant__ SampleRows p) {
