@@ -73,18 +73,20 @@ def test_rows(gpus, function, shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1000), (4000, 60), (3, 50257)], ids=str)
 def test_draws(gpus, shape, dtype):
-    def asked(top_k, row_top_k, top_p, mask):
+    def asked(top_k, row_top_k, top_p, mask, noise):
         out = Sample(torch.empty(shape[0], 1, dtype=torch.int64), torch.empty(shape[0], 1), None)
         filters = (top_k, row_top_k, top_p, None, 0.0, None)
         with recorded() as names:
             rows = LogitRows(torch.zeros(shape, dtype=dtype), mask=mask)
-            problem = SampleProblem(rows, *filters, 0, None, 0, None, 1, 0, False)
+            problem = SampleProblem(rows, *filters, 0, None, 0, None, 1, 0, False, noise=noise)
             cuda.prepare_sample(problem, rows.logits.device)(problem, out)
         return set(names)
 
-    of_rows, mask = torch.full(shape[:1], 40), torch.ones(shape, dtype=torch.bool)
+    of_rows, mask, noise = torch.full(shape[:1], 40), torch.ones(shape, dtype=torch.bool), torch.ones(shape)
     calls = ((0, None, 1.0), (0, None, 0.9), (900, None, 1.0), (0, of_rows, 0.9))
-    wanted = set().union(*(asked(*call, given) for call in calls for given in (None, mask)))
+    wanted = set().union(
+        *(asked(*call, hidden, given) for call in calls for hidden in (None, mask) for given in (None, noise))
+    )
     options = {"functions": "sample", "dtypes": dtype, "masked": True, "device": 1}
     assert fused_topk.warm_up(shape, 900, **options) == len(wanted)
     assert compiled(gpus) == wanted

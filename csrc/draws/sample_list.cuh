@@ -3,7 +3,7 @@
 // token that they keep.
 #pragma once
 
-#include "sample_request.cuh"
+#include "race.cuh"
 
 namespace fused_topk::sampling {
 
@@ -131,14 +131,25 @@ struct List {
     }
   }
 
- private:
-  // All 32 lanes of a warp call these.
+  // The best racer of a thread's share of the first `kept` tokens. Hidden tokens, and those of logit -inf, do not race.
+  __device__ __forceinline__ u64 best_racer(const Race& race, u32 kept) const {
+    u64 best = 0;
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < kept; i += kThreads)
+      if (shared.key[i] != kNegativeInfinityKey)
+        best = max(best, race.racer(__uint_as_float(bits_of_key(shared.key[i])), shared.index[i]));
+    return best;
+  }
+  // The sum of the weights of the first `count` tokens. All 32 lanes of a warp call it.
   __device__ __forceinline__ u64 sum_of(u32 count) const {
     u64 sum = 0;
 #pragma unroll 1
     for (u32 i = lane_id(); i < count; i += kWarpSize) sum += shared.weight[i];
     return warp_sum(sum);
   }
+
+ private:
+  // All 32 lanes of a warp call it.
   template <class CLAIM>
   __device__ __forceinline__ u32 count(u32 end, const CLAIM& claim) const {
     u32 result = 0;

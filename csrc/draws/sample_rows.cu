@@ -15,6 +15,9 @@
 // few enough or all equal. Each such read at least halves the range of their keys, so 32 reads suffice. Min-p needs
 // only the second read, because the weight of the best token says which weights it keeps.
 //
+// With noise of the caller's no piece is drawn: the tokens that are kept race (race.cuh). Those above the two logits do so in
+// the second read, and the listed ones once the border is known.
+//
 // Blocks of one row wait for each other. So a launch with several blocks a row is cooperative.
 #pragma once
 
@@ -24,7 +27,7 @@
 namespace fused_topk::sampling {
 
 // The border. least: no candidate below it is kept. kept: the number of tokens that this thread has added to the sums
-// of the pieces, because the border keeps them.
+// of the pieces, because the border keeps them. With noise, these tokens have raced.
 struct Border {
   u64 least;
   u32 kept;
@@ -81,6 +84,7 @@ struct RowSampler {
         m(__ldg(p.list_state + blockIdx.x)) {}
 
   __device__ __forceinline__ Weights weights() const { return {m, scale, p.one}; }
+  __device__ __forceinline__ Race race() const { return Race(p, row, m, temperature); }
   // d of the row at temperature 1, from softmax_topk.cu. Any thread may call it.
   __device__ __forceinline__ float d() const { return __ldg(p.list_state + p.rows + row); }
   __device__ __forceinline__ float own_log_prob(float x) const {
@@ -216,16 +220,35 @@ struct RowSampler {
       if (shared.number == 1) break;
     }
     u32 kept = 0;
+    u64 racer = 0;
     for_each_own(low, [&](u64 candidate, u64 weight) {
       atomicAdd(&sums.weights()[sums.piece_of(index_of(candidate))], weight);
       kept += 1;
+      if (p.noise)
+        racer = max(racer, race().racer(__uint_as_float(bits_of_key(key_of(candidate))), index_of(candidate)));
     });
+    if (p.noise) sums.enter(warp_max(racer));
     __syncthreads();
     return {low, kept};
   }
 
   // The same where all tokens of the range have the same key. The first ones of the row are kept.
   __device__ __forceinline__ Border border_of_equal(u64 above, u64 aim, u32 key) const {
+    const Border border = last_of_equal(above, aim, key);
+    if (p.noise) {
+      // More ties than are listed are rare. One by one, because vectors of them make NVRTC spill.
+      u64 racer = 0;
+#pragma unroll 4
+      for (u32 i = threadIdx.x; i < sums.logits.V; i += kThreads) {
+        const float x = sums.logits(i);
+        if (order_key(x) == key && make_candidate(key, i) >= border.least) racer = max(racer, race().racer(x, i));
+      }
+      sums.enter(warp_max(racer));
+      __syncthreads();
+    }
+    return border;
+  }
+  __device__ __forceinline__ Border last_of_equal(u64 above, u64 aim, u32 key) const {
     const u64 each = weights()(__uint_as_float(bits_of_key(key))), divisor = max(each, u64(1));
     const u64 needed = aim > above ? (aim - above + divisor - 1) / divisor : 1;
     const u64 mine = sums.within(threadIdx.x);
@@ -243,32 +266,52 @@ struct RowSampler {
     return {make_candidate(key, last), kept};
   }
 
-  // Draws each sample: a piece, by the sums of the kept weights of all pieces, and then a kept token of that piece.
+  // Draws each sample: a piece, by the sums of the kept weights of all pieces, and then a kept token of that piece. With
+  // noise, the winner of the race is taken.
   __device__ __forceinline__ void draw_from_pieces(Border border) const {
     const auto sum = sums.sum_of_block(sums.weights()[threadIdx.x]);
     const u64 total = sum.all;
-    u64* const before = sums.listed();  // [kPieces]
-    before[threadIdx.x] = sum.before;
     if (p.kept_counts) {
       const u32 kept = sums.sum_of_block(sums.above(threadIdx.x) + border.kept);
       if (threadIdx.x == 0) write_kept(p, row, kept, total, temperature.scaled(m));
     }
+    u64* const before = sums.listed();  // [kPieces]
+    before[threadIdx.x] = sum.before;
     __syncthreads();
 #pragma unroll 1
     for (u32 sample = threadIdx.x / kWarpSize; sample < p.num_samples; sample += kWarps) {
-      const u64 aim = aim_of(p, row, sample, total);
-      // Finds the last piece that begins at the aim or before it: first among every 16th piece, then among the 16
-      // pieces from there on.
-      constexpr u32 kStep = kPieces / kWarpSize;
-      static_assert(kStep <= kWarpSize);
-      const u32 first = (__popc(__ballot_sync(kAllLanes, before[lane_id() * kStep] <= aim)) - 1) * kStep;
-      const u32 piece =
-          first + __popc(__ballot_sync(kAllLanes, lane_id() < kStep && before[first + lane_id() % kStep] <= aim)) - 1;
-      const u32 token = find_in_part(
-          Reader{sums.logits}, sums.part_of(piece), aim - before[piece],
-          [&](float x, u32 i) { return make_candidate(order_key(x), i) >= border.least ? weights()(x) : 0; });
+      u32 token;
+      if (p.noise) {
+        token = index_of(sums.winner());
+      } else {
+        const u64 aim = aim_of(p, row, sample, total);
+        // Finds the last piece that begins at the aim or before it: first among every 16th piece, then among the 16
+        // pieces from there on.
+        constexpr u32 kStep = kPieces / kWarpSize;
+        static_assert(kStep <= kWarpSize);
+        const u32 first = (__popc(__ballot_sync(kAllLanes, before[lane_id() * kStep] <= aim)) - 1) * kStep;
+        const u32 piece =
+            first + __popc(__ballot_sync(kAllLanes, lane_id() < kStep && before[first + lane_id() % kStep] <= aim)) - 1;
+        token = find_in_part(Reader{sums.logits}, sums.part_of(piece), aim - before[piece], [&](float x, u32 i) {
+          return make_candidate(order_key(x), i) >= border.least ? weights()(x) : 0;
+        });
+      }
       if (lane_id() == 0) write(sample, token, total);
     }
+  }
+
+  // Takes the winner of the first `kept` tokens of the list. All threads of a block call it.
+  __device__ __forceinline__ void race_in_list(const List& list, u32 kept) const {
+    const u64 total = list.sum_of(kept);
+    const u32 finite = list.finite(kept);
+    if (threadIdx.x == 0) write_kept(p, row, finite, total, temperature.scaled(m));
+    const u64 racer = warp_max(list.best_racer(race(), kept));
+    // The list and the racers are in a union.
+    __syncthreads();
+    sums.start(racer);
+    __syncthreads();
+    const u64 winner = sums.winner();
+    if (threadIdx.x == 0) write(0, index_of(winner), total);
   }
 
   // Calls find() in the first warp, and returns its result in every thread of the block.
@@ -315,9 +358,12 @@ struct RowSampler {
           __syncthreads();
           const u32 kept = in_first_warp([&] { return list.kept(filters, shared.wanted.total); });
           if (kept) {
-            if (is_first)
+            if (is_first && p.noise) {
+              race_in_list(list, kept);
+            } else if (is_first) {
               list.draw(p, row, kept, temperature.scaled(m),
                         [&](u32 sample, u32 token, u64 total) { write(sample, token, total); });
+            }
             sums.leave();
             return;
           }
@@ -343,16 +389,19 @@ struct RowSampler {
       if (!filters.has_top_p()) found.range = {least_key, least_key - 1};
       if (filters.has_min_p()) least_key = max(least_key, key_of_min_p(filters.least_weight));
     }
+    // Tokens of one key are not listed, unless they race.
+    const bool lists_equal = p.noise && found.most <= kMostListed;
     KeyRange range = {max(found.range.low, least_key), found.range.high};
     if (range.low > range.high) range = {least_key, least_key - 1};
-    const bool lists = range.low < range.high;
-    if (!sums.sum_pieces(range, lists, weights())) return;
+    const bool lists = range.low < range.high || (lists_equal && range.low == range.high);
+    if (!sums.sum_pieces(range, lists, weights(), temperature)) return;
     const u64 above = sums.sum_of_block(sums.weights()[threadIdx.x]).all;
     const u64 least = least_candidate(Keys::whole(range.low));
     const u32 greatest_key = Keys::whole(range.high);
-    draw_from_pieces(range.low > range.high ? Border{least, 0}
-                     : lists                ? border_of_listed(above, shared.wanted.aim, least, greatest_key)
-                                            : border_of_equal(above, shared.wanted.aim, greatest_key));
+    const Border border = range.low > range.high ? Border{least, 0}
+                          : lists                ? border_of_listed(above, shared.wanted.aim, least, greatest_key)
+                                                 : border_of_equal(above, shared.wanted.aim, greatest_key);
+    draw_from_pieces(border);
   }
 };
 
