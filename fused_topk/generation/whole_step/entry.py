@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ..calls import OWN, after_forward
-from ..choice import warping
 from ..edits.plan import Plan, reason_against
 from ..lm_head import sharded_head_of
 from ..statistics import count_not_compiled
@@ -21,6 +20,7 @@ from ..tensor_parallel import local_forms
 from . import attention, attribute, given_cache, graphs, parallel, prompts, reasons, traces, trial
 from .beams import Rules
 from .cache import state_layers
+from .choosing import TopKRecord
 from .criteria import Criteria
 from .decoder import Decoder
 from .facts import has_table, num_positions, vocab_size_of
@@ -191,9 +191,9 @@ class Loop:
         checked: of the model whose generate() has been called.
         whole_step: how steps are to run: True, "compiled" or "eager". None: only in a way that is quicker than transformers' loop
             from the first call on.
-        is_sampling: whether calls that sample are to be served, too.
         streamer: gets the new tokens; None for none.
         is_cache_given: whether the user has given a cache, which is to hold what the call reads.
+        topk: gets the best tokens of each step; None where nobody asks for them.
 
     A call raises Declined if it is to run in transformers' loop.
     """
@@ -202,15 +202,15 @@ class Loop:
         self,
         checked: Checked,
         whole_step: bool | str | None,
-        is_sampling: bool,
         streamer: Once | None = None,
         is_cache_given: bool = False,
+        topk: TopKRecord | None = None,
     ) -> None:
         self._checked = checked
         self._whole_step = whole_step
-        self._is_sampling = is_sampling
         self._streamer = streamer
         self._is_cache_given = is_cache_given
+        self._topk = topk
 
     def __call__(
         self,
@@ -225,18 +225,13 @@ class Loop:
         is_part = model is not self._checked.model
         ready = Checked.of(model, self._whole_step is None).ready if is_part else self._checked.ready
         decline_for(
-            reasons.of_config(generation_config, self._is_sampling)
+            reasons.of_config(generation_config)
             or reasons.of_inputs(inputs, model.config.is_encoder_decoder)
             or (None if self._streamer is None else reasons.of_streaming(generation_config))
         )
         criteria = Criteria(stopping_criteria)
-        plan = Plan(list(logits_processor), bool(generation_config.do_sample))
-        decline_for(
-            reason_against(logits_processor)
-            or criteria.reason
-            or plan.reason
-            or (plan.reason_of_beams if generation_config.num_beams > 1 else None)
-        )
+        plan = Plan(list(logits_processor), bool(generation_config.do_sample), generation_config.num_beams > 1)
+        decline_for(reason_against(logits_processor) or criteria.reason)
         together = parallel.Together.of(model, functools.partial(drop, model))
         if together is not None:
             decline_for(parallel.reason_against(plan, criteria, inputs))
@@ -250,6 +245,7 @@ class Loop:
             count_not_compiled("a tensor-parallel model")
             way = Way(False, True) if way.is_captured else None
         search = _search(ready, self._streamer, way, input_ids, plan, criteria, generation_config, inputs)
+        search = search._replace(topk=self._topk)
         if self._is_cache_given or generation_config.return_dict_in_generate:
             cache = given_cache.cache_of(inputs)
             if cache is None and inputs.get("use_cache"):
@@ -329,10 +325,6 @@ def _search(
         if with_source:
             # Some models let their table of positions grow, which only single operations can.
             way = None
-    is_listed = not config.do_sample or warping.list_length(plan.filters, vocab_size_of(twin.config)) is not None
-    # The kernel that draws from the vocabulary itself knows no beams.
-    if not is_listed and (beams > 1 or warping.parameters(plan.filters) is None):
-        raise Declined("sampling from the whole vocabulary")
     padding = _padding(config, ends)
     if padding is not None and not 0 <= padding < vocab_size_of(twin.config) and beams == 1 < len(ids):
         # In stock generate() the model reads it once a text has ended before the others, and raises.

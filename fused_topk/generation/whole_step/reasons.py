@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..calls import after_forward
 from ..lm_head import sharded_head_of
-from ..request import BEAMS, SAMPLING, SEARCH, mode_of
+from ..request import SAMPLING, SEARCH, mode_of
 from ..tensor_parallel import local_forms
 from .facts import arguments_of, vocab_size_of
 
@@ -130,7 +130,6 @@ _UPDATES = [
 _FOLDER = Path(transformers.__file__).parent
 _SECOND = "second_expert_policy"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
-_NOT_SAMPLED = "do_sample without sampling=True"
 # Prompts times beams times tokens of the vocabulary. Times of whole steps over stock, greedy, Llama of 4 layers of 64, 256 and 768,
 # float32, one thread of a shared EPYC (family 25), 2026-11-27, medians of 11 calls of 32 tokens in turns:
 #     1 x 1,000: 1.05, 1.06, 0.99    4 x 8,000: 1.04, 0.90, 0.93    2 x 32,000: 1.01, 0.55, 0.74    8 x 32,000: 0.69, 0.70, 0.82
@@ -341,15 +340,11 @@ def _rotary_kinds(parameters: Any) -> set[str]:
     return {str(_own_kind(parameters))} - {"None"} | {kind for kinds in nested for kind in kinds}
 
 
-def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | None:
+def of_config(config: GenerationConfig) -> str | None:
     """Why a call with this configuration, as a loop gets it, is not served; None if it is."""
     mode = mode_of(config)
     if mode not in SEARCH + SAMPLING:
         return f"generation mode {mode.value}"
-    if mode in SAMPLING and not is_sampling_asked_for:
-        return _NOT_SAMPLED
-    if mode in SAMPLING and mode in BEAMS and not SORTS_DRAWN_BEAMS:
-        return "beam sampling of this version of transformers"
     for name in ("cache_implementation", "prefill_chunk_size", "stop_strings"):
         if getattr(config, name, None) is not None:
             return name
@@ -371,11 +366,6 @@ class Asked(NamedTuple):
         """Args: rows: of a loop's texts, one for each beam."""
         beams = config.num_beams or 1
         return Asked(bool(config.do_sample), beams, rows // beams)
-
-
-def of_asked(asked: Asked, is_sampling_asked_for: bool) -> str | None:
-    """Why a call that asks for this is not served; None where it may be."""
-    return _NOT_SAMPLED if asked.do_sample and not is_sampling_asked_for else None
 
 
 def reads_few_logits(model: Any, asked: Asked) -> bool:

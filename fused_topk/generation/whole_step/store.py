@@ -59,7 +59,7 @@ class Store:
             try:
                 yield step
             except NotKept as error:
-                self._failed[shape] = failures + 1, str(error)
+                self.note(shape, str(error))
                 raise
             # An error of this call, its processors or its streamer. The step can be kept: the next call writes all its tensors anew.
             except BaseException:
@@ -68,6 +68,11 @@ class Store:
             self._keep(shape, step)
         finally:
             self._used.discard(shape)
+
+    def note(self, shape: Shape, reason: str) -> None:
+        """Notes that the step of a shape could not be made."""
+        with self._lock:
+            self._failed[shape] = self._failed.get(shape, (0, ""))[0] + 1, reason
 
     def release(self) -> None:
         """Drops steps that hold collectives: NCCL destroys no communicator before the graphs that use it are gone."""
