@@ -33,6 +33,20 @@ struct Race {
     return racer_of(score(x, __ldg(noise + token)), token);
   }
 
+  // The best racer of the tokens first, first + step, .. of a row, below `end`, for which kept(logit, token) holds. One by
+  // one: a kernel that has no registers left reads them so.
+  template <class FORMAT, class KEPT>
+  __device__ __forceinline__ u64 best_of(const RowLogits<FORMAT>& row, u32 first, u32 end, u32 step,
+                                         const KEPT& kept) const {
+    u64 best = 0;
+#pragma unroll 4
+    for (u32 token = first; token < end; token += step) {
+      const float x = row(token);
+      if (kept(x, token)) best = max(best, racer(x, token));
+    }
+    return best;
+  }
+
   // The best racer of those tokens of a part for which kept(logit, token) holds, in every lane. The 32 lanes of a warp call
   // it, right after the part has been read.
   template <class FORMAT, u32 VECTORS, class KEPT>

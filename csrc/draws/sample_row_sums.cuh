@@ -313,7 +313,9 @@ class RowSums {
           if (p_.noise) {
             if (above) {
               const Race race(p_, row_, weight.m, temperature);
-              enter(race.best_of(Reader{logits}, part_of(piece), [&](float x, u32) { return x >= end; }));
+              const Part part = part_of(piece);
+              enter(warp_max(race.best_of(logits, part.begin + lane_id(), part.end, kWarpSize,
+                                          [&](float x, u32) { return x >= end; })));
             }
           }
           sum = above = within = 0;

@@ -236,14 +236,10 @@ struct RowSampler {
   __device__ __forceinline__ Border border_of_equal(u64 above, u64 aim, u32 key) const {
     const Border border = last_of_equal(above, aim, key);
     if (p.noise) {
-      // More ties than are listed are rare. One by one, because vectors of them make NVRTC spill.
-      u64 racer = 0;
-#pragma unroll 4
-      for (u32 i = threadIdx.x; i < sums.logits.V; i += kThreads) {
-        const float x = sums.logits(i);
-        if (order_key(x) == key && make_candidate(key, i) >= border.least) racer = max(racer, race().racer(x, i));
-      }
-      sums.enter(warp_max(racer));
+      // More ties than are listed are rare.
+      sums.enter(warp_max(race().best_of(sums.logits, threadIdx.x, sums.logits.V, kThreads, [&](float x, u32 i) {
+        return order_key(x) == key && make_candidate(key, i) >= border.least;
+      })));
       __syncthreads();
     }
     return border;
@@ -300,20 +296,6 @@ struct RowSampler {
     }
   }
 
-  // Takes the winner of the first `kept` tokens of the list. All threads of a block call it.
-  __device__ __forceinline__ void race_in_list(const List& list, u32 kept) const {
-    const u64 total = list.sum_of(kept);
-    const u32 finite = list.finite(kept);
-    if (threadIdx.x == 0) write_kept(p, row, finite, total, temperature.scaled(m));
-    const u64 racer = warp_max(list.best_racer(race(), kept));
-    // The list and the racers are in a union.
-    __syncthreads();
-    sums.start(racer);
-    __syncthreads();
-    const u64 winner = sums.winner();
-    if (threadIdx.x == 0) write(0, index_of(winner), total);
-  }
-
   // Calls find() in the first warp, and returns its result in every thread of the block.
   template <class FIND>
   __device__ __forceinline__ u32 in_first_warp(const FIND& find) const {
@@ -358,12 +340,8 @@ struct RowSampler {
           __syncthreads();
           const u32 kept = in_first_warp([&] { return list.kept(filters, shared.wanted.total); });
           if (kept) {
-            if (is_first && p.noise) {
-              race_in_list(list, kept);
-            } else if (is_first) {
-              list.draw(p, row, kept, temperature.scaled(m),
-                        [&](u32 sample, u32 token, u64 total) { write(sample, token, total); });
-            }
+            if (is_first)
+              list.draw(p, row, kept, race(), [&](u32 sample, u32 token, u64 total) { write(sample, token, total); });
             sums.leave();
             return;
           }
