@@ -130,7 +130,9 @@ def test_multinomial_draws_the_same_tokens(backend, name):
 
 @pytest.mark.parametrize("name", WARPERS)
 def test_multinomial_draws_the_same_tokens_of_a_vocabulary(backend, name):
-    logits = (random_logits(64, 32_000) / 2).to(backend.device, torch.bfloat16)
+    # On a GPU torch sorts equal logits in any order, so which of those at top-p's border it keeps is arbitrary. 16 bits have many.
+    dtype = torch.bfloat16 if backend.device == "cpu" else torch.float32
+    logits = (random_logits(64, 32_000) / 2).to(backend.device, dtype)
     check_as_multinomial(backend, logits, SETTINGS[name], seed=6)
 
 

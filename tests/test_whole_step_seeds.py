@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'fus
 
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from captured import graphs_of
+from captured import InVain, graphs_of
 from decoding import Recorder, inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import fused_decoding, stats
 from fused_topk.generation.whole_step import draws
@@ -95,18 +95,10 @@ def test_steps_in_vain_draw_nothing(monkeypatch):
     """With a stand-in for a GPU, whose host learns of the end four steps later."""
     taken = []
 
-    class InVain:
-        def __init__(self, device):
-            self.states = [torch.get_rng_state()]
-
-        def note(self):
-            self.states.append(torch.get_rng_state())
-
-        def take_back(self, steps):
-            taken.append(len(self.states) - 1 - steps)
-            torch.set_rng_state(self.states[steps])
-
-    monkeypatch.setattr(draws, "InVain", InVain)
+    take_back = InVain.take_back
+    monkeypatch.setattr(
+        InVain, "take_back", lambda self, steps: taken.append(len(self.states) - 1 - steps) or take_back(self, steps)
+    )
     model = family("Llama", 1)
     with graphs_of():
         for ends in (list(range(5, 40)), list(range(5, 90)), None):

@@ -216,6 +216,7 @@ class Search(NamedTuple):
         is_late, flag, choices = self._is_late, self._end_flag(), self._choices
         steps = torch.zeros(1, dtype=torch.int64, device=ids.device)
         logits = reader.read_prompt(self.prompt)
+        counted = way
         in_vain = draws.InVain(ids.device) if is_late and self.config.do_sample else None
         for step in range(rules.room):
             ends_now = self.criteria.end_all(ids, length + step + 1)
@@ -251,7 +252,7 @@ class Search(NamedTuple):
             except NotKept as error:
                 # Processors have been called and numbers drawn, so the call goes on, one operation after another.
                 self._note(error, way)
-                reader = reader.decoder
+                reader, counted = reader.decoder, None
                 logits = reader.read(tokens, parents, place.step, step + 1)
             if way is not None:
                 self._hand_on(state, step)
@@ -263,7 +264,7 @@ class Search(NamedTuple):
             in_vain.take_back(count)
         if self.topk is not None:
             del self.topk.steps[count:]
-        count_whole(count, way is not None and way.is_compiled, way is not None and way.is_captured)
+        count_whole(count, counted is not None and counted.is_compiled, counted is not None and counted.is_captured)
         return self._result(reader, state, count, kept)
 
     @property
