@@ -126,7 +126,9 @@ def test_calls_that_are_not_served(model):
     assert len(given.topk) == 6 and not stats().not_whole
     stats(reset=True)
     with whole(model):
-        model.generate(**{name: each[:1] for name, each in inputs.items()}, max_new_tokens=3, prompt_lookup_num_tokens=2)
+        model.generate(
+            **{name: each[:1] for name, each in inputs.items()}, max_new_tokens=3, prompt_lookup_num_tokens=2
+        )
     assert stats().not_whole == {"generation mode assisted_generation": 1}
 
 
