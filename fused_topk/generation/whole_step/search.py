@@ -86,6 +86,7 @@ class Search(NamedTuple):
             self.head is None,
             self.cache is None,
             self.only_kept,
+            self.topk is None,
             sorted(config.items()),
         ]
         # Each process has a device of its own, so the device is left out.
