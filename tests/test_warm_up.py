@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -273,6 +274,9 @@ def test_a_gpu_does_not_wait_for_the_compiler_of_another(monkeypatch):
     monkeypatch.setattr(tickets, "_is_capturing", lambda device: False)
     monkeypatch.setattr(tickets, "raw_stream", lambda device: 7)
     monkeypatch.setattr(tickets, "_stream_tickets", {})
+    monkeypatch.setattr(tickets, "_spare_tickets", {})
+    stream = types.SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
     with ThreadPoolExecutor(6) as pool:
