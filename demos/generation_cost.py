@@ -40,6 +40,7 @@ import whole_calls
 from benchmark.command_options import device_of
 from benchmark.report import origin
 from causal_models import RANDOM_SHAPES
+from fused_topk.cuda_runtime.capture import Graph
 from fused_topk.generation import fused_decoding, stats
 from fused_topk.machine import describe
 from generate_comparison import peak_on_gpu
@@ -136,15 +137,7 @@ def _gpu_time(run: Callable[[], Any], device: torch.device, replays: int = 30) -
     if device.type == "cpu":
         run()
         return statistics.median(_timed(run) for _ in range(10))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph = Graph(run, device)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
     graph.replay()
     for mark in marks[:-1]:

@@ -174,7 +174,12 @@ def _draw_growth(axes: Axes, run: Document) -> None:
     for name, (colour, marker, label) in _STYLES.items():
         mine = [point for point in points if point["name"] == name]
         if mine:
-            style = {"color": colour, "marker": marker, "linestyle": "-" if marker else ":", "markersize": 4}
+            style: dict[str, Any] = {
+                "color": colour,
+                "marker": marker,
+                "linestyle": "-" if marker else ":",
+                "markersize": 4,
+            }
             axes.plot([point["k"] for point in mine], [point["us"] for point in mine], label=label, **style)
     axes.set_yscale("log")
     axes.set_xticks(sorted({point["k"] for point in points}))

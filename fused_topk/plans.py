@@ -293,7 +293,7 @@ def router_plan(
 
 
 class SamplePlan(NamedTuple):
-    """A prepared request for draws. It lacks only the seeds and the tensors."""
+    """A prepared request for draws. It lacks only the seeds, or the noise, and the tensors."""
 
     start: StartSample
 
@@ -325,8 +325,8 @@ def sample_result(problem: SampleProblem) -> Sample:
 
 
 def plan_of_sample(problem: SampleProblem, backend: str | None) -> SamplePlan:
-    """The plan of a checked request. It serves all requests that differ in their seeds and tensors alone, not in the tensors'
-    layouts."""
+    """The plan of a checked request. It serves all requests that differ in their seeds, their noise and tensors alone, not in the
+    tensors' layouts."""
     rows, *filters = problem[:7]
     layouts = (like(x) if isinstance(x, Tensor) else x for x in filters)
     wanted = (problem.num_samples, problem.logprobs, problem.truncated, problem.kept)
@@ -335,7 +335,8 @@ def plan_of_sample(problem: SampleProblem, backend: str | None) -> SamplePlan:
 
 @functools.lru_cache(maxsize=4096)
 def sample_plan(device: torch.device, backend: str | None, layout: RowsLayout, *fields: Any) -> SamplePlan:
-    """fields: those of :class:`SampleProblem` but the rows, the seeds and the counters, with layouts in place of tensors."""
+    """fields: those of :class:`SampleProblem` but the rows, the seeds, the counters and the noise, with layouts in place of
+    tensors."""
     rows, filters, wanted = layout.meta(), fields[:6], fields[6:]
     _, logprobs, *_ = wanted
     chosen = backends.pick(device, rows.logits.dtype, max(logprobs, 1), backend)

@@ -201,6 +201,9 @@ class SampleProblem(NamedTuple):
     truncated: bool  # whether log-probabilities are relative to what is kept
     kept: bool = False  # whether there is a Sample.kept
     first_row: int = 0  # the number of the first row among all rows that share `seed`
+    # (R, V) float32, contiguous: the token with the greatest log p_i - log noise_i is taken. Then num_samples is 1, and the seeds and
+    # counters are not used.
+    noise: Tensor | None = None
 
 
 class RankProblem(NamedTuple):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_topk.generation.whole_step import graphs
+from fused_topk.generation.whole_step import draws, graphs, trial
 
 
 class StandIn:
@@ -60,11 +60,27 @@ class _Copy(graphs._Copy):
             super().begin(flag, tokens)
 
 
+class InVain:
+    """Takes back draws of a CPU's generator, which has no offset."""
+
+    def __init__(self, device):
+        self.states = [torch.get_rng_state()]
+
+    def note(self):
+        self.states.append(torch.get_rng_state())
+
+    def take_back(self, steps):
+        torch.set_rng_state(self.states[steps])
+
+
 def as_on_a_gpu(patch: pytest.MonkeyPatch, kind=StandIn) -> None:
     """Steps are kept as on a GPU, with `kind` for the graph. What the device does late is late here too."""
     patch.setattr(graphs, "is_cuda", lambda device: True)
     patch.setattr(graphs, "Graph", kind)
     patch.setattr(graphs, "_Copy", _Copy)
+    # The trial captures a step, too, which tests do not count.
+    patch.setattr(draws, "InVain", InVain)
+    patch.setattr(trial, "reason_against_capture", lambda twin: None)
 
 
 @contextlib.contextmanager

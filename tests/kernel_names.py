@@ -69,7 +69,7 @@ def small() -> list[str]:
             *(launch.merge_kernel(dtype, warps) for warps in launch.MERGE_WARPS),
             *(launch.piece_kernel(dtype, counts_ranks) for counts_ranks in (False, True)),
             launch.gradient_kernel(dtype),
-            *(launch.sample_kernel(dtype, is_whole) for is_whole in (True, False)),
+            *(launch.sample_kernel(dtype, *which) for which in ((True, False), (True, True), (False, False))),
             launch.rank_kernel(dtype),
         )
     ]

@@ -254,7 +254,7 @@ def test_draws_read_the_scores_of_the_stock_processors(monkeypatch, name, dtype)
     before = logits.clone()
     read = []
 
-    def sample(rows, parameters, mask, generator):
+    def sample(rows, parameters, mask, generator, noise):
         scores = rows.logits.float()
         read.append(scores if mask is None else scores.masked_fill(~masks.holds(mask, every_token), -math.inf))
 

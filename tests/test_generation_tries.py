@@ -89,7 +89,7 @@ def assert_same_items(expected, given, is_exact: bool) -> None:
 
 MODELS = [
     *((family, name) for name in ("Llama", "GPT2", "Gemma2")),
-    *((encoder_decoder, name) for name in ("Bart", "M2M100")),
+    *((encoder_decoder, name) for name in ("Bart", "Marian")),
     # No whole steps.
     (tiny, "t5"),
 ]

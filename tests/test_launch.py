@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,9 +26,9 @@ def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device whose only stream is not capturing, with no counters yet; its memory is the host's."""
     zeros = torch.zeros
 
-    def slow_zeros(count: int, *, dtype: torch.dtype, device: str) -> torch.Tensor:
+    def slow_zeros(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
         time.sleep(0.02)  # long enough for every other thread to come here too
-        return zeros(count, dtype=dtype)
+        return zeros(*shape, dtype=dtype)
 
     monkeypatch.setattr(torch, "zeros", slow_zeros)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -36,6 +37,20 @@ def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tickets, "raw_stream", lambda device: 7)
     monkeypatch.setattr(tickets, "_stream_tickets", {})
     monkeypatch.setattr(tickets, "_outgrown_tickets", [])
+    monkeypatch.setattr(tickets, "_spare_tickets", {})
+    stream = types.SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+
+
+@pytest.mark.usefixtures("one_stream")
+def test_streams_share_one_allocation(monkeypatch):
+    """torch allocates 2 MiB at least, and a stream's counters take 16 KiB."""
+    addresses = set()
+    for stream in range(40):
+        monkeypatch.setattr(tickets, "raw_stream", lambda device, stream=stream: stream)
+        addresses.add(tickets.zeroed(0, 10))
+    assert len(addresses) == 40
+    assert len({each.untyped_storage().data_ptr() for each in tickets._stream_tickets.values()}) == 2
 
 
 @pytest.mark.usefixtures("one_stream")

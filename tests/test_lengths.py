@@ -232,7 +232,7 @@ def test_opcheck(backend, form):
     torch.library.opcheck(torch.ops.fused_topk.row_topk.default, (*rows, 3, "softmax", "allowed", backend.name))
     torch.library.opcheck(torch.ops.fused_topk.full_rows.default, (*rows, "softmax", torch.float32, backend.name))
     request = (0, None, 1.0, None, 0.0, None, 1, None, 0, None, 1, 0, False, False, backend.name)
-    torch.library.opcheck(torch.ops.fused_topk.sample.default, (*rows, *request))
+    torch.library.opcheck(torch.ops.fused_topk.sample.default, (*rows, None, *request))
 
 
 def test_fake_and_meta_tensors():

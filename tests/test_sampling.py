@@ -568,7 +568,7 @@ def test_compiled_and_fake(backend):
     assert torch.equal(expected.tokens, got.tokens) and torch.equal(expected.log_probs, got.log_probs)
     assert torch.equal(expected.topk.indices, got.topk.indices)
     request = (5, None, 0.9, None, 0.0, None, 0, seed, 0, None, 2, 1, False, False, backend.name)
-    torch.library.opcheck(torch.ops.fused_topk.sample.default, (*LogitRows(logits), *request))
+    torch.library.opcheck(torch.ops.fused_topk.sample.default, (*LogitRows(logits), None, *request))
 
 
 def test_a_graph_draws_anew_at_each_replay(cuda):

@@ -63,6 +63,7 @@ def draw(
     kept=False,
     logprobs=0,
     first_row=0,
+    noise=None,
     longest=None,
     blocks=1,
     **how,
@@ -89,6 +90,7 @@ def draw(
         truncated,
         kept,
         first_row,
+        noise,
     )
     topk = None
     if logprobs:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -73,18 +74,20 @@ def test_rows(gpus, function, shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1000), (4000, 60), (3, 50257)], ids=str)
 def test_draws(gpus, shape, dtype):
-    def asked(top_k, row_top_k, top_p, mask):
+    def asked(top_k, row_top_k, top_p, mask, noise):
         out = Sample(torch.empty(shape[0], 1, dtype=torch.int64), torch.empty(shape[0], 1), None)
         filters = (top_k, row_top_k, top_p, None, 0.0, None)
         with recorded() as names:
             rows = LogitRows(torch.zeros(shape, dtype=dtype), mask=mask)
-            problem = SampleProblem(rows, *filters, 0, None, 0, None, 1, 0, False)
+            problem = SampleProblem(rows, *filters, 0, None, 0, None, 1, 0, False, noise=noise)
             cuda.prepare_sample(problem, rows.logits.device)(problem, out)
         return set(names)
 
-    of_rows, mask = torch.full(shape[:1], 40), torch.ones(shape, dtype=torch.bool)
+    of_rows, mask, noise = torch.full(shape[:1], 40), torch.ones(shape, dtype=torch.bool), torch.ones(shape)
     calls = ((0, None, 1.0), (0, None, 0.9), (900, None, 1.0), (0, of_rows, 0.9))
-    wanted = set().union(*(asked(*call, given) for call in calls for given in (None, mask)))
+    wanted = set().union(
+        *(asked(*call, hidden, given) for call in calls for hidden in (None, mask) for given in (None, noise))
+    )
     options = {"functions": "sample", "dtypes": dtype, "masked": True, "device": 1}
     assert fused_topk.warm_up(shape, 900, **options) == len(wanted)
     assert compiled(gpus) == wanted
@@ -271,6 +274,9 @@ def test_a_gpu_does_not_wait_for_the_compiler_of_another(monkeypatch):
     monkeypatch.setattr(tickets, "_is_capturing", lambda device: False)
     monkeypatch.setattr(tickets, "raw_stream", lambda device: 7)
     monkeypatch.setattr(tickets, "_stream_tickets", {})
+    monkeypatch.setattr(tickets, "_spare_tickets", {})
+    stream = types.SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
     with ThreadPoolExecutor(6) as pool:

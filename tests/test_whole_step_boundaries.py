@@ -16,7 +16,7 @@ from torch import nn
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
 import transformers
-from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+from transformers import MaxLengthCriteria, StoppingCriteriaList
 
 from decoding import also, assert_same, generate_both, inputs_for, one_thread, tiny  # noqa: F401
 from fused_topk.generation import disable, enable, fused_decoding, generate, stats
@@ -45,16 +45,6 @@ def own_model():
     return copy.deepcopy(family("Llama"))
 
 
-class Never(StoppingCriteria):
-    def __call__(self, input_ids, scores, **kwargs):
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-class Halving(transformers.LogitsProcessor):
-    def __call__(self, input_ids, scores):
-        return scores / 2
-
-
 @pytest.mark.parametrize(
     ("reason", "options"),
     [
@@ -62,11 +52,6 @@ class Halving(transformers.LogitsProcessor):
         ("cache_implementation", {"cache_implementation": "dynamic"}),
         ("output_attentions", {"output_attentions": True}),
         ("output_hidden_states", {"output_hidden_states": True}),
-        ("stopping criterion Never", {"stopping_criteria": StoppingCriteriaList([Never()])}),
-        (
-            f"logits processor {__name__}.Halving",
-            {"logits_processor": transformers.LogitsProcessorList([Halving()]), "output_scores": False},
-        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -128,10 +113,8 @@ def test_texts_of_more_than_the_positions_that_were_learned(name, way, monkeypat
 
 
 def test_more_positions_than_were_trained_where_they_are_computed(model):
-    for each, inputs in (
-        (model, inputs_for(model, batch=1)),
-        (encoder_decoder("M2M100"), source_for(encoder_decoder("M2M100"), batch=1)),
-    ):
+    of_both = [encoder_decoder("M2M100")] if "M2M100" in SERVED_WITH_SOURCE else []
+    for each, inputs in [(model, inputs_for(model, batch=1)), *((each, source_for(each, batch=1)) for each in of_both)]:
         assert_whole(each, inputs, max_new_tokens=110, eos_token_id=None)
 
 
@@ -140,11 +123,13 @@ def test_calls_that_are_not_served(model):
     stats(reset=True)
     with fused_decoding(model, whole_step=True, topk_per_step=2) as given:
         model.generate(**inputs, **BEAMS)
-    assert len(given.topk) == 6 and stats().not_whole == {"topk_per_step": 1}
+    assert len(given.topk) == 6 and not stats().not_whole
     stats(reset=True)
     with whole(model):
-        model.generate(**inputs, do_sample=True, max_new_tokens=3)
-    assert stats().not_whole == {"do_sample without sampling=True": 1}
+        model.generate(
+            **{name: each[:1] for name, each in inputs.items()}, max_new_tokens=3, prompt_lookup_num_tokens=2
+        )
+    assert stats().not_whole == {"generation mode assisted_generation": 1}
 
 
 def test_a_model_with_a_state_of_its_own_is_not_served():
@@ -271,8 +256,9 @@ def test_phi_3_reads_its_text_again_and_is_served():
 
 
 def test_a_model_in_training_mode(model):
+    """Without dropout it computes the same. test_whole_step_traces.py has dropout."""
     model.train()
-    assert_declined(model, "a model in training mode", **BEAMS)
+    assert_whole(model, **BEAMS)
 
 
 def test_hooks_and_replaced_functions(model):

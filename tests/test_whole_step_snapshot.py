@@ -171,8 +171,8 @@ def test_an_attention_function_that_is_replaced(model, monkeypatch):
         return -out, weights
 
     assert is_seen(model, lambda: monkeypatch.setitem(functions, "sdpa", negated))
-    # With a row for each beam the model's own attention is called.
-    assert_whole(model, num_beams=2)
+    # It may do anything, and count its calls.
+    assert_declined(model, "attention of your own, sdpa", num_beams=2)
 
 
 @pytest.mark.parametrize("is_on_gpu", [True, False])

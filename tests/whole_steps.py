@@ -128,11 +128,10 @@ ENCODER_DECODERS = {
     "EncoderDecoder": ("Model", {}),
     "Speech2Text": ("ForConditionalGeneration", {**SOUND, "input_feat_per_channel": 8, "conv_channels": 32}),
 }
-# Before transformers 5 these have attention, or masks, of their own.
-_SERVED_LATER = ("EncoderDecoder", "Speech2Text")
-SERVED_WITH_SOURCE = [
-    name for name in ENCODER_DECODERS if int(transformers.__version__.split(".")[0]) >= 5 or name not in _SERVED_LATER
-]
+_VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+# Before transformers 5 the first two have attention, or masks, of their own. The last one draws in every pass.
+_SERVED_LATER = {"EncoderDecoder": (5, 0), "Speech2Text": (5, 0), "M2M100": (5, 17)}
+SERVED_WITH_SOURCE = [name for name in ENCODER_DECODERS if _SERVED_LATER.get(name, (0, 0)) <= _VERSION]
 
 
 @functools.cache

@@ -267,6 +267,7 @@ void sample(const LogitRows& rows, const RowAddresses& addresses,
             i64 top_k, std::uintptr_t row_top_k,
             double top_p, std::uintptr_t row_top_p, double min_p, std::uintptr_t row_min_p,
             i64 seed, std::uintptr_t row_seed, i64 counter, std::uintptr_t row_counter, u32 first_row,
+            std::uintptr_t noise,
             u32 num_samples, u32 logprobs, bool truncated,
             std::uintptr_t tokens, std::uintptr_t log_probs,
             std::uintptr_t best_values, std::uintptr_t best_indices, std::uintptr_t logsumexp,
@@ -284,6 +285,7 @@ void sample(const LogitRows& rows, const RowAddresses& addresses,
   p.seed = {seed, pointer<const i64>(row_seed)};
   p.counter = {counter, pointer<const i64>(row_counter)};
   p.first_row = first_row;
+  p.noise = pointer<const float>(noise);
   p.num_samples = num_samples;
   p.logprobs = logprobs;
   p.truncated = truncated;

@@ -15,6 +15,9 @@
 // The token of a uniform number u is the first, by index, at which the running sum of the kept weights exceeds u times
 // their total. Weights are off by 2^-21 relatively (vectors.h) and sums are float64, so a draw is exact to 2^-20 of the
 // total.
+//
+// With noise of the caller's the tokens that are kept race (sampling_row.h): those of the list, or those of all blocks, which are
+// read again.
 #include "sampling.h"
 
 #include <algorithm>
@@ -295,6 +298,8 @@ struct Solver {
     return std::min(u * total, std::nextafter(total, 0.0));
   }
 
+  Race race_of(const SampleRow& row, float m) const { return Race(row, m, problem.noise + row.number * vocab_size); }
+
   void write_kept(const SampleRow& row, u64 count, float m, double total) const {
     problem.kept_counts[row.number] = i64(count);
     problem.kept_logsumexp[row.number] = float(m * row.temperature.inverse + std::log(total));
@@ -326,6 +331,13 @@ struct Solver {
       finite += tokens[i].is_finite;
     }
     if (problem.kept_counts) write_kept(row, finite, m, total);
+    if (problem.noise) {
+      Race race = race_of(row, m);
+      for (u32 i = 0; i < count; ++i)
+        if (tokens[i].is_finite) race.offer(logit_at(row, tokens[i].index), tokens[i].index);
+      write(row, 0, race.winner(), logit_at(row, race.winner()), m, log_d, total);
+      return;
+    }
     for (u32 sample = 0; sample < problem.num_samples; ++sample) {
       const auto at = std::upper_bound(sums.begin(), sums.end(), aim_of(row, sample, total));
       const u32 token = tokens[at - sums.begin()].index;
@@ -340,6 +352,17 @@ struct Solver {
     double total = 0.0;
     for (double& sum : sums) sum = total += sum;
     if (problem.kept_counts) write_kept(row, kept_of.count_kept(row, border, workspace), m, total);
+    if (problem.noise) {
+      Race race = race_of(row, m);
+      for (u32 block = 0; block < row.reader.blocks(); ++block) {
+        const u32 n = row.reader.elements_of(block);
+        const float* const x = kept_of.load_kept(row, block, border, workspace);
+        kernels.full_rows->exp_terms(x, n, exponential, workspace.terms, x, 0);
+        race.offer_block(x, workspace.terms, n, block * kBlock);
+      }
+      write(row, 0, race.winner(), logit_at(row, race.winner()), m, log_d, total);
+      return;
+    }
     for (u32 sample = 0; sample < problem.num_samples; ++sample) {
       const double aim = aim_of(row, sample, total);
       const u32 block = u32(std::upper_bound(sums.begin(), sums.end(), aim) - sums.begin());

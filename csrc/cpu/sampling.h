@@ -23,7 +23,8 @@ struct SampleProblem : LogitRows {
   RowNumber<double> min_p;
   RowNumber<i64> seed;
   RowNumber<i64> counter;
-  u32 first_row;  // the number of row 0 among all rows that are drawn with one seed
+  u32 first_row;       // the number of row 0 among all rows that are drawn with one seed
+  const float* noise;  // nullable; [rows, vocab_size]: takes the place of seeds and counters. Then num_samples is 1
 
   u32 num_samples;
   u32 logprobs;    // how many of the best are listed

@@ -2,8 +2,10 @@
 // A row from which tokens are drawn: its parameters, the memory of a thread that draws, and the weights of the tokens.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -90,6 +92,61 @@ inline Exponential exponential_of(const SampleRow& row, float m) {
 inline double weight_of(const SampleRow& row, float x, float m) {
   return std::exp((double(x) - m) * row.temperature.inverse);
 }
+
+// Where a caller gives noise, the token with the greatest quotient of weight and noise is drawn: that with the greatest log
+// weight less log noise. Of equal ones the smallest token wins.
+class Race {
+ public:
+  // noise: the row's.
+  Race(const SampleRow& row, float m, const float* noise) : row_(row), m_(m), noise_(noise) {}
+
+  // A token that is kept, or of logit -inf.
+  void offer(float x, u32 token) {
+    if (x == -kInfinity) return;
+    double score = (double(x) - m_) * row_.temperature.inverse - std::log(double(noise_[token]));
+    // NaN, of noise that is NaN or less than 0.
+    if (score != score) score = -kInfinity;
+    if (has_winner_ && (score < score_ || (score == score_ && token > winner_))) return;
+    has_winner_ = true;
+    score_ = score;
+    winner_ = token;
+    // Within float, so that noise times bound is a number.
+    bound_ = float(std::min(std::exp(score) * kSurely, double(std::numeric_limits<float>::max())));
+  }
+
+  // The tokens from `first` on, of logits x [n], with their weights. A logarithm is computed of those tokens alone whose quotient
+  // may be the greatest so far.
+  void offer_block(const float* x, const float* weights, u32 n, u32 first) {
+    const float* const noise = noise_ + first;
+    for (u32 begin = 0; begin < n; begin += kStretch) {
+      const u32 end = std::min(n, begin + kStretch);
+      const float bound = bound_;
+      u32 may_win = 0;
+      for (u32 i = begin; i < end; ++i) may_win += !loses(weights[i], noise[i], bound);
+      for (u32 i = begin; may_win && i < end; ++i)
+        if (!loses(weights[i], noise[i], bound_)) offer(x[i], first + i);
+    }
+  }
+
+  u32 winner() const { return winner_; }
+
+ private:
+  static constexpr u32 kStretch = 64;
+  // More than weights are off by (vectors.h), and more than those weigh that are rounded to 0.
+  static constexpr double kSurely = 1.0 - 0x1p-16;
+  static constexpr float kLeastWeight = 1e-37f;
+
+  // Of noise that is NaN no token loses.
+  static bool loses(float weight, float noise, float bound) { return weight + kLeastWeight < noise * bound; }
+
+  const SampleRow& row_;
+  const float m_;
+  const float* const noise_;
+  bool has_winner_ = false;
+  u32 winner_ = 0;
+  double score_ = 0.0;
+  float bound_ = 0.0f;  // less than the greatest quotient so far
+};
 
 inline double relative_to(float m, const BlockNormalizer& of_block, const SampleRow& row) {
   return of_block.d == 0.0 ? 0.0 : of_block.d * std::exp((double(of_block.m) - m) * row.temperature.inverse);

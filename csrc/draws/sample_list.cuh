@@ -3,7 +3,7 @@
 // token that they keep.
 #pragma once
 
-#include "sample_request.cuh"
+#include "race.cuh"
 
 namespace fused_topk::sampling {
 
@@ -102,18 +102,25 @@ struct List {
   }
 
   // Draws the samples from the first `kept` tokens. Calls write(sample, token, total) in one thread for each sample.
-  // greatest: the row's greatest logit / T. All threads of the block call it.
+  // race: at the row's greatest logit. With noise the tokens race. All threads of the block call it.
   template <class WRITE>
-  __device__ __forceinline__ void draw(const SampleRows& p, u32 row, u32 kept, float greatest,
+  __device__ __forceinline__ void draw(const SampleRows& p, u32 row, u32 kept, const Race& race,
                                        const WRITE& write) const {
     const u64 total = sum_of(kept);
     const u32 finite = this->finite(kept);
-    if (threadIdx.x == 0) write_kept(p, row, finite, total, greatest);
+    if (threadIdx.x == 0) write_kept(p, row, finite, total, race.temperature.scaled(race.base));
     // The running sum goes in the order of the tokens' indices, as it does where the row is read (draw_from_pieces).
-    // `before` is the sum of the weights of the tokens with smaller indices.
+    // `before` is the sum of the weights of the tokens with smaller indices. With noise it is the racer instead; tokens of logit
+    // -inf do not race.
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < kept; i += kThreads) {
       const u32 index = shared.index[i];
+      if (p.noise) {
+        const u32 key = shared.key[i];
+        const float x = __uint_as_float(bits_of_key(key));
+        shared.before[i] = key == kNegativeInfinityKey ? 0 : race.racer(x, index);
+        continue;
+      }
       u64 before = 0;
 #pragma unroll 4
       for (u32 j = 0; j < kept; ++j) before += shared.index[j] < index ? shared.weight[j] : 0;
@@ -122,6 +129,14 @@ struct List {
     __syncthreads();
 #pragma unroll 1
     for (u32 sample = threadIdx.x / kWarpSize; sample < p.num_samples; sample += kWarps) {
+      if (p.noise) {
+        u64 racer = 0;
+#pragma unroll 1
+        for (u32 i = lane_id(); i < kept; i += kWarpSize) racer = max(racer, shared.before[i]);
+        racer = warp_max(racer);
+        if (lane_id() == 0) write(sample, index_of(racer), total);
+        continue;
+      }
       const u64 aim = aim_of(p, row, sample, total);
 #pragma unroll 1
       for (u32 i = lane_id(); i < kept; i += kWarpSize) {

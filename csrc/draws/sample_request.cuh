@@ -60,6 +60,7 @@ struct SampleRows {
   // Both kernels:
   i64* kept_counts;       // nullable; [rows]: tokens that may be drawn
   float* kept_logsumexp;  // nullable; [rows]: logsumexp of their logits / temperature
+  const float* noise;     // nullable; [rows, V]: takes the place of random numbers, with num_samples = 1
 };
 
 }  // namespace fused_topk

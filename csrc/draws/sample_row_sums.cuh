@@ -28,6 +28,7 @@ struct alignas(16) BlockScratch {
   u32 bins[2][kBins];
   u64 listed[kMostListed];
   u64 number_listed;
+  u64 racer;  // with noise, the block's best
 };
 static_assert(sizeof(Scratch) == 8192 && sizeof(BlockScratch) == 28720, "fused_topk/layout/launch.py allocates them");
 
@@ -61,6 +62,7 @@ struct SumsShared {
   u64 weights[kPieces];
   u64 counts[kPieces];
   u64 of_warp[kWarps];
+  u64 racers[kWarps];  // with noise, each warp's best. Not in registers, which are few
   u32 number_listed;
   u32 is_last;
 };
@@ -118,6 +120,17 @@ class RowSums {
 
   __device__ __forceinline__ Sum sum_of_block(u64 own) const { return sampling::sum_of_block(own, shared_.of_warp); }
   __device__ __forceinline__ u32 sum_of_block(u32 own) const { return sampling::sum_of_block(own, shared_.of_warp); }
+
+  // The race (race.cuh). The 32 lanes of each warp call start(), then enter() for other racers and, after a barrier,
+  // winner().
+  __device__ __forceinline__ void start(u64 racer) const {
+    if (lane_id() == 0) shared_.racers[threadIdx.x / kWarpSize] = racer;
+  }
+  __device__ __forceinline__ void enter(u64 racer) const {
+    u64& best = shared_.racers[threadIdx.x / kWarpSize];
+    if (lane_id() == 0) best = max(best, racer);
+  }
+  __device__ __forceinline__ u64 winner() const { return warp_max(shared_.racers[lane_id() % kWarps]); }
 
   // What tokens measure together. With bins of logits, sum: all tokens of the bins. With bins of keys, sum: the tokens
   // above the bins; of_half: the tokens from the middle of the range upwards.
@@ -266,9 +279,11 @@ class RowSums {
   // Reads the row. For each piece, sums the weights of the tokens above the range, and counts these tokens and the
   // tokens in the range. lists: also lists the tokens in the range, of which there are at most kMostListed. Returns
   // true in the last block to arrive, which has all results in shared memory, and false in the other blocks, which are
-  // done.
-  __device__ __forceinline__ bool sum_pieces(KeyRange range, bool lists, const Weights& weight) {
+  // done. With noise, the tokens above the range race.
+  __device__ __forceinline__ bool sum_pieces(KeyRange range, bool lists, const Weights& weight,
+                                             Temperature temperature) {
     __syncthreads();
+    if (p_.noise) start(0);
     if (threadIdx.x == 0) shared_.number_listed = 0;
     __syncthreads();
     const float least = Keys::logit_of(range.low), end = Keys::end_of(range);
@@ -295,12 +310,24 @@ class RowSums {
             to_weights[piece] = sum;
             to_counts[piece] = u64(above) << 32 | within;
           }
+          if (p_.noise) {
+            if (above) {
+              const Race race(p_, row_, weight.m, temperature);
+              const Part part = part_of(piece);
+              enter(warp_max(race.best_of(logits, part.begin + lane_id(), part.end, kWarpSize,
+                                          [&](float x, u32) { return x >= end; })));
+            }
+          }
           sum = above = within = 0;
         });
     __syncthreads();
     if (is_alone) return true;
 
     BlockScratch& own = scratch_of(rank());
+    if (p_.noise) {
+      const u64 racer = winner();
+      if (threadIdx.x == 0) own.racer = racer;
+    }
     const u32 number = shared_.number_listed;
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < number; i += kThreads) own.listed[i] = shared_.listed[i];
@@ -308,13 +335,14 @@ class RowSums {
     if (!is_last()) return false;
     shared_.weights[threadIdx.x] = load_from_other_block(to_weights + threadIdx.x);
     shared_.counts[threadIdx.x] = load_from_other_block(to_counts + threadIdx.x);
-    // Each warp fetches the list of one block.
+    // Each warp fetches the list of one block, and its best racer.
     static_assert(kWarps <= kWarpSize);
     const u32 warp = threadIdx.x / kWarpSize;
     const u32 of_block = lane_id() < blocks() ? u32(load_from_other_block(&scratch_of(lane_id()).number_listed)) : 0;
     const u32 up_to = warp_inclusive_sum(of_block);
     const u32 end_of_list = __shfl_sync(kAllLanes, up_to, warp), all = __shfl_sync(kAllLanes, up_to, kWarpSize - 1);
     const u32 begin = end_of_list - __shfl_sync(kAllLanes, of_block, warp);
+    if (p_.noise && warp < blocks()) enter(load_from_other_block(&scratch_of(warp).racer));
 #pragma unroll 1
     for (u32 i = begin + lane_id(); i < end_of_list; i += kWarpSize)
       shared_.listed[i] = load_from_other_block(scratch_of(warp).listed + (i - begin));

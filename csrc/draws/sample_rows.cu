@@ -15,6 +15,9 @@
 // few enough or all equal. Each such read at least halves the range of their keys, so 32 reads suffice. Min-p needs
 // only the second read, because the weight of the best token says which weights it keeps.
 //
+// With noise of the caller's no piece is drawn: the tokens that are kept race (race.cuh). Those above the two logits do so in
+// the second read, and the listed ones once the border is known.
+//
 // Blocks of one row wait for each other. So a launch with several blocks a row is cooperative.
 #pragma once
 
@@ -24,7 +27,7 @@
 namespace fused_topk::sampling {
 
 // The border. least: no candidate below it is kept. kept: the number of tokens that this thread has added to the sums
-// of the pieces, because the border keeps them.
+// of the pieces, because the border keeps them. With noise, these tokens have raced.
 struct Border {
   u64 least;
   u32 kept;
@@ -81,6 +84,7 @@ struct RowSampler {
         m(__ldg(p.list_state + blockIdx.x)) {}
 
   __device__ __forceinline__ Weights weights() const { return {m, scale, p.one}; }
+  __device__ __forceinline__ Race race() const { return Race(p, row, m, temperature); }
   // d of the row at temperature 1, from softmax_topk.cu. Any thread may call it.
   __device__ __forceinline__ float d() const { return __ldg(p.list_state + p.rows + row); }
   __device__ __forceinline__ float own_log_prob(float x) const {
@@ -216,16 +220,31 @@ struct RowSampler {
       if (shared.number == 1) break;
     }
     u32 kept = 0;
+    u64 racer = 0;
     for_each_own(low, [&](u64 candidate, u64 weight) {
       atomicAdd(&sums.weights()[sums.piece_of(index_of(candidate))], weight);
       kept += 1;
+      if (p.noise)
+        racer = max(racer, race().racer(__uint_as_float(bits_of_key(key_of(candidate))), index_of(candidate)));
     });
+    if (p.noise) sums.enter(warp_max(racer));
     __syncthreads();
     return {low, kept};
   }
 
   // The same where all tokens of the range have the same key. The first ones of the row are kept.
   __device__ __forceinline__ Border border_of_equal(u64 above, u64 aim, u32 key) const {
+    const Border border = last_of_equal(above, aim, key);
+    if (p.noise) {
+      // More ties than are listed are rare.
+      sums.enter(warp_max(race().best_of(sums.logits, threadIdx.x, sums.logits.V, kThreads, [&](float x, u32 i) {
+        return order_key(x) == key && make_candidate(key, i) >= border.least;
+      })));
+      __syncthreads();
+    }
+    return border;
+  }
+  __device__ __forceinline__ Border last_of_equal(u64 above, u64 aim, u32 key) const {
     const u64 each = weights()(__uint_as_float(bits_of_key(key))), divisor = max(each, u64(1));
     const u64 needed = aim > above ? (aim - above + divisor - 1) / divisor : 1;
     const u64 mine = sums.within(threadIdx.x);
@@ -243,30 +262,36 @@ struct RowSampler {
     return {make_candidate(key, last), kept};
   }
 
-  // Draws each sample: a piece, by the sums of the kept weights of all pieces, and then a kept token of that piece.
+  // Draws each sample: a piece, by the sums of the kept weights of all pieces, and then a kept token of that piece. With
+  // noise, the winner of the race is taken.
   __device__ __forceinline__ void draw_from_pieces(Border border) const {
     const auto sum = sums.sum_of_block(sums.weights()[threadIdx.x]);
     const u64 total = sum.all;
-    u64* const before = sums.listed();  // [kPieces]
-    before[threadIdx.x] = sum.before;
     if (p.kept_counts) {
       const u32 kept = sums.sum_of_block(sums.above(threadIdx.x) + border.kept);
       if (threadIdx.x == 0) write_kept(p, row, kept, total, temperature.scaled(m));
     }
+    u64* const before = sums.listed();  // [kPieces]
+    before[threadIdx.x] = sum.before;
     __syncthreads();
 #pragma unroll 1
     for (u32 sample = threadIdx.x / kWarpSize; sample < p.num_samples; sample += kWarps) {
-      const u64 aim = aim_of(p, row, sample, total);
-      // Finds the last piece that begins at the aim or before it: first among every 16th piece, then among the 16
-      // pieces from there on.
-      constexpr u32 kStep = kPieces / kWarpSize;
-      static_assert(kStep <= kWarpSize);
-      const u32 first = (__popc(__ballot_sync(kAllLanes, before[lane_id() * kStep] <= aim)) - 1) * kStep;
-      const u32 piece =
-          first + __popc(__ballot_sync(kAllLanes, lane_id() < kStep && before[first + lane_id() % kStep] <= aim)) - 1;
-      const u32 token = find_in_part(
-          Reader{sums.logits}, sums.part_of(piece), aim - before[piece],
-          [&](float x, u32 i) { return make_candidate(order_key(x), i) >= border.least ? weights()(x) : 0; });
+      u32 token;
+      if (p.noise) {
+        token = index_of(sums.winner());
+      } else {
+        const u64 aim = aim_of(p, row, sample, total);
+        // Finds the last piece that begins at the aim or before it: first among every 16th piece, then among the 16
+        // pieces from there on.
+        constexpr u32 kStep = kPieces / kWarpSize;
+        static_assert(kStep <= kWarpSize);
+        const u32 first = (__popc(__ballot_sync(kAllLanes, before[lane_id() * kStep] <= aim)) - 1) * kStep;
+        const u32 piece =
+            first + __popc(__ballot_sync(kAllLanes, lane_id() < kStep && before[first + lane_id() % kStep] <= aim)) - 1;
+        token = find_in_part(Reader{sums.logits}, sums.part_of(piece), aim - before[piece], [&](float x, u32 i) {
+          return make_candidate(order_key(x), i) >= border.least ? weights()(x) : 0;
+        });
+      }
       if (lane_id() == 0) write(sample, token, total);
     }
   }
@@ -316,8 +341,7 @@ struct RowSampler {
           const u32 kept = in_first_warp([&] { return list.kept(filters, shared.wanted.total); });
           if (kept) {
             if (is_first)
-              list.draw(p, row, kept, temperature.scaled(m),
-                        [&](u32 sample, u32 token, u64 total) { write(sample, token, total); });
+              list.draw(p, row, kept, race(), [&](u32 sample, u32 token, u64 total) { write(sample, token, total); });
             sums.leave();
             return;
           }
@@ -343,16 +367,19 @@ struct RowSampler {
       if (!filters.has_top_p()) found.range = {least_key, least_key - 1};
       if (filters.has_min_p()) least_key = max(least_key, key_of_min_p(filters.least_weight));
     }
+    // Tokens of one key are not listed, unless they race.
+    const bool lists_equal = p.noise && found.most <= kMostListed;
     KeyRange range = {max(found.range.low, least_key), found.range.high};
     if (range.low > range.high) range = {least_key, least_key - 1};
-    const bool lists = range.low < range.high;
-    if (!sums.sum_pieces(range, lists, weights())) return;
+    const bool lists = range.low < range.high || (lists_equal && range.low == range.high);
+    if (!sums.sum_pieces(range, lists, weights(), temperature)) return;
     const u64 above = sums.sum_of_block(sums.weights()[threadIdx.x]).all;
     const u64 least = least_candidate(Keys::whole(range.low));
     const u32 greatest_key = Keys::whole(range.high);
-    draw_from_pieces(range.low > range.high ? Border{least, 0}
-                     : lists                ? border_of_listed(above, shared.wanted.aim, least, greatest_key)
-                                            : border_of_equal(above, shared.wanted.aim, greatest_key));
+    const Border border = range.low > range.high ? Border{least, 0}
+                          : lists                ? border_of_listed(above, shared.wanted.aim, least, greatest_key)
+                                                 : border_of_equal(above, shared.wanted.aim, greatest_key);
+    draw_from_pieces(border);
   }
 };
 

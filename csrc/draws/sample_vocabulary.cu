@@ -3,11 +3,12 @@
 //
 // A row is cut into parts, whose length depends on V alone. The warps of one block or of several sum the parts, and
 // leave (m, d) of each part. The last block to arrive weighs the parts. A uniform number says which part has the token.
-// Then a warp reads that part again, a few kB, and draws the token.
+// Then a warp reads that part again, a few kB, and draws the token. With noise of the caller's the tokens race (race.cuh): each
+// warp in its parts, and the last block compares the winners of all parts.
 #pragma once
 
 #include "../full_rows/full_row.cuh"
-#include "sample_part.cuh"
+#include "race.cuh"
 
 namespace fused_topk::sampling {
 
@@ -104,11 +105,12 @@ struct VocabularyShared {
   u64 weights[kMostParts];
   float maximum_of_warp[kSummingWarps];
   u64 own_of_warp[kSummingWarps];
+  u64 racer_of_warp[kSummingWarps];
   u32 answer;
 };
 
-// Grid: (rows, blocks_per_row).
-template <class FORMAT>
+// Grid: (rows, blocks_per_row). NOISE is no check at run time, because a race takes registers, which are warps.
+template <class FORMAT, bool NOISE>
 __global__ void __launch_bounds__(kSummingThreads, tuned_blocks(tuning::kDraws, kSummingThreads))
     sample_vocabulary_kernel(const __grid_constant__ SampleRows p) {
   __shared__ VocabularyShared shared;
@@ -118,12 +120,20 @@ __global__ void __launch_bounds__(kSummingThreads, tuned_blocks(tuning::kDraws, 
   const RowTemperature temperature(p, row);
   const u32 parts = u32((u64(p.V) + (1ull << p.part_length_log2) - 1) >> p.part_length_log2);
   PartState* const left = reinterpret_cast<PartState*>(p.scratch) + i64(row) * parts;
+  // With noise, the best racer of each part, relative to the part's m. In shared memory they lie where the weights come later.
+  u64* const left_racers = p.scratch + (i64(p.rows) * 2 + row) * parts;
   const bool shares_row = p.blocks_per_row > 1;
 
 #pragma unroll 1
   for (u32 part = warp * p.blocks_per_row + blockIdx.y; part < parts; part += p.blocks_per_row * kSummingWarps) {
     PartState state = sum_part(reader, part_of(p, logits.V, part), temperature.scale());
     if (p.kept_counts) state.finite = float(finite_of(reader, part_of(p, logits.V, part)));
+    if constexpr (NOISE) {
+      const Race race(p, row, state.m, temperature);
+      const u64 racer = race.best_of(PartReader<FORMAT, 16 / FORMAT::kPerVector>{logits}, part_of(p, logits.V, part),
+                                     [](float x, u32) { return x != -FUSED_TOPK_INFINITY; });
+      if (lane_id() == 0) (shares_row ? left_racers : shared.weights)[part] = racer;
+    }
     if (lane_id() == 0 && shares_row) {
       *reinterpret_cast<float4*>(left + part) = {state.m, state.own, state.tempered, state.finite};
     } else if (lane_id() == 0) {
@@ -149,6 +159,7 @@ __global__ void __launch_bounds__(kSummingThreads, tuned_blocks(tuning::kDraws, 
       shared.own[part] = state.y;
       shared.tempered[part] = state.z;
       shared.finite[part] = state.w;
+      if constexpr (NOISE) shared.weights[part] = load_from_other_block(left_racers + part);
     }
     m = max_nan(m, shared.maxima[part]);
   }
@@ -159,16 +170,21 @@ __global__ void __launch_bounds__(kSummingThreads, tuned_blocks(tuning::kDraws, 
   const bool has_distribution = is_finite(m);
   const Weights weight{m, temperature.scale(), p.one}, own_weight{m, Scale(), p.one};
 
-  u64 own = 0;
+  u64 own = 0, racer = 0;
 #pragma unroll 1
   for (u32 part = threadIdx.x; has_distribution && part < parts; part += kSummingThreads) {
     const float x = shared.maxima[part];
+    if constexpr (NOISE) racer = max(racer, moved(shared.weights[part], temperature.log_weight(x, m)));
     // A part of -inf alone has d = 0.
     shared.weights[part] = u64(shared.tempered[part] * weight.scale.weight(x, m) * p.one);
     own += u64(shared.own[part] * own_weight.scale.weight(x, m) * p.one);
   }
   own = warp_sum(own);
-  if (lane_id() == 0) shared.own_of_warp[warp] = own;
+  if constexpr (NOISE) racer = warp_max(racer);
+  if (lane_id() == 0) {
+    shared.own_of_warp[warp] = own;
+    shared.racer_of_warp[warp] = racer;
+  }
   __syncthreads();
   const float log_d = log_of_sum(p, warp_sum(lane_id() < kSummingWarps ? shared.own_of_warp[lane_id()] : 0ull));
 
@@ -206,11 +222,16 @@ __global__ void __launch_bounds__(kSummingThreads, tuned_blocks(tuning::kDraws, 
   if (threadIdx.x == 0) write_kept(p, row, finite, total, temperature.scaled(m));
 #pragma unroll 1
   for (u32 sample = warp; sample < p.num_samples; sample += kSummingWarps) {
-    const u64 aim = aim_of(p, row, sample, total);
-    const Place place = find_in(shared.weights, parts, aim);
-    const double rest = double(aim - place.before) / double(shared.weights[place.index]);
-    const Weights within{shared.maxima[place.index], temperature.scale(), p.one};
-    const u32 token = draw_from_part(reader, part_of(p, logits.V, place.index), within, rest);
+    u32 token;
+    if constexpr (NOISE) {
+      token = index_of(warp_max(shared.racer_of_warp[lane_id() % kSummingWarps]));
+    } else {
+      const u64 aim = aim_of(p, row, sample, total);
+      const Place place = find_in(shared.weights, parts, aim);
+      const double rest = double(aim - place.before) / double(shared.weights[place.index]);
+      const Weights within{shared.maxima[place.index], temperature.scale(), p.one};
+      token = draw_from_part(reader, part_of(p, logits.V, place.index), within, rest);
+    }
     if (lane_id() == 0) {
       const float x = logits(token) - m;
       const i64 at = i64(row) * p.num_samples + sample;

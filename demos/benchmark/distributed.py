@@ -15,6 +15,7 @@ from rich.table import Table
 
 import fused_topk
 from fused_topk import distributed
+from fused_topk.cuda_runtime.capture import Graph
 from fused_topk.distributed import collective, functions, packing
 from fused_topk.operators import calls
 from fused_topk.rows import LogitRows
@@ -119,7 +120,7 @@ def _measure(case: Case, device: torch.device, rounds: int) -> Measured:
     if case.vocab % size == 0:
         want, got = pieces["gathered"](), pieces["whole"]()
         assert torch.equal(got.indices, want.indices), f"{case.label}: other tokens than those of the gathered logits"
-    samples = _samples_of_graphs(pieces, rounds) if device.type == "cuda" else _samples(pieces, rounds)
+    samples = _samples_of_graphs(pieces, rounds, device) if device.type == "cuda" else _samples(pieces, rounds)
     times = {name: summarize(of_piece) for name, of_piece in samples.items()}
     return Measured(case, times, {"whole": buffer.nbytes, "gathered": padded.nbytes})
 
@@ -139,17 +140,13 @@ def _samples(pieces: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, 
     return samples
 
 
-def _samples_of_graphs(pieces: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+def _samples_of_graphs(
+    pieces: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
     """µs per call of CUDA graphs, each of several calls."""
     samples: dict[str, list[float]] = {}
     for name, piece in pieces.items():
-        for _ in range(3):
-            piece()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(_CALLS):
-                piece()
+        graph = Graph(lambda piece=piece: [piece() for _ in range(_CALLS)], device)  # type: ignore[misc]
         samples[name] = []
         for turn in range(rounds + 1):
             dist.barrier()

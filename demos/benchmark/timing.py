@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,9 +64,16 @@ def time_graph(function: Function, inputs: Sequence[Tensor], effort: Effort) -> 
     calls = calls_per_sample(one_call_us, effort.replay_us, rotation=len(inputs), at_least=8)
 
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(calls):
-            function(inputs[i % len(inputs)])
+    try:
+        # Of torch, and not of this package, because some functions draw.
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(calls):
+                function(inputs[i % len(inputs)])
+    except BaseException:
+        # After a capture that fails torch's generator stays marked as captured, and every draw of the process would raise.
+        generator: Any = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
     with _on_stream(stream):
         for _ in range(3):
             graph.replay()

@@ -213,6 +213,7 @@ def prepare_sample(problem: SampleProblem, device: torch.device, instruction_set
             p.counter,
             _address(p.row_counter),
             p.first_row,
+            _address(p.noise),
             p.num_samples,
             p.logprobs,
             p.truncated,

@@ -178,11 +178,11 @@ def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
     count = multiprocessors(index)
     if is_whole:
         blocks = launch.summing_blocks(rows, vocab_size, count)
-        words, counters = launch.summing_scratch(rows, vocab_size, blocks)
+        scratches = [launch.summing_scratch(rows, vocab_size, blocks, has_noise) for has_noise in (False, True)]
     else:
         blocks = launch.searching_blocks(rows, vocab_size, top_k, count)
-        words, counters = launch.searching_scratch(rows, blocks)
-    kernel = launch.sample_kernel(logits.dtype, is_whole)
+        scratches = [launch.searching_scratch(rows, blocks)] * 2
+    kernels = [launch.sample_kernel(logits.dtype, is_whole, has_noise) for has_noise in (False, True)]
     is_cooperative = blocks > 1 and not is_whole
     planned = bytes(
         SampleRows(
@@ -219,6 +219,8 @@ def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
             find_best(own, best)
             best = None
         listed = None if find_list is None else find_list(own)
+        has_noise = p.noise is not None
+        words, counters = scratches[has_noise]
         scratch = torch.empty(words, dtype=torch.int64, device=given.logits.device) if words else None
         filled = SampleRows.from_buffer_copy(planned)
         filled.scratch = address(scratch)
@@ -227,6 +229,7 @@ def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
         filled.seed, filled.row_seed = p.seed, address(p.row_seed)
         filled.counter, filled.row_counter = p.counter, address(p.row_counter)
         filled.first_row = p.first_row
+        filled.noise = address(p.noise)
         filled.row_top_k, filled.row_top_p, filled.row_min_p = map(address, (p.row_top_k, p.row_top_p, p.row_min_p))
         if listed is not None:
             filled.list_logits, filled.list_indices, filled.list_state = map(address, listed)
@@ -235,7 +238,7 @@ def prepare_sample(problem: SampleProblem, device: torch.device) -> StartSample:
         if out.kept is not None:
             filled.kept_counts, filled.kept_logsumexp = map(address, out.kept)
         argument = driver.argument(with_rows(filled, _write_rows_of_draws, given))
-        function = driver.function(index, kernel)
+        function = driver.function(index, kernels[has_noise])
         threads = launch.SUMMING_THREADS if is_whole else launch.SEARCHING_THREADS
         driver.call(function, (rows, blocks), threads, (argument,), index, is_cooperative=is_cooperative)
 

@@ -30,7 +30,7 @@ class StartTopk(Protocol):
 
 
 # Likewise for the other families. The last argument is the contiguous `out`. A merge is given a whole request, and takes only its
-# tensors; a draw takes only its tensors and its seeds.
+# tensors; a draw takes only its tensors, its seeds and its noise.
 StartMerge = Callable[[MergeProblem, TopK], None]
 StartFullRows = Callable[[LogitRows, Tensor], None]
 StartRouter = Callable[[LogitRows, Tensor | None, RouterTopK], None]
@@ -70,7 +70,7 @@ class Backend(Protocol):
         """
 
     def prepare_sample(self, problem: SampleProblem, device: torch.device) -> StartSample:
-        """Plans the draw of tokens from each row once. The seeds and counters of `problem` do not count."""
+        """Plans the draw of tokens from each row once. The seeds, the counters and the noise of `problem` do not count."""
 
     def target_ranks(self, problem: RankProblem, out: Tensor) -> None:
         """Counts for each target the tokens of its row that do not rank behind it, and writes `out`."""

@@ -3,7 +3,8 @@
 
 Temperature, top-k, top-p and min-p only ever keep the best tokens of a row. So what they keep is a prefix of the row sorted
 in the project's order. Its weights e^((x - m) / T) are then put back in the order of the tokens, and their running sum says
-which token a uniform number u draws: the first whose sum exceeds u times the total.
+which token a uniform number u draws: the first whose sum exceeds u times the total. With noise of the caller's no sum is needed:
+the token has the greatest quotient of its weight and its noise.
 """
 
 from __future__ import annotations
@@ -41,10 +42,14 @@ def draw(problem: SampleProblem, out: Sample) -> None:
     of_token = torch.zeros_like(weights).scatter(1, order, weights)
     sums = of_token.cumsum(1)
     total = sums[:, -1:]
-    u = philox.uniforms(*_names(p, x.device), p.num_samples, dtype)
-    # A product that is rounded up to the total would be beyond every token.
-    aim = torch.minimum(u * total, total.nextafter(torch.zeros_like(total)))
-    drawn = torch.searchsorted(sums, aim, right=True).clamp(max=vocab_size - 1)
+    if p.noise is None:
+        u = philox.uniforms(*_names(p, x.device), p.num_samples, dtype)
+        # A product that is rounded up to the total would be beyond every token.
+        aim = torch.minimum(u * total, total.nextafter(torch.zeros_like(total)))
+        drawn = torch.searchsorted(sums, aim, right=True).clamp(max=vocab_size - 1)
+    else:
+        may_win = torch.zeros_like(is_kept).scatter(1, order, is_kept & (ranked != -torch.inf))
+        drawn = _winner(scale.log_weight(x.to(dtype), m) - p.noise.to(dtype).log(), may_win)
     tokens = drawn.where(is_drawn, order[:, :1])
     out.tokens.copy_(tokens)
 
@@ -62,6 +67,13 @@ def draw(problem: SampleProblem, out: Sample) -> None:
         mass = scale.logsumexp(best, total.where(is_drawn, 1.0))
         out.kept.counts.copy_(counts.squeeze(1))
         out.kept.logsumexp.copy_(mass.where(is_drawn | is_greedy, torch.nan).squeeze(1))
+
+
+def _winner(scores: Tensor, may_win: Tensor) -> Tensor:
+    """The token (R, 1) with the greatest score of those that may win; of equal ones the smallest. NaN counts as -inf."""
+    scores = scores.where(may_win & ~scores.isnan(), -torch.inf)
+    # argmax gives the first of equal ones.
+    return (may_win & (scores == scores.amax(1, keepdim=True))).byte().argmax(1, keepdim=True)
 
 
 def _kept(p: SampleProblem, ranked: Tensor, weights: Tensor) -> Tensor:

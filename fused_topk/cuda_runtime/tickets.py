@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 _RESERVED_TICKETS = 1 << 20
+# How many counters a stream gets, unless a launch needs more, and for how many streams they are allocated at once.
+_TICKETS_OF_STREAM = 4096
+_STREAMS = 32
 
 
 def _public_raw_stream(device: int) -> int:
@@ -32,6 +35,8 @@ class _TicketReserve(NamedTuple):
 
 _reserves: dict[int, _TicketReserve] = {}
 _stream_tickets: dict[tuple[int, int], Tensor] = {}
+# The counters of streams that have asked for none so far, by device. One allocation serves many streams: torch allocates 2 MiB at least.
+_spare_tickets: dict[int, list[Tensor]] = {}
 _outgrown_tickets: list[Tensor] = []
 
 
@@ -75,6 +80,17 @@ def zeroed(device: int, count: int) -> int:
                 if tickets is not None:
                     # They are kept: another thread may be about to launch with them.
                     _outgrown_tickets.append(tickets)
-                tickets = torch.zeros(max(count, 4096), dtype=torch.int32, device=f"cuda:{device}")
-                _stream_tickets[key] = tickets
+                tickets = _stream_tickets[key] = _new(device, count)
     return tickets.data_ptr()
+
+
+def _new(device: int, count: int) -> Tensor:
+    """At least `count` zeroed counters for a stream."""
+    if count > _TICKETS_OF_STREAM:
+        return torch.zeros(count, dtype=torch.int32, device=f"cuda:{device}")
+    spare = _spare_tickets.setdefault(device, [])
+    if not spare:
+        spare += torch.zeros(_STREAMS, _TICKETS_OF_STREAM, dtype=torch.int32, device=f"cuda:{device}")
+        # This waits once for many streams: the next one may be another than this, which makes the zeros.
+        torch.cuda.current_stream(device).synchronize()
+    return spare.pop()

@@ -95,7 +95,7 @@ def linear_sample(
     rows = rows.with_logits(hidden)
     problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, logprobs, truncated_log_probs, kept)
     # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
-    _, *parameters, _ = problem
+    _, *parameters, _, _ = problem
     if need_dispatcher(*rows.tensors(), weight, bias, *[x for x in parameters if isinstance(x, Tensor)]):
         result = sampling.from_operator(_linear_sample(*rows, weight, bias, *parameters, backend), logprobs, kept)
     else:

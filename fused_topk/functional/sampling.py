@@ -11,6 +11,8 @@ How a token is drawn, and why so:
   number and two logarithms for every token of the vocabulary: on a CPU that takes longer than all the rest of the row.
 - By index, not by rank: no sort of what is kept, and one definition for a list of the best and for a whole row.
 - The random numbers are Philox4x32-10 (:mod:`fused_topk.backends.philox`), named by seed, counter and sample.
+- A caller who gives `noise` has paid for a random number of every token. So the token is the argmax of p_i / noise_i, as in
+  torch.multinomial, by log p_i - log noise_i, which needs no sum.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import check_backend, check_flags, check_k, check_logits, check_no_transform
+from ..arguments import (
+    check_backend,
+    check_flags,
+    check_k,
+    check_logits,
+    check_no_transform,
+    check_same_device,
+    check_tensor,
+)
 from ..operators import calls, sampling
 from ..operators.dispatch import need_dispatcher
 from ..plans import SamplePlan, sample_plan
@@ -37,6 +47,8 @@ _Of = tuple[Any, Tensor | None]
 # top_k, top_p and min_p in this form.
 _Filters = tuple[Any, Tensor | None, Any, Tensor | None, Any, Tensor | None]
 _SEEDS = (-(2**63), 2**63 - 1)
+# The seed and the counter of rows that draw no number.
+_NO_NAME: _Of = (0, None)
 _MOST_SAMPLES = 2**31 - 1
 # The types of num_samples, logprobs, truncated_log_probs, kept and backend that can be in the key of a plan.
 _PLANNED_REQUESTS = (int, bool, str, type(None))
@@ -54,6 +66,7 @@ def sample(
     seed: int | Tensor | None = None,
     counter: int | Tensor = 0,
     generator: torch.Generator | None = None,
+    noise: Tensor | None = None,
     num_samples: int = 1,
     logprobs: int = 0,
     truncated_log_probs: bool = False,
@@ -86,6 +99,11 @@ def sample(
             it is repeated.
         generator: names the random numbers where there is no `seed`. A call advances it once, on its device, as torch's own
             samplers do. None: torch's default generator of the device. A CUDA graph needs it registered.
+        noise: float32 of the logits' shape, instead of random numbers of ours: an independent draw of the exponential
+            distribution for each token, such as ``torch.empty_like(probs).exponential_(generator=g)`` of float32 `probs`. The token
+            is the one with the greatest p_i / noise_i among those that are kept; of equal ones the smallest. That is how
+            ``torch.multinomial(probs, 1, generator=g)`` draws, so the numbers that it would draw give its token. It takes the place
+            of `seed`, `counter` and `generator`, and `num_samples` must be 1.
         num_samples: independent draws from each row; a token may come more than once.
         logprobs: how many of the row's best tokens to return as well; 0 for none.
         truncated_log_probs: whether log_probs are those of the distribution that was drawn from (after temperature,
@@ -110,7 +128,10 @@ def sample(
         row's number or 0), bit for bit the same on every backend. The token is the first by index at which the sum of the
         kept tokens' probabilities exceeds u. Backends sum in different orders. So they draw the same token unless u is within
         2^-19 of a border between two tokens, and keep the same tokens unless a token is that near to the border of top-p.
-        A token that is not kept, not allowed, or beyond the row's length is never drawn.
+        With `noise` the token has the greatest (x_i - m) / T - log noise_i, in float32 or better. Backends draw the same token, and
+        that of torch.multinomial, unless two quotients are equal to a part in 10^6, or a token is within rounding of the border of
+        top-p: about one draw in a million. Noise that is not positive is no error: 0 wins, and NaN or less than 0 loses.
+        A token that is not kept, not allowed, of probability 0, or beyond the row's length is never drawn.
         `kept` does not count logits of -inf. Of equal tokens at the border of top-p it counts those that are kept. Tokens with
         less than 2^-44 of the best token's probability (2^-30 in the longest rows) may be missing from it, and from the draw.
         For temperature 0 the count is 1, and the logsumexp is the best logit. For a row without a distribution the count is 0,
@@ -127,7 +148,7 @@ def sample(
         log-probability. Tokens are always in range.
         Deterministic. A call does not wait for the device, and can be captured in a CUDA graph. Not differentiable:
         for a gradient, gather the tokens from a log_softmax.
-        With torch.compile, pass `seed`, or leave out both `seed` and `generator`.
+        With torch.compile, pass `seed` or `noise`, or leave out `seed` and `generator`.
 
     Example:
         >>> import torch, fused_topk
@@ -138,7 +159,7 @@ def sample(
     request = (num_samples, logprobs, truncated_log_probs, kept, backend)
     check_flags(ranks=ranks)
     if type(logits) is Tensor and mask is None and lengths is None:
-        planned = _planned(logits, numbers, request, seed, counter, generator, ranks)
+        planned = _planned(logits, numbers, request, seed, counter, generator, noise, ranks)
         if planned is not None:
             return planned
     check_logits(logits)
@@ -146,12 +167,18 @@ def sample(
     rows, filters = check_parameters(logits, logits.device.type, numbers, mask, lengths, *request)
     check_no_transform("sample")
     rows = rows.with_logits(logits.detach()).flat()
-    of_seed, of_counter = names_of(seed, counter, generator, logits)
-    problem = SampleProblem(rows, *filters, *of_seed, *of_counter, num_samples, logprobs, truncated_log_probs, kept)
+    of_noise = None
+    if noise is None:
+        of_seed, of_counter = names_of(seed, counter, generator, logits)
+    else:
+        of_noise = _checked_noise(noise, logits, seed, counter, generator, num_samples)
+        of_seed = of_counter = _NO_NAME
+    names = (*of_seed, *of_counter)
+    problem = SampleProblem(rows, *filters, *names, num_samples, logprobs, truncated_log_probs, kept, 0, of_noise)
     # Not slices of the problem: torch.compile of torch 2.6 cannot trace one of a named tuple.
-    _, *parameters, _ = problem
-    if need_dispatcher(*rows.tensors(), *[x for x in parameters if isinstance(x, Tensor)]):
-        result = from_operator(_sample(*rows, *parameters, backend), logprobs, kept)
+    _, *parameters, _, _ = problem
+    if need_dispatcher(*rows.tensors(), of_noise, *[x for x in parameters if isinstance(x, Tensor)]):
+        result = from_operator(_sample(*rows, of_noise, *parameters, backend), logprobs, kept)
     else:
         result = sampling.draw(problem, backend)
     if ranks:
@@ -233,6 +260,7 @@ def _planned(
     seed: Any,
     counter: Any,
     generator: Any,
+    noise: Any,
     ranks: bool,
 ) -> Sample | None:
     """Draws by a cached plan, without torch's dispatcher. None if an argument may need more than that."""
@@ -256,23 +284,67 @@ def _planned(
     if seed is None:
         if type(counter) is not int or counter != 0:
             return None
+        if noise is not None and (generator is not None or request[0] != 1 or not _is_plain_noise(noise, logits)):
+            return None
         if generator is not None and (
             type(generator) is not torch.Generator or generator.device.type != logits.device.type
         ):
             return None
-    elif generator is not None or counter is None:
+    elif generator is not None or noise is not None or counter is None:
         return None
     plan = _plan(logits.device, logits.dtype, shape, logits.stride(), *numbers, *request)
-    if seed is None:
+    if noise is not None:
+        of_seed = of_counter = _NO_NAME
+        noise = noise.view(-1, shape[-1])
+    elif seed is None:
         of_seed, of_counter = random_names(len(plan.rows.logits), logits.device, generator)
     else:
         of_seed, of_counter = _flat_name(seed), _flat_name(counter)
     is_flat = len(shape) == 2
     rows = plan.rows.with_logits(logits if is_flat else logits.reshape(-1, shape[-1]))
-    result = plan.prepared.run(SampleProblem(rows, *plan.filters, *of_seed, *of_counter, *request[:-1]))
+    fields: Any = (rows, *plan.filters, *of_seed, *of_counter, *request[:-1], 0, noise)
+    result = plan.prepared.run(SampleProblem(*fields))
     if ranks:
         result = _with_ranks(result, rows, request[-1])
     return result if is_flat else shaped(result, shape[:-1])
+
+
+def _is_plain_noise(noise: Any, logits: Tensor) -> bool:
+    """Whether a plan can read it where it lies."""
+    return (
+        type(noise) is Tensor
+        and noise.dtype is torch.float32
+        and noise.shape == logits.shape
+        and noise.device == logits.device
+        and noise.is_contiguous()
+        and not need_dispatcher(noise)
+    )
+
+
+def _checked_noise(noise: Any, logits: Tensor, seed: Any, counter: Any, generator: Any, num_samples: int) -> Tensor:
+    """The noise as :class:`SampleProblem` has it."""
+    given = {"seed": seed, "generator": generator}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"`{name}` must be None where `noise` is given, got both; leave one out")
+    if not is_zero(counter):
+        raise ValueError(
+            "`counter` must be left out where `noise` is given, got one; draw other noise for another token"
+        )
+    if num_samples != 1:
+        raise ValueError(
+            f"`num_samples` must be 1 where `noise` is given, got {num_samples}; make a call for each, with noise of its own"
+        )
+    check_tensor("noise", noise)
+    if noise.dtype != torch.float32:
+        raise TypeError(f"`noise` must be float32, got {noise.dtype}; use .float()")
+    check_same_device("noise", noise, logits)
+    if noise.shape != logits.shape:
+        raise ValueError(
+            f"`noise` must have the shape of `logits`, {tuple(logits.shape)}, got {tuple(noise.shape)}; draw a number for each token"
+        )
+    flat: Tensor = noise.detach().reshape(-1, logits.shape[-1])
+    return flat.contiguous()
 
 
 def _with_ranks(result: Sample, rows: LogitRows, backend: str | None) -> Sample:

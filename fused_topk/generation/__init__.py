@@ -2,7 +2,7 @@
 """Hugging Face decoding that reads the vocabulary once. The only part of the package that knows transformers::
 
     with fused_decoding(model):                       # or enable(model) ... disable(model)
-        model.generate(...)                           # unchanged: beam search and greedy; sampling=True adds sampling
+        model.generate(...)                           # unchanged: greedy, sampling, beams
     model.generate(..., custom_generate=generate)     # the same for one call
     with fused_decoding(model, whole_step=True):      # beams share their prompt, and the cache is never copied
     FusedTopKLogitsProcessor(top_k, ...)              # an ordinary LogitsProcessor

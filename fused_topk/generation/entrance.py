@@ -62,11 +62,11 @@ def enable(model: nn.Module, *, sampling: bool = False, whole_step: bool | str |
 
     Args:
         model: a transformers model, or one with such models as parts: each part that can generate is enabled.
-        sampling: also fuse do_sample=True with top-k, top-p or min-p, and beam sampling. The distribution is that of
-            the stock path, but a seed gives other draws.
+        sampling: also fuse do_sample=True in transformers' loop, with top-k, top-p or min-p, and beam sampling. The distribution is that
+            of the stock path, but a seed gives other draws. Whole steps need no option: a seed gives the texts of the stock path.
         whole_step: how to run the calls that whole steps serve. A whole step reads the prompt once for all beams of a sequence, and
-            never copies the cache (:mod:`whole_step`). It serves greedy decoding and beam search, also of encoder-decoders, and
-            with sampling=True sampling. Other calls run in transformers' loop with a fused choice of each token, and
+            never copies the cache (:mod:`whole_step`). It serves greedy decoding, sampling, beam search and beam sampling, also of
+            encoder-decoders, with any processor and criterion. Other calls run in transformers' loop with a fused choice of each token, and
             :func:`stats` says why in `not_whole`. The first call of a model tries it on a few tokens.
 
             =========== =================================================================================================
@@ -120,7 +120,7 @@ def fused_decoding(
 
     Args:
         model: see :func:`enable`.
-        sampling: also fuse sampling: the same distribution, other draws for a seed.
+        sampling: see :func:`enable`.
         topk_per_step: record for each step the k most probable tokens; 0 for no record.
         whole_step: see :func:`enable`.
 

@@ -17,7 +17,7 @@ from .calls import Call, running, running_call
 from .interception.session import Session
 from .request import Options
 from .statistics import count_not_whole
-from .whole_step import OF_FEW_LOGITS, Asked, Checked, Declined, Loop, Once, decline_for, of_asked, reads_few_logits
+from .whole_step import OF_FEW_LOGITS, Asked, Checked, Declined, Loop, Once, TopKRecord, reads_few_logits
 
 # Runs generate(), given the call, the loop to run (None for that of transformers) and the streamer (None for none).
 Run = Callable[[Call, "Loop | None", Any], Any]
@@ -52,7 +52,7 @@ def run_call(
     elif options.whole_step is not False:
         once = None if streamer is None else Once(streamer)
         try:
-            return _in_whole_steps(model, options, run, once, asked, is_cache_given), []
+            return _in_whole_steps(model, options, run, once, is_cache_given)
         except Declined as declined:
             not_whole = str(declined)
         if once is not None:
@@ -69,13 +69,11 @@ def run_call(
 
 
 def _in_whole_steps(
-    model: nn.Module, options: Options, run: Run, streamer: Once | None, asked: Asked, is_cache_given: bool
-) -> Any:
-    if options.topk_per_step:
-        raise Declined("topk_per_step")
-    # Before generate() prepares the call: to decline it later wastes that work, such as a run of the encoder.
-    decline_for(of_asked(asked, options.sampling))
+    model: nn.Module, options: Options, run: Run, streamer: Once | None, is_cache_given: bool
+) -> tuple[Any, list[TopK]]:
     checked = Checked.of(model, options.whole_step is None)
     call = Call(model)
     with running(call):
-        return run(call, Loop(checked, options.whole_step, options.sampling, streamer, is_cache_given), streamer)
+        topk = TopKRecord(options.topk_per_step, []) if options.topk_per_step else None
+        result = run(call, Loop(checked, options.whole_step, streamer, is_cache_given, topk), streamer)
+        return result, [] if topk is None else topk.steps

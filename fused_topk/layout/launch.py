@@ -255,10 +255,10 @@ def searching_blocks(rows: int, vocab_size: int, top_k: int | None, multiprocess
     return max(1, min(_MOST_SEARCHING, resident * multiprocessors // rows, vocab_size // _TOKENS_OF_SEARCHING))
 
 
-def summing_scratch(rows: int, vocab_size: int, blocks: int) -> tuple[int, int]:
+def summing_scratch(rows: int, vocab_size: int, blocks: int, has_noise: bool) -> tuple[int, int]:
     """Words of 64 bits and zeroed counters that a launch of csrc/draws/sample_vocabulary.cu needs."""
     parts = -(-vocab_size >> part_length_log2(vocab_size))
-    return (rows * parts * _PART_WORDS, rows) if blocks > 1 else (0, 0)
+    return (rows * parts * (_PART_WORDS + has_noise), rows) if blocks > 1 else (0, 0)
 
 
 def searching_scratch(rows: int, blocks: int) -> tuple[int, int]:
@@ -272,10 +272,12 @@ def sample_unit(vocab_size: int) -> float:
     return 2.0 ** min(_MOST_UNIT_BITS, _SUM_BITS - vocab_size.bit_length())
 
 
-def sample_kernel(dtype: torch.dtype, draws_from_vocabulary: bool) -> str:
-    """The kernel for that dtype, as NVRTC wants it named."""
-    name = "sample_vocabulary_kernel" if draws_from_vocabulary else "sample_rows_kernel"
-    return f"fused_topk::sampling::{name}<fused_topk::{FORMATS[dtype]}>"
+def sample_kernel(dtype: torch.dtype, draws_from_vocabulary: bool, has_noise: bool) -> str:
+    """The kernel for that dtype, as NVRTC wants it named. Where a list is drawn from, one serves draws with noise and without."""
+    name, which = "sample_rows_kernel", ""
+    if draws_from_vocabulary:
+        name, which = "sample_vocabulary_kernel", f", {str(has_noise).lower()}"
+    return f"fused_topk::sampling::{name}<fused_topk::{FORMATS[dtype]}{which}>"
 
 
 # csrc/ranks/target_ranks.cu, where what is read is laid out as for top-k (topk_launch.py)

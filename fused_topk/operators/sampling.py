@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator of sampling, `sample`: what torch.compile, fake tensors and CUDA graphs see of it.
 
-Its arguments name its random numbers, so equal arguments give equal results. It has no gradient.
+Its arguments name its random numbers, or have them, so equal arguments give equal results. It has no gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCHEMA = (
     "int seed, Tensor? row_seed, int counter, Tensor? row_counter, SymInt num_samples, SymInt logprobs, "
     "bool truncated, bool kept, str? backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-library.define(f"sample({ROWS_SCHEMA}, {SCHEMA}")
+library.define(f"sample({ROWS_SCHEMA}, Tensor? noise, {SCHEMA}")
 
 
 def draw(problem: SampleProblem, backend: str | None) -> Sample:
@@ -30,12 +30,13 @@ def draw(problem: SampleProblem, backend: str | None) -> Sample:
 
 
 def sample(*arguments: Any) -> tuple[Tensor, ...]:
-    rows, (*parameters, backend) = unflattened(arguments)
-    return flat(draw(SampleProblem(rows, *parameters), backend))
+    rows, (noise, *parameters, backend) = unflattened(arguments)
+    fields: Any = (rows, *parameters, 0, noise)
+    return flat(draw(SampleProblem(*fields), backend))
 
 
 def _fake_sample(*arguments: Any) -> tuple[Tensor, ...]:
-    rows, (*parameters, _) = unflattened(arguments)
+    rows, (_, *parameters, _) = unflattened(arguments)
     return flat(plans.sample_result(SampleProblem(rows, *parameters)))
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,32 +113,35 @@ class Rows:
         """Whether :meth:`sample` takes these parameters."""
         return True
 
-    def sample(self, parameters: Mapping[str, float], mask: Tensor | None, generator: torch.Generator | None) -> Sample:
+    def sample(
+        self,
+        parameters: Mapping[str, float],
+        mask: Tensor | None,
+        generator: torch.Generator | None,
+        noise: Tensor | None = None,
+    ) -> Sample:
         """A token [R, 1] of each row, drawn from the tokens in `mask` [1 or R, W]. See :func:`fused_topk.sample`.
 
         Args:
             parameters: temperature, top_k, top_p and min_p, as far as they are set.
+            noise: float32 [R, V] in place of random numbers of the generator's.
         """
         logits = self.logits
         if mask is not None:
             mask = mask.expand(len(logits), -1)
-        rows, device = len(logits), logits.device
-        seed, counter = random_names(rows, device, generator)
+        seeds: Any = (0, None, 0, None)
+        if noise is None:
+            seed, counter = random_names(len(logits), logits.device, generator)
+            seeds = (*seed, *counter)
         temperature = float(parameters.get("temperature", 1.0))
-        problem = SampleProblem(
-            LogitRows(logits, temperature=temperature, mask=mask),
+        top_k, top_p, min_p = (
             int(parameters.get("top_k", 0)),
-            None,
             float(parameters.get("top_p", 1.0)),
-            None,
             float(parameters.get("min_p", 0.0)),
-            None,
-            *seed,
-            *counter,
-            1,
-            0,
-            False,
         )
+        of_rows = LogitRows(logits, temperature=temperature, mask=mask)
+        fields: Any = (of_rows, top_k, None, top_p, None, min_p, None, *seeds, 1, 0, False, False, 0, noise)
+        problem = SampleProblem(*fields)
         return plan_of_sample(problem, backends.name_of(self.backend)).run(problem)
 
     def _scan(self, k: int, mask: Tensor | None, values: str, normalize: str, temperature: float) -> TopK:

@@ -85,21 +85,25 @@ def best_continuations(
 
 
 def sample(
-    rows: Rows, edits: Sequence[Edit], parameters: Mapping[str, float], generator: torch.Generator | None
+    rows: Rows,
+    edits: Sequence[Edit],
+    parameters: Mapping[str, float],
+    generator: torch.Generator | None,
+    noise: Tensor | None = None,
 ) -> Sample | None:
     """A token [R, 1] of each row, drawn from all of it; None where the rows do not draw with these parameters.
 
     Args:
         rows: the model's logits.
         edits: what the processors do, in order. A token that one of them bans has -inf after all of them.
-        parameters: as of :meth:`Rows.sample`.
+        parameters, noise: as of :meth:`Rows.sample`.
     """
     if not rows.draws(parameters):
         return None
     if _must_merge(edits):
         rows = rows.edited(_touched(rows, edits), partial(_applied, edits), edits[0].replaces_row)
     # The other edits are applied already: the logits that are read have the new scores.
-    return rows.sample(parameters, _scanned_by([edit for edit in edits if edit.ids is None]), generator)
+    return rows.sample(parameters, _scanned_by([edit for edit in edits if edit.ids is None]), generator, noise)
 
 
 def logsumexp(

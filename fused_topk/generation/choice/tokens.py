@@ -70,7 +70,7 @@ def sampled(rows: Rows, edits: Sequence[Edit], filters: Sequence[Filter], genera
     there is no such kernel, so that stock operations are quicker.
     """
     parameters = warping.parameters(filters)
-    if parameters is None or rows.backend is backends.reference or _must_be_checked(edits):
+    if parameters is None or rows.backend is backends.reference or must_be_checked(edits):
         return None
     return selection.sample(rows, edits, parameters, generator)
 
@@ -155,13 +155,13 @@ def _log_total(
     return lambda temperature: selection.logsumexp(rows, edits, temperature, are_log_probs, best_scores[:, :1])
 
 
-def _must_be_checked(edits: Sequence[Edit]) -> bool:
+def must_be_checked(edits: Sequence[Edit]) -> bool:
     return any(edit.expects_finite_scores for edit in edits)
 
 
 def _check(rows: Rows, edits: Sequence[Edit], chosen: Tensor, are_log_probs: bool) -> None:
     """Raises NotSparse where an edit expects finite scores, and the choice, with the scores `chosen`, may be wrong because they are not."""
-    if not _must_be_checked(edits):
+    if not must_be_checked(edits):
         return
     # Log-probabilities of a row with NaN or +inf are all NaN, and then nothing of it may have been chosen.
     is_right = not are_log_probs or bool(rows.topk(1).logsumexp.isfinite().all())

@@ -50,22 +50,28 @@ class Plan:
     reason_of_beams: why they cannot be fused in beam search; None if they can.
     asks_host: whether one of them looks at texts on the host. It waits for the GPU at each token, and must not see the tokens of
         steps that run after the end.
-    keeps_state: whether one of them must be called exactly once in a step.
-    has_run: whether the processors have been called.
+    is_known: whether all of them are edits, or warpers behind them.
+    is_called_once: whether one of them must be called exactly once in a step, as one that is not known.
+
+    Args:
+        has_beams: whether scores are log-probabilities of beams.
     """
 
-    def __init__(self, processors: Iterable[Any], is_sampling: bool) -> None:
+    def __init__(self, processors: Iterable[Any], is_sampling: bool, has_beams: bool = False) -> None:
         self.processors = list(processors)
         self.filters: list[Filter] = []
         self.reason: str | None = None
         self.reason_of_beams: str | None = None
-        self.keeps_state = any(map(grammars.is_grammar, self.processors))
-        self.asks_host = self.keeps_state or any(
-            isinstance(each, PrefixConstrainedLogitsProcessor) for each in self.processors
-        )
-        self.has_run = False
         self._adapters: list[Adapter] = []
         self._states: list[_State] = []
+        self._read(is_sampling)
+        self.is_known = self.reason is None and not (has_beams and self.reason_of_beams)
+        self.is_called_once = not self.is_known or any(map(grammars.is_grammar, self.processors))
+        self.asks_host = self.is_called_once or any(
+            isinstance(each, PrefixConstrainedLogitsProcessor) for each in self.processors
+        )
+
+    def _read(self, is_sampling: bool) -> None:
         for processor in self.processors:
             reason = f"logits processor {_name_of(processor)}"
             filters = filters_of(processor) if is_as_published(type(processor)) else None
@@ -102,7 +108,6 @@ class Plan:
         Raises:
             NotSparse: the stock operations must run in this step.
         """
-        self.has_run = True
         edits: list[Edit] = []
         answered = {} if answered is None else answered
         for adapter in self._adapters:

@@ -98,7 +98,13 @@ class ShardedRows(Rows):
         # With other parameters a list of the best tokens takes one collective, and shows whether it is too short.
         return parameters.keys() <= {"temperature"}
 
-    def sample(self, parameters: Mapping[str, float], mask: Tensor | None, generator: torch.Generator | None) -> Sample:
+    def sample(
+        self,
+        parameters: Mapping[str, float],
+        mask: Tensor | None,
+        generator: torch.Generator | None,
+        noise: Tensor | None = None,
+    ) -> Sample:
         return distributed.sample(
             self._local,
             group=self._columns.group,

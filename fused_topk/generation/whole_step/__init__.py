@@ -13,6 +13,7 @@ generate() prepares a call as ever. `generation/__init__.py` lists the private n
     parallel             tensor-parallel models: all processes run a call in whole steps, or none
     reasons, criteria    which calls are served: all others run in transformers' loop, and stats() counts why
     trial                whether a model is served: it is tried once, on a few tokens
+    traces               whether a forward pass leaves a trace; a trial leaves none
     twin                 a copy of the model's modules with the same weights, so that the model itself is not touched
     attribute            what is kept for a model, as an attribute of the model
     prompts              what a call reads, from what generate() hands to a loop
@@ -26,16 +27,18 @@ generate() prepares a call as ever. `generation/__init__.py` lists the private n
     room                 for how many new tokens there is room, which grows
     shape, kept, store, compiled, graphs    steps for later calls of the same shape: compiled, captured as CUDA graphs, or both
     beams, texts, search, results    the state of a search, the loops, and what is returned
+    draws                what stock generate() would draw, from the user's generator
     streaming            the streamer of a call that may run twice
 
 Sequences are those of transformers, with ties to the smaller index. The cache that a call returns or adds to is that of
 transformers, too.
 """
 
+from .choosing import TopKRecord
 from .criteria import with_stop_strings
 from .entry import Checked, Loop, drop, release
 from .given_cache import cache_of
-from .reasons import OF_FEW_LOGITS, Asked, Declined, decline_for, of_arguments, of_asked, reads_few_logits
+from .reasons import OF_FEW_LOGITS, Asked, Declined, decline_for, of_arguments, reads_few_logits
 from .streaming import Once
 
 __all__ = [
@@ -45,11 +48,11 @@ __all__ = [
     "Declined",
     "Loop",
     "Once",
+    "TopKRecord",
     "cache_of",
     "decline_for",
     "drop",
     "of_arguments",
-    "of_asked",
     "reads_few_logits",
     "release",
     "with_stop_strings",

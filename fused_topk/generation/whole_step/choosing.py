@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ... import backends
+from ... import backends, functional
 from ...backends import reference
-from ..choice import tokens
+from ...problem import TopK
+from ..choice import selection, tokens, warping
 from ..choice.edit import Edit, NotSparse
 from ..choice.rows import Rows
-from ..choice.selection import Candidates
 from ..edits.plan import Plan
 from ..tensor_parallel.group import of_first
-from . import beams, texts
+from . import beams, draws, texts
 from .beams import Beams, Rules
 from .criteria import Criteria
 from .head import Head
-from .reasons import Declined
+from .reasons import SORTS_DRAWN_BEAMS, Declined
 from .results import KeptOutputs
 
 
@@ -36,6 +36,13 @@ class Place(NamedTuple):
         return Place(*(torch.full((1,), each, device=device) for each in (step, ends_now)))
 
 
+class TopKRecord(NamedTuple):
+    """The record of a call's steps: see :class:`fused_topk.generation.FusedDecoding`."""
+
+    k: int
+    steps: list[TopK]
+
+
 class Choices(NamedTuple):
     """The choices of a call."""
 
@@ -45,6 +52,8 @@ class Choices(NamedTuple):
     config: GenerationConfig
     # The processes of a tensor-parallel model, which all go on with the choices of the first; None for any other model.
     group: Any
+    # Gets the best tokens of each step; None where nobody asks for them.
+    topk: TopKRecord | None = None
 
     def after(
         self,
@@ -78,19 +87,26 @@ class Choices(NamedTuple):
             if self.plan.processors or self.criteria.read_text
             else ids
         )
-        never_declines = bool(self.config.do_sample) or self.plan.keeps_state
+        if self.topk is not None:
+            self.topk.steps.append(functional.log_softmax_topk(logits, min(self.topk.k, logits.shape[-1])))
+        never_declines = bool(self.config.do_sample) or self.plan.is_called_once
         scan = _Scan(self.plan, logits, text, are_log_probs=not is_greedy, never_declines=never_declines)
         if kept is not None:
             kept.add(logits, scan.dense)
         if is_greedy:
             chosen = of_first(self._drawn(scan) if self.config.do_sample else self._greatest(scan), self.group)
             if self.criteria.read_text:
-                are_last = are_last | self.criteria.end(torch.cat([text, chosen[:, None]], 1))
+                # Texts that have ended go on with padding.
+                shown = torch.where(state.has_ended & constants.is_padded, constants.padding, chosen)
+                are_last = are_last | self.criteria.end(
+                    torch.cat([text, shown[:, None]], 1), None if kept is None else kept.scores
+                )
             return texts.choose_tokens(state, constants, chosen, now, are_last)
         scores, indices = (of_first(each, self.group) for each in self._continuations(scan, state))
-        _refuse_nan(scores)
+        if not never_declines:
+            _refuse_nan(scores)
         if self.criteria.read_text:
-            are_last = are_last | self._ends(text, indices, logits.shape[-1])
+            are_last = are_last | self._ends(text, indices, logits.shape[-1], kept)
         return beams.choose(state, constants, scores, indices, logits.shape[-1], now, are_last)
 
     def by_head(self, head: Head, state: Any, constants: Any, hidden: Tensor, step: int, place: Place) -> Any:
@@ -104,13 +120,14 @@ class Choices(NamedTuple):
         _refuse_nan(scores)
         return beams.choose(state, constants, scores, indices, head.vocab_size, now, are_last)
 
-    def _ends(self, text: Tensor, indices: Tensor, vocab_size: int) -> Tensor:
+    def _ends(self, text: Tensor, indices: Tensor, vocab_size: int, kept: KeptOutputs | None) -> Tensor:
         """bool [batch, kept]: which continuations [batch, kept] of the beams' texts end because of their text."""
         parent, token = indices // vocab_size, indices % vocab_size
         of_beams = text.view(len(indices), self.rules.beams, -1)
         continued = of_beams.gather(1, parent[..., None].expand(-1, -1, text.shape[1]))
         continued = torch.cat([continued, token[..., None]], 2)
-        return self.criteria.end(continued.flatten(0, 1)).view_as(indices)
+        scores = None if kept is None else kept.scores
+        return self.criteria.end(continued.flatten(0, 1), scores).view_as(indices)
 
     def _greatest(self, scan: _Scan) -> Tensor:
         found = None
@@ -118,37 +135,40 @@ class Choices(NamedTuple):
             try:
                 found = tokens.greatest(scan.rows, scan.edits, self.plan.filters)
             except NotSparse:
-                if not self.plan.keeps_state:
+                if not self.plan.is_called_once:
                     raise
         return scan.dense().argmax(-1) if found is None else found
 
     def _drawn(self, scan: _Scan) -> Tensor:
-        sampled = None if scan.is_dense else tokens.sampled(scan.rows, scan.edits, self.plan.filters)
-        if sampled is not None and not tokens.has_no_distribution(sampled):
-            return sampled.tokens.squeeze(1)
-        left = None if sampled is not None else scan.left_over(1)
-        if left is None:
+        parameters = warping.parameters(self.plan.filters)
+        if scan.is_dense or parameters is None or tokens.must_be_checked(scan.edits):
+            return draws.drawn(scan.dense().softmax(-1), 1).squeeze(1)
+        logits = scan.rows.logits
+        noise = draws.noise(len(logits), logits.shape[1], logits.device)
+        found = selection.sample(scan.rows, scan.edits, parameters, None, noise)
+        assert found is not None  # only columns of a tensor-parallel model may be none
+        if tokens.has_no_distribution(found):
+            # torch.multinomial says so.
             return torch.multinomial(scan.dense().softmax(-1), 1).squeeze(1)
-        return tokens.drawn(left).squeeze(1)
+        return found.tokens.squeeze(1)
 
     def _continuations(self, scan: _Scan, state: Beams) -> tuple[Tensor, Tensor]:
         number, beam_scores = self.rules.kept, state.running.scores
-        if self.config.do_sample:
-            return self._drawn_continuations(scan, beam_scores)
+        if self.config.do_sample or scan.is_dense:
+            return self._dense_continuations(scan, beam_scores)
         found = tokens.continuations(scan.rows, scan.edits, self.plan.filters, beam_scores, number)
-        if found is None:
-            raise Declined("more continuations than the kernels list")
-        return found
+        return self._dense_continuations(scan, beam_scores) if found is None else found
 
-    def _drawn_continuations(self, scan: _Scan, beam_scores: Tensor) -> tuple[Tensor, Tensor]:
+    def _dense_continuations(self, scan: _Scan, beam_scores: Tensor) -> tuple[Tensor, Tensor]:
         number = self.rules.kept
-        left = scan.left_over(-(-number // self.rules.beams))
-        if left is None:
-            total = (scan.dense().view(*beam_scores.shape, -1) + beam_scores.unsqueeze(-1)).flatten(1)
-            indices = tokens.drawn_from(total.softmax(-1), number)
-            scores = total.gather(1, indices)
-        else:
-            scores, indices = tokens.drawn_continuations(left, beam_scores, scan.rows.vocab_size, number)
+        total = (scan.dense().view(*beam_scores.shape, -1) + beam_scores.unsqueeze(-1)).flatten(1)
+        if not self.config.do_sample:
+            found = functional.topk(total, number)
+            return found.values, found.indices
+        indices = draws.drawn(total.softmax(-1), number)
+        scores = total.gather(1, indices)
+        if not SORTS_DRAWN_BEAMS:
+            return scores, indices
         scores, order = scores.sort(dim=-1, descending=True, stable=True)
         return scores, indices.gather(1, order)
 
@@ -161,10 +181,9 @@ class _Scan:
 
     def __init__(self, plan: Plan, logits: Tensor, text: Tensor, are_log_probs: bool, never_declines: bool) -> None:
         backend = backends.pick(logits.device, logits.dtype, 1, None)
-        if backend is reference:
-            raise Declined(f"no kernels for {logits.dtype} on {logits.device.type}")
         self.rows = Rows(logits, backend)
-        self.is_dense = False
+        # Without kernels, as for float64, and with processors that are not known.
+        self.is_dense = backend is reference or not plan.is_known
         self.edits: list[Edit] = []
         self._plan = plan
         self._text = text
@@ -172,6 +191,8 @@ class _Scan:
         self._dense: Tensor | None = None
         # See `Step.answered`.
         self._answered: dict[int, Any] = {}
+        if self.is_dense:
+            return
         try:
             self.edits = plan.edits(text, self.rows, are_log_probs, self._answered)
         except NotSparse:
@@ -179,15 +200,6 @@ class _Scan:
             if not never_declines:
                 raise
             self.is_dense = True
-
-    def left_over(self, at_least: int) -> Candidates | None:
-        """The tokens that the warpers leave, from a list of each row's best; None where the list may be too short."""
-        if self.is_dense:
-            return None
-        try:
-            return tokens.left_over(self.rows, self.edits, self._plan.filters, at_least, self._are_log_probs)
-        except NotSparse:
-            return None
 
     def dense(self) -> Tensor:
         """float32 [R, V]: the scores as the stock processors give them."""

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -53,6 +52,7 @@ class Criteria:
     """The stopping criteria of one call.
 
     reason: why they cannot be served; None where they can.
+    ask_host: whether some are of unknown classes. They are called once for each token, with what transformers' loops give them.
     ends: the tokens that end a text.
     max_length: the greatest length of a text, with its prompt.
     """
@@ -62,8 +62,10 @@ class Criteria:
         self.reason: str | None = None
         if type(criteria) is not StoppingCriteriaList:
             self.reason = f"stopping criteria in a {type(criteria).__name__}"
-        elif unknown:
+        elif any(isinstance(each, _KNOWN) for each in unknown):
+            # Of a class that somebody has patched, or that is made of one of these.
             self.reason = f"stopping criterion {type(unknown[0]).__name__}"
+        self._others = StoppingCriteriaList(unknown)
         known = [each for each in criteria if each not in unknown]
         self.ends = tuple(
             token
@@ -82,12 +84,22 @@ class Criteria:
         return bool(self._clocks)
 
     @property
-    def read_text(self) -> bool:
-        return bool(self._strings)
+    def ask_host(self) -> bool:
+        return bool(self._others)
 
-    def end(self, text: Tensor) -> Tensor:
-        """bool [R]: which of the texts [R, length] end because of a string in them. It waits for nothing."""
-        return torch.stack([each(text, None) for each in self._strings]).any(0)
+    @property
+    def read_text(self) -> bool:
+        return bool(self._strings or self._others)
+
+    def end(self, text: Tensor, scores: Sequence[Tensor] | None) -> Tensor:
+        """bool [R]: which of the texts [R, length] end because of what is in them. Known criteria wait for nothing.
+
+        Args:
+            scores: of the steps so far, where the user asks for them.
+        """
+        given: Any = None if scores is None else tuple(scores)
+        found: Tensor = StoppingCriteriaList([*self._strings, *self._others])(text, given)
+        return found
 
     def end_all(self, ids: Tensor, length: int) -> bool:
         """Whether every text of that length ends.

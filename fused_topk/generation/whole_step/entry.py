@@ -13,19 +13,19 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ..calls import OWN, after_forward
-from ..choice import warping
 from ..edits.plan import Plan, reason_against
 from ..lm_head import sharded_head_of
 from ..statistics import count_not_compiled
 from ..tensor_parallel import local_forms
-from . import attention, attribute, given_cache, parallel, prompts, reasons, trial
+from . import attention, attribute, given_cache, graphs, parallel, prompts, reasons, traces, trial
 from .beams import Rules
 from .cache import state_layers
+from .choosing import TopKRecord
 from .criteria import Criteria
 from .decoder import Decoder
 from .facts import has_table, num_positions, vocab_size_of
 from .prompts import Ready
-from .reasons import Declined, decline_for, said_by
+from .reasons import Declined, decline_for, raise_if_from_a_signal, said_by
 from .row_form import RowDecoder, decoder_of
 from .search import Search
 from .shape import Way
@@ -109,12 +109,23 @@ def _state_of(module: Any) -> dict[str, Any]:
 
 def _made_ready(model: Any) -> Ready:
     snapshot = Snapshot(model, _SKIPPED)
+    try:
+        with traces.no_traces(model) as watching:
+            return _tried(model, snapshot, watching)
+    except traces.LeavesTraces as found:
+        # What a pass has kept changes with each pass, so it does not say whether the model has changed.
+        return _not_ready(f"{found}, in a {type(model).__name__}", traces.SameModules(model))
+
+
+def _tried(model: Any, snapshot: Snapshot, watching: traces.Traces) -> Ready:
     is_spread = sharded_head_of(model) is not None
     try:
         stock = _twin_of(model, None, is_steady=False)
     # Whatever it is: for example, a configuration cannot be copied.
     except Exception as error:
+        raise_if_from_a_signal(error)
         return _not_ready(_twin_raises(model, error), snapshot)
+    watching.watch(stock)
     if is_spread:
         reason = parallel.agreed(trial.reason_against_parts(stock, model), stock)
         if reason is not None:
@@ -122,10 +133,12 @@ def _made_ready(model: Any) -> Ready:
     is_taken = False
     try:
         twin = _twin_of(model, attention.name_for(text_config(model.config)._attn_implementation))
+        watching.watch(twin)
         is_taken = decoder_of(twin) is Decoder
         reason = trial.reason_against(twin, stock) if is_taken else f"{type(model).__name__} takes no other attention"
     # Whatever it is: for example, the model takes no other attention.
     except Exception as error:
+        raise_if_from_a_signal(error)
         reason = _twin_raises(model, error)
     if is_spread:
         reason = parallel.agreed(reason, stock)
@@ -136,15 +149,24 @@ def _made_ready(model: Any) -> Ready:
     if reason is not None:
         # Then the model is tried in the other form.
         twin = _twin_of(model, None)
+        watching.watch(twin)
         of_rows = trial.reason_against(twin, stock, is_static=False)
         if of_rows is not None:
             # If the model takes our attention, the first reason says more about the model.
             return _not_ready(reason if is_taken else of_rows, snapshot)
         # transformers says which models cannot have a static cache.
         is_static = bool(getattr(model, "_can_compile_fullgraph", False)) and not trial.reason_against(twin, stock)
+    of_capture = None
+    if is_static and graphs.is_cuda(next(twin.parameters()).device):
+        of_capture = trial.reason_against_capture(twin)
+        # It may differ between the processes of a tensor-parallel model, which must make the same steps.
+        of_capture = parallel.agreed(of_capture, stock) if is_spread else of_capture
+    is_static = is_static and of_capture is None
     # Tried only when it is asked for: few calls are given a cache.
     of_past = functools.cache(functools.partial(trial.reason_against_past, twin, stock))
-    return Ready(twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin), set(), of_past)
+    return Ready(
+        twin, None, snapshot, Store(), trial.head(twin), is_static, trial.reads_mask(twin), set(), of_past, of_capture
+    )
 
 
 def _twin_of(model: Any, attention: str | None, is_steady: bool = True) -> Any:
@@ -154,7 +176,7 @@ def _twin_of(model: Any, attention: str | None, is_steady: bool = True) -> Any:
     return twin
 
 
-def _not_ready(reason: str, snapshot: Snapshot) -> Ready:
+def _not_ready(reason: str, snapshot: Snapshot | traces.SameModules) -> Ready:
     return Ready(None, reason, snapshot, Store(), None, False, True, set())
 
 
@@ -169,9 +191,9 @@ class Loop:
         checked: of the model whose generate() has been called.
         whole_step: how steps are to run: True, "compiled" or "eager". None: only in a way that is quicker than transformers' loop
             from the first call on.
-        is_sampling: whether calls that sample are to be served, too.
         streamer: gets the new tokens; None for none.
         is_cache_given: whether the user has given a cache, which is to hold what the call reads.
+        topk: gets the best tokens of each step; None where nobody asks for them.
 
     A call raises Declined if it is to run in transformers' loop.
     """
@@ -180,15 +202,15 @@ class Loop:
         self,
         checked: Checked,
         whole_step: bool | str | None,
-        is_sampling: bool,
         streamer: Once | None = None,
         is_cache_given: bool = False,
+        topk: TopKRecord | None = None,
     ) -> None:
         self._checked = checked
         self._whole_step = whole_step
-        self._is_sampling = is_sampling
         self._streamer = streamer
         self._is_cache_given = is_cache_given
+        self._topk = topk
 
     def __call__(
         self,
@@ -203,18 +225,13 @@ class Loop:
         is_part = model is not self._checked.model
         ready = Checked.of(model, self._whole_step is None).ready if is_part else self._checked.ready
         decline_for(
-            reasons.of_config(generation_config, self._is_sampling)
+            reasons.of_config(generation_config)
             or reasons.of_inputs(inputs, model.config.is_encoder_decoder)
             or (None if self._streamer is None else reasons.of_streaming(generation_config))
         )
         criteria = Criteria(stopping_criteria)
-        plan = Plan(list(logits_processor), bool(generation_config.do_sample))
-        decline_for(
-            reason_against(logits_processor)
-            or criteria.reason
-            or plan.reason
-            or (plan.reason_of_beams if generation_config.num_beams > 1 else None)
-        )
+        plan = Plan(list(logits_processor), bool(generation_config.do_sample), generation_config.num_beams > 1)
+        decline_for(reason_against(logits_processor) or criteria.reason)
         together = parallel.Together.of(model, functools.partial(drop, model))
         if together is not None:
             decline_for(parallel.reason_against(plan, criteria, inputs))
@@ -228,6 +245,7 @@ class Loop:
             count_not_compiled("a tensor-parallel model")
             way = Way(False, True) if way.is_captured else None
         search = _search(ready, self._streamer, way, input_ids, plan, criteria, generation_config, inputs)
+        search = search._replace(topk=self._topk)
         if self._is_cache_given or generation_config.return_dict_in_generate:
             cache = given_cache.cache_of(inputs)
             if cache is None and inputs.get("use_cache"):
@@ -241,9 +259,11 @@ class Loop:
                 "the cache of a model with states" if input_ids.is_cuda and state_layers(model.config) else None
             )
             search = search._replace(cache=cache)
+        if way is not None and search.way is None and ready.of_capture is not None:
+            count_not_compiled(ready.of_capture)
         if self._whole_step is None and way is not None:
             # On a GPU one operation after another takes longer than transformers' loop.
-            decline_for("steps that cannot be kept" if search.way is None else None)
+            decline_for((ready.of_capture or "steps that cannot be kept") if search.way is None else None)
             search = search._replace(only_kept=True)
         if together is not None:
             together.ask(search.told())
@@ -305,10 +325,6 @@ def _search(
         if with_source:
             # Some models let their table of positions grow, which only single operations can.
             way = None
-    is_listed = not config.do_sample or warping.list_length(plan.filters, vocab_size_of(twin.config)) is not None
-    # The kernel that draws from the vocabulary itself knows no beams.
-    if not is_listed and (beams > 1 or warping.parameters(plan.filters) is None):
-        raise Declined("sampling from the whole vocabulary")
     padding = _padding(config, ends)
     if padding is not None and not 0 <= padding < vocab_size_of(twin.config) and beams == 1 < len(ids):
         # In stock generate() the model reads it once a text has ended before the others, and raises.

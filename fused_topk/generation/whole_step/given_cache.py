@@ -66,6 +66,8 @@ def reason_against(cache: Any, config: Any) -> str | None:
     for part in parts:
         if type(part) is not DynamicCache or getattr(part, "offloading", False):
             return f"a {type(part).__name__}"
+        if any("update" in vars(each) for each in (part, *part.layers)):
+            return "a cache whose update() has been replaced"
         states = [number for number, layer in enumerate(expected) if type(layer) is STATE_LAYER]
         if states and (len(part.layers) <= states[-1] or is_used(part)):
             return "a cache with states that is used, or not of the model"

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...cuda_runtime.capture import Graph
 from ...distributed.collective import wait_for
+
+__all__ = ["LATENESS", "Bound", "EndFlag", "Graph", "is_cuda"]
 
 # A flag is read this many steps after the step that has set it. A guess: a replay takes far longer on the device than on the host,
 # so two would do. Each step more may run in vain at the end of a call.
@@ -46,62 +49,6 @@ class _FilledNumbers(TorchFunctionMode):
         if is_number and kwargs.keys() <= {"dtype", "device"}:
             return torch.full((), args[0], **kwargs)
         return func(*args, **kwargs)
-
-
-class Graph:
-    """The launches of a function, captured: one call launches them all again.
-
-    The function has run before, so that all is compiled. It has no arguments: it reads and writes tensors that stay where
-    they are. Other threads may use the device during the capture.
-
-    Args:
-        beside: a graph whose memory this one may use, too; None for memory of its own. The two never run at the same time, and
-            neither needs that memory to be unchanged between its runs.
-    """
-
-    def __init__(self, run: Callable[[], Any], device: torch.device, beside: Graph | None) -> None:
-        # A capture that fails may leave its stream the current one.
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
-            stream: Any = torch.cuda.Stream(device) if beside is None else beside.stream  # type: ignore[no-untyped-call]
-            self.stream: Any = stream
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                # Libraries set up their workspaces of a stream in its first calls.
-                for _ in range(2 if beside is None else 1):
-                    run()
-            torch.cuda.current_stream(device).wait_stream(stream)
-            # The capture empties the cache, too. So the memory that it adds to the reserved is the graph's.
-            torch.cuda.synchronize(device)
-            _clear_workspaces()
-            torch.cuda.empty_cache()
-            before = torch.cuda.memory_reserved(device)
-            self._graph = torch.cuda.CUDAGraph()
-            pool = None if beside is None else beside._graph.pool()
-            try:
-                with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    # The output lies in the graph's own memory, and each replay writes it anew.
-                    self._output = run()
-            finally:
-                _clear_workspaces()
-            self.num_bytes = max(0, torch.cuda.memory_reserved(device) - before)
-
-    def replay(self) -> Any:
-        """Launches all again. Returns the output."""
-        self._graph.replay()
-        return self._output
-
-
-def _clear_workspaces() -> None:
-    """Gives back the workspaces of cuBLAS on every stream. torch keeps one for each stream, and a product allocates a missing one.
-
-    Called before a capture, so that its products allocate a workspace in the graph's memory. Any other workspace may be freed while
-    replays still write to it, as by torch.compile when it captures a graph of its own. Called after a capture, so that no other
-    graph uses the workspace of this one.
-    """
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is None:
-        raise NotImplementedError("this torch cannot give back cuBLAS's workspaces, so no graph has one of its own")
-    clear()
 
 
 class EndFlag:

@@ -31,7 +31,7 @@ from .beams import choose
 from .compiled import Codes
 from .decoder import Decoder, Prompt
 from .head import Head
-from .reasons import said_by
+from .reasons import raise_if_from_a_signal, said_by
 from .row_form import decoder_of
 from .shape import Shape
 from .texts import Texts, choose_tokens
@@ -234,6 +234,7 @@ class KeptStep:
                 return graph.replay
             # An error of torch.compile, of the C++ compiler, or of the capture. Whatever it is, the call runs without.
             except Exception as error:
+                raise_if_from_a_signal(error)
                 if number == len(ways):
                     raise NotKept(f"a step that is to be {self.shape.way} raises {said_by(error)}") from error
         raise AssertionError("there is a way")

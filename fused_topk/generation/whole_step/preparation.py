@@ -19,7 +19,7 @@ from transformers import DynamicCache, GenerationMixin
 from transformers.utils.generic import ModelOutput
 
 from .facts import cache_argument
-from .reasons import Declined, said_by
+from .reasons import Declined, raise_if_from_a_signal, said_by
 
 
 class Prepared(NamedTuple):
@@ -55,6 +55,7 @@ def prepared(model: Any, ids: Tensor, is_text: Tensor, inputs: Mapping[str, Any]
             of_prompt, *of_steps = _asked(model, ids, dict(inputs))
     # Whatever a model raises here: transformers' loop raises it again, for the user to see.
     except Exception as error:
+        raise_if_from_a_signal(error)
         raise Declined(f"a preparation that raises {said_by(error)}") from error
     first, second = (_of_step(model, each, is_text, number) for number, each in enumerate(of_steps, 1))
     goes_up = first is second if first is None or second is None else torch.equal(first + 1, second)

@@ -18,6 +18,7 @@ from .preparation import prepared
 from .reasons import Declined, decline_for
 from .row_form import RowDecoder, decoder_of
 from .store import Store
+from .traces import SameModules
 from .twin import Snapshot
 
 # Fields of an encoder's output. A decoder reads the first one only, or none.
@@ -29,7 +30,7 @@ class Ready(NamedTuple):
 
     twin: Any
     reason: str | None
-    of: Snapshot
+    of: Snapshot | SameModules
     store: Store
     head: Head | None
     # Whether steps can be kept: these have places for more tokens than there are.
@@ -40,6 +41,8 @@ class Ready(NamedTuple):
     unread: set[str]
     # Gives the reason why no prompt of the model can follow a given cache; None where one can.
     reason_against_past: Callable[[], str | None] = lambda: None
+    # Why steps cannot be captured, though they can be kept; None as far as is known.
+    of_capture: str | None = None
 
 
 def of_text(

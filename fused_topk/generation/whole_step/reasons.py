@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import nn
-from transformers import GenerationConfig, GenerationMixin
+from transformers import DynamicCache, GenerationConfig, GenerationMixin
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..calls import after_forward
 from ..lm_head import sharded_head_of
-from ..request import BEAMS, SAMPLING, SEARCH, mode_of
+from ..request import SAMPLING, SEARCH, mode_of
 from ..tensor_parallel import local_forms
 from .facts import arguments_of, vocab_size_of
 
@@ -36,6 +40,23 @@ def said_by(error: BaseException) -> str:
     while isinstance(cause := getattr(error, "inner_exception", None), BaseException):
         error = cause
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+
+
+def raise_if_from_a_signal(error: BaseException) -> None:
+    """Raises the exception again if a signal handler of the user's has raised it, in the middle of whatever ran then."""
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()} - {None}
+    causes: list[BaseException | None] = [error]
+    while causes:
+        cause = causes.pop()
+        if cause is None:
+            continue
+        # torch.compile wraps what is raised while it compiles.
+        causes += [cause.__cause__, getattr(cause, "inner_exception", None)]
+        traceback = cause.__traceback__
+        while traceback is not None:
+            if traceback.tb_frame.f_code in handlers:
+                raise cause
+            traceback = traceback.tb_next
 
 
 # Arguments of generate(), beside its inputs, that change how a call runs.
@@ -99,9 +120,16 @@ if _VERSION >= (5, 24):
 TAKES_NEW_TOKENS = _VERSION >= (5, 17)
 # Whether beam sampling goes on with the best of the tokens drawn, or, in earlier versions, with those drawn first.
 SORTS_DRAWN_BEAMS = _VERSION >= (5, 24)
+# The methods by which models write to transformers' caches, as they are when this package is imported.
+_UPDATES = [
+    (kind, method, getattr(kind, method))
+    for kind in (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
+    for method in ("update", "lazy_initialization")
+    if hasattr(kind, method)
+]
+_FOLDER = Path(transformers.__file__).parent
 _SECOND = "second_expert_policy"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
-_NOT_SAMPLED = "do_sample without sampling=True"
 # Prompts times beams times tokens of the vocabulary. Times of whole steps over stock, greedy, Llama of 4 layers of 64, 256 and 768,
 # float32, one thread of a shared EPYC (family 25), 2026-11-27, medians of 11 calls of 32 tokens in turns:
 #     1 x 1,000: 1.05, 1.06, 0.99    4 x 8,000: 1.04, 0.90, 0.93    2 x 32,000: 1.01, 0.55, 0.74    8 x 32,000: 0.69, 0.70, 0.82
@@ -152,8 +180,6 @@ def of_model(model: Any) -> str | None:
         # The generate() of the model is a method of this package. A function of the user's in its place runs before this.
         if method != "generate" and method in vars(model) and not _is_own(model, method):
             return f"{method}() of a {name} that has been replaced"
-    if model.training:
-        return "a model in training mode"
     if sharded_head_of(model) is not None:
         if model.config.is_encoder_decoder or prepares_itself(model):
             return "a tensor-parallel model that is more than a decoder of text"
@@ -169,7 +195,31 @@ def of_model(model: Any) -> str | None:
     missing = sorted(needed - arguments_of(model.forward))
     if missing:
         return f"{name} takes no {missing[0]}"
-    return _of_modules(model) or _of_config(model.config)
+    return _of_modules(model) or _of_config(model.config) or _of_attention(model.config) or _of_caches()
+
+
+def _is_of_transformers(function: Any) -> bool:
+    """Whether a function is code of transformers itself, whatever name it has been given."""
+    code = getattr(function, "__code__", None)
+    return code is not None and Path(code.co_filename).is_relative_to(_FOLDER)
+
+
+def _of_attention(config: Any) -> str | None:
+    # Our attention stands for that of transformers. A function of the user's may do anything, and may count its calls.
+    for each in (config, config.get_text_config(decoder=True)):
+        name = getattr(each, "_attn_implementation", None)
+        function = ALL_ATTENTION_FUNCTIONS.get(name) if isinstance(name, str) else None
+        if function is not None and not _is_of_transformers(function):
+            return f"attention of your own, {name}"
+    return None
+
+
+def _of_caches() -> str | None:
+    # Users put functions of their own in the place of these, to see keys and values or to change them.
+    for kind, method, stock in _UPDATES:
+        if getattr(kind, method, None) is not stock:
+            return f"{kind.__name__}.{method}() that has been replaced"
+    return None
 
 
 def of_default(model: Any) -> str | None:
@@ -290,15 +340,11 @@ def _rotary_kinds(parameters: Any) -> set[str]:
     return {str(_own_kind(parameters))} - {"None"} | {kind for kinds in nested for kind in kinds}
 
 
-def of_config(config: GenerationConfig, is_sampling_asked_for: bool) -> str | None:
+def of_config(config: GenerationConfig) -> str | None:
     """Why a call with this configuration, as a loop gets it, is not served; None if it is."""
     mode = mode_of(config)
     if mode not in SEARCH + SAMPLING:
         return f"generation mode {mode.value}"
-    if mode in SAMPLING and not is_sampling_asked_for:
-        return _NOT_SAMPLED
-    if mode in SAMPLING and mode in BEAMS and not SORTS_DRAWN_BEAMS:
-        return "beam sampling of this version of transformers"
     for name in ("cache_implementation", "prefill_chunk_size", "stop_strings"):
         if getattr(config, name, None) is not None:
             return name
@@ -320,11 +366,6 @@ class Asked(NamedTuple):
         """Args: rows: of a loop's texts, one for each beam."""
         beams = config.num_beams or 1
         return Asked(bool(config.do_sample), beams, rows // beams)
-
-
-def of_asked(asked: Asked, is_sampling_asked_for: bool) -> str | None:
-    """Why a call that asks for this is not served; None where it may be."""
-    return _NOT_SAMPLED if asked.do_sample and not is_sampling_asked_for else None
 
 
 def reads_few_logits(model: Any, asked: Asked) -> bool:

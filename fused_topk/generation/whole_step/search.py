@@ -13,9 +13,9 @@ from ..choice.edit import NotSparse
 from ..edits.plan import Plan
 from ..edits.tries import TrieLogitsProcessor
 from ..statistics import count_not_compiled, count_whole
-from . import beams, graphs, room, texts
+from . import beams, draws, graphs, room, texts
 from .beams import Beams, Rules
-from .choosing import Choices, Place
+from .choosing import Choices, Place, TopKRecord
 from .criteria import Criteria
 from .decoder import Decoder, Prompt
 from .given_cache import fill
@@ -67,6 +67,8 @@ class Search(NamedTuple):
     only_kept: bool = False
     # The processes of a tensor-parallel model, which all go on with the choices of the first; None for any other model.
     group: Any = None
+    # Gets the best tokens of each step; None where nobody asks for them.
+    topk: TopKRecord | None = None
 
     def told(self) -> str:
         """A text of all that decides which collectives of a tensor-parallel model run, and when texts end."""
@@ -84,6 +86,7 @@ class Search(NamedTuple):
             self.head is None,
             self.cache is None,
             self.only_kept,
+            self.topk is None,
             sorted(config.items()),
         ]
         # Each process has a device of its own, so the device is left out.
@@ -110,10 +113,8 @@ class Search(NamedTuple):
                 try:
                     return self._run_kept(way)
                 except NotKept as error:
-                    are_seen = self.streamer is not None and self.streamer.rewind(number)
-                    # To begin anew would draw other tokens than the user has seen, or give a processor its tokens twice.
-                    if (are_seen and self.config.do_sample) or (self.plan.keeps_state and self.plan.has_run):
-                        raise error.__cause__ or error from None
+                    if self.streamer is not None:
+                        self.streamer.rewind(number)
                     if self.only_kept:
                         raise Declined(str(error)) from error
                     count_not_compiled(str(error))
@@ -134,7 +135,8 @@ class Search(NamedTuple):
     @property
     def _is_late(self) -> bool:
         """Whether the host knows the result of a step only some steps later."""
-        return graphs.is_cuda(self.prompt.ids.device) and not self.plan.asks_host
+        asks_host = self.plan.asks_host or self.criteria.ask_host
+        return graphs.is_cuda(self.prompt.ids.device) and not asks_host
 
     def _end_flag(self) -> graphs.EndFlag:
         return graphs.EndFlag(self._is_late, None if self.streamer is None else self.streamer.put, self.group)
@@ -153,6 +155,7 @@ class Search(NamedTuple):
             takes_more = has_others or self.config.do_sample or self.criteria.read_text
             # A step without the LM head chooses on each process by itself.
             takes_more = takes_more or (self.group is not None and not step.has_head)
+            takes_more = takes_more or self.topk is not None
             if takes_more or any(each is not None for each in kept):
                 return self._run(step, way, most_room(self.rules))
             return self._run_at_once(step, way, constraint)
@@ -214,9 +217,8 @@ class Search(NamedTuple):
         is_late, flag, choices = self._is_late, self._end_flag(), self._choices
         steps = torch.zeros(1, dtype=torch.int64, device=ids.device)
         logits = reader.read_prompt(self.prompt)
-        if self.plan.keeps_state and way is not None:
-            # An error of the capture comes before a processor is called. The place that this writes to is written again.
-            reader.read(torch.zeros_like(state.tokens[:, 0]), None, torch.zeros_like(steps), 1)
+        counted = way
+        in_vain = draws.InVain(ids.device) if is_late and self.config.do_sample else None
         for step in range(rules.room):
             ends_now = self.criteria.end_all(ids, length + step + 1)
             place = Place.of(step, ends_now, ids.device)
@@ -228,6 +230,8 @@ class Search(NamedTuple):
                 steps += state.goes_on
                 after = unless_over(state, after)
             state = after
+            if in_vain is not None:
+                in_vain.note()
             if way is None:
                 self._hand_on(state, step)
             if not flag.goes_on(state.goes_on, self._streamed(state, step)) or ends_now:
@@ -244,19 +248,34 @@ class Search(NamedTuple):
             else:
                 # After the end there is no token. Any token will do, because its results are dropped.
                 tokens, parents = state.running.tokens[:, :, step].clamp(min=0), state.running.parents
-            logits = reader.read(tokens, parents, place.step, step + 1)
+            try:
+                logits = reader.read(tokens, parents, place.step, step + 1)
+            except NotKept as error:
+                # Processors have been called and numbers drawn, so the call goes on, one operation after another.
+                self._note(error, way)
+                reader, counted = reader.decoder, None
+                logits = reader.read(tokens, parents, place.step, step + 1)
             if way is not None:
                 self._hand_on(state, step)
         if way is not None:
             self._hand_on(state, step)
         flag.finish()
         count = int(steps) if is_late else step + 1
-        count_whole(count, way is not None and way.is_compiled, way is not None and way.is_captured)
+        if in_vain is not None:
+            in_vain.take_back(count)
+        if self.topk is not None:
+            del self.topk.steps[count:]
+        count_whole(count, counted is not None and counted.is_compiled, counted is not None and counted.is_captured)
         return self._result(reader, state, count, kept)
 
     @property
     def _choices(self) -> Choices:
-        return Choices(self.rules, self.plan, self.criteria, self.config, self.group)
+        return Choices(self.rules, self.plan, self.criteria, self.config, self.group, self.topk)
+
+    def _note(self, error: NotKept, way: Way | None) -> None:
+        assert way is not None
+        count_not_compiled(str(error))
+        self.store.note(Shape.of(self.prompt, self.rules, way), str(error))
 
     def _head_alone(self) -> Head | None:
         """The LM head, if steps that are not kept are to choose from hidden states; None where they need logits."""
@@ -265,6 +284,7 @@ class Search(NamedTuple):
             self.plan.processors
             or self.criteria.read_text
             or self.config.do_sample
+            or self.topk is not None
             or any(each is not None for each in KeptOutputs.asked_for(self.config))
         )
         # A model may keep what it has prepared as attributes of the twin, which the twin without a head does not have.

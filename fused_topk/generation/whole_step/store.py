@@ -30,7 +30,8 @@ class Store:
         self._kept: OrderedDict[Shape, KeptStep] = OrderedDict()
         self._codes = Codes()
         self._used: set[Shape] = set()
-        self._failed: dict[Shape, str] = {}
+        # How often the step of a shape could not be made, and why.
+        self._failed: dict[Shape, tuple[int, str]] = {}
         self._lock = threading.Lock()
 
     @contextmanager
@@ -41,11 +42,12 @@ class Store:
             group: of the processes of a tensor-parallel model.
 
         Raises:
-            NotKept: another call uses the step, or an earlier call could not make it.
+            NotKept: another call uses the step, or earlier calls could not make it.
         """
         with self._lock:
-            if shape in self._failed:
-                raise NotKept(self._failed[shape])
+            failures, reason = self._failed.get(shape, (0, ""))
+            if failures >= _tries(shape):
+                raise NotKept(reason)
             if shape in self._used:
                 raise NotKept("another call of the same shape runs")
             self._used.add(shape)
@@ -57,7 +59,7 @@ class Store:
             try:
                 yield step
             except NotKept as error:
-                self._failed[shape] = str(error)
+                self.note(shape, str(error))
                 raise
             # An error of this call, its processors or its streamer. The step can be kept: the next call writes all its tensors anew.
             except BaseException:
@@ -66,6 +68,11 @@ class Store:
             self._keep(shape, step)
         finally:
             self._used.discard(shape)
+
+    def note(self, shape: Shape, reason: str) -> None:
+        """Notes that the step of a shape could not be made."""
+        with self._lock:
+            self._failed[shape] = self._failed.get(shape, (0, ""))[0] + 1, reason
 
     def release(self) -> None:
         """Drops steps that hold collectives: NCCL destroys no communicator before the graphs that use it are gone."""
@@ -77,7 +84,7 @@ class Store:
         """What is kept for a shape: see :attr:`KeptStep.made`."""
         with self._lock:
             step = self._kept.get(shape)
-            return shape in self._failed, shape in self._used, None if step is None else step.made
+            return self._failed.get(shape, (0,))[0], shape in self._used, None if step is None else step.made
 
     def _keep(self, shape: Shape, step: KeptStep) -> None:
         with self._lock:
@@ -86,6 +93,11 @@ class Store:
                 len(self._kept) > 1 and sum(each.num_bytes for each in self._kept.values()) > MAX_BYTES
             ):
                 self._kept.popitem(last=False)
+
+
+def _tries(shape: Shape) -> int:
+    """How often the step of a shape is tried. Another thread may have broken a capture. To compile takes too long to try it again."""
+    return 1 if shape.way.is_compiled else 2
 
 
 @atexit.register

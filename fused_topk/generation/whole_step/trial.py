@@ -18,12 +18,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import MoEModelOutput
 
+from . import graphs
 from .cache import WITH_KEYS, state_layers
 from .decoder import Decoder, Prompt, Source, positions_of
 from .facts import cache_argument, num_layers, vocab_size_of
 from .given_cache import past_of
 from .head import Head, head_of
-from .reasons import said_by
+from .reasons import raise_if_from_a_signal, said_by
 from .row_form import RowDecoder, decoder_of
 
 # The first text begins with padding; beams cross in each step.
@@ -47,6 +48,7 @@ def reason_against(twin: Any, stock: Any, is_static: bool = True) -> str | None:
             return _reason(twin, stock, name, form, is_static)
     # Whatever a model raises here, it need not raise in transformers' loop, where the call then runs.
     except Exception as error:
+        raise_if_from_a_signal(error)
         return f"{name} with {form} raises {said_by(error)}"
 
 
@@ -72,7 +74,8 @@ def head(twin: Any) -> Head | None:
         with torch.no_grad():
             return head_of(twin, _few_inputs(twin))
     # A model that raises without its head keeps the head.
-    except Exception:
+    except Exception as error:
+        raise_if_from_a_signal(error)
         return None
 
 
@@ -105,7 +108,8 @@ def reads_mask(twin: Any) -> bool:
         with torch.no_grad():
             twin(**_few_inputs(twin), attention_mask=mask, use_cache=False)
     # The model has read the mask, whatever it makes of the exception.
-    except Exception:
+    except Exception as error:
+        raise_if_from_a_signal(error)
         return True
     return False
 
@@ -127,9 +131,38 @@ def steps_read(twin: Any, name: str) -> bool:
         with torch.no_grad():
             decoder.read_by(functools.partial(twin, **{name: unread}), ids[:, :1], None, step, 1)
     # The model has read the tensor, whatever it makes of the exception.
-    except Exception:
+    except Exception as error:
+        raise_if_from_a_signal(error)
         return True
     return False
+
+
+def reason_against_capture(twin: Any) -> str | None:
+    """Why a step of the model cannot be captured, as where it asks the device for a number; None where it can.
+
+    Args:
+        twin: see :func:`reason_against`, which has no reason against steps that are kept.
+    """
+    device = next(twin.parameters()).device
+    source = _source(twin) if twin.config.is_encoder_decoder else None
+    ids: Tensor = _few_inputs(twin)["input_ids" if source is None else "decoder_input_ids"]
+    is_text = torch.ones_like(ids, dtype=torch.bool)
+    places = None if source is None else source.hidden.shape[1]
+    decoder = decoder_of(twin)(twin, len(ids), ids.shape[1], 1, device, places, True)
+    decoder.open(2)
+    with torch.no_grad():
+        decoder.read_prompt(Prompt(ids, ids, is_text, positions_of(is_text), {}, ids.shape[1] + 2, source))
+        read = graphs.Bound(decoder.read, (ids[:, :1], None, ids.new_zeros(1), 1))
+        # Twice, because another thread may have broken the first capture.
+        for _ in range(2):
+            try:
+                graphs.Graph(read, device, None)
+                return None
+            # Whatever it is: most often an operation that a capture does not permit.
+            except Exception as error:
+                raise_if_from_a_signal(error)
+                reason = f"a step of a {type(twin).__name__} cannot be captured: {said_by(error)}"
+    return reason
 
 
 def _reason(twin: Any, stock: Any, name: str, form: str, is_static: bool) -> str | None:
@@ -187,6 +220,7 @@ def reason_against_past(twin: Any, stock: Any) -> str | None:
             are_close = all(_goes_on(twin, stock, past) for past in (3, 4))
     # Whatever a model raises: see reason_against().
     except Exception as error:
+        raise_if_from_a_signal(error)
         return f"{name} after a given cache raises {said_by(error)}"
     return None if are_close else f"{name} computes something else after a given cache"
 

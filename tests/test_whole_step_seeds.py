@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A seed gives the texts of stock generate(), which leaves the generator in the same state; any processor, any criterion."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from captured import InVain, graphs_of
+from decoding import Recorder, inputs_for, one_thread  # noqa: F401
+from fused_topk.generation import fused_decoding, stats
+from fused_topk.generation.whole_step import draws
+from whole_steps import encoder_decoder, family, source_for
+
+eager = functools.partial(fused_decoding, whole_step="eager")
+SAMPLED = [
+    {"top_k": 0},
+    {"top_k": 7},
+    {"top_k": 0, "top_p": 0.8},
+    {"top_k": 20, "top_p": 0.9, "temperature": 0.7},
+    {"top_k": 0, "min_p": 0.05},
+    {"top_k": 12, "repetition_penalty": 1.4, "bad_words_ids": [[9], [30]]},
+    {"top_k": 0, "typical_p": 0.6},
+    {"top_k": 0, "epsilon_cutoff": 0.02, "eta_cutoff": 0.02},
+    {"top_k": 9, "num_return_sequences": 3},
+    {"top_k": 9, "num_beams": 3},
+    {"top_k": 0, "top_p": 0.9, "num_beams": 3, "num_return_sequences": 2},
+    {"top_k": 9, "eos_token_id": list(range(5, 40))},
+    {"top_k": 0, "temperature": 1e31},
+]
+
+
+def seeded(model, inputs, context, **options):
+    torch.manual_seed(5)
+    options = {"max_new_tokens": 10, "do_sample": True, "pad_token_id": 0, **options}
+    with context:
+        found = model.generate(**inputs, **options)
+    return found, torch.randn(2)
+
+
+def assert_stocks(model, inputs, fused=eager, **options):
+    import contextlib
+
+    expected, after = seeded(model, inputs, contextlib.nullcontext(), **options)
+    stats(reset=True)
+    found, drawn = seeded(model, inputs, fused(model), **options)
+    steps = stats(reset=True)
+    assert steps.whole > 0 and not steps.not_whole, steps
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    else:
+        assert torch.equal(found.sequences, expected.sequences)
+    assert torch.equal(drawn, after)
+    return found, expected
+
+
+@pytest.mark.parametrize("options", SAMPLED, ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("name", ["Llama", "Bart"])
+def test_a_seed_gives_stocks_texts(name, options):
+    of_both = name == "Bart"
+    model = encoder_decoder("Bart", 1) if of_both else family("Llama", 1)
+    assert_stocks(model, source_for(model, 4) if of_both else inputs_for(model, 4, padding=2), **options)
+
+
+@pytest.mark.parametrize("options", SAMPLED[:7], ids=lambda options: "-".join(options))
+def test_the_logits_of_float64_too(options):
+    model = copy.deepcopy(family("Llama", 1)).double()
+    assert_stocks(model, inputs_for(model, 2), **options)
+
+
+def test_quick_draws_are_torchs(monkeypatch):
+    assert draws._is_quick_form_equal()
+    for is_quick in (True, False):
+        monkeypatch.setattr(draws, "_is_quick_form_equal", lambda is_quick=is_quick: is_quick)
+        for columns in (1, 97, 5000):
+            probs = torch.randn(7, columns, generator=torch.Generator().manual_seed(columns)).softmax(-1)
+            for count in {1, min(columns, 4)}:
+                torch.manual_seed(2)
+                expected, state = torch.multinomial(probs, count), torch.get_rng_state()
+                torch.manual_seed(2)
+                assert torch.equal(draws.drawn(probs, count), expected)
+                assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        draws.drawn(torch.tensor([[0.5, torch.nan]]), 1)
+
+
+def test_steps_in_vain_draw_nothing(monkeypatch):
+    """With a stand-in for a GPU, whose host learns of the end four steps later."""
+    taken = []
+
+    take_back = InVain.take_back
+    monkeypatch.setattr(
+        InVain, "take_back", lambda self, steps: taken.append(len(self.states) - 1 - steps) or take_back(self, steps)
+    )
+    model = family("Llama", 1)
+    with graphs_of():
+        for ends in (list(range(5, 40)), list(range(5, 90)), None):
+            options = {"top_k": 9, "max_new_tokens": 20, "eos_token_id": ends}
+            assert_stocks(model, inputs_for(model, 3), functools.partial(fused_decoding), **options)
+    assert max(taken) == 4 and min(taken) == 0
+
+
+class Own(LogitsProcessor):
+    """A processor of a user's: it depends on the texts, keeps what it got, and writes in place."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, input_ids, scores):
+        self.calls.append((input_ids.clone(), scores.clone()))
+        scores[:, (3 * len(self.calls)) % 97] += 2.0
+        scores.scatter_(1, input_ids[:, -1:], -torch.inf)
+        return scores
+
+
+class Ends(StoppingCriteria):
+    """A criterion of a user's: a text ends after a token below 20 behind an even one."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls.append((input_ids.clone(), scores if scores is None else len(scores)))
+        return (input_ids[:, -1] < 20) & (input_ids[:, -2] % 2 == 0)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("way", ["operations", "captured"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 9}], ids=str)
+def test_processors_and_criteria_of_the_users_are_called_as_in_stock(options, way, streams):
+    import contextlib
+
+    streams = streams and "num_beams" not in options
+    model, found = family("Llama", 1), []
+    for is_fused in (False, True):
+        own, ends = Own(), Ends()
+        given = {
+            "logits_processor": LogitsProcessorList([own]),
+            "stopping_criteria": StoppingCriteriaList([ends]),
+            "return_dict_in_generate": True,
+            "output_scores": True,
+            "do_sample": False,
+            **options,
+        }
+        if streams:
+            given["streamer"] = Recorder()
+        with contextlib.ExitStack() as stack:
+            if is_fused and way == "captured":
+                stack.enter_context(graphs_of())
+            fused = (
+                contextlib.nullcontext()
+                if not is_fused
+                else fused_decoding(model, whole_step=None if way == "captured" else "eager")
+            )
+            stats(reset=True)
+            result, after = seeded(model, inputs_for(model, 1 if streams else 3), fused, max_new_tokens=14, **given)
+        pieces = given["streamer"].pieces if streams else None
+        found.append((result, after, own.calls, ends.calls, pieces))
+    assert stats().whole > 0 and not stats(reset=True).not_whole
+    (stock, drawn, calls, ends, pieces), (fused, also, own, criteria, own_pieces) = found
+    assert torch.equal(stock.sequences, fused.sequences) and torch.equal(drawn, also) and pieces == own_pieces
+    assert len(calls) == len(own) and len(ends) == len(criteria)
+    for (ids, scores), (own_ids, own_scores) in zip(calls, own):
+        assert torch.equal(ids, own_ids)
+        torch.testing.assert_close(scores, own_scores, rtol=0, atol=5e-5)
+    for (ids, scores), (own_ids, own_scores) in zip(ends, criteria):
+        assert torch.equal(ids, own_ids) and scores == own_scores
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
+def test_the_record_of_the_best_tokens(options):
+    model = family("Llama", 1)
+    inputs = inputs_for(model, 2)
+    with fused_decoding(model, whole_step=False, topk_per_step=4) as expected:
+        torch.manual_seed(1)
+        model.generate(**inputs, max_new_tokens=6, **{"do_sample": False, **options})
+    stats(reset=True)
+    with eager(model, topk_per_step=4) as record:
+        torch.manual_seed(1)
+        model.generate(**inputs, max_new_tokens=6, **{"do_sample": False, **options})
+    assert stats(reset=True).whole == len(record.topk) > 0
+    if "do_sample" not in options:
+        for one, other in zip(expected.topk, record.topk, strict=True):
+            assert torch.equal(one.indices, other.indices)
+            torch.testing.assert_close(one.values, other.values, rtol=0, atol=5e-5)

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users' own code in a model keeps, counts or draws: texts and the state after a call are those of stock generate()."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
+
+from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from decoding import inputs_for
+from fused_topk.generation import disable, enable, fused_decoding, stats
+from whole_steps import family
+
+OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+class Keeping(nn.Module):
+    """A layer that keeps what it saw."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.seen = layer, None
+
+    def forward(self, *args, **kwargs):
+        self.seen = self.layer(*args, **kwargs)
+        return self.seen
+
+
+class Listing(Keeping):
+    """One that appends to a list."""
+
+    def __init__(self, layer):
+        super().__init__(layer)
+        self.notes = []
+
+    def forward(self, *args, **kwargs):
+        self.notes.append(len(self.notes))
+        return self.layer(*args, **kwargs)
+
+
+class Steering(Keeping):
+    """One that changes the first pass only."""
+
+    def __init__(self, layer):
+        super().__init__(layer)
+        self.is_first = True
+
+    def forward(self, *args, **kwargs):
+        found = self.layer(*args, **kwargs)
+        found = found * 1.5 if self.is_first else found
+        self.is_first = False
+        return found
+
+
+class Buffered(Keeping):
+    """One that writes to a buffer."""
+
+    def __init__(self, layer):
+        super().__init__(layer)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, *args, **kwargs):
+        self.passes += 1
+        return self.layer(*args, **kwargs)
+
+
+class Counting(LlamaForCausalLM):
+    """A model that counts its passes."""
+
+    passes = 0
+
+    def forward(self, *args, **kwargs):
+        self.passes += 1
+        return super().forward(*args, **kwargs)
+
+
+class NormHead(nn.Linear):
+    """A head that normalizes its weight once, in the first pass after training, as that of Baichuan2."""
+
+    is_first = True
+
+    def forward(self, hidden):
+        if self.is_first:
+            self.is_first = False
+            self.weight.data = nn.functional.normalize(self.weight.data)
+        return nn.functional.linear(hidden, self.weight)
+
+
+def with_layer(kind):
+    def make(model):
+        model.model.layers[1].mlp = kind(model.model.layers[1].mlp)
+
+    return make
+
+
+def with_head(model):
+    head = NormHead(32, 97, bias=False)
+    head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    model.lm_head = head
+
+
+def with_dropout(model):
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Dropout(0.3).train())
+
+
+CHANGES = {kind.__name__: with_layer(kind) for kind in (Keeping, Listing, Steering, Buffered)}
+CHANGES |= {
+    "NormHead": with_head,
+    "dropout": with_dropout,
+    "counting": lambda model: setattr(model, "__class__", Counting),
+}
+
+
+def state_of(model):
+    """All that hangs at the modules, values included."""
+
+    def value(each):
+        return each.tolist() if isinstance(each, torch.Tensor) else repr(each)
+
+    found = {name: each.tolist() for name, each in model.state_dict().items()}
+    for name, module in model.named_modules():
+        own = {key: each for key, each in vars(module).items() if not key.startswith("_") and key != "config"}
+        found |= {f"{name}.{key}": value(each) for key, each in own.items() if key != "generation_config"}
+    return found
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("change", CHANGES)
+def test_texts_and_the_state_after_a_call_are_stocks(change, num_beams):
+    stock, fused = (copy.deepcopy(family("Llama")) for _ in range(2))
+    inputs, found = inputs_for(stock, 2), []
+    for model in (stock, fused):
+        CHANGES[change](model)
+    enable(fused, whole_step="eager")
+    for model in (stock, fused):
+        torch.manual_seed(3)
+        texts = [model.generate(**inputs, **OPTIONS, num_beams=num_beams) for _ in range(2)]
+        found.append((texts, torch.randn(2)))
+    disable(fused)
+    assert all(map(torch.equal, *(texts for texts, _ in found)))
+    # The draws after the calls, too.
+    assert torch.equal(found[0][1], found[1][1])
+    assert state_of(stock) == state_of(fused)
+
+
+def test_a_trial_leaves_no_trace_and_is_not_repeated(monkeypatch):
+    from fused_topk.generation.whole_step import trial
+
+    model, tried = copy.deepcopy(family("Llama")), []
+    with_layer(Listing)(model)
+    layer = model.model.layers[1].mlp
+    reason_against = trial.reason_against
+    monkeypatch.setattr(trial, "reason_against", lambda *args, **kw: tried.append(1) or reason_against(*args, **kw))
+    with fused_decoding(model, whole_step="eager"):
+        for _ in range(3):
+            model.generate(**inputs_for(model, 1), **OPTIONS)
+    assert len(layer.notes) == 3 * 6 and len(tried) == 1
+    assert "a forward pass that" in str(stats(reset=True).not_whole)
+
+
+def test_a_trial_draws_nothing_of_the_users(monkeypatch):
+    model = copy.deepcopy(family("Llama"))
+    torch.manual_seed(1)
+    expected = torch.randn(3)
+    torch.manual_seed(1)
+    with fused_decoding(model, whole_step="eager"):
+        model.generate(**inputs_for(model, 1), **OPTIONS)
+    assert torch.equal(torch.randn(3), expected)
+
+
+def test_a_model_in_training_mode_without_dropout_is_served():
+    model = copy.deepcopy(family("Llama")).train()
+    inputs = inputs_for(model, 2)
+    expected = model.generate(**inputs, **OPTIONS)
+    stats(reset=True)
+    with fused_decoding(model, whole_step="eager"):
+        assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
+    assert stats(reset=True).whole == 6 and model.training
+
+
+def test_attention_of_the_users_own_is_called_as_in_stock():
+    calls = []
+
+    def mine(*args, **kwargs):
+        calls.append(1)
+        return sdpa_attention_forward(*args, **kwargs)
+
+    AttentionInterface.register("mine_of_a_test", mine)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    config._attn_implementation = "mine_of_a_test"
+    model = LlamaForCausalLM(config).eval()
+    counts = []
+    inputs = inputs_for(model, 2)
+    for context in (None, fused_decoding(model, whole_step="eager")):
+        calls.clear()
+        if context is None:
+            model.generate(**inputs, **OPTIONS)
+        else:
+            with context:
+                model.generate(**inputs, **OPTIONS)
+        counts.append(len(calls))
+    assert counts[0] == counts[1] == 12
+    assert "attention of your own" in str(stats(reset=True).not_whole)
+
+
+@pytest.mark.parametrize("place", ["class", "cache", "layer"])
+def test_an_update_of_the_users_own_is_called_as_in_stock(place, monkeypatch):
+    model = copy.deepcopy(family("Llama"))
+    calls, counts, update = [], [], DynamicCache.update
+    inputs = inputs_for(model, 2)
+
+    def counted(of):
+        def run(*args, **kwargs):
+            calls.append(1)
+            return of(*args, **kwargs)
+
+        return run
+
+    if place == "class":
+        monkeypatch.setattr(DynamicCache, "update", lambda *args, **kwargs: calls.append(1) or update(*args, **kwargs))
+    for is_fused in (False, True):
+        calls.clear()
+        given = {}
+        if place != "class":
+            cache = DynamicCache(config=model.config)
+            of = cache if place == "cache" else cache.layers[0]
+            of.update = counted(of.update)
+            given = {"past_key_values": cache}
+        if is_fused:
+            with fused_decoding(model, whole_step="eager"):
+                model.generate(**inputs, **OPTIONS, **given)
+        else:
+            model.generate(**inputs, **OPTIONS, **given)
+        counts.append(len(calls))
+    assert counts[0] == counts[1] > 0
+
+
+class Late(Exception):
+    pass
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX timers")
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals reach the main thread")
+def test_an_exception_of_an_alarm_reaches_the_caller(monkeypatch):
+    from fused_topk.generation.whole_step import trial
+
+    model = copy.deepcopy(family("Llama"))
+    inputs = inputs_for(model, 1)
+    expected = model.generate(**inputs, **OPTIONS)
+
+    def ring(*_):
+        raise Late
+
+    reason = trial._reason
+    stats(reset=True)
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        with fused_decoding(model, whole_step="eager"):
+            with monkeypatch.context() as patch, pytest.raises(Late):
+                patch.setattr(trial, "_reason", lambda *_: signal.raise_signal(signal.SIGALRM))
+                model.generate(**inputs, **OPTIONS)
+            assert trial._reason is reason
+            assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert stats(reset=True).whole == 6
