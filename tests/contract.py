@@ -183,6 +183,7 @@ ARGUMENTS = {
     "seed": Argument(_ONE_A_ROW, _of_rows(7, lambda case: case.tokens(high=2**62)), **_rows(dtype=torch.float32), ),
     "counter": Argument(_ONE_A_ROW, _of_rows(2, lambda case: case.tokens(salt=4)), **_rows(dtype=torch.float32)),
     "generator": Argument("groups errors", lambda case: {"of 5": GeneratorOf(5)}, (3, "0", torch.tensor(1))),
+    "noise": Argument("gradients devices errors", lambda case: {"exponential": -case._replace(lead=(*case.lead, V)).random(0.01, 0.99).log()}, **_tensor(lambda x: x[..., 1:], lambda x: x[0])),
     "num_samples": Argument("groups gradients errors", lambda case: {"3": 3}, **_INT, wrong_value=(0, 2**31)),
     "logprobs": Argument("groups gradients errors", lambda case: {"5": 5}, **_INT, wrong_value=(-1, V + 1)),
     "truncated_log_probs": Argument("groups gradients errors", lambda case: {"yes": True}, **_FLAG),
@@ -232,7 +233,7 @@ ARGUMENTS = {
 # Arguments that mean nothing by themselves: what is given with them.
 WITH = {"target_ties": ("targets",), "topk_groups": ("groups",), "group_score": ("groups",), "targets": ("start",)}
 # Of two arguments that exclude each other the second.
-WITHOUT = {"generator": "seed", "seed": "generator"}
+WITHOUT = {"generator": "seed", "seed": "generator", "noise": "seed"}
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -297,7 +298,7 @@ def calls(name: str, kind: str, case: Case) -> Iterator[tuple[str, dict[str, Any
                     given = given | {other: next(iter(values(name, other, case).values()))}
             given.pop(WITHOUT.get(option), None)
             yield f"{option}={label}", given
-            if option not in ("k", "generator"):
+            if option not in ("k", "generator", "noise"):
                 together |= {x: y for x, y in given.items() if x not in plain or x == option}
     if together:
         yield "all", plain | together

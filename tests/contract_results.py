@@ -151,5 +151,7 @@ def _by_the_reference(name: str, given: dict[str, Any], counted: Tensor) -> list
     hides = ("logits", "hidden", "weight", "mask", "lengths", *(("bias",) if name == "sample" else ()))
     given = {x: y for x, y in given.items() if x not in hides}
     if name == "sample":
-        given = {x: y.expand(lead).contiguous() if isinstance(y, Tensor) else y for x, y in given.items()}
+        given = {
+            x: y.expand(lead).contiguous() if isinstance(y, Tensor) and x != "noise" else y for x, y in given.items()
+        }
     return call(name, {"logits": counted, **given, "backend": "reference"})
