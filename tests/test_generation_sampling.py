@@ -382,7 +382,7 @@ def test_beam_sampling_of_more_continuations_than_multinomial_takes(warpers):
 
 
 def test_a_race_draws_without_replacement_as_multinomial_does(monkeypatch):
-    monkeypatch.setattr(tokens, "_CATEGORIES", 8)
+    monkeypatch.setattr(tokens, "CATEGORIES", 8)
     monkeypatch.setattr(tokens, "_RACERS", 3)
     probabilities = torch.tensor([0.0, 0.3, 0.05, 0.1, 0.2, 0.0, 0.05, 0.1, 0.2, 0.0])
     rows = probabilities.expand(DRAWS, -1)

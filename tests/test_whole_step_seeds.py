@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from captured import InVain, graphs_of
 from decoding import Recorder, inputs_for, one_thread  # noqa: F401
 from fused_topk.generation import fused_decoding, stats
+from fused_topk.generation.choice import tokens
 from fused_topk.generation.whole_step import draws
 from whole_steps import encoder_decoder, family, source_for
 
@@ -46,8 +49,6 @@ def seeded(model, inputs, context, **options):
 
 
 def assert_stocks(model, inputs, fused=eager, **options):
-    import contextlib
-
     expected, after = seeded(model, inputs, contextlib.nullcontext(), **options)
     stats(reset=True)
     found, drawn = seeded(model, inputs, fused(model), **options)
@@ -89,6 +90,29 @@ def test_quick_draws_are_torchs(monkeypatch):
                 assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(RuntimeError, match="probability tensor"):
         draws.drawn(torch.tensor([[0.5, torch.nan]]), 1)
+
+
+def test_more_categories_than_multinomial_takes_are_drawn_by_a_race(monkeypatch):
+    """In float64: float32 has too few different numbers for so many."""
+    raced, drawn_from = [], tokens.drawn_from
+    monkeypatch.setattr(tokens, "CATEGORIES", 96)
+    monkeypatch.setattr(tokens, "drawn_from", lambda *args: raced.append(args) or drawn_from(*args))
+    for columns in (96, 97):
+        assert draws.drawn(torch.randn(3, columns).softmax(-1), 4).shape == (3, 4)
+    assert [probs.shape[1] for probs, _ in raced] == [97]
+
+
+def test_the_generator_of_the_device_is_put_back(monkeypatch):
+    """Not that of the current device."""
+    generators = [mock.Mock(**{"get_offset.side_effect": [0, 4, 8, 8]}), mock.Mock()]
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    in_vain = draws.InVain(torch.device("cuda", 0))
+    in_vain.note()
+    in_vain.note()
+    in_vain.take_back(1)
+    generators[0].set_offset.assert_called_once_with(4)
+    assert not generators[1].mock_calls
 
 
 def test_steps_in_vain_draw_nothing(monkeypatch):
@@ -135,8 +159,6 @@ class Ends(StoppingCriteria):
 @pytest.mark.parametrize("way", ["operations", "captured"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 9}], ids=str)
 def test_processors_and_criteria_of_the_users_are_called_as_in_stock(options, way, streams):
-    import contextlib
-
     streams = streams and "num_beams" not in options
     model, found = family("Llama", 1), []
     for is_fused in (False, True):

@@ -22,7 +22,7 @@ from .selection import Candidates
 from .warping import Filter
 
 # The most categories that torch.multinomial takes.
-_CATEGORIES = 1 << 24
+CATEGORIES = 1 << 24
 # Beyond that, this many places at a time take part in a race.
 _RACERS = 1 << 22
 
@@ -135,7 +135,7 @@ def drawn_from(probs: Tensor, num_samples: int, generator: Any = None) -> Tensor
     Beyond the limit of torch.multinomial each probability is divided by an exponential random number, and the greatest quotients
     win. That is done in float64: float32 has too few different numbers for so many places.
     """
-    if probs.shape[-1] <= _CATEGORIES:
+    if probs.shape[-1] <= CATEGORIES:
         return torch.multinomial(probs, num_samples, generator=generator)
     if not probs.is_cuda and not bool(probs.isfinite().all()):
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")

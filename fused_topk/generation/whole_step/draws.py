@@ -14,8 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
-# The most categories that torch.multinomial takes.
-_CATEGORIES = 1 << 24
+from ..choice import tokens
 
 
 def noise(rows: int, columns: int, device: torch.device) -> Tensor:
@@ -51,11 +50,11 @@ def drawn(probs: Tensor, count: int) -> Tensor:
         RuntimeError: a row is no distribution; on a CPU.
     """
     rows, columns = probs.shape
-    is_plain = probs.device.type == "cpu" and probs.dtype is torch.float32
-    if columns <= _CATEGORIES and (not is_plain or not bool(probs.isfinite().all() & (probs >= 0).all())):
+    is_quick = probs.device.type == "cpu" and probs.dtype is torch.float32 and columns <= tokens.CATEGORIES
+    if not is_quick or not bool(probs.isfinite().all() & (probs >= 0).all()):
         # It also says what is wrong.
-        return torch.multinomial(probs, count)
-    quotients = probs / noise(rows, columns, probs.device).to(probs.dtype)
+        return tokens.drawn_from(probs, count)
+    quotients = probs / noise(rows, columns, probs.device)
     return quotients.argmax(-1, keepdim=True) if count == 1 else quotients.topk(count).indices
 
 
@@ -63,7 +62,9 @@ class InVain:
     """Takes back the draws of steps after the end of a search on a GPU. Other draws of the process stay."""
 
     def __init__(self, device: torch.device) -> None:
-        self._generator = torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+        # A device without an index is the current one.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._generator = torch.cuda.default_generators[index]
         self._offsets: list[int] = []
         self.note()
 
