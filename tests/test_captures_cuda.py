@@ -12,8 +12,6 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'fused_topk[transformers]'")
 
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from decoding import inputs_for
 from fused_topk.cuda_runtime.capture import Graph
 from fused_topk.generation import disable, enable, fused_decoding, stats
@@ -42,16 +40,7 @@ ASKING = {
 
 
 def llama():
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval().cuda()
+    return copy.deepcopy(family("Llama")).cuda()
 
 
 def assert_draws():
@@ -216,7 +205,7 @@ def test_threads_generate_with_one_model(cuda):
 
 
 def test_a_capture_that_another_thread_breaks_is_tried_again(cuda, monkeypatch):
-    model = copy.deepcopy(family("Llama")).cuda()
+    model = llama()
     inputs = {name: each.cuda() for name, each in inputs_for(model, 2).items()}
     options = {"max_new_tokens": 6, "do_sample": False}
     captured, tries, errors = Graph._captured, [], []

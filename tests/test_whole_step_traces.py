@@ -167,14 +167,26 @@ def test_a_trial_leaves_no_trace_and_is_not_repeated(monkeypatch):
     assert "a forward pass that" in str(stats(reset=True).not_whole)
 
 
-def test_a_trial_draws_nothing_of_the_users(monkeypatch):
-    model = copy.deepcopy(family("Llama"))
+def test_a_trial_leaves_the_draws_of_all_threads_as_they_are(monkeypatch):
+    from fused_topk.generation.whole_step import trial
+
+    model, drawn, reason = copy.deepcopy(family("Llama")), [], trial._reason
+
+    def while_another_thread_draws(*args):
+        thread = threading.Thread(target=lambda: drawn.append(torch.randn(3)))
+        thread.start()
+        thread.join()
+        return reason(*args)
+
+    monkeypatch.setattr(trial, "_reason", while_another_thread_draws)
     torch.manual_seed(1)
-    expected = torch.randn(3)
+    expected = torch.randn(3), torch.randn(3)
     torch.manual_seed(1)
+    stats(reset=True)
     with fused_decoding(model, whole_step="eager"):
         model.generate(**inputs_for(model, 1), **OPTIONS)
-    assert torch.equal(torch.randn(3), expected)
+    assert torch.equal(drawn[0], expected[0]) and torch.equal(torch.randn(3), expected[1])
+    assert stats(reset=True).whole == 6
 
 
 def test_a_model_in_training_mode_without_dropout_is_served():

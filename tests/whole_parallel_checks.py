@@ -183,6 +183,11 @@ def processes_that_differ(rank: int, size: int) -> None:
     ):
         call("eager", return_dict_in_generate=True, **(options if is_last else {}))
         assert goes_on()
+    # A record of the best tokens, for which a step gathers logits.
+    with fused_decoding(model, whole_step="eager", topk_per_step=4 * is_last):
+        assert torch.equal(sequences(model), expected)
+    assert list(stats(reset=True).not_whole) == [UNLIKE]
+    assert goes_on()
     # A process that has forgotten what it knew of the model, when the others have not.
     if is_last:
         drop(model)

@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Modules of these packages are known: what they keep of a pass, as a table of positions, is made anew where it is needed.
 _KNOWN = ("transformers.", "torch.", "fused_topk.")
+# What operations call the share of elements that they drop.
+_SHARES = ("dropout_p", "dropout")
 
 
 class LeavesTraces(BaseException):
@@ -44,25 +46,22 @@ def no_traces(model: nn.Module) -> Iterator[Traces]:
     """A block in which forward passes of the model's twins leave no trace in the process: not in weights, containers and generators.
 
     Raises:
-        LeavesTraces: a forward pass in the block has left one, which is undone.
+        LeavesTraces: a forward pass in the block was about to draw or to write to a weight, or has left a trace that is undone.
     """
-    devices = {each.device.index for each in model.parameters() if each.is_cuda}
-    with torch.random.fork_rng(sorted(devices)):
-        traces = Traces(model)
-        try:
-            with _ReadOnly(traces.storages):
-                yield traces
-        finally:
-            found = traces.undo()
-        if found is not None:
-            raise LeavesTraces(found)
+    traces = Traces(model)
+    try:
+        with _Watched(traces.storages):
+            yield traces
+    finally:
+        found = traces.undo()
+    if found is not None:
+        raise LeavesTraces(found)
 
 
 class Traces:
     """What could tell that a model's forward pass has run."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._states = self._generators()
         # Each weight and buffer, and its values: a module may give the parameter others.
         self._tensors = [
             (each, each.detach(), each.data_ptr())
@@ -100,16 +99,7 @@ class Traces:
             changed = [name for name in {*now, *state} if not _is_value(now.get(name, now), state.get(name, state))]
             if changed:
                 found = f"sets {sorted(changed)[0]} of a {type(module).__name__}"
-        if self._generators() != self._states:
-            found = "draws random numbers, as dropout does"
         return None if found is None else f"a forward pass that {found}"
-
-    @staticmethod
-    def _generators() -> list[bytes]:
-        states = [torch.get_rng_state()]
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            states += torch.cuda.get_rng_state_all()
-        return [state.numpy().tobytes() for state in states]
 
 
 def _is_same(container: Any, before: Any) -> bool:
@@ -124,8 +114,11 @@ def _is_value(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and isinstance(one, (bool, int, float, str)) and one == other)
 
 
-class _ReadOnly(TorchDispatchMode):
-    """Raises where an operation would write to one of these storages."""
+class _Watched(TorchDispatchMode):
+    """Raises where an operation of this thread would draw, or write to one of these storages.
+
+    Generators are not compared before and after: other threads may draw at the same time.
+    """
 
     def __init__(self, storages: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -133,11 +126,18 @@ class _ReadOnly(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            for number, argument in enumerate(func._schema.arguments):
-                given = args[number] if number < len(args) else kwargs.get(argument.name)
-                is_written = argument.alias_info is not None and argument.alias_info.is_write
-                is_tensor = is_written and type(given) in (Tensor, nn.Parameter)
-                if is_tensor and given.untyped_storage().data_ptr() in self._storages:
+        may_draw = torch.Tag.nondeterministic_seeded in func.tags
+        if may_draw or func._schema.is_mutable:
+            names = [each.name for each in func._schema.arguments]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            # Attention and recurrences draw only where they drop something.
+            shares = [given.get(name, 0.0) for name in _SHARES if name in names]
+            if may_draw and (not shares or any(shares)):
+                raise LeavesTraces(f"a forward pass that draws random numbers, as dropout does ({func.overloadpacket})")
+            for each in func._schema.arguments:
+                tensor: Any = given.get(each.name)
+                is_written = each.alias_info is not None and each.alias_info.is_write
+                is_tensor = is_written and type(tensor) in (Tensor, nn.Parameter)
+                if is_tensor and tensor.untyped_storage().data_ptr() in self._storages:
                     raise LeavesTraces(f"a forward pass that writes to a weight or a buffer ({func.overloadpacket})")
         return func(*args, **kwargs)

@@ -121,15 +121,11 @@ def steps_read(twin: Any, name: str) -> bool:
         twin: see above. It has no encoder.
         name: of the tensor.
     """
-    ids = _few_inputs(twin)["input_ids"]
-    is_text = torch.ones_like(ids, dtype=torch.bool)
-    decoder = decoder_of(twin)(twin, len(ids), ids.shape[1], 1, ids.device)
-    decoder.open(2)
-    decoder.read_prompt(Prompt(ids, ids, is_text, positions_of(is_text), {}, ids.shape[1] + 2))
-    step, unread = ids.new_zeros(1), torch.ones(2, 1).as_subclass(_Unread)
+    decoder, step = _after_few_tokens(twin, False)
+    unread = torch.ones(2, 1).as_subclass(_Unread)
     try:
         with torch.no_grad():
-            decoder.read_by(functools.partial(twin, **{name: unread}), ids[:, :1], None, step, 1)
+            decoder.read_by(functools.partial(twin, **{name: unread}), *step)
     # The model has read the tensor, whatever it makes of the exception.
     except Exception as error:
         raise_if_from_a_signal(error)
@@ -143,26 +139,30 @@ def reason_against_capture(twin: Any) -> str | None:
     Args:
         twin: see :func:`reason_against`, which has no reason against steps that are kept.
     """
-    device = next(twin.parameters()).device
+    # Twice, because another thread may have broken the first capture.
+    for _ in range(2):
+        try:
+            with torch.no_grad():
+                decoder, step = _after_few_tokens(twin, True)
+                graphs.Graph(graphs.Bound(decoder.read, step), step[0].device, None)
+            return None
+        # Whatever it is: most often an operation that a capture does not permit.
+        except Exception as error:
+            raise_if_from_a_signal(error)
+            reason = f"a step of a {type(twin).__name__} cannot be captured: {said_by(error)}"
+    return reason
+
+
+def _after_few_tokens(twin: Any, is_kept: bool) -> tuple[Decoder, tuple[Tensor, None, Tensor, int]]:
+    """A decoder that has read a prompt, and the arguments with which it reads a next token."""
     source = _source(twin) if twin.config.is_encoder_decoder else None
     ids: Tensor = _few_inputs(twin)["input_ids" if source is None else "decoder_input_ids"]
     is_text = torch.ones_like(ids, dtype=torch.bool)
     places = None if source is None else source.hidden.shape[1]
-    decoder = decoder_of(twin)(twin, len(ids), ids.shape[1], 1, device, places, True)
+    decoder = decoder_of(twin)(twin, len(ids), ids.shape[1], 1, ids.device, places, is_kept)
     decoder.open(2)
-    with torch.no_grad():
-        decoder.read_prompt(Prompt(ids, ids, is_text, positions_of(is_text), {}, ids.shape[1] + 2, source))
-        read = graphs.Bound(decoder.read, (ids[:, :1], None, ids.new_zeros(1), 1))
-        # Twice, because another thread may have broken the first capture.
-        for _ in range(2):
-            try:
-                graphs.Graph(read, device, None)
-                return None
-            # Whatever it is: most often an operation that a capture does not permit.
-            except Exception as error:
-                raise_if_from_a_signal(error)
-                reason = f"a step of a {type(twin).__name__} cannot be captured: {said_by(error)}"
-    return reason
+    decoder.read_prompt(Prompt(ids, ids, is_text, positions_of(is_text), {}, ids.shape[1] + 2, source))
+    return decoder, (ids[:, :1], None, ids.new_zeros(1), 1)
 
 
 def _reason(twin: Any, stock: Any, name: str, form: str, is_static: bool) -> str | None:
