@@ -162,8 +162,17 @@ def test_streamers_get_plain_logits(model):
         assert stats(reset=True) == (3, 0, {})
 
 
-@pytest.mark.parametrize("custom", [{}, {"custom_generate": generate}], ids=["block", "custom_generate"])
-@pytest.mark.parametrize("when", ["before", "after", "within"])
+@pytest.mark.parametrize(
+    ("when", "custom"),
+    # A hook that a criterion adds is called where transformers' own loop runs: custom_generate has no whole_step=False.
+    [
+        ("before", {}),
+        ("after", {}),
+        ("within", {}),
+        ("before", {"custom_generate": generate}),
+        ("after", {"custom_generate": generate}),
+    ],
+)
 def test_forward_hooks_get_plain_logits_and_may_keep_them(model, when, custom):
     outputs, logits, handles = [], [], []
 
