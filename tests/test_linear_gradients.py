@@ -11,7 +11,7 @@ from fused_topk import arguments
 from fused_topk.rows import LogitRows
 from linear_heads import ENTRIES, exact_head, exact_logits, gradients_in_pieces, merged_in_pieces
 from oracle import DTYPES
-from rows import packed, random_mask
+from rows import packed, random_logits, random_mask
 
 pytestmark = pytest.mark.usefixtures("exact_library_products")
 
@@ -227,3 +227,16 @@ def test_linear_vmap_and_grad():
     given = hidden.clone().requires_grad_()
     loss(given).backward()
     torch.testing.assert_close(torch.func.grad(loss)(hidden), given.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_memory_that_holds_nan(backend, dtype, monkeypatch):
+    """What a process gets for its logits may hold anything. A product of bfloat16 on CPUs with AMX reads beyond the ends of rows."""
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **kwargs: new_empty(*args, **kwargs).fill_(torch.nan))
+    leaves = [
+        random_logits(*shape, device=backend.device, seed=seed).to(dtype).requires_grad_()
+        for seed, shape in enumerate([(40, 24), (700, 24)])
+    ]
+    backend("linear_log_softmax_topk", *leaves, 5).values.sum().backward()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)

@@ -21,7 +21,8 @@ from ..problem import LinearProblem, LogitGradientProblem, result_dtype
 from ..rows import some_rows
 from .linear_pieces import Block, blocks, product
 
-# Rows of logits begin at multiples of so many elements, which are 16 bytes or more, so that the kernel can read vectors.
+# For the kernel rows of logits begin at multiples of so many elements, which are 16 bytes or more, so that it can read vectors. Elsewhere
+# rows have no gaps: a CPU's product of bfloat16 (AMX, torch 2.13) reads into them, and NaN there is NaN in its result.
 _STRIDE_MULTIPLE = 8
 
 
@@ -99,12 +100,13 @@ def backward(
         of_weight if wanted[1] else None,
         of_bias.to(dtype) if wanted[2] else None,
     )
-    buffer = hidden.new_empty(pieces.rows * _row_stride(min(pieces.tokens, vocab_size)))
+    multiple = _STRIDE_MULTIPLE if has_kernel else 1
+    buffer = hidden.new_empty(pieces.rows * _row_stride(min(pieces.tokens, vocab_size), multiple))
     wide = None if has_kernel or dtype == hidden.dtype else torch.empty_like(buffer, dtype=dtype)
     for block in blocks(head, pieces.rows):
         of_rows = incoming.of(block)
         gradient = _by_kernel(head, block, of_rows) if has_kernel else _in_torch(head, block, of_rows, wide)
-        _add_block(head, block, pieces.tokens, gradient, buffer, sums)
+        _add_block(head, block, pieces.tokens, multiple, gradient, buffer, sums)
         # Freed before the next block makes its lists, so that those of two blocks are never in memory together.
         del of_rows, gradient
     if sums.bias is not None and sums.bias is not of_bias:
@@ -112,19 +114,25 @@ def backward(
     return of_hidden, of_weight, of_bias
 
 
-def _row_stride(tokens: int) -> int:
-    return -(-tokens // _STRIDE_MULTIPLE) * _STRIDE_MULTIPLE
+def _row_stride(tokens: int, multiple: int) -> int:
+    return -(-tokens // multiple) * multiple
 
 
-def _add_block(head: LinearProblem, block: Block, size: int, gradient: _Gradient, buffer: Tensor, sums: _Sums) -> None:
-    """Adds what some rows contribute, `size` tokens at a time. The first rows overwrite what they find."""
+def _add_block(
+    head: LinearProblem, block: Block, size: int, multiple: int, gradient: _Gradient, buffer: Tensor, sums: _Sums
+) -> None:
+    """Adds what some rows contribute, `size` tokens at a time. The first rows overwrite what they find.
+
+    Args:
+        multiple: of elements, at which rows of logits begin.
+    """
     hidden, vocab_size = block.hidden, len(head.weight)
     of_hidden = None
     if sums.hidden is not None:
         of_hidden = torch.zeros(hidden.shape, dtype=result_dtype(hidden.dtype), device=hidden.device)
     for start in range(0, vocab_size, size):
         end = min(start + size, vocab_size)
-        logits = product(hidden, head, start, end, buffer, _row_stride(end - start))
+        logits = product(hidden, head, start, end, buffer, _row_stride(end - start, multiple))
         g, rounded = gradient(logits, start)
         is_first = block.part.start == 0
         if sums.bias is not None and is_first:
